@@ -1,0 +1,142 @@
+"""The words of the project as typed records. Floor zero: standard library only.
+
+Everything that is captured is a *fact* (`Fact`): immutable, made once, with an id its maker
+chose, so that sending it twice changes nothing. Facts travel from an agent's process to the
+proxy, and from the proxy into the store.
+
+Token arrays are `array.array`: `'i'` (int32) for ids and `'f'` (float32) for log-probabilities.
+They compare and slice in C, need no NumPy in an agent's process, and NumPy or torch view them
+without a copy (`np.frombuffer`).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def new_id() -> str:
+    """32 hex characters whose order is the order of creation (milliseconds, then random)."""
+    return f"{time.time_ns() // 1_000_000:012x}{uuid.uuid4().hex[:20]}"
+
+
+def token_ids(ids: Iterable[int] = ()) -> array[int]:
+    return array("i", ids)
+
+
+def logprobs(values: Iterable[float] = ()) -> array[float]:
+    return array("f", values)
+
+
+class Outcome(StrEnum):
+    """How a rollout ended. The first three are the policy's own doing and are scored."""
+
+    COMPLETED = "completed"
+    AGENT_ERROR = "agent_error"
+    BUDGET = "budget"
+    ENV_ERROR = "env_error"
+    INFRA_ERROR = "infra_error"
+    ABORTED = "aborted"
+
+    @property
+    def scored(self) -> bool:
+        """False: the failure is not the policy's; it never enters a baseline."""
+        return self in (Outcome.COMPLETED, Outcome.AGENT_ERROR, Outcome.BUDGET)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOpened:
+    """One attempt at one task begins. `task_id` is the group that it is compared within."""
+
+    rollout_id: str
+    task_id: str | None = None
+    agent: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    task: Any = None  # what was asked, JSON-able, for people to read
+    opened_at: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFinished:
+    rollout_id: str
+    outcome: Outcome = Outcome.COMPLETED
+    error: str | None = None
+    finished_at: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardGiven:
+    """A number from a source, for a rollout or (`turn`) for one of its turns.
+
+    `turn` counts the rollout's turns from 0; negative counts from the end, as in a list.
+    Rewards are events: a later one of the same `name` and `turn` revises an earlier one.
+    """
+
+    reward_id: str = field(default_factory=new_id)
+    rollout_id: str
+    value: float
+    name: str = "reward"
+    turn: int | None = None
+    source: str = "agent"
+    created_at: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanEnded:
+    """An OpenTelemetry span that belongs to a rollout."""
+
+    trace_id: str  # 32 hex digits
+    span_id: str  # 16 hex digits
+    parent_span_id: str | None = None
+    rollout_id: str | None = None
+    name: str
+    kind: str = "internal"
+    start_ns: int
+    end_ns: int
+    status: str = "unset"  # unset | ok | error
+    attributes: Json = field(default_factory=dict)
+
+
+# [(version, count), ...] over the completion's tokens, in order.
+VersionSpans = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One LLM call: prompt tokens in, sampled tokens out.
+
+    `prompt_token_ids` is the whole prompt; the store keeps only what the parent lacks.
+    """
+
+    turn_id: str = field(default_factory=new_id)
+    rollout_id: str
+    parent_id: str | None = None
+    fork_reason: str | None = None  # why it does not continue an earlier turn, if one was there
+    dialect: str
+    model: str
+    prompt_token_ids: array[int]
+    completion_token_ids: array[int]
+    completion_logprobs: array[float]
+    policy_versions: VersionSpans
+    sampling: Json = field(default_factory=dict)  # temperature, top_p, ... as the engine used them
+    finish_reason: str | None = None
+    untrainable: str | None = None  # a reason, when its tokens must not be trained
+    parent_span_id: str | None = None
+    request: Json | None = None  # as the client sent it
+    response: Json | None = None  # as the client received it (a stream: put together)
+    created_at: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        tokens = len(self.completion_token_ids)
+        assert len(self.completion_logprobs) == tokens, "one log-probability a sampled token"
+        assert sum(count for _, count in self.policy_versions) == tokens, "spans cover all tokens"
+
+
+Fact = RolloutOpened | RolloutFinished | RewardGiven | SpanEnded | Turn

@@ -1,0 +1,69 @@
+"""The turn tree as pure functions; the proxy, the store and the trainer share them.
+
+The prefix rule: a turn's parent is the recorded turn with the longest `prompt + completion`
+that the turn's prompt begins with, token for token. Turns without a parent are roots; a path
+runs from a root to a leaf. Nothing here looks at text: equal tokens are the only proof.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+
+class HasTokens(Protocol):
+    @property
+    def prompt_token_ids(self) -> array[int]: ...
+    @property
+    def completion_token_ids(self) -> array[int]: ...
+
+
+class HasParent(Protocol):
+    @property
+    def turn_id(self) -> str: ...
+    @property
+    def parent_id(self) -> str | None: ...
+
+
+T = TypeVar("T", bound=HasTokens)
+P = TypeVar("P", bound=HasParent)
+
+
+def extends(prompt: array[int], turn: HasTokens) -> bool:
+    """Whether `prompt` begins with the turn's prompt followed by its completion."""
+    middle = len(turn.prompt_token_ids)
+    end = middle + len(turn.completion_token_ids)
+    return (
+        len(prompt) >= end
+        # The completion first: it is short, and it is where siblings differ.
+        and prompt[middle:end] == turn.completion_token_ids
+        and prompt[:middle] == turn.prompt_token_ids
+    )
+
+
+def find_parent(prompt: array[int], turns: Iterable[T]) -> T | None:
+    """The turn that `prompt` continues: the longest one, the latest among equals."""
+    best: T | None = None
+    best_length = -1
+    for turn in turns:
+        length = len(turn.prompt_token_ids) + len(turn.completion_token_ids)
+        if length >= best_length and extends(prompt, turn):
+            best, best_length = turn, length
+    return best
+
+
+def paths(turns: Sequence[P]) -> Iterator[list[P]]:
+    """Every root-to-leaf path, in the order of the leaves in `turns`.
+
+    A turn whose parent is not among `turns` counts as a root.
+    """
+    by_id = {turn.turn_id: turn for turn in turns}
+    inner = {turn.parent_id for turn in turns if turn.parent_id is not None}
+    for leaf in turns:
+        if leaf.turn_id in inner:
+            continue
+        path = [leaf]
+        while (parent := by_id.get(path[-1].parent_id or "")) is not None:
+            path.append(parent)
+        yield path[::-1]
