@@ -1,0 +1,54 @@
+"""The SQL store: facts, the turn tree, the ledger of what was trained."""
+
+from tracegrad.store.errors import (
+    AlreadyTrained,
+    AmbiguousRollout,
+    FactRefused,
+    LedgerError,
+    StoreCorrupt,
+    StoreError,
+    StoreMissing,
+    StoreTooNew,
+    StoreUnavailable,
+    UnknownRollout,
+)
+from tracegrad.store.ledger import Ledger
+from tracegrad.store.store import DEFAULT_URL, Store
+from tracegrad.store.views import (
+    Group,
+    PolicyVersion,
+    RewardPoint,
+    RolloutDetail,
+    RolloutRow,
+    RolloutSample,
+    StepRecord,
+    TurnCounts,
+    TurnFate,
+)
+from tracegrad.store.writer import Writer
+
+__all__ = [
+    "DEFAULT_URL",
+    "AlreadyTrained",
+    "AmbiguousRollout",
+    "FactRefused",
+    "Group",
+    "Ledger",
+    "LedgerError",
+    "PolicyVersion",
+    "RewardPoint",
+    "RolloutDetail",
+    "RolloutRow",
+    "RolloutSample",
+    "StepRecord",
+    "Store",
+    "StoreCorrupt",
+    "StoreError",
+    "StoreMissing",
+    "StoreTooNew",
+    "StoreUnavailable",
+    "TurnCounts",
+    "TurnFate",
+    "UnknownRollout",
+    "Writer",
+]

@@ -1,0 +1,46 @@
+"""What can go wrong with the store. Every message is one line that a person can act on."""
+
+from __future__ import annotations
+
+
+class StoreError(Exception):
+    """Base of every error the store raises on purpose."""
+
+
+class StoreUnavailable(StoreError):
+    """The store cannot be read or written now (disk full, locked, no such folder, damaged).
+
+    Nothing of the failed call was stored; the same call may succeed later.
+    """
+
+
+class StoreMissing(StoreUnavailable):
+    """There is no store at the URL, and the caller did not ask to create one."""
+
+
+class StoreTooNew(StoreError):
+    """The store was written by a later version of tracegrad."""
+
+
+class StoreCorrupt(StoreError):
+    """What is stored cannot be what was written."""
+
+
+class FactRefused(StoreError, ValueError):
+    """A fact contradicts itself or the store; it was not stored. Names the field."""
+
+
+class UnknownRollout(StoreError, LookupError):
+    """No rollout has this id or begins with it."""
+
+
+class AmbiguousRollout(StoreError, LookupError):
+    """Several rollouts begin with this id."""
+
+
+class LedgerError(StoreError):
+    """The ledger refused a record; nothing of it was stored."""
+
+
+class AlreadyTrained(LedgerError):
+    """A turn of the step is in the ledger already; the whole step was rolled back."""

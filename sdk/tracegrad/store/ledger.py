@@ -1,0 +1,313 @@
+"""The consumption ledger: which rollouts are being trained on, and what became of each turn.
+
+Exactly once: a turn has at most one row in `turn_ledger` (its primary key), written in the
+same transaction as the step that trained it. Leases only keep pullers out of each other's
+way; a puller that outlives its lease and commits late is refused by that key.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, exc, insert, literal, null, or_, select, update
+
+from tracegrad.records import Outcome, RewardGiven, new_id
+from tracegrad.store.errors import AlreadyTrained, LedgerError
+from tracegrad.store.queries import rewards_of, tags_of
+from tracegrad.store.reading import turns_of
+from tracegrad.store.schema import Rollouts, Steps, TurnLedger, Turns
+from tracegrad.store.sql import MAIN_REWARD, SCORED, chunks, has_tags, latest_reward
+from tracegrad.store.store import Store
+from tracegrad.store.views import Group, RolloutSample, StepRecord
+
+# A turn that came in after its rollout was leased; nobody trained on it.
+LATE = "late"
+
+_Fate = tuple[int | None, str | None]  # (step, None) or (None, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    rollout_id: str
+    task_id: str | None
+    finished_at: float
+    reward: float
+
+
+class Ledger:
+    """For the trainer's first rank. Several processes may pull from one store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def lease(
+        self,
+        *,
+        groups: int,
+        group_size: int,
+        owner: str,
+        ttl_s: float,
+        tags: Mapping[str, str] | None = None,
+        incomplete_after_s: float = float("inf"),
+        at_least: int | None = None,
+    ) -> list[Group]:
+        """The oldest ready groups: `groups` of them, or [] while fewer are ready.
+
+        A rollout is ready when it finished with a scored outcome, has a reward, carries all
+        `tags`, and is neither consumed nor leased. A group is the `group_size` oldest ready
+        rollouts of one task; one task may fill several groups. What is left of a task is a
+        group too, if it has at least two rollouts and the last of them finished more than
+        `incomplete_after_s` ago. With `at_least`, fewer groups than `groups` will do.
+
+        Rollouts with `tags` that ended unscored are consumed on the way, their turns skipped
+        with the outcome as the reason. The lease ends after `ttl_s` seconds by itself.
+        """
+        _check(groups=groups, group_size=group_size, ttl_s=ttl_s)
+        now = time.time()
+        lease_id = new_id()
+        with self._store.writing() as connection:
+            _consume_unscored(connection, tags or {}, now)
+            ready = _ready(connection, tags or {}, now, alone=group_size == 1)
+            chosen = _form_groups(ready, group_size, now - incomplete_after_s)[:groups]
+            if not chosen or len(chosen) < (groups if at_least is None else at_least):
+                return []
+            values = {"lease_id": lease_id, "lease_owner": owner, "leased_until": now + ttl_s}
+            _update_rollouts(connection, [r.rollout_id for group in chosen for r in group], values)
+        samples = self._samples([rollout for group in chosen for rollout in group])
+        return [
+            Group(
+                group_id=group[0].task_id or group[0].rollout_id,
+                lease_id=lease_id,
+                expires_at=now + ttl_s,
+                rollouts=[samples[rollout.rollout_id] for rollout in group],
+            )
+            for group in chosen
+        ]
+
+    def release(self, groups: Sequence[Group]) -> None:
+        """Give back groups that were not trained; others may lease them at once."""
+        free = {"lease_id": None, "lease_owner": None, "leased_until": None}
+        with self._store.writing() as connection:
+            for group in groups:
+                ids = [rollout.rollout_id for rollout in group.rollouts]
+                connection.execute(
+                    update(Rollouts)
+                    .where(Rollouts.rollout_id.in_(ids), Rollouts.lease_id == group.lease_id)
+                    .values(free)
+                )
+
+    def commit_step(
+        self,
+        step: StepRecord,
+        *,
+        trained: Sequence[str],
+        skipped: Mapping[str, str],
+        rollouts: Sequence[str],
+    ) -> None:
+        """The step, a row for each of its turns, its rollouts consumed: one transaction.
+
+        `trained` are turn ids, `skipped` maps turn ids to reasons. Turns of `rollouts` that are
+        in neither came in after the lease and are skipped as "late".
+        Raises `AlreadyTrained` if a turn is in the ledger already, `LedgerError` if the step
+        is or something named is unknown; then nothing is stored.
+        """
+        with self._store.writing() as connection:
+            if connection.scalar(select(Steps.step).where(Steps.step == step.step)) is not None:
+                raise LedgerError(f"step {step.step} is in the ledger already")
+            connection.execute(
+                insert(Steps),
+                {
+                    "step": step.step,
+                    "version": step.version,
+                    "created_at": step.created_at,
+                    "settings": step.settings,
+                    "metrics": step.metrics,
+                    "checkpoint": step.checkpoint,
+                },
+            )
+            _record(connection, step.step, trained, skipped, rollouts)
+
+    def commit_skipped(self, skipped: Mapping[str, str], rollouts: Sequence[str]) -> None:
+        """Consume rollouts that no step used; as `commit_step` without a step."""
+        with self._store.writing() as connection:
+            _record(connection, None, [], skipped, rollouts)
+
+    def last_step(self) -> StepRecord | None:
+        steps = self.steps(limit=1)
+        return steps[0] if steps else None
+
+    def steps(self, limit: int | None = None) -> list[StepRecord]:
+        """The last `limit` steps, the oldest of them first."""
+        query = select(*Steps.__table__.columns).order_by(Steps.step.desc()).limit(limit)
+        with self._store.reading() as connection:
+            return [StepRecord(**row) for row in connection.execute(query).mappings()][::-1]
+
+    def _samples(self, rollouts: Sequence[_Ready]) -> dict[str, RolloutSample]:
+        ids = [rollout.rollout_id for rollout in rollouts]
+        rewards = {rollout.rollout_id: rollout.reward for rollout in rollouts}
+        samples = {}
+        with self._store.reading() as connection:
+            turns = turns_of(connection, ids, raw=False)
+            events = rewards_of(connection, ids)
+            tags = tags_of(connection, ids)
+            for some in chunks(ids):
+                query = select(
+                    Rollouts.rollout_id, Rollouts.task_id, Rollouts.agent, Rollouts.outcome
+                ).where(Rollouts.rollout_id.in_(some))
+                for rollout_id, task_id, agent, outcome in connection.execute(query):
+                    assert outcome is not None, "a leased rollout has finished"
+                    samples[rollout_id] = RolloutSample(
+                        rollout_id=rollout_id,
+                        task_id=task_id,
+                        agent=agent,
+                        tags=tags[rollout_id],
+                        outcome=Outcome(outcome),
+                        reward=rewards[rollout_id],
+                        turn_rewards=turn_rewards(events[rollout_id], len(turns[rollout_id])),
+                        turns=turns[rollout_id],
+                    )
+        return samples
+
+
+def turn_rewards(events: Iterable[RewardGiven], turns: int) -> dict[int, float]:
+    """Each turn's latest reward named "reward"; events for turns that are not there fall away.
+
+    `events` come in order of arrival, which decides between equal times.
+    """
+    latest: dict[int, float] = {}
+    for event in sorted(events, key=lambda event: event.created_at):
+        if event.name != MAIN_REWARD or event.turn is None:
+            continue
+        index = event.turn if event.turn >= 0 else turns + event.turn
+        if 0 <= index < turns:
+            latest[index] = event.value
+    return latest
+
+
+def _check(*, groups: int, group_size: int, ttl_s: float) -> None:
+    for name, value in (("groups", groups), ("group_size", group_size)):
+        if value < 1:
+            raise ValueError(f"{name}: {value}; ask for at least 1")
+    if not ttl_s > 0:
+        raise ValueError(f"ttl_s: {ttl_s}; give seconds above 0")
+
+
+def _consume_unscored(connection: Connection, tags: Mapping[str, str], now: float) -> None:
+    unscored = (
+        Rollouts.consumed_at.is_(None),
+        Rollouts.finished_at.is_not(None),
+        Rollouts.outcome.not_in(SCORED),
+        has_tags(tags),
+    )
+    ids = list(connection.scalars(select(Rollouts.rollout_id).where(*unscored)))
+    for some in chunks(ids):
+        turns = (
+            select(Turns.turn_id, null(), Rollouts.outcome, literal(now))
+            .join(Rollouts, Rollouts.rollout_id == Turns.rollout_id)
+            .where(Rollouts.rollout_id.in_(some))
+        )
+        columns = ["turn_id", "step", "skip_reason", "created_at"]
+        connection.execute(insert(TurnLedger).from_select(columns, turns))
+    _update_rollouts(connection, ids, {"consumed_at": now})
+
+
+def _ready(
+    connection: Connection, tags: Mapping[str, str], now: float, *, alone: bool
+) -> list[_Ready]:
+    """The oldest first; rollouts without a task only if they may be a group `alone`."""
+    reward = latest_reward()
+    query = (
+        select(Rollouts.rollout_id, Rollouts.task_id, Rollouts.finished_at, reward.label("reward"))
+        .where(
+            Rollouts.consumed_at.is_(None),
+            Rollouts.finished_at.is_not(None),
+            Rollouts.outcome.in_(SCORED),
+            or_(Rollouts.leased_until.is_(None), Rollouts.leased_until <= now),
+            reward.is_not(None),
+            has_tags(tags),
+        )
+        .order_by(Rollouts.finished_at, Rollouts.rollout_id)
+    )
+    if not alone:
+        query = query.where(Rollouts.task_id.is_not(None))
+    return [_Ready(**row) for row in connection.execute(query).mappings()]
+
+
+def _form_groups(ready: Sequence[_Ready], size: int, stale_before: float) -> list[list[_Ready]]:
+    """Groups in the order in which their last rollout finished."""
+    by_task: dict[tuple[str, str], list[_Ready]] = {}
+    for rollout in ready:
+        key = ("task", rollout.task_id) if rollout.task_id else ("rollout", rollout.rollout_id)
+        by_task.setdefault(key, []).append(rollout)
+    groups = []
+    for rollouts in by_task.values():
+        for group in chunks(rollouts, size):
+            stale = len(group) >= 2 and group[-1].finished_at < stale_before
+            if len(group) == size or stale:
+                groups.append(list(group))
+    return sorted(groups, key=lambda group: group[-1].finished_at)
+
+
+def _record(
+    connection: Connection,
+    step: int | None,
+    trained: Sequence[str],
+    skipped: Mapping[str, str],
+    rollouts: Sequence[str],
+) -> None:
+    if both := set(trained) & skipped.keys():
+        raise LedgerError(f"turn {min(both)} is both trained and skipped")
+    fates: dict[str, _Fate] = dict.fromkeys(trained, (step, None))
+    fates |= {turn_id: (None, reason) for turn_id, reason in skipped.items()}
+    _refuse_known(connection, list(fates))
+    _insert_fates(connection, fates)
+    late: dict[str, _Fate] = {}
+    for ids in chunks(list(rollouts)):
+        query = (
+            select(Turns.turn_id)
+            .outerjoin(TurnLedger, TurnLedger.turn_id == Turns.turn_id)
+            .where(Turns.rollout_id.in_(ids), TurnLedger.turn_id.is_(None))
+        )
+        late |= dict.fromkeys(connection.scalars(query), (None, LATE))
+    _insert_fates(connection, late)
+    values = {"consumed_at": time.time(), "consumed_step": step, "leased_until": None}
+    changed = _update_rollouts(connection, list(rollouts), values)
+    if changed != len(set(rollouts)):
+        raise LedgerError(f"{len(set(rollouts)) - changed} of the step's rollouts are not stored")
+
+
+def _refuse_known(connection: Connection, turn_ids: Sequence[str]) -> None:
+    for ids in chunks(turn_ids):
+        query = select(TurnLedger.turn_id, TurnLedger.step, TurnLedger.skip_reason).where(
+            TurnLedger.turn_id.in_(ids)
+        )
+        for turn_id, step, reason in connection.execute(query):
+            was = f"trained by step {step}" if step is not None else f"skipped ({reason})"
+            raise AlreadyTrained(f"turn {turn_id} was {was} already")
+
+
+def _insert_fates(connection: Connection, fates: Mapping[str, _Fate]) -> None:
+    now = time.time()
+    rows = [
+        {"turn_id": turn_id, "step": step, "skip_reason": reason, "created_at": now}
+        for turn_id, (step, reason) in fates.items()
+    ]
+    if not rows:
+        return
+    try:
+        connection.execute(insert(TurnLedger), rows)
+    except exc.IntegrityError as error:
+        raise LedgerError(f"the ledger names a turn that is not stored ({error.orig})") from error
+
+
+def _update_rollouts(connection: Connection, ids: Sequence[str], values: Mapping[str, Any]) -> int:
+    """How many there were."""
+    changed = 0
+    for some in chunks(ids):
+        changed += connection.execute(
+            update(Rollouts).where(Rollouts.rollout_id.in_(some)).values(**values)
+        ).rowcount
+    return changed

@@ -1,0 +1,10 @@
+"""Alembic's entry: runs migrations on the connection that `tracegrad.store.migrate` opened."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from tracegrad.store.schema import Base
+
+context.configure(connection=context.config.attributes["connection"], target_metadata=Base.metadata)
+context.run_migrations()

@@ -1,0 +1,200 @@
+"""The tables. Migrations in `migrations/versions` build exactly these; a test compares them.
+
+Facts are written once. What changes afterwards is small and lives in `rollouts` (finish, lease,
+consumption) and in the ledger tables (`steps`, `turn_ledger`, `policy_versions`).
+Times are seconds since the epoch, UTC.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    CheckConstraint,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+)
+from sqlalchemy.engine import Dialect
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.types import TypeDecorator
+
+# The newest migration. Kept here so that opening a current store does not import Alembic.
+REVISION = "0001"
+
+
+class Text(TypeDecorator[str]):
+    """Unicode text that every database accepts: no NUL, no lone surrogate."""
+
+    impl = String
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        if value is None or (value.isascii() and "\0" not in value):
+            return value
+        return value.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
+JsonType = JSON(none_as_null=True)
+# SQLite numbers rows by itself only in a column of type INTEGER.
+RowNumber = BigInteger().with_variant(Integer(), "sqlite")
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {  # noqa: RUF012 (read by SQLAlchemy)
+        str: Text(),
+        float: Double(),
+        int: BigInteger(),
+        bytes: LargeBinary(),
+        Any: JsonType,
+        dict[str, Any]: JsonType,
+        list[list[int]]: JsonType,
+    }
+
+
+class Rollouts(Base):
+    """One row a rollout; bare (`opened` false) until its opening arrives."""
+
+    __tablename__ = "rollouts"
+
+    rollout_id: Mapped[str] = mapped_column(primary_key=True)
+    opened: Mapped[bool]
+    opened_at: Mapped[float] = mapped_column(index=True)
+    task_id: Mapped[str | None] = mapped_column(index=True)
+    agent: Mapped[str | None]
+    task: Mapped[Any | None]
+    outcome: Mapped[str | None]
+    error: Mapped[str | None]
+    finished_at: Mapped[float | None]
+    lease_id: Mapped[str | None]
+    lease_owner: Mapped[str | None]
+    leased_until: Mapped[float | None]
+    consumed_at: Mapped[float | None]
+    consumed_step: Mapped[int | None] = mapped_column(ForeignKey("steps.step"))
+
+    __table_args__ = (Index(None, "consumed_at", "finished_at"),)
+
+
+class RolloutTags(Base):
+    __tablename__ = "rollout_tags"
+
+    rollout_id: Mapped[str] = mapped_column(ForeignKey("rollouts.rollout_id"), primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[str]
+    position: Mapped[int]  # the order they were given in
+
+    __table_args__ = (Index(None, "key", "value", "rollout_id"),)
+
+
+class Turns(Base):
+    """One LLM call. `delta` holds the prompt tokens that the parent's context lacks.
+
+    The context of a turn is prompt + completion; `context_digest` proves that a child's
+    prompt begins with it, without rebuilding it.
+    """
+
+    __tablename__ = "turns"
+
+    seq: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
+    turn_id: Mapped[str] = mapped_column(unique=True)
+    rollout_id: Mapped[str] = mapped_column(ForeignKey("rollouts.rollout_id"))
+    parent_id: Mapped[str | None] = mapped_column(ForeignKey("turns.turn_id"))
+    fork_reason: Mapped[str | None]
+    dialect: Mapped[str]
+    model: Mapped[str]
+    prompt_tokens: Mapped[int]
+    completion_tokens: Mapped[int]
+    context_digest: Mapped[bytes]
+    delta: Mapped[bytes]
+    completion: Mapped[bytes]
+    logprobs: Mapped[bytes]
+    policy_versions: Mapped[list[list[int]]]
+    last_version: Mapped[int | None]  # that sampled the last token
+    sampling: Mapped[dict[str, Any]]
+    finish_reason: Mapped[str | None]
+    untrainable: Mapped[str | None]
+    parent_span_id: Mapped[str | None]
+    request: Mapped[bytes | None]
+    response: Mapped[bytes | None]
+    created_at: Mapped[float]
+
+    __table_args__ = (Index(None, "rollout_id", "seq"),)
+
+
+class Rewards(Base):
+    __tablename__ = "rewards"
+
+    seq: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
+    reward_id: Mapped[str] = mapped_column(unique=True)
+    rollout_id: Mapped[str] = mapped_column(ForeignKey("rollouts.rollout_id"), index=True)
+    value: Mapped[float]
+    name: Mapped[str]
+    turn: Mapped[int | None]
+    source: Mapped[str]
+    created_at: Mapped[float]
+
+
+class Spans(Base):
+    __tablename__ = "spans"
+
+    trace_id: Mapped[str] = mapped_column(primary_key=True)
+    span_id: Mapped[str] = mapped_column(primary_key=True)
+    parent_span_id: Mapped[str | None]
+    rollout_id: Mapped[str | None] = mapped_column(ForeignKey("rollouts.rollout_id"), index=True)
+    name: Mapped[str]
+    kind: Mapped[str]
+    start_ns: Mapped[int]
+    end_ns: Mapped[int]
+    status: Mapped[str]
+    attributes: Mapped[dict[str, Any]]
+
+
+class Steps(Base):
+    __tablename__ = "steps"
+
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    version: Mapped[int]
+    created_at: Mapped[float]
+    settings: Mapped[dict[str, Any]]
+    metrics: Mapped[dict[str, Any]]
+    checkpoint: Mapped[str | None]
+
+
+class TurnLedger(Base):
+    """What became of a turn: trained by one step, or skipped for one reason. Never both."""
+
+    __tablename__ = "turn_ledger"
+
+    turn_id: Mapped[str] = mapped_column(ForeignKey("turns.turn_id"), primary_key=True)
+    step: Mapped[int | None] = mapped_column(ForeignKey("steps.step"), index=True)
+    skip_reason: Mapped[str | None]
+    created_at: Mapped[float]
+
+    __table_args__ = (
+        CheckConstraint("(step IS NULL) <> (skip_reason IS NULL)", name="trained_or_skipped"),
+    )
+
+
+class PolicyVersions(Base):
+    __tablename__ = "policy_versions"
+
+    version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    step: Mapped[int | None]
+    state: Mapped[str]
+    created_at: Mapped[float]
+    detail: Mapped[dict[str, Any]]

@@ -1,0 +1,181 @@
+"""The store: one database that the proxy writes, the trainer and people read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from sqlalchemy import URL, Connection, Engine, func, select
+
+from tracegrad.records import Fact, RewardGiven, SpanEnded, Turn
+from tracegrad.store import dialect, queries, reading
+from tracegrad.store.ingest import write_facts
+from tracegrad.store.migrate import migrate
+from tracegrad.store.schema import PolicyVersions
+from tracegrad.store.views import (
+    PolicyVersion,
+    RewardPoint,
+    RolloutDetail,
+    RolloutRow,
+    TurnCounts,
+)
+
+DEFAULT_URL = "sqlite:///.tracegrad/store.db"
+
+
+class Store:
+    """Safe to use from many threads; several processes may open the same URL.
+
+    Every method may raise `StoreUnavailable`; then nothing of the call was stored.
+    """
+
+    def __init__(self, url: URL, engine: Engine) -> None:
+        self.url = url
+        self._engine = engine
+        self._writing_engine = dialect.for_writing(engine)
+
+    @classmethod
+    def open(
+        cls,
+        url: str = DEFAULT_URL,
+        *,
+        create: bool = True,
+        busy_timeout_s: float = dialect.BUSY_TIMEOUT_S,
+    ) -> Store:
+        """Open the store, its tables brought to the current revision.
+
+        `create=False` raises `StoreMissing` where there is none. `busy_timeout_s` bounds the
+        wait for another process's write. ValueError: the URL is no use.
+        """
+        parsed = dialect.parse_url(url)
+        dialect.prepare(parsed, create=create)
+        engine = dialect.make_engine(parsed, busy_timeout_s=busy_timeout_s)
+        store = cls(parsed, engine)
+        try:
+            with dialect.one_line_errors(parsed):
+                migrate(engine)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A transaction that sees one state of the store."""
+        with dialect.one_line_errors(self.url), self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction that is the store's only writer until it commits."""
+        with dialect.one_line_errors(self.url), self._writing_engine.begin() as connection:
+            yield connection
+
+    # Facts
+
+    def append(self, facts: Sequence[Fact]) -> None:
+        """All of them in one transaction, on the disk on return; known ids change nothing.
+
+        Raises `FactRefused`, and then stores none of them.
+        """
+        if facts:
+            with self.writing() as connection:
+                write_facts(connection, facts)
+
+    def rollout_turns(self, rollout_id: str, *, raw: bool = True) -> list[Turn]:
+        """In order of capture; `raw=False` leaves requests and responses out."""
+        with self.reading() as connection:
+            return reading.turns_of(connection, [rollout_id], raw=raw)[rollout_id]
+
+    def find_turn(self, turn_id: str) -> Turn | None:
+        with self.reading() as connection:
+            return reading.find_turn(connection, turn_id)
+
+    def rewards(self, rollout_id: str) -> list[RewardGiven]:
+        with self.reading() as connection:
+            return queries.rewards_of(connection, [rollout_id])[rollout_id]
+
+    def spans(self, rollout_id: str) -> list[SpanEnded]:
+        with self.reading() as connection:
+            return queries.spans_of(connection, rollout_id)
+
+    # Questions
+
+    def rollouts(
+        self,
+        *,
+        task: str | None = None,
+        agent: str | None = None,
+        outcome: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        since: float | None = None,
+        limit: int | None = 50,
+    ) -> list[RolloutRow]:
+        """The newest first. `outcome` is an `Outcome` or "open"; `since` is by opening."""
+        with self.reading() as connection:
+            return queries.list_rollouts(
+                connection,
+                task=task,
+                agent=agent,
+                outcome=outcome,
+                tags=tags,
+                since=since,
+                limit=limit,
+            )
+
+    def rollout(self, prefix: str) -> RolloutDetail:
+        """By id or a prefix of it. Raises `UnknownRollout` or `AmbiguousRollout`."""
+        with self.reading() as connection:
+            return queries.rollout_detail(connection, prefix)
+
+    def turn_counts(self, tags: Mapping[str, str] | None = None) -> TurnCounts:
+        with self.reading() as connection:
+            return queries.turn_counts(connection, tags)
+
+    def reward_curve(self, tags: Mapping[str, str] | None = None) -> list[RewardPoint]:
+        with self.reading() as connection:
+            return queries.reward_curve(connection, tags)
+
+    # Policy versions
+
+    def record_version(self, version: PolicyVersion) -> None:
+        """Insert, or replace what is recorded of the same version."""
+        with self.writing() as connection:
+            connection.execute(
+                dialect.upsert(PolicyVersions, "version"),
+                {
+                    "version": version.version,
+                    "step": version.step,
+                    "state": version.state,
+                    "created_at": version.created_at,
+                    "detail": version.detail,
+                },
+            )
+
+    def versions(self) -> list[PolicyVersion]:
+        """The oldest first."""
+        query = select(*PolicyVersions.__table__.columns).order_by(PolicyVersions.version)
+        with self.reading() as connection:
+            return [PolicyVersion(**row) for row in connection.execute(query).mappings()]
+
+    def current_version(self) -> int | None:
+        """The newest version that serves; None before the first."""
+        query = select(func.max(PolicyVersions.version)).where(PolicyVersions.state == "serving")
+        with self.reading() as connection:
+            return connection.scalar(query)

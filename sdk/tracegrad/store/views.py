@@ -1,0 +1,116 @@
+"""What queries and the ledger answer with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from tracegrad.records import Json, Outcome, RewardGiven, SpanEnded, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRow:
+    """One rollout in a list.
+
+    `state` is where it stands on the way to training: `open`, an unscored outcome's name,
+    `no_reward`, `waiting`, `leased` or `consumed` (trained or skipped: `consumed_step`).
+    """
+
+    rollout_id: str
+    task_id: str | None
+    agent: str | None
+    tags: dict[str, str]
+    outcome: Outcome | None
+    error: str | None
+    opened_at: float
+    finished_at: float | None
+    reward: float | None
+    turns: int
+    completion_tokens: int
+    trained_turns: int
+    state: str
+    consumed_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFate:
+    """Trained by `step`, or not trained because of `skip_reason`."""
+
+    step: int | None
+    skip_reason: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutDetail:
+    row: RolloutRow
+    task: Any
+    turns: list[Turn]  # in order of capture
+    rewards: list[RewardGiven]  # in order of arrival
+    spans: list[SpanEnded]  # by start
+    fates: dict[str, TurnFate]  # by turn id; a turn without one still waits
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCounts:
+    """`captured == trained + sum(skipped) + sum(pending)`, always."""
+
+    captured: int
+    trained: int
+    skipped: dict[str, int]
+    pending: dict[str, int]
+
+
+class RewardPoint(NamedTuple):
+    finished_at: float
+    reward: float
+    version: int | None  # the newest policy version that sampled for the rollout
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyVersion:
+    version: int
+    step: int | None
+    state: Literal["pushing", "serving", "failed"]
+    created_at: float = field(default_factory=time.time)
+    detail: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One optimizer step. `version` is the policy version that its weights become."""
+
+    step: int
+    version: int
+    created_at: float = field(default_factory=time.time)
+    settings: Json = field(default_factory=dict)
+    metrics: Json = field(default_factory=dict)
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSample:
+    """A finished, scored, rewarded rollout with all its turns (without raw requests).
+
+    `turn_rewards` maps a turn's index in `turns` to its latest reward named "reward".
+    """
+
+    rollout_id: str
+    task_id: str | None
+    agent: str | None
+    tags: Mapping[str, str]
+    outcome: Outcome
+    reward: float
+    turn_rewards: dict[int, float]
+    turns: list[Turn]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Rollouts to compare with each other, leased together until `expires_at`."""
+
+    group_id: str  # the task's id, or the rollout's where there is no task
+    lease_id: str
+    expires_at: float
+    rollouts: list[RolloutSample]

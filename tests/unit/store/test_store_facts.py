@@ -1,0 +1,224 @@
+"""Facts go in once, in any order, and come out as they were."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from store_facts import make_turn, whole_rollout
+
+from tracegrad.records import (
+    Fact,
+    Outcome,
+    RewardGiven,
+    RolloutFinished,
+    RolloutOpened,
+    SpanEnded,
+    Turn,
+)
+from tracegrad.store import AmbiguousRollout, FactRefused, Store, UnknownRollout
+
+
+def test_every_field_of_every_fact_comes_back(store: Store) -> None:
+    opened = RolloutOpened(
+        rollout_id="r", task_id="t", agent="a", tags={"z": "1", "a": "2"}, task={"q": [1, None]}
+    )
+    root = make_turn("t0", request={"messages": [{"role": "user", "content": "hi é \0"}]})
+    turn = make_turn(
+        "t1",
+        parent=root,
+        fork_reason="template",
+        sampling={"temperature": 0.7},
+        finish_reason="stop",
+        untrainable="greedy",
+        parent_span_id="ab" * 8,
+        response={"choices": []},
+    )
+    turn = replace(turn, policy_versions=((3, 1), (4, 1)))
+    reward = RewardGiven(rollout_id="r", value=0.1, name="format", turn=-1, source="person")
+    span = SpanEnded(
+        trace_id="0" * 32,
+        span_id="1" * 16,
+        parent_span_id="2" * 16,
+        rollout_id="r",
+        name="tool",
+        kind="client",
+        start_ns=1_700_000_000_000_000_001,
+        end_ns=1_700_000_000_000_000_002,
+        status="error",
+        attributes={"k": [1, "two"]},
+    )
+    finished = RolloutFinished(rollout_id="r", outcome=Outcome.AGENT_ERROR, error="boom")
+    store.append([opened, root, turn, reward, span, finished])
+
+    detail = store.rollout("r")
+    assert detail.turns == [root, turn] == store.rollout_turns("r")
+    assert detail.rewards == [reward] == store.rewards("r")
+    assert detail.spans == [span] == store.spans("r")
+    assert detail.task == opened.task
+    row = detail.row
+    assert (row.task_id, row.agent, row.opened_at) == ("t", "a", opened.opened_at)
+    assert list(row.tags.items()) == [("z", "1"), ("a", "2")]
+    assert (row.outcome, row.error, row.finished_at) == (
+        Outcome.AGENT_ERROR,
+        "boom",
+        finished.finished_at,
+    )
+    assert store.find_turn("t1") == turn
+    assert store.find_turn("nobody") is None
+
+
+def test_writing_again_changes_nothing(store: Store) -> None:
+    facts = whole_rollout("r")
+    store.append(facts)
+    before = store.rollout("r")
+    store.append(facts)
+    store.append([*facts, *facts])
+    store.append(
+        [
+            RolloutOpened(rollout_id="r", task_id="other", tags={"late": "yes"}),
+            RolloutFinished(rollout_id="r", outcome=Outcome.ABORTED),
+        ]
+    )
+    assert store.rollout("r") == before
+
+
+def test_facts_may_come_in_any_order(store: Store) -> None:
+    """Whatever comes first makes a bare rollout; the opening fills it in."""
+    facts: list[Fact] = [
+        RolloutOpened(rollout_id="?", task_id="t", agent="a", tags={"k": "v"}, opened_at=5.0),
+        make_turn("?.t", "?", created_at=7.0),
+        RewardGiven(rollout_id="?", value=1.0),
+        SpanEnded(trace_id="?", span_id="s", rollout_id="?", name="n", start_ns=0, end_ns=1),
+        RolloutFinished(rollout_id="?", finished_at=9.0),
+    ]
+    for number, order in enumerate(itertools.permutations(facts)):
+        name = f"r{number:03d}"
+        for fact in order:
+            store.append([_renamed(fact, name)])
+        row = store.rollout(name).row
+        assert (row.task_id, row.agent, row.tags, row.opened_at) == ("t", "a", {"k": "v"}, 5.0)
+        assert (row.reward, row.turns, row.outcome) == (1.0, 1, Outcome.COMPLETED)
+
+
+def _renamed(fact: Fact, name: str) -> Fact:
+    match fact:
+        case Turn():
+            return replace(fact, rollout_id=name, turn_id=f"{name}.t")
+        case SpanEnded():
+            return replace(fact, rollout_id=name, trace_id=name)
+        case RewardGiven():
+            return replace(fact, rollout_id=name, reward_id=f"{name}.w")
+        case _:
+            return replace(fact, rollout_id=name)
+
+
+def test_a_bare_rollout_is_listed_untitled(store: Store) -> None:
+    store.append([make_turn("t", "wanderer", created_at=42.0)])
+    [row] = store.rollouts()
+    assert (row.rollout_id, row.task_id, row.opened_at, row.state) == (
+        "wanderer",
+        None,
+        42.0,
+        "open",
+    )
+
+
+def test_a_span_without_a_rollout_is_kept(store: Store) -> None:
+    store.append([SpanEnded(trace_id="t", span_id="s", name="n", start_ns=0, end_ns=1)])
+    assert store.rollouts() == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_reward_must_be_finite(store: Store, value: float) -> None:
+    with pytest.raises(FactRefused, match="value: reward 'reward' of rollout r"):
+        store.append([make_turn("t"), RewardGiven(rollout_id="r", value=value)])
+    assert store.rollouts() == [], "nothing of the batch was stored"
+
+
+def test_a_child_must_continue_its_parent(store: Store) -> None:
+    root = make_turn("t0", new=[1, 2], sampled=[3])
+    store.append([root])
+    for prompt in ([1, 2], [1, 2, 9], [9, 2, 3, 4], []):
+        child = replace(make_turn("t1", new=prompt), parent_id="t0")
+        with pytest.raises(FactRefused, match="the prompt of turn t1 does not begin with"):
+            store.append([child])
+    with pytest.raises(FactRefused, match="parent_id: turn nobody"):
+        store.append([replace(make_turn("t1"), parent_id="nobody")])
+    with pytest.raises(FactRefused, match="belongs to rollout r"):
+        store.append([make_turn("t1", "other", parent=root)])
+    assert store.rollout_turns("r") == [root]
+
+
+def test_what_the_database_could_not_hold_is_made_fit(store: Store) -> None:
+    """An error text from a broken program must not cost the rollout its end."""
+    store.append(
+        [
+            RolloutFinished(rollout_id="r", error="bad \ud800 \0 text"),
+            SpanEnded(
+                trace_id="t",
+                span_id="s",
+                rollout_id="r",
+                name="n",
+                start_ns=0,
+                end_ns=1,
+                attributes={"big": 2**70, "odd": object, "half": "\ud800", 3: math.nan},  # type: ignore[dict-item]
+            ),
+        ]
+    )
+    assert store.rollout("r").row.error == "bad ? \ufffd text"
+    [span] = store.spans("r")
+    assert span.attributes["odd"] == str(object)
+
+
+def test_rollouts_filter_and_order(store: Store) -> None:
+    store.append(whole_rollout("a", at=10, task="x", tags={"split": "train", "k": "1"}))
+    store.append(whole_rollout("b", at=20, task="y", tags={"split": "train"}, reward=None))
+    store.append(whole_rollout("c", at=30, task="y", tags={"split": "held_out"}, outcome=None))
+
+    def ids(**wanted: object) -> str:
+        return "".join(row.rollout_id for row in store.rollouts(**wanted))  # type: ignore[arg-type]
+
+    assert ids() == "cba"
+    assert ids(limit=2) == "cb"
+    assert ids(task="y") == "cb"
+    assert ids(tags={"split": "train"}) == "ba"
+    assert ids(tags={"split": "train", "k": "1"}) == "a"
+    assert ids(outcome="open") == "c"
+    assert ids(outcome="completed", since=15) == "b"
+    with pytest.raises(ValueError, match="nonsense"):
+        ids(outcome="nonsense")
+    assert [row.state for row in store.rollouts()] == ["open", "no_reward", "waiting"]
+
+
+def test_a_rollout_is_found_by_the_beginning_of_its_id(store: Store) -> None:
+    for name in ("abc1", "abc2", "abc", "x_y", "xzy"):
+        store.append([RolloutOpened(rollout_id=name)])
+    assert store.rollout("abc1").row.rollout_id == "abc1"
+    assert store.rollout("abc").row.rollout_id == "abc", "an exact id beats longer ones"
+    assert store.rollout("x_").row.rollout_id == "x_y", "no wildcard"
+    with pytest.raises(AmbiguousRollout, match="abc, abc1, abc2"):
+        store.rollout("ab")
+    for nobody in ("q", ""):
+        with pytest.raises(UnknownRollout):
+            store.rollout(nobody)
+
+
+def test_a_rollouts_reward_is_the_latest_given_to_it(store: Store) -> None:
+    store.append([*whole_rollout("r", reward=None)])
+    for value, at, name, turn in [
+        (0.1, 10.0, "reward", None),
+        (0.9, 30.0, "reward", None),
+        (0.2, 20.0, "reward", None),  # arrives late, was given earlier
+        (0.5, 40.0, "format", None),
+        (0.6, 40.0, "reward", 0),
+    ]:
+        store.append(
+            [RewardGiven(rollout_id="r", value=value, created_at=at, name=name, turn=turn)]
+        )
+    assert store.rollout("r").row.reward == 0.9
+    store.append([RewardGiven(rollout_id="r", value=0.3, created_at=30.0)])
+    assert store.rollout("r").row.reward == 0.3, "of equal times the later arrival"
+    assert [point.reward for point in store.reward_curve()] == [0.3]

@@ -1,0 +1,348 @@
+"""Leases never overlap; a turn is trained at most once; every turn is counted."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from store_facts import make_turn, whole_rollout
+
+from tracegrad.records import Outcome, RewardGiven, RolloutFinished
+from tracegrad.store import (
+    AlreadyTrained,
+    Group,
+    Ledger,
+    LedgerError,
+    PolicyVersion,
+    StepRecord,
+    Store,
+    TurnCounts,
+)
+from tracegrad.store.ledger import turn_rewards
+
+
+@pytest.fixture
+def ledger(store: Store) -> Ledger:
+    return Ledger(store)
+
+
+def fill(store: Store, tasks: int, size: int, **more: Any) -> None:
+    for task in range(tasks):
+        for n in range(size):
+            at = 1000.0 + 10 * task + n
+            store.append(whole_rollout(f"t{task}.{n}", task=f"t{task}", at=at, **more))
+
+
+def lease(ledger: Ledger, groups: int = 1, size: int = 2, **more: Any) -> list[Group]:
+    wanted: dict[str, Any] = {"owner": "me", "ttl_s": 60.0, "tags": {}} | more
+    return ledger.lease(groups=groups, group_size=size, **wanted)
+
+
+def ids(groups: list[Group]) -> list[list[str]]:
+    return [[rollout.rollout_id for rollout in group.rollouts] for group in groups]
+
+
+def turn_ids(group: Group) -> list[str]:
+    return [turn.turn_id for rollout in group.rollouts for turn in rollout.turns]
+
+
+def test_a_lease_holds_the_oldest_groups_with_all_they_need(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=3, size=2, tags={"split": "train"})
+    store.append([RewardGiven(rollout_id="t0.1", value=0.25, turn=-1)])
+    groups = lease(ledger, groups=2, tags={"split": "train"})
+    assert [group.group_id for group in groups] == ["t0", "t1"]
+    assert ids(groups) == [["t0.0", "t0.1"], ["t1.0", "t1.1"]]
+    sample = groups[0].rollouts[1]
+    assert (sample.task_id, sample.outcome, sample.reward) == ("t0", Outcome.COMPLETED, 1.0)
+    assert sample.tags == {"split": "train"}
+    assert sample.turn_rewards == {1: 0.25}
+    assert sample.turns == store.rollout_turns("t0.1", raw=False)
+
+
+def test_all_or_nothing_unless_fewer_will_do(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=2, size=2)
+    assert lease(ledger, groups=3) == []
+    assert store.turn_counts().pending == {"waiting": 8}, "nothing was held back"
+    assert len(lease(ledger, groups=3, at_least=1)) == 2
+    assert lease(ledger, groups=1, at_least=0) == []
+
+
+def test_what_is_not_ready_is_not_leased(store: Store, ledger: Ledger) -> None:
+    unready: dict[str, dict[str, Any]] = {
+        "open": {"tags": {"split": "train"}, "outcome": None},
+        "unrewarded": {"tags": {"split": "train"}, "reward": None},
+        "failed": {"tags": {"split": "train"}, "outcome": Outcome.INFRA_ERROR},
+        "other": {"tags": {"split": "held_out"}},
+    }
+    for name, more in unready.items():
+        for n in range(2):
+            store.append(whole_rollout(f"{name}{n}", task=name, **more))
+    assert lease(ledger, tags={"split": "train"}) == []
+    store.append([RewardGiven(rollout_id=f"unrewarded{n}", value=0.0) for n in range(2)])
+    assert ids(lease(ledger, tags={"split": "train"})) == [["unrewarded0", "unrewarded1"]]
+
+
+def test_scored_failures_are_trained_on(store: Store, ledger: Ledger) -> None:
+    store.append(whole_rollout("a", outcome=Outcome.AGENT_ERROR, reward=0.0))
+    store.append(whole_rollout("b", outcome=Outcome.BUDGET, reward=0.0))
+    assert [r.outcome for r in lease(ledger)[0].rollouts] == [Outcome.AGENT_ERROR, Outcome.BUDGET]
+
+
+def test_unscored_rollouts_are_consumed_with_their_outcome(store: Store, ledger: Ledger) -> None:
+    store.append(whole_rollout("a", outcome=Outcome.ENV_ERROR))
+    store.append(whole_rollout("b", outcome=Outcome.ABORTED, turns=1))
+    store.append(whole_rollout("c", outcome=Outcome.ABORTED, tags={"split": "other"}, turns=3))
+    assert store.turn_counts().pending == {"env_error": 2, "aborted": 4}
+    assert lease(ledger) == []
+    assert store.turn_counts() == TurnCounts(6, 0, {"env_error": 2, "aborted": 4}, {})
+    assert store.rollout("a").row.state == "consumed"
+
+
+def test_a_task_may_fill_several_groups(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=1, size=5)
+    groups = lease(ledger, groups=2)
+    assert ids(groups) == [["t0.0", "t0.1"], ["t0.2", "t0.3"]]
+
+
+def test_an_incomplete_group_waits_then_goes_smaller(store: Store, ledger: Ledger) -> None:
+    now = time.time()
+    for n in range(3):
+        store.append(whole_rollout(f"r{n}", at=now - 11 + n))
+    store.append(whole_rollout("lonely", task="alone", at=now - 1000))
+    assert lease(ledger, size=4, incomplete_after_s=60) == []
+    assert ids(lease(ledger, size=4, incomplete_after_s=5)) == [["r0", "r1", "r2"]]
+    assert lease(ledger, size=4, incomplete_after_s=5) == [], "one rollout is no group"
+
+
+def test_a_rollout_without_a_task_is_a_group_of_one(store: Store, ledger: Ledger) -> None:
+    store.append(whole_rollout("solo", task=None))
+    store.append(whole_rollout("duo", task=None))
+    assert lease(ledger, size=2, incomplete_after_s=0) == []
+    assert [group.group_id for group in lease(ledger, groups=2, size=1)] == ["duo", "solo"]
+
+
+def test_a_lease_ends_by_itself_or_by_release(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=1, size=2)
+    first = lease(ledger, ttl_s=0.2)
+    assert first
+    assert lease(ledger) == []
+    time.sleep(0.25)
+    second = lease(ledger)
+    assert ids(second) == ids(first)
+    ledger.release(first)
+    assert lease(ledger) == [], "an expired lease cannot free its successor's"
+    ledger.release(second)
+    assert ids(lease(ledger)) == ids(first)
+
+
+def test_concurrent_pullers_never_share_a_rollout(store: Store, url: str) -> None:
+    fill(store, tasks=24, size=4, turns=1)
+    code = (
+        "import sys\nfrom tracegrad.store import Store, Ledger\n"
+        "with Store.open(sys.argv[1]) as s:\n"
+        "  while g := Ledger(s).lease(groups=1, group_size=2, owner='p', ttl_s=600):\n"
+        "    print(*(r.rollout_id for r in g[0].rollouts), flush=True)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, url], stdout=subprocess.PIPE, text=True)
+    start = threading.Barrier(4)
+
+    def puller(name: str) -> list[str]:
+        start.wait()
+        mine = []
+        with Store.open(url) as own:
+            while groups := lease(Ledger(own), ttl_s=600, owner=name):
+                mine += ids(groups)[0]
+        return mine
+
+    with ThreadPoolExecutor(4) as pool:
+        leased = [rollout for mine in pool.map(puller, "abcd") for rollout in mine]
+    said, _ = child.communicate(timeout=60)
+    leased += said.split()
+    assert len(leased) == 96
+    assert set(leased) == {f"t{task}.{n}" for task in range(24) for n in range(4)}
+
+
+def test_a_step_commits_with_its_turns(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=2, size=2)
+    used, dropped = lease(ledger, groups=2)
+    step = StepRecord(
+        step=7, version=8, settings={"lr": 1e-5}, metrics={"loss": 0.5}, checkpoint="ckpt/7"
+    )
+    ledger.commit_step(
+        step,
+        trained=turn_ids(used),
+        skipped=dict.fromkeys(turn_ids(dropped), "equal_rewards"),
+        rollouts=[r.rollout_id for group in (used, dropped) for r in group.rollouts],
+    )
+    assert ledger.last_step() == step
+    assert store.turn_counts() == TurnCounts(8, 4, {"equal_rewards": 4}, {})
+    detail = store.rollout("t0.0")
+    assert {fate.step for fate in detail.fates.values()} == {7}
+    assert (detail.row.state, detail.row.consumed_step, detail.row.trained_turns) == (
+        "consumed",
+        7,
+        2,
+    )
+    assert lease(ledger) == []
+
+
+def test_a_turn_is_trained_once_and_a_second_step_leaves_no_trace(
+    store: Store, ledger: Ledger
+) -> None:
+    fill(store, tasks=2, size=2)
+    [slow] = lease(ledger, ttl_s=0.05)
+    time.sleep(0.1)
+    [quick] = lease(ledger)
+    assert ids([slow]) == ids([quick]), "the slow trainer outlived its lease"
+    names = [r.rollout_id for r in quick.rollouts]
+    ledger.commit_step(
+        StepRecord(step=1, version=1), trained=turn_ids(quick), skipped={}, rollouts=names
+    )
+    [other] = lease(ledger)
+    before = (store.turn_counts(), store.rollouts(), ledger.steps())
+    with pytest.raises(AlreadyTrained, match=r"turn t0\.\d\.\d was trained by step 1 already"):
+        ledger.commit_step(
+            StepRecord(step=2, version=2),
+            trained=[*turn_ids(other), *turn_ids(slow)],
+            skipped={},
+            rollouts=["t1.0", "t1.1", *names],
+        )
+    assert (store.turn_counts(), store.rollouts(), ledger.steps()) == before
+    with pytest.raises(AlreadyTrained, match="trained by step 1"):
+        ledger.commit_skipped({turn_ids(slow)[0]: "stale"}, names)
+
+
+def test_a_step_that_contradicts_itself_is_refused(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=1, size=2)
+    step = StepRecord(step=1, version=1)
+    names = ["t0.0", "t0.1"]
+    with pytest.raises(LedgerError, match="both trained and skipped"):
+        ledger.commit_step(step, trained=["t0.0.0"], skipped={"t0.0.0": "x"}, rollouts=names)
+    with pytest.raises(LedgerError, match="a turn that is not stored"):
+        ledger.commit_step(step, trained=["nobody"], skipped={}, rollouts=names)
+    with pytest.raises(LedgerError, match="1 of the step's rollouts"):
+        ledger.commit_step(step, trained=["t0.0.0"], skipped={}, rollouts=[*names, "nobody"])
+    assert ledger.last_step() is None
+    assert store.turn_counts().pending == {"waiting": 4}
+    ledger.commit_step(step, trained=["t0.0.0"], skipped={}, rollouts=names)
+    with pytest.raises(LedgerError, match="step 1 is in the ledger already"):
+        ledger.commit_step(step, trained=[], skipped={}, rollouts=[])
+
+
+def test_turns_that_come_late_are_counted(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=1, size=2)
+    [group] = lease(ledger)
+    store.append([make_turn("during", "t0.0")])
+    ledger.commit_step(
+        StepRecord(step=1, version=1),
+        trained=turn_ids(group),
+        skipped={},
+        rollouts=["t0.0", "t0.1"],
+    )
+    store.append([make_turn("after", "t0.1")])
+    assert store.turn_counts() == TurnCounts(6, 4, {"late": 2}, {})
+
+
+def test_the_counts_always_add_up(store: Store, ledger: Ledger) -> None:
+    train = {"split": "train"}
+    fill(store, tasks=3, size=2, tags=train)
+    store.append(whole_rollout("o", tags=train, outcome=None, turns=1))
+    store.append(whole_rollout("n", tags=train, reward=None, turns=3))
+    store.append(whole_rollout("h", tags={"split": "held_out"}, turns=5))
+    store.append(whole_rollout("e", tags=train, outcome=Outcome.ENV_ERROR, turns=1))
+    first = lease(ledger, tags=train)
+    ledger.commit_step(
+        StepRecord(step=1, version=1),
+        trained=turn_ids(first[0])[:3],
+        skipped={turn_ids(first[0])[3]: "greedy"},
+        rollouts=ids(first)[0],
+    )
+    lease(ledger, tags=train)
+    counts = store.turn_counts(train)
+    assert counts == TurnCounts(
+        captured=22,
+        trained=3,
+        skipped={"greedy": 1, "env_error": 1},
+        pending={"open": 1, "no_reward": 3, "not_selected": 5, "leased": 4, "waiting": 4},
+    )
+    assert counts.captured == counts.trained + sum(counts.skipped.values()) + sum(
+        counts.pending.values()
+    )
+
+
+def test_skipped_groups_need_no_step(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=1, size=2)
+    [group] = lease(ledger)
+    ledger.commit_skipped(dict.fromkeys(turn_ids(group), "equal_rewards"), ids([group])[0])
+    assert ledger.last_step() is None
+    assert store.turn_counts() == TurnCounts(4, 0, {"equal_rewards": 4}, {})
+
+
+def test_the_last_steps_come_in_order(ledger: Ledger) -> None:
+    for number in (1, 2, 3):
+        ledger.commit_step(
+            StepRecord(step=number, version=number), trained=[], skipped={}, rollouts=[]
+        )
+    assert [step.step for step in ledger.steps(2)] == [2, 3]
+    assert [step.step for step in ledger.steps()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [({"groups": 0}, "groups"), ({"size": 0}, "group_size"), ({"ttl_s": 0.0}, "ttl_s")],
+)
+def test_a_wrong_request_names_its_field(ledger: Ledger, wrong: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        lease(ledger, **wrong)
+
+
+def test_turn_rewards_resolve_and_revise() -> None:
+    def given(value: float, turn: int | None, at: float, name: str = "reward") -> RewardGiven:
+        return RewardGiven(rollout_id="r", value=value, turn=turn, created_at=at, name=name)
+
+    events = [
+        given(1, 0, 5),
+        given(2, -3, 6),  # the same turn, counted from the end
+        given(3, 0, 4),
+        given(4, 2, 1),
+        given(5, -1, 1),  # at the same time: the later arrival
+        given(6, 3, 9),
+        given(7, -4, 9),
+        given(8, None, 9),
+        given(9, 1, 9, "format"),
+    ]
+    assert turn_rewards(events, 3) == {0: 2, 2: 5}
+
+
+def test_versions_are_kept_by_number(store: Store) -> None:
+    assert store.current_version() is None
+    store.record_version(PolicyVersion(0, None, "serving", 1.0))
+    store.record_version(PolicyVersion(1, 1, "pushing", 2.0))
+    assert store.current_version() == 0
+    done = PolicyVersion(1, 1, "serving", 3.0, {"push_s": 0.5})
+    store.record_version(done)
+    store.record_version(PolicyVersion(2, 2, "failed", 4.0))
+    assert store.current_version() == 1
+    assert [version.state for version in store.versions()] == ["serving", "serving", "failed"]
+    assert store.versions()[1] == done
+
+
+def test_the_reward_curve_shows_scored_rollouts_by_finish(store: Store) -> None:
+    store.append(whole_rollout("b", at=20, reward=0.5, version=3, tags={"split": "train"}))
+    store.append(whole_rollout("a", at=10, reward=0.25, version=2, tags={"split": "train"}))
+    store.append(whole_rollout("x", at=5, reward=1.0, outcome=Outcome.INFRA_ERROR))
+    store.append(whole_rollout("y", at=6, reward=1.0, turns=0))
+    assert store.reward_curve({"split": "train"}) == [(11, 0.25, 2), (21, 0.5, 3)]
+    assert store.reward_curve() == [(7, 1.0, None), (11, 0.25, 2), (21, 0.5, 3)]
+
+
+def test_finish_without_an_opening_can_be_trained(store: Store, ledger: Ledger) -> None:
+    store.append([make_turn("t", "r"), RewardGiven(rollout_id="r", value=math.pi)])
+    store.append([RolloutFinished(rollout_id="r")])
+    assert ids(lease(ledger, size=1)) == [["r"]]
