@@ -1,0 +1,14 @@
+"""The `tracegrad` command."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    try:
+        from tracegrad.cli.app import app
+    except ModuleNotFoundError as error:
+        # The light install that agents use has no command line.
+        sys.exit(f"tracegrad: {error.name} is not installed: pip install 'tracegrad[proxy]'")
+    app()
