@@ -64,6 +64,7 @@ def paths(turns: Sequence[P]) -> Iterator[list[P]]:
         if leaf.turn_id in inner:
             continue
         path = [leaf]
-        while (parent := by_id.get(path[-1].parent_id or "")) is not None:
-            path.append(parent)
+        while (parent_id := path[-1].parent_id) is not None and parent_id in by_id:
+            path.append(by_id[parent_id])
+            assert len(path) <= len(turns), "a turn is not its own ancestor"
         yield path[::-1]

@@ -1,0 +1,176 @@
+"""`/api`: what the SDK and the trainer say to the proxy. OpenAPI at `/docs`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from tracegrad.proxy.attribution import ID_PATTERN
+from tracegrad.proxy.errors import ApiError, BadRequest, error_response
+from tracegrad.proxy.gate import Gate
+from tracegrad.proxy.recorder import Recorder
+from tracegrad.records import Fact, Outcome, RewardGiven, RolloutFinished, RolloutOpened, new_id
+from tracegrad.store.errors import FactRefused
+
+RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
+Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0)]
+
+
+class _Event(BaseModel):
+    """Fields and defaults of the record of the same name."""
+
+    model_config = ConfigDict(extra="forbid")
+    rollout_id: RolloutId
+
+    def fields(self) -> dict[str, Any]:
+        return {name: value for name, value in self if name != "type"}
+
+
+class RolloutOpenedEvent(_Event):
+    type: Literal["rollout_opened"]
+    task_id: str | None = None
+    agent: str | None = None
+    tags: dict[str, str] = {}
+    task: Any = None
+    opened_at: Seconds = Field(default_factory=time.time)
+
+    def fact(self) -> Fact:
+        return RolloutOpened(**self.fields())
+
+
+class RolloutFinishedEvent(_Event):
+    type: Literal["rollout_finished"]
+    outcome: Outcome = Outcome.COMPLETED
+    error: str | None = None
+    finished_at: Seconds = Field(default_factory=time.time)
+
+    def fact(self) -> Fact:
+        return RolloutFinished(**self.fields())
+
+
+class RewardEvent(_Event):
+    type: Literal["reward"]
+    reward_id: str = Field(default_factory=new_id, min_length=1, max_length=128)
+    value: Annotated[float, Field(allow_inf_nan=False)]
+    name: Annotated[str, Field(min_length=1)] = "reward"
+    turn: int | None = None
+    source: str = "agent"
+    created_at: Seconds = Field(default_factory=time.time)
+
+    def fact(self) -> Fact:
+        return RewardGiven(**self.fields())
+
+
+Event = Annotated[
+    RolloutOpenedEvent | RolloutFinishedEvent | RewardEvent, Field(discriminator="type")
+]
+
+
+class Events(BaseModel):
+    events: list[Event]
+
+
+class Accepted(BaseModel):
+    accepted: int
+
+
+class Hold(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    ttl_s: Annotated[float, Field(gt=0, le=3600)] = 120
+    drain_s: Annotated[float, Field(ge=0, le=600)] = 2
+
+
+class Mark(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    version: Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class InFlight(BaseModel):
+    in_flight: int
+
+
+class GateState(BaseModel):
+    version: int
+    held: bool
+    in_flight: int
+    waiting: int
+
+
+def make_router(recorder: Recorder, gate: Gate) -> APIRouter:
+    router = APIRouter(prefix="/api")
+
+    @router.post("/events", summary="Rollouts opened and finished, rewards given")
+    async def events(body: Events) -> Accepted:
+        """Stored all together or not at all; the answer comes after the commit."""
+        try:
+            await recorder.commit([event.fact() for event in body.events])
+        except FactRefused as error:
+            raise BadRequest(str(error), status=422) from None
+        return Accepted(accepted=len(body.events))
+
+    @router.get("/push", summary="Policy version and gate")
+    async def push() -> GateState:
+        return GateState.model_validate(gate.state())
+
+    @router.post("/push/hold", summary="Before a weight push: new calls wait")
+    async def hold(body: Hold) -> InFlight:
+        """Answers when calls that come in one piece have finished, or after `drain_s`."""
+        return InFlight(in_flight=await gate.hold(ttl_s=body.ttl_s, drain_s=body.drain_s))
+
+    @router.post("/push/mark", summary="Tokens from now on are of this policy version")
+    async def mark(body: Mark) -> GateState:
+        """To be sent while the engine is paused."""
+        await gate.mark(body.version)
+        return GateState.model_validate(gate.state())
+
+    @router.post("/push/release", summary="Waiting calls go on, in order")
+    async def release() -> GateState:
+        gate.release()
+        return GateState.model_validate(gate.state())
+
+    return router
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every error in one shape."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = _where(first["loc"])
+        message = f"{where}: {first['msg']}" if where else str(first["msg"])
+        return error_response(422, message, kind="invalid_request_error", param=where or None)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        return error_response(
+            error.status_code,
+            f"{request.method} {request.url.path}: {error.detail}",
+            kind="invalid_request_error",
+            headers=error.headers,
+        )
+
+
+def _where(loc: Sequence[str | int]) -> str:
+    """("body", "events", 3, "reward", "value") -> "events[3].value"."""
+    path = ""
+    for index, part in enumerate(loc[1:], start=1):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        # After an index pydantic names the kind of event it tried; nobody sent that.
+        elif not isinstance(loc[index - 1], int):
+            path += f".{part}" if path else part
+        elif index == len(loc) - 1:
+            path += f".{part}"
+    return path

@@ -1,0 +1,61 @@
+"""The client's side of a call: its body, and whether it is still there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.types import Receive
+
+from tracegrad.proxy.errors import BadRequest
+
+
+class ClientGone(Exception):
+    """The client hung up before its answer was complete."""
+
+
+async def read_body(receive: Receive, limit: int) -> bytes:
+    """Raises BadRequest (413) for more than `limit` bytes, ClientGone when the rest never comes."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise BadRequest(f"the body is larger than {limit >> 20} MiB", status=413)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+@asynccontextmanager
+async def while_client_waits(receive: Receive) -> AsyncIterator[None]:
+    """Ends what runs inside with ClientGone as soon as the client hangs up.
+
+    To be entered after the body has been read.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "runs in a task"
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        # A server that shuts down cancels too; that is not ours to swallow.
+        if gone and task.uncancel() == 0:
+            raise ClientGone from None
+        raise
+    finally:
+        watcher.cancel()

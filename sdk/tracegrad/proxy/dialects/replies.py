@@ -1,0 +1,81 @@
+"""What the engine sampled, in the form that every dialect hands to the recorder."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tracegrad.records import Json, logprobs, token_ids
+
+# What vLLM writes where it has no log-probability.
+MISSING_LOGPROB = -9999.0
+
+
+@dataclass(slots=True)
+class Reply:
+    """One choice of one call: T sampled tokens, their log-probabilities, and a version each.
+
+    `finish_reason` is None for a reply that was cut off. `response` is what the client received
+    of it.
+    """
+
+    prompt_token_ids: array[int] = field(default_factory=token_ids)
+    token_ids: array[int] = field(default_factory=token_ids)
+    logprobs: array[float] = field(default_factory=logprobs)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    finish_reason: str | None = None
+    response: Json = field(default_factory=dict)
+    broken: str | None = None  # why its tokens cannot be trusted
+
+    def add(self, ids: object, entries: object, version: int) -> None:
+        """Tokens that the engine sent together: ids, and `logprobs.content` of the same length.
+
+        Anything that does not fit drops all tokens of the reply, which then says so.
+        """
+        if self.broken is not None:
+            return
+        if not ids and not entries:
+            return
+        try:
+            new_ids, new_logprobs = _tokens(ids, entries)
+        except (TypeError, KeyError, ValueError, OverflowError):
+            self.drop("no_tokens")
+            return
+        if min(new_logprobs) <= MISSING_LOGPROB:
+            self.drop("no_logprobs")
+            return
+        self.token_ids.extend(new_ids)
+        self.logprobs.extend(new_logprobs)
+        count = len(new_ids)
+        if self.versions and self.versions[-1][0] == version:
+            count += self.versions.pop()[1]
+        self.versions.append((version, count))
+
+    def drop(self, reason: str) -> None:
+        """Forget the tokens; `reason` says why. The first reason stays."""
+        if self.broken is not None:
+            return
+        self.broken = reason
+        self.token_ids, self.logprobs, self.versions = token_ids(), logprobs(), []
+
+
+def _tokens(ids: object, entries: object) -> tuple[array[int], array[float]]:
+    if not isinstance(ids, list) or not isinstance(entries, list) or len(ids) != len(entries):
+        raise ValueError("token_ids and logprobs.content are not lists of one length")
+    return token_ids(ids), logprobs([entry["logprob"] for entry in entries])
+
+
+def prompt_of(value: object) -> array[int] | None:
+    """The engine's `prompt_token_ids`, or None when there is no such list of integers."""
+    if not isinstance(value, list):
+        return None
+    try:
+        return token_ids(value)
+    except (TypeError, OverflowError):
+        return None
+
+
+def of_one_prompt(replies: Sequence[Reply]) -> array[int]:
+    """The prompt that all choices of a call share; empty when the engine told none."""
+    return next((r.prompt_token_ids for r in replies if r.prompt_token_ids), token_ids())

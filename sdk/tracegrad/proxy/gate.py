@@ -1,0 +1,167 @@
+"""The gate: when calls may reach the engine, and which policy version its tokens are.
+
+The engine says nothing of versions in a chat completion, so the proxy stamps them. A weight
+push goes: `hold` (new calls wait, short ones finish) -> the engine is paused and loads the
+weights -> `mark` (what arrives from now on is the new version) -> the engine resumes ->
+`release`. A stream that is open all along gets one span of tokens a version. A call whose body
+comes in one piece cannot be split: when a mark falls into it, its version is unknown.
+
+Everything runs on one event loop; nothing here is thread-safe, and nothing needs to be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from types import TracebackType
+
+log = logging.getLogger("tracegrad.proxy")
+
+# Tokens sent before the engine paused may sit in a socket when a mark comes. The mark waits
+# until nothing has arrived for one tick; the engine is silent, so the first tick mostly does.
+SETTLE_TICK_S = 0.01
+SETTLE_LIMIT_S = 1.0
+
+
+class Passage:
+    """One call's way through the gate, as an async context manager.
+
+    `version` is the policy version at the time of entry. `unknown` tells, after the call, that
+    its tokens cannot be told apart by version.
+    """
+
+    __slots__ = ("_gate", "_ready", "admitted", "blocked", "streaming", "unknown", "version")
+
+    def __init__(self, gate: Gate, *, streaming: bool) -> None:
+        self._gate = gate
+        self._ready: asyncio.Future[None] | None = None
+        self.streaming = streaming
+        self.version = gate.version
+        self.admitted = False  # let in, once
+        self.unknown = False
+        # Set while the client does not take what is sent: tokens may wait unread behind it.
+        self.blocked = False
+
+    def stamp(self) -> int:
+        """The version of tokens that arrive now."""
+        self._gate.arrivals += 1
+        return self._gate.version
+
+    async def __aenter__(self) -> Passage:
+        await self._gate.enter(self)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._gate.leave(self)
+
+
+class Gate:
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self.arrivals = 0
+        self._held = False
+        self._inside: set[Passage] = set()
+        self._waiting: deque[Passage] = deque()
+        self._whole = 0  # calls inside whose body comes in one piece
+        self._drained = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def passage(self, *, streaming: bool) -> Passage:
+        return Passage(self, streaming=streaming)
+
+    def state(self) -> dict[str, int | bool]:
+        return {
+            "version": self.version,
+            "held": self._held,
+            "in_flight": len(self._inside),
+            "waiting": len(self._waiting),
+        }
+
+    async def enter(self, passage: Passage) -> None:
+        if not self._held:
+            self._admit(passage)
+            return
+        passage._ready = asyncio.get_running_loop().create_future()
+        self._waiting.append(passage)
+        try:
+            await passage._ready
+        except asyncio.CancelledError:
+            # Either still in the queue, or let in by a release in this very turn of the loop.
+            if passage in self._inside:
+                self.leave(passage)
+            else:
+                self._waiting.remove(passage)
+            raise
+
+    def leave(self, passage: Passage) -> None:
+        self._inside.discard(passage)
+        if not passage.streaming:
+            self._whole -= 1
+            if self._whole == 0:
+                self._drained.set()
+
+    async def hold(self, *, ttl_s: float, drain_s: float) -> int:
+        """New calls wait. Returns the number of calls inside once those that come in one piece
+        have finished, or `drain_s` seconds later. A hold opens by itself after `ttl_s`."""
+        self._held = True
+        self._restart_timer(ttl_s)
+        if self._whole:
+            self._drained.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._drained.wait(), drain_s)
+        return len(self._inside)
+
+    async def mark(self, version: int) -> None:
+        """Tokens that arrive from now on are `version`. To be called while the engine is paused."""
+        await self._settle()
+        for passage in self._inside:
+            passage.unknown = passage.unknown or passage.blocked or not passage.streaming
+        self.version = version
+
+    def release(self) -> None:
+        """Waiting calls go on, in the order in which they came."""
+        self._held = False
+        self._drained.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._waiting:
+            passage = self._waiting.popleft()
+            assert passage._ready is not None, "a waiting call has a future"
+            if not passage._ready.done():
+                self._admit(passage)
+                passage._ready.set_result(None)
+
+    def _admit(self, passage: Passage) -> None:
+        passage.version = self.version
+        passage.admitted = True
+        self._inside.add(passage)
+        if not passage.streaming:
+            self._whole += 1
+
+    async def _settle(self) -> None:
+        for _ in range(int(SETTLE_LIMIT_S / SETTLE_TICK_S)):
+            seen = self.arrivals
+            await asyncio.sleep(SETTLE_TICK_S)
+            if self.arrivals == seen:
+                return
+
+    def _restart_timer(self, ttl_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(ttl_s, self._expire, ttl_s)
+
+    def _expire(self, ttl_s: float) -> None:
+        log.error(
+            "a weight push held calls for %g s without a release; %d waiting calls go on",
+            ttl_s,
+            len(self._waiting),
+        )
+        self.release()

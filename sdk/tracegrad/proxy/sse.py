@@ -1,0 +1,28 @@
+"""Server-sent events: taking a stream apart, putting one together."""
+
+from __future__ import annotations
+
+DONE = b"[DONE]"
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+class EventBuffer:
+    """Splits bytes, however they were cut, into whole events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The events that `data` completes, each without the empty line that ends it."""
+        events = (self._rest + data).split(b"\n\n")
+        self._rest = events.pop()
+        return events
+
+
+def payload(event: bytes) -> bytes | None:
+    """The data of an event; None for a comment, which servers send to keep a line open."""
+    return event[5:].strip() if event.startswith(b"data:") else None
+
+
+def event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

@@ -1,0 +1,136 @@
+"""`tracegrad proxy` as a process, and its settings."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from tracegrad.settings import DEFAULT_STORE, ProxySettings
+from tracegrad.store import DEFAULT_URL, Store
+
+RUN = "import typer; from tracegrad.proxy.cli import proxy_command; typer.run(proxy_command)"
+
+
+def start(cwd: Path, *flags: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, *flags],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def refused(cwd: Path, *flags: str) -> str:
+    """What it says when it does not start."""
+    process = start(cwd, *flags)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2, out + err
+    assert out == ""
+    return err
+
+
+def test_it_serves_records_and_stops(tmp_path: Path, engine_url: str) -> None:
+    process = start(tmp_path, "--upstream", engine_url, "--port", "0")
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        match = re.match(r"tracegrad proxy on (http://127\.0\.0\.1:\d+) -> ", line)
+        assert match is not None, line
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        answer = httpx.post(f"{match[1]}/rollouts/r1/v1/chat/completions", json=body, timeout=20)
+        assert answer.json()["choices"][0]["message"]["content"] == "ok"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert "Traceback" not in out + err
+    assert process.returncode in (0, -signal.SIGINT)
+    with Store.open(f"sqlite:///{tmp_path}/.tracegrad/store.db", create=False) as store:
+        assert len(store.rollout_turns("r1")) == 1
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        err = refused(tmp_path, "--port", str(port))
+    assert err == (
+        f"tracegrad proxy: port {port} of 127.0.0.1 is in use; choose another with --port\n"
+    )
+    assert not (tmp_path / ".tracegrad").exists()
+
+
+def test_an_open_address_is_refused(tmp_path: Path) -> None:
+    err = refused(tmp_path, "--host", "0.0.0.0")
+    assert err.startswith("tracegrad proxy: host: ")
+    assert "no admin keys yet" in err
+    assert err.count("\n") == 1
+
+
+def test_a_store_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    err = refused(tmp_path, "--port", "0", "--store", "nonsense")
+    assert err.startswith("tracegrad proxy: store nonsense: ")
+    assert err.count("\n") == 1
+
+
+def test_flags_come_before_the_environment_and_that_before_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tracegrad.toml").write_text(
+        '[proxy]\nport = 1111\nstore = "sqlite:///file.db"\nupstream = "http://file:1"\n'
+        "[trainer]\nsteps = 3\n"
+    )
+    monkeypatch.setenv("TRACEGRAD_STORE", "sqlite:///environment.db")
+    monkeypatch.setenv("TRACEGRAD_PROXY_PORT", "2222")
+    settings = ProxySettings(port=3333)
+    assert settings.port == 3333
+    assert settings.store == "sqlite:///environment.db"
+    assert settings.upstream == "http://file:1"
+    assert ProxySettings().port == 2222
+    assert ProxySettings(store="sqlite:///flag.db").store == "sqlite:///flag.db"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"port": 70000}, "port"),
+        ({"upstream": "localhost:8000"}, "upstream"),
+        ({"host": "192.168.1.4"}, "host"),
+        ({"host": "example.org"}, "host"),
+        ({"prot": 1}, "prot"),
+    ],
+)
+def test_a_wrong_setting_is_named(given: dict[str, object], field: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ProxySettings(**given)  # type: ignore[arg-type]
+    assert [error["loc"] for error in caught.value.errors()] == [(field,)]
+
+
+def test_a_broken_settings_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tracegrad.toml").write_text("[proxy\n")
+    with pytest.raises(ValueError, match=r"tracegrad\.toml: "):
+        ProxySettings()
+
+
+def test_an_openai_base_url_is_understood() -> None:
+    assert ProxySettings(upstream="http://127.0.0.1:8000/v1/").upstream == "http://127.0.0.1:8000"
+
+
+def test_loopback_has_many_names() -> None:
+    for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
+        assert ProxySettings(host=host).host == host
+
+
+def test_the_default_store_is_the_stores_own() -> None:
+    assert DEFAULT_STORE == DEFAULT_URL

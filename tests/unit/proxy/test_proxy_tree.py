@@ -1,0 +1,274 @@
+"""Which rollout a call belongs to, and which turn it continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from support.mock_engine import MODEL, MockEngine, Say, render
+from support.proxy_rig import HeldWriter, serving
+from tracegrad.proxy import create_app
+from tracegrad.proxy.attribution import Owner, attribute
+from tracegrad.proxy.continuation import Continuation
+from tracegrad.proxy.errors import BadRequest
+from tracegrad.records import Turn, logprobs, token_ids
+from tracegrad.settings import ProxySettings
+from tracegrad.store import Store
+from tracegrad.turns import extends
+
+Turns = Callable[..., list[Turn]]
+Json = dict[str, Any]
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PARENT = f"00-{TRACE}-{SPAN}-01"
+CHAT = "/v1/chat/completions"
+
+
+def user(text: str) -> Json:
+    return {"role": "user", "content": text}
+
+
+def test_the_first_name_wins() -> None:
+    everything = {
+        "x-tracegrad-rollout": "header",
+        "authorization": "Bearer tg-key",
+        "baggage": "a=b, tracegrad.rollout=bag%2Dgage;x=y",
+        "traceparent": PARENT,
+    }
+    assert attribute(everything, "path") == Owner("path", TRACE, SPAN)
+    assert attribute(everything, None).rollout_id == "header"
+    del everything["x-tracegrad-rollout"]
+    assert attribute(everything, None).rollout_id == "key"
+    del everything["authorization"]
+    assert attribute(everything, None).rollout_id == "bag-gage"
+    del everything["baggage"]
+    assert attribute(everything, None) == Owner(None, TRACE, SPAN)
+    assert attribute({"authorization": "Bearer sk-own", "traceparent": "?"}, None) == Owner(None)
+
+
+@pytest.mark.parametrize("name", ["a b", "x/y", "ü", "a" * 129])
+def test_an_impossible_name_is_refused(name: str) -> None:
+    with pytest.raises(BadRequest, match="no rollout id") as caught:
+        attribute({"x-tracegrad-rollout": name}, None)
+    assert caught.value.param == "x-tracegrad-rollout"
+
+
+def test_names_work_over_http(http: httpx.Client, turns: Turns) -> None:
+    body = {"messages": [user("hi")]}
+    headers = {"authorization": "Bearer tg-by-key", "traceparent": PARENT}
+    http.post(f"/rollouts/by-path{CHAT}", json=body, headers=headers).raise_for_status()
+    http.post(CHAT, json=body, headers=headers).raise_for_status()
+    http.post(CHAT, json=body, headers={"baggage": "tracegrad.rollout=by-bag"}).raise_for_status()
+    assert turns("by-path")[0].parent_span_id == SPAN
+    assert turns("by-key")[0].parent_span_id == SPAN
+    assert turns("by-bag")[0].parent_span_id is None
+
+
+def test_only_a_clients_own_key_reaches_the_engine(http: httpx.Client, engine: MockEngine) -> None:
+    for key in ("tg-r1", "sk-own"):
+        http.post(CHAT, json={"messages": [user("hi")]}, headers={"authorization": f"Bearer {key}"})
+    assert [headers.get("authorization") for headers in engine.headers] == [None, "Bearer sk-own"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_conversation_is_one_path(
+    engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
+) -> None:
+    """As an agent's loop does it: append the reply, append the tool's answer, call again."""
+    engine.replies += [
+        Say("", [("look", '{"q": 1}'), ("look", '{"q": 2}')]),
+        Say("Let me see. ", [("look", '{"q": 3}')]),
+        Say("It is 7."),
+    ]
+    tools: Any = [{"type": "function", "function": {"name": "look"}}]
+    messages: list[Any] = [user("What is it?")]
+    while True:
+        if stream:
+            with client.chat.completions.stream(
+                model=MODEL, messages=messages, tools=tools
+            ) as events:
+                reply = events.get_final_completion().choices[0].message
+        else:
+            answer = client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
+            reply = answer.choices[0].message
+        messages.append(
+            reply.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
+        )
+        if not reply.tool_calls:
+            break
+        for call in reply.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "42"})
+
+    first, second, third = turns()
+    assert (first.parent_id, second.parent_id) == (None, first.turn_id)
+    assert third.parent_id == second.turn_id
+    assert all(turn.fork_reason is None for turn in (first, second, third))
+    assert extends(third.prompt_token_ids, second)
+    assert third.prompt_token_ids.tolist() == render(messages[:-1], tools)
+
+
+def test_a_continued_choice_is_the_parent(
+    engine: MockEngine, client: openai.OpenAI, turns: Turns
+) -> None:
+    engine.replies += [Say("left"), Say("right"), Say("done")]
+    answer = client.chat.completions.create(model=MODEL, messages=[user("go")], n=2)
+    second = {"role": "assistant", "content": answer.choices[1].message.content}
+    client.chat.completions.create(model=MODEL, messages=[user("go"), second, user("on")])
+    _, right, done = turns()
+    assert done.parent_id == right.turn_id
+
+
+def test_forks_say_why(engine: MockEngine, client: openai.OpenAI, turns: Turns) -> None:
+    def ask(*messages: Json) -> None:
+        client.chat.completions.create(model=MODEL, messages=list(messages))
+
+    engine.replies += [Say("", [("look", '{"q": 1}')]), Say("b"), Say("c"), Say("d"), Say("e")]
+    go = user("go")
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"q":1}'}}
+    ask(go)
+    # The same call, its arguments written anew, without the space: other tokens.
+    ask(go, {"role": "assistant", "tool_calls": [call]}, user("on"))
+    ask(go)
+    ask(user("go!"), {"role": "assistant", "content": "b"}, user("on"))
+    ask(user("a sub-agent's own task"))
+    assert [turn.parent_id for turn in turns()] == [None] * 5
+    assert [turn.fork_reason for turn in turns()] == [
+        None,
+        "template",
+        "new_conversation",
+        "edited_history",
+        "new_conversation",
+    ]
+
+
+def test_reasoning_that_the_template_drops_forks(
+    engine: MockEngine, client: openai.OpenAI, turns: Turns
+) -> None:
+    engine.replies += [Say("Yes.", reasoning="Is it? It is."), Say("Sure.")]
+    client.chat.completions.create(model=MODEL, messages=[user("Is it?")])
+    reply = {"role": "assistant", "content": "Yes."}
+    client.chat.completions.create(model=MODEL, messages=[user("Is it?"), reply, user("Sure?")])
+    assert turns()[1].fork_reason == "template"
+
+
+def test_a_branch_off_an_earlier_turn_has_it_as_parent(
+    engine: MockEngine, client: openai.OpenAI, turns: Turns
+) -> None:
+    engine.replies += [Say("a"), Say("b"), Say("b2")]
+    start = [user("go"), {"role": "assistant", "content": "a"}]
+    for messages in ([user("go")], [*start, user("this way")], [*start, user("that way")]):
+        client.chat.completions.create(model=MODEL, messages=messages)
+    first, *branches = turns()
+    assert [turn.parent_id for turn in branches] == [first.turn_id] * 2
+
+
+def test_untitled_calls_find_their_conversation(
+    http: httpx.Client, engine: MockEngine, store: Store
+) -> None:
+    engine.replies += [Say("alpha"), Say("beta"), Say("more alpha"), Say("more beta")]
+
+    def ask(*messages: Json) -> None:
+        http.post(CHAT, json={"messages": messages}).raise_for_status()
+
+    ask(user("go"))
+    ask(user("go"))
+    for word in ("alpha", "beta"):
+        ask(user("go"), {"role": "assistant", "content": word}, user("on"))
+    conversations = [store.rollout_turns(row.rollout_id) for row in store.rollouts()]
+    assert sorted(len(turns) for turns in conversations) == [2, 2]
+    for first, second in conversations:
+        assert second.parent_id == first.turn_id
+
+
+def test_an_untitled_call_joins_the_titled_rollout_that_it_continues(
+    http: httpx.Client, engine: MockEngine, turns: Turns
+) -> None:
+    engine.replies.append(Say("mine"))
+    http.post(f"/rollouts/r1{CHAT}", json={"messages": [user("go")]})
+    messages = [user("go"), {"role": "assistant", "content": "mine"}, user("on")]
+    http.post(CHAT, json={"messages": messages})
+    first, second = turns()
+    assert second.parent_id == first.turn_id
+
+
+def test_a_conversation_goes_on_after_a_restart(
+    engine: MockEngine, engine_url: str, store: Store, writer: HeldWriter
+) -> None:
+    engine.replies += [Say("before"), Say("after")]
+    settings = ProxySettings(upstream=engine_url)
+    for messages in (
+        [user("go")],
+        [user("go"), {"role": "assistant", "content": "before"}, user("on")],
+    ):
+        with serving(create_app(settings, store=store, writer=writer)) as url:
+            httpx.post(f"{url}/rollouts/r1{CHAT}", json={"messages": messages}).raise_for_status()
+    first, second = store.rollout_turns("r1")
+    assert second.parent_id == first.turn_id
+
+
+class CountingStore:
+    """Reads from a dictionary, and counts how often."""
+
+    def __init__(self, turns: dict[str, list[Turn]]) -> None:
+        self.turns = turns
+        self.reads = 0
+
+    def rollout_turns(self, rollout_id: str, *, raw: bool = True) -> list[Turn]:
+        self.reads += 1
+        return list(self.turns.get(rollout_id, ()))
+
+    def find_turn(self, turn_id: str) -> Turn | None:
+        every = [turn for turns in self.turns.values() for turn in turns]
+        return next((turn for turn in every if turn.turn_id == turn_id), None)
+
+
+def a_turn(rollout_id: str, prompt: list[int], completion: list[int]) -> Turn:
+    return Turn(
+        rollout_id=rollout_id,
+        dialect="chat",
+        model=MODEL,
+        prompt_token_ids=token_ids(prompt),
+        completion_token_ids=token_ids(completion),
+        completion_logprobs=logprobs([-1.0] * len(completion)),
+        policy_versions=((0, len(completion)),),
+    )
+
+
+async def test_the_cache_is_bounded_and_falls_back_to_the_store() -> None:
+    old = a_turn("old", [1] * 1000, [2])
+    store = CountingStore({"old": [old]})
+    continuation = Continuation(store, limit_bytes=30_000)
+    for _ in range(2):
+        place = await continuation.place("old", token_ids([1] * 1000 + [2, 3]), [])
+        assert place.parent_id == old.turn_id
+    assert store.reads == 1
+    for number in range(10):
+        rollout = f"new{number}"
+        await continuation.place(rollout, token_ids([number]), [])
+        continuation.add(a_turn(rollout, [number] * 1000, [5]))
+    assert continuation._size <= 30_000
+    place = await continuation.place("old", token_ids([1] * 1000 + [2, 3]), [])
+    assert place.parent_id == old.turn_id
+    assert store.reads == 12
+
+
+async def test_a_failed_reading_is_tried_again() -> None:
+    store = CountingStore({})
+    continuation = Continuation(store, limit_bytes=1000)
+    broken, store.rollout_turns = store.rollout_turns, lambda *_, **__: 1 / 0  # type: ignore
+    with pytest.raises(ZeroDivisionError):
+        await continuation.place("r", token_ids([1]), [])
+    store.rollout_turns = broken  # type: ignore[method-assign]
+    assert (await continuation.place("r", token_ids([1]), [])).parent_id is None
+
+
+async def test_a_turn_without_a_prompt_is_nobodys_parent() -> None:
+    continuation = Continuation(CountingStore({"r": [a_turn("r", [], [])]}), limit_bytes=1000)
+    place = await continuation.place("r", token_ids([1, 2]), [user("go")])
+    continuation.add(a_turn("r", [], []))
+    assert place == ("r", None, None)
+    assert (await continuation.place("r", token_ids([1, 2]), [])).parent_id is None
