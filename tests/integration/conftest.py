@@ -1,0 +1,33 @@
+"""One real vLLM for the whole run, serving a tiny Qwen3 with tied embeddings.
+
+Tests that push other weights put the checkpoint's back when they are done.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.tiny_model import save_tiny_model
+from support.vllm_server import VllmServer, tiny_settings
+from tracegrad_trainer.endpoint.process import VllmProcess
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def vllm_server(
+    tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
+    settings = tiny_settings(tiny_model_dir, tmp_path_factory.mktemp("vllm") / "vllm.log")
+    with VllmProcess(settings) as process:
+        process.wait_healthy(timeout=240)
+        yield VllmServer(process.url, tiny_model_dir, settings.served_model_name, process)

@@ -1,0 +1,94 @@
+"""A push while the real proxy streams from the real vLLM: the recorded versions are exact."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from support.tiny_model import load_model, perturb, reference_logprobs
+from support.vllm_server import VllmServer
+from tracegrad.store import Store
+from tracegrad_trainer.children import Child
+from tracegrad_trainer.endpoint.probe import compare
+from tracegrad_trainer.endpoint.process import free_port
+from tracegrad_trainer.endpoint.push import WeightPusher
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def store_url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/store.db"
+
+
+@pytest.fixture
+def proxy_url(vllm_server: VllmServer, store_url: str, tmp_path: Path) -> Iterator[str]:
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("tracegrad")), "proxy", "--port", str(port)]
+    command += ["--upstream", vllm_server.url, "--store", store_url]
+    proxy = Child("proxy", command, log=tmp_path / "proxy.log")
+    url = f"http://127.0.0.1:{port}"
+    proxy.start()
+    try:
+        proxy.wait_ready(lambda: _is_up(url), timeout_s=60)
+        yield url
+    finally:
+        proxy.stop()
+
+
+def _is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_a_streamed_turn_records_which_weights_sampled_each_token(
+    vllm_server: VllmServer, proxy_url: str, store_url: str
+) -> None:
+    lines: list[str] = []
+
+    def stream() -> None:
+        request = {
+            "model": vllm_server.model,
+            "messages": [{"role": "user", "content": "How many lamps are in Oslo?"}],
+            "max_tokens": 500,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        url = f"{proxy_url}/rollouts/r1/v1/chat/completions"
+        with httpx.stream("POST", url, json=request, timeout=60) as response:
+            lines.extend(line for line in response.iter_lines() if line)
+
+    old, new = load_model(vllm_server.model_dir), load_model(vllm_server.model_dir)
+    perturb(new, seed=11)
+    reader = threading.Thread(target=stream)
+    with WeightPusher(vllm_server.url, proxy_url, checkpoint=vllm_server.model_dir) as pusher:
+        try:
+            reader.start()
+            deadline = time.monotonic() + 30
+            while len(lines) < 20 and time.monotonic() < deadline:
+                time.sleep(0.005)
+            pusher.push(1, new.named_parameters())
+            reader.join(60)
+        finally:
+            pusher.push(2, old.named_parameters())
+
+    assert lines[-1] == "data: [DONE]"
+    with Store.open(store_url) as store:
+        [turn] = store.rollout_turns("r1")
+    [(before, switch), (after, rest)] = turn.policy_versions
+    assert (before, after) == (0, 1)
+    assert switch > 0
+    assert rest > 0
+    assert turn.untrainable is None
+    ids = turn.prompt_token_ids, turn.completion_token_ids
+    served = list(turn.completion_logprobs)
+    compare(served[:switch], reference_logprobs(old, *ids)[:switch], tolerance=1e-4)
+    compare(served[switch:], reference_logprobs(new, *ids)[switch:], tolerance=1e-4)

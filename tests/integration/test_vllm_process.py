@@ -1,0 +1,71 @@
+"""A real vLLM that dies: one clear line, and nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from support.vllm_server import tiny_settings
+from tracegrad_trainer.children import ChildError
+from tracegrad_trainer.endpoint.process import VllmProcess
+from tracegrad_trainer.endpoint.push import EngineLost, WeightPusher
+
+pytestmark = pytest.mark.vllm
+
+
+def members(session: int) -> list[str]:
+    """Command lines of the live processes of a session."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            if fields[3] == str(session) and fields[0] not in "ZX":
+                found.append((entry / "cmdline").read_text())
+        except (OSError, IndexError):
+            continue
+    return found
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("psm_*")}
+
+
+def test_a_killed_server_is_one_clear_line_and_takes_its_engine_along(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    before = shared_memory()
+    with VllmProcess(tiny_settings(tiny_model_dir, tmp_path / "vllm.log")) as process:
+        process.wait_healthy(timeout=240)
+        assert process.pid is not None
+        assert len(members(process.pid)) >= 2, "a server and its engine"
+        os.kill(process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while members(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert members(process.pid) == []
+        with pytest.raises(ChildError, match=r"^vllm \(pid \d+\) was killed by SIGKILL \(log: "):
+            process.check()
+        with (
+            WeightPusher(process.url, checkpoint=tiny_model_dir) as pusher,
+            pytest.raises(EngineLost, match="does not answer /pause"),
+        ):
+            pusher.push(1, [])
+    assert shared_memory() <= before
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_served_is_one_clear_line(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    settings = tiny_settings(tiny_model_dir, tmp_path / "vllm.log")
+    settings = settings.model_copy(update={"kv_cache_memory_bytes": 1 << 50})
+    with VllmProcess(settings) as process, pytest.raises(ChildError) as caught:
+        process.wait_healthy(timeout=240)
+    message = str(caught.value)
+    assert "ValueError: Available memory" in message
+    assert message.endswith(f"(log: {tmp_path / 'vllm.log'})")
+    assert "\n" not in message

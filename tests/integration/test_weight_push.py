@@ -1,0 +1,235 @@
+"""Weights pushed into a real vLLM: what is served is what transformers computes, token by token.
+
+On a CPU in fp32 the two agree to about 1e-6 nats, so a stale layer, head or cache cannot hide.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from transformers import PreTrainedModel
+
+from support.tiny_model import load_model, perturb, reference_logprobs, save_tiny_model
+from support.vllm_server import VllmServer, tiny_settings
+from tracegrad_trainer.endpoint.probe import ProbeMismatch, compare, probe
+from tracegrad_trainer.endpoint.process import VllmProcess
+from tracegrad_trainer.endpoint.push import PushFailed, WeightPusher
+
+pytestmark = pytest.mark.vllm
+TOLERANCE = 1e-4  # nats, the largest difference over all tokens
+SHORT = [5, 6, 7, 8]
+LONG = [5 + (7 * i) % 400 for i in range(600)]  # several whole blocks of the prefix cache
+
+
+@pytest.fixture
+def model(tiny_model_dir: Path) -> PreTrainedModel:
+    return load_model(tiny_model_dir)
+
+
+@pytest.fixture
+def pusher(vllm_server: VllmServer) -> Iterator[WeightPusher]:
+    with WeightPusher(vllm_server.url, checkpoint=vllm_server.model_dir) as pusher:
+        yield pusher
+        original = load_model(vllm_server.model_dir)
+        pusher.push(-1, original.named_parameters())
+
+
+def agrees(url: str, model: PreTrainedModel, *prompts: list[int], tokens: int = 48) -> None:
+    for prompt in prompts:
+        sample = probe(url, prompt, tokens=tokens)
+        compare(sample.logprobs, reference_logprobs(model, prompt, sample.token_ids), TOLERANCE)
+
+
+def served_version(url: str) -> str:
+    version: str = httpx.get(f"{url}/weight_info").json()["weight_version"]
+    return version
+
+
+def test_served_equals_trained_before_and_after_each_push(
+    vllm_server: VllmServer, model: PreTrainedModel, pusher: WeightPusher
+) -> None:
+    agrees(vllm_server.url, model, SHORT)
+    for version in (1, 2):
+        perturb(model, seed=version)
+        pusher.push(version, model.named_parameters())
+        agrees(vllm_server.url, model, SHORT)
+        assert served_version(vllm_server.url) == str(version)
+
+
+def test_without_the_push_the_two_differ(vllm_server: VllmServer, model: PreTrainedModel) -> None:
+    with pytest.raises(ProbeMismatch):
+        agrees(vllm_server.url, perturb(model, seed=1), SHORT)
+
+
+def test_a_prompt_cached_before_the_push_is_not_stale_after(
+    vllm_server: VllmServer, model: PreTrainedModel, pusher: WeightPusher
+) -> None:
+    agrees(vllm_server.url, model, LONG, LONG)  # the second one reads the cache
+    pusher.push(1, perturb(model, seed=3).named_parameters())
+    agrees(vllm_server.url, model, LONG, LONG)
+
+
+@dataclass
+class Stream:
+    """A streaming chat completion read in a thread; its tokens as they arrive."""
+
+    prompt: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def read(self, server: VllmServer, max_tokens: int) -> None:
+        request = {
+            "model": server.model,
+            "messages": [{"role": "user", "content": "How many lamps are in Oslo?"}],
+            "max_tokens": max_tokens,
+            "temperature": 1.0,
+            "logprobs": True,
+            "return_token_ids": True,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        url = f"{server.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=request, timeout=60) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    self._take(json.loads(line.removeprefix("data: ")))
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        self.prompt = self.prompt or chunk.get("prompt_token_ids") or []
+        for choice in chunk["choices"]:
+            ids = choice.get("token_ids") or []
+            self.logprobs += [e["logprob"] for e in (choice["logprobs"] or {}).get("content", [])]
+            self.tokens += ids
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+
+
+def test_a_stream_in_flight_goes_on_with_the_new_weights(
+    vllm_server: VllmServer,
+    model: PreTrainedModel,
+    pusher: WeightPusher,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = Stream()
+    at_mark: list[int] = []
+    monkeypatch.setattr(pusher, "_mark", lambda version: at_mark.append(len(stream.tokens)))
+    reader = threading.Thread(target=stream.read, args=(vllm_server, 500))
+    reader.start()
+    deadline = time.monotonic() + 30
+    while len(stream.tokens) < 20 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    pusher.push(1, perturb(model, seed=4).named_parameters())
+    reader.join(60)
+
+    [mark] = at_mark
+    assert 20 <= mark < 500, "the push met the stream half-way"
+    assert len(stream.tokens) == len(stream.logprobs) == 500
+    assert stream.finish_reason == "length"
+    old = reference_logprobs(load_model(tiny_model_dir), stream.prompt, stream.tokens)
+    new = reference_logprobs(model, stream.prompt, stream.tokens)
+    compare(stream.logprobs[:mark], old[:mark], TOLERANCE)
+    compare(stream.logprobs[mark:], new[mark:], TOLERANCE)
+
+
+def test_a_call_that_arrives_during_the_push_waits_and_gets_the_new_weights(
+    vllm_server: VllmServer, model: PreTrainedModel, pusher: WeightPusher
+) -> None:
+    perturb(model, seed=5)
+    caller = threading.Thread(target=lambda: None)
+    failed: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            agrees(vllm_server.url, model, SHORT)
+        except BaseException as error:
+            failed.append(error)
+
+    def call_half_way() -> Iterator[tuple[str, Any]]:
+        yield from model.named_parameters()
+
+    with pytest.MonkeyPatch.context() as patch:
+        load = pusher._load
+
+        def call_then_load(version: int, paths: list[Path]) -> None:
+            nonlocal caller
+            caller = threading.Thread(target=call)
+            caller.start()
+            time.sleep(0.1)
+            load(version, paths)
+
+        patch.setattr(pusher, "_load", call_then_load)
+        pusher.push(1, call_half_way())
+    caller.join(60)
+    assert not failed
+
+
+@pytest.mark.parametrize("broken", ["half of the model", "a wrong shape", "a truncated file"])
+def test_a_failed_push_leaves_the_old_version_serving_and_says_so(
+    vllm_server: VllmServer,
+    model: PreTrainedModel,
+    pusher: WeightPusher,
+    broken: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pusher.push(1, perturb(model, seed=6).named_parameters())
+    weights = [(name, p.detach().clone() * 2) for name, p in model.named_parameters()]
+    if broken == "half of the model":
+        # q without k: the two are one layer of vLLM's, and half of it is worse than none.
+        weights = [(name, tensor) for name, tensor in weights if "k_proj" not in name]
+        reason = r"lacks weights of model\.layers\.0\.self_attn\.qkv_proj"
+    elif broken == "a wrong shape":
+        weights = [(n, t[:8] if n.endswith("1.mlp.up_proj.weight") else t) for n, t in weights]
+        reason = r"model\.layers\.1\.mlp\.up_proj\.weight \(8, 128\) does not fit"
+    else:
+        write = pusher._files.write
+
+        def write_half(version: int, tensors: Any) -> list[Path]:
+            paths = write(version, tensors)
+            paths[0].write_bytes(paths[0].read_bytes()[:100_000])
+            return paths
+
+        monkeypatch.setattr(pusher._files, "write", write_half)
+        reason = "file not fully covered"
+    with pytest.raises(PushFailed, match=f"version 2 is not served, version 1 still is.*{reason}"):
+        pusher.push(2, weights)
+    monkeypatch.undo()
+    agrees(vllm_server.url, model, SHORT, LONG)
+    assert served_version(vllm_server.url) == "1"
+
+    pusher.push(3, perturb(model, seed=7).named_parameters())
+    agrees(vllm_server.url, model, SHORT, LONG)
+
+
+def test_weights_that_fail_verification_are_taken_back(
+    vllm_server: VllmServer, model: PreTrainedModel, pusher: WeightPusher, tiny_model_dir: Path
+) -> None:
+    perturb(model, seed=8)
+    wrong = [(n, p.detach() * (1.5 if "down" in n else 1)) for n, p in model.named_parameters()]
+    with pytest.raises(PushFailed, match=r"served wrongly, version 0 is back: .* nats"):
+        pusher.push(1, wrong, verify=lambda: agrees(vllm_server.url, model, SHORT))
+    agrees(vllm_server.url, load_model(tiny_model_dir), SHORT, LONG)
+    assert served_version(vllm_server.url) == "0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["moe", "untied"])
+def test_other_shapes_of_model_take_new_weights(kind: str, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", tied=kind == "moe", moe=kind == "moe")
+    model = load_model(folder)
+    with VllmProcess(tiny_settings(folder, tmp_path / "vllm.log")) as process:
+        process.wait_healthy(timeout=240)
+        agrees(process.url, model, SHORT)
+        with WeightPusher(process.url, checkpoint=folder) as pusher:
+            for version in (1, 2):
+                perturb(model, seed=version)
+                pusher.push(version, model.named_parameters())
+                agrees(process.url, model, SHORT, LONG)

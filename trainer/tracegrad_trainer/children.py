@@ -1,0 +1,143 @@
+"""Child processes that never outlive us: started in a session of their own, watched, stopped.
+
+A session of its own keeps a terminal's Ctrl-C away from the child: whoever started it decides
+the order in which things stop. The kernel ends the child when its parent dies in any other way
+(PR_SET_PDEATHSIG), and `stop` ends the whole process group, grandchildren included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from urllib.error import URLError
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: dlopen after it may deadlock
+
+
+class ChildError(RuntimeError):
+    """A child did not start or did not stay; the message is one line for the user."""
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Child:
+    """One supervised process; what it prints goes to `log`."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        nice: int = 0,
+    ) -> None:
+        self.name = name
+        self.command = list(command)
+        self.log = log
+        self.env = {**os.environ, **(env or {})}
+        self.nice = nice
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+
+        def prepare() -> None:
+            _die_with_parent()
+            os.nice(self.nice)
+
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.env,
+                start_new_session=True,
+                preexec_fn=prepare,
+            )
+
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return self._process.poll() if self._process else None
+
+    def check(self) -> None:
+        """Raises ChildError, one clear line, if the process has ended."""
+        code = self.exit_code()
+        if code is None:
+            return
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        raise ChildError(f"{self.name} (pid {self.pid}) {how}{self._last_words()}")
+
+    def wait_ready(
+        self, ready: Callable[[], bool], *, timeout_s: float, tick: Callable[[], None] | None = None
+    ) -> float:
+        """Polls `ready` until it is true; returns the seconds that took. Raises ChildError.
+
+        `tick` is called between the polls: the place for a line of progress, or to give up.
+        """
+        started = time.monotonic()
+        while not ready():
+            self.check()
+            if time.monotonic() - started > timeout_s:
+                raise ChildError(
+                    f"{self.name} is not ready after {timeout_s:.0f} s{self._last_words()}"
+                )
+            if tick is not None:
+                tick()
+            time.sleep(0.1)
+        return time.monotonic() - started
+
+    def stop(self, *, grace_s: float = 10) -> None:
+        """SIGTERM, then SIGKILL after `grace_s`, to the whole process group."""
+        if self._process is None:
+            return
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=grace_s)
+        # Also when the leader is gone: its children may have stayed behind.
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _last_words(self) -> str:
+        """The last log line that says something, and where the rest is."""
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            lines = self.log.read_text(errors="replace").splitlines()[-200:]
+        errors = [line.strip() for line in lines if _is_error(line)]
+        last = errors[-1] if errors else next((s.strip() for s in lines[::-1] if s.strip()), "")
+        return f": {last[-300:]} (log: {self.log})" if last else f" (log: {self.log})"
+
+
+def answers(url: str) -> bool:
+    """Whether a server of ours is up: `url` answers with 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except (URLError, OSError):
+        return False
+
+
+def _is_error(line: str) -> bool:
+    """A Python exception's last line, or a logger's ERROR that is not a line of a traceback."""
+    head = line.strip().split(":", 1)[0]
+    return head.isidentifier() and head.endswith(("Error", "Exception", "Failed", "Exit"))

@@ -1,0 +1,45 @@
+"""Rank 0 decides, the others follow.
+
+Rank 0 may fail (the store, the engine, a setting) while the others wait in a collective for it.
+So what rank 0 does alone runs inside `decide`: its result, or its error, reaches every rank, and
+all of them go on or all of them stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class RankZeroError(RuntimeError):
+    """Rank 0 failed; the message is rank 0's own line."""
+
+
+def leads() -> bool:
+    return dist.get_rank() == 0
+
+
+def decide(action: Callable[[], T]) -> T:
+    """Runs `action` on rank 0; every rank returns its (picklable) result.
+
+    Raises on every rank if it failed: the error itself on rank 0, RankZeroError elsewhere.
+    """
+    failure: Exception | None = None
+    message: list[Any] = [None, None]
+    if leads():
+        try:
+            message[0] = action()
+        except Exception as error:
+            failure = error
+            message[1] = f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(message, src=0)
+    if failure is not None:
+        raise failure
+    if message[1] is not None:
+        raise RankZeroError(message[1])
+    result: T = message[0]
+    return result

@@ -1,0 +1,51 @@
+"""What `trainer serve` is doing right now, for `trainer status`: one small file a process.
+
+The store holds what happened; these files hold what is going on. Each is replaced whole, so a
+reader never sees half of one, and it names the pid that wrote it, so a reader can tell a process
+that is alive from one that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from tracegrad.records import Json
+
+
+class RunState:
+    """`<state_dir>/run/<name>.json`, written by one process."""
+
+    def __init__(self, state_dir: Path, name: str) -> None:
+        self.path = state_dir / "run" / f"{name}.json"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fields: Json = {"pid": os.getpid(), "started_at": time.time()}
+
+    def update(self, **fields: object) -> None:
+        """Adds `fields` to what was said before and notes the time."""
+        self._fields |= fields
+        self._fields["updated_at"] = time.time()
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps(self._fields))
+        new.replace(self.path)
+
+
+def read_state(state_dir: Path, name: str) -> Json | None:
+    """The last state written, with `alive` added; None if there never was one."""
+    try:
+        state: Json = json.loads((state_dir / "run" / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return {**state, "alive": _is_alive(state["pid"])}
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

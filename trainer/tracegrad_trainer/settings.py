@@ -1,0 +1,202 @@
+"""All settings of `trainer ...`: flags (`--set a.b=value`), then environment, then the TOML file.
+
+The file is the one that the proxy reads too; its tables are the fields below:
+
+    model = "path/to/a/huggingface/folder"
+    [batches]
+    groups = 16
+    [optim]
+    lr = 1e-6
+
+A wrong setting fails before anything starts, with its name and what is allowed. The resolved
+settings are stored with every step.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from tracegrad.settings import SETTINGS_FILE, ProxySettings
+from tracegrad_trainer.batches import BatchSettings
+from tracegrad_trainer.endpoint.process import VllmSettings
+from tracegrad_trainer.fsdp import CheckpointSettings, FsdpSettings, OptimSettings
+from tracegrad_trainer.objectives import ObjectiveSettings
+
+
+class SettingsError(ValueError):
+    """One line a wrong setting: its name, what is wrong, what was given."""
+
+
+class DataSettings(BaseModel):
+    """Which rollouts are trained on, and when."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tags: dict[str, str] = Field({}, description="only rollouts that carry all of these tags")
+    incomplete_after_s: float = Field(
+        120, gt=0, description="a group that nobody completes is taken smaller after this time"
+    )
+    lease_ttl_s: float = Field(
+        1800, gt=0, description="groups of a trainer that died are free again after this time"
+    )
+
+
+class PushSettings(BaseModel):
+    """The weight push and the check of what is served after it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    drain_s: float = Field(
+        2, ge=0, description="wait for calls in flight before weights change under them"
+    )
+    probe_tokens: int = Field(16, ge=1, description="tokens sampled to compare log-probabilities")
+    probe_tolerance: float | None = Field(
+        None, gt=0, description="largest |log-prob gap| of a good push; default: by dtype"
+    )
+    failures_in_a_row: int = Field(3, ge=1, description="failed pushes before the trainer ends")
+
+
+class TrainerSettings(BaseSettings):
+    """What `trainer serve` needs to know. Environment: `TRACEGRAD_TRAINER_<TABLE>__<NAME>`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TRACEGRAD_TRAINER_", env_nested_delimiter="__", extra="forbid"
+    )
+
+    model: Path = Field(description="a Hugging Face folder: config, tokenizer, safetensors")
+    state_dir: Path = Field(Path(".tracegrad"), description="store, checkpoints, logs")
+    ranks: int = Field(1, ge=1, description="FSDP ranks: one a GPU; on a CPU one or two")
+    seed: int = Field(0, description="of everything random in the trainer")
+    max_steps: int | None = Field(None, ge=1, description="end after this step")
+    proxy: ProxySettings = Field(default_factory=lambda: ProxySettings())
+    vllm: VllmSettings
+    data: DataSettings = DataSettings()
+    batches: BatchSettings = BatchSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
+    optim: OptimSettings = OptimSettings()
+    fsdp: FsdpSettings = FsdpSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    push: PushSettings = PushSettings()
+
+    @field_validator("model")
+    @classmethod
+    def _model_is_a_folder(cls, path: Path) -> Path:
+        for name in ("config.json", "tokenizer_config.json"):
+            if not (path / name).is_file():
+                raise ValueError(f"{path} has no {name}: give a Hugging Face model folder")
+        if not any(path.glob("*.safetensors")):
+            raise ValueError(f"{path} has no *.safetensors: give a folder with weights")
+        return path.resolve()
+
+    @field_validator("state_dir")
+    @classmethod
+    def _absolute(cls, path: Path) -> Path:
+        return path.resolve()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _vllm_is_ours(cls, data: Any) -> Any:
+        """vLLM serves the model that is trained, and logs into our folder."""
+        if not isinstance(data, dict) or "model" not in data:
+            return data
+        log = Path(data.get("state_dir", ".tracegrad")).resolve() / "logs" / "vllm.log"
+        vllm = {"model": str(data["model"]), "log": log} | data.get("vllm", {})
+        return data | {"vllm": vllm}
+
+    @model_validator(mode="after")
+    def _store_in_our_folder(self) -> Self:
+        changes: dict[str, Any] = {"upstream": self.vllm.url}
+        if "store" not in self.proxy.model_fields_set:
+            changes["store"] = f"sqlite:///{self.state_dir}/store.db"
+        self.proxy = self.proxy.model_copy(update=changes)
+        return self
+
+    @property
+    def url(self) -> str:
+        """The proxy's base URL."""
+        host = f"[{self.proxy.host}]" if ":" in self.proxy.host else self.proxy.host
+        return f"http://{host}:{self.proxy.port}"
+
+    @property
+    def logs(self) -> Path:
+        return self.state_dir / "logs"
+
+    def stored(self) -> dict[str, Any]:
+        """The resolved settings as JSON, secrets masked: what a step is recorded with."""
+        resolved: dict[str, Any] = self.model_dump(mode="json")
+        return resolved
+
+
+def load(config: Path | None = None, overrides: list[str] | None = None) -> TrainerSettings:
+    """Settings from `config` (default: tracegrad.toml, if it is there) and `a.b=value` strings.
+
+    Raises SettingsError: one line a wrong setting.
+    """
+    file = _read_toml(config)
+    flags: dict[str, Any] = {}
+    for override in overrides or []:
+        _apply(flags, override)
+
+    class Loaded(TrainerSettings):
+        # Sources are a matter of the class; this one's file is known only now.
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, file)
+
+    try:
+        return Loaded(**flags)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_lines(error))) from None
+
+
+def _lines(error: ValidationError) -> list[str]:
+    found = {".".join(map(str, one["loc"])): one["msg"] for one in error.errors()}
+    if "model" in found:
+        found.pop("vllm", None)  # it is missing only because the model is
+    return [f"{name}: {message}" for name, message in found.items()]
+
+
+def _read_toml(config: Path | None) -> dict[str, Any]:
+    path = config or SETTINGS_FILE
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if config is None:
+            return {}
+        raise SettingsError(f"{path}: there is no such settings file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: {error}") from None
+
+
+def _apply(table: dict[str, Any], override: str) -> None:
+    """`optim.lr=1e-4` into the nested table; the value is JSON where it reads as JSON."""
+    name, equals, text = override.partition("=")
+    if not equals or not name:
+        raise SettingsError(f"--set {override!r}: write it as table.name=value")
+    *tables, leaf = name.split(".")
+    for key in tables:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise SettingsError(f"--set {override!r}: {key} is not a table")
+    try:
+        table[leaf] = json.loads(text)
+    except ValueError:
+        table[leaf] = text
