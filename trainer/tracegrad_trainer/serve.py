@@ -22,7 +22,7 @@ from rich.console import Console
 
 from tracegrad.store import Ledger, Store, StoreError
 from tracegrad_trainer.children import Child, ChildError, answers
-from tracegrad_trainer.endpoint.process import VllmSettings
+from tracegrad_trainer.endpoint.process import VllmProcess
 from tracegrad_trainer.report import step_line
 from tracegrad_trainer.run_state import RunState, read_state
 from tracegrad_trainer.settings import TrainerSettings
@@ -102,7 +102,7 @@ class Stack:
         resolved = write_resolved(settings)
         self.state.update(stage="starting", url=settings.url, store=settings.proxy.store)
 
-        vllm = vllm_child(settings.vllm)
+        vllm = VllmProcess(settings.vllm)
         proxy = proxy_child(settings)
         ranks = ranks_child(settings, resolved)
         self.children = [vllm, proxy, ranks]
@@ -149,11 +149,6 @@ class Stack:
     def _first_push_done(self) -> bool:
         state = read_state(self.settings.state_dir, "ranks")
         return state is not None and state["alive"] and state.get("stage") == "waiting"
-
-
-def vllm_child(vllm: VllmSettings) -> Child:
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *vllm.arguments()]
-    return Child("vLLM", command, log=vllm.log, env=vllm.environment())
 
 
 def proxy_child(settings: TrainerSettings) -> Child:

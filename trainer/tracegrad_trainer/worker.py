@@ -84,6 +84,7 @@ class Worker:
         """Until `max_steps`, or until rank 0 is told to stop."""
         self._resume()
         decide(self._await_endpoints)
+        self.watch.lap("start")
         self._publish()  # a broken path to the engine fails here, before anything is trained
         while (task := decide(self._next)) != "stop":
             if task == "train":
@@ -102,7 +103,6 @@ class Worker:
             assert last.checkpoint is not None
             load_checkpoint(self.learner, last.checkpoint)
             self.counters = Counters(step=last.step, version=last.version)
-        self.watch.lap("start")
 
     def _await_endpoints(self) -> None:
         """Until vLLM and the proxy answer; `trainer serve` ends us if one of them cannot."""

@@ -1,0 +1,140 @@
+"""`make controls`: does success rise because of the rewards, and only because of them?
+
+Three seeds must rise. Learning rate 0 must not: then what rose was the measurement. Shuffled
+rewards (permuted within each group, so that they say nothing) must not: then what rose was the
+training itself. Each variant is a run of the demo of its own; the exit code is 1 if one of them
+did what it must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+# A control may differ by chance: so many standard errors of the difference are no rise.
+CHANCE = 3.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    rises: bool
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    variant: Variant
+    before: float  # sampled success on held-out tasks, at temperature 1
+    after: float
+    tasks: int
+    versions: int
+
+    @property
+    def rise(self) -> float:
+        return self.after - self.before
+
+    @property
+    def error(self) -> float:
+        """Standard error of the rise."""
+        return math.sqrt(sum(p * (1 - p) for p in (self.before, self.after)) / self.tasks)
+
+    def verdict(self, required: float) -> str | None:
+        """What is wrong, or None."""
+        if self.variant.rises and self.rise < required:
+            return f"rose by {self.rise:+.2f}; at least {required:+.2f} is expected"
+        if not self.variant.rises and self.rise > CHANCE * self.error:
+            return f"rose by {self.rise:+.2f}, more than {CHANCE:.0f} standard errors"
+        return None
+
+
+def variants(*, model_seeds: bool) -> list[Variant]:
+    """Without `model_seeds` all of them start from the same warm-started model."""
+    seeds = [
+        Variant(
+            f"seed {seed}",
+            True,
+            ("--seed", str(seed), "--model-seed", str(seed if model_seeds else 0)),
+        )
+        for seed in range(3)
+    ]
+    return [
+        *seeds,
+        Variant("learning rate 0", False, ("--lr", "0")),
+        Variant("shuffled rewards", False, ("--shuffle-rewards",)),
+    ]
+
+
+def measure(variant: Variant, *, steps: int, tasks: int) -> Measured:
+    """One run of the demo. RuntimeError if it ended without a result."""
+    command = [sys.executable, "-m", "examples.shop.demo", *variant.arguments]
+    command += ["--steps", str(steps), "--tasks", str(tasks)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    try:
+        summary = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        said = lines[-1] if lines else f"exit code {done.returncode}"
+        raise RuntimeError(f"{variant.name}: the demo ended without a result: {said}") from None
+    return Measured(
+        variant,
+        summary["sampled_before"],
+        summary["sampled_after"],
+        tasks,
+        summary["policy_versions"],
+    )
+
+
+def run(
+    chosen: Sequence[Variant], *, steps: int, tasks: int, required: float, console: Console
+) -> list[str]:
+    """Measures all and prints a table; returns what is wrong, a line each."""
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    for name in ("variant", "before", "after", "rise", "versions", "as it must"):
+        table.add_column(name)
+    wrong = []
+    for variant in chosen:
+        console.print(f"{variant.name} ...")
+        measured = measure(variant, steps=steps, tasks=tasks)
+        problem = measured.verdict(required)
+        if problem:
+            wrong.append(f"{variant.name}: {problem}")
+        table.add_row(
+            variant.name,
+            f"{measured.before:.2f}",
+            f"{measured.after:.2f}",
+            f"{measured.rise:+.2f} ± {measured.error:.2f}",
+            str(measured.versions),
+            problem or "yes",
+        )
+    console.print(table)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make controls", description=__doc__)
+    parser.add_argument("--short", action="store_true", help="the form that CI runs")
+    short = parser.parse_args().short
+    steps, tasks, required = (8, 150, 0.2) if short else (20, 200, 0.4)
+    wrong = run(
+        variants(model_seeds=not short),
+        steps=steps,
+        tasks=tasks,
+        required=required,
+        console=Console(highlight=False),
+    )
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
