@@ -11,7 +11,7 @@ from tracegrad import trace
 
 from . import tasks
 
-MODEL = os.environ.get("SHOP_MODEL", "shop")
+MODEL = "gpt-4.1-mini"
 MAX_TURNS = 4
 
 client = AsyncOpenAI(

@@ -35,7 +35,6 @@ SERVE: Mapping[str, object] = {
     "fsdp.threads": 1,
     "vllm.max_model_len": 512,
     "vllm.kv_cache_memory_bytes": 128 << 20,
-    "vllm.served_model_name": "shop",
 }
 
 

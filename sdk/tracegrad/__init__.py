@@ -1,0 +1,20 @@
+"""Traces in, gradients out: record what an agent does, so that its model can learn from it.
+
+    from tracegrad import trace, reward, rollout
+
+    @trace                      # a rollout; what it returns, or reward(x), is its reward
+    def solve(question): ...
+
+    with rollout(task="t1", tags={"split": "train"}) as r:
+        r.reward(0.5)
+
+LLM calls to the proxy at TRACEGRAD_URL (default http://127.0.0.1:4141) that are made meanwhile
+belong to the rollout. Importing starts nothing and reaches for no network.
+"""
+
+from tracegrad.client import flush
+from tracegrad.context import Rollout, tags
+from tracegrad.decorators import reward, rollout, trace
+from tracegrad.records import Outcome
+
+__all__ = ["Outcome", "Rollout", "flush", "reward", "rollout", "tags", "trace"]

@@ -44,6 +44,11 @@ class ProxySettings(BaseSettings):
         validation_alias=AliasChoices("store", "TRACEGRAD_STORE", "TRACEGRAD_PROXY_STORE"),
         description="SQLAlchemy URL of the store",
     )
+    model: str | None = Field(
+        None,
+        description="the engine's model for every call, whatever name the agent gives;"
+        " without it names are passed on",
+    )
     host: str = Field("127.0.0.1", description="loopback address to listen on")
     port: int = Field(4141, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     max_body_mib: int = Field(64, ge=1, description="largest request body, in MiB")

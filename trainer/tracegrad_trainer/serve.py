@@ -157,6 +157,7 @@ def proxy_child(settings: TrainerSettings) -> Child:
     command = [sys.executable, "-m", "tracegrad.cli", "proxy"]
     command += ["--upstream", settings.vllm.url, "--store", proxy.store]
     command += ["--host", proxy.host, "--port", str(proxy.port)]
+    command += ["--model", proxy.model or settings.vllm.served_model_name]
     return Child("proxy", command, log=settings.logs / "proxy.log")
 
 

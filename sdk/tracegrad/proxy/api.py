@@ -16,7 +16,15 @@ from tracegrad.proxy.attribution import ID_PATTERN
 from tracegrad.proxy.errors import ApiError, BadRequest, error_response
 from tracegrad.proxy.gate import Gate
 from tracegrad.proxy.recorder import Recorder
-from tracegrad.records import Fact, Outcome, RewardGiven, RolloutFinished, RolloutOpened, new_id
+from tracegrad.records import (
+    Fact,
+    Outcome,
+    RewardGiven,
+    RolloutFinished,
+    RolloutOpened,
+    SpanEnded,
+    new_id,
+)
 from tracegrad.store.errors import FactRefused
 
 RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
@@ -68,8 +76,29 @@ class RewardEvent(_Event):
         return RewardGiven(**self.fields())
 
 
+class SpanEndedEvent(BaseModel):
+    """A span that could not leave by OTLP, which is the ordinary way (`/v1/traces`)."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["span_ended"]
+    rollout_id: RolloutId | None = None
+    trace_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    span_id: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    parent_span_id: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None = None
+    name: str
+    kind: str = "internal"
+    start_ns: Annotated[int, Field(ge=0, lt=2**63)]
+    end_ns: Annotated[int, Field(ge=0, lt=2**63)]
+    status: Literal["unset", "ok", "error"] = "unset"
+    attributes: dict[str, Any] = {}
+
+    def fact(self) -> Fact:
+        return SpanEnded(**{name: value for name, value in self if name != "type"})
+
+
 Event = Annotated[
-    RolloutOpenedEvent | RolloutFinishedEvent | RewardEvent, Field(discriminator="type")
+    RolloutOpenedEvent | RolloutFinishedEvent | RewardEvent | SpanEndedEvent,
+    Field(discriminator="type"),
 ]
 
 

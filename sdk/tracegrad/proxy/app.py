@@ -48,7 +48,7 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
     add_error_handlers(app)
     # First in line, before FastAPI's own routes: most requests are theirs.
     app.router.routes[:0] = _hot_routes(
-        chat=ChatCompletions(upstream, gate, recorder, max_body_bytes=limit),
+        chat=ChatCompletions(upstream, gate, recorder, model=settings.model, max_body_bytes=limit),
         models=Models(upstream),
         spans=Traces(recorder, traces, max_body_bytes=limit),
     )

@@ -75,11 +75,18 @@ class ChatCompletions:
     """`POST …/v1/chat/completions`."""
 
     def __init__(
-        self, upstream: Upstream, gate: Gate, recorder: Recorder, *, max_body_bytes: int
+        self,
+        upstream: Upstream,
+        gate: Gate,
+        recorder: Recorder,
+        *,
+        model: str | None,
+        max_body_bytes: int,
     ) -> None:
         self._upstream = upstream
         self._gate = gate
         self._recorder = recorder
+        self._model = model
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,7 +144,8 @@ class ChatCompletions:
     def _ask(
         self, call: ChatCall, headers: Headers
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._upstream.request("POST", chat.PATH, body=call.for_engine(), headers=headers)
+        body = call.for_engine(self._model)
+        return self._upstream.request("POST", chat.PATH, body=body, headers=headers)
 
     async def _finish(
         self,

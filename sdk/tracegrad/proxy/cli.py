@@ -27,6 +27,10 @@ def proxy_command(
         str | None,
         typer.Option(help="URL of the store. Default: sqlite:///.tracegrad/store.db"),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="The engine's model for every call, whatever name the agent gives."),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Loopback address. Default: 127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(help="0 takes a free one. Default: 4141")] = None,
 ) -> None:
@@ -35,7 +39,13 @@ def proxy_command(
     Every option may also stand in the environment (TRACEGRAD_STORE, TRACEGRAD_PROXY_UPSTREAM,
     TRACEGRAD_PROXY_PORT, TRACEGRAD_PROXY_HOST) or in the table "proxy" of tracegrad.toml.
     """
-    flags = {"upstream": upstream, "store": store, "host": host, "port": port}
+    flags = {
+        "upstream": upstream,
+        "store": store,
+        "model": model,
+        "host": host,
+        "port": port,
+    }
     settings = _settings({name: value for name, value in flags.items() if value is not None})
     serve(settings)
 

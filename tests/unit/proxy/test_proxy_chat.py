@@ -13,8 +13,11 @@ import openai
 import pytest
 
 from support.mock_engine import END, MODEL, MockEngine, Say, logprobs_of, render
-from support.proxy_rig import HeldWriter, eventually
+from support.proxy_rig import HeldWriter, eventually, serving
+from tracegrad.proxy import create_app
 from tracegrad.records import Turn
+from tracegrad.settings import ProxySettings
+from tracegrad.store import Store
 
 Turns = Callable[..., list[Turn]]
 
@@ -331,6 +334,24 @@ def test_an_engine_without_ids_still_serves(
 def test_models_are_the_engines(client: openai.OpenAI, proxy: str) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert httpx.get(f"{proxy}/rollouts/r9/v1/models").json()["data"][0]["id"] == MODEL
+
+
+def test_one_model_takes_the_place_of_whatever_name_the_agent_gives(
+    engine: MockEngine, engine_url: str, store: Store, writer: HeldWriter, turns: Turns
+) -> None:
+    settings = ProxySettings(upstream=engine_url, model="policy")
+    with (
+        serving(create_app(settings, store=store, writer=writer)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="tg-r1", max_retries=0) as client,
+    ):
+        client.chat.completions.create(
+            model="gpt-4.1-mini", messages=[{"role": "user", "content": "hello"}]
+        )
+    assert engine.requests[-1]["model"] == "policy"
+    [turn] = turns()
+    assert turn.model == "policy"
+    assert turn.request is not None
+    assert turn.request["model"] == "gpt-4.1-mini"
 
 
 def test_concurrent_calls_are_all_recorded(proxy: str, store: object, turns: Turns) -> None:

@@ -61,6 +61,17 @@ def test_events_become_facts(http: httpx.Client, store: Store) -> None:
     assert rewards[0].reward_id == "w1"
 
 
+def test_a_span_that_could_not_leave_by_otlp_comes_as_an_event(
+    http: httpx.Client, store: Store
+) -> None:
+    span = {"type": "span_ended", "rollout_id": "r1", "trace_id": "a" * 32, "span_id": "b" * 16}
+    answer = send(http, [span | {"name": "solve", "start_ns": 1, "end_ns": 2, "status": "ok"}])
+    assert answer.status_code == 200, answer.text
+    [kept] = store.spans("r1")
+    assert (kept.name, kept.span_id, kept.status) == ("solve", "b" * 16, "ok")
+    assert send(http, [span | {"name": "solve", "start_ns": 1}]).status_code == 422
+
+
 def test_events_are_idempotent(http: httpx.Client, store: Store) -> None:
     event: Events = [{"type": "reward", "rollout_id": "r", "reward_id": "w", "value": 1.0}]
     assert send(http, event).status_code == send(http, event).status_code == 200

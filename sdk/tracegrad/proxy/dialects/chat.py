@@ -80,8 +80,11 @@ class ChatCall:
         """Whether the client gets the engine's answer without anything taken out."""
         return self.wants_ids and self.wants_logprobs and self.wants_reasoning
 
-    def for_engine(self) -> bytes:
+    def for_engine(self, model: str | None) -> bytes:
+        """The engine's request; `model` takes the place of the name that the agent gave."""
         body = {**self.body, "logprobs": True, "return_token_ids": True}
+        if model is not None:
+            body["model"] = model
         # With include_reasoning false the engine hides ids and log-probabilities too.
         body.pop("include_reasoning", None)
         if not self.wants_logprobs:
