@@ -77,7 +77,7 @@ def _exams(axes: Any, before: Exam, after: Exam, kind: str, colour: str, marker:
     at = [before.version + shift, after.version + shift]
     rates, errors = [score.rate for score in scores], [score.error for score in scores]
     label = f"held-out tasks, {kind}: {rates[0]:.2f} → {rates[1]:.2f}"
-    axes.plot(at, rates, color=colour, linewidth=1, linestyle=(0, (2, 3)), alpha=0.7)
+    axes.plot(at, rates, color=colour, linewidth=1, linestyle=(0, (2, 3)), alpha=0.4)
     axes.errorbar(
         at, rates, yerr=errors, color=colour, marker=marker, markersize=7, linestyle="none",
         capsize=3, label=label, zorder=5,

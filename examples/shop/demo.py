@@ -49,6 +49,7 @@ def main() -> int:
         steps=options.steps,
         learning_rate=options.lr,
         shuffle_rewards=options.shuffle_rewards,
+        exam_split=options.split,
         exam_tasks=options.tasks,
     )
     started = time.monotonic()
@@ -81,6 +82,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=None, help="0: a control, nothing is learnt")
     parser.add_argument("--shuffle-rewards", action="store_true", help="a control likewise")
     parser.add_argument("--tasks", type=int, default=200, help="held-out tasks of each exam")
+    parser.add_argument(
+        "--split",
+        choices=("held_out", "validation"),
+        default="held_out",
+        help="which tasks the exams are made of; settings are chosen on validation",
+    )
     parser.add_argument("--port", type=int, default=None, help="of the proxy; default: a free one")
     return parser.parse_args()
 

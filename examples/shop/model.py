@@ -85,6 +85,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int) -
         num_key_value_heads=hidden // 32,
         head_dim=32,
         max_position_embeddings=512,
+        initializer_range=0.06,  # near 1/sqrt(hidden): so small a model learns faster from it
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

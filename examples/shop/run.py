@@ -17,7 +17,7 @@ from .chart import Exam
 from .screen import Phase, Screen
 from .stage import Stage, served
 
-STEPS = 20
+STEPS = 32
 GROUPS = 16
 SAMPLES = 8
 # Groups that may be sampled ahead of the trainer: enough that neither waits for the other.
@@ -29,8 +29,10 @@ SERVE: Mapping[str, object] = {
     "batches.groups": GROUPS,
     "batches.group_size": SAMPLES,
     "batches.tokens_per_micro_batch": 2048,
-    "objective.advantage": "dr_grpo",
+    "objective.preset": "grpo",
     "optim.lr": 5e-4,
+    # A group or two with signal left in a batch must not move the weights like a full one.
+    "optim.eps": 1e-4,
     "fsdp.reshard": "false",
     "fsdp.threads": 1,
     "vllm.max_model_len": 512,
@@ -48,6 +50,7 @@ class Plan:
     steps: int | None = None
     learning_rate: float | None = None
     shuffle_rewards: bool = False
+    exam_split: tasks.Split = "held_out"
     exam_tasks: int = 200
 
 
@@ -73,6 +76,10 @@ class Result:
         }
 
 
+def plan_steps(plan: Plan) -> int:
+    return STEPS if plan.steps is None else plan.steps
+
+
 def run(plan: Plan, screen: Screen) -> Result:
     """The whole play. Raises ChildError when a process of the stack does not come or stay."""
     model = warm_up(plan, screen)
@@ -95,7 +102,7 @@ def warm_up(plan: Plan, screen: Screen) -> Path:
 
 @contextmanager
 def serving(plan: Plan, model: Path, screen: Screen) -> Iterator[Stage]:
-    overrides = dict(SERVE) | {"seed": plan.seed}
+    overrides = dict(SERVE) | {"seed": plan.seed, "optim.decay_steps": max(1, plan_steps(plan))}
     if plan.learning_rate is not None:
         overrides["optim.lr"] = plan.learning_rate
     phase_of = screen.phase("start vLLM, proxy and two FSDP ranks")
@@ -109,9 +116,9 @@ def serving(plan: Plan, model: Path, screen: Screen) -> Iterator[Stage]:
 
 
 async def play(plan: Plan, stage: Stage, screen: Screen) -> Result:
-    before = await examine("held-out tasks, before", plan, stage, screen)
+    before = await examine(f"{named(plan)} tasks, before", plan, stage, screen)
     await learn(plan, stage, screen)
-    after = await examine("held-out tasks, after", plan, stage, screen)
+    after = await examine(f"{named(plan)} tasks, after", plan, stage, screen)
     flush()
     steps = stage.steps()
     seconds: Counter[str] = Counter()
@@ -136,9 +143,13 @@ async def play(plan: Plan, stage: Stage, screen: Screen) -> Result:
     )
 
 
+def named(plan: Plan) -> str:
+    return plan.exam_split.replace("_", "-")
+
+
 async def examine(name: str, plan: Plan, stage: Stage, screen: Screen) -> Exam:
     """Held-out success, greedy and at temperature 1."""
-    exam = tasks.exam("held_out", plan.exam_tasks)
+    exam = tasks.exam(plan.exam_split, plan.exam_tasks)
     version = stage.version
     scores: dict[str, drive.Score] = {}
     with screen.phase(name, 2 * len(exam)) as phase:
@@ -151,14 +162,14 @@ async def examine(name: str, plan: Plan, stage: Stage, screen: Screen) -> Exam:
                 phase.update(sum(s.rollouts for s in scores.values()), note)
 
             scores[kind] = await drive.evaluate(
-                exam, temperature, "held_out", progress=show, tags={"exam": kind}
+                exam, temperature, plan.exam_split, progress=show, tags={"exam": kind}
             )
     return Exam(version, scores["greedy"], scores["sampled"])
 
 
 async def learn(plan: Plan, stage: Stage, screen: Screen) -> None:
     """Sends training tasks to the agent until the trainer has made its steps and is idle."""
-    steps = STEPS if plan.steps is None else plan.steps
+    steps = plan_steps(plan)
     if not steps:
         return
     started = 0

@@ -37,8 +37,8 @@ class Recipe:
     seed: int = 0
     hidden: int = 128
     layers: int = 4
-    vocab_size: int = 800
-    steps: int = 400
+    vocab_size: int = 700
+    steps: int = 440
     batch_size: int = 16
     learning_rate: float = 1.5e-3
     warm_up: int = 30

@@ -253,6 +253,9 @@ def test_learning_rate_zero_changes_nothing_and_warm_up_counts_optimizer_steps(
     assert len(batches) > 1
     rates = [warm.train(batches, version=3).metrics["lr"] for _ in range(5)]
     assert rates == [0.25, 0.5, 0.75, 1.0, 1.0]
+    fading = fsdp_ranks.learner(folder / "model", lr=1.0, decay_steps=4)
+    rates = [fading.train(batches, version=3).metrics["lr"] for _ in range(6)]
+    assert rates == [1.0, 0.75, 0.5, 0.25, 0.1, 0.1]
 
 
 def test_bfloat16_computes_and_float32_remembers(folder: Path, one_rank: None) -> None:

@@ -40,6 +40,10 @@ class OptimSettings(BaseModel):
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    decay_steps: int | None = Field(
+        None, ge=1, description="linear decay to the floor at this optimizer step; none: constant"
+    )
+    lr_floor: float = Field(0.1, ge=0, le=1, description="share of lr at which the decay ends")
 
 
 class CheckpointSettings(BaseModel):

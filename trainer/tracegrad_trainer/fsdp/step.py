@@ -208,8 +208,13 @@ class Learner:
         return sorted({row for rows in everyone for row in rows})
 
     def _lr(self) -> float:
-        warm = self.optim.warmup_steps
-        return self.optim.lr * min(1.0, (self.steps + 1) / warm) if warm else self.optim.lr
+        """By optimizer steps, never by rows or batches: how much a step holds may change."""
+        optim = self.optim
+        rising = (self.steps + 1) / optim.warmup_steps if optim.warmup_steps else 1.0
+        falling = 1.0
+        if optim.decay_steps is not None:
+            falling = max(optim.lr_floor, 1 - self.steps / optim.decay_steps)
+        return optim.lr * min(1.0, rising, falling)
 
 
 def _local(grad: Tensor) -> Tensor:
