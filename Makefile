@@ -8,7 +8,7 @@ install:
 	@$(PYTHON) scripts/install.py
 
 demo: install  ## the main job, end to end, on this machine (about five minutes)
-	@exec $(BIN)/python examples/shop/demo.py
+	@exec $(BIN)/python -m examples.shop.demo
 
 test: install  ## everything that CI runs; real vLLM, about 15 minutes on two cores
 	$(BIN)/python -m pytest -m "not slow"
@@ -20,7 +20,7 @@ test-long: install  ## the long forms too
 	$(BIN)/python -m pytest
 
 controls: install  ## three seeds rise; learning rate 0 and shuffled rewards do not (long form)
-	@exec $(BIN)/python examples/shop/controls.py
+	@exec $(BIN)/python -m examples.shop.controls
 
 check: install
 	$(BIN)/ruff check .

@@ -64,9 +64,12 @@ def pip_install(*arguments: str, packages: int, label: str) -> bool:
     command = [str(PYTHON), "-m", "pip", "install", "--no-input", *arguments]
     started = time.monotonic()
     seen = 0
-    with LOG.open("a") as log, subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-    ) as pip:
+    with (
+        LOG.open("a") as log,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+        ) as pip,
+    ):
         assert pip.stdout is not None
         for line in pip.stdout:
             log.write(line)
@@ -90,9 +93,7 @@ def install_torch_cpu() -> None:
     if pip_install(TORCH, "--no-deps", packages=1, label=label):
         return
     print(f"  not where pip is set up to look; trying {TORCH_CPU_INDEX}", flush=True)
-    if not pip_install(
-        TORCH, "--no-deps", "--index-url", TORCH_CPU_INDEX, packages=1, label=label
-    ):
+    if not pip_install(TORCH, "--no-deps", "--index-url", TORCH_CPU_INDEX, packages=1, label=label):
         raise InstallError(f"pip found no {TORCH} for this Python; see {LOG}")
 
 

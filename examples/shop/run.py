@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from tracegrad import flush
@@ -20,8 +21,10 @@ from .stage import Stage, served
 STEPS = 32
 GROUPS = 16
 SAMPLES = 8
-# Groups that may be sampled ahead of the trainer: enough that neither waits for the other.
-GROUPS_AHEAD = 24
+# With a batch ready the agent waits: what is sampled further ahead is only older when trained.
+GROUPS_AHEAD = GROUPS
+# Groups without signal make no step; an agent that is always right would work for ever.
+GROUPS_AT_MOST = 3 * GROUPS  # a step
 
 SERVE: Mapping[str, object] = {
     "ranks": 2,
@@ -172,21 +175,18 @@ async def learn(plan: Plan, stage: Stage, screen: Screen) -> None:
     steps = plan_steps(plan)
     if not steps:
         return
-    started = 0
     recent: deque[float] = deque(maxlen=GROUPS * SAMPLES)
 
     def until_trained() -> Iterator[tasks.Task]:
-        nonlocal started
-        for task in tasks.train_tasks(plan.seed):
+        for task in islice(tasks.train_tasks(plan.seed), steps * GROUPS_AT_MOST):
             if stage.last_step >= steps:
                 return
-            started += 1
             yield task
 
     async def permit() -> None:
-        while stage.last_step < steps and started - stage.last_step * GROUPS >= GROUPS_AHEAD + 8:
+        while stage.groups_ready >= GROUPS_AHEAD and stage.last_step < steps:
             stage.check()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
 
     with screen.phase("training while the agent works", steps) as phase:
         groups = drive.train(

@@ -25,6 +25,7 @@ class Stage:
     state_dir: Path
     store: Store
     child: Child
+    group_size: int
 
     @property
     def version(self) -> int:
@@ -34,6 +35,11 @@ class Stage:
     def last_step(self) -> int:
         step = Ledger(self.store).last_step()
         return step.step if step else 0
+
+    @property
+    def groups_ready(self) -> float:
+        """Groups that wait for the trainer."""
+        return Ledger(self.store).ready({"split": TRAINED_SPLIT}) / self.group_size
 
     def steps(self) -> list[StepRecord]:
         return Ledger(self.store).steps()
@@ -82,7 +88,13 @@ def served(
             tick(_last_line(child.log))
             time.sleep(0.1)
         store = Store.open(f"sqlite:///{state_dir}/store.db", create=False)
-        yield Stage(f"http://127.0.0.1:{port}", state_dir, store, child)
+        yield Stage(
+            f"http://127.0.0.1:{port}",
+            state_dir,
+            store,
+            child,
+            int(str(settings["batches.group_size"])),
+        )
     finally:
         if store is not None:
             store.close()

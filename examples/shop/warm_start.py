@@ -187,7 +187,7 @@ def labels_of(input_ids: torch.Tensor, tokenizer: Any) -> torch.Tensor:
 
 
 def main() -> None:
-    """`python -m shop.warm_start [SEED]`: makes the model and says where it is."""
+    """`python -m examples.shop.warm_start [SEED]`: makes the model and says where it is."""
     seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
     start = time.monotonic()
 

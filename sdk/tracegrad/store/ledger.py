@@ -87,6 +87,11 @@ class Ledger:
             for group in chosen
         ]
 
+    def ready(self, tags: Mapping[str, str] | None = None) -> int:
+        """Rollouts that `lease` could take now: what a sender of tasks holds itself back by."""
+        with self._store.reading() as connection:
+            return len(_ready(connection, tags or {}, time.time(), alone=True))
+
     def release(self, groups: Sequence[Group]) -> None:
         """Give back groups that were not trained; others may lease them at once."""
         free = {"lease_id": None, "lease_owner": None, "leased_until": None}

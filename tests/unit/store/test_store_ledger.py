@@ -84,8 +84,11 @@ def test_what_is_not_ready_is_not_leased(store: Store, ledger: Ledger) -> None:
         for n in range(2):
             store.append(whole_rollout(f"{name}{n}", task=name, **more))
     assert lease(ledger, tags={"split": "train"}) == []
+    assert ledger.ready({"split": "train"}) == 0
     store.append([RewardGiven(rollout_id=f"unrewarded{n}", value=0.0) for n in range(2)])
+    assert ledger.ready({"split": "train"}) == 2
     assert ids(lease(ledger, tags={"split": "train"})) == [["unrewarded0", "unrewarded1"]]
+    assert ledger.ready({"split": "train"}) == 0, "leased"
 
 
 def test_scored_failures_are_trained_on(store: Store, ledger: Ledger) -> None:
