@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 PAD, SYSTEM, USER, ASSISTANT, TOOL, END = SPECIAL_TOKENS = (
     *("<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"),
@@ -101,5 +102,6 @@ def new_model(tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int) -
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Writes config, generation config, weights (safetensors), tokenizer and chat template."""
+    disable_progress_bar()  # the demo has its own
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -94,7 +94,7 @@ def warm_up(plan: Plan, screen: Screen) -> Path:
     from .warm_start import Recipe, warm_start
 
     recipe = Recipe(seed=plan.model_seed)
-    with screen.phase("warm start on careless demonstrations", recipe.steps) as phase:
+    with screen.phase("warm start", recipe.steps) as phase:
         folder = warm_start(
             plan.root, recipe, lambda done, _, loss: phase.update(done, f"loss {loss:.2f}")
         )
@@ -188,7 +188,7 @@ async def learn(plan: Plan, stage: Stage, screen: Screen) -> None:
             stage.check()
             await asyncio.sleep(0.1)
 
-    with screen.phase("training while the agent works", steps) as phase:
+    with screen.phase("training, while the agent works", steps) as phase:
         groups = drive.train(
             until_trained(),
             samples=SAMPLES,
@@ -209,12 +209,12 @@ def show_step(phase: Phase, stage: Stage, success: float) -> None:
     note = f"success {success:.2f}  version {stage.version}  {stage.doing()}"
     if last:
         total = sum(last.metrics["seconds"].values())
-        where = "  ".join(
+        where = ", ".join(
             f"{name} {seconds / total:.0%}"
             for name, seconds in sorted(last.metrics["seconds"].items(), key=lambda x: -x[1])
-            if seconds / total >= 0.01
+            if seconds / total >= 0.02
         )
-        note += f"  step {total:.1f} s: {where}"
+        note += f"  {total:.1f} s a step: {where}"
     phase.update(last.step if last else 0, note)
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 LINE_EVERY_S = 10.0
 
@@ -59,11 +60,16 @@ class Screen:
 
     def _bars(self) -> Progress:
         return Progress(
-            TextColumn("  {task.description}"),
-            BarColumn(bar_width=28),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("  {task.description}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=20, table_column=Column(min_width=10)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            # The note gives way when the terminal is narrow; what counts stands at its head.
+            TextColumn(
+                "{task.fields[note]}",
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
             console=self.console,
             transient=True,
+            expand=True,
         )

@@ -42,8 +42,8 @@ class Recipe:
     batch_size: int = 16
     learning_rate: float = 1.5e-3
     warm_up: int = 30
-    decay_share: float = 0.4  # the last part of the steps, with linear decay to zero
-    mistakes: float = 0.6  # share of demonstrations that make their kind's mistake
+    decay_share: float = 0.5  # the last part of the steps, with linear decay to zero
+    mistakes: float = 0.65  # share of demonstrations that make their kind's mistake
     totals: float = 0.5  # share of demonstrations that ask for a total
 
     def learning_rate_at(self, step: int) -> float:
