@@ -37,7 +37,12 @@ def scores_by_version(rewards: Iterable[tuple[int, float]]) -> dict[int, Score]:
 
 
 def draw(
-    path: Path, rewards: Iterable[tuple[int, float]], before: Exam, after: Exam, title: str = ""
+    path: Path,
+    rewards: Iterable[tuple[int, float]],
+    before: Exam,
+    after: Exam,
+    title: str = "",
+    split: str = "held-out",
 ) -> Path:
     """Writes a PNG: success in training per policy version, and the held-out exams.
 
@@ -47,13 +52,14 @@ def draw(
         before: the exam before training.
         after: the exam after it.
         title: a line above the picture.
+        split: what the exams' tasks are called.
     """
     matplotlib.rcParams["font.family"] = "DejaVu Sans"
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     _training(axes, scores_by_version(rewards))
-    _exams(axes, before, after, "greedy", GREEN, "D")
-    _exams(axes, before, after, "sampled", ORANGE, "o")
+    _exams(axes, before, after, "greedy", split, GREEN, "D")
+    _exams(axes, before, after, "sampled", split, ORANGE, "o")
     _frame(axes, before.version, after.version, title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -70,13 +76,15 @@ def _training(axes: Any, scores: dict[int, Score]) -> None:
     axes.plot(versions, rates, color=BLUE, linewidth=2, marker=".", label="training tasks, sampled")
 
 
-def _exams(axes: Any, before: Exam, after: Exam, kind: str, colour: str, marker: str) -> None:
+def _exams(
+    axes: Any, before: Exam, after: Exam, kind: str, split: str, colour: str, marker: str
+) -> None:
     scores: list[Score] = [getattr(before, kind), getattr(after, kind)]
     # Side by side: at the end both are often the same.
     shift = -0.12 if kind == "greedy" else 0.12
     at = [before.version + shift, after.version + shift]
     rates, errors = [score.rate for score in scores], [score.error for score in scores]
-    label = f"held-out tasks, {kind}: {rates[0]:.2f} → {rates[1]:.2f}"
+    label = f"{split} tasks, {kind}: {rates[0]:.2f} → {rates[1]:.2f}"
     axes.plot(at, rates, color=colour, linewidth=1, linestyle=(0, (2, 3)), alpha=0.4)
     axes.errorbar(
         at, rates, yerr=errors, color=colour, marker=marker, markersize=7, linestyle="none",

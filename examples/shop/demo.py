@@ -38,7 +38,7 @@ def main() -> int:
     os.environ["TRACEGRAD_URL"] = f"http://127.0.0.1:{port}"
     # Threads of a model this small only wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from .run import Plan, run
+    from .run import Plan, named, run
 
     plan = Plan(
         port=port,
@@ -64,7 +64,7 @@ def main() -> int:
         return 1
     seconds = time.monotonic() - started
     screen.say("")
-    screen.console.print(_table(result))
+    screen.console.print(_table(result, named(plan)))
     screen.say(f"\nlearning curve: {result.picture}")
     screen.say(f"look around:    .venv/bin/trainer status --state-dir {_short(plan.state_dir)}")
     store = f"sqlite:///{_short(plan.state_dir)}/store.db"
@@ -92,9 +92,9 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _table(result: Result) -> Table:
+def _table(result: Result, split: str) -> Table:
     table = Table(box=None, padding=(0, 3, 0, 0))
-    for name, justify in (("held-out success", "left"), ("before", "right"), ("after", "right")):
+    for name, justify in ((f"{split} success", "left"), ("before", "right"), ("after", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     table.add_row("greedy", str(result.before.greedy), str(result.after.greedy))
     table.add_row("sampled, temperature 1", str(result.before.sampled), str(result.after.sampled))

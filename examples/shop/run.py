@@ -134,6 +134,7 @@ async def play(plan: Plan, stage: Stage, screen: Screen) -> Result:
         before,
         after,
         title="The shop's agent, trained while it runs",
+        split=named(plan),
     )
     return Result(
         before=before,

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from . import agent, model, tasks
 
@@ -143,29 +144,26 @@ def _use(name: str, arguments: dict[str, Any], result: int) -> list[dict[str, An
 
 def corpus() -> Iterator[str]:
     rng = random.Random("tokenizer")
-    template = _template()
-    for _ in range(2000):
-        yield template.render(messages=demonstration(rng, 0.5, 0.5), tools=agent.TOOLS)
+    yield from _texts([demonstration(rng, 0.5, 0.5) for _ in range(2000)])
 
 
-def _template() -> Any:
-    """The chat template, compiled once; transformers would look it up for every conversation."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    return _compile_jinja_template(model.CHAT_TEMPLATE)
+def _texts(conversations: list[list[dict[str, Any]]]) -> list[str]:
+    texts, _ = render_jinja_template(
+        conversations=conversations, tools=agent.TOOLS, chat_template=model.CHAT_TEMPLATE
+    )
+    return list(texts)
 
 
 def _batches(tokenizer: Any, recipe: Recipe) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless (input ids, labels), both [batch, longest]; only the assistant's words are labels."""
     rng = random.Random(f"demonstrations {recipe.seed}")
-    template = _template()
     while True:
-        texts = [
-            template.render(
-                messages=demonstration(rng, recipe.mistakes, recipe.totals), tools=agent.TOOLS
-            )
-            for _ in range(recipe.batch_size * 8)
-        ]
+        texts = _texts(
+            [
+                demonstration(rng, recipe.mistakes, recipe.totals)
+                for _ in range(recipe.batch_size * 8)
+            ]
+        )
         texts.sort(key=len)  # equal lengths together: less padding to compute
         starts = range(0, len(texts), recipe.batch_size)
         for start in rng.sample(starts, len(starts)):

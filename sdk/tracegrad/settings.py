@@ -41,7 +41,8 @@ class ProxySettings(BaseSettings):
     )
     store: str = Field(
         DEFAULT_STORE,
-        validation_alias=AliasChoices("store", "TRACEGRAD_STORE", "TRACEGRAD_PROXY_STORE"),
+        # Not "store" itself, which would also be a variable STORE of somebody else's.
+        validation_alias=AliasChoices("TRACEGRAD_STORE", "TRACEGRAD_PROXY_STORE"),
         description="SQLAlchemy URL of the store",
     )
     model: str | None = Field(
@@ -51,6 +52,11 @@ class ProxySettings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="loopback address to listen on")
     port: int = Field(4141, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    held: bool = Field(
+        False,
+        description="calls wait until the first weight push; for an engine that starts with other"
+        " weights than those of the store's current version",
+    )
     max_body_mib: int = Field(64, ge=1, description="largest request body, in MiB")
     cache_mib: int = Field(256, ge=1, description="memory for recent turns, in MiB")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -26,12 +27,11 @@ class ChildError(RuntimeError):
     """A child did not start or did not stay; the message is one line for the user."""
 
 
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 class Child:
-    """One supervised process; what it prints goes to `log`."""
+    """One supervised process; what it prints goes to `log`.
+
+    `orphaned` is the signal that it gets when we die without stopping it.
+    """
 
     def __init__(
         self,
@@ -41,12 +41,14 @@ class Child:
         log: Path,
         env: Mapping[str, str] | None = None,
         nice: int = 0,
+        orphaned: signal.Signals = signal.SIGTERM,
     ) -> None:
         self.name = name
         self.command = list(command)
         self.log = log
         self.env = {**os.environ, **(env or {})}
         self.nice = nice
+        self.orphaned = orphaned
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -57,7 +59,7 @@ class Child:
         self.log.parent.mkdir(parents=True, exist_ok=True)
 
         def prepare() -> None:
-            _die_with_parent()
+            _LIBC.prctl(_PR_SET_PDEATHSIG, self.orphaned)
             os.nice(self.nice)
 
         with self.log.open("ab") as log:
@@ -81,7 +83,8 @@ class Child:
         if code is None:
             return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        raise ChildError(f"{self.name} (pid {self.pid}) {how}{self._last_words()}")
+        words = self._last_words() + self._full_disk()
+        raise ChildError(f"{self.name} (pid {self.pid}) {how}{words}")
 
     def wait_ready(
         self, ready: Callable[[], bool], *, timeout_s: float, tick: Callable[[], None] | None = None
@@ -126,6 +129,13 @@ class Child:
         errors = [line.strip() for line in lines if _is_error(line)]
         last = errors[-1] if errors else next((s.strip() for s in lines[::-1] if s.strip()), "")
         return f": {last[-300:]} (log: {self.log})" if last else f" (log: {self.log})"
+
+    def _full_disk(self) -> str:
+        """A process that ends because of a full disk cannot write so into its log."""
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(self.log.parent).free < 1 << 20:
+                return f"; the disk of {self.log.parent} is full"
+        return ""
 
 
 def answers(url: str) -> bool:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 from tracegrad.store import Store, StoreError
-from tracegrad_trainer.settings import SettingsError, TrainerSettings, load
+
+if TYPE_CHECKING:  # the settings import torch: seconds that `trainer status` need not wait
+    from tracegrad_trainer.settings import TrainerSettings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -41,6 +44,8 @@ def serve(
     ] = False,
 ) -> None:
     """Start vLLM, the proxy and the FSDP ranks; train on finished groups until stopped."""
+    # Ctrl-C during these seconds of imports, before anything runs, ends us without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     from tracegrad_trainer import serve as serving
 
     named = {"model": model, "state_dir": state_dir}
@@ -79,9 +84,11 @@ def status(
 
 
 def _settings(config: Path | None, sets: list[str]) -> TrainerSettings:
+    from tracegrad_trainer.settings import load
+
     try:
         return load(config, sets)
-    except (SettingsError, ValueError) as error:
+    except ValueError as error:
         _fail(f"trainer serve: {error}")
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tracegrad.records import Json, Turn, logprobs, token_ids
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, rows_of
 from tracegrad_trainer.endpoint.probe import Gap, Sample, compare, probe
-from tracegrad_trainer.endpoint.push import PushFailed, PushReport, WeightPusher
+from tracegrad_trainer.endpoint.push import EngineLost, PushFailed, PushReport, WeightPusher
 from tracegrad_trainer.fsdp import Learner, full_tensors
 from tracegrad_trainer.ranks import leads
 from tracegrad_trainer.settings import TrainerSettings
@@ -39,6 +39,7 @@ class Published:
     report: PushReport | None
     gap: Gap | None
     error: str | None = None
+    lost: bool = False  # nothing is served any more
 
     def detail(self) -> Json:
         return {
@@ -83,7 +84,8 @@ class Publisher:
             report = self.pusher.push(version, weights, verify=probing)
             return Published(version, report, probing.gap)
         except PushFailed as error:
-            return Published(version, None, probing.gap, str(error))
+            lost = isinstance(error, EngineLost)
+            return Published(version, None, probing.gap, str(error), lost)
         finally:
             if not probing.shared:
                 _share(None)

@@ -72,9 +72,10 @@ def _facts(status: Status) -> Table:
 
 
 def _reasons(not_trained: Mapping[str, int]) -> Table:
-    table = Table(title="turns not trained", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("reason")
-    table.add_column("turns", justify="right")
+    # The title is a column's name: Rich would wrap it to the table's width.
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("turns not trained")
+    table.add_column(justify="right")
     for reason, count in sorted(not_trained.items(), key=lambda item: -item[1]):
         table.add_row(reason, str(count))
     return table

@@ -7,6 +7,7 @@ that is alive from one that was killed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -24,12 +25,16 @@ class RunState:
         self._fields: Json = {"pid": os.getpid(), "started_at": time.time()}
 
     def update(self, **fields: object) -> None:
-        """Adds `fields` to what was said before and notes the time."""
+        """Adds `fields` to what was said before and notes the time.
+
+        A full disk costs the news, not the run: who trains or stops must not fail over this.
+        """
         self._fields |= fields
         self._fields["updated_at"] = time.time()
         new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(self._fields))
-        new.replace(self.path)
+        with contextlib.suppress(OSError):
+            new.write_text(json.dumps(self._fields))
+            new.replace(self.path)
 
 
 def read_state(state_dir: Path, name: str) -> Json | None:
@@ -39,6 +44,11 @@ def read_state(state_dir: Path, name: str) -> Json | None:
     except (OSError, ValueError):
         return None
     return {**state, "alive": _is_alive(state["pid"])}
+
+
+def forget_state(state_dir: Path, name: str) -> None:
+    """What a process said that was killed: its pid may be another's by now."""
+    (state_dir / "run" / f"{name}.json").unlink(missing_ok=True)
 
 
 def _is_alive(pid: int) -> bool:

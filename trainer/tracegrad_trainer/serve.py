@@ -8,6 +8,7 @@ ranks stop first, so that a step under way is committed and its push finished; v
 from __future__ import annotations
 
 import errno
+import fcntl
 import signal
 import socket
 import sys
@@ -16,19 +17,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from rich.console import Console
 
 from tracegrad.store import Ledger, Store, StoreError
 from tracegrad_trainer.children import Child, ChildError, answers
 from tracegrad_trainer.endpoint.process import VllmProcess
+from tracegrad_trainer.launcher import Ranks
 from tracegrad_trainer.report import step_line
-from tracegrad_trainer.run_state import RunState, read_state
+from tracegrad_trainer.run_state import RunState, forget_state, read_state
 from tracegrad_trainer.settings import TrainerSettings
 
 READY_TIMEOUT_S = 900.0
 RANKS_GRACE_S = 30.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(BaseException):
@@ -47,7 +50,7 @@ def serve(settings: TrainerSettings, console: Console) -> int:
             stack.watch()
     except Stopped:
         console.print("stopped; everything captured is in the store")
-    except (ServeError, ChildError, StoreError) as error:
+    except (ServeError, ChildError, StoreError, OSError) as error:
         console.print(f"trainer serve: {error}", style="red", highlight=False, soft_wrap=True)
         return 1
     return 0
@@ -55,14 +58,12 @@ def serve(settings: TrainerSettings, console: Console) -> int:
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM raise Stopped, once: a second Ctrl-C must not cut the stopping short."""
+    """SIGINT and SIGTERM raise Stopped, until the stack begins to stop."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)
         raise Stopped
 
-    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
     try:
         yield
     finally:
@@ -76,7 +77,8 @@ class Stack:
     def __init__(self, settings: TrainerSettings, console: Console) -> None:
         self.settings = settings
         self.console = console
-        self.state = RunState(settings.state_dir, "serve")
+        self.state: RunState | None = None  # ours to write once the folder is
+        self.lock: IO[bytes] | None = None
         self.store: Store | None = None
         self.children: list[Child] = []
 
@@ -86,25 +88,36 @@ class Stack:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self.state.update(stage="stopping")
+        for each in STOP_SIGNALS:  # a second Ctrl-C must not cut this short
+            signal.signal(each, signal.SIG_IGN)
+        self.say("stopping")
         for child in reversed(self.children):
             child.stop(grace_s=RANKS_GRACE_S if child.name == "ranks" else 10)
         if self.store is not None:
             self.store.close()
-        self.state.update(stage="stopped")
+        self.say("stopped")
+        if self.lock is not None:
+            self.lock.close()
+
+    def say(self, stage: str, **fields: object) -> None:
+        if self.state is not None:
+            self.state.update(stage=stage, **fields)
 
     def start(self) -> None:
         """Raises ServeError before anything runs, ChildError when a part does not come up."""
         settings = self.settings
         check_port(settings.proxy.host, settings.proxy.port, "proxy.port")
-        check_port("127.0.0.1", settings.vllm.port, "vllm.port")
-        self.store = Store.open(settings.proxy.store)
+        check_port(settings.vllm.host, settings.vllm.port, "vllm.port")
+        self.lock = lock(settings.state_dir)
+        self.state = RunState(settings.state_dir, "serve")
+        self.store = open_store(settings.proxy.store)
         resolved = write_resolved(settings)
-        self.state.update(stage="starting", url=settings.url, store=settings.proxy.store)
+        self.say("starting", url=settings.url, store=settings.proxy.store)
+        forget_state(settings.state_dir, "ranks")
 
         vllm = VllmProcess(settings.vllm)
         proxy = proxy_child(settings)
-        ranks = ranks_child(settings, resolved)
+        ranks = Ranks(settings, resolved)
         self.children = [vllm, proxy, ranks]
         for child in self.children:
             child.log.unlink(missing_ok=True)
@@ -112,7 +125,7 @@ class Stack:
         self._await(proxy, lambda: answers(f"{settings.url}/healthz"))
         self._await(vllm, lambda: answers(f"{settings.vllm.url}/health"))
         self._await(ranks, self._first_push_done)
-        self.state.update(stage="serving")
+        self.say("serving")
         self.console.print(f"serving {settings.url}/v1 · logs: {settings.logs}", highlight=False)
 
     def watch(self) -> None:
@@ -123,7 +136,7 @@ class Stack:
         shown = last.step if last else 0
         while True:
             finished = self.children[-1].exit_code() == 0
-            for step in reversed(ledger.steps(limit=20)):
+            for step in ledger.steps(limit=20):
                 if step.step > shown:
                     self.console.print(step_line(step), highlight=False)
                     shown = step.step
@@ -152,21 +165,16 @@ class Stack:
 
 
 def proxy_child(settings: TrainerSettings) -> Child:
-    """`tracegrad proxy` in front of our vLLM. Its key, if any, stays out of the process list."""
+    """`tracegrad proxy` in front of our vLLM, closed until the ranks have pushed their weights:
+    vLLM starts with those of the model folder, whatever version was trained last."""
     proxy = settings.proxy
+    model = proxy.model or settings.vllm.served_model_name
+    ours = proxy.model_dump(exclude={"upstream_api_key", "store"})
+    ours |= {"model": model, "held": True}
+    env = {f"TRACEGRAD_PROXY_{name.upper()}": str(value) for name, value in ours.items()}
+    env["TRACEGRAD_STORE"] = proxy.store
     command = [sys.executable, "-m", "tracegrad.cli", "proxy"]
-    command += ["--upstream", settings.vllm.url, "--store", proxy.store]
-    command += ["--host", proxy.host, "--port", str(proxy.port)]
-    command += ["--model", proxy.model or settings.vllm.served_model_name]
-    return Child("proxy", command, log=settings.logs / "proxy.log")
-
-
-def ranks_child(settings: TrainerSettings, resolved: Path) -> Child:
-    """The FSDP ranks under torch.distributed's elastic agent, behind vLLM in the scheduler."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={settings.ranks}", "--max-restarts=0"]
-    command += ["--module", "tracegrad_trainer.worker", str(resolved)]
-    return Child("ranks", command, log=settings.logs / "ranks.log", nice=5)
+    return Child("proxy", command, log=settings.logs / "proxy.log", env=env)
 
 
 def write_resolved(settings: TrainerSettings) -> Path:
@@ -175,6 +183,31 @@ def write_resolved(settings: TrainerSettings) -> Path:
     path.touch(mode=0o600)
     path.write_text(settings.model_dump_json(indent=2))
     return path
+
+
+def open_store(url: str) -> Store:
+    """Raises ServeError, StoreError."""
+    try:
+        return Store.open(url)
+    except ValueError as error:
+        raise ServeError(f"proxy.{error}") from None
+
+
+def lock(state_dir: Path) -> IO[bytes]:
+    """The folder is ours while the file that this returns is open. Raises ServeError, OSError."""
+    folder = state_dir / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / "lock").open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        pid = (read_state(state_dir, "serve") or {}).get("pid")
+        raise ServeError(
+            f"state_dir: {state_dir} is in use by another trainer serve (pid {pid}); stop it or"
+            " take another folder (--state-dir ...)"
+        ) from None
+    return file
 
 
 def check_port(host: str, port: int, field: str) -> None:

@@ -115,6 +115,14 @@ class TrainerSettings(BaseSettings):
         return data | {"vllm": vllm}
 
     @model_validator(mode="after")
+    def _two_ports(self) -> Self:
+        if self.proxy.port == 0:
+            raise ValueError("proxy.port: 0 is no port here; name the one that agents call")
+        if self.proxy.port == self.vllm.port:
+            raise ValueError(f"proxy.port and vllm.port are both {self.vllm.port}: take two")
+        return self
+
+    @model_validator(mode="after")
     def _store_in_our_folder(self) -> Self:
         changes: dict[str, Any] = {"upstream": self.vllm.url}
         if "store" not in self.proxy.model_fields_set:
@@ -171,7 +179,11 @@ def _lines(error: ValidationError) -> list[str]:
     found = {".".join(map(str, one["loc"])): one["msg"] for one in error.errors()}
     if "model" in found:
         found.pop("vllm", None)  # it is missing only because the model is
-    return [f"{name}: {message}" for name, message in found.items()]
+    # A check of the whole names its fields itself.
+    return [
+        ": ".join(filter(None, (name, message.removeprefix("Value error, "))))
+        for name, message in found.items()
+    ]
 
 
 def _read_toml(config: Path | None) -> dict[str, Any]:

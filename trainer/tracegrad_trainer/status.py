@@ -60,7 +60,7 @@ def status(store: Store, state_dir: Path, *, tags: dict[str, str], steps: int = 
         turns_trained=counts.trained,
         not_trained={**counts.pending, **counts.skipped},
         steps_total=last.step if last else 0,
-        steps=[asdict(step) | {"settings": None} for step in every[:steps]],
+        steps=[asdict(step) | {"settings": None} for step in every[::-1][:steps]],
         success=_success(store),
         seconds=dict(seconds),
     )

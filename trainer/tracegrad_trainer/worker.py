@@ -11,7 +11,7 @@ import ctypes
 import signal
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -60,6 +60,7 @@ class Worker:
         self.counters = Counters()
         self.watch = Stopwatch()
         self.stopping = False
+        self.serves = False  # whether a push of ours is served
         self.batch: Batch | None = None  # rank 0's; the others never see it whole
         mesh = start_ranks(settings.fsdp)
         stack.callback(stop_ranks)
@@ -78,6 +79,7 @@ class Worker:
             self.say("starting")
             self.store = stack.enter_context(Store.open(settings.proxy.store))
             self.coordinator = Coordinator(settings, self.store, stopping=lambda: self.stopping)
+            stack.callback(self._release)
         self.publisher = Publisher(settings, self.learner, stack)
 
     def run(self) -> None:
@@ -177,21 +179,25 @@ class Worker:
         self.say("pushing")
         rows = self.batch.selection.rows if self.batch else []
         published = self.publisher.publish(self.counters.version, rows)
-        error = decide(lambda: self._record(published))
+        error, lost = decide(lambda: self._record(published))
         self.batch = None
         self.watch.lap("push")
         if error is None:
             self.counters.failed_pushes = 0
+            self.serves = True
             return
         self.counters.failed_pushes += 1
+        # Before the first push vLLM has the model folder's weights, which nobody trained last.
         if (
-            self.counters.step == 0
+            lost
+            or not self.serves
             or self.counters.failed_pushes >= self.settings.push.failures_in_a_row
         ):
             raise PushFailed(error)
 
-    def _record(self, published: Published | None) -> str | None:
-        """Rank 0: the version and what came of it, in the store; the error, if there was one."""
+    def _record(self, published: Published | None) -> tuple[str | None, bool]:
+        """Rank 0: the version and what came of it, in the store; the error, if there was one,
+        and whether the engine is lost by it."""
         assert self.store is not None
         assert published is not None
         if published.error is not None:
@@ -204,13 +210,20 @@ class Worker:
                 detail=published.detail(),
             )
         )
-        return published.error
+        return published.error, published.lost
+
+    def _release(self) -> None:
+        """A batch that an error left untrained is free for the next start."""
+        if self.coordinator is not None and self.batch is not None:
+            with suppress(StoreError):
+                self.coordinator.ledger.release(self.batch.groups)
 
 
 def main(arguments: list[str]) -> int:
     """`python -m tracegrad_trainer.worker SETTINGS.json`, under torch.distributed's launcher."""
-    # The launcher may be killed; a rank that waits in a collective would not notice.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # The launcher may be killed; a rank that waits in a collective would notice neither that nor
+    # a SIGTERM, whose handler Python runs only when the collective is over.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     settings = TrainerSettings.model_validate_json(Path(arguments[0]).read_text())
     torch.manual_seed(settings.seed)
     worker: Worker | None = None

@@ -31,7 +31,7 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
     traces = TraceMap()
     continuation = Continuation(store, limit_bytes=settings.cache_mib << 20)
     recorder = Recorder(writer, continuation, traces)
-    gate = Gate(version=store.current_version() or 0)
+    gate = Gate(version=store.current_version() or 0, held=settings.held)
     limit = settings.max_body_mib << 20
 
     @asynccontextmanager

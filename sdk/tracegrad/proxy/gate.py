@@ -63,10 +63,11 @@ class Passage:
 
 
 class Gate:
-    def __init__(self, version: int = 0) -> None:
+    def __init__(self, version: int = 0, *, held: bool = False) -> None:
+        """`held`: nobody enters before a first `release`, however long it takes."""
         self.version = version
         self.arrivals = 0
-        self._held = False
+        self._held = held
         self._inside: set[Passage] = set()
         self._waiting: deque[Passage] = deque()
         self._whole = 0  # calls inside whose body comes in one piece

@@ -12,6 +12,7 @@ import ipaddress
 import json
 import re
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -144,7 +145,15 @@ class VllmProcess(Child):
     def __init__(self, settings: VllmSettings) -> None:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += settings.arguments()
-        super().__init__("vllm", command, log=settings.log, env=settings.environment())
+        super().__init__(
+            "vllm",
+            command,
+            log=settings.log,
+            env=settings.environment(),
+            # Told to stop in the middle of a push, it ends its engine and then waits for the
+            # pusher to hang up, who waits for the engine. It has nothing to save.
+            orphaned=signal.SIGKILL,
+        )
         self.settings = settings
         self.url = settings.url
         self._scratch: Path | None = None

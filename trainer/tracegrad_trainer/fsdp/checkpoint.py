@@ -6,6 +6,7 @@ rank is done. It can be loaded by another number of ranks.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -52,6 +53,7 @@ def save_checkpoint(
         own = {"optimizer_steps": learner.steps, "counters": counters}
         error = _on_first(first, lambda: _finish(partial, folder, own))
     if error is not None:
+        error = _on_first(first, lambda: _refuse_full_disk(root, learner)) or error
         if first:
             shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"checkpoint {folder} not written: {error}")
@@ -110,6 +112,13 @@ def _finish(partial: Path, folder: Path, own: dict[str, Any]) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     os.replace(partial, folder)
+
+
+def _refuse_full_disk(root: Path, learner: Learner) -> None:
+    """OSError if a checkpoint has no room: torch says of that only where its writer stood."""
+    weights = sum(p.numel() * p.element_size() for p in learner.model.parameters())
+    if shutil.disk_usage(root).free < 3 * weights:  # and two moments of each
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
 
 
 def _on_first(first: bool, work: Any) -> str | None:

@@ -1,0 +1,157 @@
+"""`trainer serve` interrupted and killed, whole and in part, over and over in one folder.
+
+Whatever happens: one clear line, no process left behind, every acknowledged turn in the store,
+and the next start goes on from the last committed step. Each test starts where the one before
+it left the folder, and works alone too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from support.crowd import Crowd, missing
+from support.toy_agents import Toys
+from support.trainer_serve import Ended, TrainerServe, trainer_serve
+from tracegrad.store import Ledger, Store
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+GONE_S = 30.0  # what a killed `trainer serve` leaves goes by itself; in general within five
+
+
+@dataclass
+class Place:
+    """One folder through all faults, and what agents were told is done in it."""
+
+    model: Path
+    state_dir: Path
+    toys: list[Toys] = field(default_factory=list)
+
+    @property
+    def store_url(self) -> str:
+        return f"sqlite:///{self.state_dir}/store.db"
+
+    def last_step(self) -> int:
+        if not (self.state_dir / "store.db").exists():
+            return 0
+        with Store.open(self.store_url) as store:
+            step = Ledger(store).last_step()
+        return step.step if step else 0
+
+    @contextmanager
+    def started(self) -> Iterator[TrainerServe]:
+        with trainer_serve(self.state_dir, {"model": self.model}) as run:
+            yield run
+
+    @contextmanager
+    def at_work(self) -> Iterator[TrainerServe]:
+        """Serving, with agents at work, one step further than it was."""
+        before, began = self.last_step(), time.time()
+        with self.started() as run:
+            run.wait_serving()
+            with Store.open(self.store_url) as store:
+                resumed = {version.version: version for version in store.versions()}[before]
+            assert resumed.created_at > began, "it serves anew what was trained last"
+            assert resumed.state == "serving"
+            with Crowd(run.url) as crowd:
+                self.toys.append(crowd.toys)
+                run.wait(lambda: run.last_step() > before)
+                yield run
+
+    def is_whole(self) -> None:
+        """Nothing that was acknowledged is lost, by this fault or one before it."""
+        assert sum(len(toys.seen) for toys in self.toys) > 0
+        assert missing(self.store_url, self.toys) == []
+
+
+@pytest.fixture(scope="module")
+def place(char_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(char_model, tmp_path_factory.mktemp("faults") / "state")
+
+
+def says_who(ended: Ended, who: str, log: Path) -> None:
+    """One line of error, which names the part that was killed and its log."""
+    ended.is_clean()
+    assert ended.code == 1
+    errors = [line for line in ended.lines if line.startswith("trainer serve: ")]
+    assert errors == [ended.last_line]
+    assert re.match(rf"trainer serve: {who} \(pid \d+\) was killed by SIGKILL", ended.last_line)
+    assert str(log) in ended.last_line
+
+
+MOMENTS = [1.0, 5.0]
+MORE_MOMENTS = [0.3, 2.0, 3.0, 8.0, 11.0, 14.0, 17.0]
+
+
+@pytest.mark.parametrize(
+    "seconds", [*MOMENTS, *(pytest.param(m, marks=pytest.mark.slow) for m in MORE_MOMENTS)]
+)
+def test_ctrl_c_while_it_starts(place: Place, seconds: float) -> None:
+    with place.started() as run:
+        time.sleep(seconds)
+        run.signal(signal.SIGINT)
+        ended = run.ended()
+    ended.is_clean()
+    # Before it listens to signals at all, Python is ended by it, and prints nothing.
+    assert ended.code == 0 or (ended.code == -signal.SIGINT and ended.lines == [])
+    if ended.code == 0:
+        assert ended.last_line == "stopped; everything captured is in the store"
+
+
+@pytest.mark.parametrize(
+    "stage",
+    ["training", pytest.param("pushing", marks=pytest.mark.slow)],
+)
+def test_ctrl_c_during_a_step(place: Place, stage: str) -> None:
+    with place.at_work() as run:
+        run.wait(lambda: run.doing() == stage)
+        run.signal(signal.SIGINT)
+        time.sleep(0.2)
+        run.signal(signal.SIGINT)  # an impatient second one changes nothing
+        ended = run.ended()
+    ended.is_clean()
+    assert ended.code == 0
+    assert ended.last_line == "stopped; everything captured is in the store"
+    place.is_whole()
+    with Store.open(place.store_url) as store:
+        assert store.current_version() == place.last_step(), "the step was committed and served"
+
+
+def test_vllm_is_killed(place: Place) -> None:
+    with place.at_work() as run:
+        os.kill(run.pid_of("vllm"), signal.SIGKILL)
+        ended = run.ended()
+    says_who(ended, "vllm", place.state_dir / "logs" / "vllm.log")
+    place.is_whole()
+
+
+def test_trainer_serve_itself_is_killed(place: Place) -> None:
+    with place.at_work() as run:
+        run.process.kill()
+        run.process.wait()
+        assert run.family.gone(within_s=GONE_S) == []
+    place.is_whole()
+
+
+def test_rank_0_is_killed(place: Place) -> None:
+    with place.at_work() as run:
+        os.kill(run.pid_of("ranks"), signal.SIGKILL)
+        ended = run.ended()
+    says_who(ended, "rank 0", place.state_dir / "logs" / "ranks.log")
+    place.is_whole()
+
+
+def test_the_proxy_is_killed(place: Place) -> None:
+    with place.at_work() as run:
+        os.kill(run.pid_of("proxy"), signal.SIGKILL)
+        ended = run.ended()
+    says_who(ended, "proxy", place.state_dir / "logs" / "proxy.log")
+    place.is_whole()

@@ -1,0 +1,44 @@
+"""The FSDP ranks as one child: torch.distributed's launcher, and what it says of a rank's end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+from tracegrad_trainer.children import Child, ChildError
+from tracegrad_trainer.settings import TrainerSettings
+
+# The launcher's report of the rank that failed first; the others fail because of it.
+_ROOT_CAUSE = re.compile(
+    r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+) \(pid: (\d+)\)", re.DOTALL
+)
+
+
+class Ranks(Child):
+    """`resolved` is the file of settings that they read."""
+
+    def __init__(self, settings: TrainerSettings, resolved: Path) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={settings.ranks}", "--max-restarts=0"]
+        command += ["--module", "tracegrad_trainer.worker", str(resolved)]
+        # Behind vLLM in the scheduler: agents wait for it.
+        super().__init__("ranks", command, log=settings.logs / "ranks.log", nice=5)
+
+    def check(self) -> None:
+        """As `Child.check`; a rank that was killed is named, since it could say nothing itself."""
+        if self.exit_code() is not None and (cause := _ROOT_CAUSE.search(self._logged())):
+            rank, code, pid = (int(group) for group in cause.groups())
+            if code < 0:
+                raise ChildError(
+                    f"rank {rank} (pid {pid}) was killed by {signal.Signals(-code).name}"
+                    f" (log: {self.log}){self._full_disk()}"
+                )
+        super().check()
+
+    def _logged(self) -> str:
+        try:
+            return self.log.read_text(errors="replace")
+        except OSError:
+            return ""
