@@ -10,14 +10,14 @@ install:
 demo: install  ## the main job, end to end, on this machine (about five minutes)
 	@exec $(BIN)/python -m examples.shop.demo
 
-test: install  ## everything that CI runs; real vLLM, about 15 minutes on two cores
-	$(BIN)/python -m pytest -m "not slow"
+test: test-fast  ## everything that CI runs; then the real vLLM, about 15 minutes on two cores
+	$(BIN)/python -m pytest -m "vllm and not slow"
 
-test-fast: install  ## no vLLM, under a minute
-	$(BIN)/python -m pytest -m "not slow and not vllm"
+test-fast: install  ## no vLLM, under a minute; files side by side, one thread each
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not vllm" -n 2 --dist loadfile
 
-test-long: install  ## the long forms too
-	$(BIN)/python -m pytest
+test-long: test-fast  ## the long forms too
+	$(BIN)/python -m pytest -m "vllm or slow"
 
 controls: install  ## three seeds rise; learning rate 0 and shuffled rewards do not (long form)
 	@exec $(BIN)/python -m examples.shop.controls

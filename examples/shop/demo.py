@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -31,6 +32,8 @@ REQUIRED_RISE = 0.5
 
 
 def main() -> int:
+    # Ctrl-C during the seconds of imports, when nothing runs yet, ends us without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     options = _options()
     screen = Screen()
     # The agent reads the proxy's address when it is imported, as any agent would.
@@ -53,6 +56,7 @@ def main() -> int:
         exam_tasks=options.tasks,
     )
     started = time.monotonic()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     screen.say("[bold]tracegrad demo[/]: an agent gets better while it runs\n")
     try:
         result = run(plan, screen)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import openai
+
 from tracegrad import flush
 from tracegrad.store import TurnCounts
 
@@ -87,7 +89,11 @@ def run(plan: Plan, screen: Screen) -> Result:
     """The whole play. Raises ChildError when a process of the stack does not come or stay."""
     model = warm_up(plan, screen)
     with serving(plan, model, screen) as stage:
-        return asyncio.run(play(plan, stage, screen))
+        try:
+            return asyncio.run(play(plan, stage, screen))
+        except openai.OpenAIError:
+            stage.explain()
+            raise
 
 
 def warm_up(plan: Plan, screen: Screen) -> Path:

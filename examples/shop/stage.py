@@ -15,6 +15,8 @@ from tracegrad_trainer.children import Child, ChildError
 from tracegrad_trainer.run_state import read_state
 
 TRAINED_SPLIT = "train"
+NOTICED_S = 5.0  # by then `trainer serve` knows that a part of it has died,
+STOPPED_S = 60.0  # and then it needs at most so long to stop the others
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,15 @@ class Stage:
     def check(self) -> None:
         """Raises ChildError, one line, if the stack is gone."""
         _check(self.child)
+
+    def explain(self) -> None:
+        """A call failed: if the stack is ending, waits for its last words and raises ChildError."""
+        started, patience = time.monotonic(), NOTICED_S
+        while time.monotonic() - started < patience:
+            self.check()
+            if (read_state(self.state_dir, "serve") or {}).get("stage") == "stopping":
+                patience = STOPPED_S
+            time.sleep(0.1)
 
 
 @contextmanager
@@ -111,7 +122,7 @@ def free_port() -> int:
 def _check(child: Child) -> None:
     """`trainer serve` says in its own last line why it ended: that line is the error."""
     if child.exit_code() is not None and (line := _last_line(child.log)):
-        raise ChildError(f"{line} (log: {child.log})")
+        raise ChildError(line if "(log: " in line else f"{line} (log: {child.log})")
     child.check()
 
 

@@ -88,7 +88,7 @@ def says_who(ended: Ended, who: str, log: Path) -> None:
 
 
 MOMENTS = [1.0, 5.0]
-MORE_MOMENTS = [0.3, 2.0, 3.0, 8.0, 11.0, 14.0, 17.0]
+MORE_MOMENTS = [0.6, 2.0, 3.0, 8.0, 11.0, 14.0, 17.0]
 
 
 @pytest.mark.parametrize(
@@ -123,6 +123,27 @@ def test_ctrl_c_during_a_step(place: Place, stage: str) -> None:
     place.is_whole()
     with Store.open(place.store_url) as store:
         assert store.current_version() == place.last_step(), "the step was committed and served"
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "pushing",
+        *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("waiting", "training")),
+    ],
+)
+def test_vllms_engine_is_killed(place: Place, stage: str) -> None:
+    """What the kernel ends first when memory runs out; the server is left with its callers."""
+    with place.at_work() as run:
+        run.wait(lambda: run.doing() == stage)
+        os.kill(run.engine_pid(), signal.SIGKILL)
+        ended = run.ended()
+    ended.is_clean()
+    assert ended.code == 1
+    assert ended.last_line.startswith("trainer serve: vllm (pid ")
+    assert "its engine process was killed" in ended.last_line
+    assert str(place.state_dir / "logs" / "vllm.log") in ended.last_line
+    place.is_whole()
 
 
 def test_vllm_is_killed(place: Place) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from support.processes import Family
 from tracegrad.store import Ledger, Store
 from tracegrad_trainer.endpoint.process import free_port
@@ -109,6 +111,11 @@ class TrainerServe:
             in " ".join(process.cmdline())
         ]
         return pid
+
+    def engine_pid(self) -> int:
+        """vLLM's largest child: the process of the engine."""
+        server = psutil.Process(self.pid_of("vllm"))
+        return int(max(server.children(), key=lambda child: child.memory_info().rss).pid)
 
     def doing(self) -> str:
         return str((read_state(self.state_dir, "ranks") or {}).get("stage", ""))

@@ -128,6 +128,8 @@ class Child:
             lines = self.log.read_text(errors="replace").splitlines()[-200:]
         errors = [line.strip() for line in lines if _is_error(line)]
         last = errors[-1] if errors else next((s.strip() for s in lines[::-1] if s.strip()), "")
+        if (self.exit_code() or 0) < 0:
+            last = ""  # killed: its last line is about something else
         return f": {last[-300:]} (log: {self.log})" if last else f" (log: {self.log})"
 
     def _full_disk(self) -> str:

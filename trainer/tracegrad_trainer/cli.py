@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from tracegrad.store import Store, StoreError
-
 if TYPE_CHECKING:  # the settings import torch: seconds that `trainer status` need not wait
     from tracegrad_trainer.settings import TrainerSettings
 
@@ -44,8 +42,6 @@ def serve(
     ] = False,
 ) -> None:
     """Start vLLM, the proxy and the FSDP ranks; train on finished groups until stopped."""
-    # Ctrl-C during these seconds of imports, before anything runs, ends us without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     from tracegrad_trainer import serve as serving
 
     named = {"model": model, "state_dir": state_dir}
@@ -66,6 +62,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:
     """What is going on, and what happened: versions, steps, turns trained and not, and why."""
+    from tracegrad.store import Store, StoreError
     from tracegrad_trainer import report
     from tracegrad_trainer import status as reading
 
@@ -107,6 +104,8 @@ def _fail(line: str) -> NoReturn:
 
 
 def main() -> None:
+    # Ctrl-C during the seconds of imports, before anything runs, ends us without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     app()
 
 

@@ -142,22 +142,26 @@ class Stack:
                     shown = step.step
             if finished:
                 return
-            for child in self.children:
-                child.check()
+            self._check()
             time.sleep(0.5)
 
     def _await(self, child: Child, ready: Callable[[], bool]) -> None:
         """Waits for `child`; the death of any other one meanwhile counts too."""
-
-        def others() -> None:
-            for other in self.children:
-                other.check()
-
         with self.console.status(f"waiting for {child.name}"):
-            seconds = child.wait_ready(ready, timeout_s=READY_TIMEOUT_S, tick=others)
+            seconds = child.wait_ready(ready, timeout_s=READY_TIMEOUT_S, tick=self._check)
         self.console.print(
             f"{child.name} ready (pid {child.pid}, {seconds:.0f} s)", highlight=False
         )
+
+    def _check(self) -> None:
+        """Raises ChildError if a part has ended. What is left of it ends first, before the ranks:
+        they may wait for its answer."""
+        for child in self.children:
+            try:
+                child.check()
+            except ChildError:
+                child.stop(grace_s=0)
+                raise
 
     def _first_push_done(self) -> bool:
         state = read_state(self.settings.state_dir, "ranks")

@@ -134,3 +134,16 @@ def test_loopback_has_many_names() -> None:
 
 def test_the_default_store_is_the_stores_own() -> None:
     assert DEFAULT_STORE == DEFAULT_URL
+
+
+def test_a_variable_of_somebody_elses_is_not_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRACEGRAD_STORE", raising=False)
+    monkeypatch.setenv("STORE", "/var/lib/warehouse")
+    assert ProxySettings().store == DEFAULT_STORE
+    Path("tracegrad.toml").write_text('[proxy]\nstore = "sqlite:///file.db"\n')
+    assert ProxySettings().store == "sqlite:///file.db"
+    monkeypatch.setenv("TRACEGRAD_STORE", "sqlite:///environment.db")
+    assert ProxySettings().store == "sqlite:///environment.db"

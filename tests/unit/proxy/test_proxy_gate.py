@@ -270,3 +270,32 @@ async def test_calls_after_a_mark_are_certain() -> None:
     async with gate.passage(streaming=False) as passage:
         assert passage.version == 1
     assert not passage.unknown
+
+
+async def test_a_gate_that_begins_held_opens_with_the_first_release() -> None:
+    gate = Gate(version=3, held=True)
+
+    async def call() -> int:
+        async with gate.passage(streaming=False) as passage:
+            return passage.version
+
+    early = asyncio.create_task(call())
+    await asyncio.sleep(0.02)
+    assert gate.state() == {"version": 3, "held": True, "in_flight": 0, "waiting": 1}
+    await gate.hold(ttl_s=60, drain_s=0)
+    await gate.mark(4)
+    gate.release()
+    assert await early == 4, "the weights that it meets are the pushed ones"
+
+
+def test_the_proxy_begins_held_when_it_is_told_to(
+    engine_url: str, store: Store, writer: HeldWriter
+) -> None:
+    settings = ProxySettings(upstream=engine_url, held=True)
+    with (
+        serving(create_app(settings, store=store, writer=writer)) as url,
+        httpx.Client(base_url=url) as http,
+    ):
+        assert state(http)["held"]
+        push(http, "release")
+        assert not state(http)["held"]

@@ -34,6 +34,7 @@ _STAGES = (
 )
 # The last line of a traceback, with or without a logger's head, or a wrong flag.
 _ERROR = re.compile(r"\b((?:\w+Error|\w+Exception|error): .+)")
+_ENGINE_ENDED = re.compile(r"engine core exited unexpectedly|EngineDeadError")
 _NO_CAUSE = re.compile(r" (?:WARNING|INFO) |root cause above|EngineDeadError")
 
 
@@ -157,6 +158,7 @@ class VllmProcess(Child):
         self.settings = settings
         self.url = settings.url
         self._scratch: Path | None = None
+        self._was_ready = False
 
     def start(self) -> None:
         """Returns at once. ChildError if the port is taken or vLLM is not installed."""
@@ -180,6 +182,20 @@ class VllmProcess(Child):
             tick = (lambda: on_stage(self.stage())) if on_stage else None
             return self.wait_ready(lambda: _answers(client), timeout_s=timeout, tick=tick)
 
+    def wait_ready(
+        self, ready: Callable[[], bool], *, timeout_s: float, tick: Callable[[], None] | None = None
+    ) -> float:
+        seconds = super().wait_ready(ready, timeout_s=timeout_s, tick=tick)
+        self._was_ready = True
+        return seconds
+
+    def check(self) -> None:
+        """As `Child.check`. A server whose engine has died closes its port and then waits, perhaps
+        for minutes, for callers who wait for the engine: that counts as its end."""
+        super().check()
+        if self._was_ready and _is_closed(self.settings.host, self.settings.port):
+            raise ChildError(f"vllm (pid {self.pid}) has closed its port{self._last_words()}")
+
     def stage(self) -> str:
         """What a starting server is doing, in words."""
         text = _tail(self.log)
@@ -201,6 +217,8 @@ class VllmProcess(Child):
     def _last_words(self) -> str:
         killed = (self.exit_code() or 0) < 0  # then the log ends in the middle of something
         error = None if killed else _last_error(self.log)
+        if error is None and not killed and _ENGINE_ENDED.search(_tail(self.log)):
+            error = "its engine process was killed, or ended without a word"
         return f": {error} (log: {self.log})" if error else f" (log: {self.log})"
 
 
@@ -226,6 +244,16 @@ def _refuse_taken_port(host: str, port: int) -> None:
         raise ChildError(
             f"port {port} on {host} cannot be used for vLLM ({error.strerror}); choose another"
         ) from None
+
+
+def _is_closed(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=2).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # busy, perhaps
+        return False
+    return False
 
 
 def _answers(client: httpx.Client) -> bool:
