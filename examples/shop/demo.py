@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from tracegrad_trainer.children import ChildError
+from tracegrad_trainer.endpoint.process import free_port
 
 from .screen import Screen
-from .stage import free_port
 
 if TYPE_CHECKING:
     from .run import Result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from tracegrad.store import Ledger, StepRecord, Store, TurnCounts
 from tracegrad_trainer.children import Child, ChildError
+from tracegrad_trainer.endpoint.process import free_port
 from tracegrad_trainer.run_state import read_state
 
 TRAINED_SPLIT = "train"
@@ -110,13 +110,6 @@ def served(
         if store is not None:
             store.close()
         child.stop(grace_s=45)
-
-
-def free_port() -> int:
-    """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _check(child: Child) -> None:

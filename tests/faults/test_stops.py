@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 from support.crowd import Crowd, missing
@@ -167,6 +168,15 @@ def test_rank_0_is_killed(place: Place) -> None:
         os.kill(run.pid_of("ranks"), signal.SIGKILL)
         ended = run.ended()
     says_who(ended, "rank 0", place.state_dir / "logs" / "ranks.log")
+    place.is_whole()
+
+
+@pytest.mark.slow
+def test_the_ranks_launcher_is_killed(place: Place) -> None:
+    with place.at_work() as run:
+        os.kill(psutil.Process(run.pid_of("ranks")).ppid(), signal.SIGKILL)
+        ended = run.ended()
+    says_who(ended, "ranks", place.state_dir / "logs" / "ranks.log")
     place.is_whole()
 
 

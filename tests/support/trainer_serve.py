@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,11 +42,10 @@ TINY: Mapping[str, object] = {
 
 @dataclass
 class TrainerServe:
-    """One run. `state_dir` is where we see it; `settings` may name it otherwise."""
+    """One run."""
 
     state_dir: Path
     settings: Mapping[str, object]
-    prefix: Sequence[str] = ()  # a command that runs ours
     proxy_port: int = field(default_factory=free_port)
     vllm_port: int = field(default_factory=free_port)
 
@@ -73,7 +72,7 @@ class TrainerServe:
         sets = [f"--set={name}={value}" for name, value in settings.items()]
         # A session of its own, as a terminal gives one: its signals reach only whom we name.
         self.process = subprocess.Popen(
-            [*self.prefix, str(BIN / "trainer"), "serve", *sets],
+            [str(BIN / "trainer"), "serve", *sets],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -170,11 +169,9 @@ class Ended:
 
 
 @contextmanager
-def trainer_serve(
-    state_dir: Path, settings: Mapping[str, object], prefix: Sequence[str] = ()
-) -> Iterator[TrainerServe]:
+def trainer_serve(state_dir: Path, settings: Mapping[str, object]) -> Iterator[TrainerServe]:
     """Started, not awaited; whatever is left of it at the end is killed."""
-    run = TrainerServe(state_dir, settings, prefix)
+    run = TrainerServe(state_dir, settings)
     run.start()
     try:
         yield run
