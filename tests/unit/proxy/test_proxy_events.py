@@ -219,13 +219,13 @@ def test_spans_of_nobody_are_kept(tracer: Callable[..., Tracer], store: Store) -
         ({"content-type": "application/x-protobuf", "content-encoding": "gzip"}, b"no", 400),
         (
             {"content-type": "application/x-protobuf", "content-encoding": "gzip"},
-            gzip.compress(b"")[:-4],
+            gzip.compress(b"", mtime=0)[:-4],
             400,
         ),
         ({"content-type": "application/x-protobuf", "content-encoding": "br"}, b"", 415),
         (
             {"content-type": "application/x-protobuf", "content-encoding": "gzip"},
-            gzip.compress(bytes(65 << 20), 1),
+            gzip.compress(bytes(65 << 20), 1, mtime=0),
             413,
         ),
     ],
