@@ -32,6 +32,13 @@ class Batch:
     selection: Selection
 
 
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    step: int
+    version: int  # the number that the checkpoint's weights are served under
+    checkpoint: str | None  # None: the model folder's weights
+
+
 class Coordinator:
     def __init__(
         self, settings: TrainerSettings, store: Store, *, stopping: Callable[[], bool]
@@ -41,6 +48,20 @@ class Coordinator:
         self.ledger = Ledger(store)
         self.stopping = stopping
         self.owner = f"{socket.gethostname()}:{os.getpid()}"
+
+    def resume_point(self) -> ResumePoint:
+        """Where the last committed step left off.
+
+        A version whose push failed may have sampled tokens with weights that were not its own:
+        its number is not served again.
+        """
+        last = self.ledger.last_step()
+        failed = [v.version for v in self.store.versions() if v.state == "failed"]
+        version = max([last.version if last else 0, *(each + 1 for each in failed)])
+        if last is None:
+            return ResumePoint(0, version, None)
+        assert last.checkpoint is not None, "every step has one"
+        return ResumePoint(last.step, version, last.checkpoint)
 
     def next_batch(self, version: int) -> Batch | None:
         """The next batch, or None when nothing was ready for `PATIENCE_S`.
@@ -91,10 +112,7 @@ class Coordinator:
         dropped_rows: Collection[int],
     ) -> None:
         """The step and exactly its turns, in one transaction."""
-        selection = batch.selection
-        dropped = {
-            turn: "non_finite" for row in dropped_rows for turn in selection.rows[row].kept_turn_ids
-        }
+        selection = batch.selection.without_rows(dropped_rows, "non_finite")
         self.ledger.commit_step(
             StepRecord(
                 step=step,
@@ -103,8 +121,8 @@ class Coordinator:
                 metrics={**selection.stats, **metrics},
                 checkpoint=checkpoint,
             ),
-            trained=[turn for turn in selection.trained if turn not in dropped],
-            skipped=selection.skipped | dropped,
+            trained=selection.trained,
+            skipped=selection.skipped,
             rollouts=selection.rollouts,
         )
 

@@ -19,9 +19,9 @@ from types import FrameType
 import torch
 
 from tracegrad.records import Json
-from tracegrad.store import PolicyVersion, StepRecord, Store, StoreError
+from tracegrad.store import PolicyVersion, Store, StoreError
 from tracegrad_trainer.children import answers
-from tracegrad_trainer.coordinator import Batch, Coordinator
+from tracegrad_trainer.coordinator import Batch, Coordinator, ResumePoint
 from tracegrad_trainer.endpoint.push import PushFailed
 from tracegrad_trainer.fsdp import (
     CheckpointError,
@@ -97,14 +97,15 @@ class Worker:
             self.state.update(stage=stage, **fields)
 
     def _resume(self) -> None:
-        """From the last committed step: its checkpoint, its version."""
-        last: StepRecord | None = decide(
-            lambda: self.coordinator.ledger.last_step() if self.coordinator else None
-        )
-        if last is not None:
-            assert last.checkpoint is not None
-            load_checkpoint(self.learner, last.checkpoint)
-            self.counters = Counters(step=last.step, version=last.version)
+        """From the last committed step's checkpoint, if there is one."""
+        point = decide(self._resume_point)
+        if point.checkpoint is not None:
+            load_checkpoint(self.learner, point.checkpoint)
+        self.counters = Counters(step=point.step, version=point.version)
+
+    def _resume_point(self) -> ResumePoint:
+        assert self.coordinator is not None
+        return self.coordinator.resume_point()
 
     def _await_endpoints(self) -> None:
         """Until vLLM and the proxy answer; `trainer serve` ends us if one of them cannot."""
