@@ -50,6 +50,7 @@ class Child:
         self.nice = nice
         self.orphaned = orphaned
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0  # what an earlier process of this name printed comes before
 
     @property
     def pid(self) -> int | None:
@@ -63,6 +64,7 @@ class Child:
             os.nice(self.nice)
 
         with self.log.open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -123,14 +125,21 @@ class Child:
 
     def _last_words(self) -> str:
         """The last log line that says something, and where the rest is."""
-        lines: list[str] = []
-        with contextlib.suppress(OSError):
-            lines = self.log.read_text(errors="replace").splitlines()[-200:]
-        errors = [line.strip() for line in lines if _is_error(line)]
-        last = errors[-1] if errors else next((s.strip() for s in lines[::-1] if s.strip()), "")
+        lines = [line.strip() for line in self.logged().splitlines() if line.strip()]
+        errors = errors_in(lines[-200:])
+        last = errors[-1] if errors else lines[-1] if lines else ""
         if (self.exit_code() or 0) < 0:
             last = ""  # killed: its last line is about something else
         return f": {last[-300:]} (log: {self.log})" if last else f" (log: {self.log})"
+
+    def logged(self) -> str:
+        """What this process has printed so far."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(self._log_start)
+                return log.read().decode(errors="replace")
+        except OSError:
+            return ""
 
     def _full_disk(self) -> str:
         """A process that ends because of a full disk cannot write so into its log."""
@@ -149,7 +158,8 @@ def answers(url: str) -> bool:
         return False
 
 
-def _is_error(line: str) -> bool:
-    """A Python exception's last line, or a logger's ERROR that is not a line of a traceback."""
-    head = line.strip().split(":", 1)[0]
-    return head.isidentifier() and head.endswith(("Error", "Exception", "Failed", "Exit"))
+def errors_in(lines: Sequence[str]) -> list[str]:
+    """The last lines of Python's tracebacks; a traceback's other lines are none."""
+    heads = ((line, line.split(":", 1)[0]) for line in lines)
+    ends = ("Error", "Exception", "Failed", "Exit")
+    return [line for line, head in heads if head.isidentifier() and head.endswith(ends)]

@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tracegrad_trainer.children import Child, ChildError
+from tracegrad_trainer.children import Child, ChildError, errors_in
 from tracegrad_trainer.settings import TrainerSettings
 
 # The launcher's report of the rank that failed first; the others fail because of it.
@@ -27,18 +27,18 @@ class Ranks(Child):
         super().__init__("ranks", command, log=settings.logs / "ranks.log", nice=5)
 
     def check(self) -> None:
-        """As `Child.check`; a rank that was killed is named, since it could say nothing itself."""
-        if self.exit_code() is not None and (cause := _ROOT_CAUSE.search(self._logged())):
+        """As `Child.check`; a rank that was killed is named, since it could say nothing itself.
+
+        A rank whose peer is gone aborts, and may be seen to end before that peer: what the peer
+        said of its own end comes first.
+        """
+        logged = self.logged() if self.exit_code() is not None else ""
+        if cause := _ROOT_CAUSE.search(logged):
             rank, code, pid = (int(group) for group in cause.groups())
-            if code < 0:
+            explained = code == -signal.SIGABRT and errors_in(logged.splitlines())
+            if code < 0 and not explained:
                 raise ChildError(
                     f"rank {rank} (pid {pid}) was killed by {signal.Signals(-code).name}"
                     f" (log: {self.log}){self._full_disk()}"
                 )
         super().check()
-
-    def _logged(self) -> str:
-        try:
-            return self.log.read_text(errors="replace")
-        except OSError:
-            return ""
