@@ -62,7 +62,9 @@ class Place:
                 resumed = max(store.versions(), key=lambda version: version.version)
             # A push that failed halfway left its version's number behind: it is not served again.
             assert resumed.created_at > began, "it serves anew what was trained last"
-            assert (resumed.state, resumed.step) == ("serving", before)
+            assert resumed.state == "serving"
+            # Groups that were ready may have made a further step by now.
+            assert (resumed.step or 0) >= before
             with Crowd(run.url) as crowd:
                 self.toys.append(crowd.toys)
                 run.wait(lambda: run.last_step() > before)
@@ -124,7 +126,9 @@ def test_ctrl_c_during_a_step(place: Place, stage: str) -> None:
     assert ended.last_line == "stopped; everything captured is in the store"
     place.is_whole()
     with Store.open(place.store_url) as store:
-        assert store.current_version() == place.last_step(), "the step was committed and served"
+        step = Ledger(store).last_step()
+        assert step is not None
+        assert store.current_version() == step.version, "the step was committed and served"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tracegrad.proxy.attribution import ID_PATTERN
-from tracegrad.proxy.errors import ApiError, BadRequest, error_response
+from tracegrad.proxy.errors import ApiError, BadRequest
 from tracegrad.proxy.gate import Gate
 from tracegrad.proxy.recorder import Recorder
 from tracegrad.records import (
@@ -179,16 +179,14 @@ def add_error_handlers(app: FastAPI) -> None:
         first = error.errors()[0]
         where = _where(first["loc"])
         message = f"{where}: {first['msg']}" if where else str(first["msg"])
-        return error_response(422, message, kind="invalid_request_error", param=where or None)
+        return BadRequest(message, param=where or None, status=422).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        return error_response(
-            error.status_code,
-            f"{request.method} {request.url.path}: {error.detail}",
-            kind="invalid_request_error",
-            headers=error.headers,
-        )
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        response = BadRequest(message, status=error.status_code).response()
+        response.headers.update(error.headers or {})
+        return response
 
 
 def _where(loc: Sequence[str | int]) -> str:

@@ -14,14 +14,21 @@ from starlette.types import ASGIApp
 
 from tracegrad.proxy.api import add_error_handlers, make_router
 from tracegrad.proxy.attribution import TraceMap
-from tracegrad.proxy.calls import ChatCompletions, Models
+from tracegrad.proxy.calls import Calls, Rooms
 from tracegrad.proxy.collector import Traces
 from tracegrad.proxy.continuation import Continuation
+from tracegrad.proxy.dialects.chat import Chat
+from tracegrad.proxy.dialects.completions import Completions
 from tracegrad.proxy.gate import Gate
+from tracegrad.proxy.passed_on import PassedOn
 from tracegrad.proxy.recorder import Recorder, SubmitsFacts
 from tracegrad.proxy.upstream import Upstream
 from tracegrad.settings import ProxySettings
 from tracegrad.store import Store
+
+# Seconds of silence after which a stream says something. Clients give up after 120 or more
+# (Qwen Code 120, most others 300); proxies on the way often after 60.
+KEEPALIVE_S = 15.0
 
 
 def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -> FastAPI:
@@ -33,6 +40,14 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
     recorder = Recorder(writer, continuation, traces)
     gate = Gate(version=store.current_version() or 0, held=settings.held)
     limit = settings.max_body_mib << 20
+    rooms = Rooms(
+        upstream=upstream,
+        gate=gate,
+        recorder=recorder,
+        model=settings.model,
+        max_body_bytes=limit,
+        keepalive_s=KEEPALIVE_S,
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -47,24 +62,27 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
     )
     add_error_handlers(app)
     # First in line, before FastAPI's own routes: most requests are theirs.
-    app.router.routes[:0] = _hot_routes(
-        chat=ChatCompletions(upstream, gate, recorder, model=settings.model, max_body_bytes=limit),
-        models=Models(upstream),
-        spans=Traces(recorder, traces, max_body_bytes=limit),
-    )
+    app.router.routes[:0] = _hot_routes(rooms, Traces(recorder, traces, max_body_bytes=limit))
     app.router.routes.append(_health(gate))
     app.include_router(make_router(recorder, gate))
     return app
 
 
-def _hot_routes(*, chat: ASGIApp, models: ASGIApp, spans: ASGIApp) -> list[BaseRoute]:
-    return [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/rollouts/{rollout}/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/traces", spans, methods=["POST"]),
-        Route("/v1/models", models, methods=["GET"]),
-        Route("/rollouts/{rollout}/v1/models", models, methods=["GET"]),
+def _hot_routes(rooms: Rooms, spans: ASGIApp) -> list[BaseRoute]:
+    def passed_on(method: str, path: str) -> ASGIApp:
+        return PassedOn(rooms.upstream, method, path, max_body_bytes=rooms.max_body_bytes)
+
+    served: list[tuple[str, str, ASGIApp]] = [
+        ("POST", "/v1/chat/completions", Calls(Chat(), rooms)),
+        ("POST", "/v1/completions", Calls(Completions(), rooms)),
+        ("POST", "/v1/embeddings", passed_on("POST", "/v1/embeddings")),
+        ("GET", "/v1/models", passed_on("GET", "/v1/models")),
     ]
+    routes: list[BaseRoute] = [Route("/v1/traces", spans, methods=["POST"])]
+    for method, path, endpoint in served:
+        routes.append(Route(path, endpoint, methods=[method]))
+        routes.append(Route("/rollouts/{rollout}" + path, endpoint, methods=[method]))
+    return routes
 
 
 def _health(gate: Gate) -> Route:

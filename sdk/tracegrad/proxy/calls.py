@@ -1,69 +1,67 @@
-"""The walk of one chat completion: client -> engine -> store -> client.
+"""The walk of one LLM call: client -> engine -> store -> client.
 
-    read and attribute -> wait at the gate -> ask the engine -> place the turn in its tree
-    -> commit -> let the client see the end
+    read and attribute -> exact prompt -> wait at the gate -> ask the engine
+    -> place the turn in its tree -> commit -> let the client see the end
 
-These are bare ASGI applications: nothing here runs once a token that does not have to.
+Endpoints are bare ASGI applications: nothing here runs once a token that does not have to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from urllib.parse import parse_qsl
 
 import aiohttp
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tracegrad.proxy import sse
-from tracegrad.proxy.attribution import Owner, attribute, minted
-from tracegrad.proxy.connection import ClientGone, read_body, while_client_waits
-from tracegrad.proxy.dialects import chat
-from tracegrad.proxy.dialects.chat import ChatCall
-from tracegrad.proxy.dialects.chat_stream import ChatStream
-from tracegrad.proxy.dialects.replies import Reply
-from tracegrad.proxy.errors import ApiError
+from tracegrad.proxy.attribution import Owner, attribute
+from tracegrad.proxy.connection import (
+    ClientGone,
+    Headers,
+    engine_headers,
+    headers_of,
+    read_body,
+    while_client_waits,
+)
+from tracegrad.proxy.dialects.base import Call, Dialect, StreamWriter
+from tracegrad.proxy.engine import Answer, Ask, read_answer, read_error, request_body
+from tracegrad.proxy.engine_stream import EngineStream
+from tracegrad.proxy.errors import OVER_LENGTH, ApiError
 from tracegrad.proxy.gate import Gate, Passage
+from tracegrad.proxy.line import Line
 from tracegrad.proxy.recorder import Recorder
+from tracegrad.proxy.replies import Reply
 from tracegrad.proxy.upstream import Upstream
+from tracegrad.records import Json
 
 log = logging.getLogger("tracegrad.proxy")
 
-Headers = Mapping[str, str]
 
-_RELAYED = ("content-type", "retry-after")
-_STREAM_START = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-    ],
-}
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """What every endpoint works with."""
 
-
-def headers_of(scope: Scope) -> dict[str, str]:
-    return {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+    upstream: Upstream
+    gate: Gate
+    recorder: Recorder
+    model: str | None
+    max_body_bytes: int
+    keepalive_s: float
 
 
-def engine_headers(headers: Headers) -> dict[str, str]:
-    """A client's own key goes on to the engine; one that was minted for a rollout does not."""
-    sent = {"content-type": "application/json"}
-    authorization = headers.get("authorization")
-    if authorization is not None and not minted(authorization):
-        sent["authorization"] = authorization
-    return sent
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One call on its way."""
 
-
-async def relayed(answer: aiohttp.ClientResponse) -> Response:
-    """The engine's answer as it is. Raises ApiError when it breaks off."""
-    kept = {name: answer.headers[name] for name in _RELAYED if name in answer.headers}
-    try:
-        return Response(await answer.read(), answer.status, kept)
-    except aiohttp.ClientError as error:
-        raise broken_off(error) from error
+    call: Call
+    owner: Owner
+    headers: Headers  # for the engine
+    passage: Passage
 
 
 def broken_off(error: Exception) -> ApiError:
@@ -71,144 +69,181 @@ def broken_off(error: Exception) -> ApiError:
     return ApiError(502, f"the engine broke off its answer: {reason}", kind="upstream_error")
 
 
-class ChatCompletions:
-    """`POST …/v1/chat/completions`."""
+class Calls:
+    """`POST` of one dialect's calls."""
 
-    def __init__(
-        self,
-        upstream: Upstream,
-        gate: Gate,
-        recorder: Recorder,
-        *,
-        model: str | None,
-        max_body_bytes: int,
-    ) -> None:
-        self._upstream = upstream
-        self._gate = gate
-        self._recorder = recorder
-        self._model = model
-        self._max_body_bytes = max_body_bytes
+    def __init__(self, dialect: Dialect, rooms: Rooms) -> None:
+        self._dialect = dialect
+        self._rooms = rooms
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            call = chat.parse(await read_body(receive, self._max_body_bytes))
-            headers = headers_of(scope)
-            owner = attribute(headers, scope["path_params"].get("rollout"))
-            self._recorder.expect(owner)
-            walk = self._streamed if call.stream else self._whole
-            response = await walk(call, owner, engine_headers(headers), receive, send)
+            response = await self._walk(scope, receive, send)
         except ApiError as error:
-            response = error.response()
+            response = error.response(self._dialect.error(error))
         except ClientGone:
             return
         if response is not None:
             await response(scope, receive, send)
 
-    async def _whole(
-        self, call: ChatCall, owner: Owner, headers: Headers, receive: Receive, send: Send
-    ) -> Response | None:
-        """An answer in one piece."""
-        passage = self._gate.passage(streaming=False)
-        try:
-            async with while_client_waits(receive), passage, self._ask(call, headers) as engine:
-                answer = await relayed(engine)
-        except (ClientGone, asyncio.CancelledError):
-            await self._keep(call, owner, [], passage)
-            raise
-        if answer.status_code != 200:
-            return answer
-        body, replies = chat.read_answer(bytes(answer.body), call, passage.version)
-        await self._recorder.record(call, owner, replies, unknown_version=passage.unknown)
-        return Response(body, media_type="application/json")
+    async def _walk(self, scope: Scope, receive: Receive, send: Send) -> Response | None:
+        headers = headers_of(scope)
+        path = scope["path_params"]
+        owner = attribute(headers, path.get("rollout"))
+        raw = await read_body(receive, self._rooms.max_body_bytes)
+        call = self._dialect.parse(raw, path, dict(parse_qsl(scope["query_string"].decode())))
+        self._rooms.recorder.expect(owner)
+        # A body in one piece cannot be split by version: where weights are pushed, the engine
+        # streams to us what the client gets whole.
+        streaming = call.stream or self._rooms.gate.pushes
+        passage = self._rooms.gate.passage(streaming=streaming)
+        visit = Visit(call, owner, engine_headers(headers), passage)
+        if call.stream:
+            await self._streamed(visit, receive, send)
+            return None
+        answer = await self._whole(visit, receive)
+        return Response(self._dialect.answer(call, answer), media_type="application/json")
 
-    async def _streamed(
-        self, call: ChatCall, owner: Owner, headers: Headers, receive: Receive, send: Send
-    ) -> Response | None:
-        """An answer chunk by chunk. Returns a response only if no stream has begun."""
-        passage = self._gate.passage(streaming=True)
-        stream = ChatStream(call, passage.stamp)
+    async def _whole(self, visit: Visit, receive: Receive) -> Json:
+        """The answer in one piece, committed."""
+        call, passage = visit.call, visit.passage
+        stream = EngineStream(call, passage.stamp) if passage.streaming else None
         try:
-            async with while_client_waits(receive), passage, self._ask(call, headers) as engine:
-                if engine.status != 200:
-                    return await relayed(engine)
-                await send(_STREAM_START)
-                broken = await _pump(engine, stream, passage, send)
+            async with while_client_waits(receive), passage, self._asked(visit) as engine:
+                if stream is None:
+                    answer = read_answer(await _all_of(engine), call, passage.version)
+                else:
+                    answer = await _gathered(engine, stream)
         except (ClientGone, asyncio.CancelledError):
-            await self._keep(call, owner, stream.replies(), passage)
+            await self._keep(visit, stream.replies() if stream else [])
             raise
-        if broken is None and not stream.done:
-            broken = broken_off(EOFError("it has no end"))
-        await self._finish(call, owner, stream, passage, broken, send)
-        return None
+        except ApiError:
+            if stream is not None and (replies := stream.replies()):
+                await self._keep(visit, replies)
+            raise
+        await self._rooms.recorder.record(
+            call, visit.owner, answer.replies, unknown_version=passage.unknown
+        )
+        return answer.body
 
-    def _ask(
-        self, call: ChatCall, headers: Headers
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        body = call.for_engine(self._model)
-        return self._upstream.request("POST", chat.PATH, body=body, headers=headers)
+    async def _streamed(self, visit: Visit, receive: Receive, send: Send) -> None:
+        """The answer chunk by chunk. Raises ApiError only while no stream has begun."""
+        writer = self._dialect.writer(visit.call)
+        stream = EngineStream(visit.call, visit.passage.stamp)
+        broken: ApiError | None = None
+        with Line(send, writer.content_type, writer.keepalive, self._rooms.keepalive_s) as line:
+            try:
+                async with while_client_waits(receive), visit.passage, self._asked(visit) as engine:
+                    broken = await _pump(engine, stream, visit.passage, writer, line)
+            except (ClientGone, asyncio.CancelledError):
+                await self._keep(visit, stream.replies())
+                raise
+            except ApiError as refusal:
+                if not line.begun:
+                    raise
+                await line.say(writer.error(refusal), last=True)
+                return
+            await self._finish(visit, stream, writer, line, broken)
 
     async def _finish(
         self,
-        call: ChatCall,
-        owner: Owner,
-        stream: ChatStream,
-        passage: Passage,
+        visit: Visit,
+        stream: EngineStream,
+        writer: StreamWriter,
+        line: Line,
         broken: ApiError | None,
-        send: Send,
     ) -> None:
         """Commit, and only then send what ends the stream; or say why it does not end well."""
         replies = stream.replies() or [Reply()]
         try:
-            await self._recorder.record(call, owner, replies, unknown_version=passage.unknown)
+            await self._rooms.recorder.record(
+                visit.call, visit.owner, replies, unknown_version=visit.passage.unknown
+            )
         except ApiError as failure:
             broken = failure
-        end = stream.tail if broken is None else sse.event(broken.body())
-        await send({"type": "http.response.body", "body": end})
+        if broken is not None and not line.begun:
+            raise broken
+        end = writer.end(stream.tail) if broken is None else writer.error(broken)
+        await line.say(end, last=True)
 
-    async def _keep(
-        self, call: ChatCall, owner: Owner, replies: list[Reply], passage: Passage
-    ) -> None:
-        """Record what the engine said to a client that did not wait for the end."""
-        if not passage.admitted:
+    @asynccontextmanager
+    async def _asked(self, visit: Visit) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The engine's answer with status 200. Raises ApiError for any other."""
+        call = visit.call
+        body = request_body(call, Ask(stream=visit.passage.streaming, model=self._rooms.model))
+        async with self._rooms.upstream.request(
+            "POST", call.path, body=body, headers=visit.headers
+        ) as engine:
+            if engine.status == 200:
+                yield engine
+                return
+            refusal = read_error(engine.status, await _all_of(engine), engine.headers)
+        if refusal.code == OVER_LENGTH:
+            await self._rooms.recorder.refused(call, visit.owner, "over_length")
+        raise refusal
+
+    async def _keep(self, visit: Visit, replies: Sequence[Reply]) -> None:
+        """Record what the engine said of an answer that nobody got the end of."""
+        if not visit.passage.admitted:
             return
         try:
-            await self._recorder.record(
-                call, owner, replies or [Reply()], unknown_version=passage.unknown
+            await self._rooms.recorder.record(
+                visit.call,
+                visit.owner,
+                replies or [Reply()],
+                unknown_version=visit.passage.unknown,
             )
         except ApiError as error:
             log.error("an aborted turn is lost: %s", error.message)
 
 
-async def _pump(
-    engine: aiohttp.ClientResponse, stream: ChatStream, passage: Passage, send: Send
-) -> ApiError | None:
-    """Pass the engine's chunks on as they come. Returns what broke the stream, if anything did."""
+async def _all_of(engine: aiohttp.ClientResponse) -> bytes:
+    """Raises ApiError when the engine breaks off."""
+    try:
+        return await engine.read()
+    except aiohttp.ClientError as error:
+        raise broken_off(error) from error
+
+
+async def _gathered(engine: aiohttp.ClientResponse, stream: EngineStream) -> Answer:
     try:
         async for data in engine.content.iter_any():
-            if out := stream.feed(data):
+            stream.feed(data)
+    except aiohttp.ClientError as error:
+        raise broken_off(error) from error
+    if (broken := _unfinished(stream)) is not None:
+        raise broken
+    return Answer(stream.whole(), stream.replies())
+
+
+async def _pump(
+    engine: aiohttp.ClientResponse,
+    stream: EngineStream,
+    passage: Passage,
+    writer: StreamWriter,
+    line: Line,
+) -> ApiError | None:
+    """Pass the engine's chunks on as they come. Returns what broke the stream, if anything did."""
+    begun = False
+    try:
+        async for data in engine.content.iter_any():
+            if chunks := stream.feed(data):
+                out = [] if begun else [writer.begin(stream.prompt_tokens)]
+                begun = True
+                out += map(writer.chunk, chunks)
                 passage.blocked = True
-                await send({"type": "http.response.body", "body": out, "more_body": True})
+                await line.say(b"".join(out))
                 passage.blocked = False
+            if stream.error is not None:
+                break
     except aiohttp.ClientError as error:
         return broken_off(error)
-    except ApiError as error:
-        return error
-    return None
+    if not begun:
+        await line.say(writer.begin(stream.prompt_tokens))
+    return _unfinished(stream)
 
 
-class Models:
-    """`GET …/v1/models`: the engine's own answer."""
-
-    def __init__(self, upstream: Upstream) -> None:
-        self._upstream = upstream
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = engine_headers(headers_of(scope))
-        try:
-            async with self._upstream.request(
-                "GET", "/v1/models", body=None, headers=headers
-            ) as answer:
-                response = await relayed(answer)
-        except ApiError as error:
-            response = error.response()
-        await response(scope, receive, send)
+def _unfinished(stream: EngineStream) -> ApiError | None:
+    if stream.error is not None or stream.done:
+        return stream.error
+    return broken_off(EOFError("it has no end"))

@@ -19,8 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tracegrad.proxy.attribution import TraceMap
-from tracegrad.proxy.calls import headers_of
-from tracegrad.proxy.connection import ClientGone, read_body
+from tracegrad.proxy.connection import ClientGone, headers_of, read_body
 from tracegrad.proxy.errors import ApiError, BadRequest
 from tracegrad.proxy.recorder import Recorder
 from tracegrad.records import Json, SpanEnded

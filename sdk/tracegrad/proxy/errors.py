@@ -1,38 +1,23 @@
-"""Errors that reach a client, in the shape that OpenAI's clients read."""
+"""What a client is told when a call fails; each dialect has a shape of its own for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import orjson
 from starlette.responses import Response
 
-# Seconds. OpenAI's clients retry a 503 after this long.
+from tracegrad.store.packing import dump_json
+
+# Seconds. Some clients give up at once on a 429 or 503 that does not say when to come back.
 RETRY_AFTER = "1"
-
-
-def error_body(
-    message: str, *, kind: str, param: str | None = None, code: str | None = None
-) -> bytes:
-    """`{"error": {"message", "type", "param", "code"}}`, as bytes of JSON."""
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
-
-
-def error_response(
-    status: int,
-    message: str,
-    *,
-    kind: str,
-    param: str | None = None,
-    code: str | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> Response:
-    body = error_body(message, kind=kind, param=param, code=code)
-    return Response(body, status, headers, media_type="application/json")
+OVER_LENGTH = "context_length_exceeded"
 
 
 class ApiError(Exception):
-    """Something to tell the client; `status` is the HTTP status of the response."""
+    """Something to tell the client.
+
+    `status` is the HTTP status; `kind` an error type and `code` an error code as OpenAI names
+    them; `param` the field that is wrong. `raw` is the engine's own error body, for clients
+    that speak its dialect.
+    """
 
     def __init__(
         self,
@@ -42,6 +27,8 @@ class ApiError(Exception):
         kind: str,
         param: str | None = None,
         code: str | None = None,
+        retry_after: str | None = None,
+        raw: bytes | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -49,27 +36,43 @@ class ApiError(Exception):
         self.kind = kind
         self.param = param
         self.code = code
+        self.retry_after = retry_after
+        self.raw = raw
 
-    def response(self) -> Response:
-        headers = {"retry-after": RETRY_AFTER} if self.status == 503 else None
-        return error_response(
-            self.status,
-            self.message,
-            kind=self.kind,
-            param=self.param,
-            code=self.code,
-            headers=headers,
-        )
+    def headers(self) -> dict[str, str]:
+        if self.retry_after is not None:
+            return {"retry-after": self.retry_after}
+        return {"retry-after": RETRY_AFTER} if self.status in (429, 503, 529) else {}
 
     def body(self) -> bytes:
-        return error_body(self.message, kind=self.kind, param=self.param, code=self.code)
+        """`{"error": {"message", "type", "param", "code"}}`: OpenAI's shape, and ours."""
+        if self.raw is not None:
+            return self.raw
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return dump_json({"error": error}).encode()
+
+    def response(self, body: bytes | None = None) -> Response:
+        """`body`: the same in another dialect's shape."""
+        return Response(
+            self.body() if body is None else body,
+            self.status,
+            self.headers(),
+            media_type="application/json",
+        )
 
 
 class BadRequest(ApiError):
     """The request is wrong; `param` names the field."""
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
-        super().__init__(status, message, kind="invalid_request_error", param=param)
+    def __init__(
+        self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
+        super().__init__(status, message, kind="invalid_request_error", param=param, code=code)
 
 
 class Unavailable(ApiError):

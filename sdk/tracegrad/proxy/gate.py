@@ -68,6 +68,7 @@ class Gate:
         self.version = version
         self.arrivals = 0
         self._held = held
+        self.pushes = held  # whether weights are pushed to the engine
         self._inside: set[Passage] = set()
         self._waiting: deque[Passage] = deque()
         self._whole = 0  # calls inside whose body comes in one piece
@@ -111,7 +112,7 @@ class Gate:
     async def hold(self, *, ttl_s: float, drain_s: float) -> int:
         """New calls wait. Returns the number of calls inside once those that come in one piece
         have finished, or `drain_s` seconds later. A hold opens by itself after `ttl_s`."""
-        self._held = True
+        self._held = self.pushes = True
         self._restart_timer(ttl_s)
         if self._whole:
             self._drained.clear()

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
+from tracegrad.proxy import sampling
 from tracegrad.proxy.attribution import Owner, TraceMap
 from tracegrad.proxy.continuation import Continuation, Place
-from tracegrad.proxy.dialects import chat
-from tracegrad.proxy.dialects.chat import ChatCall
-from tracegrad.proxy.dialects.replies import Reply, of_one_prompt
+from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.errors import ApiError, Unavailable
-from tracegrad.records import Fact, Turn
+from tracegrad.proxy.replies import Reply
+from tracegrad.records import Fact, Turn, new_id
 from tracegrad.store.errors import StoreError, StoreUnavailable
 
 log = logging.getLogger("tracegrad.proxy")
@@ -42,7 +42,7 @@ class Recorder:
         self._continuation.prefetch(owner.rollout_id)
 
     async def record(
-        self, call: ChatCall, owner: Owner, replies: Sequence[Reply], *, unknown_version: bool
+        self, call: Call, owner: Owner, replies: Sequence[Reply], *, unknown_version: bool
     ) -> None:
         """Commit one turn for each reply. On return they survive a `kill -9`.
 
@@ -50,19 +50,36 @@ class Recorder:
         cannot be written; then none of the turns was recorded.
         """
         try:
-            place = await self._continuation.place(
-                owner.rollout_id, of_one_prompt(replies), call.messages
-            )
-            turns = _turns(call, owner, place, replies, unknown_version=unknown_version)
+            places = await self._places(call, owner, replies)
+            turns = _turns(call, owner, places, replies, unknown_version=unknown_version)
             await self._committed(turns)
         except StoreUnavailable as error:
             raise self.unavailable(error) from error
         except StoreError as error:
             log.error("a turn of rollout %s is lost: %s", owner.rollout_id, error)
             raise ApiError(500, f"the turn was refused: {error}", kind="store_error") from error
-        self._traces.learn(owner.trace_id, place.rollout_id)
+        self._traces.learn(owner.trace_id, turns[0].rollout_id)
         for turn in turns:
             self._continuation.add(turn)
+
+    async def refused(self, call: Call, owner: Owner, reason: str) -> None:
+        """Commit a turn without tokens: the engine would not answer, for this `reason`."""
+        refusal = Reply(finish_reason="refused")
+        refusal.drop(reason)
+        await self.record(call, owner, [refusal], unknown_version=False)
+
+    async def _places(self, call: Call, owner: Owner, replies: Sequence[Reply]) -> list[Place]:
+        """One for each reply; choices of one prompt share it."""
+        found: dict[bytes, Place] = {}
+        places: list[Place] = []
+        for reply in replies:
+            prompt = reply.prompt_token_ids
+            key = prompt.tobytes()
+            if key not in found:
+                rollout_id = owner.rollout_id or (places[0].rollout_id if places else None)
+                found[key] = await self._continuation.place(rollout_id, prompt, call.messages)
+            places.append(found[key])
+        return places
 
     async def commit(self, facts: Sequence[Fact]) -> None:
         """Raises Unavailable; a fact that the store refuses raises its `FactRefused`."""
@@ -86,35 +103,35 @@ class Recorder:
 
 
 def _turns(
-    call: ChatCall,
+    call: Call,
     owner: Owner,
-    place: Place,
+    places: Sequence[Place],
     replies: Sequence[Reply],
     *,
     unknown_version: bool,
 ) -> list[Turn]:
-    sampling = call.sampling()
-    settings_reason = call.untrainable(sampling)
-    prompt = of_one_prompt(replies)
+    settings = sampling.settings_of(call.body)
+    reason = call.untrainable or sampling.untrainable(call.body, settings)
     return [
         Turn(
+            turn_id=new_id() if number else call.turn_id,
             rollout_id=place.rollout_id,
             parent_id=place.parent_id,
             fork_reason=place.fork_reason,
-            dialect=chat.NAME,
+            dialect=call.dialect,
             model=str(reply.response.get("model") or call.body.get("model") or ""),
-            prompt_token_ids=prompt,
+            prompt_token_ids=reply.prompt_token_ids,
             completion_token_ids=reply.token_ids,
             completion_logprobs=reply.logprobs,
             policy_versions=tuple(reply.versions),
-            sampling=sampling,
+            sampling=settings,
             finish_reason=reply.finish_reason,
-            untrainable=_untrainable(reply, unknown_version) or settings_reason,
+            untrainable=_untrainable(reply, unknown_version) or reason,
             parent_span_id=owner.parent_span_id,
-            request=call.body,
+            request=call.request,
             response=reply.response or None,
         )
-        for reply in replies
+        for number, (place, reply) in enumerate(zip(places, replies, strict=True))
     ]
 
 

@@ -14,14 +14,20 @@ class EventBuffer:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that `data` completes, each without the empty line that ends it."""
-        events = (self._rest + data).split(b"\n\n")
+        whole = self._rest + data if self._rest else data
+        if b"\r" in whole:  # some servers end their lines so; JSON has no raw line ends
+            whole = whole.replace(b"\r\n", b"\n")
+        events = whole.split(b"\n\n")
         self._rest = events.pop()
         return events
 
 
 def payload(event: bytes) -> bytes | None:
     """The data of an event; None for a comment, which servers send to keep a line open."""
-    return event[5:].strip() if event.startswith(b"data:") else None
+    if event.startswith(b"data:"):
+        return event[5:].strip()
+    _, found, data = event.partition(b"\ndata:")
+    return data.strip() if found else None
 
 
 def event(data: bytes) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tracegrad.records import Json, logprobs, token_ids
@@ -16,8 +15,8 @@ MISSING_LOGPROB = -9999.0
 class Reply:
     """One choice of one call: T sampled tokens, their log-probabilities, and a version each.
 
-    `finish_reason` is None for a reply that was cut off. `response` is what the client received
-    of it.
+    `finish_reason` is None for a reply that was cut off. `response` is the engine's answer with
+    this choice alone, in canonical form.
     """
 
     prompt_token_ids: array[int] = field(default_factory=token_ids)
@@ -25,21 +24,22 @@ class Reply:
     logprobs: array[float] = field(default_factory=logprobs)
     versions: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None  # the stop string or token that hit
     response: Json = field(default_factory=dict)
     broken: str | None = None  # why its tokens cannot be trusted
 
-    def add(self, ids: object, entries: object, version: int) -> None:
-        """Tokens that the engine sent together: ids, and `logprobs.content` of the same length.
+    def add(self, ids: object, values: object, version: int) -> None:
+        """Tokens that the engine sent together: ids, and as many log-probabilities.
 
         Anything that does not fit drops all tokens of the reply, which then says so.
         """
         if self.broken is not None:
             return
-        if not ids and not entries:
+        if not ids and not values:
             return
         try:
-            new_ids, new_logprobs = _tokens(ids, entries)
-        except (TypeError, KeyError, ValueError, OverflowError):
+            new_ids, new_logprobs = _tokens(ids, values)
+        except (TypeError, ValueError, OverflowError):
             self.drop("no_tokens")
             return
         if min(new_logprobs) <= MISSING_LOGPROB:
@@ -60,10 +60,10 @@ class Reply:
         self.token_ids, self.logprobs, self.versions = token_ids(), logprobs(), []
 
 
-def _tokens(ids: object, entries: object) -> tuple[array[int], array[float]]:
-    if not isinstance(ids, list) or not isinstance(entries, list) or len(ids) != len(entries):
-        raise ValueError("token_ids and logprobs.content are not lists of one length")
-    return token_ids(ids), logprobs([entry["logprob"] for entry in entries])
+def _tokens(ids: object, values: object) -> tuple[array[int], array[float]]:
+    if not isinstance(ids, list) or not isinstance(values, list) or len(ids) != len(values):
+        raise ValueError("token ids and log-probabilities are not lists of one length")
+    return token_ids(ids), logprobs(values)
 
 
 def prompt_of(value: object) -> array[int] | None:
@@ -74,8 +74,3 @@ def prompt_of(value: object) -> array[int] | None:
         return token_ids(value)
     except (TypeError, OverflowError):
         return None
-
-
-def of_one_prompt(replies: Sequence[Reply]) -> array[int]:
-    """The prompt that all choices of a call share; empty when the engine told none."""
-    return next((r.prompt_token_ids for r in replies if r.prompt_token_ids), token_ids())

@@ -1,0 +1,121 @@
+"""What a dialect is: a client's request into a canonical call, the engine's answer back.
+
+The canonical form is that of OpenAI's chat completions as vLLM serves them: it is what the
+engine is asked, what turns are compared by, and what the store keeps of an answer. A dialect
+is a set of pure functions around it; nothing in one waits, reads the store or talks to an
+engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from tracegrad.proxy.errors import ApiError
+from tracegrad.records import Json, new_id
+
+CHAT_PATH = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the client asked to see of what the engine is always asked for."""
+
+    ids: bool = False
+    logprobs: bool = False
+    reasoning: bool = True
+    usage: bool = True  # a chunk of usage at the end of a stream
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One LLM call, checked. `body` is canonical: a chat completion request whose fields the
+    engine knows; `request` is what the client sent, for the record."""
+
+    dialect: str
+    request: Json
+    body: Json
+    stream: bool
+    shown: Shown = field(default_factory=Shown)
+    path: str = CHAT_PATH
+    # The turn that this call makes (its first, where n > 1); ids that clients see are made of it.
+    turn_id: str = field(default_factory=new_id)
+    # The turn whose conversation comes before `messages` (Responses: previous_response_id).
+    previous: str | None = None
+    # Why the turn must not be trained whatever the sampling was ("media"), or None.
+    untrainable: str | None = None
+
+    @property
+    def messages(self) -> list[Json]:
+        """Canonical messages; empty for a call that has none (text completions)."""
+        messages: list[Json] = self.body.get("messages") or []
+        return messages
+
+    @property
+    def n(self) -> int:
+        return int(self.body.get("n") or 1)
+
+    def after(self, earlier: Sequence[Json]) -> Call:
+        """The same call behind a conversation that the client left out.
+
+        System text of the earlier call is not carried over; the call brings its own.
+        """
+        own = list(self.messages)
+        system = own[:1] if own and own[0].get("role") == "system" else []
+        kept = [message for message in earlier if message.get("role") != "system"]
+        return replace(
+            self,
+            body={**self.body, "messages": system + kept + own[len(system) :]},
+            previous=None,
+        )
+
+
+class StreamWriter(Protocol):
+    """One streamed answer in a dialect's own events. Methods return bytes to send now.
+
+    Order: `begin`, then `chunk` any number of times, then `end` or `error`, once.
+    """
+
+    content_type: str
+
+    def begin(self, prompt_tokens: int | None) -> bytes:
+        """Before the first chunk; `prompt_tokens` where the engine told."""
+        ...
+
+    def chunk(self, chunk: Json) -> bytes:
+        """A `chat.completion.chunk` of the engine's, without token ids and log-probabilities
+        unless `shown` asks for them."""
+        ...
+
+    def end(self, chunks: Sequence[Json]) -> bytes:
+        """The chunks that end the stream (finish reasons, usage), after the turn's commit."""
+        ...
+
+    def error(self, error: ApiError) -> bytes:
+        """In place of the end, once the stream has begun."""
+        ...
+
+    def keepalive(self) -> bytes:
+        """What changes nothing for the client and keeps its line open; also before `begin`."""
+        ...
+
+
+class Dialect(Protocol):
+    """`name` is stored with every turn."""
+
+    name: str
+
+    def parse(self, raw: bytes, path: Mapping[str, Any], query: Mapping[str, str]) -> Call:
+        """Raises BadRequest that names the field, as the client spelled it."""
+        ...
+
+    def answer(self, call: Call, answer: Json) -> bytes:
+        """The body for a client that does not stream, from a whole `chat.completion`."""
+        ...
+
+    def writer(self, call: Call) -> StreamWriter: ...
+
+    def error(self, error: ApiError) -> bytes:
+        """The JSON body of an error response."""
+        ...

@@ -1,0 +1,48 @@
+"""What the dialects check alike: that a body is JSON, and the types that the proxy relies on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from tracegrad.proxy.errors import BadRequest
+from tracegrad.records import Json
+
+Kind = tuple[type | tuple[type, ...], str]
+
+BOOL: Kind = (bool, "true or false")
+INTEGER: Kind = (int, "an integer")
+NUMBER: Kind = ((int, float), "a number")
+STRING: Kind = (str, "a string")
+
+
+def json_object(raw: bytes) -> Json:
+    """Raises BadRequest for a body that is no JSON object."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body is not a JSON object")
+    return body
+
+
+def check_types(body: Json, kinds: Mapping[str, Kind]) -> None:
+    """Raises BadRequest that names the first field of another kind; null is left out."""
+    for name, (kind, words) in kinds.items():
+        value = body.get(name)
+        # bool is an int to Python, not to JSON.
+        if value is not None and (
+            not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
+        ):
+            raise BadRequest(f"{name} is not {words}", param=name)
+
+
+def has_media(content: Any) -> bool:
+    """Whether a message's content has parts that are not text."""
+    return isinstance(content, list) and any(
+        isinstance(part, dict) and part.get("type") not in ("text", "refusal", None)
+        for part in content
+    )

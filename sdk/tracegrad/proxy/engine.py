@@ -1,0 +1,177 @@
+"""What the engine is asked, and how its whole answers are read.
+
+It is asked for token ids and log-probabilities with every call; a client sees them only if it
+asked for them itself. Answers of `/v1/completions` keep the same things in other places; both
+are read here.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from tracegrad.proxy.dialects.base import CHAT_PATH, Call, Shown
+from tracegrad.proxy.errors import OVER_LENGTH, ApiError
+from tracegrad.proxy.replies import Reply, prompt_of
+from tracegrad.records import Json
+
+_OVER_LENGTH = re.compile(rb"maximum context length|context_length_exceeded|exceeds model's max")
+_TOO_BIG = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """How a call is put to the engine.
+
+    `prompt_ids` takes the place of rendering the messages: vLLM uses these tokens as they are,
+    and keeps its parsers (`kv_transfer_params`, meant for disaggregated decoding). `capture` is
+    False for an engine that knows nothing of tokens.
+    """
+
+    stream: bool
+    model: str | None = None
+    prompt_ids: array[int] | None = None
+    capture: bool = True
+
+
+def request_body(call: Call, ask: Ask) -> bytes:
+    """The engine's request. Raises BadRequest's kin never: `call` has been checked."""
+    body = dict(call.body)
+    if ask.model is not None:
+        body["model"] = ask.model
+    if ask.stream:
+        body["stream"] = True
+        if call.shown.usage or not call.stream:
+            body["stream_options"] = {"include_usage": True}
+    if ask.capture:
+        body["return_token_ids"] = True
+        if call.path == CHAT_PATH:
+            body["logprobs"] = True
+        elif body.get("logprobs") is None:
+            body["logprobs"] = 0  # the sampled token's, and no others
+        # With include_reasoning false the engine hides ids and log-probabilities too.
+        body.pop("include_reasoning", None)
+        if not call.shown.logprobs:
+            body.pop("top_logprobs", None)
+    if ask.prompt_ids is not None:
+        body["kv_transfer_params"] = {"prompt_token_ids": ask.prompt_ids.tolist()}
+    return orjson.dumps(body)
+
+
+def read_error(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
+    """The engine's refusal as it came, with its status.
+
+    A prompt that is too long gets the code that OpenAI has for it: agents act on it.
+    """
+    try:
+        told = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        told = None
+    error = told.get("error", told) if isinstance(told, dict) else None
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        text = raw[:300].decode(errors="replace").strip()
+        message = f"the engine answered {status}: {text}" if text else f"the engine says {status}"
+        return ApiError(
+            status, message, kind="upstream_error", retry_after=headers.get("retry-after")
+        )
+    if status in (400, 413, 422) and _OVER_LENGTH.search(raw):
+        return ApiError(
+            400,
+            error["message"],
+            kind="invalid_request_error",
+            param="messages",
+            code=OVER_LENGTH,
+        )
+    return ApiError(
+        status,
+        error["message"],
+        kind=str(error.get("type") or "upstream_error"),
+        param=error.get("param") if isinstance(error.get("param"), str) else None,
+        code=str(error["code"]) if error.get("code") is not None else None,
+        retry_after=headers.get("retry-after"),
+        raw=raw,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`body` is what the client may see of it: canonical, or of text completions."""
+
+    body: Json
+    replies: list[Reply]
+
+
+def read_answer(raw: bytes, call: Call, version: int) -> Answer:
+    """The engine's whole answer. Raises ApiError (502) when it is none."""
+    try:
+        body = orjson.loads(raw)
+        replies = [_reply(body, choice, version) for choice in body["choices"]]
+        strip(body, call.shown)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ApiError(
+            502, "the engine's answer is not a completion", kind="upstream_error"
+        ) from None
+    return Answer(body, replies)
+
+
+def strip(answer: Json, shown: Shown) -> None:
+    """Take out, in place, what the client did not ask for; of an answer or a chunk of one."""
+    if not shown.ids:
+        answer.pop("prompt_token_ids", None)
+    for choice in answer["choices"]:
+        if not shown.ids:
+            choice.pop("token_ids", None)
+            choice.pop("prompt_token_ids", None)
+        if not shown.logprobs and "logprobs" in choice:
+            choice["logprobs"] = None
+        if not shown.reasoning:
+            part = "message" if "message" in choice else "delta"
+            # A copy: what was recorded keeps it.
+            choice[part] = {k: v for k, v in choice[part].items() if k != "reasoning"}
+
+
+def logprobs_of(choice: Json) -> Any:
+    """Log-probabilities of the choice's new tokens, or None."""
+    told = choice.get("logprobs")
+    if not told:
+        return None
+    content = told.get("content")
+    if content is not None:
+        return [entry["logprob"] for entry in content]
+    return told.get("token_logprobs")
+
+
+def _reply(answer: Json, choice: Json, version: int) -> Reply:
+    prompt = prompt_of(answer.get("prompt_token_ids") or choice.get("prompt_token_ids"))
+    reply = Reply(finish_reason=choice.get("finish_reason"), stop_reason=choice.get("stop_reason"))
+    if not prompt:
+        reply.drop("no_tokens")
+    else:
+        reply.prompt_token_ids = prompt
+        reply.add(choice.get("token_ids"), logprobs_of(choice), version)
+    reply.response = {
+        **{key: answer.get(key) for key in ("id", "created", "model", "usage")},
+        "object": "chat.completion",
+        "choices": [
+            {
+                "index": choice["index"],
+                "message": _message(choice),
+                "finish_reason": reply.finish_reason,
+                "stop_reason": reply.stop_reason,
+            }
+        ],
+    }
+    return reply
+
+
+def _message(choice: Json) -> Json:
+    if "text" in choice:
+        return {"role": "assistant", "content": choice["text"]}
+    message: Json = choice["message"]
+    # vLLM names every field of OpenAI's, most of them null.
+    return {key: value for key, value in message.items() if value is not None or key == "content"}

@@ -1,0 +1,56 @@
+"""What the engine answers and the proxy only passes on: models, embeddings."""
+
+from __future__ import annotations
+
+import aiohttp
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tracegrad.proxy.calls import broken_off
+from tracegrad.proxy.connection import (
+    ClientGone,
+    engine_headers,
+    headers_of,
+    read_body,
+    while_client_waits,
+)
+from tracegrad.proxy.engine import read_error
+from tracegrad.proxy.errors import ApiError
+from tracegrad.proxy.upstream import Upstream
+
+
+class PassedOn:
+    """One route of the engine's, without a record: nothing is sampled there."""
+
+    def __init__(self, upstream: Upstream, method: str, path: str, *, max_body_bytes: int) -> None:
+        self._upstream = upstream
+        self._method = method
+        self._path = path
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await self._answer(scope, receive)
+        except ApiError as error:
+            response = error.response()
+        except ClientGone:
+            return
+        await response(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Response:
+        body = await read_body(receive, self._max_body_bytes)
+        headers = engine_headers(headers_of(scope))
+        async with (
+            while_client_waits(receive),
+            self._upstream.request(
+                self._method, self._path, body=body or None, headers=headers
+            ) as engine,
+        ):
+            try:
+                raw = await engine.read()
+            except aiohttp.ClientError as error:
+                raise broken_off(error) from error
+        if engine.status != 200:
+            raise read_error(engine.status, raw, engine.headers)
+        kind = engine.headers.get("content-type", "application/json")
+        return Response(raw, media_type=kind)

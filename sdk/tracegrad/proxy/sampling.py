@@ -1,0 +1,70 @@
+"""How the tokens of a call were sampled, and whether tokens sampled so may be trained.
+
+Fields and defaults are those of vLLM's chat completions, served with `--generation-config vllm`.
+"""
+
+from __future__ import annotations
+
+from tracegrad.records import Json
+
+# Below this vLLM takes the likeliest token.
+GREEDY_BELOW = 1e-5
+
+DEFAULTS: dict[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+_OPTIONAL = ("max_tokens", "max_completion_tokens", "seed", "stop", "stop_token_ids", "n")
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+# Each of these changes the distribution that tokens come from.
+_CONSTRAINTS = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "thinking_token_budget",
+    "use_beam_search",
+    "watermarking",
+)
+
+
+def settings_of(body: Json) -> Json:
+    """The settings that the engine sampled with, its defaults filled in."""
+    settings: Json = {
+        name: default if (value := body.get(name)) is None else value
+        for name, default in DEFAULTS.items()
+    }
+    for name in _OPTIONAL:
+        if body.get(name) is not None:
+            settings[name] = body[name]
+    return settings
+
+
+def untrainable(body: Json, settings: Json) -> str | None:
+    """Why tokens sampled like this must not be trained, or None."""
+    if settings["temperature"] < GREEDY_BELOW:
+        return "greedy"
+    if settings["top_p"] < 1 or settings["top_k"] > 0 or settings["min_p"] > 0:
+        return "sampling_truncated"
+    if body.get("logit_bias") or any(settings[name] != DEFAULTS[name] for name in _PENALTIES):
+        return "sampling_penalised"
+    return "constrained" if _constrained(body) else None
+
+
+def _constrained(body: Json) -> bool:
+    response_format = body.get("response_format")
+    if isinstance(response_format, dict) and response_format.get("type", "text") != "text":
+        return True
+    tool_choice = body.get("tool_choice")
+    if tool_choice == "required" or isinstance(tool_choice, dict):
+        return True
+    return any(body.get(name) for name in _CONSTRAINTS)
