@@ -98,6 +98,9 @@ class MockEngine:
         return Starlette(
             routes=[
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/embeddings", self._embeddings, methods=["POST"]),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/v1/models", self._models),
             ]
         )
@@ -106,6 +109,72 @@ class MockEngine:
         return JSONResponse(
             {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "vllm"}]}
         )
+
+    async def _embeddings(self, request: Request) -> Response:
+        self.requests.append(await request.json())
+        data = [{"object": "embedding", "index": 0, "embedding": [0.5, -0.25]}]
+        return JSONResponse({"object": "list", "model": MODEL, "data": data, "usage": {}})
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await request.json()
+        self.requests.append(body)
+        ids = render(body["messages"], body.get("tools"))
+        return JSONResponse({"count": len(ids), "max_model_len": 100_000, "tokens": ids})
+
+    async def _completions(self, request: Request) -> Response:
+        """Text completions: a list of prompts has its choices one after another."""
+        body = await request.json()
+        self.requests.append(body)
+        prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
+        if isinstance(prompts[0], int):
+            prompts = [prompts]
+        choices = [
+            self._text_choice(body, prompt, number * (body.get("n") or 1) + nth)
+            for number, prompt in enumerate(prompts)
+            for nth in range(body.get("n") or 1)
+        ]
+        head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": MODEL}
+        spent = usage(1, sum(len(choice["token_ids"] or ()) for choice in choices))
+        if not body.get("stream"):
+            return JSONResponse({**head, "choices": choices, "usage": spent})
+        return StreamingResponse(
+            self._text_stream(body, head, choices, spent), media_type="text/event-stream"
+        )
+
+    async def _text_stream(
+        self, body: Json, head: Json, choices: Sequence[Json], spent: Json
+    ) -> AsyncIterator[str]:
+        for choice in choices:
+            first = {**choice, "text": "", "logprobs": None, "token_ids": None}
+            first |= {"finish_reason": None, "stop_reason": None}
+            yield f"data: {json.dumps({**head, 'choices': [first]})}\n\n"
+            rest = {**choice, "prompt_token_ids": None}
+            yield f"data: {json.dumps({**head, 'choices': [rest]})}\n\n"
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield f"data: {json.dumps({**head, 'choices': [], 'usage': spent})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _text_choice(self, body: Json, prompt: str | list[int], index: int) -> Json:
+        say = self.replies.popleft() if self.replies else Say()
+        ids = say.token_ids
+        told = {
+            "text_offset": [0] * len(ids),
+            "token_logprobs": logprobs_of(ids),
+            "tokens": [chr(token) for token in ids],
+            "top_logprobs": [None] * len(ids),
+        }
+        tells = self._tells_ids(body)
+        prompt_ids = prompt if isinstance(prompt, list) else list(prompt.encode())
+        return {
+            "index": index,
+            "text": say.content,
+            "logprobs": told if body.get("logprobs") is not None else None,
+            "finish_reason": say.finish_reason,
+            "stop_reason": None,
+            "token_ids": ids if tells else None,
+            "prompt_logprobs": None,
+            "prompt_token_ids": prompt_ids if tells else None,
+        }
 
     async def _chat(self, request: Request) -> Response:
         body = await request.json()

@@ -22,6 +22,7 @@ from tracegrad.proxy.dialects.completions import Completions
 from tracegrad.proxy.gate import Gate
 from tracegrad.proxy.passed_on import PassedOn
 from tracegrad.proxy.recorder import Recorder, SubmitsFacts
+from tracegrad.proxy.repeats import Repeats
 from tracegrad.proxy.upstream import Upstream
 from tracegrad.settings import ProxySettings
 from tracegrad.store import Store
@@ -37,13 +38,14 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
     upstream = Upstream(settings.upstream, api_key=key.get_secret_value() if key else None)
     traces = TraceMap()
     continuation = Continuation(store, limit_bytes=settings.cache_mib << 20)
-    recorder = Recorder(writer, continuation, traces)
+    recorder = Recorder(writer, store, continuation, traces)
     gate = Gate(version=store.current_version() or 0, held=settings.held)
     limit = settings.max_body_mib << 20
     rooms = Rooms(
         upstream=upstream,
         gate=gate,
         recorder=recorder,
+        repeats=Repeats(),
         model=settings.model,
         max_body_bytes=limit,
         keepalive_s=KEEPALIVE_S,

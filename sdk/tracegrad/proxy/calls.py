@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import parse_qsl
 
 import aiohttp
@@ -29,15 +29,16 @@ from tracegrad.proxy.connection import (
     while_client_waits,
 )
 from tracegrad.proxy.dialects.base import Call, Dialect, StreamWriter
-from tracegrad.proxy.engine import Answer, Ask, read_answer, read_error, request_body
+from tracegrad.proxy.engine import Answer, Ask, read_answer, read_error, request_body, strip
 from tracegrad.proxy.engine_stream import EngineStream
 from tracegrad.proxy.errors import OVER_LENGTH, ApiError
 from tracegrad.proxy.gate import Gate, Passage
 from tracegrad.proxy.line import Line
 from tracegrad.proxy.recorder import Recorder
+from tracegrad.proxy.repeats import Repeats, answer_of, chunks_of, fingerprint, is_repeat
 from tracegrad.proxy.replies import Reply
 from tracegrad.proxy.upstream import Upstream
-from tracegrad.records import Json
+from tracegrad.records import Json, Turn
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -49,6 +50,7 @@ class Rooms:
     upstream: Upstream
     gate: Gate
     recorder: Recorder
+    repeats: Repeats
     model: str | None
     max_body_bytes: int
     keepalive_s: float
@@ -62,6 +64,7 @@ class Visit:
     owner: Owner
     headers: Headers  # for the engine
     passage: Passage
+    fingerprint: bytes
 
 
 def broken_off(error: Exception) -> ApiError:
@@ -92,17 +95,37 @@ class Calls:
         owner = attribute(headers, path.get("rollout"))
         raw = await read_body(receive, self._rooms.max_body_bytes)
         call = self._dialect.parse(raw, path, dict(parse_qsl(scope["query_string"].decode())))
+        known = fingerprint(owner.rollout_id, scope["path"], raw)
+        if is_repeat(headers) and (given := await self._given(known)):
+            return await self._again(call, given, send)
         self._rooms.recorder.expect(owner)
         # A body in one piece cannot be split by version: where weights are pushed, the engine
         # streams to us what the client gets whole.
         streaming = call.stream or self._rooms.gate.pushes
         passage = self._rooms.gate.passage(streaming=streaming)
-        visit = Visit(call, owner, engine_headers(headers), passage)
+        visit = Visit(call, owner, engine_headers(headers), passage, known)
         if call.stream:
             await self._streamed(visit, receive, send)
             return None
         answer = await self._whole(visit, receive)
         return Response(self._dialect.answer(call, answer), media_type="application/json")
+
+    async def _given(self, known: bytes) -> list[Turn]:
+        return await self._rooms.recorder.read(self._rooms.repeats.recall(known))
+
+    async def _again(self, call: Call, turns: Sequence[Turn], send: Send) -> Response | None:
+        """What was recorded for the same call: its client did not get it."""
+        call = replace(call, turn_id=turns[0].turn_id)
+        answer = answer_of(turns, call)
+        strip(answer, call.shown)
+        if not call.stream:
+            return Response(self._dialect.answer(call, answer), media_type="application/json")
+        writer = self._dialect.writer(call)
+        said, ends = chunks_of(answer, call)
+        out = [writer.begin(len(turns[0].prompt_token_ids)), *map(writer.chunk, said)]
+        with Line(send, writer.content_type, writer.keepalive, self._rooms.keepalive_s) as line:
+            await line.say(b"".join(out) + writer.end(ends), last=True)
+        return None
 
     async def _whole(self, visit: Visit, receive: Receive) -> Json:
         """The answer in one piece, committed."""
@@ -121,9 +144,7 @@ class Calls:
             if stream is not None and (replies := stream.replies()):
                 await self._keep(visit, replies)
             raise
-        await self._rooms.recorder.record(
-            call, visit.owner, answer.replies, unknown_version=passage.unknown
-        )
+        await self._record(visit, answer.replies)
         return answer.body
 
     async def _streamed(self, visit: Visit, receive: Receive, send: Send) -> None:
@@ -154,11 +175,8 @@ class Calls:
         broken: ApiError | None,
     ) -> None:
         """Commit, and only then send what ends the stream; or say why it does not end well."""
-        replies = stream.replies() or [Reply()]
         try:
-            await self._rooms.recorder.record(
-                visit.call, visit.owner, replies, unknown_version=visit.passage.unknown
-            )
+            await self._record(visit, stream.replies() or [Reply()])
         except ApiError as failure:
             broken = failure
         if broken is not None and not line.begun:
@@ -187,14 +205,16 @@ class Calls:
         if not visit.passage.admitted:
             return
         try:
-            await self._rooms.recorder.record(
-                visit.call,
-                visit.owner,
-                replies or [Reply()],
-                unknown_version=visit.passage.unknown,
-            )
+            await self._record(visit, replies or [Reply()])
         except ApiError as error:
             log.error("an aborted turn is lost: %s", error.message)
+
+    async def _record(self, visit: Visit, replies: Sequence[Reply]) -> None:
+        turn_ids = await self._rooms.recorder.record(
+            visit.call, visit.owner, replies, unknown_version=visit.passage.unknown
+        )
+        if all(reply.finish_reason is not None for reply in replies):
+            self._rooms.repeats.remember(visit.fingerprint, turn_ids)
 
 
 async def _all_of(engine: aiohttp.ClientResponse) -> bytes:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from tracegrad.proxy import sampling
 from tracegrad.proxy.attribution import Owner, TraceMap
-from tracegrad.proxy.continuation import Continuation, Place
+from tracegrad.proxy.continuation import Continuation, Place, ReadsTurns
 from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.errors import ApiError, Unavailable
 from tracegrad.proxy.replies import Reply
@@ -30,8 +30,11 @@ class SubmitsFacts(Protocol):
 
 
 class Recorder:
-    def __init__(self, writer: SubmitsFacts, continuation: Continuation, traces: TraceMap) -> None:
+    def __init__(
+        self, writer: SubmitsFacts, store: ReadsTurns, continuation: Continuation, traces: TraceMap
+    ) -> None:
         self._writer = writer
+        self._store = store
         self._continuation = continuation
         self._traces = traces
         self._failing = False
@@ -43,8 +46,8 @@ class Recorder:
 
     async def record(
         self, call: Call, owner: Owner, replies: Sequence[Reply], *, unknown_version: bool
-    ) -> None:
-        """Commit one turn for each reply. On return they survive a `kill -9`.
+    ) -> list[str]:
+        """Commit one turn for each reply; their ids. On return they survive a `kill -9`.
 
         `unknown_version`: a weight push fell into the call. Raises Unavailable when the store
         cannot be written; then none of the turns was recorded.
@@ -61,6 +64,12 @@ class Recorder:
         self._traces.learn(owner.trace_id, turns[0].rollout_id)
         for turn in turns:
             self._continuation.add(turn)
+        return [turn.turn_id for turn in turns]
+
+    async def read(self, turn_ids: Sequence[str]) -> list[Turn]:
+        """Recorded turns, as far as they are there."""
+        found = [await asyncio.to_thread(self._store.find_turn, turn_id) for turn_id in turn_ids]
+        return [turn for turn in found if turn is not None]
 
     async def refused(self, call: Call, owner: Owner, reason: str) -> None:
         """Commit a turn without tokens: the engine would not answer, for this `reason`."""

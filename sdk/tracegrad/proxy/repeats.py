@@ -1,0 +1,87 @@
+"""Answers already given, for a client library that asks the same again.
+
+A library whose connection broke sends its call once more and says so. When the first one was
+answered and recorded, sampling another answer would make a second turn that the agent never
+knew of; it gets the recorded one instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from tracegrad.proxy.dialects.base import CHAT_PATH, Call
+from tracegrad.records import Json, Turn
+
+# Clients wait at most some minutes between two tries.
+KEPT_S = 600.0
+MOST = 20_000
+
+
+def is_repeat(headers: Mapping[str, str]) -> bool:
+    """Whether a library (openai, anthropic) says that it sends this call again."""
+    count = headers.get("x-stainless-retry-count", "0")
+    return count.isdigit() and int(count) > 0
+
+
+def fingerprint(rollout_id: str | None, path: str, raw: bytes) -> bytes:
+    """Equal for equal calls of one rollout."""
+    digest = hashlib.blake2b(raw, digest_size=16)
+    digest.update(f"{rollout_id}\n{path}".encode())
+    return digest.digest()
+
+
+class Repeats:
+    """Which turns answered a call, for the calls answered last."""
+
+    def __init__(self) -> None:
+        self._given: OrderedDict[bytes, tuple[float, tuple[str, ...]]] = OrderedDict()
+
+    def remember(self, call: bytes, turn_ids: Sequence[str]) -> None:
+        self._given[call] = (time.monotonic(), tuple(turn_ids))
+        self._given.move_to_end(call)
+        if len(self._given) > MOST:
+            self._given.popitem(last=False)
+
+    def recall(self, call: bytes) -> tuple[str, ...]:
+        """Empty for a call that was not answered, or too long ago."""
+        at, turn_ids = self._given.get(call, (0.0, ()))
+        return turn_ids if time.monotonic() - at < KEPT_S else ()
+
+
+def answer_of(turns: Sequence[Turn], call: Call) -> Json:
+    """The engine's whole answer, put together from what was recorded of its choices."""
+    answer = dict(turns[0].response or {})
+    answer["choices"] = [choice for turn in turns for choice in (turn.response or {})["choices"]]
+    if call.path != CHAT_PATH:
+        answer["object"] = "text_completion"
+        answer["choices"] = [
+            {**choice, "text": choice["message"]["content"]} for choice in answer["choices"]
+        ]
+    return answer
+
+
+def chunks_of(answer: Json, call: Call) -> tuple[list[Json], list[Json]]:
+    """The same as a stream: chunks that say something, and those that end it."""
+    head = {key: answer.get(key) for key in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk" if call.path == CHAT_PATH else "text_completion"
+    said, ends = [], []
+    for choice in answer["choices"]:
+        whole = {"index": choice["index"], "finish_reason": None}
+        end = {key: choice.get(key) for key in ("index", "finish_reason", "stop_reason")}
+        if call.path == CHAT_PATH:
+            message = dict(choice["message"])
+            if message.get("tool_calls"):
+                message["tool_calls"] = [
+                    {"index": number, **tool} for number, tool in enumerate(message["tool_calls"])
+                ]
+            whole["delta"], end["delta"] = message, {}
+        else:
+            whole["text"], end["text"] = choice["text"], ""
+        said.append({**head, "choices": [whole]})
+        ends.append({**head, "choices": [end]})
+    if call.shown.usage:
+        ends.append({**head, "choices": [], "usage": answer.get("usage")})
+    return said, ends
