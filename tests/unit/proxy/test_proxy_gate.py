@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from support.mock_engine import MODEL, MockEngine, Say
+from support.mock_engine import MODEL, MockEngine, Say, logprobs_of, render
 from support.proxy_rig import HeldWriter, eventually, serving
 from tracegrad.proxy import create_app
 from tracegrad.proxy.gate import Gate
@@ -67,7 +67,50 @@ def test_a_stream_across_two_marks_has_exact_spans(
     assert state(http) == {"version": 8, "held": False, "in_flight": 0, "waiting": 0}
 
 
-def test_a_whole_answer_across_a_mark_has_no_known_version(
+def test_a_whole_answer_across_a_mark_has_exact_spans_too(
+    engine: MockEngine,
+    client: openai.OpenAI,
+    http: httpx.Client,
+    turns: Turns,
+    pool: ThreadPoolExecutor,
+) -> None:
+    """Where weights are pushed the engine streams to the proxy what the client gets whole."""
+    push(http, "hold", ttl_s=60)
+    push(http, "release")
+    say = Say("0123456789", [("look", '{"at": "it"}')], "Why not?")
+    engine.replies.append(say)
+    gate = engine.wait_before(3)
+    answer = pool.submit(
+        client.chat.completions.create,
+        model=MODEL,
+        messages=HELLO,
+        logprobs=True,
+        extra_body={"return_token_ids": True},
+    )
+    eventually(lambda: engine.requests)
+    assert engine.requests[0]["stream"] is True
+    assert push(http, "hold", drain_s=5) == {"in_flight": 1}
+    push(http, "mark", version=7)
+    gate.set()
+    push(http, "release")
+
+    [turn] = turns() if answer.result() else []
+    tokens = len(say.token_ids)
+    assert turn.policy_versions == ((0, 12), (7, tokens - 12))
+    assert turn.untrainable is None
+    whole = answer.result()
+    choice = whole.choices[0]
+    assert (choice.message.content, choice.message.reasoning) == ("0123456789", "Why not?")
+    assert choice.message.tool_calls[0].function.arguments == '{"at": "it"}'
+    assert choice.finish_reason == "tool_calls"
+    assert choice.token_ids == say.token_ids
+    assert [entry.logprob for entry in choice.logprobs.content] == logprobs_of(say.token_ids)
+    assert whole.prompt_token_ids == render(HELLO)
+    assert whole.usage.completion_tokens == tokens
+    assert whole.object == "chat.completion"
+
+
+def test_a_whole_answer_across_the_first_mark_of_all_has_no_known_version(
     engine: MockEngine,
     client: openai.OpenAI,
     http: httpx.Client,
