@@ -87,6 +87,12 @@ class MockEngine:
     chunk_tokens: int = 4
     break_at: int | None = None  # drop the connection in place of this chunk
     error_at: int | None = None  # report an error in place of this chunk
+    models: Json = field(
+        default_factory=lambda: {
+            "object": "list",
+            "data": [{"id": MODEL, "object": "model", "owned_by": "vllm", "root": MODEL}],
+        }
+    )
     tell_ids: bool = True  # False: an engine that knows nothing of token ids
     _gates: dict[int, threading.Event] = field(default_factory=dict)
 
@@ -106,9 +112,7 @@ class MockEngine:
         )
 
     async def _models(self, _: Request) -> Response:
-        return JSONResponse(
-            {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "vllm"}]}
-        )
+        return JSONResponse(self.models)
 
     async def _embeddings(self, request: Request) -> Response:
         self.requests.append(await request.json())

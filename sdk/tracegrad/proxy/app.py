@@ -20,7 +20,8 @@ from tracegrad.proxy.continuation import Continuation
 from tracegrad.proxy.dialects.chat import Chat
 from tracegrad.proxy.dialects.completions import Completions
 from tracegrad.proxy.gate import Gate
-from tracegrad.proxy.passed_on import PassedOn
+from tracegrad.proxy.models import gemini_models, models
+from tracegrad.proxy.passed_on import PassedOn, Shape
 from tracegrad.proxy.recorder import Recorder, SubmitsFacts
 from tracegrad.proxy.repeats import Repeats
 from tracegrad.proxy.upstream import Upstream
@@ -71,14 +72,16 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
 
 
 def _hot_routes(rooms: Rooms, spans: ASGIApp) -> list[BaseRoute]:
-    def passed_on(method: str, path: str) -> ASGIApp:
-        return PassedOn(rooms.upstream, method, path, max_body_bytes=rooms.max_body_bytes)
+    def passed_on(method: str, path: str, shape: Shape | None = None) -> ASGIApp:
+        limit = rooms.max_body_bytes
+        return PassedOn(rooms.upstream, method, path, max_body_bytes=limit, shape=shape)
 
     served: list[tuple[str, str, ASGIApp]] = [
         ("POST", "/v1/chat/completions", Calls(Chat(), rooms)),
         ("POST", "/v1/completions", Calls(Completions(), rooms)),
         ("POST", "/v1/embeddings", passed_on("POST", "/v1/embeddings")),
-        ("GET", "/v1/models", passed_on("GET", "/v1/models")),
+        ("GET", "/v1/models", passed_on("GET", "/v1/models", models)),
+        ("GET", "/v1beta/models", passed_on("GET", "/v1/models", gemini_models)),
     ]
     routes: list[BaseRoute] = [Route("/v1/traces", spans, methods=["POST"])]
     for method, path, endpoint in served:

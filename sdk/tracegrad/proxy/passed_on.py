@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import aiohttp
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -9,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from tracegrad.proxy.calls import broken_off
 from tracegrad.proxy.connection import (
     ClientGone,
+    Headers,
     engine_headers,
     headers_of,
     read_body,
@@ -18,15 +21,29 @@ from tracegrad.proxy.engine import read_error
 from tracegrad.proxy.errors import ApiError
 from tracegrad.proxy.upstream import Upstream
 
+Shape = Callable[[bytes, Headers], bytes]
+
 
 class PassedOn:
-    """One route of the engine's, without a record: nothing is sampled there."""
+    """One route of the engine's, without a record: nothing is sampled there.
 
-    def __init__(self, upstream: Upstream, method: str, path: str, *, max_body_bytes: int) -> None:
+    `shape` makes the client's body of the engine's, given the request's headers.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        method: str,
+        path: str,
+        *,
+        max_body_bytes: int,
+        shape: Shape | None = None,
+    ) -> None:
         self._upstream = upstream
         self._method = method
         self._path = path
         self._max_body_bytes = max_body_bytes
+        self._shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -39,11 +56,11 @@ class PassedOn:
 
     async def _answer(self, scope: Scope, receive: Receive) -> Response:
         body = await read_body(receive, self._max_body_bytes)
-        headers = engine_headers(headers_of(scope))
+        headers = headers_of(scope)
         async with (
             while_client_waits(receive),
             self._upstream.request(
-                self._method, self._path, body=body or None, headers=headers
+                self._method, self._path, body=body or None, headers=engine_headers(headers)
             ) as engine,
         ):
             try:
@@ -52,5 +69,7 @@ class PassedOn:
                 raise broken_off(error) from error
         if engine.status != 200:
             raise read_error(engine.status, raw, engine.headers)
+        if self._shape is not None:
+            raw = self._shape(raw, headers)
         kind = engine.headers.get("content-type", "application/json")
         return Response(raw, media_type=kind)
