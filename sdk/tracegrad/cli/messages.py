@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tracegrad.proxy.dialects.registry import call_of
 from tracegrad.records import Turn
 from tracegrad.store.packing import dump_json
 
@@ -36,6 +37,12 @@ class News:
 def news_of(index: int, turns: Sequence[Turn]) -> News:
     """Compared with the turn's parent; a fork with the turn that shares most messages."""
     mine = _raw_messages(turns[index])
+    call = call_of(turns[index])
+    if call is not None and call.previous is not None:
+        # The client sent what is new, and named the turn that it follows.
+        named = [number for number in range(index) if turns[number].turn_id == call.previous]
+        before = len(_raw_messages(turns[named[0]])) + 1 if named else 0
+        return News([_message(raw) for raw in mine], before, named[0] if named else None)
     known, of_turn = 0, None
     for earlier in range(index):
         if turns[index].parent_id not in (None, turns[earlier].turn_id):
@@ -55,10 +62,13 @@ def reply_of(turn: Turn) -> Message | None:
 
 
 def _raw_messages(turn: Turn) -> list[Mapping[str, Any]]:
-    messages = (turn.request or {}).get("messages")
-    if not isinstance(messages, list):
+    """In canonical form, whatever dialect the agent speaks."""
+    call = call_of(turn)
+    if call is None:
         return []
-    return [message for message in messages if isinstance(message, Mapping)]
+    if call.messages:
+        return list(call.messages)
+    return [{"role": "prompt", "content": call.body.get("prompt")}]
 
 
 def _shared(mine: Sequence[Mapping[str, Any]], turn: Turn) -> int:

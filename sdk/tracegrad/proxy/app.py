@@ -17,8 +17,11 @@ from tracegrad.proxy.attribution import TraceMap
 from tracegrad.proxy.calls import Calls, Rooms
 from tracegrad.proxy.collector import Traces
 from tracegrad.proxy.continuation import Continuation
+from tracegrad.proxy.counting import Counts
 from tracegrad.proxy.dialects.chat import Chat
 from tracegrad.proxy.dialects.completions import Completions
+from tracegrad.proxy.dialects.messages import Messages, count_answer, count_request
+from tracegrad.proxy.dialects.responses import Responses
 from tracegrad.proxy.gate import Gate
 from tracegrad.proxy.models import gemini_models, models
 from tracegrad.proxy.passed_on import PassedOn, Shape
@@ -79,6 +82,13 @@ def _hot_routes(rooms: Rooms, spans: ASGIApp) -> list[BaseRoute]:
     served: list[tuple[str, str, ASGIApp]] = [
         ("POST", "/v1/chat/completions", Calls(Chat(), rooms)),
         ("POST", "/v1/completions", Calls(Completions(), rooms)),
+        ("POST", "/v1/responses", Calls(Responses(), rooms)),
+        ("POST", "/v1/messages", Calls(Messages(), rooms)),
+        (
+            "POST",
+            "/v1/messages/count_tokens",
+            Counts(Messages(), rooms, parse=count_request, shape=count_answer),
+        ),
         ("POST", "/v1/embeddings", passed_on("POST", "/v1/embeddings")),
         ("GET", "/v1/models", passed_on("GET", "/v1/models", models)),
         ("GET", "/v1beta/models", passed_on("GET", "/v1/models", gemini_models)),

@@ -95,6 +95,8 @@ class Calls:
         owner = attribute(headers, path.get("rollout"))
         raw = await read_body(receive, self._rooms.max_body_bytes)
         call = self._dialect.parse(raw, path, dict(parse_qsl(scope["query_string"].decode())))
+        if call.previous is not None:
+            call, owner = await self._rooms.recorder.continued(call, owner)
         known = fingerprint(owner.rollout_id, scope["path"], raw)
         if is_repeat(headers) and (given := await self._given(known)):
             return await self._again(call, given, send)

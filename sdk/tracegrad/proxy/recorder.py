@@ -6,15 +6,17 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Protocol
 
 from tracegrad.proxy import sampling
 from tracegrad.proxy.attribution import Owner, TraceMap
 from tracegrad.proxy.continuation import Continuation, Place, ReadsTurns
 from tracegrad.proxy.dialects.base import Call
-from tracegrad.proxy.errors import ApiError, Unavailable
+from tracegrad.proxy.errors import ApiError, BadRequest, Unavailable
+from tracegrad.proxy.recorded import NotRecorded, conversation_of
 from tracegrad.proxy.replies import Reply
-from tracegrad.records import Fact, Turn, new_id
+from tracegrad.records import Fact, Json, Turn, new_id
 from tracegrad.store.errors import StoreError, StoreUnavailable
 
 log = logging.getLogger("tracegrad.proxy")
@@ -65,6 +67,28 @@ class Recorder:
         for turn in turns:
             self._continuation.add(turn)
         return [turn.turn_id for turn in turns]
+
+    async def continued(self, call: Call, owner: Owner) -> tuple[Call, Owner]:
+        """The call with the conversation that it only names. Raises BadRequest for one that is
+        not in the store."""
+        assert call.previous is not None
+        try:
+            earlier, rollout_id = await asyncio.to_thread(self._earlier, call.previous)
+        except NotRecorded:
+            raise BadRequest(
+                f"Previous response with id 'resp_{call.previous}' not found.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            ) from None
+        if owner.rollout_id is None:
+            owner = replace(owner, rollout_id=rollout_id)
+        return call.after(earlier), owner
+
+    def _earlier(self, turn_id: str) -> tuple[list[Json], str]:
+        turn = self._store.find_turn(turn_id)
+        if turn is None:
+            raise NotRecorded(turn_id)
+        return conversation_of(turn_id, self._store.find_turn), turn.rollout_id
 
     async def read(self, turn_ids: Sequence[str]) -> list[Turn]:
         """Recorded turns, as far as they are there."""

@@ -43,6 +43,8 @@ class Call:
     turn_id: str = field(default_factory=new_id)
     # The turn whose conversation comes before `messages` (Responses: previous_response_id).
     previous: str | None = None
+    # How many of `messages`, the first ones, are this call's alone and no part of what follows it.
+    instructions: int = 0
     # Why the turn must not be trained whatever the sampling was ("media"), or None.
     untrainable: str | None = None
 
@@ -56,19 +58,15 @@ class Call:
     def n(self) -> int:
         return int(self.body.get("n") or 1)
 
-    def after(self, earlier: Sequence[Json]) -> Call:
-        """The same call behind a conversation that the client left out.
+    @property
+    def own_messages(self) -> list[Json]:
+        return self.messages[self.instructions :]
 
-        System text of the earlier call is not carried over; the call brings its own.
-        """
-        own = list(self.messages)
-        system = own[:1] if own and own[0].get("role") == "system" else []
-        kept = [message for message in earlier if message.get("role") != "system"]
-        return replace(
-            self,
-            body={**self.body, "messages": system + kept + own[len(system) :]},
-            previous=None,
-        )
+    def after(self, earlier: Sequence[Json]) -> Call:
+        """The same call behind a conversation that the client left out."""
+        lead = self.messages[: self.instructions]
+        body = {**self.body, "messages": [*lead, *earlier, *self.own_messages]}
+        return replace(self, body=body, previous=None)
 
 
 class StreamWriter(Protocol):

@@ -1,0 +1,76 @@
+"""How many tokens a prompt would have: asked of the engine, recorded nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import aiohttp
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tracegrad.proxy.calls import Rooms, broken_off
+from tracegrad.proxy.connection import (
+    ClientGone,
+    engine_headers,
+    headers_of,
+    read_body,
+    while_client_waits,
+)
+from tracegrad.proxy.dialects.base import Call, Dialect
+from tracegrad.proxy.engine import read_error
+from tracegrad.proxy.errors import ApiError
+
+# vLLM's; it is not served to clients under this name.
+PATH = "/tokenize"
+
+_RENDERING = ("messages", "tools", "model", "chat_template_kwargs")
+
+
+class Counts:
+    """`parse` reads the client's request, `shape` makes its answer of the number."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        rooms: Rooms,
+        *,
+        parse: Callable[[bytes], Call],
+        shape: Callable[[int], bytes],
+    ) -> None:
+        self._dialect = dialect
+        self._rooms = rooms
+        self._parse = parse
+        self._shape = shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            call = self._parse(await read_body(receive, self._rooms.max_body_bytes))
+            async with while_client_waits(receive):
+                tokens = await self._count(call, engine_headers(headers_of(scope)))
+            response = Response(self._shape(tokens), media_type="application/json")
+        except ApiError as error:
+            response = error.response(self._dialect.error(error))
+        except ClientGone:
+            return
+        await response(scope, receive, send)
+
+    async def _count(self, call: Call, headers: dict[str, str]) -> int:
+        body = {name: call.body[name] for name in _RENDERING if name in call.body}
+        if self._rooms.model is not None:
+            body["model"] = self._rooms.model
+        async with self._rooms.upstream.request(
+            "POST", PATH, body=orjson.dumps(body), headers=headers
+        ) as engine:
+            try:
+                raw = await engine.read()
+            except aiohttp.ClientError as error:
+                raise broken_off(error) from error
+        if engine.status != 200:
+            raise read_error(engine.status, raw, engine.headers)
+        try:
+            return int(orjson.loads(raw)["count"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ApiError(
+                502, "the engine's count of tokens cannot be read", kind="upstream_error"
+            ) from error

@@ -1,0 +1,31 @@
+"""Every dialect by the name that is stored with its turns."""
+
+from __future__ import annotations
+
+from tracegrad.proxy.dialects.base import Call, Dialect
+from tracegrad.proxy.dialects.chat import Chat
+from tracegrad.proxy.dialects.completions import Completions
+from tracegrad.proxy.dialects.messages import Messages
+from tracegrad.proxy.dialects.responses import Responses
+from tracegrad.proxy.errors import ApiError
+from tracegrad.records import Turn
+from tracegrad.store.packing import dump_json
+
+DIALECTS: dict[str, Dialect] = {
+    dialect.name: dialect
+    for dialect in (Chat(), Completions(), Responses(), Messages())
+}
+
+
+def call_of(turn: Turn) -> Call | None:
+    """The call that made the turn, read again from what was recorded of it.
+
+    None without a recorded request, or for one that this version would refuse.
+    """
+    dialect = DIALECTS.get(turn.dialect)
+    if dialect is None or turn.request is None:
+        return None
+    try:
+        return dialect.parse(dump_json(turn.request).encode(), {}, {})
+    except ApiError:
+        return None
