@@ -16,7 +16,7 @@ from tracegrad.proxy.api import add_error_handlers, make_router
 from tracegrad.proxy.attribution import TraceMap
 from tracegrad.proxy.calls import Calls, Rooms
 from tracegrad.proxy.collector import Traces
-from tracegrad.proxy.continuation import Continuation
+from tracegrad.proxy.continuation import Continuation, EngineText
 from tracegrad.proxy.counting import Counts
 from tracegrad.proxy.dialects.chat import Chat
 from tracegrad.proxy.dialects.completions import Completions
@@ -41,7 +41,8 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
     key = settings.upstream_api_key
     upstream = Upstream(settings.upstream, api_key=key.get_secret_value() if key else None)
     traces = TraceMap()
-    continuation = Continuation(store, limit_bytes=settings.cache_mib << 20)
+    text = EngineText(settings.tokenizer, upstream.models)
+    continuation = Continuation(store, limit_bytes=settings.cache_mib << 20, text=text)
     recorder = Recorder(writer, store, continuation, traces)
     gate = Gate(version=store.current_version() or 0, held=settings.held)
     limit = settings.max_body_mib << 20

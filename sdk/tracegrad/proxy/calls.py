@@ -28,6 +28,7 @@ from tracegrad.proxy.connection import (
     read_body,
     while_client_waits,
 )
+from tracegrad.proxy.continuation import Plan
 from tracegrad.proxy.dialects.base import Call, Dialect, StreamWriter
 from tracegrad.proxy.engine import Answer, Ask, read_answer, read_error, request_body, strip
 from tracegrad.proxy.engine_stream import EngineStream
@@ -62,6 +63,7 @@ class Visit:
 
     call: Call
     owner: Owner
+    plan: Plan
     headers: Headers  # for the engine
     passage: Passage
     fingerprint: bytes
@@ -97,15 +99,16 @@ class Calls:
         call = self._dialect.parse(raw, path, dict(parse_qsl(scope["query_string"].decode())))
         if call.previous is not None:
             call, owner = await self._rooms.recorder.continued(call, owner)
+        call = call.with_one_system()
         known = fingerprint(owner.rollout_id, scope["path"], raw)
         if is_repeat(headers) and (given := await self._given(known)):
             return await self._again(call, given, send)
-        self._rooms.recorder.expect(owner)
+        plan = await self._rooms.recorder.plan(call, owner)
         # A body in one piece cannot be split by version: where weights are pushed, the engine
         # streams to us what the client gets whole.
         streaming = call.stream or self._rooms.gate.pushes
         passage = self._rooms.gate.passage(streaming=streaming)
-        visit = Visit(call, owner, engine_headers(headers), passage, known)
+        visit = Visit(call, owner, plan, engine_headers(headers), passage, known)
         if call.stream:
             await self._streamed(visit, receive, send)
             return None
@@ -190,7 +193,12 @@ class Calls:
     async def _asked(self, visit: Visit) -> AsyncIterator[aiohttp.ClientResponse]:
         """The engine's answer with status 200. Raises ApiError for any other."""
         call = visit.call
-        body = request_body(call, Ask(stream=visit.passage.streaming, model=self._rooms.model))
+        ask = Ask(
+            stream=visit.passage.streaming,
+            model=self._rooms.model,
+            prompt_ids=visit.plan.prompt_ids,
+        )
+        body = request_body(call, ask)
         async with self._rooms.upstream.request(
             "POST", call.path, body=body, headers=visit.headers
         ) as engine:
@@ -199,7 +207,7 @@ class Calls:
                 return
             refusal = read_error(engine.status, await _all_of(engine), engine.headers)
         if refusal.code == OVER_LENGTH:
-            await self._rooms.recorder.refused(call, visit.owner, "over_length")
+            await self._rooms.recorder.refused(call, visit.owner, visit.plan, "over_length")
         raise refusal
 
     async def _keep(self, visit: Visit, replies: Sequence[Reply]) -> None:
@@ -213,7 +221,7 @@ class Calls:
 
     async def _record(self, visit: Visit, replies: Sequence[Reply]) -> None:
         turn_ids = await self._rooms.recorder.record(
-            visit.call, visit.owner, replies, unknown_version=visit.passage.unknown
+            visit.call, visit.owner, visit.plan, replies, unknown_version=visit.passage.unknown
         )
         if all(reply.finish_reason is not None for reply in replies):
             self._rooms.repeats.remember(visit.fingerprint, turn_ids)

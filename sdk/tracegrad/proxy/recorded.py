@@ -24,12 +24,14 @@ def reply_of(turn: Turn) -> Json | None:
 def whole_call(turn: Turn, find: FindsTurn) -> Call | None:
     """The turn's call with the whole conversation, also where the client had left it out."""
     call = call_of(turn)
-    if call is None or call.previous is None:
-        return call
-    try:
-        return call.after(conversation_of(call.previous, find))
-    except NotRecorded:
+    if call is None:
         return None
+    if call.previous is not None:
+        try:
+            call = call.after(conversation_of(call.previous, find))
+        except NotRecorded:
+            return None
+    return call.with_one_system()
 
 
 def conversation_of(turn_id: str, find: FindsTurn) -> list[Json]:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from tracegrad.proxy import sampling
 from tracegrad.proxy.attribution import Owner, TraceMap
-from tracegrad.proxy.continuation import Continuation, Place, ReadsTurns
+from tracegrad.proxy.continuation import Continuation, Place, Plan, ReadsTurns
 from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.errors import ApiError, BadRequest, Unavailable
 from tracegrad.proxy.recorded import NotRecorded, conversation_of
@@ -41,13 +41,22 @@ class Recorder:
         self._traces = traces
         self._failing = False
 
-    def expect(self, owner: Owner) -> None:
-        """A call begins: what `record` will need is fetched meanwhile."""
+    async def plan(self, call: Call, owner: Owner) -> Plan:
+        """A call begins: which turn it continues, with which tokens. Raises Unavailable."""
         self._traces.learn(owner.trace_id, owner.rollout_id)
-        self._continuation.prefetch(owner.rollout_id)
+        try:
+            return await self._continuation.plan(owner.rollout_id, call)
+        except StoreUnavailable as error:
+            raise self.unavailable(error) from error
 
     async def record(
-        self, call: Call, owner: Owner, replies: Sequence[Reply], *, unknown_version: bool
+        self,
+        call: Call,
+        owner: Owner,
+        plan: Plan,
+        replies: Sequence[Reply],
+        *,
+        unknown_version: bool,
     ) -> list[str]:
         """Commit one turn for each reply; their ids. On return they survive a `kill -9`.
 
@@ -55,7 +64,7 @@ class Recorder:
         cannot be written; then none of the turns was recorded.
         """
         try:
-            places = await self._places(call, owner, replies)
+            places = await self._places(plan, replies)
             turns = _turns(call, owner, places, replies, unknown_version=unknown_version)
             await self._committed(turns)
         except StoreUnavailable as error:
@@ -65,7 +74,7 @@ class Recorder:
             raise ApiError(500, f"the turn was refused: {error}", kind="store_error") from error
         self._traces.learn(owner.trace_id, turns[0].rollout_id)
         for turn in turns:
-            self._continuation.add(turn)
+            self._continuation.add(turn, plan)
         return [turn.turn_id for turn in turns]
 
     async def continued(self, call: Call, owner: Owner) -> tuple[Call, Owner]:
@@ -74,6 +83,8 @@ class Recorder:
         assert call.previous is not None
         try:
             earlier, rollout_id = await asyncio.to_thread(self._earlier, call.previous)
+            if owner.rollout_id not in (None, rollout_id):
+                raise NotRecorded(call.previous)  # another rollout's is nobody else's to read
         except NotRecorded:
             raise BadRequest(
                 f"Previous response with id 'resp_{call.previous}' not found.",
@@ -95,22 +106,21 @@ class Recorder:
         found = [await asyncio.to_thread(self._store.find_turn, turn_id) for turn_id in turn_ids]
         return [turn for turn in found if turn is not None]
 
-    async def refused(self, call: Call, owner: Owner, reason: str) -> None:
+    async def refused(self, call: Call, owner: Owner, plan: Plan, reason: str) -> None:
         """Commit a turn without tokens: the engine would not answer, for this `reason`."""
         refusal = Reply(finish_reason="refused")
         refusal.drop(reason)
-        await self.record(call, owner, [refusal], unknown_version=False)
+        await self.record(call, owner, plan, [refusal], unknown_version=False)
 
-    async def _places(self, call: Call, owner: Owner, replies: Sequence[Reply]) -> list[Place]:
+    async def _places(self, plan: Plan, replies: Sequence[Reply]) -> list[Place]:
         """One for each reply; choices of one prompt share it."""
         found: dict[bytes, Place] = {}
         places: list[Place] = []
         for reply in replies:
-            prompt = reply.prompt_token_ids
-            key = prompt.tobytes()
+            key = reply.prompt_token_ids.tobytes()
             if key not in found:
-                rollout_id = owner.rollout_id or (places[0].rollout_id if places else None)
-                found[key] = await self._continuation.place(rollout_id, prompt, call.messages)
+                found[key] = await self._continuation.place(plan, reply.prompt_token_ids)
+                plan = replace(plan, rollout_id=found[key].rollout_id)
             places.append(found[key])
         return places
 

@@ -67,4 +67,9 @@ def _constrained(body: Json) -> bool:
     tool_choice = body.get("tool_choice")
     if tool_choice == "required" or isinstance(tool_choice, dict):
         return True
+    # vLLM holds a strict tool's arguments to its schema while they are sampled.
+    tools = body.get("tools")
+    functions = [tool.get("function") for tool in tools or () if isinstance(tool, dict)]
+    if any(isinstance(each, dict) and each.get("strict") for each in functions):
+        return True
     return any(body.get(name) for name in _CONSTRAINTS)

@@ -51,6 +51,11 @@ class Upstream:
         async with response:
             yield response
 
+    async def models(self) -> bytes:
+        """The engine's list of models. Raises ApiError."""
+        async with self.request("GET", "/v1/models", body=None, headers={}) as answer:
+            return await answer.read()
+
     async def _send(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:

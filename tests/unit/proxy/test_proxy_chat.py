@@ -305,6 +305,10 @@ def test_sampling_settings_are_recorded_with_their_defaults(
         ({"structured_outputs": {"choice": ["a", "b"]}}, "constrained"),
         ({"tool_choice": "required", "tools": TOOLS}, "constrained"),
         ({"min_tokens": 4}, "constrained"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            "constrained",
+        ),
         ({"response_format": {"type": "text"}, "tool_choice": "auto", "tools": TOOLS}, None),
         ({"temperature": None, "top_p": None, "top_k": 0, "n": None}, None),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from tracegrad.settings import DEFAULT_STORE, ProxySettings
 from tracegrad.store import DEFAULT_URL, Store
@@ -19,19 +20,20 @@ from tracegrad.store import DEFAULT_URL, Store
 RUN = "import typer; from tracegrad.proxy.cli import proxy_command; typer.run(proxy_command)"
 
 
-def start(cwd: Path, *flags: str) -> subprocess.Popen[str]:
+def start(cwd: Path, *flags: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", RUN, *flags],
         cwd=cwd,
+        env={**os.environ, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def refused(cwd: Path, *flags: str) -> str:
+def refused(cwd: Path, *flags: str, **env: str) -> str:
     """What it says when it does not start."""
-    process = start(cwd, *flags)
+    process = start(cwd, *flags, **env)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2, out + err
     assert out == ""
@@ -71,15 +73,45 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
 
 def test_an_open_address_is_refused(tmp_path: Path) -> None:
     err = refused(tmp_path, "--host", "0.0.0.0")
-    assert err.startswith("tracegrad proxy: host: ")
-    assert "no admin keys yet" in err
+    assert err.startswith("tracegrad proxy: host: 0.0.0.0 is not a loopback address")
+    assert "TRACEGRAD_API_KEY" in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("too-short-a-key", "it has 15 characters"),
+        ("long-enough-but with spaces", "visible ASCII"),
+        ("tg-" + "a-rollouts-key", "belong to rollouts"),
+    ],
+)
+def test_a_weak_admin_key_is_refused_and_not_shown(tmp_path: Path, key: str, words: str) -> None:
+    err = refused(tmp_path, "--host", "0.0.0.0", TRACEGRAD_API_KEY=key)
+    assert err.startswith("tracegrad proxy: admin_key: ")
+    assert words in err
+    assert key not in err
+    assert err.count("\n") == 1
+
+
+def test_a_hook_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text("def clean(record): return record\n")
+    err = refused(tmp_path, "--redact", "hooks:clean", "--redact", "hooks:wash")
+    assert err.startswith("tracegrad proxy: redact[1]: cannot load 'hooks:wash'")
+    assert err.count("\n") == 1
+    assert not (tmp_path / ".tracegrad").exists()
 
 
 def test_a_store_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
     err = refused(tmp_path, "--port", "0", "--store", "nonsense")
     assert err.startswith("tracegrad proxy: store nonsense: ")
     assert err.count("\n") == 1
+
+
+def test_a_stores_password_is_not_shown(tmp_path: Path) -> None:
+    err = refused(tmp_path, "--port", "0", "--store", "nonsense://me:geheim@host/db")
+    assert "nonsense://me:***@host/db" in err
+    assert "geheim" not in err
 
 
 def test_flags_come_before_the_environment_and_that_before_the_file(
@@ -107,6 +139,13 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
         ({"upstream": "localhost:8000"}, "upstream"),
         ({"host": "192.168.1.4"}, "host"),
         ({"host": "example.org"}, "host"),
+        ({"host": "0.0.0.0", "admin_key": "short"}, "admin_key"),
+        ({"admin_key": "with a space in between"}, "admin_key"),
+        ({"upstream": ["http://a:1", "b:2"]}, "upstream"),
+        ({"upstream": "http://a:1,http://a:1/v1"}, "upstream"),
+        ({"upstream_kind": "vlm"}, "upstream_kind"),
+        ({"redact": ["hooks.clean"]}, "redact"),
+        ({"max_wait_s": 0}, "max_wait_s"),
         ({"prot": 1}, "prot"),
     ],
 )
@@ -125,6 +164,45 @@ def test_a_broken_settings_file_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_an_openai_base_url_is_understood() -> None:
     assert ProxySettings(upstream="http://127.0.0.1:8000/v1/").upstream == "http://127.0.0.1:8000"
+
+
+def test_replicas_are_a_list_or_have_commas_between() -> None:
+    told = ["http://a:8000/v1", "http://b:8000/"]
+    for upstream in (told, ", ".join(told)):
+        settings = ProxySettings(upstream=upstream)  # type: ignore[arg-type]
+        assert settings.upstreams == ("http://a:8000", "http://b:8000")
+    assert ProxySettings().upstreams == ("http://127.0.0.1:8000",)
+
+
+def test_any_address_will_do_with_an_admin_key() -> None:
+    for host in ("0.0.0.0", "192.168.1.4", "::"):
+        assert ProxySettings(host=host, admin_key=SecretStr("k" * 16)).host == host
+
+
+def test_keys_are_in_no_dump_and_no_error() -> None:
+    secret = "a-secret-of-the-admin's"
+    settings = ProxySettings(admin_key=SecretStr(secret), upstream_api_key=SecretStr(secret))
+    shown = [str(settings), repr(settings), settings.model_dump_json(), str(settings.model_dump())]
+    with pytest.raises(ValidationError) as caught:
+        ProxySettings(admin_key=SecretStr(secret + " "), port="no port", prot=secret)  # type: ignore[arg-type,call-arg]
+    assert len(caught.value.errors()) == 3
+    assert secret not in "".join([*shown, str(caught.value), repr(caught.value)])
+
+
+def test_a_child_process_gets_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ProxySettings(
+        upstream=["http://a:1", "http://b:2"],  # type: ignore[arg-type]
+        upstream_api_key=SecretStr("engine"),
+        store="sqlite:///other.db",
+        redact=["a.b:c", "d:e"],
+        admin_key=SecretStr("k" * 20),
+        host="0.0.0.0",
+        held=True,
+        head_timeout_s=1.5,
+    )
+    for name, value in settings.environment().items():
+        monkeypatch.setenv(name, value)
+    assert ProxySettings() == settings
 
 
 def test_loopback_has_many_names() -> None:

@@ -12,7 +12,12 @@ from tracegrad.records import Turn
 
 Turns = Callable[..., list[Turn]]
 
-TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+TOOL = {
+    "type": "function",
+    "name": "look",
+    "parameters": {"type": "object", "properties": {}},
+    "strict": False,
+}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -89,3 +94,31 @@ def test_an_unknown_response_is_not_found(engine: MockEngine, client: openai.Ope
     assert caught.value.code == "previous_response_not_found"
     assert caught.value.param == "previous_response_id"
     assert engine.requests == []
+
+
+def test_another_rollouts_response_is_not_found(proxy: str, client: openai.OpenAI) -> None:
+    first = client.responses.create(model=MODEL, input="A secret.")
+    with (
+        openai.OpenAI(base_url=f"{proxy}/rollouts/r2/v1", api_key="none") as other,
+        pytest.raises(openai.BadRequestError, match="not found"),
+    ):
+        other.responses.create(model=MODEL, input="Tell.", previous_response_id=first.id)
+
+
+def test_instructions_and_developers_become_one_system_message(
+    engine: MockEngine, client: openai.OpenAI, turns: Turns
+) -> None:
+    first = client.responses.create(
+        model=MODEL,
+        instructions="Be brief.",
+        input=[{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hello"}],
+    )
+    client.responses.create(
+        model=MODEL, instructions="Be quick.", input="On.", previous_response_id=first.id
+    )
+    systems = [
+        [m["content"] for m in request["messages"] if m["role"] == "system"]
+        for request in engine.requests
+    ]
+    assert systems == [["Be brief.\n\nBe kind."], ["Be quick.\n\nBe kind."]]
+    assert turns()[1].fork_reason == "edited_history", "other instructions: another prompt"

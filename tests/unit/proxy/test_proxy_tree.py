@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,7 +15,9 @@ from support.mock_engine import MODEL, MockEngine, Say, render
 from support.proxy_rig import HeldWriter, serving
 from tracegrad.proxy import create_app
 from tracegrad.proxy.attribution import Owner, attribute
-from tracegrad.proxy.continuation import Continuation
+from tracegrad.proxy.continuation import Continuation, Place
+from tracegrad.proxy.dialects.base import Call
+from tracegrad.proxy.dialects.chat import Chat
 from tracegrad.proxy.errors import BadRequest
 from tracegrad.records import Turn, logprobs, token_ids
 from tracegrad.settings import ProxySettings
@@ -123,22 +127,24 @@ def test_a_continued_choice_is_the_parent(
 
 
 def test_forks_say_why(engine: MockEngine, client: openai.OpenAI, turns: Turns) -> None:
-    def ask(*messages: Json) -> None:
-        client.chat.completions.create(model=MODEL, messages=list(messages))
+    def ask(*messages: Json) -> Any:
+        answer = client.chat.completions.create(model=MODEL, messages=list(messages))
+        return answer.choices[0].message
 
     engine.replies += [Say("", [("look", '{"q": 1}')]), Say("b"), Say("c"), Say("d"), Say("e")]
     go = user("go")
-    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"q":1}'}}
-    ask(go)
+    call = ask(go).tool_calls[0].model_dump()
+    call["function"]["arguments"] = '{"q":1}'
     # The same call, its arguments written anew, without the space: other tokens.
     ask(go, {"role": "assistant", "tool_calls": [call]}, user("on"))
     ask(go)
-    ask(user("go!"), {"role": "assistant", "content": "b"}, user("on"))
+    said = {"role": "assistant", "content": "b"}
+    ask(user("go!"), said, user("on"), said, user("on"))
     ask(user("a sub-agent's own task"))
     assert [turn.parent_id for turn in turns()] == [None] * 5
     assert [turn.fork_reason for turn in turns()] == [
         None,
-        "template",
+        "tokenizer",  # the mock engine has none that the proxy could read
         "new_conversation",
         "edited_history",
         "new_conversation",
@@ -152,7 +158,7 @@ def test_reasoning_that_the_template_drops_forks(
     client.chat.completions.create(model=MODEL, messages=[user("Is it?")])
     reply = {"role": "assistant", "content": "Yes."}
     client.chat.completions.create(model=MODEL, messages=[user("Is it?"), reply, user("Sure?")])
-    assert turns()[1].fork_reason == "template"
+    assert turns()[1].fork_reason == "tokenizer"
 
 
 def test_a_branch_off_an_earlier_turn_has_it_as_parent(
@@ -238,22 +244,44 @@ def a_turn(rollout_id: str, prompt: list[int], completion: list[int]) -> Turn:
     )
 
 
+def a_call(*messages: Json) -> Call:
+    return Chat().parse(json.dumps({"messages": messages or [user("go")]}).encode(), {}, {})
+
+
+async def placed(continuation: Continuation, rollout_id: str, prompt: list[int]) -> Place:
+    plan = await continuation.plan(rollout_id, a_call())
+    return await continuation.place(plan, token_ids(prompt))
+
+
 async def test_the_cache_is_bounded_and_falls_back_to_the_store() -> None:
     old = a_turn("old", [1] * 1000, [2])
     store = CountingStore({"old": [old]})
     continuation = Continuation(store, limit_bytes=30_000)
     for _ in range(2):
-        place = await continuation.place("old", token_ids([1] * 1000 + [2, 3]), [])
-        assert place.parent_id == old.turn_id
+        assert (await placed(continuation, "old", [1] * 1000 + [2, 3])).parent_id == old.turn_id
     assert store.reads == 1
     for number in range(10):
         rollout = f"new{number}"
-        await continuation.place(rollout, token_ids([number]), [])
-        continuation.add(a_turn(rollout, [number] * 1000, [5]))
-    assert continuation._size <= 30_000
-    place = await continuation.place("old", token_ids([1] * 1000 + [2, 3]), [])
-    assert place.parent_id == old.turn_id
+        plan = await continuation.plan(rollout, a_call())
+        await continuation.place(plan, token_ids([number]))
+        continuation.add(a_turn(rollout, [number] * 1000, [5]), plan)
+    assert continuation._trees.size <= 30_000
+    assert (await placed(continuation, "old", [1] * 1000 + [2, 3])).parent_id == old.turn_id
     assert store.reads == 12
+
+
+async def test_what_is_forgotten_leaves_nothing_behind() -> None:
+    continuation = Continuation(CountingStore({}), limit_bytes=20_000)
+    for number in range(50):
+        plan = await continuation.plan(f"r{number}", a_call(user(f"task {number}")))
+        await continuation.place(plan, token_ids([number]))
+        turn = a_turn(f"r{number}", [number] * 500, [5])
+        response = {"choices": [{"message": {"role": "assistant", "content": "ok"}}]}
+        continuation.add(replace(turn, response=response, finish_reason="stop"), plan)
+    trees = continuation._trees
+    assert len(trees._trees) < 10
+    assert len(trees._keys) == sum(len(tree.turns) for tree in trees._trees.values())
+    assert 0 < trees.size <= 20_000
 
 
 async def test_a_failed_reading_is_tried_again() -> None:
@@ -261,14 +289,14 @@ async def test_a_failed_reading_is_tried_again() -> None:
     continuation = Continuation(store, limit_bytes=1000)
     broken, store.rollout_turns = store.rollout_turns, lambda *_, **__: 1 / 0  # type: ignore
     with pytest.raises(ZeroDivisionError):
-        await continuation.place("r", token_ids([1]), [])
+        await placed(continuation, "r", [1])
     store.rollout_turns = broken  # type: ignore[method-assign]
-    assert (await continuation.place("r", token_ids([1]), [])).parent_id is None
+    assert (await placed(continuation, "r", [1])).parent_id is None
 
 
 async def test_a_turn_without_a_prompt_is_nobodys_parent() -> None:
     continuation = Continuation(CountingStore({"r": [a_turn("r", [], [])]}), limit_bytes=1000)
-    place = await continuation.place("r", token_ids([1, 2]), [user("go")])
-    continuation.add(a_turn("r", [], []))
-    assert place == ("r", None, None)
-    assert (await continuation.place("r", token_ids([1, 2]), [])).parent_id is None
+    plan = await continuation.plan("r", a_call())
+    assert await continuation.place(plan, token_ids([1, 2])) == ("r", None, None)
+    continuation.add(a_turn("r", [], []), plan)
+    assert (await placed(continuation, "r", [1, 2])).parent_id is None

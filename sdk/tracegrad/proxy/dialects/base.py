@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, Protocol
 
 from tracegrad.proxy.errors import ApiError
@@ -67,6 +68,17 @@ class Call:
         lead = self.messages[: self.instructions]
         body = {**self.body, "messages": [*lead, *earlier, *self.own_messages]}
         return replace(self, body=body, previous=None)
+
+    def with_one_system(self) -> Call:
+        """Instructions and the system text after them as one message: many templates refuse two."""
+        messages = self.messages
+        leading = list(takewhile(lambda m: m.get("role") == "system", messages))
+        texts = [message.get("content") for message in leading]
+        if not self.instructions or len(leading) < 2 or not all(isinstance(t, str) for t in texts):
+            return self
+        system = {"role": "system", "content": "\n\n".join(map(str, texts))}
+        body = {**self.body, "messages": [system, *messages[len(leading) :]]}
+        return replace(self, body=body, instructions=1)
 
 
 class StreamWriter(Protocol):

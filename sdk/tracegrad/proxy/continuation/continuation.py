@@ -1,0 +1,163 @@
+"""Which recorded turn a call continues, and with which exact tokens.
+
+Before the engine is asked, `plan` finds the turn by what was said and proves the tokens of the
+prompt; afterwards `place` holds the tokens that the engine says it used against the tree. Only
+equal tokens make a child: what was said is how a parent is found, never why it is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import NamedTuple
+
+from tracegrad.proxy.continuation.text import EngineText
+from tracegrad.proxy.continuation.trees import (
+    Known,
+    ReadsTurns,
+    Trees,
+    known,
+    longest_first,
+    said_in,
+)
+from tracegrad.proxy.dialects.base import Call
+from tracegrad.proxy.exact.matching import Conversation, miss_reason, recorded_conversation
+from tracegrad.proxy.exact.messages import frame_of, own_rendering
+from tracegrad.proxy.exact.reasons import Fork, Reason
+from tracegrad.proxy.exact.splice import Spliced, splice
+from tracegrad.records import Turn, new_id
+from tracegrad.turns import extends, find_parent
+
+log = logging.getLogger("tracegrad.proxy")
+
+# How many turns, the latest first, the tokens of a call without a name are compared with.
+RECENT_TURNS = 1000
+
+
+class Place(NamedTuple):
+    """Where in which turn tree a call belongs."""
+
+    rollout_id: str
+    parent_id: str | None
+    fork_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`prompt_ids`: the tokens to give the engine in place of the messages; None where it is to
+    render them. `fork` says why, unless the call begins its rollout."""
+
+    rollout_id: str | None
+    said: Conversation | None
+    parent: Known | None = None
+    prompt_ids: array[int] | None = None
+    fork: Fork | None = None
+
+
+class Continuation:
+    """To be used from one event loop.
+
+    `text` is None for an engine that takes no tokens: its prompts are found again all the same.
+    """
+
+    def __init__(
+        self, store: ReadsTurns, *, limit_bytes: int, text: EngineText | None = None
+    ) -> None:
+        self._trees = Trees(store, limit_bytes=limit_bytes)
+        self._text = text
+        self._ignored = False
+
+    async def plan(self, rollout_id: str | None, call: Call) -> Plan:
+        """Raises what the store raises."""
+        self._trees.prefetch(rollout_id)
+        said = said_in(call)
+        if said is None or not said.replies:
+            # Nothing said by a model: nothing to continue, and no reason to wait for the store.
+            return Plan(rollout_id, said)
+        turns = await self._trees.turns(rollout_id) if rollout_id is not None else []
+        parent = self._trees.find(said, rollout_id)
+        if parent is None:
+            conversations = [turn.said for turn in turns if turn.said is not None]
+            missed = miss_reason(said, conversations)
+            return Plan(rollout_id, said, fork=Fork(missed) if missed is not None else None)
+        prompt = await self._continued(call, parent)
+        if isinstance(prompt, Fork):
+            return Plan(parent.rollout_id, said, parent, fork=prompt)
+        return Plan(parent.rollout_id, said, parent, prompt.ids)
+
+    async def place(self, plan: Plan, prompt: array[int]) -> Place:
+        """`prompt`: the tokens that the engine says it used. Raises what the store raises."""
+        if plan.prompt_ids is not None and prompt != plan.prompt_ids and prompt:
+            self._was_ignored()
+        if plan.rollout_id is None:
+            return self._place_untitled(plan, prompt)
+        turns = await self._trees.turns(plan.rollout_id)
+        parent = self._parent(plan, prompt, turns)
+        if parent is not None and (plan.parent is None or parent is plan.parent):
+            return Place(plan.rollout_id, parent.turn.turn_id, None)
+        return Place(
+            plan.rollout_id,
+            parent.turn.turn_id if parent is not None else None,
+            _reason(plan, turns),
+        )
+
+    def add(self, turn: Turn, plan: Plan) -> None:
+        """A turn that the store has committed."""
+        self._trees.add(known(turn, plan.said))
+
+    async def _continued(self, call: Call, parent: Known) -> Spliced | Fork:
+        if self._text is None:
+            return Fork(Reason.TOKENIZER, "the engine takes no tokens")
+        if (name := own_rendering(call.body)) is not None:
+            return Fork(Reason.OWN_RENDERING, name)
+        path = self._trees.path(parent)
+        chain = [each.turn for each in path]
+        messages = recorded_conversation(call.messages, chain)
+        if isinstance(messages, Fork):
+            return messages
+        text = await self._text.get()
+        if isinstance(text, Fork):
+            return text
+        # The clock of the root's rendering, as far as its date goes.
+        began = datetime.fromtimestamp(path[0].created_at)  # noqa: DTZ006 (the engine's local time)
+        return await asyncio.to_thread(splice, text, chain, messages, frame_of(call.body), began)
+
+    def _parent(self, plan: Plan, prompt: array[int], turns: Sequence[Known]) -> Known | None:
+        parent = plan.parent
+        # Where an engine tells no tokens, what was said is all there is to compare.
+        alike = parent is not None and bool(prompt) == bool(parent.prompt_token_ids)
+        if parent is not None and alike and extends(prompt, parent):
+            return parent
+        with_tokens = [turn for turn in turns if turn.prompt_token_ids]
+        return find_parent(prompt, longest_first(with_tokens)) if prompt else None
+
+    def _place_untitled(self, plan: Plan, prompt: array[int]) -> Place:
+        # Without a reply among its messages a prompt cannot contain one.
+        if prompt and plan.said is not None and plan.said.replies:
+            recent = [
+                turn for turn in self._trees.recent(RECENT_TURNS) if turn.completion_token_ids
+            ]
+            if (parent := find_parent(prompt, longest_first(recent))) is not None:
+                return Place(parent.rollout_id, parent.turn.turn_id, None)
+        rollout_id = new_id()
+        self._trees.plant(rollout_id)
+        return Place(rollout_id, None, None)
+
+    def _was_ignored(self) -> None:
+        """Says it once: the turns are true all the same, with the tokens that the engine told."""
+        if not self._ignored:
+            self._ignored = True
+            log.error("the engine did not use the tokens that it was given for a prompt")
+
+
+def _reason(plan: Plan, turns: Sequence[Known]) -> str | None:
+    """Why a prompt that continues no turn does not; None for a rollout's first turn."""
+    if plan.fork is not None:
+        return plan.fork.reason.value
+    if plan.said is None or not any(turn.said is not None for turn in turns):
+        return None
+    return (Reason.TEMPLATE if plan.said.replies else Reason.NEW_CONVERSATION).value

@@ -1,0 +1,61 @@
+"""How the engine's model writes its prompts, found out when it is first needed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import orjson
+
+from tracegrad.proxy.errors import ApiError
+from tracegrad.proxy.exact.model import Inexact, ModelText, load_model_text
+from tracegrad.proxy.exact.reasons import Fork, Reason
+
+log = logging.getLogger("tracegrad.proxy")
+
+# The engine's answer to GET /v1/models.
+ListsModels = Callable[[], Awaitable[bytes]]
+
+
+class EngineText:
+    """`folder`: of tokenizer and chat template; without one, what the engine calls its root."""
+
+    def __init__(self, folder: Path | None, models: ListsModels) -> None:
+        self._folder = folder
+        self._models = models
+        self._found: ModelText | Fork | None = None
+        self._lock = asyncio.Lock()
+
+    async def get(self) -> ModelText | Fork:
+        """The fork that every continuation meets where prompts cannot be reproduced exactly."""
+        if self._found is None:
+            async with self._lock:
+                if self._found is None:
+                    return await self._find()
+        return self._found
+
+    async def _find(self) -> ModelText | Fork:
+        try:
+            folder = self._folder or await self._root()
+            self._found = await asyncio.to_thread(load_model_text, folder)
+        except Inexact as error:
+            log.warning("prompts are not continued token for token: %s", error)
+            self._found = Fork(Reason.TOKENIZER, str(error))
+        except ApiError as error:
+            # The engine is away: it may be asked again with the next call.
+            return Fork(Reason.TOKENIZER, error.message)
+        return self._found
+
+    async def _root(self) -> Path:
+        try:
+            root = orjson.loads(await self._models())["data"][0].get("root")
+        except (ValueError, KeyError, TypeError, LookupError, AttributeError) as error:
+            raise Inexact("the engine does not say where its model is") from error
+        if not isinstance(root, str) or not await asyncio.to_thread(Path(root).is_dir):
+            raise Inexact(
+                f"the engine's model is {root!r}, no folder here: give its tokenizer's folder "
+                "with --tokenizer"
+            )
+        return Path(root)
