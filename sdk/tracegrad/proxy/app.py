@@ -18,9 +18,9 @@ from tracegrad.proxy.calls import Calls, Rooms
 from tracegrad.proxy.collector import Traces
 from tracegrad.proxy.continuation import Continuation, EngineText
 from tracegrad.proxy.counting import Counts
+from tracegrad.proxy.dialects import gemini, messages
 from tracegrad.proxy.dialects.chat import Chat
 from tracegrad.proxy.dialects.completions import Completions
-from tracegrad.proxy.dialects.messages import Messages, count_answer, count_request
 from tracegrad.proxy.dialects.responses import Responses
 from tracegrad.proxy.gate import Gate
 from tracegrad.proxy.models import gemini_models, models
@@ -80,20 +80,23 @@ def _hot_routes(rooms: Rooms, spans: ASGIApp) -> list[BaseRoute]:
         limit = rooms.max_body_bytes
         return PassedOn(rooms.upstream, method, path, max_body_bytes=limit, shape=shape)
 
+    claude, google = messages.Messages(), gemini.Gemini()
+    count = Counts(claude, rooms, parse=messages.count_request, shape=messages.count_answer)
+    count_google = Counts(google, rooms, parse=gemini.count_request, shape=gemini.count_answer)
     served: list[tuple[str, str, ASGIApp]] = [
         ("POST", "/v1/chat/completions", Calls(Chat(), rooms)),
-        ("POST", "/v1/completions", Calls(Completions(), rooms)),
+        ("POST", "/v1/messages", Calls(claude, rooms)),
         ("POST", "/v1/responses", Calls(Responses(), rooms)),
-        ("POST", "/v1/messages", Calls(Messages(), rooms)),
-        (
-            "POST",
-            "/v1/messages/count_tokens",
-            Counts(Messages(), rooms, parse=count_request, shape=count_answer),
-        ),
+        ("POST", "/v1/completions", Calls(Completions(), rooms)),
+        ("POST", "/v1/messages/count_tokens", count),
         ("POST", "/v1/embeddings", passed_on("POST", "/v1/embeddings")),
         ("GET", "/v1/models", passed_on("GET", "/v1/models", models)),
         ("GET", "/v1beta/models", passed_on("GET", "/v1/models", gemini_models)),
     ]
+    for version in ("v1beta", "v1"):  # Gemini CLI's, and that of google-genai 3
+        path = f"/{version}/models/{{model:path}}"
+        served.append(("POST", f"{path}:countTokens", count_google))
+        served.append(("POST", f"{path}:{{method}}", Calls(google, rooms)))
     routes: list[BaseRoute] = [Route("/v1/traces", spans, methods=["POST"])]
     for method, path, endpoint in served:
         routes.append(Route(path, endpoint, methods=[method]))

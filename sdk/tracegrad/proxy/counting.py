@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import aiohttp
 import orjson
@@ -35,7 +36,7 @@ class Counts:
         dialect: Dialect,
         rooms: Rooms,
         *,
-        parse: Callable[[bytes], Call],
+        parse: Callable[[bytes, Mapping[str, Any]], Call],
         shape: Callable[[int], bytes],
     ) -> None:
         self._dialect = dialect
@@ -45,7 +46,8 @@ class Counts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            call = self._parse(await read_body(receive, self._rooms.max_body_bytes))
+            raw = await read_body(receive, self._rooms.max_body_bytes)
+            call = self._parse(raw, scope["path_params"])
             async with while_client_waits(receive):
                 tokens = await self._count(call, engine_headers(headers_of(scope)))
             response = Response(self._shape(tokens), media_type="application/json")

@@ -87,7 +87,8 @@ class StreamWriter(Protocol):
     Order: `begin`, then `chunk` any number of times, then `end` or `error`, once.
     """
 
-    content_type: str
+    @property
+    def content_type(self) -> str: ...
 
     def begin(self, prompt_tokens: int | None) -> bytes:
         """Before the first chunk; `prompt_tokens` where the engine told."""

@@ -12,6 +12,10 @@ from tracegrad.records import Json
 
 Kind = tuple[type | tuple[type, ...], str]
 
+# orjson writes 254 levels; canonical form may nest deeper than the request did.
+_MOST_LEVELS = 240
+_DEEPER = 10
+
 BOOL: Kind = (bool, "true or false")
 INTEGER: Kind = (int, "an integer")
 NUMBER: Kind = ((int, float), "a number")
@@ -26,6 +30,14 @@ def json_object(raw: bytes) -> Json:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequest("the body is not a JSON object")
+    if raw.count(b"{") + raw.count(b"[") > _MOST_LEVELS:
+        nested: Any = body
+        for _ in range(_DEEPER):
+            nested = [nested]
+        try:
+            orjson.dumps(nested)  # writes fewer levels than it reads
+        except TypeError:
+            raise BadRequest("the body nests too deep") from None
     return body
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tracegrad.proxy.dialects.base import Call, Dialect
 from tracegrad.proxy.dialects.chat import Chat
 from tracegrad.proxy.dialects.completions import Completions
+from tracegrad.proxy.dialects.gemini import WHOLE, Gemini
 from tracegrad.proxy.dialects.messages import Messages
 from tracegrad.proxy.dialects.responses import Responses
 from tracegrad.proxy.errors import ApiError
@@ -12,8 +13,7 @@ from tracegrad.records import Turn
 from tracegrad.store.packing import dump_json
 
 DIALECTS: dict[str, Dialect] = {
-    dialect.name: dialect
-    for dialect in (Chat(), Completions(), Responses(), Messages())
+    dialect.name: dialect for dialect in (Chat(), Completions(), Responses(), Messages(), Gemini())
 }
 
 
@@ -26,6 +26,8 @@ def call_of(turn: Turn) -> Call | None:
     if dialect is None or turn.request is None:
         return None
     try:
-        return dialect.parse(dump_json(turn.request).encode(), {}, {})
+        # Gemini's clients say in the path what others say in the body.
+        path = {"model": turn.model, "method": WHOLE}
+        return dialect.parse(dump_json(turn.request).encode(), path, {})
     except ApiError:
         return None
