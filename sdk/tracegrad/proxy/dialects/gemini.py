@@ -28,8 +28,16 @@ NAME = "gemini"
 STREAMED = "streamGenerateContent"
 WHOLE = "generateContent"
 
+# vLLM's own fields of chat completions, which it judges itself.
+_VLLMS = {
+    "chatTemplateKwargs": "chat_template_kwargs",
+    "structuredOutputs": "structured_outputs",
+    "vllmXargs": "vllm_xargs",
+}
+
 _SERVED = frozenset(
     (
+        *_VLLMS,
         "contents",
         "systemInstruction",
         "tools",
@@ -130,4 +138,7 @@ def _conversation(given: GeminiGiven, model: str) -> Json:
     }
     if tools:
         body["tools"] = tools
+    for name, its_own in _VLLMS.items():
+        if (field := given.get(name)) is not None:
+            body[its_own] = field.value
     return body | read_choice(given.get("toolConfig"), tools)
