@@ -128,7 +128,7 @@ def _comparable(message: Json) -> Json:
 
 def _arguments(text: str) -> str:
     try:
-        value = json.loads(text or "{}")
+        value = json.loads(text.strip() or "{}")
     except json.JSONDecodeError:
         return text
     return json.dumps(value, sort_keys=True) if isinstance(value, dict) else text

@@ -32,14 +32,14 @@ from tracegrad.proxy.continuation import Plan
 from tracegrad.proxy.dialects.base import Call, Dialect, StreamWriter
 from tracegrad.proxy.engine import Answer, Ask, read_answer, read_error, request_body, strip
 from tracegrad.proxy.engine_stream import EngineStream
-from tracegrad.proxy.errors import OVER_LENGTH, ApiError
+from tracegrad.proxy.errors import TOO_LONG, ApiError
 from tracegrad.proxy.gate import Gate, Passage
 from tracegrad.proxy.line import Line
 from tracegrad.proxy.recorder import Recorder
 from tracegrad.proxy.repeats import Repeats, answer_of, chunks_of, fingerprint, is_repeat
 from tracegrad.proxy.replies import Reply
 from tracegrad.proxy.upstream import Upstream
-from tracegrad.records import Json, Turn
+from tracegrad.records import OVER_LENGTH, Json, Turn
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -206,8 +206,8 @@ class Calls:
                 yield engine
                 return
             refusal = read_error(engine.status, await _all_of(engine), engine.headers)
-        if refusal.code == OVER_LENGTH:
-            await self._rooms.recorder.refused(call, visit.owner, visit.plan, "over_length")
+        if refusal.code == TOO_LONG:
+            await self._rooms.recorder.refused(call, visit.owner, visit.plan, OVER_LENGTH)
         raise refusal
 
     async def _keep(self, visit: Visit, replies: Sequence[Reply]) -> None:

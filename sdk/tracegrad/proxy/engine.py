@@ -16,11 +16,11 @@ from typing import Any
 import orjson
 
 from tracegrad.proxy.dialects.base import CHAT_PATH, Call, Shown
-from tracegrad.proxy.errors import OVER_LENGTH, ApiError
+from tracegrad.proxy.errors import TOO_LONG, ApiError
 from tracegrad.proxy.replies import Reply, prompt_of
 from tracegrad.records import Json
 
-_OVER_LENGTH = re.compile(rb"maximum context length|context_length_exceeded|exceeds model's max")
+_TOO_LONG = re.compile(rb"maximum context length|context_length_exceeded|exceeds model's max")
 _TOO_BIG = 2**63
 
 
@@ -79,13 +79,13 @@ def read_error(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
         return ApiError(
             status, message, kind="upstream_error", retry_after=headers.get("retry-after")
         )
-    if status in (400, 413, 422) and _OVER_LENGTH.search(raw):
+    if status in (400, 413, 422) and _TOO_LONG.search(raw):
         return ApiError(
             400,
             error["message"],
             kind="invalid_request_error",
             param="messages",
-            code=OVER_LENGTH,
+            code=TOO_LONG,
         )
     return ApiError(
         status,

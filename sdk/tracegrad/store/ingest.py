@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
-from sqlalchemy import Connection, bindparam, false, select, true, update
+from sqlalchemy import Connection, Insert, bindparam, false, select, true, update
 
 from tracegrad.records import (
+    OVER_LENGTH,
     Fact,
     Outcome,
     RewardGiven,
@@ -20,21 +22,26 @@ from tracegrad.records import (
 )
 from tracegrad.store.dialect import insert_new
 from tracegrad.store.errors import FactRefused
-from tracegrad.store.packing import ContextDigest, pack, pack_json
 from tracegrad.store.schema import Rewards, Rollouts, RolloutTags, Spans, Turns
 from tracegrad.store.sql import chunks
 
 Values = dict[str, Any]
 
 
+class TurnKnown(Exception):
+    """A turn that was to be new is stored already."""
+
+
 @dataclass
-class _Sorted:
+class Batch:
+    """Facts by kind, in order; of turns with the same id the first."""
+
     first_seen: dict[str, float] = field(default_factory=dict)
     opened: list[RolloutOpened] = field(default_factory=list)
     finished: list[RolloutFinished] = field(default_factory=list)
     rewards: list[RewardGiven] = field(default_factory=list)
     spans: list[SpanEnded] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
+    turns: dict[str, Turn] = field(default_factory=dict)
 
     def saw(self, rollout_id: str, at: float) -> None:
         if not rollout_id:
@@ -42,23 +49,9 @@ class _Sorted:
         self.first_seen[rollout_id] = min(at, self.first_seen.get(rollout_id, at))
 
 
-def write_facts(connection: Connection, facts: Iterable[Fact]) -> None:
-    """Raises `FactRefused` for a fact that contradicts itself or what is stored."""
-    batch = _sort(facts)
-    _insert(
-        connection,
-        Rollouts,
-        [{"rollout_id": k, "opened": False, "opened_at": v} for k, v in batch.first_seen.items()],
-    )
-    _open(connection, batch.opened)
-    _finish(connection, batch.finished)
-    _insert(connection, Turns, _turn_rows(connection, batch.turns))
-    _insert(connection, Rewards, [_reward_row(reward) for reward in batch.rewards])
-    _insert(connection, Spans, [_span_row(span) for span in batch.spans])
-
-
-def _sort(facts: Iterable[Fact]) -> _Sorted:
-    batch = _Sorted()
+def sort_facts(facts: Iterable[Fact]) -> Batch:
+    """Raises `FactRefused` for a fact without a rollout's name."""
+    batch = Batch()
     for fact in facts:
         match fact:
             case RolloutOpened():
@@ -76,13 +69,37 @@ def _sort(facts: Iterable[Fact]) -> _Sorted:
                 batch.spans.append(fact)
             case Turn():
                 batch.saw(fact.rollout_id, fact.created_at)
-                batch.turns.append(fact)
+                batch.turns.setdefault(fact.turn_id, fact)
     return batch
 
 
-def _insert(connection: Connection, table: Any, rows: Sequence[Values]) -> None:
-    if rows:
-        connection.execute(insert_new(table), rows)
+def write_batch(connection: Connection, batch: Batch, turn_rows: Sequence[Values]) -> None:
+    """`turn_rows` are those of the batch's turns that are new (`turn_rows.turn_rows`).
+
+    Raises `TurnKnown` if one of them is not, `FactRefused` for a fact that contradicts itself.
+    """
+    _insert(
+        connection,
+        Rollouts,
+        [{"rollout_id": k, "opened": False, "opened_at": v} for k, v in batch.first_seen.items()],
+    )
+    _open(connection, batch.opened)
+    if _insert(connection, Turns, turn_rows) != len(turn_rows):
+        raise TurnKnown
+    _finish(connection, batch.finished)
+    _insert(connection, Rewards, [_reward_row(reward) for reward in batch.rewards])
+    _insert(connection, Spans, [_span_row(span) for span in batch.spans])
+
+
+def _insert(connection: Connection, table: Any, rows: Sequence[Values]) -> int:
+    """How many were new."""
+    return connection.execute(_new(table), rows).rowcount if rows else 0
+
+
+@cache
+def _new(table: Any) -> Insert:
+    """Built once: SQLAlchemy finds what it compiled by the statement's structure."""
+    return insert_new(table)
 
 
 def _open(connection: Connection, facts: Sequence[RolloutOpened]) -> None:
@@ -124,8 +141,15 @@ def _open(connection: Connection, facts: Sequence[RolloutOpened]) -> None:
 
 
 def _finish(connection: Connection, facts: Sequence[RolloutFinished]) -> None:
+    """Of several ends of one rollout the first counts.
+
+    An agent that crashed right after its context was full has used up its budget. Its last turn
+    is stored before its end: it crashed on the refusal, which it gets after the commit.
+    """
     if not facts:
         return
+    crashed = [f.rollout_id for f in facts if f.outcome == Outcome.AGENT_ERROR]
+    full = _over_length(connection, crashed)
     connection.execute(
         update(Rollouts).where(
             Rollouts.rollout_id == bindparam("which"), Rollouts.finished_at.is_(None)
@@ -133,13 +157,32 @@ def _finish(connection: Connection, facts: Sequence[RolloutFinished]) -> None:
         [
             {
                 "which": fact.rollout_id,
-                "outcome": Outcome(fact.outcome).value,
+                "outcome": (
+                    Outcome.BUDGET
+                    if fact.outcome == Outcome.AGENT_ERROR and fact.rollout_id in full
+                    else Outcome(fact.outcome)
+                ).value,
                 "error": fact.error,
                 "finished_at": fact.finished_at,
             }
             for fact in facts
         ],
     )
+
+
+def _over_length(connection: Connection, rollout_ids: Sequence[str]) -> set[str]:
+    """Those whose last turn was refused because its prompt is over the engine's context."""
+    full = set()
+    for rollout_id in rollout_ids:
+        last = (
+            select(Turns.untrainable)
+            .where(Turns.rollout_id == rollout_id)
+            .order_by(Turns.seq.desc())
+            .limit(1)
+        )
+        if connection.scalar(last) == OVER_LENGTH:
+            full.add(rollout_id)
+    return full
 
 
 def _reward_row(fact: RewardGiven) -> Values:
@@ -171,91 +214,4 @@ def _span_row(fact: SpanEnded) -> Values:
         "end_ns": fact.end_ns,
         "status": fact.status,
         "attributes": fact.attributes,
-    }
-
-
-class _Context(NamedTuple):
-    """What a child must begin with: so many tokens with this digest, in this rollout."""
-
-    rollout_id: str
-    tokens: int
-    digest: bytes
-
-
-def _turn_rows(connection: Connection, turns: Sequence[Turn]) -> list[Values]:
-    if not turns:
-        return []
-    contexts = _stored_contexts(connection, {t.parent_id for t in turns if t.parent_id})
-    rows = []
-    for turn in turns:
-        parent = _parent_of(turn, contexts)
-        known = parent.tokens if parent else 0
-        prompt = turn.prompt_token_ids
-        digest = ContextDigest().add(prompt[:known])
-        if parent and (len(prompt) < known or digest.value() != parent.digest):
-            raise FactRefused(
-                f"parent_id: the prompt of turn {turn.turn_id} does not begin with the "
-                f"prompt and completion of turn {turn.parent_id}"
-            )
-        delta = prompt[known:]
-        digest.add(delta).add(turn.completion_token_ids)
-        tokens = len(prompt) + len(turn.completion_token_ids)
-        contexts.setdefault(turn.turn_id, _Context(turn.rollout_id, tokens, digest.value()))
-        rows.append(_turn_row(turn) | {"delta": pack(delta), "context_digest": digest.value()})
-    return rows
-
-
-def _parent_of(turn: Turn, contexts: dict[str, _Context]) -> _Context | None:
-    if turn.parent_id is None:
-        return None
-    parent = contexts.get(turn.parent_id)
-    if parent is None:
-        raise FactRefused(
-            f"parent_id: turn {turn.parent_id}, parent of {turn.turn_id}, is not stored; "
-            "write parents first"
-        )
-    if parent.rollout_id != turn.rollout_id:
-        raise FactRefused(
-            f"parent_id: turn {turn.parent_id} belongs to rollout {parent.rollout_id}, "
-            f"its child {turn.turn_id} to {turn.rollout_id}"
-        )
-    return parent
-
-
-def _stored_contexts(connection: Connection, turn_ids: set[str]) -> dict[str, _Context]:
-    found = {}
-    for ids in chunks(sorted(turn_ids)):
-        query = select(
-            Turns.turn_id,
-            Turns.rollout_id,
-            Turns.prompt_tokens + Turns.completion_tokens,
-            Turns.context_digest,
-        ).where(Turns.turn_id.in_(ids))
-        for turn_id, rollout_id, tokens, digest in connection.execute(query):
-            found[turn_id] = _Context(rollout_id, tokens, digest)
-    return found
-
-
-def _turn_row(turn: Turn) -> Values:
-    versions = turn.policy_versions
-    return {
-        "turn_id": turn.turn_id,
-        "rollout_id": turn.rollout_id,
-        "parent_id": turn.parent_id,
-        "fork_reason": turn.fork_reason,
-        "dialect": turn.dialect,
-        "model": turn.model,
-        "prompt_tokens": len(turn.prompt_token_ids),
-        "completion_tokens": len(turn.completion_token_ids),
-        "completion": pack(turn.completion_token_ids),
-        "logprobs": pack(turn.completion_logprobs),
-        "policy_versions": [list(span) for span in versions],
-        "last_version": versions[-1][0] if versions else None,
-        "sampling": turn.sampling,
-        "finish_reason": turn.finish_reason,
-        "untrainable": turn.untrainable,
-        "parent_span_id": turn.parent_span_id,
-        "request": pack_json(turn.request),
-        "response": pack_json(turn.response),
-        "created_at": turn.created_at,
     }

@@ -26,7 +26,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0001"
+REVISION = "0002"
 
 
 class Text(TypeDecorator[str]):
@@ -105,7 +105,9 @@ class Turns(Base):
     """One LLM call. `delta` holds the prompt tokens that the parent's context lacks.
 
     The context of a turn is prompt + completion; `context_digest` proves that a child's
-    prompt begins with it, without rebuilding it.
+    prompt begins with it, without rebuilding it. `request` is told by what the request of the
+    turn `request_base` lacks (module `sharing`), or whole; `request_marks` let later requests
+    be told by it, and prove it (null in rows of revision 0001).
     """
 
     __tablename__ = "turns"
@@ -132,8 +134,21 @@ class Turns(Base):
     request: Mapped[bytes | None]
     response: Mapped[bytes | None]
     created_at: Mapped[float]
+    request_base: Mapped[str | None] = mapped_column(ForeignKey("turns.turn_id"))
+    request_marks: Mapped[bytes | None]
 
     __table_args__ = (Index(None, "rollout_id", "seq"),)
+
+
+class RolloutKeys(Base):
+    """Keys minted for a rollout, which may be known here before the rollout itself is."""
+
+    __tablename__ = "rollout_keys"
+
+    key_hash: Mapped[bytes] = mapped_column(primary_key=True)  # SHA-256 of the secret
+    rollout_id: Mapped[str] = mapped_column(index=True)
+    created_at: Mapped[float]
+    revoked_at: Mapped[float | None]
 
 
 class Rewards(Base):

@@ -8,12 +8,15 @@ from types import TracebackType
 from typing import Self
 
 from sqlalchemy import URL, Connection, Engine, func, select
+from sqlalchemy.exc import IntegrityError
 
 from tracegrad.records import Fact, RewardGiven, SpanEnded, Turn
-from tracegrad.store import dialect, queries, reading
-from tracegrad.store.ingest import write_facts
+from tracegrad.store import dialect, keys, queries, reading
+from tracegrad.store.contexts import Contexts, Known, stored
+from tracegrad.store.ingest import Batch, TurnKnown, sort_facts, write_batch
 from tracegrad.store.migrate import migrate
 from tracegrad.store.schema import PolicyVersions
+from tracegrad.store.turn_rows import turn_rows
 from tracegrad.store.views import (
     PolicyVersion,
     RewardPoint,
@@ -35,6 +38,7 @@ class Store:
         self.url = url
         self._engine = engine
         self._writing_engine = dialect.for_writing(engine)
+        self._contexts = Contexts()
 
     @classmethod
     def open(
@@ -94,12 +98,36 @@ class Store:
 
         Raises `FactRefused`, and then stores none of them.
         """
-        if facts:
+        if not facts:
+            return
+        batch = sort_facts(facts)
+        turns = list(batch.turns.values())
+        known = self._contexts.known(turns, self.reading)
+        rows, contexts = turn_rows(turns, known)
+        try:
             with self.writing() as connection:
-                write_facts(connection, facts)
+                write_batch(connection, batch, rows)
+        except (TurnKnown, IntegrityError):
+            self._contexts.forget(batch.first_seen)
+            self._append_by_what_is_stored(batch)
+        else:
+            self._contexts.remember(contexts)
+
+    def _append_by_what_is_stored(self, batch: Batch) -> None:
+        """For a batch with turns that are stored already, or that rely on some that are gone."""
+        with self.writing() as connection:
+            known = stored(connection, batch.turns)
+            new = [turn for turn_id, turn in batch.turns.items() if turn_id not in known]
+            known |= stored(connection, {turn.parent_id for turn in new if turn.parent_id})
+            rows, _ = turn_rows(new, Known(known))
+            write_batch(connection, batch, rows)
 
     def rollout_turns(self, rollout_id: str, *, raw: bool = True) -> list[Turn]:
-        """In order of capture; `raw=False` leaves requests and responses out."""
+        """In order of capture; `raw=False` leaves requests and responses out.
+
+        Requests of one conversation hold the same items in memory: do not change them. Raises
+        `StoreCorrupt` where tokens or requests are not the ones that were stored.
+        """
         with self.reading() as connection:
             return reading.turns_of(connection, [rollout_id], raw=raw)[rollout_id]
 
@@ -114,6 +142,26 @@ class Store:
     def spans(self, rollout_id: str) -> list[SpanEnded]:
         with self.reading() as connection:
             return queries.spans_of(connection, rollout_id)
+
+    # Keys of rollouts
+
+    def add_key(self, rollout_id: str, key_hash: bytes) -> None:
+        """Remember a key by the SHA-256 digest of its secret; also before the rollout opens.
+
+        A hash that is known already stays as it is.
+        """
+        with self.writing() as connection:
+            keys.add_key(connection, rollout_id, key_hash)
+
+    def key_owner(self, key_hash: bytes) -> str | None:
+        """The rollout that the key was minted for; None: it is unknown, or revoked."""
+        with self.reading() as connection:
+            return keys.key_owner(connection, key_hash)
+
+    def revoke_keys(self, rollout_id: str) -> int:
+        """How many keys of the rollout that were valid are not any more."""
+        with self.writing() as connection:
+            return keys.revoke_keys(connection, rollout_id)
 
     # Questions
 

@@ -26,7 +26,7 @@ from support.engine_answers import (
 )
 from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.dialects.messages import Messages
-from tracegrad.proxy.errors import OVER_LENGTH, ApiError, BadRequest, Unavailable
+from tracegrad.proxy.errors import TOO_LONG, ApiError, BadRequest, Unavailable
 
 Json = dict[str, Any]
 
@@ -299,7 +299,7 @@ def test_errors_have_the_vendors_types(error: ApiError, kind: str, raised: type)
     ],
 )
 def test_an_overlong_prompt_is_told_as_claude_code_reads_it(engine: str, message: str) -> None:
-    error = ApiError(400, engine, kind="invalid_request_error", code=OVER_LENGTH)
+    error = ApiError(400, engine, kind="invalid_request_error", code=TOO_LONG)
     assert orjson.loads(Messages().error(error))["error"]["message"] == message
 
 

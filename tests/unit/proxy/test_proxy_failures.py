@@ -259,3 +259,34 @@ def test_unknown_paths_and_methods_have_the_same_shape(http: httpx.Client) -> No
         assert answer.status_code == status
         error: dict[str, Any] = answer.json()["error"]
         assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_ends_the_rollout_as_budget(
+    engine: MockEngine, client: openai.OpenAI, http: httpx.Client, store: Store, stream: bool
+) -> None:
+    said = "This model's maximum context length is 100 tokens. However, your prompt contains 200"
+    engine.failure = (400, {"error": {"message": said, "type": "BadRequestError", "code": 400}}, {})
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
+        client.chat.completions.create(model=MODEL, messages=HELLO, stream=stream)
+    assert caught.value.code == "context_length_exceeded"
+    crashed = {"type": "rollout_finished", "rollout_id": "r1", "outcome": "agent_error"}
+    http.post("/api/events", json={"events": [crashed]}).raise_for_status()
+    [turn] = store.rollout_turns("r1")
+    assert (turn.untrainable, turn.finish_reason) == ("over_length", "refused")
+    [rollout] = store.rollouts()
+    assert rollout.outcome == "budget"
+
+
+def test_an_agent_that_shortens_its_prompt_goes_on(
+    engine: MockEngine, client: openai.OpenAI, http: httpx.Client, store: Store
+) -> None:
+    said = "This model's maximum context length is 100 tokens."
+    engine.failure = (400, {"error": {"message": said, "type": "BadRequestError", "code": 400}}, {})
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=MODEL, messages=HELLO)
+    engine.failure = None
+    client.chat.completions.create(model=MODEL, messages=HELLO)
+    crashed = {"type": "rollout_finished", "rollout_id": "r1", "outcome": "agent_error"}
+    http.post("/api/events", json={"events": [crashed]}).raise_for_status()
+    assert store.rollouts()[0].outcome == "agent_error"

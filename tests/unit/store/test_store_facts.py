@@ -10,6 +10,7 @@ import pytest
 from store_facts import make_turn, whole_rollout
 
 from tracegrad.records import (
+    OVER_LENGTH,
     Fact,
     Outcome,
     RewardGiven,
@@ -222,3 +223,63 @@ def test_a_rollouts_reward_is_the_latest_given_to_it(store: Store) -> None:
     store.append([RewardGiven(rollout_id="r", value=0.3, created_at=30.0)])
     assert store.rollout("r").row.reward == 0.3, "of equal times the later arrival"
     assert [point.reward for point in store.reward_curve()] == [0.3]
+
+
+# An agent that used up its context
+
+
+def refused(turn_id: str, rollout_id: str = "r") -> Turn:
+    """A call that the engine refused, as the proxy records it."""
+    return make_turn(turn_id, rollout_id, new=[], sampled=[], untrainable=OVER_LENGTH)
+
+
+def crash(rollout_id: str = "r") -> RolloutFinished:
+    return RolloutFinished(rollout_id=rollout_id, outcome=Outcome.AGENT_ERROR, error="400: long")
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [[make_turn("a")], [refused("b")], [crash()]],
+        [[make_turn("a"), refused("b"), crash()]],
+        [[crash(), make_turn("a"), refused("b")]],
+        [[refused("b")], [crash(), crash()]],
+    ],
+    ids=["one by one", "one batch", "end first in the batch", "told twice"],
+)
+def test_a_crash_over_a_full_context_is_the_budgets_end(
+    store: Store, batches: list[list[Fact]]
+) -> None:
+    for batch in batches:
+        store.append(batch)
+    row = store.rollout("r").row
+    assert (row.outcome, row.error) == (Outcome.BUDGET, "400: long")
+
+
+@pytest.mark.parametrize(
+    ("facts", "outcome"),
+    [
+        ([crash()], Outcome.AGENT_ERROR),
+        ([make_turn("a"), crash()], Outcome.AGENT_ERROR),
+        ([refused("a"), make_turn("b"), crash()], Outcome.AGENT_ERROR),
+        ([make_turn("a", untrainable="aborted"), crash()], Outcome.AGENT_ERROR),
+        ([refused("a", "other"), crash()], Outcome.AGENT_ERROR),
+        ([refused("a"), RolloutFinished(rollout_id="r")], Outcome.COMPLETED),
+        (
+            [refused("a"), RolloutFinished(rollout_id="r", outcome=Outcome.ENV_ERROR)],
+            Outcome.ENV_ERROR,
+        ),
+    ],
+    ids=str.split("bare trained went-on aborted other-rollout completed env-error"),
+)
+def test_other_ends_stay_what_they_were_called(
+    store: Store, facts: list[Fact], outcome: Outcome
+) -> None:
+    store.append(facts)
+    assert store.rollout("r").row.outcome == outcome
+
+
+def test_an_end_that_is_stored_is_not_changed_by_a_later_turn(store: Store) -> None:
+    store.append([make_turn("a"), crash()])
+    store.append([refused("b")])
+    assert store.rollout("r").row.outcome == Outcome.AGENT_ERROR

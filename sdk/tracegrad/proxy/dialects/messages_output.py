@@ -11,7 +11,7 @@ import orjson
 from tracegrad.proxy.dialects import tool_input
 from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.dialects.messages_history import NO_SYSTEM_INSIDE
-from tracegrad.proxy.errors import OVER_LENGTH, ApiError
+from tracegrad.proxy.errors import TOO_LONG, ApiError
 from tracegrad.records import Json
 
 _ERROR_TYPES = {
@@ -109,7 +109,7 @@ def error_object(error: ApiError) -> Json:
     if kind is None:
         kind = "invalid_request_error" if error.status < 500 else "api_error"
     message, code = error.message, error.code
-    if code == OVER_LENGTH:
+    if code == TOO_LONG:
         message = _too_long(message)
     elif error.status == 400 and _NO_SYSTEM_HERE.search(message):
         code = NO_SYSTEM_INSIDE

@@ -30,11 +30,11 @@ from tracegrad.proxy.dialects.responses_parts import (
     GrowingMessage,
     GrowingReasoning,
 )
-from tracegrad.proxy.errors import OVER_LENGTH, ApiError
+from tracegrad.proxy.errors import TOO_LONG, ApiError
 from tracegrad.records import Json
 
 # Codes that clients act on when a response fails; all else is the server's fault.
-_FAILURE_CODES = (OVER_LENGTH, "rate_limit_exceeded", "insufficient_quota", "invalid_prompt")
+_FAILURE_CODES = (TOO_LONG, "rate_limit_exceeded", "insufficient_quota", "invalid_prompt")
 
 
 class ResponseEvents:

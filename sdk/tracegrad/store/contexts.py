@@ -1,0 +1,115 @@
+"""What the store must know of earlier turns to write later ones: in memory, of the latest.
+
+A turn's context never changes once it is stored, so what is remembered stays true, whoever
+else writes to the store. Parents that are not in memory are read. Where a turn was deleted
+meanwhile, the database refuses those that refer to it, and memory is given up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import islice
+
+from sqlalchemy import Connection, bindparam, select
+
+from tracegrad.records import Turn
+from tracegrad.store.schema import Turns
+from tracegrad.store.sql import chunks
+
+# Turns in memory (about 600 bytes each), and how many of one rollout.
+_MOST = 20_000
+_MOST_OF_ROLLOUT = 256
+# A request is compared with those of so many earlier turns of its rollout.
+LATEST = 8
+
+Reading = Callable[[], AbstractContextManager[Connection]]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A child's prompt begins with so many tokens of this digest, in this rollout."""
+
+    turn_id: str
+    rollout_id: str
+    tokens: int
+    digest: bytes
+    marks: bytes | None  # of its request; None where it cannot tell another one
+
+
+@dataclass(slots=True)
+class Known:
+    """What some turns to be written may refer to."""
+
+    turns: dict[str, Context] = field(default_factory=dict)  # by id
+    # By rollout, the newest first: what a turn without a parent may be told by.
+    latest: dict[str, list[Context]] = field(default_factory=dict)
+
+
+class Contexts:
+    """Safe to use from many threads."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._rollouts: OrderedDict[str, dict[str, Context]] = OrderedDict()
+        self.size = 0  # turns in memory
+
+    def known(self, turns: Iterable[Turn], reading: Reading) -> Known:
+        known = Known()
+        missing = set()
+        with self._lock:
+            for turn in turns:
+                mine = self._rollouts.get(turn.rollout_id, {})
+                if turn.parent_id is None:
+                    known.latest[turn.rollout_id] = [*islice(reversed(mine.values()), LATEST)]
+                elif turn.parent_id in mine:
+                    known.turns[turn.parent_id] = mine[turn.parent_id]
+                else:
+                    missing.add(turn.parent_id)
+        if missing:
+            with reading() as connection:
+                known.turns |= stored(connection, missing)
+        return known
+
+    def remember(self, contexts: Iterable[Context]) -> None:
+        """Of turns that are stored."""
+        with self._lock:
+            for context in contexts:
+                mine = self._rollouts.setdefault(context.rollout_id, {})
+                self._rollouts.move_to_end(context.rollout_id)
+                self.size += context.turn_id not in mine
+                mine[context.turn_id] = context
+                if len(mine) > _MOST_OF_ROLLOUT:
+                    del mine[next(iter(mine))]
+                    self.size -= 1
+            while self.size > self._most and len(self._rollouts) > 1:
+                _, forgotten = self._rollouts.popitem(last=False)
+                self.size -= len(forgotten)
+
+    def forget(self, rollout_ids: Iterable[str]) -> None:
+        with self._lock:
+            for rollout_id in rollout_ids:
+                self.size -= len(self._rollouts.pop(rollout_id, ()))
+
+
+# Built once: making a statement costs more than running it.
+_BY_ID = select(
+    Turns.turn_id,
+    Turns.rollout_id,
+    Turns.prompt_tokens + Turns.completion_tokens,
+    Turns.context_digest,
+    Turns.request_marks,
+).where(Turns.turn_id.in_(bindparam("ids", expanding=True)))
+
+
+def stored(connection: Connection, turn_ids: Iterable[str]) -> dict[str, Context]:
+    """Those of the turns that are stored, by id."""
+    found = {}
+    for ids in chunks(sorted(turn_ids)):
+        for row in connection.execute(_BY_ID, {"ids": ids}):
+            found[row.turn_id] = Context(*row)
+    return found

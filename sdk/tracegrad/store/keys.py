@@ -1,0 +1,36 @@
+"""Keys minted for rollouts: only their hashes are here."""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy import Connection, select, update
+
+from tracegrad.store.dialect import insert_new
+from tracegrad.store.schema import RolloutKeys
+
+HASH_BYTES = 32  # SHA-256
+
+
+def add_key(connection: Connection, rollout_id: str, key_hash: bytes) -> None:
+    if len(key_hash) != HASH_BYTES:
+        raise ValueError(f"key_hash: {len(key_hash)} bytes; give the key's SHA-256 digest")
+    if not rollout_id:
+        raise ValueError("rollout_id: it is empty")
+    row = {"key_hash": key_hash, "rollout_id": rollout_id, "created_at": time.time()}
+    connection.execute(insert_new(RolloutKeys), row)
+
+
+def key_owner(connection: Connection, key_hash: bytes) -> str | None:
+    query = select(RolloutKeys.rollout_id).where(
+        RolloutKeys.key_hash == key_hash, RolloutKeys.revoked_at.is_(None)
+    )
+    return connection.scalar(query)
+
+
+def revoke_keys(connection: Connection, rollout_id: str) -> int:
+    return connection.execute(
+        update(RolloutKeys)
+        .where(RolloutKeys.rollout_id == rollout_id, RolloutKeys.revoked_at.is_(None))
+        .values(revoked_at=time.time())
+    ).rowcount

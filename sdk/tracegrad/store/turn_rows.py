@@ -1,0 +1,137 @@
+"""Turns into rows: checked against their parents, told by what is new, packed.
+
+Nothing here needs a transaction: what it relies on never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tracegrad.records import Turn
+from tracegrad.store.contexts import LATEST, Context, Known
+from tracegrad.store.errors import FactRefused
+from tracegrad.store.marks import Marks
+from tracegrad.store.packing import ContextDigest, Unpacked, array_pieces, json_pieces, pack
+from tracegrad.store.sharing import Earlier, Shared, share
+
+Values = dict[str, Any]
+
+_PACKED = ("delta", "completion", "logprobs", "request", "response")
+
+
+def turn_rows(turns: Iterable[Turn], known: Known) -> tuple[list[Values], list[Context]]:
+    """The rows, and what their children will need of them.
+
+    Raises FactRefused for a turn that contradicts its parent.
+    """
+    rows: list[Values] = []
+    made: dict[str, Context] = {}
+    of_rollout: dict[str, list[Context]] = {}
+    for turn in turns:
+        parent = _parent_of(turn, known.turns, made)
+        beside = of_rollout.setdefault(turn.rollout_id, [])
+        earlier = [*beside, *([parent] if parent else known.latest.get(turn.rollout_id, ()))]
+        row = _row(turn, parent, earlier[:LATEST])
+        context = Context(
+            turn_id=turn.turn_id,
+            rollout_id=turn.rollout_id,
+            tokens=len(turn.prompt_token_ids) + len(turn.completion_token_ids),
+            digest=row["context_digest"],
+            marks=row["request_marks"],
+        )
+        made[turn.turn_id] = context
+        beside.insert(0, context)
+        rows.append(row)
+    _pack(rows)
+    return rows, list(made.values())
+
+
+def _parent_of(turn: Turn, known: dict[str, Context], made: dict[str, Context]) -> Context | None:
+    if turn.parent_id is None:
+        return None
+    parent = known.get(turn.parent_id) or made.get(turn.parent_id)
+    if parent is None:
+        raise FactRefused(
+            f"parent_id: turn {turn.parent_id}, parent of {turn.turn_id}, is not stored; "
+            "write parents first"
+        )
+    if parent.rollout_id != turn.rollout_id:
+        raise FactRefused(
+            f"parent_id: turn {turn.parent_id} belongs to rollout {parent.rollout_id}, "
+            f"its child {turn.turn_id} to {turn.rollout_id}"
+        )
+    return parent
+
+
+def _row(turn: Turn, parent: Context | None, earlier: Sequence[Context]) -> Values:
+    known = parent.tokens if parent else 0
+    prompt = turn.prompt_token_ids
+    digest = ContextDigest().add(prompt[:known])
+    if parent and (len(prompt) < known or digest.value() != parent.digest):
+        raise FactRefused(
+            f"parent_id: the prompt of turn {turn.turn_id} does not begin with the "
+            f"prompt and completion of turn {turn.parent_id}"
+        )
+    delta = prompt[known:]
+    digest.add(delta).add(turn.completion_token_ids)
+    versions = turn.policy_versions
+    with _not_too_deep("request", turn):
+        told = _told(turn, earlier)
+        request = json_pieces(told.text) if told else None
+    with _not_too_deep("response", turn):
+        response = None if turn.response is None else json_pieces(turn.response)
+    return {
+        "turn_id": turn.turn_id,
+        "rollout_id": turn.rollout_id,
+        "parent_id": turn.parent_id,
+        "fork_reason": turn.fork_reason,
+        "dialect": turn.dialect,
+        "model": turn.model,
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(turn.completion_token_ids),
+        "context_digest": digest.value(),
+        "delta": array_pieces(delta),
+        "completion": array_pieces(turn.completion_token_ids),
+        "logprobs": array_pieces(turn.completion_logprobs),
+        "policy_versions": [list(span) for span in versions],
+        "last_version": versions[-1][0] if versions else None,
+        "sampling": turn.sampling,
+        "finish_reason": turn.finish_reason,
+        "untrainable": turn.untrainable,
+        "parent_span_id": turn.parent_span_id,
+        "request": request,
+        "request_base": told.base if told else None,
+        "request_marks": told.marks if told else None,
+        "response": response,
+        "created_at": turn.created_at,
+    }
+
+
+@contextmanager
+def _not_too_deep(field: str, turn: Turn) -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        raise FactRefused(
+            f"{field}: turn {turn.turn_id} has one that is nested too deeply for JSON"
+        ) from None
+
+
+def _told(turn: Turn, earlier: Sequence[Context]) -> Shared | None:
+    if turn.request is None:
+        return None
+    candidates = [
+        Earlier(context.turn_id, Marks.decode(context.marks))
+        for context in earlier
+        if context.marks
+    ]
+    return share(turn.request, turn.response, candidates)
+
+
+def _pack(rows: Sequence[Values]) -> None:
+    cells = [(row, name) for row in rows for name in _PACKED if isinstance(row[name], Unpacked)]
+    blobs = pack([row[name] for row, name in cells])
+    for (row, name), blob in zip(cells, blobs, strict=True):
+        row[name] = blob
