@@ -27,7 +27,8 @@ from tracegrad.proxy.models import gemini_models, models
 from tracegrad.proxy.passed_on import PassedOn, Shape
 from tracegrad.proxy.recorder import Recorder, SubmitsFacts
 from tracegrad.proxy.repeats import Repeats
-from tracegrad.proxy.upstream import Upstream
+from tracegrad.proxy.upstreams import Queue, Timeouts, Upstream, Upstreams
+from tracegrad.proxy.upstreams.weights import weight_version
 from tracegrad.settings import ProxySettings
 from tracegrad.store import Store
 
@@ -38,13 +39,18 @@ KEEPALIVE_S = 15.0
 
 def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -> FastAPI:
     """`store` is read, `writer` writes to it; both stay open, and are the caller's to close."""
-    key = settings.upstream_api_key
-    upstream = Upstream(settings.upstream, api_key=key.get_secret_value() if key else None)
+    gate = Gate(
+        version=store.current_version() or 0,
+        held=settings.held,
+        max_waiting=settings.max_waiting,
+        max_wait_s=settings.max_wait_s,
+    )
+    upstream = _upstream(settings, gate)
     traces = TraceMap()
-    text = EngineText(settings.tokenizer, upstream.models)
+    exact = upstream.capabilities.exact_prompts
+    text = EngineText(settings.tokenizer, upstream.models) if exact else None
     continuation = Continuation(store, limit_bytes=settings.cache_mib << 20, text=text)
     recorder = Recorder(writer, store, continuation, traces)
-    gate = Gate(version=store.current_version() or 0, held=settings.held)
     limit = settings.max_body_mib << 20
     rooms = Rooms(
         upstream=upstream,
@@ -73,6 +79,31 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
     app.router.routes.append(_health(gate))
     app.include_router(make_router(recorder, gate))
     return app
+
+
+def _upstream(settings: ProxySettings, gate: Gate) -> Upstream:
+    key = settings.upstream_api_key
+    api_key = key.get_secret_value() if key else None
+    timeouts = Timeouts(read_s=settings.read_timeout_s)
+    if settings.upstream_kind == "litellm":
+        # An extra of its own, and slow to import.
+        from tracegrad.proxy.upstreams.litellm import LiteLLM
+
+        base = settings.upstream if "upstream" in settings.model_fields_set else None
+        return LiteLLM(model=settings.model, api_base=base, api_key=api_key, timeouts=timeouts)
+
+    async def serves_the_current_weights(url: str) -> bool:
+        # An engine that was restarted has the weights of its start, until the next push.
+        return not gate.pushes or await weight_version(url) == str(gate.version)
+
+    return Upstreams(
+        settings.upstreams,
+        kind=settings.upstream_kind,
+        api_key=api_key,
+        timeouts=timeouts,
+        queue=Queue(settings.max_waiting, settings.max_wait_s),
+        admit=serves_the_current_weights,
+    )
 
 
 def _hot_routes(rooms: Rooms, spans: ASGIApp) -> list[BaseRoute]:

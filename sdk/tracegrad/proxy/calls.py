@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from urllib.parse import parse_qsl
 
-import aiohttp
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -38,7 +37,7 @@ from tracegrad.proxy.line import Line
 from tracegrad.proxy.recorder import Recorder
 from tracegrad.proxy.repeats import Repeats, answer_of, chunks_of, fingerprint, is_repeat
 from tracegrad.proxy.replies import Reply
-from tracegrad.proxy.upstream import Upstream
+from tracegrad.proxy.upstreams import Incoming, Upstream
 from tracegrad.records import OVER_LENGTH, Json, Turn
 
 log = logging.getLogger("tracegrad.proxy")
@@ -67,11 +66,6 @@ class Visit:
     headers: Headers  # for the engine
     passage: Passage
     fingerprint: bytes
-
-
-def broken_off(error: Exception) -> ApiError:
-    reason = str(error) or type(error).__name__
-    return ApiError(502, f"the engine broke off its answer: {reason}", kind="upstream_error")
 
 
 class Calls:
@@ -107,7 +101,7 @@ class Calls:
         # A body in one piece cannot be split by version: where weights are pushed, the engine
         # streams to us what the client gets whole.
         streaming = call.stream or self._rooms.gate.pushes
-        passage = self._rooms.gate.passage(streaming=streaming)
+        passage = self._rooms.gate.passage(owner.rollout_id, streaming=streaming)
         visit = Visit(call, owner, plan, engine_headers(headers), passage, known)
         if call.stream:
             await self._streamed(visit, receive, send)
@@ -139,7 +133,7 @@ class Calls:
         try:
             async with while_client_waits(receive), passage, self._asked(visit) as engine:
                 if stream is None:
-                    answer = read_answer(await _all_of(engine), call, passage.version)
+                    answer = read_answer(await engine.read(), call, passage.version)
                 else:
                     answer = await _gathered(engine, stream)
         except (ClientGone, asyncio.CancelledError):
@@ -190,22 +184,27 @@ class Calls:
         await line.say(end, last=True)
 
     @asynccontextmanager
-    async def _asked(self, visit: Visit) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _asked(self, visit: Visit) -> AsyncIterator[Incoming]:
         """The engine's answer with status 200. Raises ApiError for any other."""
         call = visit.call
         ask = Ask(
             stream=visit.passage.streaming,
             model=self._rooms.model,
             prompt_ids=visit.plan.prompt_ids,
+            capture=self._rooms.upstream.capabilities.tokens,
         )
         body = request_body(call, ask)
         async with self._rooms.upstream.request(
-            "POST", call.path, body=body, headers=visit.headers
+            "POST",
+            call.path,
+            body=body,
+            headers=visit.headers,
+            sticky=visit.owner.rollout_id,
         ) as engine:
             if engine.status == 200:
                 yield engine
                 return
-            refusal = read_error(engine.status, await _all_of(engine), engine.headers)
+            refusal = read_error(engine.status, await engine.read(), engine.headers)
         if refusal.code == TOO_LONG:
             await self._rooms.recorder.refused(call, visit.owner, visit.plan, OVER_LENGTH)
         raise refusal
@@ -227,27 +226,16 @@ class Calls:
             self._rooms.repeats.remember(visit.fingerprint, turn_ids)
 
 
-async def _all_of(engine: aiohttp.ClientResponse) -> bytes:
-    """Raises ApiError when the engine breaks off."""
-    try:
-        return await engine.read()
-    except aiohttp.ClientError as error:
-        raise broken_off(error) from error
-
-
-async def _gathered(engine: aiohttp.ClientResponse, stream: EngineStream) -> Answer:
-    try:
-        async for data in engine.content.iter_any():
-            stream.feed(data)
-    except aiohttp.ClientError as error:
-        raise broken_off(error) from error
+async def _gathered(engine: Incoming, stream: EngineStream) -> Answer:
+    async for data in engine.iter_any():
+        stream.feed(data)
     if (broken := _unfinished(stream)) is not None:
         raise broken
     return Answer(stream.whole(), stream.replies())
 
 
 async def _pump(
-    engine: aiohttp.ClientResponse,
+    engine: Incoming,
     stream: EngineStream,
     passage: Passage,
     writer: StreamWriter,
@@ -256,7 +244,7 @@ async def _pump(
     """Pass the engine's chunks on as they come. Returns what broke the stream, if anything did."""
     begun = False
     try:
-        async for data in engine.content.iter_any():
+        async for data in engine.iter_any():
             if chunks := stream.feed(data):
                 out = [] if begun else [writer.begin(stream.prompt_tokens)]
                 begun = True
@@ -266,8 +254,8 @@ async def _pump(
                 passage.blocked = False
             if stream.error is not None:
                 break
-    except aiohttp.ClientError as error:
-        return broken_off(error)
+    except ApiError as error:
+        return error
     if not begun:
         await line.say(writer.begin(stream.prompt_tokens))
     return _unfinished(stream)
@@ -276,4 +264,5 @@ async def _pump(
 def _unfinished(stream: EngineStream) -> ApiError | None:
     if stream.error is not None or stream.done:
         return stream.error
-    return broken_off(EOFError("it has no end"))
+    message = "the engine broke off its answer: it has no end"
+    return ApiError(502, message, kind="upstream_error")

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import aiohttp
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tracegrad.proxy.calls import Rooms, broken_off
+from tracegrad.proxy.calls import Rooms
 from tracegrad.proxy.connection import (
     ClientGone,
     engine_headers,
@@ -64,10 +63,7 @@ class Counts:
         async with self._rooms.upstream.request(
             "POST", PATH, body=orjson.dumps(body), headers=headers
         ) as engine:
-            try:
-                raw = await engine.read()
-            except aiohttp.ClientError as error:
-                raise broken_off(error) from error
+            raw = await engine.read()
         if engine.status != 200:
             raise read_error(engine.status, raw, engine.headers)
         try:

@@ -14,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from types import TracebackType
+
+from tracegrad.proxy.errors import Unavailable
+from tracegrad.proxy.upstreams.waiting import NoRoom, WaitingCalls
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -32,11 +34,11 @@ class Passage:
     its tokens cannot be told apart by version.
     """
 
-    __slots__ = ("_gate", "_ready", "admitted", "blocked", "streaming", "unknown", "version")
+    __slots__ = ("_gate", "admitted", "blocked", "key", "streaming", "unknown", "version")
 
-    def __init__(self, gate: Gate, *, streaming: bool) -> None:
+    def __init__(self, gate: Gate, key: str | None, *, streaming: bool) -> None:
         self._gate = gate
-        self._ready: asyncio.Future[None] | None = None
+        self.key = key
         self.streaming = streaming
         self.version = gate.version
         self.admitted = False  # let in, once
@@ -63,20 +65,30 @@ class Passage:
 
 
 class Gate:
-    def __init__(self, version: int = 0, *, held: bool = False) -> None:
-        """`held`: nobody enters before a first `release`, however long it takes."""
+    def __init__(
+        self,
+        version: int = 0,
+        *,
+        held: bool = False,
+        max_waiting: int = 4096,
+        max_wait_s: float = 900.0,
+    ) -> None:
+        """`held`: nobody enters before a first `release`. At most `max_waiting` calls wait, each
+        at most `max_wait_s` seconds."""
         self.version = version
         self.arrivals = 0
         self._held = held
         self.pushes = held  # whether weights are pushed to the engine
         self._inside: set[Passage] = set()
-        self._waiting: deque[Passage] = deque()
+        self._waiting = WaitingCalls(max_waiting)
+        self._max_wait_s = max_wait_s
         self._whole = 0  # calls inside whose body comes in one piece
         self._drained = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
-    def passage(self, *, streaming: bool) -> Passage:
-        return Passage(self, streaming=streaming)
+    def passage(self, key: str | None = None, *, streaming: bool) -> Passage:
+        """`key`: the rollout, or None for a call without a name; rollouts take turns."""
+        return Passage(self, key, streaming=streaming)
 
     def state(self) -> dict[str, int | bool]:
         return {
@@ -87,20 +99,25 @@ class Gate:
         }
 
     async def enter(self, passage: Passage) -> None:
-        if not self._held:
-            self._admit(passage)
-            return
-        passage._ready = asyncio.get_running_loop().create_future()
-        self._waiting.append(passage)
+        """Raises Unavailable when too many calls wait already, or this one has for too long."""
+        deadline = asyncio.get_running_loop().time() + self._max_wait_s if self._held else 0.0
+        while self._held:
+            await self._wait(passage, deadline - asyncio.get_running_loop().time())
+        passage.version = self.version
+        passage.admitted = True
+        self._inside.add(passage)
+        if not passage.streaming:
+            self._whole += 1
+
+    async def _wait(self, passage: Passage, seconds: float) -> None:
         try:
-            await passage._ready
-        except asyncio.CancelledError:
-            # Either still in the queue, or let in by a release in this very turn of the loop.
-            if passage in self._inside:
-                self.leave(passage)
-            else:
-                self._waiting.remove(passage)
-            raise
+            await self._waiting.wait(passage.key, seconds)
+        except NoRoom:
+            waiting = f"{len(self._waiting)} calls wait already"
+            raise Unavailable(f"weights are being pushed, and {waiting}", code="busy") from None
+        except TimeoutError:
+            waited = f"this call has waited {self._max_wait_s:g} s"
+            raise Unavailable(f"weights are being pushed, and {waited}", code="busy") from None
 
     def leave(self, passage: Passage) -> None:
         self._inside.discard(passage)
@@ -128,25 +145,13 @@ class Gate:
         self.version = version
 
     def release(self) -> None:
-        """Waiting calls go on, in the order in which they came."""
+        """Waiting calls go on; rollouts take turns, each with its calls in order."""
         self._held = False
         self._drained.set()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while self._waiting:
-            passage = self._waiting.popleft()
-            assert passage._ready is not None, "a waiting call has a future"
-            if not passage._ready.done():
-                self._admit(passage)
-                passage._ready.set_result(None)
-
-    def _admit(self, passage: Passage) -> None:
-        passage.version = self.version
-        passage.admitted = True
-        self._inside.add(passage)
-        if not passage.streaming:
-            self._whole += 1
+        self._waiting.release()
 
     async def _settle(self) -> None:
         for _ in range(int(SETTLE_LIMIT_S / SETTLE_TICK_S)):

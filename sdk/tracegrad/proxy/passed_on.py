@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import aiohttp
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tracegrad.proxy.calls import broken_off
 from tracegrad.proxy.connection import (
     ClientGone,
     Headers,
@@ -19,7 +17,7 @@ from tracegrad.proxy.connection import (
 )
 from tracegrad.proxy.engine import read_error
 from tracegrad.proxy.errors import ApiError
-from tracegrad.proxy.upstream import Upstream
+from tracegrad.proxy.upstreams import Upstream
 
 Shape = Callable[[bytes, Headers], bytes]
 
@@ -63,10 +61,7 @@ class PassedOn:
                 self._method, self._path, body=body or None, headers=engine_headers(headers)
             ) as engine,
         ):
-            try:
-                raw = await engine.read()
-            except aiohttp.ClientError as error:
-                raise broken_off(error) from error
+            raw = await engine.read()
         if engine.status != 200:
             raise read_error(engine.status, raw, engine.headers)
         if self._shape is not None:

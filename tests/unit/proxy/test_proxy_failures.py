@@ -30,7 +30,7 @@ def dead_upstream(store: Store, writer: HeldWriter) -> Iterator[str]:
     """A proxy whose engine does not run."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    settings = ProxySettings(upstream=f"http://127.0.0.1:{port}")
+    settings = ProxySettings(upstream=f"http://127.0.0.1:{port}", max_wait_s=0.3)
     with serving(create_app(settings, store=store, writer=writer)) as url:
         yield url
 

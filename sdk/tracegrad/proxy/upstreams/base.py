@@ -1,0 +1,101 @@
+"""What the walk knows of an upstream: its answers, what it can tell, and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+MODELS_PATH = "/v1/models"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What may be asked of an upstream beyond OpenAI's own API; other servers refuse the fields.
+
+    `tokens`: it reports token ids (`return_token_ids`); without them a turn cannot be trained.
+    `exact_prompts`: it takes the prompt's tokens (`kv_transfer_params`) in place of messages.
+    """
+
+    tokens: bool
+    exact_prompts: bool
+
+
+VLLM = Capabilities(tokens=True, exact_prompts=True)
+TEXT_ONLY = Capabilities(tokens=False, exact_prompts=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds. `read_s` is the longest silence, before an answer and inside one: an answer that
+    does not stream is silent until it is complete."""
+
+    connect_s: float = 10.0
+    read_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """How many calls wait at most while no server is there, and for how many seconds each."""
+
+    max_waiting: int = 4096
+    max_wait_s: float = 300.0
+
+
+class Incoming:
+    """An answer that is coming in, its first bytes here already; to be read once, either way.
+
+    Reading raises ApiError: 502 when the answer breaks off, 504 when it stops coming.
+    """
+
+    __slots__ = ("_chunks", "headers", "status")
+
+    def __init__(
+        self, status: int, headers: Mapping[str, str], chunks: AsyncIterator[bytes]
+    ) -> None:
+        self.status = status
+        self.headers = headers
+        self._chunks = chunks
+
+    @property
+    def content(self) -> Incoming:
+        """Where aiohttp's responses have their `iter_any`."""
+        return self
+
+    def iter_any(self) -> AsyncIterator[bytes]:
+        """The bytes as they arrive, never empty."""
+        return self._chunks
+
+    async def read(self) -> bytes:
+        return b"".join([chunk async for chunk in self._chunks])
+
+
+class Upstream(Protocol):
+    """Lives on one event loop, between `open` and `close`."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        sticky: str | None = None,
+    ) -> AbstractAsyncContextManager[Incoming]:
+        """The answer, whatever its status. Leaving early hangs up, which ends the work up there.
+
+        `sticky`: the rollout, or None for a call without a name. Raises ApiError.
+        """
+        ...
+
+    async def models(self) -> bytes:
+        """The list of models, as JSON. Raises ApiError; at once, where nobody is there to ask."""
+        ...

@@ -1,0 +1,78 @@
+"""Which server a call goes to.
+
+A rollout's prompts grow out of each other, so they go to one server, which has their prefix in
+its cache. That server is chosen when the rollout is first seen, as the least busy one, and
+remembered. Hashing names would need no memory, but a handful of rollouts on two servers easily
+falls 11 to 5, and the step waits for the slower one.
+
+A rollout whose server is down moves, and stays where it went: a server that was restarted has
+an empty cache, the new one has the rollout's last prompt. It moves too when its server has
+become far busier than another, which is how load comes back to a server that was away.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+# Rollouts remembered, least recently used first to go; one that is forgotten is placed anew.
+REMEMBERED = 16_384
+# A rollout leaves a server with more than twice the calls in flight of the least busy one, and
+# this many more: below that a cached prefix is worth more than a shorter queue.
+MARGIN = 8
+
+
+class Server(Protocol):
+    @property
+    def up(self) -> bool: ...
+
+    @property
+    def in_flight(self) -> int: ...
+
+
+ServerT = TypeVar("ServerT", bound=Server)
+
+
+class Placement(Generic[ServerT]):
+    def __init__(self, servers: Sequence[ServerT], remembered: int = REMEMBERED) -> None:
+        self._servers = servers
+        self._remembered = remembered
+        self._homes: OrderedDict[str, int] = OrderedDict()
+        self._rollouts = [0] * len(servers)  # at home on each
+
+    def choose(self, rollout: str | None) -> ServerT | None:
+        """The server for a call that goes out now; None while all are down."""
+        if len(self._servers) == 1:
+            only = self._servers[0]
+            return only if only.up else None
+        best = self._least_busy()
+        if best is None or rollout is None:
+            return None if best is None else self._servers[best]
+        home = self._homes.get(rollout)
+        if home is None or not self._keeps(home, best):
+            self._move(rollout, home, best)
+            home = best
+        self._homes.move_to_end(rollout)
+        return self._servers[home]
+
+    def _least_busy(self) -> int | None:
+        up = [number for number, server in enumerate(self._servers) if server.up]
+        return min(up, key=self._load, default=None)
+
+    def _load(self, number: int) -> tuple[int, int]:
+        """Calls in flight; among equals, the rollouts that may call at any moment."""
+        return self._servers[number].in_flight, self._rollouts[number]
+
+    def _keeps(self, home: int, best: int) -> bool:
+        busy = self._servers[home].in_flight
+        return self._servers[home].up and busy <= 2 * self._servers[best].in_flight + MARGIN
+
+    def _move(self, rollout: str, old: int | None, new: int) -> None:
+        if old is not None:
+            self._rollouts[old] -= 1
+        self._homes[rollout] = new
+        self._rollouts[new] += 1
+        if len(self._homes) > self._remembered:
+            _, forgotten = self._homes.popitem(last=False)
+            self._rollouts[forgotten] -= 1
