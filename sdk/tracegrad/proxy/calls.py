@@ -90,7 +90,9 @@ class Calls:
         path = scope["path_params"]
         owner = attribute(headers, path.get("rollout"))
         raw = await read_body(receive, self._rooms.max_body_bytes)
-        call = self._dialect.parse(raw, path, dict(parse_qsl(scope["query_string"].decode())))
+        query = scope["query_string"]
+        asked = dict(parse_qsl(query.decode("latin-1"))) if query else {}
+        call = self._dialect.parse(raw, path, asked)
         if call.previous is not None:
             call, owner = await self._rooms.recorder.continued(call, owner)
         call = call.with_one_system()
