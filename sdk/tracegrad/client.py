@@ -45,7 +45,12 @@ EXIT_PATIENCE_UNSEEN_S = 1.0
 SILENCE_S = 300.0  # between two warnings about the same proxy
 
 # The answers that stay the same however often the same body is sent.
-_REFUSALS = frozenset({400, 413, 422})
+_REFUSALS = frozenset({400, 403, 413, 422})
+_KEY_MENDS = {
+    401: "set TRACEGRAD_API_KEY to the admin key that it was started with",
+    403: "TRACEGRAD_API_KEY is the key of one rollout, and opening others needs the admin key",
+    404: "TRACEGRAD_URL leads to a server that makes no keys",
+}
 
 
 class Unreachable(Exception):
@@ -54,6 +59,10 @@ class Unreachable(Exception):
 
 class Refused(Exception):
     """The proxy will never take this body; the message is its reason."""
+
+
+class NoKey(RuntimeError):
+    """The proxy makes no key for a rollout; the message says why, and what mends it."""
 
 
 def as_event(fact: Fact) -> dict[str, Any]:
@@ -79,6 +88,19 @@ def _opener(url: str) -> urllib.request.OpenerDirector:
         # HTTP_PROXY is for the world outside, not for this machine.
         return urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
     return urllib.request.build_opener(_NoRedirect)
+
+
+def api_key() -> str | None:
+    """The key in TRACEGRAD_API_KEY; None where there is none.
+
+    Raises:
+        ValueError: it cannot be sent.
+    """
+    key = os.environ.get("TRACEGRAD_API_KEY", "").strip()
+    # http.client would name it in its own error, and that error may be logged.
+    if not all("!" <= character <= "~" for character in key):
+        raise ValueError("TRACEGRAD_API_KEY: it holds other characters than visible ASCII ones")
+    return key or None
 
 
 def _encode(value: object) -> bytes:
@@ -172,16 +194,16 @@ class Outbox:
             Unreachable: no answer, or one that says "later"; logged, at most every five minutes.
             Refused: the proxy finds the body itself wrong.
         """
-        request = urllib.request.Request(self.url + path, body, {"Content-Type": content_type})
         try:
-            self._opener.open(request, timeout=REQUEST_TIMEOUT_S).close()
+            self._request(path, body, content_type)
         except urllib.error.HTTPError as error:
             with error:
                 if error.code in _REFUSALS:
                     raise Refused(
                         f"{error.code} {error.read(500).decode(errors='replace')}"
                     ) from None
-            raise self._no_answer(f"it answers {error.code}") from error
+            mend = f": {_KEY_MENDS[401]}" if error.code == 401 else ""
+            raise self._no_answer(f"it answers {error.code}{mend}") from error
         except urllib.error.URLError as error:
             raise self._no_answer(str(error.reason)) from error
         except (OSError, http.client.HTTPException) as error:
@@ -189,6 +211,39 @@ class Outbox:
         if self.unreachable:
             _log.info("the tracegrad proxy at %s answers again", self.url)
         self._answered, self.unreachable = True, False
+
+    def mint(self, rollout_id: str) -> str | None:
+        """An API key for one rollout; None where TRACEGRAD_API_KEY is not set. Waits for it.
+
+        Raises:
+            NoKey: the proxy does not make one.
+            ValueError: TRACEGRAD_API_KEY cannot be sent.
+        """
+        if api_key() is None:
+            return None
+        try:
+            answer = self._request(f"/api/rollouts/{rollout_id}/keys", b"", "application/json")
+            return str(json.loads(answer)["key"])
+        except urllib.error.HTTPError as error:
+            with error:
+                reason = f"it answers {error.code}"
+                if error.code in _KEY_MENDS:
+                    reason += f": {_KEY_MENDS[error.code]}"
+        except urllib.error.URLError as error:
+            reason = f"{error.reason}: start it with `tracegrad proxy`, or set TRACEGRAD_URL"
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        raise NoKey(f"the tracegrad proxy at {self.url} makes no key for the rollout ({reason})")
+
+    def _request(self, path: str, body: bytes, content_type: str) -> bytes:
+        """The body of the answer. Raises what urllib raises."""
+        headers = {"Content-Type": content_type}
+        if (key := api_key()) is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self.url + path, body, headers)
+        with self._opener.open(request, timeout=REQUEST_TIMEOUT_S) as answer:
+            content: bytes = answer.read()
+        return content
 
     def _no_answer(self, reason: str) -> Unreachable:
         self.unreachable = True

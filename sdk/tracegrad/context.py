@@ -21,6 +21,7 @@ DEFAULT_URL = "http://127.0.0.1:4141"
 
 # How a request names its rollout (a header, a W3C baggage key), and a span (an attribute).
 ROLLOUT_HEADER = "x-tracegrad-rollout"
+KEY_HEADER = "x-tracegrad-key"
 ROLLOUT_KEY = "tracegrad.rollout"
 API_KEY_PREFIX = "tg-"
 
@@ -34,8 +35,17 @@ class Rollout:
         url: the proxy that records it, without a trailing slash.
     """
 
-    def __init__(self, *, task_id: str | None, url: str, emit: Callable[[Fact], None]) -> None:
+    def __init__(
+        self,
+        *,
+        task_id: str | None,
+        url: str,
+        emit: Callable[[Fact], None],
+        mint: Callable[[str], str | None],
+    ) -> None:
+        """`mint` makes a key for the rollout of an id; None where the proxy asks for none."""
         self.id = new_id()
+        self.minted_key = mint(self.id)
         self.task_id = task_id
         self.url = url
         self.rewarded = False  # whether its own reward (not a turn's, not another name) was given
@@ -52,8 +62,12 @@ class Rollout:
 
     @property
     def api_key(self) -> str:
-        """An API key that names this rollout, for agents whose base URL is fixed."""
-        return f"{API_KEY_PREFIX}{self.id}"
+        """An API key for this rollout and no other, for agents in processes of their own.
+
+        Where TRACEGRAD_API_KEY is not set it is no secret, and only names the rollout. Where it
+        is, leave that one out of their environment: it opens every rollout.
+        """
+        return self.minted_key or f"{API_KEY_PREFIX}{self.id}"
 
     def reward(
         self, value: SupportsFloat, *, turn: int | None = None, name: str = "reward"
@@ -210,13 +224,15 @@ def attribution(url: str) -> dict[str, str]:
         url: the request's absolute URL.
 
     Returns:
-        `x-tracegrad-rollout`, `baggage` and, inside a span, `traceparent`; empty outside a
-        rollout or when `url` does not lead to the rollout's proxy.
+        `x-tracegrad-rollout`, `baggage`, `x-tracegrad-key` if the rollout has a key and, inside
+        a span, `traceparent`; empty outside a rollout or when `url` does not lead to its proxy.
     """
     rollout = _rollout.get()
     if rollout is None or _origin(url) != _origin(rollout.url):
         return {}
     headers = {ROLLOUT_HEADER: rollout.id, "baggage": f"{ROLLOUT_KEY}={rollout.id}"}
+    if rollout.minted_key is not None:
+        headers[KEY_HEADER] = rollout.minted_key
     from opentelemetry.trace import get_current_span  # not at import: it costs 20 ms
 
     span = get_current_span().get_span_context()

@@ -42,7 +42,9 @@ class rollout(AbstractContextManager[Rollout]):
         name: the name of the rollout's outermost span; the agent's name if None.
 
     Raises:
-        ValueError: an argument, TRACEGRAD_URL or TRACEGRAD_TAGS is not what it must be.
+        ValueError: an argument, TRACEGRAD_URL, TRACEGRAD_TAGS or TRACEGRAD_API_KEY is not what
+            it must be.
+        NoKey: TRACEGRAD_API_KEY is set, and the proxy does not make the rollout a key.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class rollout(AbstractContextManager[Rollout]):
         tags = {**context.current_tags(), **self._tags}
         outbox = client.outbox(context.proxy_url())
         self._process = os.getpid()
-        self._rollout = opened = Rollout(task_id=self._task, url=outbox.url, emit=outbox.put)
+        self._rollout = opened = Rollout(
+            task_id=self._task, url=outbox.url, emit=outbox.put, mint=outbox.mint
+        )
         outbox.put(
             RolloutOpened(
                 rollout_id=opened.id,

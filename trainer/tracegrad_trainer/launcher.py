@@ -23,8 +23,11 @@ class Ranks(Child):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={settings.ranks}", "--max-restarts=0"]
         command += ["--module", "tracegrad_trainer.worker", str(resolved)]
+        # The file of settings has no keys in it.
+        key = settings.proxy.admin_key
+        env = {"TRACEGRAD_API_KEY": key.get_secret_value()} if key else None
         # Behind vLLM in the scheduler: agents wait for it.
-        super().__init__("ranks", command, log=settings.logs / "ranks.log", nice=5)
+        super().__init__("ranks", command, log=settings.logs / "ranks.log", env=env, nice=5)
 
     def check(self) -> None:
         """As `Child.check`; a rank that was killed is named, since it could say nothing itself.

@@ -57,11 +57,13 @@ class Publisher:
         self.learner = learner
         self.tolerance = settings.push.probe_tolerance or TOLERANCE[_coarsest(settings)]
         self.pusher: WeightPusher | None = None
+        key = settings.proxy.admin_key
         if leads():
             self.pusher = stack.enter_context(
                 WeightPusher(
                     settings.vllm.url,
                     settings.url,
+                    proxy_key=key.get_secret_value() if key else None,
                     version=NOTHING_SERVED,
                     checkpoint=settings.model,
                     drain_s=settings.push.drain_s,

@@ -171,12 +171,9 @@ class Stack:
 def proxy_child(settings: TrainerSettings) -> Child:
     """`tracegrad proxy` in front of our vLLM, closed until the ranks have pushed their weights:
     vLLM starts with those of the model folder, whatever version was trained last."""
-    proxy = settings.proxy
-    model = proxy.model or settings.vllm.served_model_name
-    ours = proxy.model_dump(exclude={"upstream_api_key", "store"})
-    ours |= {"model": model, "held": True}
-    env = {f"TRACEGRAD_PROXY_{name.upper()}": str(value) for name, value in ours.items()}
-    env["TRACEGRAD_STORE"] = proxy.store
+    model = settings.proxy.model or settings.vllm.served_model_name
+    ours = {"model": model, "upstream": settings.vllm.url, "held": True}
+    env = settings.proxy.model_copy(update=ours).environment()
     command = [sys.executable, "-m", "tracegrad.cli", "proxy"]
     return Child("proxy", command, log=settings.logs / "proxy.log", env=env)
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from tracegrad.proxy.access import caller_of, owned
 from tracegrad.proxy.attribution import ID_PATTERN
 from tracegrad.proxy.errors import ApiError, BadRequest
 from tracegrad.proxy.gate import Gate
@@ -136,10 +137,11 @@ def make_router(recorder: Recorder, gate: Gate) -> APIRouter:
     router = APIRouter(prefix="/api")
 
     @router.post("/events", summary="Rollouts opened and finished, rewards given")
-    async def events(body: Events) -> Accepted:
+    async def events(body: Events, request: Request) -> Accepted:
         """Stored all together or not at all; the answer comes after the commit."""
         try:
-            await recorder.commit([event.fact() for event in body.events])
+            facts = [event.fact() for event in body.events]
+            await recorder.commit(owned(facts, caller_of(request.scope)))
         except FactRefused as error:
             raise BadRequest(str(error), status=422) from None
         return Accepted(accepted=len(body.events))
@@ -183,6 +185,9 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
+        # What FastAPI makes of an error that came up while it read the body.
+        if isinstance(error.__cause__, ApiError):
+            return error.__cause__.response()
         message = f"{request.method} {request.url.path}: {error.detail}"
         response = BadRequest(message, status=error.status_code).response()
         response.headers.update(error.headers or {})

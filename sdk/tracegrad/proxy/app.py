@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
+from tracegrad.proxy.access import Access, Guard, make_keys_router
 from tracegrad.proxy.api import add_error_handlers, make_router
 from tracegrad.proxy.attribution import TraceMap
 from tracegrad.proxy.calls import Calls, Rooms
@@ -19,13 +20,17 @@ from tracegrad.proxy.collector import Traces
 from tracegrad.proxy.continuation import Continuation, EngineText
 from tracegrad.proxy.counting import Counts
 from tracegrad.proxy.dialects import gemini, messages
+from tracegrad.proxy.dialects.base import Dialect
 from tracegrad.proxy.dialects.chat import Chat
 from tracegrad.proxy.dialects.completions import Completions
 from tracegrad.proxy.dialects.responses import Responses
+from tracegrad.proxy.errors import ApiError
 from tracegrad.proxy.gate import Gate
+from tracegrad.proxy.keys import Keys
 from tracegrad.proxy.models import gemini_models, models
 from tracegrad.proxy.passed_on import PassedOn, Shape
 from tracegrad.proxy.recorder import Recorder, SubmitsFacts
+from tracegrad.proxy.redaction import Redactor, load_hooks
 from tracegrad.proxy.repeats import Repeats
 from tracegrad.proxy.upstreams import Queue, Timeouts, Upstream, Upstreams
 from tracegrad.proxy.upstreams.weights import weight_version
@@ -50,12 +55,16 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
     exact = upstream.capabilities.exact_prompts
     text = EngineText(settings.tokenizer, upstream.models) if exact else None
     continuation = Continuation(store, limit_bytes=settings.cache_mib << 20, text=text)
-    recorder = Recorder(writer, store, continuation, traces)
+    redactor = Redactor(load_hooks(settings.redact))
+    recorder = Recorder(writer, store, continuation, traces, redactor)
+    admin = settings.admin_key
+    access = Access(admin.get_secret_value() if admin else None, Keys(store))
     limit = settings.max_body_mib << 20
     rooms = Rooms(
         upstream=upstream,
         gate=gate,
         recorder=recorder,
+        traces=traces,
         repeats=Repeats(),
         model=settings.model,
         max_body_bytes=limit,
@@ -78,6 +87,8 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
     app.router.routes[:0] = _hot_routes(rooms, Traces(recorder, traces, max_body_bytes=limit))
     app.router.routes.append(_health(gate))
     app.include_router(make_router(recorder, gate))
+    app.include_router(make_keys_router(access))
+    app.add_middleware(Guard, access=access, max_body_bytes=limit, shape=_shape)
     return app
 
 
@@ -133,6 +144,17 @@ def _hot_routes(rooms: Rooms, spans: ASGIApp) -> list[BaseRoute]:
         routes.append(Route(path, endpoint, methods=[method]))
         routes.append(Route("/rollouts/{rollout}" + path, endpoint, methods=[method]))
     return routes
+
+
+def _shape(path: str, error: ApiError) -> bytes:
+    """The body of an error that comes up before a path has found its endpoint."""
+    return _dialect_at(path).error(error)
+
+
+def _dialect_at(path: str) -> Dialect:
+    if "/models/" in path or "/v1beta/" in path:
+        return gemini.Gemini()
+    return messages.Messages() if "/v1/messages" in path else Chat()
 
 
 def _health(gate: Gate) -> Route:

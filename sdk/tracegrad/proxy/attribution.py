@@ -1,7 +1,8 @@
 """Which rollout a call belongs to.
 
-First match wins: URL path, header `x-tracegrad-rollout`, API key `tg-<rollout>`, W3C `baggage`.
-A call without any of them is attributed later, by the tokens of its prompt.
+First match wins: URL path, header `x-tracegrad-rollout`, API key of a rollout, W3C `baggage`, and
+the rollout that the trace of a W3C `traceparent` is known to belong to. A call without any of
+them is attributed later, by what its prompt continues.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from urllib.parse import unquote
 
 from tracegrad.proxy.errors import BadRequest
 
-KEY_PREFIX = "tg-"
 BAGGAGE_KEY = "tracegrad.rollout"
 ID_PATTERN = r"^[A-Za-z0-9._:@-]{1,128}$"
 
 _id = re.compile(ID_PATTERN)
-_traceparent = re.compile(r"^[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
+# All zeros and version ff are W3C's words for "none".
+_traceparent = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,40 +34,34 @@ class Owner:
     parent_span_id: str | None = None
 
 
-def attribute(headers: Mapping[str, str], path_id: str | None) -> Owner:
-    """Headers have lower-case names. Raises BadRequest for an id that no rollout can have."""
+def attribute(
+    headers: Mapping[str, str],
+    path_id: str | None,
+    key_id: str | None,
+    traces: TraceMap,
+) -> Owner:
+    """The owner of a request whose path names `path_id` and whose API key `key_id`.
+
+    Headers have lower-case names. Raises BadRequest for an id that no rollout can have.
+    """
     trace_id, span_id = _trace(headers.get("traceparent"))
     found = (
         ("path", path_id),
         ("x-tracegrad-rollout", headers.get("x-tracegrad-rollout")),
-        ("authorization", _from_key(headers.get("authorization"))),
+        ("api key", key_id),
         ("baggage", _from_baggage(headers.get("baggage"))),
     )
     for where, rollout_id in found:
         if rollout_id:
-            if _id.match(rollout_id) is None:
+            if _id.fullmatch(rollout_id) is None:
                 raise BadRequest(
                     f"{where}: {rollout_id[:40]!r} is no rollout id: use at most 128 letters, "
                     "digits and . _ : @ -",
                     param=where,
                 )
             return Owner(rollout_id, trace_id, span_id)
-    return Owner(None, trace_id, span_id)
-
-
-def minted(authorization: str | None) -> bool:
-    """Whether the key was made for a rollout; it means nothing to the engine."""
-    return authorization is not None and _from_key(authorization) is not None
-
-
-def _from_key(authorization: str | None) -> str | None:
-    if authorization is None:
-        return None
-    scheme, _, key = authorization.partition(" ")
-    key = key.strip()
-    if scheme.lower() != "bearer" or not key.startswith(KEY_PREFIX):
-        return None
-    return key.removeprefix(KEY_PREFIX)
+    known = traces.rollout_of(trace_id) if trace_id is not None else None
+    return Owner(known, trace_id, span_id)
 
 
 def _from_baggage(baggage: str | None) -> str | None:
@@ -84,16 +81,21 @@ def _trace(traceparent: str | None) -> tuple[str | None, str | None]:
 
 
 class TraceMap:
-    """Which rollout each trace belongs to, for the traces seen last."""
+    """Which rollout each trace belongs to, for the traces seen last.
+
+    A trace that is seen with two rollouts, as when one span of the user's goes around many,
+    belongs to none: it says nothing of a call.
+    """
 
     def __init__(self, limit: int = 10_000) -> None:
         self._limit = limit
-        self._rollouts: OrderedDict[str, str] = OrderedDict()
+        self._rollouts: OrderedDict[str, str | None] = OrderedDict()
 
     def learn(self, trace_id: str | None, rollout_id: str | None) -> None:
         if trace_id is None or rollout_id is None:
             return
-        self._rollouts[trace_id] = rollout_id
+        known = self._rollouts.get(trace_id, rollout_id)
+        self._rollouts[trace_id] = rollout_id if known == rollout_id else None
         self._rollouts.move_to_end(trace_id)
         if len(self._rollouts) > self._limit:
             self._rollouts.popitem(last=False)

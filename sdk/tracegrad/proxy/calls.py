@@ -18,11 +18,11 @@ from urllib.parse import parse_qsl
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tracegrad.proxy.attribution import Owner, attribute
+from tracegrad.proxy.access import caller_of, engine_headers
+from tracegrad.proxy.attribution import Owner, TraceMap, attribute
 from tracegrad.proxy.connection import (
     ClientGone,
     Headers,
-    engine_headers,
     headers_of,
     read_body,
     while_client_waits,
@@ -50,6 +50,7 @@ class Rooms:
     upstream: Upstream
     gate: Gate
     recorder: Recorder
+    traces: TraceMap
     repeats: Repeats
     model: str | None
     max_body_bytes: int
@@ -88,7 +89,8 @@ class Calls:
     async def _walk(self, scope: Scope, receive: Receive, send: Send) -> Response | None:
         headers = headers_of(scope)
         path = scope["path_params"]
-        owner = attribute(headers, path.get("rollout"))
+        caller = caller_of(scope)
+        owner = attribute(headers, path.get("rollout"), caller.rollout_id, self._rooms.traces)
         raw = await read_body(receive, self._rooms.max_body_bytes)
         query = scope["query_string"]
         asked = dict(parse_qsl(query.decode("latin-1"))) if query else {}
@@ -104,7 +106,7 @@ class Calls:
         # streams to us what the client gets whole.
         streaming = call.stream or self._rooms.gate.pushes
         passage = self._rooms.gate.passage(owner.rollout_id, streaming=streaming)
-        visit = Visit(call, owner, plan, engine_headers(headers), passage, known)
+        visit = Visit(call, owner, plan, engine_headers(caller), passage, known)
         if call.stream:
             await self._streamed(visit, receive, send)
             return None

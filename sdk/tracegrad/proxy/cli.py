@@ -6,8 +6,12 @@ import contextlib
 import errno
 import gc
 import logging
+import os
+import re
 import socket
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -15,13 +19,21 @@ import typer
 if TYPE_CHECKING:
     from tracegrad.settings import ProxySettings
 
-# Seconds that calls in flight get to finish after Ctrl-C.
-SHUTDOWN_S = 5
+log = logging.getLogger("tracegrad.proxy")
+
+_PASSWORD = re.compile(r"(?<=:)[^:/]*(?=@)")
 
 
 def proxy_command(
     upstream: Annotated[
-        str | None, typer.Option(help="The engine's base URL. Default: http://127.0.0.1:8000")
+        list[str] | None,
+        typer.Option(
+            help="The engine's base URL; once for each replica. Default: http://127.0.0.1:8000"
+        ),
+    ] = None,
+    upstream_kind: Annotated[
+        str | None,
+        typer.Option(help="vllm, openai (any compatible server) or litellm. Default: vllm"),
     ] = None,
     store: Annotated[
         str | None,
@@ -31,23 +43,40 @@ def proxy_command(
         str | None,
         typer.Option(help="The engine's model for every call, whatever name the agent gives."),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Loopback address. Default: 127.0.0.1")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder of the engine's tokenizer and chat template.")
+    ] = None,
+    redact: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="module:function that takes out of records what must not be stored;"
+            " may be given more than once."
+        ),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Any other than loopback needs an admin key. Default: 127.0.0.1"),
+    ] = None,
     port: Annotated[int | None, typer.Option(help="0 takes a free one. Default: 4141")] = None,
 ) -> None:
     """Serve LLM calls to agents and record every turn.
 
     Every option may also stand in the environment (TRACEGRAD_STORE, TRACEGRAD_PROXY_UPSTREAM,
-    TRACEGRAD_PROXY_PORT, TRACEGRAD_PROXY_HOST) or in the table "proxy" of tracegrad.toml.
+    TRACEGRAD_PROXY_PORT, ...) or in the table "proxy" of tracegrad.toml, where there are more.
+
+    The admin key comes from TRACEGRAD_API_KEY; without one anyone on this machine may call.
     """
     flags = {
         "upstream": upstream,
+        "upstream_kind": upstream_kind,
         "store": store,
         "model": model,
+        "tokenizer": tokenizer,
+        "redact": redact,
         "host": host,
         "port": port,
     }
-    settings = _settings({name: value for name, value in flags.items() if value is not None})
-    serve(settings)
+    serve(_settings({name: value for name, value in flags.items() if value is not None}))
 
 
 def serve(settings: ProxySettings) -> None:
@@ -55,28 +84,24 @@ def serve(settings: ProxySettings) -> None:
     import uvicorn
 
     from tracegrad.proxy.app import create_app
+    from tracegrad.proxy.limits import Limits, raise_file_limit
+    from tracegrad.proxy.wire import server_config
     from tracegrad.store import Store, StoreError, Writer
 
+    _check_hooks(settings.redact)
     listener = _listen(settings.host, settings.port)
     try:
         store = Store.open(settings.store)
     except (StoreError, ValueError) as error:
-        _fail(f"store {settings.store}: {error}")
+        _fail(f"store {_PASSWORD.sub('***', settings.store)}: {error}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    limits = Limits.of(settings)
+    connections = raise_file_limit(limits.connections)
+    if connections < limits.connections:
+        log.warning("max_connections: the system gives files for %d only", connections)
     with store, Writer(store) as writer:
         app = create_app(settings, store=store, writer=writer)
-        config = uvicorn.Config(
-            app,
-            loop="uvloop",
-            http="httptools",
-            ws="none",
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            lifespan="on",
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=SHUTDOWN_S,
-        )
+        config = server_config(app, replace(limits, connections=connections))
         name, port = listener.getsockname()[:2]
         print(
             f"tracegrad proxy on http://{_url_host(name)}:{port} -> {settings.upstream}, "
@@ -87,6 +112,17 @@ def serve(settings: ProxySettings) -> None:
         # uvicorn has shut down in order by the time it passes the signal on.
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
+
+
+def _check_hooks(names: Sequence[str]) -> None:
+    from tracegrad.proxy.redaction import HookError, load_hooks
+
+    if names:
+        sys.path.append(os.getcwd())  # the command itself does not look there, unlike `python -m`
+    try:
+        load_hooks(names)
+    except HookError as error:
+        _fail(str(error))
 
 
 def _calm_collector() -> None:
@@ -109,7 +145,8 @@ def _settings(flags: dict[str, object]) -> ProxySettings:
     except ValidationError as error:
         for problem in error.errors():
             name = ".".join(map(str, problem["loc"]))
-            print(f"tracegrad proxy: {name}: {problem['msg']}", file=sys.stderr)
+            message = problem["msg"].removeprefix("Value error, ")
+            print(f"tracegrad proxy: {name}: {message}", file=sys.stderr)
         raise typer.Exit(2) from None
     except ValueError as error:
         _fail(str(error))

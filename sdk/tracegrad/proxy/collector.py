@@ -6,7 +6,7 @@ import asyncio
 import base64
 import dataclasses
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -18,6 +18,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tracegrad.proxy.access import caller_of, owned
 from tracegrad.proxy.attribution import TraceMap
 from tracegrad.proxy.connection import ClientGone, headers_of, read_body
 from tracegrad.proxy.errors import ApiError, BadRequest
@@ -46,7 +47,7 @@ class Traces:
             raw = await read_body(receive, self._max_body_bytes)
             encoding = headers.get("content-encoding", "identity")
             spans = await asyncio.to_thread(read_spans, raw, encoding, self._max_body_bytes)
-            await self._recorder.commit(with_rollouts(spans, self._traces))
+            await self._recorder.commit(with_rollouts(owned(spans, caller_of(scope)), self._traces))
             response = Response(_EMPTY_ANSWER, media_type=PROTOBUF)
         except ApiError as error:
             response = error.response()
@@ -71,7 +72,7 @@ def read_spans(raw: bytes, encoding: str, limit: int) -> list[SpanEnded]:
     ]
 
 
-def with_rollouts(spans: list[SpanEnded], traces: TraceMap) -> list[SpanEnded]:
+def with_rollouts(spans: Sequence[SpanEnded], traces: TraceMap) -> list[SpanEnded]:
     """Spans that name no rollout get that of their trace, where it is known."""
     for span in spans:
         traces.learn(span.trace_id, span.rollout_id)

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Receive, Scope
 
-from tracegrad.proxy.attribution import minted
 from tracegrad.proxy.errors import BadRequest
 
 Headers = Mapping[str, str]
@@ -20,15 +19,6 @@ class ClientGone(Exception):
 
 def headers_of(scope: Scope) -> dict[str, str]:
     return {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-
-
-def engine_headers(headers: Headers) -> dict[str, str]:
-    """A client's own key goes on to the engine; one that was minted for a rollout does not."""
-    sent = {"content-type": "application/json"}
-    authorization = headers.get("authorization")
-    if authorization is not None and not minted(authorization):
-        sent["authorization"] = authorization
-    return sent
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:

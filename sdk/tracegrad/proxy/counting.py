@@ -9,11 +9,10 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tracegrad.proxy.access import caller_of, engine_headers
 from tracegrad.proxy.calls import Rooms
 from tracegrad.proxy.connection import (
     ClientGone,
-    engine_headers,
-    headers_of,
     read_body,
     while_client_waits,
 )
@@ -48,7 +47,7 @@ class Counts:
             raw = await read_body(receive, self._rooms.max_body_bytes)
             call = self._parse(raw, scope["path_params"])
             async with while_client_waits(receive):
-                tokens = await self._count(call, engine_headers(headers_of(scope)))
+                tokens = await self._count(call, engine_headers(caller_of(scope)))
             response = Response(self._shape(tokens), media_type="application/json")
         except ApiError as error:
             response = error.response(self._dialect.error(error))

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tracegrad.proxy.access import caller_of, engine_headers
 from tracegrad.proxy.connection import (
     ClientGone,
     Headers,
-    engine_headers,
     headers_of,
     read_body,
     while_client_waits,
@@ -54,17 +54,19 @@ class PassedOn:
 
     async def _answer(self, scope: Scope, receive: Receive) -> Response:
         body = await read_body(receive, self._max_body_bytes)
-        headers = headers_of(scope)
         async with (
             while_client_waits(receive),
             self._upstream.request(
-                self._method, self._path, body=body or None, headers=engine_headers(headers)
+                self._method,
+                self._path,
+                body=body or None,
+                headers=engine_headers(caller_of(scope)),
             ) as engine,
         ):
             raw = await engine.read()
         if engine.status != 200:
             raise read_error(engine.status, raw, engine.headers)
         if self._shape is not None:
-            raw = self._shape(raw, headers)
+            raw = self._shape(raw, headers_of(scope))
         kind = engine.headers.get("content-type", "application/json")
         return Response(raw, media_type=kind)

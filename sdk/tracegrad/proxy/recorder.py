@@ -15,6 +15,7 @@ from tracegrad.proxy.continuation import Continuation, Place, Plan, ReadsTurns
 from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.errors import ApiError, BadRequest, Unavailable
 from tracegrad.proxy.recorded import NotRecorded, conversation_of
+from tracegrad.proxy.redaction import Redactor
 from tracegrad.proxy.replies import Reply
 from tracegrad.records import Fact, Json, Turn, new_id
 from tracegrad.store.errors import StoreError, StoreUnavailable
@@ -33,12 +34,18 @@ class SubmitsFacts(Protocol):
 
 class Recorder:
     def __init__(
-        self, writer: SubmitsFacts, store: ReadsTurns, continuation: Continuation, traces: TraceMap
+        self,
+        writer: SubmitsFacts,
+        store: ReadsTurns,
+        continuation: Continuation,
+        traces: TraceMap,
+        redactor: Redactor,
     ) -> None:
         self._writer = writer
         self._store = store
         self._continuation = continuation
         self._traces = traces
+        self._redactor = redactor
         self._failing = False
 
     async def plan(self, call: Call, owner: Owner) -> Plan:
@@ -102,7 +109,9 @@ class Recorder:
         return conversation_of(turn_id, self._store.find_turn), turn.rollout_id
 
     async def read(self, turn_ids: Sequence[str]) -> list[Turn]:
-        """Recorded turns, as far as they are there."""
+        """Recorded turns, as far as they are there, and as the client had them."""
+        if self._redactor.hooks:
+            return []
         found = [await asyncio.to_thread(self._store.find_turn, turn_id) for turn_id in turn_ids]
         return [turn for turn in found if turn is not None]
 
@@ -132,7 +141,8 @@ class Recorder:
             raise self.unavailable(error) from error
 
     async def _committed(self, facts: Sequence[Fact]) -> None:
-        await asyncio.wrap_future(self._writer.submit(facts))
+        kept = await self._redactor.facts(facts)
+        await asyncio.wrap_future(self._writer.submit(kept))
         if self._failing:
             self._failing = False
             log.warning("the store can be written again")

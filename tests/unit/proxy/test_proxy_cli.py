@@ -163,7 +163,8 @@ def test_a_broken_settings_file_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_openai_base_url_is_understood() -> None:
-    assert ProxySettings(upstream="http://127.0.0.1:8000/v1/").upstream == "http://127.0.0.1:8000"
+    settings = ProxySettings(upstream="http://127.0.0.1:8000/v1/")
+    assert settings.upstreams == ("http://127.0.0.1:8000",)
 
 
 def test_replicas_are_a_list_or_have_commas_between() -> None:

@@ -71,10 +71,6 @@ def test_an_overlong_prompt_is_told_and_recorded(
     )
     engine.failure = (400, {"error": {"message": said, "type": "BadRequestError", "code": 400}}, {})
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
-        if stream:
-            with claude.messages.stream(model=MODEL, max_tokens=9, messages=HELLO) as events:
-                events.until_done()
-        else:
-            claude.messages.create(model=MODEL, max_tokens=9, messages=HELLO)
+        claude.messages.create(model=MODEL, max_tokens=9, messages=HELLO, stream=stream)
     [turn] = turns()
     assert (turn.untrainable, len(turn.completion_token_ids)) == ("over_length", 0)

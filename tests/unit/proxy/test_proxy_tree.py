@@ -14,11 +14,9 @@ import pytest
 from support.mock_engine import MODEL, MockEngine, Say, render
 from support.proxy_rig import HeldWriter, serving
 from tracegrad.proxy import create_app
-from tracegrad.proxy.attribution import Owner, attribute
 from tracegrad.proxy.continuation import Continuation, Place
 from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.dialects.chat import Chat
-from tracegrad.proxy.errors import BadRequest
 from tracegrad.records import Turn, logprobs, token_ids
 from tracegrad.settings import ProxySettings
 from tracegrad.store import Store
@@ -34,31 +32,6 @@ CHAT = "/v1/chat/completions"
 
 def user(text: str) -> Json:
     return {"role": "user", "content": text}
-
-
-def test_the_first_name_wins() -> None:
-    everything = {
-        "x-tracegrad-rollout": "header",
-        "authorization": "Bearer tg-key",
-        "baggage": "a=b, tracegrad.rollout=bag%2Dgage;x=y",
-        "traceparent": PARENT,
-    }
-    assert attribute(everything, "path") == Owner("path", TRACE, SPAN)
-    assert attribute(everything, None).rollout_id == "header"
-    del everything["x-tracegrad-rollout"]
-    assert attribute(everything, None).rollout_id == "key"
-    del everything["authorization"]
-    assert attribute(everything, None).rollout_id == "bag-gage"
-    del everything["baggage"]
-    assert attribute(everything, None) == Owner(None, TRACE, SPAN)
-    assert attribute({"authorization": "Bearer sk-own", "traceparent": "?"}, None) == Owner(None)
-
-
-@pytest.mark.parametrize("name", ["a b", "x/y", "ü", "a" * 129])
-def test_an_impossible_name_is_refused(name: str) -> None:
-    with pytest.raises(BadRequest, match="no rollout id") as caught:
-        attribute({"x-tracegrad-rollout": name}, None)
-    assert caught.value.param == "x-tracegrad-rollout"
 
 
 def test_names_work_over_http(http: httpx.Client, turns: Turns) -> None:

@@ -25,6 +25,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeProxy
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRACEGRAD_URL", fake.url)
     monkeypatch.delenv("TRACEGRAD_TAGS", raising=False)
+    monkeypatch.delenv("TRACEGRAD_API_KEY", raising=False)
     yield fake
     client.flush(5)
     server.shutdown()

@@ -46,7 +46,7 @@ class WeightPusher:
 
     `version` and `checkpoint` tell what is served now: what a failed first push returns to.
     `directory` is where the weight files go (see `WeightFiles`). Without `proxy_url`, only the
-    engine's own queue holds calls.
+    engine's own queue holds calls; `proxy_key` is the proxy's admin key, where it has one.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class WeightPusher:
         vllm_url: str,
         proxy_url: str | None = None,
         *,
+        proxy_key: str | None = None,
         version: int = 0,
         checkpoint: Path | None = None,
         directory: Path | None = None,
@@ -67,7 +68,7 @@ class WeightPusher:
             raise ValueError(f"checkpoint: no *.safetensors in {checkpoint}")
         self._files = WeightFiles(directory)
         self._vllm = _Peer("vLLM", vllm_url, timeout_s)
-        self._proxy = _Peer("the proxy", proxy_url, timeout_s) if proxy_url else None
+        self._proxy = _Peer("the proxy", proxy_url, timeout_s, proxy_key) if proxy_url else None
         self._hold = {"ttl_s": hold_ttl_s, "drain_s": drain_s}
 
     def push(
@@ -214,10 +215,11 @@ class _Peer:
     """A server that we drive. No connection is kept, so none can be stale; one client is,
     because making one takes longer than most calls."""
 
-    def __init__(self, name: str, url: str, timeout_s: float) -> None:
+    def __init__(self, name: str, url: str, timeout_s: float, key: str | None = None) -> None:
         self._name = name
         self._url = url.rstrip("/")
         self._client = httpx.Client(
+            headers={"authorization": f"Bearer {key}"} if key else None,
             timeout=httpx.Timeout(timeout_s, connect=5.0),
             limits=httpx.Limits(max_keepalive_connections=0),
             trust_env=False,

@@ -186,10 +186,6 @@ def _check(request: Json) -> None:
     for key, value in (request.get("metadata") or {}).items():
         if not isinstance(value, str):
             raise refusal(f"'metadata.{key}' is not a string.", f"metadata.{key}", "invalid_type")
-    try:
-        orjson.dumps(request)
-    except TypeError:
-        raise BadRequest("the body is nested too deeply; 254 levels are served") from None
 
 
 def _previous(request: Json) -> str | None:
