@@ -1,0 +1,1 @@
+"""Real CLI agents, unmodified: installed, shut in with a proxy, run on a task."""

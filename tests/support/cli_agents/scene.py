@@ -1,0 +1,93 @@
+"""One run of a CLI agent: a home, a folder to work in, a proxy, and nothing else in the world."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.cli_agents.install import search_path
+from support.cli_agents.loopback import Loopback, loopback
+from support.cli_agents.recipes import MODEL, Agent, Launch
+from tracegrad.records import Turn
+from tracegrad.store import Store
+from tracegrad_trainer.children import Child, answers
+from tracegrad_trainer.endpoint.process import free_port
+
+ROLLOUT = "this-run"
+START_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the agent did, and what the store has of it, once the proxy has ended."""
+
+    exit_code: int
+    output: str
+    work: Path
+    proxy_log: str
+    rollouts: list[str]
+    turns: list[Turn]  # of ROLLOUT
+
+
+def play(agent: Agent, upstream: str, folder: Path, *, timeout_s: float = 60) -> Run:
+    """`agent` on its task, through a real proxy process, to the engine at `upstream`.
+
+    AssertionError with the agent's words if it takes longer than `timeout_s`.
+    """
+    path = search_path(agent.package)  # installs it; takes no time of the run's
+    store = f"sqlite:///{folder}/store.db"
+    log = folder / "proxy.log"
+    with _proxy(upstream, store, log) as url, loopback() as inside, inside.relay(url) as seen:
+        launch = agent.launch(f"{seen}/rollouts/{ROLLOUT}")
+        code, output = _run(agent.name, launch, inside, path, folder, timeout_s)
+    with Store.open(store, create=False) as opened:
+        rollouts = [row.rollout_id for row in opened.rollouts(limit=None)]
+        turns = opened.rollout_turns(ROLLOUT) if ROLLOUT in rollouts else []
+    return Run(code, output, folder / "work", log.read_text(), rollouts, turns)
+
+
+def _run(
+    name: str, launch: Launch, inside: Loopback, path: str, folder: Path, timeout_s: float
+) -> tuple[int, str]:
+    """Exit code and words of one agent, in a home and a folder that are new."""
+    home, work, temp = (folder / part for part in ("home", "work", "tmp"))
+    for made in (home, work, temp):
+        made.mkdir()
+    for file, text in launch.files.items():
+        (home / file).parent.mkdir(parents=True, exist_ok=True)
+        (home / file).write_text(text)
+    env = {
+        "PATH": path,
+        "HOME": str(home),
+        "TMPDIR": str(temp),
+        "LANG": "C.UTF-8",
+        "SHELL": "/bin/bash",
+        "TERM": "dumb",
+        **launch.env,
+    }
+    log = folder / "agent.log"
+    try:
+        code = inside.run(launch.command, cwd=work, env=env, log=log, timeout_s=timeout_s)
+    except TimeoutError:
+        words = log.read_text(errors="replace")[-3000:]
+        raise AssertionError(f"{name} does not end in {timeout_s} s: {words}") from None
+    return code, log.read_text(errors="replace")
+
+
+@contextmanager
+def _proxy(upstream: str, store: str, log: Path) -> Iterator[str]:
+    """`tracegrad proxy` as a process of its own; its URL."""
+    port = free_port()
+    command = [sys.executable, "-m", "tracegrad.cli", "proxy", f"--port={port}"]
+    command += [f"--model={MODEL}", f"--upstream={upstream}", f"--store={store}"]
+    proxy = Child("proxy", command, log=log)
+    proxy.start()
+    try:
+        url = f"http://127.0.0.1:{port}"
+        proxy.wait_ready(lambda: answers(f"{url}/healthz"), timeout_s=START_S)
+        yield url
+    finally:
+        proxy.stop()
