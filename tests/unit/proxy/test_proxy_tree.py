@@ -222,7 +222,8 @@ def a_call(*messages: Json) -> Call:
 
 
 async def placed(continuation: Continuation, rollout_id: str, prompt: list[int]) -> Place:
-    plan = await continuation.plan(rollout_id, a_call())
+    said = {"role": "assistant", "content": "something"}
+    plan = await continuation.plan(rollout_id, a_call(user("go"), said, user("on")))
     return await continuation.place(plan, token_ids(prompt))
 
 
@@ -232,7 +233,7 @@ async def test_the_cache_is_bounded_and_falls_back_to_the_store() -> None:
     continuation = Continuation(store, limit_bytes=30_000)
     for _ in range(2):
         assert (await placed(continuation, "old", [1] * 1000 + [2, 3])).parent_id == old.turn_id
-    assert store.reads == 1
+    assert store.reads == 2, "another proxy may have written what is missing"
     for number in range(10):
         rollout = f"new{number}"
         plan = await continuation.plan(rollout, a_call())
@@ -240,7 +241,7 @@ async def test_the_cache_is_bounded_and_falls_back_to_the_store() -> None:
         continuation.add(a_turn(rollout, [number] * 1000, [5]), plan)
     assert continuation._trees.size <= 30_000
     assert (await placed(continuation, "old", [1] * 1000 + [2, 3])).parent_id == old.turn_id
-    assert store.reads == 12
+    assert store.reads == 3, "rollouts that begin are not looked for in the store"
 
 
 async def test_what_is_forgotten_leaves_nothing_behind() -> None:

@@ -73,17 +73,19 @@ class Continuation:
 
     async def plan(self, rollout_id: str | None, call: Call) -> Plan:
         """Raises what the store raises."""
-        self._trees.prefetch(rollout_id)
         said = said_in(call)
         if said is None or not said.replies:
             # Nothing said by a model: nothing to continue, and no reason to wait for the store.
             return Plan(rollout_id, said)
-        turns = await self._trees.turns(rollout_id) if rollout_id is not None else []
         parent = self._trees.find(said, rollout_id)
+        if parent is None and rollout_id is not None:
+            turns = await self._trees.turns(rollout_id, anew=True)
+            parent = self._trees.find(said, rollout_id)
+            if parent is None:
+                missed = miss_reason(said, [turn.said for turn in turns if turn.said is not None])
+                return Plan(rollout_id, said, fork=Fork(missed) if missed is not None else None)
         if parent is None:
-            conversations = [turn.said for turn in turns if turn.said is not None]
-            missed = miss_reason(said, conversations)
-            return Plan(rollout_id, said, fork=Fork(missed) if missed is not None else None)
+            return Plan(None, said)
         prompt = await self._continued(call, parent)
         if isinstance(prompt, Fork):
             return Plan(parent.rollout_id, said, parent, fork=prompt)
@@ -95,15 +97,17 @@ class Continuation:
             self._was_ignored()
         if plan.rollout_id is None:
             return self._place_untitled(plan, prompt)
+        if plan.parent is not None and _follows(prompt, plan.parent):
+            return Place(plan.rollout_id, plan.parent.turn.turn_id, None)
+        if plan.said is not None and not plan.said.replies:
+            # A prompt without a reply extends none.
+            return Place(plan.rollout_id, None, _reason(plan, self._trees.here(plan.rollout_id)))
         turns = await self._trees.turns(plan.rollout_id)
-        parent = self._parent(plan, prompt, turns)
-        if parent is not None and (plan.parent is None or parent is plan.parent):
-            return Place(plan.rollout_id, parent.turn.turn_id, None)
-        return Place(
-            plan.rollout_id,
-            parent.turn.turn_id if parent is not None else None,
-            _reason(plan, turns),
-        )
+        with_tokens = [turn for turn in turns if turn.prompt_token_ids]
+        parent = find_parent(prompt, longest_first(with_tokens)) if prompt else None
+        parent_id = parent.turn.turn_id if parent is not None else None
+        forked = parent is None or plan.parent is not None
+        return Place(plan.rollout_id, parent_id, _reason(plan, turns) if forked else None)
 
     def add(self, turn: Turn, plan: Plan) -> None:
         """A turn that the store has committed."""
@@ -126,15 +130,6 @@ class Continuation:
         began = datetime.fromtimestamp(path[0].created_at)  # noqa: DTZ006 (the engine's local time)
         return await asyncio.to_thread(splice, text, chain, messages, frame_of(call.body), began)
 
-    def _parent(self, plan: Plan, prompt: array[int], turns: Sequence[Known]) -> Known | None:
-        parent = plan.parent
-        # Where an engine tells no tokens, what was said is all there is to compare.
-        alike = parent is not None and bool(prompt) == bool(parent.prompt_token_ids)
-        if parent is not None and alike and extends(prompt, parent):
-            return parent
-        with_tokens = [turn for turn in turns if turn.prompt_token_ids]
-        return find_parent(prompt, longest_first(with_tokens)) if prompt else None
-
     def _place_untitled(self, plan: Plan, prompt: array[int]) -> Place:
         # Without a reply among its messages a prompt cannot contain one.
         if prompt and plan.said is not None and plan.said.replies:
@@ -144,7 +139,7 @@ class Continuation:
             if (parent := find_parent(prompt, longest_first(recent))) is not None:
                 return Place(parent.rollout_id, parent.turn.turn_id, None)
         rollout_id = new_id()
-        self._trees.plant(rollout_id)
+        self._trees.plant(rollout_id, whole=True)
         return Place(rollout_id, None, None)
 
     def _was_ignored(self) -> None:
@@ -152,6 +147,11 @@ class Continuation:
         if not self._ignored:
             self._ignored = True
             log.error("the engine did not use the tokens that it was given for a prompt")
+
+
+def _follows(prompt: array[int], parent: Known) -> bool:
+    # Where an engine tells no tokens, what was said is all there is to compare.
+    return bool(prompt) == bool(parent.prompt_token_ids) and extends(prompt, parent)
 
 
 def _reason(plan: Plan, turns: Sequence[Known]) -> str | None:

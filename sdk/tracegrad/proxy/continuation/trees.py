@@ -96,7 +96,10 @@ def known(turn: Turn, said: Conversation | None) -> Known:
 
 @dataclass(slots=True)
 class _Tree:
+    """`whole`: nothing of the rollout is in the store alone."""
+
     turns: dict[str, Known] = field(default_factory=dict)
+    whole: bool = False
     loading: asyncio.Task[None] | None = None
 
 
@@ -112,23 +115,28 @@ class Trees:
         self._continued: set[str] = set()
         self.size = 0
 
-    def prefetch(self, rollout_id: str | None) -> None:
-        """Start reading the rollout's turns, unless they are here."""
-        if rollout_id is not None and rollout_id not in self._trees:
-            tree = self.plant(rollout_id)
-            tree.loading = asyncio.create_task(self._load(rollout_id, tree))
-            # Whoever waits for it sees its error; when nobody does, nobody needs to.
-            tree.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+    async def turns(self, rollout_id: str, *, anew: bool = False) -> list[Known]:
+        """All turns of a rollout, read from the store where they are not here.
 
-    async def turns(self, rollout_id: str) -> list[Known]:
-        """All turns of a rollout. Raises what the store raises."""
-        self.prefetch(rollout_id)
-        tree = self._trees[rollout_id]
+        `anew`: read in any case; another proxy may have written some. Raises what the store
+        raises.
+        """
+        tree = self._trees.get(rollout_id) or self.plant(rollout_id, whole=False)
         self._trees.move_to_end(rollout_id)
+        tree.whole = tree.whole and not anew
+        if not tree.whole and tree.loading is None:
+            tree.loading = asyncio.create_task(self._load(rollout_id, tree))
+            # Whoever waits for it sees its error; when nobody does any more, nobody needs to.
+            tree.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         if tree.loading is not None:
             # Others wait for the same reading: a call that is cancelled must not stop it.
             await asyncio.shield(tree.loading)
         return list(tree.turns.values())
+
+    def here(self, rollout_id: str) -> list[Known]:
+        """The rollout's turns that are in memory."""
+        tree = self._trees.get(rollout_id)
+        return list(tree.turns.values()) if tree is not None else []
 
     def recent(self, most: int) -> list[Known]:
         """Turns of all rollouts, the latest first."""
@@ -163,16 +171,14 @@ class Trees:
 
     def add(self, turn: Known) -> None:
         """A turn that the store has committed."""
-        tree = self._trees.get(turn.rollout_id)
-        if tree is None:
-            return  # it is read with the rest, when somebody asks
+        tree = self._trees.get(turn.rollout_id) or self.plant(turn.rollout_id, whole=False)
         self._trees.move_to_end(turn.rollout_id)
         self._file(tree, turn)
         self._evict()
 
-    def plant(self, rollout_id: str) -> _Tree:
-        """A rollout of which the store has nothing yet, or is about to be read."""
-        tree = self._trees[rollout_id] = _Tree()
+    def plant(self, rollout_id: str, *, whole: bool) -> _Tree:
+        """`whole`: the store has nothing of this rollout yet."""
+        tree = self._trees[rollout_id] = _Tree(whole=whole)
         self.size += _TREE_BYTES
         self._evict()
         return tree
@@ -191,15 +197,17 @@ class Trees:
         try:
             stored = await asyncio.to_thread(self._read, rollout_id)
         except BaseException:
-            if self._trees.get(rollout_id) is tree:
-                self._forget(rollout_id)
+            tree.loading = None
             raise
-        tree.loading = None
+        tree.loading, tree.whole = None, True
         if self._trees.get(rollout_id) is tree:
-            meanwhile, tree.turns = tree.turns, {}
+            already, tree.turns = tree.turns, {}
             for turn in stored:
-                self._file(tree, turn)
-            tree.turns |= meanwhile
+                if (known_already := already.pop(turn.turn.turn_id, None)) is not None:
+                    tree.turns[turn.turn.turn_id] = known_already
+                else:
+                    self._file(tree, turn)
+            tree.turns |= already  # committed while the store was being read
             self._evict()
 
     def _read(self, rollout_id: str) -> list[Known]:
