@@ -10,14 +10,18 @@ install:
 demo: install  ## the main job, end to end, on this machine (about five minutes)
 	@exec $(BIN)/python -m examples.shop.demo
 
-test: test-fast  ## everything that CI runs; then CLI agents and the real vLLM, about 20 minutes on two cores
+# Files side by side, one thread each.
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test: test-fast  ## all that CI runs: then client libraries, CLI agents and the real vLLM; 20 minutes on two cores
+	$(SIDE_BY_SIDE) -m "not slow" tests/clients
 	$(BIN)/python -m pytest -m "(vllm or agents) and not slow"
 
-test-fast: install  ## no vLLM, no CLI agents; files side by side, one thread each
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not (slow or vllm or agents)" -n 2 --dist loadfile
+test-fast: install  ## no vLLM, no CLI agents, no client libraries' own suites
+	$(SIDE_BY_SIDE) -m "not (slow or vllm or agents)" --ignore=tests/clients
 
-test-long: test-fast  ## the long forms too
-	$(BIN)/python -m pytest -m "vllm or agents or slow"
+test-long: test  ## the long forms too
+	$(BIN)/python -m pytest -m slow
 
 bench-proxy: install  ## this proxy beside a plain pass-through and LiteLLM's; writes docs/bench-proxy.md
 	@exec $(BIN)/python -m bench.proxy

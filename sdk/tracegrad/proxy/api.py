@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
@@ -69,7 +69,7 @@ class RewardEvent(_Event):
     reward_id: str = Field(default_factory=new_id, min_length=1, max_length=128)
     value: Annotated[float, Field(allow_inf_nan=False)]
     name: Annotated[str, Field(min_length=1)] = "reward"
-    turn: int | None = None
+    turn: Annotated[int, Field(gt=-(2**31), lt=2**31)] | None = None
     source: str = "agent"
     created_at: Seconds = Field(default_factory=time.time)
 
@@ -169,8 +169,8 @@ def make_router(recorder: Recorder, gate: Gate) -> APIRouter:
     return router
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Every error in one shape."""
+def add_error_handlers(app: FastAPI, shape: Callable[[str, ApiError], bytes]) -> None:
+    """`shape` gives an error's body in the words that are spoken at a path."""
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
@@ -188,8 +188,9 @@ def add_error_handlers(app: FastAPI) -> None:
         # What FastAPI makes of an error that came up while it read the body.
         if isinstance(error.__cause__, ApiError):
             return error.__cause__.response()
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        response = BadRequest(message, status=error.status_code).response()
+        path = request.url.path
+        refused = BadRequest(f"{request.method} {path}: {error.detail}", status=error.status_code)
+        response = refused.response(shape(path, refused))
         response.headers.update(error.headers or {})
         return response
 

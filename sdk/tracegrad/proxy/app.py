@@ -28,6 +28,7 @@ from tracegrad.proxy.errors import ApiError
 from tracegrad.proxy.gate import Gate
 from tracegrad.proxy.keys import Keys
 from tracegrad.proxy.models import gemini_models, models
+from tracegrad.proxy.openapi import described
 from tracegrad.proxy.passed_on import PassedOn, Shape
 from tracegrad.proxy.recorder import Recorder, SubmitsFacts
 from tracegrad.proxy.redaction import Redactor, load_hooks
@@ -82,12 +83,13 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
         description="LLM calls, spans and rewards of agents, recorded for training.",
         lifespan=lifespan,
     )
-    add_error_handlers(app)
+    add_error_handlers(app, _shape)
     # First in line, before FastAPI's own routes: most requests are theirs.
     app.router.routes[:0] = _hot_routes(rooms, Traces(recorder, traces, max_body_bytes=limit))
     app.router.routes.append(_health(gate))
     app.include_router(make_router(recorder, gate))
     app.include_router(make_keys_router(access))
+    described(app)
     app.add_middleware(Guard, access=access, max_body_bytes=limit, shape=_shape)
     return app
 

@@ -55,6 +55,10 @@ class Recorder:
             return await self._continuation.plan(owner.rollout_id, call)
         except StoreUnavailable as error:
             raise self.unavailable(error) from error
+        except Exception:
+            # A conversation that cannot be followed is still served, and kept.
+            log.exception("a call of rollout %s is not continued", owner.rollout_id)
+            return Plan(owner.rollout_id, None)
 
     async def record(
         self,

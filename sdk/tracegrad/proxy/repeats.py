@@ -8,6 +8,7 @@ knew of; it gets the recorded one instead.
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,8 @@ MOST = 20_000
 
 def is_repeat(headers: Mapping[str, str]) -> bool:
     """Whether a library (openai, anthropic) says that it sends this call again."""
-    count = headers.get("x-stainless-retry-count", "0")
-    return count.isdigit() and int(count) > 0
+    count = headers.get("x-stainless-retry-count", "")
+    return re.fullmatch("[0-9]{1,4}", count) is not None and int(count) > 0
 
 
 def fingerprint(rollout_id: str | None, path: str, raw: bytes) -> bytes:

@@ -35,6 +35,7 @@ OPENINGS = {
     "plain": "<|assistant|>",
     "line": "<|assistant|>\n",
     "stub": "<|assistant|><think>\n\n</think>",
+    "none": "",
 }
 REASONINGS = {
     "kept": "{% if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}",

@@ -149,6 +149,20 @@ def test_a_line_that_changes_with_every_request_is_not_looked_at() -> None:
     assert found([*later, says("17"), ASK], filed((first, says("17")))) == (2, "t0")
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (result(1, "a"), result(1, "acall00001") | {"tool_call_id": ""}),
+        (user("aNone"), user("a") | {"name": "NoneNone"}),
+        (says("ab"), says("a") | {"role": "assistantb"}),
+        (says(calls=[CALL | {"id": "ab"}]), says(calls=[CALL | {"id": "a"}, CALL | {"id": "b"}])),
+        (says("ids1:a"), says(calls=[CALL | {"id": "a"}])),
+    ],
+)
+def test_fields_do_not_run_into_one_another(one: Json, other: Json) -> None:
+    assert conversation([one], FRAME).marks != conversation([other], FRAME).marks
+
+
 TEXTS = st.text(alphabet="ab:1\x00é", max_size=4)
 MESSAGES = st.lists(
     st.one_of(

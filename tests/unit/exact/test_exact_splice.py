@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ from exact_grown import Parts, friendly, model_of
 
 from tracegrad.proxy.exact.messages import Frame
 from tracegrad.proxy.exact.model import ModelText
+from tracegrad.proxy.exact.probes import Marks
 from tracegrad.proxy.exact.reasons import Fork, Reason
 from tracegrad.proxy.exact.recorded import RecordedTurn
 from tracegrad.proxy.exact.rendering import fresh_ids
@@ -195,9 +197,10 @@ def test_the_end_tokens_text_in_the_reply_forks() -> None:
 
 
 def test_text_that_looks_like_a_mark_changes_nothing() -> None:
-    reply, news = says("qx0vx0000zzzzzzz"), [user("qx0vu0000zzzz qx1v")]
-    done = continued(friendly(), reply, news, "qx0vx0000zzzzzzz<|end|>")
-    assert new_text(done) == "<|user|>qx0vu0000zzzz qx1v<|end|><|assistant|>"
+    mark = "qx0vx0000zzzzzzz"
+    assert Marks("qx0vx", 16)(0) == mark
+    done = continued(friendly(), says("17"), [user(f"{mark} qx1v")], "17<|end|>")
+    assert new_text(done) == f"<|user|>{mark} qx1v<|end|><|assistant|>"
 
 
 # Templates that cannot be continued.
@@ -341,6 +344,16 @@ def test_a_chain_whose_prompts_the_template_does_not_give_any_more_forks() -> No
 def test_a_chain_needs_all_of_its_turns() -> None:
     text, chain, messages = chain_of_three(friendly())
     fork = splice(text, [chain[0], chain[2]], messages, Frame(), NOW)
+    assert isinstance(fork, Fork)
+    assert fork.reason == Reason.NOT_AS_SENT
+
+
+def test_a_chain_that_was_sent_less_than_the_conversation_holds_forks() -> None:
+    text, chain, messages = chain_of_three(friendly(opening="none"))
+    last = replace(chain[2], position=chain[2].position + 1)
+    more = [*messages[: last.position - 1], MORE, *messages[last.position - 1 :]]
+    assert more[last.position] == last.reply
+    fork = splice(text, [*chain[:2], last], more, Frame(), NOW)
     assert isinstance(fork, Fork)
     assert fork.reason == Reason.NOT_AS_SENT
 

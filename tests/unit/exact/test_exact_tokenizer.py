@@ -77,6 +77,29 @@ def test_a_token_that_another_can_swallow_is_looked_for_in_the_whole_text() -> N
     assert tokenizer.encode_tail("<|end|><|user|>", "fo<|end|><|user|>") is not None
 
 
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (AddedToken("x<|end|>"), "fox<|end|> 17"),
+        (AddedToken("<|end|> 1"), "<|end|> 17"),
+        (AddedToken("|> ", single_word=True), "<|end|> 17"),
+    ],
+)
+def test_a_stripping_token_that_another_can_take_the_place_of(more: AddedToken, text: str) -> None:
+    stripping = core("right_stripping").from_str(core("right_stripping").to_str())
+    stripping.add_special_tokens([more])
+    tokenizer = Tokenizer(stripping)
+    assert tokenizer.as_read(text) == tokenizer.decode(tokenizer.encode(text))
+
+
+def test_a_token_that_is_one_as_a_word_only_depends_on_what_precedes_it() -> None:
+    wordy = core("bytes").from_str(core("bytes").to_str())
+    wordy.add_special_tokens([AddedToken("<w>", single_word=True)])
+    tokenizer = Tokenizer(wordy)
+    assert tokenizer.encode_tail("<w> lamps", "b<w> lamps") is None
+    assert tokenizer.encode_tail("<w> lamps", "b <w> lamps") == tokenizer.encode("<w> lamps")
+
+
 def test_text_that_is_spelled_like_a_token_but_is_none_is_not_counted_as_one() -> None:
     tokenizer = Tokenizer(core("normalized"))  # <tool_call> is one as a word only
     whole = "<tool_call> a <tool_call> b<tool_call>c"

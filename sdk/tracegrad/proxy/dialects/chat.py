@@ -13,6 +13,7 @@ from tracegrad.proxy.dialects.checks import (
     BOOL,
     INTEGER,
     NUMBER,
+    OBJECT,
     STRING,
     check_types,
     has_media,
@@ -29,6 +30,8 @@ KINDS = {
     "logprobs": BOOL,
     "return_token_ids": BOOL,
     "include_reasoning": BOOL,
+    "chat_template_kwargs": OBJECT,
+    "reasoning_effort": STRING,
     "n": INTEGER,
     **dict.fromkeys(DEFAULTS, NUMBER),
 }
@@ -45,6 +48,7 @@ class Chat:
         check_messages(request.get("messages"))
         check_types(request, KINDS)
         check_common(request)
+        _check_tools(request.get("tools"))
         return Call(
             dialect=self.name,
             request=request,
@@ -113,13 +117,31 @@ def check_messages(messages: object) -> None:
         _check_calls(message.get("tool_calls"), where)
 
 
+def _check_tools(tools: object) -> None:
+    if tools is None:
+        return
+    if not isinstance(tools, list):
+        raise BadRequest("tools is not a list", param="tools")
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            where = f"tools[{index}]"
+            raise BadRequest(f"{where} has no function with a name", param=where)
+
+
 def _check_content(content: object, where: str) -> None:
     parts = content if isinstance(content, list) else []
-    if not (content is None or isinstance(content, str | list)) or not all(
-        isinstance(part, str | dict) for part in parts
-    ):
+    if not (content is None or isinstance(content, str | list)) or not all(map(_is_part, parts)):
         name = f"{where}.content"
         raise BadRequest(f"{name} is not a string or a list of parts", param=name)
+
+
+def _is_part(part: object) -> bool:
+    """A text, or an object with a type, and a text where its type says so."""
+    if not isinstance(part, dict):
+        return isinstance(part, str)
+    kind = part.get("type")
+    return isinstance(kind, str) and (kind != "text" or isinstance(part.get("text"), str))
 
 
 def _check_calls(calls: object, where: str) -> None:

@@ -20,6 +20,7 @@ BOOL: Kind = (bool, "true or false")
 INTEGER: Kind = (int, "an integer")
 NUMBER: Kind = ((int, float), "a number")
 STRING: Kind = (str, "a string")
+OBJECT: Kind = (dict, "an object")
 
 
 def json_object(raw: bytes) -> Json:

@@ -21,7 +21,7 @@ Reading = Callable[[str], str | None]
 
 _CUTS = {"Split", "Digits", "Punctuation", "ByteLevel"}
 # White space as Rust's regular expressions see it; Python's has four characters more.
-_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]*"
+_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 
 
 def reading_of(core: Tokenizer) -> Reading:
@@ -63,15 +63,23 @@ def _can_swallow(other: str, text: str) -> bool:
 
 def _stripping(tokens: list[AddedToken]) -> Callable[[str], str]:
     """White space taken away beside the tokens that take it."""
-    by_length = sorted(tokens, key=lambda token: -len(token.content))
-    cases = [
-        (_SPACE if token.lstrip else "")
-        + f"({re.escape(token.content)})"
-        + (_SPACE if token.rstrip else "")
-        for token in by_length
-    ]
-    pattern = re.compile("|".join(cases))
-    return lambda text: pattern.sub(lambda match: match[match.lastindex or 0], text)
+    behind = _any_of([token for token in tokens if token.rstrip])
+    before = _any_of([token for token in tokens if token.lstrip])
+    # Groups begin with the tokens' own text: the search skips to where one may be.
+    right = re.compile(f"({behind}){_SPACE}+") if behind else None
+    left = re.compile(f"{_SPACE}+(?={before})") if before else None
+
+    def strip(text: str) -> str:
+        if right is not None:
+            text = right.sub(r"\1", text)
+        return text if left is None else left.sub("", text)
+
+    return strip
+
+
+def _any_of(tokens: list[AddedToken]) -> str:
+    longest_first = sorted((token.content for token in tokens), key=len, reverse=True)
+    return "|".join(map(re.escape, longest_first))
 
 
 def _decode_to_themselves(core: Tokenizer, added: Mapping[int, AddedToken]) -> bool:

@@ -70,8 +70,8 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
         now: datetime,
     ) -> str:
-        """The prompt's text. `messages` are those of `messages.conversation`; `kwargs` that the
-        template does not read are dropped, as the engine drops them. Raises RenderError."""
+        """The prompt's text. `messages` are those of `messages.engine_message`; `kwargs` that
+        the template does not read are dropped, as the engine drops them. Raises RenderError."""
         if not messages:
             raise RenderError("a conversation needs at least one message")
         read = self._variables | _ALWAYS_KNOWN

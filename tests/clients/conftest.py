@@ -1,0 +1,62 @@
+"""Clients that people use, against the real proxy on a loopback port and a scripted engine."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.client_rig import Rig, rigged
+from support.mock_engine import MockEngine
+from support.obedient_engine import ObedientEngine
+from support.proxy_rig import EngineServer, serving
+from tracegrad.store import Store
+
+
+@pytest.fixture(scope="session")
+def engine_server() -> Iterator[EngineServer]:
+    server = EngineServer()
+    with serving(server, lifespan="off") as server.url:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def new_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Paths of stores whose tables are there: migrating takes longer than most tests."""
+    folder = tmp_path_factory.mktemp("stores")
+    empty = folder / "empty.db"
+    Store.open(f"sqlite:///{empty}").close()
+    count = 0
+
+    def copy() -> Path:
+        nonlocal count
+        count += 1
+        return Path(shutil.copy(empty, folder / f"store-{count}.db"))
+
+    return copy
+
+
+@pytest.fixture
+def engine() -> MockEngine:
+    return ObedientEngine()
+
+
+@pytest.fixture(scope="session")
+def standing(engine_server: EngineServer, new_store: Callable[[], Path]) -> Iterator[Rig]:
+    """One proxy for all tests that need no other."""
+    with rigged(engine_server, MockEngine(), new_store()) as rig:
+        yield rig
+
+
+@pytest.fixture
+def rig(engine_server: EngineServer, engine: MockEngine, standing: Rig) -> Rig:
+    """The standing proxy with the test's own engine and rollout."""
+    engine_server.engine = engine
+    return replace(standing, engine=engine, rollout_id=f"r-{uuid.uuid4().hex[:8]}")
