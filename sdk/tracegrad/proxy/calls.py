@@ -35,7 +35,14 @@ from tracegrad.proxy.errors import TOO_LONG, ApiError
 from tracegrad.proxy.gate import Gate, Passage
 from tracegrad.proxy.line import Line
 from tracegrad.proxy.recorder import Recorder
-from tracegrad.proxy.repeats import Repeats, answer_of, chunks_of, fingerprint, is_repeat
+from tracegrad.proxy.repeats import (
+    Fingerprint,
+    Repeats,
+    answer_of,
+    chunks_of,
+    fingerprint,
+    is_repeat,
+)
 from tracegrad.proxy.replies import Reply
 from tracegrad.proxy.upstreams import Incoming, Upstream
 from tracegrad.records import OVER_LENGTH, Json, Turn
@@ -66,7 +73,7 @@ class Visit:
     plan: Plan
     headers: Headers  # for the engine
     passage: Passage
-    fingerprint: bytes
+    fingerprint: Fingerprint
 
 
 class Calls:
@@ -113,7 +120,7 @@ class Calls:
         answer = await self._whole(visit, receive)
         return Response(self._dialect.answer(call, answer), media_type="application/json")
 
-    async def _given(self, known: bytes) -> list[Turn]:
+    async def _given(self, known: Fingerprint) -> list[Turn]:
         return await self._rooms.recorder.read(self._rooms.repeats.recall(known))
 
     async def _again(self, call: Call, turns: Sequence[Turn], send: Send) -> Response | None:

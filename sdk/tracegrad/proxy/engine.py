@@ -13,14 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import orjson
 from msgspec import Raw, Struct
 from msgspec.json import Decoder, encode
 
 from tracegrad.proxy.dialects.base import CHAT_PATH, Call, Shown
 from tracegrad.proxy.errors import TOO_LONG, ApiError
-from tracegrad.proxy.replies import Reply, prompt_of
-from tracegrad.records import Json
+from tracegrad.proxy.replies import Reply
+from tracegrad.records import Json, token_ids
 
 _TOO_LONG = re.compile(rb"maximum context length|context_length_exceeded|exceeds model's max")
 _TOO_BIG = 2**63
@@ -124,7 +125,6 @@ class _Logprobs(Struct, gc=False):
 # it all into objects that are dropped at once.
 _FIELDS = Decoder(dict[str, Raw])
 _CHOICES = Decoder(list[dict[str, Raw]])
-_IDS = Decoder(list[int] | None)
 _LOGPROBS = Decoder(_Logprobs | None)
 _NULL = Raw(b"null")
 
@@ -133,7 +133,7 @@ def read_answer(raw: bytes, call: Call, version: int) -> Answer:
     """The engine's whole answer. Raises ApiError (502) when it is none."""
     try:
         fields = _FIELDS.decode(raw)
-        prompt = _prompt(fields)
+        prompt = _ids(fields, "prompt_token_ids")
         told = _CHOICES.decode(fields["choices"])
         replies = [_reply(choice, prompt, version) for choice in told]
         body = _without_tokens(fields, told, call.shown)
@@ -147,14 +147,29 @@ def read_answer(raw: bytes, call: Call, version: int) -> Answer:
     return Answer(body, replies)
 
 
-def _prompt(fields: dict[str, Raw]) -> array[int] | None:
-    return prompt_of(_IDS.decode(fields.get("prompt_token_ids", _NULL)))
+def _ids(fields: dict[str, Raw], name: str) -> array[int] | None:
+    """A list of token ids, or None where there is no such list.
+
+    NumPy reads ten thousand numbers a third faster than a JSON parser and `array` together.
+    """
+    text = bytes(fields.get(name, _NULL))
+    if text[:1] != b"[":
+        return None
+    values = np.fromstring(text[1:-1], dtype=np.int64, sep=",")
+    ids = token_ids()
+    if len(text) == 2:
+        return ids
+    # What is no integer ends the reading early.
+    if len(values) != text.count(b",") + 1 or values.min() < 0 or values.max() >= 1 << 31:
+        return None
+    ids.frombytes(values.astype(np.int32).tobytes())
+    return ids
 
 
 def _reply(choice: dict[str, Raw], shared: array[int] | None, version: int) -> Reply:
     """The tokens of one choice; text completions tell each choice's own prompt."""
     reply = Reply()
-    prompt = shared or _prompt(choice)
+    prompt = shared or _ids(choice, "prompt_token_ids")
     if not prompt:
         reply.drop("no_tokens")
         return reply
@@ -163,7 +178,7 @@ def _reply(choice: dict[str, Raw], shared: array[int] | None, version: int) -> R
     values: list[float] | list[float | None] | None = logprobs.token_logprobs
     if logprobs.content is not None:
         values = [entry.logprob for entry in logprobs.content]
-    reply.add(_IDS.decode(choice.get("token_ids", _NULL)), values, version)
+    reply.add(_ids(choice, "token_ids"), values, version)
     return reply
 
 

@@ -127,6 +127,8 @@ class Recorder:
 
     async def _places(self, plan: Plan, replies: Sequence[Reply]) -> list[Place]:
         """One for each reply; choices of one prompt share it."""
+        if len(replies) == 1:
+            return [await self._continuation.place(plan, replies[0].prompt_token_ids)]
         found: dict[bytes, Place] = {}
         places: list[Place] = []
         for reply in replies:

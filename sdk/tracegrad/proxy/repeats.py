@@ -7,7 +7,6 @@ knew of; it gets the recorded one instead.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 from collections import OrderedDict
@@ -20,6 +19,8 @@ from tracegrad.records import Json, Turn
 KEPT_S = 600.0
 MOST = 20_000
 
+Fingerprint = tuple[int, int, int]
+
 
 def is_repeat(headers: Mapping[str, str]) -> bool:
     """Whether a library (openai, anthropic) says that it sends this call again."""
@@ -27,26 +28,24 @@ def is_repeat(headers: Mapping[str, str]) -> bool:
     return re.fullmatch("[0-9]{1,4}", count) is not None and int(count) > 0
 
 
-def fingerprint(rollout_id: str | None, path: str, raw: bytes) -> bytes:
-    """Equal for equal calls of one rollout."""
-    digest = hashlib.blake2b(raw, digest_size=16)
-    digest.update(f"{rollout_id}\n{path}".encode())
-    return digest.digest()
+def fingerprint(rollout_id: str | None, path: str, raw: bytes) -> Fingerprint:
+    """Equal for equal calls of one rollout, in this process."""
+    return hash(raw), len(raw), hash((rollout_id, path))
 
 
 class Repeats:
     """Which turns answered a call, for the calls answered last."""
 
     def __init__(self) -> None:
-        self._given: OrderedDict[bytes, tuple[float, tuple[str, ...]]] = OrderedDict()
+        self._given: OrderedDict[Fingerprint, tuple[float, tuple[str, ...]]] = OrderedDict()
 
-    def remember(self, call: bytes, turn_ids: Sequence[str]) -> None:
+    def remember(self, call: Fingerprint, turn_ids: Sequence[str]) -> None:
         self._given[call] = (time.monotonic(), tuple(turn_ids))
         self._given.move_to_end(call)
         if len(self._given) > MOST:
             self._given.popitem(last=False)
 
-    def recall(self, call: bytes) -> tuple[str, ...]:
+    def recall(self, call: Fingerprint) -> tuple[str, ...]:
         """Empty for a call that was not answered, or too long ago."""
         at, turn_ids = self._given.get(call, (0.0, ()))
         return turn_ids if time.monotonic() - at < KEPT_S else ()

@@ -37,20 +37,25 @@ class Reply:
             return
         if not ids and not values:
             return
+        if not isinstance(ids, list | array) or not isinstance(values, list):
+            self.drop("no_tokens")
+            return
         try:
-            new_ids, new_logprobs = _tokens(ids, values)
+            if len(ids) != len(values):
+                raise ValueError("as many log-probabilities as token ids")
+            self.logprobs.fromlist(values)
+            self.token_ids.extend(ids)
         except (TypeError, ValueError, OverflowError):
             self.drop("no_tokens")
             return
-        if min(new_logprobs) <= MISSING_LOGPROB:
+        if min(values) <= MISSING_LOGPROB:
             self.drop("no_logprobs")
             return
-        self.token_ids.extend(new_ids)
-        self.logprobs.extend(new_logprobs)
-        count = len(new_ids)
-        if self.versions and self.versions[-1][0] == version:
-            count += self.versions.pop()[1]
-        self.versions.append((version, count))
+        count, versions = len(ids), self.versions
+        if versions and versions[-1][0] == version:
+            versions[-1] = (version, versions[-1][1] + count)
+        else:
+            versions.append((version, count))
 
     def drop(self, reason: str) -> None:
         """Forget the tokens; `reason` says why. The first reason stays."""
@@ -58,12 +63,6 @@ class Reply:
             return
         self.broken = reason
         self.token_ids, self.logprobs, self.versions = token_ids(), logprobs(), []
-
-
-def _tokens(ids: object, values: object) -> tuple[array[int], array[float]]:
-    if not isinstance(ids, list) or not isinstance(values, list) or len(ids) != len(values):
-        raise ValueError("token ids and log-probabilities are not lists of one length")
-    return token_ids(ids), logprobs(values)
 
 
 def prompt_of(value: object) -> array[int] | None:

@@ -22,7 +22,7 @@ TEXTS = st.lists(PIECES, max_size=12).map("".join)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=TEXTS)
 def test_a_text_is_read_as_its_own_tokens_say(kind: str, text: str) -> None:
     tokenizer = Tokenizer(core(kind))
@@ -40,7 +40,7 @@ def test_the_common_kinds_are_read_without_encoding(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(left=TEXTS, stop=st.sampled_from(TAGS), right=TEXTS)
 def test_the_end_of_a_text_is_encoded_as_in_the_whole(
     kind: str, left: str, stop: str, right: str
