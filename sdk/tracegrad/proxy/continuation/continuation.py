@@ -128,7 +128,14 @@ class Continuation:
             return text
         # The clock of the root's rendering, as far as its date goes.
         began = datetime.fromtimestamp(path[0].created_at)  # noqa: DTZ006 (the engine's local time)
-        return await asyncio.to_thread(splice, text, chain, messages, frame_of(call.body), began)
+
+        def proven() -> Spliced | Fork:
+            assert self._text is not None
+            if not self._text.tokenizes(text, chain[0].prompt_ids):
+                return Fork(Reason.TOKENIZER, "other tokens than the engine's")
+            return splice(text, chain, messages, frame_of(call.body), began)
+
+        return await asyncio.to_thread(proven)
 
     def _place_untitled(self, plan: Plan, prompt: array[int]) -> Place:
         # Without a reply among its messages a prompt cannot contain one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from tracegrad.proxy.exact.model import Inexact, ModelText, load_model_text
 from tracegrad.proxy.exact.reasons import Fork, Reason
 
 log = logging.getLogger("tracegrad.proxy")
+
+# So many of the engine's prompts are tokenised here too before the tokenizer is believed.
+CHECKED = 16
 
 # The engine's answer to GET /v1/models.
 ListsModels = Callable[[], Awaitable[bytes]]
@@ -27,6 +31,8 @@ class EngineText:
         self._models = models
         self._found: ModelText | Fork | None = None
         self._lock = asyncio.Lock()
+        self._checked = 0
+        self._said = False
 
     async def get(self) -> ModelText | Fork:
         """The fork that every continuation meets where prompts cannot be reproduced exactly."""
@@ -35,6 +41,23 @@ class EngineText:
                 if self._found is None:
                     return await self._find()
         return self._found
+
+    def tokenizes(self, text: ModelText, prompt_ids: array[int]) -> bool:
+        """Whether the tokens that the engine made of a prompt are those that are made of it here.
+
+        What is new in a prompt is tokenised here, and the engine takes whatever it is given: a
+        folder that is not quite the engine's would go unnoticed. Slow for long prompts, so only
+        the first ones are looked at; not to be called on the event loop.
+        """
+        if self._checked >= CHECKED:
+            return True
+        if text.tokenizer.encode(text.tokenizer.decode(prompt_ids)) == prompt_ids:
+            self._checked += 1
+            return True
+        if not self._said:
+            self._said = True
+            log.error("the engine's tokens of a prompt are not those of the tokenizer found here")
+        return False
 
     async def _find(self) -> ModelText | Fork:
         try:
