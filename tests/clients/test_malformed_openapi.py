@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,9 @@ import jsonschema_rs
 import pytest
 import schemathesis
 from fastapi import FastAPI
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.config import SchemathesisConfig
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
+from schemathesis.generation import GenerationMode
 from starlette.routing import Match, Route
 
 from support.client_rig import Rig, rigged
@@ -30,7 +28,6 @@ from support.proxy_rig import EngineServer
 from support.raw_calls import READ
 from tracegrad.proxy import create_app
 from tracegrad.proxy.collector import PROTOBUF
-from tracegrad.proxy.openapi import described
 from tracegrad.settings import ProxySettings
 
 PATIENCE_S = 10.0
@@ -38,18 +35,13 @@ PATIENCE_S = 10.0
 
 @pytest.fixture(scope="module")
 def patient(engine_server: EngineServer, new_store: Callable[[], Path]) -> Iterator[Rig]:
-    with (
-        rigged(engine_server, PatientEngine(), new_store(), prepare=described) as rig,
-        neighbour(rig),
-    ):
+    with rigged(engine_server, PatientEngine(), new_store()) as rig, neighbour(rig):
         yield rig
 
 
 def _app() -> FastAPI:
     """As it is served, but for a store: pytest has to know the operations before one is open."""
-    app = create_app(ProxySettings(), store=Mock(current_version=lambda: 0), writer=Mock())
-    described(app)
-    return app
+    return create_app(ProxySettings(), store=Mock(current_version=lambda: 0), writer=Mock())
 
 
 DOCUMENT: dict[str, Any] = _app().openapi()
@@ -60,50 +52,86 @@ def as_bytes(context: Any, value: Any) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode()
 
 
-def requests(*, coverage: bool, **chosen: str) -> Any:
-    """schemathesis' own strategies of right and wrong requests, the same in every run."""
-    config = SchemathesisConfig()
-    config.projects.default.generation.update(deterministic=True, no_shrink=True)
-    config.projects.default.phases.coverage.enabled = coverage
-    return schemathesis.openapi.from_dict(DOCUMENT, config=config).include(**chosen)
+SCHEMA = schemathesis.openapi.from_dict(DOCUMENT, config=SchemathesisConfig())
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_schema_conformance",
+)
+# The long form has the others.
+QUICK = re.compile(r"\w+ /(?!rollouts|v1/models/)")
+OPERATIONS = [each.ok() for each in SCHEMA.get_all_operations() if QUICK.match(each.ok().label)]
 
 
-def examples(number: int) -> settings:
-    return settings(
-        max_examples=number,
+def data_of(operation: Any) -> list[GenerationMode]:
+    """Nothing can be wrong with a request that has nothing in it, or any bytes."""
+    is_json = any(body.media_type == "application/json" for body in operation.body)
+    has_data = is_json or operation.path_parameters or operation.query
+    return list(GenerationMode) if has_data else [GenerationMode.POSITIVE]
+
+
+@pytest.mark.parametrize(
+    ("operation", "mode"),
+    [
+        pytest.param(operation, mode, id=f"{mode.value} {operation.label}")
+        for operation in OPERATIONS
+        for mode in data_of(operation)
+    ],
+)
+def test_whatever_is_sent_is_answered_as_documented(
+    patient: Rig, operation: Any, mode: GenerationMode
+) -> None:
+    """With schemathesis' strategies alone: its plugin gives all operations of a document one id
+    in this pytest, and of tests with one id pytest-xdist runs one."""
+
+    @settings(
+        max_examples=6,
         deadline=None,
         derandomize=True,
         database=None,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def send(case: Any) -> None:
+        response = case.call(base_url=patient.url, timeout=PATIENCE_S)
+        if "/push/" in case.path:  # or the next calls wait at the gate
+            httpx.post(f"{patient.url}/api/push/release")
+        case.validate_response(
+            response, checks=[getattr(schemathesis.checks, name) for name in CHECKS]
+        )
 
-
-def answered_as_documented(case: Any, rig: Rig) -> None:
-    response = case.call(base_url=rig.url, timeout=PATIENCE_S)
-    if "/push/" in case.path:  # or the next calls wait at the gate
-        httpx.post(f"{rig.url}/api/push/release")
-    case.validate_response(
-        response,
-        checks=[
-            schemathesis.checks.not_a_server_error,
-            status_code_conformance,
-            content_type_conformance,
-            response_schema_conformance,
-        ],
-    )
-
-
-@examples(6)
-@requests(coverage=False, path_regex="^/(?!rollouts|v1/models/)").parametrize()
-def test_whatever_is_sent_is_answered_as_documented(case: Any, patient: Rig) -> None:
-    answered_as_documented(case, patient)
+    send()
 
 
 @pytest.mark.slow
-@examples(150)
-@requests(coverage=True, path_regex=".").parametrize()
-def test_much_more_of_whatever_is_answered_as_documented(case: Any, patient: Rig) -> None:
-    answered_as_documented(case, patient)
+def test_much_more_of_whatever_is_answered_as_documented(patient: Rig, tmp_path: Path) -> None:
+    """schemathesis as people run it."""
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{patient.url}/openapi.json"]
+    options = {
+        "checks": ",".join(CHECKS),
+        "phases": "coverage,fuzzing",
+        "max-examples": "100",
+        "seed": "1",
+        "request-timeout": str(PATIENCE_S),
+        "warnings": "off",
+        # A gate that is held makes the calls of all others wait, as it should.
+        "exclude-path": "/api/push/hold",
+        # It cannot write protobuf; the test above sends what it made as bytes.
+        "exclude-operation-id": "post_v1_traces",
+    }
+    told = [part for name, value in options.items() for part in (f"--{name}", value)]
+    done = subprocess.run(
+        [*command, *told, "--generation-deterministic"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    operations = sum(map(len, DOCUMENT["paths"].values()))
+    assert f"Tested: {operations - 2}\n" in done.stdout
 
 
 def test_the_document_is_the_one_that_is_served(patient: Rig) -> None:

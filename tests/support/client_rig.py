@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from fastapi import FastAPI
 
 from support.mock_engine import MockEngine, Say, logprobs_of
 from support.obedient_engine import ObedientEngine
@@ -56,18 +54,14 @@ def rigged(
     engines: EngineServer,
     engine: MockEngine,
     store_path: Path,
-    *,
-    prepare: Callable[[FastAPI], None] = lambda app: None,
     **settings: Any,
 ) -> Iterator[Rig]:
-    """`store_path` is that of a migrated SQLite store; `prepare` gets the application before it
-    is served; `settings` are the proxy's."""
+    """`store_path` is that of a migrated SQLite store; `settings` are the proxy's."""
     engines.engine = engine
     configured = ProxySettings(upstream=engines.url, **settings)
     with Store.open(f"sqlite:///{store_path}") as store, Writer(store) as writer:
         held = HeldWriter(writer)
         app = create_app(configured, store=store, writer=held)
-        prepare(app)
         with bounded(app, Limits.of(configured)) as url:
             try:
                 yield Rig(url, engines.url, engine, store, held)

@@ -35,7 +35,7 @@ Client = httpx.AsyncClient
 def a_proxy(admin_key: str | None, cupboard: Cupboard) -> FastAPI:
     """The guard before an application that tells who was let in, at any path."""
     app = FastAPI(openapi_url=None)
-    add_error_handlers(app)
+    add_error_handlers(app, lambda _, error: error.body())
     access = Access(admin_key, Keys(cupboard))
     app.include_router(make_keys_router(access))
 
