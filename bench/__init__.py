@@ -1,0 +1,1 @@
+"""Benchmarks that set tracegrad beside its peers, in one run on one machine."""

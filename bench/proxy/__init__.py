@@ -1,0 +1,1 @@
+"""What the proxy costs: latency, throughput, memory, bytes stored. `python -m bench.proxy`."""

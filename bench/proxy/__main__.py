@@ -1,0 +1,146 @@
+"""`python -m bench.proxy`: direct, a plain pass-through, tracegrad and LiteLLM side by side."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import uvloop
+
+from bench.proxy import cells, machine, peers, report
+from bench.proxy.cells import Cell
+from bench.proxy.endurance import Memory, Stored, memory, stored
+from bench.proxy.goals import goals
+from bench.proxy.peers import LITELLM_TWO
+from bench.proxy.rounds import Result, run
+from bench.proxy.servers import HOST, DidNotStart, Server
+
+PAGE = peers.ROOT / "docs" / "bench-proxy.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    at_once: Sequence[Cell]
+    at_a_rate: Sequence[Cell]
+    soak_calls: int
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Plan:
+        whole = cells.quick() if options.quick else [*cells.at_once(), *cells.at_a_rate()]
+        chunked = [
+            replace(cell, chunk_tokens=options.chunk_tokens) if cell.stream else cell
+            for cell in whole
+        ]
+        return cls(
+            [cell for cell in chunked if cell.rate is None],
+            [cell for cell in chunked if cell.rate is not None],
+            2_000 if options.quick else 20_000,
+        )
+
+    @property
+    def wants_two_workers(self) -> bool:
+        return any(LITELLM_TWO in cell.servers for cell in self.at_once)
+
+
+def main() -> None:
+    options = _options()
+    plan = Plan.of(options)
+    peers.CACHE.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=peers.CACHE))
+    try:
+        with ExitStack() as stack:
+            servers = _start(stack, folder, plan, options)
+            text = uvloop.run(_measure(plan, servers, folder))
+    except DidNotStart as error:
+        print(f"bench: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.proxy", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two minutes; writes no page")
+    parser.add_argument("--without-litellm", action="store_true", help="where it cannot be had")
+    parser.add_argument("--chunk-tokens", type=int, default=1, help="tokens a chunk of a stream")
+    parser.add_argument("--out", type=Path, help="default: docs/bench-proxy.md, unless --quick")
+    options = parser.parse_args()
+    if options.out is None and not options.quick:
+        options.out = PAGE
+    return options
+
+
+def _start(
+    stack: ExitStack, folder: Path, plan: Plan, options: argparse.Namespace
+) -> dict[str, Server]:
+    """Raises DidNotStart."""
+    engine = stack.enter_context(peers.engine(folder))
+    url = f"http://{HOST}:{engine.port}"
+    others = [peers.pass_through(folder, url), peers.tracegrad(folder, url)]
+    if not options.without_litellm:
+        try:
+            others.append(peers.litellm(folder, url))
+        except subprocess.CalledProcessError:
+            raise DidNotStart(
+                "LiteLLM's packages cannot be installed; --without-litellm leaves it out"
+            ) from None
+        if plan.wants_two_workers:
+            others.append(peers.litellm(folder, url, workers=2))
+    servers = [engine, *(stack.enter_context(server) for server in others)]
+    for server in servers:
+        server.wait()
+    return {server.name: server for server in servers}
+
+
+async def _measure(plan: Plan, servers: dict[str, Server], folder: Path) -> str:
+    start, busy, own = time.monotonic(), machine.busy_s(), _own_cpu_s(servers)
+
+    def say(words: str) -> None:
+        print(f"{time.monotonic() - start:6.0f} s  {words}", file=sys.stderr, flush=True)
+
+    say("bytes stored")
+    sizes: Stored = await stored(servers[peers.OURS], peers.store_path(folder))
+    say(f"memory over {plan.soak_calls:,} calls")
+    flat: Memory = await memory(servers[peers.OURS], plan.soak_calls)
+    results: dict[str, list[Result]] = {}
+    for kind, chosen in (("rate", plan.at_a_rate), ("once", plan.at_once)):
+        results[kind] = []
+        for cell in chosen:
+            say(cell.name)
+            results[kind].append(await run(cell, servers))
+    say("done")
+    wall_s = time.monotonic() - start
+    busy, own = machine.busy_s() - busy, _own_cpu_s(servers) - own
+    every = [*results["rate"], *results["once"]]
+    return report.page(
+        made=[
+            f"{datetime.now(UTC):%Y-%m-%d}, in {wall_s / 60:.0f} minutes",
+            machine.others(busy, own, wall_s),
+        ],
+        machine=machine.description(),
+        goals=goals(every, flat, sizes),
+        at_once=results["once"],
+        at_a_rate=results["rate"],
+        memory=flat,
+        stored=sizes,
+    )
+
+
+def _own_cpu_s(servers: dict[str, Server]) -> float:
+    return time.process_time() + sum(server.usage().cpu_s for server in servers.values())
+
+
+if __name__ == "__main__":
+    main()

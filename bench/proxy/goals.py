@@ -1,0 +1,115 @@
+"""What the proxy is meant to reach, and whether this run did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.proxy.endurance import Memory, Stored
+from bench.proxy.peers import LITELLM, OURS, PLAIN
+from bench.proxy.rounds import Result
+
+ADDED_MS = 2.0
+OF_PLAIN = 0.7
+OF_LITELLM = 10.0
+FIRST_TURN_BYTES = 45_000
+GROWTH = 0.05
+LATER = 1.2
+# Before so many calls the cache of recent turns has not filled.
+LONG = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    what: str
+    wanted: str
+    measured: str
+    met: bool
+
+
+def goals(results: Sequence[Result], memory: Memory, stored: Stored) -> list[Goal]:
+    found = [*_latency(results), *_throughput(results), *_streams(results)]
+    if memory.samples[-1][0] >= LONG:
+        found.append(_memory(memory))
+    return [*found, *_size(stored)]
+
+
+def _memory(memory: Memory) -> Goal:
+    return Goal(
+        f"memory over {memory.samples[-1][0]:,} calls, the second half of them",
+        f"at most {GROWTH:+.0%}, no error",
+        f"{memory.grown:+.1%}, {len(memory.errors)} errors",
+        memory.grown <= GROWTH and not memory.errors,
+    )
+
+
+def _size(stored: Stored) -> list[Goal]:
+    later = stored.later[-1] / stored.later[0]
+    return [
+        Goal(
+            "stored for a first turn (8k prompt, 512 output)",
+            f"at most {FIRST_TURN_BYTES / 1e3:g} kB",
+            f"{stored.first / 1e3:.1f} kB",
+            stored.first <= FIRST_TURN_BYTES,
+        ),
+        Goal(
+            "stored for later turns: only what is new",
+            f"the last at most {LATER:g} times the second",
+            f"{stored.later[0] / 1e3:.1f} kB, then {stored.later[-1] / 1e3:.1f} kB",
+            later <= LATER,
+        ),
+    ]
+
+
+def _latency(results: Sequence[Result]) -> list[Goal]:
+    found = []
+    for result in results:
+        cell = result.cell
+        if cell.prompt_tokens != 8192 or not (cell.concurrency == 1 or cell.rate == 100):
+            continue
+        what = "first_p50" if cell.stream else "p50"
+        added = result.added(OURS, what)
+        if added is not None:
+            name = "time to first words" if cell.stream else "p50"
+            found.append(
+                Goal(
+                    f"added {name}, {cell.name}",
+                    f"at most {ADDED_MS:g} ms",
+                    f"{added:.2f} ms",
+                    added <= ADDED_MS,
+                )
+            )
+    return found
+
+
+def _throughput(results: Sequence[Result]) -> list[Goal]:
+    found = []
+    for result in results:
+        cell = result.cell
+        if cell.prompt_tokens != 8192 or cell.concurrency not in (32, 256) or cell.rate == 100:
+            continue
+        mine = result.median(OURS, "calls_per_s") or 0.0
+        for peer, least in ((PLAIN, OF_PLAIN), (LITELLM, OF_LITELLM)):
+            if peer not in result.rounds or (peer == LITELLM and cell.rate):
+                continue
+            theirs = result.median(peer, "calls_per_s") or 0.0
+            share = mine / theirs if theirs else float("inf")
+            found.append(
+                Goal(
+                    f"calls/s over those of {peer}, {cell.name}",
+                    f"at least {least:g} times",
+                    f"{share:.2f} times ({mine:.0f} to {theirs:.0f})",
+                    share >= least,
+                )
+            )
+    return found
+
+
+def _streams(results: Sequence[Result]) -> list[Goal]:
+    found = []
+    for result in results:
+        cell = result.cell
+        if cell.stream and cell.concurrency == 1000:
+            bad = len(result.errors(OURS)) + (result.unfinished(OURS) if cell.rate else 0)
+            found.append(Goal(f"errors, {cell.name}", "none", str(bad), bad == 0))
+    return found

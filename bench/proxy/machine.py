@@ -1,0 +1,61 @@
+"""The machine and the versions that a table was made with; nothing that names the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sqlite3
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+from bench.proxy.peers import ROOT, litellm_version
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PACKAGES = ("uvicorn", "uvloop", "httptools", "aiohttp", "starlette", "orjson", "sqlalchemy")
+
+
+def description() -> list[str]:
+    """Lines of text."""
+    packages = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
+    cores = len(os.sched_getaffinity(0))
+    system = f"{platform.system()} {platform.release().split('-')[0]}"
+    return [
+        f"{cores} cores of {_processor()}, {_memory_gib():.0f} GiB of memory, {system}",
+        f"Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}, {packages}",
+        f"tracegrad {version('tracegrad')} ({_commit()}), LiteLLM {litellm_version()}",
+    ]
+
+
+def busy_s() -> float:
+    """CPU seconds that all processes of the machine have used since it started."""
+    # user, nice, system, idle, iowait, irq, softirq, steal: what is neither idle nor waiting.
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / _TICKS
+
+
+def others(busy: float, ours: float, wall_s: float) -> str:
+    """How much of the machine other processes had: with much of it the table is worth little."""
+    share = max(busy - ours, 0.0) / (wall_s * os.sysconf("SC_NPROCESSORS_ONLN"))
+    return f"other processes had {share:.0%} of the machine meanwhile"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _memory_gib() -> float:
+    total: int = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total / (1 << 30)
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    if head.returncode != 0:
+        return "not a git checkout"
+    changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
+    return f"commit {head.stdout.strip()}" + (", with changes" if changes.stdout else "")
