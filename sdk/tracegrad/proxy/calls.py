@@ -114,10 +114,14 @@ class Calls:
         streaming = call.stream or self._rooms.gate.pushes
         passage = self._rooms.gate.passage(owner.rollout_id, streaming=streaming)
         visit = Visit(call, owner, plan, engine_headers(caller), passage, known)
-        if call.stream:
-            await self._streamed(visit, receive, send)
-            return None
-        answer = await self._whole(visit, receive)
+        try:
+            if call.stream:
+                await self._streamed(visit, receive, send)
+                return None
+            answer = await self._whole(visit, receive)
+        except (ApiError, ClientGone):
+            self._rooms.repeats.failed(known)
+            raise
         return Response(self._dialect.answer(call, answer), media_type="application/json")
 
     async def _given(self, known: Fingerprint) -> list[Turn]:
@@ -172,6 +176,7 @@ class Calls:
             except ApiError as refusal:
                 if not line.begun:
                     raise
+                self._rooms.repeats.failed(visit.fingerprint)
                 await line.say(writer.error(refusal), last=True)
                 return
             await self._finish(visit, stream, writer, line, broken)
@@ -191,8 +196,11 @@ class Calls:
             broken = failure
         if broken is not None and not line.begun:
             raise broken
-        end = writer.end(stream.tail) if broken is None else writer.error(broken)
-        await line.say(end, last=True)
+        if broken is None:
+            await line.say(writer.end(stream.tail), last=True)
+            return
+        self._rooms.repeats.failed(visit.fingerprint)
+        await line.say(writer.error(broken), last=True)
 
     @asynccontextmanager
     async def _asked(self, visit: Visit) -> AsyncIterator[Incoming]:
@@ -234,7 +242,7 @@ class Calls:
             visit.call, visit.owner, visit.plan, replies, unknown_version=visit.passage.unknown
         )
         if all(reply.finish_reason is not None for reply in replies):
-            self._rooms.repeats.remember(visit.fingerprint, turn_ids)
+            self._rooms.repeats.answered(visit.fingerprint, turn_ids)
 
 
 async def _gathered(engine: Incoming, stream: EngineStream) -> Answer:

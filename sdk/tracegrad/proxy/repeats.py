@@ -11,6 +11,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tracegrad.proxy.dialects.base import CHAT_PATH, Call
 from tracegrad.records import Json, Turn
@@ -33,22 +34,51 @@ def fingerprint(rollout_id: str | None, path: str, raw: bytes) -> Fingerprint:
     return hash(raw), len(raw), hash((rollout_id, path))
 
 
+@dataclass(slots=True)
+class _Given:
+    """What equal calls came to: answers, as the ids of their turns, and failures that nobody has
+    asked again about."""
+
+    answers: list[tuple[str, ...]] = field(default_factory=list)
+    failed: int = 0
+    at: float = 0.0
+
+
 class Repeats:
-    """Which turns answered a call, for the calls answered last."""
+    """What became of the calls seen last.
+
+    Equal calls are not always repeats: agents sample one prompt several times side by side, and
+    a call may be repeated because it failed. Only where there is one answer, and no failure, can
+    a repeat be about nothing else.
+    """
 
     def __init__(self) -> None:
-        self._given: OrderedDict[Fingerprint, tuple[float, tuple[str, ...]]] = OrderedDict()
+        self._given: OrderedDict[Fingerprint, _Given] = OrderedDict()
 
-    def remember(self, call: Fingerprint, turn_ids: Sequence[str]) -> None:
-        self._given[call] = (time.monotonic(), tuple(turn_ids))
+    def answered(self, call: Fingerprint, turn_ids: Sequence[str]) -> None:
+        self._of(call).answers.append(tuple(turn_ids))
+
+    def failed(self, call: Fingerprint) -> None:
+        """It was refused, or broke off, or its client left."""
+        self._of(call).failed += 1
+
+    def recall(self, call: Fingerprint) -> tuple[str, ...]:
+        """The turns that answered the call which is now repeated; empty to sample anew."""
+        given = self._given.get(call)
+        if given is None or time.monotonic() - given.at > KEPT_S:
+            return ()
+        if given.failed:
+            given.failed -= 1
+            return ()
+        return given.answers[0] if len(given.answers) == 1 else ()
+
+    def _of(self, call: Fingerprint) -> _Given:
+        given = self._given.setdefault(call, _Given())
+        given.at = time.monotonic()
         self._given.move_to_end(call)
         if len(self._given) > MOST:
             self._given.popitem(last=False)
-
-    def recall(self, call: Fingerprint) -> tuple[str, ...]:
-        """Empty for a call that was not answered, or too long ago."""
-        at, turn_ids = self._given.get(call, (0.0, ()))
-        return turn_ids if time.monotonic() - at < KEPT_S else ()
+        return given
 
 
 def answer_of(turns: Sequence[Turn], call: Call) -> Json:

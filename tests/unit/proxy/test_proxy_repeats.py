@@ -71,6 +71,33 @@ def test_parallel_samples_of_one_prompt_are_turns_of_their_own(
     assert len(turns()) == 3
 
 
+def test_a_repeat_of_one_of_several_equal_calls_is_sampled(
+    engine: MockEngine, http: httpx.Client, turns: Turns
+) -> None:
+    """Nobody can tell which of them it repeats: no agent gets another's sample."""
+    engine.replies += [Say("one"), Say("two"), Say("three")]
+    for _ in range(2):
+        http.post(CHAT, json={"messages": HELLO})
+    again = http.post(CHAT, json={"messages": HELLO}, headers=AGAIN)
+    assert "three" in again.text
+    assert len(turns()) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_repeat_of_a_refused_call_does_not_get_anothers_answer(
+    engine: MockEngine, http: httpx.Client, turns: Turns, stream: bool
+) -> None:
+    engine.replies += [Say("another agent's"), Say("its own")]
+    body = {"messages": HELLO, "stream": stream}
+    http.post(CHAT, json=body)
+    engine.failure = (500, {"error": {"message": "oh", "type": "x", "code": 500}}, {})
+    assert http.post(CHAT, json=body).status_code == 500
+    engine.failure = None
+    http.post(CHAT, json=body, headers=AGAIN)
+    assert len(engine.requests) == 3
+    assert len(turns()) == 2
+
+
 def test_a_repeat_of_an_aborted_call_is_sampled_and_alone_trainable(
     engine: MockEngine, client: openai.OpenAI, http: httpx.Client, turns: Turns
 ) -> None:
