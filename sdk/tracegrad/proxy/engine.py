@@ -155,11 +155,14 @@ def _ids(fields: dict[str, Raw], name: str) -> array[int] | None:
     text = bytes(fields.get(name, _NULL))
     if text[:1] != b"[":
         return None
-    values = np.fromstring(text[1:-1], dtype=np.int64, sep=",")
     ids = token_ids()
     if len(text) == 2:
         return ids
-    # What is no integer ends the reading early.
+    try:
+        values = np.fromstring(text[1:-1], dtype=np.int64, sep=",")
+    except ValueError:
+        return None
+    # By older NumPys what is no integer only ends the reading early.
     if len(values) != text.count(b",") + 1 or values.min() < 0 or values.max() >= 1 << 31:
         return None
     ids.frombytes(values.astype(np.int32).tobytes())

@@ -290,3 +290,21 @@ def test_an_agent_that_shortens_its_prompt_goes_on(
     crashed = {"type": "rollout_finished", "rollout_id": "r1", "outcome": "agent_error"}
     http.post("/api/events", json={"events": [crashed]}).raise_for_status()
     assert store.rollouts()[0].outcome == "agent_error"
+
+
+@pytest.mark.parametrize("ids", [[1.5, 2], ["a", "b"], [None, 1], [2**31, 1], [-1, 3], {}, "x", 7])
+def test_ids_that_are_none_leave_a_turn_without_tokens(
+    engine: MockEngine, http: httpx.Client, turns: Turns, ids: object
+) -> None:
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "hello"},
+        "finish_reason": "stop",
+        "token_ids": ids,
+        "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]},
+    }
+    engine.failure = (200, {"model": MODEL, "choices": [choice], "prompt_token_ids": [1, 2]}, {})
+    answer = http.post(CHAT, json={"messages": HELLO})
+    assert answer.json()["choices"][0]["message"]["content"] == "hello"
+    [turn] = turns()
+    assert (turn.untrainable, len(turn.completion_token_ids)) == ("no_tokens", 0)
