@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -65,13 +66,32 @@ def test_every_completed_call_is_a_turn_with_what_its_client_saw(job: Job) -> No
         rendered = tokenizer.apply_chat_template(
             seen.messages, tools=tools, add_generation_prompt=True, return_dict=False
         )
-        assert turn.prompt_token_ids.tolist() == rendered
+        parents = [t for t in details[seen.rollout_id].turns if t.turn_id == turn.parent_id]
+        assert_rendered(turn, parents, rendered, tokenizer)
         # With tools vLLM leaves special tokens in the text, all but the one that ends it.
         said = tokenizer.decode(turn.completion_token_ids, skip_special_tokens=tools is None)
         assert said.removesuffix(tokenizer.eos_token) == seen.said.text
         assert turn.finish_reason == seen.said.finish_reason
         cut = seen.said.finish_reason == "length"
         assert (len(turn.completion_token_ids) == MAX_TOKENS) or not cut
+
+
+def assert_rendered(
+    turn: Turn, parents: Sequence[Turn], rendered: list[int], tokenizer: Any
+) -> None:
+    """The prompt is what the template makes of the messages, but for tokens in earlier replies
+    that vLLM kept from the client (special ones): the engine gets them back."""
+    prompt = turn.prompt_token_ids.tolist()
+    if not parents:
+        assert prompt == rendered
+        return
+    [parent] = parents
+    assert extends(turn.prompt_token_ids, parent)
+    known = len(parent.prompt_token_ids) + len(parent.completion_token_ids)
+    assert prompt[known:] == rendered[-len(prompt[known:]) :]
+    assert tokenizer.decode(prompt, skip_special_tokens=True) == tokenizer.decode(
+        rendered, skip_special_tokens=True
+    )
 
 
 def test_turns_carry_all_that_training_needs(job: Job) -> None:
