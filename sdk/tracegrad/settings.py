@@ -80,7 +80,7 @@ class ProxySettings(BaseSettings):
         4096,
         ge=0,
         description="calls that may wait while weights are pushed or the engine restarts; more"
-        " are answered with 429",
+        " are answered with 503 and when to come back",
     )
     max_wait_s: float = Field(
         900, gt=0, description="seconds that a call waits for the engine before it gets a 503"

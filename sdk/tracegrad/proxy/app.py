@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import orjson
 from fastapi import FastAPI
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -41,6 +42,15 @@ from tracegrad.store import Store
 # Seconds of silence after which a stream says something. Clients give up after 120 or more
 # (Qwen Code 120, most others 300); proxies on the way often after 60.
 KEEPALIVE_S = 15.0
+
+
+class ModelName(PathConvertor):
+    """May hold slashes; what follows a colon is a method of Google's."""
+
+    regex = "[^:]+"
+
+
+register_url_convertor("model_name", ModelName())
 
 
 def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -> FastAPI:
@@ -135,6 +145,7 @@ def _hot_routes(rooms: Rooms, spans: ASGIApp) -> list[BaseRoute]:
         ("POST", "/v1/messages/count_tokens", count),
         ("POST", "/v1/embeddings", passed_on("POST", "/v1/embeddings")),
         ("GET", "/v1/models", passed_on("GET", "/v1/models", models)),
+        ("GET", "/v1/models/{model:model_name}", passed_on("GET", "/v1/models", models)),
         ("GET", "/v1beta/models", passed_on("GET", "/v1/models", gemini_models)),
     ]
     for version in ("v1beta", "v1"):  # Gemini CLI's, and that of google-genai 3
@@ -154,7 +165,7 @@ def _shape(path: str, error: ApiError) -> bytes:
 
 
 def _dialect_at(path: str) -> Dialect:
-    if "/models/" in path or "/v1beta/" in path:
+    if "/v1beta/" in path or ("/v1/models/" in path and ":" in path):
         return gemini.Gemini()
     return messages.Messages() if "/v1/messages" in path else Chat()
 

@@ -112,7 +112,7 @@ class Calls:
         # A body in one piece cannot be split by version: where weights are pushed, the engine
         # streams to us what the client gets whole.
         streaming = call.stream or self._rooms.gate.pushes
-        passage = self._rooms.gate.passage(owner.rollout_id, streaming=streaming)
+        passage = self._rooms.gate.passage(plan.rollout_id, streaming=streaming)
         visit = Visit(call, owner, plan, engine_headers(caller), passage, known)
         try:
             if call.stream:
@@ -218,7 +218,7 @@ class Calls:
             call.path,
             body=body,
             headers=visit.headers,
-            sticky=visit.owner.rollout_id,
+            sticky=visit.plan.rollout_id,
         ) as engine:
             if engine.status == 200:
                 yield engine

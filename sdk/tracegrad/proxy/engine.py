@@ -24,7 +24,6 @@ from tracegrad.proxy.replies import Reply
 from tracegrad.records import Json, token_ids
 
 _TOO_LONG = re.compile(rb"maximum context length|context_length_exceeded|exceeds model's max")
-_TOO_BIG = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Ask:
 
 
 def request_body(call: Call, ask: Ask) -> bytes:
-    """The engine's request. Raises BadRequest's kin never: `call` has been checked."""
+    """The engine's request, as bytes of JSON."""
     body = dict(call.body)
     if ask.model is not None:
         body["model"] = ask.model

@@ -110,6 +110,7 @@ _CALLS: Sequence[_Operation] = (
     ),
     _Operation("post", "/v1/embeddings", "The engine's embeddings", _DATA, "EmbeddingRequest"),
     _Operation("get", "/v1/models", "The engine's models, as the client reads them", {}),
+    _Operation("get", "/v1/models/{model}", "One of them by its name", {}),
     _Operation(
         "get",
         "/v1beta/models",

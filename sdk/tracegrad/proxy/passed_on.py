@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,13 +20,13 @@ from tracegrad.proxy.engine import read_error
 from tracegrad.proxy.errors import ApiError
 from tracegrad.proxy.upstreams import Upstream
 
-Shape = Callable[[bytes, Headers], bytes]
+Shape = Callable[[bytes, Headers, Mapping[str, Any]], bytes]
 
 
 class PassedOn:
     """One route of the engine's, without a record: nothing is sampled there.
 
-    `shape` makes the client's body of the engine's, given the request's headers.
+    `shape` makes the client's body of the engine's, given the request's headers and path.
     """
 
     def __init__(
@@ -67,6 +68,6 @@ class PassedOn:
         if engine.status != 200:
             raise read_error(engine.status, raw, engine.headers)
         if self._shape is not None:
-            raw = self._shape(raw, headers_of(scope))
+            raw = self._shape(raw, headers_of(scope), scope["path_params"])
         kind = engine.headers.get("content-type", "application/json")
         return Response(raw, media_type=kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,7 +17,9 @@ from tokenizers import Tokenizer as Core
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from support.chat_templates import chat_template
+from tracegrad.proxy.exact.messages import Frame
 from tracegrad.proxy.exact.model import ModelText
+from tracegrad.proxy.exact.rendering import Renderer
 from tracegrad.proxy.exact.template import ChatTemplate
 from tracegrad.proxy.exact.tokenizer import Tokenizer
 
@@ -146,3 +149,9 @@ def template_form(message: Json, parts: bool) -> Json:
             for call in calls
         ]
     return form
+
+
+def fresh_ids(text: ModelText, messages: Sequence[Json], frame: Frame, now: datetime) -> array[int]:
+    """The tokens of a prompt rendered afresh: what the engine makes of canonical messages."""
+    renderer = Renderer(text, frame, now)
+    return text.tokenizer.encode(renderer.raw([renderer.message(message) for message in messages]))

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from exact_conversations import CALL, CALL_TOO, FOUND, FOUND_TOO, TOOLS, call, result, says, user
 from exact_grown import Parts, friendly, model_of
+from exact_templates import fresh_ids
 
 from tracegrad.proxy.exact.messages import Frame
 from tracegrad.proxy.exact.model import ModelText
 from tracegrad.proxy.exact.probes import Marks
 from tracegrad.proxy.exact.reasons import Fork, Reason
 from tracegrad.proxy.exact.recorded import RecordedTurn
-from tracegrad.proxy.exact.rendering import fresh_ids
 from tracegrad.proxy.exact.splice import Spliced, splice
 
 Json = dict[str, Any]

@@ -38,6 +38,25 @@ def test_geminis_client(proxy: str) -> None:
     assert [model.name for model in client.models.list()] == [f"models/{MODEL}"]
 
 
+def test_one_model_by_its_name(
+    client: openai.OpenAI, anthropic_client: anthropic.Anthropic, proxy: str
+) -> None:
+    assert client.models.retrieve(MODEL).id == MODEL
+    assert anthropic_client.models.retrieve(MODEL).id == MODEL
+    google = genai.Client(api_key="any", http_options={"base_url": proxy})
+    assert google.models.get(model=MODEL).name == f"models/{MODEL}"
+
+
+def test_a_model_that_is_not_there(
+    client: openai.OpenAI, anthropic_client: anthropic.Anthropic
+) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("another")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(anthropic.NotFoundError):
+        anthropic_client.models.retrieve("another")
+
+
 def test_a_list_that_is_none_is_a_502(engine: MockEngine, http: httpx.Client) -> None:
     engine.models = {"object": "list"}
     answer = http.get("/v1/models", headers={"anthropic-version": "2023-06-01"})

@@ -16,9 +16,9 @@ from tracegrad.proxy.dialects.checks import (
     OBJECT,
     STRING,
     check_types,
-    has_media,
     json_object,
 )
+from tracegrad.proxy.dialects.parts import media_in
 from tracegrad.proxy.errors import ApiError, BadRequest
 from tracegrad.proxy.sampling import DEFAULTS
 from tracegrad.records import Json
@@ -60,7 +60,7 @@ class Chat:
                 reasoning=request.get("include_reasoning") is not False,
                 usage=_wants_usage(request),
             ),
-            untrainable=_media(request["messages"]),
+            untrainable=media_in(request["messages"]),
         )
 
     def answer(self, call: Call, answer: Json) -> bytes:
@@ -155,10 +155,6 @@ def _check_calls(calls: object, where: str) -> None:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             name = f"{name}[{index}]"
             raise BadRequest(f"{name} has no function with a name", param=name)
-
-
-def _media(messages: Sequence[Json]) -> str | None:
-    return "media" if any(has_media(message.get("content")) for message in messages) else None
 
 
 def _wants_usage(request: Json) -> bool:

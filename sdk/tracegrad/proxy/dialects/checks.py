@@ -51,11 +51,3 @@ def check_types(body: Json, kinds: Mapping[str, Kind]) -> None:
             not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
         ):
             raise BadRequest(f"{name} is not {words}", param=name)
-
-
-def has_media(content: Any) -> bool:
-    """Whether a message's content has parts that are not text."""
-    return isinstance(content, list) and any(
-        isinstance(part, dict) and part.get("type") not in ("text", "refusal", None)
-        for part in content
-    )

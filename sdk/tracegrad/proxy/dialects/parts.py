@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from tracegrad.proxy.exact.messages import has_media
 from tracegrad.records import Json
 
 
@@ -26,4 +27,4 @@ def content_of(parts: Sequence[Json]) -> str | list[Json]:
 
 def media_in(messages: Sequence[Json]) -> Literal["media"] | None:
     """Why a turn with these messages must not be trained, or None. Of canonical messages."""
-    return "media" if any(isinstance(m["content"], list) for m in messages) else None
+    return "media" if has_media(messages) else None

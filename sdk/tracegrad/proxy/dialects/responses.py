@@ -16,13 +16,14 @@ from tracegrad.proxy.dialects.checks import (
     BOOL,
     INTEGER,
     NUMBER,
+    OBJECT,
     STRING,
     Kind,
     json_object,
 )
+from tracegrad.proxy.dialects.parts import media_in
 from tracegrad.proxy.dialects.responses_fields import (
     LIST,
-    OBJECT,
     an_object,
     missing,
     one_of,
@@ -150,7 +151,7 @@ class Responses:
             ),
             previous=previous,
             instructions=conversation.lead,
-            untrainable="media" if conversation.media else None,
+            untrainable=media_in(conversation.messages),
         )
 
     def answer(self, call: Call, answer: Json) -> bytes:

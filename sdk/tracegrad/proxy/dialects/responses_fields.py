@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tracegrad.proxy.dialects.checks import Kind
+from tracegrad.proxy.dialects.checks import OBJECT, Kind
 from tracegrad.proxy.errors import BadRequest
 from tracegrad.records import Json
 
-OBJECT: Kind = (dict, "an object")
 LIST: Kind = (list, "a list")
 
 

@@ -13,9 +13,8 @@ from typing import Any
 
 from tracegrad.proxy.dialects import responses_custom as custom
 from tracegrad.proxy.dialects import responses_reasoning as reasoning
-from tracegrad.proxy.dialects.checks import STRING
+from tracegrad.proxy.dialects.checks import OBJECT, STRING
 from tracegrad.proxy.dialects.responses_fields import (
-    OBJECT,
     an_object,
     one_of,
     optional,
@@ -38,12 +37,10 @@ class Conversation:
 
     lead: int = 0
     messages: list[Json] = field(default_factory=list)
-    media: bool = False
     _turn: _Turn | None = None  # the assistant message that more items may join
 
     def say(self, role: str, content: Any) -> None:
         """A message of somebody else than the assistant."""
-        self.media = self.media or isinstance(content, list)
         if role == "system" and _is_text(self.messages[self.lead :], content):
             # What developers say before the conversation is one message: many templates take
             # no second one from the system, and Codex sends its instructions in several.
@@ -54,7 +51,6 @@ class Conversation:
 
     def answer(self, call_id: str, content: Any) -> None:
         """A tool's result."""
-        self.media = self.media or isinstance(content, list)
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         if self._turn is not None:
             self._turn.answered = True

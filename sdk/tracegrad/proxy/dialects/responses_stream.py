@@ -49,7 +49,6 @@ class ResponseEvents:
         self._sequence = 0
         self._begun = False
         self._growing: Growing | None = None
-        self._position = 0  # of the item that grows
         self._calls: dict[int, GrowingCall | GrowingCustomCall] = {}  # by the engine's index
         self._output: list[Json] = []
         self._tokens = TextTokens()

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracegrad.proxy.dialects import responses_custom as custom
-from tracegrad.proxy.dialects.checks import BOOL, STRING
+from tracegrad.proxy.dialects.checks import BOOL, OBJECT, STRING
 from tracegrad.proxy.dialects.responses_fields import (
     LIST,
-    OBJECT,
     an_object,
     one_of,
     optional,

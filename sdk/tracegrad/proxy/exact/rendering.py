@@ -48,14 +48,6 @@ class Renderer:
         )
 
 
-def fresh_ids(text: ModelText, messages: Sequence[Json], frame: Frame, now: datetime) -> array[int]:
-    """The tokens of a prompt rendered afresh: what the engine makes of canonical messages without
-    media. Where it says otherwise, its template or tokenizer is not this one. Raises RenderError
-    and NotText."""
-    renderer = Renderer(text, frame, now)
-    return text.tokenizer.encode(renderer.raw([renderer.message(message) for message in messages]))
-
-
 def end_token(turn: RecordedTurn, tokenizer: Tokenizer) -> str | None:
     """The text of the token that ended the turn. None if it was cut short, or ended by a token
     of ordinary text."""
