@@ -31,18 +31,21 @@ PAGE = peers.ROOT / "docs" / "bench-proxy.md"
 class Plan:
     at_once: Sequence[Cell]
     at_a_rate: Sequence[Cell]
+    with_tokens: Sequence[Cell]
     soak_calls: int
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Plan:
-        whole = cells.quick() if options.quick else [*cells.at_once(), *cells.at_a_rate()]
+        every = [*cells.at_once(), *cells.at_a_rate(), *cells.with_tokens()]
+        whole = cells.quick() if options.quick else every
         chunked = [
             replace(cell, chunk_tokens=options.chunk_tokens) if cell.stream else cell
             for cell in whole
         ]
         return cls(
-            [cell for cell in chunked if cell.rate is None],
-            [cell for cell in chunked if cell.rate is not None],
+            [cell for cell in chunked if cell.rate is None and not cell.tokens],
+            [cell for cell in chunked if cell.rate is not None and not cell.tokens],
+            [cell for cell in chunked if cell.tokens],
             2_000 if options.quick else 20_000,
         )
 
@@ -115,7 +118,12 @@ async def _measure(plan: Plan, servers: dict[str, Server], folder: Path) -> str:
     say(f"memory over {plan.soak_calls:,} calls")
     flat: Memory = await memory(servers[peers.OURS], plan.soak_calls)
     results: dict[str, list[Result]] = {}
-    for kind, chosen in (("rate", plan.at_a_rate), ("once", plan.at_once)):
+    chosen_cells = {
+        "rate": plan.at_a_rate,
+        "once": plan.at_once,
+        "tokens": plan.with_tokens,
+    }
+    for kind, chosen in chosen_cells.items():
         results[kind] = []
         for cell in chosen:
             say(cell.name)
@@ -123,7 +131,7 @@ async def _measure(plan: Plan, servers: dict[str, Server], folder: Path) -> str:
     say("done")
     wall_s = time.monotonic() - start
     busy, own = machine.busy_s() - busy, _own_cpu_s(servers) - own
-    every = [*results["rate"], *results["once"]]
+    every = [result for kind in results.values() for result in kind]
     return report.page(
         made=[
             f"{datetime.now(UTC):%Y-%m-%d}, in {wall_s / 60:.0f} minutes",
@@ -133,6 +141,7 @@ async def _measure(plan: Plan, servers: dict[str, Server], folder: Path) -> str:
         goals=goals(every, flat, sizes),
         at_once=results["once"],
         at_a_rate=results["rate"],
+        with_tokens=results["tokens"],
         memory=flat,
         stored=sizes,
     )

@@ -44,17 +44,21 @@ class Prompt:
             {"role": "user", "content": "".join(parts[cut:])},
         ]
 
-    def request(self, *, stream: bool) -> bytes:
-        """The body of a call that asks for 512 tokens, sampled as training samples them."""
-        return orjson.dumps(
-            {
-                "model": MODEL,
-                "messages": self.messages,
-                "max_tokens": REPLY_TOKENS,
-                "temperature": 1.0,
-                "stream": stream,
-            }
-        )
+    def request(self, *, stream: bool, tokens: bool = False) -> bytes:
+        """The body of a call that asks for 512 tokens, sampled as training samples them.
+
+        `tokens`: the client asks for what training needs, token ids and log-probabilities.
+        """
+        body: dict[str, Any] = {
+            "model": MODEL,
+            "messages": self.messages,
+            "max_tokens": REPLY_TOKENS,
+            "temperature": 1.0,
+            "stream": stream,
+        }
+        if tokens:
+            body |= {"logprobs": True, "return_token_ids": True}
+        return orjson.dumps(body)
 
 
 @dataclass(frozen=True)

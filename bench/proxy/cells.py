@@ -21,7 +21,8 @@ _CALLS_A_ROLLOUT = 8
 @dataclass(frozen=True, slots=True)
 class Cell:
     """`rate`: calls a second that the engine gives, all callers together; None: it answers at
-    once, and whatever is slowest is the limit."""
+    once, and whatever is slowest is the limit. `tokens`: the callers ask for token ids and
+    log-probabilities themselves, so that every server has the same answer to carry."""
 
     stream: bool
     prompt_tokens: int
@@ -32,6 +33,7 @@ class Cell:
     issue_s: float = 1.2
     limit_s: float = 12.0
     chunk_tokens: int = 1
+    tokens: bool = False
 
     @property
     def answer_s(self) -> float:
@@ -50,6 +52,7 @@ class Cell:
     @property
     def name(self) -> str:
         kind = "stream" if self.stream else "whole"
+        kind += " with tokens" if self.tokens else ""
         pace = f" at {self.rate:g}/s" if self.rate else ""
         return f"{kind} {self.prompt_tokens} tokens x{self.concurrency}{pace}"
 
@@ -57,7 +60,7 @@ class Cell:
         # An event each for the role, the chunks and [DONE].
         events = -(-REPLY_TOKENS // self.chunk_tokens) + 2 if self.stream else 0
         return Load(
-            requests(self.prompt_tokens, stream=self.stream),
+            requests(self.prompt_tokens, stream=self.stream, tokens=self.tokens),
             self.concurrency,
             issue_s=self.answer_s * 1.5 + self.issue_s,
             limit_s=self.answer_s * 3 + self.limit_s,
@@ -69,10 +72,10 @@ class Cell:
 _rollouts = count()
 
 
-def requests(prompt_tokens: int, *, stream: bool) -> Iterator[bytes]:
+def requests(prompt_tokens: int, *, stream: bool, tokens: bool = False) -> Iterator[bytes]:
     """Without end. Every so many belong to a rollout of their own."""
     prompts = [Prompt(prompt_tokens, number) for number in range(PROMPTS)]
-    bodies = cycle([prompt.request(stream=stream) for prompt in prompts])
+    bodies = cycle([prompt.request(stream=stream, tokens=tokens) for prompt in prompts])
     for rollout in _rollouts:
         headers = {"x-tracegrad-rollout": f"bench-{rollout}"}
         for _ in range(_CALLS_A_ROLLOUT):
@@ -97,6 +100,17 @@ def at_once() -> list[Cell]:
     return found
 
 
+def with_tokens() -> list[Cell]:
+    """Every server carries what a training run needs; only one of them keeps it."""
+    return [
+        Cell(False, 8192, 1, tokens=True),
+        Cell(False, 8192, 32, tokens=True),
+        Cell(False, 8192, 256, tokens=True),
+        Cell(False, 8192, 32, rate=650, tokens=True),
+        Cell(True, 8192, 32, tokens=True),
+    ]
+
+
 def at_a_rate() -> list[Cell]:
     """The engine is the limit, as it is in use: does anybody notice the proxy?"""
     whole = [
@@ -107,6 +121,7 @@ def at_a_rate() -> list[Cell]:
         Cell(False, 8192, 1000, rate=100, rounds=1),
     ]
     streams = [
+        Cell(True, 8192, 1, rate=20, servers=WITHOUT_LITELLM, issue_s=2),
         Cell(True, 8192, 32, rate=50, servers=WITHOUT_LITELLM, issue_s=2),
         Cell(True, 8192, 256, rate=50, servers=WITHOUT_LITELLM, rounds=2),
         Cell(True, 8192, 1000, rate=50, servers=WITHOUT_LITELLM, rounds=1),
@@ -124,6 +139,7 @@ def quick() -> list[Cell]:
         Cell(True, 8192, 1),
         Cell(True, 8192, 32, servers=WITHOUT_LITELLM),
         Cell(False, 8192, 32, rate=100),
+        Cell(False, 8192, 32, tokens=True),
         Cell(True, 8192, 256, rate=50, servers=WITHOUT_LITELLM),
     ]
     return [replace(cell, rounds=2, issue_s=0.5) for cell in cells]

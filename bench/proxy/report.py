@@ -35,6 +35,7 @@ def page(
     goals: Sequence[Goal],
     at_once: Sequence[Result],
     at_a_rate: Sequence[Result],
+    with_tokens: Sequence[Result],
     memory: Memory,
     stored: Stored,
 ) -> str:
@@ -53,6 +54,10 @@ def page(
         _table([result for result in at_once if not result.cell.stream]),
         "### Streams, a chunk a token\n",
         _table([result for result in at_once if result.cell.stream]),
+        "## Callers that ask for the tokens themselves\n",
+        "Token ids and log-probabilities, which is what capturing with another proxy takes: every"
+        " server has the same answer to carry, and tracegrad keeps it too.\n",
+        _table(with_tokens),
         "## Memory\n",
         _memory(memory),
         "## Bytes stored\n",
@@ -89,7 +94,7 @@ def _table(results: Sequence[Result]) -> str:
 
 def _engine(result: Result) -> str:
     kind = "streams" if result.cell.stream else "whole"
-    return f"{kind}, {result.cell.rate:g}/s"
+    return f"{kind}, {result.cell.rate:g}/s" if result.cell.rate else f"{kind}, at once"
 
 
 def _added(result: Result, server: str, what: str) -> str:

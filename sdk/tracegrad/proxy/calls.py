@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tracegrad.proxy import sse
 from tracegrad.proxy.access import caller_of, engine_headers
 from tracegrad.proxy.attribution import Owner, TraceMap, attribute
 from tracegrad.proxy.connection import (
@@ -264,13 +265,14 @@ async def _pump(
     begun = False
     try:
         async for data in engine.iter_any():
-            if chunks := stream.feed(data):
-                out = [] if begun else [writer.begin(stream.prompt_tokens)]
-                begun = True
-                out += map(writer.chunk, chunks)
-                passage.blocked = True
-                await line.say(b"".join(out))
-                passage.blocked = False
+            for part in (data,) if begun else sse.first_ones_alone(data):
+                if chunks := stream.feed(part):
+                    out = [] if begun else [writer.begin(stream.prompt_tokens)]
+                    begun = True
+                    out += map(writer.chunk, chunks)
+                    passage.blocked = True
+                    await line.say(b"".join(out))
+                    passage.blocked = False
             if stream.error is not None:
                 break
     except ApiError as error:

@@ -13,9 +13,10 @@ from typing import Any
 import orjson
 
 from tracegrad.proxy import sse
-from tracegrad.proxy.dialects.base import Call
+from tracegrad.proxy.dialects.base import CHAT_PATH, Call
 from tracegrad.proxy.engine import logprobs_of, read_error, strip
 from tracegrad.proxy.errors import ApiError
+from tracegrad.proxy.heavy import cut_prompt
 from tracegrad.proxy.replies import Reply, prompt_of
 from tracegrad.records import Json
 
@@ -77,7 +78,7 @@ class EngineStream:
 
     def _read(self, payload: bytes, out: list[Json]) -> ApiError | None:
         try:
-            chunk = orjson.loads(payload)
+            chunk = orjson.loads(payload) if self._head else self._first(payload)
             if chunk.get("choices") is not None:
                 self._chunk(chunk, out)
                 return None
@@ -87,6 +88,16 @@ class EngineStream:
                 502, "the engine sent a chunk that cannot be read", kind="upstream_error"
             )
         return read_error(code if isinstance(code, int) else 502, payload, {})
+
+    def _first(self, payload: bytes) -> Any:
+        """The chunk that has the prompt's ids, which are most of it."""
+        if self._call.shown.ids or self._call.path != CHAT_PATH:
+            return orjson.loads(payload)
+        rest, prompt = cut_prompt(payload)
+        chunk = orjson.loads(rest)
+        if prompt is not None and chunk["prompt_token_ids"] is None:
+            chunk["prompt_token_ids"] = prompt
+        return chunk
 
     def _chunk(self, chunk: Json, out: list[Json]) -> None:
         choices = chunk["choices"]

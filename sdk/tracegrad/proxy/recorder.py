@@ -11,7 +11,7 @@ from typing import Protocol
 
 from tracegrad.proxy import sampling
 from tracegrad.proxy.attribution import Owner, TraceMap
-from tracegrad.proxy.continuation import Continuation, Place, Plan, ReadsTurns
+from tracegrad.proxy.continuation import Continuation, Known, Place, Plan, ReadsTurns, known
 from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.errors import ApiError, BadRequest, Unavailable
 from tracegrad.proxy.recorded import NotRecorded, conversation_of
@@ -77,15 +77,17 @@ class Recorder:
         try:
             places = await self._places(plan, replies)
             turns = _turns(call, owner, places, replies, unknown_version=unknown_version)
-            await self._committed(turns)
+            committed = await self._submitted(turns)
+            found = _known(turns, plan)  # while the disk works
+            await self._settled(committed)
         except StoreUnavailable as error:
             raise self.unavailable(error) from error
         except StoreError as error:
             log.error("a turn of rollout %s is lost: %s", owner.rollout_id, error)
             raise ApiError(500, f"the turn was refused: {error}", kind="store_error") from error
         self._traces.learn(owner.trace_id, turns[0].rollout_id)
-        for turn in turns:
-            self._continuation.add(turn, plan)
+        for turn in found:
+            self._continuation.add(turn)
         return [turn.turn_id for turn in turns]
 
     async def continued(self, call: Call, owner: Owner) -> tuple[Call, Owner]:
@@ -142,13 +144,15 @@ class Recorder:
     async def commit(self, facts: Sequence[Fact]) -> None:
         """Raises Unavailable; a fact that the store refuses raises its `FactRefused`."""
         try:
-            await self._committed(facts)
+            await self._settled(await self._submitted(facts))
         except StoreUnavailable as error:
             raise self.unavailable(error) from error
 
-    async def _committed(self, facts: Sequence[Fact]) -> None:
-        kept = await self._redactor.facts(facts)
-        await asyncio.wrap_future(self._writer.submit(kept))
+    async def _submitted(self, facts: Sequence[Fact]) -> Future[None]:
+        return self._writer.submit(await self._redactor.facts(facts))
+
+    async def _settled(self, committed: Future[None]) -> None:
+        await asyncio.wrap_future(committed)
         if self._failing:
             self._failing = False
             log.warning("the store can be written again")
@@ -192,6 +196,16 @@ def _turns(
         )
         for number, (place, reply) in enumerate(zip(places, replies, strict=True))
     ]
+
+
+def _known(turns: Sequence[Turn], plan: Plan) -> list[Known]:
+    """What later calls may continue."""
+    try:
+        return [known(turn, plan.said) for turn in turns]
+    except Exception:
+        # As in `plan`: it is kept, and served, all the same.
+        log.exception("turns of rollout %s will not be continued", turns[0].rollout_id)
+        return []
 
 
 def _untrainable(reply: Reply, unknown_version: bool) -> str | None:

@@ -67,6 +67,8 @@ class Reply:
 
 def prompt_of(value: object) -> array[int] | None:
     """The engine's `prompt_token_ids`, or None when there is no such list of integers."""
+    if isinstance(value, array):
+        return value
     if not isinstance(value, list):
         return None
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 DONE = b"[DONE]"
 DONE_EVENT = b"data: [DONE]\n\n"
 
@@ -20,6 +22,21 @@ class EventBuffer:
         events = whole.split(b"\n\n")
         self._rest = events.pop()
         return events
+
+
+def first_ones_alone(data: bytes) -> Iterator[bytes]:
+    """`data` in up to three pieces, of which the first two end with an event.
+
+    A stream's first words should not wait for the reading of all that arrived with them.
+    """
+    start = 0
+    for _ in range(2):  # the role, then words
+        end = data.find(b"\n\n", start) + 2
+        if end in (1, len(data)):
+            break
+        yield data[start:end]
+        start = end
+    yield data[start:]
 
 
 def payload(event: bytes) -> bytes | None:

@@ -75,6 +75,11 @@ class Contexts:
                 known.turns |= stored(connection, missing)
         return known
 
+    def new(self, rollout_ids: Iterable[str]) -> list[str]:
+        """Those that may not be stored yet: no turn of theirs is in memory."""
+        with self._lock:
+            return [rollout_id for rollout_id in rollout_ids if rollout_id not in self._rollouts]
+
     def remember(self, contexts: Iterable[Context]) -> None:
         """Of turns that are stored."""
         with self._lock:

@@ -73,15 +73,24 @@ def sort_facts(facts: Iterable[Fact]) -> Batch:
     return batch
 
 
-def write_batch(connection: Connection, batch: Batch, turn_rows: Sequence[Values]) -> None:
-    """`turn_rows` are those of the batch's turns that are new (`turn_rows.turn_rows`).
+def write_batch(
+    connection: Connection,
+    batch: Batch,
+    turn_rows: Sequence[Values],
+    new_rollouts: Iterable[str],
+) -> None:
+    """`turn_rows` are those of the batch's turns that are new (`turn_rows.turn_rows`),
+    `new_rollouts` those of its rollouts that may be.
 
     Raises `TurnKnown` if one of them is not, `FactRefused` for a fact that contradicts itself.
     """
     _insert(
         connection,
         Rollouts,
-        [{"rollout_id": k, "opened": False, "opened_at": v} for k, v in batch.first_seen.items()],
+        [
+            {"rollout_id": name, "opened": False, "opened_at": batch.first_seen[name]}
+            for name in new_rollouts
+        ],
     )
     _open(connection, batch.opened)
     if _insert(connection, Turns, turn_rows) != len(turn_rows):

@@ -106,7 +106,7 @@ class Store:
         rows, contexts = turn_rows(turns, known)
         try:
             with self.writing() as connection:
-                write_batch(connection, batch, rows)
+                write_batch(connection, batch, rows, self._contexts.new(batch.first_seen))
         except (TurnKnown, IntegrityError):
             self._contexts.forget(batch.first_seen)
             self._append_by_what_is_stored(batch)
@@ -120,7 +120,7 @@ class Store:
             new = [turn for turn_id, turn in batch.turns.items() if turn_id not in known]
             known |= stored(connection, {turn.parent_id for turn in new if turn.parent_id})
             rows, _ = turn_rows(new, Known(known))
-            write_batch(connection, batch, rows)
+            write_batch(connection, batch, rows, batch.first_seen)
 
     def rollout_turns(self, rollout_id: str, *, raw: bool = True) -> list[Turn]:
         """In order of capture; `raw=False` leaves requests and responses out.

@@ -85,6 +85,7 @@ def test_the_page_has_a_row_for_every_server_and_tells_errors() -> None:
         goals=goals([whole, paced], FLAT, SMALL),
         at_once=[whole],
         at_a_rate=[paced],
+        with_tokens=[paced],
         memory=FLAT,
         stored=SMALL,
     )

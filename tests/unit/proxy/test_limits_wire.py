@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from support.proxy_rig import eventually
 from support.raw_http import Answer, Reader, bounded, connect
+from tracegrad.proxy import wire
 from tracegrad.proxy.limits import SPARE_CONNECTIONS, Limits
 
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -471,3 +472,41 @@ def test_connections_are_bounded() -> None:
         for client in [*spare, *first]:
             client.close()
         eventually(lambda: still_serves(url))
+
+
+class Transport:
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        assert not self.closed
+        self.written.append(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_an_answers_head_leaves_with_its_body() -> None:
+    transport = Transport()
+    together = wire._Together(transport)  # type: ignore[arg-type]
+    together.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    together.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    together.write(b"HTTP/1.1 is a protocol")
+    together.write(b"HTTP/1.1 200 OK is its first line")
+    head = b"HTTP/1.1 200 OK\r\n\r\n"
+    assert transport.written == [
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+        head + b"HTTP/1.1 is a protocol",
+        b"HTTP/1.1 200 OK is its first line",
+    ]
+
+
+@pytest.mark.parametrize("end", ["flush", "close"])
+def test_an_answer_without_a_body_has_its_head(end: str) -> None:
+    transport = Transport()
+    together = wire._Together(transport)  # type: ignore[arg-type]
+    together.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+    getattr(together, end)()
+    together.flush()
+    assert transport.written == [b"HTTP/1.1 204 No Content\r\n\r\n"]

@@ -14,7 +14,7 @@ import pytest
 from support.mock_engine import MODEL, MockEngine, Say, render
 from support.proxy_rig import HeldWriter, serving
 from tracegrad.proxy import create_app
-from tracegrad.proxy.continuation import Continuation, Place
+from tracegrad.proxy.continuation import Continuation, Place, known
 from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.dialects.chat import Chat
 from tracegrad.records import Turn, logprobs, token_ids
@@ -238,7 +238,7 @@ async def test_the_cache_is_bounded_and_falls_back_to_the_store() -> None:
         rollout = f"new{number}"
         plan = await continuation.plan(rollout, a_call())
         await continuation.place(plan, token_ids([number]))
-        continuation.add(a_turn(rollout, [number] * 1000, [5]), plan)
+        continuation.add(known(a_turn(rollout, [number] * 1000, [5]), plan.said))
     assert continuation._trees.size <= 30_000
     assert (await placed(continuation, "old", [1] * 1000 + [2, 3])).parent_id == old.turn_id
     assert store.reads == 3, "rollouts that begin are not looked for in the store"
@@ -251,7 +251,8 @@ async def test_what_is_forgotten_leaves_nothing_behind() -> None:
         await continuation.place(plan, token_ids([number]))
         turn = a_turn(f"r{number}", [number] * 500, [5])
         response = {"choices": [{"message": {"role": "assistant", "content": "ok"}}]}
-        continuation.add(replace(turn, response=response, finish_reason="stop"), plan)
+        turn = replace(turn, response=response, finish_reason="stop")
+        continuation.add(known(turn, plan.said))
     trees = continuation._trees
     assert len(trees._trees) < 10
     assert len(trees._keys) == sum(len(tree.turns) for tree in trees._trees.values())
@@ -272,5 +273,5 @@ async def test_a_turn_without_a_prompt_is_nobodys_parent() -> None:
     continuation = Continuation(CountingStore({"r": [a_turn("r", [], [])]}), limit_bytes=1000)
     plan = await continuation.plan("r", a_call())
     assert await continuation.place(plan, token_ids([1, 2])) == ("r", None, None)
-    continuation.add(a_turn("r", [], []), plan)
+    continuation.add(known(a_turn("r", [], []), plan.said))
     assert (await placed(continuation, "r", [1, 2])).parent_id is None

@@ -20,7 +20,6 @@ from tracegrad.proxy.continuation.trees import (
     Known,
     ReadsTurns,
     Trees,
-    known,
     longest_first,
     said_in,
 )
@@ -29,7 +28,7 @@ from tracegrad.proxy.exact.matching import Conversation, miss_reason, recorded_c
 from tracegrad.proxy.exact.messages import frame_of, own_rendering
 from tracegrad.proxy.exact.reasons import Fork, Reason
 from tracegrad.proxy.exact.splice import Spliced, splice
-from tracegrad.records import Turn, new_id
+from tracegrad.records import new_id
 from tracegrad.turns import extends, find_parent
 
 log = logging.getLogger("tracegrad.proxy")
@@ -109,9 +108,9 @@ class Continuation:
         forked = parent is None or plan.parent is not None
         return Place(plan.rollout_id, parent_id, _reason(plan, turns) if forked else None)
 
-    def add(self, turn: Turn, plan: Plan) -> None:
+    def add(self, turn: Known) -> None:
         """A turn that the store has committed."""
-        self._trees.add(known(turn, plan.said))
+        self._trees.add(turn)
 
     async def _continued(self, call: Call, parent: Known) -> Spliced | Fork:
         if self._text is None:

@@ -59,7 +59,7 @@ class Known(NamedTuple):
 
     @property
     def size(self) -> int:
-        marks = len(self.said.marks) if self.said is not None else 0
+        marks = len(self.said) if self.said is not None else 0
         reply = sum(map(len, map(str, self.turn.reply.values())))
         return _TURN_BYTES + 4 * self.length + _MARK_BYTES * marks + reply
 
@@ -80,7 +80,7 @@ def known(turn: Turn, said: Conversation | None) -> Known:
         prompt_ids=turn.prompt_token_ids,
         completion_ids=turn.completion_token_ids,
         reply=reply or {},
-        position=len(said.marks) if said is not None else 0,
+        position=len(said) if said is not None else 0,
         finish_reason=turn.finish_reason,
         stop_reason=choices[0].get("stop_reason"),
     )

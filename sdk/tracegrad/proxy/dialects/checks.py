@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import orjson
 
 from tracegrad.proxy.errors import BadRequest
@@ -31,7 +32,7 @@ def json_object(raw: bytes) -> Json:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequest("the body is not a JSON object")
-    if raw.count(b"{") + raw.count(b"[") > _MOST_LEVELS:
+    if _brackets(raw) > _MOST_LEVELS:
         nested: Any = body
         for _ in range(_DEEPER):
             nested = [nested]
@@ -40,6 +41,11 @@ def json_object(raw: bytes) -> Json:
         except TypeError:
             raise BadRequest("the body nests too deep") from None
     return body
+
+
+def _brackets(raw: bytes) -> int:
+    """How many `[` and `{`, which differ in one bit: one look at each byte, not two."""
+    return int(np.count_nonzero((np.frombuffer(raw, dtype=np.uint8) & 0xDF) == ord("[")))
 
 
 def check_types(body: Json, kinds: Mapping[str, Kind]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -25,14 +24,51 @@ from tracegrad.records import Json
 _EXACT = 2**53
 
 
-@dataclass(frozen=True, slots=True)
 class Conversation:
-    """`marks[i]` stands for the first `i + 1` messages, 16 bytes; `replies` are the positions of
-    the model's own. `frame` is the key of tools and template arguments (`messages.Frame.key`)."""
+    """Some messages, by what it takes to find the turn that they continue.
 
-    frame: bytes
-    marks: tuple[bytes, ...]
-    replies: tuple[int, ...]
+    `replies` are the positions of the model's own. `frame` is the key of tools and template
+    arguments (`messages.Frame.key`).
+    """
+
+    __slots__ = ("_marks", "_unmarked", "frame", "replies")
+
+    def __init__(
+        self,
+        frame: bytes,
+        replies: tuple[int, ...],
+        marks: tuple[bytes, ...],
+        unmarked: Sequence[Json] = (),
+    ) -> None:
+        """`unmarked` are the messages after those that have their `marks`."""
+        self.frame = frame
+        self.replies = replies
+        self._marks = marks
+        self._unmarked = unmarked
+
+    def __len__(self) -> int:
+        return len(self._marks) + len(self._unmarked)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Conversation):
+            return NotImplemented
+        return (self.frame, self.replies, self.marks) == (other.frame, other.replies, other.marks)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def marks(self) -> tuple[bytes, ...]:
+        """`marks[i]` stands for the first `i + 1` messages, 16 bytes.
+
+        Made when somebody asks: what has no reply continues nothing, and a call's first words
+        need not wait until a long prompt is hashed.
+        """
+        if self._unmarked:
+            marks = list(self._marks)
+            for message in self._unmarked:
+                marks.append(_mark(marks[-1] if marks else b"", message))
+            self._marks, self._unmarked = tuple(marks), ()
+        return self._marks
 
     @property
     def key(self) -> bytes:
@@ -47,18 +83,13 @@ class Conversation:
     def then(self, reply: Json) -> Conversation:
         """With the reply to it."""
         mark = _mark(self.marks[-1] if self.marks else b"", reply)
-        return Conversation(self.frame, (*self.marks, mark), (*self.replies, len(self.marks)))
+        return Conversation(self.frame, (*self.replies, len(self)), (*self.marks, mark))
 
 
 def conversation(messages: Sequence[Json], frame: bytes) -> Conversation:
     """`messages` are canonical: roles, contents, tool calls as in a chat completion request."""
-    mark, marks, replies = b"", [], []
-    for position, message in enumerate(messages):
-        mark = _mark(mark, message)
-        marks.append(mark)
-        if message["role"] == "assistant":
-            replies.append(position)
-    return Conversation(frame, tuple(marks), tuple(replies))
+    replies = (i for i, message in enumerate(messages) if message["role"] == "assistant")
+    return Conversation(frame, tuple(replies), (), messages)
 
 
 def recorded_conversation(

@@ -1,0 +1,168 @@
+"""Answers whose heavy parts are cut out read as they do when all of them is parsed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tracegrad.proxy import engine, sse
+from tracegrad.proxy.dialects.base import Call
+from tracegrad.proxy.dialects.chat import Chat
+from tracegrad.proxy.engine_stream import EngineStream
+from tracegrad.proxy.errors import ApiError
+from tracegrad.proxy.heavy import cut_answer, cut_prompt
+from tracegrad.records import Json, token_ids
+
+VERSION = 4
+# Everything that is looked for, as text that an agent may be told.
+TRAP = 'x "token_ids":[1] "logprobs":{"content":[ "top_logprobs":[]}]} "prompt_token_ids":[9] \\"'
+
+
+def a_call(**more: Any) -> Call:
+    body = {"model": "m", "messages": [{"role": "user", "content": "go"}], **more}
+    return Chat().parse(orjson.dumps(body), {}, {})
+
+
+def an_answer(prompt: list[int], replies: list[list[tuple[int, float]]], text: str = "hi") -> Json:
+    """In vLLM's order of fields."""
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "reasoning": None},
+            "logprobs": {
+                "content": [
+                    {"token": text, "logprob": value, "bytes": [104], "top_logprobs": []}
+                    for _, value in reply
+                ]
+            },
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "token_ids": [token for token, _ in reply],
+        }
+        for index, reply in enumerate(replies)
+    ]
+    usage = {"prompt_tokens": len(prompt), "total_tokens": 0, "completion_tokens": 0}
+    head = {"id": "a", "object": "chat.completion", "created": 1, "model": "m"}
+    tail = {"usage": usage, "prompt_token_ids": prompt, "kv_transfer_params": None}
+    return {**head, "choices": choices, **tail}
+
+
+def read(raw: bytes, call: Call) -> Any:
+    try:
+        return engine.read_answer(raw, call, VERSION)
+    except ApiError as error:
+        return error.message
+
+
+def read_whole(raw: bytes, call: Call, monkeypatch: pytest.MonkeyPatch) -> Any:
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "cut_answer", lambda *_: None)
+        return read(raw, call)
+
+
+ids = st.lists(st.integers(0, (1 << 31) - 1), min_size=1, max_size=8)
+tokens = st.lists(
+    st.tuples(st.integers(0, 200_000), st.floats(-50, 0, width=32)), min_size=1, max_size=6
+)
+
+
+@given(ids, st.lists(tokens, min_size=1, max_size=3), st.text(max_size=5))
+def test_both_ways_read_the_same(
+    prompt: list[int], replies: list[list[tuple[int, float]]], text: str
+) -> None:
+    raw = orjson.dumps(an_answer(prompt, replies, text + TRAP))
+    call = a_call(n=len(replies))
+    assert cut_answer(raw, len(replies)) is not None
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        expected = read_whole(raw, call, monkeypatch)
+    answer = read(raw, call)
+    assert answer == expected
+    for reply, told in zip(answer.replies, replies, strict=True):
+        assert reply.prompt_token_ids == token_ids(prompt)
+        assert reply.token_ids.tolist() == [token for token, _ in told]
+        assert reply.logprobs.tolist() == [value for _, value in told]
+    assert TRAP in answer.body["choices"][0]["message"]["content"]
+
+
+def _changed(answer: Json, path: tuple[Any, ...], value: Any) -> Json:
+    at: Any = answer
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return answer
+
+
+FIRST = ("choices", 0)
+ALTERNATIVE = {"token": "a", "logprob": -1.0, "bytes": [1]}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("prompt_token_ids",), None),
+        (("prompt_token_ids",), []),
+        (("prompt_token_ids",), [1, -5]),
+        (("prompt_token_ids",), [1, 1 << 31]),
+        (("prompt_token_ids",), [1, 2.5]),
+        (("prompt_token_ids",), ["a"]),
+        (("prompt_token_ids",), [1, None]),
+        ((*FIRST, "token_ids"), None),
+        ((*FIRST, "token_ids"), [1]),
+        ((*FIRST, "token_ids"), [1, 1 << 40]),
+        ((*FIRST, "logprobs"), None),
+        ((*FIRST, "logprobs"), {"content": []}),
+        ((*FIRST, "logprobs", "content", 0, "logprob"), -9999.0),
+        ((*FIRST, "logprobs", "content", 0, "logprob"), "a"),
+        ((*FIRST, "logprobs", "content", 1, "top_logprobs"), [ALTERNATIVE]),
+        (("choices", 1, "token_ids"), None),
+        (("choices", 1, "logprobs"), None),
+        (("usage",), None),
+        (("kv_transfer_params",), {"prompt_token_ids": [7, 8]}),
+        (("choices",), []),
+        (FIRST, None),
+    ],
+)
+def test_what_is_written_otherwise_reads_the_same(
+    path: tuple[Any, ...], value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies = [[(5, -0.5), (6, -0.25)], [(7, -1.0)]]
+    raw = orjson.dumps(_changed(an_answer([1, 2, 3], replies), path, value))
+    call = a_call(n=2)
+    assert read(raw, call) == read_whole(raw, call, monkeypatch)
+
+
+def test_an_answer_that_breaks_off_is_none() -> None:
+    raw = orjson.dumps(an_answer([1, 2, 3], [[(5, -0.5)]]))
+    for size in range(0, len(raw), 7):
+        assert read(raw[:size], a_call()) == "the engine's answer is not a completion"
+
+
+def test_a_prompt_is_cut_out_of_a_streams_first_chunk() -> None:
+    raw = orjson.dumps({"choices": [], "note": TRAP, "prompt_token_ids": [4, 5]})
+    rest, prompt = cut_prompt(raw)
+    assert orjson.loads(rest) == {"choices": [], "note": TRAP, "prompt_token_ids": None}
+    assert prompt == token_ids([4, 5])
+    assert cut_prompt(b'{"prompt_token_ids":null}') == (b'{"prompt_token_ids":null}', None)
+    assert cut_prompt(b'{"prompt_token_ids":[1') == (b'{"prompt_token_ids":[1', None)
+
+
+def test_an_elsewhere_named_prompt_is_not_the_streams() -> None:
+    delta = {"role": "assistant", "content": ""}
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+    chunk = {"id": "a", "choices": [choice], "extra": {"prompt_token_ids": [1, 2]}}
+    stream = EngineStream(a_call(stream=True), lambda: VERSION)
+    stream.feed(sse.event(orjson.dumps({**chunk, "prompt_token_ids": [3, 4, 5]})))
+    assert stream.prompt_tokens in (None, 3), "never the other one"
+
+
+@given(st.lists(st.binary(max_size=6).filter(lambda part: b"\n" not in part), max_size=5))
+def test_first_events_come_alone_and_nothing_is_lost(parts: list[bytes]) -> None:
+    data = b"\n\n".join(parts)
+    pieces = list(sse.first_ones_alone(data))
+    assert b"".join(pieces) == data
+    assert len(pieces) <= 3
+    assert all(piece.count(b"\n\n") == 1 and piece.endswith(b"\n\n") for piece in pieces[:-1])
