@@ -105,7 +105,7 @@ def serve(settings: ProxySettings) -> None:
         name, port = listener.getsockname()[:2]
         print(
             f"tracegrad proxy on http://{_url_host(name)}:{port} -> {settings.upstream}, "
-            f"store {store.url.render_as_string(hide_password=True)}",
+            f"store {store.database.url.render_as_string(hide_password=True)}",
             flush=True,
         )
         _calm_collector()

@@ -12,6 +12,7 @@ from tracegrad.store.errors import (
     StoreUnavailable,
     UnknownRollout,
 )
+from tracegrad.store.filters import ALL, OPEN, RolloutFilter
 from tracegrad.store.ledger import Ledger
 from tracegrad.store.store import DEFAULT_URL, Store
 from tracegrad.store.views import (
@@ -28,7 +29,9 @@ from tracegrad.store.views import (
 from tracegrad.store.writer import Writer
 
 __all__ = [
+    "ALL",
     "DEFAULT_URL",
+    "OPEN",
     "AlreadyTrained",
     "AmbiguousRollout",
     "FactRefused",
@@ -38,6 +41,7 @@ __all__ = [
     "PolicyVersion",
     "RewardPoint",
     "RolloutDetail",
+    "RolloutFilter",
     "RolloutRow",
     "RolloutSample",
     "StepRecord",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
-from sqlalchemy import Connection, Insert, bindparam, false, select, true, update
+from sqlalchemy import Connection, bindparam, false, select, true, update
 
 from tracegrad.records import (
     OVER_LENGTH,
@@ -20,9 +19,9 @@ from tracegrad.records import (
     SpanEnded,
     Turn,
 )
-from tracegrad.store.dialect import insert_new
+from tracegrad.store.databases import insert_new
 from tracegrad.store.errors import FactRefused
-from tracegrad.store.schema import Rewards, Rollouts, RolloutTags, Spans, Turns
+from tracegrad.store.schema import Outcomes, Rewards, Rollouts, RolloutTags, Spans, Turns
 from tracegrad.store.sql import chunks
 
 Values = dict[str, Any]
@@ -102,13 +101,13 @@ def write_batch(
 
 def _insert(connection: Connection, table: Any, rows: Sequence[Values]) -> int:
     """How many were new."""
-    return connection.execute(_new(table), rows).rowcount if rows else 0
-
-
-@cache
-def _new(table: Any) -> Insert:
-    """Built once: SQLAlchemy finds what it compiled by the statement's structure."""
-    return insert_new(table)
+    if not rows:
+        return 0
+    # Of inserts SQLAlchemy forgets the count, unless it is told that somebody wants it.
+    wanted = {"preserve_rowcount": True}
+    return connection.execute(
+        insert_new(connection, table), rows, execution_options=wanted
+    ).rowcount
 
 
 def _open(connection: Connection, facts: Sequence[RolloutOpened]) -> None:
@@ -157,6 +156,19 @@ def _finish(connection: Connection, facts: Sequence[RolloutFinished]) -> None:
     """
     if not facts:
         return
+    _insert(
+        connection,
+        Outcomes,
+        [
+            {
+                "rollout_id": fact.rollout_id,
+                "outcome": Outcome(fact.outcome).value,
+                "error": fact.error,
+                "finished_at": fact.finished_at,
+            }
+            for fact in facts
+        ],
+    )
     crashed = [f.rollout_id for f in facts if f.outcome == Outcome.AGENT_ERROR]
     full = _over_length(connection, crashed)
     connection.execute(

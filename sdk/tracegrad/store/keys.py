@@ -6,7 +6,7 @@ import time
 
 from sqlalchemy import Connection, select, update
 
-from tracegrad.store.dialect import insert_new
+from tracegrad.store.databases import insert_new
 from tracegrad.store.schema import RolloutKeys
 
 HASH_BYTES = 32  # SHA-256
@@ -18,7 +18,7 @@ def add_key(connection: Connection, rollout_id: str, key_hash: bytes) -> None:
     if not rollout_id:
         raise ValueError("rollout_id: it is empty")
     row = {"key_hash": key_hash, "rollout_id": rollout_id, "created_at": time.time()}
-    connection.execute(insert_new(RolloutKeys), row)
+    connection.execute(insert_new(connection, RolloutKeys), row)
 
 
 def key_owner(connection: Connection, key_hash: bytes) -> str | None:

@@ -18,7 +18,7 @@ from tracegrad.records import Outcome, RewardGiven, new_id
 from tracegrad.store.errors import AlreadyTrained, LedgerError
 from tracegrad.store.queries import rewards_of, tags_of
 from tracegrad.store.reading import turns_of
-from tracegrad.store.schema import Rollouts, Steps, TurnLedger, Turns
+from tracegrad.store.schema import Leases, Rollouts, Steps, TurnLedger, Turns
 from tracegrad.store.sql import MAIN_REWARD, SCORED, chunks, has_tags, latest_reward
 from tracegrad.store.store import Store
 from tracegrad.store.views import Group, RolloutSample, StepRecord
@@ -68,14 +68,20 @@ class Ledger:
         _check(groups=groups, group_size=group_size, ttl_s=ttl_s)
         now = time.time()
         lease_id = new_id()
-        with self._store.writing() as connection:
+        with self._store.exclusive() as connection:
             _consume_unscored(connection, tags or {}, now)
             ready = _ready(connection, tags or {}, now, alone=group_size == 1)
             chosen = _form_groups(ready, group_size, now - incomplete_after_s)[:groups]
             if not chosen or len(chosen) < (groups if at_least is None else at_least):
                 return []
             values = {"lease_id": lease_id, "lease_owner": owner, "leased_until": now + ttl_s}
-            _update_rollouts(connection, [r.rollout_id for group in chosen for r in group], values)
+            chosen_ids = [r.rollout_id for group in chosen for r in group]
+            _update_rollouts(connection, chosen_ids, values)
+            given = {"lease_id": lease_id, "owner": owner, "leased_at": now}
+            connection.execute(
+                insert(Leases),
+                [{**given, "rollout_id": i, "leased_until": now + ttl_s} for i in chosen_ids],
+            )
         samples = self._samples([rollout for group in chosen for rollout in group])
         return [
             Group(
@@ -95,13 +101,18 @@ class Ledger:
     def release(self, groups: Sequence[Group]) -> None:
         """Give back groups that were not trained; others may lease them at once."""
         free = {"lease_id": None, "lease_owner": None, "leased_until": None}
-        with self._store.writing() as connection:
+        with self._store.exclusive() as connection:
             for group in groups:
                 ids = [rollout.rollout_id for rollout in group.rollouts]
                 connection.execute(
                     update(Rollouts)
                     .where(Rollouts.rollout_id.in_(ids), Rollouts.lease_id == group.lease_id)
                     .values(free)
+                )
+                connection.execute(
+                    update(Leases)
+                    .where(Leases.rollout_id.in_(ids), Leases.lease_id == group.lease_id)
+                    .values(released_at=time.time())
                 )
 
     def commit_step(
@@ -119,7 +130,7 @@ class Ledger:
         Raises `AlreadyTrained` if a turn is in the ledger already, `LedgerError` if the step
         is or something named is unknown; then nothing is stored.
         """
-        with self._store.writing() as connection:
+        with self._store.exclusive() as connection:
             if connection.scalar(select(Steps.step).where(Steps.step == step.step)) is not None:
                 raise LedgerError(f"step {step.step} is in the ledger already")
             connection.execute(
@@ -137,7 +148,7 @@ class Ledger:
 
     def commit_skipped(self, skipped: Mapping[str, str], rollouts: Sequence[str]) -> None:
         """Consume rollouts that no step used; as `commit_step` without a step."""
-        with self._store.writing() as connection:
+        with self._store.exclusive() as connection:
             _record(connection, None, [], skipped, rollouts)
 
     def last_step(self) -> StepRecord | None:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine, inspect, text
+from sqlalchemy import Connection, inspect, text
 
-from tracegrad.store.dialect import for_writing
 from tracegrad.store.errors import StoreTooNew
 from tracegrad.store.schema import REVISION
 
 
-def migrate(engine: Engine) -> None:
-    with engine.connect() as connection:
-        if _revision(connection) == REVISION:
-            return
-    # The write lock is held over check and change: processes that open at once take turns.
-    with for_writing(engine).begin() as connection:
-        if _revision(connection) != REVISION:
-            _upgrade(connection)
+def migrate(connection: Connection) -> None:
+    """In an exclusive transaction. Raises StoreTooNew."""
+    if revision_of(connection) != REVISION:
+        _upgrade(connection)
 
 
-def _revision(connection: Connection) -> str | None:
+def revision_of(connection: Connection) -> str | None:
+    """None: there are no tables of ours."""
     if not inspect(connection).has_table("alembic_version"):
         return None
     found: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
@@ -37,7 +33,7 @@ def _upgrade(connection: Connection) -> None:
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
-    found = _revision(connection)
+    found = revision_of(connection)
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
     if found is not None and found not in known:
         raise StoreTooNew(

@@ -6,45 +6,24 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, func, select
+from sqlalchemy import Connection, Select, func, select
 
 from tracegrad.records import Outcome, RewardGiven, SpanEnded
 from tracegrad.store.errors import AmbiguousRollout, UnknownRollout
+from tracegrad.store.filters import ALL, RolloutFilter
 from tracegrad.store.reading import turns_of
 from tracegrad.store.schema import Rewards, Rollouts, RolloutTags, Spans, TurnLedger, Turns
 from tracegrad.store.sql import SCORED, chunks, has_tags, latest_reward, training_state
 from tracegrad.store.views import RewardPoint, RolloutDetail, RolloutRow, TurnCounts, TurnFate
 
-OPEN = "open"  # the outcome filter's word for a rollout that has none yet
-
 
 def list_rollouts(
-    connection: Connection,
-    *,
-    task: str | None = None,
-    agent: str | None = None,
-    outcome: str | None = None,
-    tags: Mapping[str, str] | None = None,
-    since: float | None = None,
-    limit: int | None = 50,
+    connection: Connection, wanted: RolloutFilter = ALL, *, limit: int | None = 50
 ) -> list[RolloutRow]:
     """The newest first."""
-    wanted: list[ColumnElement[bool]] = [has_tags(tags or {})]
-    if task is not None:
-        wanted.append(Rollouts.task_id == task)
-    if agent is not None:
-        wanted.append(Rollouts.agent == agent)
-    if outcome is not None:
-        wanted.append(
-            Rollouts.outcome.is_(None)
-            if outcome == OPEN
-            else Rollouts.outcome == Outcome(outcome).value
-        )
-    if since is not None:
-        wanted.append(Rollouts.opened_at >= since)
     query = (
         _rollout_query()
-        .where(*wanted)
+        .where(wanted.where())
         .order_by(Rollouts.opened_at.desc(), Rollouts.rollout_id.desc())
         .limit(limit)
     )

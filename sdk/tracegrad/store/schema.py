@@ -1,7 +1,8 @@
 """The tables. Migrations in `migrations/versions` build exactly these; a test compares them.
 
-Facts are written once. What changes afterwards is small and lives in `rollouts` (finish, lease,
-consumption) and in the ledger tables (`steps`, `turn_ledger`, `policy_versions`).
+Facts are written once: `rollouts`, `turns`, `spans`, `rewards`, `outcomes`, `steps`, `leases`,
+`turn_ledger`, `version_events`, `removals`. What changes afterwards is small, and says how things
+stand: the columns of `rollouts` for finish, lease and consumption, and `policy_versions`.
 Times are seconds since the epoch, UTC.
 """
 
@@ -20,13 +21,14 @@ from sqlalchemy import (
     LargeBinary,
     MetaData,
     String,
+    UniqueConstraint,
 )
 from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0002"
+REVISION = "0003"
 
 
 class Text(TypeDecorator[str]):
@@ -90,6 +92,21 @@ class Rollouts(Base):
     __table_args__ = (Index(None, "consumed_at", "finished_at"),)
 
 
+class Outcomes(Base):
+    """Every end that was told of a rollout. The first one counts, and stands in `rollouts`."""
+
+    __tablename__ = "outcomes"
+
+    seq: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
+    rollout_id: Mapped[str] = mapped_column(ForeignKey("rollouts.rollout_id"))
+    outcome: Mapped[str]
+    error: Mapped[str | None]
+    finished_at: Mapped[float]
+
+    # One fact told twice is one row.
+    __table_args__ = (UniqueConstraint("rollout_id", "finished_at", "outcome"),)
+
+
 class RolloutTags(Base):
     __tablename__ = "rollout_tags"
 
@@ -115,7 +132,7 @@ class Turns(Base):
     seq: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
     turn_id: Mapped[str] = mapped_column(unique=True)
     rollout_id: Mapped[str] = mapped_column(ForeignKey("rollouts.rollout_id"))
-    parent_id: Mapped[str | None] = mapped_column(ForeignKey("turns.turn_id"))
+    parent_id: Mapped[str | None] = mapped_column(ForeignKey("turns.turn_id"), index=True)
     fork_reason: Mapped[str | None]
     dialect: Mapped[str]
     model: Mapped[str]
@@ -134,7 +151,7 @@ class Turns(Base):
     request: Mapped[bytes | None]
     response: Mapped[bytes | None]
     created_at: Mapped[float]
-    request_base: Mapped[str | None] = mapped_column(ForeignKey("turns.turn_id"))
+    request_base: Mapped[str | None] = mapped_column(ForeignKey("turns.turn_id"), index=True)
     request_marks: Mapped[bytes | None]
 
     __table_args__ = (Index(None, "rollout_id", "seq"),)
@@ -190,6 +207,21 @@ class Steps(Base):
     checkpoint: Mapped[str | None]
 
 
+class Leases(Base):
+    """Who was given which rollouts to train on, and until when. Given back: `released_at`."""
+
+    __tablename__ = "leases"
+
+    lease_id: Mapped[str] = mapped_column(primary_key=True)
+    rollout_id: Mapped[str] = mapped_column(
+        ForeignKey("rollouts.rollout_id"), primary_key=True, index=True
+    )
+    owner: Mapped[str]
+    leased_at: Mapped[float]
+    leased_until: Mapped[float]
+    released_at: Mapped[float | None]
+
+
 class TurnLedger(Base):
     """What became of a turn: trained by one step, or skipped for one reason. Never both."""
 
@@ -213,3 +245,28 @@ class PolicyVersions(Base):
     state: Mapped[str]
     created_at: Mapped[float]
     detail: Mapped[dict[str, Any]]
+
+
+class VersionEvents(Base):
+    """What became of each policy version, and when; `policy_versions` says how it stands."""
+
+    __tablename__ = "version_events"
+
+    seq: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
+    version: Mapped[int] = mapped_column(index=True)
+    step: Mapped[int | None]
+    state: Mapped[str]
+    created_at: Mapped[float]
+    detail: Mapped[dict[str, Any]]
+
+
+class Removals(Base):
+    """What was taken out of the store on purpose: how much, by which rule, when."""
+
+    __tablename__ = "removals"
+
+    seq: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
+    kind: Mapped[str]  # "rollouts" | "text" | "redaction"
+    created_at: Mapped[float]
+    rule: Mapped[dict[str, Any]]  # as it was asked for
+    removed: Mapped[dict[str, Any]]  # counts

@@ -7,15 +7,18 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from sqlalchemy import URL, Connection, Engine, func, select
+from sqlalchemy import Connection, Engine, func, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from tracegrad.records import Fact, RewardGiven, SpanEnded, Turn
-from tracegrad.store import dialect, keys, queries, reading
+from tracegrad.store import keys, queries, reading
 from tracegrad.store.contexts import Contexts, Known, stored
+from tracegrad.store.databases import BUSY_TIMEOUT_S, Database, database_at, upsert
+from tracegrad.store.errors import StoreMissing
+from tracegrad.store.filters import ALL, RolloutFilter
 from tracegrad.store.ingest import Batch, TurnKnown, sort_facts, write_batch
-from tracegrad.store.migrate import migrate
-from tracegrad.store.schema import PolicyVersions
+from tracegrad.store.migrate import migrate, revision_of
+from tracegrad.store.schema import REVISION, PolicyVersions, VersionEvents
 from tracegrad.store.turn_rows import turn_rows
 from tracegrad.store.views import (
     PolicyVersion,
@@ -34,10 +37,9 @@ class Store:
     Every method may raise `StoreUnavailable`; then nothing of the call was stored.
     """
 
-    def __init__(self, url: URL, engine: Engine) -> None:
-        self.url = url
+    def __init__(self, database: Database, engine: Engine) -> None:
+        self.database = database
         self._engine = engine
-        self._writing_engine = dialect.for_writing(engine)
         self._contexts = Contexts()
 
     @classmethod
@@ -46,24 +48,32 @@ class Store:
         url: str = DEFAULT_URL,
         *,
         create: bool = True,
-        busy_timeout_s: float = dialect.BUSY_TIMEOUT_S,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
     ) -> Store:
         """Open the store, its tables brought to the current revision.
 
         `create=False` raises `StoreMissing` where there is none. `busy_timeout_s` bounds the
         wait for another process's write. ValueError: the URL is no use.
         """
-        parsed = dialect.parse_url(url)
-        dialect.prepare(parsed, create=create)
-        engine = dialect.make_engine(parsed, busy_timeout_s=busy_timeout_s)
-        store = cls(parsed, engine)
+        database = database_at(url)
+        database.prepare(create=create)
+        store = cls(database, database.engine(busy_timeout_s=busy_timeout_s))
         try:
-            with dialect.one_line_errors(parsed):
-                migrate(engine)
+            store._bring_up_to_date(create=create)
         except BaseException:
             store.close()
             raise
         return store
+
+    def _bring_up_to_date(self, *, create: bool) -> None:
+        with self.reading() as connection:
+            revision = revision_of(connection)
+        if revision is None and not create:
+            raise StoreMissing(f"no store at {self.database.describe()}")
+        if revision != REVISION:
+            # The lock is held over check and change: processes that open at once take turns.
+            with self.exclusive() as connection:
+                migrate(connection)
 
     def close(self) -> None:
         self._engine.dispose()
@@ -82,13 +92,25 @@ class Store:
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """A transaction that sees one state of the store."""
-        with dialect.one_line_errors(self.url), self._engine.begin() as connection:
+        with self.database.one_line_errors(), self._engine.begin() as connection:
             yield connection
 
     @contextmanager
-    def writing(self) -> Iterator[Connection]:
-        """A transaction that is the store's only writer until it commits."""
-        with dialect.one_line_errors(self.url), self._writing_engine.begin() as connection:
+    def appending(self) -> Iterator[Connection]:
+        """A transaction that adds facts (`databases.base`)."""
+        with (
+            self.database.one_line_errors(),
+            self.database.appending(self._engine) as connection,
+        ):
+            yield connection
+
+    @contextmanager
+    def exclusive(self) -> Iterator[Connection]:
+        """The only transaction of its kind until it commits (`databases.base`)."""
+        with (
+            self.database.one_line_errors(),
+            self.database.exclusive(self._engine) as connection,
+        ):
             yield connection
 
     # Facts
@@ -105,7 +127,7 @@ class Store:
         known = self._contexts.known(turns, self.reading)
         rows, contexts = turn_rows(turns, known)
         try:
-            with self.writing() as connection:
+            with self.appending() as connection:
                 write_batch(connection, batch, rows, self._contexts.new(batch.first_seen))
         except (TurnKnown, IntegrityError):
             self._contexts.forget(batch.first_seen)
@@ -115,7 +137,7 @@ class Store:
 
     def _append_by_what_is_stored(self, batch: Batch) -> None:
         """For a batch with turns that are stored already, or that rely on some that are gone."""
-        with self.writing() as connection:
+        with self.appending() as connection:
             known = stored(connection, batch.turns)
             new = [turn for turn_id, turn in batch.turns.items() if turn_id not in known]
             known |= stored(connection, {turn.parent_id for turn in new if turn.parent_id})
@@ -150,7 +172,7 @@ class Store:
 
         A hash that is known already stays as it is.
         """
-        with self.writing() as connection:
+        with self.appending() as connection:
             keys.add_key(connection, rollout_id, key_hash)
 
     def key_owner(self, key_hash: bytes) -> str | None:
@@ -160,32 +182,15 @@ class Store:
 
     def revoke_keys(self, rollout_id: str) -> int:
         """How many keys of the rollout that were valid are not any more."""
-        with self.writing() as connection:
+        with self.appending() as connection:
             return keys.revoke_keys(connection, rollout_id)
 
     # Questions
 
-    def rollouts(
-        self,
-        *,
-        task: str | None = None,
-        agent: str | None = None,
-        outcome: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        since: float | None = None,
-        limit: int | None = 50,
-    ) -> list[RolloutRow]:
-        """The newest first. `outcome` is an `Outcome` or "open"; `since` is by opening."""
+    def rollouts(self, wanted: RolloutFilter = ALL, *, limit: int | None = 50) -> list[RolloutRow]:
+        """The newest first."""
         with self.reading() as connection:
-            return queries.list_rollouts(
-                connection,
-                task=task,
-                agent=agent,
-                outcome=outcome,
-                tags=tags,
-                since=since,
-                limit=limit,
-            )
+            return queries.list_rollouts(connection, wanted, limit=limit)
 
     def rollout(self, prefix: str) -> RolloutDetail:
         """By id or a prefix of it. Raises `UnknownRollout` or `AmbiguousRollout`."""
@@ -203,22 +208,28 @@ class Store:
     # Policy versions
 
     def record_version(self, version: PolicyVersion) -> None:
-        """Insert, or replace what is recorded of the same version."""
-        with self.writing() as connection:
-            connection.execute(
-                dialect.upsert(PolicyVersions, "version"),
-                {
-                    "version": version.version,
-                    "step": version.step,
-                    "state": version.state,
-                    "created_at": version.created_at,
-                    "detail": version.detail,
-                },
-            )
+        """What became of a version; the latest record says how it stands."""
+        row = {
+            "version": version.version,
+            "step": version.step,
+            "state": version.state,
+            "created_at": version.created_at,
+            "detail": version.detail,
+        }
+        with self.appending() as connection:
+            connection.execute(upsert(connection, PolicyVersions, "version"), row)
+            connection.execute(insert(VersionEvents), row)
 
     def versions(self) -> list[PolicyVersion]:
         """The oldest first."""
         query = select(*PolicyVersions.__table__.columns).order_by(PolicyVersions.version)
+        with self.reading() as connection:
+            return [PolicyVersion(**row) for row in connection.execute(query).mappings()]
+
+    def version_events(self, version: int) -> list[PolicyVersion]:
+        """All that became of it, in order."""
+        names = [column for column in VersionEvents.__table__.columns if column.name != "seq"]
+        query = select(*names).where(VersionEvents.version == version).order_by(VersionEvents.seq)
         with self.reading() as connection:
             return [PolicyVersion(**row) for row in connection.execute(query).mappings()]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from store_facts import make_turn, whole_rollout
@@ -19,7 +20,7 @@ from tracegrad.records import (
     SpanEnded,
     Turn,
 )
-from tracegrad.store import AmbiguousRollout, FactRefused, Store, UnknownRollout
+from tracegrad.store import AmbiguousRollout, FactRefused, RolloutFilter, Store, UnknownRollout
 
 
 def test_every_field_of_every_fact_comes_back(store: Store) -> None:
@@ -179,8 +180,9 @@ def test_rollouts_filter_and_order(store: Store) -> None:
     store.append(whole_rollout("b", at=20, task="y", tags={"split": "train"}, reward=None))
     store.append(whole_rollout("c", at=30, task="y", tags={"split": "held_out"}, outcome=None))
 
-    def ids(**wanted: object) -> str:
-        return "".join(row.rollout_id for row in store.rollouts(**wanted))  # type: ignore[arg-type]
+    def ids(limit: int | None = 50, **wanted: Any) -> str:
+        rows = store.rollouts(RolloutFilter(**wanted), limit=limit)
+        return "".join(row.rollout_id for row in rows)
 
     assert ids() == "cba"
     assert ids(limit=2) == "cb"

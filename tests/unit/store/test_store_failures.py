@@ -17,7 +17,7 @@ from tracegrad.store import Store, StoreMissing, StoreTooNew, StoreUnavailable, 
 @pytest.fixture
 def full(store: Store) -> Iterator[Store]:
     """A store whose file may not grow; `PRAGMA max_page_count` fails as a full disk does."""
-    with store.writing() as connection:
+    with store.appending() as connection:
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar()
 
     def limit(connection: sqlite3.Connection, _record: object, _proxy: object) -> None:
@@ -54,7 +54,7 @@ def test_a_locked_store_is_one_line(url: str) -> None:
         Store.open(url) as holder,
         Store.open(url, busy_timeout_s=0.1) as store,
         Writer(store) as writer,
-        holder.writing(),
+        holder.appending(),
     ):
         with pytest.raises(StoreUnavailable, match="locked"):
             writer.submit([make_turn("t")]).result(timeout=30)
@@ -88,7 +88,7 @@ def test_a_useless_url_says_what_to_write(url: str) -> None:
 
 
 def test_a_store_from_the_future_is_left_alone(store: Store, url: str) -> None:
-    with store.writing() as connection:
+    with store.appending() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(StoreTooNew, match=r"revision 9999.*upgrade tracegrad"):
         Store.open(url)

@@ -181,7 +181,7 @@ def test_a_request_nested_as_deep_as_python_goes_comes_back(store: Store) -> Non
 
 
 def damage(store: Store, turn_id: str, **values: Any) -> None:
-    with store.writing() as connection:
+    with store.appending() as connection:
         connection.execute(update(Turns).where(Turns.turn_id == turn_id).values(**values))
 
 
@@ -224,7 +224,7 @@ def test_a_damaged_blob_is_one_line(store: Store, name: str, harm: Any) -> None:
 
 def test_a_base_cannot_be_deleted_from_under_others(store: Store) -> None:
     store.append(chat(2, linked=False))
-    with pytest.raises(Exception, match="FOREIGN KEY"), store.writing() as connection:
+    with pytest.raises(Exception, match="FOREIGN KEY"), store.appending() as connection:
         connection.execute(text("DELETE FROM turns WHERE turn_id = 'r.000'"))
 
 

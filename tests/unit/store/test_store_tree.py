@@ -109,7 +109,7 @@ def test_tokens_that_changed_in_the_store_are_noticed(store: Store) -> None:
         policy_versions=(),
     )
     store.append([first])
-    with store.writing() as connection:
+    with store.appending() as connection:
         connection.execute(update(Turns).values(delta=b""))
     with pytest.raises(StoreCorrupt, match="turn a"):
         store.rollout_turns("r")

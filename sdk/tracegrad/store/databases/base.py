@@ -1,0 +1,60 @@
+"""What the store asks of a database.
+
+Three kinds of transactions, all of which see what was committed before they began:
+
+- *reading*: one state of the store;
+- *appending*: adds facts, beside other appending ones where the database can;
+- *exclusive*: the only exclusive one until it commits. Whatever it reads of leases, steps and the
+  ledger stays true until then; facts may be appended meanwhile.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from sqlalchemy import URL, Connection, Engine, exc
+
+from tracegrad.store.errors import StoreUnavailable
+
+BUSY_TIMEOUT_S = 30.0
+
+# Mistakes of ours, which must not look like a database that is away.
+_OURS = (exc.IntegrityError, exc.ProgrammingError, exc.DataError)
+
+
+class Database(ABC):
+    def __init__(self, url: URL) -> None:
+        self.url = url
+
+    @abstractmethod
+    def describe(self) -> str:
+        """How messages name the store; no password in it."""
+
+    @abstractmethod
+    def prepare(self, *, create: bool) -> None:
+        """Make room for a new store. Raises StoreMissing where there is none to open."""
+
+    @abstractmethod
+    def engine(self, *, busy_timeout_s: float) -> Engine:
+        """`busy_timeout_s` bounds every wait for another's write."""
+
+    @abstractmethod
+    def appending(self, engine: Engine) -> AbstractContextManager[Connection]: ...
+
+    @abstractmethod
+    def exclusive(self, engine: Engine) -> AbstractContextManager[Connection]: ...
+
+    @contextmanager
+    def one_line_errors(self) -> Iterator[None]:
+        """The database's own failures as `StoreUnavailable`; mistakes of ours stay as they are."""
+        try:
+            yield
+        except _OURS:
+            raise
+        except exc.DBAPIError as error:
+            reason = " ".join(str(error.orig).split())
+            raise StoreUnavailable(f"store {self.describe()}: {reason}") from error
+        except exc.TimeoutError as error:
+            raise StoreUnavailable(f"store {self.describe()}: no free connection") from error

@@ -1,0 +1,95 @@
+"""A file beside the agent: SQLite in WAL mode.
+
+Appending and exclusive transactions take the file's write lock when they begin (`BEGIN
+IMMEDIATE`), so that both are the only writer until they commit. Readers never wait.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event
+
+from tracegrad.store.databases.base import BUSY_TIMEOUT_S, Database
+from tracegrad.store.errors import StoreMissing, StoreUnavailable
+from tracegrad.store.packing import dump_json
+
+_WRITE = "tracegrad_write"
+
+
+class SQLite(Database):
+    def __init__(self, url: URL) -> None:
+        if not url.database or url.database == ":memory:":
+            raise ValueError("store: it needs a file that other processes can open: sqlite:///PATH")
+        super().__init__(url)
+
+    def describe(self) -> str:
+        assert self.url.database is not None
+        return self.url.database
+
+    def prepare(self, *, create: bool) -> None:
+        path = Path(self.describe())
+        if path.exists():
+            return
+        if not create:
+            raise StoreMissing(f"no store at {path.absolute()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreUnavailable(f"store {path}: {error}") from error
+
+    def engine(self, *, busy_timeout_s: float) -> Engine:
+        engine = create_engine(
+            self.url,
+            connect_args={"timeout": busy_timeout_s, "check_same_thread": False},
+            json_serializer=dump_json,
+            pool_size=4,
+            max_overflow=60,
+            pool_timeout=busy_timeout_s,
+        )
+        event.listen(engine, "connect", _on_connect)
+        event.listen(engine, "begin", _on_begin)
+        return engine
+
+    @contextmanager
+    def appending(self, engine: Engine) -> Iterator[Connection]:
+        with engine.execution_options(**{_WRITE: True}).begin() as connection:
+            yield connection
+
+    exclusive = appending
+
+
+def _on_connect(connection: Any, _record: object) -> None:
+    connection.isolation_level = None  # SQLAlchemy says BEGIN, not the driver
+    cursor = connection.cursor()
+    _use_wal(cursor)
+    # FULL: a commit is flushed before it is acknowledged. It survives the end of any process and
+    # of the system; a loss of power too, if the disk does not claim flushes that it only caches.
+    cursor.execute("PRAGMA synchronous=FULL")
+    # Pages go from the log into the file by 16 MB: those that are written again and again go once.
+    cursor.execute("PRAGMA wal_autocheckpoint=4000")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.close()
+
+
+def _use_wal(cursor: sqlite3.Cursor) -> None:
+    # Two processes that turn a new file to WAL at once: one is told "locked" without any wait.
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def _on_begin(connection: Connection) -> None:
+    writes = connection.get_execution_options().get(_WRITE, False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

@@ -1,0 +1,87 @@
+"""Which rollouts are meant: one form for lists, exports, retention and redaction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sqlalchemy import ColumnElement, and_, exists, true
+
+from tracegrad.records import Outcome
+from tracegrad.store.schema import Rollouts, Turns
+from tracegrad.store.sql import has_tags, latest_reward
+
+OPEN = "open"
+OUTCOMES = (OPEN, *(outcome.value for outcome in Outcome))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFilter:
+    """Rollouts for which all that is given holds.
+
+    `outcome` is an `Outcome` or "open". `since` and `until` are seconds since the epoch, of the
+    opening: `since <= opened_at < until`. Rewards and versions are inclusive bounds; a version is
+    in them if it sampled the last token of any of the rollout's turns. ValueError names the field.
+    """
+
+    task: str | None = None
+    agent: str | None = None
+    outcome: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    since: float | None = None
+    until: float | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    min_version: int | None = None
+    max_version: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.outcome is not None and self.outcome not in OUTCOMES:
+            raise ValueError(f"outcome: {self.outcome!r}; use {', '.join(OUTCOMES)}")
+        for name in ("since", "until", "min_reward", "max_reward"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{name}: {value} is no finite number")
+
+    @property
+    def all(self) -> bool:
+        """Whether nothing is asked."""
+        return self == RolloutFilter()
+
+    def where(self) -> ColumnElement[bool]:
+        """Of `Rollouts`."""
+        wanted: list[ColumnElement[bool]] = [true(), has_tags(self.tags)]
+        if self.task is not None:
+            wanted.append(Rollouts.task_id == self.task)
+        if self.agent is not None:
+            wanted.append(Rollouts.agent == self.agent)
+        if self.outcome is not None:
+            wanted.append(
+                Rollouts.outcome.is_(None)
+                if self.outcome == OPEN
+                else Rollouts.outcome == self.outcome
+            )
+        if self.since is not None:
+            wanted.append(Rollouts.opened_at >= self.since)
+        if self.until is not None:
+            wanted.append(Rollouts.opened_at < self.until)
+        if self.min_reward is not None:
+            wanted.append(latest_reward() >= self.min_reward)
+        if self.max_reward is not None:
+            wanted.append(latest_reward() <= self.max_reward)
+        wanted += self._versions()
+        return and_(*wanted)
+
+    def _versions(self) -> list[ColumnElement[bool]]:
+        bounds: list[ColumnElement[bool]] = []
+        if self.min_version is not None:
+            bounds.append(Turns.last_version >= self.min_version)
+        if self.max_version is not None:
+            bounds.append(Turns.last_version <= self.max_version)
+        if not bounds:
+            return []
+        return [exists().where(Turns.rollout_id == Rollouts.rollout_id, *bounds)]
+
+
+ALL = RolloutFilter()
