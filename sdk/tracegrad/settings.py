@@ -73,6 +73,12 @@ class ProxySettings(BaseSettings):
         description="folder of the engine's tokenizer and chat template, for exact continuation;"
         " without it the one that the engine says it serves, where that is a folder here",
     )
+    sampling: Literal["as_asked", "free"] = Field(
+        "as_asked",
+        description="free: temperature 1 and nothing that bends the distribution (top_p, top_k,"
+        " min_p, penalties, logit_bias, strict tools), whatever the agent asks for, so that its"
+        " turns can be trained",
+    )
     read_timeout_s: float = Field(
         600, gt=0, description="silence of the engine's, in seconds, that ends a call"
     )

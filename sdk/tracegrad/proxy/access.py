@@ -1,10 +1,10 @@
 """Who may do what: the guard in front of every route.
 
-Without an admin key the proxy is open: it listens to this machine alone, `tg-<rollout>` as an API
-key names a rollout, and any other key is the engine's. With one, a request brings the admin key,
-which may do everything, or a rollout's key (see `keys`), which may call models and post events
-and spans, for its own rollout. Routes are denied to rollout keys unless they are listed here, so
-that a new one is closed until somebody thinks about it.
+Without an admin key the proxy is open: it listens to this machine alone, and not to pages in its
+browsers; `tg-<rollout>` as an API key names a rollout, and any other key is the engine's. With one,
+a request brings the admin key, which may do everything, or a rollout's key (see `keys`), which may
+call models and post events and spans, for its own rollout. Routes are denied to rollout keys unless
+they are listed here, so that a new one is closed until somebody thinks about it.
 
 A key may come in any of the places where the vendors' clients put theirs.
 """
@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tracegrad.proxy.attribution import ID_PATTERN
+from tracegrad.proxy.browsers import check_local
 from tracegrad.proxy.errors import ApiError
 from tracegrad.proxy.keys import KEY_PREFIX, Keys, digest, rollout_named_by
 from tracegrad.proxy.limits import check_length, limited
@@ -100,10 +101,11 @@ class Access:
         self._admin = digest(admin_key) if admin_key is not None else None
         self._keys = keys
 
-    async def caller(self, headers: Iterable[tuple[bytes, bytes]], query: bytes) -> Caller:
+    async def caller(self, headers: Sequence[tuple[bytes, bytes]], query: bytes) -> Caller:
         """Raises ApiError: 401 when a key is needed and none of those given is one."""
         found = _presented(headers, query)
         if self._admin is None:
+            check_local(headers)
             return _in_the_open(found)
         for each in found:
             if hmac.compare_digest(digest(each.key), self._admin):

@@ -78,6 +78,7 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
         traces=traces,
         repeats=Repeats(),
         model=settings.model,
+        free_sampling=settings.sampling == "free" and upstream.capabilities.tokens,
         max_body_bytes=limit,
         keepalive_s=KEEPALIVE_S,
     )

@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tracegrad.proxy import sse
+from tracegrad.proxy import sampling, sse
 from tracegrad.proxy.access import caller_of, engine_headers
 from tracegrad.proxy.attribution import Owner, TraceMap, attribute
 from tracegrad.proxy.connection import (
@@ -61,6 +61,7 @@ class Rooms:
     traces: TraceMap
     repeats: Repeats
     model: str | None
+    free_sampling: bool
     max_body_bytes: int
     keepalive_s: float
 
@@ -106,6 +107,8 @@ class Calls:
         if call.previous is not None:
             call, owner = await self._rooms.recorder.continued(call, owner)
         call = call.with_one_system()
+        if self._rooms.free_sampling:
+            call = replace(call, body=sampling.freed(call.body))
         known = fingerprint(owner.rollout_id, scope["path"], raw)
         if is_repeat(headers) and (given := await self._given(known)):
             return await self._again(call, given, send)

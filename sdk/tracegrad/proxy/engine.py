@@ -139,23 +139,31 @@ def read_answer(raw: bytes, call: Call, version: int) -> Answer:
 
 
 def _read_light(raw: bytes, call: Call, version: int) -> Answer | None:
-    """A chat completion whose client sees no tokens, at half the price; None for any other."""
-    if call.shown.ids or call.shown.logprobs or call.path != CHAT_PATH:
+    """A chat completion whose heavy parts are not parsed for its client; None for any other.
+
+    A client of chat completions that asked for them gets them as the engine wrote them. Other
+    dialects tell them in words of their own.
+    """
+    shown = call.shown
+    if call.path != CHAT_PATH or ((shown.ids or shown.logprobs) and call.dialect != "chat"):
         return None
     parts = cut_answer(raw, call.n)
     if parts is None:
         return None
     body = orjson.loads(parts.rest)
     choices = body["choices"]
-    if len(choices) != call.n or body["prompt_token_ids"] is not None or not parts.prompt:
+    if len(choices) != call.n or body["prompt_token_ids"] is not None or not parts.prompt.values:
         return None
     replies: list[Reply] = []
-    for choice, ids, values in zip(choices, parts.tokens, parts.logprobs, strict=True):
+    for choice, heavy in zip(choices, parts.choices, strict=True):
         if choice["logprobs"] is not None or choice["token_ids"] is not None:
             return None
-        reply = Reply(prompt_token_ids=parts.prompt)
-        reply.add(ids, values, version)
+        reply = Reply(prompt_token_ids=parts.prompt.values)
+        reply.add(heavy.tokens.values, heavy.logprobs, version)
         replies.append(reply)
+        choice["logprobs"] = orjson.Fragment(heavy.logprobs_text)
+        choice["token_ids"] = orjson.Fragment(heavy.tokens.text)
+    body["prompt_token_ids"] = orjson.Fragment(parts.prompt.text)
     return _closed(body, replies, call)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,7 +20,8 @@ from tracegrad.records import token_ids
 
 _PROMPT = b'"prompt_token_ids":['
 _TOKENS = b'"token_ids":['
-_LOGPROBS = b'"logprobs":{"content":['
+_KEY = b'"logprobs":'
+_LOGPROBS = _KEY + b'{"content":['
 # The last entry of a list without alternatives, its list and the object around it.
 _LAST = b'"top_logprobs":[]}]}'
 _COMMA = ord(",")
@@ -32,56 +34,64 @@ class _Entry(msgspec.Struct, gc=False):
 _entries = msgspec.json.Decoder(list[_Entry])
 
 
+class Ids(NamedTuple):
+    values: array[int]
+    text: bytes  # the list as it was written
+
+
+class CutChoice(NamedTuple):
+    tokens: Ids
+    logprobs: list[float]
+    logprobs_text: bytes  # the object that holds them
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """`rest` is the answer with null in place of what was cut out; a list for each choice."""
+    """`rest` is the answer with null in place of what was cut out."""
 
     rest: bytes
-    prompt: array[int]
-    tokens: list[array[int]]
-    logprobs: list[list[float]]
+    prompt: Ids
+    choices: list[CutChoice]
 
 
 def cut_answer(raw: bytes, choices: int) -> Cut | None:
     """None for an answer that is not written as vLLM writes one: read it as any other JSON."""
     rest: list[bytes] = []
-    tokens: list[array[int]] = []
-    logprobs: list[list[float]] = []
+    found: list[CutChoice] = []
     at = 0
     try:
         for _ in range(choices):
-            start = raw.index(_LOGPROBS, at)
+            start = raw.index(_LOGPROBS, at) + len(_KEY)
             end = raw.index(_LAST, start) + len(_LAST)
-            rest += (raw[at : start + len(b'"logprobs":')], b"null")
-            entries = _entries.decode(raw[start + len(_LOGPROBS) - 1 : end - 1])
-            logprobs.append([entry.logprob for entry in entries])
-            at = _cut_ids(raw, _TOKENS, end, rest, tokens)
-        prompts: list[array[int]] = []
-        at = _cut_ids(raw, _PROMPT, at, rest, prompts)
+            rest += (raw[at:start], b"null")
+            told = raw[start:end]
+            entries = _entries.decode(told[len(_LOGPROBS) - len(_KEY) - 1 : -1])
+            tokens, at = _cut_ids(raw, _TOKENS, end, rest)
+            found.append(CutChoice(tokens, [entry.logprob for entry in entries], told))
+        prompt, at = _cut_ids(raw, _PROMPT, at, rest)
     except (ValueError, msgspec.DecodeError):
         return None
     rest.append(raw[at:])
-    return Cut(b"".join(rest), prompts[0], tokens, logprobs)
+    return Cut(b"".join(rest), prompt, found)
 
 
 def cut_prompt(raw: bytes) -> tuple[bytes, array[int] | None]:
     """Only the prompt's ids, as in the first chunk of a stream; None where there are none."""
     rest: list[bytes] = []
-    prompts: list[array[int]] = []
     try:
-        at = _cut_ids(raw, _PROMPT, 0, rest, prompts)
+        prompt, at = _cut_ids(raw, _PROMPT, 0, rest)
     except ValueError:
         return raw, None
-    return b"".join((*rest, raw[at:])), prompts[0]
+    return b"".join((*rest, raw[at:])), prompt.values
 
 
-def _cut_ids(raw: bytes, key: bytes, at: int, rest: list[bytes], found: list[array[int]]) -> int:
-    """Where the list under `key` ends; `rest` gets what comes before it, and null."""
-    start = raw.index(key, at) + len(key)
-    end = raw.index(b"]", start)
-    rest += (raw[at : start - 1], b"null")
-    found.append(ids_in(raw[start:end]))
-    return end + 1
+def _cut_ids(raw: bytes, key: bytes, at: int, rest: list[bytes]) -> tuple[Ids, int]:
+    """The list under `key`, and where it ends; `rest` gets what comes before it, and null."""
+    start = raw.index(key, at) + len(key) - 1
+    end = raw.index(b"]", start) + 1
+    rest += (raw[at:start], b"null")
+    text = raw[start:end]
+    return Ids(ids_in(text[1:-1]), text), end
 
 
 def ids_in(text: bytes) -> array[int]:

@@ -5,6 +5,7 @@ Fields and defaults are those of vLLM's chat completions, served with `--generat
 
 from __future__ import annotations
 
+from tracegrad.proxy.exact.messages import without_strict
 from tracegrad.records import Json
 
 # Below this vLLM takes the likeliest token.
@@ -20,6 +21,8 @@ DEFAULTS: dict[str, float] = {
     "repetition_penalty": 1.0,
 }
 _OPTIONAL = ("max_tokens", "max_completion_tokens", "seed", "stop", "stop_token_ids", "n")
+# Preferences about the distribution alone, no part of what the client asks for.
+_BENDING = frozenset({*DEFAULTS, "logit_bias", "min_tokens", "bad_words"})
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # Each of these changes the distribution that tokens come from.
 _CONSTRAINTS = (
@@ -47,6 +50,18 @@ def settings_of(body: Json) -> Json:
         if body.get(name) is not None:
             settings[name] = body[name]
     return settings
+
+
+def freed(body: Json) -> Json:
+    """The call sampled from the model's own distribution, whatever its client wished.
+
+    What its answer is *for* stays: forced tools, response formats, stop strings, lengths.
+    """
+    free = {name: value for name, value in body.items() if name not in _BENDING}
+    free["temperature"] = 1.0
+    if isinstance(tools := body.get("tools"), list):
+        free["tools"] = [without_strict(tool) for tool in tools]
+    return free
 
 
 def untrainable(body: Json, settings: Json) -> str | None:

@@ -81,6 +81,13 @@ def test_both_ways_read_the_same(
         expected = read_whole(raw, call, monkeypatch)
     answer = read(raw, call)
     assert answer == expected
+    for shown in ({"logprobs": True}, {"return_token_ids": True, "logprobs": True}):
+        seen = a_call(n=len(replies), **shown)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            parsed = read_whole(raw, seen, monkeypatch)
+        light = read(raw, seen)
+        assert light.replies == parsed.replies
+        assert orjson.loads(Chat().answer(seen, light.body)) == parsed.body
     for reply, told in zip(answer.replies, replies, strict=True):
         assert reply.prompt_token_ids == token_ids(prompt)
         assert reply.token_ids.tolist() == [token for token, _ in told]

@@ -42,8 +42,15 @@ class Frame:
 
     @property
     def key(self) -> bytes:
-        """16 bytes; equal frames have equal keys."""
-        content = [self.tools, dict(self.kwargs or {}), self.add_generation_prompt]
+        """16 bytes; equal frames have equal keys.
+
+        Whether tools are strict is left out: the proxy may have asked for free ones, and what the
+        template made of them is proven token by token.
+        """
+        tools = self.tools
+        if isinstance(tools, list):  # a client may send any in its template's arguments
+            tools = [without_strict(tool) for tool in tools]
+        content = [tools, dict(self.kwargs or {}), self.add_generation_prompt]
         return blake2b(_dump(content), digest_size=16).digest()
 
 
@@ -63,6 +70,14 @@ def frame_of(body: Json, defaults: Mapping[str, Any] | None = None) -> Frame:
         kwargs=kwargs,
         add_generation_prompt=bool(body.get("add_generation_prompt", True)),
     )
+
+
+def without_strict(tool: Any) -> Any:
+    """A tool whose arguments are not held to its schema."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        return tool
+    return {**tool, "function": {k: v for k, v in function.items() if k != "strict"}}
 
 
 def own_rendering(body: Json) -> str | None:
