@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-fast test-long bench-proxy controls check install lock
+.PHONY: demo test test-fast test-long bench-proxy bench-store controls check install lock
 
 install:
 	@$(PYTHON) scripts/install.py
@@ -25,6 +25,9 @@ test-long: test  ## the long forms too
 
 bench-proxy: install  ## this proxy beside a plain pass-through and LiteLLM's; writes docs/bench-proxy.md
 	@exec $(BIN)/python -m bench.proxy
+
+bench-store: install  ## the store in SQLite and PostgreSQL: turns a second, bytes, loading; writes docs/bench-store.md
+	@exec $(BIN)/python -m bench.store
 
 controls: install  ## three seeds rise; learning rate 0 and shuffled rewards do not (long form)
 	@exec $(BIN)/python -m examples.shop.controls

@@ -10,6 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SDK = ROOT / "sdk" / "tracegrad"
 TRAINER = ROOT / "trainer" / "tracegrad_trainer"
+INTEGRATIONS = ROOT / "integrations" / "tracegrad_integrations"
+WINGS = (SDK, TRAINER, INTEGRATIONS)
 
 # Part of the house -> its floor. A file imports only floors below its own, or its own part.
 FLOORS = {
@@ -24,9 +26,11 @@ FLOORS = {
     "tracegrad.store": 2,
     "tracegrad.telemetry": 2,
     "tracegrad.proxy": 3,
+    "tracegrad.transfer": 3,
     "tracegrad.decorators": 3,
     "tracegrad_trainer": 3,
     "tracegrad.cli": 4,
+    "tracegrad_integrations": 4,
     "tracegrad": 5,  # the package's own __init__ gathers the public names
 }
 HEAVY = {"sqlalchemy", "alembic", "fastapi", "starlette", "uvicorn", "aiohttp", "pydantic",
@@ -34,7 +38,7 @@ HEAVY = {"sqlalchemy", "alembic", "fastapi", "starlette", "uvicorn", "aiohttp", 
 
 
 def module_name(path: Path) -> str:
-    root = SDK.parent if path.is_relative_to(SDK) else TRAINER.parent
+    root = next(wing.parent for wing in WINGS if path.is_relative_to(wing))
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -61,7 +65,7 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-FILES = sorted([*SDK.rglob("*.py"), *TRAINER.rglob("*.py")])
+FILES = sorted(path for wing in WINGS for path in wing.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

@@ -1,0 +1,1 @@
+"""tracegrad and its neighbours: what others' packages read, and what they bring."""

@@ -1,0 +1,171 @@
+"""What was said in a rollout, as chat messages that chat templates take.
+
+A turn continues an earlier one in text where it begins with that turn's messages and then with
+its reply, in the client's spelling. In conversations the reply stands as the model gave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tracegrad.proxy.recorded import reply_of, whole_call
+from tracegrad.records import Json, Turn
+from tracegrad.store.copies import RolloutCopy
+from tracegrad.store.packing import dump_json
+from tracegrad.transfer.layouts import Reasons
+
+
+class Unsayable(Exception):
+    """Why a turn has no chat messages: "no_text", "media", "tool_calls"."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Said:
+    """One turn: what it was asked, with which tools, and what the model said."""
+
+    turn: Turn
+    asked: list[Json]
+    tools: list[Any]
+    reply: Json
+
+    @property
+    def tools_text(self) -> str | None:
+        """As JSON text: tools differ in their fields, which columns do not."""
+        return dump_json(self.tools) if self.tools else None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A path of turns. `replies` are the places in `messages` of what its turns said."""
+
+    turns: tuple[Said, ...]
+    messages: list[Json]
+    replies: frozenset[int]
+
+    @property
+    def only_ours(self) -> bool:
+        """Whether every reply in it was said by one of its turns."""
+        return all(
+            place in self.replies
+            for place, message in enumerate(self.messages)
+            if message["role"] == "assistant"
+        )
+
+
+def all_said(copy: RolloutCopy, left_out: Reasons) -> list[Said]:
+    """The turns that can be told as messages; the others are counted."""
+    by_id = {turn.turn_id: turn for turn in copy.turns}
+    found = []
+    for turn in copy.turns:
+        try:
+            found.append(_said(turn, by_id))
+        except Unsayable as reason:
+            left_out[f"turns: {reason}"] += 1
+    return found
+
+
+def conversations(said: Sequence[Said]) -> list[Conversation]:
+    """One for each turn that no later one continues."""
+    before = {id(one): _continued(one, said[:index]) for index, one in enumerate(said)}
+    inner = {id(earlier) for earlier in before.values() if earlier is not None}
+    found = []
+    for leaf in said:
+        if id(leaf) in inner:
+            continue
+        path = [leaf]
+        while (earlier := before[id(path[-1])]) is not None:
+            path.append(earlier)
+        found.append(_conversation(path[::-1]))
+    return found
+
+
+def message_of(raw: Json) -> Json:
+    """With the fields that chat templates know. Raises Unsayable."""
+    message: Json = {"role": raw.get("role"), "content": _text(raw.get("content"))}
+    if reasoning := raw.get("reasoning_content") or raw.get("reasoning"):
+        message["reasoning_content"] = _text(reasoning)
+    if calls := raw.get("tool_calls"):
+        message["tool_calls"] = [_call(call) for call in calls]
+    for field in ("tool_call_id", "name"):
+        if isinstance(raw.get(field), str):
+            message[field] = raw[field]
+    return message
+
+
+def _said(turn: Turn, by_id: dict[str, Turn]) -> Said:
+    call = whole_call(turn, by_id.get)
+    reply = reply_of(turn)
+    if call is None or not call.messages or reply is None:
+        raise Unsayable("no_text")
+    return Said(
+        turn,
+        [message_of(message) for message in call.messages],
+        call.body.get("tools") or [],
+        message_of({**reply, "role": "assistant"}),
+    )
+
+
+def _continued(one: Said, earlier: Sequence[Said]) -> Said | None:
+    """The longest, the latest of equals."""
+    found: Said | None = None
+    for other in earlier:
+        length = len(other.asked)
+        longer = found is None or length >= len(found.asked)
+        if (
+            longer
+            and len(one.asked) > length
+            and _same_reply(one.asked[length], other.reply)
+            and one.asked[:length] == other.asked
+        ):
+            found = other
+    return found
+
+
+def _same_reply(echo: Json, reply: Json) -> bool:
+    """Clients send replies back stripped, without reasoning, arguments spelled anew."""
+    return (
+        echo["role"] == "assistant"
+        and (echo["content"] or "").strip() == (reply["content"] or "").strip()
+        and _names(echo) == _names(reply)
+    )
+
+
+def _names(message: Json) -> list[str]:
+    return [call["function"]["name"] for call in message.get("tool_calls", ())]
+
+
+def _conversation(path: Sequence[Said]) -> Conversation:
+    leaf = path[-1]
+    messages = [*leaf.asked, leaf.reply]
+    for one in path:
+        messages[len(one.asked)] = one.reply
+    return Conversation(tuple(path), messages, frozenset(len(one.asked) for one in path))
+
+
+def _call(call: Any) -> Json:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Unsayable("tool_calls")
+    arguments = function.get("arguments")
+    return {
+        "id": str(call.get("id") or ""),
+        "type": "function",
+        "function": {
+            "name": function["name"],
+            "arguments": arguments if isinstance(arguments, str) else dump_json(arguments or {}),
+        },
+    }
+
+
+def _text(content: Any) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    parts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part if isinstance(part, str) else part.get("text")
+        if not isinstance(text, str):
+            raise Unsayable("media")
+        parts.append(text)
+    return "\n".join(parts)

@@ -1,0 +1,111 @@
+"""Layouts of slime: prompts, and rollouts that it trains on as if it had sampled them.
+
+Checked with slime 0.3.1 (commit 624b824a898a): `slime.utils.data.Dataset` reads the prompts, and
+`--load-debug-rollout-data FILE.pt` (`load_debug_rollout_data`) the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+from tracegrad.records import Json, Outcome
+from tracegrad.store.copies import RolloutCopy
+from tracegrad.transfer.layouts import Layout, Reasons
+from tracegrad.transfer.token_rows import TokenRow
+
+from .choosing import ABOUT, about, not_policy, prompts, rows_of, scored, truth_of
+
+
+def _prompts(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+    for copy, said in prompts(copies, left_out):
+        yield {
+            "prompt": said.asked,
+            "label": truth_of(copy.task),
+            # With --tool-key slime wants a list in every row.
+            "tools": said.tools_text or "[]",
+            "metadata": about(copy),
+        }
+
+
+def _samples(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+    for copy, reward in scored(copies, left_out):
+        for row in rows_of(copy, not_policy, left_out):
+            yield _sample(copy, row, reward)
+
+
+def _sample(copy: RolloutCopy, row: TokenRow, reward: float) -> Json:
+    """`slime.utils.types.Sample`: the response is all that comes after the first prompt."""
+    response = slice(row.prompt_tokens, None)
+    return {
+        "rollout_id": copy.rollout_id,
+        "group_id": copy.task_id or copy.rollout_id,
+        "tokens": row.token_ids.tolist(),
+        "response_length": len(row.token_ids) - row.prompt_tokens,
+        "loss_mask": row.mask[response],
+        "rollout_log_probs": row.logprobs[response].tolist(),
+        "weight_versions": [str(version) for version in row.versions],
+        "reward": reward,
+        "label": truth_of(copy.task),
+        "status": _status(copy, row),
+        "metadata": {**about(copy), "rollout_id": copy.rollout_id},
+    }
+
+
+def _status(copy: RolloutCopy, row: TokenRow) -> str:
+    if copy.outcome == Outcome.BUDGET or row.turns[-1].finish_reason == "length":
+        return "truncated"
+    # slime trains on what failed too, and the agent's own failures are the policy's.
+    return "failed" if copy.outcome == Outcome.AGENT_ERROR else "completed"
+
+
+def save_samples(file: BinaryIO, rows: Iterator[Json]) -> None:
+    """As slime's own `--save-debug-rollout-data`: all samples of one training step in one file.
+
+    slime numbers groups, rollouts and samples where we have ids; rows of one rollout share its
+    number, so that slime averages over the rollout and not over its rows.
+    """
+    import torch
+
+    groups: dict[str, int] = {}
+    rollouts: dict[str, int] = {}
+    samples = []
+    for index, row in enumerate(rows):
+        group, rollout = row.pop("group_id"), row.pop("rollout_id")
+        samples.append(
+            {
+                **row,
+                "index": index,
+                "group_index": groups.setdefault(group, len(groups)),
+                "rollout_id": rollouts.setdefault(rollout, len(rollouts)),
+            }
+        )
+    torch.save({"rollout_id": 0, "samples": samples}, file)
+
+
+PROMPTS = Layout(
+    name="slime-prompts",
+    reader="slime.utils.data.Dataset (--prompt-data)",
+    columns={"prompt": "messages", "label": "text", "tools": "text", "metadata": ABOUT},
+    rows=_prompts,
+)
+SAMPLES = Layout(
+    name="slime-samples",
+    reader="slime load_debug_rollout_data (--load-debug-rollout-data FILE.pt)",
+    columns={
+        "rollout_id": "text",
+        "group_id": "text",
+        "tokens": "ids",
+        "response_length": "integer",
+        "loss_mask": "mask",
+        "rollout_log_probs": "logprobs",
+        "weight_versions": "texts",
+        "reward": "number",
+        "label": "text",
+        "status": "text",
+        "metadata": {**ABOUT, "rollout_id": "text"},
+    },
+    rows=_samples,
+    text=False,
+    files={"pt": save_samples},
+)

@@ -1,0 +1,150 @@
+"""Layouts of TRL: SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer. Checked with TRL 1.16.0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+
+from tracegrad.records import Json
+from tracegrad.store.copies import RolloutCopy
+from tracegrad.transfer.layouts import Layout, Reasons
+
+from .choosing import ABOUT, about, not_imitated, prompts, rows_of, scored
+from .conversations import Said, all_said
+from .whole_conversations import whole_conversations
+
+
+def _sft(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+    for copy in copies:
+        for conversation in whole_conversations(copy, left_out):
+            yield {"messages": conversation.messages, "tools": conversation.turns[-1].tools_text}
+
+
+def _prompt_completion(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+    for copy in copies:
+        for said in all_said(copy, left_out):
+            yield {"prompt": said.asked, "completion": [said.reply], "tools": said.tools_text}
+
+
+def _tokens(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+    for copy in copies:
+        for row in rows_of(copy, not_imitated, left_out):
+            yield {"input_ids": row.token_ids.tolist(), "assistant_masks": row.mask}
+
+
+def _preference(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+    """The best with the worst, the second best with the second worst, ... of equal prompts."""
+    for group in _by_prompt(_answers(copies, left_out)):
+        ranked = sorted(group, key=lambda answer: -answer[1])
+        while len(ranked) > 1 and ranked[0][1] > ranked[-1][1]:
+            (chosen, high), (rejected, low) = ranked.pop(0), ranked.pop()
+            yield {
+                "prompt": chosen.asked,
+                "chosen": [chosen.reply],
+                "rejected": [rejected.reply],
+                "tools": chosen.tools_text,
+                "chosen_reward": high,
+                "rejected_reward": low,
+            }
+        if ranked:
+            left_out["rollouts: no_other_reward"] += len(ranked)
+
+
+def _kto(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+    """Good or bad: above or below the mean of the rollouts with the same prompt."""
+    for group in _by_prompt(_answers(copies, left_out)):
+        mean = fmean(reward for _, reward in group)
+        for said, reward in group:
+            if reward == mean:
+                left_out["rollouts: mean_reward"] += 1
+                continue
+            yield {
+                "prompt": said.asked,
+                "completion": [said.reply],
+                "label": reward > mean,
+                "tools": said.tools_text,
+                "reward": reward,
+            }
+
+
+def _grpo(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+    for copy, said in prompts(copies, left_out):
+        yield {"prompt": said.asked, **about(copy)}
+
+
+def _answers(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[tuple[Said, float]]:
+    """Of rollouts that are one answer. TRL trains on all that comes after the prompt: of several
+    turns that would be what tools and users said, too."""
+    for copy, reward in scored(copies, left_out):
+        if len(copy.turns) > 1:
+            left_out["rollouts: several_turns"] += 1
+            continue
+        said = all_said(copy, left_out)
+        if not copy.turns:
+            left_out["rollouts: no_turns"] += 1
+        for one in said:
+            yield one, reward
+
+
+def _by_prompt(answers: Iterator[tuple[Said, float]]) -> list[list[tuple[Said, float]]]:
+    groups: list[list[tuple[Said, float]]] = []
+    for said, reward in answers:
+        for group in groups:
+            if (group[0][0].asked, group[0][0].tools) == (said.asked, said.tools):
+                group.append((said, reward))
+                break
+        else:
+            groups.append([(said, reward)])
+    return groups
+
+
+SFT = Layout(
+    name="trl-sft",
+    reader="trl.SFTTrainer (conversational language modeling)",
+    columns={"messages": "messages", "tools": "text"},
+    rows=_sft,
+)
+PROMPT_COMPLETION = Layout(
+    name="trl-prompt-completion",
+    reader="trl.SFTTrainer (conversational prompt-completion)",
+    columns={"prompt": "messages", "completion": "messages", "tools": "text"},
+    rows=_prompt_completion,
+)
+TOKENS = Layout(
+    name="trl-tokens",
+    reader="trl.SFTTrainer (pre-tokenized, with assistant_masks)",
+    columns={"input_ids": "ids", "assistant_masks": "mask"},
+    rows=_tokens,
+    text=False,
+)
+PREFERENCE = Layout(
+    name="trl-preference",
+    reader="trl.DPOTrainer (conversational preference)",
+    columns={
+        "prompt": "messages",
+        "chosen": "messages",
+        "rejected": "messages",
+        "tools": "text",
+        "chosen_reward": "number",
+        "rejected_reward": "number",
+    },
+    rows=_preference,
+)
+KTO = Layout(
+    name="trl-kto",
+    reader="trl.KTOTrainer (conversational unpaired preference)",
+    columns={
+        "prompt": "messages",
+        "completion": "messages",
+        "label": "flag",
+        "tools": "text",
+        "reward": "number",
+    },
+    rows=_kto,
+)
+GRPO = Layout(
+    name="trl-grpo",
+    reader="trl.GRPOTrainer (conversational prompt-only)",
+    columns={"prompt": "messages", **ABOUT},
+    rows=_grpo,
+)

@@ -1,0 +1,70 @@
+"""Layouts of verl: RLHFDataset, MultiTurnSFTDataset, and exact tokens for its SFT trainer.
+
+Checked with verl 0.9.1. verl reads no file of sampled rollouts: what it trains on by policy
+gradient it samples itself. Exact tokens reach its SFT trainer through a dataset class of ours
+(module `verl_dataset`), which `data.custom_cls` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tracegrad.records import Json
+from tracegrad.store.copies import RolloutCopy
+from tracegrad.transfer.layouts import Layout, Reasons
+
+from .choosing import ABOUT, about, not_imitated, prompts, rows_of, truth_of
+from .whole_conversations import whole_conversations
+
+
+def _rl(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+    for copy, said in prompts(copies, left_out):
+        yield {
+            # verl chooses its reward function by this name, unless it is given one.
+            "data_source": copy.agent or "tracegrad",
+            "prompt": said.asked,
+            "reward_model": {"style": "rule", "ground_truth": truth_of(copy.task)},
+            "extra_info": {"index": copy.task_id or copy.rollout_id, **about(copy)},
+        }
+
+
+def _sft(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+    for copy in copies:
+        for conversation in whole_conversations(copy, left_out):
+            # verl wants tools as columns, which cannot hold the schemas of different tools.
+            if conversation.turns[-1].tools:
+                left_out["turns: tools"] += len(conversation.turns)
+            else:
+                yield {"messages": conversation.messages}
+
+
+def _tokens(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+    for copy in copies:
+        for row in rows_of(copy, not_imitated, left_out):
+            yield {"input_ids": row.token_ids.tolist(), "loss_mask": row.mask}
+
+
+RL = Layout(
+    name="verl-rl",
+    reader="verl.utils.dataset.rl_dataset.RLHFDataset",
+    columns={
+        "data_source": "text",
+        "prompt": "messages",
+        "reward_model": {"style": "text", "ground_truth": "text"},
+        "extra_info": {"index": "text", **ABOUT},
+    },
+    rows=_rl,
+)
+SFT = Layout(
+    name="verl-sft",
+    reader="verl.utils.dataset.multiturn_sft_dataset.MultiTurnSFTDataset",
+    columns={"messages": "messages"},
+    rows=_sft,
+)
+TOKENS = Layout(
+    name="verl-tokens",
+    reader="tracegrad_integrations.exports.verl_dataset.TokenRows, by data.custom_cls",
+    columns={"input_ids": "ids", "loss_mask": "mask"},
+    rows=_tokens,
+    text=False,
+)

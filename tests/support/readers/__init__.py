@@ -1,0 +1,1 @@
+"""Other trainers' packages, for the reading of what we write for them."""
