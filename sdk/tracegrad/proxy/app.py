@@ -17,7 +17,7 @@ from tracegrad.proxy.access import Access, Guard, make_keys_router
 from tracegrad.proxy.api import add_error_handlers, make_router
 from tracegrad.proxy.attribution import TraceMap
 from tracegrad.proxy.calls import Calls, Rooms
-from tracegrad.proxy.collector import Traces
+from tracegrad.proxy.collector import Ingest, Traces
 from tracegrad.proxy.continuation import Continuation, EngineText
 from tracegrad.proxy.counting import Counts
 from tracegrad.proxy.dialects import gemini, messages
@@ -66,7 +66,7 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
     exact = upstream.capabilities.exact_prompts
     text = EngineText(settings.tokenizer, upstream.models) if exact else None
     continuation = Continuation(store, limit_bytes=settings.cache_mib << 20, text=text)
-    redactor = Redactor(load_hooks(settings.redact))
+    redactor = Redactor(load_hooks(settings.redact), keep_text=settings.keep_text)
     recorder = Recorder(writer, store, continuation, traces, redactor)
     admin = settings.admin_key
     access = Access(admin.get_secret_value() if admin else None, Keys(store))
@@ -96,7 +96,8 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
     )
     add_error_handlers(app, _shape)
     # First in line, before FastAPI's own routes: most requests are theirs.
-    app.router.routes[:0] = _hot_routes(rooms, Traces(recorder, traces, max_body_bytes=limit))
+    ingest = Ingest(recorder, continuation, traces, store)
+    app.router.routes[:0] = _hot_routes(rooms, Traces(ingest, max_body_bytes=limit))
     app.router.routes.append(_health(gate))
     app.include_router(make_router(recorder, gate))
     app.include_router(make_keys_router(access))

@@ -53,7 +53,7 @@ def attribute(
     )
     for where, rollout_id in found:
         if rollout_id:
-            if _id.fullmatch(rollout_id) is None:
+            if not is_rollout_id(rollout_id):
                 raise BadRequest(
                     f"{where}: {rollout_id[:40]!r} is no rollout id: use at most 128 letters, "
                     "digits and . _ : @ -",
@@ -62,6 +62,10 @@ def attribute(
             return Owner(rollout_id, trace_id, span_id)
     known = traces.rollout_of(trace_id) if trace_id is not None else None
     return Owner(known, trace_id, span_id)
+
+
+def is_rollout_id(text: str) -> bool:
+    return _id.fullmatch(text) is not None
 
 
 def _from_baggage(baggage: str | None) -> str | None:
@@ -102,3 +106,7 @@ class TraceMap:
 
     def rollout_of(self, trace_id: str) -> str | None:
         return self._rollouts.get(trace_id)
+
+    def knows(self, trace_id: str) -> bool:
+        """Whether it was seen with any rollout, or with several."""
+        return trace_id in self._rollouts

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from tracegrad.proxy.errors import Unavailable
+from tracegrad.proxy.storing import asked
 from tracegrad.store.errors import StoreUnavailable
 
 KEY_PREFIX = "tg-"
@@ -137,7 +138,7 @@ class _Memory:
 
 async def _stored(method: Callable[..., T], *args: object) -> T:
     try:
-        return await asyncio.to_thread(method, *args)
+        return await asked(method, *args)
     except StoreUnavailable as error:
         raise Unavailable(
             f"the store's keys cannot be read or written: {error}", code="store_unavailable"

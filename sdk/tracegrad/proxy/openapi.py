@@ -205,9 +205,12 @@ def _errors(name: str) -> Json:
 
 
 def _spans() -> Json:
-    body = {PROTOBUF: {"schema": {"type": "string", "format": "binary"}}}
+    body: Json = {
+        PROTOBUF: {"schema": {"type": "string", "format": "binary"}},
+        _JSON: {"schema": {"type": "object"}},
+    }
     return {
-        "summary": "OpenTelemetry spans (OTLP over HTTP)",
+        "summary": "OpenTelemetry spans (OTLP over HTTP), ours or of other libraries",
         "operationId": "post_v1_traces",
         "requestBody": {"required": True, "content": body},
         "responses": {

@@ -12,7 +12,11 @@ FindsTurn = Callable[[str], Turn | None]
 
 
 class NotRecorded(LookupError):
-    """The turn that a call names is not in the store, or its texts are gone."""
+    """The turn that a call names is not in the store, or its texts are not (`textless`)."""
+
+    def __init__(self, turn_id: str, *, textless: bool = False) -> None:
+        super().__init__(turn_id)
+        self.textless = textless
 
 
 def reply_of(turn: Turn) -> Json | None:
@@ -43,7 +47,7 @@ def conversation_of(turn_id: str, find: FindsTurn) -> list[Json]:
         call = call_of(turn) if turn is not None else None
         reply = reply_of(turn) if turn is not None else None
         if call is None or reply is None:
-            raise NotRecorded(wanted)
+            raise NotRecorded(wanted, textless=turn is not None)
         calls.append((call, reply))
         wanted = call.previous
     messages: list[Json] = []

@@ -14,11 +14,15 @@ from tracegrad.proxy.attribution import Owner, TraceMap
 from tracegrad.proxy.continuation import Continuation, Known, Place, Plan, ReadsTurns, known
 from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.errors import ApiError, BadRequest, Unavailable
+from tracegrad.proxy.exact.reasons import Reason
 from tracegrad.proxy.recorded import NotRecorded, conversation_of
-from tracegrad.proxy.redaction import Redactor
+from tracegrad.proxy.redaction import REDACTED, Redactor
 from tracegrad.proxy.replies import Reply
+from tracegrad.proxy.seen import SeenCalls
+from tracegrad.proxy.storing import asked, in_time
 from tracegrad.records import Fact, Json, Turn, new_id
-from tracegrad.store.errors import StoreError, StoreUnavailable
+from tracegrad.store.errors import ParentMissing, StoreError, StoreUnavailable
+from tracegrad.store.packing import dump_json
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -47,10 +51,12 @@ class Recorder:
         self._traces = traces
         self._redactor = redactor
         self._failing = False
+        self.seen = SeenCalls()
 
     async def plan(self, call: Call, owner: Owner) -> Plan:
         """A call begins: which turn it continues, with which tokens. Raises Unavailable."""
         self._traces.learn(owner.trace_id, owner.rollout_id)
+        self.seen.began(owner.trace_id, owner.parent_span_id)
         try:
             return await self._continuation.plan(owner.rollout_id, call)
         except StoreUnavailable as error:
@@ -77,9 +83,14 @@ class Recorder:
         try:
             places = await self._places(plan, replies)
             turns = _turns(call, owner, places, replies, unknown_version=unknown_version)
-            committed = await self._submitted(turns)
-            found = _known(turns, plan)  # while the disk works
-            await self._settled(committed)
+            self.seen.answered(turns, inferred=owner.rollout_id is None)
+            try:
+                found = await self._committed(turns, plan)
+            except ParentMissing:
+                # The rollout was pruned under our hands.
+                self._continuation.forget(turns[0].rollout_id)
+                turns = [_root(turn) for turn in turns]
+                found = await self._committed(turns, plan)
         except StoreUnavailable as error:
             raise self.unavailable(error) from error
         except StoreError as error:
@@ -90,20 +101,29 @@ class Recorder:
             self._continuation.add(turn)
         return [turn.turn_id for turn in turns]
 
+    async def _committed(self, turns: Sequence[Turn], plan: Plan) -> list[Known]:
+        committed = await self._submitted(turns)
+        found = _known(turns, plan)  # while the disk works
+        await self._settled(committed)
+        return found
+
     async def continued(self, call: Call, owner: Owner) -> tuple[Call, Owner]:
         """The call with the conversation that it only names. Raises BadRequest for one that is
-        not in the store."""
+        not in the store, Unavailable."""
         assert call.previous is not None
         try:
-            earlier, rollout_id = await asyncio.to_thread(self._earlier, call.previous)
+            earlier, rollout_id = await asked(self._earlier, call.previous)
             if owner.rollout_id not in (None, rollout_id):
                 raise NotRecorded(call.previous)  # another rollout's is nobody else's to read
-        except NotRecorded:
+        except NotRecorded as missing:
+            why = " Its text is not stored: send the conversation." if missing.textless else ""
             raise BadRequest(
-                f"Previous response with id 'resp_{call.previous}' not found.",
+                f"Previous response with id 'resp_{call.previous}' not found.{why}",
                 param="previous_response_id",
                 code="previous_response_not_found",
             ) from None
+        except StoreUnavailable as error:
+            raise self.unavailable(error) from error
         if owner.rollout_id is None:
             owner = replace(owner, rollout_id=rollout_id)
         return call.after(earlier), owner
@@ -115,11 +135,15 @@ class Recorder:
         return conversation_of(turn_id, self._store.find_turn), turn.rollout_id
 
     async def read(self, turn_ids: Sequence[str]) -> list[Turn]:
-        """Recorded turns, as far as they are there, and as the client had them."""
-        if self._redactor.hooks:
+        """Recorded turns, as far as they are there, and as the client had them. Raises
+        Unavailable."""
+        if self._redactor.changes:
             return []
-        found = [await asyncio.to_thread(self._store.find_turn, turn_id) for turn_id in turn_ids]
-        return [turn for turn in found if turn is not None]
+        try:
+            found = [await asked(self._store.find_turn, turn_id) for turn_id in turn_ids]
+        except StoreUnavailable as error:
+            raise self.unavailable(error) from error
+        return [turn for turn in found if turn is not None and _is_as_it_was(turn)]
 
     async def refused(self, call: Call, owner: Owner, plan: Plan, reason: str) -> None:
         """Commit a turn without tokens: the engine would not answer, for this `reason`."""
@@ -152,7 +176,7 @@ class Recorder:
         return self._writer.submit(await self._redactor.facts(facts))
 
     async def _settled(self, committed: Future[None]) -> None:
-        await asyncio.wrap_future(committed)
+        await in_time(asyncio.wrap_future(committed))
         if self._failing:
             self._failing = False
             log.warning("the store can be written again")
@@ -196,6 +220,15 @@ def _turns(
         )
         for number, (place, reply) in enumerate(zip(places, replies, strict=True))
     ]
+
+
+def _is_as_it_was(turn: Turn) -> bool:
+    """Its answer was neither dropped nor redacted since."""
+    return turn.response is not None and REDACTED not in dump_json(turn.response)
+
+
+def _root(turn: Turn) -> Turn:
+    return replace(turn, parent_id=None, fork_reason=Reason.REMOVED.value)
 
 
 def _known(turns: Sequence[Turn], plan: Plan) -> list[Known]:

@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tracegrad.records import Fact, Json, RolloutFinished, RolloutOpened, SpanEnded, Turn
+from tracegrad.store.care.text import without_text
 from tracegrad.store.packing import dump_json
 
 log = logging.getLogger("tracegrad.proxy")
@@ -59,19 +60,31 @@ def load_hooks(names: Sequence[str]) -> list[Hook]:
 
 class Redactor:
     """Applies hooks to facts. `failed` counts those that were stored without their texts because
-    a hook failed on them."""
+    a hook failed on them. Without `keep_text` no fact keeps what was said (`without_text`)."""
 
-    def __init__(self, hooks: Sequence[Hook]) -> None:
+    def __init__(self, hooks: Sequence[Hook], *, keep_text: bool = True) -> None:
         self.hooks = tuple(hooks)
+        self.keep_text = keep_text
         self.failed = 0
 
+    @property
+    def changes(self) -> bool:
+        """Whether what is stored may be something else than what was said."""
+        return bool(self.hooks) or not self.keep_text
+
     async def facts(self, facts: Sequence[Fact]) -> Sequence[Fact]:
-        """The facts as they may be stored; the very same where there are no hooks."""
-        if not self.hooks:
+        """The facts as they may be stored; the very same where nothing is changed."""
+        if not self.changes:
             return facts
+        if not self.hooks:
+            return [without_text(fact) for fact in facts]
         return await asyncio.to_thread(lambda: [self.fact(fact) for fact in facts])
 
     def fact(self, fact: Fact) -> Fact:
+        cleaned = self._cleaned(fact)
+        return cleaned if self.keep_text else without_text(cleaned)
+
+    def _cleaned(self, fact: Fact) -> Fact:
         texts = texts_of(fact)
         if texts is None:
             return fact

@@ -180,6 +180,7 @@ def test_spans_of_the_real_exporter_land_in_the_store(
         "n": 3,
         "x": 0.5,
         "many": ["a", "b"],
+        "otel.status_description": "broke",
     }
     assert agent.start_ns < tool.start_ns <= tool.end_ns < agent.end_ns
 
@@ -215,7 +216,8 @@ def test_spans_of_nobody_are_kept(tracer: Callable[..., Tracer], store: Store) -
 @pytest.mark.parametrize(
     ("headers", "content", "status"),
     [
-        ({"content-type": "application/json"}, b"{}", 415),
+        ({"content-type": "text/plain"}, b"{}", 415),
+        ({"content-type": "application/json"}, b"no", 400),
         ({"content-type": "application/x-protobuf"}, b"\xff\xff\xff", 400),
         ({"content-type": "application/x-protobuf", "content-encoding": "gzip"}, b"no", 400),
         (

@@ -28,7 +28,7 @@ from tracegrad.proxy.exact.matching import Conversation, miss_reason, recorded_c
 from tracegrad.proxy.exact.messages import frame_of, own_rendering
 from tracegrad.proxy.exact.reasons import Fork, Reason
 from tracegrad.proxy.exact.splice import Spliced, splice
-from tracegrad.records import new_id
+from tracegrad.records import Json, new_id, token_ids
 from tracegrad.turns import extends, find_parent
 
 log = logging.getLogger("tracegrad.proxy")
@@ -81,8 +81,7 @@ class Continuation:
             turns = await self._trees.turns(rollout_id, anew=True)
             parent = self._trees.find(said, rollout_id)
             if parent is None:
-                missed = miss_reason(said, [turn.said for turn in turns if turn.said is not None])
-                return Plan(rollout_id, said, fork=Fork(missed) if missed is not None else None)
+                return Plan(rollout_id, said, fork=_missed(said, turns))
         if parent is None:
             return Plan(None, said)
         prompt = await self._continued(call, parent)
@@ -107,6 +106,36 @@ class Continuation:
         parent_id = parent.turn.turn_id if parent is not None else None
         forked = parent is None or plan.parent is not None
         return Place(plan.rollout_id, parent_id, _reason(plan, turns) if forked else None)
+
+    async def follow(self, rollout_id: str, call: Call) -> tuple[Plan, Place]:
+        """Where a call belongs that was made elsewhere and told without tokens: below the turn
+        without tokens whose words it continues. Raises what the store raises."""
+        said = said_in(call)
+        if said is None or not said.replies:
+            plan = Plan(rollout_id, said)
+        else:
+            turns = await self._trees.turns(rollout_id)
+            parent = self._trees.find(said, rollout_id)
+            fork = _missed(said, turns) if parent is None else None
+            plan = Plan(rollout_id, said, parent, fork=fork)
+        return plan, await self.place(plan, token_ids())
+
+    def same_words(self, call: Call, reply: Json) -> list[Known]:
+        """Turns of late, of any rollout, in which the same was said to the model and by it;
+        whatever the tools were, which are told in too many ways."""
+        said = said_in(call)
+        if said is None or not call.messages:
+            return []
+        last = said.then(reply).marks[-1]
+        return [
+            turn
+            for turn in self._trees.recent(RECENT_TURNS)
+            if turn.said is not None and turn.said.marks[-1] == last
+        ]
+
+    def forget(self, rollout_id: str) -> None:
+        """The store has not these turns any more."""
+        self._trees.forget(rollout_id)
 
     def add(self, turn: Known) -> None:
         """A turn that the store has committed."""
@@ -160,10 +189,18 @@ def _follows(prompt: array[int], parent: Known) -> bool:
     return bool(prompt) == bool(parent.prompt_token_ids) and extends(prompt, parent)
 
 
+def _missed(said: Conversation, turns: Sequence[Known]) -> Fork | None:
+    """Why no turn of the rollout is found by what was said; None for its first turn."""
+    reason = miss_reason(said, [turn.said for turn in turns if turn.said is not None])
+    if reason is not Reason.TOOLS_CHANGED and not all(turn.has_text for turn in turns):
+        reason = Reason.NO_TEXT
+    return Fork(reason) if reason is not None else None
+
+
 def _reason(plan: Plan, turns: Sequence[Known]) -> str | None:
     """Why a prompt that continues no turn does not; None for a rollout's first turn."""
     if plan.fork is not None:
         return plan.fork.reason.value
-    if plan.said is None or not any(turn.said is not None for turn in turns):
+    if plan.said is None or all(turn.said is None and turn.has_text for turn in turns):
         return None
     return (Reason.TEMPLATE if plan.said.replies else Reason.NEW_CONVERSATION).value

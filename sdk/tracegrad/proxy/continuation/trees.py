@@ -18,6 +18,7 @@ from tracegrad.proxy.exact.matching import Conversation, conversation
 from tracegrad.proxy.exact.messages import frame_of
 from tracegrad.proxy.exact.recorded import RecordedTurn
 from tracegrad.proxy.recorded import reply_of, whole_call
+from tracegrad.proxy.storing import in_time
 from tracegrad.records import Turn
 
 # What Python needs around the tokens themselves.
@@ -44,6 +45,7 @@ class Known(NamedTuple):
     turn: RecordedTurn
     said: Conversation | None
     created_at: float
+    has_text: bool = True  # whether its request is known
 
     @property
     def prompt_token_ids(self) -> array[int]:
@@ -91,6 +93,7 @@ def known(turn: Turn, said: Conversation | None) -> Known:
         turn=recorded,
         said=said.then(reply) if whole and said is not None and reply is not None else None,
         created_at=turn.created_at,
+        has_text=turn.request is not None,
     )
 
 
@@ -130,7 +133,7 @@ class Trees:
             tree.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         if tree.loading is not None:
             # Others wait for the same reading: a call that is cancelled must not stop it.
-            await asyncio.shield(tree.loading)
+            await in_time(asyncio.shield(tree.loading))
         return list(tree.turns.values())
 
     def here(self, rollout_id: str) -> list[Known]:
@@ -175,6 +178,11 @@ class Trees:
         self._trees.move_to_end(turn.rollout_id)
         self._file(tree, turn)
         self._evict()
+
+    def forget(self, rollout_id: str) -> None:
+        """The store has not the turns of this rollout any more that are here."""
+        if rollout_id in self._trees:
+            self._forget(rollout_id)
 
     def plant(self, rollout_id: str, *, whole: bool) -> _Tree:
         """`whole`: the store has nothing of this rollout yet."""

@@ -7,13 +7,15 @@ from tracegrad.proxy.dialects.chat import Chat
 from tracegrad.proxy.dialects.completions import Completions
 from tracegrad.proxy.dialects.gemini import WHOLE, Gemini
 from tracegrad.proxy.dialects.messages import Messages
+from tracegrad.proxy.dialects.otel import Otel
 from tracegrad.proxy.dialects.responses import Responses
 from tracegrad.proxy.errors import ApiError
 from tracegrad.records import Turn
 from tracegrad.store.packing import dump_json
 
 DIALECTS: dict[str, Dialect] = {
-    dialect.name: dialect for dialect in (Chat(), Completions(), Responses(), Messages(), Gemini())
+    dialect.name: dialect
+    for dialect in (Chat(), Completions(), Responses(), Messages(), Gemini(), Otel())
 }
 
 

@@ -48,6 +48,16 @@ class Reason(StrEnum):
         "The client sent the model's reasoning back changed.",
     )
 
+    # What is not in the store any more, or never was.
+    NO_TEXT = (
+        "no_text",
+        "The texts of earlier turns are not stored: what this one continues is not found by them.",
+    )
+    REMOVED = (
+        "removed",
+        "The turn that it continues was removed from the store meanwhile.",
+    )
+
     # What no continuation can be made of.
     MEDIA = (
         "media",

@@ -1,0 +1,37 @@
+"""A span with all that it tells of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tracegrad.proxy.genai import LlmCall, is_genai, llm_call
+from tracegrad.proxy.genai.scores import Score, scores_of
+from tracegrad.records import SpanEnded
+
+Place = tuple[str, str]  # trace and span
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """`llm`: the call, where it is an LLM span. `genai`: it is an agent's, by its attributes.
+    `problem`: why it cannot be read."""
+
+    span: SpanEnded
+    llm: LlmCall | None
+    scores: Sequence[Score]
+    genai: bool
+    problem: str = ""
+
+    @property
+    def place(self) -> Place:
+        return self.span.trace_id, self.span.span_id
+
+
+def told_by(span: SpanEnded) -> Told:
+    """Reads whatever the span holds: work for a thread, where spans are large."""
+    try:
+        return Told(span, llm_call(span), scores_of(span), is_genai(span))
+    except RecursionError:
+        problem = f"span {span.name[:100]!r}: it is kept, but nested too deeply to be read"
+        return Told(span, None, (), is_genai(span), problem)

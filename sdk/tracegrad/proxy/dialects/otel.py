@@ -1,0 +1,9 @@
+"""Calls that never came here: told by spans, which are read as chat completions (`genai`)."""
+
+from __future__ import annotations
+
+from tracegrad.proxy.dialects.chat import Chat
+
+
+class Otel(Chat):
+    name = "otel"
