@@ -7,18 +7,39 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psycopg
+
 PROGRAMS = Path("/usr/lib/postgresql")
 _ROLE = "tests"
 # What the tests are about is not how fast a disk is: only the fault tests flush for real.
-_FAST = ("fsync=off", "synchronous_commit=off", "full_page_writes=off")
+_FAST = (
+    *("fsync=off", "synchronous_commit=off", "full_page_writes=off"),
+    "deadlock_timeout=100ms",
+)
+_START_S = 60.0
+
+# Waits until whoever started it is gone, however it went; then ends the server and takes the
+# folder away. A number that is the server's no more is left alone: see where that process works.
+_GUARDIAN = """
+trap "" INT TERM HUP
+cat > /dev/null
+pid=$(head -n 1 "$1/data/postmaster.pid" 2> /dev/null)
+runs() { [ -n "$pid" ] && [ "$(readlink "/proc/$pid/cwd")" = "$1/data" ]; }
+for signal in INT QUIT KILL; do
+    runs "$1" && kill -s $signal "$pid" && for _ in $(seq 50); do runs "$1" && sleep 0.1; done
+done
+rm -rf -- "$1"
+"""
 
 
 def programs() -> Path:
@@ -42,19 +63,27 @@ class Server:
     def url(self, database: str) -> str:
         return f"postgresql://{_ROLE}@/{database}?host={self.folder}"
 
-    def new_database(self) -> str:
+    def connect(self, database: str = "postgres") -> psycopg.Connection:
+        """As the superuser; every statement is a transaction of its own."""
+        return psycopg.connect(host=str(self.folder), user=_ROLE, dbname=database, autocommit=True)
+
+    def new_database(self, options: str = "") -> str:
         """The URL of an empty one."""
         name = f"t{uuid.uuid4().hex}"
-        self.say(f"CREATE DATABASE {name}")
+        self.say(f"CREATE DATABASE {name} {options}")
         return self.url(name)
 
     def drop(self, url: str) -> None:
-        name = url.partition("@/")[2].partition("?")[0]
-        self.say(f"DROP DATABASE {name} WITH (FORCE)")
+        """Whoever is connected to it."""
+        self.say(f"DROP DATABASE {database_of(url)} WITH (FORCE)")
 
     def say(self, statement: str) -> None:
-        command = [programs() / "psql", "-qXh", self.folder, "-U", _ROLE, "postgres"]
-        subprocess.run([*command, "-c", statement], check=True, timeout=60)
+        with self.connect() as connection:
+            connection.execute(statement)
+
+
+def database_of(url: str) -> str:
+    return url.partition("@/")[2].partition("?")[0]
 
 
 def start(folder: Path, *, durable: bool = False) -> Server:
@@ -68,28 +97,38 @@ def start(folder: Path, *, durable: bool = False) -> Server:
     options = () if durable else _FAST
     settings = ("listen_addresses=", f"unix_socket_directories={folder}", "max_connections=200")
     flags = [flag for setting in (*settings, *options) for flag in ("-c", setting)]
-    log = (folder / "log").open("ab")
-    process = subprocess.Popen(
-        _as_nobody([programs() / "postgres", "-D", data, *flags]),
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
+    with (folder / "log").open("ab") as log:
+        process = subprocess.Popen(
+            _as_nobody([programs() / "postgres", "-D", data, *flags]),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C is ours: we end it when its users are through
+        )
     server = Server(folder, process)
-    ready = [programs() / "pg_isready", "-qh", folder, "-U", _ROLE, "-t", "30"]
-    for _ in range(100):
-        if subprocess.run(ready, check=False).returncode == 0:
-            return server
-        if process.poll() is not None:
-            break
-        subprocess.run(["sleep", "0.1"], check=True)
-    stop(server)
-    raise RuntimeError((folder / "log").read_text()[-2000:])
+    try:
+        _wait_until_ready(server)
+    except BaseException:
+        stop(server)
+        raise
+    return server
+
+
+def _wait_until_ready(server: Server) -> None:
+    deadline = time.monotonic() + _START_S
+    while server.process.poll() is None and time.monotonic() < deadline:
+        try:
+            server.connect().close()
+        except psycopg.OperationalError:
+            time.sleep(0.02)
+        else:
+            return
+    raise RuntimeError((server.folder / "log").read_text()[-2000:])
 
 
 def stop(server: Server) -> None:
     """Fast: open transactions are rolled back."""
     if server.process.poll() is None:
-        server.process.send_signal(2)
+        server.process.send_signal(signal.SIGINT)
         try:
             server.process.wait(30)
         except subprocess.TimeoutExpired:
@@ -99,8 +138,14 @@ def stop(server: Server) -> None:
 
 @contextmanager
 def running(*, durable: bool = False) -> Iterator[Server]:
-    """In a folder of its own, with a path short enough for a socket's."""
+    """In a folder of its own, with a path short enough for a socket's. Whatever becomes of this
+    process, the server ends and the folder goes."""
     folder = Path(tempfile.mkdtemp(prefix="tg-pg-"))
+    guardian = subprocess.Popen(
+        ["sh", "-c", _GUARDIAN, "guardian", str(folder)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
     try:
         server = start(folder, durable=durable)
         try:
@@ -108,7 +153,9 @@ def running(*, durable: bool = False) -> Iterator[Server]:
         finally:
             stop(server)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        assert guardian.stdin is not None
+        guardian.stdin.close()
+        guardian.wait(30)
 
 
 def _run(command: list[object]) -> None:

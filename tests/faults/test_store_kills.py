@@ -1,0 +1,129 @@
+"""Writers killed with SIGKILL at random moments: what they were told is stored is there, whole."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import postgres
+from support.store_kept import integrity, kept
+from support.store_work import Told, order_of
+from support.victims import Killer, Range, Toll, all_at_once, drawn_seed, ranges
+from tracegrad.records import RolloutOpened
+from tracegrad.store import Store
+
+_SIDE_BY_SIDE = 2  # victims that write to one store at the same time
+_AGENTS = 4  # threads of each
+_WITHIN_S = 0.15  # of its first acknowledgement, each is killed
+_LOOK_EVERY = 25
+_MAKING_S = 0.25  # about as long as it takes to make a store's tables
+
+
+def writers_killed(url: str, folder: Path, kills: int) -> None:
+    """`kills` victims; what was lost is named."""
+    seed = drawn_seed()
+    told = [{f"{side}{n}": Told() for n in range(_AGENTS)} for side in range(_SIDE_BY_SIDE)]
+    done = 0
+    with ranges("write", url, folder, _SIDE_BY_SIDE) as found:
+        killers = [
+            _killer(range_, mine, seed, f"{seed}/{side}")
+            for side, (range_, mine) in enumerate(zip(found, told, strict=True))
+        ]
+        while done < kills:
+            some = min(kills - done, _LOOK_EVERY)
+            all_at_once(
+                [partial(killers[0].kill, some // 2), partial(killers[1].kill, -(-some // 2))]
+            )
+            done += some
+            with Store.open(url) as store:
+                now = kept(store, seed, told[0] | told[1])
+            lost = f"after {done} kills: {len(now.faults)} faults\n" + "\n".join(now.faults[:20])
+            assert not now.faults, lost
+    toll = Toll.of(killers)
+    print(f"{toll}; {now.turns} turns, {now.told} submissions told and kept,")
+    print(f"{now.untold['whole']} kept that nobody was told of")
+    toll.check(kills)
+    assert now.told >= kills, "the victims wrote next to nothing"
+
+
+def _killer(range_: Range, told: dict[str, Told], seed: str, own_seed: str) -> Killer:
+    draw = random.Random(own_seed)
+    return Killer(range_, draw, _next(told, seed, draw), _hears(told), within_s=_WITHIN_S)
+
+
+def _next(told: dict[str, Told], seed: str, draw: random.Random) -> Callable[[], dict[str, Any]]:
+    def order() -> dict[str, Any]:
+        for each in told.values():
+            if draw.random() < 0.3:
+                each.give_up()
+        return {"seed": seed, "agents": order_of(told)}
+
+    return order
+
+
+def _hears(told: dict[str, Told]) -> Callable[[list[Any]], None]:
+    def hear(said: list[Any]) -> None:
+        match said:
+            case ["ack", agent, number, wave, index]:
+                told[agent].add((number, wave, index))
+            case _:
+                raise AssertionError(f"a victim was refused: {said}")
+
+    return hear
+
+
+def test_200_kills_of_writers_lose_nothing_in_sqlite(sqlite_url: str, tmp_path: Path) -> None:
+    writers_killed(sqlite_url, tmp_path, kills=200)
+
+
+def test_40_kills_of_writers_lose_nothing_in_postgresql(postgres_url: str, tmp_path: Path) -> None:
+    writers_killed(postgres_url, tmp_path, kills=40)
+
+
+def makers_killed(new_url: Callable[[], str], folder: Path, kills: int) -> None:
+    draw = random.Random(drawn_seed())
+    made = 0
+    with ranges("make", new_url(), folder, 1) as [range_]:
+        for _ in range(kills):
+            url, said = new_url(), list[Any]()
+            moment = {"after_s": draw.uniform(0, _MAKING_S), "from_start": False, "aim": None}
+            status, _ = range_.one({"url": url, **moment}, said.append)
+            assert status == -9, range_.log()
+            made += ["made"] in said
+            with Store.open(url) as store:
+                store.append([RolloutOpened(rollout_id="r")])
+                assert [row.rollout_id for row in store.rollouts()] == ["r"], url
+                assert integrity(store) == [], url
+    print(f"{made} of {kills} were made before the kill")
+    assert made < kills, "every one was made before the kill"
+
+
+def test_a_store_whose_making_was_killed_is_made_by_the_next_in_sqlite(tmp_path: Path) -> None:
+    numbers = count()
+    makers_killed(lambda: f"sqlite:///{tmp_path}/{next(numbers)}.db", tmp_path, kills=15)
+
+
+def test_a_store_whose_making_was_killed_is_made_by_the_next_in_postgresql(
+    postgres_server: postgres.Server, tmp_path: Path
+) -> None:
+    made: list[str] = []
+
+    def new_url() -> str:
+        made.append(postgres_server.new_database())
+        return made[-1]
+
+    makers_killed(new_url, tmp_path, kills=5)
+    for url in made:
+        postgres_server.drop(url)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_1000_kills_of_writers_lose_nothing(url: str, tmp_path: Path) -> None:
+    writers_killed(url, tmp_path, kills=1000)

@@ -1,0 +1,66 @@
+"""The proxy killed with SIGKILL while agents call it: what they saw the end of is in the store."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.callers import Callers, lost
+from support.mock_engine import MockEngine
+from support.proxy_process import ProxyProcess
+from support.proxy_rig import eventually, serving
+from support.store_kept import integrity
+from support.victims import drawn_seed
+from tracegrad.store import Store
+
+_CALLERS = 6
+_WITHIN_S = 0.5
+
+
+@pytest.fixture
+def engine_url() -> Iterator[str]:
+    with serving(MockEngine().app(), lifespan="off") as url:
+        yield url
+
+
+def proxies_killed(engine_url: str, store_url: str, folder: Path, kills: int) -> None:
+    draw = random.Random(drawn_seed())
+    proxy = ProxyProcess(engine_url, store_url, folder / "proxy.log")
+    proxy.start()
+    try:
+        with Callers(proxy.url, _CALLERS) as callers:
+            for _ in range(kills):
+                before = len(callers.ended)
+                eventually(lambda seen=before: len(callers.ended) > seen, 60)
+                time.sleep(draw.uniform(0, _WITHIN_S))
+                proxy.kill()
+                proxy.start()
+            before = len(callers.ended)
+            eventually(lambda: len(callers.ended) > before, 60)
+    finally:
+        proxy.close()
+    with Store.open(store_url) as store:
+        faults = [*lost(store, callers), *integrity(store)]
+        captured = store.turn_counts().captured
+    print(f"{kills} kills: {len(callers.ended)} calls and {len(callers.rewarded)} rewards ended,")
+    print(f"{len(callers.failed)} failed; {captured} turns are stored")
+    assert not faults, f"{len(faults)} faults\n" + "\n".join(faults[:20])
+    assert {each.status for each in callers.failed} == {None}, "the only fault was that it was gone"
+    # Nobody saw the end of what was committed right before a kill.
+    assert len(callers.ended) <= captured <= len(callers.ended) + kills * _CALLERS
+
+
+def test_a_killed_proxy_loses_no_call_that_a_client_saw_end_in_sqlite(
+    engine_url: str, sqlite_url: str, tmp_path: Path
+) -> None:
+    proxies_killed(engine_url, sqlite_url, tmp_path, kills=15)
+
+
+def test_a_killed_proxy_loses_no_call_that_a_client_saw_end_in_postgresql(
+    engine_url: str, postgres_url: str, tmp_path: Path
+) -> None:
+    proxies_killed(engine_url, postgres_url, tmp_path, kills=5)

@@ -1,0 +1,237 @@
+"""A process whose forks write to a store until they are killed, one after the other.
+
+Started as `python -m support.store_victim ROLE URL`. Each line on its standard input is an order
+(JSON); it forks a victim, which does as its role says and tells each acknowledgement, and kills
+it `after_s` seconds after the first of them, or (`from_start`) after the fork. All of them write
+whole lines to one pipe, so what a victim told before its death stands before the line that says
+it is dead.
+
+Forks save the second that Python and SQLAlchemy take to load, so that hundreds of kills fit
+into a test.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from sqlalchemy import Connection
+
+from support.store_work import Agents, Parcel
+from tracegrad.store import AlreadyTrained, Group, Ledger, LedgerError, StepRecord, Store, Writer
+from tracegrad.store.errors import StoreUnavailable
+
+Json = dict[str, Any]
+Transaction = Callable[[], AbstractContextManager[Connection]]
+
+# Where a victim is; kept in memory that its killer shares.
+PHASES = ("opening", "between", "preparing", "statements", "commit")
+LEASE_S = 0.12
+GROUPS, GROUP_SIZE = 2, 2
+
+
+class Shared:
+    """What a victim leaves behind in memory: its phase, and whether it has told anything."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 2)
+
+    def reset(self) -> None:
+        self._memory[:] = bytes(2)
+
+    def enter(self, phase: str) -> None:
+        self._memory[0] = PHASES.index(phase)
+
+    def tell(self, *words: object) -> None:
+        self._memory[1] = 1
+        say(*words)
+
+    @property
+    def phase(self) -> str:
+        return PHASES[self._memory[0]]
+
+    @property
+    def told(self) -> bool:
+        return self._memory[1] == 1
+
+
+def say(*words: object) -> None:
+    """One line, in one piece: many threads and processes write to the pipe."""
+    line = json.dumps(words) + "\n"
+    assert len(line) < 4096, "longer writes to a pipe are not whole"
+    os.write(1, line.encode())
+
+
+def write(url: str, order: Json, shared: Shared) -> None:
+    """`order["agents"]`: name -> [rollout, wave] to go on with; they write for ever."""
+    with Store.open(url) as store:
+        watch(store, shared)
+
+        def tell(parcel: Parcel) -> None:
+            shared.tell("ack", parcel.agent, *parcel.place)
+
+        def refused(error: StoreUnavailable) -> None:
+            say("refused", str(error))
+
+        with Writer(store) as writer:
+            agents = {name: (place[0], place[1]) for name, place in order["agents"].items()}
+            for thread in Agents(writer, order["seed"], tell, refused).start(agents):
+                thread.join()
+
+
+def make(url: str, order: Json, shared: Shared) -> None:
+    """A new store at `order["url"]`."""
+    shared.tell("begins")
+    Store.open(order["url"]).close()
+    shared.tell("made")
+    time.sleep(60)
+
+
+def train(url: str, order: Json, shared: Shared) -> None:
+    """Lease, "train", commit, for ever or (`order["until_all"]`) until all is consumed.
+
+    Each step says itself which turns it is made of; it is told once it is committed.
+    """
+    draw = random.Random(order["seed"])
+    with Store.open(url) as store:
+        watch(store, shared)
+        ledger = Ledger(store)
+        shared.tell("open")
+        while True:
+            groups = ledger.lease(
+                groups=GROUPS,
+                group_size=GROUP_SIZE,
+                owner=order["owner"],
+                ttl_s=LEASE_S,
+                at_least=1,
+            )
+            if groups:
+                _step(ledger, groups, draw)
+            elif order.get("until_all") and not store.turn_counts().pending:
+                return
+            else:
+                time.sleep(0.005)
+
+
+def _step(ledger: Ledger, groups: list[Group], draw: random.Random) -> None:
+    turns = [turn.turn_id for group in groups for each in group.rollouts for turn in each.turns]
+    # Sometimes past the lease: somebody else has the same groups then.
+    time.sleep(1.3 * LEASE_S if draw.random() < 0.15 else draw.uniform(0, 0.01))
+    skipped = {turn: "filtered" for turn in turns if draw.random() < 0.2}
+    trained = [turn for turn in turns if turn not in skipped]
+    rollouts = [each.rollout_id for group in groups for each in group.rollouts]
+    if draw.random() < 0.1:
+        ledger.release(groups)
+        return
+    while True:
+        last = ledger.last_step()
+        number = last.step + 1 if last else 1
+        mine = {"trained": trained, "skipped": list(skipped)}
+        try:
+            ledger.commit_step(
+                StepRecord(step=number, version=number, metrics=mine),
+                trained=trained,
+                skipped=skipped,
+                rollouts=rollouts,
+            )
+        except AlreadyTrained as error:
+            say("refused", str(error))
+            return
+        except LedgerError as error:
+            if "is in the ledger already" not in str(error):
+                raise
+        else:
+            say("step", number, trained, list(skipped))
+            return
+
+
+ROLES: dict[str, Callable[[str, Json, Shared], None]] = {
+    "write": write,
+    "make": make,
+    "train": train,
+}
+
+
+def watch(store: Store, shared: Shared) -> None:
+    """Have the store's transactions say where they are."""
+    append = store.append
+
+    def watched(begin: Transaction) -> Transaction:
+        @contextmanager
+        def transaction() -> Iterator[Connection]:
+            with begin() as connection:
+                shared.enter("statements")
+                yield connection
+                shared.enter("commit")
+            shared.enter("between")
+
+        return transaction
+
+    def preparing(facts: Any) -> None:
+        shared.enter("preparing")
+        append(facts)
+
+    store.append = preparing  # type: ignore[method-assign]
+    store.appending = watched(store.appending)  # type: ignore[method-assign]
+    store.exclusive = watched(store.exclusive)  # type: ignore[method-assign]
+
+
+def main() -> None:
+    role, url = sys.argv[1:]
+    with Store.open(url) as store:
+        store.rollouts(limit=1)  # loads what forks would load again
+    shared = Shared()
+    for line in sys.stdin:
+        order = json.loads(line)
+        shared.reset()
+        victim = os.fork()
+        if victim == 0:
+            _live(ROLES[role], url, order, shared)
+        status = _killed(victim, order, shared)
+        say("dead", status, shared.phase)
+
+
+def _live(role: Callable[[str, Json, Shared], None], url: str, order: Json, shared: Shared) -> None:
+    try:
+        role(url, order, shared)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _killed(victim: int, order: Json, shared: Shared) -> int:
+    """Its exit status; -9 after a kill. It may have ended by itself.
+
+    `after_s` None: nobody kills it. With `aim` it is killed as soon as it is in that phase, or a
+    second later.
+    """
+    after_s: float | None = order["after_s"]
+    deadline = time.monotonic() + after_s if after_s is not None and order["from_start"] else None
+    while True:
+        ended, status = os.waitpid(victim, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        now = time.monotonic()
+        if deadline is None and shared.told and after_s is not None:
+            deadline = now + after_s
+        if deadline is None or now < deadline:
+            time.sleep(0.001)
+        elif order["aim"] in (None, shared.phase) or now > deadline + 1:
+            os.kill(victim, signal.SIGKILL)
+            return os.waitstatus_to_exitcode(os.waitpid(victim, 0)[1])
+        else:
+            time.sleep(0.0001)  # commits are short
+
+
+if __name__ == "__main__":
+    main()
