@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from tracegrad.cli.turn_story import rewards_for
 from tracegrad.records import Turn
 from tracegrad.store import RolloutDetail, RolloutRow, TurnFate
 
@@ -20,10 +21,19 @@ def detail_object(detail: RolloutDetail, *, tokens: bool) -> dict[str, Any]:
         "task": detail.task,
         "rewards": [asdict(reward) for reward in detail.rewards],
         "turns": [
-            turn_object(turn, detail.fates.get(turn.turn_id), tokens=tokens)
-            for turn in detail.turns
+            told_turn_object(index, detail, tokens=tokens) for index in range(len(detail.turns))
         ],
         "spans": [asdict(span) for span in detail.spans],
+    }
+
+
+def told_turn_object(index: int, detail: RolloutDetail, *, tokens: bool) -> dict[str, Any]:
+    """A turn with its index in its rollout and the rewards that were given for it."""
+    turn = detail.turns[index]
+    return {
+        "turn": index,
+        **turn_object(turn, detail.fates.get(turn.turn_id), tokens=tokens),
+        "rewards": [asdict(reward) for reward in rewards_for(index, detail)],
     }
 
 

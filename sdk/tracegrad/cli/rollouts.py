@@ -1,16 +1,29 @@
-"""`tracegrad rollouts ls | show`."""
+"""`tracegrad rollouts ls | show | tree | explain`."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
+from tracegrad.cli.by_task import task_object, task_table, tasks
+from tracegrad.cli.choosing import Order, listed
+from tracegrad.cli.counted import counts_object, reasons_in, tell_counts
+from tracegrad.cli.explanation import explain, explanation_object
 from tracegrad.cli.listing import rollout_table
-from tracegrad.cli.objects import detail_object, row_object
-from tracegrad.cli.opening import JsonOption, StoreOption, opened, print_json
-from tracegrad.cli.story import tell
+from tracegrad.cli.objects import detail_object, row_object, told_turn_object
+from tracegrad.cli.opening import (
+    NO_SUCH_ROLLOUT,
+    JsonOption,
+    StoreOption,
+    fail,
+    opened,
+    print_json,
+)
+from tracegrad.cli.screen import Screen
+from tracegrad.cli.story import tell, tell_one
+from tracegrad.cli.tree import draw, tree_object
 from tracegrad.cli.wanted import (
     AgentOption,
     MaxRewardOption,
@@ -19,13 +32,20 @@ from tracegrad.cli.wanted import (
     MinVersionOption,
     OutcomeOption,
     SinceOption,
+    StateOption,
     TagOption,
     TaskOption,
     UntilOption,
     wanted,
 )
+from tracegrad.cli.words import count
+from tracegrad.store import RolloutDetail, RolloutFilter, Store
+
+TOO_DEEP = 3
 
 app = typer.Typer(help="Look at rollouts.", no_args_is_help=True)
+
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help="A rollout's id or its beginning.")]
 
 
 @app.command("ls")
@@ -34,6 +54,7 @@ def list_command(
     task: TaskOption = None,
     agent: AgentOption = None,
     outcome: OutcomeOption = None,
+    state: StateOption = None,
     tag: TagOption = None,
     since: SinceOption = None,
     until: UntilOption = None,
@@ -41,6 +62,10 @@ def list_command(
     max_reward: MaxRewardOption = None,
     min_version: MinVersionOption = None,
     max_version: MaxVersionOption = None,
+    sort: Annotated[Order, typer.Option(help="What comes first.")] = Order.NEWEST,
+    by_task: Annotated[
+        bool, typer.Option("--by-task", help="One line a task: its rollouts compared.")
+    ] = False,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
@@ -49,6 +74,7 @@ def list_command(
         task=task,
         agent=agent,
         outcome=outcome,
+        state=state,
         tag=tag,
         since=since,
         until=until,
@@ -57,26 +83,62 @@ def list_command(
         min_version=min_version,
         max_version=max_version,
     )
+    if by_task and sort not in (Order.NEWEST, Order.REWARD):
+        raise typer.BadParameter("tasks are sorted by newest or reward", param_hint="--sort")
     with opened(store) as reading:
-        # One more than asked for tells whether there are more.
-        rows = reading.rollouts(which, limit=limit + 1)
+        if by_task:
+            _list_tasks(reading, which, sort, limit, as_json=as_json)
+        else:
+            _list_rollouts(reading, which, sort, limit, as_json=as_json)
+
+
+def _list_rollouts(
+    store: Store, which: RolloutFilter, sort: Order, limit: int, *, as_json: bool
+) -> None:
+    # One more than asked for tells whether there are more.
+    rows = listed(store, which, sort, limit + 1)
     shown = rows[:limit]
     if as_json:
         print_json([row_object(row) for row in shown])
         return
-    console = Console()
+    screen = Screen()
     if not shown:
-        console.print("no rollouts" + (" yet" if which.all else " match"))
+        screen.print([_none(which)])
         return
-    console.print(rollout_table(shown, console.width))
+    screen.print(rollout_table(shown, screen.width))
     if len(rows) > limit:
-        console.print(f"[dim]the {limit} newest; more with --limit[/]")
+        first = "newest" if sort is Order.NEWEST else f"first by {sort}"
+        screen.print([Text(f"the {limit} {first}; more with --limit", style="dim")])
+
+
+def _list_tasks(
+    store: Store, which: RolloutFilter, sort: Order, limit: int, *, as_json: bool
+) -> None:
+    every = tasks(store, which, sort)
+    if as_json:
+        print_json([task_object(task) for task in every[:limit]])
+        return
+    screen = Screen()
+    if not every:
+        screen.print([_none(which)])
+        return
+    screen.print(task_table(every[:limit], screen.width))
+    if len(every) > limit:
+        more = f"{limit} of {count(len(every), 'task')}; more with --limit"
+        screen.print([Text(more, style="dim")])
+
+
+def _none(which: RolloutFilter) -> Text:
+    return Text("no rollouts" + (" yet" if which.all else " match"))
 
 
 @app.command("show")
 def show_command(
-    rollout: Annotated[str, typer.Argument(metavar="ID", help="A rollout's id or its beginning.")],
+    rollout: IdArgument,
     store: StoreOption = None,
+    turn: Annotated[
+        int | None, typer.Option("--turn", metavar="N", help="One turn, whole; -1 is the last.")
+    ] = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="With token ids and log-probabilities.")
     ] = False,
@@ -86,9 +148,95 @@ def show_command(
     """Tell what happened in one rollout, turn by turn."""
     with opened(store) as reading:
         detail = reading.rollout(rollout)
+    screen = Screen()
+    if turn is None:
+        if as_json:
+            print_json(detail_object(detail, tokens=tokens))
+        else:
+            screen.print(tell(detail, screen.width, tokens=tokens, full=full))
+        return
+    index = _turn_of(detail, turn)
     if as_json:
-        print_json(detail_object(detail, tokens=tokens))
+        print_json(told_turn_object(index, detail, tokens=tokens))
     else:
-        console = Console(highlight=False)
-        for part in tell(detail, tokens=tokens, full=full):
-            console.print(part)
+        screen.print(tell_one(detail, index, screen.width, tokens=tokens))
+
+
+def _turn_of(detail: RolloutDetail, turn: int) -> int:
+    turns = len(detail.turns)
+    if not -turns <= turn < turns:
+        there = f"{count(turns, 'turn')}" + (f", 0 to {turns - 1}" if turns else "")
+        fail(f"no turn {turn}: rollout {detail.row.rollout_id} has {there}", NO_SUCH_ROLLOUT)
+    return turn % turns
+
+
+@app.command("tree")
+def tree_command(
+    rollout: IdArgument, store: StoreOption = None, as_json: JsonOption = False
+) -> None:
+    """Draw which turn continues which: forks, samples of one prompt, sub-agents."""
+    with opened(store) as reading:
+        detail = reading.rollout(rollout)
+    screen = Screen()
+    if as_json:
+        try:
+            print_json(tree_object(detail))
+        except RecursionError:
+            fail(
+                "the tree forks too deep for JSON; `show --json` names each turn's parent", TOO_DEEP
+            )
+    else:
+        screen.print(draw(detail, screen.width))
+
+
+@app.command("explain")
+def explain_command(
+    rollout: Annotated[
+        str | None,
+        typer.Argument(metavar="[ID]", help="A rollout's id or its beginning; else all, counted."),
+    ] = None,
+    store: StoreOption = None,
+    task: TaskOption = None,
+    agent: AgentOption = None,
+    outcome: OutcomeOption = None,
+    state: StateOption = None,
+    tag: TagOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    min_reward: MinRewardOption = None,
+    max_reward: MaxRewardOption = None,
+    min_version: MinVersionOption = None,
+    max_version: MaxVersionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say why a rollout's tree forked and why its turns are not trained; without ID, of all."""
+    which = wanted(
+        task=task,
+        agent=agent,
+        outcome=outcome,
+        state=state,
+        tag=tag,
+        since=since,
+        until=until,
+        min_reward=min_reward,
+        max_reward=max_reward,
+        min_version=min_version,
+        max_version=max_version,
+    )
+    if rollout is not None and not which.all:
+        raise typer.BadParameter("name a rollout or filter them, not both", param_hint="ID")
+    screen = Screen()
+    with opened(store) as reading:
+        if rollout is None:
+            counts = reasons_in(reading, which)
+        else:
+            detail = reading.rollout(rollout)
+    if rollout is not None:
+        if as_json:
+            print_json(explanation_object(detail))
+        else:
+            screen.print(explain(detail, screen.width))
+    elif as_json:
+        print_json(counts_object(counts))
+    else:
+        screen.print(tell_counts(counts, screen.width) if counts.rollouts else [_none(which)])

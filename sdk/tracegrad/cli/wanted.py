@@ -11,6 +11,7 @@ import typer
 
 from tracegrad.records import Outcome
 from tracegrad.store import OPEN, RolloutFilter
+from tracegrad.store.filters import STATES
 
 _AGO = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _WHEN = "a date (2026-11-20), a time (2026-11-20T14:00), seconds since 1970, or how long ago (7d)"
@@ -20,6 +21,12 @@ AgentOption = Annotated[str | None, typer.Option("--agent", help="Only of this a
 OutcomeOption = Annotated[
     str | None,
     typer.Option("--outcome", help=f"Only with this outcome: {OPEN}, {', '.join(Outcome)}."),
+]
+StateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--state", help=f"Only those that stand so on their way to training: {', '.join(STATES)}."
+    ),
 ]
 TagOption = Annotated[
     list[str] | None,
@@ -51,6 +58,7 @@ def wanted(
     task: str | None = None,
     agent: str | None = None,
     outcome: str | None = None,
+    state: str | None = None,
     tag: list[str] | None = None,
     since: str | None = None,
     until: str | None = None,
@@ -65,6 +73,7 @@ def wanted(
             task=task,
             agent=agent,
             outcome=outcome,
+            state=state,
             tags=tags(tag or []),
             since=moment(since, "--since"),
             until=moment(until, "--until"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from tracegrad.records import Outcome
+from tracegrad.records import Outcome, Turn
 from tracegrad.store import RolloutRow
 
 OUTCOME_STYLE = {
@@ -23,6 +23,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def one_line(text: str) -> str:
+    """Printable, with every run of white space as one space."""
+    return " ".join(printable(text).split())
 
 
 def clip(text: str, *, lines: int, characters: int) -> str:
@@ -45,6 +50,9 @@ def duration(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 120:
         return f"{seconds:.1f} s"
+    for unit, size in (("d", 86_400), ("h", 3_600)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
     return f"{seconds / 60:.1f} min"
 
 
@@ -60,8 +68,24 @@ def count(amount: int, word: str) -> str:
     return f"{amount:,} {word}" + ("" if amount == 1 else "s")
 
 
+def ranges(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 7 as 1-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def ending(turn: Turn) -> str:
+    """How its reply ended, where that is known."""
+    return turn.finish_reason or ("cut off" if turn.untrainable == "aborted" else "")
+
+
 def tag_text(tags: Mapping[str, str]) -> str:
-    return " ".join(f"{key}={printable(value)}" for key, value in tags.items())
+    return " ".join(f"{one_line(key)}={one_line(value)}" for key, value in tags.items())
 
 
 def training_text(row: RolloutRow) -> str:
