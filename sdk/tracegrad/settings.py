@@ -110,6 +110,11 @@ class ProxySettings(BaseSettings):
         description="functions, as module:function, that take out of every record what must not"
         " be stored, such as tracegrad.proxy.redaction:secrets; token ids are stored as they are",
     )
+    keep_text: bool = Field(
+        True,
+        description="requests, responses and the texts of spans are stored; without them there are"
+        " tokens, and previous_response_id and repeats of answered calls do not work",
+    )
     cache_mib: int = Field(256, ge=1, description="memory for recent turns, in MiB")
 
     # Who may reach it

@@ -1,8 +1,10 @@
 """What the store must know of earlier turns to write later ones: in memory, of the latest.
 
-A turn's context never changes once it is stored, so what is remembered stays true, whoever
-else writes to the store. Parents that are not in memory are read. Where a turn was deleted
-meanwhile, the database refuses those that refer to it, and memory is given up.
+A turn's context never changes once it is stored, whoever else writes to the store, with one
+exception: care of the store (`store.care`) removes turns, or changes their texts. Every such
+transaction leaves a row in `removals`. So whoever writes a turn that refers to others looks, in
+the same transaction, whether there is a newer row than the one that memory knows of; then memory
+is given up. Parents that are not in memory are read.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
 
-from sqlalchemy import Connection, bindparam, select
+from sqlalchemy import Connection, bindparam, func, select
 
 from tracegrad.records import Turn
-from tracegrad.store.schema import Turns
+from tracegrad.store.schema import Removals, Turns
 from tracegrad.store.sql import chunks
 
 # Turns in memory (about 600 bytes each), and how many of one rollout.
@@ -47,6 +49,7 @@ class Known:
     turns: dict[str, Context] = field(default_factory=dict)  # by id
     # By rollout, the newest first: what a turn without a parent may be told by.
     latest: dict[str, list[Context]] = field(default_factory=dict)
+    as_of: int = 0  # true while this is the last removal
 
 
 class Contexts:
@@ -57,11 +60,13 @@ class Contexts:
         self._lock = threading.Lock()
         self._rollouts: OrderedDict[str, dict[str, Context]] = OrderedDict()
         self.size = 0  # turns in memory
+        self._as_of = 0
 
     def known(self, turns: Iterable[Turn], reading: Reading) -> Known:
         known = Known()
         missing = set()
         with self._lock:
+            known.as_of = self._as_of
             for turn in turns:
                 mine = self._rollouts.get(turn.rollout_id, {})
                 if turn.parent_id is None:
@@ -80,9 +85,11 @@ class Contexts:
         with self._lock:
             return [rollout_id for rollout_id in rollout_ids if rollout_id not in self._rollouts]
 
-    def remember(self, contexts: Iterable[Context]) -> None:
-        """Of turns that are stored."""
+    def remember(self, contexts: Iterable[Context], as_of: int = 0) -> None:
+        """Of turns that are stored, and were so after this removal."""
         with self._lock:
+            if as_of != self._as_of:
+                return
             for context in contexts:
                 mine = self._rollouts.setdefault(context.rollout_id, {})
                 self._rollouts.move_to_end(context.rollout_id)
@@ -95,10 +102,23 @@ class Contexts:
                 _, forgotten = self._rollouts.popitem(last=False)
                 self.size -= len(forgotten)
 
+    def renew(self, as_of: int) -> None:
+        """Give up what was known before this removal."""
+        with self._lock:
+            if as_of > self._as_of:
+                self._as_of = as_of
+                self._rollouts.clear()
+                self.size = 0
+
     def forget(self, rollout_ids: Iterable[str]) -> None:
         with self._lock:
             for rollout_id in rollout_ids:
                 self.size -= len(self._rollouts.pop(rollout_id, ()))
+
+
+def last_removal(connection: Connection) -> int:
+    """Its number; 0 before the first."""
+    return connection.scalar(_LAST_REMOVAL) or 0
 
 
 # Built once: making a statement costs more than running it.
@@ -109,6 +129,8 @@ _BY_ID = select(
     Turns.context_digest,
     Turns.request_marks,
 ).where(Turns.turn_id.in_(bindparam("ids", expanding=True)))
+
+_LAST_REMOVAL = select(func.max(Removals.seq))
 
 
 def stored(connection: Connection, turn_ids: Iterable[str]) -> dict[str, Context]:

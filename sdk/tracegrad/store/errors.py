@@ -10,7 +10,8 @@ class StoreError(Exception):
 class StoreUnavailable(StoreError):
     """The store cannot be read or written now (disk full, locked, no such folder, damaged).
 
-    Nothing of the failed call was stored; the same call may succeed later.
+    Nothing of the failed call was stored, unless the connection to a server broke in the very
+    commit; the same call may succeed later.
     """
 
 
@@ -22,12 +23,20 @@ class StoreTooNew(StoreError):
     """The store was written by a later version of tracegrad."""
 
 
+class StoreForeign(StoreError):
+    """The database holds another program's tables under names of ours."""
+
+
 class StoreCorrupt(StoreError):
     """What is stored cannot be what was written."""
 
 
 class FactRefused(StoreError, ValueError):
     """A fact contradicts itself or the store; it was not stored. Names the field."""
+
+
+class ParentMissing(FactRefused):
+    """The turn that a turn continues is not stored: it never was, or was removed since."""
 
 
 class UnknownRollout(StoreError, LookupError):

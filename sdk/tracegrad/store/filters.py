@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,24 +11,30 @@ from sqlalchemy import ColumnElement, and_, exists, true
 
 from tracegrad.records import Outcome
 from tracegrad.store.schema import Rollouts, Turns
-from tracegrad.store.sql import has_tags, latest_reward
+from tracegrad.store.sql import has_tags, latest_reward, training_state
 
 OPEN = "open"
 OUTCOMES = (OPEN, *(outcome.value for outcome in Outcome))
+STATES = (
+    *(OPEN, "no_reward", "waiting", "leased", "consumed"),
+    *(outcome.value for outcome in Outcome if not outcome.scored),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFilter:
     """Rollouts for which all that is given holds.
 
-    `outcome` is an `Outcome` or "open". `since` and `until` are seconds since the epoch, of the
-    opening: `since <= opened_at < until`. Rewards and versions are inclusive bounds; a version is
-    in them if it sampled the last token of any of the rollout's turns. ValueError names the field.
+    `outcome` is an `Outcome` or "open", `state` one of `STATES` (`RolloutRow.state`, as it is
+    now). `since` and `until` are seconds since the epoch, of the opening:
+    `since <= opened_at < until`. Rewards and versions are inclusive bounds; a version is in them
+    if it sampled the last token of any of the rollout's turns. ValueError names the field.
     """
 
     task: str | None = None
     agent: str | None = None
     outcome: str | None = None
+    state: str | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     since: float | None = None
     until: float | None = None
@@ -37,8 +44,10 @@ class RolloutFilter:
     max_version: int | None = None
 
     def __post_init__(self) -> None:
-        if self.outcome is not None and self.outcome not in OUTCOMES:
-            raise ValueError(f"outcome: {self.outcome!r}; use {', '.join(OUTCOMES)}")
+        for name, known in (("outcome", OUTCOMES), ("state", STATES)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ValueError(f"{name}: {value!r}; use {', '.join(known)}")
         for name in ("since", "until", "min_reward", "max_reward"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
@@ -62,6 +71,8 @@ class RolloutFilter:
                 if self.outcome == OPEN
                 else Rollouts.outcome == self.outcome
             )
+        if self.state is not None:
+            wanted.append(training_state({}, time.time()) == self.state)
         if self.since is not None:
             wanted.append(Rollouts.opened_at >= self.since)
         if self.until is not None:

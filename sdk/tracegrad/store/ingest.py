@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, false, select, true, update
+from sqlalchemy import Connection, bindparam, select, true, update
 
 from tracegrad.records import (
     OVER_LENGTH,
@@ -19,15 +19,31 @@ from tracegrad.records import (
     SpanEnded,
     Turn,
 )
-from tracegrad.store.databases import insert_new
+from tracegrad.store.databases import Conflict, insert_new
 from tracegrad.store.errors import FactRefused
 from tracegrad.store.schema import Outcomes, Rewards, Rollouts, RolloutTags, Spans, Turns
 from tracegrad.store.sql import chunks
+from tracegrad.store.traces import adopt
 
 Values = dict[str, Any]
 
+# PostgreSQL's indexes take rows of 2,700 bytes; one of ours holds a tag and its rollout's id.
+_MOST_OF_ID, _MOST_OF_NAME = 512, 2048  # bytes
 
-class TurnKnown(Exception):
+# Built once: making a statement costs more than running it.
+_HELD = (
+    select(Rollouts.rollout_id, Rollouts.opened)
+    .where(Rollouts.rollout_id.in_(bindparam("ids", expanding=True)))
+    .order_by(Rollouts.rollout_id)
+    .with_for_update(key_share=True)  # turns may be added to them
+)
+_OPENING = update(Rollouts).where(Rollouts.rollout_id == bindparam("which")).values(opened=true())
+_FINISHING = update(Rollouts).where(
+    Rollouts.rollout_id == bindparam("which"), Rollouts.finished_at.is_(None)
+)
+
+
+class TurnKnown(Conflict):
     """A turn that was to be new is stored already."""
 
 
@@ -45,31 +61,65 @@ class Batch:
     def saw(self, rollout_id: str, at: float) -> None:
         if not rollout_id:
             raise FactRefused("rollout_id: it is empty")
+        check_length("rollout_id", rollout_id)
         self.first_seen[rollout_id] = min(at, self.first_seen.get(rollout_id, at))
 
 
 def sort_facts(facts: Iterable[Fact]) -> Batch:
-    """Raises `FactRefused` for a fact without a rollout's name."""
+    """Raises `FactRefused` for a fact without a rollout's name, or with names that are too long."""
     batch = Batch()
     for fact in facts:
         match fact:
             case RolloutOpened():
                 batch.saw(fact.rollout_id, fact.opened_at)
+                check_length("task_id", fact.task_id or "", _MOST_OF_NAME)
+                for key, value in fact.tags.items():
+                    check_length(f"tags: {key!r:.40}", f"{key}{value}", _MOST_OF_NAME)
                 batch.opened.append(fact)
             case RolloutFinished():
                 batch.saw(fact.rollout_id, fact.finished_at)
                 batch.finished.append(fact)
             case RewardGiven():
                 batch.saw(fact.rollout_id, fact.created_at)
+                check_length("reward_id", fact.reward_id)
                 batch.rewards.append(fact)
             case SpanEnded():
                 if fact.rollout_id is not None:
                     batch.saw(fact.rollout_id, fact.start_ns / 1e9)
+                check_length("trace_id", fact.trace_id)
+                check_length("span_id", fact.span_id)
                 batch.spans.append(fact)
             case Turn():
                 batch.saw(fact.rollout_id, fact.created_at)
+                check_length("turn_id", fact.turn_id)
                 batch.turns.setdefault(fact.turn_id, fact)
     return batch
+
+
+def check_length(field: str, name: str, most: int = _MOST_OF_ID) -> None:
+    """Of what is looked up in an index. Raises `FactRefused`."""
+    if len(name) * 4 > most and (length := len(name.encode("utf-8", "replace"))) > most:
+        raise FactRefused(f"{field}: {length} bytes; give at most {most}")
+
+
+def add_rollouts(connection: Connection, batch: Batch, rollout_ids: Iterable[str]) -> None:
+    """Those that are not stored yet, bare. In order: who adds some of them too waits, instead of
+    being waited for."""
+    _insert(
+        connection,
+        Rollouts,
+        [
+            {"rollout_id": name, "opened": False, "opened_at": batch.first_seen[name]}
+            for name in sorted(rollout_ids)
+        ],
+    )
+
+
+def hold_rollouts(connection: Connection, rollout_ids: Iterable[str]) -> None:
+    """Nobody else changes them, or adds turns to them, until the transaction ends."""
+    for ids in chunks(sorted(rollout_ids)):
+        query = select(Rollouts.rollout_id).where(Rollouts.rollout_id.in_(ids))
+        connection.execute(query.order_by(Rollouts.rollout_id).with_for_update())
 
 
 def write_batch(
@@ -83,20 +133,16 @@ def write_batch(
 
     Raises `TurnKnown` if one of them is not, `FactRefused` for a fact that contradicts itself.
     """
-    _insert(
-        connection,
-        Rollouts,
-        [
-            {"rollout_id": name, "opened": False, "opened_at": batch.first_seen[name]}
-            for name in new_rollouts
-        ],
-    )
-    _open(connection, batch.opened)
+    add_rollouts(connection, batch, new_rollouts)
+    changed = {f.rollout_id for f in batch.opened} | {f.rollout_id for f in batch.finished}
+    bare = _bare(connection, changed)
+    _open(connection, batch.opened, bare)
     if _insert(connection, Turns, turn_rows) != len(turn_rows):
-        raise TurnKnown
+        raise TurnKnown("turns of the batch are being written by others too; try again")
     _finish(connection, batch.finished)
     _insert(connection, Rewards, [_reward_row(reward) for reward in batch.rewards])
     _insert(connection, Spans, [_span_row(span) for span in batch.spans])
+    adopt(connection, batch.spans)
 
 
 def _insert(connection: Connection, table: Any, rows: Sequence[Values]) -> int:
@@ -110,22 +156,24 @@ def _insert(connection: Connection, table: Any, rows: Sequence[Values]) -> int:
     ).rowcount
 
 
-def _open(connection: Connection, facts: Sequence[RolloutOpened]) -> None:
-    if not facts:
-        return
+def _bare(connection: Connection, rollout_ids: Iterable[str]) -> set[str]:
+    """Those without an opening. All of them are held, in order: others that open or end some of
+    them wait, and then see what we wrote."""
+    bare: set[str] = set()
+    for ids in chunks(sorted(rollout_ids)):
+        rows = connection.execute(_HELD, {"ids": ids})
+        bare.update(rollout_id for rollout_id, opened in rows if not opened)
+    return bare
+
+
+def _open(connection: Connection, facts: Sequence[RolloutOpened], bare: set[str]) -> None:
     # Of several openings of one rollout the first counts, here and in the table.
     first = {fact.rollout_id: fact for fact in reversed(facts)}
-    bare: set[str] = set()
-    for ids in chunks(list(first)):
-        query = select(Rollouts.rollout_id).where(
-            Rollouts.rollout_id.in_(ids), Rollouts.opened == false()
-        )
-        bare.update(connection.scalars(query))
     new = [fact for fact in first.values() if fact.rollout_id in bare]
     if not new:
         return
     connection.execute(
-        update(Rollouts).where(Rollouts.rollout_id == bindparam("which")).values(opened=true()),
+        _OPENING,
         [
             {
                 "which": fact.rollout_id,
@@ -172,9 +220,7 @@ def _finish(connection: Connection, facts: Sequence[RolloutFinished]) -> None:
     crashed = [f.rollout_id for f in facts if f.outcome == Outcome.AGENT_ERROR]
     full = _over_length(connection, crashed)
     connection.execute(
-        update(Rollouts).where(
-            Rollouts.rollout_id == bindparam("which"), Rollouts.finished_at.is_(None)
-        ),
+        _FINISHING,
         [
             {
                 "which": fact.rollout_id,
@@ -212,6 +258,8 @@ def _reward_row(fact: RewardGiven) -> Values:
             f"value: reward {fact.name!r} of rollout {fact.rollout_id} is {fact.value}; "
             "give a finite number"
         )
+    if fact.turn is not None:
+        _check_integer("turn", fact.turn)
     return {
         "reward_id": fact.reward_id,
         "rollout_id": fact.rollout_id,
@@ -223,7 +271,14 @@ def _reward_row(fact: RewardGiven) -> Values:
     }
 
 
+def _check_integer(field: str, value: int) -> None:
+    if not -(2**63) <= value < 2**63:
+        raise FactRefused(f"{field}: {value} is more than 64 bits")
+
+
 def _span_row(fact: SpanEnded) -> Values:
+    _check_integer("start_ns", fact.start_ns)
+    _check_integer("end_ns", fact.end_ns)
     return {
         "trace_id": fact.trace_id,
         "span_id": fact.span_id,

@@ -7,6 +7,7 @@ import time
 from sqlalchemy import Connection, select, update
 
 from tracegrad.store.databases import insert_new
+from tracegrad.store.ingest import check_length
 from tracegrad.store.schema import RolloutKeys
 
 HASH_BYTES = 32  # SHA-256
@@ -17,6 +18,7 @@ def add_key(connection: Connection, rollout_id: str, key_hash: bytes) -> None:
         raise ValueError(f"key_hash: {len(key_hash)} bytes; give the key's SHA-256 digest")
     if not rollout_id:
         raise ValueError("rollout_id: it is empty")
+    check_length("rollout_id", rollout_id)
     row = {"key_hash": key_hash, "rollout_id": rollout_id, "created_at": time.time()}
     connection.execute(insert_new(connection, RolloutKeys), row)
 

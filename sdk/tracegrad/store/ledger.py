@@ -8,23 +8,36 @@ way; a puller that outlives its lease and commits late is refused by that key.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import Connection, exc, insert, literal, null, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    exc,
+    insert,
+    literal,
+    null,
+    or_,
+    select,
+    update,
+)
 
 from tracegrad.records import Outcome, RewardGiven, new_id
+from tracegrad.store.again import again
 from tracegrad.store.errors import AlreadyTrained, LedgerError
 from tracegrad.store.queries import rewards_of, tags_of
 from tracegrad.store.reading import turns_of
 from tracegrad.store.schema import Leases, Rollouts, Steps, TurnLedger, Turns
 from tracegrad.store.sql import MAIN_REWARD, SCORED, chunks, has_tags, latest_reward
 from tracegrad.store.store import Store
-from tracegrad.store.views import Group, RolloutSample, StepRecord
+from tracegrad.store.views import Group, LeaseRecord, RolloutSample, StepRecord
 
 # A turn that came in after its rollout was leased; nobody trained on it.
 LATE = "late"
+
+T = TypeVar("T")
 
 _Fate = tuple[int | None, str | None]  # (step, None) or (None, reason)
 
@@ -66,22 +79,19 @@ class Ledger:
         with the outcome as the reason. The lease ends after `ttl_s` seconds by itself.
         """
         _check(groups=groups, group_size=group_size, ttl_s=ttl_s)
-        now = time.time()
         lease_id = new_id()
-        with self._store.exclusive() as connection:
+
+        def take(connection: Connection) -> tuple[float, list[list[_Ready]]]:
+            now = time.time()  # when its turn has come
             _consume_unscored(connection, tags or {}, now)
             ready = _ready(connection, tags or {}, now, alone=group_size == 1)
             chosen = _form_groups(ready, group_size, now - incomplete_after_s)[:groups]
-            if not chosen or len(chosen) < (groups if at_least is None else at_least):
-                return []
-            values = {"lease_id": lease_id, "lease_owner": owner, "leased_until": now + ttl_s}
-            chosen_ids = [r.rollout_id for group in chosen for r in group]
-            _update_rollouts(connection, chosen_ids, values)
-            given = {"lease_id": lease_id, "owner": owner, "leased_at": now}
-            connection.execute(
-                insert(Leases),
-                [{**given, "rollout_id": i, "leased_until": now + ttl_s} for i in chosen_ids],
-            )
+            if len(chosen) < (groups if at_least is None else at_least):
+                return now, []
+            _give(connection, chosen, lease_id, owner, now, now + ttl_s)
+            return now, chosen
+
+        now, chosen = self._exclusively(take)
         samples = self._samples([rollout for group in chosen for rollout in group])
         return [
             Group(
@@ -100,20 +110,23 @@ class Ledger:
 
     def release(self, groups: Sequence[Group]) -> None:
         """Give back groups that were not trained; others may lease them at once."""
-        free = {"lease_id": None, "lease_owner": None, "leased_until": None}
-        with self._store.exclusive() as connection:
+
+        def take_back(connection: Connection) -> None:
+            now = time.time()
             for group in groups:
-                ids = [rollout.rollout_id for rollout in group.rollouts]
-                connection.execute(
-                    update(Rollouts)
-                    .where(Rollouts.rollout_id.in_(ids), Rollouts.lease_id == group.lease_id)
-                    .values(free)
-                )
-                connection.execute(
-                    update(Leases)
-                    .where(Leases.rollout_id.in_(ids), Leases.lease_id == group.lease_id)
-                    .values(released_at=time.time())
-                )
+                _take_back(connection, group, now)
+
+        self._exclusively(take_back)
+
+    def leases(self, rollout_id: str) -> list[LeaseRecord]:
+        """Who had it to train on, and how long; the oldest first."""
+        query = (
+            select(*Leases.__table__.columns)
+            .where(Leases.rollout_id == rollout_id)
+            .order_by(Leases.leased_at, Leases.lease_id)
+        )
+        with self._store.reading() as connection:
+            return [LeaseRecord(**row) for row in connection.execute(query).mappings()]
 
     def commit_step(
         self,
@@ -130,7 +143,8 @@ class Ledger:
         Raises `AlreadyTrained` if a turn is in the ledger already, `LedgerError` if the step
         is or something named is unknown; then nothing is stored.
         """
-        with self._store.exclusive() as connection:
+
+        def commit(connection: Connection) -> None:
             if connection.scalar(select(Steps.step).where(Steps.step == step.step)) is not None:
                 raise LedgerError(f"step {step.step} is in the ledger already")
             connection.execute(
@@ -146,10 +160,11 @@ class Ledger:
             )
             _record(connection, step.step, trained, skipped, rollouts)
 
+        self._exclusively(commit)
+
     def commit_skipped(self, skipped: Mapping[str, str], rollouts: Sequence[str]) -> None:
         """Consume rollouts that no step used; as `commit_step` without a step."""
-        with self._store.exclusive() as connection:
-            _record(connection, None, [], skipped, rollouts)
+        self._exclusively(lambda connection: _record(connection, None, [], skipped, rollouts))
 
     def last_step(self) -> StepRecord | None:
         steps = self.steps(limit=1)
@@ -160,6 +175,13 @@ class Ledger:
         query = select(*Steps.__table__.columns).order_by(Steps.step.desc()).limit(limit)
         with self._store.reading() as connection:
             return [StepRecord(**row) for row in connection.execute(query).mappings()][::-1]
+
+    def _exclusively(self, work: Callable[[Connection], T]) -> T:
+        def once() -> T:
+            with self._store.exclusive() as connection:
+                return work(connection)
+
+        return again(once)
 
     def _samples(self, rollouts: Sequence[_Ready]) -> dict[str, RolloutSample]:
         ids = [rollout.rollout_id for rollout in rollouts]
@@ -252,6 +274,43 @@ def _ready(
     return [_Ready(**row) for row in connection.execute(query).mappings()]
 
 
+def _give(
+    connection: Connection,
+    groups: Sequence[Sequence[_Ready]],
+    lease_id: str,
+    owner: str,
+    now: float,
+    until: float,
+) -> None:
+    ids = [rollout.rollout_id for group in groups for rollout in group]
+    if not ids:
+        return
+    values = {"lease_id": lease_id, "lease_owner": owner, "leased_until": until}
+    _update_rollouts(connection, ids, values)
+    given = {"lease_id": lease_id, "owner": owner, "leased_at": now, "leased_until": until}
+    connection.execute(insert(Leases), [{**given, "rollout_id": name} for name in ids])
+
+
+def _take_back(connection: Connection, group: Group, now: float) -> None:
+    """What the lease still holds of the group."""
+    for ids in chunks([rollout.rollout_id for rollout in group.rollouts]):
+        held = (Rollouts.rollout_id.in_(ids), Rollouts.lease_id == group.lease_id)
+        # SQLite, asked for those that are not consumed, would look through all that are not.
+        query = select(Rollouts.rollout_id, Rollouts.consumed_at).where(*held)
+        rows = connection.execute(query)
+        still = [rollout_id for rollout_id, consumed_at in rows if consumed_at is None]
+        free = {"lease_id": None, "lease_owner": None, "leased_until": None}
+        _update_rollouts(connection, still, free)
+        mine = (Leases.rollout_id.in_(still), Leases.lease_id == group.lease_id)
+        _end_leases(connection, now, *mine)
+
+
+def _end_leases(connection: Connection, now: float, *which: ColumnElement[bool]) -> None:
+    connection.execute(
+        update(Leases).where(Leases.released_at.is_(None), *which).values(released_at=now)
+    )
+
+
 def _form_groups(ready: Sequence[_Ready], size: int, stale_before: float) -> list[list[_Ready]]:
     """Groups in the order in which their last rollout finished."""
     by_task: dict[tuple[str, str], list[_Ready]] = {}
@@ -289,8 +348,11 @@ def _record(
         )
         late |= dict.fromkeys(connection.scalars(query), (None, LATE))
     _insert_fates(connection, late)
-    values = {"consumed_at": time.time(), "consumed_step": step, "leased_until": None}
+    now = time.time()
+    values = {"consumed_at": now, "consumed_step": step, "leased_until": None}
     changed = _update_rollouts(connection, list(rollouts), values)
+    for ids in chunks(list(rollouts)):
+        _end_leases(connection, now, Leases.rollout_id.in_(ids), Leases.leased_until > now)
     if changed != len(set(rollouts)):
         raise LedgerError(f"{len(set(rollouts)) - changed} of the step's rollouts are not stored")
 
@@ -320,9 +382,11 @@ def _insert_fates(connection: Connection, fates: Mapping[str, _Fate]) -> None:
 
 
 def _update_rollouts(connection: Connection, ids: Sequence[str], values: Mapping[str, Any]) -> int:
-    """How many there were."""
+    """How many there were. They are held in order, as by those who append (`ingest`)."""
     changed = 0
-    for some in chunks(ids):
+    for some in chunks(sorted(set(ids))):
+        query = select(Rollouts.rollout_id).where(Rollouts.rollout_id.in_(some))
+        connection.execute(query.order_by(Rollouts.rollout_id).with_for_update(key_share=True))
         changed += connection.execute(
             update(Rollouts).where(Rollouts.rollout_id.in_(some)).values(**values)
         ).rowcount

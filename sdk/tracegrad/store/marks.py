@@ -56,7 +56,7 @@ class Part(NamedTuple):
 class PartMarks:
     kind: str
     length: int
-    digests: Mapping[int, bytes]  # by position
+    digests: Mapping[int, bytes]  # by position, the last first
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +86,19 @@ class Marks:
         return cls(skeleton, parts, frozenset(digests))
 
 
-class State(NamedTuple):
+@dataclass(slots=True)
+class State:
     """After some items: the hash of them all, and how many bytes they were."""
 
     hash: Any
     size: int
+    _digest: bytes | None = None
 
     @property
     def digest(self) -> bytes:
-        digest: bytes = self.hash.digest()
-        return digest
+        if self._digest is None:
+            self._digest = self.hash.digest()
+        return self._digest
 
 
 Trail = Mapping[int, State]  # by position

@@ -6,21 +6,25 @@ from pathlib import Path
 
 from sqlalchemy import Connection, inspect, text
 
-from tracegrad.store.errors import StoreTooNew
-from tracegrad.store.schema import REVISION
+from tracegrad.store.errors import StoreForeign, StoreTooNew
+from tracegrad.store.schema import REVISION, Base
+
+_VERSIONS = "alembic_version"
+_FIRST = "rollouts"  # a table of ours in every revision
 
 
 def migrate(connection: Connection) -> None:
-    """In an exclusive transaction. Raises StoreTooNew."""
+    """In an exclusive transaction. Raises StoreTooNew, StoreForeign."""
     if revision_of(connection) != REVISION:
         _upgrade(connection)
 
 
 def revision_of(connection: Connection) -> str | None:
     """None: there are no tables of ours."""
-    if not inspect(connection).has_table("alembic_version"):
+    inspector = inspect(connection)
+    if not (inspector.has_table(_VERSIONS) and inspector.has_table(_FIRST)):
         return None
-    found: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
+    found: str | None = connection.scalar(text(f"SELECT version_num FROM {_VERSIONS}"))
     return found
 
 
@@ -35,9 +39,21 @@ def _upgrade(connection: Connection) -> None:
     config.attributes["connection"] = connection
     found = revision_of(connection)
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
-    if found is not None and found not in known:
+    if found is None:
+        _refuse_foreign(connection)
+    elif found not in known:
         raise StoreTooNew(
             f"the store has revision {found}, this tracegrad knows up to {REVISION}: "
             "upgrade tracegrad"
         )
     command.upgrade(config, "head")
+
+
+def _refuse_foreign(connection: Connection) -> None:
+    """Tables that we would make, made by somebody else."""
+    there = set(inspect(connection).get_table_names())
+    if foreign := sorted(there & {_VERSIONS, *Base.metadata.tables}):
+        raise StoreForeign(
+            f"the database holds another program's tables ({', '.join(foreign)}): "
+            "give the store a database of its own"
+        )

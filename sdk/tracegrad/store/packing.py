@@ -30,6 +30,7 @@ from tracegrad.store.errors import StoreCorrupt
 
 _LEVEL, _SHORT_LEVEL = 1, 3
 _ITEM = 4  # bytes
+_LITTLE = sys.byteorder == "little"
 _JSON, _ODD, _SHORT = 0x10, 0x20, 0x40
 _FIRST_REVISION = 0x28
 _SHORT_TEXT = 8192  # bytes; longer ones compress better by themselves
@@ -153,12 +154,20 @@ def unpack_json(blob: bytes | None) -> Any:
 class ContextDigest:
     """BLAKE2b (128 bits) over token ids, fed piece by piece."""
 
+    __slots__ = ("_hash",)
+
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
 
-    def add(self, ids: array[int]) -> ContextDigest:
-        self._hash.update(_little_endian(ids))
+    def add(self, ids: array[int] | memoryview) -> ContextDigest:
+        self._hash.update(ids if _LITTLE else _little_endian(array("i", ids)))
         return self
+
+    def copy(self) -> ContextDigest:
+        """One that goes on from here, while this one stays as it is."""
+        copied = ContextDigest.__new__(ContextDigest)
+        copied._hash = self._hash.copy()
+        return copied
 
     def value(self) -> bytes:
         return self._hash.digest()

@@ -8,12 +8,27 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, func, select
 
-from tracegrad.records import Outcome, RewardGiven, SpanEnded
+from tracegrad.records import Outcome, RewardGiven, RolloutFinished, SpanEnded
 from tracegrad.store.errors import AmbiguousRollout, UnknownRollout
 from tracegrad.store.filters import ALL, RolloutFilter
 from tracegrad.store.reading import turns_of
-from tracegrad.store.schema import Rewards, Rollouts, RolloutTags, Spans, TurnLedger, Turns
-from tracegrad.store.sql import SCORED, chunks, has_tags, latest_reward, training_state
+from tracegrad.store.schema import (
+    Outcomes,
+    Rewards,
+    Rollouts,
+    RolloutTags,
+    Spans,
+    TurnLedger,
+    Turns,
+)
+from tracegrad.store.sql import (
+    SCORED,
+    begins_with,
+    chunks,
+    has_tags,
+    latest_reward,
+    training_state,
+)
 from tracegrad.store.views import RewardPoint, RolloutDetail, RolloutRow, TurnCounts, TurnFate
 
 
@@ -94,7 +109,7 @@ def resolve_rollout(connection: Connection, prefix: str) -> str:
         raise UnknownRollout("an empty rollout id")
     query = (
         select(Rollouts.rollout_id)
-        .where(Rollouts.rollout_id.startswith(prefix, autoescape=True))
+        .where(begins_with(Rollouts.rollout_id, prefix))
         .order_by(Rollouts.rollout_id)
         .limit(4)
     )
@@ -144,6 +159,20 @@ def rewards_of(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, 
     return found
 
 
+def outcomes_of(connection: Connection, rollout_id: str) -> list[RolloutFinished]:
+    """Every end in order of arrival."""
+    names = ("rollout_id", "outcome", "error", "finished_at")
+    query = (
+        select(*(Outcomes.__table__.c[name] for name in names))
+        .where(Outcomes.rollout_id == rollout_id)
+        .order_by(Outcomes.seq)
+    )
+    return [
+        RolloutFinished(**{**row, "outcome": Outcome(row["outcome"])})
+        for row in connection.execute(query).mappings()
+    ]
+
+
 def spans_of(connection: Connection, rollout_id: str) -> list[SpanEnded]:
     query = (
         select(*Spans.__table__.columns)
@@ -158,27 +187,33 @@ def turn_counts(connection: Connection, tags: Mapping[str, str] | None = None) -
 
     With `tags`, turns of rollouts that do not carry them all wait as `not_selected`.
     """
-    recorded = select(TurnLedger.skip_reason, func.count()).group_by(TurnLedger.skip_reason)
-    trained, skipped = 0, dict[str, int]()
-    for reason, count in connection.execute(recorded):
-        if reason is None:
-            trained = count
-        else:
-            skipped[reason] = count
-    states = (
-        select(training_state(tags or {}, time.time()).label("state"))
+    trained = connection.scalar(select(func.count(TurnLedger.step))) or 0
+    reasons = (
+        select(TurnLedger.skip_reason, func.count())
+        .where(TurnLedger.step.is_(None))
+        .group_by(TurnLedger.skip_reason)
+    )
+    skipped = {str(reason): count for reason, count in connection.execute(reasons)}
+    # Turn by turn are looked at only those of rollouts that are not consumed: most are.
+    waiting = (
+        select(func.count())
         .select_from(Turns)
-        .join(Rollouts, Rollouts.rollout_id == Turns.rollout_id)
         .outerjoin(TurnLedger, TurnLedger.turn_id == Turns.turn_id)
-        .where(TurnLedger.turn_id.is_(None))
+        .where(Turns.rollout_id == Rollouts.rollout_id, TurnLedger.turn_id.is_(None))
+        .correlate(Rollouts)
+        .scalar_subquery()
+    )
+    states = (
+        select(training_state(tags or {}, time.time()).label("state"), waiting.label("turns"))
+        .where(Rollouts.consumed_at.is_(None))
         .subquery()
     )
-    by_state = select(states.c.state, func.count()).group_by(states.c.state)
-    pending: dict[str, int] = dict(connection.execute(by_state).tuples().all())
+    by_state = select(states.c.state, func.sum(states.c.turns)).group_by(states.c.state)
+    pending = {state: int(turns) for state, turns in connection.execute(by_state) if turns}
+    captured = connection.scalar(select(func.count()).select_from(Turns)) or 0
     # Captured after the ledger had closed their rollout: they will never be trained.
-    if late := pending.pop("consumed", 0):
+    if late := captured - trained - sum(skipped.values()) - sum(pending.values()):
         skipped["late"] = skipped.get("late", 0) + late
-    captured = trained + sum(skipped.values()) + sum(pending.values())
     return TurnCounts(captured, trained, skipped, pending)
 
 

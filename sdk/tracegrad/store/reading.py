@@ -1,15 +1,22 @@
-"""Turns from rows: prompts rebuilt from the deltas, and proven against the stored digest."""
+"""Turns from rows: prompts rebuilt from the deltas, and proven against the stored digest.
+
+All of a rollout takes time linear in its tokens, but for the one copy of its prompt that each
+turn is given: hashes go on from the parent's, and turns that follow one another grow one array.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Row, Select, select
+from sqlalchemy import Connection, Row, Select, bindparam, select
 from sqlalchemy.orm import aliased
 
-from tracegrad.records import Turn
+from tracegrad.records import Turn, token_ids
 from tracegrad.store.errors import StoreCorrupt
 from tracegrad.store.packing import ContextDigest, unpack_ids, unpack_json, unpack_logprobs
 from tracegrad.store.rebuilding import Rebuilt, rebuild
@@ -19,9 +26,53 @@ from tracegrad.store.sql import chunks
 T = TypeVar("T")
 
 _RAW = (Turns.request, Turns.response, Turns.request_base, Turns.request_marks)
-_COLUMNS = [
-    column for column in Turns.__table__.columns if column.name not in {raw.key for raw in _RAW}
-]
+_COLUMNS = (
+    Turns.turn_id,
+    Turns.rollout_id,
+    Turns.parent_id,
+    Turns.fork_reason,
+    Turns.dialect,
+    Turns.model,
+    Turns.context_digest,
+    Turns.delta,
+    Turns.completion,
+    Turns.logprobs,
+    Turns.policy_versions,
+    Turns.sampling,
+    Turns.finish_reason,
+    Turns.untrainable,
+    Turns.parent_span_id,
+    Turns.created_at,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """The tokens that a turn's children begin with: the first `length` of `ids`."""
+
+    ids: array[int]
+    length: int
+    digest: ContextDigest
+
+    def followed(self, delta: array[int], completion: array[int]) -> tuple[array[int], _Context]:
+        """The prompt of a child, and its context.
+
+        The first child's tokens are put behind these; other children start from a copy.
+        """
+        ids = self.ids if len(self.ids) == self.length else self.ids[: self.length]
+        ids.extend(delta)
+        prompt = ids[:]
+        ids.extend(completion)
+        digest = self.digest.copy().add(delta).add(completion)
+        return prompt, _Context(ids, len(ids), digest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """What is known of the turns of a rollout that were read already, by id."""
+
+    contexts: dict[str, _Context] = field(default_factory=dict)
+    requests: dict[str, Rebuilt] = field(default_factory=dict)
 
 
 def turns_of(
@@ -30,17 +81,26 @@ def turns_of(
     """The turns of each rollout in order of capture; `raw` asks for requests and responses."""
     found: dict[str, list[Turn]] = {rollout_id: [] for rollout_id in rollout_ids}
     for ids in chunks(rollout_ids):
-        query = _select(raw).where(Turns.rollout_id.in_(ids)).order_by(Turns.seq)
-        for turn in _rebuild(connection.execute(query), raw=raw):
-            found[turn.rollout_id].append(turn)
+        rows = connection.execute(_OF_ROLLOUTS[raw], {"ids": ids})
+        for rollout_id, of_rollout in groupby(rows, attrgetter("rollout_id")):
+            found[rollout_id] = _rebuild(of_rollout, raw=raw)
     return found
 
 
 def find_turn(connection: Connection, turn_id: str, *, raw: bool = True) -> Turn | None:
-    turn = select(Turns.turn_id, Turns.parent_id, Turns.request_base).where(
-        Turns.turn_id == turn_id
-    )
-    chain = turn.cte("chain", recursive=True)
+    turns = _rebuild(connection.execute(_WITH_NEEDED[raw], {"id": turn_id}), raw=raw)
+    return turns[-1] if turns else None
+
+
+def _of_rollouts(raw: bool) -> Select[Any]:
+    wanted = Turns.rollout_id.in_(bindparam("ids", expanding=True))
+    return _select(raw).where(wanted).order_by(Turns.rollout_id, Turns.seq)
+
+
+def _with_needed(raw: bool) -> Select[Any]:
+    """A turn after all those that it is told by."""
+    turn = select(Turns.turn_id, Turns.parent_id, Turns.request_base)
+    chain = turn.where(Turns.turn_id == bindparam("id")).cte("chain", recursive=True)
     above = aliased(Turns)
     needed = [chain.c.parent_id, chain.c.request_base] if raw else [chain.c.parent_id]
     chain = chain.union(
@@ -48,43 +108,45 @@ def find_turn(connection: Connection, turn_id: str, *, raw: bool = True) -> Turn
             chain, above.turn_id.in_(needed)
         )
     )
-    query = _select(raw).where(Turns.turn_id.in_(select(chain.c.turn_id))).order_by(Turns.seq)
-    turns = _rebuild(connection.execute(query), raw=raw)
-    return turns[-1] if turns else None
+    found = Turns.turn_id.in_(select(chain.c.turn_id))
+    return _select(raw).where(found).order_by(Turns.seq)
 
 
 def _select(raw: bool) -> Select[Any]:
     return select(*_COLUMNS, *_RAW) if raw else select(*_COLUMNS)
 
 
+# Built once: making a statement costs more than running it.
+_OF_ROLLOUTS = {raw: _of_rollouts(raw) for raw in (False, True)}
+_WITH_NEEDED = {raw: _with_needed(raw) for raw in (False, True)}
+
+
 def _rebuild(rows: Iterable[Row[Any]], *, raw: bool) -> list[Turn]:
-    """`rows` hold every parent and every base before those who need it."""
-    contexts: dict[str, array[int]] = {}
-    requests: dict[str, Rebuilt] = {}
+    """`rows` are of one rollout, and hold every parent and every base before those who need it."""
+    earlier = _Earlier()
     turns = []
     for row in rows:
         try:
-            turns.append(_turn(row, contexts, requests, raw=raw))
+            turns.append(_turn(row, earlier, raw=raw))
         except StoreCorrupt as error:
             raise StoreCorrupt(f"turn {row.turn_id}: {error}") from error
     return turns
 
 
-def _turn(
-    row: Row[Any], contexts: dict[str, array[int]], requests: dict[str, Rebuilt], *, raw: bool
-) -> Turn:
-    prompt = unpack_ids(row.delta)
-    if row.parent_id is not None:
-        prompt = _needed(contexts, row.parent_id) + prompt
+def _turn(row: Row[Any], earlier: _Earlier, *, raw: bool) -> Turn:
     completion = unpack_ids(row.completion)
-    context = prompt + completion
-    if ContextDigest().add(context).value() != row.context_digest:
+    if row.parent_id is None:
+        parent = _Context(token_ids(), 0, ContextDigest())
+    else:
+        parent = _needed(earlier.contexts, row.parent_id)
+    prompt, context = parent.followed(unpack_ids(row.delta), completion)
+    if context.digest.value() != row.context_digest:
         raise StoreCorrupt("its tokens are not the ones that were stored")
-    contexts[row.turn_id] = context
+    earlier.contexts[row.turn_id] = context
     logprobs = unpack_logprobs(row.logprobs)
     if len(logprobs) != len(completion):
         raise StoreCorrupt(f"{len(logprobs)} log-probabilities for {len(completion)} tokens")
-    request, response = _texts(row, requests) if raw else (None, None)
+    request, response = _texts(row, earlier.requests) if raw else (None, None)
     return Turn(
         turn_id=row.turn_id,
         rollout_id=row.rollout_id,
@@ -115,7 +177,7 @@ def _texts(row: Row[Any], requests: dict[str, Rebuilt]) -> tuple[Any, Any]:
     return rebuilt.request, response
 
 
-def _needed(earlier: dict[str, T], turn_id: str) -> T:
+def _needed(earlier: Mapping[str, T], turn_id: str) -> T:
     if turn_id not in earlier:
         raise StoreCorrupt(f"turn {turn_id}, which it continues, is not stored")
     return earlier[turn_id]

@@ -25,17 +25,26 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
-from sqlalchemy.types import TypeDecorator
+from sqlalchemy.types import TypeDecorator, TypeEngine
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
 REVISION = "0003"
 
 
 class Text(TypeDecorator[str]):
-    """Unicode text that every database accepts: no NUL, no lone surrogate."""
+    """Unicode text that every database accepts: no NUL, no lone surrogate.
+
+    Compared by its bytes, as SQLite does, whatever language PostgreSQL's own comparisons follow:
+    the same order everywhere, beginnings are found in an index, and no index depends on the
+    system's collations, which change with its upgrades.
+    """
 
     impl = String
     cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        collation = "C" if dialect.name == "postgresql" else None
+        return dialect.type_descriptor(String(collation=collation))
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
         if value is None or (value.isascii() and "\0" not in value):
@@ -208,7 +217,10 @@ class Steps(Base):
 
 
 class Leases(Base):
-    """Who was given which rollouts to train on, and until when. Given back: `released_at`."""
+    """Who was given which rollouts to train on, and until when.
+
+    `released_at`: given back, or trained or skipped, before it ended by itself.
+    """
 
     __tablename__ = "leases"
 

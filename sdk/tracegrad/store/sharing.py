@@ -122,10 +122,10 @@ def _best(
 def _kept(part: Part, states: Trail, theirs: PartMarks | None) -> int:
     if theirs is None or theirs.kind != part.kind:
         return 0
-    equal = (
-        n for n, digest in theirs.digests.items() if n in states and states[n].digest == digest
-    )
-    return max(equal, default=0)
+    for n, digest in theirs.digests.items():  # the largest first
+        if n in states and states[n].digest == digest:
+            return n
+    return 0
 
 
 def _news(

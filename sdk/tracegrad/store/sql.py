@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from sqlalchemy import ColumnElement, and_, case, exists, literal, select, true
+from sqlalchemy.orm import InstrumentedAttribute
 
 from tracegrad.records import Outcome
 from tracegrad.store.schema import Rewards, Rollouts, RolloutTags
@@ -21,6 +22,11 @@ def chunks(items: Sequence[T], size: int = 500) -> Iterator[Sequence[T]]:
     """Databases bound the number of parameters in a statement."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
+
+
+def begins_with(column: InstrumentedAttribute[str], prefix: str) -> ColumnElement[bool]:
+    """As a range, which every database finds in an index; the last code point is no character."""
+    return and_(column >= prefix, column < prefix + "\U0010ffff")
 
 
 def has_tags(tags: Mapping[str, str]) -> ColumnElement[bool]:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from sqlalchemy import Connection, Engine, func, insert, select
 from sqlalchemy.exc import IntegrityError
 
-from tracegrad.records import Fact, RewardGiven, SpanEnded, Turn
-from tracegrad.store import keys, queries, reading
-from tracegrad.store.contexts import Contexts, Known, stored
-from tracegrad.store.databases import BUSY_TIMEOUT_S, Database, database_at, upsert
+from tracegrad.records import Fact, RewardGiven, RolloutFinished, SpanEnded, Turn
+from tracegrad.store import keys, queries, reading, traces
+from tracegrad.store.again import again
+from tracegrad.store.contexts import Contexts, Known, last_removal, stored
+from tracegrad.store.databases import BUSY_TIMEOUT_S, Conflict, Database, database_at, upsert
 from tracegrad.store.errors import StoreMissing
 from tracegrad.store.filters import ALL, RolloutFilter
-from tracegrad.store.ingest import Batch, TurnKnown, sort_facts, write_batch
+from tracegrad.store.ingest import (
+    Batch,
+    add_rollouts,
+    hold_rollouts,
+    sort_facts,
+    write_batch,
+)
 from tracegrad.store.migrate import migrate, revision_of
 from tracegrad.store.schema import REVISION, PolicyVersions, VersionEvents
 from tracegrad.store.turn_rows import turn_rows
@@ -31,10 +38,15 @@ from tracegrad.store.views import (
 DEFAULT_URL = "sqlite:///.tracegrad/store.db"
 
 
+class _Outdated(Conflict):
+    """What a turn refers to may have been changed since it was read (`contexts`)."""
+
+
 class Store:
     """Safe to use from many threads; several processes may open the same URL.
 
-    Every method may raise `StoreUnavailable`; then nothing of the call was stored.
+    Every method may raise `StoreUnavailable`; then nothing of the call was stored, unless the
+    connection to a server broke in the very commit: facts may simply be written again.
     """
 
     def __init__(self, database: Database, engine: Engine) -> None:
@@ -74,6 +86,8 @@ class Store:
             # The lock is held over check and change: processes that open at once take turns.
             with self.exclusive() as connection:
                 migrate(connection)
+        with self.reading() as connection:
+            self._contexts.renew(last_removal(connection))
 
     def close(self) -> None:
         self._engine.dispose()
@@ -92,7 +106,10 @@ class Store:
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """A transaction that sees one state of the store."""
-        with self.database.one_line_errors(), self._engine.begin() as connection:
+        with (
+            self.database.one_line_errors(),
+            self.database.reading(self._engine) as connection,
+        ):
             yield connection
 
     @contextmanager
@@ -123,26 +140,38 @@ class Store:
         if not facts:
             return
         batch = sort_facts(facts)
+        try:
+            self._append_by_memory(batch)
+        except (Conflict, IntegrityError):
+            self._contexts.forget(batch.first_seen)
+            as_of = again(
+                lambda: self._append_by_what_is_stored(batch), on=(Conflict, IntegrityError)
+            )
+            self._contexts.renew(as_of)
+
+    def _append_by_memory(self, batch: Batch) -> None:
         turns = list(batch.turns.values())
         known = self._contexts.known(turns, self.reading)
         rows, contexts = turn_rows(turns, known)
-        try:
-            with self.appending() as connection:
-                write_batch(connection, batch, rows, self._contexts.new(batch.first_seen))
-        except (TurnKnown, IntegrityError):
-            self._contexts.forget(batch.first_seen)
-            self._append_by_what_is_stored(batch)
-        else:
-            self._contexts.remember(contexts)
-
-    def _append_by_what_is_stored(self, batch: Batch) -> None:
-        """For a batch with turns that are stored already, or that rely on some that are gone."""
         with self.appending() as connection:
+            write_batch(connection, batch, rows, self._contexts.new(batch.first_seen))
+            _check_outdated(connection, rows, known.as_of)
+        self._contexts.remember(contexts, known.as_of)
+
+    def _append_by_what_is_stored(self, batch: Batch) -> int:
+        """For a batch with turns that are stored already, that rely on some that are gone, or that
+        others write at the same time. Returns the last removal that it knew of."""
+        with self.appending() as connection:
+            add_rollouts(connection, batch, batch.first_seen)
+            hold_rollouts(connection, batch.first_seen)
+            # From here on nobody removes anything of these rollouts.
+            as_of = last_removal(connection)
             known = stored(connection, batch.turns)
             new = [turn for turn_id, turn in batch.turns.items() if turn_id not in known]
             known |= stored(connection, {turn.parent_id for turn in new if turn.parent_id})
             rows, _ = turn_rows(new, Known(known))
-            write_batch(connection, batch, rows, batch.first_seen)
+            write_batch(connection, batch, rows, new_rollouts=())
+        return as_of
 
     def rollout_turns(self, rollout_id: str, *, raw: bool = True) -> list[Turn]:
         """In order of capture; `raw=False` leaves requests and responses out.
@@ -161,9 +190,35 @@ class Store:
         with self.reading() as connection:
             return queries.rewards_of(connection, [rollout_id])[rollout_id]
 
+    def outcomes(self, rollout_id: str) -> list[RolloutFinished]:
+        """Every end that was told of it, in order of arrival. The first one counts."""
+        with self.reading() as connection:
+            return queries.outcomes_of(connection, rollout_id)
+
     def spans(self, rollout_id: str) -> list[SpanEnded]:
         with self.reading() as connection:
             return queries.spans_of(connection, rollout_id)
+
+    # Traces
+
+    def rollouts_of_traces(self, trace_ids: Collection[str]) -> list[tuple[str, str]]:
+        """Trace and rollout of all that are known; a trace may have several."""
+        with self.reading() as connection:
+            return traces.rollouts_of_traces(connection, trace_ids)
+
+    def calling_spans(self, rollout_id: str, *, but: str) -> list[str]:
+        """The spans that the rollout's turns were called from, but for turns of one dialect."""
+        with self.reading() as connection:
+            return traces.calling_spans(connection, rollout_id, but=but)
+
+    def rollout_of_turn(self, turn_id: str) -> str | None:
+        with self.reading() as connection:
+            return traces.rollout_of_turn(connection, turn_id)
+
+    def turn_order(self, rollout_id: str) -> Sequence[str]:
+        """The ids of a rollout's turns in order of capture."""
+        with self.reading() as connection:
+            return traces.turn_order(connection, rollout_id)
 
     # Keys of rollouts
 
@@ -238,3 +293,11 @@ class Store:
         query = select(func.max(PolicyVersions.version)).where(PolicyVersions.state == "serving")
         with self.reading() as connection:
             return connection.scalar(query)
+
+
+def _check_outdated(connection: Connection, rows: Sequence[Mapping[str, Any]], as_of: int) -> None:
+    """After the rows were written: whoever changes their rollouts now waits for them, and whoever
+    did so before has committed."""
+    refers = any(row["parent_id"] is not None or row["request_base"] is not None for row in rows)
+    if refers and last_removal(connection) != as_of:
+        raise _Outdated("what the turns continue is being changed; try again")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from tracegrad.records import Turn
 from tracegrad.store.contexts import LATEST, Context, Known
-from tracegrad.store.errors import FactRefused
+from tracegrad.store.errors import FactRefused, ParentMissing
 from tracegrad.store.marks import Marks
 from tracegrad.store.packing import ContextDigest, Unpacked, array_pieces, json_pieces, pack
 from tracegrad.store.sharing import Earlier, Shared, share
@@ -19,6 +20,9 @@ from tracegrad.store.sharing import Earlier, Shared, share
 Values = dict[str, Any]
 
 _PACKED = ("delta", "completion", "logprobs", "request", "response")
+
+# A turn without a parent is compared with the same few turns as the one before it.
+_marks = lru_cache(maxsize=1024)(Marks.decode)
 
 
 def turn_rows(turns: Iterable[Turn], known: Known) -> tuple[list[Values], list[Context]]:
@@ -53,7 +57,7 @@ def _parent_of(turn: Turn, known: dict[str, Context], made: dict[str, Context]) 
         return None
     parent = known.get(turn.parent_id) or made.get(turn.parent_id)
     if parent is None:
-        raise FactRefused(
+        raise ParentMissing(
             f"parent_id: turn {turn.parent_id}, parent of {turn.turn_id}, is not stored; "
             "write parents first"
         )
@@ -123,9 +127,7 @@ def _told(turn: Turn, earlier: Sequence[Context]) -> Shared | None:
     if turn.request is None:
         return None
     candidates = [
-        Earlier(context.turn_id, Marks.decode(context.marks))
-        for context in earlier
-        if context.marks
+        Earlier(context.turn_id, _marks(context.marks)) for context in earlier if context.marks
     ]
     return share(turn.request, turn.response, candidates)
 

@@ -114,3 +114,20 @@ class Group:
     lease_id: str
     expires_at: float
     rollouts: list[RolloutSample]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """That `owner` had a rollout to train on. Times are seconds since the epoch."""
+
+    lease_id: str
+    rollout_id: str
+    owner: str
+    leased_at: float
+    leased_until: float
+    released_at: float | None  # given back, or consumed; None: until it ended by itself
+
+    def state(self, now: float) -> Literal["held", "released", "expired"]:
+        if self.released_at is not None:
+            return "released"
+        return "held" if now < self.leased_until else "expired"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 from store_facts import make_turn, whole_rollout
+from store_plans import uses_index
 
 from tracegrad.records import (
     OVER_LENGTH,
@@ -20,7 +23,16 @@ from tracegrad.records import (
     SpanEnded,
     Turn,
 )
-from tracegrad.store import AmbiguousRollout, FactRefused, RolloutFilter, Store, UnknownRollout
+from tracegrad.store import (
+    AmbiguousRollout,
+    FactRefused,
+    Ledger,
+    RolloutFilter,
+    Store,
+    UnknownRollout,
+)
+from tracegrad.store.schema import Rollouts
+from tracegrad.store.sql import begins_with
 
 
 def test_every_field_of_every_fact_comes_back(store: Store) -> None:
@@ -78,6 +90,7 @@ def test_writing_again_changes_nothing(store: Store) -> None:
     before = store.rollout("r")
     store.append(facts)
     store.append([*facts, *facts])
+    assert store.outcomes("r") == [RolloutFinished(rollout_id="r", finished_at=1001.0)]
     store.append(
         [
             RolloutOpened(rollout_id="r", task_id="other", tags={"late": "yes"}),
@@ -85,6 +98,37 @@ def test_writing_again_changes_nothing(store: Store) -> None:
         ]
     )
     assert store.rollout("r") == before
+
+
+def test_every_end_is_kept_and_the_first_counts(store: Store) -> None:
+    ends = [
+        RolloutFinished(rollout_id="r", outcome=Outcome.BUDGET, finished_at=20.0),
+        RolloutFinished(rollout_id="r", outcome=Outcome.ABORTED, error="late", finished_at=30.0),
+        RolloutFinished(rollout_id="r", outcome=Outcome.COMPLETED, finished_at=10.0),
+        RolloutFinished(rollout_id="r", outcome=Outcome.INFRA_ERROR, finished_at=30.0),
+    ]
+    store.append([make_turn("t"), *ends[:2]])
+    store.append([ends[2], ends[0]])  # told later, of an earlier time; and one told twice
+    store.append([ends[3]])
+    assert store.outcomes("r") == ends
+    row = store.rollout("r").row
+    assert (row.outcome, row.error, row.finished_at) == (Outcome.BUDGET, None, 20.0)
+    assert store.outcomes("nobody") == []
+
+
+def test_ends_that_come_after_training_are_kept(store: Store) -> None:
+    store.append(whole_rollout("r"))
+    Ledger(store).commit_skipped({"r.0": "stale", "r.1": "stale"}, ["r"])
+    store.append([RolloutFinished(rollout_id="r", outcome=Outcome.INFRA_ERROR, finished_at=2e9)])
+    assert [end.outcome for end in store.outcomes("r")] == ["completed", "infra_error"]
+    row = store.rollout("r").row
+    assert (row.outcome, row.state) == (Outcome.COMPLETED, "consumed")
+
+
+def test_a_crash_over_a_full_context_is_told_as_it_was(store: Store) -> None:
+    store.append([refused("a"), crash()])
+    assert store.rollout("r").row.outcome == Outcome.BUDGET
+    assert [end.outcome for end in store.outcomes("r")] == [Outcome.AGENT_ERROR]
 
 
 def test_facts_may_come_in_any_order(store: Store) -> None:
@@ -96,10 +140,10 @@ def test_facts_may_come_in_any_order(store: Store) -> None:
         SpanEnded(trace_id="?", span_id="s", rollout_id="?", name="n", start_ns=0, end_ns=1),
         RolloutFinished(rollout_id="?", finished_at=9.0),
     ]
-    for number, order in enumerate(itertools.permutations(facts)):
-        name = f"r{number:03d}"
-        for fact in order:
-            store.append([_renamed(fact, name)])
+    orders = {f"r{n:03d}": order for n, order in enumerate(itertools.permutations(facts))}
+    for each in range(len(facts)):
+        store.append([_renamed(order[each], name) for name, order in orders.items()])
+    for name in orders:
         row = store.rollout(name).row
         assert (row.task_id, row.agent, row.tags, row.opened_at) == ("t", "a", {"k": "v"}, 5.0)
         assert (row.reward, row.turns, row.outcome) == (1.0, 1, Outcome.COMPLETED)
@@ -166,13 +210,68 @@ def test_what_the_database_could_not_hold_is_made_fit(store: Store) -> None:
                 name="n",
                 start_ns=0,
                 end_ns=1,
-                attributes={"big": 2**70, "odd": object, "half": "\ud800", 3: math.nan},  # type: ignore[dict-item]
+                attributes={"big": 2**70, "odd": object, "half": "\ud800\0", 3: math.nan},  # type: ignore[dict-item]
             ),
+            RolloutOpened(rollout_id="r", task=[math.inf, "NaN", "\0", -math.inf]),
         ]
     )
-    assert store.rollout("r").row.error == "bad ? \ufffd text"
-    [span] = store.spans("r")
-    assert span.attributes["odd"] == str(object)
+    detail = store.rollout("r")
+    assert detail.row.error == "bad ? \ufffd text"
+    assert detail.spans[0].attributes == {
+        "big": 2**70, "odd": str(object), "half": "\ud800\0", "3": None
+    }  # fmt: skip
+    assert detail.task == [None, "NaN", "\0", None]
+
+
+@pytest.mark.parametrize(
+    ("fact", "field"),
+    [
+        (RolloutOpened(rollout_id="é" * 257), "rollout_id: 514 bytes; give at most 512"),
+        (RolloutOpened(rollout_id="r", task_id="t" * 2049), "task_id: 2049 bytes"),
+        (RolloutOpened(rollout_id="r", tags={"k": "v" * 2048}), "tags: 'k': 2049 bytes"),
+        (RewardGiven(rollout_id="r", value=1.0, turn=2**63), "turn: 9223372036854775808 is more"),
+        (
+            SpanEnded(trace_id="t", span_id="s", name="n", start_ns=0, end_ns=2**63),
+            "end_ns: 9223372036854775808 is more than 64 bits",
+        ),
+        (make_turn("t" * 513), "turn_id: 513 bytes"),
+    ],
+    ids=lambda value: value.partition(":")[0] if isinstance(value, str) else "",
+)
+def test_what_no_database_can_find_again_is_refused(store: Store, fact: Fact, field: str) -> None:
+    with pytest.raises(FactRefused, match=field):
+        store.append([make_turn("good"), fact])
+    assert store.rollouts() == [], "nothing of the batch was stored"
+
+
+def test_the_longest_names_are_stored_and_found(store: Store) -> None:
+    draw = random.Random(1)
+
+    def name(length: int) -> str:  # that no index makes smaller
+        return "".join(chr(draw.randrange(33, 127)) for _ in range(length))
+
+    rollout, task, tag = name(512), name(2048), (name(1000), name(1048))
+    store.append(
+        [
+            RolloutOpened(rollout_id=rollout, task_id=task, tags=dict([tag])),
+            make_turn(name(512), rollout),
+            RewardGiven(rollout_id=rollout, value=1.0, reward_id=name(512)),
+            SpanEnded(
+                trace_id=name(512), span_id=name(512), rollout_id=rollout, name="n",
+                start_ns=0, end_ns=1,
+            ),
+        ]
+    )  # fmt: skip
+    [row] = store.rollouts(RolloutFilter(task=task, tags=dict([tag])))
+    assert (row.rollout_id, row.turns, row.reward) == (rollout, 1, 1.0)
+
+
+def test_a_value_that_is_no_json_is_refused(store: Store) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(FactRefused, match="it is no JSON"):
+        store.append([RolloutOpened(rollout_id="r", task=endless)])
+    assert store.rollouts() == []
 
 
 def test_rollouts_filter_and_order(store: Store) -> None:
@@ -207,6 +306,20 @@ def test_a_rollout_is_found_by_the_beginning_of_its_id(store: Store) -> None:
     for nobody in ("q", ""):
         with pytest.raises(UnknownRollout):
             store.rollout(nobody)
+
+
+def test_the_beginning_of_an_id_is_found_through_an_index(store: Store) -> None:
+    query = select(Rollouts.rollout_id).where(begins_with(Rollouts.rollout_id, "ab"))
+    assert uses_index(store, query.order_by(Rollouts.rollout_id).limit(4))
+
+
+def test_beginnings_are_told_by_case_and_by_accent(store: Store) -> None:
+    names = {"A": "Abc", "abd": "abd", "á": "ábe", "ab\U0001f600": "ab\U0001f600z", "%": "%%"}
+    store.append([RolloutOpened(rollout_id=name) for name in names.values()])
+    for prefix, name in names.items():
+        assert store.rollout(prefix).row.rollout_id == name
+    with pytest.raises(UnknownRollout):
+        store.rollout("AB")
 
 
 def test_a_rollouts_reward_is_the_latest_given_to_it(store: Store) -> None:

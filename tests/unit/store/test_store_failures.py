@@ -7,16 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import event, insert, text
 from store_facts import make_turn
 
 from tracegrad.records import token_ids
-from tracegrad.store import Store, StoreMissing, StoreTooNew, StoreUnavailable, Writer
+from tracegrad.store import Ledger, Store, StoreMissing, StoreTooNew, StoreUnavailable, Writer
+from tracegrad.store.schema import Rollouts
 
 
 @pytest.fixture
-def full(store: Store) -> Iterator[Store]:
+def full(sqlite_url: str) -> Iterator[Store]:
     """A store whose file may not grow; `PRAGMA max_page_count` fails as a full disk does."""
+    store = Store.open(sqlite_url)
     with store.appending() as connection:
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar()
 
@@ -24,7 +26,8 @@ def full(store: Store) -> Iterator[Store]:
         connection.execute(f"PRAGMA max_page_count={pages}")
 
     event.listen(store._engine, "checkout", limit)
-    yield store
+    with store:
+        yield store
     if event.contains(store._engine, "checkout", limit):
         event.remove(store._engine, "checkout", limit)
 
@@ -35,7 +38,7 @@ def _big(turn_id: str) -> object:
     return make_turn(turn_id, new=token_ids(random.randrange(2**31) for _ in range(20_000)))
 
 
-def test_a_full_disk_is_one_line_and_passes(full: Store, url: str) -> None:
+def test_a_full_disk_is_one_line_and_passes(full: Store, sqlite_url: str) -> None:
     with Writer(full) as writer:
         futures = [writer.submit([_big(f"t{n}")]) for n in range(3)]  # type: ignore[list-item]
         for future in futures:
@@ -44,7 +47,7 @@ def test_a_full_disk_is_one_line_and_passes(full: Store, url: str) -> None:
             assert "\n" not in str(caught.value)
             assert "store.db" in str(caught.value)
         assert full.rollouts() == []
-        with Store.open(url) as roomy:
+        with Store.open(sqlite_url) as roomy:
             roomy.append([_big("t0")])  # type: ignore[list-item]
         assert [t.turn_id for t in full.rollout_turns("r")] == ["t0"]
 
@@ -54,11 +57,26 @@ def test_a_locked_store_is_one_line(url: str) -> None:
         Store.open(url) as holder,
         Store.open(url, busy_timeout_s=0.1) as store,
         Writer(store) as writer,
-        holder.appending(),
     ):
-        with pytest.raises(StoreUnavailable, match="locked"):
-            writer.submit([make_turn("t")]).result(timeout=30)
-        assert store.rollouts() == [], "reading goes on"
+        with holder.appending() as connection:
+            connection.execute(
+                insert(Rollouts), {"rollout_id": "r", "opened": False, "opened_at": 1}
+            )
+            with pytest.raises(StoreUnavailable, match="lock") as caught:
+                writer.submit([make_turn("t")]).result(timeout=30)
+            assert "\n" not in str(caught.value)
+            assert store.rollouts() == [], "reading goes on"
+        writer.submit([make_turn("t")]).result(timeout=30)
+        assert [turn.turn_id for turn in store.rollout_turns("r")] == ["t"]
+
+
+def test_two_that_want_to_be_alone_wait_for_each_other_and_not_for_ever(url: str) -> None:
+    with Store.open(url) as holder, Store.open(url, busy_timeout_s=0.1) as store:
+        with holder.exclusive():
+            with pytest.raises(StoreUnavailable, match="lock"):
+                Ledger(store).release([])
+            assert store.rollouts() == []
+        Ledger(store).release([])
 
 
 def test_a_file_that_is_no_store(tmp_path: Path) -> None:

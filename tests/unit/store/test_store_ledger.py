@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -144,31 +140,46 @@ def test_a_lease_ends_by_itself_or_by_release(store: Store, ledger: Ledger) -> N
     assert ids(lease(ledger)) == ids(first)
 
 
-def test_concurrent_pullers_never_share_a_rollout(store: Store, url: str) -> None:
-    fill(store, tasks=24, size=4, turns=1)
-    code = (
-        "import sys\nfrom tracegrad.store import Store, Ledger\n"
-        "with Store.open(sys.argv[1]) as s:\n"
-        "  while g := Ledger(s).lease(groups=1, group_size=2, owner='p', ttl_s=600):\n"
-        "    print(*(r.rollout_id for r in g[0].rollouts), flush=True)\n"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code, url], stdout=subprocess.PIPE, text=True)
-    start = threading.Barrier(4)
+def test_a_leases_history_tells_who_had_what(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=1, size=2)
+    before = time.time()
+    [first] = lease(ledger, owner="a", ttl_s=0.05)
+    time.sleep(0.1)
+    [second] = lease(ledger, owner="b")
+    ledger.release([first])  # too late: it is not a's any more
+    ledger.release([second])
+    ledger.release([second])
+    [third] = lease(ledger, owner="c")
+    ledger.commit_skipped(dict.fromkeys(turn_ids(third), "stale"), ids([third])[0])
+    ledger.release([third])
+    after = time.time()
+    for name in ("t0.0", "t0.1"):
+        history = ledger.leases(name)
+        assert [(one.lease_id, one.owner) for one in history] == [
+            (first.lease_id, "a"), (second.lease_id, "b"), (third.lease_id, "c")
+        ]  # fmt: skip
+        assert [one.state(after) for one in history] == ["expired", "released", "released"]
+        expired, released, consumed = history
+        assert before < expired.leased_at < expired.leased_until == first.expires_at
+        assert expired.released_at is None
+        assert released.leased_at < (released.released_at or 0) < consumed.leased_at
+        assert consumed.leased_at < (consumed.released_at or 0) < after
+    assert store.rollout("t0.0").row.state == "consumed", "giving it back does not open it again"
+    assert ledger.leases("nobody") == []
 
-    def puller(name: str) -> list[str]:
-        start.wait()
-        mine = []
-        with Store.open(url) as own:
-            while groups := lease(Ledger(own), ttl_s=600, owner=name):
-                mine += ids(groups)[0]
-        return mine
 
-    with ThreadPoolExecutor(4) as pool:
-        leased = [rollout for mine in pool.map(puller, "abcd") for rollout in mine]
-    said, _ = child.communicate(timeout=60)
-    leased += said.split()
-    assert len(leased) == 96
-    assert set(leased) == {f"t{task}.{n}" for task in range(24) for n in range(4)}
+def test_a_lease_that_is_held_says_so(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=1, size=2)
+    lease(ledger, ttl_s=60)
+    [held] = ledger.leases("t0.0")
+    assert held.state(time.time()) == "held"
+    assert held.state(held.leased_until) == "expired"
+
+
+def test_a_refused_lease_leaves_no_history(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=1, size=2)
+    assert lease(ledger, groups=2) == []
+    assert ledger.leases("t0.0") == []
 
 
 def test_a_step_commits_with_its_turns(store: Store, ledger: Ledger) -> None:
@@ -334,6 +345,22 @@ def test_versions_are_kept_by_number(store: Store) -> None:
     assert store.current_version() == 1
     assert [version.state for version in store.versions()] == ["serving", "serving", "failed"]
     assert store.versions()[1] == done
+
+
+def test_all_that_became_of_a_version_is_kept_in_order(store: Store) -> None:
+    events = [
+        PolicyVersion(1, 1, "pushing", 2.0),
+        PolicyVersion(1, 1, "failed", 5.0, {"why": "it does not agree"}),
+        PolicyVersion(1, 1, "pushing", 4.0),  # clocks may go back
+        PolicyVersion(1, 2, "serving", 6.0),
+    ]
+    store.record_version(PolicyVersion(0, None, "serving", 1.0))
+    for event in events:
+        store.record_version(event)
+    assert store.version_events(1) == events
+    assert store.versions()[1] == events[-1]
+    assert len(store.version_events(0)) == 1
+    assert store.version_events(7) == []
 
 
 def test_the_reward_curve_shows_scored_rollouts_by_finish(store: Store) -> None:

@@ -8,27 +8,40 @@ import struct
 from array import array
 from pathlib import Path
 
+import pytest
 import zstandard
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, create_engine, inspect, text
+from sqlalchemy import Connection, String, inspect, select, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex, CreateTable
 from store_facts import make_turn
 
 import tracegrad.store
-from tracegrad.records import Turn
-from tracegrad.store import Store
-from tracegrad.store.schema import REVISION, Base
+from tracegrad.records import Outcome, RolloutFinished, RolloutOpened, Turn
+from tracegrad.store import Ledger, PolicyVersion, Store, StoreForeign, StoreMissing
+from tracegrad.store.databases import database_at
+from tracegrad.store.schema import REVISION, Base, Leases, Rollouts
 
 
 def test_the_migrations_build_exactly_the_declared_tables(store: Store) -> None:
     with store.reading() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, Base.metadata) == []
+
+
+def test_every_text_is_compared_by_its_bytes(postgres_url: str) -> None:
+    with Store.open(postgres_url) as store, store.reading() as connection:
+        for table in Base.metadata.sorted_tables:
+            texts = [c for c in inspect(connection).get_columns(table.name)
+                     if isinstance(c["type"], String)]  # fmt: skip
+            found = {c["name"]: getattr(c["type"], "collation", None) for c in texts}
+            assert set(found.values()) <= {"C"}, table.name
+            declared = {c.name: c.type.dialect_impl(connection.dialect) for c in table.columns}
+            assert {declared[name].collation for name in found} <= {"C"}, table.name
 
 
 def test_the_code_names_the_newest_migration() -> None:
@@ -46,10 +59,49 @@ def test_a_store_opens_again_with_what_was_in_it(store: Store, url: str) -> None
         )
 
 
-def test_durability_settings_hold_on_every_connection(store: Store) -> None:
-    with store.reading(), store.reading() as second:
+def test_durability_settings_hold_on_every_connection_to_sqlite(sqlite_url: str) -> None:
+    with Store.open(sqlite_url) as store, store.reading(), store.reading() as second:
         for pragma, value in (("journal_mode", "wal"), ("synchronous", 2), ("foreign_keys", 1)):
             assert second.exec_driver_sql(f"PRAGMA {pragma}").scalar() == value
+
+
+def shown(store: Store, setting: str) -> str:
+    with store.reading(), store.appending() as second:
+        return str(second.exec_driver_sql(f"SHOW {setting}").scalar())
+
+
+def test_settings_hold_on_every_connection_to_postgresql(postgres_url: str) -> None:
+    with Store.open(postgres_url, busy_timeout_s=2) as store:
+        assert shown(store, "lock_timeout") == "2s"
+        assert shown(store, "idle_in_transaction_session_timeout") == "20s"
+        assert shown(store, "client_encoding") == "UTF8"
+        assert shown(store, "synchronous_commit") == "on", "the tests' server has it off"
+
+
+def test_only_its_own_url_may_make_a_store_less_durable(postgres_url: str) -> None:
+    with Store.open(f"{postgres_url}&options=-csynchronous_commit%3Doff") as store:
+        assert shown(store, "synchronous_commit") == "off"
+        assert shown(store, "lock_timeout") == "30s"
+
+
+def test_texts_are_compared_by_their_bytes_in_every_database(store: Store) -> None:
+    names = ["b", "B", "a", "é", "Z", "z\U0001f600", "z\uffff", "_", "-a"]
+    store.append([RolloutOpened(rollout_id=name) for name in names])
+    with store.reading() as connection:
+        stored = list(connection.scalars(select(Rollouts.rollout_id).order_by(Rollouts.rollout_id)))
+    assert stored == sorted(names)
+
+
+def test_tables_of_another_program_are_left_alone(empty_url: str) -> None:
+    engine = database_at(empty_url).engine(busy_timeout_s=5)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32))"))
+        connection.execute(text("INSERT INTO alembic_version VALUES ('abc')"))
+    engine.dispose()
+    with pytest.raises(StoreMissing, match="no store at"):
+        Store.open(empty_url, create=False)
+    with pytest.raises(StoreForeign, match=r"another program's tables \(alembic_version\)"):
+        Store.open(empty_url)
 
 
 def test_postgresql_can_compile_the_tables() -> None:
@@ -100,26 +152,29 @@ def _insert(connection: Connection, table: str, row: dict[str, object]) -> None:
     connection.execute(text(f"INSERT INTO {table} ({names}) VALUES ({marks})"), row)
 
 
-def test_a_store_of_the_first_revision_goes_on(url: str) -> None:
+def upgraded(connection: Connection, revision: str) -> None:
+    config = Config()
+    folder = Path(tracegrad.store.__file__).parent / "migrations"
+    config.set_main_option("script_location", str(folder))
+    config.attributes["connection"] = connection
+    command.upgrade(config, revision)
+
+
+def test_a_store_of_the_first_revision_goes_on(empty_url: str) -> None:
     said = [{"role": "user", "content": "é " * 300}, {"role": "assistant", "content": "ok " * 99}]
     request = {"messages": said[:1], "seed": 2**70}
     root = make_turn("t0", request=request, response={"choices": [{"message": said[1]}]})
     child = make_turn("t1", parent=root, request={"messages": said})
-    engine = create_engine(url)
+    engine = database_at(empty_url).engine(busy_timeout_s=5)
     with engine.begin() as connection:
-        config = Config()
-        config.set_main_option(
-            "script_location", str(Path(tracegrad.store.__file__).parent / "migrations")
-        )
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
+        upgraded(connection, "0001")
         assert "rollout_keys" not in inspect(connection).get_table_names()
         _insert(connection, "rollouts", {"rollout_id": "r", "opened": True, "opened_at": 1.0})
         _insert(connection, "turns", _old_row(root, 0))
         _insert(connection, "turns", _old_row(child, 5))
     engine.dispose()
 
-    with Store.open(url) as store:
+    with Store.open(empty_url) as store:
         assert store.rollout_turns("r") == [root, child]
         last = child
         for number in range(2, 5):
@@ -135,3 +190,72 @@ def test_a_store_of_the_first_revision_goes_on(url: str) -> None:
             assert compare_metadata(context, Base.metadata) == []
             bases = connection.execute(text("SELECT request_base FROM turns ORDER BY seq"))
             assert list(bases.scalars()) == [None, None, None, "t2", "t3"]
+
+
+def test_ends_leases_and_versions_of_the_second_revision_become_events(empty_url: str) -> None:
+    engine = database_at(empty_url).engine(busy_timeout_s=5)
+    with engine.begin() as connection:
+        upgraded(connection, "0002")
+        tables = inspect(connection).get_table_names()
+        assert not {"outcomes", "leases", "version_events", "removals"} & set(tables)
+        ends: list[dict[str, object]] = [
+            {"finished_at": 5.0, "outcome": "completed"},
+            {"finished_at": 4.0, "outcome": "agent_error", "error": "boom é"},
+            {},
+        ]
+        for name, end in zip("abc", ends, strict=True):
+            row = {"rollout_id": name, "opened": True, "opened_at": 1.0, "task_id": "t"}
+            _insert(connection, "rollouts", row | end)
+            _insert(
+                connection,
+                "rollout_tags",
+                {"rollout_id": name, "key": "é", "value": "ö", "position": 0},
+            )
+            turn = make_turn(f"{name}.t", name, created_at=2.0)
+            _insert(connection, "turns", _old_row(turn, 0))
+            _insert(
+                connection,
+                "rewards",
+                {
+                    "reward_id": name,
+                    "rollout_id": name,
+                    "value": 0.5,
+                    "name": "reward",
+                    "source": "agent",
+                    "created_at": 3.0,
+                },
+            )
+        for version, state in ((0, "serving"), (1, "failed")):
+            _insert(
+                connection,
+                "policy_versions",
+                {"version": version, "state": state, "created_at": 6.0, "detail": '{"why": "é"}'},
+            )
+    engine.dispose()
+
+    with Store.open(empty_url) as store:
+        assert store.outcomes("a") == [RolloutFinished(rollout_id="a", finished_at=5.0)]
+        assert store.outcomes("b") == [
+            RolloutFinished(
+                rollout_id="b", outcome=Outcome.AGENT_ERROR, error="boom é", finished_at=4.0
+            )
+        ]
+        assert store.outcomes("c") == []
+        serving = PolicyVersion(0, None, "serving", 6.0, {"why": "é"})
+        assert store.version_events(0) == [serving]
+        assert store.versions()[1].state == "failed"
+        for name in "abc":
+            detail = store.rollout(name)
+            assert detail.turns == [make_turn(f"{name}.t", name, created_at=2.0)]
+            assert (detail.row.tags, detail.row.reward) == ({"é": "ö"}, 0.5)
+        # And it goes on: events are added, rollouts are leased.
+        store.append([RolloutFinished(rollout_id="b", finished_at=9.0)])
+        assert [end.finished_at for end in store.outcomes("b")] == [4.0, 9.0]
+        store.record_version(serving)
+        assert store.version_events(0) == [serving, serving]
+        [group] = Ledger(store).lease(groups=1, group_size=2, owner="me", ttl_s=60)
+        assert [rollout.rollout_id for rollout in group.rollouts] == ["b", "a"]
+        with store.reading() as connection:
+            assert connection.scalar(select(Leases.owner).where(Leases.rollout_id == "a")) == "me"
+            context = MigrationContext.configure(connection, opts={"compare_type": True})
+            assert compare_metadata(context, Base.metadata) == []

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from array import array
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select, update
 
-from tracegrad.records import Turn, logprobs, token_ids
+from tracegrad.records import Turn, logprobs, new_id, token_ids
 from tracegrad.store import Store, StoreCorrupt
 from tracegrad.store.packing import unpack_ids
 from tracegrad.store.schema import Turns
@@ -54,21 +53,37 @@ def trees(draw: st.DrawFn) -> list[Turn]:
     return turns
 
 
-@settings(max_examples=40, deadline=None)
-@given(trees(), st.data())
-def test_a_random_tree_comes_back_identical(turns: list[Turn], data: st.DataObject) -> None:
+def renamed(turns: list[Turn], rollout: str) -> list[Turn]:
+    return [
+        replace(
+            turn,
+            rollout_id=rollout,
+            turn_id=f"{rollout}.{turn.turn_id}",
+            parent_id=turn.parent_id and f"{rollout}.{turn.parent_id}",
+        )
+        for turn in turns
+    ]
+
+
+# One store for all examples: each is a rollout of its own.
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(tree=trees(), data=st.data())
+def test_a_random_tree_comes_back_identical(
+    store: Store, tree: list[Turn], data: st.DataObject
+) -> None:
+    rollout = new_id()
+    turns = renamed(tree, rollout)
     cut = data.draw(st.integers(min_value=0, max_value=len(turns)))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Store.open(f"sqlite:///{Path(folder) / 'store.db'}") as store,
-    ):
-        store.append(turns[:cut])
-        store.append(turns[cut:])
-        assert store.rollout_turns("r") == turns
-        for turn in turns:
-            assert store.find_turn(turn.turn_id) == turn
-        with store.reading() as connection:
-            rows = connection.execute(select(Turns.delta, Turns.completion)).all()
+    store.append(turns[:cut])
+    store.append(turns[cut:])
+    assert store.rollout_turns(rollout) == turns
+    for turn in turns:
+        assert store.find_turn(turn.turn_id) == turn
+    with store.reading() as connection:
+        query = select(Turns.delta, Turns.completion).where(Turns.rollout_id == rollout)
+        rows = connection.execute(query).all()
     # Each node of the tree holds what its parent's context lacks, and nothing else.
     contexts = {t.turn_id: len(t.prompt_token_ids) + len(t.completion_token_ids) for t in turns}
     once = sum(contexts[t.turn_id] - contexts.get(t.parent_id or "", 0) for t in turns)

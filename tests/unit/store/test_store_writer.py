@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -143,19 +142,6 @@ def test_a_caller_who_gives_up_takes_nothing_back(
     assert store.find_turn("t1") is not None
 
 
-def test_two_processes_and_threads_write_one_store(store: Store, url: str) -> None:
-    with _writing(url, "a", 25) as a, _writing(url, "b", 25) as b, Writer(store) as writer:
-        for index in range(50):
-            writer.submit([make_turn(f"mine.{index}", "mine")]).result(timeout=60)
-        assert a.wait(timeout=60) == 0
-        assert b.wait(timeout=60) == 0
-    for rollout in [f"{name}{number}" for name in "ab" for number in range(4)]:
-        assert [turn.turn_id for turn in store.rollout_turns(rollout)] == [
-            f"{rollout}.{index}" for index in range(25)
-        ]
-    assert store.turn_counts().captured == 2 * 4 * 25 + 50
-
-
 def test_kill_9_loses_no_acknowledged_turn(url: str) -> None:
     with _writing(url, "k", 100_000) as child:
         assert child.stdout is not None
@@ -167,16 +153,3 @@ def test_kill_9_loses_no_acknowledged_turn(url: str) -> None:
         kept = {t.turn_id for n in range(4) for t in store.rollout_turns(f"k{n}")}
         assert kept >= set(acknowledged)
         store.append([make_turn("afterwards")])
-
-
-def test_processes_that_open_a_new_store_at_once_all_succeed(url: str) -> None:
-    code = "import sys; from tracegrad.store import Store; Store.open(sys.argv[1]).close()"
-    started = time.monotonic()
-    children = [
-        subprocess.Popen([sys.executable, "-c", code, url], stderr=subprocess.PIPE)
-        for _ in range(4)
-    ]
-    for child in children:
-        _, said = child.communicate(timeout=60)
-        assert child.returncode == 0, said.decode()
-    assert time.monotonic() - started < 25, "nobody waited for a lock to time out"

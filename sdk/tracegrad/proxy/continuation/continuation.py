@@ -97,6 +97,9 @@ class Continuation:
             return self._place_untitled(plan, prompt)
         if plan.parent is not None and _follows(prompt, plan.parent):
             return Place(plan.rollout_id, plan.parent.turn.turn_id, None)
+        if not prompt and plan.parent is not None:
+            # Refused, or broken off before its first word: there are no tokens that could fork.
+            return Place(plan.rollout_id, None, None)
         if plan.said is not None and not plan.said.replies:
             # A prompt without a reply extends none.
             return Place(plan.rollout_id, None, _reason(plan, self._trees.here(plan.rollout_id)))

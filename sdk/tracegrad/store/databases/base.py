@@ -24,6 +24,10 @@ BUSY_TIMEOUT_S = 30.0
 _OURS = (exc.IntegrityError, exc.ProgrammingError, exc.DataError)
 
 
+class Conflict(StoreUnavailable):
+    """Another transaction came in between; the same one may succeed at once."""
+
+
 class Database(ABC):
     def __init__(self, url: URL) -> None:
         self.url = url
@@ -41,6 +45,9 @@ class Database(ABC):
         """`busy_timeout_s` bounds every wait for another's write."""
 
     @abstractmethod
+    def reading(self, engine: Engine) -> AbstractContextManager[Connection]: ...
+
+    @abstractmethod
     def appending(self, engine: Engine) -> AbstractContextManager[Connection]: ...
 
     @abstractmethod
@@ -51,10 +58,20 @@ class Database(ABC):
         """The database's own failures as `StoreUnavailable`; mistakes of ours stay as they are."""
         try:
             yield
-        except _OURS:
-            raise
         except exc.DBAPIError as error:
-            reason = " ".join(str(error.orig).split())
-            raise StoreUnavailable(f"store {self.describe()}: {reason}") from error
+            told = self.told(error)
+            if told is None:
+                raise
+            raise told from error
         except exc.TimeoutError as error:
-            raise StoreUnavailable(f"store {self.describe()}: no free connection") from error
+            raise self.unavailable("no free connection") from error
+
+    def told(self, error: exc.DBAPIError) -> StoreUnavailable | None:
+        """What `error` means to a caller; None: it is a mistake of ours."""
+        return None if isinstance(error, _OURS) else self.unavailable(str(error.orig))
+
+    def unavailable(self, reason: str) -> StoreUnavailable:
+        return StoreUnavailable(self.line(reason))
+
+    def line(self, reason: str) -> str:
+        return f"store {self.describe()}: {' '.join(reason.split())}"

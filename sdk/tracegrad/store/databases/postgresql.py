@@ -6,49 +6,121 @@ gives back at their end, whatever the end is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, func, select
+from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, func, select
 
-from tracegrad.store.databases.base import Database
-from tracegrad.store.packing import dump_json
+from tracegrad.store.databases.base import Conflict, Database
+from tracegrad.store.databases.json_text import json_text
+from tracegrad.store.databases.postgresql_mends import mend
+from tracegrad.store.errors import StoreUnavailable
 
 # Any number that other users of the same database are unlikely to choose: "tracegra".
 _EXCLUSIVE = int.from_bytes(b"tracegra", "big")
-_CONNECT_S = 10
+
+# What libpq is told unless the URL says otherwise. A server that vanished without a word is noticed
+# within a minute, not after the system's two hours.
+_CONNECTING: Mapping[str, int | str] = {
+    "application_name": "tracegrad",
+    "connect_timeout": 10,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}
+# Of the URL's query, what tells one store from another.
+_NAMING = frozenset({"host", "port", "user", "dbname", "service"})
+# A process holds so many of the server's connections at most; its other threads wait.
+_KEPT, _MORE = 4, 12
+
+# SQLSTATEs, by their beginnings, that are the server's state and no mistake of ours: connections,
+# read-only and ended transactions, missing rights, resources, locks, operators, disks, its defects.
+_SERVERS = (
+    *("08", "25006", "25P03", "25P04", "28", "3D", "3F", "40", "42501"),
+    *("53", "55006", "55P03", "57", "58", "F0", "XX"),
+)
+_CONFLICTS = ("40001", "40P01")  # serialization failure, deadlock
+
+_SETTINGS = """
+SELECT set_config('lock_timeout', %s, false),
+       set_config('idle_in_transaction_session_timeout', %s, false)
+"""
+_DURABLE = """
+SELECT set_config('synchronous_commit', 'on', false)
+WHERE current_setting('synchronous_commit') = 'off'
+"""
 
 
 class PostgreSQL(Database):
     def __init__(self, url: URL) -> None:
-        if not url.database:
+        if not (url.database or {"dbname", "service"} & url.query.keys()):
             raise ValueError("store: it needs a database: postgresql://USER@HOST/NAME")
         super().__init__(url)
+        self._check_options()
+
+    def _check_options(self) -> None:
+        try:
+            from psycopg import ProgrammingError, conninfo
+        except ImportError as error:
+            raise ValueError(
+                "store: PostgreSQL needs a driver: pip install 'tracegrad[postgres]'"
+            ) from error
+        try:
+            conninfo.make_conninfo(**dict.fromkeys(self.url.query, "1"))
+        except ProgrammingError as error:
+            raise ValueError(
+                f"store: {' '.join(str(error).split())}; leave it out of the URL "
+                "(libpq's parameters are known)"
+            ) from None
 
     def describe(self) -> str:
-        return self.url.set(drivername="postgresql").render_as_string(hide_password=True)
+        naming = {key: value for key, value in self.url.query.items() if key in _NAMING}
+        return self.url.set(drivername="postgresql", query=naming).render_as_string()
 
     def prepare(self, *, create: bool) -> None:
         """Databases are made by those who may: `createdb NAME`."""
 
     def engine(self, *, busy_timeout_s: float) -> Engine:
-        wait_ms = max(1, round(busy_timeout_s * 1000))
-        return create_engine(
+        defaults = {k: v for k, v in _CONNECTING.items() if k not in self.url.query}
+        engine = create_engine(
             self.url,
-            connect_args={
-                "connect_timeout": _CONNECT_S,
-                "application_name": "tracegrad",
-                # A process that hangs inside a transaction must not hold up all others for good.
-                "options": f"-c lock_timeout={wait_ms} "
-                f"-c idle_in_transaction_session_timeout={10 * wait_ms}",
-            },
-            json_serializer=dump_json,
-            pool_size=4,
-            max_overflow=60,
+            connect_args={**defaults, "client_encoding": "utf8"},
+            isolation_level="READ COMMITTED",  # whatever the server's default is
+            json_serializer=json_text,
+            pool_size=_KEPT,
+            max_overflow=_MORE,
             pool_timeout=busy_timeout_s,
             # A server that was restarted has closed what the pool holds.
             pool_pre_ping=True,
         )
+        wait_ms = max(1, round(busy_timeout_s * 1000))
+
+        def on_connect(connection: Any, _record: object) -> None:
+            encoding = connection.info.parameter_status("server_encoding")
+            if encoding != "UTF8":
+                raise self.unavailable(
+                    f"the database's encoding is {encoding}; make one that holds any text: "
+                    "createdb -E UTF8 -T template0 NAME"
+                )
+            # A process that hangs inside a transaction must not hold up all others for good.
+            connection.execute(_SETTINGS, (str(wait_ms), str(10 * wait_ms)))
+            # What is acknowledged is on the disk, unless this very URL asks for less.
+            if "synchronous_commit" not in str(self.url.query.get("options", "")):
+                connection.execute(_DURABLE)
+            connection.commit()
+
+        event.listen(engine, "connect", on_connect)
+        return engine
+
+    @contextmanager
+    def reading(self, engine: Engine) -> Iterator[Connection]:
+        with engine.connect() as connection:
+            # Else each statement would see what others committed since the one before.
+            connection.execution_options(isolation_level="REPEATABLE READ")
+            with connection.begin():
+                yield connection
 
     @contextmanager
     def appending(self, engine: Engine) -> Iterator[Connection]:
@@ -60,3 +132,15 @@ class PostgreSQL(Database):
         with engine.begin() as connection:
             connection.execute(select(func.pg_advisory_xact_lock(_EXCLUSIVE)))
             yield connection
+
+    def told(self, error: exc.DBAPIError) -> StoreUnavailable | None:
+        state = getattr(error.orig, "sqlstate", None)
+        if state is None:  # no answer of a server: the connection itself
+            if not isinstance(error, exc.OperationalError | exc.InterfaceError):
+                return super().told(error)
+        elif not state.startswith(_SERVERS):
+            return None
+        reason = getattr(error.orig, "diag", None)
+        said = (reason and reason.message_primary) or str(error.orig)
+        line = self.line(said + mend(said, self.url))
+        return Conflict(line) if state in _CONFLICTS else StoreUnavailable(line)

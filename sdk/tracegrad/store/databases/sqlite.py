@@ -16,8 +16,8 @@ from typing import Any
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 
 from tracegrad.store.databases.base import BUSY_TIMEOUT_S, Database
+from tracegrad.store.databases.json_text import json_text
 from tracegrad.store.errors import StoreMissing, StoreUnavailable
-from tracegrad.store.packing import dump_json
 
 _WRITE = "tracegrad_write"
 
@@ -47,7 +47,7 @@ class SQLite(Database):
         engine = create_engine(
             self.url,
             connect_args={"timeout": busy_timeout_s, "check_same_thread": False},
-            json_serializer=dump_json,
+            json_serializer=json_text,
             pool_size=4,
             max_overflow=60,
             pool_timeout=busy_timeout_s,
@@ -55,6 +55,11 @@ class SQLite(Database):
         event.listen(engine, "connect", _on_connect)
         event.listen(engine, "begin", _on_begin)
         return engine
+
+    @contextmanager
+    def reading(self, engine: Engine) -> Iterator[Connection]:
+        with engine.begin() as connection:
+            yield connection
 
     @contextmanager
     def appending(self, engine: Engine) -> Iterator[Connection]:

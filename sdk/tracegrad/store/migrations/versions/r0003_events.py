@@ -11,6 +11,10 @@ branch_labels = None
 depends_on = None
 
 _NUMBER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+_TABLES = (
+    *("policy_versions", "steps", "rollouts", "rewards", "rollout_tags", "spans", "turns"),
+    *("turn_ledger", "rollout_keys", "outcomes", "leases", "version_events", "removals"),
+)
 
 
 def upgrade() -> None:
@@ -77,3 +81,16 @@ def upgrade() -> None:
     )
     op.create_index(op.f("ix_turns_parent_id"), "turns", ["parent_id"])
     op.create_index(op.f("ix_turns_request_base"), "turns", ["request_base"])
+    if op.get_bind().dialect.name == "postgresql":
+        _compare_by_bytes()
+
+
+def _compare_by_bytes() -> None:
+    inspector = sa.inspect(op.get_bind())
+    for table in _TABLES:
+        texts = [
+            c["name"] for c in inspector.get_columns(table) if isinstance(c["type"], sa.String)
+        ]
+        changes = ", ".join(f'ALTER COLUMN {name} TYPE VARCHAR COLLATE "C"' for name in texts)
+        if changes:
+            op.execute(f"ALTER TABLE {table} {changes}")

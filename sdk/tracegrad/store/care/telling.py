@@ -1,0 +1,148 @@
+"""The texts of a rollout's turns, changed, and told anew where they refer to each other.
+
+A request is stored as what it adds to an earlier one of its rollout (`sharing`). So when one is
+changed or dropped, those that are told by it must be told again; the others stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection, Row, bindparam, select, update
+
+from tracegrad.records import Json
+from tracegrad.store.contexts import LATEST
+from tracegrad.store.errors import StoreCorrupt
+from tracegrad.store.marks import Marks
+from tracegrad.store.packing import json_pieces, pack, unpack_json
+from tracegrad.store.rebuilding import Rebuilt, rebuild
+from tracegrad.store.schema import Turns
+from tracegrad.store.sharing import Earlier, share
+
+Values = dict[str, Any]
+
+_COLUMNS = (
+    Turns.turn_id,
+    Turns.parent_id,
+    Turns.created_at,
+    Turns.sampling,
+    Turns.request,
+    Turns.response,
+    Turns.request_base,
+    Turns.request_marks,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Of one turn. Requests of one conversation hold the same items: replace, never change."""
+
+    turn_id: str
+    parent_id: str | None
+    created_at: float
+    request: Json | None
+    response: Json | None
+    sampling: Json
+
+
+Change = Callable[[Texts], Texts]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A turn whose row is to be another one. `changed`: its own texts are."""
+
+    turn_id: str
+    parent_id: str | None
+    changed: bool
+    row: Values
+
+
+@dataclass(slots=True)
+class _Earlier:
+    """What the turns read so far mean to later ones."""
+
+    requests: dict[str, Rebuilt] = field(default_factory=dict)  # as they are stored
+    marks: dict[str, Earlier] = field(default_factory=dict)  # as they will be
+    changed: set[str] = field(default_factory=set)  # whose texts will be others
+
+    def candidates(self, texts: Texts) -> list[Earlier]:
+        latest = [*self.marks.values()][: -LATEST - 1 : -1]
+        parent = self.marks.get(texts.parent_id or "")
+        return [parent, *latest] if parent else latest
+
+
+def read_texts(connection: Connection, rollout_id: str) -> Iterator[Texts]:
+    """In order of capture. Raises StoreCorrupt that names the turn."""
+    earlier = _Earlier()
+    for row in _rows(connection, rollout_id):
+        yield _texts(row, earlier)
+
+
+def tell_anew(connection: Connection, rollout_id: str, change: Change) -> Iterator[Told]:
+    """The turns whose rows `change` makes other ones. Raises StoreCorrupt that names the turn."""
+    earlier = _Earlier()
+    for row in _rows(connection, rollout_id):
+        old = _texts(row, earlier)
+        new = change(old)
+        same = new.request == old.request and new.response == old.response
+        changed = not same or new.sampling != old.sampling
+        if same and row.request_base not in earlier.changed:
+            if row.request_marks is not None:
+                earlier.marks[row.turn_id] = Earlier(row.turn_id, Marks.decode(row.request_marks))
+            if changed:
+                yield Told(row.turn_id, row.parent_id, True, {"sampling": new.sampling})
+            continue
+        if not same:
+            earlier.changed.add(row.turn_id)
+        yield Told(row.turn_id, row.parent_id, changed, _told(new, earlier))
+
+
+def rewrite(connection: Connection, rows: Mapping[str, Values]) -> None:
+    """Turns by id, and what of their columns is another now."""
+    for turn_id, values in rows.items():
+        statement = update(Turns).where(Turns.turn_id == bindparam("which"))
+        connection.execute(statement.values(**values), {"which": turn_id})
+
+
+def _rows(connection: Connection, rollout_id: str) -> Iterator[Row[Any]]:
+    query = select(*_COLUMNS).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
+    yield from connection.execute(query)
+
+
+def _texts(row: Row[Any], earlier: _Earlier) -> Texts:
+    try:
+        request, response = unpack_json(row.request), unpack_json(row.response)
+        if row.request_marks is not None:
+            base = earlier.requests.get(row.request_base or "")
+            if base is None and row.request_base is not None:
+                raise StoreCorrupt(f"turn {row.request_base}, which it continues, is not stored")
+            rebuilt = rebuild(request, response, row.request_marks, base)
+            earlier.requests[row.turn_id] = rebuilt
+            request = rebuilt.request
+    except StoreCorrupt as error:
+        raise StoreCorrupt(f"turn {row.turn_id}: {error}") from error
+    return Texts(row.turn_id, row.parent_id, row.created_at, request, response, dict(row.sampling))
+
+
+def _told(texts: Texts, earlier: _Earlier) -> Values:
+    shared = None
+    if texts.request is not None:
+        shared = share(texts.request, texts.response, earlier.candidates(texts))
+        earlier.marks[texts.turn_id] = Earlier(texts.turn_id, Marks.decode(shared.marks))
+    return {
+        "sampling": texts.sampling,
+        "request": _packed(shared.text if shared else None),
+        "response": _packed(texts.response),
+        "request_base": shared.base if shared else None,
+        "request_marks": shared.marks if shared else None,
+    }
+
+
+def _packed(value: Any) -> bytes | None:
+    if value is None:
+        return None
+    [blob] = pack([json_pieces(value)])
+    return blob
