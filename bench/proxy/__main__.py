@@ -25,6 +25,7 @@ from bench.proxy.rounds import Result, run
 from bench.proxy.servers import HOST, DidNotStart, Server
 
 PAGE = peers.ROOT / "docs" / "bench-proxy.md"
+_PACKAGES = ("uvicorn", "uvloop", "httptools", "aiohttp", "starlette", "orjson", "sqlalchemy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ async def _measure(plan: Plan, servers: dict[str, Server], folder: Path) -> str:
             f"{datetime.now(UTC):%Y-%m-%d}, in {wall_s / 60:.0f} minutes",
             machine.others(busy, own, wall_s),
         ],
-        machine=machine.description(),
+        machine=[*machine.description(_PACKAGES), f"LiteLLM {peers.litellm_version()}"],
         goals=goals(every, flat, sizes),
         at_once=results["once"],
         at_a_rate=results["rate"],

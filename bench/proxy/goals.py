@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from bench.proxy.endurance import Memory, Stored
 from bench.proxy.peers import LITELLM, OURS, PLAIN
 from bench.proxy.rounds import Result
+from bench.tables import Goal
 
 ADDED_MS = 2.0
 OF_PLAIN = 0.7
@@ -17,14 +17,6 @@ GROWTH = 0.05
 LATER = 1.2
 # Before so many calls the cache of recent turns has not filled.
 LONG = 20_000
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    what: str
-    wanted: str
-    measured: str
-    met: bool
 
 
 def goals(results: Sequence[Result], memory: Memory, stored: Stored) -> list[Goal]:

@@ -6,24 +6,24 @@ import os
 import platform
 import sqlite3
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from bench.proxy.peers import ROOT, litellm_version
+from bench.proxy.peers import ROOT
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_PACKAGES = ("uvicorn", "uvloop", "httptools", "aiohttp", "starlette", "orjson", "sqlalchemy")
 
 
-def description() -> list[str]:
-    """Lines of text."""
-    packages = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
+def description(packages: Sequence[str]) -> list[str]:
+    """Lines of text: the machine, the versions of what matters, our own."""
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
     cores = len(os.sched_getaffinity(0))
     system = f"{platform.system()} {platform.release().split('-')[0]}"
     return [
         f"{cores} cores of {_processor()}, {_memory_gib():.0f} GiB of memory, {system}",
-        f"Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}, {packages}",
-        f"tracegrad {version('tracegrad')} ({_commit()}), LiteLLM {litellm_version()}",
+        f"Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}, {versions}",
+        f"tracegrad {version('tracegrad')} ({_commit()})",
     ]
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bench.proxy.endurance import PROMPT_TOKENS, TURN_TOKENS, Memory, Stored
-from bench.proxy.goals import Goal
 from bench.proxy.peers import DIRECT
 from bench.proxy.rounds import Result
+from bench.tables import Goal, goal_table, markdown, number
 
 _INTRODUCTION = """\
 # What the proxy costs
@@ -43,7 +43,7 @@ def page(
         _INTRODUCTION,
         "\n".join(f"- {line}" for line in (*made, *machine)) + "\n",
         "## Goals\n",
-        _goal_table(goals),
+        goal_table(goals),
         "## An engine that is the limit\n",
         "The engine gives so many calls a second, whatever the concurrency: with 512 tokens a call,"
         " 100 calls/s are 51,200 tokens/s. A stream's tokens come one at a time.\n",
@@ -66,11 +66,6 @@ def page(
     return "\n".join(parts)
 
 
-def _goal_table(goals: Sequence[Goal]) -> str:
-    rows = [[g.what, g.wanted, g.measured, "yes" if g.met else "**no**"] for g in goals]
-    return _markdown(["", "goal", "measured", "met"], rows)
-
-
 def _table(results: Sequence[Result]) -> str:
     header = ["prompt", "callers", "server", "calls/s", "added p50, ms", "added p95, ms"]
     streams = any(result.cell.stream for result in results)
@@ -82,14 +77,14 @@ def _table(results: Sequence[Result]) -> str:
         cell = result.cell
         for server in result.rounds:
             row = [f"{cell.prompt_tokens:,}", f"{cell.concurrency:,}", server]
-            row += [_number(result.median(server, "calls_per_s"))]
+            row += [number(result.median(server, "calls_per_s"))]
             row += [_added(result, server, what) for what in ("p50", "p95")]
             if streams:
                 firsts = ("first_p50", "first_p95")
                 row += [_added(result, server, what) if cell.stream else "" for what in firsts]
-            row += [_number(result.median(server, "server_cpu")), _errors(result, server)]
+            row += [number(result.median(server, "server_cpu")), _errors(result, server)]
             rows.append([_engine(result), *row] if rated else row)
-    return _markdown(["engine", *header] if rated else header, rows)
+    return markdown(["engine", *header] if rated else header, rows)
 
 
 def _engine(result: Result) -> str:
@@ -100,9 +95,9 @@ def _engine(result: Result) -> str:
 def _added(result: Result, server: str, what: str) -> str:
     if server == DIRECT:
         own = result.median(server, what)
-        return "" if own is None else f"({_number(own)})"
+        return "" if own is None else f"({number(own)})"
     added = result.added(server, what)
-    return "" if added is None else f"{'+' if added >= 0 else ''}{_number(added)}"
+    return "" if added is None else f"{'+' if added >= 0 else ''}{number(added)}"
 
 
 def _errors(result: Result, server: str) -> str:
@@ -116,7 +111,7 @@ def _errors(result: Result, server: str) -> str:
 def _memory(memory: Memory) -> str:
     rows = [[f"{calls:,}", f"{rss / (1 << 20):.0f}"] for calls, rss in memory.samples]
     note = f"{PROMPT_TOKENS:,} prompt tokens, whole answers; {len(memory.errors)} errors.\n\n"
-    return note + _markdown(["calls", "resident, MiB"], rows)
+    return note + markdown(["calls", "resident, MiB"], rows)
 
 
 def _stored(stored: Stored) -> str:
@@ -126,18 +121,4 @@ def _stored(stored: Stored) -> str:
         f"Growth of the database file a turn: {PROMPT_TOKENS:,} prompt tokens first, then"
         f" {TURN_TOKENS} more with every turn.\n\n"
     )
-    return note + _markdown(["turn", "kB"], [[turn, f"{size / 1e3:.1f}"] for turn, size in turns])
-
-
-def _number(value: float | None) -> str:
-    """Three digits that mean something."""
-    if value is None:
-        return ""
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return note + markdown(["turn", "kB"], [[turn, f"{size / 1e3:.1f}"] for turn, size in turns])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import update
@@ -90,3 +91,16 @@ def test_a_digest_goes_on_from_a_copy_and_leaves_the_first_as_it_was() -> None:
     followed = first.copy().add(token_ids([3]))
     assert followed.value() == ContextDigest().add(token_ids([1, 2, 3])).value()
     assert first.value() == value
+
+
+def test_many_threads_read_at_once_also_after_one_found_damage(store: Store) -> None:
+    rollouts = {name: chain(6, name) for name in "abcdefgh"}
+    store.append([turn for turns in rollouts.values() for turn in turns])
+    with store.appending() as connection:
+        connection.execute(update(Turns).where(Turns.turn_id == "h.3").values(delta=b""))
+    whole = [*"abcdefg"] * 4
+    with ThreadPoolExecutor(16) as pool:
+        damaged = [pool.submit(store.rollout_turns, "h") for _ in range(4)]
+        found = list(pool.map(store.rollout_turns, whole))
+    assert found == [rollouts[name] for name in whole]
+    assert all(isinstance(one.exception(), StoreCorrupt) for one in damaged)

@@ -1,0 +1,117 @@
+"""`python -m bench.store`: turns in and out, bytes, a training batch, and what growth costs."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench.proxy import machine
+from bench.proxy.peers import ROOT
+from bench.store import report
+from bench.store.batch import GROUP, batch
+from bench.store.goals import BATCH_ROLLOUTS
+from bench.store.growth import growth
+from bench.store.places import flush_ms, places, postgresql_version
+from bench.store.rollouts import LONG, SHORT
+from bench.store.sizes import size
+from bench.store.traffic import Cell, traffic
+
+PAGE = ROOT / "docs" / "bench-store.md"
+_PACKAGES = ("sqlalchemy", "psycopg", "zstandard", "orjson")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    cells: Sequence[Cell]
+    size_rollouts: int
+    groups: int
+    times: int
+    sizes: Sequence[int]
+
+    @classmethod
+    def of(cls, *, quick: bool) -> Plan:
+        if quick:
+            cells = [Cell(SHORT, 8, 2, 1), Cell(SHORT, 64, 2, 1), Cell(LONG, 8, 1, 1)]
+            return cls(cells, 8, 2, 1, (1_000, 10_000))
+        cells = [
+            Cell(SHORT, 1, 64, 3),
+            Cell(SHORT, 8, 24, 3),
+            Cell(SHORT, 64, 12, 3),
+            Cell(LONG, 1, 8, 3),
+            Cell(LONG, 8, 2, 3),
+            Cell(LONG, 64, 1, 3),
+        ]
+        sizes = (1_000, 10_000, 100_000, 500_000)
+        return cls(cells, 48, BATCH_ROLLOUTS // GROUP, 5, sizes)
+
+
+def main() -> None:
+    options = _options()
+    folder = Path(tempfile.mkdtemp(prefix="bench-store-"))
+    try:
+        text = _measure(Plan.of(quick=options.quick), folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.store", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a smoke; writes no page")
+    parser.add_argument("--out", type=Path, help="default: docs/bench-store.md, unless --quick")
+    options = parser.parse_args()
+    if options.out is None and not options.quick:
+        options.out = PAGE
+    return options
+
+
+def _measure(plan: Plan, folder: Path) -> str:
+    start, busy = time.monotonic(), machine.busy_s()
+
+    def say(words: str) -> None:
+        print(f"{time.monotonic() - start:6.0f} s  {words}", file=sys.stderr, flush=True)
+
+    written, sizes, batches, growths = [], [], [], []
+    flush = flush_ms(folder)
+    with places(folder) as found:
+        for cell in plan.cells:
+            say(f"{cell.shape.name} turns, {cell.threads} writers")
+            written += [traffic(place, cell) for place in found]
+        for place in found:
+            say(f"{place.name}: bytes")
+            sizes += [size(place, shape, plan.size_rollouts) for shape in (SHORT, LONG)]
+            say(f"{place.name}: a training batch")
+            batches.append(batch(place, plan.groups, plan.times))
+        for place in found:
+            growths.append(growth(place, plan.sizes, say))
+    say("done")
+    wall_s = time.monotonic() - start
+    # The server has ended, and is counted with the children.
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own = sum(one.ru_utime + one.ru_stime for one in used)
+    return report.page(
+        made=[
+            f"{datetime.now(UTC):%Y-%m-%d}, in {wall_s / 60:.0f} minutes",
+            machine.others(machine.busy_s() - busy, own, wall_s),
+            f"the disk keeps 4 KiB for good in {flush:.2f} ms",
+        ],
+        machine=[*machine.description(_PACKAGES), f"PostgreSQL {postgresql_version()}"],
+        traffic=written,
+        sizes=sizes,
+        batches=batches,
+        growths=growths,
+    )
+
+
+if __name__ == "__main__":
+    main()
