@@ -72,22 +72,24 @@ UNTRAINED = {
     # The call (proxy)
     "greedy": Words(
         "It was sampled at temperature 0: its tokens are no sample of the policy.",
-        "Give the agent a temperature above 0, best 1.",
+        "Give the agent a temperature above 0, best 1, or have the proxy overrule it "
+        '(sampling = "free").',
     ),
     "sampling_truncated": Words(
         "top_p, top_k or min_p cut off part of the distribution: the recorded log-probabilities "
         "are not the policy's own.",
         "Leave top_p, top_k and min_p out of the agent's requests, and serve with "
-        "--generation-config vllm.",
+        '--generation-config vllm; or have the proxy overrule them (sampling = "free").',
     ),
     "sampling_penalised": Words(
         "A penalty or a logit bias bent the distribution that the tokens came from.",
-        "Leave presence, frequency and repetition penalties and logit_bias out of the requests.",
+        "Leave presence, frequency and repetition penalties and logit_bias out of the requests, or "
+        'have the proxy overrule them (sampling = "free").',
     ),
     "constrained": Words(
         "A grammar, schema, forced or strict tool allowed the model only some of the tokens.",
         "Leave response_format, guided decoding, strict tools and tool_choice out, or have the "
-        "agent check the answer itself.",
+        'agent check the answer itself. sampling = "free" of the proxy frees strict tools.',
     ),
     "media": Words(
         "Its messages hold images, audio or video, whose tokens are not recorded.",
