@@ -59,7 +59,7 @@ def _latency(results: Sequence[Result]) -> list[Goal]:
         cell = result.cell
         if cell.prompt_tokens != 8192 or not (cell.concurrency == 1 or cell.rate == 100):
             continue
-        if cell.tokens:
+        if cell.tokens and cell.stream:
             continue  # its words come in the same piece as its prompt's ids
         what = "first_p50" if cell.stream else "p50"
         added = result.added(OURS, what)
