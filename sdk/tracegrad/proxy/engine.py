@@ -152,11 +152,11 @@ def _read_light(raw: bytes, call: Call, version: int) -> Answer | None:
         return None
     body = orjson.loads(parts.rest)
     choices = body["choices"]
-    if len(choices) != call.n or body["prompt_token_ids"] is not None or not parts.prompt.values:
+    if len(choices) != call.n or not _was_cut(body, "prompt_token_ids") or not parts.prompt.values:
         return None
     replies: list[Reply] = []
     for choice, heavy in zip(choices, parts.choices, strict=True):
-        if choice["logprobs"] is not None or choice["token_ids"] is not None:
+        if not (_was_cut(choice, "logprobs") and _was_cut(choice, "token_ids")):
             return None
         reply = Reply(prompt_token_ids=parts.prompt.values)
         reply.add(heavy.tokens.values, heavy.logprobs, version)
@@ -165,6 +165,11 @@ def _read_light(raw: bytes, call: Call, version: int) -> Answer | None:
         choice["token_ids"] = orjson.Fragment(heavy.tokens.text)
     body["prompt_token_ids"] = orjson.Fragment(parts.prompt.text)
     return _closed(body, replies, call)
+
+
+def _was_cut(holder: Json, name: str) -> bool:
+    """Whether null stands here for what was cut out, and not in another object of the answer."""
+    return name in holder and holder[name] is None
 
 
 def _read_any(raw: bytes, call: Call, version: int) -> Answer:

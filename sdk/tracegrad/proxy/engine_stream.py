@@ -95,8 +95,11 @@ class EngineStream:
             return orjson.loads(payload)
         rest, prompt = cut_prompt(payload)
         chunk = orjson.loads(rest)
-        if prompt is not None and chunk["prompt_token_ids"] is None:
-            chunk["prompt_token_ids"] = prompt
+        if prompt is None:
+            return chunk
+        if chunk.get("prompt_token_ids", prompt) is not None:  # another object's was cut out
+            return orjson.loads(payload)
+        chunk["prompt_token_ids"] = prompt
         return chunk
 
     def _chunk(self, chunk: Json, out: list[Json]) -> None:

@@ -11,7 +11,7 @@ Nothing here is sure to be remembered: whoever asks looks into the store too.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 from tracegrad.records import SpanEnded, Turn
@@ -20,7 +20,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 # How dialects make the ids that their clients see of a turn's.
-_ID_PREFIXES = ("", "msg_", "resp_")
+_ID_PREFIXES = ("msg_", "resp_")
 # Spans within spans; more are not looked through.
 _DEEPEST = 1000
 
@@ -86,8 +86,10 @@ class SeenCalls:
         """Turns are about to be recorded, and then seen by the client. `inferred`: nobody named
         their rollout."""
         for turn in turns:
-            for id in _ids_of(turn):
-                self._answers.put(id, turn.rollout_id)
+            self._answers.put(turn.turn_id, turn.rollout_id)
+            told = (turn.response or {}).get("id")
+            if isinstance(told, str) and told:
+                self._answers.put(told, turn.rollout_id)
             if inferred:
                 self._inferred.put(turn.rollout_id, True)
 
@@ -114,7 +116,9 @@ class SeenCalls:
 
     def rollout_of_answer(self, response_id: str | None) -> str | None:
         """The rollout of the turn that was answered with this id, or has it itself."""
-        return self._answers.get(response_id) if response_id is not None else None
+        if response_id is None:
+            return None
+        return self._answers.get(response_id) or self._answers.get(_turn_id_in(response_id))
 
     def was_inferred(self, rollout_id: str) -> bool:
         """Whether the rollout was made for calls without a name."""
@@ -125,14 +129,12 @@ def turn_named_by(response_id: str | None) -> str | None:
     """The id of the turn that an answer's id may have been made of."""
     if response_id is None:
         return None
-    for prefix in _ID_PREFIXES[1:]:
+    turn_id = _turn_id_in(response_id)
+    named = len(turn_id) == 32 and all(digit in "0123456789abcdef" for digit in turn_id)
+    return turn_id if named else None
+
+
+def _turn_id_in(response_id: str) -> str:
+    for prefix in _ID_PREFIXES:
         response_id = response_id.removeprefix(prefix)
-    named = len(response_id) == 32 and all(digit in "0123456789abcdef" for digit in response_id)
-    return response_id if named else None
-
-
-def _ids_of(turn: Turn) -> Iterable[str]:
-    yield from (prefix + turn.turn_id for prefix in _ID_PREFIXES)
-    told = (turn.response or {}).get("id")
-    if isinstance(told, str) and told:
-        yield told
+    return response_id

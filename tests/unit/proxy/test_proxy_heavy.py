@@ -160,10 +160,22 @@ def test_a_prompt_is_cut_out_of_a_streams_first_chunk() -> None:
 def test_an_elsewhere_named_prompt_is_not_the_streams() -> None:
     delta = {"role": "assistant", "content": ""}
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-    chunk = {"id": "a", "choices": [choice], "extra": {"prompt_token_ids": [1, 2]}}
-    stream = EngineStream(a_call(stream=True), lambda: VERSION)
-    stream.feed(sse.event(orjson.dumps({**chunk, "prompt_token_ids": [3, 4, 5]})))
-    assert stream.prompt_tokens in (None, 3), "never the other one"
+    extra = {"prompt_token_ids": [1, 2]}
+    for own, tokens in (({"prompt_token_ids": [3, 4, 5]}, 3), ({}, None)):
+        stream = EngineStream(a_call(stream=True), lambda: VERSION)
+        chunk = {"id": "a", "choices": [choice], "extra": extra, **own}
+        [passed_on] = stream.feed(sse.event(orjson.dumps(chunk)))
+        assert stream.error is None
+        assert stream.prompt_tokens == tokens
+        assert passed_on["extra"] == extra
+
+
+def test_an_answer_without_the_prompts_ids_is_an_answer_all_the_same() -> None:
+    answer = an_answer([1, 2, 3], [[(5, -0.5)]])
+    del answer["prompt_token_ids"]
+    answer["kv_transfer_params"] = {"prompt_token_ids": [7, 8]}
+    [reply] = read(orjson.dumps(answer), a_call()).replies
+    assert reply.broken == "no_tokens"
 
 
 @given(st.lists(st.binary(max_size=6).filter(lambda part: b"\n" not in part), max_size=5))
