@@ -22,23 +22,9 @@ from tracegrad.cli.removing import (
     tell_room,
     whole_ids,
 )
-from tracegrad.cli.wanted import (
-    AgentOption,
-    MaxRewardOption,
-    MaxVersionOption,
-    MinRewardOption,
-    MinVersionOption,
-    OutcomeOption,
-    SinceOption,
-    StateOption,
-    TagOption,
-    TaskOption,
-    UntilOption,
-    moment,
-    wanted,
-)
+from tracegrad.cli.wanted import filtered, moment
 from tracegrad.cli.words import count
-from tracegrad.store import Store
+from tracegrad.store import ALL, RolloutFilter, Store
 from tracegrad.store.care import (
     Preview,
     Retention,
@@ -54,6 +40,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
 
+@filtered
 def prune_command(
     store: StoreOption = None,
     older_than: Annotated[
@@ -77,17 +64,7 @@ def prune_command(
         ),
     ] = False,
     rollout: RolloutOption = None,
-    task: TaskOption = None,
-    agent: AgentOption = None,
-    outcome: OutcomeOption = None,
-    state: StateOption = None,
-    tag: TagOption = None,
-    since: SinceOption = None,
-    until: UntilOption = None,
-    min_reward: MinRewardOption = None,
-    max_reward: MaxRewardOption = None,
-    min_version: MinVersionOption = None,
-    max_version: MaxVersionOption = None,
+    which: RolloutFilter = ALL,
     dry_run: DryRunOption = False,
     yes: YesOption = False,
     vacuum: VacuumOption = True,
@@ -102,19 +79,6 @@ def prune_command(
     Steps and policy versions stay, and what was removed stays counted. Proxies and trainers may
     go on meanwhile.
     """
-    which = wanted(
-        task=task,
-        agent=agent,
-        outcome=outcome,
-        state=state,
-        tag=tag,
-        since=since,
-        until=until,
-        min_reward=min_reward,
-        max_reward=max_reward,
-        min_version=min_version,
-        max_version=max_version,
-    )
     before = moment(older_than, "--older-than")
     most = _bytes(max_size) if max_size is not None else None
     if before is None and most is None and which.all and not rollout:

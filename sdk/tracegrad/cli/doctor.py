@@ -12,21 +12,15 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tracegrad.cli.opening import JsonOption, StoreOption, opened, print_json
-from tracegrad.cli.wanted import (
-    AgentOption,
-    OutcomeOption,
-    SinceOption,
-    TagOption,
-    TaskOption,
-    UntilOption,
-    wanted,
-)
+from tracegrad.cli.wanted import filtered
 from tracegrad.cli.words import count, printable
+from tracegrad.store import ALL, RolloutFilter
 from tracegrad.store.care import Finding, Report, Selection, examine
 
 BROKEN = 1
 
 
+@filtered
 def doctor_command(
     store: StoreOption = None,
     rollouts: Annotated[
@@ -36,12 +30,7 @@ def doctor_command(
     fix: Annotated[
         bool, typer.Option("--fix", help="Mend what can be mended without losing anything.")
     ] = False,
-    task: TaskOption = None,
-    agent: AgentOption = None,
-    outcome: OutcomeOption = None,
-    tag: TagOption = None,
-    since: SinceOption = None,
-    until: UntilOption = None,
+    which: RolloutFilter = ALL,
     as_json: JsonOption = False,
 ) -> None:
     """Check the store. Ends with 1 if something is broken, with 0 if all is well.
@@ -49,7 +38,6 @@ def doctor_command(
     The filters choose whose turns are read and rebuilt; all else is always checked whole.
     Proxies and trainers may go on meanwhile.
     """
-    which = wanted(task=task, agent=agent, outcome=outcome, tag=tag, since=since, until=until)
     with opened(store) as reading:
         report = examine(
             reading,

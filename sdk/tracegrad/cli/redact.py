@@ -23,29 +23,17 @@ from tracegrad.cli.removing import (
     tell_room,
     whole_ids,
 )
-from tracegrad.cli.wanted import (
-    AgentOption,
-    MaxRewardOption,
-    MaxVersionOption,
-    MinRewardOption,
-    MinVersionOption,
-    OutcomeOption,
-    SinceOption,
-    StateOption,
-    TagOption,
-    TaskOption,
-    UntilOption,
-    wanted,
-)
+from tracegrad.cli.wanted import filtered
 from tracegrad.cli.words import count
 from tracegrad.proxy.redaction import Hook, HookError, load_hooks
-from tracegrad.store import Store
+from tracegrad.store import ALL, RolloutFilter, Store
 from tracegrad.store.care import FIELDS, Redacted, Redaction, Selection, redact
 from tracegrad.store.care.selection import EVERYTHING
 
 _SECRETS = "tracegrad.proxy.redaction:secrets"
 
 
+@filtered
 def redact_command(
     pattern: Annotated[
         str | None,
@@ -73,17 +61,7 @@ def redact_command(
         ),
     ] = False,
     rollout: RolloutOption = None,
-    task: TaskOption = None,
-    agent: AgentOption = None,
-    outcome: OutcomeOption = None,
-    state: StateOption = None,
-    tag: TagOption = None,
-    since: SinceOption = None,
-    until: UntilOption = None,
-    min_reward: MinRewardOption = None,
-    max_reward: MaxRewardOption = None,
-    min_version: MinVersionOption = None,
-    max_version: MaxVersionOption = None,
+    which: RolloutFilter = ALL,
     dry_run: DryRunOption = False,
     yes: YesOption = False,
     vacuum: VacuumOption = True,
@@ -99,19 +77,6 @@ def redact_command(
     """
     fields = _fields(field)
     hooks, name = _hooks(pattern, literal=literal, secrets=secrets, names=hook or [])
-    which = wanted(
-        task=task,
-        agent=agent,
-        outcome=outcome,
-        state=state,
-        tag=tag,
-        since=since,
-        until=until,
-        min_reward=min_reward,
-        max_reward=max_reward,
-        min_version=min_version,
-        max_version=max_version,
-    )
     with opened(store) as writing:
         rule = Redaction(
             selection=Selection(wanted=which, rollouts=whole_ids(writing, rollout or ())),

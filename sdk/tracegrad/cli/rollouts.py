@@ -24,22 +24,9 @@ from tracegrad.cli.opening import (
 from tracegrad.cli.screen import Screen
 from tracegrad.cli.story import tell, tell_one
 from tracegrad.cli.tree import draw, tree_object
-from tracegrad.cli.wanted import (
-    AgentOption,
-    MaxRewardOption,
-    MaxVersionOption,
-    MinRewardOption,
-    MinVersionOption,
-    OutcomeOption,
-    SinceOption,
-    StateOption,
-    TagOption,
-    TaskOption,
-    UntilOption,
-    wanted,
-)
+from tracegrad.cli.wanted import filtered
 from tracegrad.cli.words import count
-from tracegrad.store import RolloutDetail, RolloutFilter, Store
+from tracegrad.store import ALL, RolloutDetail, RolloutFilter, Store
 
 TOO_DEEP = 3
 
@@ -49,19 +36,10 @@ IdArgument = Annotated[str, typer.Argument(metavar="ID", help="A rollout's id or
 
 
 @app.command("ls")
+@filtered
 def list_command(
     store: StoreOption = None,
-    task: TaskOption = None,
-    agent: AgentOption = None,
-    outcome: OutcomeOption = None,
-    state: StateOption = None,
-    tag: TagOption = None,
-    since: SinceOption = None,
-    until: UntilOption = None,
-    min_reward: MinRewardOption = None,
-    max_reward: MaxRewardOption = None,
-    min_version: MinVersionOption = None,
-    max_version: MaxVersionOption = None,
+    which: RolloutFilter = ALL,
     sort: Annotated[Order, typer.Option(help="What comes first.")] = Order.NEWEST,
     by_task: Annotated[
         bool, typer.Option("--by-task", help="One line a task: its rollouts compared.")
@@ -70,19 +48,6 @@ def list_command(
     as_json: JsonOption = False,
 ) -> None:
     """List rollouts, the newest first."""
-    which = wanted(
-        task=task,
-        agent=agent,
-        outcome=outcome,
-        state=state,
-        tag=tag,
-        since=since,
-        until=until,
-        min_reward=min_reward,
-        max_reward=max_reward,
-        min_version=min_version,
-        max_version=max_version,
-    )
     if by_task and sort not in (Order.NEWEST, Order.REWARD):
         raise typer.BadParameter("tasks are sorted by newest or reward", param_hint="--sort")
     with opened(store) as reading:
@@ -190,39 +155,17 @@ def tree_command(
 
 
 @app.command("explain")
+@filtered
 def explain_command(
     rollout: Annotated[
         str | None,
         typer.Argument(metavar="[ID]", help="A rollout's id or its beginning; else all, counted."),
     ] = None,
     store: StoreOption = None,
-    task: TaskOption = None,
-    agent: AgentOption = None,
-    outcome: OutcomeOption = None,
-    state: StateOption = None,
-    tag: TagOption = None,
-    since: SinceOption = None,
-    until: UntilOption = None,
-    min_reward: MinRewardOption = None,
-    max_reward: MaxRewardOption = None,
-    min_version: MinVersionOption = None,
-    max_version: MaxVersionOption = None,
+    which: RolloutFilter = ALL,
     as_json: JsonOption = False,
 ) -> None:
     """Say why a rollout's tree forked and why its turns are not trained; without ID, of all."""
-    which = wanted(
-        task=task,
-        agent=agent,
-        outcome=outcome,
-        state=state,
-        tag=tag,
-        since=since,
-        until=until,
-        min_reward=min_reward,
-        max_reward=max_reward,
-        min_version=min_version,
-        max_version=max_version,
-    )
     if rollout is not None and not which.all:
         raise typer.BadParameter("name a rollout or filter them, not both", param_hint="ID")
     screen = Screen()

@@ -16,21 +16,9 @@ from typing import Annotated, Any, BinaryIO, cast
 import typer
 
 from tracegrad.cli.opening import JsonOption, StoreOption, fail, opened, print_json
-from tracegrad.cli.wanted import (
-    AgentOption,
-    MaxRewardOption,
-    MaxVersionOption,
-    MinRewardOption,
-    MinVersionOption,
-    OutcomeOption,
-    SinceOption,
-    StateOption,
-    TagOption,
-    TaskOption,
-    UntilOption,
-    wanted,
-)
+from tracegrad.cli.wanted import filtered
 from tracegrad.records import Json
+from tracegrad.store import ALL, RolloutFilter
 from tracegrad.transfer import (
     Layout,
     LayoutUnknown,
@@ -51,6 +39,7 @@ Rows = Iterator[Json]
 Writer = Callable[[BinaryIO, Rows], object]
 
 
+@filtered
 def export_command(
     store: StoreOption = None,
     rollouts: Annotated[
@@ -75,32 +64,9 @@ def export_command(
         bool | None,
         typer.Option("--trained/--not-trained", help="Only what was trained on, or was not."),
     ] = None,
-    task: TaskOption = None,
-    agent: AgentOption = None,
-    outcome: OutcomeOption = None,
-    state: StateOption = None,
-    tag: TagOption = None,
-    since: SinceOption = None,
-    until: UntilOption = None,
-    min_reward: MinRewardOption = None,
-    max_reward: MaxRewardOption = None,
-    min_version: MinVersionOption = None,
-    max_version: MaxVersionOption = None,
+    which: RolloutFilter = ALL,
 ) -> None:
     """Write rollouts, turns or rows for another trainer, as JSONL or Parquet."""
-    which = wanted(
-        task=task,
-        agent=agent,
-        outcome=outcome,
-        state=state,
-        tag=tag,
-        since=since,
-        until=until,
-        min_reward=min_reward,
-        max_reward=max_reward,
-        min_version=min_version,
-        max_version=max_version,
-    )
     if rollouts + turns + (layout is not None) > 1:
         fail("--rollouts, --turns, --layout: choose one", FAILED)
     chosen = _layout(layout)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
+from collections.abc import Callable
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -53,19 +55,41 @@ MaxVersionOption = Annotated[
 ]
 
 
+def filtered(command: Callable[..., None]) -> Callable[..., None]:
+    """For typer: a command with the parameter `which`, as one with all options of `wanted` in
+    its place."""
+    options = inspect.signature(wanted, eval_str=True).parameters
+    own = inspect.signature(command, eval_str=True).parameters
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, each in own.items()
+        for parameter in (options.values() if name == "which" else [each])
+    ]
+
+    def asked(**given: Any) -> None:
+        which = wanted(**{name: given.pop(name) for name in options})
+        command(**given, which=which)
+
+    asked.__doc__ = command.__doc__
+    asked.__name__ = command.__name__
+    asked.__annotations__ = {each.name: each.annotation for each in parameters}
+    asked.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return asked
+
+
 def wanted(
     *,
-    task: str | None = None,
-    agent: str | None = None,
-    outcome: str | None = None,
-    state: str | None = None,
-    tag: list[str] | None = None,
-    since: str | None = None,
-    until: str | None = None,
-    min_reward: float | None = None,
-    max_reward: float | None = None,
-    min_version: int | None = None,
-    max_version: int | None = None,
+    task: TaskOption = None,
+    agent: AgentOption = None,
+    outcome: OutcomeOption = None,
+    state: StateOption = None,
+    tag: TagOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    min_reward: MinRewardOption = None,
+    max_reward: MaxRewardOption = None,
+    min_version: MinVersionOption = None,
+    max_version: MaxVersionOption = None,
 ) -> RolloutFilter:
     """Raises BadParameter that names the option."""
     try:

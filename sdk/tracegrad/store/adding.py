@@ -13,14 +13,13 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, exc, insert, select, update
 
 from tracegrad.records import Fact, RewardGiven, RolloutOpened, SpanEnded
-from tracegrad.store import ingest
 from tracegrad.store.again import again
-from tracegrad.store.contexts import Known, stored
 from tracegrad.store.copies import RolloutCopy, VersionCopy
 from tracegrad.store.databases import insert_new
 from tracegrad.store.errors import FactRefused
-from tracegrad.store.ingest import Values, sort_facts, write_batch
+from tracegrad.store.ingest import rows_by_what_is_stored, sort_facts, write_batch
 from tracegrad.store.packing import ContextDigest
+from tracegrad.store.queries import version_events
 from tracegrad.store.schema import (
     PolicyVersions,
     Rewards,
@@ -32,7 +31,7 @@ from tracegrad.store.schema import (
 )
 from tracegrad.store.sql import chunks
 from tracegrad.store.store import Store
-from tracegrad.store.turn_rows import turn_rows
+from tracegrad.store.turn_rows import Values
 from tracegrad.store.views import PolicyVersion, StepRecord
 
 _ELSEWHERE = "import it into a store of its own, or with --untrained"
@@ -114,19 +113,14 @@ def _add_rollouts(store: Store, copies: Sequence[RolloutCopy]) -> Added:
         batch.saw(copy.rollout_id, copy.opened_at)
     with store.exclusive() as connection:
         here = _known_rollouts(connection, copies)
-        ingest.add_rollouts(connection, batch, batch.first_seen)
-        ingest.hold_rollouts(connection, batch.first_seen)
         # Nobody removes turns meanwhile: that takes an exclusive transaction too.
-        known = stored(connection, batch.turns)
+        rows, known = rows_by_what_is_stored(connection, batch)
         _refuse_other_turns(copies, known)
-        new = [turn for turn_id, turn in batch.turns.items() if turn_id not in known]
-        known |= stored(connection, {turn.parent_id for turn in new if turn.parent_id})
-        rows, _ = turn_rows(new, Known(known))
         fresh = [copy for copy in copies if copy.rollout_id not in here]
         added = Added(
             rollouts=len(fresh),
             known=len(copies) - len(fresh),
-            turns=len(new),
+            turns=len(rows),
             rewards=_new_rewards(connection, batch.rewards),
             spans=_new_spans(connection, batch.spans),
         )
@@ -261,9 +255,7 @@ def _insert_fates(connection: Connection, copies: Sequence[RolloutCopy]) -> None
 def _add_version(connection: Connection, version: VersionCopy) -> bool:
     """Whether anything of it was new."""
     number = version.now.version
-    names = [column for column in VersionEvents.__table__.columns if column.name != "seq"]
-    query = select(*names).where(VersionEvents.version == number).order_by(VersionEvents.seq)
-    here = [PolicyVersion(**row) for row in connection.execute(query).mappings()]
+    here = version_events(connection, number)
     standing = select(PolicyVersions.created_at).where(PolicyVersions.version == number)
     since = connection.scalar(standing)
     theirs = list(version.events)

@@ -12,19 +12,17 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, exists, select
 
-from tracegrad.records import Outcome, RewardGiven, RolloutFinished, SpanEnded, Turn
+from tracegrad.records import RewardGiven, RolloutFinished, SpanEnded, Turn
 from tracegrad.store.filters import ALL, RolloutFilter
-from tracegrad.store.queries import rewards_of, tags_of
+from tracegrad.store.queries import outcomes_of, rewards_of, spans_of, tags_of, version_events
 from tracegrad.store.reading import turns_of
 from tracegrad.store.schema import (
-    Outcomes,
     PolicyVersions,
     Rollouts,
     Spans,
     Steps,
     TurnLedger,
     Turns,
-    VersionEvents,
 )
 from tracegrad.store.sql import MAIN_REWARD, chunks
 from tracegrad.store.store import Store
@@ -140,7 +138,6 @@ def steps_of(store: Store, steps: Sequence[int] | None = None) -> list[StepRecor
 
 def versions_of(store: Store, versions: Sequence[int] | None = None) -> list[VersionCopy]:
     """All policy versions, or those of these numbers that there are; by number."""
-    names = [column for column in VersionEvents.__table__.columns if column.name != "seq"]
     now = select(*PolicyVersions.__table__.columns).order_by(PolicyVersions.version)
     found: list[VersionCopy] = []
     with store.reading() as connection:
@@ -148,17 +145,7 @@ def versions_of(store: Store, versions: Sequence[int] | None = None) -> list[Ver
             query = now if some is None else now.where(PolicyVersions.version.in_(some))
             for row in connection.execute(query).mappings().all():
                 version = PolicyVersion(**row)
-                events = (
-                    select(*names)
-                    .where(VersionEvents.version == version.version)
-                    .order_by(VersionEvents.seq)
-                )
-                found.append(
-                    VersionCopy(
-                        version,
-                        [PolicyVersion(**e) for e in connection.execute(events).mappings()],
-                    )
-                )
+                found.append(VersionCopy(version, version_events(connection, version.version)))
     return found
 
 
@@ -212,8 +199,8 @@ def _copies_of(connection: Connection, ids: Sequence[str], *, raw: bool) -> list
     turns = turns_of(connection, ids, raw=raw)
     rewards = rewards_of(connection, ids)
     tags = tags_of(connection, ids)
-    outcomes = _outcomes_of(connection, ids)
-    spans = _spans_of(connection, ids)
+    outcomes = outcomes_of(connection, ids)
+    spans = spans_of(connection, ids)
     fates = _fates_of(connection, ids)
     copies = []
     for row in _rollouts(connection, ids):
@@ -254,30 +241,6 @@ def _rollouts(connection: Connection, ids: Sequence[str]) -> list[Mapping[str, A
         query = select(*_STANDING).where(Rollouts.rollout_id.in_(some))
         found |= {row["rollout_id"]: row for row in connection.execute(query).mappings()}
     return [found[rollout_id] for rollout_id in ids if rollout_id in found]
-
-
-def _outcomes_of(connection: Connection, ids: Sequence[str]) -> dict[str, list[RolloutFinished]]:
-    found: dict[str, list[RolloutFinished]] = {rollout_id: [] for rollout_id in ids}
-    names = [column for column in Outcomes.__table__.columns if column.name != "seq"]
-    for some in chunks(ids):
-        query = select(*names).where(Outcomes.rollout_id.in_(some)).order_by(Outcomes.seq)
-        for row in connection.execute(query).mappings():
-            end = RolloutFinished(**{**row, "outcome": Outcome(row["outcome"])})
-            found[end.rollout_id].append(end)
-    return found
-
-
-def _spans_of(connection: Connection, ids: Sequence[str]) -> dict[str, list[SpanEnded]]:
-    found: dict[str, list[SpanEnded]] = {rollout_id: [] for rollout_id in ids}
-    for some in chunks(ids):
-        query = (
-            select(*Spans.__table__.columns)
-            .where(Spans.rollout_id.in_(some))
-            .order_by(Spans.start_ns, Spans.trace_id, Spans.span_id)
-        )
-        for row in connection.execute(query).mappings():
-            found[row["rollout_id"]].append(SpanEnded(**row))
-    return found
 
 
 def _fates_of(connection: Connection, ids: Sequence[str]) -> dict[str, dict[str, Fate]]:

@@ -19,13 +19,13 @@ from tracegrad.records import (
     SpanEnded,
     Turn,
 )
+from tracegrad.store.contexts import Context, Known, stored
 from tracegrad.store.databases import Conflict, insert_new
 from tracegrad.store.errors import FactRefused
 from tracegrad.store.schema import Outcomes, Rewards, Rollouts, RolloutTags, Spans, Turns
 from tracegrad.store.sql import chunks
 from tracegrad.store.traces import adopt
-
-Values = dict[str, Any]
+from tracegrad.store.turn_rows import Values, turn_rows
 
 # PostgreSQL's indexes take rows of 2,700 bytes; one of ours holds a tag and its rollout's id.
 _MOST_OF_ID, _MOST_OF_NAME = 512, 2048  # bytes
@@ -122,13 +122,30 @@ def hold_rollouts(connection: Connection, rollout_ids: Iterable[str]) -> None:
         connection.execute(query.order_by(Rollouts.rollout_id).with_for_update())
 
 
+def rows_by_what_is_stored(
+    connection: Connection, batch: Batch
+) -> tuple[list[Values], dict[str, Context]]:
+    """The rows of the batch's turns that are new, and the stored ones among its turns and their
+    parents. Its rollouts are there, and held, from here to the end of the transaction.
+
+    Raises FactRefused for a turn that contradicts its parent.
+    """
+    add_rollouts(connection, batch, batch.first_seen)
+    hold_rollouts(connection, batch.first_seen)
+    known = stored(connection, batch.turns)
+    new = [turn for turn_id, turn in batch.turns.items() if turn_id not in known]
+    known |= stored(connection, {turn.parent_id for turn in new if turn.parent_id})
+    rows, _ = turn_rows(new, Known(known))
+    return rows, known
+
+
 def write_batch(
     connection: Connection,
     batch: Batch,
-    turn_rows: Sequence[Values],
+    rows: Sequence[Values],
     new_rollouts: Iterable[str],
 ) -> None:
-    """`turn_rows` are those of the batch's turns that are new (`turn_rows.turn_rows`),
+    """`rows` are those of the batch's turns that are new (`turn_rows.turn_rows`),
     `new_rollouts` those of its rollouts that may be.
 
     Raises `TurnKnown` if one of them is not, `FactRefused` for a fact that contradicts itself.
@@ -137,7 +154,7 @@ def write_batch(
     changed = {f.rollout_id for f in batch.opened} | {f.rollout_id for f in batch.finished}
     bare = _bare(connection, changed)
     _open(connection, batch.opened, bare)
-    if _insert(connection, Turns, turn_rows) != len(turn_rows):
+    if _insert(connection, Turns, rows) != len(rows):
         raise TurnKnown("turns of the batch are being written by others too; try again")
     _finish(connection, batch.finished)
     _insert(connection, Rewards, [_reward_row(reward) for reward in batch.rewards])

@@ -20,6 +20,7 @@ from tracegrad.store.schema import (
     Spans,
     TurnLedger,
     Turns,
+    VersionEvents,
 )
 from tracegrad.store.sql import (
     SCORED,
@@ -29,7 +30,14 @@ from tracegrad.store.sql import (
     latest_reward,
     training_state,
 )
-from tracegrad.store.views import RewardPoint, RolloutDetail, RolloutRow, TurnCounts, TurnFate
+from tracegrad.store.views import (
+    PolicyVersion,
+    RewardPoint,
+    RolloutDetail,
+    RolloutRow,
+    TurnCounts,
+    TurnFate,
+)
 
 
 def list_rollouts(
@@ -137,7 +145,7 @@ def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
         task=connection.scalar(select(Rollouts.task).where(Rollouts.rollout_id == rollout_id)),
         turns=turns_of(connection, [rollout_id])[rollout_id],
         rewards=rewards_of(connection, [rollout_id])[rollout_id],
-        spans=spans_of(connection, rollout_id),
+        spans=spans_of(connection, [rollout_id])[rollout_id],
         fates={
             turn_id: TurnFate(step, reason) for turn_id, step, reason in connection.execute(fates)
         },
@@ -159,27 +167,39 @@ def rewards_of(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, 
     return found
 
 
-def outcomes_of(connection: Connection, rollout_id: str) -> list[RolloutFinished]:
+def outcomes_of(
+    connection: Connection, rollout_ids: Sequence[str]
+) -> dict[str, list[RolloutFinished]]:
     """Every end in order of arrival."""
-    names = ("rollout_id", "outcome", "error", "finished_at")
-    query = (
-        select(*(Outcomes.__table__.c[name] for name in names))
-        .where(Outcomes.rollout_id == rollout_id)
-        .order_by(Outcomes.seq)
-    )
-    return [
-        RolloutFinished(**{**row, "outcome": Outcome(row["outcome"])})
-        for row in connection.execute(query).mappings()
-    ]
+    found: dict[str, list[RolloutFinished]] = {rollout_id: [] for rollout_id in rollout_ids}
+    names = [column for column in Outcomes.__table__.columns if column.name != "seq"]
+    for ids in chunks(rollout_ids):
+        query = select(*names).where(Outcomes.rollout_id.in_(ids)).order_by(Outcomes.seq)
+        for row in connection.execute(query).mappings():
+            end = RolloutFinished(**{**row, "outcome": Outcome(row["outcome"])})
+            found[end.rollout_id].append(end)
+    return found
 
 
-def spans_of(connection: Connection, rollout_id: str) -> list[SpanEnded]:
-    query = (
-        select(*Spans.__table__.columns)
-        .where(Spans.rollout_id == rollout_id)
-        .order_by(Spans.start_ns, Spans.span_id)
-    )
-    return [SpanEnded(**row) for row in connection.execute(query).mappings()]
+def spans_of(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, list[SpanEnded]]:
+    """By start."""
+    found: dict[str, list[SpanEnded]] = {rollout_id: [] for rollout_id in rollout_ids}
+    for ids in chunks(rollout_ids):
+        query = (
+            select(*Spans.__table__.columns)
+            .where(Spans.rollout_id.in_(ids))
+            .order_by(Spans.start_ns, Spans.trace_id, Spans.span_id)
+        )
+        for row in connection.execute(query).mappings():
+            found[row["rollout_id"]].append(SpanEnded(**row))
+    return found
+
+
+def version_events(connection: Connection, version: int) -> list[PolicyVersion]:
+    """All that became of it, in order."""
+    names = [column for column in VersionEvents.__table__.columns if column.name != "seq"]
+    query = select(*names).where(VersionEvents.version == version).order_by(VersionEvents.seq)
+    return [PolicyVersion(**row) for row in connection.execute(query).mappings()]
 
 
 def turn_counts(connection: Connection, tags: Mapping[str, str] | None = None) -> TurnCounts:

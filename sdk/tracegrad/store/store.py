@@ -13,17 +13,11 @@ from sqlalchemy.exc import IntegrityError
 from tracegrad.records import Fact, RewardGiven, RolloutFinished, SpanEnded, Turn
 from tracegrad.store import keys, queries, reading, traces
 from tracegrad.store.again import again
-from tracegrad.store.contexts import Contexts, Known, last_removal, stored
+from tracegrad.store.contexts import Contexts, last_removal
 from tracegrad.store.databases import BUSY_TIMEOUT_S, Conflict, Database, database_at, upsert
 from tracegrad.store.errors import StoreMissing
 from tracegrad.store.filters import ALL, RolloutFilter
-from tracegrad.store.ingest import (
-    Batch,
-    add_rollouts,
-    hold_rollouts,
-    sort_facts,
-    write_batch,
-)
+from tracegrad.store.ingest import Batch, rows_by_what_is_stored, sort_facts, write_batch
 from tracegrad.store.migrate import migrate, revision_of
 from tracegrad.store.schema import REVISION, PolicyVersions, VersionEvents
 from tracegrad.store.turn_rows import turn_rows
@@ -162,14 +156,9 @@ class Store:
         """For a batch with turns that are stored already, that rely on some that are gone, or that
         others write at the same time. Returns the last removal that it knew of."""
         with self.appending() as connection:
-            add_rollouts(connection, batch, batch.first_seen)
-            hold_rollouts(connection, batch.first_seen)
-            # From here on nobody removes anything of these rollouts.
+            rows, _ = rows_by_what_is_stored(connection, batch)
+            # Since their rollouts were held nobody removes anything of them.
             as_of = last_removal(connection)
-            known = stored(connection, batch.turns)
-            new = [turn for turn_id, turn in batch.turns.items() if turn_id not in known]
-            known |= stored(connection, {turn.parent_id for turn in new if turn.parent_id})
-            rows, _ = turn_rows(new, Known(known))
             write_batch(connection, batch, rows, new_rollouts=())
         return as_of
 
@@ -193,11 +182,11 @@ class Store:
     def outcomes(self, rollout_id: str) -> list[RolloutFinished]:
         """Every end that was told of it, in order of arrival. The first one counts."""
         with self.reading() as connection:
-            return queries.outcomes_of(connection, rollout_id)
+            return queries.outcomes_of(connection, [rollout_id])[rollout_id]
 
     def spans(self, rollout_id: str) -> list[SpanEnded]:
         with self.reading() as connection:
-            return queries.spans_of(connection, rollout_id)
+            return queries.spans_of(connection, [rollout_id])[rollout_id]
 
     # Traces
 
@@ -283,10 +272,8 @@ class Store:
 
     def version_events(self, version: int) -> list[PolicyVersion]:
         """All that became of it, in order."""
-        names = [column for column in VersionEvents.__table__.columns if column.name != "seq"]
-        query = select(*names).where(VersionEvents.version == version).order_by(VersionEvents.seq)
         with self.reading() as connection:
-            return [PolicyVersion(**row) for row in connection.execute(query).mappings()]
+            return queries.version_events(connection, version)
 
     def current_version(self) -> int | None:
         """The newest version that serves; None before the first."""
