@@ -118,15 +118,15 @@ def _read(
     with store.reading() as connection:
         turns = turns_of(connection, ids)
         rewards = rewards_of(connection, ids)
+        spans = spans_of(connection, ids)
         for name in ids:
-            spans = spans_of(connection, name) if name in rows else []
             yield (
                 name,
                 _Stored(
                     rows.get(name),
                     {turn.turn_id: turn for turn in turns[name]},
                     {reward.reward_id: reward for reward in rewards[name]},
-                    {span.span_id: span for span in spans},
+                    {span.span_id: span for span in spans[name]},
                 ),
             )
 
