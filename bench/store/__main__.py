@@ -21,7 +21,7 @@ from bench.store.goals import BATCH_ROLLOUTS
 from bench.store.growth import growth
 from bench.store.places import flush_ms, places, postgresql_version
 from bench.store.rollouts import LONG, SHORT
-from bench.store.sizes import size
+from bench.store.sizes import common, size
 from bench.store.traffic import Cell, traffic
 
 PAGE = ROOT / "docs" / "bench-store.md"
@@ -81,7 +81,7 @@ def _measure(plan: Plan, folder: Path) -> str:
     def say(words: str) -> None:
         print(f"{time.monotonic() - start:6.0f} s  {words}", file=sys.stderr, flush=True)
 
-    written, sizes, batches, growths = [], [], [], []
+    written, sizes, shared, batches, growths = [], [], [], [], []
     flush = flush_ms(folder)
     with places(folder) as found:
         for cell in plan.cells:
@@ -90,6 +90,7 @@ def _measure(plan: Plan, folder: Path) -> str:
         for place in found:
             say(f"{place.name}: bytes")
             sizes += [size(place, shape, plan.size_rollouts) for shape in (SHORT, LONG)]
+            shared.append(common(place, plan.size_rollouts))
             say(f"{place.name}: a training batch")
             batches.append(batch(place, plan.groups, plan.times))
         for place in found:
@@ -108,6 +109,7 @@ def _measure(plan: Plan, folder: Path) -> str:
         machine=[*machine.description(_PACKAGES), f"PostgreSQL {postgresql_version()}"],
         traffic=written,
         sizes=sizes,
+        shared=shared,
         batches=batches,
         growths=growths,
     )

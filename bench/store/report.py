@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from bench.store.batch import Batch
 from bench.store.goals import FLAT, at_ten_million, goals
 from bench.store.growth import Growth
-from bench.store.sizes import Size
+from bench.store.sizes import Common, Size
 from bench.store.traffic import Traffic
 from bench.tables import goal_table, markdown, number
 
@@ -29,6 +29,10 @@ with the store in it: PostgreSQL's server is not in it.
 _SIZES = """\
 How much the database grew, indexes and all, over the tokens that no earlier turn has: new ones of
 prompts, for which an id is stored, and sampled ones, with an id and a log-probability.
+"""
+_SHARED = """\
+What an agent says with each call, its system prompt and tools, most of its rollouts have in common:
+long texts that come again in another rollout are stored once.
 """
 _GROWTH = """\
 Small turns, ten a rollout, written in large transactions; all but the newest rollouts were
@@ -63,6 +67,7 @@ def page(
     machine: Sequence[str],
     traffic: Sequence[Traffic],
     sizes: Sequence[Size],
+    shared: Sequence[Common],
     batches: Sequence[Batch],
     growths: Sequence[Growth],
 ) -> str:
@@ -78,6 +83,8 @@ def page(
             "## Bytes\n",
             _SIZES,
             _sizes(sizes),
+            _SHARED,
+            _shared(shared),
             "## A training batch\n",
             _batches(batches),
             "## As a store grows\n",
@@ -131,6 +138,21 @@ def _sizes(sizes: Sequence[Size]) -> str:
         for one in sizes
     ]
     return markdown([*header, "kB a turn with its text"], rows)
+
+
+def _shared(shared: Sequence[Common]) -> str:
+    header = ["", "rollouts", "said with each call, kB", "kB a rollout, where no two say the same"]
+    rows = [
+        [
+            one.place,
+            f"{one.rollouts:,} ({one.shape.words})",
+            number(one.said / 1e3),
+            number(one.bytes_other / 1e3),
+            number(one.bytes_same / 1e3),
+        ]
+        for one in shared
+    ]
+    return markdown([*header, "where all do"], rows)
 
 
 def _batches(batches: Sequence[Batch]) -> str:

@@ -16,7 +16,7 @@ from bench.proxy.calls import MODEL, Prompt
 from bench.proxy.text import END, ROLES, encode, passage, pieces, render
 from tracegrad.records import Json, RolloutOpened, Turn, logprobs, new_id, token_ids
 
-# So many different scripts of a shape take turns.
+# So many different scripts of a shape take turns, where nothing else is said.
 SCRIPTS = 8
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 512}
 
@@ -55,6 +55,7 @@ class Shape:
 
 SHORT = Shape("short", 200, 64, None, 8)
 LONG = Shape("long", 16_384, 512, 128, 20)
+AGENT = Shape("agent", 400, 64, 64, 5)
 # Its last context has some 8,000 tokens.
 BATCH = Shape("batch", 2_000, 200, 110, 20)
 # Of what a store grows by in months only the number matters.
@@ -76,13 +77,23 @@ class Rollout:
     turns: tuple[Turn, ...]
 
 
-def rollout(shape: Shape, number: int, *, texts: bool = True) -> Rollout:
-    """A new one by the script of this number; without `texts` its turns have tokens only."""
+def rollout(
+    shape: Shape,
+    number: int,
+    *,
+    texts: bool = True,
+    scripts: int = SCRIPTS,
+    common: Json | None = None,
+) -> Rollout:
+    """A new one by the script of this number; without `texts` its turns have tokens only.
+
+    `common` comes first in each of its requests.
+    """
     opened = RolloutOpened(
         rollout_id=new_id(), task_id=f"task {number}", agent="bench", tags={"split": "train"}
     )
     turns: list[Turn] = []
-    for call in script(shape, number % SCRIPTS):
+    for call in script(shape, number % scripts):
         continues = turns and shape.said is not None
         turn = Turn(
             rollout_id=opened.rollout_id,
@@ -95,7 +106,7 @@ def rollout(shape: Shape, number: int, *, texts: bool = True) -> Rollout:
             policy_versions=((3, len(call.reply)),),
             sampling=_SAMPLING,
             finish_reason="stop",
-            request=call.request if texts else None,
+            request={**(common or {}), **call.request} if texts else None,
             response=call.response if texts else None,
         )
         turns.append(turn)
@@ -124,6 +135,22 @@ def script(shape: Shape, number: int) -> tuple[Call, ...]:
         messages = [*messages, {"role": "assistant", "content": text}]
         ids = ids + reply
     return tuple(calls)
+
+
+def instructions(seed: str, tools: int = 25) -> Json:
+    """What an agent says with each call, whatever its task is: about 74 kB."""
+    described = [
+        {
+            "type": "function",
+            "function": {
+                "name": f"tool_{number}",
+                "description": "".join(passage(320, f"{seed} tool {number}")),
+                "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+            },
+        }
+        for number in range(tools)
+    ]
+    return {"system": "".join(passage(7_000, f"{seed} system")), "tools": described}
 
 
 def _text(tokens: int, seed: str) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.store.places import Place
-from bench.store.rollouts import Shape, rollout
+from bench.store.rollouts import AGENT, Shape, instructions, rollout
 from tracegrad.store import Store
+from tracegrad.store.packing import dump_json
 
+# What rollouts have in common is stored once: here they have nothing.
+_ALL_DIFFER = 1 << 30
 # Before them, so that the first page of every table and index is there.
 _FIRST = 8
 
@@ -40,15 +44,49 @@ def size(place: Place, shape: Shape, rollouts: int) -> Size:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Common:
+    """Bytes a rollout with its text, of an agent that says so many bytes with each call: where
+    these are other ones in each rollout, and where they are the same."""
+
+    place: str
+    shape: Shape
+    rollouts: int
+    said: int
+    bytes_other: float
+    bytes_same: float
+
+
+def common(place: Place, rollouts: int) -> Common:
+    other, same = (_growth_in_common(place, rollouts, same=same) for same in (False, True))
+    said = len(dump_json(instructions("0")))
+    return Common(place.name, AGENT, rollouts, said, other / rollouts, same / rollouts)
+
+
+def _growth_in_common(place: Place, rollouts: int, *, same: bool) -> int:
+    def write(store: Store, number: int) -> None:
+        said = instructions("0" if same else str(number))
+        made = rollout(AGENT, number, scripts=_ALL_DIFFER, common=said)
+        store.append([made.opened])
+        for turn in made.turns:
+            store.append([turn])
+
+    return _grown(place, rollouts, write)
+
+
 def _growth(place: Place, shape: Shape, rollouts: int, *, texts: bool) -> int:
+    return _grown(place, rollouts, lambda store, n: _write(store, shape, n, texts=texts))
+
+
+def _grown(place: Place, rollouts: int, write: Callable[[Store, int], None]) -> int:
     url = place.new_url()
     try:
         with Store.open(url) as store:
             for number in range(_FIRST):
-                _write(store, shape, number, texts=texts)
+                write(store, number)
             before = place.size(url)
             for number in range(rollouts):
-                _write(store, shape, _FIRST + number, texts=texts)
+                write(store, _FIRST + number)
             return place.size(url) - before
     finally:
         place.drop(url)
@@ -56,7 +94,7 @@ def _growth(place: Place, shape: Shape, rollouts: int, *, texts: bool) -> int:
 
 def _write(store: Store, shape: Shape, number: int, *, texts: bool) -> None:
     """A turn a transaction: what is kept of earlier ones is then what it is in use."""
-    made = rollout(shape, number, texts=texts)
+    made = rollout(shape, number, texts=texts, scripts=_ALL_DIFFER)
     store.append([made.opened])
     for turn in made.turns:
         store.append([turn])

@@ -31,7 +31,7 @@ from tracegrad.store.schema import (
 )
 from tracegrad.store.sql import chunks
 from tracegrad.store.store import Store
-from tracegrad.store.turn_rows import Values
+from tracegrad.store.turn_rows import Rows, Values
 from tracegrad.store.views import PolicyVersion, StepRecord
 
 _ELSEWHERE = "import it into a store of its own, or with --untrained"
@@ -103,7 +103,7 @@ def add_spans(store: Store, spans: Sequence[SpanEnded]) -> Added:
     """Spans that belong to no rollout."""
     with store.exclusive() as connection:
         added = Added(spans=_new_spans(connection, spans))
-        write_batch(connection, sort_facts(spans), [], [])
+        write_batch(connection, sort_facts(spans), Rows(), [])
     return added
 
 
@@ -120,7 +120,7 @@ def _add_rollouts(store: Store, copies: Sequence[RolloutCopy]) -> Added:
         added = Added(
             rollouts=len(fresh),
             known=len(copies) - len(fresh),
-            turns=len(rows),
+            turns=len(rows.turns),
             rewards=_new_rewards(connection, batch.rewards),
             spans=_new_spans(connection, batch.spans),
         )

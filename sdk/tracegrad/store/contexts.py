@@ -21,6 +21,7 @@ from sqlalchemy import Connection, bindparam, func, select
 from tracegrad.records import Turn
 from tracegrad.store.schema import Removals, Turns
 from tracegrad.store.sql import chunks
+from tracegrad.store.texts import Repeats
 
 # Turns in memory (about 600 bytes each), and how many of one rollout.
 _MOST = 20_000
@@ -49,6 +50,7 @@ class Known:
     turns: dict[str, Context] = field(default_factory=dict)  # by id
     # By rollout, the newest first: what a turn without a parent may be told by.
     latest: dict[str, list[Context]] = field(default_factory=dict)
+    repeats: Repeats = field(default_factory=Repeats)
     as_of: int = 0  # true while this is the last removal
 
 
@@ -61,9 +63,10 @@ class Contexts:
         self._rollouts: OrderedDict[str, dict[str, Context]] = OrderedDict()
         self.size = 0  # turns in memory
         self._as_of = 0
+        self._repeats = Repeats()
 
     def known(self, turns: Iterable[Turn], reading: Reading) -> Known:
-        known = Known()
+        known = Known(repeats=self._repeats)
         missing = set()
         with self._lock:
             known.as_of = self._as_of
@@ -85,11 +88,14 @@ class Contexts:
         with self._lock:
             return [rollout_id for rollout_id in rollout_ids if rollout_id not in self._rollouts]
 
-    def remember(self, contexts: Iterable[Context], as_of: int = 0) -> None:
-        """Of turns that are stored, and were so after this removal."""
+    def remember(
+        self, contexts: Iterable[Context], texts: Iterable[bytes] = (), as_of: int = 0
+    ) -> None:
+        """Of turns, and shared texts, that are stored, and were so after this removal."""
         with self._lock:
             if as_of != self._as_of:
                 return
+            self._repeats.remember(texts)
             for context in contexts:
                 mine = self._rollouts.setdefault(context.rollout_id, {})
                 self._rollouts.move_to_end(context.rollout_id)
@@ -108,6 +114,7 @@ class Contexts:
             if as_of > self._as_of:
                 self._as_of = as_of
                 self._rollouts.clear()
+                self._repeats.forget()
                 self.size = 0
 
     def forget(self, rollout_ids: Iterable[str]) -> None:

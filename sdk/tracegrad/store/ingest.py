@@ -24,8 +24,9 @@ from tracegrad.store.databases import Conflict, insert_new
 from tracegrad.store.errors import FactRefused
 from tracegrad.store.schema import Outcomes, Rewards, Rollouts, RolloutTags, Spans, Turns
 from tracegrad.store.sql import chunks
+from tracegrad.store.texts import add_links, add_texts
 from tracegrad.store.traces import adopt
-from tracegrad.store.turn_rows import Values, turn_rows
+from tracegrad.store.turn_rows import Rows, Values, turn_rows
 
 # PostgreSQL's indexes take rows of 2,700 bytes; one of ours holds a tag and its rollout's id.
 _MOST_OF_ID, _MOST_OF_NAME = 512, 2048  # bytes
@@ -122,9 +123,7 @@ def hold_rollouts(connection: Connection, rollout_ids: Iterable[str]) -> None:
         connection.execute(query.order_by(Rollouts.rollout_id).with_for_update())
 
 
-def rows_by_what_is_stored(
-    connection: Connection, batch: Batch
-) -> tuple[list[Values], dict[str, Context]]:
+def rows_by_what_is_stored(connection: Connection, batch: Batch) -> tuple[Rows, dict[str, Context]]:
     """The rows of the batch's turns that are new, and the stored ones among its turns and their
     parents. Its rollouts are there, and held, from here to the end of the transaction.
 
@@ -142,7 +141,7 @@ def rows_by_what_is_stored(
 def write_batch(
     connection: Connection,
     batch: Batch,
-    rows: Sequence[Values],
+    rows: Rows,
     new_rollouts: Iterable[str],
 ) -> None:
     """`rows` are those of the batch's turns that are new (`turn_rows.turn_rows`),
@@ -154,8 +153,11 @@ def write_batch(
     changed = {f.rollout_id for f in batch.opened} | {f.rollout_id for f in batch.finished}
     bare = _bare(connection, changed)
     _open(connection, batch.opened, bare)
-    if _insert(connection, Turns, rows) != len(rows):
+    if _insert(connection, Turns, rows.turns) != len(rows.turns):
         raise TurnKnown("turns of the batch are being written by others too; try again")
+    # After the turns: who waits for a rollout holds no text that others wait for.
+    add_texts(connection, rows.texts)
+    add_links(connection, rows.links)
     _finish(connection, batch.finished)
     _insert(connection, Rewards, [_reward_row(reward) for reward in batch.rewards])
     _insert(connection, Spans, [_span_row(span) for span in batch.spans])

@@ -19,10 +19,11 @@ from sqlalchemy.orm import aliased
 
 from tracegrad.records import Turn, token_ids
 from tracegrad.store.errors import StoreCorrupt
-from tracegrad.store.packing import ContextDigest, unpack_ids, unpack_json, unpack_logprobs
+from tracegrad.store.packing import ContextDigest, unpack_ids, unpack_logprobs
 from tracegrad.store.rebuilding import Rebuilt, rebuild
 from tracegrad.store.schema import Turns
 from tracegrad.store.sql import chunks
+from tracegrad.store.texts import Placed, placed_texts, unpack_raw
 
 T = TypeVar("T")
 
@@ -86,15 +87,22 @@ def turns_of(
     """The turns of each rollout in order of capture; `raw` asks for requests and responses."""
     found: dict[str, list[Turn]] = {rollout_id: [] for rollout_id in rollout_ids}
     for ids in chunks(rollout_ids):
-        rows = connection.execute(_OF_ROLLOUTS[raw], {"ids": ids})
+        rows = connection.execute(_OF_ROLLOUTS[raw], {"ids": ids}).all()
+        placed = _placed(connection, rows, raw)
         for rollout_id, of_rollout in groupby(rows, attrgetter("rollout_id")):
-            found[rollout_id] = _rebuild(of_rollout, raw=raw)
+            found[rollout_id] = _rebuild(of_rollout, placed)
     return found
 
 
 def find_turn(connection: Connection, turn_id: str, *, raw: bool = True) -> Turn | None:
-    turns = _rebuild(connection.execute(_WITH_NEEDED[raw], {"id": turn_id}), raw=raw)
+    rows = connection.execute(_WITH_NEEDED[raw], {"id": turn_id}).all()
+    turns = _rebuild(rows, _placed(connection, rows, raw))
     return turns[-1] if turns else None
+
+
+def _placed(connection: Connection, rows: Sequence[Row[Any]], raw: bool) -> Placed | None:
+    """Texts that the turns share with other rollouts; None where none are asked for."""
+    return placed_texts(connection, [row.turn_id for row in rows]) if raw else None
 
 
 def _of_rollouts(raw: bool) -> Select[Any]:
@@ -126,20 +134,22 @@ _OF_ROLLOUTS = {raw: _of_rollouts(raw) for raw in (False, True)}
 _WITH_NEEDED = {raw: _with_needed(raw) for raw in (False, True)}
 
 
-def _rebuild(rows: Iterable[Row[Any]], *, raw: bool) -> list[Turn]:
-    """`rows` are of one rollout, and hold every parent and every base before those who need it."""
+def _rebuild(rows: Iterable[Row[Any]], placed: Placed | None) -> list[Turn]:
+    """`rows` are of one rollout, and hold every parent and every base before those who need it.
+
+    Without `placed` requests and responses are left out."""
     earlier = _Earlier()
     turns = []
     with _one_at_a_time:
         for row in rows:
             try:
-                turns.append(_turn(row, earlier, raw=raw))
+                turns.append(_turn(row, earlier, placed))
             except StoreCorrupt as error:
                 raise StoreCorrupt(f"turn {row.turn_id}: {error}") from error
     return turns
 
 
-def _turn(row: Row[Any], earlier: _Earlier, *, raw: bool) -> Turn:
+def _turn(row: Row[Any], earlier: _Earlier, placed: Placed | None) -> Turn:
     completion = unpack_ids(row.completion)
     if row.parent_id is None:
         parent = _Context(token_ids(), 0, ContextDigest())
@@ -152,7 +162,7 @@ def _turn(row: Row[Any], earlier: _Earlier, *, raw: bool) -> Turn:
     logprobs = unpack_logprobs(row.logprobs)
     if len(logprobs) != len(completion):
         raise StoreCorrupt(f"{len(logprobs)} log-probabilities for {len(completion)} tokens")
-    request, response = _texts(row, earlier.requests) if raw else (None, None)
+    request, response = (None, None) if placed is None else _texts(row, earlier.requests, placed)
     return Turn(
         turn_id=row.turn_id,
         rollout_id=row.rollout_id,
@@ -174,8 +184,8 @@ def _turn(row: Row[Any], earlier: _Earlier, *, raw: bool) -> Turn:
     )
 
 
-def _texts(row: Row[Any], requests: dict[str, Rebuilt]) -> tuple[Any, Any]:
-    request, response = unpack_json(row.request), unpack_json(row.response)
+def _texts(row: Row[Any], requests: dict[str, Rebuilt], placed: Placed) -> tuple[Any, Any]:
+    request, response = unpack_raw(row, placed)
     if row.request_marks is None:
         return request, response
     base = _needed(requests, row.request_base) if row.request_base is not None else None

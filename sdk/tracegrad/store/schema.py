@@ -28,7 +28,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0003"
+REVISION = "0004"
 
 
 class Text(TypeDecorator[str]):
@@ -75,6 +75,7 @@ class Base(DeclarativeBase):
         Any: JsonType,
         dict[str, Any]: JsonType,
         list[list[int]]: JsonType,
+        list[str | int]: JsonType,
     }
 
 
@@ -164,6 +165,27 @@ class Turns(Base):
     request_marks: Mapped[bytes | None]
 
     __table_args__ = (Index(None, "rollout_id", "seq"),)
+
+
+class Texts(Base):
+    """A long text of requests or replies that came in several rollouts (module `texts`)."""
+
+    __tablename__ = "texts"
+
+    digest: Mapped[bytes] = mapped_column(primary_key=True)  # of its JSON
+    blob: Mapped[bytes]
+
+
+class TurnTexts(Base):
+    """Where a turn has a shared text: `path` begins with "request", as it is told, or
+    "response"."""
+
+    __tablename__ = "turn_texts"
+
+    turn_id: Mapped[str] = mapped_column(ForeignKey("turns.turn_id"), primary_key=True)
+    position: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    path: Mapped[list[str | int]]
+    digest: Mapped[bytes] = mapped_column(ForeignKey("texts.digest"), index=True)
 
 
 class RolloutKeys(Base):

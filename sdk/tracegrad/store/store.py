@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from sqlalchemy import Connection, Engine, func, insert, select
 from sqlalchemy.exc import IntegrityError
@@ -20,7 +20,7 @@ from tracegrad.store.filters import ALL, RolloutFilter
 from tracegrad.store.ingest import Batch, rows_by_what_is_stored, sort_facts, write_batch
 from tracegrad.store.migrate import migrate, revision_of
 from tracegrad.store.schema import REVISION, PolicyVersions, VersionEvents
-from tracegrad.store.turn_rows import turn_rows
+from tracegrad.store.turn_rows import Rows, turn_rows
 from tracegrad.store.views import (
     PolicyVersion,
     RewardPoint,
@@ -150,7 +150,7 @@ class Store:
         with self.appending() as connection:
             write_batch(connection, batch, rows, self._contexts.new(batch.first_seen))
             _check_outdated(connection, rows, known.as_of)
-        self._contexts.remember(contexts, known.as_of)
+        self._contexts.remember(contexts, rows.texts, known.as_of)
 
     def _append_by_what_is_stored(self, batch: Batch) -> int:
         """For a batch with turns that are stored already, that rely on some that are gone, or that
@@ -282,9 +282,11 @@ class Store:
             return connection.scalar(query)
 
 
-def _check_outdated(connection: Connection, rows: Sequence[Mapping[str, Any]], as_of: int) -> None:
+def _check_outdated(connection: Connection, rows: Rows, as_of: int) -> None:
     """After the rows were written: whoever changes their rollouts now waits for them, and whoever
     did so before has committed."""
-    refers = any(row["parent_id"] is not None or row["request_base"] is not None for row in rows)
+    refers = rows.links or any(
+        row["parent_id"] is not None or row["request_base"] is not None for row in rows.turns
+    )
     if refers and last_removal(connection) != as_of:
         raise _Outdated("what the turns continue is being changed; try again")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from tracegrad.store.errors import FactRefused, ParentMissing
 from tracegrad.store.marks import Marks
 from tracegrad.store.packing import ContextDigest, Unpacked, array_pieces, json_pieces, pack
 from tracegrad.store.sharing import Earlier, Shared, share
+from tracegrad.store.texts import Lifting, Repeats
 
 Values = dict[str, Any]
 
@@ -25,19 +27,30 @@ _PACKED = ("delta", "completion", "logprobs", "request", "response")
 _marks = lru_cache(maxsize=1024)(Marks.decode)
 
 
-def turn_rows(turns: Iterable[Turn], known: Known) -> tuple[list[Values], list[Context]]:
+@dataclass(slots=True)
+class Rows:
+    """Of `Turns`, of the `Texts` that they share with other rollouts (blobs by digest), and of
+    `TurnTexts`."""
+
+    turns: list[Values] = field(default_factory=list)
+    texts: dict[bytes, bytes] = field(default_factory=dict)
+    links: list[Values] = field(default_factory=list)
+
+
+def turn_rows(turns: Iterable[Turn], known: Known) -> tuple[Rows, list[Context]]:
     """The rows, and what their children will need of them.
 
     Raises FactRefused for a turn that contradicts its parent.
     """
-    rows: list[Values] = []
+    rows = Rows()
+    texts: dict[bytes, Unpacked] = {}
     made: dict[str, Context] = {}
     of_rollout: dict[str, list[Context]] = {}
     for turn in turns:
         parent = _parent_of(turn, known.turns, made)
         beside = of_rollout.setdefault(turn.rollout_id, [])
         earlier = [*beside, *([parent] if parent else known.latest.get(turn.rollout_id, ()))]
-        row = _row(turn, parent, earlier[:LATEST])
+        row, lifting = _row(turn, parent, earlier[:LATEST], known.repeats)
         context = Context(
             turn_id=turn.turn_id,
             rollout_id=turn.rollout_id,
@@ -47,8 +60,12 @@ def turn_rows(turns: Iterable[Turn], known: Known) -> tuple[list[Values], list[C
         )
         made[turn.turn_id] = context
         beside.insert(0, context)
-        rows.append(row)
-    _pack(rows)
+        rows.turns.append(row)
+        rows.links += lifting.links(turn.turn_id)
+        texts |= lifting.texts
+    _pack(rows.turns)
+    missing = known.repeats.missing(texts)
+    rows.texts = dict(zip(missing, pack([texts[digest] for digest in missing]), strict=True))
     return rows, list(made.values())
 
 
@@ -69,7 +86,9 @@ def _parent_of(turn: Turn, known: dict[str, Context], made: dict[str, Context]) 
     return parent
 
 
-def _row(turn: Turn, parent: Context | None, earlier: Sequence[Context]) -> Values:
+def _row(
+    turn: Turn, parent: Context | None, earlier: Sequence[Context], repeats: Repeats
+) -> tuple[Values, Lifting]:
     known = parent.tokens if parent else 0
     prompt = turn.prompt_token_ids
     digest = ContextDigest().add(prompt[:known])
@@ -81,12 +100,13 @@ def _row(turn: Turn, parent: Context | None, earlier: Sequence[Context]) -> Valu
     delta = prompt[known:]
     digest.add(delta).add(turn.completion_token_ids)
     versions = turn.policy_versions
+    lifting = Lifting(turn.rollout_id, repeats)
     with _not_too_deep("request", turn):
         told = _told(turn, earlier)
-        request = json_pieces(told.text) if told else None
+        request = json_pieces(lifting.request(told.text, whole=told.base is None)) if told else None
     with _not_too_deep("response", turn):
-        response = None if turn.response is None else json_pieces(turn.response)
-    return {
+        response = None if turn.response is None else json_pieces(lifting.response(turn.response))
+    row = {
         "turn_id": turn.turn_id,
         "rollout_id": turn.rollout_id,
         "parent_id": turn.parent_id,
@@ -111,6 +131,7 @@ def _row(turn: Turn, parent: Context | None, earlier: Sequence[Context]) -> Valu
         "response": response,
         "created_at": turn.created_at,
     }
+    return row, lifting
 
 
 @contextmanager

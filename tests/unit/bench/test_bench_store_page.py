@@ -10,8 +10,8 @@ from bench.store.goals import at_ten_million, goals
 from bench.store.growth import Growth, Operation
 from bench.store.plans import Plan
 from bench.store.report import page
-from bench.store.rollouts import LONG, SHORT
-from bench.store.sizes import Size
+from bench.store.rollouts import AGENT, LONG, SHORT
+from bench.store.sizes import Common, Size
 from bench.store.traffic import Cell, Rate, Traffic
 
 APPEND, COUNTS = Operation("append", True), Operation("count", False)
@@ -89,11 +89,13 @@ def test_the_page_has_every_figure_and_marks_what_grows() -> None:
         machine=["a machine"],
         traffic=[written(2_345), written(1_234, 8, "PostgreSQL")],
         sizes=[Size("SQLite", LONG, 20, 1_000, 4_560, 30_000)],
+        shared=[Common("SQLite", AGENT, 48, 74_000, 31_000.0, 3_100.0)],
         batches=[Batch("SQLite", 256, 5_120, 10**6, 8_000, 1.25, 4_096)],
         growths=[grown(1, 1, 1, 1)],
     )
     assert "| SQLite | 64 | 2,345 | 5.00 | 9.00 | 0.40 |" in text
     assert "| PostgreSQL | 8 | 1,234 |" in text
+    assert "5 turns) | 74.0 | 31.0 | 3.10 |" in text
     assert "| 4.56 | 0.23 | 1.50 |" in text
     assert "| 8,000 | 1.25 | 4,096 |" in text
     assert "**append**\n" in text

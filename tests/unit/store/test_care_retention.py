@@ -80,6 +80,7 @@ def test_all_of_a_trained_rollout_goes_and_its_step_stays(store: Store) -> None:
         "trained": 3,
         "steps": {"1": 3},
         "skipped": {"over_budget": 1},
+        "texts": 0,
         "pending": {},
         "spans": 2,
         "rewards": 2,

@@ -50,7 +50,8 @@ def test_a_store_of_a_later_version_is_one_line(store: Store, url: str, command:
 def test_a_store_of_an_earlier_version_is_brought_up_to_date(store: Store, url: str) -> None:
     store.append(whole_rollout("r"))
     with store.exclusive() as connection:
-        for table in ("outcomes", "leases", "version_events", "removals"):
+        later = ("outcomes", "leases", "version_events", "removals", "turn_texts", "texts")
+        for table in later:
             connection.execute(text(f"DROP TABLE {table}"))
         for index in ("ix_turns_parent_id", "ix_turns_request_base"):
             connection.execute(text(f"DROP INDEX {index}"))

@@ -12,13 +12,20 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, func, select
 
 from tracegrad.store.care.findings import Finding
 from tracegrad.store.errors import StoreCorrupt
-from tracegrad.store.packing import ContextDigest, unpack_ids, unpack_json, unpack_logprobs
+from tracegrad.store.packing import (
+    ContextDigest,
+    json_pieces,
+    unpack_ids,
+    unpack_json,
+    unpack_logprobs,
+)
 from tracegrad.store.rebuilding import Rebuilt, rebuild
-from tracegrad.store.schema import Turns
+from tracegrad.store.schema import Texts, Turns
+from tracegrad.store.texts import Placed, placed_texts, text_digest, unpack_raw, unused
 
 _TOKENS = (
     "restore the last good copy; without one let the rollout go: "
@@ -50,13 +57,15 @@ def turn_checks(connection: Connection, rollout_ids: Iterable[str]) -> Iterator[
     for rollout_id in rollout_ids:
         query = select(*columns).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
         seen, turns = _Seen(), 0
-        for row in connection.execute(query):
+        rows = connection.execute(query).all()
+        placed = placed_texts(connection, [row.turn_id for row in rows])
+        for row in rows:
             turns += 1
-            yield from _of_turn(row, seen)
+            yield from _of_turn(row, seen, placed)
         yield turns
 
 
-def _of_turn(row: Row[Any], seen: _Seen) -> Iterator[Finding]:
+def _of_turn(row: Row[Any], seen: _Seen, placed: Placed) -> Iterator[Finding]:
     def broken(check: str, message: str, mend: str = _TOKENS) -> Finding:
         return Finding(
             check=check,
@@ -67,7 +76,7 @@ def _of_turn(row: Row[Any], seen: _Seen) -> Iterator[Finding]:
 
     completion = yield from _tokens(row, seen, broken)
     yield from _sampled(row, completion, broken)
-    yield from _texts(row, seen, broken)
+    yield from _texts(row, seen, placed, broken)
 
 
 def _tokens(
@@ -137,9 +146,9 @@ def _sampled(row: Row[Any], completion: array[int] | None, broken: Found) -> Ite
         yield broken("spans", f"its last version is {last}, and {row.last_version} is told")
 
 
-def _texts(row: Row[Any], seen: _Seen, broken: Found) -> Iterator[Finding]:
+def _texts(row: Row[Any], seen: _Seen, placed: Placed, broken: Found) -> Iterator[Finding]:
     try:
-        request, response = unpack_json(row.request), unpack_json(row.response)
+        request, response = unpack_raw(row, placed)
         if row.request_marks is None:
             return
         if row.request_base in seen.broken_texts:
@@ -151,3 +160,28 @@ def _texts(row: Row[Any], seen: _Seen, broken: Found) -> Iterator[Finding]:
     except StoreCorrupt as error:
         seen.broken_texts.add(row.turn_id)
         yield broken("texts", str(error), _TEXT)
+
+
+def shared_text_checks(connection: Connection) -> Iterator[Finding]:
+    """Of texts that several rollouts have: that each is the one it was, and is wanted."""
+    for digest, blob in connection.execute(select(Texts.digest, Texts.blob)):
+        try:
+            whole = text_digest(json_pieces(unpack_json(blob)).pieces[0]) == digest
+        except StoreCorrupt:
+            whole = False
+        if not whole:
+            yield Finding(
+                check="texts",
+                subject=f"text {digest.hex()}",
+                message="a text that several rollouts have is not the one that was stored",
+                mend="their tokens are whole and can be trained; restore the last good copy, or "
+                "drop the text of the rollouts that doctor names",
+            )
+    if count := connection.scalar(select(func.count()).select_from(Texts).where(unused())):
+        yield Finding(
+            check="texts",
+            message=f"{count:,} shared texts that no turn wants",
+            mend="tracegrad doctor --fix takes them out",
+            broken=False,
+            count=count,
+        )

@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 
 from tracegrad.store.care.checks_database import database_checks, orphan_checks, schema_checks
 from tracegrad.store.care.checks_ledger import ledger_checks
-from tracegrad.store.care.checks_turns import turn_checks
+from tracegrad.store.care.checks_turns import shared_text_checks, turn_checks
 from tracegrad.store.care.findings import Finding, shortened
 from tracegrad.store.care.mends import mend
 from tracegrad.store.care.selection import EVERYTHING, Key, Selection, following
@@ -56,6 +56,7 @@ def examine(
         ("tables", schema_checks),
         ("references", orphan_checks),
         ("ledger", ledger_checks),
+        ("texts", shared_text_checks),
     ):
         progress(what, 0)
         with _readable(report, what), store.reading() as connection:

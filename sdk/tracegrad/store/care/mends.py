@@ -21,9 +21,18 @@ from sqlalchemy import (
 from tracegrad.store.care.checks_ledger import expired, unconsumed, unknown_keys
 from tracegrad.store.care.findings import Finding
 from tracegrad.store.care.removals import MENDS, record
-from tracegrad.store.schema import Base, Leases, RolloutKeys, Rollouts, TurnLedger, Turns
+from tracegrad.store.schema import (
+    Base,
+    Leases,
+    RolloutKeys,
+    Rollouts,
+    Texts,
+    TurnLedger,
+    Turns,
+)
 from tracegrad.store.sql import chunks
 from tracegrad.store.store import Store
+from tracegrad.store.texts import unused
 
 
 def mend(store: Store) -> Iterator[Finding]:
@@ -109,6 +118,10 @@ def _keys(connection: Connection) -> int:
     return connection.execute(delete(RolloutKeys).where(where)).rowcount
 
 
+def _texts(connection: Connection) -> int:
+    return connection.execute(delete(Texts).where(unused())).rowcount
+
+
 _MENDS: list[tuple[str, str, Callable[[Connection], int]]] = [
     ("schema", "{count} missing indexes were made", _indexes),
     ("orphans", "{count} rollouts that were only spoken of got their row", _bare_rollouts),
@@ -116,4 +129,5 @@ _MENDS: list[tuple[str, str, Callable[[Connection], int]]] = [
     ("consumed", "{count} trained rollouts were marked as consumed", _consumed),
     ("leases", "{count} rollouts whose lease ran out were given back", _leases),
     ("keys", "{count} keys of rollouts that never came were taken out", _keys),
+    ("texts", "{count} shared texts that no turn wants were taken out", _texts),
 ]

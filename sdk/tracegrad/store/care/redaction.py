@@ -27,12 +27,13 @@ from tracegrad.records import (
 )
 from tracegrad.store.care.removals import REDACTION, added, record
 from tracegrad.store.care.selection import Key, Selection, following
-from tracegrad.store.care.telling import Change, Texts, Values, rewrite, tell_anew
+from tracegrad.store.care.telling import Change, Texts, Told, Values, rewrite, tell_anew
 from tracegrad.store.errors import StoreCorrupt
 from tracegrad.store.packing import ContextDigest
 from tracegrad.store.queries import tags_of
 from tracegrad.store.schema import Outcomes, Rollouts, RolloutTags, Spans, Turns
 from tracegrad.store.store import Store
+from tracegrad.store.texts import Repeats
 
 # `Turn.untrainable` of a turn whose tokens were dropped.
 TOKENS_REDACTED = "redacted"
@@ -84,13 +85,14 @@ def redact(
     `dry_run` only counts. What `rule.clean` raises goes on; what was done before stays done.
     """
     total: Json = {"rollouts": 0, "turns": 0, "spans": 0, "tasks": 0, "errors": 0}
+    repeats = Repeats()
     unreadable: dict[str, str] = {}
     for rollout_id in _rollouts(store, rule):
         try:
             with store.reading() as connection:
-                found = _changes(connection, rollout_id, rule).counts()
+                found = _changes(connection, rollout_id, rule, repeats).counts()
             if found and not dry_run:
-                found = _apply(store, rollout_id, rule)
+                found = _apply(store, rollout_id, rule, repeats)
         except StoreCorrupt as error:
             unreadable[rollout_id] = str(error)
             continue
@@ -117,7 +119,7 @@ def _rollouts(store: Store, rule: Redaction) -> Iterator[str]:
 class _Changes:
     """What of one rollout becomes another. None: it stays."""
 
-    turns: dict[str, Values]
+    turns: list[Told]
     changed: int  # turns whose own texts are others
     retold: int  # turns that were told by one of these
     dropped: int  # turns that lose their tokens
@@ -142,25 +144,20 @@ class _Changes:
         }
 
 
-def _changes(connection: Connection, rollout_id: str, rule: Redaction) -> _Changes:
-    turns: dict[str, Values] = {}
-    changed, retold, dropped = 0, 0, set[str]()
+def _changes(
+    connection: Connection, rollout_id: str, rule: Redaction, repeats: Repeats
+) -> _Changes:
+    turns: list[Told] = []
     if {"request", "response"} & rule.fields:
-        for one in tell_anew(connection, rollout_id, _change(rule)):
-            turns[one.turn_id] = one.row
-            changed += one.changed
-            retold += not one.changed
-            if one.changed and rule.drop_tokens:
-                dropped.add(one.turn_id)
-    tokens = _without_tokens(connection, rollout_id, dropped) if dropped else {}
-    for turn_id, row in tokens.items():
-        turns[turn_id] = {**turns.get(turn_id, {}), **row}
+        turns = [*tell_anew(connection, rollout_id, _change(rule), repeats)]
+    own = {one.turn_id for one in turns if one.changed}
+    dropped = _without_tokens(connection, rollout_id, own) if own and rule.drop_tokens else []
     errors, error = _errors(connection, rollout_id, rule)
     return _Changes(
-        turns=turns,
-        changed=changed,
-        retold=retold,
-        dropped=len(tokens),
+        turns=[*turns, *dropped],
+        changed=len(own),
+        retold=len(turns) - len(own),
+        dropped=len(dropped),
         spans=_spans(connection, Spans.rollout_id == rollout_id, rule),
         opened=_opened(connection, rollout_id, rule),
         errors=errors,
@@ -168,12 +165,12 @@ def _changes(connection: Connection, rollout_id: str, rule: Redaction) -> _Chang
     )
 
 
-def _apply(store: Store, rollout_id: str, rule: Redaction) -> Json:
+def _apply(store: Store, rollout_id: str, rule: Redaction, repeats: Repeats) -> Json:
     with store.exclusive() as connection:
         # Nobody adds to the rollout until the end; one at a time, so that nobody waits in a ring.
         here = Rollouts.rollout_id == rollout_id
         connection.execute(select(Rollouts.rollout_id).where(here).with_for_update())
-        changes = _changes(connection, rollout_id, rule)
+        changes = _changes(connection, rollout_id, rule, repeats)
         counts = changes.counts()
         if not counts:
             return {}
@@ -217,9 +214,7 @@ def _change(rule: Redaction) -> Change:
     return change
 
 
-def _without_tokens(
-    connection: Connection, rollout_id: str, dropped: set[str]
-) -> dict[str, Values]:
+def _without_tokens(connection: Connection, rollout_id: str, dropped: set[str]) -> list[Told]:
     """Of these turns and all that continue one of them: their rows without tokens of their own."""
     columns = (
         Turns.turn_id,
@@ -229,13 +224,14 @@ def _without_tokens(
     )
     query = select(*columns).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
     contexts: dict[str | None, tuple[int, bytes]] = {None: (0, ContextDigest().value())}
-    rows: dict[str, Values] = {}
+    without: dict[str, Told] = {}
     for turn_id, parent_id, length, digest in connection.execute(query):
-        if turn_id in dropped or parent_id in rows:
+        if turn_id in dropped or parent_id in without:
             length, digest = contexts[parent_id]
-            rows[turn_id] = {"prompt_tokens": length, "context_digest": digest, **_NO_TOKENS}
+            row = {"prompt_tokens": length, "context_digest": digest, **_NO_TOKENS}
+            without[turn_id] = Told(turn_id, parent_id, turn_id in dropped, row)
         contexts[turn_id] = (length, digest)
-    return rows
+    return [*without.values()]
 
 
 def _spans(connection: Connection, where: Any, rule: Redaction) -> list[Values]:

@@ -43,9 +43,11 @@ from tracegrad.store.schema import (
     Spans,
     TurnLedger,
     Turns,
+    TurnTexts,
 )
 from tracegrad.store.sql import SCORED, chunks, training_state
 from tracegrad.store.store import Store
+from tracegrad.store.texts import remove_links, remove_unused
 
 # Rollouts of one transaction, and the bytes of which no more are added: proxies wait for it.
 AT_ONCE, _BYTES_AT_ONCE = 200, 16 << 20
@@ -213,6 +215,7 @@ def _remove(connection: Connection, ids: Sequence[str]) -> Json:
     removed = _counted(connection, ids)
     turns = select(Turns.turn_id).where(Turns.rollout_id.in_(ids))
     connection.execute(delete(TurnLedger).where(TurnLedger.turn_id.in_(turns)))
+    shared = remove_links(connection, TurnTexts.turn_id.in_(turns))
     # Turns refer to each other: databases check that when the whole statement is done.
     for table in (Turns, Spans, Rewards, Outcomes, RolloutTags, RolloutKeys, Leases):
         gone = connection.execute(delete(table).where(table.rollout_id.in_(ids))).rowcount
@@ -220,6 +223,7 @@ def _remove(connection: Connection, ids: Sequence[str]) -> Json:
     removed["rollouts"] = connection.execute(
         delete(Rollouts).where(Rollouts.rollout_id.in_(ids))
     ).rowcount
+    removed["texts"] = remove_unused(connection, shared)
     return removed
 
 

@@ -6,7 +6,7 @@ changed or dropped, those that are told by it must be told again; the others sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,21 @@ from tracegrad.records import Json
 from tracegrad.store.contexts import LATEST
 from tracegrad.store.errors import StoreCorrupt
 from tracegrad.store.marks import Marks
-from tracegrad.store.packing import json_pieces, pack, unpack_json
+from tracegrad.store.packing import json_pieces, pack
 from tracegrad.store.rebuilding import Rebuilt, rebuild
-from tracegrad.store.schema import Turns
+from tracegrad.store.schema import Turns, TurnTexts
 from tracegrad.store.sharing import Earlier, share
+from tracegrad.store.texts import (
+    Lifting,
+    Placed,
+    Repeats,
+    add_links,
+    add_texts,
+    placed_texts,
+    remove_links,
+    remove_unused,
+    unpack_raw,
+)
 
 Values = dict[str, Any]
 
@@ -58,6 +69,7 @@ class Told:
     parent_id: str | None
     changed: bool
     row: Values
+    lifting: Lifting | None = None  # where its texts are told anew
 
 
 @dataclass(slots=True)
@@ -77,15 +89,21 @@ class _Earlier:
 def read_texts(connection: Connection, rollout_id: str) -> Iterator[Texts]:
     """In order of capture. Raises StoreCorrupt that names the turn."""
     earlier = _Earlier()
-    for row in _rows(connection, rollout_id):
-        yield _texts(row, earlier)
+    rows = _rows(connection, rollout_id)
+    placed = placed_texts(connection, [row.turn_id for row in rows])
+    for row in rows:
+        yield _texts(row, earlier, placed)
 
 
-def tell_anew(connection: Connection, rollout_id: str, change: Change) -> Iterator[Told]:
+def tell_anew(
+    connection: Connection, rollout_id: str, change: Change, repeats: Repeats
+) -> Iterator[Told]:
     """The turns whose rows `change` makes other ones. Raises StoreCorrupt that names the turn."""
     earlier = _Earlier()
-    for row in _rows(connection, rollout_id):
-        old = _texts(row, earlier)
+    rows = _rows(connection, rollout_id)
+    placed = placed_texts(connection, [row.turn_id for row in rows])
+    for row in rows:
+        old = _texts(row, earlier, placed)
         new = change(old)
         same = new.request == old.request and new.response == old.response
         changed = not same or new.sampling != old.sampling
@@ -97,24 +115,31 @@ def tell_anew(connection: Connection, rollout_id: str, change: Change) -> Iterat
             continue
         if not same:
             earlier.changed.add(row.turn_id)
-        yield Told(row.turn_id, row.parent_id, changed, _told(new, earlier))
+        lifting = Lifting(rollout_id, repeats)
+        yield Told(row.turn_id, row.parent_id, changed, _told(new, earlier, lifting), lifting)
 
 
-def rewrite(connection: Connection, rows: Mapping[str, Values]) -> None:
-    """Turns by id, and what of their columns is another now."""
-    for turn_id, values in rows.items():
+def rewrite(connection: Connection, turns: Sequence[Told]) -> None:
+    unused: set[bytes] = set()
+    for turn in turns:
         statement = update(Turns).where(Turns.turn_id == bindparam("which"))
-        connection.execute(statement.values(**values), {"which": turn_id})
+        connection.execute(statement.values(**turn.row), {"which": turn.turn_id})
+        if turn.lifting is not None:
+            unused |= remove_links(connection, TurnTexts.turn_id == turn.turn_id)
+            packed = pack([*turn.lifting.texts.values()])
+            add_texts(connection, dict(zip(turn.lifting.texts, packed, strict=True)))
+            add_links(connection, turn.lifting.links(turn.turn_id))
+    remove_unused(connection, unused)
 
 
-def _rows(connection: Connection, rollout_id: str) -> Iterator[Row[Any]]:
+def _rows(connection: Connection, rollout_id: str) -> Sequence[Row[Any]]:
     query = select(*_COLUMNS).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
-    yield from connection.execute(query)
+    return connection.execute(query).all()
 
 
-def _texts(row: Row[Any], earlier: _Earlier) -> Texts:
+def _texts(row: Row[Any], earlier: _Earlier, placed: Placed) -> Texts:
     try:
-        request, response = unpack_json(row.request), unpack_json(row.response)
+        request, response = unpack_raw(row, placed)
         if row.request_marks is not None:
             base = earlier.requests.get(row.request_base or "")
             if base is None and row.request_base is not None:
@@ -127,15 +152,16 @@ def _texts(row: Row[Any], earlier: _Earlier) -> Texts:
     return Texts(row.turn_id, row.parent_id, row.created_at, request, response, dict(row.sampling))
 
 
-def _told(texts: Texts, earlier: _Earlier) -> Values:
-    shared = None
+def _told(texts: Texts, earlier: _Earlier, lifting: Lifting) -> Values:
+    shared, request = None, None
     if texts.request is not None:
         shared = share(texts.request, texts.response, earlier.candidates(texts))
         earlier.marks[texts.turn_id] = Earlier(texts.turn_id, Marks.decode(shared.marks))
+        request = lifting.request(shared.text, whole=shared.base is None)
     return {
         "sampling": texts.sampling,
-        "request": _packed(shared.text if shared else None),
-        "response": _packed(texts.response),
+        "request": _packed(request),
+        "response": _packed(lifting.response(texts.response)),
         "request_base": shared.base if shared else None,
         "request_marks": shared.marks if shared else None,
     }

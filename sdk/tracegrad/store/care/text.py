@@ -14,8 +14,9 @@ from tracegrad.store.care.removals import TEXT, added, record
 from tracegrad.store.care.selection import Key, Selection, locked
 from tracegrad.store.care.sizes import text_bytes
 from tracegrad.store.care.telling import Texts, rewrite, tell_anew
-from tracegrad.store.schema import Rollouts, Spans, Turns
+from tracegrad.store.schema import Rollouts, Spans, Turns, TurnTexts
 from tracegrad.store.store import Store
+from tracegrad.store.texts import Repeats, remove_links, remove_unused
 
 # Rollouts of one transaction, and seconds after which it takes no more: proxies wait for it.
 AT_ONCE, _LONG = 100, 0.2
@@ -104,6 +105,7 @@ def drop_text(
     """
     total: Json = {"rollouts": 0, "turns": 0, "spans": 0, "bytes": 0}
     after: Key | None = None
+    repeats = Repeats()
     where = and_(rule.selection.where(), or_(_any_turn(rule), _any_span(rule)))
     while True:
         with store.exclusive() as connection:
@@ -113,7 +115,7 @@ def drop_text(
             removed: Json = {}
             until = time.monotonic() + _LONG
             for after in keys:
-                removed = added(removed, _drop(connection, after.rollout_id, rule))
+                removed = added(removed, _drop(connection, after.rollout_id, rule, repeats))
                 if time.monotonic() > until:
                     break
             if removed.get("rollouts"):
@@ -130,14 +132,17 @@ def _any_span(rule: TextRule) -> ColumnElement[bool]:
     return exists().where(Spans.rollout_id == Rollouts.rollout_id, rule.spans())
 
 
-def _drop(connection: Connection, rollout_id: str, rule: TextRule) -> Json:
+def _drop(connection: Connection, rollout_id: str, rule: TextRule, repeats: Repeats) -> Json:
     here = and_(Turns.rollout_id == rollout_id, rule.turns())
     query = select(func.count(), func.coalesce(func.sum(text_bytes()), 0)).where(here)
     turns, size = connection.execute(query).one()
-    retold = _retold(connection, rollout_id, rule) if turns else 0
+    retold = _retold(connection, rollout_id, rule, repeats) if turns else 0
     if turns:
         nothing = {"request": None, "response": None, "request_base": None, "request_marks": None}
+        its_links = TurnTexts.turn_id.in_(select(Turns.turn_id).where(here))
+        shared = remove_links(connection, its_links)
         connection.execute(update(Turns).where(here).values(**nothing))
+        remove_unused(connection, shared)
     spans = _drop_of_spans(connection, rollout_id, rule)
     if not turns and not spans:
         return {}
@@ -145,7 +150,7 @@ def _drop(connection: Connection, rollout_id: str, rule: TextRule) -> Json:
     return {"rollouts": 1, **counts}
 
 
-def _retold(connection: Connection, rollout_id: str, rule: TextRule) -> int:
+def _retold(connection: Connection, rollout_id: str, rule: TextRule, repeats: Repeats) -> int:
     """Tell those anew that stay and are told by some that go."""
     stays = and_(Turns.rollout_id == rollout_id, Turns.created_at >= rule.before)
     if rule.before == float("inf") or not connection.scalar(
@@ -158,10 +163,10 @@ def _retold(connection: Connection, rollout_id: str, rule: TextRule) -> int:
             return texts
         return replace(texts, request=None, response=None)
 
-    told = tell_anew(connection, rollout_id, dropped)
-    rows = {one.turn_id: one.row for one in told if not one.changed}
-    rewrite(connection, rows)
-    return len(rows)
+    told = tell_anew(connection, rollout_id, dropped, repeats)
+    stay = [one for one in told if not one.changed]
+    rewrite(connection, stay)
+    return len(stay)
 
 
 def _drop_of_spans(connection: Connection, rollout_id: str, rule: TextRule) -> int:
