@@ -16,7 +16,7 @@ from functools import partial
 from tracegrad.records import Json
 from tracegrad.store import Group, Ledger, StepRecord, Store
 from tracegrad_trainer.batches import Selection, select
-from tracegrad_trainer.objectives import advantages
+from tracegrad_trainer.objectives import Memory, advantages
 from tracegrad_trainer.settings import TrainerSettings
 
 # How long one call of `next_batch` waits: the other ranks sit in a collective meanwhile.
@@ -47,6 +47,7 @@ class Coordinator:
         self.store = store
         self.ledger = Ledger(store)
         self.stopping = stopping
+        self.memory: Memory = {}
         self.owner = f"{socket.gethostname()}:{os.getpid()}"
 
     def resume_point(self) -> ResumePoint:
@@ -96,7 +97,7 @@ class Coordinator:
         return select(
             groups,
             self.settings.batches,
-            advantages=partial(advantages, self.settings.objective),
+            advantages=partial(advantages, self.settings.objective, memory=self.memory),
             current_version=version,
             failed_versions={v.version for v in self.store.versions() if v.state == "failed"},
         )

@@ -164,7 +164,7 @@ def _as_micro_batch(samples: Sequence[Sample]) -> MicroBatch:
             policy_versions=((0, len(sample.token_ids)),),
         )
         rollout = _ProbeRollout(turn.rollout_id, [turn])
-        rows += rows_of(rollout, group_id=turn.rollout_id, advantage=0.0)
+        rows += rows_of(rollout, group_id=turn.rollout_id, advantages=[0.0])
     return micro_batch(rows, range(len(rows)))
 
 

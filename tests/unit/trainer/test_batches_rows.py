@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ def chain() -> list[Turn]:
 
 
 def test_a_conversation_is_one_row() -> None:
-    (row,) = rows_of(Sample("r", 1.0, chain()), group_id="g", advantage=0.5)
+    (row,) = rows_of(Sample("r", 1.0, chain()), group_id="g", advantages=[0.5] * len(chain()))
     assert row.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert row.loss_mask.tolist() == [False, False, True, True, False, True, True, True]
     assert row.turn_index.tolist() == [-1, -1, 0, 0, -1, 1, 1, 1]
@@ -35,7 +36,9 @@ def test_a_fork_shares_its_ancestor_with_the_first_path_only() -> None:
     a = turn("a", [1], [2, 3])
     b = turn("b", [4], [5], parent=a)
     c = turn("c", [6], [7], parent=a)
-    first, second = rows_of(Sample("r", 1.0, [a, b, c]), group_id="g", advantage=1.0)
+    first, second = rows_of(
+        Sample("r", 1.0, [a, b, c]), group_id="g", advantages=[1.0] * len([a, b, c])
+    )
     assert first.turn_ids == ("a", "b")
     assert second.turn_ids == ("c",)
     assert second.input_ids.tolist() == [1, 2, 3, 6, 7]
@@ -43,7 +46,9 @@ def test_a_fork_shares_its_ancestor_with_the_first_path_only() -> None:
 
 
 def test_a_skipped_turn_is_context_and_stays_in_the_capture_mask() -> None:
-    (row,) = rows_of(Sample("r", 1.0, chain()), group_id="g", advantage=1.0, skipped={"a"})
+    (row,) = rows_of(
+        Sample("r", 1.0, chain()), group_id="g", advantages=[1.0] * len(chain()), skipped={"a"}
+    )
     assert row.loss_mask.sum() == 5
     assert row.keep.tolist() == [False] * 5 + [True] * 3
     assert row.kept_turn_ids == ["b"]
@@ -51,14 +56,21 @@ def test_a_skipped_turn_is_context_and_stays_in_the_capture_mask() -> None:
 
 
 def test_a_row_ends_with_its_last_trained_turn() -> None:
-    (row,) = rows_of(Sample("r", 1.0, chain()), group_id="g", advantage=1.0, skipped={"b"})
+    (row,) = rows_of(
+        Sample("r", 1.0, chain()), group_id="g", advantages=[1.0] * len(chain()), skipped={"b"}
+    )
     assert row.input_ids.tolist() == [1, 2, 3, 4]
-    assert rows_of(Sample("r", 1.0, chain()), group_id="g", advantage=1.0, skipped="ab") == []
+    assert (
+        rows_of(
+            Sample("r", 1.0, chain()), group_id="g", advantages=[1.0] * len(chain()), skipped="ab"
+        )
+        == []
+    )
 
 
 def test_versions_change_within_a_turn_and_temperature_is_the_turns_own() -> None:
     one = turn("a", [1], [2, 3, 4], policy_versions=((4, 1), (5, 2)), sampling={"temperature": 0.5})
-    (row,) = rows_of(Sample("r", 1.0, [one]), group_id="g", advantage=1.0)
+    (row,) = rows_of(Sample("r", 1.0, [one]), group_id="g", advantages=[1.0] * len([one]))
     assert row.policy_version.tolist() == [-1, 4, 5, 5]
     assert row.temperature.tolist() == [1, 0.5, 0.5, 0.5]
 
@@ -86,7 +98,9 @@ def test_every_sampled_token_of_a_trained_turn_is_in_exactly_one_row(
     turns: list[Turn], data: st.DataObject
 ) -> None:
     skipped = {t.turn_id for t in turns if data.draw(st.booleans())}
-    rows = rows_of(Sample("r", 1.0, turns), group_id="g", advantage=1.0, skipped=skipped)
+    rows = rows_of(
+        Sample("r", 1.0, turns), group_id="g", advantages=[1.0] * len(turns), skipped=skipped
+    )
     seen: list[str] = []
     for row in rows:
         assert row.keep[-1]
@@ -125,7 +139,7 @@ def test_selection_gives_every_turn_one_answer() -> None:
     selection = select(
         [group, equal],
         BatchSettings(tokens_per_micro_batch=10, max_staleness=3),
-        advantages=lambda r, g: advantages(preset("grpo", advantage="dr_grpo"), r, g),
+        advantages=partial(advantages, preset("grpo", advantage="dr_grpo"), memory={}),
         current_version=9,
         failed_versions={8},
     )
@@ -153,7 +167,7 @@ def test_selection_gives_every_turn_one_answer() -> None:
 def test_a_reward_that_is_no_number_is_refused_by_name() -> None:
     group = Group("g", [Sample("r0", math.nan, chain()), Sample("r1", 0.0, [])])
     with pytest.raises(ValueError, match="reward of rollout r0 is nan"):
-        select([group], BatchSettings(), advantages=lambda r, g: r, current_version=1)
+        select([group], BatchSettings(), advantages=lambda rollouts: [], current_version=1)
 
 
 def test_rows_longer_than_the_budget_are_a_setting_error() -> None:

@@ -31,7 +31,7 @@ def one_rank() -> Iterator[None]:
 def act(learner: Learner, version: int) -> list[Group]:
     """Every task tried `ROLLOUTS` times: one token sampled after two that name the task."""
     asked = [turn("asked", [task, task + 20], [0]) for task in range(TASKS)]
-    rows = [rows_of(Sample("", 0, [t]), group_id="", advantage=0)[0] for t in asked]
+    rows = [rows_of(Sample("", 0, [t]), group_id="", advantages=[0])[0] for t in asked]
     inputs = to_inputs(micro_batch(rows, range(TASKS)), learner.model, torch.device("cpu"))
     with torch.no_grad():
         mu = learner.model(**inputs.model).logits[0].log_softmax(-1)
@@ -75,7 +75,7 @@ def train(
         selection = select(
             groups,
             BatchSettings(tokens_per_micro_batch=64),
-            advantages=partial(advantages, learner.objective),
+            advantages=partial(advantages, learner.objective, memory={}),
             current_version=version,
         )
         if selection.rows:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tracegrad_trainer.batches import Row, micro_batch
 from tracegrad_trainer.fsdp import FsdpSettings, build_model
 from tracegrad_trainer.fsdp.attention import PackedRows, packed_attention
-from tracegrad_trainer.fsdp.forward import logprobs, to_inputs
+from tracegrad_trainer.fsdp.forward import forward, to_inputs
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,8 @@ def test_packed_equals_unpacked(folder: Path, attention: str) -> None:
     # A short row beside long ones: the packed attention makes blocks of unequal width.
     made = [*rows(7), *rows(3, seed=1, longest=13), *rows(2, seed=2, longest=120)]
     inputs = to_inputs(micro_batch(made, range(len(made))), model, CPU)
-    chosen, entropy = logprobs(model, inputs)
+    now = forward(model, inputs)
+    chosen, entropy = now.logp, now.entropy
     expected = torch.cat([alone(reference, row) for row in made])
     assert (chosen.double() - expected).abs().max() < 1e-6 * expected.abs().max()
     assert chosen.shape == entropy.shape
@@ -52,7 +53,7 @@ def test_gradient_checkpointing_changes_nothing(folder: Path) -> None:
         settings = FsdpSettings(device="cpu", gradient_checkpointing=checkpointing)
         model = build_model(folder, settings)
         inputs = to_inputs(micro_batch(rows(4), range(4)), model, CPU)
-        logprobs(model, inputs)[0].sum().backward()
+        forward(model, inputs).logp.sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     for plain, checkpointed in zip(*gradients, strict=True):
         assert plain is not None
@@ -68,7 +69,7 @@ def test_entropy_is_that_of_the_tempered_distribution(folder: Path) -> None:
     logits = plain(input_ids=ids).logits[0][inputs.batch.target - 1] / inputs.temperature[:, None]
     expected = torch.distributions.Categorical(logits=logits).entropy()
     assert logits.shape[1] == VOCABULARY
-    torch.testing.assert_close(logprobs(model, inputs)[1], expected)
+    torch.testing.assert_close(forward(model, inputs).entropy, expected)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Turn trees -> training rows -> packed micro-batches. NumPy only."""
 
-from .packing import MicroBatch, micro_batch, pack, plan
+from .micro_batch import MicroBatch, micro_batch
+from .packing import pack, plan
 from .rows import RolloutLike, Row, rows_of
 from .select import GroupLike, Selection, select, turn_reason
 from .settings import BatchSettings

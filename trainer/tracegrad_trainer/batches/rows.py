@@ -8,7 +8,7 @@ writes into the first.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,11 +36,14 @@ class RolloutLike(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Row:
-    """One sequence of T tokens; entry t of every array describes token t as a *target*.
+    """T tokens of one rollout; entry t of every array describes token t as a *target*.
 
-    The loss at t is -log p(input_ids[t] | input_ids[:t]), so position 0 is never a target.
+    The loss at t is -log p(input_ids[t] | what it attends to), so token 0 is never a target.
     `turn_ids` are the turns whose sampled tokens belong to this row, `turn_index` points into
     them. Tokens of an ancestor that an earlier row owns are context here, like the prompt.
+
+    A row is one path, or, with `subtree_end`, a whole tree: its tokens depth first, each branch
+    behind the tokens it continues. Token j is attended to by the tokens j <= i < subtree_end[j].
     """
 
     input_ids: Ints
@@ -51,9 +54,17 @@ class Row:
     turn_index: Ints  # -1 on context
     temperature: Floats  # 1 on context
     advantage: Floats  # 0 on context
+    reward: Floats  # given for the token: a turn's at its last one, the rollout's at its end
+    expert: Bools  # an expert's token, not sampled by a policy
     rollout_id: str
     group_id: str
     turn_ids: tuple[str, ...]
+    score: float = 0.0  # the rollout's reward as it was given
+    pair: int = -1  # of a preference pair; its rows share a micro-batch
+    label: int = 0  # 1 chosen, -1 rejected
+    position: Ints | None = None  # [T]; None: 0, 1, 2, ...
+    previous: Ints | None = None  # [T] the token that t is predicted from; None: t - 1
+    subtree_end: Ints | None = None  # [T]
 
     def __post_init__(self) -> None:
         tokens = len(self.input_ids)
@@ -65,6 +76,16 @@ class Row:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def positions(self) -> Ints:
+        return np.arange(len(self), dtype=np.int32) if self.position is None else self.position
+
+    @property
+    def predecessors(self) -> Ints:
+        if self.previous is not None:
+            return self.previous
+        return np.arange(-1, len(self) - 1, dtype=np.int32)
 
     @property
     def kept_turn_ids(self) -> list[str]:
@@ -80,26 +101,34 @@ _PER_TOKEN = (
     "turn_index",
     "temperature",
     "advantage",
+    "reward",
+    "expert",
 )
 
 
 def rows_of(
-    rollout: RolloutLike, *, group_id: str, advantage: float, skipped: Collection[str] = ()
+    rollout: RolloutLike,
+    *,
+    group_id: str,
+    advantages: Sequence[float] | NDArray[np.float64],
+    skipped: Collection[str] = (),
 ) -> list[Row]:
-    """Rows of one rollout. Turns in `skipped` (ids) stay as context of turns that are trained.
+    """Rows of one rollout; `advantages` one a turn. Turns in `skipped` (ids) stay as context of
+    turns that are trained.
 
     Every turn that is not skipped is trained in exactly one row: the first path that holds it.
     Branches without such a turn make no row, and a row ends with its last such turn.
     """
+    values = {
+        turn.turn_id: float(value) for turn, value in zip(rollout.turns, advantages, strict=True)
+    }
     needed = _with_ancestors(rollout.turns, skipped)
     owned: set[str] = set()
     rows = []
     for path in paths(needed):
         own = {turn.turn_id for turn in path} - owned
         owned |= own
-        rows.append(
-            _row(path, own, rollout.rollout_id, group_id, advantage=advantage, skipped=skipped)
-        )
+        rows.append(_row(path, own, rollout, group_id, values, skipped))
     return rows
 
 
@@ -117,10 +146,9 @@ def _with_ancestors(turns: Sequence[Turn], skipped: Collection[str]) -> list[Tur
 def _row(
     path: Sequence[Turn],
     own: Collection[str],
-    rollout_id: str,
+    rollout: RolloutLike,
     group_id: str,
-    *,
-    advantage: float,
+    advantages: Mapping[str, float],
     skipped: Collection[str],
 ) -> Row:
     leaf = path[-1]
@@ -132,6 +160,7 @@ def _row(
     version = np.full(tokens, -1, np.int32)
     index = np.full(tokens, -1, np.int32)
     temperature = np.ones(tokens, np.float32)
+    advantage = np.zeros(tokens, np.float32)
     turn_ids: list[str] = []
     for turn in path:
         if turn.turn_id not in own:
@@ -144,6 +173,7 @@ def _row(
         version[span] = _versions(turn)
         index[span] = len(turn_ids)
         temperature[span] = temperature_of(turn)
+        advantage[span] = 0.0 if turn.turn_id in skipped else advantages[turn.turn_id]
         turn_ids.append(turn.turn_id)
     return Row(
         input_ids=ids,
@@ -153,10 +183,13 @@ def _row(
         policy_version=version,
         turn_index=index,
         temperature=temperature,
-        advantage=np.where(keep, np.float32(advantage), np.float32(0)),
-        rollout_id=rollout_id,
+        advantage=advantage,
+        reward=np.zeros(tokens, np.float32),
+        expert=np.zeros(tokens, np.bool_),
+        rollout_id=rollout.rollout_id,
         group_id=group_id,
         turn_ids=tuple(turn_ids),
+        score=rollout.reward,
     )
 
 

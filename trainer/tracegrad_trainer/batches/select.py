@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -10,15 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.records import Turn
+from tracegrad_trainer.objectives.advantages import Scored
 
 from .rows import RolloutLike, Row, rows_of, temperature_of
 from .settings import BatchSettings
 
-# (rewards f64[n], group number i64[n]) -> advantages f64[n], over all rollouts of the batch
-AdvantageFunction = Callable[
-    [NDArray[np.float64], NDArray[np.int64]],
-    NDArray[np.float64],
-]
+# All scored rollouts of a batch -> for each f64[K], one entry a turn
+AdvantageFunction = Callable[[Sequence[Scored]], Sequence[NDArray[np.float64]]]
 
 
 class GroupLike(Protocol):
@@ -73,8 +72,13 @@ def select(
     for index in np.flatnonzero(~np.isfinite(rewards)):
         name = rollouts[index][1].rollout_id
         raise ValueError(f"reward of rollout {name} is {rewards[index]}: it must be finite")
-    advantage = advantages(rewards, numbers)
-    assert advantage.shape == rewards.shape
+    advantage = advantages(
+        [
+            scored(rollout, group=int(number), task=group.group_id)
+            for (group, rollout), number in zip(rollouts, numbers, strict=True)
+        ]
+    )
+    assert [len(values) for values in advantage] == [len(r.turns) for _, r in rollouts]
     equal = [bool(np.ptp(rewards[numbers == g]) == 0) for g in range(len(groups))]
 
     rows: list[Row] = []
@@ -89,7 +93,7 @@ def select(
             if reason is not None:
                 reasons[turn.turn_id] = reason
         skipped |= reasons
-        new = rows_of(rollout, group_id=group.group_id, advantage=float(value), skipped=reasons)
+        new = rows_of(rollout, group_id=group.group_id, advantages=value, skipped=reasons)
         rows += new
         trained += [turn_id for row in new for turn_id in row.kept_turn_ids]
     assert len(trained) == len(set(trained))
@@ -101,6 +105,25 @@ def select(
         skipped=skipped,
         rollouts=[rollout.rollout_id for _, rollout in rollouts],
         stats=_stats(rewards, advantage, equal),
+    )
+
+
+def scored(rollout: RolloutLike, *, group: int, task: str) -> Scored:
+    numbers = {turn.turn_id: i for i, turn in enumerate(rollout.turns)}
+    given = getattr(rollout, "turn_rewards", {})
+    return Scored(
+        rollout_id=rollout.rollout_id,
+        task=task,
+        agent=getattr(rollout, "agent", None) or "",
+        group=group,
+        reward=rollout.reward,
+        turn_rewards=np.array([given.get(i, 0.0) for i in range(len(numbers))], np.float64),
+        tokens=np.array([len(turn.completion_token_ids) for turn in rollout.turns], np.int64),
+        parents=np.array([numbers.get(t.parent_id or "", -1) for t in rollout.turns], np.int64),
+        states=[
+            hashlib.blake2b(turn.prompt_token_ids, digest_size=16).digest()
+            for turn in rollout.turns
+        ],
     )
 
 
@@ -135,7 +158,7 @@ def turn_reason(
 
 
 def _stats(
-    rewards: NDArray[np.float64], advantage: NDArray[np.float64], equal: Sequence[bool]
+    rewards: NDArray[np.float64], advantage: Sequence[NDArray[np.float64]], equal: Sequence[bool]
 ) -> dict[str, float]:
     some = len(rewards) > 0
     return {
@@ -144,5 +167,5 @@ def _stats(
         "rollouts": float(len(rewards)),
         "reward_mean": float(rewards.mean()) if some else 0.0,
         "reward_std": float(rewards.std()) if some else 0.0,
-        "advantage_abs_mean": float(np.abs(advantage).mean()) if some else 0.0,
+        "advantage_abs_mean": float(np.abs(np.concatenate(advantage)).mean()) if some else 0.0,
     }

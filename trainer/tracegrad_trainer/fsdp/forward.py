@@ -9,8 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from tracegrad_trainer.batches import MicroBatch
+from tracegrad_trainer.objectives import Tokens
 
 from . import attention
+
+# What of a micro-batch an objective sees as it is.
+_TO_TOKENS = (
+    *("mu", "advantage", "score", "version", "expert", "turn", "row", "rollout", "group"),
+    *("turn_tokens", "rollout_tokens", "pair", "label"),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,10 +28,26 @@ class Inputs:
     model: dict[str, Any]  # keyword arguments of the model's forward
     labels: Tensor  # i64[n]
     temperature: Tensor  # f32[n]
-    mu: Tensor  # f32[n]
-    advantage: Tensor  # f32[n]
-    version: Tensor  # i64[n]
-    turn: Tensor  # i64[n]
+    tensors: dict[str, Tensor]  # fields of `Tokens`, [n] or [rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Before:
+    """What is known of a micro-batch's targets before its forward with gradient; f32[n] each."""
+
+    old: Tensor | None = None  # None: the current ones, which they are at a batch's first step
+    reference: Tensor | None = None
+    old_value: Tensor | None = None
+    returns: Tensor | None = None
+    advantage: Tensor | None = None  # where it depends on values: instead of the batch's own
+    kto_z: Tensor | None = None  # scalar
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Forward:
+    logp: Tensor  # f32[n], with gradient
+    entropy: Tensor  # f32[n], without
+    value: Tensor | None = None  # f32[n], with gradient
 
 
 def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> Inputs:
@@ -35,8 +58,8 @@ def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> Inpu
         "input_ids": move(batch.input_ids),
         "position_ids": move(batch.position_ids),
         "use_cache": False,
-        # Logits only where a target's predecessor stands.
-        "logits_to_keep": move(batch.target - 1),
+        # Logits only where a target is predicted from.
+        "logits_to_keep": move(batch.source),
     }
     config: Any = model.config
     if config._attn_implementation == attention.NAME:
@@ -46,15 +69,33 @@ def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> Inpu
         model=arguments,
         labels=move(batch.input_ids[0, batch.target]),
         temperature=move(batch.temperature),
-        mu=move(batch.mu),
-        advantage=move(batch.advantage),
-        version=move(batch.version),
-        turn=move(batch.turn),
+        tensors={name: move(getattr(batch, name)) for name in _TO_TOKENS},
     )
 
 
-def logprobs(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """log pi f32[n] of the targets at their temperatures, with gradient; entropy f32[n] without.
+def tokens_of(inputs: Inputs, now: Forward, before: Before) -> Tokens:
+    given = inputs.tensors
+    if before.advantage is not None:
+        given = given | {"advantage": before.advantage}
+    batch = inputs.batch
+    return Tokens(
+        logp=now.logp,
+        old=now.logp.detach() if before.old is None else before.old,
+        turns=batch.turns,
+        rows=len(batch.row_lengths),
+        rollouts=batch.rollouts,
+        groups=batch.groups,
+        reference=before.reference,
+        value=now.value,
+        old_value=before.old_value,
+        returns=before.returns,
+        kto_z=before.kto_z,
+        **given,
+    )
+
+
+def forward(model: nn.Module, inputs: Inputs) -> Forward:
+    """The targets' log-probabilities at their temperatures.
 
     Raises:
         ValueError: the model ignores `logits_to_keep`.
@@ -70,4 +111,4 @@ def logprobs(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         share = torch.exp(logits - log_z[:, None])
         entropy = log_z - (share * logits).sum(-1)
-    return chosen, entropy
+    return Forward(logp=chosen, entropy=entropy)

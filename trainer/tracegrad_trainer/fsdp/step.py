@@ -19,14 +19,13 @@ from torch.distributed.tensor import DTensor
 from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.objectives import (
     ObjectiveSettings,
-    Tokens,
     evaluate,
     maxima,
     summarise,
     sums,
 )
 
-from .forward import Inputs, logprobs, to_inputs
+from .forward import Before, Inputs, forward, to_inputs, tokens_of
 from .settings import OptimSettings
 from .wrap import between_micro_batches
 
@@ -92,7 +91,7 @@ class Learner:
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The training engine's log-probabilities, f32[n] of each micro-batch's targets."""
         return [
-            logprobs(self.model, to_inputs(batch, self.model, self.device))[0]
+            forward(self.model, to_inputs(batch, self.model, self.device)).logp
             for batch in micro_batches
         ]
 
@@ -135,20 +134,12 @@ class Learner:
         self.optimizer.zero_grad()
         for i, one in enumerate(inputs):
             between_micro_batches(self.model, last=i == len(inputs) - 1, reshard=self.reshard)
-            logp, entropy = logprobs(self.model, one)
-            tokens = Tokens(
-                logp=logp,
-                old=logp.detach() if old is None else old[i],
-                mu=one.mu,
-                advantage=one.advantage,
-                version=one.version,
-                turn=one.turn,
-                turns=one.batch.turns,
-            )
+            now = forward(self.model, one)
+            tokens = tokens_of(one, now, Before(old=None if old is None else old[i]))
             done = evaluate(self.objective, tokens)
             torch.autograd.backward(done.total)
             with torch.no_grad():
-                totals.add(sums(tokens, done, entropy, version), maxima(tokens, done, version))
+                totals.add(sums(tokens, done, now.entropy, version), maxima(tokens, done, version))
                 wrong = ~(torch.isfinite(tokens.logp) & torch.isfinite(tokens.old))
                 if wrong.any():
                     rows = one.batch.row_keys[one.batch.row[wrong.cpu().numpy()]]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .registry import Registry
-from .tokens import Tokens, turn_sizes
+from .tokens import Tokens
 
 Aggregation = Callable[[Tokens], tuple[Tensor, Tensor]]
 
@@ -29,5 +29,5 @@ def token_mean(tokens: Tokens) -> tuple[Tensor, Tensor]:
 @AGGREGATIONS.register("turn_mean")
 def turn_mean(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """Every turn counts the same, and its tokens share that."""
-    sizes = turn_sizes(tokens.turn, tokens.turns)
-    return 1 / sizes[tokens.turn], tokens.mu.new_tensor(float(tokens.turns))
+    share = 1 / tokens.turn_tokens
+    return share, share.sum()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from .advantages import ADVANTAGES
+from .advantages import ADVANTAGES, Memory, Numbers, Scored
 from .aggregation import AGGREGATIONS
 from .corrections import CORRECTIONS, LEVELS
 from .ratios import RATIOS
@@ -46,7 +45,7 @@ def evaluate(settings: ObjectiveSettings, tokens: Tokens) -> Evaluated:
 
 
 def advantages(
-    settings: ObjectiveSettings, rewards: NDArray[np.float64], group: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Advantages f64[n] of all rollouts of a batch; `group` i64[n] numbers their groups."""
-    return ADVANTAGES[settings.advantage](rewards, group)
+    settings: ObjectiveSettings, rollouts: Sequence[Scored], memory: Memory
+) -> list[Numbers]:
+    """For each rollout of a batch f64[K], one entry a turn; `memory` is changed in place."""
+    return ADVANTAGES[settings.advantage](rollouts, settings, memory)

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .advantages import ADVANTAGES
 from .aggregation import AGGREGATIONS
 from .corrections import CORRECTIONS, LEVELS
+from .presets import PRESETS
 from .ratios import RATIOS
 from .registry import Registry
 from .surrogates import SURROGATES
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {
-        "advantage": "grpo",
-        "ratio": "token",
-        "surrogate": "ppo",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "dual_clip": None,
-        "correction": "tis",
-        "correction_level": "turn",
-        "correction_cap": 2.0,
-        "aggregation": "token_mean",
-    },
-}
+Need = Literal["reference", "value", "kto_z"]
 
 _PARTS: dict[str, Registry[Any]] = {
     "advantage": ADVANTAGES,
@@ -39,21 +27,79 @@ _PARTS: dict[str, Registry[Any]] = {
 
 
 class ObjectiveSettings(BaseModel):
-    """loss = AGG( W(w) * S(ratio, A, log pi) ), each part by its name."""
+    """loss = AGG( W(w) * S(ratio, A, log pi) ) + beta * KL, each part by its name.
+
+    A part's name may also be an import path, `package.module:function`: a user's own.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     preset: str = Field("grpo", description="fills every field that is not given")
-    advantage: str = Field("", description="grpo | dr_grpo")
-    ratio: str = Field("", description="token | turn")
-    surrogate: str = Field("", description="ppo")
-    clip_low: float = Field(0.0, ge=0, lt=1)
-    clip_high: float = Field(0.0, ge=0)
+    options: dict[str, Any] = Field({}, description="for parts of your own: whatever they read")
+
+    judge: str | None = Field(
+        None, description="package.module:function that rewards a group's rollouts by comparing"
+    )
+    advantage: str = ""
+    gamma: float = Field(1.0, gt=0, le=1, description="discount a turn (gae: a token)")
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    turn_weight: float = Field(1.0, ge=0, description="gigpo: of the turn's advantage")
+    running_decay: float = Field(0.95, gt=0, lt=1, description="running: of the mean, a rollout")
+    centre: bool = Field(False, description="ipa: returns of R - mean of the group, not of R")
+
+    ratio: str = ""
+    surrogate: str = ""
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_high: float = Field(0.2, ge=0)
     dual_clip: float | None = Field(None, gt=1)
-    correction: str = Field("", description="tis | none")
-    correction_level: str = Field("", description="token | turn")
-    correction_cap: float = Field(0.0, gt=0)
-    aggregation: str = Field("", description="token_mean | turn_mean")
+    prox: Literal["old", "interpolated"] = Field(
+        "old", description="decoupled_ppo: a forward, or between mu and pi"
+    )
+    prox_weight: float = Field(0.5, ge=0, le=1, description="interpolated: share of pi, in logs")
+    mask_low: float = Field(0.8, ge=0, description="minirl: smallest ratio of a bad token")
+    mask_high: float = Field(1.27, ge=1, description="minirl: largest ratio of a good token")
+    prob_bound: float = Field(0.2, gt=0, description="signed_prob_mask: largest p_pi - p_mu")
+    prob_penalty: float = Field(1e-3, ge=0, description="signed_prob_mask: of (log pi/mu)^2")
+    imitation: float = Field(0.0, ge=0, description="ipa: weight of an expert's tokens")
+    reinforcement: float = Field(1.0, ge=0, description="ipa: weight of sampled tokens")
+    beta: float = Field(0.1, gt=0, description="dpo, kto: of the log-ratios to the reference")
+
+    correction: str = ""
+    correction_level: str = ""
+    correction_cap: float = Field(2.0, gt=0, description="tis, mis, reject: upper bound")
+    correction_floor: float = Field(0.0, ge=0, description="mis, reject: lower bound")
+    reject_stat: Literal["ratio", "k1", "k2", "k3"] = Field(
+        "ratio", description="reject: what the bounds are for"
+    )
+
+    kl: Literal["none", "k1", "k2", "k3"] = Field("none", description="to the reference policy")
+    kl_coef: float = Field(0.0, ge=0)
+    kl_unbiased: bool = Field(False, description="times the ratio: unbiased under the old policy")
+
+    aggregation: str = ""
+    constant: float = Field(1.0, gt=0, description="sum_constant: divided out, per rollout")
+
+    value_coef: float = Field(0.5, ge=0, description="of the value loss, where there are values")
+    value_clip: float | None = Field(0.2, gt=0)
+    whiten: bool = Field(False, description="advantages of the step's tokens to mean 0, variance 1")
+
+    over_length_budget: int | None = Field(
+        None, ge=1, description="sampled tokens of a rollout from which the penalty is whole"
+    )
+    over_length_part: int = Field(1, ge=1, description="tokens before it over which it rises")
+    over_length_penalty: float = Field(1.0, ge=0)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What has to be known of tokens besides the log-probabilities."""
+        found: set[Need] = set()
+        if self.kl != "none" or self.surrogate in ("dpo", "kto"):
+            found.add("reference")
+        if self.surrogate == "kto":
+            found.add("kto_z")
+        if self.advantage == "gae":
+            found.add("value")
+        return frozenset(found)
 
     @model_validator(mode="before")
     @classmethod

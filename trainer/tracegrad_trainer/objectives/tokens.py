@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 # exp of anything beyond is no use in fp32 and turns one odd token into inf.
@@ -15,18 +16,37 @@ LOG_RATIO_LIMIT = 20.0
 class Tokens:
     """The n trained tokens of a micro-batch. Three log-probability sets, kept apart.
 
-    Only `logp` (the policy being trained) carries a gradient; `old` is the training engine's at
-    the start of the batch, `mu` what the serving engine recorded. All at the temperature that
-    the token was sampled with.
+    Only `logp` (the policy being trained) and `value` carry a gradient; `old` is the training
+    engine's at the start of the batch, `mu` what the serving engine recorded. All at the
+    temperature that the token was sampled with. A row is never split, a pair of rows neither; a
+    rollout may be.
     """
 
-    logp: Tensor  # f32[n]
-    old: Tensor  # f32[n]
-    mu: Tensor  # f32[n]
-    advantage: Tensor  # f32[n]
-    version: Tensor  # i64[n]
-    turn: Tensor  # i64[n], 0..turns-1
+    logp: Float[Tensor, " n"]
+    old: Float[Tensor, " n"]
+    mu: Float[Tensor, " n"]  # of an expert's tokens: nothing anybody recorded
+    advantage: Float[Tensor, " n"]
+    score: Float[Tensor, " n"]  # the rollout's reward as it was given
+    version: Int[Tensor, " n"]
+    expert: Bool[Tensor, " n"]
+    turn: Int[Tensor, " n"]  # 0..turns-1, as row, rollout and group
+    row: Int[Tensor, " n"]
+    rollout: Int[Tensor, " n"]
+    group: Int[Tensor, " n"]
     turns: int
+    rows: int
+    rollouts: int
+    groups: int
+    turn_tokens: Float[Tensor, " n"]  # targets of the token's turn, and of its rollout, in the
+    rollout_tokens: Float[Tensor, " n"]  # whole optimizer step
+    pair: Int[Tensor, " rows"]
+    label: Int[Tensor, " rows"]
+    # What the objective asked for (`ObjectiveSettings.needs`), else None.
+    reference: Float[Tensor, " n"] | None = None
+    value: Float[Tensor, " n"] | None = None  # with gradient
+    old_value: Float[Tensor, " n"] | None = None
+    returns: Float[Tensor, " n"] | None = None
+    kto_z: Float[Tensor, ""] | None = None
 
     def __len__(self) -> int:
         return int(self.logp.shape[0])

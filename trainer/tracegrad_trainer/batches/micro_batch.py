@@ -1,0 +1,250 @@
+"""One forward's worth of packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .rows import Row
+
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+
+_NUMBERS = ("target", "source", "row", "turn", "rollout", "group", "version")
+# What a row says of each token, and a micro-batch of each target.
+_OF_TARGETS = ("rollout_logprobs", "advantage", "temperature", "reward", "expert")
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class MicroBatch:
+    """One forward: T packed tokens of R rows, n of them targets (`loss_mask & keep`).
+
+    `position_ids` restarts with each row. Arrays of n describe the targets only, in the order of
+    the pack: `target` is a target's place in it, `source` the place of the token that it is
+    predicted from. `row`, `turn`, `rollout` and `group` number what is in this micro-batch.
+    `row_keys` says which rows of the batch these are; -1 is filling that carries no target.
+
+    `turn_tokens` and `rollout_tokens` count the targets of the target's turn and rollout in the
+    whole optimizer step: a turn is in one row, a rollout may be in several micro-batches.
+
+    `subtree_end`, where a row is a tree of branches: the place behind the last token that may
+    attend to this one; None: every row is one sequence.
+    """
+
+    input_ids: Longs  # [1, T]
+    position_ids: Longs  # [1, T]
+    subtree_end: Longs | None  # [T]
+    row_lengths: Longs  # [R]
+    row_keys: Longs  # [R]
+    pair: Longs  # [R] rows of one preference pair share a number; -1: none
+    label: Longs  # [R] 1 chosen, -1 rejected, 0 neither
+    target: Longs  # [n]
+    source: Longs  # [n]
+    row: Longs  # [n]
+    turn: Longs  # [n]
+    rollout: Longs  # [n]
+    group: Longs  # [n]
+    mu: Floats  # [n] rollout log-probabilities
+    advantage: Floats  # [n]
+    reward: Floats  # [n] given for this token: by turn at its last token, by rollout at its end
+    score: Floats  # [n] the rollout's reward as it was given
+    temperature: Floats  # [n]
+    version: Longs  # [n] -1: an expert's
+    expert: Bools  # [n] an expert's, not sampled by a policy
+    turn_tokens: Floats  # [n]
+    rollout_tokens: Floats  # [n]
+
+    def __post_init__(self) -> None:
+        tokens, targets, rows = int(self.row_lengths.sum()), len(self.target), len(self.row_lengths)
+        assert self.input_ids.shape == self.position_ids.shape == (1, tokens)
+        assert self.subtree_end is None or self.subtree_end.shape == (tokens,)
+        for name in OF_ROWS:
+            assert getattr(self, name).shape == (rows,), f"{name}: one entry a row"
+        for name in OF_TARGETS:
+            assert getattr(self, name).shape == (targets,), f"{name}: one entry a target"
+        assert not targets or (self.source >= 0).all()
+        assert (self.source < self.target).all()
+
+    @property
+    def tokens(self) -> int:
+        return int(self.input_ids.shape[1])
+
+    @property
+    def turns(self) -> int:
+        return _count(self.turn)
+
+    @property
+    def rollouts(self) -> int:
+        return _count(self.rollout)
+
+    @property
+    def groups(self) -> int:
+        return _count(self.group)
+
+    def without(self, keys: Collection[int]) -> tuple[MicroBatch, Bools]:
+        """The micro-batch less the rows of these keys; which targets stay, bool[n]."""
+        stay = ~np.isin(self.row_keys, list(keys))
+        targets = stay[self.row]
+        if stay.all():
+            return self, targets
+        if not stay.any():
+            return filling(), targets
+        tokens = np.repeat(stay, self.row_lengths)
+        place = np.cumsum(tokens) - 1
+        changed: dict[str, Any] = {name: getattr(self, name)[targets] for name in OF_TARGETS}
+        changed |= {name: getattr(self, name)[stay] for name in OF_ROWS}
+        changed |= {name: place[changed[name]] for name in ("target", "source")}
+        changed["row"] = (np.cumsum(stay) - 1)[changed["row"]]
+        changed |= {name: _numbered(changed[name]) for name in ("turn", "rollout", "group")}
+        if self.subtree_end is not None:
+            # Ends stand behind a row's last token: of what stays, that many come before.
+            changed["subtree_end"] = np.cumsum([0, *tokens])[self.subtree_end[tokens]]
+        return MicroBatch(
+            **{
+                "input_ids": self.input_ids[:, tokens],
+                "position_ids": self.position_ids[:, tokens],
+                "subtree_end": None,
+                **changed,
+            }
+        ), targets
+
+
+OF_ROWS = ("row_lengths", "row_keys", "pair", "label")
+OF_TARGETS = tuple(
+    field.name
+    for field in fields(MicroBatch)
+    if field.name not in ("input_ids", "position_ids", "subtree_end", *OF_ROWS)
+)
+
+
+def micro_batch(
+    rows: Sequence[Row],
+    keys: Sequence[int],
+    *,
+    rollout_tokens: Mapping[str, int] | None = None,
+) -> MicroBatch:
+    """Concatenate rows; without rows: the smallest forward, which has no target.
+
+    `rollout_tokens`: targets of each rollout in the whole step; by default these rows are all.
+    """
+    if not rows:
+        return filling()
+    assert len(rows) == len(keys)
+    counts = targets_of(rows) if rollout_tokens is None else rollout_tokens
+    lengths = np.array([len(row) for row in rows], np.int64)
+    kept = [np.flatnonzero(row.keep) for row in rows]
+    starts = np.cumsum(lengths) - lengths
+    each = [len(where) for where in kept]
+    turn = _number_turns(rows, kept)
+
+    def of_targets(name: str) -> NDArray[Any]:
+        return _joined([getattr(r, name)[where] for r, where in zip(rows, kept, strict=True)])
+
+    def of_rows(values: Sequence[Any], dtype: Any) -> NDArray[Any]:
+        return np.repeat(np.array(values, dtype), each)
+
+    found = {name: of_targets(name) for name in _OF_TARGETS}
+    return MicroBatch(
+        input_ids=_joined([row.input_ids for row in rows]).astype(np.int64)[None],
+        position_ids=_joined([row.positions for row in rows]).astype(np.int64)[None],
+        subtree_end=_subtree_ends(rows, starts),
+        row_lengths=lengths,
+        row_keys=np.array(keys, np.int64),
+        pair=np.array([row.pair for row in rows], np.int64),
+        label=np.array([row.label for row in rows], np.int64),
+        target=_joined([s + where for s, where in zip(starts, kept, strict=True)]),
+        source=_joined(
+            [s + r.predecessors[w] for s, r, w in zip(starts, rows, kept, strict=True)]
+        ).astype(np.int64),
+        row=np.repeat(np.arange(len(rows)), each),
+        turn=turn,
+        rollout=np.repeat(_numbers_of([row.rollout_id for row in rows]), each),
+        group=np.repeat(_numbers_of([row.group_id for row in rows]), each),
+        mu=found["rollout_logprobs"],
+        advantage=found["advantage"],
+        reward=found["reward"],
+        score=of_rows([row.score for row in rows], np.float32),
+        temperature=found["temperature"],
+        version=of_targets("policy_version").astype(np.int64),
+        expert=found["expert"],
+        turn_tokens=np.bincount(turn)[turn].astype(np.float32) if len(turn) else _no_floats(),
+        rollout_tokens=of_rows([counts[row.rollout_id] for row in rows], np.float32),
+    )
+
+
+def targets_of(rows: Sequence[Row]) -> dict[str, int]:
+    """Targets of each rollout."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row.rollout_id] = counts.get(row.rollout_id, 0) + int(row.keep.sum())
+    return counts
+
+
+def filling() -> MicroBatch:
+    """The smallest forward. Ranks that need fewer micro-batches run it, for the collectives."""
+    longs = np.zeros(0, np.int64)
+    floats = _no_floats()
+    none: dict[str, Any] = dict.fromkeys(OF_TARGETS, floats)
+    none |= dict.fromkeys(_NUMBERS, longs)
+    return MicroBatch(
+        **{
+            "input_ids": np.zeros((1, 2), np.int64),
+            "position_ids": np.arange(2)[None],
+            "subtree_end": None,
+            "row_lengths": np.array([2]),
+            "row_keys": np.array([-1]),
+            "pair": np.array([-1]),
+            "label": np.array([0]),
+            **none,
+            "expert": np.zeros(0, np.bool_),
+        }
+    )
+
+
+def _no_floats() -> Floats:
+    return np.zeros(0, np.float32)
+
+
+def _count(numbers: Longs) -> int:
+    return int(numbers.max()) + 1 if len(numbers) else 0
+
+
+def _numbered(values: Longs) -> Longs:
+    """The same numbers without gaps."""
+    return np.unique(values, return_inverse=True)[1].astype(np.int64)
+
+
+def _numbers_of(names: Sequence[str]) -> Longs:
+    seen: dict[str, int] = {}
+    return np.array([seen.setdefault(name, len(seen)) for name in names], np.int64)
+
+
+def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _number_turns(rows: Sequence[Row], kept: Sequence[Longs]) -> Longs:
+    """Turn numbers of all targets, from the recorded index: never from runs in a mask."""
+    parts: list[Longs] = []
+    turns = 0
+    for row, where in zip(rows, kept, strict=True):
+        unique, inverse = np.unique(row.turn_index[where], return_inverse=True)
+        parts.append(inverse.astype(np.int64) + turns)
+        turns += len(unique)
+    return np.concatenate(parts)
+
+
+def _subtree_ends(rows: Sequence[Row], starts: Longs) -> Longs | None:
+    if all(row.subtree_end is None for row in rows):
+        return None
+    return _joined(
+        [
+            start + (np.full(len(row), len(row)) if row.subtree_end is None else row.subtree_end)
+            for row, start in zip(rows, starts, strict=True)
+        ]
+    ).astype(np.int64)
