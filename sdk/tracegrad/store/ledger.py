@@ -118,6 +118,18 @@ class Ledger:
 
         self._exclusively(take_back)
 
+    def release_owner(self, owner: str) -> int:
+        """Give back all that `owner`, who was killed, still has. Returns how many rollouts."""
+
+        def take_back(connection: Connection) -> int:
+            held = (Rollouts.consumed_at.is_(None), Rollouts.lease_owner == owner)
+            mine = Leases.lease_id.in_(select(Rollouts.lease_id).where(*held))
+            _end_leases(connection, time.time(), mine)
+            free = {"lease_id": None, "lease_owner": None, "leased_until": None}
+            return connection.execute(update(Rollouts).where(*held).values(free)).rowcount
+
+        return self._exclusively(take_back)
+
     def leases(self, rollout_id: str) -> list[LeaseRecord]:
         """Who had it to train on, and how long; the oldest first."""
         query = (
@@ -156,6 +168,7 @@ class Ledger:
                     "settings": step.settings,
                     "metrics": step.metrics,
                     "checkpoint": step.checkpoint,
+                    "batch": step.batch,
                 },
             )
             _record(connection, step.step, trained, skipped, rollouts)

@@ -28,7 +28,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0004"
+REVISION = "0005"
 
 
 class Text(TypeDecorator[str]):
@@ -236,6 +236,7 @@ class Steps(Base):
     settings: Mapped[dict[str, Any]]
     metrics: Mapped[dict[str, Any]]
     checkpoint: Mapped[str | None]
+    batch: Mapped[dict[str, Any] | None]  # what it was made of; null before revision 0005
 
 
 class Leases(Base):

@@ -79,7 +79,10 @@ class PolicyVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One optimizer step. `version` is the policy version that its weights become."""
+    """One optimizer step. `version` is the policy version that its weights become.
+
+    `batch` says what it was made of (the trainer's `BatchRecord`): enough to run it again.
+    """
 
     step: int
     version: int
@@ -87,6 +90,7 @@ class StepRecord:
     settings: Json = field(default_factory=dict)
     metrics: Json = field(default_factory=dict)
     checkpoint: str | None = None
+    batch: Json | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

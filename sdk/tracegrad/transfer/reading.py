@@ -150,6 +150,7 @@ def _step(fields: Fields) -> StepRecord:
         settings=fields.object("settings"),
         metrics=fields.object("metrics"),
         checkpoint=fields.text_or_none("checkpoint"),
+        batch=fields.object_or_none("batch"),
     )
 
 

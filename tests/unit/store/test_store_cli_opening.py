@@ -53,6 +53,7 @@ def test_a_store_of_an_earlier_version_is_brought_up_to_date(store: Store, url: 
         later = ("outcomes", "leases", "version_events", "removals", "turn_texts", "texts")
         for table in later:
             connection.execute(text(f"DROP TABLE {table}"))
+        connection.execute(text("ALTER TABLE steps DROP COLUMN batch"))
         for index in ("ix_turns_parent_id", "ix_turns_request_base"):
             connection.execute(text(f"DROP INDEX {index}"))
         connection.execute(text("UPDATE alembic_version SET version_num = '0002'"))

@@ -376,3 +376,26 @@ def test_finish_without_an_opening_can_be_trained(store: Store, ledger: Ledger) 
     store.append([make_turn("t", "r"), RewardGiven(rollout_id="r", value=math.pi)])
     store.append([RolloutFinished(rollout_id="r")])
     assert ids(lease(ledger, size=1)) == [["r"]]
+
+
+def test_leases_of_an_owner_who_was_killed_are_free_at_once(store: Store) -> None:
+    for name in ("a", "b", "c", "d"):
+        store.append(whole_rollout(name))
+    ledger = Ledger(store)
+    first = ledger.lease(groups=2, group_size=1, owner="killed", ttl_s=600)
+    ledger.lease(groups=1, group_size=1, owner="alive", ttl_s=600)
+    ids = [rollout.rollout_id for group in first for rollout in group.rollouts]
+    assert ledger.release_owner("killed") == 2
+    assert ledger.release_owner("killed") == 0
+    again = ledger.lease(groups=2, group_size=1, owner="next", ttl_s=600)
+    assert [rollout.rollout_id for group in again for rollout in group.rollouts] == ids
+    assert [lease.state(time.time()) for lease in ledger.leases(ids[0])] == ["released", "held"]
+
+
+def test_a_step_says_what_it_was_made_of(store: Store) -> None:
+    batch = {"groups": [{"group_id": "g", "rollouts": []}], "ranks": 2}
+    ledger = Ledger(store)
+    for number, made_of in ((1, batch), (2, None)):
+        step = StepRecord(step=number, version=number, batch=made_of)
+        ledger.commit_step(step, trained=[], skipped={}, rollouts=[])
+    assert [step.batch for step in ledger.steps()] == [batch, None]

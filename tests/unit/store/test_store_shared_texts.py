@@ -272,7 +272,13 @@ def test_a_turn_written_twice_shares_once(store: Store) -> None:
 
 _words = st.sampled_from([prose(n, LONG + 10 * n) for n in range(4)] + ["short", ""])
 _values = st.recursive(
-    st.one_of(_words, st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False)),
+    st.one_of(
+        _words,
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(allow_nan=False, allow_infinity=False),
+    ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.dictionaries(st.sampled_from(["content", "a", "b\n", ""]), inner, max_size=4),

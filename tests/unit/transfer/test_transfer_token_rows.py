@@ -35,7 +35,9 @@ def test_rows_are_our_trainers(store: Store, seed: int) -> None:
         left_out = {turn.turn_id for turn in copy.turns if untellable(turn)}
         left_out |= {turn.turn_id for turn in copy.turns if chance.random() < 0.2}
         mine = list(token_rows(copy.turns, left_out))
-        theirs = batches.rows_of(Rollout(copy), group_id="g", advantage=1.0, skipped=left_out)
+        theirs = batches.rows_of(
+            Rollout(copy), group_id="g", advantages=[1.0] * len(copy.turns), skipped=left_out
+        )
         assert len(mine) == len(theirs)
         for row, other in zip(mine, theirs, strict=True):
             assert row.token_ids.tolist() == other.input_ids.tolist()
