@@ -28,13 +28,15 @@ class Limits:
 
     `idle_s` is the pause between two requests; `head_s` the time from the first byte of a
     request's head, or from the opening of the connection, to the head's last; `body_idle_s` and
-    `send_idle_s` are times without progress.
+    `send_idle_s` are times without progress; a whole body has `body_s`, and a second more for each
+    of its KiB.
     """
 
     head_bytes: int = 64 << 10
     head_fields: int = 128
     head_s: float = 15.0
     body_idle_s: float = 30.0
+    body_s: float = 300.0
     send_idle_s: float = 300.0
     connections: int = 4096
     idle_s: int = 75

@@ -72,6 +72,7 @@ class Connection(HttpToolsProtocol):
         self._deaf = False  # nothing more is read from this client
         self._head_size = 0  # bytes of a head that is not complete
         self._wordless = 0  # bytes since the last that were a body's own
+        self._body_ends = 0.0
         self._due: float | None = self.loop.time() + self.limits.head_s
         self._alarm: asyncio.TimerHandle | None = None
         self._send_alarm: asyncio.TimerHandle | None = None
@@ -108,7 +109,7 @@ class Connection(HttpToolsProtocol):
         """Say when the next bytes are due."""
         if self._stage == _BODY:
             if not self.cycle.response_complete:
-                self._due = self.loop.time() + self.limits.body_idle_s
+                self._due = min(self.loop.time() + self.limits.body_idle_s, self._body_ends)
         elif self._due is None and not self._answering() and self.timeout_keep_alive_task is None:
             self._due = self.loop.time() + self.limits.head_s
         self._watch()
@@ -142,9 +143,11 @@ class Connection(HttpToolsProtocol):
             self.cycle.transport = _Together(self.transport)  # type: ignore[assignment]
             self._stage = _BODY
             self._wordless = 0
+            self._body_ends = self.loop.time() + self.limits.body_s
 
     def on_body(self, body: bytes) -> None:
         self._wordless = 0
+        self._body_ends += len(body) / 1024
         if not self._deaf:
             super().on_body(body)
 
@@ -180,14 +183,17 @@ class Connection(HttpToolsProtocol):
         now = self.loop.time()
         if self.flow.read_paused:  # it is us who do not read
             self._due = now + self.limits.body_idle_s
+            self._body_ends = max(self._body_ends, self._due)
         if now < self._due:
             self._watch()
         elif self._stage == _IDLE or (self._stage == _BODY and not self._answering()):
             self.transport.close()
         elif self._stage == _HEAD:
             self._refuse(408, f"the headers did not arrive within {self.limits.head_s:g} s")
-        else:
+        elif now < self._body_ends:
             self._refuse(408, f"nothing of the body came for {self.limits.body_idle_s:g} s")
+        else:
+            self._refuse(408, f"the body has taken more than {self.limits.body_s:g} s, and a KiB/s")
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer in place of the application, which sees a client that hung up; then close."""

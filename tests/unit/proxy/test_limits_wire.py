@@ -309,6 +309,32 @@ def test_a_body_may_be_slow(client: socket.socket, reader: Reader) -> None:
     assert answer.body == b"POST /s 8 content-length"
 
 
+def test_a_body_that_trickles_ends(app: Echo) -> None:
+    """A byte now and then is progress, and would hold the connection for good."""
+    limits = Limits(body_idle_s=SHORT, body_s=3 * SHORT)
+    with bounded(app, limits) as url, connect(url) as client:
+        start = time.monotonic()
+        client.sendall(b"POST /s HTTP/1.1\r\ncontent-length: 1000\r\n\r\n")
+        while is_taken(client, b"a"):
+            time.sleep(SHORT / 6)
+            assert time.monotonic() - start < 10
+        took = time.monotonic() - start
+        assert "the body has taken more than 0.9 s" in refused(Reader(client).answer(), 408)
+    assert took > 2 * SHORT
+
+
+def test_a_large_body_has_the_time_that_its_size_needs(app: Echo) -> None:
+    limits = Limits(body_idle_s=1, body_s=SHORT)
+    with bounded(app, limits) as url, connect(url) as client:
+        client.sendall(b"POST /s HTTP/1.1\r\ncontent-length: 8192\r\n\r\n")
+        for _ in range(8):
+            client.sendall(b"a" * 1024)
+            time.sleep(SHORT / 4)
+        answer = Reader(client).answer()
+        assert answer is not None
+        assert answer.body == b"POST /s 8192 content-length"
+
+
 def test_the_rest_of_a_body_that_nobody_wants_does_not_go_on_for_ever(
     client: socket.socket, reader: Reader
 ) -> None:
