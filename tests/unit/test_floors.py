@@ -28,7 +28,7 @@ FLOORS = {
     "tracegrad.proxy": 3,
     "tracegrad.transfer": 3,
     "tracegrad.decorators": 3,
-    "tracegrad_trainer": 3,
+    "tracegrad_trainer": 5,
     "tracegrad.cli": 4,
     "tracegrad_integrations": 4,
     "tracegrad": 5,  # the package's own __init__ gathers the public names

@@ -154,9 +154,31 @@ UNTRAINED = {
         "Train more often or sample less ahead; batches.max_staleness is the bound.",
     ),
     "over_long": Words(
-        "Prompt and reply are longer than the longest row of a batch.",
+        "It, its path or its preference pair is longer than a batch has room for.",
         "Raise batches.max_row_tokens (and tokens_per_micro_batch), or shorten the agent's "
         "context.",
+    ),
+    "repeated_turn": Words(
+        "Its rollout has the same prompt and reply, token for token, in an earlier turn.",
+        "Look why the agent asks again for what it has (retries on time-outs); "
+        "batches.drop_repeated = false trains repetitions too.",
+    ),
+    "foreign_token": Words(
+        "It holds a token that the model being trained does not know.",
+        "Train the model that the engine serves, or one with the same tokenizer.",
+    ),
+    "predicate": Words("Your own filter (batches.predicate) said so.", ""),
+    "completed": Words("Its rollout completed, and batches.outcomes leaves those out.", ""),
+    "agent_error": Words(
+        "Its rollout ended with an error of the agent, and batches.outcomes leaves those out.", ""
+    ),
+    "budget": Words(
+        "Its rollout used up its turns, tokens or time, and batches.outcomes leaves those out.",
+        "",
+    ),
+    "unpaired": Words(
+        "No preference pair was made of its rollout: others of its group lie further apart.",
+        "Nothing, if pairs are enough; otherwise pair all better with all worse rollouts.",
     ),
     "failed_push": Words(
         "It was sampled by a version whose weights did not arrive as pushed.",
@@ -189,7 +211,10 @@ WAITING = {
     ),
 }
 
-_UNKNOWN = Words("This version of tracegrad has no words for it.", "")
+_UNKNOWN = Words(
+    "This version of tracegrad has no words for it.",
+    "Ask whoever gave it: another version, or a filter of your own (batches.predicate).",
+)
 
 
 def fork_words(reason: str) -> Words:

@@ -15,11 +15,13 @@ from tracegrad.store.errors import (
     UnknownRollout,
 )
 from tracegrad.store.filters import ALL, OPEN, RolloutFilter
+from tracegrad.store.history import History
 from tracegrad.store.ledger import Ledger
 from tracegrad.store.store import DEFAULT_URL, Store
 from tracegrad.store.views import (
     Group,
     LeaseRecord,
+    Peek,
     PolicyVersion,
     RewardPoint,
     RolloutDetail,
@@ -28,6 +30,7 @@ from tracegrad.store.views import (
     StepRecord,
     TurnCounts,
     TurnFate,
+    WaitingTask,
 )
 from tracegrad.store.writer import Writer
 
@@ -39,10 +42,12 @@ __all__ = [
     "AmbiguousRollout",
     "FactRefused",
     "Group",
+    "History",
     "LeaseRecord",
     "Ledger",
     "LedgerError",
     "ParentMissing",
+    "Peek",
     "PolicyVersion",
     "RewardPoint",
     "RolloutDetail",
@@ -60,5 +65,6 @@ __all__ = [
     "TurnCounts",
     "TurnFate",
     "UnknownRollout",
+    "WaitingTask",
     "Writer",
 ]

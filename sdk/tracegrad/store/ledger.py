@@ -8,7 +8,7 @@ way; a puller that outlives its lease and commits late is refused by that key.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     exc,
+    func,
     insert,
     literal,
     null,
@@ -24,15 +25,14 @@ from sqlalchemy import (
     update,
 )
 
-from tracegrad.records import Outcome, RewardGiven, new_id
+from tracegrad.records import new_id
 from tracegrad.store.again import again
 from tracegrad.store.errors import AlreadyTrained, LedgerError
-from tracegrad.store.queries import rewards_of, tags_of
-from tracegrad.store.reading import turns_of
+from tracegrad.store.samples import samples_of
 from tracegrad.store.schema import Leases, Rollouts, Steps, TurnLedger, Turns
-from tracegrad.store.sql import MAIN_REWARD, SCORED, chunks, has_tags, latest_reward
+from tracegrad.store.sql import SCORED, chunks, has_tags, latest_reward, training_state
 from tracegrad.store.store import Store
-from tracegrad.store.views import Group, LeaseRecord, RolloutSample, StepRecord
+from tracegrad.store.views import Group, LeaseRecord, Peek, StepRecord, WaitingTask
 
 # A turn that came in after its rollout was leased; nobody trained on it.
 LATE = "late"
@@ -92,21 +92,35 @@ class Ledger:
             return now, chosen
 
         now, chosen = self._exclusively(take)
-        samples = self._samples([rollout for group in chosen for rollout in group])
-        return [
-            Group(
-                group_id=group[0].task_id or group[0].rollout_id,
-                lease_id=lease_id,
-                expires_at=now + ttl_s,
-                rollouts=[samples[rollout.rollout_id] for rollout in group],
-            )
-            for group in chosen
-        ]
+        with self._store.reading() as connection:
+            return _groups(connection, chosen, lease_id, now + ttl_s)
 
     def ready(self, tags: Mapping[str, str] | None = None) -> int:
         """Rollouts that `lease` could take now: what a sender of tasks holds itself back by."""
         with self._store.reading() as connection:
             return len(_ready(connection, tags or {}, time.time(), alone=True))
+
+    def peek(
+        self,
+        *,
+        groups: int,
+        group_size: int,
+        tags: Mapping[str, str] | None = None,
+        incomplete_after_s: float = float("inf"),
+    ) -> Peek:
+        """What `lease` would give now, fewer than `groups` too, and who waits. Changes nothing."""
+        _check(groups=groups, group_size=group_size, ttl_s=1.0)
+        with self._store.reading() as connection:
+            now = time.time()
+            ready = _ready(connection, tags or {}, now, alone=group_size == 1)
+            formed = _form_groups(ready, group_size, now - incomplete_after_s)
+            grouped = {rollout.rollout_id for group in formed for rollout in group}
+            alone = [rollout for rollout in ready if rollout.rollout_id not in grouped]
+            return Peek(
+                groups=_groups(connection, formed[:groups], lease_id="", expires_at=now),
+                more=len(formed[groups:]),
+                waiting=_waiting(connection, alone, tags or {}, now),
+            )
 
     def release(self, groups: Sequence[Group]) -> None:
         """Give back groups that were not trained; others may lease them at once."""
@@ -196,47 +210,6 @@ class Ledger:
 
         return again(once)
 
-    def _samples(self, rollouts: Sequence[_Ready]) -> dict[str, RolloutSample]:
-        ids = [rollout.rollout_id for rollout in rollouts]
-        rewards = {rollout.rollout_id: rollout.reward for rollout in rollouts}
-        samples = {}
-        with self._store.reading() as connection:
-            turns = turns_of(connection, ids, raw=False)
-            events = rewards_of(connection, ids)
-            tags = tags_of(connection, ids)
-            for some in chunks(ids):
-                query = select(
-                    Rollouts.rollout_id, Rollouts.task_id, Rollouts.agent, Rollouts.outcome
-                ).where(Rollouts.rollout_id.in_(some))
-                for rollout_id, task_id, agent, outcome in connection.execute(query):
-                    assert outcome is not None, "a leased rollout has finished"
-                    samples[rollout_id] = RolloutSample(
-                        rollout_id=rollout_id,
-                        task_id=task_id,
-                        agent=agent,
-                        tags=tags[rollout_id],
-                        outcome=Outcome(outcome),
-                        reward=rewards[rollout_id],
-                        turn_rewards=turn_rewards(events[rollout_id], len(turns[rollout_id])),
-                        turns=turns[rollout_id],
-                    )
-        return samples
-
-
-def turn_rewards(events: Iterable[RewardGiven], turns: int) -> dict[int, float]:
-    """Each turn's latest reward named "reward"; events for turns that are not there fall away.
-
-    `events` come in order of arrival, which decides between equal times.
-    """
-    latest: dict[int, float] = {}
-    for event in sorted(events, key=lambda event: event.created_at):
-        if event.name != MAIN_REWARD or event.turn is None:
-            continue
-        index = event.turn if event.turn >= 0 else turns + event.turn
-        if 0 <= index < turns:
-            latest[index] = event.value
-    return latest
-
 
 def _check(*, groups: int, group_size: int, ttl_s: float) -> None:
     for name, value in (("groups", groups), ("group_size", group_size)):
@@ -285,6 +258,54 @@ def _ready(
     if not alone:
         query = query.where(Rollouts.task_id.is_not(None))
     return [_Ready(**row) for row in connection.execute(query).mappings()]
+
+
+def _groups(
+    connection: Connection,
+    chosen: Sequence[Sequence[_Ready]],
+    lease_id: str,
+    expires_at: float,
+) -> list[Group]:
+    rewards = {rollout.rollout_id: rollout.reward for group in chosen for rollout in group}
+    samples = samples_of(connection, rewards)
+    return [
+        Group(
+            group_id=group[0].task_id or group[0].rollout_id,
+            lease_id=lease_id,
+            expires_at=expires_at,
+            rollouts=[samples[rollout.rollout_id] for rollout in group],
+        )
+        for group in chosen
+    ]
+
+
+def _waiting(
+    connection: Connection, alone: Sequence[_Ready], tags: Mapping[str, str], now: float
+) -> list[WaitingTask]:
+    """Tasks of ready rollouts that are too few for a group, the longest waiting first."""
+    by_task: dict[str, list[_Ready]] = {}
+    for rollout in alone:
+        by_task.setdefault(rollout.task_id or rollout.rollout_id, []).append(rollout)
+    coming: dict[str, dict[str, int]] = {task_id: {} for task_id in by_task}
+    state = training_state(tags, now).label("state")
+    for some in chunks(list(by_task)):
+        query = (
+            select(Rollouts.task_id, state, func.count())
+            .where(Rollouts.consumed_at.is_(None), Rollouts.task_id.in_(some))
+            .group_by(Rollouts.task_id, state)
+        )
+        for task_id, name, count in connection.execute(query):
+            coming[str(task_id)][name] = count
+    return [
+        WaitingTask(
+            task_id=task_id,
+            ready=[rollout.rollout_id for rollout in rollouts],
+            since=min(rollout.finished_at for rollout in rollouts),
+            open=coming[task_id].get("open", 0),
+            no_reward=coming[task_id].get("no_reward", 0),
+        )
+        for task_id, rollouts in by_task.items()
+    ]
 
 
 def _give(

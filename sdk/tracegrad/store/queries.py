@@ -238,9 +238,10 @@ def turn_counts(connection: Connection, tags: Mapping[str, str] | None = None) -
 
 
 def reward_curve(
-    connection: Connection, tags: Mapping[str, str] | None = None
+    connection: Connection, tags: Mapping[str, str] | None = None, *, limit: int | None = None
 ) -> list[RewardPoint]:
-    """One point a finished, scored, rewarded rollout with all `tags`, by time of finish."""
+    """One point a finished, scored, rewarded rollout with all `tags`, by time of finish; the last
+    `limit` of them."""
     version = (
         select(func.max(Turns.last_version))
         .where(Turns.rollout_id == Rollouts.rollout_id)
@@ -254,6 +255,7 @@ def reward_curve(
             latest_reward().is_not(None),
             has_tags(tags or {}),
         )
-        .order_by(Rollouts.finished_at, Rollouts.rollout_id)
+        .order_by(Rollouts.finished_at.desc(), Rollouts.rollout_id.desc())
+        .limit(limit)
     )
-    return [RewardPoint(*row) for row in connection.execute(query)]
+    return [RewardPoint(*row) for row in connection.execute(query)][::-1]

@@ -245,9 +245,12 @@ class Store:
         with self.reading() as connection:
             return queries.turn_counts(connection, tags)
 
-    def reward_curve(self, tags: Mapping[str, str] | None = None) -> list[RewardPoint]:
+    def reward_curve(
+        self, tags: Mapping[str, str] | None = None, *, limit: int | None = None
+    ) -> list[RewardPoint]:
+        """By time of finish; the last `limit` points."""
         with self.reading() as connection:
-            return queries.reward_curve(connection, tags)
+            return queries.reward_curve(connection, tags, limit=limit)
 
     # Policy versions
 
@@ -269,6 +272,13 @@ class Store:
         query = select(*PolicyVersions.__table__.columns).order_by(PolicyVersions.version)
         with self.reading() as connection:
             return [PolicyVersion(**row) for row in connection.execute(query).mappings()]
+
+    def failed_versions(self) -> list[int]:
+        """Those whose push failed, the oldest first."""
+        failed = PolicyVersions.state == "failed"
+        query = select(PolicyVersions.version).where(failed).order_by(PolicyVersions.version)
+        with self.reading() as connection:
+            return list(connection.scalars(query))
 
     def version_events(self, version: int) -> list[PolicyVersion]:
         """All that became of it, in order."""

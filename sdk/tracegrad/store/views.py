@@ -121,6 +121,26 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingTask:
+    """Ready rollouts of a task that are too few for a group, and who may still join them."""
+
+    task_id: str
+    ready: list[str]
+    since: float  # the first of them finished
+    open: int
+    no_reward: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peek:
+    """What a lease would give; `more` groups are ready beyond those asked for."""
+
+    groups: list[Group]
+    more: int
+    waiting: list[WaitingTask]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
     """That `owner` had a rollout to train on. Times are seconds since the epoch."""
 

@@ -68,7 +68,7 @@ def test_every_turn_that_is_not_trained_has_its_reason_and_a_mend(store: Store, 
     in_order(text, [
         "14 of 20 turns trained in step 12",
         "over_long 2 turns: 3, 5",
-        "Prompt and reply are longer than the longest row of a batch.",
+        "It, its path or its preference pair is longer than a batch has room for.",
         "→ Raise batches.max_row_tokens (and tokens_per_micro_batch), or shorten the",
         "greedy 1 turn: 7",
         "media 1 turn: 16",

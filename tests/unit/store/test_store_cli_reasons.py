@@ -15,7 +15,7 @@ from tracegrad.store.filters import STATES
 
 ROOT = Path(__file__).resolve().parents[3]
 # Functions that answer with a reason why a turn must not be trained.
-ANSWERING = {"untrainable", "_untrainable", "turn_reason", "media_in"}
+ANSWERING = {"untrainable", "_untrainable", "turn_reason", "outcome_reason", "media_in"}
 # Calls, and which of their arguments is such a reason.
 GIVEN = {"drop": 0, "give_up": -1, "_give_up": -1, "without_rows": -1, "refused": -1}
 # Fields of turns and of the ledger that hold one, and constants that are one.
@@ -93,14 +93,18 @@ def test_every_reason_why_a_turn_is_not_trained_has_words() -> None:
     # What is found is what is looked for.
     some = "greedy constrained media echo no_tokens no_logprobs aborted version_unknown over_length"
     more = "late equal_reward stale over_long non_finite non_finite_step failed_push redacted"
-    assert {*some.split(), *more.split()} <= found.keys()
+    filters = "foreign_token repeated_turn predicate unpaired"
+    assert {*some.split(), *more.split(), *filters.split()} <= found.keys()
     missing = {reason: path for reason, path in found.items() if reason not in UNTRAINED}
     assert not missing, "write their words and mends into tracegrad/cli/reasons.py"
 
 
 def test_words_are_of_reasons_that_there_are() -> None:
-    known = {*reasons_of_the_code(), *(outcome for outcome in Outcome if not outcome.scored)}
-    assert set(UNTRAINED) <= known
+    assert set(UNTRAINED) <= {*reasons_of_the_code(), *Outcome}
+
+
+def test_every_outcome_that_a_batch_may_leave_out_has_words() -> None:
+    assert {outcome.value for outcome in Outcome} <= UNTRAINED.keys()
 
 
 def test_every_state_of_a_rollout_that_is_not_trained_has_words() -> None:

@@ -20,7 +20,7 @@ from tracegrad.store import (
     Store,
     TurnCounts,
 )
-from tracegrad.store.ledger import turn_rewards
+from tracegrad.store.samples import turn_rewards
 
 
 @pytest.fixture
