@@ -34,6 +34,9 @@ class MicroBatch:
 
     `subtree_end`, where a row is a tree of branches: the place behind the last token that may
     attend to this one; None: every row is one sequence.
+
+    `routes`, of a mixture of experts: which ones a token goes to in each layer; -1: its router
+    says; None: the routers say for all.
     """
 
     input_ids: Longs  # [1, T]
@@ -58,11 +61,13 @@ class MicroBatch:
     expert: Bools  # [n] an expert's, not sampled by a policy
     turn_tokens: Floats  # [n]
     rollout_tokens: Floats  # [n]
+    routes: NDArray[np.int16] | None = None  # [T, layers, k]
 
     def __post_init__(self) -> None:
         tokens, targets, rows = int(self.row_lengths.sum()), len(self.target), len(self.row_lengths)
         assert self.input_ids.shape == self.position_ids.shape == (1, tokens)
         assert self.subtree_end is None or self.subtree_end.shape == (tokens,)
+        assert self.routes is None or len(self.routes) == tokens
         for name in OF_ROWS:
             assert getattr(self, name).shape == (rows,), f"{name}: one entry a row"
         for name in OF_TARGETS:
@@ -87,8 +92,10 @@ class MicroBatch:
         return _count(self.group)
 
     def without(self, keys: Collection[int]) -> tuple[MicroBatch, Bools]:
-        """The micro-batch less the rows of these keys; which targets stay, bool[n]."""
-        stay = ~np.isin(self.row_keys, list(keys))
+        """The micro-batch less the rows of these keys, and less those that they are paired with;
+        which targets stay, bool[n]."""
+        gone = np.isin(self.row_keys, list(keys))
+        stay = ~(gone | (np.isin(self.pair, self.pair[gone]) & (self.pair >= 0)))
         targets = stay[self.row]
         if stay.all():
             return self, targets
@@ -101,6 +108,8 @@ class MicroBatch:
         changed |= {name: place[changed[name]] for name in ("target", "source")}
         changed["row"] = (np.cumsum(stay) - 1)[changed["row"]]
         changed |= {name: _numbered(changed[name]) for name in ("turn", "rollout", "group")}
+        if self.routes is not None:
+            changed["routes"] = self.routes[tokens]
         if self.subtree_end is not None:
             # Ends stand behind a row's last token: of what stays, that many come before.
             changed["subtree_end"] = np.cumsum([0, *tokens])[self.subtree_end[tokens]]
@@ -118,7 +127,7 @@ OF_ROWS = ("row_lengths", "row_keys", "pair", "label")
 OF_TARGETS = tuple(
     field.name
     for field in fields(MicroBatch)
-    if field.name not in ("input_ids", "position_ids", "subtree_end", *OF_ROWS)
+    if field.name not in ("input_ids", "position_ids", "subtree_end", "routes", *OF_ROWS)
 )
 
 
@@ -174,6 +183,7 @@ def micro_batch(
         expert=found["expert"],
         turn_tokens=np.bincount(turn)[turn].astype(np.float32) if len(turn) else _no_floats(),
         rollout_tokens=of_rows([counts[row.rollout_id] for row in rows], np.float32),
+        routes=_routes(rows),
     )
 
 
@@ -237,6 +247,20 @@ def _number_turns(rows: Sequence[Row], kept: Sequence[Longs]) -> Longs:
         parts.append(inverse.astype(np.int64) + turns)
         turns += len(unique)
     return np.concatenate(parts)
+
+
+def _routes(rows: Sequence[Row]) -> NDArray[np.int16] | None:
+    known = next((row.routes for row in rows if row.routes is not None), None)
+    if known is None:
+        return None
+    return _joined(
+        [
+            np.full((len(row), *known.shape[1:]), -1, np.int16)
+            if row.routes is None
+            else row.routes
+            for row in rows
+        ]
+    )
 
 
 def _subtree_ends(rows: Sequence[Row], starts: Longs) -> Longs | None:

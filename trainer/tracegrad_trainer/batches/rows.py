@@ -7,10 +7,8 @@ writes into the first.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,20 +16,17 @@ from numpy.typing import NDArray
 from tracegrad.records import Turn
 from tracegrad.turns import paths
 
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
-Bools = NDArray[np.bool_]
-
-
-class RolloutLike(Protocol):
-    """What a row needs of a rollout; the store's `RolloutSample` has it."""
-
-    @property
-    def rollout_id(self) -> str: ...
-    @property
-    def reward(self) -> float: ...
-    @property
-    def turns(self) -> Sequence[Turn]: ...
+from .rollouts import (
+    Bools,
+    Floats,
+    Ints,
+    RolloutLike,
+    credited,
+    ints,
+    is_expert,
+    temperature_of,
+    with_ancestors,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -49,8 +44,8 @@ class Row:
     input_ids: Ints
     loss_mask: Bools  # sampled, and owned by this row
     keep: Bools  # what the filters leave of loss_mask
-    rollout_logprobs: Floats  # as the serving engine recorded them; 0 on context
-    policy_version: Ints  # -1 on context
+    rollout_logprobs: Floats  # as the serving engine recorded them; 0 on context and an expert's
+    policy_version: Ints  # -1 on context and an expert's
     turn_index: Ints  # -1 on context
     temperature: Floats  # 1 on context
     advantage: Floats  # 0 on context
@@ -65,11 +60,13 @@ class Row:
     position: Ints | None = None  # [T]; None: 0, 1, 2, ...
     previous: Ints | None = None  # [T] the token that t is predicted from; None: t - 1
     subtree_end: Ints | None = None  # [T]
+    routes: NDArray[np.int16] | None = None  # [T, layers, k] experts it went to; -1: not known
 
     def __post_init__(self) -> None:
         tokens = len(self.input_ids)
-        for name in _PER_TOKEN:
+        for name in PER_TOKEN:
             assert getattr(self, name).shape == (tokens,), f"{name} must have one entry a token"
+        assert self.routes is None or len(self.routes) == tokens
         assert tokens > 0
         assert not self.loss_mask[0], "the first token has nothing to be predicted from"
         assert not bool((self.keep & ~self.loss_mask).any()), "filters only take away"
@@ -90,10 +87,11 @@ class Row:
     @property
     def kept_turn_ids(self) -> list[str]:
         """The turns this row trains, in order."""
-        return [self.turn_ids[i] for i in np.unique(self.turn_index[self.keep])]
+        trained = np.bincount(self.turn_index[self.keep], minlength=len(self.turn_ids))
+        return [turn_id for turn_id, n in zip(self.turn_ids, trained, strict=True) if n]
 
 
-_PER_TOKEN = (
+PER_TOKEN = (
     "loss_mask",
     "keep",
     "rollout_logprobs",
@@ -104,6 +102,92 @@ _PER_TOKEN = (
     "reward",
     "expert",
 )
+# What these arrays say of tokens that are no targets, where it is not 0.
+CONTEXT = {"policy_version": -1, "turn_index": -1, "temperature": 1}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """A rollout, and what is known of its turns (by id) when rows are made of them."""
+
+    rollout: RolloutLike
+    group_id: str
+    advantage: Mapping[str, float]
+    reward: Mapping[str, float]  # of turns
+    skipped: Collection[str]
+
+    @classmethod
+    def of(
+        cls,
+        rollout: RolloutLike,
+        group_id: str,
+        advantages: Sequence[float] | NDArray[np.float64],
+        skipped: Collection[str],
+    ) -> Source:
+        values = zip(rollout.turns, advantages, strict=True)
+        return cls(
+            rollout=rollout,
+            group_id=group_id,
+            advantage={turn.turn_id: float(value) for turn, value in values},
+            reward=credited(rollout, skipped),
+            skipped=skipped,
+        )
+
+
+class Draft:
+    """A row while its turns are written into it."""
+
+    def __init__(self, input_ids: Ints, source: Source) -> None:
+        tokens = len(input_ids)
+        self.source = source
+        self.input_ids = input_ids
+        self.loss_mask = np.zeros(tokens, np.bool_)
+        self.keep = np.zeros(tokens, np.bool_)
+        self.rollout_logprobs = np.zeros(tokens, np.float32)
+        self.policy_version = np.full(tokens, -1, np.int32)
+        self.turn_index = np.full(tokens, -1, np.int32)
+        self.temperature = np.ones(tokens, np.float32)
+        self.advantage = np.zeros(tokens, np.float32)
+        self.reward = np.zeros(tokens, np.float32)
+        self.expert = np.zeros(tokens, np.bool_)
+        self.turn_ids: dict[str, int] = {}
+
+    def write(self, turn: Turn, at: int, part: slice = slice(None)) -> None:
+        """Tokens `part` of the turn's completion, which stand at `at`."""
+        if not turn.prompt_token_ids:
+            return  # what its first token was predicted from is not known: all is context
+        number = self.turn_ids.setdefault(turn.turn_id, len(self.turn_ids))
+        sampled = ints(turn.completion_token_ids)[part]
+        span = slice(at, at + len(sampled))
+        assert np.array_equal(self.input_ids[span], sampled), "not on this path"
+        self.loss_mask[span] = True
+        self.turn_index[span] = number
+        if is_expert(turn):
+            self.expert[span] = True
+        else:
+            self.rollout_logprobs[span] = np.frombuffer(turn.completion_logprobs, np.float32)[part]
+            self.policy_version[span] = _versions(turn)[part]
+            self.temperature[span] = temperature_of(turn)
+        if turn.turn_id not in self.source.skipped:
+            self.keep[span] = True
+            self.advantage[span] = self.source.advantage[turn.turn_id]
+
+    def give(self, turn: Turn, last: int, *, end: bool) -> None:
+        """The rewards at the turn's last token; `end`: with it a path ends."""
+        self.reward[last] += self.source.reward.get(turn.turn_id, 0.0)
+        if end:
+            self.reward[last] += self.source.rollout.reward
+
+    def row(self, **tree: Ints) -> Row:
+        return Row(
+            input_ids=self.input_ids,
+            **{name: getattr(self, name) for name in PER_TOKEN},
+            rollout_id=self.source.rollout.rollout_id,
+            group_id=self.source.group_id,
+            turn_ids=tuple(self.turn_ids),
+            score=self.source.rollout.reward,
+            **tree,  # type: ignore[arg-type]
+        )
 
 
 def rows_of(
@@ -119,88 +203,25 @@ def rows_of(
     Every turn that is not skipped is trained in exactly one row: the first path that holds it.
     Branches without such a turn make no row, and a row ends with its last such turn.
     """
-    values = {
-        turn.turn_id: float(value) for turn, value in zip(rollout.turns, advantages, strict=True)
-    }
-    needed = _with_ancestors(rollout.turns, skipped)
+    source = Source.of(rollout, group_id, advantages, skipped)
+    return path_rows(with_ancestors(rollout.turns, skipped), source)
+
+
+def path_rows(turns: Sequence[Turn], source: Source) -> list[Row]:
+    """Rows of turns that are all trained, or continued by one that is."""
     owned: set[str] = set()
     rows = []
-    for path in paths(needed):
-        own = {turn.turn_id for turn in path} - owned
-        owned |= own
-        rows.append(_row(path, own, rollout, group_id, values, skipped))
+    for path in paths(turns):
+        leaf = path[-1]
+        draft = Draft(ints(leaf.prompt_token_ids + leaf.completion_token_ids), source)
+        for turn in path:
+            if turn.turn_id in owned:
+                continue
+            owned.add(turn.turn_id)
+            draft.write(turn, at := len(turn.prompt_token_ids))
+            draft.give(turn, at + len(turn.completion_token_ids) - 1, end=turn is leaf)
+        rows.append(draft.row())
     return rows
-
-
-def _with_ancestors(turns: Sequence[Turn], skipped: Collection[str]) -> list[Turn]:
-    by_id = {turn.turn_id: turn for turn in turns}
-    needed: set[str] = set()
-    for turn in turns:
-        current: Turn | None = None if turn.turn_id in skipped else turn
-        while current is not None and current.turn_id not in needed:
-            needed.add(current.turn_id)
-            current = by_id.get(current.parent_id or "")
-    return [turn for turn in turns if turn.turn_id in needed]
-
-
-def _row(
-    path: Sequence[Turn],
-    own: Collection[str],
-    rollout: RolloutLike,
-    group_id: str,
-    advantages: Mapping[str, float],
-    skipped: Collection[str],
-) -> Row:
-    leaf = path[-1]
-    ids = _ints(leaf.prompt_token_ids + leaf.completion_token_ids)
-    tokens = len(ids)
-    loss_mask = np.zeros(tokens, np.bool_)
-    keep = np.zeros(tokens, np.bool_)
-    mu = np.zeros(tokens, np.float32)
-    version = np.full(tokens, -1, np.int32)
-    index = np.full(tokens, -1, np.int32)
-    temperature = np.ones(tokens, np.float32)
-    advantage = np.zeros(tokens, np.float32)
-    turn_ids: list[str] = []
-    for turn in path:
-        if turn.turn_id not in own:
-            continue
-        span = slice(start := len(turn.prompt_token_ids), start + len(turn.completion_token_ids))
-        assert np.array_equal(ids[span], _ints(turn.completion_token_ids)), "not on this path"
-        loss_mask[span] = True
-        keep[span] = turn.turn_id not in skipped
-        mu[span] = np.frombuffer(turn.completion_logprobs, np.float32)
-        version[span] = _versions(turn)
-        index[span] = len(turn_ids)
-        temperature[span] = temperature_of(turn)
-        advantage[span] = 0.0 if turn.turn_id in skipped else advantages[turn.turn_id]
-        turn_ids.append(turn.turn_id)
-    return Row(
-        input_ids=ids,
-        loss_mask=loss_mask,
-        keep=keep,
-        rollout_logprobs=mu,
-        policy_version=version,
-        turn_index=index,
-        temperature=temperature,
-        advantage=advantage,
-        reward=np.zeros(tokens, np.float32),
-        expert=np.zeros(tokens, np.bool_),
-        rollout_id=rollout.rollout_id,
-        group_id=group_id,
-        turn_ids=tuple(turn_ids),
-        score=rollout.reward,
-    )
-
-
-def temperature_of(turn: Turn) -> float:
-    """The temperature the turn was sampled at; an engine's default is 1."""
-    value = turn.sampling.get("temperature")
-    return 1.0 if value is None else float(value)
-
-
-def _ints(values: array[int]) -> Ints:
-    return np.frombuffer(values, np.int32) if len(values) else np.zeros(0, np.int32)
 
 
 def _versions(turn: Turn) -> Ints:

@@ -1,8 +1,11 @@
-"""Which turns may be trained, and why the others are not. Every turn gets one answer."""
+"""Which turns may be trained, and why the others are not. Every turn gets one answer.
+
+The same groups, settings and memory of the advantages give the same selection: nothing here
+asks the clock, draws a number or depends on the order of a set.
+"""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -10,11 +13,17 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.records import Turn
 from tracegrad_trainer.objectives.advantages import Scored
 
-from .rows import RolloutLike, Row, rows_of, temperature_of
+from .filters import reasons_of, staleness_weights
+from .rollouts import RolloutLike, digests_of, turn_rewards
+from .rows import Row, Source, rows_of
 from .settings import BatchSettings
+from .stats import of_advantages, of_paths, of_rewards, of_rows, of_turns
+from .trees import tree_rows
+
+# An advantage this small is nothing but the rounding of a mean.
+_ROUNDING = 1e-9
 
 # All scored rollouts of a batch -> for each f64[K], one entry a turn
 AdvantageFunction = Callable[[Sequence[Scored]], Sequence[NDArray[np.float64]]]
@@ -40,11 +49,18 @@ class Selection:
     stats: dict[str, float]
 
     def without_rows(self, indices: Collection[int], reason: str) -> Selection:
-        """The selection after rows left the step (their numbers were not finite)."""
-        lost = {turn_id: reason for i in indices for turn_id in self.rows[i].kept_turn_ids}
+        """The selection after rows left the step (their numbers were not finite), each with the
+        rows that it is paired with."""
+        broken = {self.rows[i].pair for i in indices} - {-1}
+        gone = set(indices) | {i for i, row in enumerate(self.rows) if row.pair in broken}
+        rows = [row for i, row in enumerate(self.rows) if i not in gone]
+        # A turn may be in several pairs.
+        left = {turn_id for row in rows for turn_id in row.kept_turn_ids}
+        lost = {t: reason for i in sorted(gone) for t in self.rows[i].kept_turn_ids}
+        lost = {turn_id: reason for turn_id in lost if turn_id not in left}
         return replace(
             self,
-            rows=[row for i, row in enumerate(self.rows) if i not in set(indices)],
+            rows=rows,
             trained=[turn_id for turn_id in self.trained if turn_id not in lost],
             skipped=self.skipped | lost,
         )
@@ -57,21 +73,19 @@ def select(
     advantages: AdvantageFunction,
     current_version: int,
     failed_versions: Collection[int] = (),
+    vocabulary: int | None = None,
 ) -> Selection:
     """Filter turns and build the rows of a batch.
 
     Advantages come from all rollouts of a group, whatever the filters take away afterwards:
-    a filter must not move the baseline.
+    a filter must not move the baseline. `vocabulary`: how many tokens the model knows.
 
     Raises:
-        ValueError: a reward is not a finite number.
+        ValueError: a reward is not a finite number; the user's predicate failed.
     """
     rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
     numbers = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
-    rewards = np.array([rollout.reward for _, rollout in rollouts], np.float64)
-    for index in np.flatnonzero(~np.isfinite(rewards)):
-        name = rollouts[index][1].rollout_id
-        raise ValueError(f"reward of rollout {name} is {rewards[index]}: it must be finite")
+    rewards = _rewards([rollout for _, rollout in rollouts])
     advantage = advantages(
         [
             scored(rollout, group=int(number), task=group.group_id)
@@ -79,38 +93,56 @@ def select(
         ]
     )
     assert [len(values) for values in advantage] == [len(r.turns) for _, r in rollouts]
-    equal = [bool(np.ptp(rewards[numbers == g]) == 0) for g in range(len(groups))]
+    each = [np.flatnonzero(numbers == g) for g in range(len(groups))]
+    equal = [
+        _equal([rollouts[i][1] for i in where], [advantage[i] for i in where]) for where in each
+    ]
 
     rows: list[Row] = []
     trained: list[str] = []
     skipped: dict[str, str] = {}
+    too_long = 0
     for (group, rollout), number, value in zip(rollouts, numbers, advantage, strict=True):
-        reasons: dict[str, str] = {}
-        for turn in rollout.turns:
-            reason = turn_reason(turn, settings, current_version, failed_versions)
-            if reason is None and settings.drop_equal_reward and equal[number]:
-                reason = "equal_reward"
-            if reason is not None:
-                reasons[turn.turn_id] = reason
+        reasons = reasons_of(
+            rollout,
+            settings,
+            equal_reward=equal[number],
+            current_version=current_version,
+            failed_versions=failed_versions,
+            vocabulary=vocabulary,
+        )
         skipped |= reasons
-        new = rows_of(rollout, group_id=group.group_id, advantages=value, skipped=reasons)
+        if settings.stale == "weight":
+            value = value * staleness_weights(rollout, settings, current_version)
+        new, not_shared = _rows(rollout, group.group_id, value, reasons, settings)
         rows += new
+        too_long += not_shared
         trained += [turn_id for row in new for turn_id in row.kept_turn_ids]
-    assert len(trained) == len(set(trained))
-    assert set(trained) | set(skipped) == {t.turn_id for _, r in rollouts for t in r.turns}
-    assert not set(trained) & set(skipped)
+    every = [turn.turn_id for _, rollout in rollouts for turn in rollout.turns]
+    assert sorted([*trained, *skipped]) == sorted(every), "each turn has one answer"
     return Selection(
         rows=rows,
         trained=trained,
         skipped=skipped,
         rollouts=[rollout.rollout_id for _, rollout in rollouts],
-        stats=_stats(rewards, advantage, equal),
+        stats={
+            **of_rewards(rewards, numbers, equal),
+            **of_advantages(advantage),
+            **of_turns(len(every), skipped),
+            **of_rows(rows),
+            **of_paths(
+                [rollout for _, rollout in rollouts],
+                skipped,
+                tokens=sum(map(len, rows)),
+                too_long=too_long,
+            ),
+        },
     )
 
 
 def scored(rollout: RolloutLike, *, group: int, task: str) -> Scored:
     numbers = {turn.turn_id: i for i, turn in enumerate(rollout.turns)}
-    given = getattr(rollout, "turn_rewards", {})
+    given = turn_rewards(rollout)
     return Scored(
         rollout_id=rollout.rollout_id,
         task=task,
@@ -120,52 +152,45 @@ def scored(rollout: RolloutLike, *, group: int, task: str) -> Scored:
         turn_rewards=np.array([given.get(i, 0.0) for i in range(len(numbers))], np.float64),
         tokens=np.array([len(turn.completion_token_ids) for turn in rollout.turns], np.int64),
         parents=np.array([numbers.get(t.parent_id or "", -1) for t in rollout.turns], np.int64),
-        states=[
-            hashlib.blake2b(turn.prompt_token_ids, digest_size=16).digest()
-            for turn in rollout.turns
-        ],
+        states=[digests.prompt for digests in digests_of(rollout.turns)],
     )
 
 
-def turn_reason(
-    turn: Turn,
+def _rows(
+    rollout: RolloutLike,
+    group_id: str,
+    advantage: NDArray[np.float64],
+    skipped: Collection[str],
     settings: BatchSettings,
-    current_version: int,
-    failed_versions: Collection[int] = (),
-) -> str | None:
-    """Why this turn must not be trained, or None. The first reason that holds is the answer."""
-    if turn.untrainable is not None:
-        return turn.untrainable
-    if not turn.completion_token_ids:
-        return "no_tokens"
-    if not turn.prompt_token_ids:
-        return "no_prompt"
-    if temperature_of(turn) <= 0:
-        return "greedy"
-    if not np.isfinite(np.frombuffer(turn.completion_logprobs, np.float32)).all():
-        return "non_finite"
-    versions = [version for version, _ in turn.policy_versions]
-    if any(version in failed_versions for version in versions):
-        return "failed_push"
-    if (
-        settings.max_staleness is not None
-        and current_version - min(versions) > settings.max_staleness
-    ):
-        return "stale"
-    if len(turn.prompt_token_ids) + len(turn.completion_token_ids) > settings.row_limit:
-        return "over_long"
-    return None
+) -> tuple[list[Row], int]:
+    """Rows of a rollout, and how many of its trees were too long to be one."""
+    if settings.shared_prefix == "tree":
+        source = Source.of(rollout, group_id, advantage, skipped)
+        return tree_rows(source, limit=settings.row_limit)
+    return rows_of(rollout, group_id=group_id, advantages=advantage, skipped=skipped), 0
 
 
-def _stats(
-    rewards: NDArray[np.float64], advantage: Sequence[NDArray[np.float64]], equal: Sequence[bool]
-) -> dict[str, float]:
-    some = len(rewards) > 0
-    return {
-        "groups": float(len(equal)),
-        "groups_equal_reward": float(sum(equal)),
-        "rollouts": float(len(rewards)),
-        "reward_mean": float(rewards.mean()) if some else 0.0,
-        "reward_std": float(rewards.std()) if some else 0.0,
-        "advantage_abs_mean": float(np.abs(np.concatenate(advantage)).mean()) if some else 0.0,
-    }
+def _equal(rollouts: Sequence[RolloutLike], advantage: Sequence[NDArray[np.float64]]) -> bool:
+    """Whether there is nothing to learn from comparing these rollouts.
+
+    Equal rollouts may differ in rewards of turns, where the advantages look at those.
+    """
+    if len(rollouts) < 2 or len({rollout.reward for rollout in rollouts}) > 1:
+        return False
+    by_turn = {turn_rewards(r).get(i, 0.0) for r in rollouts for i in range(len(r.turns))}
+    return len(by_turn) <= 1 or not any((np.abs(a) > _ROUNDING).any() for a in advantage)
+
+
+def _rewards(rollouts: Sequence[RolloutLike]) -> NDArray[np.float64]:
+    rewards = np.array([rollout.reward for rollout in rollouts], np.float64)
+    for index in np.flatnonzero(~np.isfinite(rewards)):
+        name = rollouts[index].rollout_id
+        raise ValueError(f"reward of rollout {name} is {rewards[index]}: it must be finite")
+    for rollout in rollouts:
+        for index, reward in turn_rewards(rollout).items():
+            if not np.isfinite(reward):
+                raise ValueError(
+                    f"reward of turn {index} of rollout {rollout.rollout_id} is {reward}:"
+                    " it must be finite"
+                )
+    return rewards

@@ -1,0 +1,145 @@
+"""Why a turn is not trained. The first reason that holds is the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad.records import Turn
+from tracegrad.turns import paths
+
+from . import predicate
+from .rollouts import (
+    Digests,
+    RolloutLike,
+    digests_of,
+    ints,
+    is_expert,
+    length_of,
+    oldest_version,
+    temperature_of,
+)
+from .settings import BatchSettings
+
+# `Turn.untrainable` for the sake of how it was sampled: an expert's turn was not.
+_OF_SAMPLING = frozenset(
+    {
+        *("greedy", "sampling_truncated", "sampling_penalised", "constrained"),
+        *("no_logprobs", "version_unknown"),
+    }
+)
+
+
+def turn_reason(
+    turn: Turn,
+    settings: BatchSettings,
+    current_version: int,
+    failed_versions: Collection[int] = (),
+    vocabulary: int | None = None,
+) -> str | None:
+    """Why this turn must not be trained, or None, by what the turn itself is.
+
+    `vocabulary`: how many tokens the model knows; None: whatever is there. An expert's turn may
+    have any log-probabilities, versions and sampling settings: nothing reads them.
+    """
+    expert = is_expert(turn)
+    if turn.untrainable is not None and not (expert and turn.untrainable in _OF_SAMPLING):
+        return turn.untrainable
+    if not turn.completion_token_ids:
+        return "no_tokens"
+    if not turn.prompt_token_ids:
+        return "no_prompt"
+    if vocabulary is not None and _foreign(turn, vocabulary):
+        return "foreign_token"
+    if not expert:
+        if temperature_of(turn) <= 0:
+            return "greedy"
+        if not np.isfinite(np.frombuffer(turn.completion_logprobs, np.float32)).all():
+            return "non_finite"
+        if any(version in failed_versions for version, _ in turn.policy_versions):
+            return "failed_push"
+        if (
+            settings.max_staleness is not None
+            and current_version - oldest_version(turn) > settings.max_staleness
+        ):
+            return "stale"
+    if length_of(turn) > settings.row_limit:
+        return "over_long"
+    return None
+
+
+def reasons_of(
+    rollout: RolloutLike,
+    settings: BatchSettings,
+    *,
+    equal_reward: bool,
+    current_version: int,
+    failed_versions: Collection[int] = (),
+    vocabulary: int | None = None,
+) -> dict[str, str]:
+    """The rollout's turns (by id) that are not trained, with their reasons.
+
+    `equal_reward`: the rewards of its group do not differ.
+
+    Raises:
+        ValueError: the user's predicate failed.
+    """
+    lost = _lost_paths(rollout, settings) if settings.over_long == "drop" else frozenset()
+    whole = outcome_reason(rollout, settings, equal_reward)
+    reasons: dict[str, str] = {}
+    digests = digests_of(rollout.turns) if settings.drop_repeated else None
+    seen: set[Digests] = set()
+    for i, turn in enumerate(rollout.turns):
+        reason = turn_reason(turn, settings, current_version, failed_versions, vocabulary) or whole
+        if reason is None and turn.turn_id in lost:
+            reason = "over_long"
+        if reason is None and digests is not None:
+            # Of equal turns the first stays that nothing else speaks against.
+            if digests[i] in seen:
+                reason = "repeated_turn"
+            seen.add(digests[i])
+        if reason is None and settings.predicate is not None:
+            reason = predicate.ask(settings.predicate, turn, rollout)
+        if reason is not None:
+            reasons[turn.turn_id] = reason
+    return reasons
+
+
+def outcome_reason(rollout: RolloutLike, settings: BatchSettings, equal_reward: bool) -> str | None:
+    """Why no turn of the rollout is trained."""
+    outcome = getattr(rollout, "outcome", None)
+    if outcome is not None and str(outcome) not in settings.outcomes:
+        return str(outcome)
+    return "equal_reward" if equal_reward and settings.drop_equal_reward else None
+
+
+def staleness_weights(
+    rollout: RolloutLike, settings: BatchSettings, current_version: int
+) -> NDArray[np.float64]:
+    """What each turn's advantage is multiplied by. A turn that weights changed under is as old
+    as its oldest token, so that its tokens keep one advantage."""
+    lags = [
+        0 if is_expert(turn) or not turn.policy_versions else current_version - oldest_version(turn)
+        for turn in rollout.turns
+    ]
+    return np.asarray(settings.stale_decay ** np.maximum(lags, 0).astype(np.float64))
+
+
+def _foreign(turn: Turn, vocabulary: int) -> bool:
+    for tokens in (ints(turn.prompt_token_ids), ints(turn.completion_token_ids)):
+        if tokens.max() >= vocabulary or tokens.min() < 0:
+            return True
+    return False
+
+
+def _lost_paths(rollout: RolloutLike, settings: BatchSettings) -> frozenset[str]:
+    """Turns all of whose paths are longer than a row."""
+    fitting = {
+        turn.turn_id
+        for path in paths(rollout.turns)
+        if max(map(length_of, path)) <= settings.row_limit
+        for turn in path
+    }
+    return frozenset(turn.turn_id for turn in rollout.turns) - fitting

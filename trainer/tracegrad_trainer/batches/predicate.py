@@ -1,0 +1,46 @@
+"""A user's own filter: a function by its import path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+
+from tracegrad.records import Turn
+from tracegrad_trainer.objectives.registry import is_own, own_part
+
+from .rollouts import RolloutLike
+
+Predicate = Callable[[Turn, RolloutLike], Any]
+
+
+def load(path: str) -> Predicate:
+    """The function at `package.module:function`.
+
+    Raises:
+        ValueError: there is none, or its module cannot be imported.
+    """
+    if not is_own(path):
+        raise ValueError(f"predicate {path!r}: write package.module:function")
+    return cast(Predicate, own_part("predicate", path))
+
+
+def ask(path: str, turn: Turn, rollout: RolloutLike) -> str | None:
+    """None: the turn may be trained; else why not.
+
+    Raises:
+        ValueError: the function failed, or said neither a bool nor a reason.
+    """
+    where = f"predicate {path!r} on turn {turn.turn_id} of rollout {rollout.rollout_id}"
+    try:
+        answer = load(path)(turn, rollout)
+    except Exception as error:
+        raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
+    if isinstance(answer, bool | np.bool_):
+        reason = None if answer else "predicate"
+    elif isinstance(answer, str) and answer:
+        reason = answer
+    else:
+        raise ValueError(f"{where} returned {answer!r}: return True, False or a reason")
+    return reason

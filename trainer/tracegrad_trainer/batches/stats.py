@@ -1,0 +1,81 @@
+"""What a selection says of itself, for the step's record."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad.turns import paths
+
+from .rollouts import RolloutLike, length_of, with_ancestors
+from .rows import Row
+
+Numbers = NDArray[np.float64]
+
+
+def of_rewards(
+    rewards: Numbers, group: NDArray[np.int64], equal: Sequence[bool]
+) -> dict[str, float]:
+    """`group_spread`: mean over the groups of the deviation of rewards within one."""
+    spread = [float(rewards[group == g].std()) for g in np.unique(group)]
+    return {
+        "groups": float(len(equal)),
+        "groups_equal_reward": float(sum(equal)),
+        "rollouts": float(len(rewards)),
+        "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
+        "reward_std": float(rewards.std()) if len(rewards) else 0.0,
+        "group_spread": float(np.mean(spread)) if spread else 0.0,
+    }
+
+
+def of_advantages(advantage: Sequence[Numbers]) -> dict[str, float]:
+    values = np.abs(np.concatenate([*advantage, np.zeros(0)]))
+    return {"advantage_abs_mean": float(values.mean()) if len(values) else 0.0}
+
+
+def of_turns(turns: int, skipped: Mapping[str, str]) -> dict[str, float]:
+    """`skipped_REASON` counts turns; only reasons that occur are there."""
+    return {
+        "turns": float(turns),
+        "turns_skipped": float(len(skipped)),
+        **{f"skipped_{why}": float(n) for why, n in sorted(Counter(skipped.values()).items())},
+    }
+
+
+def of_rows(rows: Sequence[Row]) -> dict[str, float]:
+    """`target_share`: of the tokens that are computed, those that are trained."""
+    tokens = sum(len(row) for row in rows)
+    targets = sum(int(np.count_nonzero(row.keep)) for row in rows)
+    return {
+        "rows": float(len(rows)),
+        "rows_tree": float(sum(row.subtree_end is not None for row in rows)),
+        "row_tokens": float(tokens),
+        "row_tokens_longest": float(max((len(row) for row in rows), default=0)),
+        "target_tokens": float(targets),
+        "target_share": targets / tokens if tokens else 0.0,
+    }
+
+
+def of_paths(
+    rollouts: Sequence[RolloutLike], skipped: Collection[str], *, tokens: int, too_long: int
+) -> dict[str, float]:
+    """`paths` lead to the last trained turns; `forks` are those beyond a rollout's first.
+
+    `tokens_saved`: what the rows, put as paths, would have had besides their `tokens`.
+    `trees_too_long`: trees that are paths because a row cannot hold them.
+    """
+    lengths: list[int] = []
+    forks = 0
+    for rollout in rollouts:
+        found = [length_of(path[-1]) for path in paths(with_ancestors(rollout.turns, skipped))]
+        lengths += found
+        forks += max(0, len(found) - 1)
+    return {
+        "paths": float(len(lengths)),
+        "forks": float(forks),
+        "tokens_saved": float(sum(lengths) - tokens),
+        "trees_too_long": float(too_long),
+    }
