@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,3 +72,69 @@ def _count(numbers: Tensor) -> int:
 
 def _sizes(numbers: Tensor) -> Tensor:
     return torch.bincount(numbers)[numbers].double() if len(numbers) else _floats([])
+
+
+def made(seed: int = 0, *, rows: int = 12, experts: bool = True, spread: float = 0.3) -> Tokens:
+    """A whole step's random tokens: rollouts of one to three rows, rows of one to three turns,
+    rows in pairs, and all that any objective may need.
+    """
+    rng = np.random.default_rng(seed)
+    per_turn = [rng.integers(1, 6, rng.integers(1, 4)) for _ in range(rows)]
+    rollout_of_row = np.sort(rng.integers(0, max(rows // 2, 1), rows))
+    rollout_of_row = np.unique(rollout_of_row, return_inverse=True)[1]
+    sizes = np.concatenate(per_turn)
+    row_of_turn = np.repeat(np.arange(rows), [len(turns) for turns in per_turn])
+    turn = np.repeat(np.arange(len(sizes)), sizes)
+    row = row_of_turn[turn]
+    rollout = rollout_of_row[row]
+    n = len(turn)
+    expert = (rng.random(len(sizes)) < 0.2)[turn] if experts else np.zeros(n, bool)
+    logp = -rng.gamma(2.0, 1.0, n)
+    old = logp + rng.normal(0, spread, n)
+    mu = np.where(expert, 0.0, old + rng.normal(0, spread, n))
+    order = rng.permutation(rows)
+    pair, label = np.full(rows, -1), np.zeros(rows, int)
+    for number in range(rows // 2):
+        pair[order[2 * number : 2 * number + 2]] = number
+        label[order[2 * number : 2 * number + 2]] = (1, -1)
+    old_value = rng.normal(0, 1, n)
+    return tokens(
+        logp.tolist(),
+        old=old.tolist(),
+        mu=mu.tolist(),
+        advantage=rng.normal(0, 1, len(sizes))[turn].tolist(),
+        turn=turn.tolist(),
+        row=row.tolist(),
+        rollout=rollout.tolist(),
+        group=(rollout // 2).tolist(),
+        version=np.where(expert, -1, rng.integers(1, 5, n)).tolist(),
+        expert=expert.tolist(),
+        score=rng.integers(-1, 2, rows)[rollout].astype(float).tolist(),
+        pair=pair.tolist(),
+        label=label.tolist(),
+        reference=(logp + rng.normal(0, spread, n)).tolist(),
+        value=_floats(old_value + rng.normal(0, 0.3, n)).requires_grad_(),
+        old_value=old_value.tolist(),
+        returns=rng.normal(0, 1, n).tolist(),
+        kto_z=0.3,
+    )
+
+
+def part(whole: Tokens, rows: Sequence[int]) -> Tokens:
+    """The tokens of some rows, as a micro-batch has them: numbered anew, sizes of the whole step.
+
+    Log-probabilities and values are the whole's, so that gradients add up in it.
+    """
+    here = torch.isin(whole.row, torch.tensor(rows))
+    changed: dict[str, Any] = {}
+    for name in ("turn", "row", "rollout", "group"):
+        numbers = getattr(whole, name)[here]
+        found, changed[name] = torch.unique(numbers, return_inverse=True)
+        changed[f"{name}s"] = len(found)
+    present = torch.unique(whole.row[here])
+    changed |= {"pair": whole.pair[present], "label": whole.label[present]}
+    for field in fields(Tokens):
+        value = getattr(whole, field.name)
+        if field.name not in changed and isinstance(value, Tensor) and value.ndim:
+            changed[field.name] = value[here]
+    return replace(whole, **changed)

@@ -6,53 +6,13 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from objective_tokens import tokens
-from pydantic import ValidationError
-from torch import Tensor
 
 from tracegrad_trainer.objectives import (
-    ObjectiveSettings,
-    Scored,
     Tokens,
-    advantages,
     evaluate,
-    maxima,
     preset,
-    summarise,
-    sums,
 )
-
-
-def of_rewards(name: str, rewards: list[float], group: list[int]) -> list[float]:
-    rollouts = [
-        Scored(
-            rollout_id=str(i),
-            task=str(number),
-            agent="",
-            group=number,
-            reward=reward,
-            turn_rewards=np.zeros(1),
-            tokens=np.ones(1, np.int64),
-            parents=np.full(1, -1),
-            states=[b""],
-        )
-        for i, (reward, number) in enumerate(zip(rewards, group, strict=True))
-    ]
-    found = advantages(preset("grpo", advantage=name), rollouts, {})
-    return [float(values[0]) for values in found]
-
-
-def test_group_advantages() -> None:
-    rewards, group = [1.0, 0.0, 0.0, 3.0, 5.0, 2.0], [0, 0, 0, 1, 1, 2]
-    centred = of_rewards("dr_grpo", rewards, group)
-    assert centred == pytest.approx([2 / 3, -1 / 3, -1 / 3, -1, 1, 0])
-    scaled = of_rewards("grpo", rewards, group)
-    # std of (1, 0, 0) is sqrt(1/3), of (3, 5) sqrt(2); one alone has none.
-    assert scaled == pytest.approx(
-        [2 / 3 * 3**0.5, -(3**0.5) / 3, -(3**0.5) / 3, -(2**-0.5), 2**-0.5, 0], rel=1e-5
-    )
-    assert of_rewards("grpo", [], []) == []
 
 
 def test_ppo_clip_by_hand() -> None:
@@ -144,67 +104,3 @@ def test_the_preset_equals_its_numpy_reference() -> None:
     np.testing.assert_allclose(given.logp.grad.numpy(), gradient, rtol=1e-6)
     assert 0 < done.corrected.sum() < n
     assert 0 < done.clipped.sum() < n
-
-
-def numbers(values: dict[str, Tensor]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items()}
-
-
-def test_diagnostics_by_hand() -> None:
-    given = tokens(
-        [-1.0, -1.0, -1.0],
-        mu=[-1.0, -1.5, -0.8],
-        turn=[0, 0, 1],
-        version=[4, 4, 2],
-    )
-    done = evaluate(preset("grpo", correction_level="token", correction_cap=1.2), given)
-    added = numbers(sums(given, done, torch.tensor([1.0, 2.0, 3.0]), 4))
-    metrics = summarise(added, numbers(maxima(given, done, 4)))
-    d = np.array([0.0, 0.5, -0.2])  # log old/mu
-    w = np.exp(d)
-    assert metrics["k1"] == pytest.approx(-d.mean())
-    assert metrics["k3"] == pytest.approx((w - 1 - d).mean())
-    assert metrics["ess"] == pytest.approx(w.sum() ** 2 / (3 * (w**2).sum()))
-    assert metrics["max_w"] == pytest.approx(math.exp(0.5))
-    assert metrics["turn_max_w"] == pytest.approx(math.exp(0.25))
-    assert metrics["gap_mean"] == pytest.approx(0.25)  # the two on-policy tokens
-    assert metrics["gap_max"] == pytest.approx(0.5)
-    assert metrics["gap_tokens"] == 2
-    assert metrics["difference_gap_2"] == pytest.approx(0.2)
-    assert "difference_gap_1" not in metrics
-    assert metrics["corrected_share"] == pytest.approx(1 / 3)
-    assert metrics["entropy"] == pytest.approx(2.0)
-    assert (metrics["staleness_mean"], metrics["staleness_max"]) == (pytest.approx(2 / 3), 2)
-    assert (metrics["tokens_trained"], metrics["turns_trained"]) == (3, 2)
-
-
-def test_diagnostics_of_nothing_are_zero() -> None:
-    given = tokens([])
-    done = evaluate(preset("grpo"), given)
-    added = numbers(sums(given, done, torch.zeros(0), 4))
-    assert set(added.values()) == {0.0}
-    assert set(numbers(maxima(given, done, 4)).values()) == {0.0}
-    assert summarise(added, {})["loss"] == 0
-
-
-def test_settings_print_every_default_and_name_what_is_wrong() -> None:
-    expected = {
-        "preset": "grpo",
-        "advantage": "grpo",
-        "ratio": "token",
-        "surrogate": "ppo",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "dual_clip": None,
-        "correction": "tis",
-        "correction_level": "turn",
-        "correction_cap": 2.0,
-        "aggregation": "token_mean",
-    }
-    assert {k: v for k, v in ObjectiveSettings().model_dump().items() if k in expected} == expected
-    with pytest.raises(ValidationError, match=r"advantage\n.*unknown advantage 'best': use one of"):
-        preset("grpo", advantage="best")
-    with pytest.raises(ValidationError, match="unknown preset 'ppp': use one of grpo"):
-        preset("ppp")
-    with pytest.raises(ValidationError, match="clip_lo"):
-        preset("grpo", clip_lo=0.1)

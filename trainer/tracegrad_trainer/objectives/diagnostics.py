@@ -2,7 +2,8 @@
 
 Sums and maxima of one micro-batch, which add up over micro-batches and ranks; `summarise` makes
 the step's metrics of the totals. Estimators of KL(mu || old) from tokens sampled by mu: k1 is
-unbiased, k3 also and never negative (Schulman, "Approximating KL divergence").
+unbiased, k3 also and never negative (Schulman, "Approximating KL divergence"). An expert's tokens
+were sampled by no policy: of ratios and mismatch they are no part.
 """
 
 from __future__ import annotations
@@ -10,56 +11,123 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .objective import Evaluated
-from .tokens import Tokens, log_ratio, turn_mean
+from .pairs import pairs_of
+from .tokens import Tokens, log_ratio, mismatch, segment_mean, segment_sum
 
 # Lag behind the current policy, in versions; the last holds everything older.
 GAPS = (0, 1, 2, 3, 4)
 
 
-def sums(tokens: Tokens, done: Evaluated, entropy: Tensor, version: int) -> dict[str, Tensor]:
-    """Scalars that add up. Entries of `entropy` [n] are of the current policy."""
-    log_w = log_ratio(tokens.old, tokens.mu)
-    k3 = torch.expm1(log_w) - log_w
+def sums(
+    tokens: Tokens, done: Evaluated, entropy: Float[Tensor, " n"], version: int
+) -> dict[str, Tensor]:
+    """Scalars that add up. Entries of `entropy` are of the current policy.
+
+    Tokens are picked by products and not by indices, for which a host would wait for its device.
+    """
+    sampled = tokens.sampled
+    log_w = mismatch(tokens)
     moved = done.log_ratio
-    w = done.log_w.exp()
-    gap = (version - tokens.version).clamp(0, GAPS[-1])
-    difference = (tokens.old - tokens.mu).abs()
+    w = done.log_w.exp() * sampled
     values = {
         "loss": done.total.detach(),
+        "policy_loss": done.policy,
+        "kl_loss": done.kl,
+        "value_loss": done.value,
         "units": done.units,
         "tokens": tokens.mu.new_tensor(float(len(tokens))),
         "turns": tokens.mu.new_tensor(float(tokens.turns)),
+        "sampled": sampled.sum(),
+        "sampled_turns": _turns_with(sampled, tokens),
         "entropy": entropy.sum(),
         "k1": -log_w.sum(),
-        "k3": k3.sum(),
+        "k3": _k3(log_w).sum(),
         "w": w.sum(),
         "w_squared": (w * w).sum(),
-        "policy_k3": (torch.expm1(moved) - moved).sum(),
-        "clipped": done.clipped.sum(),
-        "corrected": done.corrected.sum(),
-        "staleness": (version - tokens.version).sum(),
+        "policy_k3": (_k3(moved) * sampled).sum(),
+        "no_signal": (sampled & (tokens.advantage == 0)).sum(),
+        "staleness": ((version - tokens.version) * sampled).sum(),
     }
-    for g in GAPS:
-        here = gap == g
-        values[f"tokens_gap_{g}"] = here.sum()
-        values[f"difference_gap_{g}"] = difference[here].sum()
-        values[f"k3_gap_{g}"] = k3[here].sum()
+    for name in ("clipped", "corrected", "masked"):
+        touched = getattr(done, name) & sampled
+        values[name] = touched.sum()
+        values[f"{name}_turns"] = _turns_with(touched, tokens)
+    values |= _by_gap(tokens, done, log_w, version)
+    if tokens.reference is not None:
+        values |= _to_reference(tokens, tokens.reference)
+    if tokens.value is not None and tokens.returns is not None:
+        values |= _of_values(tokens.value, tokens.returns, sampled)
     return values
+
+
+def _by_gap(
+    tokens: Tokens, done: Evaluated, log_w: Float[Tensor, " n"], version: int
+) -> dict[str, Tensor]:
+    gap = (version - tokens.version).clamp(0, GAPS[-1])
+    difference, k3 = (tokens.old - tokens.mu).abs(), _k3(log_w)
+    values = {}
+    for g in GAPS:
+        here = (gap == g) & tokens.sampled
+        values[f"tokens_gap_{g}"] = here.sum()
+        values[f"difference_gap_{g}"] = (difference * here).sum()
+        values[f"k1_gap_{g}"] = -(log_w * here).sum()
+        values[f"k3_gap_{g}"] = (k3 * here).sum()
+        values[f"clipped_gap_{g}"] = (done.clipped & here).sum()
+    return values
+
+
+def _to_reference(tokens: Tokens, reference: Float[Tensor, " n"]) -> dict[str, Tensor]:
+    log_moved = log_ratio(tokens.logp.detach(), reference)
+    gain = segment_sum(tokens.logp.detach() - reference, tokens.row, tokens.rows)
+    here = segment_sum(torch.ones_like(reference), tokens.row, tokens.rows) > 0
+    chosen, rejected = (tokens.label == 1) & here, (tokens.label == -1) & here
+    pairs = pairs_of(tokens)
+    margin = segment_sum(
+        pairs.side * (tokens.logp.detach() - reference), pairs.of_token, tokens.rows
+    )
+    return {
+        "reference_k1": (log_moved * tokens.sampled).sum(),
+        "reference_k3": (_k3(-log_moved) * tokens.sampled).sum(),
+        "chosen": chosen.sum(),
+        "rejected": rejected.sum(),
+        "chosen_gain": (gain * chosen).sum(),
+        "rejected_gain": (gain * rejected).sum(),
+        "pairs": pairs.whole.sum(),
+        "pairs_right": (pairs.whole & (margin > 0)).sum(),
+    }
+
+
+def _of_values(
+    value: Float[Tensor, " n"], returns: Float[Tensor, " n"], sampled: Bool[Tensor, " n"]
+) -> dict[str, Tensor]:
+    # Variances are differences of these: in double, or little is left of them.
+    wanted = returns.double() * sampled
+    error = (returns.double() - value.detach().double()) * sampled
+    return {
+        "valued": sampled.sum(),
+        "returns": wanted.sum(),
+        "returns_squared": (wanted * wanted).sum(),
+        "value_error": error.sum(),
+        "value_error_squared": (error * error).sum(),
+    }
 
 
 def maxima(tokens: Tokens, done: Evaluated, version: int) -> dict[str, Tensor]:
     """Scalars whose maximum is kept; all are at least 0, so an empty micro-batch says 0."""
-    log_w = log_ratio(tokens.old, tokens.mu)
-    on_policy = (tokens.old - tokens.mu).abs() * (tokens.version == version)
+    sampled = tokens.sampled
+    log_w = mismatch(tokens)
+    by_turn = segment_mean(log_w, tokens.turn, tokens.turns, sampled)[tokens.turn]
+    on_policy = (tokens.old - tokens.mu).abs() * (sampled & (tokens.version == version))
     return {
         "gap_max": _max(on_policy),
-        "max_w": _max(log_w.exp()),
-        "turn_max_w": _max(turn_mean(log_w, tokens.turn, tokens.turns).exp()),
-        "ratio_max": _max(done.log_ratio.exp()),
-        "staleness_max": _max((version - tokens.version).to(torch.float32)),
+        "max_w": _max(log_w.exp() * sampled),
+        "turn_max_w": _max(by_turn.exp() * sampled),
+        "ratio_max": _max(done.log_ratio.exp() * sampled),
+        "staleness_max": _max(((version - tokens.version) * sampled).to(torch.float32)),
     }
 
 
@@ -67,32 +135,74 @@ def _max(values: Tensor) -> Tensor:
     return values.max() if values.numel() else values.new_zeros(())
 
 
+def _k3(log_ratios: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    return torch.expm1(log_ratios) - log_ratios
+
+
+def _turns_with(touched: Bool[Tensor, " n"], tokens: Tokens) -> Tensor:
+    return (segment_sum(touched.to(tokens.mu.dtype), tokens.turn, tokens.turns) > 0).sum()
+
+
 def summarise(total: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:
     """Metrics of the step from the totals over all micro-batches and ranks.
 
     `gap_mean`, `gap_max`: |log old - log mu| over tokens sampled by the current version: what
-    the two engines disagree about, apart from any change of the policy.
+    the two engines disagree about, apart from any change of the policy. Shares of tokens and of
+    turns are of the sampled ones.
     """
-    n = max(total["tokens"], 1.0)
+    n, turns = max(total["sampled"], 1.0), max(total["sampled_turns"], 1.0)
+    units = total["units"]
     metrics = {
-        "loss": total["loss"] / max(total["units"], 1.0),
-        "entropy": total["entropy"] / n,
+        name: total[name] / units if units else 0.0
+        for name in ("loss", "policy_loss", "kl_loss", "value_loss")
+    }
+    metrics |= {
+        "entropy": total["entropy"] / max(total["tokens"], 1.0),
         "gap_mean": total["difference_gap_0"] / max(total["tokens_gap_0"], 1.0),
         "gap_tokens": total["tokens_gap_0"],
         "k1": total["k1"] / n,
         "k3": total["k3"] / n,
         "ess": total["w"] ** 2 / (n * total["w_squared"]) if total["w_squared"] else 0.0,
-        "clipped_share": total["clipped"] / n,
-        "corrected_share": total["corrected"] / n,
         "policy_k3": total["policy_k3"] / n,
+        "no_signal_share": total["no_signal"] / n,
         "tokens_trained": total["tokens"],
         "turns_trained": total["turns"],
+        "expert_tokens": total["tokens"] - total["sampled"],
         "staleness_mean": total["staleness"] / n,
         **largest,
     }
+    for name in ("clipped", "corrected", "masked"):
+        metrics[f"{name}_share"] = total[name] / n
+        metrics[f"{name}_turn_share"] = total[f"{name}_turns"] / turns
     for g in GAPS:
         if count := total[f"tokens_gap_{g}"]:
             metrics[f"tokens_gap_{g}"] = count
-            metrics[f"difference_gap_{g}"] = total[f"difference_gap_{g}"] / count
-            metrics[f"k3_gap_{g}"] = total[f"k3_gap_{g}"] / count
+            for name in ("difference", "k1", "k3", "clipped"):
+                metrics[f"{name}_gap_{g}"] = total[f"{name}_gap_{g}"] / count
+    return metrics | _of_reference(total, n) | _explained(total)
+
+
+def _of_reference(total: Mapping[str, float], n: float) -> dict[str, float]:
+    """KL(pi || reference) a token; of preferences how much likelier than there a row became."""
+    if "reference_k3" not in total:
+        return {}
+    metrics = {
+        "kl_reference": total["reference_k3"] / n,
+        "kl_reference_k1": total["reference_k1"] / n,
+    }
+    for side in ("chosen", "rejected"):
+        if total[side]:
+            metrics[f"{side}_gain"] = total[f"{side}_gain"] / total[side]
+    if total["pairs"]:
+        metrics["pair_accuracy"] = total["pairs_right"] / total["pairs"]
     return metrics
+
+
+def _explained(total: Mapping[str, float]) -> dict[str, float]:
+    """1 - Var(R - v) / Var(R) of the value head; 0 where all returns are the same."""
+    if "valued" not in total:
+        return {}
+    n = max(total["valued"], 1.0)
+    spread = total["returns_squared"] / n - (total["returns"] / n) ** 2
+    left = total["value_error_squared"] / n - (total["value_error"] / n) ** 2
+    return {"explained_variance": 1 - left / spread if spread > 1e-12 else 0.0}

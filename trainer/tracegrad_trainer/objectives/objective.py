@@ -5,47 +5,124 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .advantages import ADVANTAGES, Memory, Numbers, Scored
 from .aggregation import AGGREGATIONS
 from .corrections import CORRECTIONS, LEVELS
+from .kl import kl_to_reference
+from .over_length import over_length
 from .ratios import RATIOS
+from .returned import returned, with_truths, with_units
 from .settings import ObjectiveSettings
 from .surrogates import SURROGATES
-from .tokens import Tokens
+from .tokens import Tokens, mismatch
+from .value import value_loss
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Evaluated:
-    """`total / sum of units over the step` is the loss; the rest feeds the diagnostics."""
+    """`total / sum of units over the step` is the loss; the rest feeds the diagnostics.
 
-    total: Tensor  # scalar, with gradient
-    units: Tensor  # scalar, this micro-batch's share of the denominator
-    log_ratio: Tensor  # [n]
-    log_w: Tensor  # [n] at the correction's level
-    clipped: Tensor  # bool[n], by the surrogate
-    corrected: Tensor  # bool[n], by the correction
+    `total` = policy + kl_coef x KL + value_coef x value loss, each token with its share.
+    """
+
+    total: Float[Tensor, ""]  # with gradient
+    units: Float[Tensor, ""]  # this micro-batch's part of the denominator
+    log_ratio: Float[Tensor, " n"]
+    log_w: Float[Tensor, " n"]  # at the correction's level
+    clipped: Bool[Tensor, " n"]  # the surrogate's clip or mask acted
+    corrected: Bool[Tensor, " n"]  # the correction changed something
+    masked: Bool[Tensor, " n"]  # the correction took the token out
+    policy: Float[Tensor, ""]  # the terms of `total`
+    each_policy: Float[Tensor, " n"]  # each token's part of `policy`
+    kl: Float[Tensor, ""]
+    value: Float[Tensor, ""]
 
 
 def evaluate(settings: ObjectiveSettings, tokens: Tokens) -> Evaluated:
-    log_ratio = RATIOS[settings.ratio](tokens)
-    loss, clipped = SURROGATES[settings.surrogate](tokens, log_ratio, settings)
-    log_w = LEVELS[settings.correction_level](tokens)
-    weight, corrected = CORRECTIONS[settings.correction](log_w, settings.correction_cap)
-    share, units = AGGREGATIONS[settings.aggregation](tokens)
+    """The loss of a micro-batch's tokens.
+
+    Raises:
+        ValueError: a part of the user's own returned something of a wrong shape or type.
+    """
+    n, dtype = len(tokens), tokens.logp.dtype
+    ratio = returned("ratio", settings.ratio, RATIOS[settings.ratio](tokens, settings), n)
+    loss, clipped = with_truths(
+        "surrogate", settings.surrogate, SURROGATES[settings.surrogate](tokens, ratio, settings), n
+    )
+    with torch.no_grad():
+        log_w, weight, corrected = _correct(settings, tokens)
+        name = settings.aggregation
+        share, units = with_units("aggregation", name, AGGREGATIONS[name](tokens, settings), n)
+    each_policy = loss * weight * share
+    policy = each_policy.sum()
+    total = policy
+    kl = value = policy.new_zeros((), dtype=dtype)
+    if settings.kl != "none":
+        each = kl_to_reference(tokens, settings.kl, unbiased=settings.kl_unbiased)
+        kl = settings.kl_coef * (each * share).sum()
+        # A KL that is only watched keeps its hands off the graph.
+        total = total + kl if settings.kl_coef else total
+    if "value" in settings.needs:
+        value = settings.value_coef * (value_loss(tokens, settings.value_clip) * share).sum()
+        total = total + value
     return Evaluated(
-        total=(loss * weight * share).sum(),
+        total=total,
         units=units,
-        log_ratio=log_ratio.detach(),
+        log_ratio=ratio.detach(),
         log_w=log_w,
         clipped=clipped,
         corrected=corrected,
+        masked=weight == 0,
+        policy=policy.detach(),
+        each_policy=each_policy.detach(),
+        kl=kl.detach(),
+        value=value.detach(),
     )
+
+
+def _correct(settings: ObjectiveSettings, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """log w at the level, and the correction's weights and what it changed: of sampled tokens."""
+    name, n = settings.correction_level, len(tokens)
+    level = LEVELS[name]
+
+    def shared(values: Tensor) -> Tensor:
+        return returned("correction_level", name, level(values, tokens, settings), n)
+
+    weight, changed = with_truths(
+        "correction",
+        settings.correction,
+        CORRECTIONS[settings.correction](tokens, shared, settings),
+        n,
+    )
+    log_w = shared(mismatch(tokens)).masked_fill(tokens.expert, 0.0)
+    return log_w, weight.masked_fill(tokens.expert, 1.0), changed & tokens.sampled
 
 
 def advantages(
     settings: ObjectiveSettings, rollouts: Sequence[Scored], memory: Memory
 ) -> list[Numbers]:
-    """For each rollout of a batch f64[K], one entry a turn; `memory` is changed in place."""
-    return ADVANTAGES[settings.advantage](rollouts, settings, memory)
+    """For each rollout of a batch f64[K], one entry a turn; `memory` is changed in place.
+
+    Raises:
+        ValueError: a part of the user's own returned something else, or a number is not finite.
+    """
+    name = settings.advantage
+    found = ADVANTAGES[name](over_length(rollouts, settings), settings, memory)
+    if not isinstance(found, Sequence) or len(found) != len(rollouts):
+        raise ValueError(f"advantage {name!r} must return one array a rollout ({len(rollouts)})")
+    for rollout, values in zip(rollouts, found, strict=True):
+        if np.shape(values) != (len(rollout.tokens),):
+            raise ValueError(
+                f"advantage {name!r} returned shape {np.shape(values)} for the"
+                f" {len(rollout.tokens)} turns of rollout {rollout.rollout_id}"
+            )
+        if not np.isfinite(values).all():
+            raise ValueError(
+                f"advantage {name!r} of rollout {rollout.rollout_id} is not finite: {values}"
+            )
+    return found

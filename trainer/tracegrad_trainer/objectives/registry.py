@@ -1,17 +1,23 @@
-"""Named parts: a dictionary whose misses say what there is."""
+"""Named parts: a dictionary whose misses say what there is. A user's own are import paths."""
 
 from __future__ import annotations
 
+import functools
+import pkgutil
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., object])
 
 
 class Registry(Generic[F]):
+    """Parts of one kind, which is also the name of the settings' field that chooses one."""
+
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._parts: dict[str, F] = {}
+        assert kind not in REGISTRIES, f"there is a registry of {kind}"
+        REGISTRIES[kind] = self
 
     def register(self, name: str) -> Callable[[F], F]:
         def add(part: F) -> F:
@@ -22,10 +28,44 @@ class Registry(Generic[F]):
         return add
 
     def __getitem__(self, name: str) -> F:
-        """Raises ValueError naming the parts there are."""
+        """The part of this name, or the function at this path (`package.module:function`).
+
+        Raises:
+            ValueError: there is none.
+        """
+        if ":" in name:
+            return cast(F, own_part(self.kind, name))
         if name not in self._parts:
-            raise ValueError(f"unknown {self.kind} {name!r}: use one of {', '.join(self._parts)}")
+            raise ValueError(
+                f"unknown {self.kind} {name!r}: use one of {', '.join(self._parts)},"
+                " or package.module:function"
+            )
         return self._parts[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
+
+
+# By kind. All are there once `tracegrad_trainer.objectives` is imported.
+REGISTRIES: dict[str, Registry[Any]] = {}
+
+
+def is_own(name: str) -> bool:
+    """Whether a part is a user's own, of which nothing is known but its signature."""
+    return ":" in name
+
+
+@functools.cache
+def own_part(kind: str, path: str) -> Callable[..., object]:
+    """The function at `package.module:function`.
+
+    Raises:
+        ValueError: it cannot be imported, or called.
+    """
+    try:
+        found = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{kind} {path!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{kind} {path!r} is a {type(found).__name__}, not a function")
+    return cast(Callable[..., object], found)

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from .advantages import ADVANTAGES
-from .aggregation import AGGREGATIONS
-from .corrections import CORRECTIONS, LEVELS
+from .advantages import COMPARING
+from .agreement import check
+from .judge import load_judge
 from .presets import PRESETS
-from .ratios import RATIOS
-from .registry import Registry
-from .surrogates import SURROGATES
+from .registry import REGISTRIES
 
 Need = Literal["reference", "value", "kto_z"]
 
-_PARTS: dict[str, Registry[Any]] = {
-    "advantage": ADVANTAGES,
-    "ratio": RATIOS,
-    "surrogate": SURROGATES,
-    "correction": CORRECTIONS,
-    "correction_level": LEVELS,
-    "aggregation": AGGREGATIONS,
-}
+# Fields that choose a part; each is the name of its registry.
+PARTS = ("advantage", "ratio", "surrogate", "correction", "correction_level", "aggregation")
 
 
 class ObjectiveSettings(BaseModel):
-    """loss = AGG( W(w) * S(ratio, A, log pi) ) + beta * KL, each part by its name.
+    """loss = AGG( W(w) * S(ratio, A, log pi) ) + kl_coef * KL + value_coef * V, parts by name.
 
     A part's name may also be an import path, `package.module:function`: a user's own.
     """
@@ -66,7 +65,11 @@ class ObjectiveSettings(BaseModel):
 
     correction: str = ""
     correction_level: str = ""
-    correction_cap: float = Field(2.0, gt=0, description="tis, mis, reject: upper bound")
+    correction_cap: float = Field(
+        2.0,
+        gt=0,
+        description="tis, mis, reject: upper bound; minirl, decoupled_ppo: of pi/mu, prox/mu",
+    )
     correction_floor: float = Field(0.0, ge=0, description="mis, reject: lower bound")
     reject_stat: Literal["ratio", "k1", "k2", "k3"] = Field(
         "ratio", description="reject: what the bounds are for"
@@ -101,6 +104,23 @@ class ObjectiveSettings(BaseModel):
             found.add("value")
         return frozenset(found)
 
+    @property
+    def compares(self) -> bool:
+        """Whether a rollout without others of its group, or whose rewards all are the same, has
+        nothing to teach."""
+        return self.advantage in COMPARING or (self.advantage == "ipa" and self.centre)
+
+    @property
+    def needs_paths(self) -> bool:
+        """Whether a row must be one path of a rollout, and not its whole tree: something is
+        summed, averaged or followed along it."""
+        return (
+            self.ratio in ("sequence", "product")
+            or (self.correction != "none" and self.correction_level == "sequence")
+            or self.surrogate == "kto"
+            or self.advantage == "gae"
+        )
+
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:
@@ -111,11 +131,24 @@ class ObjectiveSettings(BaseModel):
             raise ValueError(f"unknown preset {name!r}: use one of {', '.join(PRESETS)}")
         return PRESETS[name] | data
 
-    @field_validator(*_PARTS)
+    @field_validator(*PARTS)
     @classmethod
-    def _known(cls, value: str, info: Any) -> str:
-        _PARTS[info.field_name][value]
+    def _known(cls, value: str, info: ValidationInfo) -> str:
+        assert info.field_name is not None
+        REGISTRIES[info.field_name][value]
         return value
+
+    @field_validator("judge")
+    @classmethod
+    def _loads(cls, value: str | None) -> str | None:
+        if value is not None:
+            load_judge(value)
+        return value
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> ObjectiveSettings:
+        check(self)
+        return self
 
 
 def preset(name: str, **changes: Any) -> ObjectiveSettings:

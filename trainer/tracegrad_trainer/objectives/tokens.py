@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -51,16 +50,41 @@ class Tokens:
     def __len__(self) -> int:
         return int(self.logp.shape[0])
 
+    @property
+    def sampled(self) -> Bool[Tensor, " n"]:
+        """Not an expert's: the tokens that ratios and mismatch are of."""
+        return ~self.expert
 
-def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+
+def log_ratio(
+    numerator: Float[Tensor, " n"], denominator: Float[Tensor, " n"]
+) -> Float[Tensor, " n"]:
+    """Their difference, clamped so that its exp is a finite number."""
     return (numerator - denominator).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def turn_mean(values: Tensor, turn: Tensor, turns: int) -> Tensor:
-    """Mean over each turn's tokens, [turns]."""
-    total = values.new_zeros(turns).index_add(0, turn, values)
-    return total / turn_sizes(turn, turns)
+def mismatch(tokens: Tokens) -> Float[Tensor, " n"]:
+    """log w = log old/mu of each token; 0 for an expert's, which have no mu."""
+    return log_ratio(tokens.old, tokens.mu).masked_fill(tokens.expert, 0.0)
 
 
-def turn_sizes(turn: Tensor, turns: int) -> Tensor:
-    return torch.bincount(turn, minlength=turns).clamp(min=1).to(torch.float32)
+def segment_sum(
+    values: Float[Tensor, " n"], segment: Int[Tensor, " n"], segments: int
+) -> Float[Tensor, " segments"]:
+    """Sum over the tokens of each segment (a turn, a row), by the numbers it was given.
+
+    In double: a row may have tens of thousands of tokens, and they are added one after the other.
+    """
+    wide = values.double()
+    return wide.new_zeros(segments).index_add(0, segment, wide).to(values.dtype)
+
+
+def segment_mean(
+    values: Float[Tensor, " n"],
+    segment: Int[Tensor, " n"],
+    segments: int,
+    counted: Bool[Tensor, " n"],
+) -> Float[Tensor, " segments"]:
+    """Mean over the counted tokens of each segment; 0 where none is."""
+    total = segment_sum(values.masked_fill(~counted, 0.0), segment, segments)
+    return total / segment_sum(counted.to(values.dtype), segment, segments).clamp(min=1)

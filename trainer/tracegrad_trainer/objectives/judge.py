@@ -1,0 +1,63 @@
+"""Rewards from a user's own judge that compares the rollouts of a group with each other."""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+
+class Compared(Protocol):
+    """A group as the judge gets it: the store's `Group`, with all its rollouts and their turns."""
+
+    @property
+    def group_id(self) -> str: ...
+    @property
+    def rollouts(self) -> Sequence[Any]: ...
+
+
+Judge = Callable[[Any], Sequence[float]]
+
+
+def load_judge(path: str) -> Judge:
+    """`package.module:function` -> the function.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    if ":" not in path:
+        raise ValueError(f"judge = {path!r} is not an import path: package.module:function")
+    try:
+        found = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"judge = {path!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ValueError(f"judge = {path!r} is not a function")
+    judge: Judge = found
+    return judge
+
+
+def judge_group(judge: Judge, group: Compared) -> list[float]:
+    """One reward for each of the group's rollouts, instead of those they came with.
+
+    Raises:
+        ValueError: not one finite number for each rollout.
+    """
+    given = judge(group)
+    wanted = len(group.rollouts)
+    try:
+        rewards = [float(value) for value in given]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"judge of group {group.group_id}: not numbers ({error})") from error
+    if len(rewards) != wanted:
+        raise ValueError(
+            f"judge of group {group.group_id}: {len(rewards)} rewards for {wanted} rollouts"
+        )
+    for rollout, reward in zip(group.rollouts, rewards, strict=True):
+        if not math.isfinite(reward):
+            raise ValueError(
+                f"judge of group {group.group_id}: the reward of rollout {rollout.rollout_id}"
+                f" is {reward}, it must be finite"
+            )
+    return rewards

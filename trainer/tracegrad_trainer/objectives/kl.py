@@ -1,0 +1,39 @@
+"""The penalty for leaving a reference policy, per token, with gradient.
+
+Estimators of KL(pi || reference) from a sampled token (Schulman, "Approximating KL divergence"),
+d = log pi - log reference.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .tokens import Tokens, log_ratio
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl_to_reference(tokens: Tokens, estimator: Estimator, *, unbiased: bool) -> Float[Tensor, " n"]:
+    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d; 0 for an expert's tokens.
+
+    As a loss on the policy's own tokens only k2 has the gradient of the KL: that of k1 is 0 on
+    average, that of k3 an approximation. `unbiased` multiplies by pi/old, with its gradient
+    (DeepSeek-V3.2, arXiv 2512.02556): then those of k1 and k3 are right too, also on tokens
+    that an older policy sampled.
+    """
+    assert tokens.reference is not None, "the step brings what `needs` asks for"
+    d = log_ratio(tokens.logp, tokens.reference)
+    match estimator:
+        case "k1":
+            found = d
+        case "k2":
+            found = d.square() / 2
+        case "k3":
+            found = torch.expm1(-d) + d
+    if unbiased:
+        found = found * log_ratio(tokens.logp, tokens.old).exp()
+    return found.masked_fill(tokens.expert, 0.0)
