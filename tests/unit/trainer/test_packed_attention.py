@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from learn_samples import VOCABULARY, rows, tiny_model
-from torch import Tensor, nn
+from learn_samples import rows, tiny_model
+from test_model_kinds import alone
+from torch import nn
+from zoo import logprobs
 
-from tracegrad_trainer.batches import Row, micro_batch
+from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.fsdp import FsdpSettings, build_model
-from tracegrad_trainer.fsdp.attention import PackedRows, packed_attention
-from tracegrad_trainer.fsdp.forward import forward, to_inputs
-
-CPU = torch.device("cpu")
+from tracegrad_trainer.fsdp.attention import attention_of_rows, chosen
+from tracegrad_trainer.fsdp.packed_attention import PackedRows
 
 
 @pytest.fixture(scope="module")
@@ -23,70 +24,65 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def alone(model: nn.Module, row: Row) -> Tensor:
-    """Log-probabilities of a row's targets by the plainest means: one row, all logits."""
-    ids = torch.from_numpy(row.input_ids).long()[None]
-    logits = model(input_ids=ids, use_cache=False).logits[0].double()
-    logits = logits[:-1] / torch.from_numpy(row.temperature[1:, None])
-    chosen = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    return chosen[torch.from_numpy(row.keep[1:])]
-
-
 @pytest.mark.parametrize("attention", ["packed", "sdpa"])
 def test_packed_equals_unpacked(folder: Path, attention: str) -> None:
     reference = build_model(folder, FsdpSettings(device="cpu", attention="sdpa"))
     model = build_model(folder, FsdpSettings(device="cpu", attention=attention))
     # A short row beside long ones: the packed attention makes blocks of unequal width.
     made = [*rows(7), *rows(3, seed=1, longest=13), *rows(2, seed=2, longest=120)]
-    inputs = to_inputs(micro_batch(made, range(len(made))), model, CPU)
-    now = forward(model, inputs)
-    chosen, entropy = now.logp, now.entropy
+    found = logprobs(model, micro_batch(made, range(len(made))))
     expected = torch.cat([alone(reference, row) for row in made])
-    assert (chosen.double() - expected).abs().max() < 1e-6 * expected.abs().max()
-    assert chosen.shape == entropy.shape
-    assert (entropy >= 0).all()
-
-
-def test_gradient_checkpointing_changes_nothing(folder: Path) -> None:
-    gradients = []
-    for checkpointing in (False, True):
-        settings = FsdpSettings(device="cpu", gradient_checkpointing=checkpointing)
-        model = build_model(folder, settings)
-        inputs = to_inputs(micro_batch(rows(4), range(4)), model, CPU)
-        forward(model, inputs).logp.sum().backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for plain, checkpointed in zip(*gradients, strict=True):
-        assert plain is not None
-        torch.testing.assert_close(plain, checkpointed)
-
-
-def test_entropy_is_that_of_the_tempered_distribution(folder: Path) -> None:
-    model = build_model(folder, FsdpSettings(device="cpu"))
-    (row,) = rows(1)
-    inputs = to_inputs(micro_batch([row], [0]), model, CPU)
-    ids = torch.from_numpy(row.input_ids).long()[None]
-    plain = build_model(folder, FsdpSettings(device="cpu", attention="sdpa"))
-    logits = plain(input_ids=ids).logits[0][inputs.batch.target - 1] / inputs.temperature[:, None]
-    expected = torch.distributions.Categorical(logits=logits).entropy()
-    assert logits.shape[1] == VOCABULARY
-    torch.testing.assert_close(forward(model, inputs).entropy, expected)
+    assert (found.double() - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         ({}, "keyword arguments"),
-        ({"packed_rows": PackedRows([6]), "sliding_window": 4}, "window of 4 tokens"),
-        ({"packed_rows": PackedRows([6]), "softcap": 30.0}, "caps attention scores"),
-        ({"packed_rows": PackedRows([6]), "s_aux": torch.zeros(1)}, "attention sinks"),
+        ({"packed_rows": PackedRows([6]), "position_bias": torch.zeros(1)}, "position biases"),
+        ({"packed_rows": PackedRows([6]), "is_causal": False}, "attends to what comes later"),
+        ({"packed_rows": PackedRows([6]), "attention_mask": torch.zeros(1)}, "masks of its own"),
     ],
 )
 def test_models_that_need_more_of_attention_are_refused(
-    arguments: dict[str, object], reason: str
+    arguments: dict[str, Any], reason: str
 ) -> None:
     x = torch.zeros(1, 2, 6, 4)
-    with pytest.raises(ValueError, match=f"{reason}.*use attention = 'sdpa'"):
-        packed_attention(nn.Identity(), x, x, x, None, **arguments)  # type: ignore[arg-type]
+    given = {"attention_mask": None} | arguments
+    with pytest.raises(ValueError, match=f"{reason}.*set attention = 'eager'"):
+        attention_of_rows(nn.Identity(), x, x, x, **given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "name"),
+    [
+        ({}, "cpu", "tracegrad_packed"),
+        ({"compute_dtype": "bfloat16"}, "cpu", "tracegrad_packed"),
+        ({}, "cuda", "tracegrad_packed"),
+        ({"compute_dtype": "bfloat16"}, "cuda", "tracegrad_varlen"),
+        ({"attention": "packed", "compute_dtype": "bfloat16"}, "cuda", "tracegrad_packed"),
+        ({"attention": "sdpa"}, "cuda", "sdpa"),
+    ],
+)
+def test_the_attention_is_chosen_by_device_and_precision(
+    settings: dict[str, Any], device: str, name: str
+) -> None:
+    assert chosen(FsdpSettings(**settings), torch.device(device)) == name
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "reason"),
+    [
+        ({"attention": "varlen"}, "cpu", "needs a CUDA device"),
+        ({"attention": "varlen"}, "cuda", "set fsdp.compute_dtype = 'bfloat16'"),
+        ({"attention": "flahs"}, "cpu", "'flahs' is unknown: use auto, packed, varlen, sdpa"),
+    ],
+)
+def test_attentions_that_are_not_here_are_refused(
+    settings: dict[str, Any], device: str, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        chosen(FsdpSettings(**settings), torch.device(device))
 
 
 def test_a_model_that_is_not_there_is_named() -> None:

@@ -3,6 +3,7 @@
 from .checkpoint import CheckpointError, checkpoints, load_checkpoint, save_checkpoint
 from .export import full_tensors, save_hf
 from .ranks import start_ranks, stop_ranks, train_batch
+from .reference import build_reference
 from .settings import CheckpointSettings, FsdpSettings, OptimSettings
 from .step import Learner, StepResult
 from .wrap import build_model, pick_device, shard
@@ -15,6 +16,7 @@ __all__ = [
     "OptimSettings",
     "StepResult",
     "build_model",
+    "build_reference",
     "checkpoints",
     "full_tensors",
     "load_checkpoint",

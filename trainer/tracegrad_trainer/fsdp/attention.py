@@ -1,60 +1,45 @@
-"""Attention over packed rows without a [T, T] mask.
+"""Attention over packed rows: no row sees another, and no [T, T] mask where none is needed.
 
-Rows of about the same length are laid side by side, padded on the right, and attended
-causally: padding lies behind every real query, so no mask is needed, and the fused kernels
-apply. Work grows with the sum of squared row lengths, not with the square of the pack (a third
-of the time of a masked step on two CPU cores at 2048 tokens).
+transformers hands the keyword arguments of a model's forward on to the attention of each layer.
+`arguments` makes of a micro-batch the one that says where its rows are, and the attention that
+is registered here under our names leaves the work to it: `PackedRows`, `VarlenRows` or
+`TreeRows`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-NAME = "tracegrad_packed"
+from tracegrad_trainer.batches import MicroBatch
 
-# Rows shorter than this share of the longest in their block start a block of their own.
-_ALIKE = 0.6
+from . import routing
+from .masked_attention import Scores
+from .packed_attention import PackedRows
+from .settings import FsdpSettings
+from .tree_attention import TreeRows
+from .varlen import VarlenRows
 
-
-class PackedRows:
-    """Where the tokens of a pack go in padded blocks [rows, longest], and back."""
-
-    def __init__(self, row_lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        lengths = np.asarray(row_lengths, np.int64)
-        starts = np.cumsum(lengths) - lengths
-        order = np.argsort(-lengths, kind="stable")
-        self.blocks: list[Tensor] = []  # [rows, longest] places in the pack
-        back = np.empty(int(lengths.sum()), np.int64)
-        offset = 0
-        for block in _alike(order.tolist(), lengths.tolist()):
-            longest = int(lengths[block[0]])
-            place = np.minimum(starts[block][:, None] + np.arange(longest), len(back) - 1)
-            self.blocks.append(torch.from_numpy(place).to(device))
-            for i, row in enumerate(block):
-                at = offset + i * longest
-                back[starts[row] : starts[row] + lengths[row]] = at + np.arange(lengths[row])
-            offset += len(block) * longest
-        self.back = torch.from_numpy(back).to(device)  # [T] places in the flattened blocks
+PACKED = "tracegrad_packed"
+VARLEN = "tracegrad_varlen"
+OURS = {"packed": PACKED, "varlen": VARLEN}
+_OF_TRANSFORMERS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
 
-def _alike(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    blocks: list[list[int]] = []
-    for row in order:
-        if blocks and lengths[row] >= _ALIKE * lengths[blocks[-1][0]]:
-            blocks[-1].append(row)
-        else:
-            blocks.append([row])
-    return blocks
+class Rows(Protocol):
+    """Where the rows of a pack are, and how their tokens attend."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """[1, heads, T, d] -> [1, T, heads, d]; key and value may have fewer heads."""
+        ...
 
 
-def packed_attention(
+def attention_of_rows(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -62,7 +47,10 @@ def packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed_rows: PackedRows | None = None,
+    packed_rows: Rows | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [1, heads, T, d] -> [1, T, heads, d].
@@ -70,42 +58,103 @@ def packed_attention(
     Raises:
         ValueError: the model needs something of its attention that this one has not.
     """
-    _refuse_unknown(packed_rows, kwargs)
-    assert packed_rows is not None
-    heads, tokens, _ = query.shape[1:]
-    assert query.shape[0] == 1
-    assert packed_rows.back.shape == (tokens,)
-    outputs = []
-    for place in packed_rows.blocks:
-        q, k, v = (_spread(x, place) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != heads
-        )
-        outputs.append(out.transpose(1, 2).reshape(-1, heads, value.shape[-1]))
-    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return flat.index_select(0, packed_rows.back)[None], None
-
-
-def _spread(x: Tensor, place: Tensor) -> Tensor:
-    """[1, heads, T, d] -> [rows, heads, longest, d]"""
-    spread = x[0].index_select(1, place.view(-1))
-    return spread.view(x.shape[1], *place.shape, x.shape[-1]).transpose(0, 1)
-
-
-def _refuse_unknown(packed_rows: PackedRows | None, kwargs: dict[str, Any]) -> None:
-    window = kwargs.get("sliding_window")
-    longest = max(block.shape[1] for block in packed_rows.blocks) if packed_rows else 0
     unknown = None
     if packed_rows is None:
         unknown = "does not hand keyword arguments to its attention"
-    elif window is not None and window < longest:
-        unknown = f"attends within a window of {window} tokens, rows have up to {longest}"
-    elif kwargs.get("softcap") is not None:
-        unknown = "caps attention scores"
-    elif kwargs.get("s_aux") is not None:
-        unknown = "has attention sinks"
+    elif attention_mask is not None:
+        unknown = "makes attention masks of its own"
+    elif kwargs.get("position_bias") is not None:
+        unknown = "adds position biases to attention scores"
+    elif kwargs.get("is_causal") is False:
+        unknown = "attends to what comes later"
     if unknown is not None:
-        raise ValueError(f"attention = 'packed': this model {unknown}; use attention = 'sdpa'")
+        raise ValueError(f"fsdp.attention: this model {unknown}; set attention = 'eager'")
+    assert packed_rows is not None
+    scores = Scores(scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
+    return packed_rows.attend(query, key, value, scores), None
 
 
-AttentionInterface.register(NAME, packed_attention)
+for _name in OURS.values():
+    AttentionInterface.register(_name, attention_of_rows)
+
+
+def chosen(settings: FsdpSettings, device: torch.device) -> str:
+    """The setting as transformers knows it; "auto" is varlen where there is that, else packed.
+
+    Raises:
+        ValueError: there is no such attention, or not on this device.
+    """
+    half = settings.compute_dtype != "float32"
+    name = settings.attention
+    if name == "auto":
+        name = "varlen" if device.type == "cuda" and half else "packed"
+    elif name == "varlen" and device.type != "cuda":
+        raise ValueError(
+            f"fsdp.attention = 'varlen' needs a CUDA device, this is {device.type}: set 'auto'"
+        )
+    elif name == "varlen" and not half:
+        raise ValueError(
+            "fsdp.attention = 'varlen' computes in half precision: set"
+            " fsdp.compute_dtype = 'bfloat16', or fsdp.attention = 'packed'"
+        )
+    known = [*OURS, *_OF_TRANSFORMERS]
+    if name not in known:
+        raise ValueError(f"fsdp.attention = {name!r} is unknown: use auto, {', '.join(known)}")
+    return OURS.get(name, name)
+
+
+def arguments(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of the model's forward: what keeps a micro-batch's rows apart, and routes.
+
+    transformers' own attentions find the rows by the position ids, which start again with each;
+    only branches of a tree have to be told to them.
+
+    Raises:
+        ValueError: rows are trees, and the model's attention cannot have branches.
+    """
+    routes: dict[str, Any] = {}
+    if routing.installed(model) and batch.routes is not None:
+        routes = {"routes": torch.from_numpy(batch.routes).to(device, torch.int64)}
+    return routes | _apart(model, batch, device)
+
+
+def _apart(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    config: Any = model.config
+    name: str = config._attn_implementation
+    ends = batch.subtree_end
+    if name in OURS.values():
+        return {"packed_rows": _rows(name, batch, device)}
+    if ends is None:
+        return {}
+    window = getattr(config, "sliding_window", None)
+    if name not in ("sdpa", "eager") or (window and window <= batch.position_ids.max()):
+        raise ValueError(
+            f"rows are trees, which this model's attention = {name!r} cannot have:"
+            " set fsdp.attention to 'auto', 'packed' or 'varlen'"
+        )
+    return {"attention_mask": _tree_mask(ends, name, model, device)}
+
+
+def _rows(name: str, batch: MicroBatch, device: torch.device) -> Rows:
+    if batch.subtree_end is not None:
+        return TreeRows(
+            batch.subtree_end, batch.position_ids[0], batch.row_lengths.tolist(), device
+        )
+    if name == VARLEN:
+        return VarlenRows(batch.row_lengths.tolist(), device)
+    return PackedRows(batch.row_lengths.tolist(), device)
+
+
+def _tree_mask(
+    ends: NDArray[np.int64], name: str, model: nn.Module, device: torch.device
+) -> Tensor:
+    """[1, 1, T, T]: what sdpa (bool) and eager (added to the scores) take as it is."""
+    place = np.arange(len(ends))
+    sees = torch.from_numpy((place[None] <= place[:, None]) & (place[:, None] < ends[None]))
+    mask = sees.to(device)[None, None]
+    if name == "sdpa":
+        return mask
+    dtype = next(model.parameters()).dtype
+    return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(
+        ~mask, torch.finfo(dtype).min
+    )

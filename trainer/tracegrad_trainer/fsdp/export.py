@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from .lora import merged_tensors
 
 # Beside the weights in a model folder, and not the trainer's to change.
 _COMPANIONS = (
@@ -32,13 +33,10 @@ def full_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) one at a time; every rank must run through all of them.
 
-    Tied weights come once, under the name of the embedding.
+    What is served: adapters are added to the weights beside them, tied weights come once under
+    the name of the embedding, a value head does not come.
     """
-    for name, parameter in model.named_parameters():
-        tensor = parameter.detach()
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        yield name, tensor if dtype is None else tensor.to(dtype)
+    return merged_tensors(model, dtype)
 
 
 def save_hf(
@@ -77,9 +75,15 @@ def _write(
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(partial)
     if companions_from is not None:
-        for pattern in _COMPANIONS:
-            for file in Path(companions_from).glob(pattern):
-                shutil.copy2(file, partial / file.name)
+        copy_companions(companions_from, partial)
     if folder.exists():
         shutil.rmtree(folder)
     os.replace(partial, folder)
+
+
+def copy_companions(folder: Path | str, into: Path) -> None:
+    """Tokenizer, chat template and generation settings of a model folder."""
+    for pattern in _COMPANIONS:
+        for file in Path(folder).glob(pattern):
+            if file.is_file():
+                shutil.copy2(file, into / file.name)

@@ -1,17 +1,22 @@
-"""One forward over a packed micro-batch: log-probabilities of its targets."""
+"""One forward over a packed micro-batch: log-probabilities, entropy and values of its targets."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.objectives import Tokens
 
-from . import attention
+from . import attention, value
+from .head import Shape, log_probs
+
+T = TypeVar("T")
 
 # What of a micro-batch an objective sees as it is.
 _TO_TOKENS = (
@@ -28,6 +33,7 @@ class Inputs:
     model: dict[str, Any]  # keyword arguments of the model's forward
     labels: Tensor  # i64[n]
     temperature: Tensor  # f32[n]
+    heated: bool  # some temperature is not 1
     tensors: dict[str, Tensor]  # fields of `Tokens`, [n] or [rows]
 
 
@@ -61,14 +67,13 @@ def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> Inpu
         # Logits only where a target is predicted from.
         "logits_to_keep": move(batch.source),
     }
-    config: Any = model.config
-    if config._attn_implementation == attention.NAME:
-        arguments["packed_rows"] = attention.PackedRows(batch.row_lengths.tolist(), device)
+    arguments |= attention.arguments(model, batch, device)
     return Inputs(
         batch=batch,
         model=arguments,
         labels=move(batch.input_ids[0, batch.target]),
         temperature=move(batch.temperature),
+        heated=bool((batch.temperature != 1).any()),
         tensors={name: move(getattr(batch, name)) for name in _TO_TOKENS},
     )
 
@@ -94,21 +99,100 @@ def tokens_of(inputs: Inputs, now: Forward, before: Before) -> Tokens:
     )
 
 
-def forward(model: nn.Module, inputs: Inputs) -> Forward:
-    """The targets' log-probabilities at their temperatures.
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How log-probabilities are made of what a model's body says; see `head_choice.choose`.
+
+    Without a `shape` the model makes full logits itself: `reason` says why.
+    """
+
+    shape: Shape | None
+    reason: str = ""
+    elements: int | None = None  # most logits held at a time; None: by the device
+    dtype: torch.dtype = torch.float32  # of its matrix products
+
+
+def forward(model: nn.Module, inputs: Inputs, head: Head, *, values: bool = False) -> Forward:
+    """The targets' log-probabilities at their temperatures, and with `values` their values.
 
     Raises:
         ValueError: the model ignores `logits_to_keep`.
     """
-    logits: Tensor = model(**inputs.model).logits[0]
+    make = _by_model if head.shape is None else _by_body
+    # What passes through FSDP must be plain tensors: it hangs its backward on them.
+    logp, entropy, found = inside(model, lambda whole: make(whole, inputs, head, values))
+    return Forward(logp=logp, entropy=entropy, value=found)
+
+
+def hidden_of(model: nn.Module, inputs: Inputs) -> Tensor:
+    """[n, hidden], what the targets are predicted from; no logits are made."""
+    return inside(model, lambda whole: _hidden(whole, inputs))
+
+
+def values_of(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Values of the targets alone, f32[n]; no logits are made."""
+    return inside(model, lambda whole: value.of(whole, _hidden(whole, inputs)))
+
+
+def inside(model: nn.Module, work: Callable[[nn.Module], T]) -> T:
+    """`work(model)` as if it were the model's forward: under FSDP the root's parameters are
+    whole meanwhile, and their gradients are reduced as ever."""
+    if not isinstance(model, FSDPModule):
+        return work(model)
+    if not hasattr(model, _WORK):
+        # Arguments would be rounded to the compute type on the way in; a function is not.
+        setattr(model, _WORK, lambda given: given(model))
+        register_fsdp_forward_method(model, _WORK)
+    done: T = getattr(model, _WORK)(work)
+    return done
+
+
+_WORK = "tracegrad_work"
+
+
+def _hidden(model: Any, inputs: Inputs) -> Tensor:
+    arguments = {name: given for name, given in inputs.model.items() if name != "logits_to_keep"}
+    hidden: Tensor = model.base_model(**arguments).last_hidden_state[0]
+    return hidden.index_select(0, inputs.model["logits_to_keep"])
+
+
+def _by_body(
+    model: Any, inputs: Inputs, head: Head, values: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    assert head.shape is not None
+    hidden = _hidden(model, inputs)
+    last: nn.Linear = model.get_output_embeddings()
+    logp, entropy = log_probs(
+        hidden,
+        last.weight,
+        last.bias,
+        inputs.labels,
+        inputs.temperature if inputs.heated else None,
+        shape=head.shape,
+        elements=head.elements,
+    )
+    return logp, entropy, value.of(model, hidden) if values else None
+
+
+def _by_model(
+    model: Any, inputs: Inputs, head: Head, values: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """By full logits, as the model makes them."""
+    seen: list[Tensor] = []
+    last: nn.Module = model.get_output_embeddings()
+    hook = last.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    try:
+        logits: Tensor = model.forward(**inputs.model).logits[0]
+    finally:
+        hook.remove()
     if logits.shape[0] != len(inputs.labels):
         raise ValueError(f"{type(model).__name__} does not support logits_to_keep")
     logits = logits.float()
-    if (inputs.batch.temperature != 1).any():
+    if inputs.heated:
         logits = logits / inputs.temperature[:, None]
     log_z = torch.logsumexp(logits, -1)
     chosen = logits.gather(-1, inputs.labels[:, None])[:, 0] - log_z
     with torch.no_grad():
-        share = torch.exp(logits - log_z[:, None])
-        entropy = log_z - (share * logits).sum(-1)
-    return Forward(logp=chosen, entropy=entropy)
+        log_share = logits - log_z[:, None]
+        entropy = -torch.linalg.vecdot(log_share.exp(), log_share)
+    return chosen, entropy, value.of(model, seen[0][0]) if values else None

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tracegrad_trainer.batches import MicroBatch, Row, pack
+from tracegrad_trainer.batches import MicroBatch, Row, pack, packing_stats
 
 from .settings import FsdpSettings
 from .step import Learner, StepResult
@@ -48,16 +50,29 @@ def stop_ranks() -> None:
 
 
 def train_batch(
-    learner: Learner, rows: Sequence[Row] | None, *, version: int, budget: int
+    learner: Learner,
+    rows: Sequence[Row] | None,
+    *,
+    version: int,
+    budget: int,
+    mismatched: Sequence[Row] = (),
 ) -> StepResult:
     """One optimizer step on rank 0's `rows` (None on the others), packed to `budget` tokens.
 
-    `StepResult.dropped` are indices into `rows`.
+    `mismatched` (rank 0's too) as in `Learner.train`. `StepResult.dropped` are indices into
+    `rows`; the metrics say how well they were packed, too.
     """
-    shares: list[list[MicroBatch]] | None = None
+    shares: list[tuple[list[MicroBatch], list[MicroBatch], dict[str, float]]] | None = None
     if dist.get_rank() == 0:
         assert rows is not None
-        shares = pack(rows, ranks=learner.mesh.size(), budget=budget)
-    received: list[list[MicroBatch]] = [[]]
+        ranks = learner.mesh.size()
+        # Without mismatched rows, no forwards for them either.
+        looked_at = pack(mismatched, ranks=ranks, budget=budget) if mismatched else [[]] * ranks
+        packed = pack(rows, ranks=ranks, budget=budget)
+        stats = packing_stats(packed, budget=budget)
+        shares = list(zip(packed, looked_at, [stats] * ranks, strict=True))
+    received: list[Any] = [None]
     dist.scatter_object_list(received, shares, src=0)
-    return learner.train(received[0], version=version)
+    own, looked_at_here, how_packed = received[0]
+    done = learner.train(own, version=version, mismatched=looked_at_here)
+    return replace(done, metrics=how_packed | done.metrics)

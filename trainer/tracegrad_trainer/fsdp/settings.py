@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class LoraSettings(BaseModel):
+    """Adapters by peft instead of full fine-tuning (LoRA, arXiv 2106.09685)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(16, ge=1)
+    alpha: int = Field(32, ge=1, description="adapters count for alpha / rank")
+    targets: str | tuple[str, ...] = Field(
+        "all-linear",
+        description="names of the layers that get one, or a regular expression over whole names;"
+        " all-linear: all but the head, in mixtures of experts those of the attention",
+    )
 
 
 class FsdpSettings(BaseModel):
@@ -17,13 +31,26 @@ class FsdpSettings(BaseModel):
         "float32", description="of forward and backward; weights and optimizer stay float32"
     )
     attention: str = Field(
-        "packed", description="packed (ours), or a transformers name: sdpa, flash_attention_2, ..."
+        "auto",
+        description="packed or varlen (ours), or of transformers: sdpa, eager, flash_attention_2,"
+        " ...; auto: varlen on CUDA in bfloat16, else packed",
     )
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = Field(
+        False, description="keep only each block's input and compute the rest again in backward"
+    )
+    cpu_offload: bool = Field(
+        False, description="weights, gradients and optimizer stay in the host's memory"
+    )
     reshard: bool = Field(
         True,
         description="free whole parameters and reduce gradients at every micro-batch; false is"
         " faster while model and gradients fit whole into each rank's memory",
+    )
+    lora: LoraSettings | None = Field(None, description="none: full fine-tuning")
+    routing: Literal["own", "r2", "r3"] = Field(
+        "own",
+        description="experts of a mixture: as the router says now, as it said before the batch"
+        " (r2), or as the serving engine chose (r3)",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads a rank; default: torch's")
     timeout_s: float = Field(1800.0, gt=0, description="a collective that takes longer has failed")
@@ -34,21 +61,51 @@ class OptimSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    lr: float = Field(1e-6, ge=0)
+    lr: float = Field(1e-6, ge=0, allow_inf_nan=False)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    weight_decay: float = Field(0.0, ge=0, description="of matrices; norms and biases never decay")
+    max_grad_norm: float = Field(
+        1.0, gt=0, description="of all gradients together; inf: never clip"
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="of the learning rate behind the warm-up, by optimizer steps"
+    )
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     decay_steps: int | None = Field(
-        None, ge=1, description="linear decay to the floor at this optimizer step; none: constant"
+        None, ge=1, description="linear, cosine: the optimizer step at which the floor is reached"
     )
     lr_floor: float = Field(0.1, ge=0, le=1, description="share of lr at which the decay ends")
 
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas = {self.betas}: each must be at least 0 and below 1")
+        if self.schedule == "constant":
+            if self.decay_steps is not None:
+                raise ValueError(
+                    "optim.decay_steps needs a schedule that decays:"
+                    " set optim.schedule to 'linear' or 'cosine', or leave it out"
+                )
+        elif self.decay_steps is None:
+            raise ValueError(f"optim.schedule = {self.schedule!r} needs optim.decay_steps")
+        elif self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"optim.decay_steps = {self.decay_steps} must be more than"
+                f" optim.warmup_steps = {self.warmup_steps}: both count from the first step"
+            )
+        return self
+
 
 class CheckpointSettings(BaseModel):
-    """Every step writes a checkpoint; a few stay."""
+    """Every step writes a checkpoint, while training goes on; a few stay."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     keep: int = Field(3, ge=1, description="the newest that stay")
+    keep_every: int | None = Field(
+        None, ge=1, description="checkpoints of steps that are multiples of this stay too"
+    )
+    resume_from: int | None = Field(
+        None, ge=1, description="go on from this step's where the last one's is not whole any more"
+    )

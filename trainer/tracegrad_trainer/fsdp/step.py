@@ -7,55 +7,52 @@ what lets a row that turns out non-finite leave the step without a trace.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from tracegrad_trainer.batches import MicroBatch
-from tracegrad_trainer.objectives import (
-    ObjectiveSettings,
-    evaluate,
-    maxima,
-    summarise,
-    sums,
-)
+from tracegrad_trainer.objectives import ObjectiveSettings, summarise
+from tracegrad_trainer.stopwatch import Stopwatch
 
-from .forward import Before, Inputs, forward, to_inputs, tokens_of
+from . import routing, value
+from .accumulate import Accumulated, accumulate
+from .engine import Engine
+from .flops import flops
+from .forward import Inputs, forward, hidden_of
+from .head_choice import choose
+from .optimizer import local_gradients, make_optimizer, rate, squared_norm
+from .prepass import prepass
+from .reference import reference_of
 from .settings import OptimSettings
-from .wrap import between_micro_batches
+from .wrap import compute_device
+
+# Mean |log old - log mu| (nats a token) from which the two engines do not agree on the weights
+# that were just pushed. In float32 they are 1e-5 apart, in bfloat16 some hundredths.
+MISMATCH = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The same on every rank. `dropped` are row keys whose numbers were not finite.
+    """The same on every rank, but for `speed`. `dropped` are row keys whose numbers were not
+    finite, and rows that were paired with those.
 
     Not `applied`: weights and optimizer are as they were, and nothing was trained.
+    `mismatch`: a line for people when serving and training engine disagree about tokens of the
+    current version, more than rounding explains; `metrics["mismatch"]` is then 1.
+    `speed`: seconds of `prepass`, `forward_backward` and `apply`, and `tokens_per_s`; apart from
+    the metrics, which are the same for the same inputs.
     """
 
     applied: bool
     metrics: dict[str, float]
     dropped: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class _Totals:
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    maxima: dict[str, Tensor] = field(default_factory=dict)
-    bad_rows: list[int] = field(default_factory=list)
-
-    def add(self, more: dict[str, Tensor], largest: dict[str, Tensor]) -> None:
-        for name, value in more.items():
-            value = value.detach().double()
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-        for name, value in largest.items():
-            value = value.detach().double()
-            known = self.maxima.get(name)
-            self.maxima[name] = value if known is None else torch.maximum(known, value)
+    mismatch: str | None = None
+    speed: dict[str, float] = field(default_factory=dict, compare=False)
 
 
 class Learner:
@@ -69,31 +66,53 @@ class Learner:
         optim: OptimSettings,
         *,
         reshard: bool = True,
+        reference: nn.Module | None = None,
+        head_elements: int | None = None,
     ) -> None:
-        """`model` is what `shard` returned; `reshard` as in `FsdpSettings`."""
+        """`model` is what `shard` returned; `reshard` as in `FsdpSettings`. `reference` is
+        frozen and sharded too (`build_reference`); adapters need none.
+
+        Raises:
+            ValueError: the objective needs a reference or a value head that is not there.
+        """
         self.model = model
         self.mesh = mesh
         self.objective = objective
         self.optim = optim
         self.reshard = reshard
         self.steps = 0  # optimizer steps applied
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            foreach=True,
+        self.device = compute_device(mesh)
+        self.optimizer = make_optimizer(model, optim)
+        if "value" in objective.needs and not value.attached(model):
+            raise ValueError("this objective learns values: put a value head on before `shard`")
+        head = choose(model, self.device, elements=head_elements)
+        needs_reference = "reference" in objective.needs
+        self.engine = Engine(
+            model,
+            head,
+            mesh,
+            self.device,
+            reference_of(model, head, reference, self.device) if needs_reference else None,
         )
-        self.device = next(model.parameters()).device
+        self.engine.rest()
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The training engine's log-probabilities, f32[n] of each micro-batch's targets."""
-        return [
-            forward(self.model, to_inputs(batch, self.model, self.device)).logp
-            for batch in micro_batches
-        ]
+        inputs = self.engine.inputs(micro_batches)
+        found = [forward(self.model, one, self.engine.head).logp for one in inputs]
+        self.engine.rest()
+        return found
+
+    @torch.no_grad()
+    def routed(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The same, with the experts that a mixture's routers choose now: what later steps on
+        this batch replay (`fsdp.routing = "r2"`). At a batch's first step it changes nothing."""
+        with routing.recording(self.model) as seen:
+            for one in self.engine.inputs([replace(b, routes=None) for b in micro_batches]):
+                hidden_of(self.model, one)
+        self.engine.rest()
+        return [replace(b, routes=routes) for b, routes in zip(micro_batches, seen, strict=True)]
 
     def train(
         self,
@@ -101,112 +120,118 @@ class Learner:
         *,
         version: int,
         old: Sequence[Tensor] | None = None,
+        mismatched: Sequence[MicroBatch] = (),
     ) -> StepResult:
-        """One optimizer step; as many micro-batches on every rank.
+        """One optimizer step; as many micro-batches on every rank, mismatched ones likewise.
 
         Args:
             version: the current policy version, which on-policy tokens carry.
             old: log-probabilities at the start of the batch, from `logprobs`; without them the
                 current ones are taken, which they are at a batch's first step.
+            mismatched: of KTO, rows whose targets answer another row; only looked at.
         """
-        inputs = [to_inputs(batch, self.model, self.device) for batch in micro_batches]
-        totals = self._accumulate(inputs, version, old)
-        result, bad = self._apply(totals)
-        if result is not None:
-            return result
-        # Some row is not finite, and through the shared weights' gradients it spoilt the rest:
-        # once more without such rows. Ranks without one repeat too, for the collectives.
-        left = [batch.without(bad) for batch in micro_batches]
-        if old is not None:
-            old = [
-                values[torch.from_numpy(kept).to(self.device)]
-                for values, (_, kept) in zip(old, left, strict=True)
-            ]
-        inputs = [to_inputs(batch, self.model, self.device) for batch, _ in left]
-        result, _ = self._apply(self._accumulate(inputs, version, old), dropped=bad)
-        assert result is not None
-        return result
-
-    def _accumulate(
-        self, inputs: Sequence[Inputs], version: int, old: Sequence[Tensor] | None
-    ) -> _Totals:
-        totals = _Totals()
-        self.optimizer.zero_grad()
-        for i, one in enumerate(inputs):
-            between_micro_batches(self.model, last=i == len(inputs) - 1, reshard=self.reshard)
-            now = forward(self.model, one)
-            tokens = tokens_of(one, now, Before(old=None if old is None else old[i]))
-            done = evaluate(self.objective, tokens)
-            torch.autograd.backward(done.total)
-            with torch.no_grad():
-                totals.add(sums(tokens, done, now.entropy, version), maxima(tokens, done, version))
-                wrong = ~(torch.isfinite(tokens.logp) & torch.isfinite(tokens.old))
-                if wrong.any():
-                    rows = one.batch.row_keys[one.batch.row[wrong.cpu().numpy()]]
-                    totals.bad_rows += sorted(set(rows.tolist()))
-        return totals
-
-    def _apply(
-        self, totals: _Totals, dropped: Sequence[int] | None = None
-    ) -> tuple[StepResult | None, list[int]]:
-        """Reduce, scale, clip, step. (None, bad rows) asks for another go without those."""
-        grads = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
-        squares = torch.stack(torch._foreach_norm(grads)).double().square().sum()
-        total, largest = self._reduce(
-            totals.sums
-            | {"grad_squared": squares, "bad_rows": squares.new_tensor(len(totals.bad_rows))},
-            totals.maxima,
+        watch = Stopwatch()
+        inputs, done = self._gradients(micro_batches, version, old, mismatched, watch)
+        total, largest = done.totals.reduced(self.engine)
+        dropped: list[int] = []
+        if total["wrong"]:
+            # Some row is not finite, and through the shared weights' gradients it spoilt the
+            # rest: once more without such rows. Ranks without one repeat too.
+            dropped = self.engine.gather(done.bad_rows(inputs))
+            left, old = _without(dropped, micro_batches, old)
+            _, done = self._gradients(left, version, old, mismatched, watch)
+            total, largest = done.totals.reduced(self.engine)
+        metrics = summarise(total, largest)
+        mismatch = self._mismatch(metrics)
+        applied, of_step = self._apply(total)
+        metrics |= of_step | {
+            "rows_dropped": float(len(dropped)),
+            "mismatch": float(mismatch is not None),
+            "tokens": total["tokens_in"],
+            "flops": total["flops"],
+        }
+        self._lap(watch, "apply")
+        seconds = watch.take()
+        speed = seconds | {"tokens_per_s": total["tokens_in"] / max(sum(seconds.values()), 1e-9)}
+        return StepResult(
+            applied=applied,
+            metrics=metrics,
+            dropped=tuple(dropped),
+            mismatch=mismatch,
+            speed=speed,
         )
-        if total["bad_rows"] and dropped is None:
-            return None, self._all_bad_rows(totals.bad_rows)
+
+    def _gradients(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        version: int,
+        old: Sequence[Tensor] | None,
+        mismatched: Sequence[MicroBatch],
+        watch: Stopwatch,
+    ) -> tuple[list[Inputs], Accumulated]:
+        """The gradients of this rank's shards, and the totals of its micro-batches."""
+        self.optimizer.zero_grad()
+        inputs = self.engine.inputs(micro_batches)
+        before = prepass(self.engine, self.objective, inputs, old, mismatched)
+        self._lap(watch, "prepass")
+        done = accumulate(
+            self.engine, self.objective, inputs, before, version=version, reshard=self.reshard
+        )
+        squares = squared_norm(local_gradients(self.model), self.device)
+        # What fills up a rank's micro-batches is no part of the step.
+        real = [batch for batch in micro_batches if (batch.row_keys >= 0).any()]
+        counted = {
+            "tokens_in": sum(batch.tokens for batch in real),
+            "flops": sum(flops(self.model, batch) for batch in real),
+        }
+        done.totals.add(
+            {"grad_squared": squares, **{k: squares.new_tensor(v) for k, v in counted.items()}}, {}
+        )
+        self._lap(watch, "forward_backward")
+        return inputs, done
+
+    def _apply(self, total: dict[str, float]) -> tuple[bool, dict[str, float]]:
+        """Scale, clip, step."""
         # FSDP has averaged over ranks; what is wanted is the sum over the denominator.
         scale = self.mesh.size() / max(total["units"], 1e-9)
         norm = total["grad_squared"] ** 0.5 * scale
-        finite = norm < float("inf")
-        applied = finite and total["units"] > 0
-        metrics = summarise(total, largest) | {
-            "grad_norm": norm,
-            "lr": self._lr(),
-            "rows_dropped": float(len(dropped or ())),
-            "step_skipped": float(not applied),
-        }
+        applied = math.isfinite(norm) and total["units"] > 0
+        lr = rate(self.optim, self.steps)
         if applied:
             clip = min(1.0, self.optim.max_grad_norm / max(norm, 1e-12))
-            torch._foreach_mul_(grads, scale * clip)
+            torch._foreach_mul_(local_gradients(self.model), scale * clip)
             for group in self.optimizer.param_groups:
-                group["lr"] = metrics["lr"]
+                group["lr"] = lr
             self.optimizer.step()
             self.steps += 1
         self.optimizer.zero_grad()
-        return StepResult(applied=applied, metrics=metrics, dropped=tuple(dropped or ())), []
+        return applied, {"grad_norm": norm, "lr": lr, "step_skipped": float(not applied)}
 
-    def _reduce(
-        self, totals: dict[str, Tensor], largest: dict[str, Tensor]
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        group = self.mesh.get_group()
-        added = torch.stack(list(totals.values()))
-        highest = torch.stack(list(largest.values()))
-        dist.all_reduce(added, dist.ReduceOp.SUM, group=group)
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    def _mismatch(self, metrics: dict[str, float]) -> str | None:
+        bound = MISMATCH.get(self.engine.head.dtype, MISMATCH[torch.float32])
+        if not metrics["gap_tokens"] or metrics["gap_mean"] <= bound:
+            return None
         return (
-            dict(zip(totals, added.tolist(), strict=True)),
-            dict(zip(largest, highest.tolist(), strict=True)),
+            f"serving and training engine differ by {metrics['gap_mean']:.2g} nats a token"
+            f" (at most {metrics['gap_max']:.2g}) over {metrics['gap_tokens']:.0f} tokens of the"
+            f" current version, {bound:g} would be rounding: are the served weights, the"
+            " tokenizer and the sampling parameters (temperature, top-p) the trainer's?"
         )
 
-    def _all_bad_rows(self, mine: list[int]) -> list[int]:
-        everyone: list[list[int]] = [[] for _ in range(self.mesh.size())]
-        dist.all_gather_object(everyone, mine, group=self.mesh.get_group())
-        return sorted({row for rows in everyone for row in rows})
-
-    def _lr(self) -> float:
-        """By optimizer steps, never by rows or batches: how much a step holds may change."""
-        optim = self.optim
-        rising = (self.steps + 1) / optim.warmup_steps if optim.warmup_steps else 1.0
-        falling = 1.0
-        if optim.decay_steps is not None:
-            falling = max(optim.lr_floor, 1 - self.steps / optim.decay_steps)
-        return optim.lr * min(1.0, rising, falling)
+    def _lap(self, watch: Stopwatch, stage: str) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        watch.lap(stage)
 
 
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+def _without(
+    keys: Sequence[int], micro_batches: Sequence[MicroBatch], old: Sequence[Tensor] | None
+) -> tuple[list[MicroBatch], list[Tensor] | None]:
+    left = [batch.without(keys) for batch in micro_batches]
+    kept = None
+    if old is not None:
+        kept = [
+            values[torch.from_numpy(stay).to(values.device)]
+            for values, (_, stay) in zip(old, left, strict=True)
+        ]
+    return [batch for batch, _ in left], kept

@@ -1,0 +1,250 @@
+"""Replayed routes: the recorded choice, the present gates, and a gradient for the router."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from learn_samples import rows
+from test_model_kinds import agree, gradients
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from zoo import MIXTURES, logprobs, make, plain
+
+from tracegrad_trainer.batches import MicroBatch, micro_batch, pack
+from tracegrad_trainer.fsdp import Learner, OptimSettings, shard, start_ranks, stop_ranks
+from tracegrad_trainer.fsdp.packed_attention import PackedRows
+from tracegrad_trainer.fsdp.routing import (
+    OPEN,
+    Routes,
+    of_routers,
+    read_vllm,
+    recording,
+    routed,
+)
+from tracegrad_trainer.fsdp.settings import FsdpSettings
+from tracegrad_trainer.fsdp.wrap import prepare
+from tracegrad_trainer.objectives import preset
+
+ROWS = rows(4)
+EXPERTS = 6
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def batch(routes: Routes | None = None) -> MicroBatch:
+    return replace(micro_batch(ROWS, range(len(ROWS))), routes=routes)
+
+
+def recorded(model: nn.Module) -> tuple[Tensor, Routes]:
+    with torch.no_grad(), recording(model) as seen:
+        logp = logprobs(model, batch())
+    (routes,) = seen
+    return logp, routes
+
+
+def shifted(routes: Routes) -> Routes:
+    """Other experts, each token's still distinct."""
+    return ((routes + 1) % EXPERTS).astype(np.int16)
+
+
+def routers(model: nn.Module) -> Iterator[nn.Module]:
+    return (m for m in model.modules() if type(m).__name__.endswith("Router"))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_recorded_choice_gives_the_recorded_numbers(name: str) -> None:
+    model = make(name, routing="r2")
+    logp, routes = recorded(model)
+    assert routes.shape == (batch().tokens, 2, 2)
+    assert torch.equal(logp, logprobs(make(name), batch()))
+    assert torch.equal(logp, logprobs(model, batch(routes)))
+    assert not torch.allclose(logp, logprobs(model, batch(shifted(routes))), atol=1e-3)
+    # Of a forward without routes nothing is left.
+    assert torch.equal(logp, logprobs(model, batch()))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_changed_policy_keeps_the_choice_and_its_own_gates(name: str) -> None:
+    """What r2 is for: after an update the router would choose others."""
+    model = make(name, routing="r2")
+    _, routes = recorded(model)
+    with torch.no_grad():
+        for router in routers(model):
+            weight: Tensor = router.weight  # type: ignore[assignment]
+            weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    _, free = recorded(model)
+    assert (free != routes).any()
+    with recording(model) as seen:
+        logprobs(model, batch(routes)).sum().backward()
+    assert np.array_equal(seen[0], routes)
+    for router in routers(model):
+        grad = router.weight.grad  # type: ignore[union-attr]
+        assert isinstance(grad, Tensor)
+        assert grad.abs().max() > 0
+
+
+def test_gates_are_softmax_over_the_given_experts() -> None:
+    """gate_i = I exp(s_i) / sum I exp(s), and its gradient."""
+    model = make("mixtral", routing="r3")
+    router = next(iter(routers(model)))
+    given = torch.tensor([[0, 1], [5, 2], [3, 4], [1, 0], [2, 3]])
+    hidden: list[Tensor] = []
+    output: list[tuple[Tensor, Tensor, Tensor]] = []
+    router.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    router.register_forward_hook(lambda _, args, made: output.append(made))
+    model.base_model(  # type: ignore[operator]
+        torch.arange(5)[None],
+        use_cache=False,
+        routes=torch.stack([given, given], 1),
+        packed_rows=PackedRows([5]),
+    )
+    _, scores, chosen = output[0]
+    assert torch.equal(chosen, given)
+    weight: Tensor = router.weight  # type: ignore[assignment]
+    s = hidden[0].reshape(5, -1) @ weight.T
+    inside = torch.zeros(5, EXPERTS).scatter(1, given, 1.0)
+    expected = (inside * s.exp() / (inside * s.exp()).sum(1, keepdim=True)).gather(1, given)
+    torch.testing.assert_close(scores, expected)
+    (found,) = torch.autograd.grad(scores[:, 0].sum(), weight, retain_graph=True)
+    (wanted,) = torch.autograd.grad(expected[:, 0].sum(), weight)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_tokens_without_a_record_are_routed_by_the_router() -> None:
+    model = make("qwen3_moe", routing="r3")
+    _, routes = recorded(model)
+    partly = shifted(routes)
+    partly[::2] = OPEN
+    with recording(model) as seen:
+        logprobs(model, batch(partly))
+    first_layer = seen[0][:, 0]
+    assert np.array_equal(first_layer[1::2], partly[1::2, 0])
+    assert np.array_equal(first_layer[::2], routes[::2, 0])
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_a_checkpointed_block_replays_the_same_routes_in_backward(name: str) -> None:
+    seen = []
+    for checkpointing in (False, True):
+        model = make(name, routing="r3", gradient_checkpointing=checkpointing)
+        logprobs(model, batch(shifted(recorded(model)[1]))).sum().backward()
+        seen.append(gradients(model))
+    agree(seen[1], seen[0], tolerance=1e-6)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    yield start_ranks(FsdpSettings(device="cpu", threads=1))
+    stop_ranks()
+
+
+def test_updates_of_one_batch_keep_the_choice_of_before_it(mesh: DeviceMesh) -> None:
+    """R2 by the training engine: recorded with the old log-probabilities, held while the policy
+    moves away from them."""
+    settings = FsdpSettings(device="cpu", routing="r2")
+    model = shard(make("mixtral", routing="r2"), mesh, settings)
+    learner = Learner(model, mesh, preset("grpo"), OptimSettings(lr=0.05))
+    (batches,) = pack(ROWS, ranks=1, budget=60)
+    assert len(batches) > 1
+    with recording(model) as before:
+        old = learner.logprobs(batches)
+    given = routed(batches, before)
+    assert learner.train(given, version=3, old=old).metrics["policy_k3"] == 0
+    with recording(model) as free:
+        learner.logprobs(batches)
+    assert any((a != b).any() for a, b in zip(free, before, strict=True))
+    with recording(model) as during:
+        moved = learner.train(given, version=3, old=old)
+    assert moved.metrics["policy_k3"] > 0
+    assert all(np.array_equal(a, b) for a, b in zip(during, before, strict=True))
+
+
+def test_routes_travel_with_their_rows() -> None:
+    model = make("mixtral", routing="r3")
+    _, routes = recorded(model)
+    ends = np.cumsum([len(row) for row in ROWS])
+    first = replace(ROWS[0], routes=routes[: ends[0]])
+    third = replace(ROWS[2], routes=routes[ends[1] : ends[2]])
+    made = micro_batch([third, ROWS[1], first], [2, 1, 0])
+    assert made.routes is not None
+    assert np.array_equal(made.routes[: len(third)], routes[ends[1] : ends[2]])
+    assert (made.routes[len(third) : len(third) + len(ROWS[1])] == OPEN).all()
+    left, _ = made.without([2])
+    assert left.routes is not None
+    assert np.array_equal(left.routes[len(ROWS[1]) :], routes[: ends[0]])
+
+
+def wire(found: Routes, dtype: type = np.uint8) -> str:
+    """As vLLM writes it: base64 of a .npy file."""
+    with io.BytesIO() as file:
+        np.save(file, found.astype(dtype), allow_pickle=False)
+        return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
+def test_routes_of_the_serving_engine_are_replayed(name: str, dtype: type) -> None:
+    """R3, with routes recorded from a transformers forward and sent in vLLM's format."""
+    engine = make(name, routing="r2")
+    logp, routes = recorded(engine)
+    told, start = [], 0
+    for row in ROWS:
+        own = routes[start : start + len(row)]
+        start += len(row)
+        read = read_vllm(wire(own[:-1], dtype), tokens=len(row))
+        assert np.array_equal(read[:-1], own[:-1])
+        assert (read[-1] == OPEN).all()
+        told.append(replace(row, routes=of_routers(read, engine)))
+    model = make(name, routing="r3")
+    made = micro_batch(told, range(len(told)))
+    now = logprobs(model, made)
+    assert torch.equal(now, logp)
+    now.sum().backward()
+    assert all(r.weight.grad.abs().max() > 0 for r in routers(model))  # type: ignore[union-attr,operator]
+
+
+def test_a_later_turn_has_routes_from_its_own_start_on() -> None:
+    own = np.arange(4 * 2 * 2).reshape(4, 2, 2).astype(np.int16)
+    read = read_vllm(wire(own), tokens=10, start=5)
+    assert (read[:5] == OPEN).all()
+    assert np.array_equal(read[5:9], own)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("no base64!", "not base64 of a .npy file"),
+        (base64.b64encode(b"no numpy file").decode(), "not base64 of a .npy file"),
+        (wire(np.zeros((9, 2), np.int16)), r"uint8\[9, 2\]: expected integers \[tokens, layers"),
+        (wire(np.zeros((9, 2, 2), np.int16), np.float32), "float32"),
+        (wire(np.zeros((7, 2, 2), np.int16)), "has 7 tokens.*10 tokens 9 were expected"),
+        (wire(np.zeros((9, 2, 2), np.int32) + 40_000, np.int32), "expert 40000"),
+    ],
+)
+def test_what_is_not_routes_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_vllm(text, tokens=10)
+
+
+def test_layers_without_a_router_are_left_out() -> None:
+    model = plain("qwen3_moe", "tracegrad_packed")
+    model.config.mlp_only_layers = [0]
+    dense = prepare(type(model)(model.config), FsdpSettings(device="cpu", routing="r3"))
+    found = np.arange(3 * 2 * 2).reshape(3, 2, 2).astype(np.int16)
+    assert np.array_equal(of_routers(found, dense), found[:, 1:])
+    with pytest.raises(ValueError, match="routes are of 3 layers, the model has 2"):
+        of_routers(np.zeros((3, 3, 2), np.int16), dense)
+
+
+def test_a_model_without_routers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"has no routers.*set fsdp.routing = 'own'"):
+        make("qwen3", routing="r2")

@@ -1,0 +1,293 @@
+"""What is looked at before a step's first gradient, and what a step says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import exactness_ranks
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from exactness_ranks import Layout, made, others, share
+from fsdp_ranks import VERSION
+from learn_samples import rows, tiny_model
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from tracegrad_trainer.batches import micro_batch, mismatched, pack
+from tracegrad_trainer.fsdp import (
+    FsdpSettings,
+    Learner,
+    OptimSettings,
+    build_model,
+    build_reference,
+    shard,
+    start_ranks,
+    stop_ranks,
+)
+from tracegrad_trainer.fsdp.flops import flops
+from tracegrad_trainer.fsdp.prepass import kto_z, prepass
+from tracegrad_trainer.objectives import ObjectiveSettings, preset
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepass")
+    tiny_model(folder / "model")
+    tiny_model(folder / "other", seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    start_ranks(FsdpSettings(device="cpu", threads=1))
+    yield
+    stop_ranks()
+
+
+def row_logprobs(folder: Path, row: Any) -> Tensor:
+    """A row's targets by transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.from_numpy(row.input_ids).long()
+    with torch.no_grad():
+        logits = model(input_ids=ids[None]).logits[0][:-1]
+    logp = (logits / torch.from_numpy(row.temperature[1:, None])).log_softmax(-1)
+    return logp.gather(-1, ids[1:, None])[:, 0][torch.from_numpy(row.keep[1:])]
+
+
+def before(name: str, learner: Learner, batches: Any, objective: Any = None) -> list[Any]:
+    engine = learner.engine
+    return prepass(
+        engine,
+        objective or learner.objective,
+        engine.inputs(batches),
+        None,
+        others(name, Layout()),
+    )
+
+
+def test_the_reference_is_the_other_model(folder: Path) -> None:
+    learner = exactness_ranks.learner(folder, "dpo")
+    batches = share("dpo", Layout())
+    everything = made("dpo")
+    for batch, known in zip(batches, before("dpo", learner, batches), strict=True):
+        for number, key in enumerate(batch.row_keys.tolist()):
+            expected = row_logprobs(folder / "other", everything[key])
+            found = known.reference[torch.from_numpy(batch.row == number)]
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    reference = learner.engine.reference
+    assert reference is not None
+    assert not any(p.requires_grad for p in reference.model.parameters())
+
+
+def test_under_adapters_the_base_is_the_reference(folder: Path) -> None:
+    settings = FsdpSettings(device="cpu", lora={"rank": 2})  # type: ignore[arg-type]
+    model = build_model(folder / "model", settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.3)
+    mesh = init_device_mesh("cpu", (1,))
+    objective = preset("grpo", kl="k3", kl_coef=0.1)
+    learner = Learner(shard(model, mesh, settings), mesh, objective, OptimSettings(lr=1e-2))
+    batches = share("grpo", Layout())
+    known = before("grpo", learner, batches)
+    plain = exactness_ranks.learner(folder, "turn_mean")
+    for one, mine, base in zip(
+        known, learner.logprobs(batches), plain.logprobs(batches), strict=True
+    ):
+        torch.testing.assert_close(one.reference, base, rtol=1e-5, atol=1e-5)
+        assert (mine - base).abs().mean() > 0.05
+    assert learner.train(batches, version=VERSION).metrics["kl_loss"] > 0
+
+
+def test_what_an_objective_needs_must_be_there(folder: Path) -> None:
+    settings = FsdpSettings(device="cpu")
+    mesh = init_device_mesh("cpu", (1,))
+
+    def learner(objective: ObjectiveSettings) -> None:
+        model = shard(build_model(folder / "model", settings), mesh, settings)
+        Learner(model, mesh, objective, OptimSettings())
+
+    with pytest.raises(ValueError, match="reference policy: give its model's folder"):
+        learner(preset("dpo"))
+    with pytest.raises(ValueError, match="put a value head on"):
+        learner(preset("ppo"))
+
+
+def test_kto_z_is_the_mean_gain_of_mismatched_rows_and_never_negative(folder: Path) -> None:
+    learner = exactness_ranks.learner(folder, "kto")
+    looked_at = mismatched(made("kto"), limit=100)
+    gains = [
+        float((row_logprobs(folder / "model", r) - row_logprobs(folder / "other", r)).sum())
+        for r in looked_at
+    ]
+
+    def z(number: list[int]) -> float:
+        chosen = pack([looked_at[i] for i in number], ranks=1, budget=100)[0]
+        with torch.no_grad():
+            return float(kto_z(learner.engine, learner.engine.inputs(chosen)))
+
+    up = [i for i, gain in enumerate(gains) if gain > 0]
+    down = [i for i, gain in enumerate(gains) if gain < 0]
+    assert up
+    assert down
+    assert z(up) == pytest.approx(np.mean([gains[i] for i in up]), rel=1e-4)
+    assert z(down) == 0
+    mixed = np.mean([gains[i] for i in [*up, down[0]]])
+    assert z([*up, down[0]]) == pytest.approx(max(0.0, mixed), rel=1e-4, abs=1e-4)
+    assert z([]) == 0
+
+
+def test_advantages_follow_values_and_rewards_along_each_row(folder: Path) -> None:
+    learner = exactness_ranks.learner(folder, "ppo")
+    batches = share("ppo", Layout())
+    objective = preset("ppo", whiten=False, gamma=0.9, gae_lambda=0.5)
+    for batch, known in zip(batches, before("ppo", learner, batches, objective), strict=True):
+        value = known.old_value.double().numpy()
+        assert np.ptp(value) > 0.1
+        for row in range(len(batch.row_lengths)):
+            here = np.flatnonzero(batch.row == row)
+            running = following = 0.0
+            for t in here[::-1]:
+                delta = batch.reward[t] + 0.9 * following - value[t]
+                running = delta + 0.9 * 0.5 * running
+                following = value[t]
+                assert float(known.advantage[t]) == pytest.approx(running, rel=1e-4, abs=1e-5)
+                assert float(known.returns[t]) == pytest.approx(running + value[t], abs=1e-4)
+
+
+def test_whitened_advantages_have_mean_0_and_variance_1_over_the_whole_step(
+    folder: Path,
+) -> None:
+    learner = exactness_ranks.learner(folder, "ipa")
+    objective = preset("ipa", whiten=True)
+    batches = share("ipa", Layout())
+    assert len(batches) > 1
+    known = before("ipa", learner, batches, objective)
+    found = np.concatenate([k.advantage.numpy() for k in known])
+    given = np.concatenate([b.advantage for b in batches])
+    expert = np.concatenate([b.expert for b in batches])
+    assert expert.any()
+    np.testing.assert_array_equal(found[expert], given[expert])
+    sampled = given[~expert].astype(np.float64)
+    expected = (sampled - sampled.mean()) / sampled.std()
+    np.testing.assert_allclose(found[~expert], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_look_leaves_no_whole_parameters_behind(folder: Path) -> None:
+    learner = exactness_ranks.learner(folder, "grpo")
+    batches = share("grpo", Layout())
+    first = learner.logprobs(batches)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.to_local().mul_(0.5)  # type: ignore[attr-defined]
+    again = learner.logprobs(batches)
+    assert max(float((a - b).abs().max()) for a, b in zip(first, again, strict=True)) > 0.1
+
+
+def told(folder: Path, apart: float, *, version: int = VERSION, dtype: Any = "float32") -> Any:
+    """A step on tokens whose log-probabilities were recorded `apart` from the trainer's."""
+    layout = Layout(settings={"compute_dtype": dtype})
+    learner = exactness_ranks.learner(folder, "turn_mean", layout)
+    batches = [
+        replace(batch, mu=logp.numpy() + np.float32(apart))
+        for batch, logp in zip(
+            share("grpo", layout), learner.logprobs(share("grpo", layout)), strict=True
+        )
+    ]
+    return learner.train(batches, version=version)
+
+
+def test_engines_that_disagree_after_a_push_are_loud(folder: Path) -> None:
+    quiet, loud = told(folder, 0.0), told(folder, 0.01)
+    assert (quiet.mismatch, quiet.metrics["mismatch"]) == (None, 0)
+    assert quiet.metrics["gap_mean"] < 1e-6
+    assert loud.metrics["mismatch"] == 1
+    assert loud.applied
+    assert "differ by 0.01 nats a token" in loud.mismatch
+    assert "\n" not in loud.mismatch
+
+
+def test_older_versions_may_disagree(folder: Path) -> None:
+    assert told(folder, 0.5, version=VERSION + 5).mismatch is None
+
+
+def test_half_precision_is_given_its_rounding(folder: Path) -> None:
+    assert told(folder, 0.05, dtype="bfloat16").mismatch is None
+    assert told(folder, 0.3, dtype="bfloat16").mismatch is not None
+
+
+def test_a_step_says_how_much_it_was_and_how_long_it_took(folder: Path) -> None:
+    learner = exactness_ranks.learner(folder, "grpo")
+    result = learner.train(share("grpo", Layout()), version=VERSION)
+    assert result.metrics["tokens"] == sum(len(row) for row in made("grpo"))
+    stages = {"prepass", "forward_backward", "apply"}
+    assert set(result.speed) == stages | {"tokens_per_s"}
+    seconds = sum(result.speed[stage] for stage in stages)
+    assert all(result.speed[stage] > 0 for stage in stages)
+    assert result.speed["tokens_per_s"] == pytest.approx(result.metrics["tokens"] / seconds)
+
+
+def test_flops_are_those_that_torch_counts(folder: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
+    (row,) = rows(1)
+    batch = micro_batch([row], [0])
+    ids = torch.from_numpy(batch.input_ids)
+    with FlopCounterMode(display=False) as counted:
+        logits = model(input_ids=ids, logits_to_keep=torch.from_numpy(batch.source)).logits
+        logits.sum().backward()
+    length, config = batch.tokens, model.config
+    # torch counts all of L x L scores; of a causal row no more than half of them is needed, and
+    # of the embedding's outputs the first layer needs no gradient but the table's.
+    scores = 12 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    surplus = scores * (length * length - length * (length + 1) / 2)
+    assert flops(model, batch) == pytest.approx(counted.get_total_flops() - surplus, rel=0.01)
+
+
+def test_frozen_weights_and_idle_experts_cost_less(folder: Path) -> None:
+    batch = micro_batch(rows(2), range(2))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model")
+    whole = flops(model, batch)
+    model.requires_grad_(False)
+    frozen = flops(model, batch)
+    assert 0.6 < frozen / whole < 0.75
+    config = Qwen3MoeConfig(
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    )
+
+    def experts(used: int) -> float:
+        config.num_experts_per_tok = used
+        return flops(AutoModelForCausalLM.from_config(config), batch)
+
+    # Each expert: three matrices of 32 x 16, six operations a weight and token.
+    assert experts(4) - experts(2) == pytest.approx(2 * 3 * 32 * 16 * 6 * batch.tokens)
+
+
+def test_a_reference_is_built_without_adapters(folder: Path) -> None:
+    settings = FsdpSettings(device="cpu", lora={"rank": 2}, reshard=False)  # type: ignore[arg-type]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    frozen = build_reference(folder / "other", mesh, settings)
+    assert not any("lora" in name for name, _ in frozen.named_parameters())
+    objective = preset("dpo")
+    policy = shard(build_model(folder / "model", settings), mesh, settings)
+    learner = Learner(policy, mesh, objective, OptimSettings(), reference=frozen, reshard=False)
+    batches = share("dpo", Layout())
+    (known, *_) = before("dpo", learner, batches)
+    theirs = exactness_ranks.learner(folder, "dpo")
+    (expected, *_) = before("dpo", theirs, batches)
+    torch.testing.assert_close(known.reference, expected.reference)

@@ -1,0 +1,71 @@
+"""Forward and backward over a rank's micro-batches: gradients of a sum, nothing divided yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tracegrad_trainer.objectives import ObjectiveSettings, Tokens, evaluate, maxima, sums
+
+from .engine import Engine
+from .forward import Before, Inputs, forward, tokens_of
+from .totals import Totals
+from .wrap import between_micro_batches
+
+
+@dataclass(slots=True)
+class Accumulated:
+    """`wrong`: of each micro-batch the targets, bool[n], of which some number is not finite."""
+
+    totals: Totals = field(default_factory=Totals)
+    wrong: list[Tensor] = field(default_factory=list)
+
+    def bad_rows(self, inputs: Sequence[Inputs]) -> list[int]:
+        """Keys of the rows that hold such targets, and of those paired with them."""
+        found: set[int] = set()
+        for one, wrong in zip(inputs, self.wrong, strict=True):
+            keys = one.batch.row_keys
+            left, _ = one.batch.without(keys[one.batch.row[wrong.cpu().numpy()]].tolist())
+            found |= set(keys.tolist()) - set(left.row_keys.tolist())
+        return sorted(found)
+
+
+def accumulate(
+    engine: Engine,
+    objective: ObjectiveSettings,
+    inputs: Sequence[Inputs],
+    before: Sequence[Before],
+    *,
+    version: int,
+    reshard: bool,
+) -> Accumulated:
+    """Adds to the parameters' gradients; `version` is the current policy version."""
+    done = Accumulated()
+    values = "value" in objective.needs
+    for i, one in enumerate(inputs):
+        between_micro_batches(engine.model, last=i == len(inputs) - 1, reshard=reshard)
+        now = forward(engine.model, one, engine.head, values=values)
+        tokens = tokens_of(one, now, before[i])
+        loss = evaluate(objective, tokens)
+        # Where nothing is learnt there is a backward too, for the collectives.
+        total = loss.total if loss.total.requires_grad else loss.total + now.logp.sum() * 0
+        torch.autograd.backward(total)
+        with torch.no_grad():
+            wrong = _not_finite(tokens)
+            more = sums(tokens, loss, now.entropy, version) | {"wrong": wrong.sum()}
+            done.totals.add(more, maxima(tokens, loss, version))
+            done.wrong.append(wrong)
+    return done
+
+
+def _not_finite(tokens: Tokens) -> Tensor:
+    """Targets with a number that is not finite, among those that a forward or an engine gave."""
+    given = (tokens.logp, tokens.old, tokens.mu, tokens.reference, tokens.value, tokens.old_value)
+    finite = torch.ones_like(tokens.logp, dtype=torch.bool)
+    for values in given:
+        if values is not None:
+            finite &= torch.isfinite(values)
+    return ~finite

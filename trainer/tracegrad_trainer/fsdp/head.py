@@ -1,0 +1,198 @@
+"""Log-probabilities and entropy out of hidden states, never holding all logits.
+
+Rows of hidden states are taken in chunks of at most `elements` logits. Where one chunk holds them
+all, it is kept for the backward pass; otherwise backward multiplies each chunk again (a fourth
+matrix product beside the three that cannot be avoided). So memory is that of two chunks and of
+the weight's gradient, whatever the vocabulary x tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+# Logits held at a time: 128 MB of float32, or 512 MB where memory is a GPU's.
+ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a model makes of x = hidden @ weight.T + bias: cap * tanh(scale * x / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def apply_(self, x: Tensor) -> Tensor:
+        """In place."""
+        if self.scale != 1:
+            x.mul_(self.scale)
+        if self.cap is not None:
+            x.div_(self.cap).tanh_().mul_(self.cap)
+        return x
+
+
+PLAIN = Shape()
+
+
+def log_probs(
+    hidden: Float[Tensor, "n hidden"],
+    weight: Float[Tensor, "vocabulary hidden"],
+    bias: Float[Tensor, " vocabulary"] | None,
+    labels: Int[Tensor, " n"],
+    temperature: Float[Tensor, " n"] | None,
+    *,
+    shape: Shape = PLAIN,
+    elements: int | None = None,
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """log softmax(logits / temperature) at the labels, with gradient, and the entropy in nats,
+    without; float32 (float64 of float64 inputs). A `temperature` of None is 1 everywhere.
+
+    Matrix products are made in the inputs' type, everything behind them in float32.
+    """
+    most = ELEMENTS.get(hidden.device.type, ELEMENTS["cpu"]) if elements is None else elements
+    # hidden, weight and bias first: `backward` counts on it
+    apply: Any = _LogProbs.apply
+    logp, entropy = apply(hidden, weight, bias, labels, temperature, shape, most)
+    return logp, entropy
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: Tensor | None,
+        shape: Shape,
+        elements: int,
+    ) -> tuple[Tensor, Tensor]:
+        logp, entropy, log_z = (
+            hidden.new_empty(len(hidden), dtype=_exact(hidden)) for _ in range(3)
+        )
+        chunks = _chunks(len(hidden), len(weight), elements)
+        kept: tuple[Tensor, Tensor] | None = None
+        for rows in chunks:
+            logits = shape.apply_(_product(hidden[rows], weight, bias))
+            if temperature is not None:
+                logits.div_(temperature[rows, None])
+            highest = logits.amax(-1)
+            logits.sub_(highest[:, None])
+            share = logits.exp()
+            total = share.sum(-1)
+            log_total = total.log()
+            logp[rows] = logits.gather(-1, labels[rows, None])[:, 0] - log_total
+            entropy[rows] = log_total - torch.linalg.vecdot(share, logits) / total
+            log_z[rows] = log_total + highest
+            if len(chunks) == 1 and shape.cap is None:
+                kept = share, total
+        ctx.save_for_backward(hidden, weight, bias, labels, temperature, log_z)
+        ctx.shape, ctx.chunks, ctx.kept = shape, chunks, kept
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, temperature, log_z = ctx.saved_tensors
+        # What was kept is used up here; another backward would multiply again.
+        kept, ctx.kept = ctx.kept, None
+        factor = of_outputs[0] * ctx.shape.scale
+        if temperature is not None:
+            factor = factor / temperature
+        sums = _Sums(hidden, weight, bias, ctx.needs_input_grad)
+        for rows in ctx.chunks:
+            if kept is not None:
+                slope = kept[0].mul_((-factor / kept[1])[:, None])
+                slope.scatter_add_(1, labels[:, None], factor[:, None])
+            else:
+                logits = ctx.shape.apply_(_product(hidden[rows], weight, bias))
+                heat = None if temperature is None else temperature[rows, None]
+                slope = _slope(logits, heat, log_z[rows, None], labels[rows, None], ctx.shape.cap)
+                slope.mul_(factor[rows, None])
+            sums.add(rows, slope)
+        return *sums.take(), None, None, None, None
+
+
+class _Sums:
+    """Gradients of hidden states, weight and bias, as far as they are wanted."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]
+    ) -> None:
+        self.inputs = hidden, weight, bias
+        self.wanted = wanted
+        self.hidden = torch.zeros_like(hidden) if wanted[0] else None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    def add(self, rows: slice, slope: Tensor) -> None:
+        """`slope` [rows, V]: the loss's, by x (see `Shape`)."""
+        hidden, weight, _ = self.inputs
+        if self.wanted[2]:
+            part = slope.sum(0)
+            self.bias = part if self.bias is None else self.bias.add_(part)
+        slope = slope.to(hidden.dtype)
+        if self.hidden is not None:
+            torch.mm(slope, weight, out=self.hidden[rows])
+        if not self.wanted[1]:
+            return
+        if self.weight is not None and self.weight.dtype == hidden.dtype:
+            self.weight.addmm_(slope.t(), hidden[rows])
+        else:
+            part = _mm(slope.t(), hidden[rows])
+            self.weight = part if self.weight is None else self.weight.add_(part)
+
+    def take(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        _, weight, bias = self.inputs
+        return (
+            self.hidden,
+            _like(weight, self.weight) if self.wanted[1] else None,
+            _like(bias, self.bias) if bias is not None and self.wanted[2] else None,
+        )
+
+
+def _slope(
+    logits: Tensor, temperature: Tensor | None, log_z: Tensor, labels: Tensor, cap: float | None
+) -> Tensor:
+    """(1 at the label - probability) x the slope of the cap, [rows, V]; of `logits` in place."""
+    steepness = None if cap is None else 1 - (logits / cap).square_()
+    if temperature is not None:
+        logits.div_(temperature)
+    slope = logits.sub_(log_z).exp_().neg_()
+    slope.scatter_add_(1, labels, torch.ones_like(labels, dtype=slope.dtype))
+    return slope if steepness is None else slope.mul_(steepness)
+
+
+def _chunks(rows: int, vocabulary: int, elements: int) -> list[slice]:
+    """Equal slices of as many rows as `elements` hold, one row at least."""
+    most = max(1, elements // vocabulary)
+    pieces = -(-rows // most)
+    size = -(-rows // pieces) if pieces else 0
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size or 1)]
+
+
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x = _mm(hidden, weight.t())
+    return x if bias is None else x.add_(bias)
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in their type, the sums in float32 (float64 of float64)."""
+    if a.dtype == _exact(a):
+        return a @ b
+    if a.is_cuda:  # without rounding the sums to bfloat16 in between
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).float()
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def _like(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    return torch.zeros_like(parameter) if gradient is None else gradient.to(parameter.dtype)

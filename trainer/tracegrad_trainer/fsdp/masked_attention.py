@@ -1,0 +1,64 @@
+"""Exact attention within a mask, for any form of scores that transformers' models ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Scores:
+    """How a layer turns query times key into weights."""
+
+    scale: float | None = None  # None: 1 / sqrt(head dimension)
+    window: int | None = None  # a token sees itself and the window - 1 tokens before it
+    softcap: float | None = None  # c tanh(score / c) (Gemma 2, arXiv 2408.00118)
+    sinks: Tensor | None = None  # [heads] logits that take weight and give nothing (GPT-OSS)
+
+    @property
+    def plain(self) -> bool:
+        """Whether fused kernels compute these scores."""
+        return self.softcap is None and self.sinks is None
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: Tensor | None
+) -> Tensor:
+    """[rows, heads, L, d] -> [rows, heads, L, d of values]; `mask` bool, true where i sees j.
+
+    Without a mask: causal. The window is the caller's, in the mask. Key and value may have
+    fewer heads than the query; each query must see some key.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if scores.plain:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scores.scale,
+            enable_gqa=groups > 1,
+        )
+    if mask is None:
+        mask = causal_mask(query.shape[2], None, query.device)
+    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    logits = query @ key.transpose(-1, -2) * scale
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    logits = logits.masked_fill(~mask, -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(logits.dtype)[None, :, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sinks], -1)
+    weights = logits.softmax(-1, dtype=torch.float32).to(value.dtype)
+    return weights[..., : key.shape[2]] @ value
+
+
+def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """bool[length, length], true where row i may see column j."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask if window is None else mask.triu(1 - window)

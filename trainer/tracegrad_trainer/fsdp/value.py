@@ -1,0 +1,45 @@
+"""The value head: one number for each target, from the hidden state that it is predicted from.
+
+It sits on the model itself, so that it is sharded, optimized and checkpointed with it; its
+weights are no part of the model that is served or exported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NAME = "value_head"
+
+
+def attach(model: nn.Module) -> nn.Module:
+    """Put a value head on the model, before sharding. In place.
+
+    It starts at zero: values of 0, whatever the hidden state, and the same on every rank.
+    """
+    assert not attached(model)
+    last: Any = model.get_output_embeddings()  # type: ignore[operator]
+    head = nn.Linear(last.weight.shape[1], 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    model.add_module(NAME, head.to(last.weight))
+    return model
+
+
+def attached(model: nn.Module) -> bool:
+    return hasattr(model, NAME)
+
+
+def owns(parameter: str) -> bool:
+    """Whether a parameter of this name is the value head's."""
+    return parameter.startswith(NAME + ".")
+
+
+def of(model: nn.Module, hidden: Tensor) -> Tensor:
+    """[n, hidden] -> f32[n]"""
+    head: nn.Linear = getattr(model, NAME)
+    found: Tensor = head(hidden)[:, 0]
+    # No view: FSDP hangs its backward on what leaves the model.
+    return found.to(torch.promote_types(hidden.dtype, torch.float32), copy=True)

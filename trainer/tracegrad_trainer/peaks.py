@@ -1,0 +1,26 @@
+"""What a device can do at most, where its maker says it: dense bfloat16, without sparsity."""
+
+from __future__ import annotations
+
+import torch
+
+# Operations a second, of data sheets; the first name that is part of the device's own counts.
+_BFLOAT16 = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+}
+
+
+def peak_flops(device: torch.device, compute_dtype: str) -> float | None:
+    """Operations a second; None where it is not known (CPUs, float32, other devices)."""
+    if device.type != "cuda" or compute_dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in _BFLOAT16.items() if known in name), None)
