@@ -1,0 +1,70 @@
+"""IPA by anchors on vaults that sampling never opens; the whole table is `python -m ipa.demo`.
+
+Each run is a process of its own: it joins a process group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+RUN = """
+import json, sys
+from pathlib import Path
+from ipa.run import Plan, run
+curve = run(Plan(folder=Path(sys.argv[1]), **json.loads(sys.argv[2])))
+print(json.dumps([curve.first, curve.last, curve.steps, curve.points[-1].anchor]))
+"""
+
+
+def learn(folder: Path, **plan: Any) -> tuple[float, float, int, float]:
+    """Success before and after, optimizer steps, and where the anchors stand."""
+    env = os.environ | {"PYTHONPATH": str(ROOT / "examples"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RUN, str(folder), json.dumps(plan)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    before, after, steps, anchor = json.loads(done.stdout.splitlines()[-1])
+    return before, after, steps, anchor
+
+
+# One vault of three turns: what anchors are for shows in a few seconds.
+SMALL = {"vaults": 1, "turns": 3, "rounds": 60, "rollouts": 32, "exam": 64, "exam_every": 60}
+
+
+@pytest.mark.parametrize("method", ["rollback", "parallel"])
+def test_a_vault_is_learnt_from_an_experts_prefixes(tmp_path: Path, method: str) -> None:
+    before, after, steps, _ = learn(tmp_path, method=method, **SMALL)
+    assert before < 0.1
+    assert after > 0.5
+    assert steps > 5
+
+
+def test_without_a_learning_rate_the_anchor_does_not_move(tmp_path: Path) -> None:
+    before, after, steps, anchor = learn(tmp_path, method="rollback", lr=0.0, **SMALL)
+    assert max(before, after) < 0.1
+    assert steps > 5
+    assert anchor == 2.0
+
+
+def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
+    _, after, _, _ = learn(tmp_path, method="rollback", shuffled=True, **SMALL)
+    assert after < 0.2
+
+
+@pytest.mark.slow
+def test_the_whole_demonstration_shows_what_it_says(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(ROOT / "examples")}
+    command = [sys.executable, "-m", "ipa.demo"]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["success"]["ipa, rollback"]) == 3
