@@ -111,7 +111,11 @@ def warm_up(plan: Plan, screen: Screen) -> Path:
 
 @contextmanager
 def serving(plan: Plan, model: Path, screen: Screen) -> Iterator[Stage]:
-    overrides = dict(SERVE) | {"seed": plan.seed, "optim.decay_steps": max(1, plan_steps(plan))}
+    overrides = dict(SERVE) | {
+        "seed": plan.seed,
+        "optim.schedule": "linear",
+        "optim.decay_steps": max(1, plan_steps(plan)),
+    }
     if plan.learning_rate is not None:
         overrides["optim.lr"] = plan.learning_rate
     phase_of = screen.phase("start vLLM, proxy and two FSDP ranks")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from tracegrad_trainer.sft_cli import sft
+
 if TYPE_CHECKING:  # the settings import torch: seconds that `trainer status` need not wait
     from tracegrad_trainer.settings import TrainerSettings
 
@@ -44,9 +46,7 @@ def serve(
     """Start vLLM, the proxy and the FSDP ranks; train on finished groups until stopped."""
     from tracegrad_trainer import serve as serving
 
-    named = {"model": model, "state_dir": state_dir}
-    flags = [f"{name}={value}" for name, value in named.items() if value is not None]
-    settings = _settings(config, [*flags, *(sets or [])])
+    settings = _settings(config, _flags(model, state_dir, sets))
     if dry_run:
         print(settings.model_dump_json(indent=2))
         return
@@ -66,11 +66,9 @@ def status(
     from tracegrad_trainer import report
     from tracegrad_trainer import status as reading
 
-    resolved = _resolved(state_dir)
-    url = store or resolved.get("proxy", {}).get("store") or f"sqlite:///{state_dir}/store.db"
-    tags = resolved.get("data", {}).get("tags", {})
+    tags = _resolved(state_dir).get("data", {}).get("tags", {})
     try:
-        with Store.open(url, create=False) as opened:
+        with Store.open(store or _store_url(state_dir), create=False) as opened:
             found = reading.status(opened, state_dir, tags=tags)
     except (StoreError, ValueError) as error:
         _fail(f"trainer status: {error}")
@@ -80,13 +78,103 @@ def status(
         Console().print(report.render(found))
 
 
-def _settings(config: Path | None, sets: list[str]) -> TrainerSettings:
+@app.command()
+def step(
+    config: Config = None,
+    model: Annotated[Path | None, typer.Option(help="Hugging Face model folder")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="store, checkpoints, logs")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps to take")] = 1,
+    sets: Sets = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a step")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="what would be trained, and why the rest would not")
+    ] = False,
+) -> None:
+    """Take optimizer steps on what the store holds: no agents, no vLLM, no weight push."""
+    from tracegrad_trainer import dry_run, stepping
+
+    settings = _settings(config, _flags(model, state_dir, sets), command="step")
+    if dry:
+        raise typer.Exit(dry_run.show(settings, Console(), as_json))
+    raise typer.Exit(stepping.step(settings, steps, Console(stderr=as_json), as_json=as_json))
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option("--out", "-o", help="the folder to write")],
+    config: Config = None,
+    model: Annotated[Path | None, typer.Option(help="Hugging Face model folder")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="store, checkpoints, logs")] = None,
+    step: Annotated[int | None, typer.Option(help="of this step; default: the last one")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
+    merged: Annotated[
+        bool, typer.Option("--merged", help="LoRA: whole weights, not the adapter alone")
+    ] = False,
+    shard_size: Annotated[str, typer.Option(help="largest file of weights")] = "5GB",
+    sets: Sets = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load."""
+    from tracegrad_trainer import exporting
+
+    settings = _settings(config, _flags(model, state_dir, sets), command="export")
+    request = exporting.Request(
+        out=out, step=step, dtype=dtype, merged=merged, shard_size=shard_size
+    )
+    raise typer.Exit(exporting.export(settings, request, Console()))
+
+
+@app.command()
+def replay(
+    step: Annotated[int | None, typer.Argument(help="default: the last step")] = None,
+    state_dir: Annotated[Path, typer.Option(help="the trainer's folder")] = Path(".tracegrad"),
+    store: Annotated[str | None, typer.Option(help="store URL; default: the folder's own")] = None,
+    preset: Annotated[str | None, typer.Option(help="another objective, on the same turns")] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="objective.clip_high=0.28: changes what was recorded"),
+    ] = None,
+    turns: Annotated[
+        bool, typer.Option("--turns", help="what each turn has to do with it")
+    ] = False,
+    top: Annotated[int, typer.Option(min=1, help="how many turns")] = 20,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="weights to begin with; default: the step before's")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="the model folder, if it was moved")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="which steps can be replayed")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+) -> None:
+    """Run a recorded step again: are the numbers the same, and what would others be?"""
+    from tracegrad_trainer import replay_command
+    from tracegrad_trainer.replay import Asked
+
+    asked = Asked(
+        step=step, checkpoint=checkpoint, model=model, preset=preset, sets=tuple(sets or ())
+    )
+    request = replay_command.Request(
+        store=store or _store_url(state_dir),
+        state_dir=state_dir.resolve(),
+        asked=asked,
+        turns=top if turns else None,
+        as_json=as_json,
+    )
+    run = replay_command.show_list if listing else replay_command.show
+    raise typer.Exit(run(request, Console()))
+
+
+def _flags(model: Path | None, state_dir: Path | None, sets: list[str] | None) -> list[str]:
+    """Options that are settings too, as `--set` has them, before those given by it."""
+    named = {"model": model, "state_dir": state_dir}
+    return [f"{name}={value}" for name, value in named.items() if value is not None] + (sets or [])
+
+
+def _settings(config: Path | None, sets: list[str], command: str = "serve") -> TrainerSettings:
     from tracegrad_trainer.settings import load
 
     try:
         return load(config, sets)
     except ValueError as error:
-        _fail(f"trainer serve: {error}")
+        _fail(f"trainer {command}: {error}")
 
 
 def _resolved(state_dir: Path) -> dict[str, Any]:
@@ -98,9 +186,18 @@ def _resolved(state_dir: Path) -> dict[str, Any]:
     return found
 
 
+def _store_url(state_dir: Path) -> str:
+    """Of the last `trainer serve` or `trainer step` in this folder, or the folder's own."""
+    found = _resolved(state_dir).get("proxy", {}).get("store")
+    return found or f"sqlite:///{state_dir}/store.db"
+
+
 def _fail(line: str) -> NoReturn:
     print(line, file=sys.stderr)
     raise typer.Exit(BAD_USAGE)
+
+
+app.command("sft")(sft)
 
 
 def main() -> None:

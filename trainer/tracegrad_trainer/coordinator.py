@@ -6,30 +6,49 @@ exactly the turns it used. Nothing here touches the model.
 
 from __future__ import annotations
 
-import os
+import copy
 import socket
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+
+import torch
 
 from tracegrad.records import Json
 from tracegrad.store import Group, Ledger, StepRecord, Store
+from tracegrad_trainer.batch_record import record_of
 from tracegrad_trainer.batches import Selection, select
+from tracegrad_trainer.fsdp.whole import CheckpointError, read_manifest, step_of, verify
+from tracegrad_trainer.judging import Judging
 from tracegrad_trainer.objectives import Memory, advantages
 from tracegrad_trainer.settings import TrainerSettings
 
-# How long one call of `next_batch` waits: the other ranks sit in a collective meanwhile.
-PATIENCE_S = 5.0
 POLL_S = 0.2
+# Groups that are held while a batch is refilled, at most this many times those it needs: where
+# nearly every group has equal rewards, it goes on with fewer.
+REFILLS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class Supply:
+    """Whether more rollouts are to be expected, and how long one call waits for them: the other
+    ranks sit in a collective meanwhile."""
+
+    grows: bool = True
+    patience_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Leased groups, and what of them is trained."""
+    """Leased groups, and what of them is trained by policy version `version`."""
 
     groups: list[Group]
     selection: Selection
+    version: int
+    failed_versions: list[int]
+    memory_before: Memory = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,66 +60,115 @@ class ResumePoint:
 
 class Coordinator:
     def __init__(
-        self, settings: TrainerSettings, store: Store, *, stopping: Callable[[], bool]
+        self,
+        settings: TrainerSettings,
+        store: Store,
+        *,
+        stopping: Callable[[], bool],
+        supply: Supply | None = None,
+        vocabulary: int | None = None,
     ) -> None:
+        """`vocabulary`: how many tokens the model knows. ValueError: there is no such judge."""
         self.settings = settings
         self.store = store
         self.ledger = Ledger(store)
         self.stopping = stopping
+        self.supply = supply or Supply()
+        self.vocabulary = vocabulary
+        # What advantages remember. It moves only with steps: what a batch did that changed no
+        # weights must leave no trace, or a run that is killed and resumed would differ.
         self.memory: Memory = {}
-        self.owner = f"{socket.gethostname()}:{os.getpid()}"
+        judge = settings.objective.judge
+        self.judging = None if judge is None else Judging(judge, store)
+        # The same after a restart: what a killed trainer had leased is its own again.
+        self.owner = f"{socket.gethostname()}:{settings.state_dir}"
+        self._held: list[Group] = []
 
     def resume_point(self) -> ResumePoint:
-        """Where the last committed step left off.
+        """Where the last committed step left off; what a killed run of ours had is free again."""
+        self.ledger.release_owner(self.owner)
+        return resume_point(self.settings, self.store)
 
-        A version whose push failed may have sampled tokens with weights that were not its own:
-        its number is not served again.
-        """
-        last = self.ledger.last_step()
-        failed = [v.version for v in self.store.versions() if v.state == "failed"]
-        version = max([last.version if last else 0, *(each + 1 for each in failed)])
-        if last is None:
-            return ResumePoint(0, version, None)
-        assert last.checkpoint is not None, "every step has one"
-        return ResumePoint(last.step, version, last.checkpoint)
-
-    def next_batch(self, version: int) -> Batch | None:
-        """The next batch, or None when nothing was ready for `PATIENCE_S`.
+    def next_batch(
+        self, version: int, *, interrupted: Callable[[], bool] = lambda: False
+    ) -> Batch | None:
+        """The next batch, or None when nothing was ready for `Supply.patience_s`, or when
+        `interrupted`.
 
         Groups from which nothing can be trained are consumed here, with their reasons, and cost
         no step.
         """
-        deadline = time.monotonic() + PATIENCE_S
-        while not self.stopping() and time.monotonic() < deadline:
-            groups = self._lease()
-            if not groups:
+        deadline = time.monotonic() + self.supply.patience_s
+        while not self.stopping():
+            more = self._lease()
+            self._held += more
+            if self._held and (self._full() or not (more or self.supply.grows)):
+                batch = self._batch(version)
+                if batch is not None:
+                    return batch
+            elif not more:
+                if not self.supply.grows or interrupted() or time.monotonic() > deadline:
+                    return None
                 time.sleep(POLL_S)
-                continue
-            selection = self._select(groups, version)
-            if selection.trained:
-                return Batch(groups, selection)
-            self.ledger.commit_skipped(selection.skipped, selection.rollouts)
         return None
+
+    def _full(self) -> bool:
+        return self._missing() == 0 or len(self._held) >= REFILLS * self.settings.batches.groups
+
+    def _missing(self) -> int:
+        """How many groups the batch under way still needs."""
+        wanted = self.settings.batches.groups
+        if not self._held:
+            return wanted
+        if not self.settings.refills:
+            return 0
+        return max(0, wanted - sum(not _equal_rewards(group) for group in self._held))
 
     def _lease(self) -> list[Group]:
         batches, data = self.settings.batches, self.settings.data
-        return self.ledger.lease(
-            groups=batches.groups,
+        missing = self._missing()
+        if not missing:
+            return []
+        # Where no more are to come, and where some are held already, fewer will do.
+        some = bool(self._held) or not self.supply.grows
+        groups = self.ledger.lease(
+            groups=missing,
             group_size=batches.group_size,
             owner=self.owner,
             ttl_s=data.lease_ttl_s,
             tags=data.tags,
-            incomplete_after_s=data.incomplete_after_s,
+            incomplete_after_s=data.incomplete_after_s if self.supply.grows else 0.0,
+            at_least=1 if some else None,
         )
+        return self.judging.judged(groups) if self.judging else groups
 
-    def _select(self, groups: list[Group], version: int) -> Selection:
-        return select(
+    def _batch(self, version: int) -> Batch | None:
+        """Of the groups that are held; None if nothing of them can be trained."""
+        groups, self._held = self._held, []
+        before = copy.deepcopy(self.memory)
+        failed = self._failed_versions()
+        selection = select(
             groups,
             self.settings.batches,
             advantages=partial(advantages, self.settings.objective, memory=self.memory),
             current_version=version,
-            failed_versions={v.version for v in self.store.versions() if v.state == "failed"},
+            failed_versions=failed,
+            vocabulary=self.vocabulary,
         )
+        if selection.trained:
+            return Batch(
+                groups=groups,
+                selection=selection,
+                version=version,
+                failed_versions=failed,
+                memory_before=before,
+            )
+        self.memory = before
+        self.ledger.commit_skipped(selection.skipped, selection.rollouts)
+        return None
+
+    def _failed_versions(self) -> list[int]:
+        return [v.version for v in self.store.versions() if v.state == "failed"]
 
     def commit(
         self,
@@ -111,24 +179,115 @@ class Coordinator:
         metrics: Json,
         checkpoint: str,
         dropped_rows: Collection[int],
-    ) -> None:
+    ) -> StepRecord:
         """The step and exactly its turns, in one transaction."""
         selection = batch.selection.without_rows(dropped_rows, "non_finite")
+        record = record_of(
+            batch.groups,
+            version=batch.version,
+            failed_versions=batch.failed_versions,
+            ranks=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+            threads=torch.get_num_threads(),
+            memory_before=batch.memory_before,
+            dropped_rows=dropped_rows,
+        )
+        made = StepRecord(
+            step=step,
+            version=version,
+            settings=self.settings.stored(),
+            metrics={**selection.stats, **metrics},
+            checkpoint=checkpoint,
+            batch=record.stored(),
+        )
         self.ledger.commit_step(
-            StepRecord(
-                step=step,
-                version=version,
-                settings=self.settings.stored(),
-                metrics={**selection.stats, **metrics},
-                checkpoint=checkpoint,
-            ),
+            made,
             trained=selection.trained,
             skipped=selection.skipped,
             rollouts=selection.rollouts,
         )
+        return made
 
     def give_up(self, batch: Batch, reason: str) -> None:
         """Consumes a batch whose step did not change the weights."""
+        self.memory = copy.deepcopy(batch.memory_before)
         selection = batch.selection
         skipped = selection.skipped | dict.fromkeys(selection.trained, reason)
         self.ledger.commit_skipped(skipped, selection.rollouts)
+
+    def release(self, *batches: Batch | None) -> None:
+        """What was leased and not trained is free for the next start."""
+        groups = [group for batch in batches if batch is not None for group in batch.groups]
+        self.ledger.release([*self._held, *groups])
+        self._held = []
+
+    def why_nothing(self) -> str:
+        """Why there is nothing (more) to train, in one line of counts."""
+        counts = self.store.turn_counts(self.settings.data.tags)
+        if not counts.captured:
+            return "nothing to train: the store holds no turns"
+        parts = [f"{counts.trained} trained"]
+        if counts.skipped:
+            parts.append(f"{sum(counts.skipped.values())} skipped ({_counted(counts.skipped)})")
+        if counts.pending:
+            parts.append(f"{sum(counts.pending.values())} waiting ({_counted(counts.pending)})")
+        return f"nothing more to train: of {counts.captured} turns {', '.join(parts)}"
+
+
+def resume_point(settings: TrainerSettings, store: Store) -> ResumePoint:
+    """Where the last committed step left off; nothing is changed.
+
+    A version whose push failed may have sampled tokens with weights that were not its own, and
+    one whose step was never committed had weights that are lost: such a number is not served
+    again.
+
+    Raises:
+        CheckpointError: as `resume_folder`.
+    """
+    last = Ledger(store).last_step()
+    step, version = (last.step, last.version) if last else (0, 0)
+    lost = [
+        v.version
+        for v in store.versions()
+        if v.state == "failed" or (v.step is not None and v.step > step)
+    ]
+    version = max([version, *(each + 1 for each in lost)])
+    if last is None:
+        return ResumePoint(0, version, None)
+    folder = resume_folder(last, settings)
+    if step_of(folder) != step:  # other weights than those that had the number
+        version = max(version, last.version + 1)
+    return ResumePoint(step, version, str(folder))
+
+
+def resume_folder(last: StepRecord, settings: TrainerSettings) -> Path:
+    """The checkpoint that training goes on from after the step that was committed last.
+
+    Raises:
+        CheckpointError: a part of it is missing, and the settings name no other that is whole.
+    """
+    assert last.checkpoint is not None, "every step has one"
+    recorded = Path(last.checkpoint)
+    here = settings.checkpoints / recorded.name
+    folder = here if here.exists() or not recorded.exists() else recorded  # a folder that moved
+    other = settings.checkpoint.resume_from
+    try:
+        read_manifest(folder)
+        if other is not None:
+            verify(folder)
+    except CheckpointError:
+        if other is None:
+            raise
+        folder = settings.checkpoints / f"step-{other:08d}"
+        read_manifest(folder)
+    return folder
+
+
+def _equal_rewards(group: Group) -> bool:
+    return len(group.rollouts) > 1 and len({rollout.reward for rollout in group.rollouts}) == 1
+
+
+def _counted(reasons: dict[str, int]) -> str:
+    """`20 equal_reward, 10 stale`; a group that lacks rollouts is named as such."""
+    ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+    names = {"waiting": "in groups that lack rollouts"}
+    return ", ".join(f"{count} {names.get(reason, reason)}" for reason, count in ordered)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tracegrad_trainer.children import Child, ChildError, errors_in
@@ -17,12 +18,19 @@ _ROOT_CAUSE = re.compile(
 
 
 class Ranks(Child):
-    """`resolved` is the file of settings that they read."""
+    """Processes of `program` (a module); `resolved` is the file of settings that they read."""
 
-    def __init__(self, settings: TrainerSettings, resolved: Path) -> None:
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        resolved: Path,
+        *,
+        program: str = "tracegrad_trainer.worker",
+        arguments: Sequence[str] = (),
+    ) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={settings.ranks}", "--max-restarts=0"]
-        command += ["--module", "tracegrad_trainer.worker", str(resolved)]
+        command += ["--module", program, str(resolved), *arguments]
         # The file of settings has no keys in it.
         key = settings.proxy.admin_key
         env = {"TRACEGRAD_API_KEY": key.get_secret_value()} if key else None

@@ -61,13 +61,20 @@ def _facts(status: Status) -> Table:
     if status.failed_versions:
         version += f"  (failed pushes: {', '.join(map(str, status.failed_versions))})"
     table.add_row("policy version", version)
+    if status.push is not None and (gap := status.push["gap"]):
+        told = f"{gap['mean']:.1e} on average, {gap['max']:.1e} at most"
+        table.add_row("gap after push", f"{told} (nats, served against trained)")
     table.add_row("turns captured", str(status.turns_captured))
     table.add_row("turns trained", f"{status.turns_trained}  in {status.steps_total} steps")
+    if status.removed:
+        gone = f"{status.removed['turns']}  of {status.removed['rollouts']} rollouts (prune)"
+        table.add_row("turns removed", f"{gone}, {status.removed['trained']} of them were trained")
     for name, success in status.success.items():
         rate = f"{success['mean']:.2f} ± {success['error']:.2f}"
         table.add_row(f"reward {name}", f"{rate}  over the last {success['rollouts']} rollouts")
     if status.seconds:
-        table.add_row("time", shares(status.seconds))
+        steps = f"the last {status.seconds_steps} steps" if status.seconds_steps > 1 else "a step"
+        table.add_row("time", f"{shares(status.seconds)}  over {steps}")
     return table
 
 
@@ -81,24 +88,51 @@ def _reasons(not_trained: Mapping[str, int]) -> Table:
     return table
 
 
+# Heading, metric, format: what a line of `trainer status` says of a step, most telling first.
+_OF_STEP = (
+    ("reward", "reward_mean", ".3f"),
+    ("spread", "group_spread", ".2f"),
+    ("turns", "turns_trained", ".0f"),
+    ("loss", "loss", "+.3f"),
+    ("grad", "grad_norm", ".2g"),
+    ("ent.", "entropy", ".2f"),
+    ("k3", "k3", ".0e"),
+    ("ess", "ess", ".2f"),
+    ("clip", "clipped_turn_share", ".0%"),
+    ("lag", "staleness_mean", ".1f"),
+    ("gap", "gap_max", ".0e"),
+    ("tok/s", "tokens_per_second", ""),
+)
+
+
 def _steps(steps: list[Json]) -> Table:
-    table = Table(title="last steps", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in ("step", "version", "reward", "rollouts", "turns", "loss", "kl (k3)", "gap", "ago"):
+    """Columns of metrics that none of the steps has are left out."""
+    shown = [one for one in _OF_STEP if any(one[1] in step["metrics"] for step in steps)]
+    table = Table(title="last steps", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table.pad_edge = False
+    for name in ("step", *(heading for heading, _, _ in shown), "ago"):
         table.add_column(name, justify="right")
     for step in steps:
         m = step["metrics"]
-        table.add_row(
-            str(step["step"]),
-            str(step["version"]),
-            f"{m.get('reward_mean', 0):.3f}",
-            f"{m.get('rollouts', 0):.0f}",
-            f"{m.get('turns_trained', 0):.0f}",
-            f"{m.get('loss', 0):+.4f}",
-            f"{m.get('k3', 0):.1e}",
-            f"{m.get('gap_max', 0):.1e}",
-            ago(step["created_at"]),
-        )
+        cells = [_cell(m.get(name), how) for _, name, how in shown]
+        table.add_row(str(step["step"]), *cells, ago(step["created_at"]))
     return table
+
+
+def _cell(value: float | None, how: str) -> str:
+    """Without `how`: in at most four characters."""
+    if value is None:
+        return "–"
+    if how:
+        return format(value, how)
+    return next(
+        (
+            f"{value / size:.0f}{unit}"
+            for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+            if value >= 10 * size
+        ),
+        f"{value:.0f}",
+    )
 
 
 def ago(moment: float) -> str:

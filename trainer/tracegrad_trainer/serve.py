@@ -21,10 +21,12 @@ from typing import IO, NoReturn
 
 from rich.console import Console
 
-from tracegrad.store import Ledger, Store, StoreError
+from tracegrad.store import History, Ledger, Store, StoreError
 from tracegrad_trainer.children import Child, ChildError, answers
 from tracegrad_trainer.endpoint.process import VllmProcess
+from tracegrad_trainer.fsdp import CheckpointError
 from tracegrad_trainer.launcher import Ranks
+from tracegrad_trainer.preflight import check_before_training
 from tracegrad_trainer.report import step_line
 from tracegrad_trainer.run_state import RunState, forget_state, read_state
 from tracegrad_trainer.settings import TrainerSettings
@@ -111,6 +113,7 @@ class Stack:
         self.lock = lock(settings.state_dir)
         self.state = RunState(settings.state_dir, "serve")
         self.store = open_store(settings.proxy.store)
+        check(settings, self.store)
         resolved = write_resolved(settings)
         self.say("starting", url=settings.url, store=settings.proxy.store)
         forget_state(settings.state_dir, "ranks")
@@ -131,12 +134,12 @@ class Stack:
     def watch(self) -> None:
         """Prints a line a step, until the ranks are done or a part dies (ChildError)."""
         assert self.store is not None
-        ledger = Ledger(self.store)
-        last = ledger.last_step()
+        history = History(self.store)
+        last = Ledger(self.store).last_step()
         shown = last.step if last else 0
         while True:
             finished = self.children[-1].exit_code() == 0
-            for step in ledger.steps(limit=20):
+            for step in history.steps(limit=20):
                 if step.step > shown:
                     self.console.print(step_line(step), highlight=False)
                     shown = step.step
@@ -192,6 +195,14 @@ def open_store(url: str) -> Store:
         return Store.open(url)
     except ValueError as error:
         raise ServeError(f"proxy.{error}") from None
+
+
+def check(settings: TrainerSettings, store: Store) -> None:
+    """Raises ServeError: what is wrong with model, tokenizer or checkpoint."""
+    try:
+        check_before_training(settings, store)
+    except (ValueError, CheckpointError) as error:
+        raise ServeError(str(error)) from None
 
 
 def lock(state_dir: Path) -> IO[bytes]:

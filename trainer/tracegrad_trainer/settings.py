@@ -31,6 +31,7 @@ from tracegrad.settings import SETTINGS_FILE, ProxySettings
 from tracegrad_trainer.batches import BatchSettings
 from tracegrad_trainer.endpoint.process import VllmSettings
 from tracegrad_trainer.fsdp import CheckpointSettings, FsdpSettings, OptimSettings
+from tracegrad_trainer.metrics import MetricsSettings
 from tracegrad_trainer.objectives import ObjectiveSettings
 
 
@@ -48,7 +49,11 @@ class DataSettings(BaseModel):
         120, gt=0, description="a group that nobody completes is taken smaller after this time"
     )
     lease_ttl_s: float = Field(
-        1800, gt=0, description="groups of a trainer that died are free again after this time"
+        1800, gt=0, description="groups of a trainer that died are free for others after this time"
+    )
+    refill: bool | None = Field(
+        None,
+        description="replace groups of equal rewards within the same batch; default: preset dapo's",
     )
 
 
@@ -75,6 +80,9 @@ class TrainerSettings(BaseSettings):
     )
 
     model: Path = Field(description="a Hugging Face folder: config, tokenizer, safetensors")
+    reference: Path | None = Field(
+        None, description="such a folder: what KL, DPO and KTO compare with; default: the model's"
+    )
     state_dir: Path = Field(Path(".tracegrad"), description="store, checkpoints, logs")
     ranks: int = Field(1, ge=1, description="FSDP ranks: one a GPU; on a CPU one or two")
     seed: int = Field(0, description="of everything random in the trainer")
@@ -88,10 +96,13 @@ class TrainerSettings(BaseSettings):
     fsdp: FsdpSettings = FsdpSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     push: PushSettings = PushSettings()
+    metrics: MetricsSettings = MetricsSettings()
 
-    @field_validator("model")
+    @field_validator("model", "reference")
     @classmethod
-    def _model_is_a_folder(cls, path: Path) -> Path:
+    def _model_is_a_folder(cls, path: Path | None) -> Path | None:
+        if path is None:
+            return None
         for name in ("config.json", "tokenizer_config.json"):
             if not (path / name).is_file():
                 raise ValueError(f"{path} has no {name}: give a Hugging Face model folder")
@@ -123,6 +134,27 @@ class TrainerSettings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _groups_where_they_are_needed(self) -> Self:
+        name, compares = self.objective.advantage, self.objective.compares
+        if self.batches.group_size == 1 and compares:
+            raise ValueError(
+                f"objective.advantage = {name!r} compares the rollouts of a group, and"
+                " batches.group_size is 1: raise it, or set objective.advantage = 'running'"
+            )
+        if "drop_equal_reward" not in self.batches.model_fields_set:
+            self.batches = self.batches.model_copy(update={"drop_equal_reward": compares})
+        return self
+
+    @model_validator(mode="after")
+    def _rows_are_paths_where_they_must(self) -> Self:
+        if self.batches.shared_prefix == "tree" and self.objective.needs_paths:
+            raise ValueError(
+                f"batches.shared_prefix = 'tree': objective {self.objective.preset!r} needs one"
+                " path a row (a ratio, a correction or values along it); set it to 'paths'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _store_in_our_folder(self) -> Self:
         changes: dict[str, Any] = {"upstream": self.vllm.url}
         if "store" not in self.proxy.model_fields_set:
@@ -139,6 +171,21 @@ class TrainerSettings(BaseSettings):
     @property
     def logs(self) -> Path:
         return self.state_dir / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.state_dir / "checkpoints"
+
+    @property
+    def reference_folder(self) -> Path:
+        return self.reference or self.model
+
+    @property
+    def refills(self) -> bool:
+        """Whether groups of equal rewards are replaced within a batch (DAPO, arXiv 2503.14476)."""
+        if self.data.refill is None:
+            return self.objective.preset == "dapo"
+        return self.data.refill
 
     def stored(self) -> dict[str, Any]:
         """The resolved settings as JSON, secrets masked: what a step is recorded with."""
@@ -171,6 +218,14 @@ def load(config: Path | None = None, overrides: list[str] | None = None) -> Trai
 
     try:
         return Loaded(**flags)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_lines(error))) from None
+
+
+def resolved(text: str) -> TrainerSettings:
+    """Settings as `model_dump_json` wrote them. Raises SettingsError, as `load`."""
+    try:
+        return TrainerSettings.model_validate_json(text)
     except ValidationError as error:
         raise SettingsError("; ".join(_lines(error))) from None
 

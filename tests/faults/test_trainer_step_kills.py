@@ -1,0 +1,187 @@
+"""`trainer step` killed with SIGKILL at random moments and at chosen points, and started again:
+losses, metrics, weights and optimizer are, bit by bit, those of a run that nobody killed, and each
+turn is trained exactly once."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.prepared_run import SMALL, fill, save_smallest_model, settings_of
+from support.processes import Family
+from support.proxy_rig import eventually
+from support.step_range import Runs, fates, log_of, made, same, state_of, step_runs
+from support.step_victim import POINTS
+from support.victims import drawn_seed
+from tracegrad_trainer.fsdp.whole import checkpoints
+
+GROUPS = 20
+KILLED = -9
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    with step_runs() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smallest_model(tmp_path_factory.mktemp("smallest") / "model")
+
+
+@dataclass
+class Scene:
+    """A run's folder and store, and how often it was killed where."""
+
+    runs: Runs
+    model: Path
+    folder: Path
+    url: str
+    ranks: int
+    groups: int = GROUPS
+    turns: list[str] = field(default_factory=list)
+    kills: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        (self.folder / "state").mkdir(parents=True)
+        settings = settings_of(self.model, self.folder / "state", **self.changes())
+        self.settings = self.folder / "settings.json"
+        self.settings.write_text(settings.model_dump_json())
+        self.turns = fill(self.url, groups=self.groups)
+
+    def changes(self) -> dict[str, object]:
+        return {
+            "proxy__store": self.url,
+            "objective__advantage": "running",  # it remembers, from step to step
+            "checkpoint__keep": 2,
+        }
+
+    def command(self) -> list[str]:
+        """`trainer step` on it, as a person types it."""
+        named = {name.replace("__", "."): value for name, value in self.changes().items()}
+        every = {"model": self.model, "state_dir": self.folder / "state", **SMALL, **named}
+        sets = [f"--set={name}={value}" for name, value in every.items()]
+        return [str(Path(sys.executable).parent / "trainer"), "step", "--steps", "999", *sets]
+
+    def run(self, **order: Any) -> bool:
+        """Whether it came to its end; else it was killed."""
+        statuses = self.runs.run(self.settings, ranks=self.ranks, **order)
+        assert set(statuses) <= {0, KILLED} or KILLED in statuses, log_of(self.settings)
+        return set(statuses) == {0}
+
+    def left(self) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+        """Steps, fates of turns, the state of the last checkpoint."""
+        last = checkpoints(self.folder / "state" / "checkpoints")[-1]
+        return made(self.url), fates(self.url), state_of(last, self.folder / "whole.pt")
+
+
+def kill_until_done(scene: Scene, draw: random.Random, *, longest_s: float, most: int) -> None:
+    """Alternately at a moment and at a point; from `most` kills on it may come to its end."""
+    while scene.kills.total() < most:
+        if draw.random() < 0.5:
+            where = "a moment"
+            order: dict[str, Any] = {"after_s": draw.uniform(0, longest_s)}
+        else:
+            where = draw.choice(list(POINTS))
+            order = {"at": where, "nth": draw.choice([1, 1, 2])}
+        if scene.run(**order, alone=draw.random() < 0.5):
+            return
+        scene.kills[where] += 1
+    assert scene.run()
+
+
+def check(scene: Scene, expected: Scene) -> None:
+    steps, turns, state = scene.left()
+    wanted_steps, wanted_turns, wanted_state = expected.left()
+    same(steps, wanted_steps)
+    assert turns == wanted_turns
+    assert set(turns) == set(scene.turns)
+    same(state, wanted_state)
+
+
+def try_until(
+    kills: int, runs: Runs, model: Path, folder: Path, urls: Iterator[str], ranks: int
+) -> None:
+    draw = random.Random(drawn_seed())
+    expected = Scene(runs, model, folder / "unkilled", next(urls), ranks)
+    assert expected.run(), log_of(expected.settings)
+    assert len(made(expected.url)) >= 8, "there is something to be killed in"
+    seen: Counter[str] = Counter()
+    while seen.total() < kills:
+        scene = Scene(runs, model, folder / f"killed-{seen.total()}", next(urls), ranks)
+        kill_until_done(scene, draw, longest_s=3.0, most=kills - seen.total())
+        check(scene, expected)
+        seen += scene.kills
+        shutil.rmtree(scene.folder)
+    print(f"{seen.total()} kills: {dict(seen)}")
+
+
+def sqlite_urls(folder: Path) -> Iterator[str]:
+    number = 0
+    while True:
+        number += 1
+        yield f"sqlite:///{folder / f'store-{number}.db'}"
+
+
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 24), (2, 12)])
+def test_a_killed_run_that_goes_on_is_the_run_that_nobody_killed(
+    ranks: int, kills: int, runs: Runs, model: Path, tmp_path: Path
+) -> None:
+    try_until(kills, runs, model, tmp_path, sqlite_urls(tmp_path), ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_many_kills(ranks: int, runs: Runs, model: Path, tmp_path: Path) -> None:
+    try_until(200, runs, model, tmp_path, sqlite_urls(tmp_path), ranks)
+
+
+def test_a_killed_run_on_postgresql(
+    runs: Runs, model: Path, tmp_path: Path, postgres_server: Any
+) -> None:
+    urls = iter(postgres_server.new_database, None)
+    try_until(6, runs, model, tmp_path, urls, ranks=1)
+
+
+def test_each_point_is_one_where_a_run_is_killed(runs: Runs, model: Path, tmp_path: Path) -> None:
+    """What the others draw from is not out of date."""
+    urls = sqlite_urls(tmp_path)
+    for number, point in enumerate(POINTS):
+        scene = Scene(runs, model, tmp_path / str(number), next(urls), ranks=1)
+        assert not scene.run(at=point), point
+
+
+def test_a_killed_command_leaves_nobody_behind_and_goes_on(
+    runs: Runs, model: Path, tmp_path: Path
+) -> None:
+    """The program itself is killed, as a person would; its launcher and its ranks end with it."""
+    urls = sqlite_urls(tmp_path)
+    expected = Scene(runs, model, tmp_path / "unkilled", next(urls), ranks=1, groups=100)
+    assert expected.run()
+    killed = Scene(runs, model, tmp_path / "killed", next(urls), ranks=1, groups=100)
+    first = subprocess.Popen(killed.command(), stdout=subprocess.DEVNULL, env=ONE_THREAD)
+    family = Family(first.pid)
+    eventually(lambda: len(made(killed.url)) >= 2, 120)
+    first.kill()
+    first.wait()
+    assert family.gone(within_s=30) == []
+    family.end()
+    assert len(made(killed.url)) < len(made(expected.url)), "killed before its end"
+    again = subprocess.run(
+        killed.command(), capture_output=True, text=True, timeout=240, env=ONE_THREAD
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    check(killed, expected)

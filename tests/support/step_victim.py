@@ -1,0 +1,127 @@
+"""Ranks of `trainer step` that are killed: a process that has read torch and forks them.
+
+Orders come as JSON lines, one run each: {"settings": FILE, "ranks": N, "steps": N or null,
+"after_s": SECONDS or null, "at": POINT or null, "nth": N, "alone": BOOL}. A run is killed
+`after_s` seconds after it began, or it kills itself `at` a point, the `nth` time that it gets
+there; `alone`: only one of its ranks, and the others are ended as the launcher would. The answer
+is one line, the exit statuses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tracegrad.store import Ledger
+from tracegrad_trainer import offline
+from tracegrad_trainer.fsdp import checkpoint
+from tracegrad_trainer.training import Training
+
+# Where a run may be killed: (owner, name of the function, whether before it runs).
+POINTS: dict[str, tuple[Any, str, bool]] = {
+    "before the copy": (checkpoint.Saver, "start", True),
+    "while it is written": (checkpoint, "save", True),
+    "written, without its name": (checkpoint, "_finish", True),
+    "whole, not committed": (checkpoint, "_finish", False),
+    "before the commit": (Ledger, "commit_step", True),
+    "after the commit": (Ledger, "commit_step", False),
+    "before old ones go": (checkpoint.Saver, "prune", True),
+    "leased, not trained": (Training, "train", True),
+    "skipped groups consumed": (Ledger, "commit_skipped", False),
+}
+EXPECTED = 120.0
+
+
+def main() -> None:
+    for line in sys.stdin:
+        order = json.loads(line)
+        print(json.dumps(run(order)), flush=True)
+
+
+def run(order: dict[str, Any]) -> list[int]:
+    port = free_port()
+    ranks = [fork(order, rank, port) for rank in range(order["ranks"])]
+    deadline = None if order["after_s"] is None else time.monotonic() + order["after_s"]
+    return wait(ranks, deadline, alone=order["alone"])
+
+
+def fork(order: dict[str, Any], rank: int, port: int) -> int:
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        out = os.open(f"{order['settings']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        if order["ranks"] > 1:
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(order["ranks"]),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+        if order["at"] is not None:
+            arm(order["at"], order["nth"])
+        steps = [] if order["steps"] is None else ["--steps", str(order["steps"])]
+        code = offline.main([order["settings"], *steps])
+    finally:
+        os._exit(code)
+
+
+def arm(point: str, nth: int) -> None:
+    """Makes this process kill itself at a point."""
+    owner, name, before = POINTS[point]
+    inner: Callable[..., Any] = getattr(owner, name)
+    count = 0
+
+    def reached(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if before and count == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = inner(*args, **kwargs)
+        if count == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, reached)
+
+
+def wait(ranks: list[int], deadline: float | None, *, alone: bool) -> list[int]:
+    """Until all have ended; from `deadline` on, or when one was killed, they are killed."""
+    left, statuses = list(ranks), dict.fromkeys(ranks, 0)
+    latest = time.monotonic() + EXPECTED
+    while left:
+        for pid in list(left):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                left.remove(pid)
+                statuses[pid] = os.waitstatus_to_exitcode(status)
+        now = time.monotonic()
+        if any(statuses.values()) or (deadline is not None and now > deadline) or now > latest:
+            victims = [random.choice(left)] if alone and left == ranks else left
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+    return list(statuses.values())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    assert Path("/proc/self").exists(), "forks with threads running are not for other systems"
+    main()

@@ -1,0 +1,11 @@
+"""One recorded step of two ranks, for `test_replay_odd`; started by torchrun."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from replay_samples import train, trainer_settings
+
+if __name__ == "__main__":
+    train(trainer_settings(Path(sys.argv[1]), ranks=2), 1)

@@ -1,0 +1,43 @@
+"""The learner that settings ask for: model, adapters, value head, reference, over a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tracegrad_trainer.fsdp import Learner, build_model, lora, shard, value
+from tracegrad_trainer.fsdp.reference import build_reference
+from tracegrad_trainer.settings import TrainerSettings
+
+
+def build_learner(settings: TrainerSettings, mesh: DeviceMesh) -> Learner:
+    """On all ranks; as it is before its first step.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be trained with these settings.
+    """
+    model = build_model(settings.model, settings.fsdp)
+    if "value" in settings.objective.needs:
+        value.attach(model)
+    # The base under adapters is a reference that costs nothing, where it is the one asked for.
+    own_base = lora.attached(model) and settings.reference is None
+    reference = None
+    if "reference" in settings.objective.needs and not own_base:
+        reference = build_reference(settings.reference_folder, mesh, settings.fsdp)
+    return Learner(
+        shard(model, mesh, settings.fsdp),
+        mesh,
+        settings.objective,
+        settings.optim,
+        reshard=settings.fsdp.reshard,
+        reference=reference,
+    )
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """How many tokens a model embeds, sharded or whole."""
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    found: int = embedding.weight.shape[0]
+    return found

@@ -1,0 +1,122 @@
+"""Every metric of a step: its name, its unit and what it says. docs/metrics.md has this table.
+
+Names are those of `StepRecord.metrics`. A name that ends in … stands for several: `skipped_…` for
+one a reason, `k3_gap_…` for one a version of lag, `seconds/…` for the table `seconds`, which is
+flat everywhere but in the store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SECONDS = "seconds/"
+SKIPPED = "skipped_"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    unit: str
+    what: str
+    clock: bool = False  # by how fast the machine was, so another run of the step says otherwise
+
+
+SECTIONS: dict[str, dict[str, Metric]] = {
+    "The batch": {
+        "reward_mean": Metric("reward", "mean over the rollouts"),
+        "reward_std": Metric("reward", "deviation over the rollouts"),
+        "group_spread": Metric("reward", "deviation within a group, mean over the groups"),
+        "groups": Metric("groups", "of the batch"),
+        "groups_equal_reward": Metric("groups", "whose rewards are all equal: no signal"),
+        "rollouts": Metric("rollouts", "of the batch"),
+        "advantage_abs_mean": Metric("advantage", "mean size over the turns"),
+        "turns": Metric("turns", "of the batch"),
+        "turns_skipped": Metric("turns", "of the batch, not trained for any reason"),
+        "skipped_…": Metric("turns", "of the batch, not trained for this reason"),
+        "paths": Metric("paths", "that lead to the last trained turns"),
+        "forks": Metric("paths", "beyond a rollout's first"),
+        "rows": Metric("rows", "that the turns were laid out in"),
+        "rows_tree": Metric("rows", "that are trees, whose branches share what they begin with"),
+        "trees_too_long": Metric("trees", "that were laid out as paths: too long for a row"),
+        "row_tokens": Metric("tokens", "of all rows: what the model reads"),
+        "row_tokens_longest": Metric("tokens", "of the longest row"),
+        "tokens_saved": Metric("tokens", "that paths would have had more than trees"),
+        "target_tokens": Metric("tokens", "of the rows that are trained"),
+        "target_share": Metric("share", "of the rows' tokens that are trained"),
+        "micro_batches": Metric("forwards", "of a rank"),
+        "pack_fill": Metric("share", "of the token budgets that rows fill"),
+        "pack_balance": Metric("share", "of the ranks' time that none waits for another"),
+    },
+    "The step": {
+        "loss": Metric("loss", "all terms, over the objective's denominator"),
+        "policy_loss": Metric("loss", "the surrogate's part"),
+        "kl_loss": Metric("loss", "the part of the KL to the reference"),
+        "value_loss": Metric("loss", "the value head's part"),
+        "grad_norm": Metric("norm", "of the gradient before clipping"),
+        "lr": Metric("rate", "learning rate of the step"),
+        "entropy": Metric("nats", "of the policy at the trained tokens, mean"),
+        "tokens_trained": Metric("tokens", "that carried the loss"),
+        "turns_trained": Metric("turns", "that carried the loss"),
+        "expert_tokens": Metric("tokens", "of these, that an expert wrote"),
+        "no_signal_share": Metric("share", "of sampled tokens whose advantage is 0"),
+        "rows_dropped": Metric("rows", "that left the step: their numbers were not finite"),
+        "step_skipped": Metric("0 or 1", "1: the weights were left as they were"),
+        "policy_k3": Metric("nats", "k3 of the policy against the batch's start, mean"),
+        "ratio_max": Metric("ratio", "largest ratio to the batch's start"),
+        "clipped_share": Metric("share", "of tokens that the surrogate's clip or mask holds"),
+        "clipped_turn_share": Metric("share", "of turns with such a token"),
+        "kl_reference": Metric("nats", "k3 of the policy against the reference, mean"),
+        "kl_reference_k1": Metric("nats", "k1 of the same"),
+        "chosen_gain": Metric("nats", "log pi - reference of chosen rows, mean"),
+        "rejected_gain": Metric("nats", "log pi - reference of rejected rows, mean"),
+        "pair_accuracy": Metric("share", "of pairs whose chosen row gained more"),
+        "explained_variance": Metric("share", "of the returns' variance, by the value head"),
+    },
+    "Serving engine against training engine": {
+        "k1": Metric("nats", "k1 estimate of KL(mu || old), mean over tokens"),
+        "k3": Metric("nats", "k3 estimate of KL(mu || old), mean over tokens"),
+        "ess": Metric("share", "effective sample size of the weights old/mu"),
+        "max_w": Metric("ratio", "largest old/mu of a token"),
+        "turn_max_w": Metric("ratio", "largest old/mu of a turn (geometric mean)"),
+        "corrected_share": Metric("share", "of tokens whose weight the correction changed"),
+        "corrected_turn_share": Metric("share", "of turns with such a token"),
+        "masked_share": Metric("share", "of tokens that the correction took out"),
+        "masked_turn_share": Metric("share", "of turns with such a token"),
+        "gap_mean": Metric("nats", "|log old - log mu|, tokens of the current version, mean"),
+        "gap_max": Metric("nats", "|log old - log mu|, tokens of the current version, largest"),
+        "gap_tokens": Metric("tokens", "that the current version sampled"),
+        "mismatch": Metric("0 or 1", "1: `gap_mean` is more than rounding"),
+        "push/gap_mean": Metric("nats", "of the check after a push, mean"),
+        "push/gap_max": Metric("nats", "of the check after a push, largest"),
+        "push/failed": Metric("0 or 1", "1: the push failed, the version before is served"),
+    },
+    "Staleness": {
+        "staleness_mean": Metric("versions", "current version less the token's, mean"),
+        "staleness_max": Metric("versions", "current version less the token's, largest"),
+        "tokens_gap_…": Metric("tokens", "that lag so many versions (4: 4 and more)"),
+        "difference_gap_…": Metric("nats", "|log old - log mu| of those, mean"),
+        "k1_gap_…": Metric("nats", "k1 of those, mean"),
+        "k3_gap_…": Metric("nats", "k3 of those, mean"),
+        "clipped_gap_…": Metric("share", "of those that the clip holds"),
+        "policy_version": Metric("version", "that the step's weights became"),
+    },
+    "Time": {
+        "seconds/…": Metric("s", "by stage: start, wait, train, checkpoint, …", clock=True),
+        "push/seconds": Metric("s", "that a push took", clock=True),
+        "tokens": Metric("tokens", "that all forwards of the step read"),
+        "flops": Metric("flop", "of the step, forward and backward"),
+        "tokens_per_second": Metric("tokens/s", "`tokens` over the time of training", clock=True),
+        "mfu": Metric("share", "of the hardware's peak, where it is known", clock=True),
+    },
+}
+
+METRICS: dict[str, Metric] = {
+    name: one for section in SECTIONS.values() for name, one in section.items()
+}
+
+
+def metric(name: str) -> Metric | None:
+    """Of `skipped_stale`, `k3_gap_2` and `seconds/train` too."""
+    if name in METRICS:
+        return METRICS[name]
+    families = (known[:-1] for known in METRICS if known.endswith("…"))
+    return next((METRICS[f"{one}…"] for one in families if name.startswith(one)), None)

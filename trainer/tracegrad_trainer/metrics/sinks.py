@@ -1,0 +1,92 @@
+"""All places that metrics go to besides the store. None of them can stop training."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, Self, TextIO
+
+from tracegrad.store import PolicyVersion, StepRecord
+
+from .points import Point, of_push, of_step
+from .prometheus import Prometheus
+from .settings import MetricsSettings
+
+
+class Sink(Protocol):
+    @property
+    def name(self) -> str: ...
+    def write(self, point: Point) -> None: ...
+    def close(self) -> None: ...
+
+
+class Sinks:
+    """For rank 0. A sink that fails is counted in `failures`, and spoken of once."""
+
+    def __init__(self, sinks: list[Sink], *, said_to: TextIO | None = None) -> None:
+        self.sinks = sinks
+        self.failures: Counter[str] = Counter()
+        self._said_to = said_to
+
+    @classmethod
+    def open(cls, settings: MetricsSettings, state_dir: Path) -> Self:
+        """Raises ValueError: one of them cannot begin; the line names its setting."""
+        opened = cls([])
+        try:
+            for field, make in _wanted(settings, state_dir):
+                try:
+                    opened.sinks.append(make())
+                except OSError as error:
+                    raise ValueError(f"metrics.{field}: {error}") from None
+        except ValueError:
+            opened.close()
+            raise
+        return opened
+
+    def step(self, record: StepRecord) -> None:
+        self._write(of_step(record))
+
+    def pushed(self, version: PolicyVersion) -> None:
+        """A version was served, or its push failed."""
+        self._write(of_push(version))
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            self._try(sink, sink.close)
+
+    def _write(self, point: Point) -> None:
+        for sink in self.sinks:
+            self._try(sink, lambda sink=sink: sink.write(point))  # type: ignore[misc]
+        for sink in self.sinks:
+            if isinstance(sink, Prometheus):
+                for name, times in self.failures.items():
+                    sink.failed(name, times)
+
+    def _try(self, sink: Sink, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # whatever it is: these are other people's programs
+            self.failures[sink.name] += 1
+            if self.failures[sink.name] == 1:
+                line = f"metrics to {sink.name} failed, training goes on: {error!r}"
+                print(line, file=self._said_to or sys.stderr, flush=True)
+
+
+def _wanted(settings: MetricsSettings, state_dir: Path) -> list[tuple[str, Callable[[], Sink]]]:
+    """What is asked for, each with the name of its setting; the extras are imported when made."""
+    wanted: list[tuple[str, Callable[[], Sink]]] = []
+    host, port = settings.prometheus_host, settings.prometheus_port
+    if port is not None:
+        wanted.append(("prometheus_port", lambda: Prometheus(host, port)))
+    if settings.tensorboard is not None:
+        from .tensorboard import TensorBoard
+
+        folder = state_dir / settings.tensorboard
+        wanted.append(("tensorboard", lambda: TensorBoard(folder)))
+    if (wandb := settings.wandb) is not None:
+        from .weights_and_biases import WeightsAndBiases
+
+        wanted.append(("wandb", lambda: WeightsAndBiases(wandb, state_dir)))
+    return wanted

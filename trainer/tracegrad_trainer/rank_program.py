@@ -1,0 +1,72 @@
+"""One rank as a process: what the programs that torch.distributed's launcher starts share."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+
+from tracegrad.store import StoreError
+from tracegrad_trainer.endpoint.push import PushFailed
+from tracegrad_trainer.fsdp import CheckpointError
+from tracegrad_trainer.ranks import RankZeroError
+from tracegrad_trainer.run_state import RunState
+from tracegrad_trainer.settings import TrainerSettings, load, resolved
+
+PR_SET_PDEATHSIG = 1
+
+
+class Stop:
+    """Whether the process was told to stop (SIGTERM)."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def listen(self) -> None:
+        def stop(number: int, frame: FrameType | None) -> None:
+            self.asked = True
+
+        signal.signal(signal.SIGTERM, stop)
+
+
+Program = Callable[[TrainerSettings, ExitStack, Stop], None]
+
+
+def run_rank(settings_file: str, program: Program) -> int:
+    """The exit code; where it fails, one line says why.
+
+    `settings_file` is JSON as resolved settings are written, or TOML.
+    """
+    # The launcher may be killed; a rank that waits in a collective would notice neither that nor
+    # a SIGTERM, whose handler Python runs only when the collective is over.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    settings: TrainerSettings | None = None
+    stop = Stop()
+    try:
+        settings = read_settings(Path(settings_file))
+        with ExitStack() as stack:
+            stop.listen()
+            program(settings, stack, stop)
+    except RankZeroError:
+        return 1  # rank 0 says why
+    except (CheckpointError, PushFailed, StoreError, ValueError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if settings is not None and os.environ.get("RANK", "0") == "0":
+            RunState(settings.state_dir, "ranks").update(stage="failed", error=str(error))
+        return 1
+    return 0
+
+
+def read_settings(path: Path) -> TrainerSettings:
+    """Raises ValueError, OSError."""
+    if path.suffix == ".toml":
+        return load(path)
+    return resolved(path.read_text(encoding="utf-8"))

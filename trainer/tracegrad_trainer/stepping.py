@@ -1,0 +1,98 @@
+"""`trainer step`: the ranks under torch.distributed's launcher, on what the store holds."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+
+from tracegrad.store import History, Ledger, StepRecord, Store, StoreError
+from tracegrad_trainer.children import Child, ChildError
+from tracegrad_trainer.launcher import Ranks
+from tracegrad_trainer.preflight import check_groups
+from tracegrad_trainer.report import step_line
+from tracegrad_trainer.run_state import forget_state, read_state
+from tracegrad_trainer.serve import (
+    RANKS_GRACE_S,
+    ServeError,
+    Stopped,
+    check,
+    lock,
+    open_store,
+    stop_signals,
+    write_resolved,
+)
+from tracegrad_trainer.settings import TrainerSettings
+
+POLL_S = 0.2
+FAILED = 1
+NOTHING = 3  # nothing to train
+
+
+def step(settings: TrainerSettings, steps: int, console: Console, *, as_json: bool = False) -> int:
+    """Takes `steps` optimizer steps, or as many as there is something for -> exit code."""
+
+    def tell(record: StepRecord) -> None:
+        if as_json:
+            told = {"step": record.step, "version": record.version, "metrics": record.metrics}
+            print(json.dumps(told | {"checkpoint": record.checkpoint}), flush=True)
+        else:
+            console.print(step_line(record), highlight=False, soft_wrap=True)
+
+    try:
+        with stop_signals():
+            said, taken = _run(settings, steps, tell)
+    except Stopped:
+        said, taken = "stopped; steps that were made are in the store", 1
+    except (ServeError, ChildError, StoreError, OSError) as error:
+        console.print(f"trainer step: {error}", style="red", highlight=False, soft_wrap=True)
+        return FAILED
+    if not as_json:
+        console.print(said, highlight=False, soft_wrap=True)
+    return 0 if taken else NOTHING
+
+
+def _run(
+    settings: TrainerSettings, steps: int, tell: Callable[[StepRecord], None]
+) -> tuple[str, int]:
+    """How it ended, and how many steps were taken. Raises ServeError, ChildError."""
+    with lock(settings.state_dir), open_store(settings.proxy.store) as store:
+        check(settings, store)
+        try:
+            check_groups(settings, store)
+        except ValueError as error:
+            raise ServeError(str(error)) from None
+        forget_state(settings.state_dir, "ranks")
+        ranks = Ranks(
+            settings,
+            write_resolved(settings),
+            program="tracegrad_trainer.offline",
+            arguments=["--steps", str(steps)],
+        )
+        ranks.log.unlink(missing_ok=True)
+        ranks.start()
+        try:
+            _watch(ranks, store, tell)
+        finally:
+            ranks.stop(grace_s=RANKS_GRACE_S)
+    state = read_state(settings.state_dir, "ranks") or {}
+    return str(state.get("said", "")), int(state.get("taken", 0))
+
+
+def _watch(ranks: Child, store: Store, tell: Callable[[StepRecord], None]) -> None:
+    """Tells of each step, until the ranks are done or one dies (ChildError)."""
+    history = History(store)
+    last = Ledger(store).last_step()
+    shown = last.step if last else 0
+    while True:
+        finished = ranks.exit_code() == 0
+        for record in history.steps(limit=20):
+            if record.step > shown:
+                tell(record)
+                shown = record.step
+        if finished:
+            return
+        ranks.check()
+        time.sleep(POLL_S)
