@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-fast test-long bench-proxy bench-store controls check install lock
+.PHONY: demo test test-fast test-long bench-proxy bench-store bench-trainer gpu-check controls check install lock
 
 install:
 	@$(PYTHON) scripts/install.py
@@ -28,6 +28,12 @@ bench-proxy: install  ## this proxy beside a plain pass-through and LiteLLM's; w
 
 bench-store: install  ## the store in SQLite and PostgreSQL: turns a second, bytes, loading; writes docs/bench-store.md
 	@exec $(BIN)/python -m bench.store
+
+bench-trainer: install  ## one optimizer step beside a plain PyTorch loop and TRL's; writes docs/bench-trainer.md
+	@exec $(BIN)/python -m bench.trainer
+
+gpu-check: install  ## where a GPU is at hand: tokens/s, memory and MFU of a 0.6B model, beside a plain loop
+	@exec $(BIN)/python -m tracegrad_trainer.gpu_check
 
 controls: install  ## three seeds rise; learning rate 0 and shuffled rewards do not (long form)
 	@exec $(BIN)/python -m examples.shop.controls

@@ -1,0 +1,1 @@
+"""What training costs: beside the plainest loop and TRL's. `python -m bench.trainer`."""

@@ -1,0 +1,117 @@
+"""`python -m bench.trainer`: steps beside other loops, building batches, the head's memory."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench.proxy import machine
+from bench.proxy.peers import ROOT
+from bench.trainer import report
+from bench.trainer.building import building
+from bench.trainer.head import head_memory
+from bench.trainer.model import SIZE, TINY, Size, write_model
+from bench.trainer.rollouts import LONG, MIXED, Shape, tasks
+from bench.trainer.rounds import measure
+from bench.trainer.work import Work
+
+PAGE = ROOT / "docs" / "bench-trainer.md"
+_PACKAGES = ("torch", "transformers", "trl")
+_GROUP = 4
+# Tokens of one forward of ours, rows of one of TRL's: about as many.
+_BUDGET, _ROWS = 4_096, 4
+# So many logits are 3 GB while a softmax is taken of them.
+_PLAIN_LOGITS = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    size: Size
+    groups: dict[str, int]  # of a shape's step
+    rounds: int
+    built: int  # groups
+    times: int
+    heads: Sequence[tuple[int, int]]
+
+    @classmethod
+    def of(cls, *, quick: bool) -> Plan:
+        if quick:
+            few = {LONG.name: 1, MIXED.name: 2}
+            return cls(TINY, few, 1, 4, 2, ((1_024, 65_536), (2_048, 65_536)))
+        sizes = ((2_048, 32_768), (4_096, 65_536), (8_192, 131_072))
+        return cls(SIZE, {LONG.name: 2, MIXED.name: 8}, 3, 32, 5, sizes)
+
+
+def main() -> None:
+    options = _options()
+    folder = Path(tempfile.mkdtemp(prefix="bench-trainer-"))
+    try:
+        text = _measure(Plan.of(quick=options.quick), options.threads, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.trainer", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a smoke; writes no page")
+    parser.add_argument("--out", type=Path, help="default: docs/bench-trainer.md, unless --quick")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each peer"
+    )
+    options = parser.parse_args()
+    if options.out is None and not options.quick:
+        options.out = PAGE
+    return options
+
+
+def _measure(plan: Plan, threads: int, folder: Path) -> str:
+    start, busy = time.monotonic(), machine.busy_s()
+
+    def say(words: str) -> None:
+        print(f"{time.monotonic() - start:6.0f} s  {words}", file=sys.stderr, flush=True)
+
+    model = write_model(plan.size, folder / "model")
+
+    def work(shape: Shape, groups: int) -> Work:
+        return Work(tasks(shape, groups, _GROUP, plan.size.vocabulary), model, _BUDGET, _ROWS)
+
+    shapes = (LONG, MIXED)
+    steps = []
+    for shape in shapes:
+        of_step = work(shape, plan.groups[shape.name])
+        steps.append(measure(shape, of_step, rounds=plan.rounds, threads=threads, say=say))
+    say("building batches")
+    buildings = [building(shape, work(shape, plan.built), plan.times) for shape in shapes]
+    say("the head's memory")
+    heads = head_memory(plan.heads, plain_logits=_PLAIN_LOGITS)
+    say("done")
+    wall_s = time.monotonic() - start
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own = sum(one.ru_utime + one.ru_stime for one in used)
+    return report.page(
+        made=[
+            f"{datetime.now(UTC):%Y-%m-%d}, in {wall_s / 60:.0f} minutes",
+            machine.others(machine.busy_s() - busy, own, wall_s),
+            f"{plan.size.words}; {threads} thread{'s' if threads > 1 else ''} each",
+        ],
+        machine=machine.description(_PACKAGES),
+        steps=steps,
+        buildings=buildings,
+        heads=heads,
+    )
+
+
+if __name__ == "__main__":
+    main()
