@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
+from transformers.utils.logging import disable_progress_bar
 
 from tracegrad.store import Ledger, Store, StoreError
 from tracegrad_trainer.coordinator import resume_folder
@@ -40,6 +41,7 @@ class ExportError(RuntimeError):
 
 
 def export(settings: TrainerSettings, request: Request, console: Console) -> int:
+    disable_progress_bar()  # what is said is the line below
     try:
         step = write(settings, request)
     except (ExportError, CheckpointError, StoreError, ValueError, OSError) as error:
