@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from importlib.metadata import version as version_of
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -41,6 +42,8 @@ class BatchRecord(BaseModel):
     threads: int  # of each rank, on a CPU
     memory_before: dict[str, Any]  # what advantages remembered of earlier steps
     dropped_rows: list[int]  # rows that were not finite, as numbers among the batch's
+    weights: int | None = None  # whose step's checkpoint it began with; 0: the model folder's
+    torch: str | None = None  # version: another one may round otherwise
 
     def stored(self) -> Json:
         found: Json = self.model_dump(mode="json")
@@ -56,6 +59,7 @@ def record_of(
     threads: int,
     memory_before: dict[str, Any],
     dropped_rows: Collection[int],
+    weights: int | None = None,
 ) -> BatchRecord:
     return BatchRecord(
         groups=[_group(group) for group in groups],
@@ -65,6 +69,8 @@ def record_of(
         threads=threads,
         memory_before=memory_before,
         dropped_rows=sorted(dropped_rows),
+        weights=weights,
+        torch=version_of("torch"),
     )
 
 

@@ -179,8 +179,10 @@ class Coordinator:
         metrics: Json,
         checkpoint: str,
         dropped_rows: Collection[int],
+        weights: int | None = None,
     ) -> StepRecord:
-        """The step and exactly its turns, in one transaction."""
+        """The step and exactly its turns, in one transaction. `weights`: of which step it began
+        with."""
         selection = batch.selection.without_rows(dropped_rows, "non_finite")
         record = record_of(
             batch.groups,
@@ -190,6 +192,7 @@ class Coordinator:
             threads=torch.get_num_threads(),
             memory_before=batch.memory_before,
             dropped_rows=dropped_rows,
+            weights=weights,
         )
         made = StepRecord(
             step=step,

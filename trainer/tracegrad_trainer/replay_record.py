@@ -59,7 +59,7 @@ def read(
             " later ones can be replayed (--list)"
         )
     batch = BatchRecord.model_validate(record.batch)
-    folder = checkpoint or weights_before(history, record.step, state_dir)
+    folder = checkpoint or weights_before(history, record.step, state_dir, batch.weights)
     if checkpoint is not None and not checkpoint.is_dir():
         raise ReplayError(f"--checkpoint {checkpoint}: there is no such folder")
     return Recorded(
@@ -91,13 +91,18 @@ def candidates(store: Store, state_dir: Path, *, limit: int) -> list[Candidate]:
     return found
 
 
-def weights_before(history: History, number: int, state_dir: Path) -> Path | None:
-    """The checkpoint of the step before; None: step 1 begins with the model folder.
+def weights_before(
+    history: History, number: int, state_dir: Path, began_with: int | None = None
+) -> Path | None:
+    """The checkpoint that the step began with, by default that of the step before; None: it began
+    with the model folder.
 
     Raises:
         ReplayError: it is gone; says which ones are there.
     """
     before = history.before(number)
+    if before is not None and began_with is not None and began_with != before.step:
+        before = history.step(began_with)  # it went on from an older checkpoint
     if before is None:
         return None
     assert before.checkpoint is not None, "every step has one"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -157,10 +158,18 @@ def _verdict(replay: Replay) -> Text:
             f"\nrows that were not finite: {replay.recorded.batch.dropped_rows} recorded,"
             f" {replay.replayed.dropped_rows} replayed"
         )
-    return text.append(
-        "\nOther weights (a run that was resumed from another checkpoint: --checkpoint), another"
-        " machine, or another version of torch or of this program does that.",
-        style="not bold default",
+    return text.append(f"\n{_cause(replay.recorded.batch.torch)}", style="not bold default")
+
+
+def _cause(torch: str | None) -> str:
+    here = version("torch")
+    if torch is not None and torch != here:
+        return (
+            f"The step was made with torch {torch}, this is torch {here}: it may round otherwise."
+        )
+    return (
+        "Other weights (--checkpoint), another machine, or another version of this program does"
+        " that."
     )
 
 

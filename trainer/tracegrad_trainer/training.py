@@ -26,6 +26,7 @@ from tracegrad_trainer.fsdp import load_checkpoint, start_ranks, stop_ranks, tra
 from tracegrad_trainer.fsdp.checkpoint import Saver
 from tracegrad_trainer.fsdp.randomness import seed_all
 from tracegrad_trainer.fsdp.step import StepResult
+from tracegrad_trainer.fsdp.whole import step_of
 from tracegrad_trainer.metrics import Sinks, of_speed
 from tracegrad_trainer.peaks import peak_flops
 from tracegrad_trainer.ranks import decide, leads
@@ -47,6 +48,7 @@ class Pending:
     folder: Path
     dropped_rows: tuple[int, ...]
     batch: Batch | None  # rank 0's
+    weights: int  # of which step it began with
 
 
 class Training:
@@ -65,6 +67,7 @@ class Training:
         self.stopping = stopping
         self.step = 0  # the last optimizer step that was made
         self.version = 0  # the policy version of the learner's weights
+        self.weights = 0  # of which step they are; 0: the model folder's
         self.batch: Batch | None = None  # rank 0's; the others never see it whole
         self.pending: Pending | None = None
         self.watch = Stopwatch()
@@ -104,6 +107,7 @@ class Training:
         point = decide(self._resume_point)
         if point.checkpoint is not None:
             kept = load_checkpoint(self.learner, point.checkpoint)
+            self.weights = step_of(Path(point.checkpoint))
             if self.coordinator is not None:
                 self.coordinator.memory = kept["memory"]
         self.step, self.version = point.step, point.version
@@ -164,8 +168,9 @@ class Training:
             folder,
             done.dropped,
             self.batch,
+            self.weights,
         )
-        self.batch = None
+        self.batch, self.weights = None, self.step
         return True
 
     def _speed(self, done: StepResult) -> dict[str, float]:
@@ -202,6 +207,7 @@ class Training:
             metrics=pending.metrics,
             checkpoint=str(pending.folder),
             dropped_rows=pending.dropped_rows,
+            weights=pending.weights,
         )
         self.sinks.step(record)
 

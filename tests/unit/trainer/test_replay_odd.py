@@ -6,19 +6,22 @@ import os
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 from learn_samples import POISON, VOCABULARY, tiny_model
 from replay_samples import fill, rollout, train, trainer_settings
-from sqlalchemy import update
+from rich.console import Console
+from sqlalchemy import select, update
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tracegrad.records import Turn, token_ids
 from tracegrad.store import Store
 from tracegrad.store.care import Retention, Selection, prune
 from tracegrad.store.schema import Steps
+from tracegrad_trainer import replay_show
 from tracegrad_trainer.replay import Asked, Replay, replay
 from tracegrad_trainer.replay_record import ReplayError, candidates
 from tracegrad_trainer.settings import TrainerSettings
@@ -177,3 +180,30 @@ def test_a_step_that_other_settings_leave_nothing_of_is_shown(settings: TrainerS
     assert found.other.turns == []
     assert set(found.other.skipped.values()) == {"over_long"}
     assert np.isfinite(found.other.metrics["loss"])
+
+
+def test_a_step_that_went_on_from_an_older_checkpoint_is_replayed_from_it(tmp_path: Path) -> None:
+    settings = trainer_settings(tmp_path, checkpoint={"keep": 9})
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 4)
+    train(settings, 2)
+    (settings.checkpoints / "step-00000002" / "counters.json").unlink()
+    again = trainer_settings(tmp_path, checkpoint={"keep": 9, "resume_from": 1})
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 2, first=4)
+    train(again, 1)
+    found = replayed(settings, step=3)
+    assert found.recorded.batch.weights == 1
+    assert found.recorded.checkpoint == settings.checkpoints / "step-00000001"
+    assert found.equal
+
+
+def test_another_torch_is_named_where_numbers_differ(settings: TrainerSettings) -> None:
+    with Store.open(settings.proxy.store) as store, store.exclusive() as connection:
+        batch = connection.execute(select(Steps.batch)).scalar_one()
+        metrics = connection.execute(select(Steps.metrics)).scalar_one()
+        changed = {"batch": {**batch, "torch": "1.0"}, "metrics": {**metrics, "loss": 9.0}}
+        connection.execute(update(Steps).values(**changed))
+    shown = Console(width=100, record=True, file=StringIO())
+    shown.print(replay_show.render(replayed(settings)))
+    assert "The step was made with torch 1.0, this is" in shown.export_text()
