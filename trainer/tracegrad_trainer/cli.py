@@ -203,6 +203,9 @@ app.command("sft")(sft)
 def main() -> None:
     # Ctrl-C during the seconds of imports, before anything runs, ends us without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Parts of one's own lie where the command is run, as `python -m` finds them; behind all else,
+    # so that no file there hides a library.
+    sys.path.append(str(Path.cwd()))
     app()
 
 

@@ -6,6 +6,8 @@ import json
 import shutil
 import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,3 +280,23 @@ def test_rollouts_that_stand_alone_need_an_advantage_that_does_not_compare(
         settings_of(model, tmp_path, batches__group_size=1)
     alone = settings_of(model, tmp_path, batches__group_size=1, objective__advantage="running")
     assert alone.batches.group_size == 1
+
+
+def test_a_part_of_ones_own_lies_where_the_command_is_run(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def loss(tokens, log_ratio, settings):\n"
+        "    return -tokens.advantage * tokens.logp * settings.options['times'], tokens.expert\n"
+    )
+    fill(f"sqlite:///{tmp_path}/store.db", groups=2)
+    own = {"objective.surrogate": "mine:loss", "objective.options": '{"times": 3}'}
+    command = [Path(sys.executable).with_name("trainer"), "step", "--steps", "1"]
+    done = subprocess.run(
+        [*command, *options(model, tmp_path, **own)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [step] = steps_of(f"sqlite:///{tmp_path}/store.db")
+    assert step.settings["objective"]["surrogate"] == "mine:loss"
