@@ -65,6 +65,7 @@ class Scene:
         return {
             "proxy__store": self.url,
             "objective__advantage": "running",  # it remembers, from step to step
+            "batches__drop_equal_reward": "true",  # so that some are skipped
             "checkpoint__keep": 2,
         }
 
