@@ -229,6 +229,26 @@ def test_what_cannot_be_written_is_one_error_and_leaves_nothing(
     assert list((tmp_path / "full").iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_writer_that_dies_of_what_nobody_foresaw_has_written_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(*_: object) -> None:
+        raise MemoryError
+
+    one = learner(folder / "model")
+    saver = Saver(tmp_path)
+    monkeypatch.setattr(module, "digests", dies)
+    saver.start(one, 1, {})
+    with pytest.raises(CheckpointError, match="step-00000001 not written: its writer ended early"):
+        saver.wait()
+    assert checkpoints(tmp_path) == []
+    monkeypatch.undo()
+    saver.start(one, 1, {})
+    saver.wait()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]
+
+
 def test_a_folder_left_by_a_step_that_was_never_committed_is_replaced(
     folder: Path, tmp_path: Path
 ) -> None:

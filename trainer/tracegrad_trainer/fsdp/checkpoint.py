@@ -85,6 +85,8 @@ class Saver:
             "counters": copy.deepcopy(counters),
         }
         bound = sum(p.numel() * p.element_size() for p in learner.model.parameters())
+        # Until it says otherwise: a thread that dies of what nobody foresaw has written nothing.
+        self._error = "its writer ended early (the log says of what)"
         self._writing = threading.Thread(
             target=self._write, args=(copied, own, bound), name="checkpoint", daemon=True
         )
