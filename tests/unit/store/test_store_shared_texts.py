@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import orjson
 import pytest
 from care_checks import found
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import func, select
 from store_damage import damage
@@ -31,7 +30,7 @@ from tracegrad.store.care import (
     prune,
     redact,
 )
-from tracegrad.store.packing import json_pieces, unpack_json
+from tracegrad.store.packing import Unpacked, json_pieces, pack, unpack_json
 from tracegrad.store.schema import Texts, Turns, TurnTexts
 from tracegrad.store.texts import LONG, Lifting, Repeats
 
@@ -289,6 +288,7 @@ _requests = st.dictionaries(st.sampled_from(["messages", "tools", "model"]), _va
 
 
 @given(st.lists(st.tuples(_requests, _values), min_size=2, max_size=5))
+@example([({}, {"": [prose(1, LONG), 1 - 2**63 - 2]})] * 2)
 @settings(deadline=None, max_examples=200)
 def test_whatever_is_lifted_is_put_back(calls: list[tuple[dict[str, Any], Any]]) -> None:
     repeats = Repeats()
@@ -304,8 +304,7 @@ def test_whatever_is_lifted_is_put_back(calls: list[tuple[dict[str, Any], Any]])
             for step in path[:-1]:
                 place = place[step]
             assert place[path[-1]] is None
-            text = lifting.texts[digest].pieces[0]
-            place[path[-1]] = _read(text)
+            place[path[-1]] = _read(lifting.texts[digest])
         assert back == {"request": request, "response": response}
         # Nothing that repeats and is long stays, but for what is not looked at.
         again = Lifting("again", repeats)
@@ -325,9 +324,9 @@ def _texts(value: Any) -> Iterator[str]:
                 yield from _texts(item)
 
 
-def _read(text: bytes) -> Any:
-    value = orjson.loads(text)
-    assert json_pieces(value).pieces[0] == text
+def _read(text: Unpacked) -> Any:
+    value = unpack_json(pack([text])[0])
+    assert json_pieces(value) == text
     return value
 
 
