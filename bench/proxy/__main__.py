@@ -16,6 +16,7 @@ from pathlib import Path
 
 import uvloop
 
+from bench.pages import clock, parser_of, publish
 from bench.proxy import cells, machine, peers, report
 from bench.proxy.cells import Cell
 from bench.proxy.endurance import Memory, Stored, memory, stored
@@ -24,7 +25,6 @@ from bench.proxy.peers import LITELLM_TWO
 from bench.proxy.rounds import Result, run
 from bench.proxy.servers import HOST, DidNotStart, Server
 
-PAGE = peers.ROOT / "docs" / "bench-proxy.md"
 _PACKAGES = ("uvicorn", "uvloop", "httptools", "aiohttp", "starlette", "orjson", "sqlalchemy")
 
 
@@ -69,21 +69,14 @@ def main() -> None:
         raise SystemExit(1) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text)
+    publish(text, options)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.proxy", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two minutes; writes no page")
+    parser = parser_of("proxy", __doc__, quick="two minutes")
     parser.add_argument("--without-litellm", action="store_true", help="where it cannot be had")
     parser.add_argument("--chunk-tokens", type=int, default=1, help="tokens a chunk of a stream")
-    parser.add_argument("--out", type=Path, help="default: docs/bench-proxy.md, unless --quick")
-    options = parser.parse_args()
-    if options.out is None and not options.quick:
-        options.out = PAGE
-    return options
+    return parser.parse_args()
 
 
 def _start(
@@ -109,11 +102,7 @@ def _start(
 
 
 async def _measure(plan: Plan, servers: dict[str, Server], folder: Path) -> str:
-    start, busy, own = time.monotonic(), machine.busy_s(), _own_cpu_s(servers)
-
-    def say(words: str) -> None:
-        print(f"{time.monotonic() - start:6.0f} s  {words}", file=sys.stderr, flush=True)
-
+    start, busy, own, say = time.monotonic(), machine.busy_s(), _own_cpu_s(servers), clock()
     say("bytes stored")
     sizes: Stored = await stored(servers[peers.OURS], peers.store_path(folder))
     say(f"memory over {plan.soak_calls:,} calls")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from bench.proxy.peers import ROOT
+from bench.pages import ROOT
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bench.pages import ROOT
 from bench.proxy.calls import MODEL
 from bench.proxy.servers import Server, free_port, python
 
@@ -16,7 +17,6 @@ OURS = "tracegrad"
 LITELLM = "LiteLLM"
 LITELLM_TWO = "LiteLLM, 2 workers"
 
-ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "bench"
 # 1.82.7 and 1.82.8 of LiteLLM were malicious uploads: the lock pins a later one by its hash.
 LITELLM_LOCK = Path(__file__).with_name("litellm.txt")

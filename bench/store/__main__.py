@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import resource
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -13,8 +11,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from bench.pages import clock, parser_of, publish
 from bench.proxy import machine
-from bench.proxy.peers import ROOT
 from bench.store import report
 from bench.store.batch import GROUP, batch
 from bench.store.goals import BATCH_ROLLOUTS
@@ -24,7 +22,6 @@ from bench.store.rollouts import LONG, SHORT
 from bench.store.sizes import common, size
 from bench.store.traffic import Cell, traffic
 
-PAGE = ROOT / "docs" / "bench-store.md"
 _PACKAGES = ("sqlalchemy", "psycopg", "zstandard", "orjson")
 
 
@@ -54,33 +51,17 @@ class Plan:
 
 
 def main() -> None:
-    options = _options()
+    options = parser_of("store", __doc__, quick="a smoke").parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-store-"))
     try:
         text = _measure(Plan.of(quick=options.quick), folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.store", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smoke; writes no page")
-    parser.add_argument("--out", type=Path, help="default: docs/bench-store.md, unless --quick")
-    options = parser.parse_args()
-    if options.out is None and not options.quick:
-        options.out = PAGE
-    return options
+    publish(text, options)
 
 
 def _measure(plan: Plan, folder: Path) -> str:
-    start, busy = time.monotonic(), machine.busy_s()
-
-    def say(words: str) -> None:
-        print(f"{time.monotonic() - start:6.0f} s  {words}", file=sys.stderr, flush=True)
-
+    start, busy, say = time.monotonic(), machine.busy_s(), clock()
     written, sizes, shared, batches, growths = [], [], [], [], []
     flush = flush_ms(folder)
     with places(folder) as found:

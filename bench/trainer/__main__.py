@@ -6,7 +6,6 @@ import argparse
 import os
 import resource
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from bench.pages import clock, parser_of, publish
 from bench.proxy import machine
-from bench.proxy.peers import ROOT
 from bench.trainer import report
 from bench.trainer.building import building
 from bench.trainer.head import head_memory
@@ -24,7 +23,6 @@ from bench.trainer.rollouts import LONG, MIXED, Shape, tasks
 from bench.trainer.rounds import measure
 from bench.trainer.work import Work
 
-PAGE = ROOT / "docs" / "bench-trainer.md"
 _PACKAGES = ("torch", "transformers", "trl")
 _GROUP = 4
 # Tokens of one forward of ours, rows of one of TRL's: about as many.
@@ -58,30 +56,19 @@ def main() -> None:
         text = _measure(Plan.of(quick=options.quick), options.threads, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text)
+    publish(text, options)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.trainer", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smoke; writes no page")
-    parser.add_argument("--out", type=Path, help="default: docs/bench-trainer.md, unless --quick")
+    parser = parser_of("trainer", __doc__, quick="a smoke")
     parser.add_argument(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each peer"
     )
-    options = parser.parse_args()
-    if options.out is None and not options.quick:
-        options.out = PAGE
-    return options
+    return parser.parse_args()
 
 
 def _measure(plan: Plan, threads: int, folder: Path) -> str:
-    start, busy = time.monotonic(), machine.busy_s()
-
-    def say(words: str) -> None:
-        print(f"{time.monotonic() - start:6.0f} s  {words}", file=sys.stderr, flush=True)
-
+    start, busy, say = time.monotonic(), machine.busy_s(), clock()
     model = write_model(plan.size, folder / "model")
 
     def work(shape: Shape, groups: int) -> Work:

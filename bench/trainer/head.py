@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.proxy.peers import ROOT
+from bench.pages import ROOT
 from bench.trainer.process import held, high_water
 from tracegrad_trainer.fsdp.head import log_probs
 
