@@ -25,6 +25,10 @@ class History:
         """The last `limit` steps, the oldest of them first."""
         return self._read(select(*_BRIEF).order_by(Steps.step.desc()).limit(limit))[::-1]
 
+    def since(self, step: int) -> list[StepRecord]:
+        """The steps after this one, in order."""
+        return self._read(select(*_BRIEF).where(Steps.step > step).order_by(Steps.step))
+
     def count(self) -> int:
         with self._store.reading() as connection:
             return connection.scalar(select(func.count()).select_from(Steps)) or 0

@@ -9,30 +9,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sqlalchemy import (
-    ColumnElement,
     Connection,
     exc,
-    func,
     insert,
     literal,
     null,
-    or_,
     select,
-    update,
 )
 
 from tracegrad.records import new_id
 from tracegrad.store.again import again
 from tracegrad.store.errors import AlreadyTrained, LedgerError
-from tracegrad.store.samples import samples_of
+from tracegrad.store.leasing import (
+    Ready,
+    end_leases,
+    form_groups,
+    give_out,
+    groups_of,
+    ready_rollouts,
+    take_back,
+    take_back_all,
+    update_rollouts,
+    waiting_tasks,
+)
 from tracegrad.store.schema import Leases, Rollouts, Steps, TurnLedger, Turns
-from tracegrad.store.sql import SCORED, chunks, has_tags, latest_reward, training_state
+from tracegrad.store.sql import SCORED, chunks, has_tags
 from tracegrad.store.store import Store
-from tracegrad.store.views import Group, LeaseRecord, Peek, StepRecord, WaitingTask
+from tracegrad.store.views import Group, LeaseRecord, Peek, StepRecord
 
 # A turn that came in after its rollout was leased; nobody trained on it.
 LATE = "late"
@@ -40,14 +46,6 @@ LATE = "late"
 T = TypeVar("T")
 
 _Fate = tuple[int | None, str | None]  # (step, None) or (None, reason)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    rollout_id: str
-    task_id: str | None
-    finished_at: float
-    reward: float
 
 
 class Ledger:
@@ -81,24 +79,24 @@ class Ledger:
         _check(groups=groups, group_size=group_size, ttl_s=ttl_s)
         lease_id = new_id()
 
-        def take(connection: Connection) -> tuple[float, list[list[_Ready]]]:
+        def take(connection: Connection) -> tuple[float, list[list[Ready]]]:
             now = time.time()  # when its turn has come
             _consume_unscored(connection, tags or {}, now)
-            ready = _ready(connection, tags or {}, now, alone=group_size == 1)
-            chosen = _form_groups(ready, group_size, now - incomplete_after_s)[:groups]
+            ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
+            chosen = form_groups(ready, group_size, now - incomplete_after_s)[:groups]
             if len(chosen) < (groups if at_least is None else at_least):
                 return now, []
-            _give(connection, chosen, lease_id, owner, now, now + ttl_s)
+            give_out(connection, chosen, lease_id, owner, now, now + ttl_s)
             return now, chosen
 
         now, chosen = self._exclusively(take)
         with self._store.reading() as connection:
-            return _groups(connection, chosen, lease_id, now + ttl_s)
+            return groups_of(connection, chosen, lease_id, now + ttl_s)
 
     def ready(self, tags: Mapping[str, str] | None = None) -> int:
         """Rollouts that `lease` could take now: what a sender of tasks holds itself back by."""
         with self._store.reading() as connection:
-            return len(_ready(connection, tags or {}, time.time(), alone=True))
+            return len(ready_rollouts(connection, tags or {}, time.time(), alone=True))
 
     def peek(
         self,
@@ -112,37 +110,30 @@ class Ledger:
         _check(groups=groups, group_size=group_size, ttl_s=1.0)
         with self._store.reading() as connection:
             now = time.time()
-            ready = _ready(connection, tags or {}, now, alone=group_size == 1)
-            formed = _form_groups(ready, group_size, now - incomplete_after_s)
+            ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
+            formed = form_groups(ready, group_size, now - incomplete_after_s)
             grouped = {rollout.rollout_id for group in formed for rollout in group}
             alone = [rollout for rollout in ready if rollout.rollout_id not in grouped]
             return Peek(
-                groups=_groups(connection, formed[:groups], lease_id="", expires_at=now),
+                groups=groups_of(connection, formed[:groups], lease_id="", expires_at=now),
                 more=len(formed[groups:]),
-                waiting=_waiting(connection, alone, tags or {}, now),
+                waiting=waiting_tasks(connection, alone, tags or {}, now),
             )
 
     def release(self, groups: Sequence[Group]) -> None:
         """Give back groups that were not trained; others may lease them at once."""
 
-        def take_back(connection: Connection) -> None:
+        def give_back(connection: Connection) -> None:
             now = time.time()
             for group in groups:
-                _take_back(connection, group, now)
+                take_back(connection, group, now)
 
-        self._exclusively(take_back)
+        self._exclusively(give_back)
 
     def release_owner(self, owner: str) -> int:
         """Give back all that `owner`, who was killed, still has. Returns how many rollouts."""
 
-        def take_back(connection: Connection) -> int:
-            held = (Rollouts.consumed_at.is_(None), Rollouts.lease_owner == owner)
-            mine = Leases.lease_id.in_(select(Rollouts.lease_id).where(*held))
-            _end_leases(connection, time.time(), mine)
-            free = {"lease_id": None, "lease_owner": None, "leased_until": None}
-            return connection.execute(update(Rollouts).where(*held).values(free)).rowcount
-
-        return self._exclusively(take_back)
+        return self._exclusively(lambda connection: take_back_all(connection, owner, time.time()))
 
     def leases(self, rollout_id: str) -> list[LeaseRecord]:
         """Who had it to train on, and how long; the oldest first."""
@@ -235,129 +226,7 @@ def _consume_unscored(connection: Connection, tags: Mapping[str, str], now: floa
         )
         columns = ["turn_id", "step", "skip_reason", "created_at"]
         connection.execute(insert(TurnLedger).from_select(columns, turns))
-    _update_rollouts(connection, ids, {"consumed_at": now})
-
-
-def _ready(
-    connection: Connection, tags: Mapping[str, str], now: float, *, alone: bool
-) -> list[_Ready]:
-    """The oldest first; rollouts without a task only if they may be a group `alone`."""
-    reward = latest_reward()
-    query = (
-        select(Rollouts.rollout_id, Rollouts.task_id, Rollouts.finished_at, reward.label("reward"))
-        .where(
-            Rollouts.consumed_at.is_(None),
-            Rollouts.finished_at.is_not(None),
-            Rollouts.outcome.in_(SCORED),
-            or_(Rollouts.leased_until.is_(None), Rollouts.leased_until <= now),
-            reward.is_not(None),
-            has_tags(tags),
-        )
-        .order_by(Rollouts.finished_at, Rollouts.rollout_id)
-    )
-    if not alone:
-        query = query.where(Rollouts.task_id.is_not(None))
-    return [_Ready(**row) for row in connection.execute(query).mappings()]
-
-
-def _groups(
-    connection: Connection,
-    chosen: Sequence[Sequence[_Ready]],
-    lease_id: str,
-    expires_at: float,
-) -> list[Group]:
-    rewards = {rollout.rollout_id: rollout.reward for group in chosen for rollout in group}
-    samples = samples_of(connection, rewards)
-    return [
-        Group(
-            group_id=group[0].task_id or group[0].rollout_id,
-            lease_id=lease_id,
-            expires_at=expires_at,
-            rollouts=[samples[rollout.rollout_id] for rollout in group],
-        )
-        for group in chosen
-    ]
-
-
-def _waiting(
-    connection: Connection, alone: Sequence[_Ready], tags: Mapping[str, str], now: float
-) -> list[WaitingTask]:
-    """Tasks of ready rollouts that are too few for a group, the longest waiting first."""
-    by_task: dict[str, list[_Ready]] = {}
-    for rollout in alone:
-        by_task.setdefault(rollout.task_id or rollout.rollout_id, []).append(rollout)
-    coming: dict[str, dict[str, int]] = {task_id: {} for task_id in by_task}
-    state = training_state(tags, now).label("state")
-    for some in chunks(list(by_task)):
-        query = (
-            select(Rollouts.task_id, state, func.count())
-            .where(Rollouts.consumed_at.is_(None), Rollouts.task_id.in_(some))
-            .group_by(Rollouts.task_id, state)
-        )
-        for task_id, name, count in connection.execute(query):
-            coming[str(task_id)][name] = count
-    return [
-        WaitingTask(
-            task_id=task_id,
-            ready=[rollout.rollout_id for rollout in rollouts],
-            since=min(rollout.finished_at for rollout in rollouts),
-            open=coming[task_id].get("open", 0),
-            no_reward=coming[task_id].get("no_reward", 0),
-        )
-        for task_id, rollouts in by_task.items()
-    ]
-
-
-def _give(
-    connection: Connection,
-    groups: Sequence[Sequence[_Ready]],
-    lease_id: str,
-    owner: str,
-    now: float,
-    until: float,
-) -> None:
-    ids = [rollout.rollout_id for group in groups for rollout in group]
-    if not ids:
-        return
-    values = {"lease_id": lease_id, "lease_owner": owner, "leased_until": until}
-    _update_rollouts(connection, ids, values)
-    given = {"lease_id": lease_id, "owner": owner, "leased_at": now, "leased_until": until}
-    connection.execute(insert(Leases), [{**given, "rollout_id": name} for name in ids])
-
-
-def _take_back(connection: Connection, group: Group, now: float) -> None:
-    """What the lease still holds of the group."""
-    for ids in chunks([rollout.rollout_id for rollout in group.rollouts]):
-        held = (Rollouts.rollout_id.in_(ids), Rollouts.lease_id == group.lease_id)
-        # SQLite, asked for those that are not consumed, would look through all that are not.
-        query = select(Rollouts.rollout_id, Rollouts.consumed_at).where(*held)
-        rows = connection.execute(query)
-        still = [rollout_id for rollout_id, consumed_at in rows if consumed_at is None]
-        free = {"lease_id": None, "lease_owner": None, "leased_until": None}
-        _update_rollouts(connection, still, free)
-        mine = (Leases.rollout_id.in_(still), Leases.lease_id == group.lease_id)
-        _end_leases(connection, now, *mine)
-
-
-def _end_leases(connection: Connection, now: float, *which: ColumnElement[bool]) -> None:
-    connection.execute(
-        update(Leases).where(Leases.released_at.is_(None), *which).values(released_at=now)
-    )
-
-
-def _form_groups(ready: Sequence[_Ready], size: int, stale_before: float) -> list[list[_Ready]]:
-    """Groups in the order in which their last rollout finished."""
-    by_task: dict[tuple[str, str], list[_Ready]] = {}
-    for rollout in ready:
-        key = ("task", rollout.task_id) if rollout.task_id else ("rollout", rollout.rollout_id)
-        by_task.setdefault(key, []).append(rollout)
-    groups = []
-    for rollouts in by_task.values():
-        for group in chunks(rollouts, size):
-            stale = len(group) >= 2 and group[-1].finished_at < stale_before
-            if len(group) == size or stale:
-                groups.append(list(group))
-    return sorted(groups, key=lambda group: group[-1].finished_at)
+    update_rollouts(connection, ids, {"consumed_at": now})
 
 
 def _record(
@@ -384,9 +253,9 @@ def _record(
     _insert_fates(connection, late)
     now = time.time()
     values = {"consumed_at": now, "consumed_step": step, "leased_until": None}
-    changed = _update_rollouts(connection, list(rollouts), values)
+    changed = update_rollouts(connection, list(rollouts), values)
     for ids in chunks(list(rollouts)):
-        _end_leases(connection, now, Leases.rollout_id.in_(ids), Leases.leased_until > now)
+        end_leases(connection, now, Leases.rollout_id.in_(ids), Leases.leased_until > now)
     if changed != len(set(rollouts)):
         raise LedgerError(f"{len(set(rollouts)) - changed} of the step's rollouts are not stored")
 
@@ -413,15 +282,3 @@ def _insert_fates(connection: Connection, fates: Mapping[str, _Fate]) -> None:
         connection.execute(insert(TurnLedger), rows)
     except exc.IntegrityError as error:
         raise LedgerError(f"the ledger names a turn that is not stored ({error.orig})") from error
-
-
-def _update_rollouts(connection: Connection, ids: Sequence[str], values: Mapping[str, Any]) -> int:
-    """How many there were. They are held in order, as by those who append (`ingest`)."""
-    changed = 0
-    for some in chunks(sorted(set(ids))):
-        query = select(Rollouts.rollout_id).where(Rollouts.rollout_id.in_(some))
-        connection.execute(query.order_by(Rollouts.rollout_id).with_for_update(key_share=True))
-        changed += connection.execute(
-            update(Rollouts).where(Rollouts.rollout_id.in_(some)).values(**values)
-        ).rowcount
-    return changed

@@ -119,3 +119,13 @@ def test_failed_versions_are_told_alone(store: Store) -> None:
     for version, state in enumerate(("serving", "failed", "serving", "failed")):
         store.record_version(PolicyVersion(version, None, state))  # type: ignore[arg-type]
     assert store.failed_versions() == [1, 3]
+
+
+def test_steps_since_one_are_told_once_and_in_order(store: Store) -> None:
+    ledger, history = Ledger(store), History(store)
+    for number in range(1, 31):
+        record = StepRecord(step=number, version=number)
+        ledger.commit_step(record, trained=[], skipped={}, rollouts=[])
+    assert [step.step for step in history.since(0)] == [*range(1, 31)]
+    assert [step.step for step in history.since(28)] == [29, 30]
+    assert history.since(30) == []

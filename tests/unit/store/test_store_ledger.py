@@ -1,4 +1,4 @@
-"""Leases never overlap; a turn is trained at most once; every turn is counted."""
+"""Leases never overlap, and hold all that a trainer needs of their rollouts."""
 
 from __future__ import annotations
 
@@ -7,45 +7,13 @@ import time
 from typing import Any
 
 import pytest
+from ledger_scene import fill, ids, lease, turn_ids
+from ledger_scene import ledger as ledger
 from store_facts import make_turn, whole_rollout
 
 from tracegrad.records import Outcome, RewardGiven, RolloutFinished
-from tracegrad.store import (
-    AlreadyTrained,
-    Group,
-    Ledger,
-    LedgerError,
-    PolicyVersion,
-    StepRecord,
-    Store,
-    TurnCounts,
-)
+from tracegrad.store import Ledger, Store, TurnCounts
 from tracegrad.store.samples import turn_rewards
-
-
-@pytest.fixture
-def ledger(store: Store) -> Ledger:
-    return Ledger(store)
-
-
-def fill(store: Store, tasks: int, size: int, **more: Any) -> None:
-    for task in range(tasks):
-        for n in range(size):
-            at = 1000.0 + 10 * task + n
-            store.append(whole_rollout(f"t{task}.{n}", task=f"t{task}", at=at, **more))
-
-
-def lease(ledger: Ledger, groups: int = 1, size: int = 2, **more: Any) -> list[Group]:
-    wanted: dict[str, Any] = {"owner": "me", "ttl_s": 60.0, "tags": {}} | more
-    return ledger.lease(groups=groups, group_size=size, **wanted)
-
-
-def ids(groups: list[Group]) -> list[list[str]]:
-    return [[rollout.rollout_id for rollout in group.rollouts] for group in groups]
-
-
-def turn_ids(group: Group) -> list[str]:
-    return [turn.turn_id for rollout in group.rollouts for turn in rollout.turns]
 
 
 def test_a_lease_holds_the_oldest_groups_with_all_they_need(store: Store, ledger: Ledger) -> None:
@@ -182,131 +150,6 @@ def test_a_refused_lease_leaves_no_history(store: Store, ledger: Ledger) -> None
     assert ledger.leases("t0.0") == []
 
 
-def test_a_step_commits_with_its_turns(store: Store, ledger: Ledger) -> None:
-    fill(store, tasks=2, size=2)
-    used, dropped = lease(ledger, groups=2)
-    step = StepRecord(
-        step=7, version=8, settings={"lr": 1e-5}, metrics={"loss": 0.5}, checkpoint="ckpt/7"
-    )
-    ledger.commit_step(
-        step,
-        trained=turn_ids(used),
-        skipped=dict.fromkeys(turn_ids(dropped), "equal_rewards"),
-        rollouts=[r.rollout_id for group in (used, dropped) for r in group.rollouts],
-    )
-    assert ledger.last_step() == step
-    assert store.turn_counts() == TurnCounts(8, 4, {"equal_rewards": 4}, {})
-    detail = store.rollout("t0.0")
-    assert {fate.step for fate in detail.fates.values()} == {7}
-    assert (detail.row.state, detail.row.consumed_step, detail.row.trained_turns) == (
-        "consumed",
-        7,
-        2,
-    )
-    assert lease(ledger) == []
-
-
-def test_a_turn_is_trained_once_and_a_second_step_leaves_no_trace(
-    store: Store, ledger: Ledger
-) -> None:
-    fill(store, tasks=2, size=2)
-    [slow] = lease(ledger, ttl_s=0.05)
-    time.sleep(0.1)
-    [quick] = lease(ledger)
-    assert ids([slow]) == ids([quick]), "the slow trainer outlived its lease"
-    names = [r.rollout_id for r in quick.rollouts]
-    ledger.commit_step(
-        StepRecord(step=1, version=1), trained=turn_ids(quick), skipped={}, rollouts=names
-    )
-    [other] = lease(ledger)
-    before = (store.turn_counts(), store.rollouts(), ledger.steps())
-    with pytest.raises(AlreadyTrained, match=r"turn t0\.\d\.\d was trained by step 1 already"):
-        ledger.commit_step(
-            StepRecord(step=2, version=2),
-            trained=[*turn_ids(other), *turn_ids(slow)],
-            skipped={},
-            rollouts=["t1.0", "t1.1", *names],
-        )
-    assert (store.turn_counts(), store.rollouts(), ledger.steps()) == before
-    with pytest.raises(AlreadyTrained, match="trained by step 1"):
-        ledger.commit_skipped({turn_ids(slow)[0]: "stale"}, names)
-
-
-def test_a_step_that_contradicts_itself_is_refused(store: Store, ledger: Ledger) -> None:
-    fill(store, tasks=1, size=2)
-    step = StepRecord(step=1, version=1)
-    names = ["t0.0", "t0.1"]
-    with pytest.raises(LedgerError, match="both trained and skipped"):
-        ledger.commit_step(step, trained=["t0.0.0"], skipped={"t0.0.0": "x"}, rollouts=names)
-    with pytest.raises(LedgerError, match="a turn that is not stored"):
-        ledger.commit_step(step, trained=["nobody"], skipped={}, rollouts=names)
-    with pytest.raises(LedgerError, match="1 of the step's rollouts"):
-        ledger.commit_step(step, trained=["t0.0.0"], skipped={}, rollouts=[*names, "nobody"])
-    assert ledger.last_step() is None
-    assert store.turn_counts().pending == {"waiting": 4}
-    ledger.commit_step(step, trained=["t0.0.0"], skipped={}, rollouts=names)
-    with pytest.raises(LedgerError, match="step 1 is in the ledger already"):
-        ledger.commit_step(step, trained=[], skipped={}, rollouts=[])
-
-
-def test_turns_that_come_late_are_counted(store: Store, ledger: Ledger) -> None:
-    fill(store, tasks=1, size=2)
-    [group] = lease(ledger)
-    store.append([make_turn("during", "t0.0")])
-    ledger.commit_step(
-        StepRecord(step=1, version=1),
-        trained=turn_ids(group),
-        skipped={},
-        rollouts=["t0.0", "t0.1"],
-    )
-    store.append([make_turn("after", "t0.1")])
-    assert store.turn_counts() == TurnCounts(6, 4, {"late": 2}, {})
-
-
-def test_the_counts_always_add_up(store: Store, ledger: Ledger) -> None:
-    train = {"split": "train"}
-    fill(store, tasks=3, size=2, tags=train)
-    store.append(whole_rollout("o", tags=train, outcome=None, turns=1))
-    store.append(whole_rollout("n", tags=train, reward=None, turns=3))
-    store.append(whole_rollout("h", tags={"split": "held_out"}, turns=5))
-    store.append(whole_rollout("e", tags=train, outcome=Outcome.ENV_ERROR, turns=1))
-    first = lease(ledger, tags=train)
-    ledger.commit_step(
-        StepRecord(step=1, version=1),
-        trained=turn_ids(first[0])[:3],
-        skipped={turn_ids(first[0])[3]: "greedy"},
-        rollouts=ids(first)[0],
-    )
-    lease(ledger, tags=train)
-    counts = store.turn_counts(train)
-    assert counts == TurnCounts(
-        captured=22,
-        trained=3,
-        skipped={"greedy": 1, "env_error": 1},
-        pending={"open": 1, "no_reward": 3, "not_selected": 5, "leased": 4, "waiting": 4},
-    )
-    assert counts.captured == counts.trained + sum(counts.skipped.values()) + sum(
-        counts.pending.values()
-    )
-
-
-def test_skipped_groups_need_no_step(store: Store, ledger: Ledger) -> None:
-    fill(store, tasks=1, size=2)
-    [group] = lease(ledger)
-    ledger.commit_skipped(dict.fromkeys(turn_ids(group), "equal_rewards"), ids([group])[0])
-    assert ledger.last_step() is None
-    assert store.turn_counts() == TurnCounts(4, 0, {"equal_rewards": 4}, {})
-
-
-def test_the_last_steps_come_in_order(ledger: Ledger) -> None:
-    for number in (1, 2, 3):
-        ledger.commit_step(
-            StepRecord(step=number, version=number), trained=[], skipped={}, rollouts=[]
-        )
-    assert [step.step for step in ledger.steps(2)] == [2, 3]
-    assert [step.step for step in ledger.steps()] == [1, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [({"groups": 0}, "groups"), ({"size": 0}, "group_size"), ({"ttl_s": 0.0}, "ttl_s")],
@@ -334,44 +177,6 @@ def test_turn_rewards_resolve_and_revise() -> None:
     assert turn_rewards(events, 3) == {0: 2, 2: 5}
 
 
-def test_versions_are_kept_by_number(store: Store) -> None:
-    assert store.current_version() is None
-    store.record_version(PolicyVersion(0, None, "serving", 1.0))
-    store.record_version(PolicyVersion(1, 1, "pushing", 2.0))
-    assert store.current_version() == 0
-    done = PolicyVersion(1, 1, "serving", 3.0, {"push_s": 0.5})
-    store.record_version(done)
-    store.record_version(PolicyVersion(2, 2, "failed", 4.0))
-    assert store.current_version() == 1
-    assert [version.state for version in store.versions()] == ["serving", "serving", "failed"]
-    assert store.versions()[1] == done
-
-
-def test_all_that_became_of_a_version_is_kept_in_order(store: Store) -> None:
-    events = [
-        PolicyVersion(1, 1, "pushing", 2.0),
-        PolicyVersion(1, 1, "failed", 5.0, {"why": "it does not agree"}),
-        PolicyVersion(1, 1, "pushing", 4.0),  # clocks may go back
-        PolicyVersion(1, 2, "serving", 6.0),
-    ]
-    store.record_version(PolicyVersion(0, None, "serving", 1.0))
-    for event in events:
-        store.record_version(event)
-    assert store.version_events(1) == events
-    assert store.versions()[1] == events[-1]
-    assert len(store.version_events(0)) == 1
-    assert store.version_events(7) == []
-
-
-def test_the_reward_curve_shows_scored_rollouts_by_finish(store: Store) -> None:
-    store.append(whole_rollout("b", at=20, reward=0.5, version=3, tags={"split": "train"}))
-    store.append(whole_rollout("a", at=10, reward=0.25, version=2, tags={"split": "train"}))
-    store.append(whole_rollout("x", at=5, reward=1.0, outcome=Outcome.INFRA_ERROR))
-    store.append(whole_rollout("y", at=6, reward=1.0, turns=0))
-    assert store.reward_curve({"split": "train"}) == [(11, 0.25, 2), (21, 0.5, 3)]
-    assert store.reward_curve() == [(7, 1.0, None), (11, 0.25, 2), (21, 0.5, 3)]
-
-
 def test_finish_without_an_opening_can_be_trained(store: Store, ledger: Ledger) -> None:
     store.append([make_turn("t", "r"), RewardGiven(rollout_id="r", value=math.pi)])
     store.append([RolloutFinished(rollout_id="r")])
@@ -390,12 +195,3 @@ def test_leases_of_an_owner_who_was_killed_are_free_at_once(store: Store) -> Non
     again = ledger.lease(groups=2, group_size=1, owner="next", ttl_s=600)
     assert [rollout.rollout_id for group in again for rollout in group.rollouts] == ids
     assert [lease.state(time.time()) for lease in ledger.leases(ids[0])] == ["released", "held"]
-
-
-def test_a_step_says_what_it_was_made_of(store: Store) -> None:
-    batch = {"groups": [{"group_id": "g", "rollouts": []}], "ranks": 2}
-    ledger = Ledger(store)
-    for number, made_of in ((1, batch), (2, None)):
-        step = StepRecord(step=number, version=number, batch=made_of)
-        ledger.commit_step(step, trained=[], skipped={}, rollouts=[])
-    assert [step.batch for step in ledger.steps()] == [batch, None]

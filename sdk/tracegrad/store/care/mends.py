@@ -21,6 +21,7 @@ from sqlalchemy import (
 from tracegrad.store.care.checks_ledger import expired, unconsumed, unknown_keys
 from tracegrad.store.care.findings import Finding
 from tracegrad.store.care.removals import MENDS, record
+from tracegrad.store.leasing import FREE
 from tracegrad.store.schema import (
     Base,
     Leases,
@@ -109,8 +110,7 @@ def _leases(connection: Connection) -> int:
         )
         .values(released_at=now)
     )
-    free = {"lease_id": None, "lease_owner": None, "leased_until": None}
-    return connection.execute(update(Rollouts).where(expired(now)).values(free)).rowcount
+    return connection.execute(update(Rollouts).where(expired(now)).values(FREE)).rowcount
 
 
 def _keys(connection: Connection) -> int:
