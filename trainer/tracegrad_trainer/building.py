@@ -7,13 +7,15 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tracegrad_trainer.fsdp import Learner, build_model, lora, shard, value
+from tracegrad_trainer.fsdp import Learner, OptimSettings, build_model, lora, shard, value
 from tracegrad_trainer.fsdp.reference import build_reference
 from tracegrad_trainer.settings import TrainerSettings
 
 
-def build_learner(settings: TrainerSettings, mesh: DeviceMesh) -> Learner:
-    """On all ranks; as it is before its first step.
+def build_learner(
+    settings: TrainerSettings, mesh: DeviceMesh, optim: OptimSettings | None = None
+) -> Learner:
+    """On all ranks; as it is before its first step. `optim` instead of the settings' own.
 
     Raises:
         ValueError: there is no such model, or it cannot be trained with these settings.
@@ -30,7 +32,7 @@ def build_learner(settings: TrainerSettings, mesh: DeviceMesh) -> Learner:
         shard(model, mesh, settings.fsdp),
         mesh,
         settings.objective,
-        settings.optim,
+        optim or settings.optim,
         reshard=settings.fsdp.reshard,
         reference=reference,
     )

@@ -17,6 +17,13 @@ _ROOT_CAUSE = re.compile(
 )
 
 
+def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:
+    """The command that runs a module on so many ranks of this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", "--max-restarts=0", "--module", module]
+    return [*command, *arguments]
+
+
 class Ranks(Child):
     """Processes of `program` (a module); `resolved` is the file of settings that they read."""
 
@@ -28,9 +35,7 @@ class Ranks(Child):
         program: str = "tracegrad_trainer.worker",
         arguments: Sequence[str] = (),
     ) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={settings.ranks}", "--max-restarts=0"]
-        command += ["--module", program, str(resolved), *arguments]
+        command = torchrun(settings.ranks, program, str(resolved), *arguments)
         # The file of settings has no keys in it.
         key = settings.proxy.admin_key
         env = {"TRACEGRAD_API_KEY": key.get_secret_value()} if key else None

@@ -41,26 +41,40 @@ Program = Callable[[TrainerSettings, ExitStack, Stop], None]
 
 
 def run_rank(settings_file: str, program: Program) -> int:
-    """The exit code; where it fails, one line says why.
+    """The exit code; where it fails, one line and the run's state say why.
 
     `settings_file` is JSON as resolved settings are written, or TOML.
     """
+    settings: TrainerSettings | None = None
+
+    def work(stack: ExitStack, stop: Stop) -> None:
+        nonlocal settings
+        settings = read_settings(Path(settings_file))
+        program(settings, stack, stop)
+
+    def failed(line: str) -> None:
+        if settings is not None:
+            RunState(settings.state_dir, "ranks").update(stage="failed", error=line)
+
+    return as_rank(work, failed=failed)
+
+
+def as_rank(work: Callable[[ExitStack, Stop], None], *, failed: Callable[[str], None]) -> int:
+    """The exit code of a rank that does `work`; rank 0 calls `failed` with what went wrong."""
     # The launcher may be killed; a rank that waits in a collective would notice neither that nor
     # a SIGTERM, whose handler Python runs only when the collective is over.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    settings: TrainerSettings | None = None
     stop = Stop()
     try:
-        settings = read_settings(Path(settings_file))
         with ExitStack() as stack:
             stop.listen()
-            program(settings, stack, stop)
+            work(stack, stop)
     except RankZeroError:
         return 1  # rank 0 says why
     except (CheckpointError, PushFailed, StoreError, ValueError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        if settings is not None and os.environ.get("RANK", "0") == "0":
-            RunState(settings.state_dir, "ranks").update(stage="failed", error=str(error))
+        if os.environ.get("RANK", "0") == "0":
+            failed(str(error))
         return 1
     return 0
 

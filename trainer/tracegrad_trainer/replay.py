@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,12 +22,13 @@ from pydantic import ValidationError
 from tracegrad.records import Json
 from tracegrad.store import Store
 from tracegrad_trainer.children import Child, ChildError
+from tracegrad_trainer.launcher import torchrun
 from tracegrad_trainer.metrics.names import metric
 from tracegrad_trainer.objectives import PRESETS
 from tracegrad_trainer.replay_record import Recorded, ReplayError, read, settings_of
 from tracegrad_trainer.replay_run import Job, Ran, run_here
 from tracegrad_trainer.replay_turns import TurnShare
-from tracegrad_trainer.settings import TrainerSettings
+from tracegrad_trainer.settings import SettingsError, TrainerSettings, apply_set
 
 # Tables of settings that another run of the same turns may change.
 CHANGEABLE = ("objective", "optim", "batches", "fsdp")
@@ -147,9 +147,7 @@ def run(job: Job) -> list[Ran]:
     with tempfile.TemporaryDirectory(prefix="tracegrad-replay-") as folder:
         path = Path(folder) / "job"
         path.write_bytes(pickle.dumps(job))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={ranks}", "--max-restarts=0"]
-        command += ["--module", "tracegrad_trainer.replay_rank", str(path)]
+        command = torchrun(ranks, "tracegrad_trainer.replay_rank", str(path))
         env = {"OMP_NUM_THREADS": str(job.recorded.batch.threads)}
         child = Child("replay", command, log=Path(folder) / "log", env=env)
         child.start()
@@ -177,10 +175,7 @@ def changed(stored: Json, asked: Asked) -> Json:
         found["objective"] = {"preset": asked.preset}
     for change in asked.sets:
         name, equals, text = change.partition("=")
-        table, _, leaf = name.partition(".")
-        if not equals or not leaf:
-            raise ReplayError(f"--set {change!r}: write it as table.name=value")
-        if table not in CHANGEABLE:
+        if equals and name.partition(".")[0] not in CHANGEABLE:
             raise ReplayError(
                 f"--set {change!r}: the turns are as they were recorded; what may change is in"
                 f" {', '.join(CHANGEABLE)}"
@@ -188,9 +183,9 @@ def changed(stored: Json, asked: Asked) -> Json:
         if name == "objective.preset":
             raise ReplayError(f"--set {change!r}: say --preset {text}")
         try:
-            found[table][leaf] = json.loads(text)
-        except ValueError:
-            found[table][leaf] = text
+            apply_set(found, change)
+        except SettingsError as error:
+            raise ReplayError(str(error)) from None
     return found
 
 

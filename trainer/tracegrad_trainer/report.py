@@ -13,6 +13,9 @@ from tracegrad.records import Json
 from tracegrad.store import StepRecord
 from tracegrad_trainer.status import Status
 
+# What the trainer's log says in full: see `StepResult.mismatch`.
+MISMATCH = " TOO LARGE: serving and training engine disagree (ranks.log)"
+
 
 def step_line(step: StepRecord) -> str:
     """`step 7 → version 7 · reward 0.61 · 128 rollouts, 241 turns · gap 3.1e-06 · 5.9 s (...)`"""
@@ -21,7 +24,7 @@ def step_line(step: StepRecord) -> str:
         f"step {step.step} → version {step.version}",
         f"reward {m.get('reward_mean', 0):.2f}",
         f"{m.get('rollouts', 0):.0f} rollouts, {m.get('turns_trained', 0):.0f} turns trained",
-        f"gap {m.get('gap_max', 0):.1e}",
+        f"gap {m.get('gap_max', 0):.1e}{MISMATCH if m.get('mismatch') else ''}",
         shares(m.get("seconds", {})),
     ]
     return " · ".join(part for part in parts if part)

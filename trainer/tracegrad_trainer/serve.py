@@ -21,11 +21,12 @@ from typing import IO, NoReturn
 
 from rich.console import Console
 
-from tracegrad.store import History, Ledger, Store, StoreError
+from tracegrad.store import Store, StoreError
 from tracegrad_trainer.children import Child, ChildError, answers
 from tracegrad_trainer.endpoint.process import VllmProcess
 from tracegrad_trainer.fsdp import CheckpointError
 from tracegrad_trainer.launcher import Ranks
+from tracegrad_trainer.news import News
 from tracegrad_trainer.preflight import check_before_training
 from tracegrad_trainer.report import step_line
 from tracegrad_trainer.run_state import RunState, forget_state, read_state
@@ -134,15 +135,11 @@ class Stack:
     def watch(self) -> None:
         """Prints a line a step, until the ranks are done or a part dies (ChildError)."""
         assert self.store is not None
-        history = History(self.store)
-        last = Ledger(self.store).last_step()
-        shown = last.step if last else 0
+        news = News(self.store)
         while True:
             finished = self.children[-1].exit_code() == 0
-            for step in history.steps(limit=20):
-                if step.step > shown:
-                    self.console.print(step_line(step), highlight=False)
-                    shown = step.step
+            for step in news.steps():
+                self.console.print(step_line(step), highlight=False)
             if finished:
                 return
             self._check()

@@ -201,7 +201,7 @@ def load(config: Path | None = None, overrides: list[str] | None = None) -> Trai
     file = _read_toml(config)
     flags: dict[str, Any] = {}
     for override in overrides or []:
-        _apply(flags, override)
+        apply_set(flags, override)
 
     class Loaded(TrainerSettings):
         # Sources are a matter of the class; this one's file is known only now.
@@ -253,14 +253,19 @@ def _read_toml(config: Path | None) -> dict[str, Any]:
         raise SettingsError(f"{path}: {error}") from None
 
 
-def _apply(table: dict[str, Any], override: str) -> None:
-    """`optim.lr=1e-4` into the nested table; the value is JSON where it reads as JSON."""
+def apply_set(table: dict[str, Any], override: str) -> None:
+    """`optim.lr=1e-4` into the nested table; the value is JSON where it reads as JSON.
+
+    Raises SettingsError.
+    """
     name, equals, text = override.partition("=")
     if not equals or not name:
         raise SettingsError(f"--set {override!r}: write it as table.name=value")
     *tables, leaf = name.split(".")
     for key in tables:
-        table = table.setdefault(key, {})
+        if table.get(key) is None:  # null too: a table that was left out
+            table[key] = {}
+        table = table[key]
         if not isinstance(table, dict):
             raise SettingsError(f"--set {override!r}: {key} is not a table")
     try:

@@ -10,10 +10,7 @@ command again goes on where the one before was stopped or killed, and ends with 
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,28 +18,24 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tracegrad.store import Store, StoreError
+from tracegrad.store import Store
 from tracegrad_trainer.batches import Row, mismatched
+from tracegrad_trainer.building import build_learner
 from tracegrad_trainer.fsdp import (
-    CheckpointError,
-    Learner,
     OptimSettings,
-    build_model,
     checkpoints,
     load_checkpoint,
     lora,
     save_hf,
-    shard,
     start_ranks,
     stop_ranks,
     train_batch,
 )
 from tracegrad_trainer.fsdp.checkpoint import Saver
 from tracegrad_trainer.fsdp.randomness import seed_all
-from tracegrad_trainer.fsdp.reference import build_reference
 from tracegrad_trainer.metrics import Sinks
-from tracegrad_trainer.rank_program import PR_SET_PDEATHSIG, Stop
-from tracegrad_trainer.ranks import RankZeroError, decide, leads
+from tracegrad_trainer.rank_program import as_rank
+from tracegrad_trainer.ranks import decide, leads
 
 from .sft_choose import choose
 from .sft_measure import measure
@@ -97,17 +90,7 @@ class Sft:
         stack.callback(stop_ranks)
         seed_all(trainer.seed + mesh.get_local_rank())
         self.outline = decide(lambda: self._prepare(stack))
-        reference = None
-        if "reference" in trainer.objective.needs and (trainer.reference or not trainer.fsdp.lora):
-            reference = build_reference(trainer.reference_folder, mesh, trainer.fsdp)
-        self.learner = Learner(
-            shard(build_model(trainer.model, trainer.fsdp), mesh, trainer.fsdp),
-            mesh,
-            trainer.objective,
-            self._optim(),
-            reshard=trainer.fsdp.reshard,
-            reference=reference,
-        )
+        self.learner = build_learner(trainer, mesh, self._optim())
         self.saver = Saver(self.outline.folder / "checkpoints")
 
     def _prepare(self, stack: ExitStack) -> Outline:
@@ -210,22 +193,11 @@ class Sft:
 
 def main(arguments: list[str]) -> int:
     """0: the model is written, or it was told to stop; 1: it failed, and one line says why."""
-    # A rank that waits in a collective would notice neither a killed launcher nor a SIGTERM.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     settings = SftSettings.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
-    stop = Stop()
-    try:
-        with ExitStack() as stack:
-            stop.listen()
-            Sft(settings, stack, stop).run()
-    except RankZeroError:
-        return 1  # rank 0 says why
-    except (CheckpointError, StoreError, ValueError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        if os.environ.get("RANK", "0") == "0":
-            Report(settings.runs, settings.told).failed(str(error))
-        return 1
-    return 0
+    return as_rank(
+        lambda stack, stop: Sft(settings, stack, stop).run(),
+        failed=Report(settings.runs, settings.told).failed,
+    )
 
 
 if __name__ == "__main__":

@@ -16,17 +16,11 @@ from tracegrad.records import Outcome, Turn
 from tracegrad.store import RolloutFilter, Store
 from tracegrad.store.copies import RolloutCopy, rollout_copies
 from tracegrad.transfer.teacher import NO_TOKENS
+from tracegrad_trainer.batches.filters import OF_SAMPLING
 from tracegrad_trainer.batches.predicate import ask
 
 from .sft_text import Writer, written
 
-# A policy gradient needs tokens as the policy samples them; imitation takes any that were said.
-_SAMPLED_OTHERWISE = frozenset(
-    {
-        *("greedy", "sampling_truncated", "sampling_penalised", "constrained"),
-        *("no_logprobs", "version_unknown"),
-    }
-)
 _CUT_SHORT = frozenset({"length", "abort", "content_filter"})
 
 
@@ -122,7 +116,7 @@ def _turns(
 ) -> Iterator[Turn]:
     for turn in copy.turns:
         if not _is_text(turn) or writer is None:
-            why = turn.untrainable if turn.untrainable not in _SAMPLED_OTHERWISE else None
+            why = turn.untrainable if turn.untrainable not in OF_SAMPLING else None
             yield _experts(turn, why or masked.get(turn.turn_id))
     if writer is not None and any(map(_is_text, copy.turns)):
         said, left_out = written(copy.turns, writer)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tracegrad_trainer.batches import MicroBatch, Row, pack
+from tracegrad_trainer.batches import MicroBatch, Row
 from tracegrad_trainer.fsdp import Learner
 from tracegrad_trainer.fsdp.prepass import reference_logprobs
+from tracegrad_trainer.fsdp.ranks import deal
 
 from .sft_settings import Preset
 
@@ -32,13 +33,7 @@ def measure(
     learner: Learner, rows: Sequence[Row] | None, preset: Preset, *, budget: int
 ) -> Measured:
     """Of rank 0's `rows` (None on the others); every rank calls, and all learn the same."""
-    shares: list[list[MicroBatch]] | None = None
-    if dist.get_rank() == 0:
-        assert rows is not None
-        shares = pack(rows, ranks=learner.mesh.size(), budget=budget)
-    received: list[list[MicroBatch]] = [[]]
-    dist.scatter_object_list(received, shares, src=0)
-    batches = received[0]
+    batches, _ = deal(rows, budget=budget)
     now = learner.logprobs(batches)
     before = now if preset == "sft" else _reference(learner, batches)
     total = torch.zeros(3, dtype=torch.float64)  # loss, right, how many

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from tracegrad.store import History, Ledger, StepRecord, Store, StoreError
+from tracegrad.store import StepRecord, Store, StoreError
 from tracegrad_trainer.children import Child, ChildError
 from tracegrad_trainer.launcher import Ranks
+from tracegrad_trainer.news import News
 from tracegrad_trainer.preflight import check_groups
 from tracegrad_trainer.report import step_line
 from tracegrad_trainer.run_state import forget_state, read_state
@@ -83,15 +84,11 @@ def _run(
 
 def _watch(ranks: Child, store: Store, tell: Callable[[StepRecord], None]) -> None:
     """Tells of each step, until the ranks are done or one dies (ChildError)."""
-    history = History(store)
-    last = Ledger(store).last_step()
-    shown = last.step if last else 0
+    news = News(store)
     while True:
         finished = ranks.exit_code() == 0
-        for record in history.steps(limit=20):
-            if record.step > shown:
-                tell(record)
-                shown = record.step
+        for record in news.steps():
+            tell(record)
         if finished:
             return
         ranks.check()

@@ -51,10 +51,10 @@ def test_a_judge_is_found_by_its_import_path_and_sees_the_whole_group() -> None:
 @pytest.mark.parametrize(
     ("path", "wrong"),
     [
-        ("ranks", "is not an import path: package.module:function"),
+        ("ranks", "judge 'ranks': write package.module:function"),
         ("no_such_module_here:ranks", "cannot be imported: No module named"),
         ("test_advantages_rewards:nothing", "cannot be imported"),
-        ("test_advantages_rewards:DAPO", "is not a function"),
+        ("test_advantages_rewards:DAPO", "is a dict, not a function"),
     ],
 )
 def test_a_judge_that_is_not_there_is_one_clear_error(path: str, wrong: str) -> None:

@@ -302,5 +302,5 @@ def test_a_judges_rewards_are_stored_and_used(make: Make) -> None:
 
 
 def test_a_judge_that_is_not_there_is_one_line(make: Make) -> None:
-    with pytest.raises(ValueError, match="judge = 'nowhere:judge'"):
+    with pytest.raises(ValueError, match="judge 'nowhere:judge' cannot be imported"):
         make(objective__judge="nowhere:judge")

@@ -282,6 +282,19 @@ def test_rollouts_that_stand_alone_need_an_advantage_that_does_not_compare(
     assert alone.batches.group_size == 1
 
 
+def test_an_attention_that_is_unknown_is_refused_before_anything_starts(
+    model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SettingsError, match=r"fsdp\.attention: .*'auto', 'packed', 'varlen'"):
+        settings_of(model, tmp_path, fsdp__attention="flahs")
+
+
+def test_tables_that_were_left_out_can_be_set(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path, fsdp__lora__rank=4)
+    assert settings.fsdp.lora is not None
+    assert (settings.fsdp.lora.rank, settings.fsdp.lora.alpha) == (4, 32)
+
+
 def test_a_part_of_ones_own_lies_where_the_command_is_run(model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def loss(tokens, log_ratio, settings):\n"

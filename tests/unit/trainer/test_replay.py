@@ -163,6 +163,8 @@ def test_pulls_say_what_the_step_does_to_each_turn(run: Run) -> None:
         ({"preset": "dpo"}, r"^dpo: it learns from pairs, and a step was made of groups"),
         ({"sets": ["data.tags={}"]}, r"what may change is in objective, optim, batches, fsdp$"),
         ({"sets": ["objective.preset=dapo"]}, r"say --preset dapo$"),
+        ({"sets": ["fsdp.lora.rnk=4"]}, r"^fsdp\.lora\.rnk=4: fsdp\.lora\.rnk: Extra inputs"),
+        ({"sets": ["optim.lr.x=1"]}, r"lr is not a table$"),
         ({"sets": ["clip"]}, r"write it as table\.name=value$"),
         ({"sets": ["objective.clip_high=-1"]}, r"^clip_high=-1: objective\.clip_high: .*greater"),
         ({"sets": ["objective.clip_top=1"]}, r"objective\.clip_top: Extra inputs"),

@@ -13,6 +13,8 @@ import pytest
 from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
 from tracegrad_trainer.children import Child, ChildError
 from tracegrad_trainer.launcher import Ranks
+from tracegrad_trainer.news import News
+from tracegrad_trainer.report import step_line
 from tracegrad_trainer.run_state import RunState, forget_state, read_state
 from tracegrad_trainer.status import status
 
@@ -30,6 +32,29 @@ def test_the_newest_steps_come_first(tmp_path: Path) -> None:
     assert found.steps_total == found.version == 12
     assert found.seconds == {"train": 12.0}
     assert found.stage == "stopped"
+
+
+def test_each_step_is_news_once_however_many_come_between(tmp_path: Path) -> None:
+    with Store.open(f"sqlite:///{tmp_path}/store.db") as store:
+
+        def commit(*numbers: int) -> None:
+            for number in numbers:
+                record = StepRecord(step=number, version=number)
+                Ledger(store).commit_step(record, trained=[], skipped={}, rollouts=[])
+
+        commit(1, 2)
+        news = News(store)
+        assert news.steps() == []
+        commit(*range(3, 53))
+        assert [step.step for step in news.steps()] == [*range(3, 53)]
+        assert news.steps() == []
+
+
+def test_a_mismatch_after_a_push_is_loud() -> None:
+    step = StepRecord(step=7, version=8, metrics={"gap_max": 4.6, "mismatch": 1.0})
+    assert "gap 4.6e+00 TOO LARGE: serving and training engine disagree" in step_line(step)
+    quiet = StepRecord(step=7, version=8, metrics={"gap_max": 3e-6, "mismatch": 0.0})
+    assert "TOO LARGE" not in step_line(quiet)
 
 
 def test_a_process_that_is_gone_does_not_run(tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from exactness_ranks import Layout, made, others, share
 from fsdp_ranks import VERSION
-from learn_samples import rows, tiny_model
+from learn_samples import VOCABULARY, rows, tiny_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from support.tiny_model import tiny_sizes
 from tracegrad_trainer.batches import micro_batch, mismatched, pack
 from tracegrad_trainer.fsdp import (
     FsdpSettings,
@@ -258,17 +259,8 @@ def test_frozen_weights_and_idle_experts_cost_less(folder: Path) -> None:
     model.requires_grad_(False)
     frozen = flops(model, batch)
     assert 0.6 < frozen / whole < 0.75
-    config = Qwen3MoeConfig(
-        vocab_size=61,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-    )
+    mixture = {"num_experts": 8, "moe_intermediate_size": 16, "num_hidden_layers": 1}
+    config = Qwen3MoeConfig(**tiny_sizes(VOCABULARY, head_dim=8, **mixture))
 
     def experts(used: int) -> float:
         config.num_experts_per_tok = used

@@ -24,7 +24,7 @@ from .rollouts import (
 from .settings import BatchSettings
 
 # `Turn.untrainable` for the sake of how it was sampled: an expert's turn was not.
-_OF_SAMPLING = frozenset(
+OF_SAMPLING = frozenset(
     {
         *("greedy", "sampling_truncated", "sampling_penalised", "constrained"),
         *("no_logprobs", "version_unknown"),
@@ -45,7 +45,7 @@ def turn_reason(
     have any log-probabilities, versions and sampling settings: nothing reads them.
     """
     expert = is_expert(turn)
-    if turn.untrainable is not None and not (expert and turn.untrainable in _OF_SAMPLING):
+    if turn.untrainable is not None and not (expert and turn.untrainable in OF_SAMPLING):
         return turn.untrainable
     if not turn.completion_token_ids:
         return "no_tokens"

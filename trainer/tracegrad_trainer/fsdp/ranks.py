@@ -62,17 +62,23 @@ def train_batch(
     `mismatched` (rank 0's too) as in `Learner.train`. `StepResult.dropped` are indices into
     `rows`; the metrics say how well they were packed, too.
     """
-    shares: list[tuple[list[MicroBatch], list[MicroBatch], dict[str, float]]] | None = None
+    own, how_packed = deal(rows, budget=budget)
+    looked_at: list[MicroBatch] = []
+    if "kto_z" in learner.objective.needs:
+        looked_at, _ = deal(mismatched, budget=budget)
+    done = learner.train(own, version=version, mismatched=looked_at)
+    return replace(done, metrics=how_packed | done.metrics)
+
+
+def deal(rows: Sequence[Row] | None, *, budget: int) -> tuple[list[MicroBatch], dict[str, float]]:
+    """This rank's share of rank 0's `rows` (None on the others), and how well all were packed."""
+    shares: list[tuple[list[MicroBatch], dict[str, float]]] | None = None
     if dist.get_rank() == 0:
         assert rows is not None
-        ranks = learner.mesh.size()
-        # Without mismatched rows, no forwards for them either.
-        looked_at = pack(mismatched, ranks=ranks, budget=budget) if mismatched else [[]] * ranks
-        packed = pack(rows, ranks=ranks, budget=budget)
+        packed = pack(rows, ranks=dist.get_world_size(), budget=budget)
         stats = packing_stats(packed, budget=budget)
-        shares = list(zip(packed, looked_at, [stats] * ranks, strict=True))
+        shares = [(share, stats) for share in packed]
     received: list[Any] = [None]
     dist.scatter_object_list(received, shares, src=0)
-    own, looked_at_here, how_packed = received[0]
-    done = learner.train(own, version=version, mismatched=looked_at_here)
-    return replace(done, metrics=how_packed | done.metrics)
+    found: tuple[list[MicroBatch], dict[str, float]] = received[0]
+    return found

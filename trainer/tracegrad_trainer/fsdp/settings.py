@@ -30,10 +30,12 @@ class FsdpSettings(BaseModel):
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of forward and backward; weights and optimizer stay float32"
     )
-    attention: str = Field(
+    attention: Literal[
+        "auto", "packed", "varlen", "sdpa", "eager", "flash_attention_2", "flash_attention_3"
+    ] = Field(
         "auto",
-        description="packed or varlen (ours), or of transformers: sdpa, eager, flash_attention_2,"
-        " ...; auto: varlen on CUDA in bfloat16, else packed",
+        description="packed or varlen (ours), or one of transformers; auto: varlen on CUDA in"
+        " bfloat16, else packed",
     )
     gradient_checkpointing: bool = Field(
         False, description="keep only each block's input and compute the rest again in backward"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import pkgutil
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+from .registry import is_own, own_part
 
 
 class Compared(Protocol):
@@ -26,16 +27,9 @@ def load_judge(path: str) -> Judge:
     Raises:
         ValueError: there is no such function.
     """
-    if ":" not in path:
-        raise ValueError(f"judge = {path!r} is not an import path: package.module:function")
-    try:
-        found = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"judge = {path!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise ValueError(f"judge = {path!r} is not a function")
-    judge: Judge = found
-    return judge
+    if not is_own(path):
+        raise ValueError(f"judge {path!r}: write package.module:function")
+    return cast(Judge, own_part("judge", path))
 
 
 def judge_group(judge: Judge, group: Compared) -> list[float]:
