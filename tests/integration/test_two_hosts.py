@@ -18,7 +18,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from support import postgres
+from support import debian, postgres
 from support.prepared_run import fill, save_smallest_model, settings_of
 from support.proxy_rig import eventually
 from support.step_range import fates, log_of, made, same, state_of, step_runs
@@ -36,7 +36,7 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
-        return "network namespaces need iproute2 (ip)"
+        debian.install("iproute2")
     name = f"tg-try-{uuid.uuid4().hex[:6]}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if made.returncode != 0:

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psycopg
 
+from . import debian
+
 PROGRAMS = Path("/usr/lib/postgresql")
 _ROLE = "tests"
 # What the tests are about is not how fast a disk is: only the fault tests flush for real.
@@ -45,11 +47,7 @@ rm -rf -- "$1"
 def programs() -> Path:
     """Where `initdb` and `postgres` are. Installs Debian's package where it may and must."""
     if not list(PROGRAMS.glob("*/bin/initdb")):
-        if os.geteuid() != 0 or shutil.which("apt-get") is None:
-            raise RuntimeError("the tests need PostgreSQL: apt-get install postgresql")
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        for command in (["update", "-q"], ["install", "-qy", "postgresql"]):
-            subprocess.run(["apt-get", *command], check=True, env=environment, timeout=600)
+        debian.install("postgresql")
     return max(PROGRAMS.glob("*/bin"), key=lambda path: float(path.parent.name))
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from support.tiny_model import tiny_tokenizer
+from support.tiny_model import tiny_qwen3, tiny_tokenizer
 from tracegrad.records import (
     Fact,
     Outcome,
@@ -40,23 +37,8 @@ SMALL: dict[str, object] = {
 def save_smallest_model(folder: Path, *, seed: int = 0) -> Path:
     """A Qwen3 that makes a step in some 20 ms, with a tokenizer."""
     tokenizer = tiny_tokenizer()
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        eos_token_id=2,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    model = tiny_qwen3(len(tokenizer), seed=seed, eos_token_id=2, pad_token_id=0)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -112,6 +112,29 @@ def tiny_model(
     return model.float().eval()
 
 
+def tiny_sizes(vocabulary: int, **changes: Any) -> dict[str, Any]:
+    """What a config of any family says for a model that makes a step in some 20 ms."""
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+    }
+    return sizes | changes
+
+
+def tiny_qwen3(vocabulary: int, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A Qwen3 of these sizes, with grouped heads."""
+    torch.manual_seed(seed)
+    model: PreTrainedModel
+    model = Qwen3ForCausalLM(Qwen3Config(**tiny_sizes(vocabulary, head_dim=8, **changes)))
+    return model
+
+
 def save_tiny_model(path: Path, *, seed: int = 0, tied: bool = True, moe: bool = False) -> Path:
     """Writes a checkpoint folder (weights, config, tokenizer) that vLLM and transformers load."""
     tokenizer = tiny_tokenizer()

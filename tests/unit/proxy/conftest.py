@@ -1,11 +1,14 @@
-"""The real proxy under uvicorn on a loopback port, a real store, a mock engine behind."""
+"""The real proxy under uvicorn on a loopback port, a real store, a mock engine behind; and, for
+tests of the upstreams alone, plain engines and providers that do as the test says."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -13,9 +16,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from litellm_scene import Provider, Teacher
+from upstreams_scene import Pool
+
 from support.mock_engine import MockEngine
+from support.plain_engine import PlainEngine
 from support.proxy_rig import EngineServer, HeldWriter, serving
 from tracegrad.proxy import create_app
+from tracegrad.proxy.upstreams import Upstreams
+from tracegrad.proxy.upstreams.litellm import LiteLLM
 from tracegrad.records import Turn
 from tracegrad.settings import ProxySettings
 from tracegrad.store import Store, Writer
@@ -89,3 +98,50 @@ def turns(store: Store) -> Callable[..., list[Turn]]:
         return store.rollout_turns(rollout_id)
 
     return read
+
+
+# Upstreams without a proxy
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[list[PlainEngine]]:
+    started = [await PlainEngine().start() for _ in range(2)]
+    yield started
+    for engine in started:
+        engine.kill()
+
+
+@pytest.fixture
+async def pool(engines: list[PlainEngine]) -> AsyncIterator[Pool]:
+    """Makes an open pool of the first `count` engines."""
+    async with AsyncExitStack() as stack:
+
+        def make(count: int = 1, **options: object) -> Upstreams:
+            made = Upstreams([e.url for e in engines[:count]], **options)  # type: ignore[arg-type]
+            made.open()
+            stack.push_async_callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture(params=["openai", "anthropic"])
+async def provider(request: pytest.FixtureRequest) -> AsyncIterator[Provider]:
+    engine = await PlainEngine().start()
+    yield Provider(request.param, engine)
+    engine.kill()
+
+
+@pytest.fixture
+async def teacher(provider: Provider) -> AsyncIterator[Teacher]:
+    opened: list[LiteLLM] = []
+
+    def make(**options: Any) -> LiteLLM:
+        made = LiteLLM(api_base=provider.api_base, api_key="provider-key", **options)
+        made.open()
+        opened.append(made)
+        return made
+
+    yield make
+    for made in opened:
+        await made.close()

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from support.tiny_model import tiny_qwen3
 from tracegrad.records import Turn
 from tracegrad_trainer.batches import Row
 
@@ -91,20 +90,7 @@ def rows(count: int, *, seed: int = 0, longest: int = 40) -> list[Row]:
 
 def tiny_model(folder: Path, *, seed: int = 0, tied: bool = False, poisoned: bool = False) -> Path:
     """A Qwen3 of two layers with grouped heads, weights wide enough to tell tokens apart."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        tie_word_embeddings=tied,
-    )
-    model = Qwen3ForCausalLM(config)
+    model = tiny_qwen3(VOCABULARY, seed=seed, tie_word_embeddings=tied)
     if poisoned:  # a row that holds this token is not a number throughout
         model.model.embed_tokens.weight.data[POISON] = float("nan")
     model.save_pretrained(folder)

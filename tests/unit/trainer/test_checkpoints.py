@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from support.ranks import torchrun
 from tracegrad_trainer.fsdp import (
     CheckpointError,
     FsdpSettings,
@@ -271,16 +270,7 @@ def two(folder: Path) -> list[dict[str, Any]]:
     seed_all(0)
     step(one, 1)
     saved(one, folder / "by-one", 1, who="one")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    done = subprocess.run(
-        [*command, str(HERE / "checkpoint_scene.py"), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun(HERE / "checkpoint_scene.py", 2, folder)
     found: list[dict[str, Any]] = torch.load(folder / "two.pt", weights_only=False)
     return found
 

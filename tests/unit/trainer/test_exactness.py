@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from exactness_ranks import OBJECTIVES, VARIANTS, Layout, run, without
 from learn_samples import tiny_model
 from torch import Tensor
 
+from support.ranks import torchrun
 from tracegrad_trainer.fsdp import FsdpSettings, start_ranks, stop_ranks
 
 HERE = Path(__file__).parent
@@ -47,16 +45,7 @@ def several(folder: Path) -> dict[int, dict[str, Any]]:
     """What 2 and 4 ranks found."""
     found = {}
     for ranks in (2, 4):
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-        done = subprocess.run(
-            [*command, str(HERE / "exactness_ranks.py"), str(folder)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        torchrun(HERE / "exactness_ranks.py", ranks, folder)
         found[ranks] = torch.load(folder / f"{ranks}.pt", weights_only=False)
     return found
 

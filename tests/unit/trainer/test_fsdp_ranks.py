@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from learn_samples import rows, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from support.ranks import torchrun
 from tracegrad_trainer.batches import Row, pack
 from tracegrad_trainer.fsdp import (
     FsdpSettings,
@@ -45,16 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
     """What both ranks saw."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    done = subprocess.run(
-        [*command, str(HERE / "fsdp_ranks.py"), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun(HERE / "fsdp_ranks.py", 2, folder)
     seen: list[dict[str, Any]] = torch.load(folder / "ranks.pt", weights_only=False)
     return seen
 

@@ -22,6 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from support.tiny_model import tiny_sizes
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.fsdp import FsdpSettings, build_model, shard, start_ranks, stop_ranks
 from tracegrad_trainer.fsdp import value as value_head
@@ -30,16 +31,7 @@ from tracegrad_trainer.fsdp.head import PLAIN, Shape
 from tracegrad_trainer.fsdp.head_choice import choose
 
 CPU = torch.device("cpu")
-TINY: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-}
+TINY = tiny_sizes(VOCABULARY, initializer_range=0.02, pad_token_id=0)
 MODELS = {
     "llama": (LlamaConfig(**TINY), PLAIN),
     "tied": (LlamaConfig(**TINY, tie_word_embeddings=True), PLAIN),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from zoo import logprobs
 
+from support.ranks import torchrun
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.fsdp.settings import FsdpSettings
 from tracegrad_trainer.fsdp.wrap import build_model
@@ -27,21 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora-ranks")
     tiny_model(folder / "model")
     for ranks in (1, 2):
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-        done = subprocess.run(
-            [*command, str(HERE / "lora_ranks.py"), str(folder)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path()},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        torchrun(HERE / "lora_ranks.py", ranks, folder)
     return folder
-
-
-def path() -> str:
-    return os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
 
 
 def seen(folder: Path, ranks: int, reshard: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Lfm2Config
 from zoo import CONFIGS, REFUSED, VOCABULARY, logprobs, make, plain
 
+from support.tiny_model import tiny_sizes
 from tracegrad_trainer.batches import Row, micro_batch
 from tracegrad_trainer.fsdp.settings import FsdpSettings
 from tracegrad_trainer.fsdp.wrap import prepare
@@ -102,15 +103,7 @@ def test_nothing_is_dropped_whatever_the_config_says() -> None:
 
 
 def test_models_whose_layers_carry_a_state_are_refused() -> None:
-    config = Lfm2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention"],
-    )
+    config = Lfm2Config(**tiny_sizes(VOCABULARY, layer_types=["conv", "full_attention"]))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with pytest.raises(ValueError, match="has conv, which carry a state from one row"):
         prepare(model, FsdpSettings(device="cpu"))

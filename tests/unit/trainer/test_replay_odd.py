@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from io import StringIO
 from pathlib import Path
@@ -17,6 +14,7 @@ from rich.console import Console
 from sqlalchemy import select, update
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from support.ranks import torchrun
 from tracegrad.records import Turn, token_ids
 from tracegrad.store import Store
 from tracegrad.store.care import Retention, Selection, prune
@@ -53,17 +51,7 @@ def test_a_step_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
     settings = trainer_settings(tmp_path, ranks=2)
     with Store.open(settings.proxy.store) as store:
         fill(store, 2)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", str(HERE / "replay_ranks.py"), str(tmp_path)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    torchrun(HERE / "replay_ranks.py", 2, tmp_path)
     found = replayed(settings, preset="dr_grpo")
     assert found.recorded.batch.ranks == 2
     assert found.equal, found.differing

@@ -12,6 +12,7 @@ from learn_samples import VOCABULARY, rows
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from support.tiny_model import tiny_sizes
 from tracegrad_trainer.batches import pack
 from tracegrad_trainer.fsdp import (
     FsdpSettings,
@@ -35,18 +36,8 @@ def one_rank() -> Iterator[None]:
 @pytest.fixture
 def learner(tmp_path: Path) -> Learner:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        initializer_range=0.2,
-    )
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = Qwen3MoeConfig(**tiny_sizes(VOCABULARY, head_dim=8, **experts))
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
     settings = FsdpSettings(device="cpu", routing="r2")
     mesh = init_device_mesh("cpu", (1,))

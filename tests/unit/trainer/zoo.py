@@ -28,6 +28,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from support.tiny_model import tiny_sizes
 from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.fsdp.forward import to_inputs
 from tracegrad_trainer.fsdp.settings import FsdpSettings
@@ -37,25 +38,13 @@ VOCABULARY = 61
 # Shorter than most rows of the tests.
 WINDOW = 7
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _MIXED = ["sliding_attention", "full_attention"]
 _MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2}
 
 
 def _of(kind: type, **changes: Any) -> Callable[[], Any]:
-    return lambda: kind(**(_SMALL | changes))
+    return lambda: kind(**tiny_sizes(VOCABULARY, **_SPECIAL, **changes))
 
 
 CONFIGS: dict[str, Callable[[], Any]] = {
