@@ -137,6 +137,12 @@ class Turn:
     """One LLM call: prompt tokens in, sampled tokens out.
 
     `prompt_token_ids` is the whole prompt; the store keeps only what the parent lacks.
+
+    `routed_experts` is a `.npy` file, [n, layers, k] of uint8, uint16 or int32: which experts the
+    engine's routers chose for the *last n* tokens of prompt + completion but the very last one,
+    which was never forwarded. The first token that it speaks of is
+    `len(prompt) + len(completion) - 1 - n`. A turn that continues another may lack what its
+    parent has. None where the engine did not tell.
     """
 
     turn_id: str = field(default_factory=new_id)
@@ -155,6 +161,7 @@ class Turn:
     parent_span_id: str | None = None
     request: Json | None = None  # as the client sent it
     response: Json | None = None  # as the client received it (a stream: put together)
+    routed_experts: bytes | None = None
     created_at: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:

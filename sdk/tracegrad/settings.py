@@ -79,6 +79,13 @@ class ProxySettings(BaseSettings):
         " min_p, penalties, logit_bias, strict tools), whatever the agent asks for, so that its"
         " turns can be trained",
     )
+    routed_experts: bool = Field(
+        False,
+        description="the engine tells which experts it chose (vLLM with"
+        " --enable-return-routed-experts), which it does only in answers of one piece: a call that"
+        " asks for one is not streamed from the engine while weights are pushed; when a push falls"
+        " into it all the same, its turn is not trained",
+    )
     read_timeout_s: float = Field(
         600, gt=0, description="silence of the engine's, in seconds, that ends a call"
     )

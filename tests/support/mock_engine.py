@@ -7,15 +7,19 @@ every id that a call must have had, and a continued conversation really is a con
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -94,6 +98,7 @@ class MockEngine:
         }
     )
     tell_ids: bool = True  # False: an engine that knows nothing of token ids
+    routes: Callable[[Sequence[int]], NDArray[Any]] | None = None  # [n, layers, k] of tokens read
     _gates: dict[int, threading.Event] = field(default_factory=dict)
 
     def wait_before(self, chunk: int) -> threading.Event:
@@ -178,6 +183,7 @@ class MockEngine:
             "token_ids": ids if tells else None,
             "prompt_logprobs": None,
             "prompt_token_ids": prompt_ids if tells else None,
+            "routed_experts": self._routed(body, prompt_ids, ids),
         }
 
     async def _chat(self, request: Request) -> Response:
@@ -258,7 +264,7 @@ class MockEngine:
             "finish_reason": say.finish_reason,
             "stop_reason": None,
             "token_ids": ids if self._tells_ids(body) else None,
-            "routed_experts": None,
+            "routed_experts": self._routed(body, render(body["messages"], body.get("tools")), ids),
         }
 
     async def _stream(self, body: Json, says: Sequence[Say]) -> AsyncIterator[str]:
@@ -338,6 +344,15 @@ class MockEngine:
             ]
         pieces = pieces[: count - 1] + _merged(pieces[count - 1 :])
         return [{}] * (count - len(pieces)) + pieces
+
+    def _routed(self, body: Json, prompt: Sequence[int], ids: Sequence[int]) -> str | None:
+        if self.routes is None:
+            return None
+        start = body.get("routed_experts_prompt_start", 0)
+        assert 0 <= start <= len(prompt), "vLLM refuses a start outside of the prompt"
+        # The last token was sampled, and never read.
+        np.save(file := io.BytesIO(), self.routes([*prompt, *ids][:-1])[start:])
+        return base64.b64encode(file.getvalue()).decode()
 
     def _tells_ids(self, body: Json) -> bool:
         return self.tell_ids and bool(body.get("return_token_ids"))

@@ -79,6 +79,7 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
         repeats=Repeats(),
         model=settings.model,
         free_sampling=settings.sampling == "free" and upstream.capabilities.tokens,
+        routed_experts=settings.routed_experts,
         max_body_bytes=limit,
         keepalive_s=KEEPALIVE_S,
     )

@@ -45,6 +45,7 @@ from tracegrad.proxy.repeats import (
     is_repeat,
 )
 from tracegrad.proxy.replies import Reply
+from tracegrad.proxy.routes import say_of_streams
 from tracegrad.proxy.upstreams import Incoming, Upstream
 from tracegrad.records import OVER_LENGTH, Json, Turn
 
@@ -62,6 +63,7 @@ class Rooms:
     repeats: Repeats
     model: str | None
     free_sampling: bool
+    routed_experts: bool
     max_body_bytes: int
     keepalive_s: float
 
@@ -114,8 +116,10 @@ class Calls:
             return await self._again(call, given, send)
         plan = await self._rooms.recorder.plan(call, owner)
         # A body in one piece cannot be split by version: where weights are pushed, the engine
-        # streams to us what the client gets whole.
-        streaming = call.stream or self._rooms.gate.pushes
+        # streams to us what the client gets whole; but no stream has routed experts.
+        streaming = call.stream or (self._rooms.gate.pushes and not self._rooms.routed_experts)
+        if call.stream and self._rooms.routed_experts:
+            say_of_streams()
         passage = self._rooms.gate.passage(plan.rollout_id, streaming=streaming)
         visit = Visit(call, owner, plan, engine_headers(caller), passage, known)
         try:
@@ -215,6 +219,7 @@ class Calls:
             model=self._rooms.model,
             prompt_ids=visit.plan.prompt_ids,
             capture=self._rooms.upstream.capabilities.tokens,
+            routes_from=visit.plan.routes_from,
         )
         body = request_body(call, ask)
         async with self._rooms.upstream.request(

@@ -21,6 +21,7 @@ from tracegrad.proxy.dialects.base import CHAT_PATH, Call, Shown
 from tracegrad.proxy.errors import TOO_LONG, ApiError
 from tracegrad.proxy.heavy import cut_answer, ids_in
 from tracegrad.proxy.replies import Reply
+from tracegrad.proxy.routes import ROUTES, START, take_routes
 from tracegrad.records import Json
 
 _TOO_LONG = re.compile(rb"maximum context length|context_length_exceeded|exceeds model's max")
@@ -32,18 +33,21 @@ class Ask:
 
     `prompt_ids` takes the place of rendering the messages: vLLM uses these tokens as they are,
     and keeps its parsers (`kv_transfer_params`, meant for disaggregated decoding). `capture` is
-    False for an engine that knows nothing of tokens.
+    False for an engine that knows nothing of tokens. `routes_from` is the first of the prompt's
+    tokens whose routed experts are not known yet.
     """
 
     stream: bool
     model: str | None = None
     prompt_ids: array[int] | None = None
     capture: bool = True
+    routes_from: int = 0
 
 
 def request_body(call: Call, ask: Ask) -> bytes:
     """The engine's request, as bytes of JSON."""
     body = dict(call.body)
+    body.pop(START, None)  # ours alone to say: no client sees what it is about
     if ask.model is not None:
         body["model"] = ask.model
     if ask.stream:
@@ -60,6 +64,8 @@ def request_body(call: Call, ask: Ask) -> bytes:
         body.pop("include_reasoning", None)
         if not call.shown.logprobs:
             body.pop("top_logprobs", None)
+        if ask.routes_from and not ask.stream:
+            body[START] = ask.routes_from
     if ask.prompt_ids is not None:
         body["kv_transfer_params"] = {"prompt_token_ids": ask.prompt_ids.tolist()}
     return orjson.dumps(body)
@@ -161,6 +167,10 @@ def _read_light(raw: bytes, call: Call, version: int) -> Answer | None:
         reply = Reply(prompt_token_ids=parts.prompt.values)
         reply.add(heavy.tokens.values, heavy.logprobs, version)
         replies.append(reply)
+        if choice.get(ROUTES) is not None:
+            return None
+        if heavy.routes is not None:
+            take_routes(reply, heavy.routes)
         choice["logprobs"] = orjson.Fragment(heavy.logprobs_text)
         choice["token_ids"] = orjson.Fragment(heavy.tokens.text)
     body["prompt_token_ids"] = orjson.Fragment(parts.prompt.text)
@@ -211,6 +221,7 @@ def _reply(choice: dict[str, Raw], shared: array[int] | None, version: int) -> R
     if logprobs.content is not None:
         values = [entry.logprob for entry in logprobs.content]
     reply.add(_ids(choice, "token_ids"), values, version)
+    take_routes(reply, bytes(choice.get(ROUTES, _NULL)))
     return reply
 
 
@@ -224,6 +235,8 @@ def _without_tokens(fields: dict[str, Raw], choices: list[dict[str, Raw]], shown
             choice.pop("prompt_token_ids", None)
         if not shown.logprobs and "logprobs" in choice:
             choice["logprobs"] = _NULL
+        if ROUTES in choice:
+            choice[ROUTES] = _NULL
     body: Json = orjson.loads(encode({**fields, "choices": choices}))
     return body
 

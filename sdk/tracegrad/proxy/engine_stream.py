@@ -18,6 +18,7 @@ from tracegrad.proxy.engine import logprobs_of, read_error, strip
 from tracegrad.proxy.errors import ApiError
 from tracegrad.proxy.heavy import cut_prompt
 from tracegrad.proxy.replies import Reply, prompt_of
+from tracegrad.proxy.routes import ROUTES
 from tracegrad.records import Json
 
 
@@ -167,6 +168,7 @@ class _Choice:
         if (finish := choice.get("finish_reason")) is not None:
             self.reply.finish_reason = finish
             self.reply.stop_reason = choice.get("stop_reason")
+            choice.pop(ROUTES, None)  # no stream of vLLM's has them yet; no client may
 
     def close(self, head: Json, usage: Json | None) -> Reply:
         self.reply.response = {

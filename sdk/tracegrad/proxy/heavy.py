@@ -24,6 +24,8 @@ _KEY = b'"logprobs":'
 _LOGPROBS = _KEY + b'{"content":['
 # The last entry of a list without alternatives, its list and the object around it.
 _LAST = b'"top_logprobs":[]}]}'
+# Right behind the token ids, as a text; null where there are none.
+_ROUTES = b',"routed_experts":"'
 _COMMA = ord(",")
 
 
@@ -43,6 +45,7 @@ class CutChoice(NamedTuple):
     tokens: Ids
     logprobs: list[float]
     logprobs_text: bytes  # the object that holds them
+    routes: bytes | None  # a JSON text of base64
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,8 @@ def cut_answer(raw: bytes, choices: int) -> Cut | None:
             told = raw[start:end]
             entries = _entries.decode(told[len(_LOGPROBS) - len(_KEY) - 1 : -1])
             tokens, at = _cut_ids(raw, _TOKENS, end, rest)
-            found.append(CutChoice(tokens, [entry.logprob for entry in entries], told))
+            routes, at = _cut_routes(raw, at, rest)
+            found.append(CutChoice(tokens, [entry.logprob for entry in entries], told, routes))
         prompt, at = _cut_ids(raw, _PROMPT, at, rest)
     except (ValueError, msgspec.DecodeError):
         return None
@@ -92,6 +96,15 @@ def _cut_ids(raw: bytes, key: bytes, at: int, rest: list[bytes]) -> tuple[Ids, i
     rest += (raw[at:start], b"null")
     text = raw[start:end]
     return Ids(ids_in(text[1:-1]), text), end
+
+
+def _cut_routes(raw: bytes, at: int, rest: list[bytes]) -> tuple[bytes | None, int]:
+    if not raw.startswith(_ROUTES, at):
+        return None, at
+    start = at + len(_ROUTES) - 1
+    end = raw.index(b'"', start + 1) + 1
+    rest += (raw[at:start], b"null")
+    return raw[start:end], end
 
 
 def ids_in(text: bytes) -> array[int]:

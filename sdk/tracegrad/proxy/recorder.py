@@ -129,10 +129,13 @@ class Recorder:
         return call.after(earlier), owner
 
     def _earlier(self, turn_id: str) -> tuple[list[Json], str]:
-        turn = self._store.find_turn(turn_id)
+        turn = self._find(turn_id)
         if turn is None:
             raise NotRecorded(turn_id)
-        return conversation_of(turn_id, self._store.find_turn), turn.rollout_id
+        return conversation_of(turn_id, self._find), turn.rollout_id
+
+    def _find(self, turn_id: str) -> Turn | None:
+        return self._store.find_turn(turn_id, routes=False)
 
     async def read(self, turn_ids: Sequence[str]) -> list[Turn]:
         """Recorded turns, as far as they are there, and as the client had them. Raises
@@ -140,7 +143,7 @@ class Recorder:
         if self._redactor.changes:
             return []
         try:
-            found = [await asked(self._store.find_turn, turn_id) for turn_id in turn_ids]
+            found = [await asked(self._find, turn_id) for turn_id in turn_ids]
         except StoreUnavailable as error:
             raise self.unavailable(error) from error
         return [turn for turn in found if turn is not None and _is_as_it_was(turn)]
@@ -217,6 +220,7 @@ def _turns(
             parent_span_id=owner.parent_span_id,
             request=call.request,
             response=reply.response or None,
+            routed_experts=reply.routed_experts,
         )
         for number, (place, reply) in enumerate(zip(places, replies, strict=True))
     ]

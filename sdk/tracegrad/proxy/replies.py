@@ -26,6 +26,7 @@ class Reply:
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or token that hit
     response: Json = field(default_factory=dict)
+    routed_experts: bytes | None = None  # as `Turn` has them
     broken: str | None = None  # why its tokens cannot be trusted
 
     def add(self, ids: object, values: object, version: int) -> None:

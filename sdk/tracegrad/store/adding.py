@@ -31,8 +31,8 @@ from tracegrad.store.schema import (
 )
 from tracegrad.store.sql import chunks
 from tracegrad.store.store import Store
-from tracegrad.store.turn_rows import Rows, Values
-from tracegrad.store.views import PolicyVersion, StepRecord
+from tracegrad.store.turn_rows import Rows
+from tracegrad.store.views import StepRecord, row_of
 
 _ELSEWHERE = "import it into a store of its own, or with --untrained"
 
@@ -87,7 +87,7 @@ def add_steps(store: Store, steps: Sequence[StepRecord]) -> Added:
                 step.created_at,
             ):
                 raise FactRefused(f"step: the store has another step {step.step}; {_ELSEWHERE}")
-        new = [_step_row(step) for step in steps if step.step not in known]
+        new = [row_of(step) for step in steps if step.step not in known]
         if new:
             connection.execute(insert(Steps), new)
     return Added(steps=len(new))
@@ -266,20 +266,12 @@ def _add_version(connection: Connection, version: VersionCopy) -> bool:
         raise FactRefused(f"version: the store has another version {number}; {_ELSEWHERE}")
     new = theirs[len(here) :]
     if new:
-        connection.execute(insert(VersionEvents), [_version_row(event) for event in new])
+        connection.execute(insert(VersionEvents), [row_of(event) for event in new])
     if since is None:
-        connection.execute(insert(PolicyVersions), _version_row(version.now))
+        connection.execute(insert(PolicyVersions), row_of(version.now))
     elif new:
-        row = _version_row(version.now)
+        row = row_of(version.now)
         connection.execute(
             update(PolicyVersions).where(PolicyVersions.version == number).values(row)
         )
     return bool(new) or since is None
-
-
-def _step_row(step: StepRecord) -> Values:
-    return {each.name: getattr(step, each.name) for each in fields(step)}
-
-
-def _version_row(version: PolicyVersion) -> Values:
-    return {each.name: getattr(version, each.name) for each in fields(version)}

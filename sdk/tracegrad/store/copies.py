@@ -95,24 +95,31 @@ class VersionCopy:
 
 
 def rollout_copies(
-    store: Store, wanted: RolloutFilter = ALL, *, trained: bool | None = None, raw: bool = True
+    store: Store,
+    wanted: RolloutFilter = ALL,
+    *,
+    trained: bool | None = None,
+    raw: bool = True,
+    routes: bool = True,
 ) -> Iterator[RolloutCopy]:
     """In the order of their ids; a few in memory at once, so that a store may be of any size.
 
-    `trained`: only those of which a turn was, or none was. `raw` asks for requests and responses.
+    `trained`: only those of which a turn was, or none was. `raw` asks for requests and responses,
+    `routes` for routed experts.
     A rollout that is written meanwhile is as it was at one moment.
     """
     where = [wanted.where(), *_trained(trained)]
     for ids in _pages(store, where):
         with store.reading() as connection:
-            copies = _copies_of(connection, ids, raw=raw)
+            copies = _copies_of(connection, ids, raw=raw, routes=routes)
         yield from copies
 
 
 def rollout_groups(
     store: Store, wanted: RolloutFilter = ALL, *, trained: bool | None = None, raw: bool = True
 ) -> Iterator[list[RolloutCopy]]:
-    """Rollouts of one task, task by task in the order of their ids; those without one alone."""
+    """Rollouts of one task, task by task in the order of their ids; those without one alone.
+    Without routed experts."""
     where = [wanted.where(), *_trained(trained)]
     tasks = select(Rollouts.task_id).where(*where, Rollouts.task_id.is_not(None)).distinct()
     with store.reading() as connection:
@@ -121,10 +128,10 @@ def rollout_groups(
         pages = _pages(store, [*where, Rollouts.task_id == name])
         ids = [rollout_id for page in pages for rollout_id in page]
         with store.reading() as connection:
-            yield _copies_of(connection, ids, raw=raw)
+            yield _copies_of(connection, ids, raw=raw, routes=False)
     for ids in _pages(store, [*where, Rollouts.task_id.is_(None)]):
         with store.reading() as connection:
-            copies = _copies_of(connection, ids, raw=raw)
+            copies = _copies_of(connection, ids, raw=raw, routes=False)
         yield from ([copy] for copy in copies)
 
 
@@ -195,8 +202,10 @@ def _pages(store: Store, where: Sequence[ColumnElement[bool]]) -> Iterator[list[
         page_query = query.where(Rollouts.rollout_id > page[-1])
 
 
-def _copies_of(connection: Connection, ids: Sequence[str], *, raw: bool) -> list[RolloutCopy]:
-    turns = turns_of(connection, ids, raw=raw)
+def _copies_of(
+    connection: Connection, ids: Sequence[str], *, raw: bool, routes: bool
+) -> list[RolloutCopy]:
+    turns = turns_of(connection, ids, raw=raw, routes=routes)
     rewards = rewards_of(connection, ids)
     tags = tags_of(connection, ids)
     outcomes = outcomes_of(connection, ids)

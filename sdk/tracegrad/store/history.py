@@ -69,10 +69,13 @@ class History:
             found = {step: count for step, count in connection.execute(query) if step is not None}
         return {step: found.get(step, 0) for step in steps}
 
-    def samples(self, rewards: Mapping[str, float]) -> dict[str, RolloutSample]:
-        """Finished rollouts by id, with these rewards; removed ones are gone."""
+    def samples(
+        self, rewards: Mapping[str, float], *, routes: bool = True
+    ) -> dict[str, RolloutSample]:
+        """Finished rollouts by id, with these rewards; removed ones are gone. `routes`: with the
+        routed experts of their turns."""
         with self._store.reading() as connection:
-            return samples_of(connection, rewards)
+            return samples_of(connection, rewards, routes=routes)
 
     def splits(self) -> list[str]:
         """The values of the tag `split`, "" first if finished rollouts have none."""

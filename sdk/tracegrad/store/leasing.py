@@ -54,9 +54,11 @@ def groups_of(
     chosen: Sequence[Sequence[Ready]],
     lease_id: str,
     expires_at: float,
+    *,
+    routes: bool,
 ) -> list[Group]:
     rewards = {rollout.rollout_id: rollout.reward for group in chosen for rollout in group}
-    samples = samples_of(connection, rewards)
+    samples = samples_of(connection, rewards, routes=routes)
     return [
         Group(
             group_id=group[0].task_id or group[0].rollout_id,

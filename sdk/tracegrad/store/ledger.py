@@ -38,7 +38,7 @@ from tracegrad.store.leasing import (
 from tracegrad.store.schema import Leases, Rollouts, Steps, TurnLedger, Turns
 from tracegrad.store.sql import SCORED, chunks, has_tags
 from tracegrad.store.store import Store
-from tracegrad.store.views import Group, LeaseRecord, Peek, StepRecord
+from tracegrad.store.views import Group, LeaseRecord, Peek, StepRecord, row_of
 
 # A turn that came in after its rollout was leased; nobody trained on it.
 LATE = "late"
@@ -64,6 +64,7 @@ class Ledger:
         tags: Mapping[str, str] | None = None,
         incomplete_after_s: float = float("inf"),
         at_least: int | None = None,
+        routes: bool = True,
     ) -> list[Group]:
         """The oldest ready groups: `groups` of them, or [] while fewer are ready.
 
@@ -74,7 +75,8 @@ class Ledger:
         `incomplete_after_s` ago. With `at_least`, fewer groups than `groups` will do.
 
         Rollouts with `tags` that ended unscored are consumed on the way, their turns skipped
-        with the outcome as the reason. The lease ends after `ttl_s` seconds by itself.
+        with the outcome as the reason. The lease ends after `ttl_s` seconds by itself. `routes`
+        asks for the turns' routed experts, which are large.
         """
         _check(groups=groups, group_size=group_size, ttl_s=ttl_s)
         lease_id = new_id()
@@ -91,7 +93,7 @@ class Ledger:
 
         now, chosen = self._exclusively(take)
         with self._store.reading() as connection:
-            return groups_of(connection, chosen, lease_id, now + ttl_s)
+            return groups_of(connection, chosen, lease_id, now + ttl_s, routes=routes)
 
     def ready(self, tags: Mapping[str, str] | None = None) -> int:
         """Rollouts that `lease` could take now: what a sender of tasks holds itself back by."""
@@ -105,6 +107,7 @@ class Ledger:
         group_size: int,
         tags: Mapping[str, str] | None = None,
         incomplete_after_s: float = float("inf"),
+        routes: bool = True,
     ) -> Peek:
         """What `lease` would give now, fewer than `groups` too, and who waits. Changes nothing."""
         _check(groups=groups, group_size=group_size, ttl_s=1.0)
@@ -115,7 +118,9 @@ class Ledger:
             grouped = {rollout.rollout_id for group in formed for rollout in group}
             alone = [rollout for rollout in ready if rollout.rollout_id not in grouped]
             return Peek(
-                groups=groups_of(connection, formed[:groups], lease_id="", expires_at=now),
+                groups=groups_of(
+                    connection, formed[:groups], lease_id="", expires_at=now, routes=routes
+                ),
                 more=len(formed[groups:]),
                 waiting=waiting_tasks(connection, alone, tags or {}, now),
             )
@@ -164,18 +169,7 @@ class Ledger:
         def commit(connection: Connection) -> None:
             if connection.scalar(select(Steps.step).where(Steps.step == step.step)) is not None:
                 raise LedgerError(f"step {step.step} is in the ledger already")
-            connection.execute(
-                insert(Steps),
-                {
-                    "step": step.step,
-                    "version": step.version,
-                    "created_at": step.created_at,
-                    "settings": step.settings,
-                    "metrics": step.metrics,
-                    "checkpoint": step.checkpoint,
-                    "batch": step.batch,
-                },
-            )
+            connection.execute(insert(Steps), row_of(step))
             _record(connection, step.step, trained, skipped, rollouts)
 
         self._exclusively(commit)

@@ -5,6 +5,7 @@ A blob is a tag byte and zstd frames without their magic number:
 - 1 to 4: an array of 4-byte items, by so many byte planes: all lowest bytes, then all second
   ones, ... Planes of zeros at the top are left out (ids have no fourth one). The top plane has
   a frame of its own: it is what compresses best, and does not when mixed with the others;
+- 5: a `.npy` file of routes, its header first, then its bytes by layer (module `routes`);
 - 0x10: JSON text; and 0x20 where it needed Python's own writer (integers beyond 64 bits, lone
   surrogates); and 0x40 where it is short and was compressed with `_PHRASES`.
 
@@ -27,10 +28,12 @@ import orjson
 import zstandard
 
 from tracegrad.store.errors import StoreCorrupt
+from tracegrad.store.routes import from_planes, to_planes
 
 _LEVEL, _SHORT_LEVEL = 1, 3
 _ITEM = 4  # bytes
 _LITTLE = sys.byteorder == "little"
+_ROUTES = 5
 _JSON, _ODD, _SHORT = 0x10, 0x20, 0x40
 _FIRST_REVISION = 0x28
 _SHORT_TEXT = 8192  # bytes; longer ones compress better by themselves
@@ -93,6 +96,11 @@ def array_pieces(values: array[int] | array[float]) -> Unpacked:
     return Unpacked(len(planes), [piece for piece in pieces if piece])
 
 
+def routes_pieces(file: bytes) -> Unpacked:
+    """ValueError: the file is none of `Turn.routed_experts`."""
+    return Unpacked(_ROUTES, to_planes(file))
+
+
 def json_pieces(value: Any) -> Unpacked:
     try:
         tag, text = _JSON, _orjson(value)
@@ -136,6 +144,18 @@ def unpack_ids(blob: bytes) -> array[int]:
 
 def unpack_logprobs(blob: bytes) -> array[float]:
     return _unpack_array("f", blob)
+
+
+def unpack_routes(blob: bytes | None) -> bytes | None:
+    """The very file that was packed."""
+    if blob is None:
+        return None
+    if blob[:1] != bytes((_ROUTES,)):
+        raise StoreCorrupt(f"stored routes have the unknown tag {blob[:1].hex()}")
+    try:
+        return from_planes(_decompress(blob))
+    except ValueError as error:
+        raise StoreCorrupt(f"its routes: {error}") from error
 
 
 def unpack_json(blob: bytes | None) -> Any:

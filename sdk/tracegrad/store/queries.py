@@ -143,7 +143,7 @@ def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
     return RolloutDetail(
         row=row,
         task=connection.scalar(select(Rollouts.task).where(Rollouts.rollout_id == rollout_id)),
-        turns=turns_of(connection, [rollout_id])[rollout_id],
+        turns=turns_of(connection, [rollout_id], routes=False)[rollout_id],
         rewards=rewards_of(connection, [rollout_id])[rollout_id],
         spans=spans_of(connection, [rollout_id])[rollout_id],
         fates={

@@ -10,7 +10,7 @@ import threading
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, product
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from sqlalchemy.orm import aliased
 
 from tracegrad.records import Turn, token_ids
 from tracegrad.store.errors import StoreCorrupt
-from tracegrad.store.packing import ContextDigest, unpack_ids, unpack_logprobs
+from tracegrad.store.packing import ContextDigest, unpack_ids, unpack_logprobs, unpack_routes
 from tracegrad.store.rebuilding import Rebuilt, rebuild
 from tracegrad.store.schema import Turns
 from tracegrad.store.sql import chunks
@@ -31,6 +31,7 @@ T = TypeVar("T")
 # threads that read would spend their time on passing it around: three quarters of it with 64.
 _one_at_a_time = threading.Lock()
 
+_ROUTES = (Turns.routed_experts,)
 _RAW = (Turns.request, Turns.response, Turns.request_base, Turns.request_marks)
 _COLUMNS = (
     Turns.turn_id,
@@ -82,21 +83,24 @@ class _Earlier:
 
 
 def turns_of(
-    connection: Connection, rollout_ids: Sequence[str], *, raw: bool = True
+    connection: Connection, rollout_ids: Sequence[str], *, raw: bool = True, routes: bool = True
 ) -> dict[str, list[Turn]]:
-    """The turns of each rollout in order of capture; `raw` asks for requests and responses."""
+    """The turns of each rollout in order of capture; `raw` asks for requests and responses,
+    `routes` for `routed_experts`, of which a turn may have megabytes."""
     found: dict[str, list[Turn]] = {rollout_id: [] for rollout_id in rollout_ids}
     for ids in chunks(rollout_ids):
-        rows = connection.execute(_OF_ROLLOUTS[raw], {"ids": ids}).all()
+        rows = connection.execute(_OF_ROLLOUTS[raw, routes], {"ids": ids}).all()
         placed = _placed(connection, rows, raw)
         for rollout_id, of_rollout in groupby(rows, attrgetter("rollout_id")):
-            found[rollout_id] = _rebuild(of_rollout, placed)
+            found[rollout_id] = _rebuild(of_rollout, placed, routes=routes)
     return found
 
 
-def find_turn(connection: Connection, turn_id: str, *, raw: bool = True) -> Turn | None:
-    rows = connection.execute(_WITH_NEEDED[raw], {"id": turn_id}).all()
-    turns = _rebuild(rows, _placed(connection, rows, raw))
+def find_turn(
+    connection: Connection, turn_id: str, *, raw: bool = True, routes: bool = True
+) -> Turn | None:
+    rows = connection.execute(_WITH_NEEDED[raw, routes], {"id": turn_id}).all()
+    turns = _rebuild(rows, _placed(connection, rows, raw), routes=routes)
     return turns[-1] if turns else None
 
 
@@ -105,12 +109,12 @@ def _placed(connection: Connection, rows: Sequence[Row[Any]], raw: bool) -> Plac
     return placed_texts(connection, [row.turn_id for row in rows]) if raw else None
 
 
-def _of_rollouts(raw: bool) -> Select[Any]:
+def _of_rollouts(raw: bool, routes: bool) -> Select[Any]:
     wanted = Turns.rollout_id.in_(bindparam("ids", expanding=True))
-    return _select(raw).where(wanted).order_by(Turns.rollout_id, Turns.seq)
+    return _select(raw, routes).where(wanted).order_by(Turns.rollout_id, Turns.seq)
 
 
-def _with_needed(raw: bool) -> Select[Any]:
+def _with_needed(raw: bool, routes: bool) -> Select[Any]:
     """A turn after all those that it is told by."""
     turn = select(Turns.turn_id, Turns.parent_id, Turns.request_base)
     chain = turn.where(Turns.turn_id == bindparam("id")).cte("chain", recursive=True)
@@ -122,34 +126,35 @@ def _with_needed(raw: bool) -> Select[Any]:
         )
     )
     found = Turns.turn_id.in_(select(chain.c.turn_id))
-    return _select(raw).where(found).order_by(Turns.seq)
+    return _select(raw, routes).where(found).order_by(Turns.seq)
 
 
-def _select(raw: bool) -> Select[Any]:
-    return select(*_COLUMNS, *_RAW) if raw else select(*_COLUMNS)
+def _select(raw: bool, routes: bool) -> Select[Any]:
+    return select(*_COLUMNS, *(_RAW if raw else ()), *(_ROUTES if routes else ()))
 
 
 # Built once: making a statement costs more than running it.
-_OF_ROLLOUTS = {raw: _of_rollouts(raw) for raw in (False, True)}
-_WITH_NEEDED = {raw: _with_needed(raw) for raw in (False, True)}
+_ASKED = [*product((False, True), repeat=2)]  # raw, routes
+_OF_ROLLOUTS = {asked: _of_rollouts(*asked) for asked in _ASKED}
+_WITH_NEEDED = {asked: _with_needed(*asked) for asked in _ASKED}
 
 
-def _rebuild(rows: Iterable[Row[Any]], placed: Placed | None) -> list[Turn]:
+def _rebuild(rows: Iterable[Row[Any]], placed: Placed | None, *, routes: bool) -> list[Turn]:
     """`rows` are of one rollout, and hold every parent and every base before those who need it.
 
-    Without `placed` requests and responses are left out."""
+    Without `placed` requests and responses are left out, without `routes` routed experts."""
     earlier = _Earlier()
     turns = []
     with _one_at_a_time:
         for row in rows:
             try:
-                turns.append(_turn(row, earlier, placed))
+                turns.append(_turn(row, earlier, placed, routes=routes))
             except StoreCorrupt as error:
                 raise StoreCorrupt(f"turn {row.turn_id}: {error}") from error
     return turns
 
 
-def _turn(row: Row[Any], earlier: _Earlier, placed: Placed | None) -> Turn:
+def _turn(row: Row[Any], earlier: _Earlier, placed: Placed | None, *, routes: bool) -> Turn:
     completion = unpack_ids(row.completion)
     if row.parent_id is None:
         parent = _Context(token_ids(), 0, ContextDigest())
@@ -180,6 +185,7 @@ def _turn(row: Row[Any], earlier: _Earlier, placed: Placed | None) -> Turn:
         parent_span_id=row.parent_span_id,
         request=request,
         response=response,
+        routed_experts=unpack_routes(row.routed_experts) if routes else None,
         created_at=row.created_at,
     )
 

@@ -14,11 +14,16 @@ from tracegrad.store.sql import MAIN_REWARD, chunks
 from tracegrad.store.views import RolloutSample
 
 
-def samples_of(connection: Connection, rewards: Mapping[str, float]) -> dict[str, RolloutSample]:
-    """Finished rollouts, by id, with the rewards given here; those that are gone are left out."""
+def samples_of(
+    connection: Connection, rewards: Mapping[str, float], *, routes: bool = True
+) -> dict[str, RolloutSample]:
+    """Finished rollouts, by id, with the rewards given here; those that are gone are left out.
+
+    `routes` asks for the turns' routed experts.
+    """
     ids = list(rewards)
     samples = {}
-    turns = turns_of(connection, ids, raw=False)
+    turns = turns_of(connection, ids, raw=False, routes=routes)
     events = rewards_of(connection, ids)
     tags = tags_of(connection, ids)
     for some in chunks(ids):

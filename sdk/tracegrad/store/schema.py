@@ -28,7 +28,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0005"
+REVISION = "0006"
 
 
 class Text(TypeDecorator[str]):
@@ -163,6 +163,8 @@ class Turns(Base):
     created_at: Mapped[float]
     request_base: Mapped[str | None] = mapped_column(ForeignKey("turns.turn_id"), index=True)
     request_marks: Mapped[bytes | None]
+    # The last column: rows that are read without it end before it.
+    routed_experts: Mapped[bytes | None]
 
     __table_args__ = (Index(None, "rollout_id", "seq"),)
 

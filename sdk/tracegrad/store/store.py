@@ -162,18 +162,23 @@ class Store:
             write_batch(connection, batch, rows, new_rollouts=())
         return as_of
 
-    def rollout_turns(self, rollout_id: str, *, raw: bool = True) -> list[Turn]:
-        """In order of capture; `raw=False` leaves requests and responses out.
+    def rollout_turns(
+        self, rollout_id: str, *, raw: bool = True, routes: bool = True
+    ) -> list[Turn]:
+        """In order of capture; `raw=False` leaves requests and responses out, `routes=False`
+        routed experts.
 
         Requests of one conversation hold the same items in memory: do not change them. Raises
         `StoreCorrupt` where tokens or requests are not the ones that were stored.
         """
         with self.reading() as connection:
-            return reading.turns_of(connection, [rollout_id], raw=raw)[rollout_id]
+            turns = reading.turns_of(connection, [rollout_id], raw=raw, routes=routes)
+        return turns[rollout_id]
 
-    def find_turn(self, turn_id: str) -> Turn | None:
+    def find_turn(self, turn_id: str, *, routes: bool = True) -> Turn | None:
+        """None: there is none. `routes=False` leaves routed experts out."""
         with self.reading() as connection:
-            return reading.find_turn(connection, turn_id)
+            return reading.find_turn(connection, turn_id, routes=routes)
 
     def rewards(self, rollout_id: str) -> list[RewardGiven]:
         with self.reading() as connection:

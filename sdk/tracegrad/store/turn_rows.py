@@ -15,13 +15,21 @@ from tracegrad.records import Turn
 from tracegrad.store.contexts import LATEST, Context, Known
 from tracegrad.store.errors import FactRefused, ParentMissing
 from tracegrad.store.marks import Marks
-from tracegrad.store.packing import ContextDigest, Unpacked, array_pieces, json_pieces, pack
+from tracegrad.store.packing import (
+    ContextDigest,
+    Unpacked,
+    array_pieces,
+    json_pieces,
+    pack,
+    routes_pieces,
+)
+from tracegrad.store.routes import check_routes
 from tracegrad.store.sharing import Earlier, Shared, share
 from tracegrad.store.texts import Lifting, Repeats
 
 Values = dict[str, Any]
 
-_PACKED = ("delta", "completion", "logprobs", "request", "response")
+_PACKED = ("delta", "completion", "logprobs", "request", "response", "routed_experts")
 
 # A turn without a parent is compared with the same few turns as the one before it.
 _marks = lru_cache(maxsize=1024)(Marks.decode)
@@ -130,8 +138,21 @@ def _row(
         "request_marks": told.marks if told else None,
         "response": response,
         "created_at": turn.created_at,
+        "routed_experts": _routes(turn),
     }
     return row, lifting
+
+
+def _routes(turn: Turn) -> Unpacked | None:
+    if turn.routed_experts is None:
+        return None
+    try:
+        check_routes(
+            turn.routed_experts, len(turn.prompt_token_ids) + len(turn.completion_token_ids)
+        )
+        return routes_pieces(turn.routed_experts)
+    except ValueError as error:
+        raise FactRefused(f"routed_experts: turn {turn.turn_id}: {error}") from error
 
 
 @contextmanager

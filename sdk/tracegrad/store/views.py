@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from tracegrad.records import Json, Outcome, RewardGiven, SpanEnded, Turn
@@ -155,3 +155,8 @@ class LeaseRecord:
         if self.released_at is not None:
             return "released"
         return "held" if now < self.leased_until else "expired"
+
+
+def row_of(record: StepRecord | PolicyVersion) -> dict[str, Any]:
+    """Of its table, whose columns are named as its fields are."""
+    return {each.name: getattr(record, each.name) for each in fields(record)}

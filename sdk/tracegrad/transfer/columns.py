@@ -46,6 +46,7 @@ _TURN: Mapping[str, Column] = {
     "trained_step": "integer",
     "skip_reason": "text",
     "fate_at": "number",
+    "routed_experts": "file",
     "request": "json",
     "response": "json",
 }

@@ -82,7 +82,10 @@ class Export:
 
     def turns(self) -> Iterator[Json]:
         """One flat object a turn (`objects.turn_objects`)."""
-        for copy in rollout_copies(self.store, self.wanted, trained=self.trained, raw=False):
+        copies = rollout_copies(
+            self.store, self.wanted, trained=self.trained, raw=False, routes=False
+        )
+        for copy in copies:
             for turn in turn_objects(copy, trained=self.trained):
                 self.counts.written["turn"] += 1
                 yield turn

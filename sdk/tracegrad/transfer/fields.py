@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -137,6 +138,14 @@ class Fields:
             if type(value) is not int or not 0 <= value <= _LARGEST_ID:
                 raise self.bad(f"{field}[{index}]", f"{value!r}; write a token id, 0 to 2^31 - 1")
         return token_ids(values)
+
+    def file_or_none(self, field: str) -> bytes | None:
+        """Bytes, as base64."""
+        value = self.text_or_none(field)
+        try:
+            return None if value is None else b64decode(value, validate=True)
+        except ValueError:
+            raise self.bad(field, "it is no base64; write the file's bytes as base64") from None
 
     def logprobs(self, field: str) -> array[float]:
         values = self.items(field)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
@@ -165,6 +166,8 @@ def _turn_object(turn: Turn, new: array[int], fate: Fate | None, *, text: bool) 
         "skip_reason": fate.skip_reason if fate else None,
         "fate_at": fate.created_at if fate else None,
     }
+    if turn.routed_experts is not None:
+        told["routed_experts"] = b64encode(turn.routed_experts).decode()
     if text:
         told |= {"request": turn.request, "response": turn.response}
     return told

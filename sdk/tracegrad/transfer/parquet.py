@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -127,6 +128,7 @@ def _type(column: Column) -> Any:
             "logprobs": pa.list_(pa.float32()),
             "mask": pa.list_(pa.int8()),
             "pairs": pa.list_(pa.list_(pa.int64())),
+            "file": pa.binary(),
             "texts": pa.list_(pa.string()),
         }[column]
     if "*" in column:
@@ -140,6 +142,8 @@ def _told(value: Any, column: Column) -> Any:
         return None
     if column == "json":
         return dump_json(value)
+    if column == "file":
+        return b64decode(value)
     if column == "logprobs":
         # Null in JSON only; Parquet has a word for what is not a number.
         return [float("nan") if item is None else item for item in value]
@@ -163,6 +167,8 @@ def _parsed(value: Any, column: Column, where: str) -> Any:
     """A cell as it was. What has another type than the column stays, for its reader to refuse."""
     if column == "json" and value is not None:
         return _json(value, where)
+    if column == "file" and isinstance(value, bytes):
+        return b64encode(value).decode()
     if not isinstance(column, str) and isinstance(value, list):
         inner = column["*"]
         return [_parsed(item, inner, f"{where}[{n}]") for n, item in enumerate(value)]
@@ -188,7 +194,7 @@ def _size(value: Any) -> int:
         if value and isinstance(value[0], dict | list):
             return sum(map(_size, value))
         return 8 * len(value)
-    return len(value) if isinstance(value, str) else 8
+    return len(value) if isinstance(value, str | bytes) else 8
 
 
 def _pyarrow() -> None:

@@ -20,6 +20,7 @@ from tracegrad.records import (
     token_ids,
 )
 from tracegrad.store.copies import Fate, RolloutCopy, VersionCopy
+from tracegrad.store.routes import check_routes
 from tracegrad.store.views import PolicyVersion, StepRecord
 from tracegrad.transfer.fields import BadObject, Fields
 from tracegrad.transfer.objects import FORMAT
@@ -198,6 +199,7 @@ class _Turns:
             raise fields.bad("turn_id", f"{turn_id!r} is there twice; give each turn its own")
         prompt = self._prompt(fields)
         completion = fields.ids("completion_token_ids")
+        context = prompt + completion
         self.turns.append(
             Turn(
                 turn_id=turn_id,
@@ -216,10 +218,11 @@ class _Turns:
                 parent_span_id=fields.text_or_none("parent_span_id"),
                 request=fields.object_or_none("request"),
                 response=fields.object_or_none("response"),
+                routed_experts=_routes(fields, len(context)),
                 created_at=fields.number("created_at"),
             )
         )
-        self._contexts[turn_id] = prompt + completion
+        self._contexts[turn_id] = context
         if (fate := _fate(fields)) is not None:
             self.fates[turn_id] = fate
 
@@ -256,6 +259,16 @@ def _versions(fields: Fields, tokens: int) -> VersionSpans:
             "policy_versions", f"they cover {covered} of {tokens} sampled tokens; cover all"
         )
     return tuple(spans)
+
+
+def _routes(fields: Fields, tokens: int) -> bytes | None:
+    file = fields.file_or_none("routed_experts")
+    if file is not None:
+        try:
+            check_routes(file, tokens)
+        except ValueError as error:
+            raise fields.bad("routed_experts", f"{error}; leave it out") from None
+    return file
 
 
 def _fate(fields: Fields) -> Fate | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from hypothesis import given
@@ -19,12 +22,20 @@ from tracegrad.records import Json, token_ids
 
 VERSION = 4
 # Everything that is looked for, as text that an agent may be told.
-TRAP = 'x "token_ids":[1] "logprobs":{"content":[ "top_logprobs":[]}]} "prompt_token_ids":[9] \\"'
+TRAP = 'x "token_ids":[1],"routed_experts":"A" "logprobs":{"content":[ "top_logprobs":[]}]} '
+TRAP += '"prompt_token_ids":[9] \\"'
 
 
 def a_call(**more: Any) -> Call:
     body = {"model": "m", "messages": [{"role": "user", "content": "go"}], **more}
     return Chat().parse(orjson.dumps(body), {}, {})
+
+
+def experts(tokens: int) -> str | None:
+    """Of one layer; of a lonely token there are none."""
+    file = io.BytesIO()
+    np.save(file, np.arange(tokens, dtype=np.uint8).reshape(tokens, 1, 1))
+    return base64.b64encode(file.getvalue()).decode() if tokens else None
 
 
 def an_answer(prompt: list[int], replies: list[list[tuple[int, float]]], text: str = "hi") -> Json:
@@ -42,6 +53,7 @@ def an_answer(prompt: list[int], replies: list[list[tuple[int, float]]], text: s
             "finish_reason": "stop",
             "stop_reason": None,
             "token_ids": [token for token, _ in reply],
+            "routed_experts": experts(len(prompt) + len(reply) - 1),
         }
         for index, reply in enumerate(replies)
     ]
@@ -92,7 +104,22 @@ def test_both_ways_read_the_same(
         assert reply.prompt_token_ids == token_ids(prompt)
         assert reply.token_ids.tolist() == [token for token, _ in told]
         assert reply.logprobs.tolist() == [value for _, value in told]
+        tokens = len(prompt) + len(told) - 1
+        assert (reply.routed_experts or b"").endswith(bytes(range(tokens)))
+        assert bool(reply.routed_experts) == (tokens > 0)
     assert TRAP in answer.body["choices"][0]["message"]["content"]
+
+
+def test_routes_before_the_ids_are_read_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = an_answer([1, 2, 3], [[(5, -0.5)], [(7, -1.0)]])
+    for choice in answer["choices"]:
+        choice["token_ids"] = choice.pop("token_ids")
+    call = a_call(n=2, return_token_ids=True)
+    raw = orjson.dumps(answer)
+    light = read(raw, call)
+    assert [reply.routed_experts is None for reply in light.replies] == [False, False]
+    assert light == read_whole(raw, call, monkeypatch)
+    assert light.body["choices"][1]["routed_experts"] is None
 
 
 def _changed(answer: Json, path: tuple[Any, ...], value: Any) -> Json:
@@ -120,6 +147,11 @@ ALTERNATIVE = {"token": "a", "logprob": -1.0, "bytes": [1]}
         ((*FIRST, "token_ids"), None),
         ((*FIRST, "token_ids"), [1]),
         ((*FIRST, "token_ids"), [1, 1 << 40]),
+        ((*FIRST, "routed_experts"), None),
+        ((*FIRST, "routed_experts"), 7),
+        ((*FIRST, "routed_experts"), "no base64"),
+        ((*FIRST, "routed_experts"), ""),
+        ((*FIRST, "index"), {"token_ids": [1], "routed_experts": "AAAA"}),
         ((*FIRST, "logprobs"), None),
         ((*FIRST, "logprobs"), {"content": []}),
         ((*FIRST, "logprobs", "content", 0, "logprob"), -9999.0),

@@ -196,11 +196,13 @@ class CountingStore:
         self.turns = turns
         self.reads = 0
 
-    def rollout_turns(self, rollout_id: str, *, raw: bool = True) -> list[Turn]:
+    def rollout_turns(
+        self, rollout_id: str, *, raw: bool = True, routes: bool = True
+    ) -> list[Turn]:
         self.reads += 1
         return list(self.turns.get(rollout_id, ()))
 
-    def find_turn(self, turn_id: str) -> Turn | None:
+    def find_turn(self, turn_id: str, *, routes: bool = True) -> Turn | None:
         every = [turn for turns in self.turns.values() for turn in turns]
         return next((turn for turn in every if turn.turn_id == turn_id), None)
 

@@ -54,6 +54,7 @@ def test_a_store_of_an_earlier_version_is_brought_up_to_date(store: Store, url: 
         for table in later:
             connection.execute(text(f"DROP TABLE {table}"))
         connection.execute(text("ALTER TABLE steps DROP COLUMN batch"))
+        connection.execute(text("ALTER TABLE turns DROP COLUMN routed_experts"))
         for index in ("ix_turns_parent_id", "ix_turns_request_base"):
             connection.execute(text(f"DROP INDEX {index}"))
         connection.execute(text("UPDATE alembic_version SET version_num = '0002'"))

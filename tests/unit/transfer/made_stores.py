@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from support.npy import experts_of
 from tracegrad.records import (
     OVER_LENGTH,
     Fact,
@@ -118,7 +119,7 @@ class _Maker:
         self, rollout_id: str, turn_id: str, parent: Turn | None, messages: list[dict[str, Any]]
     ) -> Turn:
         known = parent.prompt_token_ids + parent.completion_token_ids if parent else token_ids()
-        sampled = self._ids(6)
+        new, sampled = token_ids(self._ids(20)), self._ids(6)
         first = self._chance.randrange(len(sampled) + 1)
         versions = [(self._chance.randrange(3), first), (3, len(sampled) - first)]
         return Turn(
@@ -128,7 +129,7 @@ class _Maker:
             fork_reason=self._maybe("edited_history"),
             dialect=self._chance.choice(["chat", "messages", "responses"]),
             model=self._word(),
-            prompt_token_ids=known + token_ids(self._ids(20)),
+            prompt_token_ids=known + new,
             completion_token_ids=token_ids(sampled),
             completion_logprobs=logprobs(self._logprob() for _ in sampled),
             policy_versions=tuple((v, n) for v, n in versions if n),
@@ -138,8 +139,14 @@ class _Maker:
             parent_span_id=self._maybe("a" * 16),
             request=self._maybe({"messages": messages, **self.json()}),
             response=self._maybe(self.json()),
+            routed_experts=self._experts(len(known) + len(new) + len(sampled)),
             created_at=self._time(),
         )
+
+    def _experts(self, tokens: int) -> bytes | None:
+        of = self._chance.randrange(1, tokens) if tokens > 1 else 0
+        kind = self._chance.choice(["|u1", "<u2", "<i4"])
+        return self._maybe(experts_of(of, kind=kind, seed=of)) if of else None
 
     def _ids(self, most: int) -> list[int]:
         number = self._chance.randrange(most)

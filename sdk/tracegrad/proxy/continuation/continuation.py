@@ -56,6 +56,14 @@ class Plan:
     prompt_ids: array[int] | None = None
     fork: Fork | None = None
 
+    @property
+    def routes_from(self) -> int:
+        """The first of the prompt's tokens whose routed experts the turn that it continues cannot
+        have: that turn's last, which it only sampled."""
+        if self.prompt_ids is None or self.parent is None:
+            return 0
+        return self.parent.length - 1
+
 
 class Continuation:
     """To be used from one event loop.

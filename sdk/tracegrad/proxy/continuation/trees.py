@@ -30,8 +30,10 @@ _TREE_BYTES = 500
 class ReadsTurns(Protocol):
     """What `tracegrad.store.Store` does of it."""
 
-    def rollout_turns(self, rollout_id: str, *, raw: bool = True) -> list[Turn]: ...
-    def find_turn(self, turn_id: str) -> Turn | None: ...
+    def rollout_turns(
+        self, rollout_id: str, *, raw: bool = True, routes: bool = True
+    ) -> list[Turn]: ...
+    def find_turn(self, turn_id: str, *, routes: bool = True) -> Turn | None: ...
 
 
 class Known(NamedTuple):
@@ -219,11 +221,11 @@ class Trees:
             self._evict()
 
     def _read(self, rollout_id: str) -> list[Known]:
-        turns = self._store.rollout_turns(rollout_id)
+        turns = self._store.rollout_turns(rollout_id, routes=False)
         here = {turn.turn_id: turn for turn in turns}
 
         def find(turn_id: str) -> Turn | None:
-            return here.get(turn_id) or self._store.find_turn(turn_id)
+            return here.get(turn_id) or self._store.find_turn(turn_id, routes=False)
 
         calls = [(turn, whole_call(turn, find)) for turn in turns]
         return [known(turn, said_in(call) if call is not None else None) for turn, call in calls]

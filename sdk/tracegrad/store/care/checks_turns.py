@@ -22,8 +22,10 @@ from tracegrad.store.packing import (
     unpack_ids,
     unpack_json,
     unpack_logprobs,
+    unpack_routes,
 )
 from tracegrad.store.rebuilding import Rebuilt, rebuild
+from tracegrad.store.routes import check_routes
 from tracegrad.store.schema import Texts, Turns
 from tracegrad.store.texts import Placed, placed_texts, text_digest, unpack_raw, unused
 
@@ -76,6 +78,7 @@ def _of_turn(row: Row[Any], seen: _Seen, placed: Placed) -> Iterator[Finding]:
 
     completion = yield from _tokens(row, seen, broken)
     yield from _sampled(row, completion, broken)
+    yield from _routed(row, broken)
     yield from _texts(row, seen, placed, broken)
 
 
@@ -144,6 +147,15 @@ def _sampled(row: Row[Any], completion: array[int] | None, broken: Found) -> Ite
     last = row.policy_versions[-1][0] if row.policy_versions else None
     if last != row.last_version:
         yield broken("spans", f"its last version is {last}, and {row.last_version} is told")
+
+
+def _routed(row: Row[Any], broken: Found) -> Iterator[Finding]:
+    """Experts of no more tokens than were read."""
+    try:
+        if (file := unpack_routes(row.routed_experts)) is not None:
+            check_routes(file, row.prompt_tokens + row.completion_tokens)
+    except (StoreCorrupt, ValueError) as error:
+        yield broken("routes", f"its routed experts: {error}")
 
 
 def _texts(row: Row[Any], seen: _Seen, placed: Placed, broken: Found) -> Iterator[Finding]:

@@ -45,6 +45,7 @@ _NO_TOKENS: Values = {
     "delta": b"",
     "completion": b"",
     "logprobs": b"",
+    "routed_experts": None,  # of tokens that are gone
     "policy_versions": [],
     "last_version": None,
     "untrainable": TOKENS_REDACTED,

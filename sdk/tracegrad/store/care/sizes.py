@@ -21,6 +21,7 @@ _PACKED = (
     Turns.request,
     Turns.response,
     Turns.request_marks,
+    Turns.routed_experts,
 )
 
 
