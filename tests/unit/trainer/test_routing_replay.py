@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from learn_samples import rows
+from learn_samples import rows, turn
+from route_samples import drawn, told
 from test_model_kinds import agree, gradients
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from zoo import MIXTURES, logprobs, make, plain
 
-from tracegrad_trainer.batches import MicroBatch, micro_batch, pack
+from tracegrad_trainer.batches import Layout, MicroBatch, Routes, micro_batch, pack
+from tracegrad_trainer.batches.routes import OPEN, of_path
 from tracegrad_trainer.fsdp import Learner, OptimSettings, shard, start_ranks, stop_ranks
+from tracegrad_trainer.fsdp.forward import Before
 from tracegrad_trainer.fsdp.packed_attention import PackedRows
-from tracegrad_trainer.fsdp.routing import (
-    OPEN,
-    Routes,
-    of_routers,
-    read_vllm,
-    recording,
-    routed,
-)
+from tracegrad_trainer.fsdp.routing import check, layout_of, recording, routed
 from tracegrad_trainer.fsdp.settings import FsdpSettings
 from tracegrad_trainer.fsdp.wrap import prepare
 from tracegrad_trainer.objectives import preset
@@ -156,14 +151,14 @@ def test_updates_of_one_batch_keep_the_choice_of_before_it(mesh: DeviceMesh) -> 
     (batches,) = pack(ROWS, ranks=1, budget=60)
     assert len(batches) > 1
     with recording(model) as before:
-        old = learner.logprobs(batches)
+        old = [Before(old=logp) for logp in learner.logprobs(batches)]
     given = routed(batches, before)
-    assert learner.train(given, version=3, old=old).metrics["policy_k3"] == 0
+    assert learner.train(given, version=3, before=old).metrics["policy_k3"] == 0
     with recording(model) as free:
         learner.logprobs(batches)
     assert any((a != b).any() for a, b in zip(free, before, strict=True))
     with recording(model) as during:
-        moved = learner.train(given, version=3, old=old)
+        moved = learner.train(given, version=3, before=old)
     assert moved.metrics["policy_k3"] > 0
     assert all(np.array_equal(a, b) for a, b in zip(during, before, strict=True))
 
@@ -183,66 +178,56 @@ def test_routes_travel_with_their_rows() -> None:
     assert np.array_equal(left.routes[len(ROWS[1]) :], routes[: ends[0]])
 
 
-def wire(found: Routes, dtype: type = np.uint8) -> str:
-    """As vLLM writes it: base64 of a .npy file."""
-    with io.BytesIO() as file:
-        np.save(file, found.astype(dtype), allow_pickle=False)
-        return base64.b64encode(file.getvalue()).decode("ascii")
-
-
 @pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
-def test_routes_of_the_serving_engine_are_replayed(name: str, dtype: type) -> None:
-    """R3, with routes recorded from a transformers forward and sent in vLLM's format."""
+def test_routes_of_the_serving_engine_are_replayed(name: str) -> None:
+    """R3, with routes recorded from a transformers forward and told in vLLM's format."""
     engine = make(name, routing="r2")
     logp, routes = recorded(engine)
-    told, start = [], 0
-    for row in ROWS:
-        own = routes[start : start + len(row)]
-        start += len(row)
-        read = read_vllm(wire(own[:-1], dtype), tokens=len(row))
-        assert np.array_equal(read[:-1], own[:-1])
-        assert (read[-1] == OPEN).all()
-        told.append(replace(row, routes=of_routers(read, engine)))
+    layout, ends = layout_of(engine), np.cumsum([len(row) for row in ROWS])
+    rows_told = []
+    for row, end in zip(ROWS, ends, strict=True):
+        asked = turn("t", row.input_ids[:5].tolist(), row.input_ids[5:].tolist())
+        path = [told(asked, routes[end - len(row) : end])]
+        rows_told.append(replace(row, routes=of_path(path, len(row), layout)))
     model = make(name, routing="r3")
-    made = micro_batch(told, range(len(told)))
+    made = micro_batch(rows_told, range(len(rows_told)))
+    assert made.routes is not None
+    assert np.array_equal(np.delete(made.routes, ends - 1, 0), np.delete(routes, ends - 1, 0))
     now = logprobs(model, made)
     assert torch.equal(now, logp)
     now.sum().backward()
     assert all(r.weight.grad.abs().max() > 0 for r in routers(model))  # type: ignore[union-attr,operator]
 
 
-def test_a_later_turn_has_routes_from_its_own_start_on() -> None:
-    own = np.arange(4 * 2 * 2).reshape(4, 2, 2).astype(np.int16)
-    read = read_vllm(wire(own), tokens=10, start=5)
-    assert (read[:5] == OPEN).all()
-    assert np.array_equal(read[5:9], own)
+def test_an_engine_counts_layers_without_a_router_too() -> None:
+    config = plain("qwen3_moe", "tracegrad_packed").config
+    config.mlp_only_layers = [0]
+    with torch.device("meta"):
+        dense = type(plain("qwen3_moe", "tracegrad_packed"))(config)
+    assert layout_of(dense) == Layout(layers=2, routed=(1,), experts=EXPERTS, k=2)
+    model = prepare(type(dense)(config), FsdpSettings(device="cpu", routing="r3"))
+    (row,) = ROWS[:1]
+    asked = turn("t", row.input_ids[:5].tolist(), row.input_ids[5:].tolist())
+    layers = drawn(len(row), layout=layout_of(model))
+    routes = of_path([told(asked, layers)], len(row), layout_of(model))
+    assert routes is not None
+    with torch.no_grad(), recording(model) as seen:
+        logprobs(model, micro_batch([replace(row, routes=routes)], [0]))
+    assert np.array_equal(seen[0][:-1], layers[:-1, 1:])
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("no base64!", "not base64 of a .npy file"),
-        (base64.b64encode(b"no numpy file").decode(), "not base64 of a .npy file"),
-        (wire(np.zeros((9, 2), np.int16)), r"uint8\[9, 2\]: expected integers \[tokens, layers"),
-        (wire(np.zeros((9, 2, 2), np.int16), np.float32), "float32"),
-        (wire(np.zeros((7, 2, 2), np.int16)), "has 7 tokens.*10 tokens 9 were expected"),
-        (wire(np.zeros((9, 2, 2), np.int32) + 40_000, np.int32), "expert 40000"),
-    ],
-)
-def test_what_is_not_routes_is_refused(text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        read_vllm(text, tokens=10)
+@pytest.mark.parametrize("setting", ["r2", "r3"])
+def test_before_anything_starts_a_model_is_asked_whether_it_has_routes(setting: str) -> None:
+    check(plain("mixtral", "sdpa"), setting)
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM has no routers.*set fsdp.routing"):
+        check(plain("qwen3", "sdpa"), setting)
 
 
-def test_layers_without_a_router_are_left_out() -> None:
-    model = plain("qwen3_moe", "tracegrad_packed")
-    model.config.mlp_only_layers = [0]
-    dense = prepare(type(model)(model.config), FsdpSettings(device="cpu", routing="r3"))
-    found = np.arange(3 * 2 * 2).reshape(3, 2, 2).astype(np.int16)
-    assert np.array_equal(of_routers(found, dense), found[:, 1:])
-    with pytest.raises(ValueError, match="routes are of 3 layers, the model has 2"):
-        of_routers(np.zeros((3, 3, 2), np.int16), dense)
+def test_two_routers_in_a_layer_are_not_taken_for_one() -> None:
+    model: Any = plain("mixtral", "sdpa")
+    model.model.layers[0].second = type(model.model.layers[0].mlp.gate)(model.config)
+    with pytest.raises(ValueError, match=r"MixtralForCausalLM are not one in a layer.*'r2'"):
+        layout_of(model)
 
 
 def test_a_model_without_routers_is_refused() -> None:

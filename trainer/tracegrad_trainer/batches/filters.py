@@ -95,13 +95,13 @@ def reasons_of(
         reason = turn_reason(turn, settings, current_version, failed_versions, vocabulary) or whole
         if reason is None and turn.turn_id in lost:
             reason = "over_long"
+        if reason is None and settings.predicate is not None:
+            reason = predicate.ask(settings.predicate, turn, rollout)
         if reason is None and digests is not None:
             # Of equal turns the first stays that nothing else speaks against.
             if digests[i] in seen:
                 reason = "repeated_turn"
             seen.add(digests[i])
-        if reason is None and settings.predicate is not None:
-            reason = predicate.ask(settings.predicate, turn, rollout)
         if reason is not None:
             reasons[turn.turn_id] = reason
     return reasons

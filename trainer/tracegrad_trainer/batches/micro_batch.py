@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .routes import OPEN, Routes
 from .rows import Row
 
 Longs = NDArray[np.int64]
@@ -61,7 +62,7 @@ class MicroBatch:
     expert: Bools  # [n] an expert's, not sampled by a policy
     turn_tokens: Floats  # [n]
     rollout_tokens: Floats  # [n]
-    routes: NDArray[np.int16] | None = None  # [T, layers, k]
+    routes: Routes | None = None  # [T, routers, k]
 
     def __post_init__(self) -> None:
         tokens, targets, rows = int(self.row_lengths.sum()), len(self.target), len(self.row_lengths)
@@ -249,13 +250,13 @@ def _number_turns(rows: Sequence[Row], kept: Sequence[Longs]) -> Longs:
     return np.concatenate(parts)
 
 
-def _routes(rows: Sequence[Row]) -> NDArray[np.int16] | None:
+def _routes(rows: Sequence[Row]) -> Routes | None:
     known = next((row.routes for row in rows if row.routes is not None), None)
     if known is None:
         return None
     return _joined(
         [
-            np.full((len(row), *known.shape[1:]), -1, np.int16)
+            np.full((len(row), *known.shape[1:]), OPEN, known.dtype)
             if row.routes is None
             else row.routes
             for row in rows

@@ -9,6 +9,7 @@ pairs whose rewards differ as much, those that share the longest beginning come 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -122,22 +123,19 @@ def labels_of(
 def mismatched(rows: Sequence[Row], *, limit: int) -> list[Row]:
     """For KTO's z: each row's prompt with a later row's completion, which alone is kept.
 
-    A completion is all from a row's first target on. It comes from the next row in a rotation by
-    the size of the largest group, so that rows sorted by group meet another group's prompt as
-    long as no group holds more than half of them (answers to the same prompt would match).
-    Each completion is used once; rows that would be longer than `limit` tokens are left out, a
-    single row has no other.
+    A completion is all from a row's first target on. Sorted by group, the rows are rotated by the
+    size of the largest, so that each meets another group's prompt as long as no group holds more
+    than half of them (answers to the same prompt would match). Each completion is used once; rows
+    that would be longer than `limit` tokens are left out, a single row has no other.
 
     Raises:
         ValueError: a row is a tree.
     """
     if any(row.subtree_end is not None for row in rows):
         raise ValueError("kto needs batches.shared_prefix = 'paths': a tree has no one completion")
+    rows = sorted(rows, key=lambda row: row.group_id)
     count = len(rows)
-    groups: dict[str, int] = {}
-    for row in rows:
-        groups[row.group_id] = groups.get(row.group_id, 0) + 1
-    shift = max(groups.values(), default=0)
+    shift = max(Counter(row.group_id for row in rows).values(), default=0)
     shift = 1 if shift == count else shift
     made = [_joined(row, rows[(i + shift) % count]) for i, row in enumerate(rows) if count > 1]
     return [row for row in made if len(row) <= limit]

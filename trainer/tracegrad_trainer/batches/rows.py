@@ -27,6 +27,7 @@ from .rollouts import (
     temperature_of,
     with_ancestors,
 )
+from .routes import Layout, Routes, of_path
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -60,7 +61,7 @@ class Row:
     position: Ints | None = None  # [T]; None: 0, 1, 2, ...
     previous: Ints | None = None  # [T] the token that t is predicted from; None: t - 1
     subtree_end: Ints | None = None  # [T]
-    routes: NDArray[np.int16] | None = None  # [T, layers, k] experts it went to; -1: not known
+    routes: Routes | None = None  # [T, routers, k] experts it went to; -1: not known
 
     def __post_init__(self) -> None:
         tokens = len(self.input_ids)
@@ -115,6 +116,7 @@ class Source:
     advantage: Mapping[str, float]
     reward: Mapping[str, float]  # of turns
     skipped: Collection[str]
+    layout: Layout | None = None  # of the routes that rows get; none: they get none
 
     @classmethod
     def of(
@@ -123,6 +125,7 @@ class Source:
         group_id: str,
         advantages: Sequence[float] | NDArray[np.float64],
         skipped: Collection[str],
+        layout: Layout | None = None,
     ) -> Source:
         values = zip(rollout.turns, advantages, strict=True)
         return cls(
@@ -131,6 +134,7 @@ class Source:
             advantage={turn.turn_id: float(value) for turn, value in values},
             reward=credited(rollout, skipped),
             skipped=skipped,
+            layout=layout,
         )
 
 
@@ -150,6 +154,7 @@ class Draft:
         self.advantage = np.zeros(tokens, np.float32)
         self.reward = np.zeros(tokens, np.float32)
         self.expert = np.zeros(tokens, np.bool_)
+        self.routes: Routes | None = None
         self.turn_ids: dict[str, int] = {}
 
     def write(self, turn: Turn, at: int, part: slice = slice(None)) -> None:
@@ -186,6 +191,7 @@ class Draft:
             group_id=self.source.group_id,
             turn_ids=tuple(self.turn_ids),
             score=self.source.rollout.reward,
+            routes=self.routes,
             **tree,  # type: ignore[arg-type]
         )
 
@@ -196,14 +202,15 @@ def rows_of(
     group_id: str,
     advantages: Sequence[float] | NDArray[np.float64],
     skipped: Collection[str] = (),
+    layout: Layout | None = None,
 ) -> list[Row]:
     """Rows of one rollout; `advantages` one a turn. Turns in `skipped` (ids) stay as context of
-    turns that are trained.
+    turns that are trained. With a `layout` the rows have the routes that their turns have.
 
     Every turn that is not skipped is trained in exactly one row: the first path that holds it.
     Branches without such a turn make no row, and a row ends with its last such turn.
     """
-    source = Source.of(rollout, group_id, advantages, skipped)
+    source = Source.of(rollout, group_id, advantages, skipped, layout)
     return path_rows(with_ancestors(rollout.turns, skipped), source)
 
 
@@ -214,6 +221,8 @@ def path_rows(turns: Sequence[Turn], source: Source) -> list[Row]:
     for path in paths(turns):
         leaf = path[-1]
         draft = Draft(ints(leaf.prompt_token_ids + leaf.completion_token_ids), source)
+        if source.layout is not None:
+            draft.routes = of_path(path, len(draft.input_ids), source.layout)
         for turn in path:
             if turn.turn_id in owned:
                 continue

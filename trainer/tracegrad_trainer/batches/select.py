@@ -13,13 +13,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.records import Turn
 from tracegrad_trainer.objectives.advantages import Scored
 
 from .filters import reasons_of, staleness_weights
-from .rollouts import RolloutLike, digests_of, turn_rewards
-from .rows import Row, Source, rows_of
+from .rollouts import RolloutLike, digests_of, is_expert, turn_rewards, with_ancestors
+from .routes import Layout
+from .rows import Row, Source, path_rows
 from .settings import BatchSettings
-from .stats import of_advantages, of_paths, of_rewards, of_rows, of_turns
+from .stats import of_advantages, of_paths, of_rewards, of_routes, of_rows, of_turns
 from .trees import tree_rows
 
 # An advantage this small is nothing but the rounding of a mean.
@@ -74,14 +76,17 @@ def select(
     current_version: int,
     failed_versions: Collection[int] = (),
     vocabulary: int | None = None,
+    routes: Layout | None = None,
 ) -> Selection:
     """Filter turns and build the rows of a batch.
 
     Advantages come from all rollouts of a group, whatever the filters take away afterwards:
-    a filter must not move the baseline. `vocabulary`: how many tokens the model knows.
+    a filter must not move the baseline. `vocabulary`: how many tokens the model knows. `routes`:
+    how its mixture's look, where rows are to have those of the serving engine (r3).
 
     Raises:
-        ValueError: a reward is not a finite number; the user's predicate failed.
+        ValueError: a reward is not a finite number; the user's predicate failed; a turn's routes
+            are another model's.
     """
     rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
     numbers = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
@@ -114,7 +119,8 @@ def select(
         skipped |= reasons
         if settings.stale == "weight":
             value = value * staleness_weights(rollout, settings, current_version)
-        new, not_shared = _rows(rollout, group.group_id, value, reasons, settings)
+        source = Source.of(rollout, group.group_id, value, reasons, routes)
+        new, not_shared = _rows(source, settings)
         rows += new
         too_long += not_shared
         trained += [turn_id for row in new for turn_id in row.kept_turn_ids]
@@ -130,6 +136,7 @@ def select(
             **of_advantages(advantage),
             **of_turns(len(every), skipped),
             **of_rows(rows),
+            **({} if routes is None else of_routes(rows)),
             **of_paths(
                 [rollout for _, rollout in rollouts],
                 skipped,
@@ -150,24 +157,21 @@ def scored(rollout: RolloutLike, *, group: int, task: str) -> Scored:
         group=group,
         reward=rollout.reward,
         turn_rewards=np.array([given.get(i, 0.0) for i in range(len(numbers))], np.float64),
-        tokens=np.array([len(turn.completion_token_ids) for turn in rollout.turns], np.int64),
+        tokens=np.array([_sampled(turn) for turn in rollout.turns], np.int64),
         parents=np.array([numbers.get(t.parent_id or "", -1) for t in rollout.turns], np.int64),
         states=[digests.prompt for digests in digests_of(rollout.turns)],
     )
 
 
-def _rows(
-    rollout: RolloutLike,
-    group_id: str,
-    advantage: NDArray[np.float64],
-    skipped: Collection[str],
-    settings: BatchSettings,
-) -> tuple[list[Row], int]:
+def _sampled(turn: Turn) -> int:
+    return 0 if is_expert(turn) else len(turn.completion_token_ids)
+
+
+def _rows(source: Source, settings: BatchSettings) -> tuple[list[Row], int]:
     """Rows of a rollout, and how many of its trees were too long to be one."""
     if settings.shared_prefix == "tree":
-        source = Source.of(rollout, group_id, advantage, skipped)
         return tree_rows(source, limit=settings.row_limit)
-    return rows_of(rollout, group_id=group_id, advantages=advantage, skipped=skipped), 0
+    return path_rows(with_ancestors(source.rollout.turns, source.skipped), source), 0
 
 
 def _equal(rollouts: Sequence[RolloutLike], advantage: Sequence[NDArray[np.float64]]) -> bool:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tracegrad.turns import paths
 
 from .rollouts import RolloutLike, length_of, with_ancestors
+from .routes import known
 from .rows import Row
 
 Numbers = NDArray[np.float64]
@@ -57,6 +58,13 @@ def of_rows(rows: Sequence[Row]) -> dict[str, float]:
         "target_tokens": float(targets),
         "target_share": targets / tokens if tokens else 0.0,
     }
+
+
+def of_routes(rows: Sequence[Row]) -> dict[str, float]:
+    """`routes_known_share`: of the tokens that are computed, those whose experts the serving
+    engine told. A row's last token is never among them, nor is it used."""
+    tokens = sum(len(row) for row in rows)
+    return {"routes_known_share": sum(known(row.routes) for row in rows) / max(tokens, 1)}
 
 
 def of_paths(

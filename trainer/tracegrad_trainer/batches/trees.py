@@ -21,6 +21,7 @@ from tracegrad.records import Turn
 from tracegrad.turns import paths
 
 from .rollouts import Ints, ints, length_of, with_ancestors
+from .routes import Layout, Routes, by_length, of_turn
 from .rows import Draft, Row, Source, path_rows
 
 
@@ -72,18 +73,22 @@ def tree_rows(source: Source, *, limit: int) -> tuple[list[Row], int]:
         return path_rows(turns, source), 0
     rows: list[Row] = []
     too_long = 0
-    for top, members in _trees(turns):
+    for top, ends in _trees(turns):
+        members = [turn for turn, _ in ends]
         if sum(turn.turn_id in leaves for turn in members) == 1:
             rows += path_rows(members, source)
         elif (nodes := _laid_out(top))[0].stop > limit:
             rows += path_rows(members, source)
             too_long += 1
         else:
-            rows.append(_row(nodes, leaves, source))
+            rows.append(_row(nodes, ends, leaves, source))
     return rows, too_long
 
 
-def _trees(turns: Sequence[Turn]) -> list[tuple[_Node, list[Turn]]]:
+_Ends = list[tuple[Turn, _Node]]  # turns, and the nodes that they end with
+
+
+def _trees(turns: Sequence[Turn]) -> list[tuple[_Node, _Ends]]:
     """The trees' first nodes, each with its turns in order of capture."""
     root = _Node(np.zeros(0, np.int32), 0, None)
     ends: dict[str, _Node] = {}
@@ -91,13 +96,13 @@ def _trees(turns: Sequence[Turn]) -> list[tuple[_Node, list[Turn]]]:
     # first.
     for turn in sorted(turns, key=length_of):
         ends[turn.turn_id] = _insert(turn, ends.get(turn.parent_id or "", root))
-    found: dict[int, tuple[_Node, list[Turn]]] = {}
+    found: dict[int, tuple[_Node, _Ends]] = {}
     for turn in turns:
-        top = ends[turn.turn_id]
+        top = end = ends[turn.turn_id]
         while top.parent is not None and top.parent is not root:
             top = top.parent
         if top is not root:  # where a turn without any token ends
-            found.setdefault(id(top), (top, []))[1].append(turn)
+            found.setdefault(id(top), (top, []))[1].append((turn, end))
     return list(found.values())
 
 
@@ -152,9 +157,11 @@ def _laid_out(top: _Node) -> list[_Node]:
     return nodes
 
 
-def _row(nodes: Sequence[_Node], leaves: Iterable[str], source: Source) -> Row:
+def _row(nodes: Sequence[_Node], ends: _Ends, leaves: Iterable[str], source: Source) -> Row:
     draft = Draft(np.concatenate([node.ids for node in nodes]), source)
     tokens = len(draft.input_ids)
+    if source.layout is not None:
+        draft.routes = _routes(ends, tokens, source.layout)
     position = np.arange(tokens, dtype=np.int32)
     previous = np.arange(-1, tokens - 1, dtype=np.int32)
     subtree_end = np.empty(tokens, np.int32)
@@ -173,3 +180,21 @@ def _row(nodes: Sequence[_Node], leaves: Iterable[str], source: Source) -> Row:
             end = node.turn.turn_id in leaves
             draft.give(node.turn, node.start + length - 1, end=end)
     return draft.row(position=position, previous=previous, subtree_end=subtree_end)
+
+
+def _routes(ends: _Ends, tokens: int, layout: Layout) -> Routes | None:
+    """As `routes.of_path`, over all of a tree's branches."""
+    node_of = {turn.turn_id: node for turn, node in ends}
+    routes: Routes | None = None
+    for turn in by_length(turn for turn, _ in ends):
+        if (told := of_turn(turn, layout)) is None:
+            continue
+        routes = layout.none(tokens) if routes is None else routes
+        node: _Node | None = node_of[turn.turn_id]
+        while node is not None and node.depth_end > told.start:
+            first, last = max(node.depth, told.start), min(node.depth_end, told.stop)
+            if first < last:
+                at = slice(node.start + first - node.depth, node.start + last - node.depth)
+                routes[at] = told.routes[first - told.start : last - told.start]
+            node = node.parent
+    return routes

@@ -4,7 +4,8 @@ A token whose expert flips between two engines, or between two forwards, has two
 probabilities for no reason of the policy's. Replayed, the choice is given and the gates are
 computed from the router's present scores: gate_i = I exp(s_i) / sum I exp(s), so that the router
 still gets its gradient. `r2` replays our own choice of before the batch (`recording`), `r3` the
-serving engine's (`read_vllm`). (GSPO, arXiv 2507.18071; rollout routing replay, arXiv 2510.11370.)
+serving engine's, which the rows have (`batches.routes`). (GSPO, arXiv 2507.18071; rollout routing
+replay, arXiv 2510.11370.)
 
 Every router of transformers' mixtures chooses by `topk` over its experts: that call is what is
 answered from the record, and whatever the router makes of the chosen scores stays its own.
@@ -12,27 +13,18 @@ answered from the record, and whatever the router makes of the chosen scores sta
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.return_types import topk as TopK
 
-from tracegrad_trainer.batches import MicroBatch
-
-# A token without a record: the router chooses for it.
-OPEN = -1
-
-Routes = NDArray[np.int16]  # [T, layers, k]
+from tracegrad_trainer.batches import Layout, MicroBatch, Routes
+from tracegrad_trainer.batches.routes import OPEN
 
 
 class _Choice(TorchFunctionMode):
@@ -64,7 +56,7 @@ class _Choice(TorchFunctionMode):
 
 
 def install(model: nn.Module) -> None:
-    """Make the model's forward take the keyword `routes`, i64[T, layers, k] or None. In place.
+    """Make the model's forward take the keyword `routes`, i[T, routers, k] or None. In place.
 
     What was given holds until the next forward: a checkpointed block runs again in backward.
 
@@ -96,7 +88,7 @@ def _follow(router: nn.Module, layer: int, state: dict[str, Tensor | None]) -> N
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         routes = state["routes"]
-        choice = _Choice(router, None if routes is None else routes[:, layer])
+        choice = _Choice(router, None if routes is None else routes[:, layer].long())
         with choice:
             answer = own(*args, **kwargs)
         assert choice.taken is not None, "the router chose by other means than topk"
@@ -108,7 +100,7 @@ def _follow(router: nn.Module, layer: int, state: dict[str, Tensor | None]) -> N
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[list[Routes]]:
-    """Fills the list with the choices of each forward of the model within, [T, layers, k]."""
+    """Fills the list with the choices of each forward of the model within, [T, routers, k]."""
     assert installed(model)
     seen: list[Routes] = []
     backbone: Any = model.base_model
@@ -148,47 +140,30 @@ def _routers(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def read_vllm(text: str, *, tokens: int, start: int = 0) -> Routes:
-    """`routed_experts` of a vLLM choice -> i16[tokens, layers, k], `OPEN` where there is none.
+def check(model: nn.Module, setting: str) -> None:
+    """Raises ValueError: the model's routes cannot be replayed like that, r2 or r3."""
+    if setting == "r3":
+        layout_of(model)
+    else:
+        _routers(model)
 
-    vLLM (0.32, `--enable-return-routed-experts`) sends base64 of a `.npy` file [n, layers, k] of
-    uint8, uint16 or int32: of prompt and completion together, but for the last sampled token,
-    which was never forwarded, and for the first `routed_experts_prompt_start` = `start` tokens,
-    which an earlier turn's answer has. `layers` counts all of the model's layers: see
-    `of_routers` where some have no router.
+
+def layout_of(model: nn.Module) -> Layout:
+    """What an engine's routes of this model must look like; it may be on the meta device.
 
     Raises:
-        ValueError: it is not that, or not of so many tokens.
+        ValueError: it has no routers that are known, or not one in a layer at most.
     """
-    try:
-        found = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    except (binascii.Error, ValueError, EOFError) as error:
-        raise ValueError(f"routed_experts is not base64 of a .npy file: {error}") from error
-    if found.ndim != 3 or found.dtype not in (np.uint8, np.uint16, np.int32):
-        raise ValueError(
-            f"routed_experts is {found.dtype}{list(found.shape)}: expected integers"
-            " [tokens, layers, experts a token]"
-        )
-    if start + len(found) != tokens - 1:
-        raise ValueError(
-            f"routed_experts has {len(found)} tokens from the {start}th on: of a turn of {tokens}"
-            f" tokens {tokens - 1 - start} were expected"
-        )
-    if found.size and int(found.max()) > np.iinfo(np.int16).max:
-        raise ValueError(f"routed_experts names expert {found.max()}: there are not so many")
-    routes = np.full((tokens, *found.shape[1:]), OPEN, np.int16)
-    routes[start:-1] = found
-    return routes
-
-
-def of_routers(routes: Routes, model: nn.Module) -> Routes:
-    """Of an engine's layers those that have a router in this model, [T, layers, k]."""
-    routers: Any = {id(router) for router in _routers(model)}
+    routers: list[Any] = _routers(model)
+    numbers = {id(router): i for i, router in enumerate(routers)}
     layers: Any = getattr(model.base_model, "layers", ())
-    sparse = [i for i, layer in enumerate(layers) if any(id(m) in routers for m in layer.modules())]
-    if routes.shape[1] != len(layers):
+    inside = [[numbers[id(m)] for m in layer.modules() if id(m) in numbers] for layer in layers]
+    shapes = {(int(router.num_experts), int(router.top_k)) for router in routers}
+    if len(shapes) > 1 or [n for found in inside for n in found[:1]] != list(range(len(routers))):
         raise ValueError(
-            f"routes are of {routes.shape[1]} layers, the model has {len(layers)}:"
-            " they are another model's"
+            f"fsdp.routing = 'r3': the routers of {type(model).__name__} are not one in a layer,"
+            " all alike: an engine's routes are not known to be theirs; set it to 'r2' or 'own'"
         )
-    return routes[:, sparse]
+    [(experts, k)] = shapes
+    routed = tuple(i for i, found in enumerate(inside) if found)
+    return Layout(layers=len(layers), routed=routed, experts=experts, k=k)
