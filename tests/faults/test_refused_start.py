@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from support.trainer_serve import Ended, free_port, trainer_serve
 from tracegrad_trainer.cli import app
+from tracegrad_trainer.commands import lock
 from tracegrad_trainer.run_state import RunState, read_state
-from tracegrad_trainer.serve import lock
 
 
 @pytest.fixture(autouse=True)

@@ -67,6 +67,7 @@ class Scene:
             "objective__advantage": "running",  # it remembers, from step to step
             "batches__drop_equal_reward": "true",  # so that some are skipped
             "checkpoint__keep": 2,
+            "optim__minibatches": 2,
         }
 
     def command(self) -> list[str]:

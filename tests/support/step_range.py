@@ -37,8 +37,9 @@ class Runs:
         """-> the exit status of each rank; negative: the signal."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        every = {"ranks": 1, "steps": None, "after_s": None, "at": None, "nth": 1, "alone": False}
-        self._process.stdin.write(json.dumps({**every, "settings": str(settings), **order}) + "\n")
+        every = {"serve": False, "ranks": 1, "steps": None, "after_s": None, "at": None, "nth": 1}
+        every |= {"linger_s": 0.0, "alone": False, "settings": str(settings)}
+        self._process.stdin.write(json.dumps(every | order) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, f"the ranks' parent died: {log_of(settings)}"

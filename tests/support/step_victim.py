@@ -1,10 +1,12 @@
-"""Ranks of `trainer step` that are killed: a process that has read torch and forks them.
+"""Ranks of `trainer step` and of `trainer serve` that are killed: a process that has read torch
+and forks them.
 
-Orders come as JSON lines, one run each: {"settings": FILE, "ranks": N, "steps": N or null,
-"after_s": SECONDS or null, "at": POINT or null, "nth": N, "alone": BOOL}. A run is killed
-`after_s` seconds after it began, or it kills itself `at` a point, the `nth` time that it gets
-there; `alone`: only one of its ranks, and the others are ended as the launcher would. The answer
-is one line, the exit statuses.
+Orders come as JSON lines, one run each: {"settings": FILE, "serve": BOOL, "ranks": N,
+"steps": N or null, "after_s": SECONDS or null, "at": POINT or null, "nth": N, "linger_s": SECONDS,
+"alone": BOOL}. With `serve` they are the ranks that push to an engine, which runs already. A run
+is killed `after_s` seconds after it began, or it kills itself `at` a point, the `nth` time that
+it gets there, after it lingered there; `alone`: only one of its ranks, and the others are ended
+as the launcher would. The answer is one line, the exit statuses.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.store import Ledger
-from tracegrad_trainer import offline
+from tracegrad_trainer import offline, worker
+from tracegrad_trainer.endpoint import push, weight_files
 from tracegrad_trainer.fsdp import checkpoint
+from tracegrad_trainer.publisher import Publisher
 from tracegrad_trainer.training import Training
 
 # Where a run may be killed: (owner, name of the function, whether before it runs).
@@ -36,6 +40,18 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
     "before old ones go": (checkpoint.Saver, "prune", True),
     "leased, not trained": (Training, "train", True),
     "skipped groups consumed": (Ledger, "commit_skipped", False),
+}
+# The same of a push; a fourth part is an argument that the call must have.
+PUSH_POINTS: dict[str, tuple[Any, ...]] = {
+    "nothing sent": (Publisher, "publish", True),
+    "files written": (weight_files.WeightFiles, "write", False),
+    "engine paused": (push.WeightPusher, "_load", True),
+    "engine without weights": (push._Peer, "post", True, "/finish_weight_update"),
+    "loaded, not marked": (push.WeightPusher, "_mark", True),
+    "marked, not resumed": (push._Peer, "post", True, "/resume"),
+    "served, not proven": (push.WeightPusher, "_verify", True),
+    "proven, calls still wait": (push._Peer, "try_post", True),
+    "pushed, not recorded": (Publisher, "publish", False),
 }
 EXPECTED = 120.0
 
@@ -70,27 +86,34 @@ def fork(order: dict[str, Any], rank: int, port: int) -> int:
                 "MASTER_PORT": str(port),
             }
         if order["at"] is not None:
-            arm(order["at"], order["nth"])
+            arm(order["at"], order["nth"], order["linger_s"])
         steps = [] if order["steps"] is None else ["--steps", str(order["steps"])]
-        code = offline.main([order["settings"], *steps])
+        program = worker.main if order["serve"] else offline.main
+        code = program([order["settings"], *steps])
     finally:
         os._exit(code)
 
 
-def arm(point: str, nth: int) -> None:
+def arm(point: str, nth: int, linger_s: float) -> None:
     """Makes this process kill itself at a point."""
-    owner, name, before = POINTS[point]
+    owner, name, before, *argument = (POINTS | PUSH_POINTS)[point]
     inner: Callable[..., Any] = getattr(owner, name)
     count = 0
 
+    def end() -> None:
+        time.sleep(linger_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def reached(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
+        if argument and argument[0] not in args:
+            return inner(*args, **kwargs)
         count += 1
         if before and count == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
+            end()
         result = inner(*args, **kwargs)
         if count == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
+            end()
         return result
 
     setattr(owner, name, reached)

@@ -13,12 +13,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 
 from tracegrad.records import Json, Turn, logprobs, token_ids
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, rows_of
 from tracegrad_trainer.endpoint.probe import Gap, Sample, compare, probe
 from tracegrad_trainer.endpoint.push import EngineLost, PushFailed, PushReport, WeightPusher
-from tracegrad_trainer.fsdp import Learner, full_tensors
+from tracegrad_trainer.fsdp import Learner, as_in_files, full_tensors
 from tracegrad_trainer.ranks import leads
 from tracegrad_trainer.settings import TrainerSettings
 
@@ -77,13 +78,18 @@ class Publisher:
         may have cached, so that a cache kept over the push would show.
         """
         # Whole before anything is sent: a gather that rank 0 leaves half-way hangs the others.
-        weights = [(name, tensor.cpu()) for name, tensor in full_tensors(self.learner.model)]
+        # Rank 0 alone keeps what comes: ranks of one host would have it in memory many times.
+        weights: list[tuple[str, Tensor]] = []
+        for name, tensor in full_tensors(self.learner.model):
+            if self.pusher is not None:
+                weights.append((name, tensor.cpu()))
         if self.pusher is None:
             self._join_probe()
             return None
         probing = _Probing(self, _prompts(rows))
         try:
-            report = self.pusher.push(version, weights, verify=probing)
+            named = as_in_files(self.learner.model, weights)
+            report = self.pusher.push(version, named, verify=probing)
             return Published(version, report, probing.gap)
         except PushFailed as error:
             lost = isinstance(error, EngineLost)

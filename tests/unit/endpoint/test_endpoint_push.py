@@ -167,6 +167,46 @@ def test_an_engine_without_weights_is_not_resumed(peers: Peers, pusher: WeightPu
     assert peers.paths[-1] == "/api/push/release"
 
 
+class OpenUpdate:
+    """As vLLM does it: beside an update that is open no second one begins, and one that fails to
+    load is over. The first `failing` finishes fail."""
+
+    def __init__(self, *, active: bool, failing: int = 0) -> None:
+        self.active, self.failing = active, failing
+
+    def __call__(self, path: str, body: dict[str, Any]) -> bool:
+        if path == "/start_weight_update":
+            was, self.active = self.active, True
+            return was
+        if path == "/update_weights" and not body["update_info"]["paths"]:
+            self.active = False
+            return True
+        if path == "/finish_weight_update":
+            self.failing -= 1
+            self.active = self.failing >= 0
+            return self.active
+        return False
+
+
+def test_an_update_that_a_killed_pusher_left_open_is_ended_first(
+    peers: Peers, pusher: WeightPusher
+) -> None:
+    peers.refuse = OpenUpdate(active=True)
+    pusher.push(1, weights(1.0))
+    assert peers.paths[2:7] == [*LOAD[:2], *LOAD]
+    assert peers.loaded == [1.0]
+
+
+def test_what_was_served_returns_after_a_finish_that_failed(
+    peers: Peers, pusher: WeightPusher
+) -> None:
+    peers.refuse = OpenUpdate(active=False, failing=1)
+    with pytest.raises(PushFailed, match=r"version 1 is not served, version 0 still is.*finish"):
+        pusher.push(1, weights(1.0))
+    assert peers.loaded == [1.0, 0.5]
+    assert peers.paths[-2:] == ["/resume", "/api/push/release"]
+
+
 def test_nothing_is_held_for_weights_that_are_not_finite(
     peers: Peers, pusher: WeightPusher
 ) -> None:

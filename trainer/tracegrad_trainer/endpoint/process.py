@@ -52,6 +52,11 @@ class VllmSettings(BaseModel):
     max_model_len: int | None = Field(default=None, ge=1)
     max_num_seqs: int = Field(default=64, ge=1)
     kv_cache_memory_bytes: int | None = Field(default=None, ge=1 << 20)
+    routed_experts: bool = Field(
+        default=False,
+        description="tell which experts of a mixture each token went to, on GPUs only; set where"
+        " fsdp.routing = 'r3'",
+    )
     tool_call_parser: str | None = "hermes"
     reasoning_parser: str | None = None
     threads: int = Field(default=1, ge=1, description="OpenMP threads, CPU only")
@@ -101,6 +106,7 @@ class VllmSettings(BaseModel):
         flags = ["--disable-uvicorn-access-log", "--disable-log-stats"]
         flags += ["--enforce-eager"] if self.on_cpu else []
         flags += ["--distributed-executor-backend", "uni"] if self._lean else []
+        flags += ["--enable-return-routed-experts"] if self.routed_experts else []
         flags += ["--enable-auto-tool-choice"] if self.tool_call_parser else []
         pairs = [(f"--{name}", str(value)) for name, value in options.items() if value is not None]
         return [*(word for pair in pairs for word in pair), *flags, *self.extra_args]

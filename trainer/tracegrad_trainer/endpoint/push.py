@@ -159,10 +159,20 @@ class WeightPusher:
                     self._vllm.post("/resume")
 
     def _load(self, version: int, paths: list[Path]) -> None:
-        self._vllm.post("/start_weight_update")
-        update = {"paths": [str(path) for path in paths]}
-        self._vllm.post("/update_weights", json={"update_info": update})
+        try:
+            self._vllm.post("/start_weight_update")
+        except PushFailed:
+            # A pusher that was killed, or a finish that failed, leaves the update open, and vLLM
+            # takes no second one. An update of nothing fails, which ends it.
+            with contextlib.suppress(PushFailed):
+                self._update([])
+            self._vllm.post("/start_weight_update")
+        self._update(paths)
         self._vllm.post("/finish_weight_update", json={"weight_version": str(version)})
+
+    def _update(self, paths: list[Path]) -> None:
+        files = {"paths": [str(path) for path in paths]}
+        self._vllm.post("/update_weights", json={"update_info": files})
 
     def _mark(self, version: int) -> None:
         if self._proxy:

@@ -60,11 +60,16 @@ class SharedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
             info.load_numel = 0
+        if current_platform.is_cpu():
+            _unpad_for_cpu(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Loads the files. Raises before the model is touched if one cannot be read, and
-        ValueError naming the layers if the files do not hold the whole model."""
+        """Loads the files. Raises before the model is touched if one cannot be read or none is
+        named, and ValueError naming the layers if the files do not hold the whole model."""
+        if not update_info.paths:
+            # All may have come before; it must fail all the same: a pusher ends an update so.
+            raise ValueError("paths: the update names no files")
         with ExitStack() as stack:
             files = [
                 stack.enter_context(safe_open(path, framework="pt")) for path in update_info.paths
@@ -124,6 +129,19 @@ def _tied_heads(model: torch.nn.Module) -> set[torch.nn.Module]:
     if not getattr(config, "tie_word_embeddings", False):
         return set()
     return {layer for layer in model.modules() if isinstance(layer, ParallelLMHead)}
+
+
+def _unpad_for_cpu(model: torch.nn.Module) -> None:
+    """Experts that were made wider for the kernel, again as wide as they are loaded: the reload
+    copies into them. `_repack_for_cpu` makes them wider again."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if not isinstance(layer, RoutedExperts) or info.can_load():
+            continue
+        for name, parameter in layer.named_parameters(recurse=False):
+            loaded = info.restore_metadata[0].get(name)
+            if loaded is not None and parameter.shape != loaded.shape:
+                parameter.data = parameter.new_empty(loaded.shape)
 
 
 def _repack_for_cpu(model: torch.nn.Module) -> None:

@@ -1,11 +1,12 @@
-"""Whole weights out of the shards, under transformers' names."""
+"""Whole weights out of the shards, under the names of transformers or of model folders."""
 
 from __future__ import annotations
 
 import copy
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from .lora import merged_tensors
+from .wrap import blocks
 
 # Beside the weights in a model folder, and not the trainer's to change.
 _COMPANIONS = (
@@ -34,9 +37,34 @@ def full_tensors(
     """(name, whole tensor) one at a time; every rank must run through all of them.
 
     What is served: adapters are added to the weights beside them, tied weights come once under
-    the name of the embedding, a value head does not come.
+    the name of the embedding, a value head does not come. Buffers that folders hold come too:
+    nobody trains them, but a model without them is another one.
     """
-    return merged_tensors(model, dtype)
+    yield from merged_tensors(model, dtype)
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                floats = buffer.is_floating_point()
+                yield name, buffer.to(dtype) if dtype is not None and floats else buffer
+
+
+def as_in_files(
+    model: nn.Module, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """`full_tensors`, under the names and in the pieces that the model's folder has them in.
+
+    transformers stacks a mixture's experts when it loads them, and names parts of some models
+    anew; vLLM reads some of that, and what folders hold always. Not a collective.
+    """
+    kept = {id(block) for block in blocks(model)}
+    prefixes = tuple(f"{name}." for name, module in model.named_modules() if id(module) in kept)
+
+    def block_of(pair: tuple[str, Tensor]) -> str:
+        return next((prefix for prefix in prefixes if pair[0].startswith(prefix)), "")
+
+    # What is taken apart or put together lies within a block, and a block's copies are few.
+    for _, group in groupby(tensors, key=block_of):
+        yield from revert_weight_conversion(model, dict(group)).items()
 
 
 def save_hf(
@@ -63,7 +91,7 @@ def save_hf(
         # Only now may anything fail: the other ranks are out of the collectives.
         config: Any = copy.deepcopy(model.config)
         config.dtype = next(iter(weights.values())).dtype
-        _write(Path(folder), weights, config, companions_from)
+        _write(Path(folder), dict(as_in_files(model, weights.items())), config, companions_from)
 
 
 def _write(

@@ -1,0 +1,163 @@
+"""Steps whose weights are pushed to a real vLLM: a mixture of experts, and adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from support.prepared_run import fill, settings_of, steps_of
+from support.pushing_ranks import GAP, PROMPT, PushingRanks, pushing_ranks
+from support.step_range import Runs, log_of, step_runs
+from support.tiny_model import load_model, perturb, reference_logprobs, save_tiny_model
+from support.vllm_server import VllmServer, tiny_settings
+from tracegrad.store import Store
+from tracegrad_trainer.endpoint.probe import compare, probe
+from tracegrad_trainer.endpoint.process import VllmProcess
+from tracegrad_trainer.endpoint.push import WeightPusher
+from tracegrad_trainer.exporting import Request, export, weights_of
+from tracegrad_trainer.fsdp import as_in_files, checkpoints
+from tracegrad_trainer.settings import TrainerSettings
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    with step_runs() as found:
+        yield found
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The folder of a mixture of experts, and what one step made of it, exported in pieces."""
+
+    model: Path
+    settings: TrainerSettings
+    exported: Path
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory, runs: Runs) -> Mixture:
+    folder = tmp_path_factory.mktemp("mixture")
+    model = save_tiny_model(folder / "model", moe=True)
+    settings = settings_of(model, folder / "state")
+    settings.state_dir.mkdir()
+    fill(settings.proxy.store, groups=2)
+    file = folder / "settings.json"
+    file.write_text(settings.model_dump_json())
+    assert runs.run(file) == [0], log_of(file)
+    out = folder / "exported"
+    request = Request(out=out, dtype="float32", shard_size="500KB")
+    assert export(settings, request, Console(quiet=True)) == 0
+    assert len(list(out.glob("*.safetensors"))) > 2
+    return Mixture(model, settings, out)
+
+
+@pytest.fixture(scope="module")
+def engine(mixture: Mixture, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmProcess]:
+    """It serves what was exported."""
+    settings = tiny_settings(mixture.exported, tmp_path_factory.mktemp("vllm") / "vllm.log")
+    with VllmProcess(settings) as process:
+        process.wait_healthy(timeout=240)
+        yield process
+
+
+def moved(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def test_an_exported_mixture_is_what_was_trained_wherever_it_is_loaded(
+    mixture: Mixture, engine: VllmProcess
+) -> None:
+    sample = probe(engine.url, PROMPT, tokens=24)
+    [folder] = checkpoints(mixture.settings.checkpoints)
+    trained = weights_of(mixture.settings, folder)
+    assert isinstance(trained, PreTrainedModel)
+    expected = reference_logprobs(trained, PROMPT, sample.token_ids)
+    loaded = reference_logprobs(load_model(mixture.exported), PROMPT, sample.token_ids)
+    compare(loaded, expected, GAP)
+    compare(sample.logprobs, expected, GAP)
+    untrained = reference_logprobs(load_model(mixture.model), PROMPT, sample.token_ids)
+    assert moved(sample.logprobs, untrained) > 100 * GAP
+
+
+def test_each_push_of_a_mixture_is_what_is_served(mixture: Mixture, engine: VllmProcess) -> None:
+    model = load_model(mixture.exported)
+    with WeightPusher(engine.url, checkpoint=mixture.exported) as pusher:
+        for version in (1, 2):
+            perturb(model, seed=version)
+            pusher.push(version, as_in_files(model, model.named_parameters()))
+            sample = probe(engine.url, PROMPT, tokens=24)
+            compare(sample.logprobs, reference_logprobs(model, PROMPT, sample.token_ids), GAP)
+
+
+def proven(pushing: PushingRanks, *, steps: int) -> None:
+    """Each version was compared with the trainer's log-probabilities, and the last is served."""
+    with Store.open(pushing.store_url, create=False) as store:
+        versions = store.versions()
+    assert [version.version for version in versions] == list(range(steps + 1))
+    for version in versions:
+        assert version.state == "serving", version.detail
+        assert version.detail["gap"]["tokens"] > 0
+        assert version.detail["gap"]["max"] < GAP
+    made = steps_of(pushing.store_url)
+    assert [step.step for step in made] == list(range(1, steps + 1))
+    assert all(step.metrics["turns_trained"] > 0 for step in made)
+    pushing.agree()
+
+
+def test_two_ranks_push_the_steps_of_a_mixture(
+    mixture: Mixture, engine: VllmProcess, runs: Runs, tmp_path: Path
+) -> None:
+    """With experts replayed within the step, which the probe must know nothing of."""
+    changes = {"ranks": 2, "fsdp__routing": "r2"}
+    with pushing_ranks(runs, engine, mixture.model, tmp_path / "state", **changes) as pushing:
+        fill(pushing.store_url, groups=8)
+        assert pushing.run(until=2)
+        proven(pushing, steps=2)
+        sample = probe(engine.url, PROMPT, tokens=24)
+    untrained = reference_logprobs(load_model(mixture.model), PROMPT, sample.token_ids)
+    assert moved(sample.logprobs, untrained) > 100 * GAP
+
+
+def test_a_mixture_with_adapters_is_pushed_merged(
+    mixture: Mixture, engine: VllmProcess, runs: Runs, tmp_path: Path
+) -> None:
+    changes = {"fsdp__lora": '{"rank": 4, "alpha": 32}'}
+    with pushing_ranks(runs, engine, mixture.model, tmp_path / "state", **changes) as pushing:
+        fill(pushing.store_url, groups=8)
+        assert pushing.run(until=2)
+        proven(pushing, steps=2)
+
+
+def test_adapters_are_pushed_merged_and_never_twice(
+    vllm_server: VllmServer, runs: Runs, tmp_path: Path
+) -> None:
+    model = vllm_server.model_dir
+    changes = {"fsdp__lora": '{"rank": 4, "alpha": 32}'}
+    try:
+        with pushing_ranks(
+            runs, vllm_server.process, model, tmp_path / "state", **changes
+        ) as pushing:
+            fill(pushing.store_url, groups=8)
+            assert pushing.run(until=2)
+            proven(pushing, steps=2)
+            assert pushing.run(until=3)  # a new start, of adapters that were trained
+            pushing.agree()
+            served = probe(vllm_server.url, PROMPT, tokens=24)
+            base = load_model(model)
+            untrained = reference_logprobs(base, PROMPT, served.token_ids)
+            assert moved(served.logprobs, untrained) > 100 * GAP
+            out = tmp_path / "merged"
+            request = Request(out=out, dtype="float32", merged=True)
+            assert export(pushing.settings, request, Console(quiet=True)) == 0
+        merged = reference_logprobs(load_model(out), PROMPT, served.token_ids)
+        compare(served.logprobs, merged, GAP)
+    finally:
+        with WeightPusher(vllm_server.url, checkpoint=model) as pusher:
+            pusher.push(-1, load_model(model).named_parameters())
