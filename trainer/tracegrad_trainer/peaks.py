@@ -5,15 +5,19 @@ from __future__ import annotations
 import torch
 
 # Operations a second, of data sheets; the first name that is part of the device's own counts.
-_BFLOAT16 = {
+_BFLOAT16: dict[str, float | None] = {
+    "GB200": 2.5e15,
     "B200": 2.25e15,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "A10G": 70e12,
     "A10": 125e12,
+    "RTX 4090 ": None,  # the slower D and Laptop
     "RTX 4090": 165e12,
 }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.objectives import ObjectiveSettings, Tokens, evaluate, maxima, sums
 
 from .engine import Engine
@@ -23,14 +24,15 @@ class Accumulated:
     totals: Totals = field(default_factory=Totals)
     wrong: list[Tensor] = field(default_factory=list)
 
-    def bad_rows(self, inputs: Sequence[Inputs]) -> list[int]:
-        """Keys of the rows that hold such targets, and of those paired with them."""
-        found: set[int] = set()
-        for one, wrong in zip(inputs, self.wrong, strict=True):
-            keys = one.batch.row_keys
-            left, _ = one.batch.without(keys[one.batch.row[wrong.cpu().numpy()]].tolist())
-            found |= set(keys.tolist()) - set(left.row_keys.tolist())
-        return sorted(found)
+
+def rows_with(wrong: Sequence[Tensor], micro_batches: Sequence[MicroBatch]) -> list[int]:
+    """Keys of the rows that hold such targets, and of those paired with them."""
+    found: set[int] = set()
+    for here, batch in zip(wrong, micro_batches, strict=True):
+        keys = batch.row_keys
+        left, _ = batch.without(keys[batch.row[here.cpu().numpy()]].tolist())
+        found |= set(keys.tolist()) - set(left.row_keys.tolist())
+    return sorted(found)
 
 
 def accumulate(
@@ -54,17 +56,23 @@ def accumulate(
         total = loss.total if loss.total.requires_grad else loss.total + now.logp.sum() * 0
         torch.autograd.backward(total)
         with torch.no_grad():
-            wrong = _not_finite(tokens)
+            wrong = not_finite(_given(tokens))
             more = sums(tokens, loss, now.entropy, version) | {"wrong": wrong.sum()}
             done.totals.add(more, maxima(tokens, loss, version))
             done.wrong.append(wrong)
     return done
 
 
-def _not_finite(tokens: Tokens) -> Tensor:
-    """Targets with a number that is not finite, among those that a forward or an engine gave."""
-    given = (tokens.logp, tokens.old, tokens.mu, tokens.reference, tokens.value, tokens.old_value)
-    finite = torch.ones_like(tokens.logp, dtype=torch.bool)
+def _given(tokens: Tokens) -> list[Tensor | None]:
+    """What a forward or an engine said of the targets."""
+    known = [tokens.logp, tokens.old, tokens.mu]
+    return [*known, tokens.reference, tokens.value, tokens.old_value]
+
+
+def not_finite(given: Sequence[Tensor | None]) -> Tensor:
+    """Where any of these, [n] each, is no finite number; the first is there. bool[n]."""
+    assert given[0] is not None
+    finite = torch.ones_like(given[0], dtype=torch.bool)
     for values in given:
         if values is not None:
             finite &= torch.isfinite(values)

@@ -110,7 +110,8 @@ def arguments(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict
     """
     routes: dict[str, Any] = {}
     if routing.installed(model) and batch.routes is not None:
-        routes = {"routes": torch.from_numpy(batch.routes).to(device, torch.int64)}
+        # As narrow as they came: a step's micro-batches are on the device all at once.
+        routes = {"routes": torch.from_numpy(batch.routes).to(device)}
     return routes | _apart(model, batch, device)
 
 

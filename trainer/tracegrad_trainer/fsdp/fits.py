@@ -7,6 +7,8 @@ are trained, `check` before they are even read.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from . import attention
+from . import attention, routing
+from .configs import experts_per_token, layer_configs, query_heads
 from .packed_attention import PackedRows
 from .settings import FsdpSettings
 
 _GIB = 1024**3
+_ASK = "import torch; print(torch.cuda.mem_get_info()[0])"
 # Layers of these kinds see their rows apart by masks; others (recurrent, convolutional) do not.
 _MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _OURS_PREFIX = "tracegrad_"
@@ -89,8 +93,8 @@ def _rows_see_each_other(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Bytes of one rank. `state`: weights, gradients and optimizer; in the host's memory if
-    they are offloaded. Activations are an estimate, good to a factor of two."""
+    """Bytes of one rank. `state`: weights (a reference's too), gradients and optimizer; in the
+    host's memory if they are offloaded. Activations are an estimate, good to a factor of two."""
 
     parameters: int  # of the whole model, not bytes
     state: int
@@ -118,6 +122,7 @@ def check(
     tokens: int,
     vocabulary: int | None = None,
     free: int | None = None,
+    reference: bool = False,
 ) -> Estimate:
     """Whether a model can be trained here; reads its config only.
 
@@ -126,9 +131,11 @@ def check(
         tokens: of one micro-batch.
         vocabulary: how many tokens the tokenizer has.
         free: bytes that a rank may have on its device; default: what is free there now.
+        reference: a frozen model of the same shape is held beside it.
 
     Raises:
-        ValueError: there is no such model, its vocabulary is too small, or it does not fit.
+        ValueError: there is no such model, its vocabulary is too small, it does not fit, or it
+            has no routes that could be replayed.
     """
     model = skeleton(folder)
     embedded: int = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
@@ -137,10 +144,12 @@ def check(
             f"model = {str(folder)!r}: its tokenizer has {vocabulary} tokens, the model embeds"
             f" {embedded}: they do not belong together"
         )
-    found = estimate(model, settings, ranks=ranks, tokens=tokens)
+    if settings.routing != "own":
+        routing.check(model, settings.routing)
+    found = estimate(model, settings, ranks=ranks, tokens=tokens, reference=reference)
     device = "cpu" if settings.device == "cpu" or not torch.cuda.is_available() else "cuda"
     if free is None:
-        free = torch.cuda.mem_get_info()[0] if device == "cuda" else free_memory() // local_ranks
+        free = gpu_memory() if device == "cuda" else free_memory() // local_ranks
     # A CPU's memory is the host's: offloading moves nothing there.
     wanted = found.on_device if device == "cuda" else found.on_device + _moved(found)
     if wanted > free:
@@ -167,7 +176,9 @@ def skeleton(folder: Path | str) -> nn.Module:
     return model
 
 
-def estimate(model: nn.Module, settings: FsdpSettings, *, ranks: int, tokens: int) -> Estimate:
+def estimate(
+    model: nn.Module, settings: FsdpSettings, *, ranks: int, tokens: int, reference: bool = False
+) -> Estimate:
     """What one rank will hold, from the shapes alone; `model` may be on the meta device."""
     from .wrap import blocks  # it asks this module too
 
@@ -176,40 +187,48 @@ def estimate(model: nn.Module, settings: FsdpSettings, *, ranks: int, tokens: in
     if settings.lora is not None:
         trained = _adapter_parameters(model, settings.lora.rank)
     computed = 4 if settings.compute_dtype == "float32" else 2
-    state = (4 * count + 12 * trained) // ranks
+    state = (4 * count * (2 if reference else 1) + 12 * trained) // ranks
     largest = max(sum(p.numel() for p in block.parameters()) for block in blocks(model))
     root = count - sum(p.numel() for block in blocks(model) for p in block.parameters())
-    # One rank's shards are the whole in fp32 already. The next block is gathered early.
+    # The next block is gathered early. One rank's shards are the whole in fp32 already, if they
+    # are where it computes.
     gathered = root + 2 * largest if settings.reshard else count
-    whole = 0 if ranks == 1 and computed == 4 else gathered * computed
+    there = ranks == 1 and computed == 4 and not settings.cpu_offload
+    whole = 0 if there else gathered * computed
     if not settings.reshard:
         whole += 4 * trained
     return Estimate(
         parameters=count,
         state=state,
         whole=whole,
-        activations=_activations(model.config, settings, tokens, len(blocks(model))),
+        activations=_activations(model.config, settings, tokens),
         offloaded=settings.cpu_offload,
     )
 
 
-def _activations(config: Any, settings: FsdpSettings, tokens: int, layers: int) -> int:
-    """Values a block of today's kind keeps for backward, counted in widths per token.
+def _activations(config: Any, settings: FsdpSettings, tokens: int) -> int:
+    """Bytes that the blocks keep for backward."""
+    layers = layer_configs(config)
+    each = [_kept(layer) for layer in layers]
+    inputs = sum(layer.hidden_size for layer in layers)
+    values = inputs + max(each) if settings.gradient_checkpointing else sum(each)
+    return tokens * values * (4 if settings.compute_dtype == "float32" else 2)
+
+
+def _kept(layer: Any) -> int:
+    """Values a token that a block of today's kind keeps for backward.
 
     Inputs, norms and their factors, rotated queries and keys, the attention's output; gate, up
     and their products in the MLP. The factor for copies in fp32 is from measurement.
     """
-    text = config.get_text_config()
-    hidden = text.hidden_size
-    heads = text.num_attention_heads
-    head = getattr(text, "head_dim", None) or hidden // heads
-    attended = head * (heads + 2 * (getattr(text, "num_key_value_heads", None) or heads))
-    experts = getattr(text, "num_experts_per_tok", None) or 1
-    inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    heads, width = query_heads(layer)
+    attended = width * (heads + 2 * (getattr(layer, "num_key_value_heads", None) or heads))
+    hidden: int = layer.hidden_size
+    inner = getattr(layer, "moe_intermediate_size", None) or getattr(
+        layer, "intermediate_size", None
+    )
     inner = inner or 4 * hidden
-    block = 8 * hidden + 4 * attended + 4 * inner * experts
-    values: int = hidden * layers + block if settings.gradient_checkpointing else block * layers
-    return tokens * values * (4 if settings.compute_dtype == "float32" else 2)
+    return 8 * hidden + 4 * attended + 4 * inner * (experts_per_token(layer) or 1)
 
 
 def _adapter_parameters(model: nn.Module, rank: int) -> int:
@@ -219,6 +238,23 @@ def _adapter_parameters(model: nn.Module, rank: int) -> int:
     return sum(rank * (m.in_features + m.out_features) for m in linear)
 
 
+def gpu_memory() -> int:
+    """Bytes that the GPU has left.
+
+    Where this process does not use it, another one asks: a context would hold hundreds of MB of
+    it for as long as its process lives, and `trainer serve` lives as long as the run.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.mem_get_info()[0]
+    asked = subprocess.run(
+        [sys.executable, "-c", _ASK], capture_output=True, text=True, check=False
+    )
+    if asked.returncode:
+        said = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
+        raise ValueError(f"fsdp.device: the GPU does not say what memory it has: {said[-1]}")
+    return int(asked.stdout)
+
+
 def free_memory() -> int:
     """Bytes that this machine, or the container we are in, has left."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -226,14 +262,23 @@ def free_memory() -> int:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):  # free, or at once to be had from caches
                 available = int(line.split()[1]) * 1024
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((group / "memory.current").read_text())
-            available = min(available, int(limit) - used)
     except (OSError, ValueError):
-        pass  # not Linux, or no such limits
-    return available
+        pass  # not Linux
+    left = group_memory(Path("/sys/fs/cgroup"))
+    return available if left is None else min(available, left)
+
+
+def group_memory(group: Path) -> int | None:
+    """Bytes that a control group (v2) has left, caches of files counted as free; None: no limit."""
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(limit) - used + int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return None  # not Linux, or no such limits
 
 
 def _moved(found: Estimate) -> int:

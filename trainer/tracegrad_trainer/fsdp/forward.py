@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -47,6 +47,16 @@ class Before:
     returns: Tensor | None = None
     advantage: Tensor | None = None  # where it depends on values: instead of the batch's own
     kto_z: Tensor | None = None  # scalar
+    complete: bool = False  # nothing that the objective needs is missing
+
+    def of(self, stay: Tensor) -> Before:
+        """What is known of the targets that stay, bool[n]."""
+        known = {name: getattr(self, name) for name in OF_TARGETS}
+        return replace(self, **{k: v[stay.to(v.device)] for k, v in known.items() if v is not None})
+
+
+# Fields of `Before` that have one number a target.
+OF_TARGETS = ("old", "reference", "old_value", "returns", "advantage")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

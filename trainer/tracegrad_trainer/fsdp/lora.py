@@ -37,7 +37,7 @@ def attach(model: nn.Module, settings: LoraSettings) -> nn.Module:
     As they start, adapters change nothing. They are the same on every rank.
 
     Raises:
-        ValueError: no layer has such a name.
+        ValueError: no layer has such a name, or one that has it cannot have an adapter.
     """
     targets = settings.targets
     config = LoraConfig(
@@ -55,12 +55,23 @@ def attach(model: nn.Module, settings: LoraSettings) -> nn.Module:
             inject_adapter_in_model(config, model, _ADAPTER)
         except ValueError as error:
             raise ValueError(f"fsdp.lora.targets = {targets!r}: {error}") from error
-    if any(isinstance(layer, ParamWrapper) for _, layer in _layers(model)):
-        raise ValueError(
-            f"fsdp.lora.targets = {targets!r}: experts of a mixture cannot have adapters here:"
-            " name layers of the attention, as q_proj"
-        )
+    for _, layer in _layers(model):
+        if unfit := _unfit(model, layer):
+            raise ValueError(
+                f"fsdp.lora.targets = {targets!r}: {unfit}: name layers of the attention, as q_proj"
+            )
     return model
+
+
+def _unfit(model: Any, layer: Any) -> str | None:
+    """Why an adapter of this layer would be lost on the way to who serves or merges it."""
+    if isinstance(layer, ParamWrapper):
+        return "experts of a mixture cannot have adapters here"
+    if isinstance(layer.get_base_layer(), nn.Embedding):
+        return "the embedding cannot have adapters here"
+    if layer.get_base_layer().weight is model.get_input_embeddings().weight:
+        return "the head shares its weights with the embedding and cannot have adapters"
+    return None
 
 
 def _all_linear(model: nn.Module) -> list[str]:

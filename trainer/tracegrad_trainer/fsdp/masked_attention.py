@@ -33,6 +33,8 @@ def masked_attention(
     fewer heads than the query; each query must see some key.
     """
     groups = query.shape[1] // key.shape[1]
+    if groups > 1 and not (scores.plain and _groups_fused(query, value, mask)):
+        key, value, groups = (*(x.repeat_interleave(groups, 1) for x in (key, value)), 1)
     if scores.plain:
         return F.scaled_dot_product_attention(
             query,
@@ -45,7 +47,6 @@ def masked_attention(
         )
     if mask is None:
         mask = causal_mask(query.shape[2], None, query.device)
-    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     logits = query @ key.transpose(-1, -2) * scale
     if scores.softcap is not None:
@@ -56,6 +57,18 @@ def masked_attention(
         logits = torch.cat([logits, sinks], -1)
     weights = logits.softmax(-1, dtype=torch.float32).to(value.dtype)
     return weights[..., : key.shape[2]] @ value
+
+
+def _groups_fused(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether a fused kernel is sure to take fewer heads of keys than of queries.
+
+    On CUDA that is the flash kernel alone; without it all scores would be written out, where
+    with as many heads the memory-efficient kernel takes over.
+    """
+    if query.device.type != "cuda":
+        return True
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return mask is None and half and query.shape[-1] == value.shape[-1] <= 256
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:

@@ -24,12 +24,13 @@ def prepass(
     engine: Engine,
     objective: ObjectiveSettings,
     inputs: Sequence[Inputs],
-    old: Sequence[Tensor] | None,
+    known: Sequence[Before],
     mismatched: Sequence[MicroBatch],
 ) -> list[Before]:
-    """One for each micro-batch; a collective. `ObjectiveSettings.needs` says what of it."""
+    """Of each micro-batch what is missing of it, by `ObjectiveSettings.needs`; a collective."""
+    if all(one.complete for one in known):
+        return list(known)
     needs = objective.needs
-    known = [Before(old=None if old is None else old[i]) for i in range(len(inputs))]
     if "reference" in needs:
         said = reference_logprobs(engine, inputs)
         known = [replace(k, reference=v) for k, v in zip(known, said, strict=True)]
@@ -42,7 +43,7 @@ def prepass(
         known = whiten(engine, inputs, known)
     if needs:
         engine.rest()
-    return known
+    return [replace(k, complete=True) for k in known]
 
 
 def reference_logprobs(engine: Engine, inputs: Sequence[Inputs]) -> list[Tensor]:

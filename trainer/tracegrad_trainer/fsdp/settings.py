@@ -78,6 +78,12 @@ class OptimSettings(BaseModel):
         None, ge=1, description="linear, cosine: the optimizer step at which the floor is reached"
     )
     lr_floor: float = Field(0.1, ge=0, le=1, description="share of lr at which the decay ends")
+    minibatches: int = Field(
+        1,
+        ge=1,
+        description="optimizer steps that a pass over a batch is divided into, by rollout",
+    )
+    epochs: int = Field(1, ge=1, description="passes over a batch")
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

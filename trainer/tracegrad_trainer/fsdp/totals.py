@@ -28,7 +28,7 @@ class Totals:
             self.maxima[name] = value if known is None else torch.maximum(known, value)
 
     def reduced(self, engine: Engine) -> tuple[dict[str, float], dict[str, float]]:
-        """Over all ranks; the only time that a step waits for its device."""
+        """Over all ranks. A step whose rows all are finite reads nothing else off its device."""
         added = engine.add_up(torch.stack(list(self.sums.values())))
         highest = engine.add_up(torch.stack(list(self.maxima.values())), dist.ReduceOp.MAX)
         return (

@@ -19,6 +19,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from .masked_attention import Scores, masked_attention
 
+# Of compiled flex attention: heads narrower than this it refuses; and graphs of it.
+_NARROWEST_HEAD = 16
+_GRAPHS = 64
+
 
 class TreeRows:
     """Rows that are trees: FlexAttention on CUDA, masked SDPA row by row elsewhere.
@@ -40,7 +44,8 @@ class TreeRows:
         self._block_masks: dict[int | None, BlockMask] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        if query.is_cuda and scores.sinks is None:
+        narrow = min(query.shape[-1], value.shape[-1]) < _NARROWEST_HEAD
+        if query.is_cuda and scores.sinks is None and not narrow:
             return self.flex(query, key, value, scores, compiled=True)
         return self.exact(query, key, value, scores)
 
@@ -107,5 +112,8 @@ class TreeRows:
 
 @cache
 def _compiled_flex() -> Any:
-    # Uncompiled it writes out all scores.
+    # Uncompiled it writes out all scores. So it would beyond dynamo's limit, and there is a graph
+    # for each window, cap, head's width, with and without gradient, for short and long packs.
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _GRAPHS)
     return torch.compile(flex_attention, dynamic=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from .masked_attention import Scores
 from .packed_attention import PackedRows
 
-# The flash kernels' widest head.
+# The flash kernels' widest head; they also want a multiple of 8.
 _WIDEST_HEAD = 256
 
 
@@ -30,8 +30,9 @@ class VarlenRows:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Layers that the kernel has not (soft caps, sinks, odd heads) go in padded blocks."""
-        heads = (query.shape[-1], value.shape[-1])
-        if not scores.plain or heads[0] != heads[1] or heads[0] > _WIDEST_HEAD:
+        width = query.shape[-1]
+        fits = width == value.shape[-1] and width <= _WIDEST_HEAD and width % 8 == 0
+        if not scores.plain or not fits:
             return self._blocks.attend(query, key, value, scores)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         # transformers counts the token itself into the window, the kernel those before it.

@@ -9,9 +9,12 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 MANIFEST = "counters.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _PIECE = 1 << 24
+_FILES = TypeAdapter(dict[str, tuple[int, int]])  # name -> bytes, CRC-32
 
 
 class CheckpointError(RuntimeError):
@@ -88,11 +91,12 @@ def _missing(folder: Path) -> str | None:
     """What of a checkpoint is not there; None: it is whole, as far as names and sizes tell."""
     manifest = folder / MANIFEST
     try:
-        files: dict[str, list[int]] = json.loads(manifest.read_text())["files"]
+        files = _FILES.validate_python(json.loads(manifest.read_text())["files"])
     except FileNotFoundError:
         return f"checkpoint part {manifest} is missing"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"checkpoint part {manifest} cannot be read: {type(error).__name__}: {error}"
+        said = str(error).partition("\n")[0]
+        return f"checkpoint part {manifest} cannot be read: {type(error).__name__}: {said}"
     for name, (size, _) in sorted(files.items()):
         part = folder / name
         if not part.is_file():

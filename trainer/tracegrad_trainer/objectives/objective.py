@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .advantages import ADVANTAGES, Memory, Numbers, Scored
 from .aggregation import AGGREGATIONS
 from .corrections import CORRECTIONS, LEVELS
 from .kl import kl_to_reference
-from .over_length import over_length
 from .ratios import RATIOS
 from .returned import returned, with_truths, with_units
 from .settings import ObjectiveSettings
@@ -101,28 +97,3 @@ def _correct(settings: ObjectiveSettings, tokens: Tokens) -> tuple[Tensor, Tenso
     )
     log_w = shared(mismatch(tokens)).masked_fill(tokens.expert, 0.0)
     return log_w, weight.masked_fill(tokens.expert, 1.0), changed & tokens.sampled
-
-
-def advantages(
-    settings: ObjectiveSettings, rollouts: Sequence[Scored], memory: Memory
-) -> list[Numbers]:
-    """For each rollout of a batch f64[K], one entry a turn; `memory` is changed in place.
-
-    Raises:
-        ValueError: a part of the user's own returned something else, or a number is not finite.
-    """
-    name = settings.advantage
-    found = ADVANTAGES[name](over_length(rollouts, settings), settings, memory)
-    if not isinstance(found, Sequence) or len(found) != len(rollouts):
-        raise ValueError(f"advantage {name!r} must return one array a rollout ({len(rollouts)})")
-    for rollout, values in zip(rollouts, found, strict=True):
-        if np.shape(values) != (len(rollout.tokens),):
-            raise ValueError(
-                f"advantage {name!r} returned shape {np.shape(values)} for the"
-                f" {len(rollout.tokens)} turns of rollout {rollout.rollout_id}"
-            )
-        if not np.isfinite(values).all():
-            raise ValueError(
-                f"advantage {name!r} of rollout {rollout.rollout_id} is not finite: {values}"
-            )
-    return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
+
+from .names import PARTS
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -14,13 +16,13 @@ class Registry(Generic[F]):
     """Parts of one kind, which is also the name of the settings' field that chooses one."""
 
     def __init__(self, kind: str) -> None:
+        assert kind in PARTS, f"{kind} is no kind of part"
         self.kind = kind
         self._parts: dict[str, F] = {}
-        assert kind not in REGISTRIES, f"there is a registry of {kind}"
-        REGISTRIES[kind] = self
 
     def register(self, name: str) -> Callable[[F], F]:
         def add(part: F) -> F:
+            assert name in PARTS[self.kind], f"{self.kind} {name!r}: name it in names.PARTS too"
             assert name not in self._parts, f"{self.kind} {name!r} is taken"
             self._parts[name] = part
             return part
@@ -33,21 +35,26 @@ class Registry(Generic[F]):
         Raises:
             ValueError: there is none.
         """
-        if ":" in name:
-            return cast(F, own_part(self.kind, name))
-        if name not in self._parts:
-            raise ValueError(
-                f"unknown {self.kind} {name!r}: use one of {', '.join(self._parts)},"
-                " or package.module:function"
-            )
-        return self._parts[name]
+        check_part(self.kind, name)
+        return cast(F, own_part(self.kind, name)) if is_own(name) else self._parts[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
 
 
-# By kind. All are there once `tracegrad_trainer.objectives` is imported.
-REGISTRIES: dict[str, Registry[Any]] = {}
+def check_part(kind: str, name: str) -> None:
+    """Whether there is such a part.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if is_own(name):
+        own_part(kind, name)
+    elif name not in PARTS[kind]:
+        raise ValueError(
+            f"unknown {kind} {name!r}: use one of {', '.join(PARTS[kind])},"
+            " or package.module:function"
+        )
 
 
 def is_own(name: str) -> bool:

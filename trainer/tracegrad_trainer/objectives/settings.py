@@ -16,13 +16,11 @@ from pydantic import (
 from .advantages import COMPARING
 from .agreement import check
 from .judge import load_judge
+from .names import PARTS
 from .presets import PRESETS
-from .registry import REGISTRIES
+from .registry import check_part
 
 Need = Literal["reference", "value", "kto_z"]
-
-# Fields that choose a part; each is the name of its registry.
-PARTS = ("advantage", "ratio", "surrogate", "correction", "correction_level", "aggregation")
 
 
 class ObjectiveSettings(BaseModel):
@@ -77,7 +75,9 @@ class ObjectiveSettings(BaseModel):
 
     kl: Literal["none", "k1", "k2", "k3"] = Field("none", description="to the reference policy")
     kl_coef: float = Field(0.0, ge=0)
-    kl_unbiased: bool = Field(False, description="times the ratio: unbiased under the old policy")
+    kl_unbiased: bool = Field(
+        False, description="times pi/old: right also where an older policy sampled"
+    )
 
     aggregation: str = ""
     constant: float = Field(1.0, gt=0, description="sum_constant: divided out, per rollout")
@@ -135,7 +135,7 @@ class ObjectiveSettings(BaseModel):
     @classmethod
     def _known(cls, value: str, info: ValidationInfo) -> str:
         assert info.field_name is not None
-        REGISTRIES[info.field_name][value]
+        check_part(info.field_name, value)
         return value
 
     @field_validator("judge")

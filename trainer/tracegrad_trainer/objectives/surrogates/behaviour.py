@@ -34,8 +34,8 @@ def decoupled_ppo(
 ) -> Losses:
     """min(prox/mu, cap) x ppo(pi/prox) (AReaL, arXiv 2505.24298; cap is `correction_cap`).
 
-    prox is `old`, or in logs `prox_weight` of the way from mu to pi, without a forward of its own
-    (A-3PO, arXiv 2512.06547).
+    prox is `old`, or in logs `prox_weight` of the way from mu to pi, without a forward of its own:
+    one share for all tokens, where A-3PO (arXiv 2512.06547) takes 1 - 1 / lag in versions.
     """
     if settings.prox == "old":
         prox = tokens.old

@@ -1,0 +1,32 @@
+"""What transformers' configs say of a model's layers, each kind in its own words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+# Most configs; Gemma 4; Aria.
+_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+
+
+def layer_configs(config: Any) -> Sequence[Any]:
+    """The config of each layer of a model's text part.
+
+    Of a model whose layers differ (Gemma 4) the whole config refuses to say what differs.
+    """
+    text = config.get_text_config()
+    own: Sequence[Any] | None = getattr(text, "per_layer_config", None)
+    return [text] * text.num_hidden_layers if own is None else own
+
+
+def query_heads(layer: Any) -> tuple[int, int]:
+    """(number, width) of a layer's query heads."""
+    heads: int = layer.num_attention_heads
+    return heads, getattr(layer, "head_dim", None) or layer.hidden_size // heads
+
+
+def experts_per_token(layer: Any) -> int | None:
+    """How many experts of a mixture a token is routed to; None: the model has none, or names
+    them in a way not known here."""
+    found = (getattr(layer, name, None) for name in _EXPERTS)
+    return next((count for count in found if isinstance(count, int)), None)
