@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tracegrad_trainer.fsdp import Learner, OptimSettings, build_model, lora, shard, value
+from tracegrad.records import Json
+from tracegrad_trainer.batches import Layout
+from tracegrad_trainer.fsdp import (
+    Learner,
+    OptimSettings,
+    build_model,
+    fits,
+    lora,
+    routing,
+    shard,
+    value,
+)
 from tracegrad_trainer.fsdp.reference import build_reference
 from tracegrad_trainer.settings import TrainerSettings
 
@@ -36,6 +49,24 @@ def build_learner(
         reshard=settings.fsdp.reshard,
         reference=reference,
     )
+
+
+def told_routes(settings: TrainerSettings) -> Layout | None:
+    """How the serving engine's routes look, where they are what rows are trained with (r3).
+
+    Raises:
+        ValueError: the model has none.
+    """
+    if settings.fsdp.routing != "r3":
+        return None
+    return routing.layout_of(fits.skeleton(settings.model))
+
+
+def vocabulary_in(folder: Path) -> int | None:
+    """How many tokens a folder's model knows, by its config; None: it does not say."""
+    config: Json = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found: int | None = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    return found
 
 
 def vocabulary_of(model: nn.Module) -> int:

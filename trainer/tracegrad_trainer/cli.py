@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tracegrad_trainer.sft_cli import sft
 
-if TYPE_CHECKING:  # the settings import torch: seconds that `trainer status` need not wait
+if TYPE_CHECKING:  # `trainer status` need not wait for pydantic
     from tracegrad_trainer.settings import TrainerSettings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -44,12 +44,12 @@ def serve(
     ] = False,
 ) -> None:
     """Start vLLM, the proxy and the FSDP ranks; train on finished groups until stopped."""
-    from tracegrad_trainer import serve as serving
-
     settings = _settings(config, _flags(model, state_dir, sets))
     if dry_run:
         print(settings.model_dump_json(indent=2))
         return
+    from tracegrad_trainer import serve as serving
+
     raise typer.Exit(serving.serve(settings, Console()))
 
 
@@ -65,6 +65,7 @@ def status(
     from tracegrad.store import Store, StoreError
     from tracegrad_trainer import report
     from tracegrad_trainer import status as reading
+    from tracegrad_trainer.tables import print_json, print_report
 
     tags = _resolved(state_dir).get("data", {}).get("tags", {})
     try:
@@ -73,9 +74,9 @@ def status(
     except (StoreError, ValueError) as error:
         _fail(f"trainer status: {error}")
     if as_json:
-        print(json.dumps(found.as_json()))
+        print_json(found.as_json())
     else:
-        Console().print(report.render(found))
+        print_report(report.render(found), Console())
 
 
 @app.command()
@@ -91,11 +92,13 @@ def step(
     ] = False,
 ) -> None:
     """Take optimizer steps on what the store holds: no agents, no vLLM, no weight push."""
-    from tracegrad_trainer import dry_run, stepping
-
     settings = _settings(config, _flags(model, state_dir, sets), command="step")
     if dry:
+        from tracegrad_trainer import dry_run
+
         raise typer.Exit(dry_run.show(settings, Console(), as_json))
+    from tracegrad_trainer import stepping
+
     raise typer.Exit(stepping.step(settings, steps, Console(stderr=as_json), as_json=as_json))
 
 
@@ -136,7 +139,9 @@ def replay(
     turns: Annotated[
         bool, typer.Option("--turns", help="what each turn has to do with it")
     ] = False,
-    top: Annotated[int, typer.Option(min=1, help="how many turns")] = 20,
+    top: Annotated[
+        int | None, typer.Option(min=1, help="how many turns; default: 20, of those that change 8")
+    ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="weights to begin with; default: the step before's")
     ] = None,
@@ -155,7 +160,7 @@ def replay(
         store=store or _store_url(state_dir),
         state_dir=state_dir.resolve(),
         asked=asked,
-        turns=top if turns else None,
+        turns=top or 20 if turns and not asked.other else top,
         as_json=as_json,
     )
     run = replay_command.show_list if listing else replay_command.show

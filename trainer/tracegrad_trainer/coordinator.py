@@ -20,6 +20,7 @@ from tracegrad.records import Json
 from tracegrad.store import Group, Ledger, StepRecord, Store
 from tracegrad_trainer.batch_record import record_of
 from tracegrad_trainer.batches import Selection, select
+from tracegrad_trainer.building import told_routes
 from tracegrad_trainer.fsdp.whole import CheckpointError, read_manifest, step_of, verify
 from tracegrad_trainer.judging import Judging
 from tracegrad_trainer.objectives import Memory, advantages
@@ -68,13 +69,18 @@ class Coordinator:
         supply: Supply | None = None,
         vocabulary: int | None = None,
     ) -> None:
-        """`vocabulary`: how many tokens the model knows. ValueError: there is no such judge."""
+        """`vocabulary`: how many tokens the model knows.
+
+        Raises:
+            ValueError: there is no such judge; the model has no routes (r3).
+        """
         self.settings = settings
         self.store = store
         self.ledger = Ledger(store)
         self.stopping = stopping
         self.supply = supply or Supply()
         self.vocabulary = vocabulary
+        self.routes = told_routes(settings)
         # What advantages remember. It moves only with steps: what a batch did that changed no
         # weights must leave no trace, or a run that is killed and resumed would differ.
         self.memory: Memory = {}
@@ -139,12 +145,13 @@ class Coordinator:
             tags=data.tags,
             incomplete_after_s=data.incomplete_after_s if self.supply.grows else 0.0,
             at_least=1 if some else None,
+            routes=self.routes is not None,
         )
         return self.judging.judged(groups) if self.judging else groups
 
     def _batch(self, version: int) -> Batch | None:
         """Of the groups that are held; None if nothing of them can be trained."""
-        groups, self._held = self._held, []
+        groups = self._held
         before = copy.deepcopy(self.memory)
         failed = self._failed_versions()
         selection = select(
@@ -154,7 +161,9 @@ class Coordinator:
             current_version=version,
             failed_versions=failed,
             vocabulary=self.vocabulary,
+            routes=self.routes,
         )
+        self._held = []  # only now: what cannot be selected from is released
         if selection.trained:
             return Batch(
                 groups=groups,

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from rich.console import Console, RenderableType
 from rich.console import Group as Lines
-from rich.table import Table
 from rich.text import Text
 
 from tracegrad.store import Store, StoreError, WaitingTask
 from tracegrad_trainer.dry_run_plan import GroupPlan, Load, Plan, plan_step
 from tracegrad_trainer.report import ago
 from tracegrad_trainer.settings import TrainerSettings
+from tracegrad_trainer.tables import PlainTable, many, print_json, print_report, table
 
 WOULD_TRAIN, NOTHING, BAD_USAGE = 0, 3, 2
 MOST = 20  # lines of a table
@@ -32,9 +31,9 @@ def show(settings: TrainerSettings, console: Console, as_json: bool) -> int:
         print(f"trainer step --dry-run: {error}", file=sys.stderr)
         return BAD_USAGE
     if as_json:
-        print(json.dumps(asdict(plan)))
+        print_json(asdict(plan))
     else:
-        console.print(render(plan), highlight=False)
+        print_report(render(plan), console)
     return WOULD_TRAIN if plan.trained else NOTHING
 
 
@@ -46,6 +45,8 @@ def render(plan: Plan) -> RenderableType:
         parts += [Text(), _groups(plan.groups)]
     if plan.loads:
         parts += [Text(), _loads(plan.loads, plan.budget)]
+    if (share := plan.stats.get("routes_known_share")) is not None and plan.trained:
+        parts += [Text(), _routes(share)]
     if plan.skipped or plan.passed:
         parts += [Text(), _reasons(plan.skipped, plan.passed)]
     if plan.waiting:
@@ -64,19 +65,20 @@ def _headline(plan: Plan) -> Text:
     targets = sum(load.targets for load in plan.loads)
     text = Text(f"step {plan.step}", style="bold")
     few = f" (of {plan.wanted} wanted)" if len(plan.groups) < plan.wanted else ""
-    more = f"; {plan.more} more groups are ready" if plan.more else ""
+    more = f"; {plan.more} more {'is' if plan.more == 1 else 'are'} ready" if plan.more else ""
     return text.append(
-        f" on version {plan.version}: {len(plan.groups)} groups{few}, {plan.trained} turns,"
-        f" {plan.tokens} tokens, {targets} of them trained{more}",
+        f" on version {plan.version}: {many(len(plan.groups), 'group')}{few},"
+        f" {many(plan.trained, 'turn')}, {plan.tokens} tokens, {targets} of them trained{more}",
         style="not bold",
     )
 
 
-def _groups(groups: Sequence[GroupPlan]) -> Table:
-    table = _table("group", "rewards", "advantage", "turns", "rows", "tokens", last="not trained")
+def _groups(groups: Sequence[GroupPlan]) -> PlainTable:
+    columns = ("group", "rewards", "advantage", "turns", "rows", "tokens", "not trained")
+    shown = table(*columns, words=("rewards", "not trained"))
     for group in groups[:MOST]:
         least_greatest = group.advantages
-        table.add_row(
+        shown.add_row(
             group.group_id,
             _rewards(group.rewards),
             f"{least_greatest[0]:+.2f} … {least_greatest[1]:+.2f}" if least_greatest else "–",
@@ -86,50 +88,52 @@ def _groups(groups: Sequence[GroupPlan]) -> Table:
             ", ".join(f"{n} {why}" for why, n in sorted(group.skipped.items())),
             style="" if group.trained else "dim",
         )
-    return _with_rest(table, len(groups))
+    return _with_rest(shown, len(groups))
 
 
 def _rewards(rewards: Sequence[float]) -> str:
-    shown = " ".join(f"{value:g}" for value in rewards[:MOST_REWARDS])
+    shown = " ".join(f"{value:.3g}" for value in rewards[:MOST_REWARDS])
     rest = len(rewards) - MOST_REWARDS
     return f"{shown} +{rest}" if rest > 0 else shown
 
 
-def _loads(loads: Sequence[Load], budget: int) -> Table:
-    table = _table("rank", "micro-batch", "rows", "tokens", "trained", "fill")
+def _loads(loads: Sequence[Load], budget: int) -> PlainTable:
+    shown = table("rank", "micro-batch", "rows", "tokens", "trained", "fill")
     number: dict[int, int] = {}
     for load in loads[:MOST]:
         number[load.rank] = number.get(load.rank, 0) + 1
         cells = (load.rank, number[load.rank], load.rows, load.tokens, load.targets)
-        table.add_row(*map(str, cells), f"{load.fill:.0%} of {budget}")
-    return _with_rest(table, len(loads))
+        shown.add_row(*map(str, cells), f"{load.fill:.0%} of {budget}")
+    return _with_rest(shown, len(loads))
 
 
-def _reasons(skipped: Mapping[str, int], passed: Mapping[str, int]) -> Table:
-    table = _table("turns that would not be trained", "here", "passed over")
+def _routes(share: float) -> Text:
+    """Of routing replay r3."""
+    if share:
+        return Text(f"the serving engine told the experts of {share:.1%} of these tokens")
+    return Text(
+        "the serving engine told the experts of none of these tokens: they would be routed as the"
+        " router says (vLLM tells them with --enable-return-routed-experts, and not in streams)",
+        style="yellow",
+    )
+
+
+def _reasons(skipped: Mapping[str, int], passed: Mapping[str, int]) -> PlainTable:
+    shown = table("turns that would not be trained", "here", "passed over")
     for why in sorted(skipped.keys() | passed.keys()):
-        table.add_row(why, str(skipped.get(why, 0)), str(passed.get(why, 0)))
-    return table
+        shown.add_row(why, str(skipped.get(why, 0)), str(passed.get(why, 0)))
+    return shown
 
 
-def _waiting(waiting: Sequence[WaitingTask]) -> Table:
-    table = _table("task that lacks rollouts", "ready", "open", "no reward", "for")
+def _waiting(waiting: Sequence[WaitingTask]) -> PlainTable:
+    shown = table("task that lacks rollouts", "ready", "open", "no reward", "for")
     for task in waiting[:MOST]:
         cells = (len(task.ready), task.open, task.no_reward)
-        table.add_row(task.task_id, *map(str, cells), ago(task.since))
-    return _with_rest(table, len(waiting))
+        shown.add_row(task.task_id, *map(str, cells), ago(task.since))
+    return _with_rest(shown, len(waiting))
 
 
-def _with_rest(table: Table, total: int) -> Table:
+def _with_rest(shown: PlainTable, total: int) -> PlainTable:
     if total > MOST:
-        table.add_row(f"… and {total - MOST} more", style="dim")
-    return table
-
-
-def _table(*columns: str, last: str | None = None) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i == 0 else "right", overflow="ellipsis")
-    if last is not None:
-        table.add_column(last)
-    return table
+        shown.add_row(f"… and {total - MOST} more", style="dim")
+    return shown

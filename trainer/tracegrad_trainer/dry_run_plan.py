@@ -6,7 +6,6 @@ the ledger's groups, the filters, the advantages, the packing.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
@@ -16,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tracegrad.records import Json
 from tracegrad.store import Group, Ledger, Store, WaitingTask
 from tracegrad_trainer.batches import MicroBatch, Selection, pack, select
+from tracegrad_trainer.building import told_routes, vocabulary_in
 from tracegrad_trainer.coordinator import REFILLS, ResumePoint, resume_point
 from tracegrad_trainer.fsdp.whole import CheckpointError, read_manifest
 from tracegrad_trainer.objectives import Memory, advantages
@@ -77,11 +76,13 @@ def plan_step(settings: TrainerSettings, store: Store) -> Plan:
     """Raises ValueError (a reward that is not finite, a row over the budget), StoreError."""
     batches, data = settings.batches, settings.data
     point, memory, note = _beginning(settings, store)
+    routes = told_routes(settings)
     peek = Ledger(store).peek(
         groups=REFILLS * batches.groups,
         group_size=batches.group_size,
         tags=data.tags,
         incomplete_after_s=0.0,  # `trainer step` waits for nobody
+        routes=routes is not None,
     )
     failed = store.failed_versions()
 
@@ -93,7 +94,8 @@ def plan_step(settings: TrainerSettings, store: Store) -> Plan:
             advantages=partial(advantages, settings.objective, memory=deepcopy(memory)),
             current_version=point.version,
             failed_versions=failed,
-            vocabulary=_vocabulary(settings),
+            vocabulary=vocabulary_in(settings.model),
+            routes=routes,
         )
 
     left, passed = list(peek.groups), Counter[str]()
@@ -184,10 +186,3 @@ def _loads(packed: Sequence[Sequence[MicroBatch]], budget: int) -> list[Load]:
         for rank, batches in enumerate(packed)
         for batch in batches
     ]
-
-
-def _vocabulary(settings: TrainerSettings) -> int | None:
-    """How many tokens the model knows, by its config; None: it does not say."""
-    config: Json = json.loads((settings.model / "config.json").read_text())
-    found: int | None = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    return found

@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import nn
-from transformers.utils.logging import disable_progress_bar
 
 from tracegrad.store import Ledger, Store, StoreError
+from tracegrad_trainer import out_folder
 from tracegrad_trainer.coordinator import resume_folder
 from tracegrad_trainer.fsdp import CheckpointError, build_model, checkpoints, lora
 from tracegrad_trainer.fsdp.checkpoint import load_weights
 from tracegrad_trainer.fsdp.export import copy_companions
 from tracegrad_trainer.fsdp.whole import step_of
+from tracegrad_trainer.quiet import no_progress_bars
 from tracegrad_trainer.settings import TrainerSettings
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -41,14 +43,14 @@ class ExportError(RuntimeError):
 
 
 def export(settings: TrainerSettings, request: Request, console: Console) -> int:
-    disable_progress_bar()  # what is said is the line below
     try:
-        step = write(settings, request)
+        with no_progress_bars():  # what is said is the line below
+            step = write(settings, request)
     except (ExportError, CheckpointError, StoreError, ValueError, OSError) as error:
-        console.print(f"trainer export: {error}", style="red", highlight=False, soft_wrap=True)
+        console.print(Text(f"trainer export: {error}", style="red"), soft_wrap=True)
         return 1
     what = "the adapter" if settings.fsdp.lora and not request.merged else "the weights"
-    console.print(f"{what} of step {step}: {request.out}", highlight=False, soft_wrap=True)
+    console.print(Text(f"{what} of step {step}: {request.out}"), soft_wrap=True)
     return 0
 
 
@@ -56,14 +58,14 @@ def write(settings: TrainerSettings, request: Request) -> int:
     """Writes `request.out` whole or not at all -> the step whose weights they are.
 
     Raises:
-        ExportError: the request is no use; CheckpointError: the checkpoint is not whole.
+        ExportError, ValueError: the request is no use.
+        CheckpointError: the checkpoint is not whole.
     """
     if request.dtype not in DTYPES:
         raise ExportError(f"--dtype {request.dtype}: use one of {', '.join(DTYPES)}")
     if request.merged and settings.fsdp.lora is None:
         raise ExportError("--merged: the model is trained without LoRA, so there is no adapter")
-    if request.out.exists() and not (request.out / "config.json").exists() and _full(request.out):
-        raise ExportError(f"--out {request.out}: it holds something else; name a new folder")
+    out_folder.check(request.out, (settings.model, settings.reference_folder))
     folder = checkpoint_to_export(settings, request.step)
     model = weights_of(settings, folder)
     dtype = getattr(torch, request.dtype)
@@ -137,7 +139,3 @@ def _write_whole(
     if out.exists():
         shutil.rmtree(out)
     os.replace(partial, out)
-
-
-def _full(folder: Path) -> bool:
-    return folder.is_file() or any(folder.iterdir())

@@ -1,4 +1,5 @@
-"""The FSDP ranks as one child: torch.distributed's launcher, and what it says of a rank's end."""
+"""The FSDP ranks as one child: the one rank itself, or torch.distributed's launcher, and what it
+says of a rank's end."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ class Ranks(Child):
         program: str = "tracegrad_trainer.worker",
         arguments: Sequence[str] = (),
     ) -> None:
-        command = torchrun(settings.ranks, program, str(resolved), *arguments)
+        # One rank needs no launcher, which would import torch for itself.
+        command = [sys.executable, "-m", program, str(resolved), *arguments]
+        if settings.ranks > 1:
+            command = torchrun(settings.ranks, program, str(resolved), *arguments)
         # The file of settings has no keys in it.
         key = settings.proxy.admin_key
         env = {"TRACEGRAD_API_KEY": key.get_secret_value()} if key else None

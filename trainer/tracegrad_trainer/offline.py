@@ -9,11 +9,14 @@ is, on one node or on several:
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from contextlib import ExitStack
 from functools import partial
 
+from tracegrad.store import Store
 from tracegrad_trainer.coordinator import Supply
+from tracegrad_trainer.preflight import check_before_training, check_groups
 from tracegrad_trainer.rank_program import Stop, run_rank
 from tracegrad_trainer.ranks import decide, leads
 from tracegrad_trainer.settings import TrainerSettings
@@ -24,7 +27,15 @@ def take_steps(
     settings: TrainerSettings, stack: ExitStack, stop: Stop, *, steps: int | None
 ) -> None:
     """At most `steps` optimizer steps (None: as many as there is something for), all of them
-    committed on return. How it ended is the run state's `said`."""
+    committed on return. How it ended is the run state's `said`.
+
+    Raises:
+        ValueError, CheckpointError: what is wrong before anything starts; on rank 0.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        with Store.open(settings.proxy.store) as store:
+            check_before_training(settings, store)
+            check_groups(settings, store)
     training = Training(settings, stack, stopping=stop, supply=Supply(grows=False))
     training.resume()
     taken = 0

@@ -34,19 +34,29 @@ def check_before_training(settings: TrainerSettings, store: Store) -> None:
             f"objective.preset = {preset!r} learns from stored traces: use trainer sft --preset"
             f" {preset}"
         )
-    tokenizer = tokenizer_of(settings)
+    check_fits(settings, vocabulary=len(tokenizer_of(settings)))
+    last = Ledger(store).last_step()
+    if last is not None:
+        resume_folder(last, settings)
+
+
+def check_fits(settings: TrainerSettings, vocabulary: int | None = None) -> None:
+    """Whether the model, and a reference model beside it, fit into this machine's memory.
+
+    Raises:
+        ValueError: they do not, or the model embeds fewer tokens than `vocabulary`.
+    """
     world = int(os.environ.get("WORLD_SIZE", settings.ranks))
+    own_base = settings.fsdp.lora is not None and settings.reference is None
     fits.check(
         settings.model,
         settings.fsdp,
         ranks=world,
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
         tokens=settings.batches.tokens_per_micro_batch,
-        vocabulary=len(tokenizer),
+        vocabulary=vocabulary,
+        reference="reference" in settings.objective.needs and not own_base,
     )
-    last = Ledger(store).last_step()
-    if last is not None:
-        resume_folder(last, settings)
 
 
 def check_groups(settings: TrainerSettings, store: Store) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from tracegrad.store import StoreError
+from tracegrad_trainer.claims import claim_ranks
 from tracegrad_trainer.endpoint.push import PushFailed
 from tracegrad_trainer.fsdp import CheckpointError
 from tracegrad_trainer.ranks import RankZeroError
@@ -49,7 +50,10 @@ def run_rank(settings_file: str, program: Program) -> int:
 
     def work(stack: ExitStack, stop: Stop) -> None:
         nonlocal settings
-        settings = read_settings(Path(settings_file))
+        read = read_settings(Path(settings_file))
+        if os.environ.get("RANK", "0") == "0":
+            stack.enter_context(claim_ranks(read.state_dir))
+        settings = read  # from here on the run's state is ours to write
         program(settings, stack, stop)
 
     def failed(line: str) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from tracegrad.store import Store, StoreError
+from tracegrad_trainer.quiet import no_progress_bars
 from tracegrad_trainer.replay import Asked, replay
 from tracegrad_trainer.replay_record import candidates
 from tracegrad_trainer.replay_show import render, render_list
+from tracegrad_trainer.tables import print_json, print_report
 
 EQUAL, DIFFERENT, BAD_USAGE = 0, 1, 2
 LISTED = 50
@@ -34,7 +33,7 @@ class Request:
 def show(request: Request, console: Console) -> int:
     """0: reproduced to the last bit; 1: not; 2: it cannot be replayed, and one line says why."""
     try:
-        with Store.open(request.store, create=False) as store, _quiet():
+        with Store.open(request.store, create=False) as store, no_progress_bars():
             if request.as_json:
                 found = replay(store, request.state_dir, request.asked)
             else:
@@ -43,9 +42,9 @@ def show(request: Request, console: Console) -> int:
     except (StoreError, ValueError) as error:
         return _refuse(error)
     if request.as_json:
-        print(json.dumps(found.as_json()))
+        print_json(found.as_json())
     else:
-        console.print(render(found, turns=request.turns), highlight=False)
+        print_report(render(found, turns=request.turns), console)
     return EQUAL if found.equal else DIFFERENT
 
 
@@ -58,9 +57,9 @@ def show_list(request: Request, console: Console) -> int:
         return _refuse(error)
     if request.as_json:
         told = [asdict(one.step) | {"problem": one.problem} for one in found]
-        print(json.dumps([{k: v for k, v in one.items() if k not in _LARGE} for one in told]))
+        print_json([{k: v for k, v in one.items() if k not in _LARGE} for one in told])
     else:
-        console.print(render_list(found), highlight=False)
+        print_report(render_list(found), console)
     return EQUAL
 
 
@@ -70,17 +69,3 @@ _LARGE = ("settings", "batch")
 def _refuse(error: Exception) -> int:
     print(f"trainer replay: {error}", file=sys.stderr)
     return BAD_USAGE
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the progress bars that transformers draws while it loads a model."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -14,6 +14,7 @@ from tracegrad.records import Json
 from tracegrad.store import Group, History, RolloutSample, StepRecord, Store
 from tracegrad_trainer.batch_record import BatchRecord, RolloutRecord
 from tracegrad_trainer.fsdp.whole import checkpoints, step_of
+from tracegrad_trainer.metrics.reading import turns_of
 
 
 class ReplayError(ValueError):
@@ -84,7 +85,7 @@ def candidates(store: Store, state_dir: Path, *, limit: int) -> list[Candidate]:
                 weights_before(history, step.step, state_dir)
         except ReplayError:
             problem = "the checkpoint before it is gone"
-        gone = int(step.metrics.get("turns_trained", 0)) - trained[step.step]
+        gone = turns_of(step.metrics) - trained[step.step]
         if problem is None and gone > 0:
             problem = f"{gone} of its turns were removed"
         found.append(Candidate(step, problem))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tracegrad_trainer.batches import MicroBatch, Selection, pack, select
-from tracegrad_trainer.building import build_learner, vocabulary_of
+from tracegrad_trainer.building import build_learner, told_routes, vocabulary_of
 from tracegrad_trainer.fsdp import (
     CheckpointError,
     load_checkpoint,
@@ -101,6 +101,7 @@ def _run(
         selection.rows if dist.get_rank() == 0 else None,
         version=version,
         budget=budget,
+        seed=settings.seed,
     )
     if dist.get_rank() != 0:
         return None
@@ -124,6 +125,7 @@ def _selection(recorded: Recorded, settings: TrainerSettings, vocabulary: int) -
         current_version=batch.version,
         failed_versions=batch.failed_versions,
         vocabulary=vocabulary,
+        routes=told_routes(settings),
     )
 
 

@@ -8,13 +8,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from tracegrad_trainer.metrics.names import metric
+from tracegrad_trainer.metrics.reading import gap_known, turns_of
 from tracegrad_trainer.replay import Replay, by_pull, spread
 from tracegrad_trainer.replay_record import Candidate
 from tracegrad_trainer.report import ago
+from tracegrad_trainer.tables import PlainTable, many, table
 
 # What is looked at first, in this order; the rest only where it differs.
 MAIN = (
@@ -41,18 +42,18 @@ def render(replay: Replay, *, turns: int | None = None) -> RenderableType:
 
 
 def render_list(candidates: Sequence[Candidate]) -> RenderableType:
-    table = _table("step", "version", "ago", "turns", "loss", last="replay")
+    shown = table("step", "version", "ago", "turns", "loss", "replay", words=["replay"])
     for one in candidates:
         step, m = one.step, one.step.metrics
-        table.add_row(
+        shown.add_row(
             str(step.step),
             str(step.version),
             ago(step.created_at),
-            f"{m.get('turns_trained', 0):.0f}",
+            str(turns_of(m)),
             f"{m.get('loss', 0.0):.4g}",
             Text("yes", style="green") if one.problem is None else Text(f"no: {one.problem}"),
         )
-    return table
+    return shown
 
 
 def number(value: float | None) -> str:
@@ -70,27 +71,27 @@ def shortened(ids: Sequence[str]) -> dict[str, str]:
     return {name: name[:length] for name in ids}
 
 
-def _what(replay: Replay) -> Table:
+def _what(replay: Replay) -> PlainTable:
     recorded, step = replay.recorded, replay.recorded.step
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    shown = PlainTable(header=False)
     ranks, threads = recorded.batch.ranks, recorded.batch.threads
-    layout = f"{_many(ranks, 'rank')} of {_many(threads, 'thread')}"
-    table.add_row(
+    layout = f"{many(ranks, 'rank')} of {many(threads, 'thread')}"
+    shown.add_row(
         f"step {step.step}",
         f"version {recorded.batch.version} → {step.version}, {ago(step.created_at)} ago; replayed"
         f" on {layout} in {replay.replayed.seconds:.1f} s",
     )
     not_trained = Counter(replay.replayed.skipped.values())
     reasons = ", ".join(f"{count} {why}" for why, count in not_trained.most_common())
-    table.add_row(
+    shown.add_row(
         "batch",
-        f"{_many(len(recorded.groups), 'group')}, {_many(len(recorded.rollouts), 'rollout')},"
-        f" {_many(len(recorded.trained), 'turn')} trained"
+        f"{many(len(recorded.groups), 'group')}, {many(len(recorded.rollouts), 'rollout')},"
+        f" {many(len(recorded.trained), 'turn')} trained"
         + (f", {not_trained.total()} not: {reasons}" if reasons else ""),
     )
     folder = recorded.checkpoint
-    table.add_row("weights", "the model folder's" if folder is None else _from_here(folder))
-    return table
+    shown.add_row("weights", "the model folder's" if folder is None else _from_here(folder))
+    return shown
 
 
 def _from_here(folder: Path) -> str:
@@ -99,14 +100,14 @@ def _from_here(folder: Path) -> str:
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
-def _metrics(replay: Replay) -> Table:
+def _metrics(replay: Replay) -> PlainTable:
     compared, differing = replay.compared, set(replay.differing)
     other = replay.other
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
+    lines = PlainTable()
+    lines.add_column("")
     names = ["recorded", "", "replayed", *([replay.other_name] if other else ["unit"])]
     for name in names:
-        table.add_column(name, justify="left" if name in ("", "unit") else "right")
+        lines.add_column(name, justify="left" if name in ("", "unit") else "right")
     known_to = compared.keys() | (other.metrics.keys() if other else set())
     shown = [name for name in MAIN if name in known_to and _is_of_use(name, replay)]
     shown += sorted(differing & compared.keys() - set(shown))
@@ -125,18 +126,20 @@ def _metrics(replay: Replay) -> Table:
             cells.append(Text(known.unit if known else "", style="dim"))
         else:
             cells.append(_beside(other.metrics.get(name), now))
-        table.add_row(*cells)
+        lines.add_row(*cells)
     if other is not None:
         mine, theirs = spread(replay.replayed.turns), spread(other.turns)
         cells = [Text("advantage_std"), Text("–"), Text(""), Text(number(mine))]
-        table.add_row(*cells, _beside(theirs, mine))
-    return table
+        lines.add_row(*cells, _beside(theirs, mine))
+    return lines
 
 
 def _is_of_use(name: str, replay: Replay) -> bool:
     runs = [ran.metrics for ran in (replay.replayed, replay.other) if ran is not None]
     if name == "policy_loss":  # the loss itself, where it has no other term
         return any(m.get(name) != m.get("loss") for m in runs)
+    if name == "gap_max":
+        return any(map(gap_known, runs))
     return name not in ONLY_IF_USED or any(m.get(name) for m in runs)
 
 
@@ -173,14 +176,14 @@ def _cause(torch: str | None) -> str:
     )
 
 
-def _turns(replay: Replay, most: int) -> Table:
+def _turns(replay: Replay, most: int) -> PlainTable:
     turns = replay.replayed.turns
     ids = shortened([rollout.rollout_id for rollout in replay.recorded.rollouts])
     title = f"the {min(most, len(turns))} of {len(turns)} turns that the step pulls hardest"
-    table = _table("rollout", "turn", "tokens", "adv.", "loss", "pull", "ratio", "clip", "lag")
-    table.title, table.title_justify = title, "left"
+    shown = table("rollout", "turn", "tokens", "adv.", "loss", "pull", "ratio", "clip", "lag")
+    shown.title, shown.title_justify = title, "left"
     for turn in by_pull(turns)[:most]:
-        table.add_row(
+        shown.add_row(
             ids[turn.rollout_id],
             str(turn.index),
             str(turn.tokens),
@@ -191,10 +194,10 @@ def _turns(replay: Replay, most: int) -> Table:
             f"{turn.clipped:.0%}",
             f"{turn.staleness:g}",
         )
-    return table
+    return shown
 
 
-def _changes(replay: Replay, most: int) -> Table:
+def _changes(replay: Replay, most: int) -> PlainTable:
     """Turns side by side, those whose pull changes most first."""
     assert replay.other is not None
     before = {turn.turn_id: turn for turn in replay.replayed.turns}
@@ -208,13 +211,13 @@ def _changes(replay: Replay, most: int) -> Table:
 
     ordered = sorted(before.keys() | after.keys(), key=lambda t: (-abs(change(t)), t))
     title = f"the {min(most, len(ordered))} of {len(ordered)} turns whose pull changes most"
-    table = _table("rollout", "turn", "tokens", "adv.", "→", "pull", "→", "change")
-    table.title, table.title_justify = title, "left"
+    shown = table("rollout", "turn", "tokens", "adv.", "→", "pull", "→", "change")
+    shown.title, shown.title_justify = title, "left"
     for turn_id in ordered[:most]:
         a, b = before.get(turn_id), after.get(turn_id)
         one = a or b
         assert one is not None
-        table.add_row(
+        shown.add_row(
             ids[one.rollout_id],
             str(one.index),
             str(one.tokens),
@@ -224,17 +227,17 @@ def _changes(replay: Replay, most: int) -> Table:
             _pull(b.pull) if b else Text("–"),
             f"{change(turn_id) * 100:+.2f} %",
         )
-    return table
+    return shown
 
 
 def _fates(before: Mapping[str, str], after: Mapping[str, str]) -> list[Text]:
     """What the other settings would train besides, and what they would not."""
     lines = []
     if more := before.keys() - after.keys():
-        lines.append(f"{_many(len(more), 'turn')} more would be trained")
+        lines.append(f"{many(len(more), 'turn')} more would be trained")
     if lost := Counter(after[turn_id] for turn_id in after.keys() - before.keys()):
         reasons = ", ".join(f"{count} {why}" for why, count in lost.most_common())
-        lines.append(f"{_many(lost.total(), 'turn')} would not be trained: {reasons}")
+        lines.append(f"{many(lost.total(), 'turn')} would not be trained: {reasons}")
     return [Text("; ".join(lines), style="cyan")] if lines else []
 
 
@@ -244,16 +247,3 @@ def _go_on() -> Text:
 
 def _pull(value: float) -> Text:
     return Text(f"{value * 100:+.2f} %", style="green" if value > 0 else "red" if value < 0 else "")
-
-
-def _table(*columns: str, last: str | None = None) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
-    if last is not None:
-        table.add_column(last)
-    return table
-
-
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"

@@ -22,13 +22,15 @@ from tracegrad_trainer.fsdp import Learner
 from tracegrad_trainer.fsdp.forward import Before, Inputs, forward, tokens_of
 from tracegrad_trainer.fsdp.prepass import prepass
 from tracegrad_trainer.objectives import evaluate
+from tracegrad_trainer.objectives.tokens import mismatch
 
 Key = tuple[int, int]  # of a row, and of a kept turn in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnShare:
-    """`ratio` is the geometric mean of pi/mu over the turn, at the step's first forward."""
+    """`ratio` is the geometric mean of pi/mu over the turn, at the step's first forward; of an
+    expert's turn, which has no mu, 1."""
 
     turn_id: str
     rollout_id: str
@@ -56,7 +58,7 @@ def turn_shares(
     """Every trained turn, on rank 0 ([] elsewhere); a collective. `rows` are rank 0's."""
     engine, objective = learner.engine, learner.objective
     inputs = engine.inputs(micro_batches)
-    before = prepass(engine, objective, inputs, None, ())
+    before = prepass(engine, objective, inputs, [Before()] * len(inputs), ())
     units = 0.0
     mine: dict[Key, dict[str, float]] = {}
     for one, known in zip(inputs, before, strict=True):
@@ -90,7 +92,7 @@ def _of_micro_batch(
         "advantage": tokens.advantage,
         "loss": done.each_policy,
         "pull": torch.zeros_like(logp) if slope is None else -slope,
-        "log_w": tokens.old - tokens.mu,
+        "log_w": mismatch(tokens),
         "clipped": done.clipped,
         "corrected": done.corrected,
         "staleness": torch.where(tokens.expert, 0, version - tokens.version),

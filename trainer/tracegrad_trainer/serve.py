@@ -8,21 +8,28 @@ ranks stop first, so that a step under way is committed and its push finished; v
 from __future__ import annotations
 
 import errno
-import fcntl
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType, TracebackType
-from typing import IO, NoReturn
+from collections.abc import Callable
+from types import TracebackType
+from typing import IO
 
 from rich.console import Console
 
 from tracegrad.store import Store, StoreError
 from tracegrad_trainer.children import Child, ChildError, answers
+from tracegrad_trainer.commands import (
+    RANKS_GRACE_S,
+    STOP_SIGNALS,
+    ServeError,
+    Stopped,
+    lock,
+    open_store,
+    stop_signals,
+    write_resolved,
+)
 from tracegrad_trainer.endpoint.process import VllmProcess
 from tracegrad_trainer.fsdp import CheckpointError
 from tracegrad_trainer.launcher import Ranks
@@ -33,16 +40,6 @@ from tracegrad_trainer.run_state import RunState, forget_state, read_state
 from tracegrad_trainer.settings import TrainerSettings
 
 READY_TIMEOUT_S = 900.0
-RANKS_GRACE_S = 30.0
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class Stopped(BaseException):
-    """SIGTERM or SIGINT: not an error, and nothing on the way may swallow it."""
-
-
-class ServeError(RuntimeError):
-    """Why nothing was started, in one line."""
 
 
 def serve(settings: TrainerSettings, console: Console) -> int:
@@ -57,21 +54,6 @@ def serve(settings: TrainerSettings, console: Console) -> int:
         console.print(f"trainer serve: {error}", style="red", highlight=False, soft_wrap=True)
         return 1
     return 0
-
-
-@contextmanager
-def stop_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM raise Stopped, until the stack begins to stop."""
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise Stopped
-
-    before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 class Stack:
@@ -178,45 +160,17 @@ def proxy_child(settings: TrainerSettings) -> Child:
     return Child("proxy", command, log=settings.logs / "proxy.log", env=env)
 
 
-def write_resolved(settings: TrainerSettings) -> Path:
-    """The resolved settings as the ranks read them; for our eyes only."""
-    path = settings.state_dir / "run" / "settings.json"
-    path.touch(mode=0o600)
-    path.write_text(settings.model_dump_json(indent=2))
-    return path
-
-
-def open_store(url: str) -> Store:
-    """Raises ServeError, StoreError."""
-    try:
-        return Store.open(url)
-    except ValueError as error:
-        raise ServeError(f"proxy.{error}") from None
-
-
 def check(settings: TrainerSettings, store: Store) -> None:
-    """Raises ServeError: what is wrong with model, tokenizer or checkpoint."""
+    """Raises ServeError: what is wrong with model, tokenizer or checkpoint, or for vLLM."""
+    if settings.vllm.routed_experts and settings.vllm.on_cpu:
+        raise ServeError(
+            "fsdp.routing = 'r3': vLLM tells the experts that it chose on GPUs only, and this one"
+            " is served on a CPU (vllm.device); set fsdp.routing = 'r2'"
+        )
     try:
         check_before_training(settings, store)
     except (ValueError, CheckpointError) as error:
         raise ServeError(str(error)) from None
-
-
-def lock(state_dir: Path) -> IO[bytes]:
-    """The folder is ours while the file that this returns is open. Raises ServeError, OSError."""
-    folder = state_dir / "run"
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / "lock").open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        pid = (read_state(state_dir, "serve") or {}).get("pid")
-        raise ServeError(
-            f"state_dir: {state_dir} is in use by another trainer serve (pid {pid}); stop it or"
-            " take another folder (--state-dir ...)"
-        ) from None
-    return file
 
 
 def check_port(host: str, port: int, field: str) -> None:

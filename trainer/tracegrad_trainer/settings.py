@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -155,6 +156,13 @@ class TrainerSettings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _engine_tells_its_routes(self) -> Self:
+        if self.fsdp.routing == "r3":
+            self.vllm = self.vllm.model_copy(update={"routed_experts": True})
+            self.proxy = self.proxy.model_copy(update={"routed_experts": True})
+        return self
+
+    @model_validator(mode="after")
     def _store_in_our_folder(self) -> Self:
         changes: dict[str, Any] = {"upstream": self.vllm.url}
         if "store" not in self.proxy.model_fields_set:
@@ -231,7 +239,7 @@ def resolved(text: str) -> TrainerSettings:
 
 
 def _lines(error: ValidationError) -> list[str]:
-    found = {".".join(map(str, one["loc"])): one["msg"] for one in error.errors()}
+    found = {".".join(map(str, one["loc"])): _message(one) for one in error.errors()}
     if "model" in found:
         found.pop("vllm", None)  # it is missing only because the model is
     # A check of the whole names its fields itself.
@@ -239,6 +247,12 @@ def _lines(error: ValidationError) -> list[str]:
         ": ".join(filter(None, (name, message.removeprefix("Value error, "))))
         for name, message in found.items()
     ]
+
+
+def _message(one: ErrorDetails) -> str:
+    if one["type"] == "model_type":
+        return f"is a table of settings, not {one['input']!r}: write [{one['loc'][-1]}] above them"
+    return one["msg"]
 
 
 def _read_toml(config: Path | None) -> dict[str, Any]:
@@ -249,6 +263,10 @@ def _read_toml(config: Path | None) -> dict[str, Any]:
         if config is None:
             return {}
         raise SettingsError(f"{path}: there is no such settings file") from None
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{path}: this is no text in UTF-8, and so no TOML") from None
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{path}: {error}") from None
 

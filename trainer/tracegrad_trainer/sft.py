@@ -10,7 +10,7 @@ command again goes on where the one before was stopped or killed, and ends with 
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,7 +20,8 @@ from pathlib import Path
 
 from tracegrad.store import Store
 from tracegrad_trainer.batches import Row, mismatched
-from tracegrad_trainer.building import build_learner
+from tracegrad_trainer.building import build_learner, vocabulary_in
+from tracegrad_trainer.claims import claim_ranks
 from tracegrad_trainer.fsdp import (
     OptimSettings,
     checkpoints,
@@ -34,7 +35,8 @@ from tracegrad_trainer.fsdp import (
 from tracegrad_trainer.fsdp.checkpoint import Saver
 from tracegrad_trainer.fsdp.randomness import seed_all
 from tracegrad_trainer.metrics import Sinks
-from tracegrad_trainer.rank_program import as_rank
+from tracegrad_trainer.preflight import check_fits
+from tracegrad_trainer.rank_program import Stop, as_rank
 from tracegrad_trainer.ranks import decide, leads
 
 from .sft_choose import choose
@@ -67,13 +69,7 @@ def prepared(settings: SftSettings) -> Data:
             mask_errors=settings.mask_errors,
             mask=settings.mask,
         )
-    return data_of(chosen, settings, vocabulary=_vocabulary(trainer.model))
-
-
-def _vocabulary(folder: Path) -> int | None:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    size: int | None = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    return size
+    return data_of(chosen, settings, vocabulary=vocabulary_in(trainer.model))
 
 
 class Sft:
@@ -95,6 +91,7 @@ class Sft:
 
     def _prepare(self, stack: ExitStack) -> Outline:
         settings = self.settings
+        check_fits(settings.trainer)
         self.data = data = prepared(settings)
         folder = settings.runs / digest_of(data, settings)
         sinks = Sinks.open(settings.trainer.metrics, settings.trainer.state_dir)
@@ -194,10 +191,13 @@ class Sft:
 def main(arguments: list[str]) -> int:
     """0: the model is written, or it was told to stop; 1: it failed, and one line says why."""
     settings = SftSettings.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
-    return as_rank(
-        lambda stack, stop: Sft(settings, stack, stop).run(),
-        failed=Report(settings.runs, settings.told).failed,
-    )
+
+    def work(stack: ExitStack, stop: Stop) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            stack.enter_context(claim_ranks(settings.trainer.state_dir))
+        Sft(settings, stack, stop).run()
+
+    return as_rank(work, failed=Report(settings.runs, settings.told).failed)
 
 
 if __name__ == "__main__":

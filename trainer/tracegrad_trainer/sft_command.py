@@ -12,8 +12,9 @@ from rich.console import Console
 from tracegrad.records import Json
 from tracegrad.store import StoreError
 from tracegrad_trainer.children import ChildError
+from tracegrad_trainer.commands import RANKS_GRACE_S, ServeError, Stopped, lock, stop_signals
 from tracegrad_trainer.launcher import Ranks
-from tracegrad_trainer.serve import RANKS_GRACE_S, ServeError, Stopped, lock, stop_signals
+from tracegrad_trainer.tables import print_json
 
 from .sft_report import counts_of, line_of
 from .sft_settings import SftSettings
@@ -31,7 +32,9 @@ def sft(settings: SftSettings, console: Console, *, as_json: bool = False) -> in
         console.print("stopped; the same command goes on from the last checkpoint")
         return FAILED
     except (ServeError, ChildError, OSError) as error:
-        console.print(f"trainer sft: {error}", style="red", highlight=False, soft_wrap=True)
+        console.print(
+            f"trainer sft: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
         return FAILED
 
 
@@ -42,7 +45,9 @@ def dry_run(settings: SftSettings, console: Console, *, as_json: bool = False) -
     try:
         counts = counts_of(prepared(settings))
     except (StoreError, ValueError) as error:
-        console.print(f"trainer sft: {error}", style="red", highlight=False, soft_wrap=True)
+        console.print(
+            f"trainer sft: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
         return FAILED
     _show({"event": "data", **counts}, console, as_json=as_json)
     return 0
@@ -92,6 +97,6 @@ def _written(settings: SftSettings) -> Path:
 
 def _show(record: Json, console: Console, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(record), flush=True)
+        print_json(record)
     else:
-        console.print(line_of(record), highlight=False, soft_wrap=True)
+        console.print(line_of(record), markup=False, highlight=False, soft_wrap=True)

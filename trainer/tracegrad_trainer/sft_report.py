@@ -15,6 +15,7 @@ from tracegrad.records import Json
 from tracegrad.store import StepRecord
 from tracegrad_trainer.fsdp import StepResult
 from tracegrad_trainer.metrics import Sinks
+from tracegrad_trainer.tables import many
 
 from .sft_measure import Measured
 from .sft_plan import Data
@@ -22,7 +23,10 @@ from .sft_plan import Data
 METRICS = "metrics.jsonl"
 
 # What a step says of the engine that sampled its turns: nothing, where they are imitated.
-_OF_SAMPLING = ("gap", "k1", "k3", "ess", "corrected", "difference", "staleness", "mismatch", "w_")
+_OF_SAMPLING = (
+    *("gap", "k1", "k3", "ess", "max_w", "turn_max_w", "corrected", "masked", "difference"),
+    *("staleness", "mismatch"),
+)
 
 
 class Report:
@@ -38,18 +42,20 @@ class Report:
         self._tell({"event": "data", "run": str(folder), **counts_of(data)})
 
     def resumes(self, taken: int) -> None:
-        """What a killed run said of steps behind its last checkpoint, it will say again."""
-        lines = self.file.read_text().splitlines() if self.file.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= taken]
+        """What a killed run said behind its last checkpoint, it will say again; without a
+        checkpoint all of it."""
+        lines = self.file.read_text().splitlines(keepends=True) if self.file.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]  # not what a full disk cut off
+        kept = [line for line in whole if taken and json.loads(line)["step"] <= taken]
         part = self.file.with_suffix(".part")
-        part.write_text("".join(f"{line}\n" for line in kept))
+        part.write_text("".join(kept))
         part.replace(self.file)
         if taken:
             self._tell({"event": "resumed", "step": taken})
 
     def step(self, epoch: int, number: int, done: StepResult) -> None:
         metrics = {k: v for k, v in done.metrics.items() if not k.startswith(_OF_SAMPLING)}
-        metrics |= {k: v for k, v in done.speed.items() if k == "tokens_per_s"}
+        metrics |= {k: v for k, v in done.speed.items() if k == "tokens_per_second"}
         self._keep({"event": "step", "epoch": epoch, "step": number, **metrics})
         if self.sinks is not None:
             self.sinks.step(StepRecord(step=number, version=0, metrics=metrics))
@@ -120,7 +126,8 @@ def _data(record: Mapping[str, Any]) -> str:
 def _amount(part: Mapping[str, int]) -> str:
     if not part["examples"]:
         return "nothing"
-    return f"{part['examples']} examples, {part['targets']} of {part['tokens']} tokens are targets"
+    examples = many(part["examples"], "example")
+    return f"{examples}, {part['targets']} of {part['tokens']} tokens are targets"
 
 
 def _step(record: Mapping[str, Any]) -> str:
@@ -128,7 +135,7 @@ def _step(record: Mapping[str, Any]) -> str:
     return (
         f"epoch {record['epoch']}  step {record['step']}  loss {record['loss']:.4f}"
         f"  grad {record['grad_norm']:.3g}  lr {record['lr']:.2g}"
-        f"  {record.get('tokens_per_s', 0):.0f} tokens/s{skipped}"
+        f"  {record.get('tokens_per_second', 0):.0f} tokens/s{skipped}"
     )
 
 

@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from tracegrad.store import RolloutFilter
+from tracegrad_trainer import out_folder
 from tracegrad_trainer.batches import Pairing
 from tracegrad_trainer.batches.predicate import load as load_predicate
 from tracegrad_trainer.settings import TrainerSettings
@@ -65,11 +66,36 @@ class SftSettings(BaseModel):
         return None if value is None else value.resolve()
 
     @model_validator(mode="after")
+    def _out_is_free(self) -> Self:
+        if self.out is not None:
+            out_folder.check(self.out, (self.trainer.model, self.trainer.reference_folder))
+        return self
+
+    @model_validator(mode="after")
     def _objective_is_the_preset(self) -> Self:
         if self.trainer.objective.preset != self.preset:
             raise ValueError(
                 f"objective.preset is {self.trainer.objective.preset!r}, and --preset"
                 f" {self.preset}: leave objective.preset out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _steps_are_its_own(self) -> Self:
+        for name in ("minibatches", "epochs"):
+            if getattr(self.trainer.optim, name) != 1:
+                raise ValueError(
+                    f"optim.{name} divides batches of rollouts: of trainer sft set"
+                    " --tokens-per-step and --epochs"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _routes_are_its_own(self) -> Self:
+        if self.trainer.fsdp.routing == "r3":
+            raise ValueError(
+                "fsdp.routing = 'r3' replays what the engine chose for the policy's own tokens: of"
+                " trainer sft set it to 'own'"
             )
         return self
 

@@ -1,8 +1,10 @@
-"""`trainer step`: the ranks under torch.distributed's launcher, on what the store holds."""
+"""`trainer step`: starts the ranks on what the store holds, and tells of their steps.
+
+The checks before the first step are rank 0's, which has torch at hand: here it is not imported.
+"""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 
@@ -10,22 +12,21 @@ from rich.console import Console
 
 from tracegrad.store import StepRecord, Store, StoreError
 from tracegrad_trainer.children import Child, ChildError
-from tracegrad_trainer.launcher import Ranks
-from tracegrad_trainer.news import News
-from tracegrad_trainer.preflight import check_groups
-from tracegrad_trainer.report import step_line
-from tracegrad_trainer.run_state import forget_state, read_state
-from tracegrad_trainer.serve import (
+from tracegrad_trainer.commands import (
     RANKS_GRACE_S,
     ServeError,
     Stopped,
-    check,
     lock,
     open_store,
     stop_signals,
     write_resolved,
 )
+from tracegrad_trainer.launcher import Ranks
+from tracegrad_trainer.news import News
+from tracegrad_trainer.report import step_line
+from tracegrad_trainer.run_state import forget_state, read_state
 from tracegrad_trainer.settings import TrainerSettings
+from tracegrad_trainer.tables import print_json
 
 POLL_S = 0.2
 FAILED = 1
@@ -38,7 +39,7 @@ def step(settings: TrainerSettings, steps: int, console: Console, *, as_json: bo
     def tell(record: StepRecord) -> None:
         if as_json:
             told = {"step": record.step, "version": record.version, "metrics": record.metrics}
-            print(json.dumps(told | {"checkpoint": record.checkpoint}), flush=True)
+            print_json(told | {"checkpoint": record.checkpoint})
         else:
             console.print(step_line(record), highlight=False, soft_wrap=True)
 
@@ -60,11 +61,6 @@ def _run(
 ) -> tuple[str, int]:
     """How it ended, and how many steps were taken. Raises ServeError, ChildError."""
     with lock(settings.state_dir), open_store(settings.proxy.store) as store:
-        check(settings, store)
-        try:
-            check_groups(settings, store)
-        except ValueError as error:
-            raise ServeError(str(error)) from None
         forget_state(settings.state_dir, "ranks")
         ranks = Ranks(
             settings,
@@ -76,10 +72,18 @@ def _run(
         ranks.start()
         try:
             _watch(ranks, store, tell)
+        except ChildError as error:
+            raise ServeError(_why(settings) or str(error)) from None
         finally:
             ranks.stop(grace_s=RANKS_GRACE_S)
     state = read_state(settings.state_dir, "ranks") or {}
     return str(state.get("said", "")), int(state.get("taken", 0))
+
+
+def _why(settings: TrainerSettings) -> str | None:
+    """What rank 0 itself said of its end."""
+    error = (read_state(settings.state_dir, "ranks") or {}).get("error")
+    return None if error is None else str(error)
 
 
 def _watch(ranks: Child, store: Store, tell: Callable[[StepRecord], None]) -> None:

@@ -25,7 +25,7 @@ from tracegrad_trainer.coordinator import Batch, Coordinator, ResumePoint, Suppl
 from tracegrad_trainer.fsdp import load_checkpoint, start_ranks, stop_ranks, train_batch
 from tracegrad_trainer.fsdp.checkpoint import Saver
 from tracegrad_trainer.fsdp.randomness import seed_all
-from tracegrad_trainer.fsdp.step import StepResult
+from tracegrad_trainer.fsdp.result import StepResult
 from tracegrad_trainer.fsdp.whole import step_of
 from tracegrad_trainer.metrics import Sinks, of_speed
 from tracegrad_trainer.peaks import peak_flops
@@ -138,7 +138,7 @@ class Training:
         return self.pending is not None and not self.saver.busy
 
     def train(self) -> bool:
-        """One optimizer step on the batch at hand; its checkpoint begins to be written.
+        """The optimizer steps on the batch at hand; the checkpoint begins to be written.
 
         False: the step did not change the weights, and its batch was consumed as skipped.
         """
@@ -148,6 +148,7 @@ class Training:
             self.batch.selection.rows if self.batch else None,
             version=self.version,
             budget=self.settings.batches.tokens_per_micro_batch,
+            seed=self.settings.seed,
         )
         self.watch.lap("train")
         if done.mismatch is not None and leads():

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from fsdp_ranks import step
+from fsdp_ranks import VERSION, step, weights
 from learn_samples import POISON, rows
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, mismatched, pack
@@ -30,8 +29,10 @@ from tracegrad_trainer.fsdp import (
     shard,
     start_ranks,
     stop_ranks,
+    train_batch,
     value,
 )
+from tracegrad_trainer.fsdp.forward import Before
 from tracegrad_trainer.objectives import ObjectiveSettings, preset
 
 OBJECTIVES: dict[str, ObjectiveSettings] = {
@@ -146,7 +147,7 @@ def others(name: str, layout: Layout) -> list[MicroBatch]:
     return pack(looked_at, ranks=ranks, budget=layout.budget)[rank]
 
 
-def before(one: Learner, batches: Sequence[MicroBatch]) -> list[Tensor]:
+def before(one: Learner, batches: Sequence[MicroBatch]) -> list[Before]:
     """Not quite what the policy says, so that ratios matter; by row, not by layout."""
     found = []
     for batch, logp in zip(batches, one.logprobs(batches), strict=True):
@@ -155,7 +156,7 @@ def before(one: Learner, batches: Sequence[MicroBatch]) -> list[Tensor]:
             here = batch.row == number
             if here.any():
                 noise[here] = np.random.default_rng(key).normal(0, 0.3, int(here.sum()))
-        found.append(logp + torch.from_numpy(noise))
+        found.append(Before(old=logp + torch.from_numpy(noise)))
     return found
 
 
@@ -163,7 +164,7 @@ def run(folder: Path, name: str, layout: Layout = Layout()) -> Any:
     """(StepResult, gradients) of one step."""
     one = learner(folder, name, layout)
     batches = share(name, layout)
-    return step(one, batches, old=before(one, batches), mismatched=others(name, layout))
+    return step(one, batches, before=before(one, batches), mismatched=others(name, layout))
 
 
 def poisoned(folder: Path, name: str) -> Any:
@@ -172,7 +173,7 @@ def poisoned(folder: Path, name: str) -> Any:
     bad = made(name)
     bad[4].rollout_logprobs[bad[4].keep.argmax()] = -np.inf
     batches = pack(bad, ranks=dist.get_world_size(), budget=BUDGET)[dist.get_rank()]
-    return step(one, batches, old=before(one, batches))
+    return step(one, batches, before=before(one, batches))
 
 
 def without(folder: Path, name: str, gone: Sequence[int]) -> Any:
@@ -181,9 +182,18 @@ def without(folder: Path, name: str, gone: Sequence[int]) -> Any:
     left = [i for i in range(12) if i not in gone]
     everything = made(name)
     batches = pack([everything[i] for i in left], ranks=1, budget=BUDGET, keys=left)[0]
-    return step(one, batches, old=before(one, batches))
+    return step(one, batches, before=before(one, batches))
 
 
+def batch(folder: Path, name: str) -> Any:
+    """(StepResult, weights) of a batch of two optimizer steps a pass, and two passes."""
+    one = learner(folder, name, lr=1e-3, minibatches=2, epochs=2)
+    dealt = made(name) if dist.get_rank() == 0 else None
+    done = train_batch(one, dealt, version=VERSION, budget=BUDGET)
+    return done, weights(one)
+
+
+BATCHES = ("grpo", "turn_mean", "ppo")
 VARIANTS = {
     "plain": Layout(),
     "whole": Layout(settings={"reshard": False}),
@@ -197,6 +207,7 @@ def main(folder: Path) -> None:
     start_ranks(FsdpSettings(device="cpu", threads=1))
     assert POISON not in made("grpo")[0].input_ids
     out: dict[str, Any] = {name: run(folder, name) for name in OBJECTIVES}
+    out["batches"] = {name: batch(folder, name) for name in BATCHES}
     if dist.get_world_size() == 2:
         for variant in ("whole", "recomputed", "offloaded"):
             out[variant] = run(folder, "ppo", VARIANTS[variant])

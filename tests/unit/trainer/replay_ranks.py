@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from replay_samples import train, trainer_settings
+from replay_samples import SEVERAL, train, trainer_settings
 
 if __name__ == "__main__":
-    train(trainer_settings(Path(sys.argv[1]), ranks=2), 1)
+    train(trainer_settings(Path(sys.argv[1]), ranks=2, optim=SEVERAL), 1)

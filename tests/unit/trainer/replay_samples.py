@@ -25,6 +25,8 @@ from tracegrad_trainer.settings import TrainerSettings
 from tracegrad_trainer.training import Training
 
 TURNS = 3
+# Optimizer steps on a batch: two a pass, two passes.
+SEVERAL = {"lr": 1e-2, "minibatches": 2, "epochs": 2}
 
 
 def rollout(name: str, task: str, *, reward: float, seed: int, at: float = 1000.0) -> list[Fact]:

@@ -127,6 +127,10 @@ FILTER = """
 def short(turn, rollout):
     return len(turn.completion_token_ids) < 3 or "wordy"
 
+def not_from_the_start(turn, rollout):
+    return turn is not rollout.turns[0]
+
+
 def winners(turn, rollout):
     return rollout.reward > 0
 
@@ -156,6 +160,13 @@ def groups() -> list[Task]:
 def test_a_predicate_says_yes_no_or_why_not(filters: str) -> None:
     assert selected(groups(), predicate=f"{filters}:short").skipped == {"b": "wordy"}
     assert selected(groups(), predicate=f"{filters}:winners").skipped == {"c": "predicate"}
+
+
+def test_of_repetitions_one_stays_that_the_predicate_does_not_speak_against(filters: str) -> None:
+    task = Task("g", [Told("r0", 1.0, [one("a"), one("b"), one("c")])])
+    predicate = f"{filters}:not_from_the_start"
+    chosen = selected([task], drop_repeated=True, predicate=predicate)
+    assert chosen.skipped == {"a": "predicate", "c": "repeated_turn"}
 
 
 @pytest.mark.parametrize(

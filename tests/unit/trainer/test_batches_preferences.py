@@ -146,6 +146,17 @@ def test_mismatched_rows_answer_another_groups_prompt() -> None:
     assert [len(row) for row in mismatched(labelled, limit=5)] == [5, 5, 4, 4]
 
 
+def test_mismatched_rows_meet_another_group_in_whatever_order_they_come() -> None:
+    tasks = [
+        Task(f"g{g}", [rollout(f"{g}{r}", float(r), prompt=g) for r in range(2)]) for g in range(2)
+    ]
+    first, second, third, fourth = labels_of(tasks, SETTINGS, current_version=1).rows
+    # As `trainer sft` shuffles them: two rows further is the same group.
+    made = mismatched([first, third, second, fourth], limit=40)
+    assert sorted(row.rollout_id for row in made) == ["00", "01", "10", "11"]
+    assert all(row.group_id != f"g{row.input_ids[0]}" for row in made)
+
+
 def test_mismatched_rows_of_several_turns_keep_what_came_in_between() -> None:
     a = turn("a1", [1, 2, 3], [4])
     long = Told("a", 1.0, [a, turn("a2", [5, 6], [7, 8], parent=a)])

@@ -11,6 +11,7 @@ from learn_samples import turn
 
 from tracegrad.records import Turn
 from tracegrad_trainer.batches import BatchSettings, micro_batch, rows_of, turn_reason
+from tracegrad_trainer.batches.select import scored
 
 
 def three() -> list[Turn]:
@@ -66,6 +67,12 @@ def test_an_experts_turn_is_trained_whatever_is_recorded_with_it() -> None:
     batch = micro_batch(chosen.rows, [0])
     assert batch.expert.tolist() == [True, True, False]
     assert np.isfinite(batch.mu).all()
+
+
+def test_an_experts_tokens_are_not_sampled_ones() -> None:
+    """No penalty of over-long rollouts, and no weight by length, is for what an expert wrote."""
+    mine = turn("m", [5], [6, 7, 8], parent=expert())
+    assert scored(Told("r", 1.0, [expert(), mine]), group=0, task="t").tokens.tolist() == [0, 3]
 
 
 @pytest.mark.parametrize(

@@ -194,9 +194,12 @@ def test_one_changed_byte_is_found(folder: Path, two_steps: Path) -> None:
     assert f"{part} is damaged" in refused(folder, two_steps)
 
 
-def test_a_manifest_that_is_no_json_is_named(folder: Path, two_steps: Path) -> None:
+@pytest.mark.parametrize(
+    "content", ['{"files": {"a', '{"files": [1]}', '{"files": {"a": 3}}', "[]"]
+)
+def test_a_manifest_that_is_none_is_named(folder: Path, two_steps: Path, content: str) -> None:
     manifest = two_steps / "step-00000002" / "counters.json"
-    manifest.write_text(manifest.read_text()[:20])
+    manifest.write_text(content)
     assert f"{manifest} cannot be read" in refused(folder, two_steps)
 
 

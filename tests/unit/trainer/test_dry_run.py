@@ -130,7 +130,7 @@ def test_refills_take_groups_until_enough_have_something_to_tell(tmp_path: Path)
 def test_it_is_told_in_the_width_of_a_terminal_and_as_json(
     settings: TrainerSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    console = Console(file=sys.stdout, width=80)
+    console = Console(file=sys.stdout, width=80, force_terminal=True, color_system=None)
     assert dry_run.show(settings, console, False) == 2
     assert "no store at" in capsys.readouterr().err
     with Store.open(settings.proxy.store) as store:

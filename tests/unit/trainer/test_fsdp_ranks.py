@@ -25,6 +25,7 @@ from tracegrad_trainer.fsdp import (
     start_ranks,
     stop_ranks,
 )
+from tracegrad_trainer.fsdp.forward import Before
 
 HERE = Path(__file__).parent
 
@@ -264,9 +265,9 @@ def test_old_is_what_the_policy_said_at_the_start_of_the_batch(
 ) -> None:
     learner: Learner = fsdp_ranks.learner(folder / "model")
     batches = pack(rows(6), ranks=1, budget=100)[0]
-    old = learner.logprobs(batches)
-    first = learner.train(batches, version=3, old=old).metrics
-    second = learner.train(batches, version=3, old=old).metrics
+    old = [Before(old=logp) for logp in learner.logprobs(batches)]
+    first = learner.train(batches, version=3, before=old).metrics
+    second = learner.train(batches, version=3, before=old).metrics
     assert first["ratio_max"] == pytest.approx(1, abs=1e-5)
     assert second["ratio_max"] > 1.05
     assert second["clipped_share"] > 0

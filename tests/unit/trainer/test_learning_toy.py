@@ -116,12 +116,20 @@ def chosen(
 
 
 def train(
-    folder: Path, name: str, seed: int, *, lr: float = 2e-2, shuffled: bool = False
+    folder: Path,
+    name: str,
+    seed: int,
+    *,
+    lr: float = 2e-2,
+    shuffled: bool = False,
+    minibatches: int = 1,
+    epochs: int = 1,
 ) -> tuple[float, float]:
     """Mean reward of the first and the last two batches."""
     torch.manual_seed(seed)
     order = np.random.default_rng(seed)
     learner = learner_of(folder, seed, preset(name), lr)
+    learner.optim = learner.optim.model_copy(update={"minibatches": minibatches, "epochs": epochs})
     memory: Memory = {}
     means = []
     for version in range(STEPS):
@@ -141,7 +149,7 @@ def train(
             assert result.applied
             assert result.metrics["gap_max"] < 1e-5
             if name != "dpo":  # whose turns may stand in several pairs
-                assert result.metrics["turns_trained"] == len(selection.trained)
+                assert result.metrics["turns_trained"] == epochs * len(selection.trained)
     return float(np.mean(means[:2])), float(np.mean(means[-2:]))
 
 
@@ -155,6 +163,15 @@ EACH = [
 def test_reward_rises_on_three_seeds(name: str, tmp_path: Path) -> None:
     for seed in range(3):
         before, after = train(tmp_path / str(seed), name, seed)
+        assert before < 0.75
+        assert after > 0.93
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "gspo", "ppo", "ipa"])
+def test_reward_rises_with_several_updates_a_batch(name: str, tmp_path: Path) -> None:
+    for seed in range(3):
+        before, after = train(tmp_path / str(seed), name, seed, minibatches=2, epochs=2, lr=1e-2)
         assert before < 0.75
         assert after > 0.93
 

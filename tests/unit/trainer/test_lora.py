@@ -153,6 +153,27 @@ def test_layers_can_be_named(folder: Path) -> None:
         make("mixtral", lora=LoraSettings(targets=("w1", "w2", "w3")))
 
 
+@pytest.mark.parametrize(
+    ("name", "targets", "reason"),
+    [
+        ("qwen3", ("q_proj", "embed_tokens"), "embedding cannot have adapters"),
+        ("gemma3", ("q_proj", "lm_head"), "head shares its weights with the embedding"),
+    ],
+)
+def test_layers_whose_adapters_nobody_would_see_are_refused(
+    name: str, targets: tuple[str, ...], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"fsdp\.lora\.targets = .*{reason}"):
+        make(name, lora=LoraSettings(targets=targets))
+
+
+def test_a_head_of_its_own_can_have_an_adapter() -> None:
+    model = moved(make("qwen3", lora=LoraSettings(targets=("lm_head",))))
+    plain = make("qwen3")
+    plain.load_state_dict(dict(merged_tensors(model)), strict=False)
+    torch.testing.assert_close(logprobs(plain, BATCH), logprobs(model, BATCH), rtol=1e-4, atol=1e-4)
+
+
 def _alone(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     logits: torch.Tensor = model(ids, packed_rows=PackedRows([ids.shape[1]])).logits
     return logits

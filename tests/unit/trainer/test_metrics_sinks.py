@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
+from support.proxy_rig import eventually
 from tracegrad.store import PolicyVersion, StepRecord
 from tracegrad_trainer.metrics import MetricsSettings, Sinks, WandbSettings
 from tracegrad_trainer.metrics.points import Point, of_push, of_step
@@ -143,32 +144,41 @@ def test_a_wandb_run_is_written_and_gone_on_with(
         assert not sinks.failures
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert [told(run) for run in runs] == [{"step": 1, "loss": 0.125}, {"step": 2, "loss": 0.25}]
-    assert len({run.name.rpartition("-")[2] for run in runs}) == 1, "one run for them"
+    assert len({next(run.glob("*.wandb")).name for run in runs}) == 1, "one run for them"
 
 
 def told(run: Path) -> dict[str, float]:
     """Step and loss of the only line in an offline run's file."""
-    wandb_internal_pb2: Any = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    lines = []
-    for data in log_records(next(run.glob("*.wandb")).read_bytes()):
-        line = wandb_internal_pb2.Record()
-        line.ParseFromString(data)
-        if line.WhichOneof("record_type") == "history":
-            lines.append({".".join(i.nested_key) or i.key: i.value_json for i in line.history.item})
-    [line] = lines
+    file = next(run.glob("*.wandb"))
+    # W&B's own process writes, and may still do so when the run is finished here.
+    eventually(lambda: "exit" in [kind for kind, _ in written(file)])
+    [history] = [record.history for kind, record in written(file) if kind == "history"]
+    line = {".".join(item.nested_key) or item.key: item.value_json for item in history.item}
     return {name: float(line[name]) for name in ("step", "loss")}
+
+
+def written(file: Path) -> list[tuple[str, Any]]:
+    wandb_internal_pb2: Any = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    found = []
+    for data in log_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        found.append((record.WhichOneof("record_type"), record))
+    return found
 
 
 def log_records(file: bytes) -> Iterator[bytes]:
     """LevelDB's log behind a header of 7 bytes: what stands in it, whole."""
     at, block, data = 7, 32768, b""
-    while at < len(file):
+    while at + 7 <= len(file):
         if block - at % block < 7:  # too little for a header: filled with zeros
             at += block - at % block
             continue
         length, kind = struct.unpack_from("<HB", file, at + 4)
         data += file[at + 7 : at + 7 + length]
         at += 7 + length
+        if at > len(file):  # not written yet
+            return
         if kind in (1, 4):  # whole, or the last piece
             yield data
             data = b""

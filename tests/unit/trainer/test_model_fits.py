@@ -155,6 +155,47 @@ def test_free_memory_is_some_of_the_machine_s() -> None:
     assert 2**20 < fits.free_memory() < 2**50
 
 
+def test_what_a_container_keeps_of_files_counts_as_free(tmp_path: Path) -> None:
+    """A model that was just read fills the group's page cache, which the kernel gives back."""
+    (tmp_path / "memory.max").write_text(f"{8 * GIB}\n")
+    (tmp_path / "memory.current").write_text(f"{7 * GIB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {GIB}\nfile {6 * GIB}\ninactive_file {5 * GIB}\n")
+    assert fits.group_memory(tmp_path) == 6 * GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert fits.group_memory(tmp_path) is None
+    assert fits.group_memory(tmp_path / "nowhere") is None
+
+
+def test_a_gpu_that_this_process_does_not_use_is_asked_by_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context would stay on it for as long as this process lives."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: pytest.fail("a context was made"))
+    settings = FsdpSettings(device="cuda")
+    monkeypatch.setattr(fits, "_ASK", "print(1)")
+    with pytest.raises(ValueError, match=r"does not fit.*and has 0\.0 GiB of GPU memory"):
+        asked(folder, settings)
+    monkeypatch.setattr(fits, "_ASK", f"print({GIB})")
+    assert asked(folder, settings).on_device < GIB
+    monkeypatch.setattr(fits, "_ASK", "raise SystemExit('no driver')")
+    with pytest.raises(ValueError, match=r"fsdp\.device: the GPU does not say .*: no driver"):
+        asked(folder, settings)
+
+
+def test_offloaded_parameters_are_gathered_on_the_device_by_one_rank_too(large: Path) -> None:
+    offloaded = FsdpSettings(device="cpu", cpu_offload=True)
+    found = asked(large, offloaded, free=2**60)
+    # The embeddings, the head and two of the 36 blocks, in float32.
+    assert 4 * 2 * 151_936 * 4096 < found.whole < found.parameters * 4 / 2
+
+
+def test_a_reference_is_a_second_model_s_weights(large: Path) -> None:
+    plain = fits.check(large, CPU, ranks=2, local_ranks=2, tokens=1, free=2**60)
+    beside = fits.check(large, CPU, ranks=2, local_ranks=2, tokens=1, free=2**60, reference=True)
+    assert beside.state - plain.state == 4 * plain.parameters // 2
+
+
 def test_an_offloaded_model_still_needs_the_host_s_memory_on_a_cpu(large: Path) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         asked(large, FsdpSettings(device="cpu", cpu_offload=True), free=64 * GIB)

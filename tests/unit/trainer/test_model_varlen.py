@@ -68,6 +68,23 @@ def test_the_kernel_is_told_rows_heads_scale_and_window(
     assert bool(calls) == (name not in ("gemma2", "gpt_oss"))
 
 
+@pytest.mark.parametrize(("width", "taken"), [(8, True), (12, False), (256, True), (264, False)])
+def test_heads_that_the_kernel_refuses_go_in_padded_blocks(
+    width: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes multiples of eight up to 256 and raises at others."""
+    calls = []
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(args)
+        return reference(*args, **kwargs)
+
+    monkeypatch.setattr(varlen, "kernel", counted)
+    rows = varlen.VarlenRows([3, 5], "cpu")
+    assert rows.attend(*torch.ones(3, 1, 2, 8, width), Scores()).shape == (1, 8, 2, width)
+    assert bool(calls) == taken
+
+
 def test_torch_takes_the_call_as_it_is_made() -> None:
     """Shapes only, without a device."""
     rows = varlen.VarlenRows([3, 5], "meta")

@@ -22,7 +22,7 @@ from tracegrad_trainer.objectives import (
     summarise,
     sums,
 )
-from tracegrad_trainer.objectives.settings import PARTS
+from tracegrad_trainer.objectives.names import PARTS
 
 WANTED = [
     "grpo",

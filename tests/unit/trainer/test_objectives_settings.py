@@ -22,7 +22,7 @@ from tracegrad_trainer.objectives import (
     evaluate,
     preset,
 )
-from tracegrad_trainer.objectives.settings import PARTS
+from tracegrad_trainer.objectives.names import PARTS
 
 
 def test_settings_print_every_default_and_name_what_is_wrong() -> None:

@@ -94,24 +94,29 @@ def test_the_unbiased_form_is_times_pi_over_old() -> None:
 
 
 def test_only_the_unbiased_forms_and_k2_have_the_gradient_of_the_kl() -> None:
-    """Exact expectations over a policy of four tokens, sampled by itself."""
+    """Exact expectations over a policy of four tokens, sampled by itself or by an older one."""
     logits = torch.tensor([0.3, -0.5, 1.0, 0.1], dtype=torch.float64, requires_grad=True)
+    older = torch.tensor([0.9, 0.2, -0.4, 0.1], dtype=torch.float64).log_softmax(0)
     reference = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).log()
     logp = logits.log_softmax(0)
     (exact,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits)
 
-    def expected(name: str, unbiased: bool) -> Tensor:
+    def expected(name: str, unbiased: bool, sampled_by: Tensor) -> Tensor:
         logs = logits.log_softmax(0)
         given = replace(
-            tokens(logs.tolist(), reference=reference.tolist()), logp=logs, old=logs.detach()
+            tokens(logs.tolist(), reference=reference.tolist()), logp=logs, old=sampled_by
         )
         each = kl_to_reference(given, name, unbiased=unbiased)  # type: ignore[arg-type]
-        return torch.autograd.grad((logs.exp().detach() * each).sum(), logits)[0]
+        return torch.autograd.grad((sampled_by.exp() * each).sum(), logits)[0]
 
-    for name, unbiased in (("k2", False), ("k1", True), ("k3", True)):
-        torch.testing.assert_close(expected(name, unbiased), exact)
-    torch.testing.assert_close(expected("k1", False), torch.zeros(4, dtype=torch.float64))
-    assert (expected("k3", False) - exact).abs().max() > 0.01
+    now = logp.detach()
+    torch.testing.assert_close(expected("k2", False, now), exact)
+    torch.testing.assert_close(expected("k1", False, now), torch.zeros(4, dtype=torch.float64))
+    assert (expected("k3", False, now) - exact).abs().max() > 0.01
+    for name in ("k1", "k2", "k3"):
+        assert (expected(name, False, older) - exact).abs().max() > 0.01
+        for sampled_by in (now, older):
+            torch.testing.assert_close(expected(name, True, sampled_by), exact)
 
 
 def test_kl_is_aggregated_like_the_loss_and_can_only_be_watched() -> None:
@@ -162,11 +167,11 @@ def test_gradients_of_the_terms_are_those_of_finite_differences() -> None:
         return value_loss(replace(given, value=value), 0.2)
 
     assert torch.autograd.gradcheck(of, (given.value,))
-    for name in ("k1", "k2", "k3"):
-        for unbiased in (False, True):
+    forms = [("k1", False), ("k2", False), ("k3", False), ("k1", True), ("k3", True)]
+    for name, unbiased in forms:  # the ratio of the unbiased k2 is no part of its gradient
 
-            def kl(logp: Tensor, name: str = name, unbiased: bool = unbiased) -> Tensor:
-                moved = replace(given, logp=logp)
-                return kl_to_reference(moved, name, unbiased=unbiased)  # type: ignore[arg-type]
+        def kl(logp: Tensor, name: str = name, unbiased: bool = unbiased) -> Tensor:
+            moved = replace(given, logp=logp)
+            return kl_to_reference(moved, name, unbiased=unbiased)  # type: ignore[arg-type]
 
-            assert torch.autograd.gradcheck(kl, (given.logp,))
+        assert torch.autograd.gradcheck(kl, (given.logp,))

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from learn_samples import rows, tiny_model
 from test_model_kinds import alone
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from zoo import logprobs
 
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.fsdp import FsdpSettings, build_model
 from tracegrad_trainer.fsdp.attention import attention_of_rows, chosen
+from tracegrad_trainer.fsdp.masked_attention import Scores, causal_mask, masked_attention
 from tracegrad_trainer.fsdp.packed_attention import PackedRows
 
 
@@ -88,3 +91,45 @@ def test_attentions_that_are_not_here_are_refused(
 def test_a_model_that_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match="no-such-folder"):
         build_model("./no-such-folder", FsdpSettings(device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "heads"),
+    [
+        (torch.bfloat16, False, 2),
+        (torch.bfloat16, True, 4),
+        (torch.float32, False, 4),
+    ],
+)
+def test_keys_are_repeated_for_kernels_of_a_gpu_that_want_as_many_heads(
+    dtype: torch.dtype, masked: bool, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By shapes alone: only the flash kernel takes fewer, and it has neither masks nor float32."""
+    seen = []
+    real = F.scaled_dot_product_attention
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        seen.append((k.shape[1], v.shape[1], given["enable_gqa"]))
+        return real(q, k, v, **given)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    with FakeTensorMode():
+        query = torch.empty(1, 4, 8, 16, device="cuda", dtype=dtype)
+        key = torch.empty(1, 2, 8, 16, device="cuda", dtype=dtype)
+        mask = torch.empty(8, 8, device="cuda", dtype=torch.bool) if masked else None
+        assert masked_attention(query, key, key, Scores(), mask).shape == query.shape
+    assert seen == [(heads, heads, heads == 2)]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_repeated_keys_are_the_same_attention(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 8, 16, generator=made)
+    key, value = torch.randn(2, 2, 2, 8, 16, generator=made)
+    mask = None if window is None else causal_mask(8, window, query.device)
+    shared = masked_attention(query, key, value, Scores(), mask)
+    monkeypatch.setattr("tracegrad_trainer.fsdp.masked_attention._groups_fused", lambda *_: False)
+    repeated = masked_attention(query, key, value, Scores(), mask)
+    torch.testing.assert_close(repeated, shared)

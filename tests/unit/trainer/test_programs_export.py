@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,33 @@ def test_a_folder_that_holds_something_else_is_not_touched(model: Path, tmp_path
     request = Request(out=tmp_path / "mine", step=1)
     assert export(settings, request, Console(quiet=True)) == 1
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "irreplaceable"
-    # An export of before is replaced.
+    # A folder of settings that are named as a model's are is no model.
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    assert export(settings, request, Console(quiet=True)) == 1
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "irreplaceable"
+
+
+@pytest.mark.parametrize("lora", ["null", '{"rank": 4}'])
+def test_an_export_of_before_is_replaced(model: Path, tmp_path: Path, lora: str) -> None:
+    settings = settings_of(model, tmp_path / "state", fsdp__lora=lora)
+    checkpointed(settings)
     exported(settings, tmp_path / "out")
+    before = (tmp_path / "out").stat().st_ino
     exported(settings, tmp_path / "out", dtype="bfloat16")
+    assert (tmp_path / "out").stat().st_ino != before
+
+
+@pytest.mark.parametrize("lora", ["null", '{"rank": 4}'])
+def test_the_model_that_training_begins_with_is_not_replaced(
+    model: Path, tmp_path: Path, lora: str
+) -> None:
+    mine = Path(shutil.copytree(model, tmp_path / "model"))
+    (tmp_path / "link").symlink_to(mine)
+    settings = settings_of(mine, tmp_path / "state", fsdp__lora=lora)
+    checkpointed(settings)
+    before = {path.name: path.read_bytes() for path in mine.iterdir()}
+    for out in (mine, tmp_path / "link"):
+        shown = Console(file=StringIO(), width=500)
+        assert export(settings, Request(out=out, step=1), shown) == 1
+        assert "training begins with the model in it" in shown.file.getvalue()  # type: ignore[attr-defined]
+    assert {path.name: path.read_bytes() for path in mine.iterdir()} == before

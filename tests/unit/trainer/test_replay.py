@@ -217,7 +217,8 @@ def test_exit_codes_mean_something(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = run.state_dir / "checkpoints" / "step-00000003"
-    console = Console(file=sys.stdout, width=80)
+    monkeypatch.setenv("COLUMNS", "80")
+    console = Console(file=sys.stdout)
     codes = [
         show(Request(store=run.url, state_dir=run.state_dir, asked=asked, turns=turns), console)
         for asked, turns in (

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from learn_samples import POISON, VOCABULARY, tiny_model
-from replay_samples import fill, rollout, train, trainer_settings
+from replay_samples import SEVERAL, fill, rollout, train, trainer_settings
 from rich.console import Console
 from sqlalchemy import select, update
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -47,13 +47,15 @@ def problems(settings: TrainerSettings) -> list[str | None]:
         return [one.problem for one in candidates(store, settings.state_dir, limit=9)]
 
 
-def test_a_step_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
-    settings = trainer_settings(tmp_path, ranks=2)
+def test_a_batch_of_several_updates_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
+    settings = trainer_settings(tmp_path, ranks=2, optim=SEVERAL)
     with Store.open(settings.proxy.store) as store:
         fill(store, 2)
     torchrun(HERE / "replay_ranks.py", 2, tmp_path)
     found = replayed(settings, preset="dr_grpo")
     assert found.recorded.batch.ranks == 2
+    assert found.replayed.metrics["updates"] == 4
+    assert found.replayed.metrics["policy_k3"] > 0
     assert found.equal, found.differing
     assert found.other is not None
     assert found.other.metrics["loss"] != found.replayed.metrics["loss"]

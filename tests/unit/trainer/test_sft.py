@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from safetensors.torch import load_file
 from sft_samples import char_model, rollout, said, settings, store_at, teach
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tracegrad_trainer.fsdp import fits
+from tracegrad_trainer.sft import Sft
 from tracegrad_trainer.sft_settings import SftSettings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,6 +60,23 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def test_a_model_that_does_not_fit_with_its_reference_is_refused(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DPO holds a second model: what is enough for `sft` is not for it."""
+    fill(tmp_path)
+    alone = settings(model, tmp_path)
+    one_model = fits.estimate(
+        fits.skeleton(model), alone.trainer.fsdp, ranks=1, tokens=256, reference=False
+    )
+    monkeypatch.setattr(fits, "free_memory", lambda: one_model.on_device)
+    with ExitStack() as stack:
+        Sft(alone, stack, lambda: False)
+    asked = settings(model, tmp_path, preset="dpo")
+    with ExitStack() as stack, pytest.raises(ValueError, match="does not fit"):
+        Sft(asked, stack, lambda: False)
+
+
 def test_it_learns_what_was_said_and_writes_a_model_that_transformers_loads(
     tmp_path: Path, model: Path
 ) -> None:
@@ -93,9 +113,9 @@ def test_a_run_that_was_killed_ends_with_the_weights_of_one_that_was_not(
     again = run(settings(model, tmp_path, out=tmp_path / "again", **common))
     resumed = int(kept[0].name[5:])
     assert events(again, "resumed") == [{"event": "resumed", "step": resumed}]
-    deterministic = [{k: v for k, v in s.items() if k != "tokens_per_s"} for s in steps]
+    deterministic = [{k: v for k, v in s.items() if k != "tokens_per_second"} for s in steps]
     assert [
-        {k: v for k, v in s.items() if k != "tokens_per_s"} for s in events(again, "step")
+        {k: v for k, v in s.items() if k != "tokens_per_second"} for s in events(again, "step")
     ] == deterministic[resumed:]
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     assert [r["step"] for r in metrics if r["event"] == "step"] == [s["step"] for s in steps]

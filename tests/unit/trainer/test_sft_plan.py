@@ -37,6 +37,21 @@ def fill(folder: Path, *rollouts: tuple[str, str, float]) -> None:
             store.append(rollout(name, turns, task=task, reward=reward))
 
 
+def test_only_a_model_is_written_over_and_never_the_one_that_it_begins_with(
+    tmp_path: Path, model: Path
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    settings(model, tmp_path, out=mine)
+    (mine / "thesis.txt").write_text("irreplaceable")
+    for wrong, words in ((mine, "it holds something else"), (model, "begins with the model")):
+        with pytest.raises(ValueError, match=words):
+            settings(model, tmp_path, out=wrong)
+    (mine / "config.json").write_text("{}")
+    (mine / "model.safetensors").write_text("")
+    settings(model, tmp_path, out=mine)
+
+
 @given(
     st.lists(st.integers(1, 50), min_size=1, max_size=30),
     st.integers(1, 100),

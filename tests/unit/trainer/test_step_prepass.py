@@ -33,6 +33,7 @@ from tracegrad_trainer.fsdp import (
     stop_ranks,
 )
 from tracegrad_trainer.fsdp.flops import flops
+from tracegrad_trainer.fsdp.forward import Before
 from tracegrad_trainer.fsdp.prepass import kto_z, prepass
 from tracegrad_trainer.objectives import ObjectiveSettings, preset
 
@@ -68,7 +69,7 @@ def before(name: str, learner: Learner, batches: Any, objective: Any = None) -> 
         engine,
         objective or learner.objective,
         engine.inputs(batches),
-        None,
+        [Before()] * len(batches),
         others(name, Layout()),
     )
 
@@ -230,10 +231,10 @@ def test_a_step_says_how_much_it_was_and_how_long_it_took(folder: Path) -> None:
     result = learner.train(share("grpo", Layout()), version=VERSION)
     assert result.metrics["tokens"] == sum(len(row) for row in made("grpo"))
     stages = {"prepass", "forward_backward", "apply"}
-    assert set(result.speed) == stages | {"tokens_per_s"}
+    assert set(result.speed) == stages | {"tokens_per_second"}
     seconds = sum(result.speed[stage] for stage in stages)
     assert all(result.speed[stage] > 0 for stage in stages)
-    assert result.speed["tokens_per_s"] == pytest.approx(result.metrics["tokens"] / seconds)
+    assert result.speed["tokens_per_second"] == pytest.approx(result.metrics["tokens"] / seconds)
 
 
 def test_flops_are_those_that_torch_counts(folder: Path) -> None:

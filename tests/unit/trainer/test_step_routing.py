@@ -23,6 +23,7 @@ from tracegrad_trainer.fsdp import (
     start_ranks,
     stop_ranks,
 )
+from tracegrad_trainer.fsdp.forward import Before
 from tracegrad_trainer.objectives import preset
 
 
@@ -49,12 +50,12 @@ def test_choices_of_before_the_batch_hold_while_the_router_moves(learner: Learne
     batches: Any = pack(rows(6), ranks=1, budget=100)[0]
     routed = learner.routed(batches)
     assert [batch.routes.shape for batch in routed] == [(b.tokens, 2, 2) for b in batches]
-    old = learner.logprobs(batches)
-    for mine, replayed in zip(old, learner.logprobs(routed), strict=True):
+    old = [Before(old=logp) for logp in learner.logprobs(batches)]
+    for mine, replayed in zip(learner.logprobs(batches), learner.logprobs(routed), strict=True):
         torch.testing.assert_close(mine, replayed)
     for _ in range(3):
-        assert learner.train(routed, version=3, old=old).applied
-    now = learner.routed(routed)
+        assert learner.train(routed, version=3, before=old).applied
+    now = learner.routed(batches)
     moved = [bool((a.routes != b.routes).any()) for a, b in zip(now, routed, strict=True)]
     assert any(moved)
     free, held = learner.logprobs(batches), learner.logprobs(routed)

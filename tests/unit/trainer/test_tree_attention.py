@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,14 @@ from batch_samples import Told
 from learn_samples import rows, turn
 from test_model_kinds import agree, gradients
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from zoo import VOCABULARY, logprobs, make
 
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch
 from tracegrad_trainer.batches.rows import Source, path_rows
 from tracegrad_trainer.batches.trees import tree_rows
+from tracegrad_trainer.fsdp import tree_attention
 from tracegrad_trainer.fsdp.forward import to_inputs
 from tracegrad_trainer.fsdp.masked_attention import Scores
 from tracegrad_trainer.fsdp.tree_attention import TreeRows
@@ -176,3 +181,52 @@ def test_flex_attention_is_masked_attention(scores: Scores) -> None:
     torch.testing.assert_close(
         tree_rows.flex(q, k, v, scores, compiled=False), exact, rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.fixture
+def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compiled as far as the graph: on a CPU the rest is not all there."""
+    compiled = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(tree_attention.torch, "compile", compiled)
+    tree_attention._compiled_flex.cache_clear()
+    torch._dynamo.reset()
+    yield
+    tree_attention._compiled_flex.cache_clear()
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_traced")
+def test_every_form_of_scores_is_compiled_and_packs_of_any_size_share_it() -> None:
+    """Beyond dynamo's own limit of eight graphs attention would write out all scores."""
+    forms = [Scores(window=w, softcap=c, scale=s) for w, c, s in product(*_FORMS)]
+    graphs = []
+    counters.clear()
+    for tokens in (100, 300, 90, 470):  # of one block, of several
+        ends, depth = np.full(tokens, tokens), np.arange(tokens)
+        tree = TreeRows(ends, depth, [tokens])
+        q, k, v = torch.randn(3, 1, 2, tokens, 16, generator=torch.Generator().manual_seed(0))
+        for scores in forms:
+            found = tree.flex(q, k, v, scores, compiled=True)
+            torch.testing.assert_close(found, tree.exact(q, k, v, scores), rtol=1e-4, atol=1e-5)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [8, 16, 16, 16]
+
+
+# Windows, caps, scales.
+_FORMS = ((None, 4), (None, 2.0), (None, 0.5))
+
+
+@pytest.mark.parametrize(("width", "kernel"), [(16, "flex"), (8, "exact")])
+def test_a_gpu_takes_flex_attention_where_heads_are_wide_enough(
+    width: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel wants 16 numbers a head."""
+    called = []
+    for name in ("flex", "exact"):
+        monkeypatch.setattr(TreeRows, name, lambda *_, _name=name, **__: called.append(_name))
+    tree = TreeRows(np.full(4, 4), np.arange(4), [4])
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 4, width, device="cuda")
+        tree.attend(q, q, q, Scores())
+        tree.attend(q, q, q, Scores(sinks=q))
+    assert called == [kernel, "exact"]
