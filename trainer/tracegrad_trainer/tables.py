@@ -1,5 +1,5 @@
-"""What commands print: a line of JSON, or tables of plain words, in the width of a terminal or, in a
-pipe, their own.
+"""What commands print: a line of JSON, or tables of plain words in the width of the terminal, or in
+a pipe their own.
 
 Nothing is markup: ids of tasks, reasons of a user's own and paths hold brackets.
 """
