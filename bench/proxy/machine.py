@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import sqlite3
 import subprocess
+import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,6 +35,18 @@ def busy_s() -> float:
     # user, nice, system, idle, iowait, irq, softirq, steal: what is neither idle nor waiting.
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / _TICKS
+
+
+def ran(start: float, busy: float) -> list[str]:
+    """The date, how long it took and what others had, since `time.monotonic()` and `busy_s()` said
+    this. Of our own children those count that have ended."""
+    wall_s = time.monotonic() - start
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own = sum(one.ru_utime + one.ru_stime for one in used)
+    return [
+        f"{datetime.now(UTC):%Y-%m-%d}, in {wall_s / 60:.0f} minutes",
+        others(busy_s() - busy, own, wall_s),
+    ]
 
 
 def others(busy: float, ours: float, wall_s: float) -> str:

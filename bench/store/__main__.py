@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.pages import clock, parser_of, publish
@@ -77,14 +75,9 @@ def _measure(plan: Plan, folder: Path) -> str:
         for place in found:
             growths.append(growth(place, plan.sizes, say))
     say("done")
-    wall_s = time.monotonic() - start
-    # The server has ended, and is counted with the children.
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    own = sum(one.ru_utime + one.ru_stime for one in used)
     return report.page(
         made=[
-            f"{datetime.now(UTC):%Y-%m-%d}, in {wall_s / 60:.0f} minutes",
-            machine.others(machine.busy_s() - busy, own, wall_s),
+            *machine.ran(start, busy),  # the server has ended
             f"the disk keeps 4 KiB for good in {flush:.2f} ms",
         ],
         machine=[*machine.description(_PACKAGES), f"PostgreSQL {postgresql_version()}"],

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import shutil
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.pages import clock, parser_of, publish
@@ -84,13 +82,9 @@ def _measure(plan: Plan, threads: int, folder: Path) -> str:
     say("the head's memory")
     heads = head_memory(plan.heads, plain_logits=_PLAIN_LOGITS)
     say("done")
-    wall_s = time.monotonic() - start
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    own = sum(one.ru_utime + one.ru_stime for one in used)
     return report.page(
         made=[
-            f"{datetime.now(UTC):%Y-%m-%d}, in {wall_s / 60:.0f} minutes",
-            machine.others(machine.busy_s() - busy, own, wall_s),
+            *machine.ran(start, busy),
             f"{plan.size.words}; {threads} thread{'s' if threads > 1 else ''} each",
         ],
         machine=machine.description(_PACKAGES),

@@ -16,7 +16,6 @@ from tracegrad_trainer.fsdp import (
     OptimSettings,
     build_model,
     fits,
-    lora,
     routing,
     shard,
     value,
@@ -36,10 +35,8 @@ def build_learner(
     model = build_model(settings.model, settings.fsdp)
     if "value" in settings.objective.needs:
         value.attach(model)
-    # The base under adapters is a reference that costs nothing, where it is the one asked for.
-    own_base = lora.attached(model) and settings.reference is None
     reference = None
-    if "reference" in settings.objective.needs and not own_base:
+    if settings.needs_reference_model:
         reference = build_reference(settings.reference_folder, mesh, settings.fsdp)
     return Learner(
         shard(model, mesh, settings.fsdp),

@@ -47,7 +47,6 @@ def check_fits(settings: TrainerSettings, vocabulary: int | None = None) -> None
         ValueError: they do not, or the model embeds fewer tokens than `vocabulary`.
     """
     world = int(os.environ.get("WORLD_SIZE", settings.ranks))
-    own_base = settings.fsdp.lora is not None and settings.reference is None
     fits.check(
         settings.model,
         settings.fsdp,
@@ -55,7 +54,7 @@ def check_fits(settings: TrainerSettings, vocabulary: int | None = None) -> None
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
         tokens=settings.batches.tokens_per_micro_batch,
         vocabulary=vocabulary,
-        reference="reference" in settings.objective.needs and not own_base,
+        reference=settings.needs_reference_model,
     )
 
 

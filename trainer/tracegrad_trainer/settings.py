@@ -189,6 +189,13 @@ class TrainerSettings(BaseSettings):
         return self.reference or self.model
 
     @property
+    def needs_reference_model(self) -> bool:
+        """A second model beside the policy. The base under adapters is one that costs nothing,
+        where it is the one asked for."""
+        own_base = self.fsdp.lora is not None and self.reference is None
+        return "reference" in self.objective.needs and not own_base
+
+    @property
     def refills(self) -> bool:
         """Whether groups of equal rewards are replaced within a batch (DAPO, arXiv 2503.14476)."""
         if self.data.refill is None:

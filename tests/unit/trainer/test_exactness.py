@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from learn_samples import tiny_model
 from torch import Tensor
 
 from support.ranks import torchrun
-from tracegrad_trainer.fsdp import FsdpSettings, start_ranks, stop_ranks
 
 HERE = Path(__file__).parent
 EXACT = 1e-6
@@ -26,13 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(folder / "model")
     tiny_model(folder / "other", seed=1)
     return folder
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    start_ranks(FsdpSettings(device="cpu", threads=1))
-    yield
-    stop_ranks()
 
 
 @pytest.fixture(scope="module")

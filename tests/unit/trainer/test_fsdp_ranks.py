@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsdp_ranks
 import pytest
 import torch
-import torch.distributed as dist
 from learn_samples import rows, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -17,13 +15,10 @@ from transformers import AutoModelForCausalLM
 from support.ranks import torchrun
 from tracegrad_trainer.batches import Row, pack
 from tracegrad_trainer.fsdp import (
-    FsdpSettings,
     Learner,
     full_tensors,
     load_checkpoint,
     save_hf,
-    start_ranks,
-    stop_ranks,
 )
 from tracegrad_trainer.fsdp.forward import Before
 
@@ -47,14 +42,6 @@ def two(folder: Path) -> list[dict[str, Any]]:
     torchrun(HERE / "fsdp_ranks.py", 2, folder)
     seen: list[dict[str, Any]] = torch.load(folder / "ranks.pt", weights_only=False)
     return seen
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    start_ranks(FsdpSettings(device="cpu", threads=1))
-    yield
-    stop_ranks()
-    assert not dist.is_initialized()
 
 
 def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,13 @@ from transformers import (
 
 from support.tiny_model import tiny_sizes
 from tracegrad_trainer.batches import micro_batch
-from tracegrad_trainer.fsdp import FsdpSettings, build_model, shard, start_ranks, stop_ranks
+from tracegrad_trainer.fsdp import FsdpSettings, build_model, shard
 from tracegrad_trainer.fsdp import value as value_head
 from tracegrad_trainer.fsdp.forward import Forward, Head, forward, to_inputs, values_of
 from tracegrad_trainer.fsdp.head import PLAIN, Shape
 from tracegrad_trainer.fsdp.head_choice import choose
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 CPU = torch.device("cpu")
 TINY = tiny_sizes(VOCABULARY, initializer_range=0.02, pad_token_id=0)
@@ -57,13 +58,6 @@ MODELS = {
         PLAIN,
     ),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    start_ranks(FsdpSettings(device="cpu", threads=1))
-    yield
-    stop_ranks()
 
 
 def made(config: Any, *, loud: bool = False) -> nn.Module:

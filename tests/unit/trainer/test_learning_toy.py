@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +23,6 @@ from tracegrad_trainer.fsdp import (
     OptimSettings,
     build_model,
     shard,
-    start_ranks,
-    stop_ranks,
     train_batch,
     value,
 )
@@ -39,14 +36,9 @@ from tracegrad_trainer.objectives import (
     preset,
 )
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 TASKS, ROLLOUTS, STEPS = 8, 8, 12
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    start_ranks(FsdpSettings(device="cpu", threads=1))
-    yield
-    stop_ranks()
 
 
 def act(learner: Learner, version: int) -> list[Group]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 
@@ -21,10 +20,12 @@ from support.prepared_run import save_smallest_model, settings_of
 from support.tiny_model import load_model
 from tracegrad_trainer.building import build_learner
 from tracegrad_trainer.exporting import Request, export
-from tracegrad_trainer.fsdp import FsdpSettings, full_tensors, start_ranks, stop_ranks
+from tracegrad_trainer.fsdp import full_tensors
 from tracegrad_trainer.fsdp.checkpoint import Saver
 from tracegrad_trainer.fsdp.lora import merged_tensors
 from tracegrad_trainer.settings import TrainerSettings
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 IDS = torch.tensor([[5, 17, 200, 3, 99, 41]])
 
@@ -32,13 +33,6 @@ IDS = torch.tensor([[5, 17, 200, 3, 99, 41]])
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_smallest_model(tmp_path_factory.mktemp("smallest") / "model")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    start_ranks(FsdpSettings(device="cpu", threads=1))
-    yield
-    stop_ranks()
 
 
 def checkpointed(settings: TrainerSettings) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,13 @@ from tracegrad_trainer.fsdp import (
     build_model,
     build_reference,
     shard,
-    start_ranks,
-    stop_ranks,
 )
 from tracegrad_trainer.fsdp.flops import flops
 from tracegrad_trainer.fsdp.forward import Before
 from tracegrad_trainer.fsdp.prepass import kto_z, prepass
 from tracegrad_trainer.objectives import ObjectiveSettings, preset
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +43,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(folder / "model")
     tiny_model(folder / "other", seed=1)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    start_ranks(FsdpSettings(device="cpu", threads=1))
-    yield
-    stop_ranks()
 
 
 def row_logprobs(folder: Path, row: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,18 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from support.tiny_model import tiny_sizes
 from tracegrad_trainer.batches import pack
+from tracegrad_trainer.batches.routes import OPEN
 from tracegrad_trainer.fsdp import (
     FsdpSettings,
     Learner,
     OptimSettings,
     build_model,
     shard,
-    start_ranks,
-    stop_ranks,
 )
-from tracegrad_trainer.fsdp.forward import Before
+from tracegrad_trainer.fsdp.updates import begin, several
 from tracegrad_trainer.objectives import preset
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    start_ranks(FsdpSettings(device="cpu", threads=1))
-    yield
-    stop_ranks()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture
@@ -48,15 +42,49 @@ def learner(tmp_path: Path) -> Learner:
 
 def test_choices_of_before_the_batch_hold_while_the_router_moves(learner: Learner) -> None:
     batches: Any = pack(rows(6), ranks=1, budget=100)[0]
-    routed = learner.routed(batches)
-    assert [batch.routes.shape for batch in routed] == [(b.tokens, 2, 2) for b in batches]
-    old = [Before(old=logp) for logp in learner.logprobs(batches)]
-    for mine, replayed in zip(learner.logprobs(batches), learner.logprobs(routed), strict=True):
-        torch.testing.assert_close(mine, replayed)
-    for _ in range(3):
-        assert learner.train(routed, version=3, before=old).applied
-    now = learner.routed(batches)
+    start = begin(learner, batches)
+    routed = start.micro_batches
+    assert [batch.routes.shape for batch in routed if batch.routes is not None] == [
+        (b.tokens, 2, 2) for b in batches
+    ]
+    for known, free, replayed in zip(
+        start.before, learner.logprobs(batches), learner.logprobs(routed), strict=True
+    ):
+        torch.testing.assert_close(known.old, free)
+        torch.testing.assert_close(known.old, replayed)
+    done = several(learner, [batches], epochs=3, version=3)
+    assert done.metrics["updates"] == 3
+    now = begin(learner, batches).micro_batches
     moved = [bool((a.routes != b.routes).any()) for a, b in zip(now, routed, strict=True)]
     assert any(moved)
     free, held = learner.logprobs(batches), learner.logprobs(routed)
     assert max(float((a - b).abs().max()) for a, b in zip(free, held, strict=True)) > 1e-3
+
+
+def test_what_the_engine_told_stays_and_the_router_fills_the_rest(learner: Learner) -> None:
+    """R3 with several steps on a batch."""
+    batches: Any = pack(rows(6), ranks=1, budget=100)[0]
+    own = begin(learner, batches).micro_batches
+    told = []
+    for batch in own:
+        routes = (7 - batch.routes).copy()
+        routes[::2] = OPEN
+        told.append(replace(batch, routes=routes))
+    for batch, given in zip(begin(learner, told).micro_batches, told, strict=True):
+        assert batch.routes is not None
+        assert (batch.routes[1::2] == given.routes[1::2]).all()
+        assert (batch.routes != OPEN).all()
+
+
+def test_all_steps_on_a_batch_take_the_same_experts(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: Any = pack(rows(6), ranks=1, budget=100)[0]
+    expected = [batch.routes for batch in begin(learner, batches).micro_batches]
+    update, seen = learner.update, []
+    monkeypatch.setattr(learner, "update", lambda b, **k: seen.append(b) or update(b, **k))
+    several(learner, [batches], epochs=2, version=3)
+    assert len(seen) == 2
+    for micro_batches in seen:
+        for batch, routes in zip(micro_batches, expected, strict=True):
+            assert (batch.routes == routes).all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,14 @@ from transformers import AutoModelForCausalLM
 
 from tracegrad_trainer.batches import Row, mini_batches, pack
 from tracegrad_trainer.fsdp import (
-    FsdpSettings,
     Learner,
     OptimSettings,
-    start_ranks,
-    stop_ranks,
     train_batch,
 )
 from tracegrad_trainer.fsdp.updates import begin
 from tracegrad_trainer.sft_settings import SftSettings
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(folder / "model")
     tiny_model(folder / "other", seed=1)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    start_ranks(FsdpSettings(device="cpu", threads=1))
-    yield
-    stop_ranks()
 
 
 def of(name: str, folder: Path, **optim: Any) -> Learner:

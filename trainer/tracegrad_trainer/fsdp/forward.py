@@ -134,11 +134,6 @@ def forward(model: nn.Module, inputs: Inputs, head: Head, *, values: bool = Fals
     return Forward(logp=logp, entropy=entropy, value=found)
 
 
-def hidden_of(model: nn.Module, inputs: Inputs) -> Tensor:
-    """[n, hidden], what the targets are predicted from; no logits are made."""
-    return inside(model, lambda whole: _hidden(whole, inputs))
-
-
 def values_of(model: nn.Module, inputs: Inputs) -> Tensor:
     """Values of the targets alone, f32[n]; no logits are made."""
     return inside(model, lambda whole: value.of(whole, _hidden(whole, inputs)))

@@ -100,9 +100,12 @@ def _follow(router: nn.Module, layer: int, state: dict[str, Tensor | None]) -> N
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[list[Routes]]:
-    """Fills the list with the choices of each forward of the model within, [T, routers, k]."""
-    assert installed(model)
+    """Fills the list with the choices of each forward of the model within, [T, routers, k]; of a
+    model whose routes are not replayed it stays empty."""
     seen: list[Routes] = []
+    if not installed(model):
+        yield seen
+        return
     backbone: Any = model.base_model
 
     def note(module: nn.Module, args: Any, output: Any) -> None:

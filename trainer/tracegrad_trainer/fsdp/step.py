@@ -18,11 +18,11 @@ from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.objectives import ObjectiveSettings
 from tracegrad_trainer.stopwatch import Stopwatch
 
-from . import routing, value
+from . import value
 from .accumulate import Accumulated, accumulate, rows_with
 from .engine import Engine
 from .flops import flops
-from .forward import Before, forward, hidden_of
+from .forward import Before, forward
 from .head_choice import choose
 from .optimizer import local_gradients, make_optimizer, rate, squared_norm
 from .prepass import prepass
@@ -80,16 +80,6 @@ class Learner:
         found = [forward(self.model, one, self.engine.head).logp for one in inputs]
         self.engine.rest()
         return found
-
-    @torch.no_grad()
-    def routed(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The same, with the experts that a mixture's routers choose now where none are given:
-        what later steps on this batch replay (`fsdp.routing`)."""
-        with routing.recording(self.model) as seen:
-            for one in self.engine.inputs(micro_batches):
-                hidden_of(self.model, one)
-        self.engine.rest()
-        return routing.routed(micro_batches, seen)
 
     def train(
         self,

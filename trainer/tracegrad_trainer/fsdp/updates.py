@@ -57,8 +57,6 @@ def several(
 def begin(learner: Learner, micro_batches: Sequence[MicroBatch]) -> Start:
     """Less the rows of which some number is not finite already: what is counted over the whole
     batch must not know them."""
-    if routing.installed(learner.model):
-        micro_batches = learner.routed(micro_batches)
     start = _looked_at(learner, micro_batches)
     wrong = map(_wrong, start.micro_batches, start.before)
     bad = learner.engine.gather(rows_with(list(wrong), start.micro_batches))
@@ -72,7 +70,11 @@ def begin(learner: Learner, micro_batches: Sequence[MicroBatch]) -> Start:
 def _looked_at(learner: Learner, micro_batches: Sequence[MicroBatch]) -> Start:
     engine = learner.engine
     inputs = engine.inputs(micro_batches)
-    known = [Before(old=forward(engine.model, one, engine.head).logp) for one in inputs]
+    with routing.recording(engine.model) as routes:
+        known = [Before(old=forward(engine.model, one, engine.head).logp) for one in inputs]
+    if routes:  # where none were given the routers chose: later steps replay that
+        micro_batches = routing.routed(micro_batches, routes)
+        inputs = engine.inputs(micro_batches)
     before = prepass(engine, learner.objective, inputs, known, ())
     engine.rest()
     return Start(list(micro_batches), before)

@@ -1,0 +1,20 @@
+"""What tests of the training engine share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """The process group of this process alone."""
+    import torch.distributed as dist  # late: many tests here need no torch
+
+    from tracegrad_trainer.fsdp import FsdpSettings, start_ranks, stop_ranks
+
+    start_ranks(FsdpSettings(device="cpu", threads=1))
+    yield
+    stop_ranks()
+    assert not dist.is_initialized()
