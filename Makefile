@@ -2,34 +2,38 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-fast test-long bench-proxy bench-store bench-trainer gpu-check controls check install lock
+.PHONY: demo test test-fast test-long bench-proxy bench-store bench-trainer gpu-check controls check install \
+	install-dev lock
 
-install:
+install:  ## what the demo needs
 	@$(PYTHON) scripts/install.py
+
+install-dev:  ## and what tests and checks need
+	@$(PYTHON) scripts/install.py --dev
 
 demo: install  ## the main job, end to end, on this machine (about five minutes)
 	@exec $(BIN)/python -m examples.shop.demo
 
 # Files side by side, one thread each.
-SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
 
 test: test-fast  ## all that CI runs: then client libraries, CLI agents and the real vLLM; 20 minutes on two cores
 	$(SIDE_BY_SIDE) -m "not slow" tests/clients
-	$(BIN)/python -m pytest -m "(vllm or agents) and not slow"
+	$(BIN)/python -m pytest --durations=10 -m "(vllm or agents) and not slow"
 
-test-fast: install  ## no vLLM, no CLI agents, no client libraries' own suites
+test-fast: install-dev  ## no vLLM, no CLI agents, no client libraries' own suites
 	$(SIDE_BY_SIDE) -m "not (slow or vllm or agents)" --ignore=tests/clients
 
 test-long: test  ## the long forms too
 	$(BIN)/python -m pytest -m slow
 
-bench-proxy: install  ## this proxy beside a plain pass-through and LiteLLM's; writes docs/bench-proxy.md
+bench-proxy: install-dev  ## this proxy beside a plain pass-through and LiteLLM's; writes docs/bench-proxy.md
 	@exec $(BIN)/python -m bench.proxy
 
-bench-store: install  ## the store in SQLite and PostgreSQL: turns a second, bytes, loading; writes docs/bench-store.md
+bench-store: install-dev  ## the store in SQLite and PostgreSQL: turns a second, bytes, loading; writes docs/bench-store.md
 	@exec $(BIN)/python -m bench.store
 
-bench-trainer: install  ## one optimizer step beside a plain PyTorch loop and TRL's; writes docs/bench-trainer.md
+bench-trainer: install-dev  ## one optimizer step beside a plain PyTorch loop and TRL's; writes docs/bench-trainer.md
 	@exec $(BIN)/python -m bench.trainer
 
 gpu-check: install  ## where a GPU is at hand: tokens/s, memory and MFU of a 0.6B model, beside a plain loop
@@ -38,7 +42,7 @@ gpu-check: install  ## where a GPU is at hand: tokens/s, memory and MFU of a 0.6
 controls: install  ## three seeds rise; learning rate 0 and shuffled rewards do not (long form)
 	@exec $(BIN)/python -m examples.shop.controls
 
-check: install
+check: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -1,17 +1,39 @@
 #!/bin/sh
-# Resolves requirements/cpu.txt and requirements/cuda.txt again. Needs `uv` (pip install uv);
-# installing from them does not. On a CPU machine torch itself is left to scripts/install.py,
-# which takes the CPU build from wherever pip is set up to look.
+# Resolves requirements/ again: {cpu,cuda}.txt is what `make demo` needs, {cpu,cuda}-dev.txt what the
+# development set has besides, in versions that fit together. Needs `uv` (pip install uv); installing
+# from them does not. On a CPU machine torch itself is left to scripts/install.py, which takes the
+# CPU build from wherever pip is set up to look.
 set -eu
 cd "$(dirname "$0")/.."
 uv="${UV:-uv}"
+whole=$(mktemp)
+trap 'rm -f "$whole"' EXIT
+
+compile() { # OUTPUT ARGUMENTS...
+    output=$1
+    shift
+    "$uv" pip compile pyproject.toml "$@" --universal --python-version 3.11 --generate-hashes \
+        --no-annotate --no-header -q -o "$output"
+}
+
+without() { # LOCK: flags that leave its packages out
+    sed -n 's/^\([a-z0-9._-]*\)==.*/--no-emit-package \1/p' "$1" | sort -u
+}
+
+lock() { # NAME ARGUMENTS...: NAME.txt and NAME-dev.txt
+    name=$1
+    shift
+    # What is locked now stays, unless `--upgrade` or the like is among the arguments.
+    cat "requirements/$name.txt" "requirements/$name-dev.txt" >"$whole" 2>/dev/null || true
+    compile "$whole" --extra dev "$@"
+    compile "requirements/$name.txt" --extra demo --constraints "$whole" "$@"
+    # shellcheck disable=SC2046
+    compile "requirements/$name-dev.txt" --extra dev --constraints "$whole" "$@" \
+        $(without "requirements/$name.txt")
+}
+
 never=$(sed -n "s/ ; sys_platform == 'never'//p" requirements/cpu.overrides)
-skip=""
-for name in torch $never; do skip="$skip --no-emit-package $name"; done
-common="--universal --python-version 3.11 --generate-hashes --no-annotate --no-header -q"
-# shellcheck disable=SC2086
-"$uv" pip compile pyproject.toml requirements/cpu.in --extra dev \
-    --overrides requirements/cpu.overrides $common $skip "$@" -o requirements/cpu.txt
-# shellcheck disable=SC2086
-"$uv" pip compile pyproject.toml requirements/cuda.in --extra dev --extra vllm \
-    $common -o requirements/cuda.txt
+# shellcheck disable=SC2046
+lock cpu requirements/cpu.in --overrides requirements/cpu.overrides \
+    $(for each in torch $never; do echo "--no-emit-package $each"; done) "$@"
+lock cuda requirements/cuda.in --extra vllm "$@"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tracegrad_trainer.anchors import AnchorSettings, Schedule
+from tracegrad.settings import AnchorSettings
+from tracegrad.store.anchors import Anchored, AnchorStore
 from tracegrad_trainer.coordinator import Supply
 from tracegrad_trainer.fsdp import full_tensors
 from tracegrad_trainer.settings import TrainerSettings
@@ -26,6 +26,7 @@ GROUP = 8  # rollouts that are compared with each other
 # Of a group. Their first turn is a call at random, whose probability is what is recorded (mu): a
 # policy that made up its mind too early, as small ones do, still meets the right call.
 EXPLORING = GROUP // 2
+TAGS = {"split": "train"}
 # What was chosen for what the paper leaves open; docs/ipa.md says why.
 IPA: dict[str, Any] = {
     "preset": "ipa",
@@ -49,6 +50,7 @@ class Plan:
     turns: int = 5
     lr: float = 3e-3
     shuffled: bool = False  # rewards permuted within their groups: a control
+    failing: bool = False  # every reward is 0: what is learnt comes of imitation alone
     objective: tuple[tuple[str, Any], ...] = ()  # changes of it
     exam_every: int = 5
     exam: int = 32  # rollouts of each vault from its beginning
@@ -115,9 +117,12 @@ class _Run:
         self.training.resume()
         self.policy = Policy(settings.model, plan.seed)
         self.experts = [expert(name, plan.turns) for name in NAMES[: plan.vaults]]
-        self.schedule = _schedule(plan)
-        for each in self.experts:
-            self.schedule.add(each.vault, len(each.calls))
+        assert self.training.store is not None
+        self.store = self.training.store
+        self.anchors = None if plan.method == "grpo" else AnchorStore(self.store, _anchors(plan))
+        if self.anchors is not None:  # what the experts did, as rollouts like any other
+            shown = [Attempt(each, len(each.calls), -1, {}) for each in self.experts]
+            self.store.append([fact for one in shown for fact in one.facts(reward=1.0)])
         self.rng = random.Random(f"shuffle {plan.seed}")
         self.turns = 0
 
@@ -134,47 +139,40 @@ class _Run:
         attempts = [
             Attempt(
                 each,
-                anchor,
+                0 if opened is None else opened.anchor,
                 self.training.version,
-                {"split": "train"},
+                TAGS,
                 explores=number % GROUP < EXPLORING,
+                opened=opened,
             )
             for each in self.experts
-            for anchor, count in self._quotas(each.vault).items()
-            for number in range(count)
+            for number, opened in enumerate(self._opened(each.vault))
         ]
         play(self.policy, attempts)
         self.turns += sum(len(attempt.turns) - attempt.anchor for attempt in attempts)
-        self._tell(attempts)
         rewards = self._rewards(attempts)
         told = zip(attempts, rewards, strict=True)
-        store = self.training.store
-        assert store is not None
-        store.append([fact for attempt, reward in told for fact in attempt.facts(reward)])
+        self.store.append([fact for attempt, reward in told for fact in attempt.facts(reward)])
         # One optimizer step and the push of its weights, if there is anything to learn from.
         if self.training.next() == "train" and self.training.train():
             self.policy.load(full_tensors(self.training.learner.model))
 
-    def _quotas(self, vault: str) -> dict[int, int]:
-        """Rollouts by anchor."""
-        if self.plan.method == "grpo":
-            return {0: self.plan.rollouts}
-        # Whole groups: rollouts of one anchor are compared with each other.
-        planned = self.schedule.plan(vault, self.plan.rollouts // GROUP)
-        return {anchor: groups * GROUP for anchor, groups in planned.items()}
-
-    def _tell(self, attempts: Sequence[Attempt]) -> None:
-        """The schedule hears how the policy itself did, not what the control makes of it."""
-        if self.plan.method == "grpo":
-            return
-        found: dict[tuple[str, int], list[bool]] = defaultdict(list)
-        for attempt in attempts:
-            if attempt.failure is None and not attempt.explores:
-                found[attempt.expert.vault, attempt.anchor].append(attempt.vault.opened)
-        for (vault, anchor), successes in found.items():
-            self.schedule.observe(vault, anchor, successes)
+    def _opened(self, vault: str) -> list[Anchored | None]:
+        """The vault's next rollouts; None: one from its beginning. A call at random says nothing
+        of the policy, so those that explore do not count."""
+        if self.anchors is None:
+            return [None] * self.plan.rollouts
+        found: list[Anchored | None] = []
+        for _ in range(self.plan.rollouts // GROUP):
+            for count, counts in ((EXPLORING, False), (GROUP - EXPLORING, True)):
+                found += self.anchors.next(
+                    vault, count=count, counts=counts, agent="vaults", tags=TAGS
+                )
+        return found
 
     def _rewards(self, attempts: Sequence[Attempt]) -> list[float]:
+        if self.plan.failing:
+            return [0.0] * len(attempts)
         rewards = [float(attempt.vault.opened) for attempt in attempts]
         if self.plan.shuffled:
             for start in range(0, len(rewards), GROUP):
@@ -189,13 +187,26 @@ class _Run:
             for _ in range(self.plan.exam)
         ]
         play(self.policy, exam)
-        anchors = [state.at for state in self.schedule.tasks.values()]
         success = sum(attempt.vault.opened for attempt in exam) / len(exam)
-        return Point(rounds, success, sum(anchors) / len(anchors))
+        return Point(rounds, success, self._anchor())
+
+    def _anchor(self) -> float:
+        """Where the vaults' anchors stand, the mean; at the expert's last turn before the first
+        rollout, and at 0 where there are none."""
+        if self.anchors is None:
+            return 0.0
+        standing = [self.anchors.standing(each.vault).anchors for each in self.experts]
+        last = self.plan.turns - 1
+        return sum(last if each is None else each.at for each in standing) / len(standing)
 
 
-def _schedule(plan: Plan) -> Schedule:
-    mode: Literal["rollback", "parallel"] = "parallel" if plan.method == "parallel" else "rollback"
-    return Schedule(
-        AnchorSettings(mode=mode, threshold=0.9, window=2 * GROUP, review=0.5, seed=plan.seed)
+def _anchors(plan: Plan) -> AnchorSettings:
+    return AnchorSettings(
+        mode="parallel" if plan.method == "parallel" else "rollback",
+        threshold=0.9,
+        window=2 * GROUP,
+        group_size=GROUP,
+        groups=plan.rollouts // GROUP,
+        review=0.5,
+        seed=plan.seed,
     )

@@ -27,6 +27,7 @@ from tracegrad.records import (
     new_id,
     token_ids,
 )
+from tracegrad.store.anchors import Anchored
 
 from . import words
 from .vault import Expert, ReplayDiverged, Vault
@@ -87,6 +88,7 @@ class Attempt:
     version: int
     tags: dict[str, str]
     explores: bool = False  # its first turn is a call at random
+    opened: Anchored | None = None  # the store has the rollout, with the expert's turns
     rollout_id: str = field(default_factory=new_id)
     ids: list[int] = field(default_factory=list)  # the conversation so far
     turns: list[Turn] = field(default_factory=list)
@@ -94,6 +96,8 @@ class Attempt:
     vault: Vault = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.opened is not None:
+            self.rollout_id = self.opened.rollout_id
         self.vault = Vault(self.expert.vault, len(self.expert.calls))
         self.ids = words.asked(self.vault.state)
         prefix = slice(0, self.anchor)
@@ -107,15 +111,12 @@ class Attempt:
             reply = words.said(call)
             self._took((reply, [0.0] * len(reply)), version=-1, sampling={"source": "expert"})
             self.ids += words.seen(observation)
+        if self.opened is not None:
+            self.turns = self.opened.turns[: self.anchor]
 
     @property
     def going(self) -> bool:
         return self.failure is None and not self.vault.done
-
-    @property
-    def task(self) -> str:
-        """Rollouts are compared with those from the same anchor only."""
-        return f"{self.expert.vault}@{self.anchor}"
 
     def took(self, reply: Reply, *, version: int) -> None:
         """A turn of that policy version's (-1: none's), and the environment's."""
@@ -126,7 +127,7 @@ class Attempt:
 
     def _took(self, reply: Reply, *, version: int, sampling: dict[str, Any]) -> None:
         ids, logps = reply
-        self.turns.append(
+        self.turns.append(  # a conversation: each goes on from the one before it
             Turn(
                 rollout_id=self.rollout_id,
                 parent_id=self.turns[-1].turn_id if self.turns else None,
@@ -143,14 +144,21 @@ class Attempt:
         self.ids += ids
 
     def facts(self, reward: float) -> list[Fact]:
-        opened = RolloutOpened(
-            rollout_id=self.rollout_id, task_id=self.task, agent="vaults", tags=self.tags
-        )
+        """What the store does not have yet."""
+        begun: list[Fact] = []
+        if self.opened is None:
+            opened = RolloutOpened(
+                rollout_id=self.rollout_id,
+                task_id=self.expert.vault,
+                agent="vaults",
+                tags=self.tags,
+            )
+            begun = [opened, *self.turns[: self.anchor]]
         end = RolloutFinished(rollout_id=self.rollout_id, outcome=self.failure or Outcome.COMPLETED)
         given: list[Fact] = []
         if self.failure is None:
             given = [RewardGiven(rollout_id=self.rollout_id, value=reward, source="vault")]
-        return [opened, *self.turns, *given, end]
+        return [*begun, *self.turns[self.anchor :], *given, end]
 
 
 def play(policy: Policy, attempts: Sequence[Attempt]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +12,6 @@ from pathlib import Path
 
 from tracegrad.store import Ledger, StepRecord, Store, TurnCounts
 from tracegrad_trainer.children import Child, ChildError
-from tracegrad_trainer.endpoint.process import free_port
 from tracegrad_trainer.run_state import read_state
 
 TRAINED_SPLIT = "train"
@@ -84,12 +84,12 @@ def served(
         "model": model,
         "state_dir": state_dir,
         "proxy.port": port,
-        "vllm.port": free_port(),
         **overrides,
     }
     sets = [f"--set={name}={value}" for name, value in settings.items()]
     command = [sys.executable, "-m", "tracegrad_trainer.cli", "serve", *sets]
-    child = Child("trainer serve", command, log=state_dir / "logs" / "serve.log")
+    log = state_dir / "logs" / "serve.log"
+    child = Child("trainer serve", command, log=log, env=os.environ)  # its settings too
     child.log.unlink(missing_ok=True)
     child.start()
     store: Store | None = None

@@ -12,9 +12,20 @@ LLM calls to the proxy at TRACEGRAD_URL (default http://127.0.0.1:4141) that are
 belong to the rollout. Importing starts nothing and reaches for no network.
 """
 
-from tracegrad.client import flush
 from tracegrad.context import Rollout, tags
-from tracegrad.decorators import reward, rollout, trace
+from tracegrad.decorators import reward, rollout, trace, turn
+from tracegrad.exporter import Stats, flush, stats
 from tracegrad.records import Outcome
 
-__all__ = ["Outcome", "Rollout", "flush", "reward", "rollout", "tags", "trace"]
+__all__ = [
+    "Outcome",
+    "Rollout",
+    "Stats",
+    "flush",
+    "reward",
+    "rollout",
+    "stats",
+    "tags",
+    "trace",
+    "turn",
+]

@@ -7,23 +7,42 @@ inherits it from the code that starts it; a bare thread does not: start it with
 
 from __future__ import annotations
 
-import math
+import functools
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
-from typing import SupportsFloat
+from typing import Any, SupportsFloat, TypeVar
 from urllib.parse import urlsplit
 
-from tracegrad.records import Fact, Outcome, RewardGiven, RolloutFinished, new_id
+from tracegrad.records import (
+    REWARD_RANGE,
+    Fact,
+    Outcome,
+    RewardGiven,
+    RolloutFinished,
+    is_reward,
+    new_id,
+)
+from tracegrad.rollout_keys import API_KEY_PREFIX, EVENTS, derive_key, is_secret_key
+from tracegrad.serializer import repr_of, text_of
+
+_log = logging.getLogger("tracegrad")
+
+T = TypeVar("T")
+V = TypeVar("V")
 
 DEFAULT_URL = "http://127.0.0.1:4141"
 
 # How a request names its rollout (a header, a W3C baggage key), and a span (an attribute).
 ROLLOUT_HEADER = "x-tracegrad-rollout"
 KEY_HEADER = "x-tracegrad-key"
+STATE_HEADER = "x-tracegrad-state"
 ROLLOUT_KEY = "tracegrad.rollout"
-API_KEY_PREFIX = "tg-"
+
+MOST_OF_TAG = 1_000  # bytes of a tag's name, and of its value
+MOST_OF_ERROR = 2_000  # characters
 
 
 class Rollout:
@@ -41,16 +60,23 @@ class Rollout:
         task_id: str | None,
         url: str,
         emit: Callable[[Fact], None],
-        mint: Callable[[str], str | None],
+        drop: Callable[[str], int],
+        admin_key: str | None = None,
     ) -> None:
-        """`mint` makes a key for the rollout of an id; None where the proxy asks for none."""
+        """`drop` counts what is not sent, by reason, and returns the count. `admin_key` is
+        TRACEGRAD_API_KEY, from which the rollout's own keys are derived; None where the proxy asks
+        for none."""
         self.id = new_id()
-        self.minted_key = mint(self.id)
+        # The key of another rollout opens nothing for this one: its calls stay as they are.
+        self.foreign = admin_key is not None and is_secret_key(admin_key)
+        self._admin_key = None if self.foreign else admin_key
+        self.own_key = derive_key(self._admin_key, self.id) if self._admin_key else None
         self.task_id = task_id
         self.url = url
         self.rewarded = False  # whether its own reward (not a turn's, not another name) was given
         self._finished = False
         self._emit = emit
+        self._drop = drop
 
     def __repr__(self) -> str:
         return f"Rollout(id={self.id!r}, task_id={self.task_id!r})"
@@ -64,32 +90,55 @@ class Rollout:
     def api_key(self) -> str:
         """An API key for this rollout and no other, for agents in processes of their own.
 
-        Where TRACEGRAD_API_KEY is not set it is no secret, and only names the rollout. Where it
-        is, leave that one out of their environment: it opens every rollout.
+        It calls models and nothing else: an agent gives itself no rewards. Where TRACEGRAD_API_KEY
+        is not set it is no secret, and only names the rollout. Where it is, leave that one out of
+        their environment: it opens every rollout. The key is derived from it and nobody is asked
+        for it, so that it is there at once, whatever the proxy does.
         """
-        return self.minted_key or f"{API_KEY_PREFIX}{self.id}"
+        return self.own_key or f"{API_KEY_PREFIX}{self.id}"
+
+    @property
+    def events_key(self) -> str | None:
+        """A key that posts this rollout's rewards and its end (`/api/events`), for whoever scores
+        the agent in a process of its own. Never give it to the agent.
+
+        None where TRACEGRAD_API_KEY is not set: the proxy asks for no key.
+        """
+        return derive_key(self._admin_key, self.id, EVENTS) if self._admin_key else None
 
     def reward(
         self, value: SupportsFloat, *, turn: int | None = None, name: str = "reward"
     ) -> None:
         """Give the rollout, or one of its turns, a reward.
 
-        Rewards are events: they may come late, after the rollout finished, and a later one of
-        the same `name` and `turn` revises an earlier one.
+        Rewards are events: they may come late, after the rollout finished, and of the same `name`
+        and `turn` the one that reaches the proxy last counts.
 
         Args:
-            value: a finite number; a bool counts as 0 or 1.
+            value: a finite number from -1,000,000 to 1,000,000; a bool counts as 0 or 1. Anything
+                else is dropped, with a warning that counts what was dropped.
             turn: which turn, counted from 0, or from the end if negative; None for the rollout.
             name: which reward, when there are several; training uses the one named "reward".
 
         Raises:
-            ValueError: `value` is not a finite number, `turn` no integer, or `name` empty.
+            ValueError: `turn` is no integer, or `name` empty.
         """
-        number = _finite(value)
         if turn is not None and (isinstance(turn, bool) or not isinstance(turn, int)):
-            raise ValueError(f"turn: expected an integer such as 0 or -1, got {turn!r}")
+            raise ValueError(f"turn: expected an integer such as 0 or -1, got {repr_of(turn)}")
+        if turn is not None and not -(2**31) < turn < 2**31:
+            raise ValueError(f"turn: expected an index of a turn, got {repr_of(turn)}")
         if not isinstance(name, str) or not name:
-            raise ValueError(f"name: expected a non-empty string, got {name!r}")
+            raise ValueError(f"name: expected a non-empty string, got {repr_of(name)}")
+        if (number := _number(value)) is None:
+            _log.warning(
+                "reward %s of rollout %s is dropped (%d so far): value: expected %s, got %s",
+                repr_of(name),
+                self.id,
+                self._drop("invalid_reward"),
+                REWARD_RANGE,
+                repr_of(value),
+            )
+            return
         if turn is None and name == "reward":
             self.rewarded = True
         self._emit(RewardGiven(rollout_id=self.id, value=number, name=name, turn=turn))
@@ -106,26 +155,29 @@ class Rollout:
         """
         try:
             known = Outcome(outcome)
-        except ValueError:
+        except Exception:
             words = ", ".join(Outcome)
-            raise ValueError(f"outcome: expected one of {words}; got {outcome!r}") from None
+            raise ValueError(f"outcome: expected one of {words}; got {repr_of(outcome)}") from None
         if not self._finished:
             self._finished = True
-            self._emit(RolloutFinished(rollout_id=self.id, outcome=known, error=error))
+            said = None if error is None else text_of(error, MOST_OF_ERROR)
+            self._emit(RolloutFinished(rollout_id=self.id, outcome=known, error=said))
 
 
-def _finite(value: SupportsFloat) -> float:
+def _number(value: SupportsFloat) -> float | None:
+    """None: it is no reward."""
     try:
         number = float(value)
-    except (TypeError, ValueError, ArithmeticError, RuntimeError):
-        number = math.nan
-    # A string is refused even where float() would read it: a reward is computed, not parsed.
-    if isinstance(value, str) or not math.isfinite(number):
-        raise ValueError(f"value: expected a finite number, got {value!r}")
-    return number
+    except Exception:  # an agent's own types may raise whatever they like
+        return None
+    # A string is none even where float() would read it: a reward is computed, not parsed.
+    return None if isinstance(value, str) or not is_reward(number) else number
 
 
 _rollout: ContextVar[Rollout | None] = ContextVar("tracegrad_rollout", default=None)
+_state: ContextVar[tuple[Rollout | None, str | None]] = ContextVar(
+    "tracegrad_state", default=(None, None)
+)
 _tags: ContextVar[Mapping[str, str] | None] = ContextVar("tracegrad_tags", default=None)
 
 
@@ -150,31 +202,49 @@ def require() -> Rollout:
     return rollout
 
 
-@contextmanager
-def inside(rollout: Rollout) -> Iterator[Rollout]:
-    """Make `rollout` the current one for the code under `with`."""
-    token = _rollout.set(rollout)
-    try:
-        yield rollout
-    finally:
+class _Set(AbstractContextManager[T]):
+    """`with _Set(variable, value, given):` gives `given`, and the variable has `value` inside.
+
+    Not a generator: contextlib writes to the exception that passes through one, which an immutable
+    exception of the agent's refuses.
+    """
+
+    def __init__(self, variable: ContextVar[V], value: V, given: T) -> None:
+        self._variable: ContextVar[Any] = variable
+        self._value = value
+        self._given = given
+
+    def __enter__(self) -> T:
+        self._token = self._variable.set(self._value)
+        return self._given
+
+    def __exit__(self, *error: object) -> None:
         # Left from another context than it was entered in (a fixture, a generator that was
         # closed by someone else): that context never held our value, so nothing is to be undone.
         with suppress(ValueError):
-            _rollout.reset(token)
+            self._variable.reset(self._token)
 
 
-@contextmanager
-def tags(mapping: Mapping[str, object] | None = None, /, **pairs: object) -> Iterator[None]:
+def inside(rollout: Rollout) -> AbstractContextManager[Rollout]:
+    """Make `rollout` the current one for the code under `with`."""
+    return _Set(_rollout, rollout, rollout)
+
+
+def in_state(key: str | None) -> AbstractContextManager[None]:
+    """LLM calls of the current rollout say this key of the environment's state under `with`; None:
+    they say nothing."""
+    return _Set(_state, (_rollout.get(), key), None)
+
+
+def tags(
+    mapping: Mapping[str, object] | None = None, /, **pairs: object
+) -> AbstractContextManager[None]:
     """Tag every rollout that is opened under `with`, as in `with tags(split="train"):`.
 
     Values are kept as text. Inner tags win over outer ones, a rollout's own over both.
     """
-    token = _tags.set({**(_tags.get() or {}), **as_tags({**(mapping or {}), **pairs})})
-    try:
-        yield
-    finally:
-        with suppress(ValueError):
-            _tags.reset(token)
+    own = as_tags({**(mapping or {}), **pairs})
+    return _Set(_tags, {**(_tags.get() or {}), **own}, None)
 
 
 def current_tags() -> dict[str, str]:
@@ -187,7 +257,15 @@ def current_tags() -> dict[str, str]:
 
 
 def as_tags(mapping: Mapping[str, object]) -> dict[str, str]:
-    return {str(key): str(value) for key, value in mapping.items()}
+    """As text, each short enough for the store."""
+    return {_tag(key): _tag(value) for key, value in mapping.items()}
+
+
+def _tag(value: object) -> str:
+    text = text_of(value, MOST_OF_TAG)
+    while len(text.encode("utf-8", "replace")) > MOST_OF_TAG:
+        text = f"{text[: len(text) * 3 // 4]}…"
+    return text
 
 
 def _environment_tags() -> dict[str, str]:
@@ -207,13 +285,26 @@ def proxy_url() -> str:
         ValueError: TRACEGRAD_URL is not the address of a server.
     """
     url = os.environ.get("TRACEGRAD_URL", "").strip() or DEFAULT_URL
+    try:
+        return _base(url)
+    except ValueError:
+        shown = "it" if "@" in url else ascii(url)  # a password is nobody's to read
+        raise ValueError(
+            f"TRACEGRAD_URL: {shown} is not the proxy's address; give scheme, host and port "
+            f"without /v1, such as {DEFAULT_URL}"
+        ) from None
+
+
+@functools.lru_cache(maxsize=8)
+def _base(url: str) -> str:
+    """Without a trailing slash. Raises ValueError."""
     parts = urlsplit(url)
     path = parts.path.rstrip("/")
-    if parts.scheme not in ("http", "https") or not parts.hostname or path.endswith("/v1"):
-        raise ValueError(
-            f"TRACEGRAD_URL: {url!r} is not the proxy's address; give scheme, host and port "
-            f"without /v1, such as {DEFAULT_URL}"
-        )
+    # The port: reading it raises where it is none.
+    whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    more = parts.query or parts.fragment or "@" in parts.netloc or path.endswith("/v1")
+    if not whole or more or not url.isprintable() or " " in url:
+        raise ValueError
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 
@@ -224,15 +315,23 @@ def attribution(url: str) -> dict[str, str]:
         url: the request's absolute URL.
 
     Returns:
-        `x-tracegrad-rollout`, `baggage`, `x-tracegrad-key` if the rollout has a key and, inside
-        a span, `traceparent`; empty outside a rollout or when `url` does not lead to its proxy.
+        `x-tracegrad-rollout`, `baggage`, `x-tracegrad-key` if the rollout has a key,
+        `x-tracegrad-state` under `turn(state=...)` and, inside a span, `traceparent`; empty
+        outside a rollout, when `url` does not lead to its proxy or leads to what is no agent's to
+        ask there (`/api/...`), or when TRACEGRAD_API_KEY is another rollout's, for which the proxy
+        would refuse the call.
     """
     rollout = _rollout.get()
-    if rollout is None or _origin(url) != _origin(rollout.url):
+    if rollout is None or rollout.foreign or _origin(url) != _origin(rollout.url):
+        return {}
+    if urlsplit(url).path.startswith(f"{urlsplit(rollout.url).path}/api/"):
         return {}
     headers = {ROLLOUT_HEADER: rollout.id, "baggage": f"{ROLLOUT_KEY}={rollout.id}"}
-    if rollout.minted_key is not None:
-        headers[KEY_HEADER] = rollout.minted_key
+    if rollout.own_key is not None:
+        headers[KEY_HEADER] = rollout.own_key
+    whose, state = _state.get()
+    if state is not None and whose is rollout:  # what is around a rollout is another environment
+        headers[STATE_HEADER] = state
     from opentelemetry.trace import get_current_span  # not at import: it costs 20 ms
 
     span = get_current_span().get_span_context()

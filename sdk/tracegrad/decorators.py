@@ -6,18 +6,18 @@ import functools
 import inspect
 import logging
 import os
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from numbers import Real
 from types import TracebackType
 from typing import Any, Generic, SupportsFloat, TypeVar, cast, overload
 
-from tracegrad import client, context, propagation, tasks
+from tracegrad import context, exporter, propagation, tasks, transport
 from tracegrad.context import Rollout
 from tracegrad.records import Outcome, RolloutOpened
+from tracegrad.serializer import error_line, repr_of
 
 _log = logging.getLogger("tracegrad")
 
@@ -41,10 +41,13 @@ class rollout(AbstractContextManager[Rollout]):
         input: what was asked, for people to read; anything, kept as JSON.
         name: the name of the rollout's outermost span; the agent's name if None.
 
+    Nothing here waits for the proxy, and no argument, however large or strange, makes the code
+    inside fail: what cannot be kept in full is cut, and says so. What is wrong in your own program
+    is told before any of it runs.
+
     Raises:
-        ValueError: an argument, TRACEGRAD_URL, TRACEGRAD_TAGS or TRACEGRAD_API_KEY is not what
-            it must be.
-        NoKey: TRACEGRAD_API_KEY is set, and the proxy does not make the rollout a key.
+        ValueError: an argument, TRACEGRAD_URL, TRACEGRAD_TAGS, TRACEGRAD_API_KEY or
+            TRACEGRAD_JOURNAL_BYTES is not what it must be.
     """
 
     def __init__(
@@ -58,8 +61,10 @@ class rollout(AbstractContextManager[Rollout]):
     ) -> None:
         for field, value in (("task", task), ("agent", agent), ("name", name)):
             if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"{field}: expected a non-empty string or None, got {value!r}")
-        self._task, self._agent, self._input = task, agent, input
+                raise ValueError(
+                    f"{field}: expected a non-empty string or None, got {repr_of(value)}"
+                )
+        self._task, self._agent, self._input = task and tasks.short_id(task), agent, input
         self._name = name or agent or "rollout"
         self._tags = context.as_tags(tags or {})
         self._scope: ExitStack | None = None
@@ -68,24 +73,24 @@ class rollout(AbstractContextManager[Rollout]):
         if self._scope is not None:
             raise RuntimeError("this rollout was opened before: write a new rollout(...) for each")
         tags = {**context.current_tags(), **self._tags}
-        outbox = client.outbox(context.proxy_url())
+        to = exporter.exporter(context.proxy_url())
         self._process = os.getpid()
         self._rollout = opened = Rollout(
-            task_id=self._task, url=outbox.url, emit=outbox.put, mint=outbox.mint
+            task_id=self._task, url=to.url, emit=to.put, drop=to.drop, admin_key=transport.api_key()
         )
-        outbox.put(
+        to.put(
             RolloutOpened(
                 rollout_id=opened.id,
                 task_id=opened.task_id,
                 agent=self._agent,
                 tags=tags,
-                task=tasks.plain(self._input),
+                task=self._input,
             )
         )
         propagation.install()
         with ExitStack() as scope:
             scope.enter_context(context.inside(opened))
-            scope.enter_context(_span(self._name, outbox.url))
+            scope.enter_context(_span(self._name, to.url))
             self._scope = scope.pop_all()
         return opened
 
@@ -104,7 +109,7 @@ class rollout(AbstractContextManager[Rollout]):
         else:
             agents_own = isinstance(error, Exception)
             outcome = Outcome.AGENT_ERROR if agents_own else Outcome.ABORTED
-            self._rollout.finish(outcome, _in_a_line(error))
+            self._rollout.finish(outcome, error_line(error, context.MOST_OF_ERROR))
 
     async def __aenter__(self) -> Rollout:
         return self.__enter__()
@@ -123,9 +128,31 @@ def reward(value: SupportsFloat, *, name: str = "reward", turn: int | None = Non
 
     Raises:
         RuntimeError: no rollout is open here.
-        ValueError: `value` is not a finite number, `turn` no integer, or `name` empty.
+        ValueError: `turn` is no integer, or `name` empty.
     """
     context.require().reward(value, name=name, turn=turn)
+
+
+def turn(*, state: object) -> AbstractContextManager[None]:
+    """LLM calls under `with` are made in this state of the environment.
+
+        with turn(state=env.board()):
+            reply = client.chat.completions.create(...)
+
+    Turns of equal states are compared with each other (objective `gigpo`), in all rollouts of a
+    task. Without it, or where `state` is None, a turn's state is what was observed last: the
+    messages behind the last reply. An agent without this package sends the header
+    `x-tracegrad-state` itself.
+
+    Args:
+        state: a short text, which is stored as it is, or anything that JSON can say, of which a
+            digest is stored. Leave out what differs between rollouts and does not matter, such
+            as times and ids.
+    """
+    key = tasks.state_key(state)
+    if key is None and state is not None:
+        _log.warning("turn(state=...): an object of %s is too large for a state's key", type(state))
+    return context.in_state(key)
 
 
 @overload
@@ -172,8 +199,11 @@ def trace(
                 f"@trace: expected a function, got {function!r}; decorate a class's methods, and "
                 "put @trace below @staticmethod or @classmethod"
             )
+        exporter.send_left_at_exit(context.proxy_url)
         span = name or tasks.qualified_name(function)
-        return _wrap(_Traced(function, span, agent or span, task, dict(tags or {})))
+        return _wrap(
+            _Traced(function, _signature(function), span, agent or span, task, dict(tags or {}))
+        )
 
     return decorate if function is None else decorate(function)
 
@@ -181,6 +211,7 @@ def trace(
 @dataclass(frozen=True)
 class _Traced(Generic[F]):
     function: F
+    signature: inspect.Signature | None
     name: str
     agent: str
     task: str | Callable[..., object] | None
@@ -194,17 +225,28 @@ class _Traced(Generic[F]):
         if here is not None:
             propagation.install()
             return _span(self.name, here.url)
-        try:
-            call = inspect.signature(self.function).bind(*args, **kwargs)
-            call.apply_defaults()
-            arguments: Mapping[str, object] = call.arguments
-        except (TypeError, ValueError):  # no such call: the function itself says so best
-            arguments = {"args": args, "kwargs": kwargs}
+        arguments: Mapping[str, object] = {"args": args, "kwargs": kwargs}
+        if self.signature is not None:
+            with suppress(TypeError):  # no such call: the function itself says so best
+                call = self.signature.bind(*args, **kwargs)
+                call.apply_defaults()
+                arguments = call.arguments
+        task, plain = tasks.task_and_input(self.function, arguments)
         if callable(self.task):
-            task = str(self.task(*args, **kwargs))
-        else:
-            task = self.task or tasks.task_id(self.function, arguments)
-        return rollout(task, tags=self.tags, agent=self.agent, input=arguments, name=self.name)
+            try:
+                task = str(self.task(*args, **kwargs)) or task
+            except Exception:  # the agent's call is not to fail for its name
+                _log.warning("task of @trace failed for %s", self.name, exc_info=True)
+        elif self.task:
+            task = self.task
+        return rollout(task, tags=self.tags, agent=self.agent, input=plain, name=self.name)
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # some that are written in C have none
+        return None
 
 
 def _wrap(traced: _Traced[F]) -> F:
@@ -260,24 +302,30 @@ def _wrap(traced: _Traced[F]) -> F:
 
 
 def _score(opened: Rollout | None, returned: object) -> None:
-    if opened is None or opened.rewarded or not isinstance(returned, Real):
-        return
     try:
-        opened.reward(returned)
-    except ValueError as error:
-        _log.warning("what rollout %s returned is not its reward: %s", opened.id, error)
+        if opened is None or opened.rewarded or not isinstance(returned, Real):
+            return
+    except Exception:  # of its own class, when asked what it is
+        return
+    opened.reward(returned)
+
+
+_no_telemetry = False  # OpenTelemetry cannot be imported
 
 
 def _span(name: str, url: str) -> AbstractContextManager[None]:
-    from tracegrad.telemetry import (
-        Span,
-    )  # OpenTelemetry is loaded with the first rollout, not on import
+    global _no_telemetry
+    if not _no_telemetry:
+        try:
+            # OpenTelemetry is loaded with the first rollout, not on import
+            from tracegrad.telemetry import Span
 
-    return Span(name, url)
-
-
-def _in_a_line(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()[:2000]
+            return Span(name, url)
+        except Exception:  # a setting in OTEL_... that it refuses; the agent runs all the same
+            _no_telemetry = True  # another attempt would cost as much as the first
+            _log.warning("tracegrad records no spans", exc_info=True)
+    exporter.exporter(url).drop("span_failed")
+    return nullcontext()
 
 
 # A generator's body runs in whatever context resumes it. To keep its rollout from its caller, and

@@ -1,7 +1,8 @@
 """Attribution without touching the agent: HTTP clients name the rollout on calls to the proxy.
 
-`install()` wraps the one method through which each client library sends every request. Outside
-a rollout, and for every other server, a wrapped method does what it did before.
+`install()` wraps the one method through which each client library sends every request, also of
+those that are imported later. Outside a rollout, and for every other server, a wrapped method does
+what it did before.
 """
 
 from __future__ import annotations
@@ -9,23 +10,31 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from tracegrad import context
+from tracegrad.rollout_keys import API_KEY_PREFIX
 
 _log = logging.getLogger(__name__)
 
 
 def install() -> None:
-    """Wrap the HTTP libraries that are imported by now; those wrapped already stay as they are.
+    """Wrap the HTTP libraries that are imported by now, and each other one where it is imported;
+    those wrapped already stay as they are.
 
-    Called whenever a rollout or a traced call begins, so that no library is imported for its
-    sake and one that is imported later is found at the next call.
+    Called whenever a rollout or a traced call begins: no library is imported for its sake, and one
+    whose import by another thread had begun before the first call is found at a later one.
     """
+    if _on_import not in sys.meta_path:
+        sys.meta_path.insert(0, _on_import)
     for library, wrap in _WRAPPERS.items():
         if (module := sys.modules.get(library)) is not None:
-            wrap(module)
+            _safely(wrap, module)
 
 
 def _wrap_httpx(module: Any) -> None:
@@ -78,6 +87,40 @@ _WRAPPERS: dict[str, Callable[[Any], None]] = {
 }
 
 
+class _OnImport(MetaPathFinder):
+    """Wraps a library as soon as it is imported: the agent may do so inside of its rollout."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in _WRAPPERS:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            if finder is not self and find is not None and (spec := find(name, path, target)):
+                _safely(_wrap_when_loaded, spec)
+                return spec  # type: ignore[no-any-return]
+        return None
+
+
+_on_import = _OnImport()
+
+
+def _wrap_when_loaded(spec: ModuleSpec) -> None:
+    loader: Any = spec.loader
+    load = getattr(loader, "exec_module", None)
+    if load is None:
+        return
+
+    def exec_module(module: ModuleType) -> None:
+        with suppress(AttributeError):
+            del loader.exec_module  # the loader is its own again
+        load(module)
+        _safely(_WRAPPERS[spec.name], module)
+
+    loader.exec_module = exec_module
+
+
 def _replace(
     module: Any, class_name: str, method: str, wrap: Callable[[Any], Callable[..., Any]]
 ) -> None:
@@ -105,7 +148,11 @@ def _sign(headers: MutableMapping[str, str], url: str) -> None:
     ours = context.attribution(url)
     # A key minted for a rollout was chosen on purpose, and a header would outrank it.
     if ours and _names_a_rollout(headers):
-        ours = {name: value for name, value in ours.items() if name == "traceparent"}
+        ours = {
+            name: value
+            for name, value in ours.items()
+            if name in ("traceparent", context.STATE_HEADER)
+        }
     for name, value in ours.items():
         theirs = headers.get(name)
         if theirs is None:
@@ -123,4 +170,4 @@ def _sign_aiohttp(session: Any, url: Any, kwargs: dict[str, Any]) -> None:
 
 def _names_a_rollout(headers: MutableMapping[str, str]) -> bool:
     keys = (headers.get("authorization") or "", headers.get("x-api-key") or "")
-    return any(key.removeprefix("Bearer ").startswith(context.API_KEY_PREFIX) for key in keys)
+    return any(key.removeprefix("Bearer ").startswith(API_KEY_PREFIX) for key in keys)

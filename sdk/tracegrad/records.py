@@ -22,6 +22,10 @@ from typing import Any
 
 Json = dict[str, Any]
 
+# At temperature 0 vLLM takes the likeliest token; what lies between it raises to this one, so that
+# the distribution is not the one that was asked for (`_MAX_TEMP` of its sampling_params.py).
+GREEDY_BELOW = 0.01
+
 # An id's end, drawn once by each process: asking the system for randomness every time costs a
 # busy process the interpreter's lock.
 _maker = ""
@@ -86,10 +90,23 @@ class RolloutOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFinished:
+    """`finished_at` is as whoever says so has it. `recorded_at` is when the proxy was told, by its
+    own clock: what the rollout is ordered and leased by; None: by `finished_at`."""
+
     rollout_id: str
     outcome: Outcome = Outcome.COMPLETED
     error: str | None = None
     finished_at: float = field(default_factory=time.time)
+    recorded_at: float | None = None
+
+
+# Rewards lie between -MAX_REWARD and MAX_REWARD: sums of them and of their squares stay finite.
+MAX_REWARD = 1e6
+REWARD_RANGE = "a finite number from -1,000,000 to 1,000,000"
+
+
+def is_reward(value: float) -> bool:
+    return abs(value) <= MAX_REWARD  # not a number is not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +114,10 @@ class RewardGiven:
     """A number from a source, for a rollout or (`turn`) for one of its turns.
 
     `turn` counts the rollout's turns from 0; negative counts from the end, as in a list.
-    Rewards are events: a later one of the same `name` and `turn` revises an earlier one.
+    Rewards are events: of the same `name` and `turn` the one that arrives last counts, whatever
+    times are stated. `source` and `created_at` are set by whoever writes them down (the proxy: by
+    the key that was used, and by its own clock); `label` and `given_at` are what the giver says
+    of itself and of the time, and nobody relies on them.
     """
 
     reward_id: str = field(default_factory=new_id)
@@ -105,7 +125,9 @@ class RewardGiven:
     value: float
     name: str = "reward"
     turn: int | None = None
-    source: str = "agent"
+    source: str = "direct"
+    label: str | None = None
+    given_at: float | None = None
     created_at: float = field(default_factory=time.time)
 
 
@@ -127,6 +149,8 @@ class SpanEnded:
 
 # `Turn.untrainable` of a call without tokens: the engine refused its prompt as over its context.
 OVER_LENGTH = "over_length"
+# ... of a call whose client was told that it could not be stored, and then it was.
+UNACKNOWLEDGED = "unacknowledged"
 
 # [(version, count), ...] over the completion's tokens, in order.
 VersionSpans = tuple[tuple[int, int], ...]
@@ -143,6 +167,10 @@ class Turn:
     which was never forwarded. The first token that it speaks of is
     `len(prompt) + len(completion) - 1 - n`. A turn that continues another may lack what its
     parent has. None where the engine did not tell.
+
+    `state_key` names the environment's state that the call was made in, as the agent or the
+    environment gave it; `observation` is a digest of what was observed last (module
+    `proxy.observation`). Equal ones are equal states. None: nobody said, or it is not known.
     """
 
     turn_id: str = field(default_factory=new_id)
@@ -161,6 +189,8 @@ class Turn:
     parent_span_id: str | None = None
     request: Json | None = None  # as the client sent it
     response: Json | None = None  # as the client received it (a stream: put together)
+    state_key: str | None = None
+    observation: str | None = None  # 32 hex digits
     routed_experts: bytes | None = None
     created_at: float = field(default_factory=time.time)
 

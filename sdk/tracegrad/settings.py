@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AliasChoices, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Secret,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -21,14 +30,55 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from tracegrad.urls import LONGEST_SOCKET_PATH, STORE_VARIABLE, masked, unix_socket, unmasked
+
 DEFAULT_STORE = "sqlite:///.tracegrad/store.db"
 SETTINGS_FILE = Path("tracegrad.toml")
 ADMIN_KEY_LENGTH = 16
 
 _visible = re.compile(r"[!-~]+")
 _hook = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_host = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 # Variables that are not TRACEGRAD_PROXY_<NAME>.
-_VARIABLES = {"store": "TRACEGRAD_STORE", "admin_key": "TRACEGRAD_API_KEY"}
+_VARIABLES = {"store": STORE_VARIABLE, "admin_key": "TRACEGRAD_API_KEY"}
+
+
+class SecretUrl(Secret[str]):
+    """A URL that may hold a password: it is shown, and dumped as JSON, without."""
+
+    def _display(self) -> str:
+        return masked(self.get_secret_value())
+
+
+class AnchorSettings(BaseModel):
+    """From which turn of an expert's trajectory a task is sampled (`store.anchors`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["rollback", "parallel"] = Field(
+        "rollback", description="one anchor that moves towards the beginning, or several at once"
+    )
+    success: float = Field(1.0, description="reward from which a rollout is a success")
+    threshold: float = Field(0.75, gt=0, le=1, description="success rate of a mastered anchor")
+    window: int = Field(16, ge=1, description="latest rollouts of an anchor that its rate is of")
+    group_size: int = Field(
+        8,
+        ge=1,
+        description="rollouts in a row from one anchor: those are compared with each other;"
+        " `trainer serve` takes batches.group_size",
+    )
+    groups: int = Field(2, ge=1, description="groups of a round, shared by its anchors")
+    at_once: int = Field(2, ge=1, description="parallel: anchors of a task in one round")
+    review: float = Field(
+        0.0, ge=0, lt=1, description="rollback: share of groups from a later, mastered anchor"
+    )
+    refresh: int | None = Field(
+        None,
+        ge=1,
+        description="scored rollouts after which the best success since is the new expert, if it"
+        " needed no more turns; none: the first expert stays",
+    )
+    seed: int = Field(0, description="of what is drawn")
 
 
 class ProxySettings(BaseSettings):
@@ -52,8 +102,8 @@ class ProxySettings(BaseSettings):
 
     upstream: str = Field(
         "http://127.0.0.1:8000",
-        description="the engine's base URL; of several replicas, all of them as a list or with"
-        " commas between",
+        description="the engine's base URL, or unix:///PATH of its socket; of several replicas, all"
+        " of them as a list or with commas between",
     )
     upstream_kind: Literal["vllm", "openai", "litellm"] = Field(
         "vllm",
@@ -106,8 +156,8 @@ class ProxySettings(BaseSettings):
 
     # What is kept
 
-    store: str = Field(
-        DEFAULT_STORE,
+    store: SecretUrl = Field(
+        SecretUrl(DEFAULT_STORE),
         # Not "store" itself, which would also be a variable STORE of somebody else's.
         validation_alias=AliasChoices(_VARIABLES["store"], "TRACEGRAD_PROXY_STORE"),
         description="SQLAlchemy URL of the store",
@@ -122,6 +172,11 @@ class ProxySettings(BaseSettings):
         description="requests, responses and the texts of spans are stored; without them there are"
         " tokens, and previous_response_id and repeats of answered calls do not work",
     )
+    anchors: AnchorSettings | None = Field(
+        None,
+        description="rollouts that begin behind an expert's turns, for POST /api/anchors/next;"
+        " a table of its own, [proxy.anchors]",
+    )
     cache_mib: int = Field(256, ge=1, description="memory for recent turns, in MiB")
 
     # Who may reach it
@@ -133,16 +188,59 @@ class ProxySettings(BaseSettings):
         description=f"key, of {ADMIN_KEY_LENGTH} characters or more, that may do everything and"
         " mints the keys of rollouts; without it anyone on this machine may call",
     )
+    control_key: SecretStr | None = Field(
+        None,
+        exclude=True,
+        description=f"key, of {ADMIN_KEY_LENGTH} characters or more, that a trainer pushes weights"
+        " with (/api/push/...), and nothing else; `trainer serve` makes one at each start. Without"
+        " it that takes the admin key",
+    )
     host: str = Field(
         "127.0.0.1",
         description="address to listen on; one that is not loopback needs an admin key",
     )
     port: int = Field(4141, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    allowed_hosts: list[str] = Field(
+        [],
+        description="names and addresses, beside loopback ones, under which a proxy without an"
+        " admin key is asked for, such as host.docker.internal; other names may be a web page's",
+    )
+
+    # What a client may ask of the engine
+
+    pass_unknown_fields: bool = Field(
+        False,
+        description="fields of a request that are neither its vendor's nor plain sampling settings"
+        " reach the engine, whoever sends them; otherwise only with the admin key",
+    )
+    allowed_media_domains: list[str] = Field(
+        [],
+        description="host names from which the engine may fetch the images, audio and video that"
+        " a request links to; data: URLs need none",
+    )
 
     # What a client may take up
 
     max_connections: int = Field(4096, ge=1, description="open connections; more get a 503")
-    max_body_mib: int = Field(64, ge=1, description="largest request body, in MiB")
+    max_body_mib: int = Field(
+        32, ge=1, description="largest request body, in MiB; of spans, also after unpacking"
+    )
+    max_api_body_mib: int = Field(
+        8, ge=1, description="largest request body below /api (events), in MiB"
+    )
+    max_values: int = Field(
+        500_000, ge=1, description="JSON values, or fields of OTLP messages, in a request's body"
+    )
+    max_spans: int = Field(
+        5_000, ge=1, description="spans in one export; those beyond are rejected, and counted"
+    )
+    max_bodies_mib: int = Field(
+        1024,
+        ge=1,
+        description="memory for all request bodies in flight, as received and as objects, in MiB;"
+        " half of it for one key, or one address where no key is asked for. A body that finds no"
+        " room in two seconds gets a 503",
+    )
     max_head_kib: int = Field(
         64, ge=1, le=1024, description="request line and headers together, in KiB"
     )
@@ -151,7 +249,13 @@ class ProxySettings(BaseSettings):
         15, gt=0, description="seconds in which a request's headers must have arrived"
     )
     body_timeout_s: float = Field(
-        30, gt=0, description="seconds without a byte after which a request body is given up"
+        30,
+        gt=0,
+        description="seconds over which a request body must come at min_body_kib_s on average;"
+        " slower ones are given up",
+    )
+    min_body_kib_s: float = Field(
+        4, gt=0, description="slowest rate of a request body, in KiB a second"
     )
     send_timeout_s: float = Field(
         300,
@@ -174,11 +278,12 @@ class ProxySettings(BaseSettings):
             f"TRACEGRAD_PROXY_{name.upper()}": v if isinstance(v, str) else json.dumps(v)
             for name, v in given.items()
         }
-        found[_VARIABLES["store"]] = self.store
-        if self.upstream_api_key is not None:
-            found["TRACEGRAD_PROXY_UPSTREAM_API_KEY"] = self.upstream_api_key.get_secret_value()
-        if self.admin_key is not None:
-            found[_VARIABLES["admin_key"]] = self.admin_key.get_secret_value()
+        found[_VARIABLES["store"]] = self.store.get_secret_value()
+        for name in ("upstream_api_key", "control_key", "admin_key"):
+            secret = getattr(self, name)
+            if secret is not None:
+                variable = _VARIABLES.get(name, f"TRACEGRAD_PROXY_{name.upper()}")
+                found[variable] = secret.get_secret_value()
         return found
 
     @field_validator("upstream", mode="before")
@@ -194,6 +299,18 @@ class ProxySettings(BaseSettings):
             raise ValueError("the same URL stands there twice; name each replica once")
         return ",".join(urls)
 
+    @field_validator("upstream_kind")
+    @classmethod
+    def _litellm_has_no_sockets(cls, value: str, info: ValidationInfo) -> str:
+        if value == "litellm" and unix_socket(info.data.get("upstream", "")) is not None:
+            raise ValueError("litellm cannot reach a Unix socket; give upstream as an http(s) URL")
+        return value
+
+    @field_validator("store")
+    @classmethod
+    def _password_is_known(cls, value: SecretUrl) -> SecretUrl:
+        return SecretUrl(unmasked(value.get_secret_value()))
+
     @field_validator("redact")
     @classmethod
     def _hooks_are_named(cls, value: list[str]) -> list[str]:
@@ -202,9 +319,20 @@ class ProxySettings(BaseSettings):
                 raise ValueError(f"{name!r} is not of the form module:function")
         return value
 
-    @field_validator("admin_key")
+    @field_validator("allowed_hosts", "allowed_media_domains")
     @classmethod
-    def _admin_key_is_long(cls, value: SecretStr | None) -> SecretStr | None:
+    def _hosts_are_names(cls, value: list[str]) -> list[str]:
+        names = [name.lower().rstrip(".") for name in value]
+        for name in names:
+            if _host.fullmatch(name) is None and not _is_address(name):
+                raise ValueError(
+                    f"{name!r} is not a host name or an address: give no scheme, port or path"
+                )
+        return names
+
+    @field_validator("admin_key", "control_key")
+    @classmethod
+    def _key_is_long(cls, value: SecretStr | None) -> SecretStr | None:
         key = value.get_secret_value() if value is not None else None
         if key is None:
             return None
@@ -256,15 +384,45 @@ class ProxySettings(BaseSettings):
         return init_settings, env_settings, table
 
 
+def _is_address(value: str) -> bool:
+    try:
+        ipaddress.ip_address(value)
+    except ValueError:
+        return False
+    return True
+
+
 def _base_url(value: str) -> str:
     parts = urlsplit(value)
+    if parts.scheme == "unix":
+        return _socket_url(value)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"not an http(s) URL: {value!r}; give one like http://127.0.0.1:8000")
+        raise ValueError(
+            f"not an http(s) URL: {masked(value)!r}; give one like http://127.0.0.1:8000, or"
+            " unix:///PATH of a socket"
+        )
+    if parts.username is not None or parts.query or parts.fragment:
+        # Messages name the engine by its URL, to clients too.
+        raise ValueError(
+            f"the URL of {parts.hostname} has a user, a password or a query in it; leave them out:"
+            " the engine's key is upstream_api_key (TRACEGRAD_PROXY_UPSTREAM_API_KEY)"
+        )
     return value.rstrip("/")
 
 
+def _socket_url(value: str) -> str:
+    path = unix_socket(value) or ""
+    if not value.startswith("unix:///") or len(path) < 2 or path.endswith("/"):
+        raise ValueError(f"not a socket's URL: {value!r}; write unix:///absolute/path")
+    if len(path.encode()) > LONGEST_SOCKET_PATH:
+        raise ValueError(
+            f"{value!r}: a socket's path has {LONGEST_SOCKET_PATH} bytes at most; take a shorter"
+        )
+    return value
+
+
 def _without_v1(url: str) -> str:
-    return url.removesuffix("/v1").rstrip("/")
+    return url if unix_socket(url) else url.removesuffix("/v1").rstrip("/")
 
 
 def _toml_table(name: str) -> dict[str, Any]:

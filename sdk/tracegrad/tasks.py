@@ -8,26 +8,82 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
-from itertools import islice
-from pathlib import Path
-from typing import Any
 
-DEEPEST = 8
-LONGEST_TEXT = 100_000  # characters
-MOST_ITEMS = 1_000  # of a list or a mapping
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+from tracegrad.serializer import Limits, Plain, Serializer
+
+_log = logging.getLogger("tracegrad")
+
+# What tells one task from another. By count, not by time: a busy machine must not change it.
+IDENTITY = Limits(values=2_000, items=2_000, text=500_000, characters=500_000)
+
+MOST_OF_ID = 2_000  # bytes
+# A state's key as it is sent in a header and stored: at most 128 printable characters.
+_STATE_KEY = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
+
+_sorted_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+
+_said: set[str] = set()  # functions whose arguments were found too large
 
 
-def task_id(function: Callable[..., object], arguments: Mapping[str, object]) -> str:
-    """16 hex characters from the function's qualified name and its arguments."""
-    asked = json.dumps(_plain(arguments), sort_keys=True, separators=(",", ":"))
+def task_and_input(
+    function: Callable[..., object], arguments: Mapping[str, object]
+) -> tuple[str, Plain]:
+    """A call's task id, and its arguments as JSON for people to read.
+
+    The id is 16 hex characters from the function's qualified name and its arguments, as far as
+    `IDENTITY` reaches: calls that differ only beyond it are one task, and a warning says so once.
+    """
+    reprs: dict[int, tuple[object, str]] = {}
+    walk = Serializer(IDENTITY, reprs)
+    plain = walk.plain(arguments)
+    asked = _sorted_json(plain)
     name = f"{_module(function)}.{qualified_name(function)}"
-    return hashlib.sha256(f"{name}({asked})".encode("utf-8", "replace")).hexdigest()[:16]
+    if walk.truncated and name not in _said:
+        _said.add(name)
+        _log.warning(
+            "the arguments of %s are too large to be told apart in full: calls that differ only "
+            "beyond %d values or %d characters count as one task; give @trace(task=...)",
+            name,
+            IDENTITY.values,
+            IDENTITY.characters,
+        )
+    digest = hashlib.sha256(f"{name}({asked})".encode("utf-8", "replace")).hexdigest()
+    if walk.is_small:
+        return digest[:16], Plain(plain)
+    shown = Serializer(reprs=reprs)
+    plain = shown.plain(arguments)
+    return digest[:16], Plain(plain, shown.truncated)
+
+
+def short_id(task: str) -> str:
+    """`task`; one that is too long for the store's index by its beginning and a digest."""
+    data = task.encode("utf-8", "replace")
+    if len(data) <= MOST_OF_ID:
+        return task
+    head = data[:200].decode("utf-8", "ignore")
+    return f"{head}…{hashlib.sha256(data).hexdigest()[:32]}"
+
+
+def state_key(state: object) -> str | None:
+    """The key of an environment's state; equal states have equal ones, in every process.
+
+    A text of at most 128 printable ASCII characters without white space around it is its own key.
+    Of anything else it is a digest: of the text, or of what the object is as JSON, with sorted
+    keys. None: `state` is None, or goes beyond `IDENTITY`, where unequal ones look alike.
+    """
+    if state is None or (type(state) is str and _STATE_KEY.fullmatch(state)):
+        return state
+    walk = Serializer(IDENTITY)
+    text = json.dumps(walk.plain(state), sort_keys=True)
+    if walk.truncated:
+        return None
+    data = text.encode("utf-8", "surrogatepass")
+    return f"blake2b:{hashlib.blake2b(data, digest_size=16).hexdigest()}"
 
 
 def qualified_name(function: Callable[..., object]) -> str:
@@ -45,46 +101,4 @@ def _module(function: Callable[..., object]) -> str:
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None:
         return str(spec.name)
-    return Path(file).stem if file else name
-
-
-def plain(value: object) -> Any:
-    """`value` as JSON would have it: what JSON lacks by its `repr`, what is very long cut."""
-    return _plain(value, short=True)
-
-
-def _plain(value: object, *, short: bool = False, depth: int = 0) -> Any:
-    def inner(item: object) -> Any:
-        return _plain(item, short=short, depth=depth + 1)
-
-    if isinstance(value, str):
-        return _cut(str(value), short)
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return float(value)
-    if depth < DEEPEST and isinstance(value, Mapping | list | tuple | AbstractSet):
-        most = MOST_ITEMS if short else None
-        more = len(value) - MOST_ITEMS if short else 0
-        if isinstance(value, Mapping):
-            pairs = islice(value.items(), most)
-            mapping = {_cut(str(key), short): inner(item) for key, item in pairs}
-            return {**mapping, "…": f"{more} more"} if more > 0 else mapping
-        items = [inner(item) for item in islice(value, most)]
-        if isinstance(value, AbstractSet):
-            items.sort(key=json.dumps)
-        return [*items, f"… ({more} more)"] if more > 0 else items
-    return _cut(_repr(value), short)
-
-
-def _repr(value: object) -> str:
-    try:
-        return _ADDRESS.sub("", repr(value))
-    except Exception:  # a repr of the agent's own; its call is not to fail for it
-        return f"<{type(value).__qualname__}>"
-
-
-def _cut(text: str, short: bool) -> str:
-    if not short or len(text) <= LONGEST_TEXT:
-        return text
-    return f"{text[:LONGEST_TEXT]}… ({len(text) - LONGEST_TEXT} more characters)"
+    return os.path.splitext(os.path.basename(file))[0] if file else name

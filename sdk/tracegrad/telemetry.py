@@ -5,58 +5,49 @@ spans go through it, and all of its spans that begin inside a rollout also reach
 not, our spans go through a private provider and the global one stays unset, so that the agent
 may still set up its own at any time; it is found at the next span.
 
+A span is encoded where it ends and goes the way of the events: into the journal, and from there to
+`/v1/traces`. There is no queue in memory that could overflow. Nothing here raises into the agent.
+
 OpenTelemetry is imported with this module, and this module with the first rollout.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping
 from contextvars import ContextVar
 from types import TracebackType
-from weakref import WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import Event, ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace import Span as SdkSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Status, StatusCode
 
 from tracegrad import context
-from tracegrad.client import Outbox, Refused, Unreachable, outbox
-from tracegrad.records import SpanEnded
+from tracegrad.exporter import EventExporter, exporter
+from tracegrad.serializer import error_line, text_of
 
-EXPORT_EVERY_MS = 500.0
+_log = logging.getLogger("tracegrad")
 
-
-class OutboxExporter(SpanExporter):
-    """Sends spans to `/v1/traces` as protobuf; when that fails, hands them to the outbox."""
-
-    def __init__(self, box: Outbox) -> None:
-        self._box = box
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        try:
-            if self._box.unreachable:
-                raise Unreachable
-            body = encode_spans(spans).SerializeToString()
-            self._box.post("/v1/traces", body, "application/x-protobuf")
-        except (Unreachable, Refused):
-            # It retries and keeps order, and what never gets through ends in its file.
-            for span in spans:
-                self._box.put(as_fact(span))
-        return SpanExportResult.SUCCESS
+# Bytes of all of a span's texts; of a larger one each text is cut to so many characters.
+SPAN_TEXT = 1_000_000
+CUT_TEXT = 10_000
+STACK_FRAMES, CAUSES = 32, 4
 
 
-class RolloutSpans(BatchSpanProcessor):
+class RolloutSpans(SpanProcessor):
     """Marks the spans that begin inside a rollout, and exports those alone."""
 
-    def __init__(self, box: Outbox) -> None:
-        super().__init__(OutboxExporter(box), schedule_delay_millis=EXPORT_EVERY_MS)
+    def __init__(self, to: EventExporter) -> None:
+        self._exporter = to
 
     def on_start(self, span: SdkSpan, parent_context: otel_context.Context | None = None) -> None:
         rollout = context.current()
@@ -64,34 +55,81 @@ class RolloutSpans(BatchSpanProcessor):
             span.set_attribute(context.ROLLOUT_KEY, rollout.id)
 
     def on_end(self, span: ReadableSpan) -> None:
-        if span.attributes and context.ROLLOUT_KEY in span.attributes:
-            super().on_end(span)
+        if not span.attributes or context.ROLLOUT_KEY not in span.attributes:
+            return
+        try:
+            size = _size(span)
+            truncated = size is not None and size > SPAN_TEXT
+            plain = span if size is not None and not truncated else _copy(span, cut=truncated)
+            message = encode_spans([plain])
+            protobuf = message.SerializeToString()
+        except Exception:
+            self._exporter.drop("unencodable")
+            _log.warning("tracegrad could not encode a span", exc_info=True)
+            return
+        self._exporter.put_span(protobuf, truncated=truncated)
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.flush(timeout_millis / 1e3)
 
 
-def as_fact(span: ReadableSpan) -> SpanEnded:
-    """A span of OpenTelemetry as the record that the store keeps."""
-    place, parent = span.context, span.parent
-    assert place is not None, "an ended span has a context"
-    attributes = dict(span.attributes or {})
-    rollout_id = attributes.get(context.ROLLOUT_KEY)
-    return SpanEnded(
-        trace_id=f"{place.trace_id:032x}",
-        span_id=f"{place.span_id:016x}",
-        parent_span_id=f"{parent.span_id:016x}" if parent else None,
-        rollout_id=None if rollout_id is None else str(rollout_id),
-        name=span.name,
-        kind=span.kind.name.lower(),
-        start_ns=span.start_time or 0,
-        end_ns=span.end_time or 0,
-        status=span.status.status_code.name.lower(),
-        attributes=attributes,
+def _size(span: ReadableSpan) -> int | None:
+    """Bytes of all of its texts; None if one of them is no UTF-8 (a lone surrogate)."""
+    texts: list[Any] = [span.name, span.status.description or ""]
+    held = [span.attributes, *(e.attributes for e in span.events)]
+    for attributes in (*held, *(link.attributes for link in span.links)):
+        texts += (attributes or {}).values()
+    try:
+        return sum(map(_length, texts)) + sum(len(event.name.encode()) for event in span.events)
+    except UnicodeEncodeError:
+        return None
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value) if value.isascii() else len(value.encode())
+    return sum(map(_length, value)) if isinstance(value, list | tuple) else 8
+
+
+def _copy(span: ReadableSpan, *, cut: bool) -> ReadableSpan:
+    """The span with every text in UTF-8; with `cut`, of large ones the beginning alone."""
+    most = CUT_TEXT if cut else None
+
+    def cleaned(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
+        return {name: _clean(value, most) for name, value in (attributes or {}).items()}
+
+    description = _clean(span.status.description, most)
+    events = [Event(_clean(e.name, most), cleaned(e.attributes), e.timestamp) for e in span.events]
+    return ReadableSpan(
+        name=_clean(span.name, most),
+        context=span.context,
+        parent=span.parent,
+        resource=span.resource,
+        attributes=cleaned(span.attributes),
+        events=events,
+        links=[] if cut else [trace.Link(ln.context, cleaned(ln.attributes)) for ln in span.links],
+        kind=span.kind,
+        status=Status(span.status.status_code, description),
+        start_time=span.start_time,
+        end_time=span.end_time,
+        instrumentation_scope=span.instrumentation_scope,
     )
 
 
-_lock = threading.Lock()
-os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
-_private: dict[str, TracerProvider] = {}
-_joined: WeakSet[TracerProvider] = WeakSet()
+def _clean(value: Any, most: int | None) -> Any:
+    if isinstance(value, str):
+        text = value[:most].encode("utf-8", "replace").decode()
+        more = len(value) - len(text)
+        return f"{text}… ({more} more characters)" if more > 0 else text
+    if isinstance(value, list | tuple):
+        return [_clean(item, most and 100) for item in value[: most and 1_000]]
+    return value
+
+
+_lock = threading.RLock()
+os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.RLock()))
+_private: dict[str, trace.Tracer] = {}
+_joined: WeakKeyDictionary[TracerProvider, trace.Tracer] = WeakKeyDictionary()
 
 
 def tracer(url: str) -> trace.Tracer:
@@ -99,36 +137,40 @@ def tracer(url: str) -> trace.Tracer:
     theirs = trace.get_tracer_provider()
     with _lock:
         if isinstance(theirs, TracerProvider):
-            if theirs not in _joined:
-                _joined.add(theirs)
-                _feed(theirs, outbox(url))
-            return theirs.get_tracer("tracegrad")
+            if (ours := _joined.get(theirs)) is None:
+                theirs.add_span_processor(RolloutSpans(exporter(url)))
+                ours = _joined[theirs] = theirs.get_tracer("tracegrad")
+            return ours
         if url not in _private:
-            # Not theirs to sample; and the outbox flushes at exit, in its own time.
-            _private[url] = TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False)
-            _feed(_private[url], outbox(url))
-        return _private[url].get_tracer("tracegrad")
-
-
-def _feed(provider: TracerProvider, box: Outbox) -> None:
-    processor = RolloutSpans(box)
-    provider.add_span_processor(processor)
-    box.feeders.append(processor.force_flush)
+            # Not theirs to sample; and the exporter flushes at exit, in its own time.
+            provider = TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False)
+            provider.add_span_processor(RolloutSpans(exporter(url)))
+            _private[url] = provider.get_tracer("tracegrad")
+        return _private[url]
 
 
 _entered: ContextVar[object] = ContextVar("tracegrad_span", default=None)
 
 
 class Span:
-    """`with Span(name, url):` a span that is current inside, and failed if an error leaves."""
+    """`with Span(name, url):` a span that is current inside, and failed if an error leaves.
+
+    Where there can be none (settings of OpenTelemetry's own that it refuses, a span processor of
+    the agent's that raises), the code inside runs all the same.
+    """
 
     def __init__(self, name: str, url: str) -> None:
         self._name = name
         self._url = url
+        self._span: trace.Span | None = None
 
     def __enter__(self) -> None:
-        self._span = tracer(self._url).start_span(self._name)
-        self._token = otel_context.attach(trace.set_span_in_context(self._span))
+        try:
+            self._span = span = tracer(self._url).start_span(self._name)
+        except Exception:
+            _lose_span(self._url)
+            return
+        self._token = otel_context.attach(trace.set_span_in_context(span))
         self._mark = _entered.set(self)
 
     def __exit__(
@@ -137,11 +179,15 @@ class Span:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Only errors: leaving by GeneratorExit or a cancellation is not a failure of the span.
-        if isinstance(error, Exception):
-            self._span.record_exception(error)
-            self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
-        self._span.end()
+        if self._span is None:
+            return
+        try:
+            # Only errors: leaving by GeneratorExit or a cancellation is no failure of the span.
+            if isinstance(error, Exception):
+                _record_error(self._span, error)
+            self._span.end()
+        except Exception:
+            _lose_span(self._url)
         # In another context than it was entered in (see context.inside) there is nothing to
         # detach, and OpenTelemetry would log a traceback about it.
         try:
@@ -149,3 +195,29 @@ class Span:
         except ValueError:
             return
         otel_context.detach(self._token)
+
+
+def _lose_span(url: str) -> None:
+    if exporter(url).drop("span_failed") == 1:  # the others are counted
+        _log.warning("tracegrad could not record a span", exc_info=True)
+
+
+def _record_error(span: trace.Span, error: Exception) -> None:
+    """What `span.record_exception` does, for errors of any depth, size and manners."""
+    message = text_of(error, CUT_TEXT)
+    event = {"exception.type": f"{type(error).__module__}.{type(error).__qualname__}"}
+    event |= {"exception.message": message, "exception.stacktrace": _stack(error)}
+    span.add_event("exception", {**event, "exception.escaped": "False"})
+    span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {message}"))
+
+
+def _stack(error: BaseException) -> str:
+    """The innermost frames of the error and of its nearest causes, the first cause first."""
+    parts: list[str] = []
+    each: BaseException | None = error
+    while each is not None and len(parts) < CAUSES:
+        frames = "".join(traceback.format_tb(each.__traceback__, -STACK_FRAMES))
+        head = "Traceback (most recent call last):\n" if frames else ""
+        parts.append(f"{head}{frames}{error_line(each, CUT_TEXT)}\n")
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return "\nThen:\n\n".join(reversed(parts))

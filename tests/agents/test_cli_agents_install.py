@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import sys
 import threading
 import time
@@ -11,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from support.cli_agents import install
-from support.cli_agents.install import InstallFailed, Pip, installed
+from support.cli_agents.install import PINS, InstallFailed, Npm, Pip, installed
+from support.cli_agents.recipes import AGENTS
 
 pytestmark = pytest.mark.agents
 
@@ -90,3 +94,34 @@ def test_what_cannot_be_installed_is_told_in_one_line(
 def test_the_command_of_an_installed_package_is_found_first(cache: Path) -> None:
     assert install.search_path(Parcel()).split(":")[0] == str(cache / "parcel-1.0")
     assert sys.prefix not in install.search_path(Parcel())
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_all_of_an_agent_is_pinned_by_its_hash(name: str) -> None:
+    package = AGENTS[name].package
+    if isinstance(package, Pip):
+        lines = package.requirements.read_text().replace("\\\n", " ").splitlines()
+        assert f"{name}=={package.version}" in package.requirements.read_text()
+        assert all("==" in line and "--hash=sha256:" in line for line in lines)
+        return
+    lock = json.loads((PINS / name / "package-lock.json").read_text())["packages"]
+    [pinned] = lock.pop("")["dependencies"].items()
+    assert lock[f"node_modules/{pinned[0]}"]["version"] == pinned[1] == package.version
+    assert all(each["integrity"].startswith("sha512-") for each in lock.values())
+
+
+def test_an_npm_package_of_another_hash_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = installed(install.NODE)  # the real one, of the real cache
+    monkeypatch.setattr(install, "installed", lambda _: node)
+    monkeypatch.setattr(install, "PINS", tmp_path / "pins")
+    shutil.copytree(PINS / "codex", tmp_path / "pins" / "codex")
+    lock = tmp_path / "pins" / "codex" / "package-lock.json"
+    lock.write_text(re.sub(r"sha512-[^\"]{20}", "sha512-" + "A" * 20, lock.read_text()))
+    folder = tmp_path / "codex-0"
+    folder.mkdir()
+    with pytest.raises(InstallFailed) as failure:
+        Npm("codex", "0").install(folder)
+    assert "EINTEGRITY" in (folder / "install.log").read_text()
+    assert "npm failed" in str(failure.value)

@@ -31,6 +31,8 @@ from support.obedient_engine import ObedientEngine
 from support.proxy_rig import EngineServer
 
 PNG = base64.b64decode("iVBORw0KGgo=")
+# Where the suite's links to pictures point; the engine of these tests follows none.
+PICTURES = "raw.githubusercontent.com"
 LONG = "Remember all of this. " * 10
 
 # LangChain's own: of OpenAI's `parsed`, and of schemas of pydantic 1.
@@ -46,7 +48,8 @@ def proxied(
     request: pytest.FixtureRequest,
 ) -> Iterator[Rig]:
     """One proxy for a class of tests; what it recorded is checked in the end."""
-    with rigged(engine_server, ObedientEngine(), new_store()) as rig:
+    pictures = {"allowed_media_domains": [PICTURES]}
+    with rigged(engine_server, ObedientEngine(), new_store(), **pictures) as rig:
         request.cls.rig = rig
         yield rig
         assert_all_recorded(rig.engine, rig.all_turns())

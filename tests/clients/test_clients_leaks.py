@@ -28,9 +28,11 @@ LEAKS = re.compile(
     rb"token_ids|tokens_ids|prompt_token|kv_transfer|bytes\"|\"logprob\"|top_logprob"
     rb"|-0\.\d|-1\.0\b|[\[,:] *(" + _TOKENS.encode() + rb")\b"
 )
-# In OpenAI's usage, a number of tokens; the names of fields that are null or empty say nothing.
+# In OpenAI's usage, a number of tokens; the names of fields that are null or empty say nothing; how
+# much the store's writer holds (/healthz).
 HARMLESS = re.compile(
     rb'"prompt_tokens(_details)?":|"prompt_token_ids":null|"kv_transfer_params":null|"top_logprobs":0'
+    rb'|"writer":\{[^{}]*\}'
 )
 
 

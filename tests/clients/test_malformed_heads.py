@@ -30,7 +30,7 @@ def send(rig: Rig, call: RawCall, *, head: bytes = b"", path: bytes = b"") -> An
     """The call with more in its head; within the time that `connect` gives it."""
     body = json.dumps(call.body).encode()
     where = path or call.path.encode()
-    first = b"POST " + where + b" HTTP/1.1\r\nhost: x\r\n"
+    first = b"POST " + where + b" HTTP/1.1\r\nhost: localhost\r\n"
     with connect(rig.url) as client:
         client.sendall(first + b"content-length: %d\r\n" % len(body) + head + b"\r\n" + body)
         answer = Reader(client).answer()

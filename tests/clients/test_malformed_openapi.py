@@ -24,7 +24,7 @@ from support.client_rig import Rig, rigged
 from support.full_bodies import FULL
 from support.neighbour import neighbour
 from support.patient_engine import PatientEngine
-from support.proxy_rig import EngineServer
+from support.proxy_rig import CONTROL, EngineServer
 from support.raw_calls import READ
 from tracegrad.proxy import create_app
 from tracegrad.proxy.collector import PROTOBUF
@@ -95,9 +95,11 @@ def test_whatever_is_sent_is_answered_as_documented(
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def send(case: Any) -> None:
-        response = case.call(base_url=patient.url, timeout=PATIENCE_S)
-        if "/push/" in case.path:  # or the next calls wait at the gate
-            httpx.post(f"{patient.url}/api/push/release")
+        pushes = "/push/" in case.path
+        key = CONTROL if pushes else None
+        response = case.call(base_url=patient.url, timeout=PATIENCE_S, headers=key)
+        if pushes:  # or the next calls wait at the gate
+            httpx.post(f"{patient.url}/api/push/release", headers=CONTROL)
         case.validate_response(
             response, checks=[getattr(schemathesis.checks, name) for name in CHECKS]
         )

@@ -20,7 +20,7 @@ from tracegrad.store import Store
 
 _SIDE_BY_SIDE = 2  # victims that write to one store at the same time
 _AGENTS = 4  # threads of each
-_WITHIN_S = 0.15  # of its first acknowledgement, each is killed
+_TRANSACTIONS = 40  # after its first acknowledgement, at most
 _LOOK_EVERY = 25
 _MAKING_S = 0.25  # about as long as it takes to make a store's tables
 
@@ -54,7 +54,7 @@ def writers_killed(url: str, folder: Path, kills: int) -> None:
 
 def _killer(range_: Range, told: dict[str, Told], seed: str, own_seed: str) -> Killer:
     draw = random.Random(own_seed)
-    return Killer(range_, draw, _next(told, seed, draw), _hears(told), within_s=_WITHIN_S)
+    return Killer(range_, draw, _next(told, seed, draw), _hears(told), transactions=_TRANSACTIONS)
 
 
 def _next(told: dict[str, Told], seed: str, draw: random.Random) -> Callable[[], dict[str, Any]]:
@@ -92,8 +92,8 @@ def makers_killed(new_url: Callable[[], str], folder: Path, kills: int) -> None:
     with ranges("make", new_url(), folder, 1) as [range_]:
         for _ in range(kills):
             url, said = new_url(), list[Any]()
-            moment = {"after_s": draw.uniform(0, _MAKING_S), "from_start": False, "aim": None}
-            status, _ = range_.one({"url": url, **moment}, said.append)
+            moment = {"wait_s": draw.uniform(0, _MAKING_S)}
+            status, _ = range_.one({"url": url, "kill": moment}, said.append)
             assert status == -9, range_.log()
             made += ["made"] in said
             with Store.open(url) as store:

@@ -30,7 +30,7 @@ from tracegrad.store.schema import Leases, Rollouts, TurnLedger, Turns
 
 _WORKERS = 3
 _KILLS = 60
-_WITHIN_S = 0.3
+_TRANSACTIONS = 30  # that a worker begins at most before it is killed
 _GROUPS_A_WORKER = 6  # come in before each worker starts
 
 
@@ -111,12 +111,12 @@ def test_killed_trainers_train_every_turn_once(url: str, tmp_path: Path) -> None
             return {"seed": draw.random(), "owner": f"worker {draw.random()}"}
 
         killers = [
-            Killer(each, random.Random(draw.random()), order, heard.hear, _WITHIN_S)
+            Killer(each, random.Random(draw.random()), order, heard.hear, _TRANSACTIONS)
             for each in found
         ]
         all_at_once([partial(killer.kill, _KILLS // _WORKERS) for killer in killers])
         of_the_killed = len(Ledger(store).steps())
-        rest = {**order(), "after_s": None, "until_all": True}
+        rest = {**order(), "kill": None, "until_all": True}
         status, _ = found[0].one(rest, heard.hear)
         assert status == 0, "the last worker, whom nobody kills, does not get to the end"
         faults = [*heard.twice, *_once(store, tasks.turns), *_steps(store, heard)]

@@ -5,6 +5,7 @@ Tests that push other weights put the checkpoint's back when they are done.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from support.planted import plant
 from support.tiny_model import save_tiny_model
 from support.vllm_server import VllmServer, tiny_settings
 from tracegrad_trainer.endpoint.process import VllmProcess
@@ -28,6 +30,13 @@ def vllm_server(
     tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServer]:
     settings = tiny_settings(tiny_model_dir, tmp_path_factory.mktemp("vllm") / "vllm.log")
-    with VllmProcess(settings) as process:
+    process = VllmProcess(settings)
+    planted = plant(tmp_path_factory.mktemp("planted"))
+    try:
+        with contextlib.chdir(planted):
+            process.start()
         process.wait_healthy(timeout=240)
-        yield VllmServer(process.url, tiny_model_dir, settings.served_model_name, process)
+        name = settings.served_model_name
+        yield VllmServer(process.url, tiny_model_dir, name, process, planted)
+    finally:
+        process.stop()

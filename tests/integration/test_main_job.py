@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import signal
+import stat
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -300,3 +301,38 @@ def test_no_call_of_a_second_start_is_answered_by_the_first_weights(job: Job) ->
     )
     differences = [abs(a - b) for a, b in zip(turn.completion_logprobs, untrained, strict=True)]
     assert max(differences) > 100 * GAP
+
+
+# Who reaches it
+
+
+def test_nobody_without_its_key_says_what_is_served(job: Job) -> None:
+    assert job.during["mark"] == 401
+    assert 77 not in {version for seen in job.details().values() for turn in seen.turns
+                      for version, _ in turn.policy_versions}  # fmt: skip
+
+
+def test_the_key_of_pushes_is_told_to_whom_it_concerns(job: Job) -> None:
+    holders = {
+        name: environment.get("TRACEGRAD_PROXY_CONTROL_KEY")
+        for name, environment in job.during["environments"].items()
+    }
+    key = holders["proxy"]
+    assert holders == {"vllm": None, "proxy": key, "ranks": key}
+    assert len(key) == 64
+    told = [*job.during["command_lines"], *(ended.output for ended in job.ended)]
+    told += [file.read_text() for file in (job.state_dir / "logs").iterdir()]
+    told += [file.read_text() for file in (job.state_dir / "run").glob("*.json")]
+    assert [text for text in told if key in text] == []
+
+
+def test_what_it_wrote_is_its_owners_alone(job: Job) -> None:
+    modes = {
+        path.relative_to(job.state_dir): oct(stat.S_IMODE(path.stat().st_mode))
+        for path in [job.state_dir, *job.state_dir.rglob("*")]
+    }
+    assert {mode for path, mode in modes.items() if (job.state_dir / path).is_dir()} == {"0o700"}
+    assert {m: str(p) for p, m in modes.items() if (job.state_dir / p).is_file()}.keys() == {
+        "0o600"
+    }
+    assert any(path.suffix == ".distcp" for path in modes)

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from support.proxy_rig import CONTROL_KEY
 from support.tiny_model import load_model, perturb, reference_logprobs
 from support.vllm_server import VllmServer
 from tracegrad.store import Store
@@ -32,7 +33,8 @@ def proxy_url(vllm_server: VllmServer, store_url: str, tmp_path: Path) -> Iterat
     port = free_port()
     command = [str(Path(sys.executable).with_name("tracegrad")), "proxy", "--port", str(port)]
     command += ["--upstream", vllm_server.url, "--store", store_url]
-    proxy = Child("proxy", command, log=tmp_path / "proxy.log")
+    env = {"TRACEGRAD_PROXY_CONTROL_KEY": CONTROL_KEY}
+    proxy = Child("proxy", command, log=tmp_path / "proxy.log", env=env)
     url = f"http://127.0.0.1:{port}"
     proxy.start()
     try:
@@ -69,7 +71,9 @@ def test_a_streamed_turn_records_which_weights_sampled_each_token(
     old, new = load_model(vllm_server.model_dir), load_model(vllm_server.model_dir)
     perturb(new, seed=11)
     reader = threading.Thread(target=stream)
-    with WeightPusher(vllm_server.url, proxy_url, checkpoint=vllm_server.model_dir) as pusher:
+    with WeightPusher(
+        vllm_server.url, proxy_url, proxy_key=CONTROL_KEY, checkpoint=vllm_server.model_dir
+    ) as pusher:
         try:
             reader.start()
             deadline = time.monotonic() + 30

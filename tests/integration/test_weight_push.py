@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
@@ -27,6 +26,7 @@ from support.tiny_model import (
     tiny_tokenizer,
 )
 from support.vllm_server import VllmServer, tiny_settings
+from tracegrad_trainer.endpoint.client import endpoint_client
 from tracegrad_trainer.endpoint.probe import ProbeMismatch, compare, probe
 from tracegrad_trainer.endpoint.process import VllmProcess
 from tracegrad_trainer.endpoint.push import PushFailed, WeightPusher
@@ -58,7 +58,8 @@ def agrees(url: str, model: PreTrainedModel, *prompts: list[int], tokens: int = 
 
 
 def served_version(url: str) -> str:
-    version: str = httpx.get(f"{url}/weight_info").json()["weight_version"]
+    with endpoint_client(url, timeout_s=60) as client:
+        version: str = client.get("/weight_info").json()["weight_version"]
     return version
 
 
@@ -106,8 +107,10 @@ class Stream:
             "ignore_eos": True,
             "stream": True,
         }
-        url = f"{server.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=request, timeout=60) as response:
+        with (
+            endpoint_client(server.url, timeout_s=60) as client,
+            client.stream("POST", "/v1/chat/completions", json=request) as response,
+        ):
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     self._take(json.loads(line.removeprefix("data: ")))

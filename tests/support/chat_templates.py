@@ -1,27 +1,28 @@
-"""The real chat templates that tests read; they are not part of this repository."""
+"""Chat templates that tests read: the files beside this module, and some of TRL's package."""
 
 from __future__ import annotations
 
-import os
+from functools import cache
+from importlib.metadata import files
 from pathlib import Path
 
-import pytest
+FOLDER = Path(__file__).parent / "templates"
+IN_TRL = {
+    "Qwen-Qwen2.5-7B-Instruct": "qwen2_5",
+    "Qwen-Qwen3.5-4B": "qwen3_5_think",
+    "google-gemma-3-it": "gemma3",
+    "meta-llama-Llama-3.1-8B-Instruct": "llama3_1",
+    "openai-gpt-oss-120b": "gptoss",
+}
 
 
-def folder() -> Path | None:
-    """TRACEGRAD_CHAT_TEMPLATES, or `shared/chat-templates` beside the repository or above it."""
-    if named := os.environ.get("TRACEGRAD_CHAT_TEMPLATES"):
-        return Path(named)
-    places = (parent / "shared" / "chat-templates" for parent in Path(__file__).parents)
-    return next((place for place in places if place.is_dir()), None)
-
-
-needs_templates = pytest.mark.skipif(
-    folder() is None, reason="no shared/chat-templates above, no TRACEGRAD_CHAT_TEMPLATES"
-)
-
-
+@cache
 def chat_template(name: str) -> str:
-    place = folder()
-    assert place is not None, "the test needs_templates"
-    return (place / f"{name}.jinja").read_text()
+    """Its text, by the file's name without `.jinja`."""
+    if name not in IN_TRL:
+        return (FOLDER / f"{name}.jinja").read_text()
+    # Not by importing it: TRL takes seconds.
+    wanted = f"trl/chat_templates/{IN_TRL[name]}.jinja"
+    found = [file for file in files("trl") or [] if str(file) == wanted]
+    assert found, f"the installed trl has no {wanted}: see requirements/cpu.txt for its version"
+    return found[0].read_text()

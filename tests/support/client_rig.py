@@ -11,7 +11,7 @@ from typing import Any
 
 from support.mock_engine import MockEngine, Say, logprobs_of
 from support.obedient_engine import ObedientEngine
-from support.proxy_rig import EngineServer, HeldWriter
+from support.proxy_rig import CONTROL_KEY, EngineServer, HeldWriter
 from support.raw_http import bounded
 from tracegrad.proxy import create_app
 from tracegrad.proxy.limits import Limits
@@ -58,6 +58,7 @@ def rigged(
 ) -> Iterator[Rig]:
     """`store_path` is that of a migrated SQLite store; `settings` are the proxy's."""
     engines.engine = engine
+    settings = {"control_key": CONTROL_KEY, **settings}
     configured = ProxySettings(upstream=engines.url, **settings)
     with Store.open(f"sqlite:///{store_path}") as store, Writer(store) as writer:
         held = HeldWriter(writer)

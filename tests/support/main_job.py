@@ -13,11 +13,13 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 
 from support.toy_agents import MAX_TOKENS, SPLIT, Seen, Toys, plainly
 from support.trainer_serve import Ended, TrainerServe, cli, cli_json
 from tracegrad import flush, rollout
 from tracegrad.store import Ledger, RolloutDetail, StepRecord, Store
+from tracegrad_trainer.endpoint.client import endpoint_client
 from tracegrad_trainer.endpoint.probe import probe
 
 PROMPT = [5 + 7 * i % 90 for i in range(40)]
@@ -74,7 +76,14 @@ def first_start(job: Job, run: TrainerServe) -> None:
         "ls": cli_json(*rollouts, "ls", *store_option, "--json", "--limit", "100"),
         "show": cli(*rollouts, "show", job.seen[0].rollout_id, *store_option),
         "sample": sample.token_ids,
+        "mark": httpx.post(f"{run.url}/api/push/mark", json={"version": 77}).status_code,
+        "environments": {name: environment_of(run, name) for name in ("vllm", "proxy", "ranks")},
+        "command_lines": [" ".join(each.cmdline()) for each in run.family.alive()],
     }
+
+
+def environment_of(run: TrainerServe, child: str) -> dict[str, str]:
+    return psutil.Process(run.pid_of(child)).environ()
 
 
 async def batch(toys: Toys, number: int, temperature: float = 1.0) -> None:
@@ -140,7 +149,8 @@ def served_logprobs(run: TrainerServe, completion: list[int]) -> list[float]:
         "max_tokens": 1,
         "prompt_logprobs": 0,
     }
-    answer = httpx.post(f"{run.vllm_url}/v1/completions", json=request, timeout=60)
+    with endpoint_client(run.vllm_url, timeout_s=60) as client:
+        answer = client.post("/v1/completions", json=request)
     answer.raise_for_status()
     [choice] = answer.json()["choices"]
     tail = choice["prompt_logprobs"][len(PROMPT) :]

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -15,7 +14,11 @@ from starlette.types import Receive, Scope, Send
 
 from support.mock_engine import MockEngine
 from tracegrad.records import Fact
-from tracegrad.store import StoreUnavailable, Writer
+from tracegrad.store import Load, StoreUnavailable, Submission, Writer
+
+# Of proxies whose tests push weights, and how it is sent.
+CONTROL_KEY = "control-key-of-tests"
+CONTROL = {"authorization": f"Bearer {CONTROL_KEY}"}
 
 
 @contextmanager
@@ -64,19 +67,22 @@ class HeldWriter:
     def release(self) -> None:
         self._open.set()
 
-    def submit(self, facts: Sequence[Fact]) -> Future[None]:
+    def load(self) -> Load:
+        return self._writer.load()
+
+    def submit(self, facts: Sequence[Fact]) -> Submission:
         if self.broken:
-            failed: Future[None] = Future()
+            failed = Submission()
             failed.set_exception(StoreUnavailable("disk is full"))
             return failed
         if self._open.is_set():
             return self._writer.submit(facts)
-        done: Future[None] = Future()
+        done = Submission()
         self.waiting += 1
         threading.Thread(target=self._later, args=(facts, done), daemon=True).start()
         return done
 
-    def _later(self, facts: Sequence[Fact], done: Future[None]) -> None:
+    def _later(self, facts: Sequence[Fact], done: Submission) -> None:
         self._open.wait(10)
         self._writer.submit(facts).result()
         done.set_result(None)

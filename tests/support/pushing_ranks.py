@@ -19,10 +19,12 @@ from support.tiny_model import reference_logprobs
 from tracegrad.records import Outcome, RewardGiven, RolloutFinished, RolloutOpened
 from tracegrad.store import Store
 from tracegrad_trainer.children import answers
+from tracegrad_trainer.endpoint.client import endpoint_client
 from tracegrad_trainer.endpoint.probe import Gap, compare, probe
 from tracegrad_trainer.endpoint.process import VllmProcess, free_port
 from tracegrad_trainer.exporting import weights_of
-from tracegrad_trainer.serve import proxy_child
+from tracegrad_trainer.launcher import secrets_of
+from tracegrad_trainer.serve import proxy_child, with_control_key
 from tracegrad_trainer.settings import TrainerSettings
 
 KILLED = -9
@@ -50,7 +52,8 @@ class PushingRanks:
         """Until step `until` is committed and served -> whether it got there, or was killed."""
         limited = self.settings.model_copy(update={"max_steps": until})
         self.file.write_text(limited.model_dump_json())
-        statuses = self.runs.run(self.file, serve=True, ranks=self.ranks, **order)
+        env = secrets_of(self.settings)
+        statuses = self.runs.run(self.file, serve=True, ranks=self.ranks, env=env, **order)
         assert set(statuses) == {0} or KILLED in statuses, log_of(self.file)
         return set(statuses) == {0}
 
@@ -76,7 +79,8 @@ def agree(settings: TrainerSettings, prompt: Sequence[int] = PROMPT) -> Gap:
         newest = max(store.versions(), key=lambda version: version.version)
         assert store.current_version() == newest.version
     assert (newest.state, newest.step) == ("serving", last)
-    engine = httpx.get(f"{settings.vllm.url}/weight_info").json()
+    with endpoint_client(settings.vllm.url, timeout_s=60) as client:
+        engine = client.get("/weight_info").json()
     assert engine["weight_version"] == str(newest.version)
     gate = httpx.get(f"{settings.url}/api/push").json()
     assert gate["version"] == newest.version
@@ -90,10 +94,10 @@ def pushing_ranks(
     runs: Runs, engine: VllmProcess, model: Path, state_dir: Path, **changes: object
 ) -> Iterator[PushingRanks]:
     """With a proxy of their own, as `trainer serve` starts it."""
-    ports = {"vllm__port": engine.settings.port, "proxy__port": free_port()}
-    state_dir.mkdir()
+    places = {"vllm__socket": engine.settings.socket, "proxy__port": free_port()}
+    state_dir.mkdir(mode=0o700)
     ranks = int(str(changes.get("ranks", 1)))
-    settings = settings_of(model, state_dir, **ports, **changes)
+    settings = with_control_key(settings_of(model, state_dir, **places, **changes))
     proxy = proxy_child(settings)
     proxy.start()
     try:

@@ -189,7 +189,7 @@ class Served:
         transport = httpx2.MockTransport(self._serve)
         return openai.OpenAI(
             api_key="k",
-            base_url="http://proxy/v1",
+            base_url="http://localhost/v1",
             max_retries=0,
             http_client=httpx2.Client(transport=transport),
         )
@@ -198,7 +198,7 @@ class Served:
         transport = httpx2.MockTransport(self._serve)
         return openai.AsyncOpenAI(
             api_key="k",
-            base_url="http://proxy/v1",
+            base_url="http://localhost/v1",
             max_retries=0,
             http_client=httpx2.AsyncClient(transport=transport),
         )

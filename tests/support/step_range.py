@@ -38,7 +38,7 @@ class Runs:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         every = {"serve": False, "ranks": 1, "steps": None, "after_s": None, "at": None, "nth": 1}
-        every |= {"linger_s": 0.0, "alone": False, "settings": str(settings)}
+        every |= {"linger_s": 0.0, "alone": False, "settings": str(settings), "env": {}}
         self._process.stdin.write(json.dumps(every | order) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()

@@ -3,10 +3,10 @@ and forks them.
 
 Orders come as JSON lines, one run each: {"settings": FILE, "serve": BOOL, "ranks": N,
 "steps": N or null, "after_s": SECONDS or null, "at": POINT or null, "nth": N, "linger_s": SECONDS,
-"alone": BOOL}. With `serve` they are the ranks that push to an engine, which runs already. A run
-is killed `after_s` seconds after it began, or it kills itself `at` a point, the `nth` time that
-it gets there, after it lingered there; `alone`: only one of its ranks, and the others are ended
-as the launcher would. The answer is one line, the exit statuses.
+"alone": BOOL, "env": {NAME: VALUE}}. With `serve` they are the ranks that push to an engine, which
+runs already. A run is killed `after_s` seconds after it began, or it kills itself `at` a point, the
+`nth` time that it gets there, after it lingered there; `alone`: only one of its ranks, and the
+others are ended as the launcher would. The answer is one line, the exit statuses.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def fork(order: dict[str, Any], rank: int, port: int) -> int:
         out = os.open(f"{order['settings']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1)
         os.dup2(out, 2)
+        os.environ |= order["env"]
         if order["ranks"] > 1:
             os.environ |= {
                 "RANK": str(rank),

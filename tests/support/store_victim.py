@@ -2,9 +2,8 @@
 
 Started as `python -m support.store_victim ROLE URL`. Each line on its standard input is an order
 (JSON); it forks a victim, which does as its role says and tells each acknowledgement, and kills
-it `after_s` seconds after the first of them, or (`from_start`) after the fork. All of them write
-whole lines to one pipe, so what a victim told before its death stands before the line that says
-it is dead.
+it at the order's moment (`Moment`). All of them write whole lines to one pipe, so what a victim
+told before its death stands before the line that says it is dead.
 
 Forks save the second that Python and SQLAlchemy take to load, so that hundreds of kills fit
 into a test.
@@ -22,12 +21,22 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
 from sqlalchemy import Connection
 
 from support.store_work import Agents, Parcel
-from tracegrad.store import AlreadyTrained, Group, Ledger, LedgerError, StepRecord, Store, Writer
+from tracegrad.store import (
+    AlreadyTrained,
+    Group,
+    LeaseLost,
+    Ledger,
+    LedgerError,
+    StepRecord,
+    Store,
+    Writer,
+    leases_of,
+)
 from tracegrad.store.errors import StoreUnavailable
 
 Json = dict[str, Any]
@@ -39,21 +48,44 @@ LEASE_S = 0.12
 GROUPS, GROUP_SIZE = 2, 2
 
 
+class Moment(TypedDict, total=False):
+    """When a victim is killed, in its own progress: a slow machine kills it no earlier.
+
+    After its first acknowledgement it begins `transactions` more, and then there pass `wait` times
+    the seconds that one of them took it on average (without any: `wait_s`). With `from_start`
+    there pass `wait` times the seconds that the victims before it took to open the store. With
+    `aim` it is killed as soon after that as it is in that phase, or a second later.
+    """
+
+    from_start: bool
+    transactions: int
+    wait: float
+    wait_s: float
+    aim: str | None
+
+
 class Shared:
-    """What a victim leaves behind in memory: its phase, and whether it has told anything."""
+    """What a victim leaves behind in memory: its phase, how many transactions it has begun, and
+    whether it has told anything."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 2)
+        self._memory = mmap.mmap(-1, 8)
 
     def reset(self) -> None:
-        self._memory[:] = bytes(2)
+        self._memory[:] = bytes(8)
 
     def enter(self, phase: str) -> None:
         self._memory[0] = PHASES.index(phase)
+        if phase == "statements":  # threads may miss one of each other's
+            self._memory[4:8] = (self.transactions + 1).to_bytes(4, "little")
 
     def tell(self, *words: object) -> None:
         self._memory[1] = 1
         say(*words)
+
+    @property
+    def transactions(self) -> int:
+        return int.from_bytes(self._memory[4:8], "little")
 
     @property
     def phase(self) -> str:
@@ -142,8 +174,9 @@ def _step(ledger: Ledger, groups: list[Group], draw: random.Random) -> None:
                 trained=trained,
                 skipped=skipped,
                 rollouts=rollouts,
+                leases=leases_of(groups),
             )
-        except AlreadyTrained as error:
+        except (AlreadyTrained, LeaseLost) as error:
             say("refused", str(error))
             return
         except LedgerError as error:
@@ -176,9 +209,9 @@ def watch(store: Store, shared: Shared) -> None:
 
         return transaction
 
-    def preparing(facts: Any) -> None:
+    def preparing(facts: Any, **more: Any) -> None:
         shared.enter("preparing")
-        append(facts)
+        append(facts, **more)
 
     store.append = preparing  # type: ignore[method-assign]
     store.appending = watched(store.appending)  # type: ignore[method-assign]
@@ -189,14 +222,16 @@ def main() -> None:
     role, url = sys.argv[1:]
     with Store.open(url) as store:
         store.rollouts(limit=1)  # loads what forks would load again
-    shared = Shared()
+    shared, opening_s = Shared(), 0.02
     for line in sys.stdin:
         order = json.loads(line)
         shared.reset()
         victim = os.fork()
         if victim == 0:
             _live(ROLES[role], url, order, shared)
-        status = _killed(victim, order, shared)
+        killer = Killing(victim, order["kill"], shared, opening_s)
+        status = killer.status()
+        opening_s = killer.opening_s or opening_s
         say("dead", status, shared.phase)
 
 
@@ -209,28 +244,56 @@ def _live(role: Callable[[str, Json, Shared], None], url: str, order: Json, shar
     os._exit(0)
 
 
-def _killed(victim: int, order: Json, shared: Shared) -> int:
-    """Its exit status; -9 after a kill. It may have ended by itself.
+class Killing:
+    """Waits for a victim's moment; `moment` None: nobody kills it."""
 
-    `after_s` None: nobody kills it. With `aim` it is killed as soon as it is in that phase, or a
-    second later.
-    """
-    after_s: float | None = order["after_s"]
-    deadline = time.monotonic() + after_s if after_s is not None and order["from_start"] else None
-    while True:
-        ended, status = os.waitpid(victim, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        now = time.monotonic()
-        if deadline is None and shared.told and after_s is not None:
-            deadline = now + after_s
-        if deadline is None or now < deadline:
-            time.sleep(0.001)
-        elif order["aim"] in (None, shared.phase) or now > deadline + 1:
-            os.kill(victim, signal.SIGKILL)
-            return os.waitstatus_to_exitcode(os.waitpid(victim, 0)[1])
-        else:
-            time.sleep(0.0001)  # commits are short
+    def __init__(
+        self, victim: int, moment: Moment | None, shared: Shared, opening_s: float
+    ) -> None:
+        self.victim = victim
+        self.moment = moment
+        self.shared = shared
+        self.began = time.monotonic()
+        self.opening_s = 0.0  # what this one took to its first acknowledgement
+        self._transactions = 0  # that it had begun by then
+        self._deadline: float | None = None
+        if moment is not None and moment.get("from_start"):
+            self._deadline = self.began + moment["wait"] * opening_s
+
+    def status(self) -> int:
+        """Its exit status; -9 after a kill. It may have ended by itself."""
+        while True:
+            ended, status = os.waitpid(self.victim, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            now = time.monotonic()
+            if self._deadline is None:
+                self._deadline = self._found(now)
+            if self._deadline is None or now < self._deadline:
+                time.sleep(0.0005)
+            elif self._aimed() or now > self._deadline + 1:
+                os.kill(self.victim, signal.SIGKILL)
+                return os.waitstatus_to_exitcode(os.waitpid(self.victim, 0)[1])
+            else:
+                time.sleep(0.0001)  # commits are short
+
+    def _aimed(self) -> bool:
+        assert self.moment is not None
+        return self.moment.get("aim") in (None, self.shared.phase)
+
+    def _found(self, now: float) -> float | None:
+        """When to kill it, once that is known."""
+        if self.moment is None or not self.shared.told:
+            return None
+        if not self.opening_s:
+            self.opening_s = now - self.began
+            self._transactions = self.shared.transactions
+        since = self.shared.transactions - self._transactions
+        if since < self.moment.get("transactions", 0):
+            return None
+        if since == 0:
+            return now + self.moment.get("wait_s", 0.0)
+        return now + self.moment["wait"] * (now - self.began - self.opening_s) / since
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ class TrainerServe:
     state_dir: Path
     settings: Mapping[str, object]
     proxy_port: int = field(default_factory=free_port)
-    vllm_port: int = field(default_factory=free_port)
 
     @property
     def url(self) -> str:
@@ -55,7 +54,9 @@ class TrainerServe:
 
     @property
     def vllm_url(self) -> str:
-        return f"http://127.0.0.1:{self.vllm_port}"
+        """Known once it runs."""
+        state = read_state(self.state_dir, "serve") or {}
+        return str(state["engine"])
 
     @property
     def store_url(self) -> str:
@@ -65,7 +66,6 @@ class TrainerServe:
         settings = {
             "state_dir": self.state_dir,
             "proxy.port": self.proxy_port,
-            "vllm.port": self.vllm_port,
             **TINY,
             **self.settings,
         }
@@ -78,6 +78,7 @@ class TrainerServe:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            umask=0,  # what it writes is private all the same
             env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
         )
         self.family = Family(self.process.pid)

@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from support.own_modules import environment
+from support.store_victim import Moment
 
 Json = dict[str, Any]
 
 _SEED = "TRACEGRAD_TEST_SEED"
-# Some are killed while they open the store; some when they are seen to commit, which takes so
-# little of their time that moments drawn blindly mostly miss it.
+# Some are killed while they open the store; some when they are seen to commit or to write, which
+# take so little of their time that moments drawn blindly mostly miss them.
 _OPENING_ONE_IN = 8
-_COMMIT_ONE_IN = 4
+_AIMS = ("commit", "statements", None, None)
 
 
 def drawn_seed() -> str:
@@ -123,17 +124,19 @@ class Killer:
     draw: random.Random
     order: Callable[[], Json]
     hear: Callable[[list[Any]], None]
-    within_s: float
+    transactions: int  # how many a victim begins at most before its moment
     toll: Toll = field(default_factory=Toll)
 
     def kill(self, times: int) -> None:
         for _ in range(times):
-            moment = {
-                "after_s": self.draw.uniform(0, self.within_s),
+            moment: Moment = {
                 "from_start": self.draw.randrange(_OPENING_ONE_IN) == 0,
-                "aim": "commit" if self.draw.randrange(_COMMIT_ONE_IN) == 0 else None,
+                "transactions": self.draw.randint(1, self.transactions),
+                "wait": self.draw.random(),
+                "aim": self.draw.choice(_AIMS),
             }
-            status, phase = self.range.one({**self.order(), **moment}, self._hear)
+            order = {**self.order(), "kill": moment}
+            status, phase = self.range.one(order, self._hear)
             assert status == -9, f"a victim ended by itself ({status}): {self.range.log()}"
             self.toll.phases[phase] += 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracegrad_trainer.endpoint.process import VllmProcess, VllmSettings, free_port
+from tracegrad_trainer.endpoint.process import VllmProcess, VllmSettings
 
 
 @dataclass(frozen=True)
@@ -14,12 +14,13 @@ class VllmServer:
     model_dir: Path
     model: str
     process: VllmProcess
+    planted: Path  # the working directory that it was started in
 
 
 def tiny_settings(model_dir: Path, log: Path) -> VllmSettings:
     return VllmSettings(
         model=str(model_dir),
-        port=free_port(),
+        socket=log.with_name("vllm.sock"),
         max_model_len=1024,
         kv_cache_memory_bytes=128 << 20,
         log=log,

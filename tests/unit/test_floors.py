@@ -15,13 +15,19 @@ WINGS = (SDK, TRAINER, INTEGRATIONS)
 
 # Part of the house -> its floor. A file imports only floors below its own, or its own part.
 FLOORS = {
+    "tracegrad.urls": -1,
+    "tracegrad.files": -1,
     "tracegrad.records": 0,
     "tracegrad.settings": 0,
     "tracegrad.turns": 1,
+    "tracegrad.serializer": 0,
+    "tracegrad.journal": 0,
+    "tracegrad.transport": 0,
+    "tracegrad.rollout_keys": 0,
     "tracegrad.context": 1,
     "tracegrad.tasks": 1,
     "tracegrad.resend": 2,
-    "tracegrad.client": 1,
+    "tracegrad.exporter": 1,
     "tracegrad.propagation": 2,
     "tracegrad.store": 2,
     "tracegrad.telemetry": 2,

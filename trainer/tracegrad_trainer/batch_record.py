@@ -61,6 +61,8 @@ def record_of(
     dropped_rows: Collection[int],
     weights: int | None = None,
 ) -> BatchRecord:
+    names = [rollout.rollout_id for group in groups for rollout in group.rollouts]
+    assert len(names) == len(set(names)), "a rollout is in a batch once"
     return BatchRecord(
         groups=[_group(group) for group in groups],
         version=version,

@@ -14,13 +14,21 @@ import shutil
 import signal
 import subprocess
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from urllib.error import URLError
+
+import httpx
+
+from tracegrad.files import open_private, private_folder
+from tracegrad.urls import http_base
+from tracegrad_trainer.endpoint.client import endpoint_client
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: dlopen after it may deadlock
+
+# What settings are read from, keys and passwords among them: a child gets its part resolved.
+_SETTINGS = ("TRACEGRAD_PROXY_", "TRACEGRAD_TRAINER_", "TRACEGRAD_API_KEY", "TRACEGRAD_STORE")
+ENGINE_KEY = "VLLM_API_KEY"
 
 
 class ChildError(RuntimeError):
@@ -30,7 +38,10 @@ class ChildError(RuntimeError):
 class Child:
     """One supervised process; what it prints goes to `log`.
 
-    `orphaned` is the signal that it gets when we die without stopping it.
+    Of our own environment it has all but the variables of settings: `env` has those that it needs,
+    so that no child holds a key that it has no use for. Nothing that lies in the working directory
+    is imported in place of a library. `orphaned` is the signal that it gets when we die without
+    stopping it.
     """
 
     def __init__(
@@ -46,7 +57,7 @@ class Child:
         self.name = name
         self.command = list(command)
         self.log = log
-        self.env = {**os.environ, **(env or {})}
+        self.env = {**_inherited(), "PYTHONSAFEPATH": "1", **(env or {})}
         self.nice = nice
         self.orphaned = orphaned
         self._process: subprocess.Popen[bytes] | None = None
@@ -57,13 +68,13 @@ class Child:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(self.log.parent)
 
         def prepare() -> None:
             _LIBC.prctl(_PR_SET_PDEATHSIG, self.orphaned)
             os.nice(self.nice)
 
-        with self.log.open("ab") as log:
+        with open_private(self.log, "ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
                 self.command,
@@ -149,13 +160,18 @@ class Child:
         return ""
 
 
-def answers(url: str) -> bool:
-    """Whether a server of ours is up: `url` answers with 200."""
+def answers(url: str, path: str = "") -> bool:
+    """Whether a server of ours is up: it answers with 200 at `path` under `url`."""
     try:
-        with urllib.request.urlopen(url, timeout=2) as response:
-            return bool(response.status == 200)
-    except (URLError, OSError):
+        with endpoint_client(url, timeout_s=2) as client:
+            return client.get(http_base(url) + path).status_code == 200
+    except httpx.TransportError:
         return False
+
+
+def _inherited() -> dict[str, str]:
+    names = (name for name in os.environ if not name.startswith(_SETTINGS))
+    return {name: os.environ[name] for name in names if name != ENGINE_KEY}
 
 
 def errors_in(lines: Sequence[str]) -> list[str]:

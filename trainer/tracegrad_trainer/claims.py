@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import IO
 
+from tracegrad.files import open_private, private_folder
+
 COMMAND, RANKS = "lock", "ranks.lock"
 # Ranks whose command was killed end by themselves, a moment later.
 PATIENCE_S = 5.0
@@ -40,9 +42,8 @@ def claim_ranks(state_dir: Path) -> IO[bytes]:
 
 
 def _claim(state_dir: Path, name: str, *, patience_s: float) -> IO[bytes]:
-    folder = state_dir / "run"
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / name).open("a+b")
+    folder = private_folder(private_folder(state_dir) / "run")
+    file = open_private(folder / name, "a+b")
     deadline = time.monotonic() + patience_s
     while True:
         try:

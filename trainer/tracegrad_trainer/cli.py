@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from tracegrad.files import keep_private
 from tracegrad_trainer.sft_cli import sft
 
 if TYPE_CHECKING:  # `trainer status` need not wait for pydantic
@@ -193,8 +194,13 @@ def _resolved(state_dir: Path) -> dict[str, Any]:
 
 def _store_url(state_dir: Path) -> str:
     """Of the last `trainer serve` or `trainer step` in this folder, or the folder's own."""
+    from tracegrad.urls import unmasked
+
     found = _resolved(state_dir).get("proxy", {}).get("store")
-    return found or f"sqlite:///{state_dir}/store.db"
+    try:
+        return unmasked(found) if found else f"sqlite:///{state_dir}/store.db"
+    except ValueError as error:
+        _fail(f"trainer: {error}, or --store")
 
 
 def _fail(line: str) -> NoReturn:
@@ -206,6 +212,7 @@ app.command("sft")(sft)
 
 
 def main() -> None:
+    keep_private()
     # Ctrl-C during the seconds of imports, before anything runs, ends us without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Parts of one's own lie where the command is run, as `python -m` finds them; behind all else,

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
 
+from tracegrad.files import private_file
+from tracegrad.settings import SecretUrl
 from tracegrad.store import Store
 from tracegrad_trainer.claims import FolderInUse, claim_command
 from tracegrad_trainer.settings import TrainerSettings
@@ -44,14 +46,14 @@ def stop_signals() -> Iterator[None]:
 
 
 def write_resolved(settings: TrainerSettings) -> Path:
-    """The resolved settings as the ranks read them; for our eyes only."""
+    """The resolved settings as the ranks read them, less what is secret (see `Ranks`)."""
     path = settings.state_dir / "run" / "settings.json"
-    path.touch(mode=0o600)
+    private_file(path)
     path.write_text(settings.model_dump_json(indent=2))
     return path
 
 
-def open_store(url: str) -> Store:
+def open_store(url: SecretUrl) -> Store:
     """Raises ServeError, StoreError."""
     try:
         return Store.open(url)

@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import copy
 import socket
+import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from tracegrad.records import Json
-from tracegrad.store import Group, Ledger, StepRecord, Store
+from tracegrad.store import (
+    AlreadyTrained,
+    Group,
+    LeaseLost,
+    Ledger,
+    StepRecord,
+    Store,
+    leases_of,
+)
 from tracegrad_trainer.batch_record import record_of
 from tracegrad_trainer.batches import Selection, select
 from tracegrad_trainer.building import told_routes
-from tracegrad_trainer.fsdp.whole import CheckpointError, read_manifest, step_of, verify
+from tracegrad_trainer.committed import Committed, resume_checkpoint
 from tracegrad_trainer.judging import Judging
 from tracegrad_trainer.objectives import Memory, advantages
+from tracegrad_trainer.renewal import HeldLeases
+from tracegrad_trainer.run_state import run_id
 from tracegrad_trainer.settings import TrainerSettings
 
 POLL_S = 0.2
@@ -56,7 +66,7 @@ class Batch:
 class ResumePoint:
     step: int
     version: int  # the number that the checkpoint's weights are served under
-    checkpoint: str | None  # None: the model folder's weights
+    weights: Committed | None  # None: the model folder's
 
 
 class Coordinator:
@@ -86,14 +96,31 @@ class Coordinator:
         self.memory: Memory = {}
         judge = settings.objective.judge
         self.judging = None if judge is None else Judging(judge, store)
+        self.run_id = run_id(settings.state_dir)
         # The same after a restart: what a killed trainer had leased is its own again.
-        self.owner = f"{socket.gethostname()}:{settings.state_dir}"
+        self.owner = f"{socket.gethostname()}:{settings.state_dir}:{self.run_id}"
+        self.leases = HeldLeases(self.ledger, settings.data.lease_ttl_s)
         self._held: list[Group] = []
 
     def resume_point(self) -> ResumePoint:
         """Where the last committed step left off; what a killed run of ours had is free again."""
         self.ledger.release_owner(self.owner)
-        return resume_point(self.settings, self.store)
+        point = resume_point(self.settings, self.store)
+        if point.weights is not None:
+            self._say_whose(point.weights)
+        return point
+
+    def _say_whose(self, weights: Committed) -> None:
+        if weights.digest is None:
+            _say(
+                f"step {weights.step} was committed before steps kept their checkpoint's digest:"
+                f" whether {weights.folder} is its checkpoint cannot be verified"
+            )
+        elif weights.run_id != self.run_id:
+            _say(
+                f"going on from step {weights.step}, which run {weights.run_id} made, with its"
+                f" checkpoint {weights.folder}"
+            )
 
     def next_batch(
         self, version: int, *, interrupted: Callable[[], bool] = lambda: False
@@ -124,10 +151,8 @@ class Coordinator:
     def _missing(self) -> int:
         """How many groups the batch under way still needs."""
         wanted = self.settings.batches.groups
-        if not self._held:
-            return wanted
         if not self.settings.refills:
-            return 0
+            return max(0, wanted - len(self._held))
         return max(0, wanted - sum(not _equal_rewards(group) for group in self._held))
 
     def _lease(self) -> list[Group]:
@@ -146,12 +171,17 @@ class Coordinator:
             incomplete_after_s=data.incomplete_after_s if self.supply.grows else 0.0,
             at_least=1 if some else None,
             routes=self.routes is not None,
+            held=self.leases.rollouts,
         )
+        self.leases.hold(groups)  # a judge may take its time
         return self.judging.judged(groups) if self.judging else groups
 
     def _batch(self, version: int) -> Batch | None:
         """Of the groups that are held; None if nothing of them can be trained."""
         groups = self._held
+        self._held = self._still_ours(groups)
+        if len(self._held) < len(groups):
+            return None  # it is filled up again
         before = copy.deepcopy(self.memory)
         failed = self._failed_versions()
         selection = select(
@@ -173,8 +203,37 @@ class Coordinator:
                 memory_before=before,
             )
         self.memory = before
-        self.ledger.commit_skipped(selection.skipped, selection.rollouts)
+        self._consume(groups, selection.skipped)
         return None
+
+    def _still_ours(self, groups: Sequence[Group]) -> list[Group]:
+        """Without those that were lost since they were leased, all of whose rollouts are let go."""
+        lost = self.leases.lost(groups)
+        if not lost:
+            return list(groups)
+        gone = {each.rollout_id for each in lost}
+        ours: list[Group] = []
+        others: list[Group] = []
+        for group in groups:
+            whole = gone.isdisjoint(rollout.rollout_id for rollout in group.rollouts)
+            (ours if whole else others).append(group)
+        _say(f"{len(others)} of {len(groups)} groups are left out of the batch: {lost[0]}")
+        self._let_go(others)
+        return ours
+
+    def _consume(self, groups: Sequence[Group], skipped: dict[str, str]) -> None:
+        """Without a step. What is another's by now is left to them."""
+        rollouts = [rollout.rollout_id for group in groups for rollout in group.rollouts]
+        try:
+            self.ledger.commit_skipped(skipped, rollouts, leases_of(groups))
+        except (LeaseLost, AlreadyTrained) as error:
+            _say(f"a batch that nothing can be trained of is left to others: {error}")
+            self._let_go(groups)
+        self.leases.drop(groups)
+
+    def _let_go(self, groups: Sequence[Group]) -> None:
+        self.ledger.release(groups)
+        self.leases.drop(groups)
 
     def _failed_versions(self) -> list[int]:
         return [v.version for v in self.store.versions() if v.state == "failed"]
@@ -189,9 +248,16 @@ class Coordinator:
         checkpoint: str,
         dropped_rows: Collection[int],
         weights: int | None = None,
+        manifest_digest: str | None = None,
+        parent_digest: str | None = None,
     ) -> StepRecord:
         """The step and exactly its turns, in one transaction. `weights`: of which step it began
-        with."""
+        with, whose checkpoint's manifest has the `parent_digest`.
+
+        Raises:
+            LedgerError: a turn or a lease is another's by now, or the step's number is; then
+                nothing is stored.
+        """
         selection = batch.selection.without_rows(dropped_rows, "non_finite")
         record = record_of(
             batch.groups,
@@ -210,27 +276,41 @@ class Coordinator:
             metrics={**selection.stats, **metrics},
             checkpoint=checkpoint,
             batch=record.stored(),
+            run_id=self.run_id,
+            manifest_digest=manifest_digest,
+            parent_digest=parent_digest,
         )
         self.ledger.commit_step(
             made,
             trained=selection.trained,
             skipped=selection.skipped,
             rollouts=selection.rollouts,
+            leases=leases_of(batch.groups),
         )
+        self.leases.drop(batch.groups)
         return made
+
+    def check(self, batch: Batch) -> None:
+        """That all of the batch is still ours; it is renewed. Raises LeaseLost."""
+        if lost := self.leases.lost(batch.groups):
+            raise LeaseLost(f"{lost[0]}; nothing of the step is kept: start again to go on")
 
     def give_up(self, batch: Batch, reason: str) -> None:
         """Consumes a batch whose step did not change the weights."""
         self.memory = copy.deepcopy(batch.memory_before)
         selection = batch.selection
         skipped = selection.skipped | dict.fromkeys(selection.trained, reason)
-        self.ledger.commit_skipped(skipped, selection.rollouts)
+        self._consume(batch.groups, skipped)
 
     def release(self, *batches: Batch | None) -> None:
         """What was leased and not trained is free for the next start."""
         groups = [group for batch in batches if batch is not None for group in batch.groups]
-        self.ledger.release([*self._held, *groups])
+        self._let_go([*self._held, *groups])
         self._held = []
+
+    def close(self) -> None:
+        """Nothing is renewed any more."""
+        self.leases.close()
 
     def why_nothing(self) -> str:
         """Why there is nothing (more) to train, in one line of counts."""
@@ -253,7 +333,7 @@ def resume_point(settings: TrainerSettings, store: Store) -> ResumePoint:
     again.
 
     Raises:
-        CheckpointError: as `resume_folder`.
+        CheckpointError: as `resume_checkpoint`.
     """
     last = Ledger(store).last_step()
     step, version = (last.step, last.version) if last else (0, 0)
@@ -263,35 +343,14 @@ def resume_point(settings: TrainerSettings, store: Store) -> ResumePoint:
         if v.state == "failed" or (v.step is not None and v.step > step)
     ]
     version = max([version, *(each + 1 for each in lost)])
-    if last is None:
-        return ResumePoint(0, version, None)
-    folder = resume_folder(last, settings)
-    if step_of(folder) != step:  # other weights than those that had the number
-        version = max(version, last.version + 1)
-    return ResumePoint(step, version, str(folder))
+    weights = resume_checkpoint(store, settings)
+    if last is not None and weights is not None and weights.step != step:
+        version = max(version, last.version + 1)  # other weights than those that had the number
+    return ResumePoint(step, version, weights)
 
 
-def resume_folder(last: StepRecord, settings: TrainerSettings) -> Path:
-    """The checkpoint that training goes on from after the step that was committed last.
-
-    Raises:
-        CheckpointError: a part of it is missing, and the settings name no other that is whole.
-    """
-    assert last.checkpoint is not None, "every step has one"
-    recorded = Path(last.checkpoint)
-    here = settings.checkpoints / recorded.name
-    folder = here if here.exists() or not recorded.exists() else recorded  # a folder that moved
-    other = settings.checkpoint.resume_from
-    try:
-        read_manifest(folder)
-        if other is not None:
-            verify(folder)
-    except CheckpointError:
-        if other is None:
-            raise
-        folder = settings.checkpoints / f"step-{other:08d}"
-        read_manifest(folder)
-    return folder
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _equal_rewards(group: Group) -> bool:

@@ -47,6 +47,8 @@ def render(plan: Plan) -> RenderableType:
         parts += [Text(), _loads(plan.loads, plan.budget)]
     if (share := plan.stats.get("routes_known_share")) is not None and plan.trained:
         parts += [Text(), _routes(share)]
+    if plan.compares_states and plan.groups:
+        parts += [Text(), _states(plan.stats)]
     if plan.skipped or plan.passed:
         parts += [Text(), _reasons(plan.skipped, plan.passed)]
     if plan.waiting:
@@ -115,6 +117,18 @@ def _routes(share: float) -> Text:
         "the serving engine told the experts of none of these tokens: they would be routed as the"
         " router says (vLLM tells them with --enable-return-routed-experts, and not in streams)",
         style="yellow",
+    )
+
+
+def _states(stats: Mapping[str, float]) -> Text:
+    given, seen, unknown = (
+        int(stats[f"states_{known}"]) for known in ("given", "observed", "unknown")
+    )
+    return Text(
+        f"turns are compared among equal states: {many(given, 'state')} named by the agent, {seen}"
+        f" by what was observed last, {unknown} unknown"
+        + (" (such turns have their rollout's advantage alone)" if unknown else ""),
+        style="yellow" if unknown else "",
     )
 
 

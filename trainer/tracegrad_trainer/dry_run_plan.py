@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -66,6 +65,7 @@ class Plan:
     waiting: list[WaitingTask]
     pending: dict[str, int]  # turns of the store that no step has looked at, by state
     note: str | None  # what could not be known
+    compares_states: bool  # whether turns are compared with those of equal environment state
 
     @property
     def tokens(self) -> int:
@@ -122,6 +122,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> Plan:
         waiting=peek.waiting,
         pending=store.turn_counts(data.tags).pending,
         note=note,
+        compares_states=settings.objective.advantage == "gigpo",
     )
 
 
@@ -132,9 +133,9 @@ def _beginning(settings: TrainerSettings, store: Store) -> tuple[ResumePoint, Me
         note = "the judge is not asked here: rewards are those that the store has"
     try:
         point = resume_point(settings, store)
-        if point.checkpoint is None:
+        if point.weights is None:
             return point, {}, note
-        manifest = read_manifest(Path(point.checkpoint))
+        manifest = read_manifest(point.weights.folder)
     except CheckpointError as error:
         last = Ledger(store).last_step()
         assert last is not None, "only a step has a checkpoint"

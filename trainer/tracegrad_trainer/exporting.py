@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.text import Text
 from torch import nn
 
-from tracegrad.store import Ledger, Store, StoreError
+from tracegrad.store import History, Store, StoreError, StoreMissing
 from tracegrad_trainer import out_folder
-from tracegrad_trainer.coordinator import resume_folder
+from tracegrad_trainer.committed import Committed, checkpoint_of, resume_checkpoint
 from tracegrad_trainer.fsdp import CheckpointError, build_model, checkpoints, lora
 from tracegrad_trainer.fsdp.checkpoint import load_weights
 from tracegrad_trainer.fsdp.export import copy_companions
-from tracegrad_trainer.fsdp.whole import step_of
+from tracegrad_trainer.fsdp.whole import may_exist, step_of
 from tracegrad_trainer.quiet import no_progress_bars
 from tracegrad_trainer.settings import TrainerSettings
 
@@ -66,45 +66,71 @@ def write(settings: TrainerSettings, request: Request) -> int:
     if request.merged and settings.fsdp.lora is None:
         raise ExportError("--merged: the model is trained without LoRA, so there is no adapter")
     out_folder.check(request.out, (settings.model, settings.reference_folder))
-    folder = checkpoint_to_export(settings, request.step)
-    model = weights_of(settings, folder)
+    committed = checkpoint_to_export(settings, request.step)
+    model = weights_of(settings, committed.folder, digest=committed.digest)
     dtype = getattr(torch, request.dtype)
     out = request.out.resolve()
     if settings.fsdp.lora is not None and not request.merged:
         lora.save_adapter(model, out, dtype)
         copy_companions(settings.model, out)
-        return step_of(folder)
+        return committed.step
     if settings.fsdp.lora is not None:
         merge(model)
     _write_whole(model, settings.model, out, dtype, request.shard_size)
-    return step_of(folder)
+    return committed.step
 
 
-def checkpoint_to_export(settings: TrainerSettings, step: int | None) -> Path:
-    """Raises ExportError, CheckpointError: there is none."""
-    if step is not None:
-        folder = settings.checkpoints / f"step-{step:08d}"
+def checkpoint_to_export(settings: TrainerSettings, step: int | None) -> Committed:
+    """Raises ExportError, CheckpointError: there is none, or it is not the committed one."""
+    try:
+        with Store.open(settings.proxy.store, create=False) as store:
+            if step is None:
+                found = resume_checkpoint(store, settings)
+            else:
+                found = _of_step(store, settings, step)
+    except StoreMissing:
+        if step is None:
+            raise
+        folder = settings.checkpoints / f"step-{step:08d}"  # all that there is to go by
         if not folder.exists():
-            there = [step_of(one) for one in checkpoints(settings.checkpoints)]
-            raise ExportError(
-                f"--step {step}: no such checkpoint in {settings.checkpoints};"
-                f" there are {', '.join(map(str, there)) or 'none'}"
-            )
-        return folder
-    with Store.open(settings.proxy.store, create=False) as store:
-        last = Ledger(store).last_step()
-    if last is None:
+            raise ExportError(_no_such(settings, step)) from None
+        return Committed(step, folder, None)
+    if found is None:
         raise ExportError("no step was taken yet: the weights are those of the model folder")
-    return resume_folder(last, settings)
+    return found
 
 
-def weights_of(settings: TrainerSettings, folder: Path) -> nn.Module:
-    """The model of a checkpoint in the host's memory; a value head is left out."""
+def _of_step(store: Store, settings: TrainerSettings, step: int) -> Committed:
+    record = History(store).step(step)
+    if record is None:
+        raise ExportError(_no_such(settings, step))
+    assert record.checkpoint is not None, "every step has one"
+    if not any(
+        may_exist(folder)
+        for folder in (settings.checkpoints / f"step-{step:08d}", Path(record.checkpoint))
+    ):
+        raise ExportError(_no_such(settings, step))
+    return checkpoint_of(record, settings.checkpoints)
+
+
+def _no_such(settings: TrainerSettings, step: int) -> str:
+    there = [step_of(one) for one in checkpoints(settings.checkpoints)]
+    if step in there:
+        return f"--step {step}: the checkpoint in {settings.checkpoints} was never committed"
+    return (
+        f"--step {step}: no such checkpoint in {settings.checkpoints};"
+        f" there are {', '.join(map(str, there)) or 'none'}"
+    )
+
+
+def weights_of(settings: TrainerSettings, folder: Path, *, digest: str | None = None) -> nn.Module:
+    """The model of a checkpoint in the host's memory; a value head is left out. `digest`: what
+    its manifest's must be."""
     here = settings.fsdp.model_copy(update={"device": "cpu", "attention": "sdpa"})
     model = build_model(settings.model, here)
     named = dict(model.named_parameters())
     trained = {name: p.detach() for name, p in named.items() if p.requires_grad}
-    load_weights(trained, folder)
+    load_weights(trained, folder, digest=digest)
     return model
 
 

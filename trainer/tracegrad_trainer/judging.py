@@ -10,6 +10,8 @@ from tracegrad.records import RewardGiven
 from tracegrad.store import Group, Store
 from tracegrad_trainer.objectives.judge import judge_group, load_judge
 
+SOURCE = "judge"
+
 
 class Judging:
     """`path` is the judge's import path.
@@ -38,7 +40,8 @@ class Judging:
                         reward_id=reward_id,
                         rollout_id=rollout.rollout_id,
                         value=value,
-                        source=f"judge {self.path}",
+                        source=SOURCE,
+                        label=self.path,
                     )
                     for reward_id, rollout, value in zip(ids, group.rollouts, rewards, strict=True)
                 ]
@@ -53,7 +56,8 @@ class Judging:
         rewards = []
         for reward_id, rollout in zip(ids, group.rollouts, strict=True):
             events = self.store.rewards(rollout.rollout_id)
-            found = [event.value for event in events if event.reward_id == reward_id]
+            mine = (event for event in events if event.source == SOURCE)
+            found = [event.value for event in mine if event.reward_id == reward_id]
             if not found:
                 return None
             rewards += found

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tracegrad_trainer.children import Child, ChildError, errors_in
+from tracegrad.urls import STORE_VARIABLE
+from tracegrad_trainer.children import ENGINE_KEY, Child, ChildError, errors_in
 from tracegrad_trainer.settings import TrainerSettings
 
 # The launcher's report of the rank that failed first; the others fail because of it.
@@ -23,6 +24,16 @@ def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", "--max-restarts=0", "--module", module]
     return [*command, *arguments]
+
+
+def secrets_of(settings: TrainerSettings) -> dict[str, str]:
+    """What ranks need of the settings and the file that they read does not hold, as variables."""
+    found = {STORE_VARIABLE: settings.proxy.store.get_secret_value()}
+    if settings.proxy.control_key is not None:
+        found["TRACEGRAD_PROXY_CONTROL_KEY"] = settings.proxy.control_key.get_secret_value()
+    if settings.vllm.api_key is not None:
+        found[ENGINE_KEY] = settings.vllm.api_key.get_secret_value()
+    return found
 
 
 class Ranks(Child):
@@ -40,11 +51,9 @@ class Ranks(Child):
         command = [sys.executable, "-m", program, str(resolved), *arguments]
         if settings.ranks > 1:
             command = torchrun(settings.ranks, program, str(resolved), *arguments)
-        # The file of settings has no keys in it.
-        key = settings.proxy.admin_key
-        env = {"TRACEGRAD_API_KEY": key.get_secret_value()} if key else None
         # Behind vLLM in the scheduler: agents wait for it.
-        super().__init__("ranks", command, log=settings.logs / "ranks.log", env=env, nice=5)
+        log, env = settings.logs / "ranks.log", secrets_of(settings)
+        super().__init__("ranks", command, log=log, env=env, nice=5)
 
     def check(self) -> None:
         """As `Child.check`; a rank that was killed is named, since it could say nothing itself.

@@ -8,9 +8,10 @@ from typing import Any
 import httpx
 from sqlalchemy import func, select
 
-from tracegrad.store import Ledger, Store
+from tracegrad.store import Store
 from tracegrad.store.schema import Rollouts
-from tracegrad_trainer.coordinator import resume_folder
+from tracegrad_trainer.committed import resume_checkpoint
+from tracegrad_trainer.endpoint.client import endpoint_client
 from tracegrad_trainer.fsdp import fits
 from tracegrad_trainer.settings import TrainerSettings
 
@@ -35,9 +36,7 @@ def check_before_training(settings: TrainerSettings, store: Store) -> None:
             f" {preset}"
         )
     check_fits(settings, vocabulary=len(tokenizer_of(settings)))
-    last = Ledger(store).last_step()
-    if last is not None:
-        resume_folder(last, settings)
+    resume_checkpoint(store, settings)
 
 
 def check_fits(settings: TrainerSettings, vocabulary: int | None = None) -> None:
@@ -120,13 +119,9 @@ def _ask(settings: TrainerSettings, route: str, request: dict[str, Any], field: 
     """A field of the engine's answer; None: it does not know the route."""
     url = settings.vllm.url
     try:
-        answer = httpx.post(
-            url + route,
-            json={"model": settings.vllm.served_model_name, **request},
-            timeout=TIMEOUT_S,
-            trust_env=False,
-            verify=url.startswith("https:"),
-        )
+        with endpoint_client(url, timeout_s=TIMEOUT_S) as client:
+            served = settings.vllm.served_model_name
+            answer = client.post(route, json={"model": served, **request})
         if answer.status_code in (404, 405, 501):
             return None
         answer.raise_for_status()

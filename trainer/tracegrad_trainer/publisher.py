@@ -58,7 +58,7 @@ class Publisher:
         self.learner = learner
         self.tolerance = settings.push.probe_tolerance or TOLERANCE[_coarsest(settings)]
         self.pusher: WeightPusher | None = None
-        key = settings.proxy.admin_key
+        key = settings.proxy.control_key or settings.proxy.admin_key
         if leads():
             self.pusher = stack.enter_context(
                 WeightPusher(
@@ -121,12 +121,14 @@ class _Probing:
 
     def __call__(self) -> None:
         settings = self.publisher.settings
+        engine_key = settings.vllm.api_key
         samples = [
             probe(
                 settings.vllm.url,
                 prompt,
                 tokens=settings.push.probe_tokens,
                 model=settings.vllm.served_model_name,
+                key=engine_key.get_secret_value() if engine_key else None,
             )
             for prompt in self.prompts
         ]

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
+from tracegrad.files import keep_private
 from tracegrad.store import StoreError
 from tracegrad_trainer.claims import claim_ranks
 from tracegrad_trainer.endpoint.push import PushFailed
@@ -38,6 +39,12 @@ class Stop:
         signal.signal(signal.SIGTERM, stop)
 
 
+def find_own_parts() -> None:
+    """Parts of one's own (`package.module:function`) lie in the working directory: it is searched
+    behind all else, so that no file there hides a library."""
+    sys.path.append(str(Path.cwd()))
+
+
 Program = Callable[[TrainerSettings, ExitStack, Stop], None]
 
 
@@ -46,6 +53,7 @@ def run_rank(settings_file: str, program: Program) -> int:
 
     `settings_file` is JSON as resolved settings are written, or TOML.
     """
+    find_own_parts()
     settings: TrainerSettings | None = None
 
     def work(stack: ExitStack, stop: Stop) -> None:
@@ -65,6 +73,7 @@ def run_rank(settings_file: str, program: Program) -> int:
 
 def as_rank(work: Callable[[ExitStack, Stop], None], *, failed: Callable[[str], None]) -> int:
     """The exit code of a rank that does `work`; rank 0 calls `failed` with what went wrong."""
+    keep_private()  # a torchrun of one's own has the shell's umask
     # The launcher may be killed; a rank that waits in a collective would notice neither that nor
     # a SIGTERM, whose handler Python runs only when the collective is over.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -28,7 +28,12 @@ from tracegrad_trainer.objectives import PRESETS
 from tracegrad_trainer.replay_record import Recorded, ReplayError, read, settings_of
 from tracegrad_trainer.replay_run import Job, Ran, run_here
 from tracegrad_trainer.replay_turns import TurnShare
-from tracegrad_trainer.settings import SettingsError, TrainerSettings, apply_set
+from tracegrad_trainer.settings import (
+    SettingsError,
+    TrainerSettings,
+    apply_set,
+    without_unused,
+)
 
 # Tables of settings that another run of the same turns may change.
 CHANGEABLE = ("objective", "optim", "batches", "fsdp")
@@ -121,7 +126,7 @@ def replay(store: Store, state_dir: Path, asked: Asked) -> Replay:
     """
     recorded = read(store, asked.step, state_dir, checkpoint=asked.checkpoint)
     stored = settings_of(recorded, model=asked.model)
-    settings = [_resolved(stored, f"the settings of step {recorded.step.step}")]
+    settings = [_resolved(stored, f"the settings of step {recorded.step.step}", own=True)]
     if asked.other:
         other = _resolved(changed(stored, asked), asked.other_name)
         _check_possible(recorded, settings[0], other, asked.other_name)
@@ -173,6 +178,7 @@ def changed(stored: Json, asked: Asked) -> Json:
             known = ", ".join(PRESETS)
             raise ReplayError(f"--preset {asked.preset}: there is none; take one of {known}")
         found["objective"] = {"preset": asked.preset}
+    found = without_unused(found)
     for change in asked.sets:
         name, equals, text = change.partition("=")
         if equals and name.partition(".")[0] not in CHANGEABLE:
@@ -225,9 +231,9 @@ def _by_the_clock(name: str) -> bool:
     return known is not None and known.clock
 
 
-def _resolved(stored: Json, whose: str) -> TrainerSettings:
+def _resolved(stored: Json, whose: str, *, own: bool = False) -> TrainerSettings:
     try:
-        return TrainerSettings.model_validate(stored)
+        return TrainerSettings.model_validate(without_unused(stored) if own else stored)
     except ValidationError as error:
         [first, *_] = error.errors()
         where = ".".join(map(str, first["loc"]))

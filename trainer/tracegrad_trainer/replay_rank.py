@@ -9,10 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tracegrad_trainer.rank_program import find_own_parts
 from tracegrad_trainer.replay_run import Job, run_here
 
 
 def main(arguments: Sequence[str]) -> int:
+    find_own_parts()
     path = Path(arguments[0])
     job: Job = pickle.loads(path.read_bytes())
     try:

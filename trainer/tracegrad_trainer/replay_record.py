@@ -13,7 +13,8 @@ from typing import Any
 from tracegrad.records import Json
 from tracegrad.store import Group, History, RolloutSample, StepRecord, Store
 from tracegrad_trainer.batch_record import BatchRecord, RolloutRecord
-from tracegrad_trainer.fsdp.whole import checkpoints, step_of
+from tracegrad_trainer.committed import Committed, checkpoint_of
+from tracegrad_trainer.fsdp.whole import CheckpointError, checkpoints, may_exist, step_of
 from tracegrad_trainer.metrics.reading import turns_of
 
 
@@ -21,15 +22,21 @@ class ReplayError(ValueError):
     """The step cannot be replayed; one line says why, and what can be done."""
 
 
+class CheckpointGone(ReplayError):
+    """That of the weights that the step began with."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """`groups` are as the step saw them; `checkpoint` None: it began with the model folder."""
+    """`groups` are as the step saw them; `checkpoint` None: it began with the model folder.
+    `digest` is what the checkpoint's manifest must have, where that is known."""
 
     step: StepRecord
     batch: BatchRecord
     groups: list[Group]
     trained: frozenset[str]
     checkpoint: Path | None
+    digest: str | None = None
 
     @property
     def rollouts(self) -> list[RolloutSample]:
@@ -60,15 +67,18 @@ def read(
             " later ones can be replayed (--list)"
         )
     batch = BatchRecord.model_validate(record.batch)
-    folder = checkpoint or weights_before(history, record.step, state_dir, batch.weights)
-    if checkpoint is not None and not checkpoint.is_dir():
+    before = None
+    if checkpoint is None:
+        before = weights_before(history, record.step, state_dir, batch.weights)
+    elif not checkpoint.is_dir():
         raise ReplayError(f"--checkpoint {checkpoint}: there is no such folder")
     return Recorded(
         step=record,
         batch=batch,
         groups=_groups(history, record.step, batch),
         trained=frozenset(history.turns_trained(record.step)),
-        checkpoint=folder,
+        checkpoint=checkpoint if before is None else before.folder,
+        digest=None if before is None else before.digest,
     )
 
 
@@ -83,8 +93,10 @@ def candidates(store: Store, state_dir: Path, *, limit: int) -> list[Candidate]:
         try:
             if problem is None:
                 weights_before(history, step.step, state_dir)
-        except ReplayError:
+        except CheckpointGone:
             problem = "the checkpoint before it is gone"
+        except ReplayError:
+            problem = "the checkpoint before it is not the one that was committed"
         gone = turns_of(step.metrics) - trained[step.step]
         if problem is None and gone > 0:
             problem = f"{gone} of its turns were removed"
@@ -94,12 +106,13 @@ def candidates(store: Store, state_dir: Path, *, limit: int) -> list[Candidate]:
 
 def weights_before(
     history: History, number: int, state_dir: Path, began_with: int | None = None
-) -> Path | None:
+) -> Committed | None:
     """The checkpoint that the step began with, by default that of the step before; None: it began
     with the model folder.
 
     Raises:
-        ReplayError: it is gone; says which ones are there.
+        CheckpointGone: says which ones are there.
+        ReplayError: another one has its place.
     """
     before = history.before(number)
     if before is not None and began_with is not None and began_with != before.step:
@@ -109,10 +122,12 @@ def weights_before(
     assert before.checkpoint is not None, "every step has one"
     recorded = Path(before.checkpoint)
     root = state_dir / "checkpoints"
-    for folder in (root / recorded.name, recorded):  # the state may have been moved
-        if folder.is_dir():
-            return folder
-    raise ReplayError(
+    if may_exist(root / recorded.name) or may_exist(recorded):  # the state may have been moved
+        try:
+            return checkpoint_of(before, root)
+        except CheckpointError as error:
+            raise ReplayError(str(error)) from None
+    raise CheckpointGone(
         f"step {number} began with the weights of step {before.step}, whose checkpoint is gone"
         f" ({recorded}); {_what_is_there(root)}"
     )

@@ -82,7 +82,7 @@ def _run(
     seed_all(settings.seed + mesh.get_local_rank())  # as a trainer that starts
     learner = build_learner(settings, mesh)
     if recorded.checkpoint is not None:
-        load_checkpoint(learner, recorded.checkpoint)
+        load_checkpoint(learner, recorded.checkpoint, digest=recorded.digest)
     # On every rank, though rank 0's rows are those that are trained: so all of them fail, or none.
     selection = _selection(recorded, settings, vocabulary_of(learner.model))
     if own:

@@ -21,6 +21,7 @@ from tracegrad_trainer.batches import MicroBatch, Row
 from tracegrad_trainer.fsdp import Learner
 from tracegrad_trainer.fsdp.forward import Before, Inputs, forward, tokens_of
 from tracegrad_trainer.fsdp.prepass import prepass
+from tracegrad_trainer.fsdp.rollout_sums import with_rollout_sums
 from tracegrad_trainer.objectives import evaluate
 from tracegrad_trainer.objectives.tokens import mismatch
 
@@ -59,6 +60,7 @@ def turn_shares(
     engine, objective = learner.engine, learner.objective
     inputs = engine.inputs(micro_batches)
     before = prepass(engine, objective, inputs, [Before()] * len(inputs), ())
+    before = with_rollout_sums(engine, objective, inputs, before)
     units = 0.0
     mine: dict[Key, dict[str, float]] = {}
     for one, known in zip(inputs, before, strict=True):

@@ -13,7 +13,8 @@ import os
 import time
 from pathlib import Path
 
-from tracegrad.records import Json
+from tracegrad.files import private_file, private_folder
+from tracegrad.records import Json, new_id
 
 
 class RunState:
@@ -21,7 +22,7 @@ class RunState:
 
     def __init__(self, state_dir: Path, name: str) -> None:
         self.path = state_dir / "run" / f"{name}.json"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(self.path.parent)
         self._fields: Json = {"pid": os.getpid(), "started_at": time.time()}
 
     def update(self, **fields: object) -> None:
@@ -33,8 +34,25 @@ class RunState:
         self._fields["updated_at"] = time.time()
         new = self.path.with_suffix(".new")
         with contextlib.suppress(OSError):
+            private_file(new)
             new.write_text(json.dumps(self._fields))
             new.replace(self.path)
+
+
+def run_id(state_dir: Path) -> str:
+    """The id of the run whose state the folder holds, made at the first call. Steps keep it.
+
+    A copy of the folder is the same run; which of them goes on, the ledger decides.
+    """
+    path = state_dir / "run" / "id"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"id.{os.getpid()}.new")
+        new.write_text(new_id())
+        with contextlib.suppress(FileExistsError):
+            os.link(new, path)  # whoever is first
+        new.unlink()
+    return path.read_text().strip()
 
 
 def read_state(state_dir: Path, name: str) -> Json | None:

@@ -8,6 +8,7 @@ ranks stop first, so that a step under way is committed and its push finished; v
 from __future__ import annotations
 
 import errno
+import secrets
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import IO
 
+from pydantic import SecretStr
 from rich.console import Console
 
 from tracegrad.store import Store, StoreError
@@ -60,7 +62,7 @@ class Stack:
     """vLLM, the proxy and the ranks as one thing."""
 
     def __init__(self, settings: TrainerSettings, console: Console) -> None:
-        self.settings = settings
+        self.settings = with_control_key(settings)
         self.console = console
         self.state: RunState | None = None  # ours to write once the folder is
         self.lock: IO[bytes] | None = None
@@ -92,13 +94,19 @@ class Stack:
         """Raises ServeError before anything runs, ChildError when a part does not come up."""
         settings = self.settings
         check_port(settings.proxy.host, settings.proxy.port, "proxy.port")
-        check_port(settings.vllm.host, settings.vllm.port, "vllm.port")
+        if settings.vllm.port is not None:
+            check_port(settings.vllm.host, settings.vllm.port, "vllm.port")
         self.lock = lock(settings.state_dir)
         self.state = RunState(settings.state_dir, "serve")
         self.store = open_store(settings.proxy.store)
         check(settings, self.store)
         resolved = write_resolved(settings)
-        self.say("starting", url=settings.url, store=settings.proxy.store)
+        told = {
+            "url": settings.url,
+            "engine": settings.vllm.url,
+            "store": str(settings.proxy.store),
+        }
+        self.say("starting", **told)
         forget_state(settings.state_dir, "ranks")
 
         vllm = VllmProcess(settings.vllm)
@@ -108,8 +116,8 @@ class Stack:
         for child in self.children:
             child.log.unlink(missing_ok=True)
             child.start()
-        self._await(proxy, lambda: answers(f"{settings.url}/healthz"))
-        self._await(vllm, lambda: answers(f"{settings.vllm.url}/health"))
+        self._await(proxy, lambda: answers(settings.url, "/healthz"))
+        self._await(vllm, lambda: answers(settings.vllm.url, "/health"))
         self._await(ranks, self._first_push_done)
         self.say("serving")
         self.console.print(f"serving {settings.url}/v1 · logs: {settings.logs}", highlight=False)
@@ -150,11 +158,21 @@ class Stack:
         return state is not None and state["alive"] and state.get("stage") == "waiting"
 
 
+def with_control_key(settings: TrainerSettings) -> TrainerSettings:
+    """The settings with a key for weight pushes that nobody else knows, unless they have one."""
+    if settings.proxy.control_key is not None:
+        return settings
+    key = {"control_key": SecretStr(secrets.token_hex(32))}
+    return settings.model_copy(update={"proxy": settings.proxy.model_copy(update=key)})
+
+
 def proxy_child(settings: TrainerSettings) -> Child:
     """`tracegrad proxy` in front of our vLLM, closed until the ranks have pushed their weights:
     vLLM starts with those of the model folder, whatever version was trained last."""
     model = settings.proxy.model or settings.vllm.served_model_name
-    ours = {"model": model, "upstream": settings.vllm.url, "held": True}
+    ours: dict[str, object] = {"model": model, "upstream": settings.vllm.url, "held": True}
+    if settings.vllm.api_key is not None:
+        ours["upstream_api_key"] = settings.vllm.api_key
     env = settings.proxy.model_copy(update=ours).environment()
     command = [sys.executable, "-m", "tracegrad.cli", "proxy"]
     return Child("proxy", command, log=settings.logs / "proxy.log", env=env)

@@ -28,12 +28,16 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from tracegrad.settings import SETTINGS_FILE, ProxySettings
+from tracegrad.records import Json
+from tracegrad.settings import SETTINGS_FILE, ProxySettings, SecretUrl
+from tracegrad.urls import masked
 from tracegrad_trainer.batches import BatchSettings
 from tracegrad_trainer.endpoint.process import VllmSettings
 from tracegrad_trainer.fsdp import CheckpointSettings, FsdpSettings, OptimSettings
 from tracegrad_trainer.metrics import MetricsSettings
 from tracegrad_trainer.objectives import ObjectiveSettings
+from tracegrad_trainer.objectives.agreement import SUPERVISED
+from tracegrad_trainer.objectives.settings import without_unused as objective_without_unused
 
 
 class SettingsError(ValueError):
@@ -50,7 +54,10 @@ class DataSettings(BaseModel):
         120, gt=0, description="a group that nobody completes is taken smaller after this time"
     )
     lease_ttl_s: float = Field(
-        1800, gt=0, description="groups of a trainer that died are free for others after this time"
+        1800,
+        gt=0,
+        description="groups of a trainer that died are free for others after this time;"
+        " one that lives renews them",
     )
     refill: bool | None = Field(
         None,
@@ -119,11 +126,12 @@ class TrainerSettings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _vllm_is_ours(cls, data: Any) -> Any:
-        """vLLM serves the model that is trained, and logs into our folder."""
+        """vLLM serves the model that is trained; its log and its socket are in our folder."""
         if not isinstance(data, dict) or "model" not in data:
             return data
-        log = Path(data.get("state_dir", ".tracegrad")).resolve() / "logs" / "vllm.log"
-        vllm = {"model": str(data["model"]), "log": log} | data.get("vllm", {})
+        state_dir = Path(data.get("state_dir", ".tracegrad")).resolve()
+        ours = {"log": state_dir / "logs" / "vllm.log", "socket": state_dir / "run" / "vllm.sock"}
+        vllm = {"model": str(data["model"])} | ours | data.get("vllm", {})
         return data | {"vllm": vllm}
 
     @model_validator(mode="after")
@@ -147,11 +155,63 @@ class TrainerSettings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _anchors_come_in_groups(self) -> Self:
+        anchors = self.proxy.anchors
+        if anchors is not None and "group_size" not in anchors.model_fields_set:
+            anchors = anchors.model_copy(update={"group_size": self.batches.group_size})
+            self.proxy = self.proxy.model_copy(update={"anchors": anchors})
+        return self
+
+    @model_validator(mode="after")
+    def _negatives_are_known(self) -> Self:
+        bounds = ("negative_max_tokens", "negative_max_turns")
+        given = [name for name in bounds if getattr(self.batches, name) is not None]
+        objective = self.objective
+        if given and (objective.advantage == "gae" or objective.surrogate in SUPERVISED):
+            raise ValueError(
+                f"batches.{given[0]}: objective {objective.preset!r} has no advantages before its"
+                " forward to tell failures by; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rows_are_paths_where_they_must(self) -> Self:
         if self.batches.shared_prefix == "tree" and self.objective.needs_paths:
             raise ValueError(
                 f"batches.shared_prefix = 'tree': objective {self.objective.preset!r} needs one"
-                " path a row (a ratio, a correction or values along it); set it to 'paths'"
+                " path a row (its z is of one prompt and one completion); set it to 'paths'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _objective_uses_what_is_set(self) -> Self:
+        name = self.objective.preset
+        if self.batches.stale == "weight" and not self.objective.weighs_turns:
+            raise ValueError(
+                f"batches.stale = 'weight' weighs the advantages of turns, and objective {name!r}"
+                " does not read them: set it to 'drop'"
+            )
+        if self.data.refill and not self.batches.drop_equal_reward:
+            raise ValueError(
+                "data.refill replaces groups of equal rewards, and they are trained here"
+                f" (objective {name!r} does not compare, or batches.drop_equal_reward is false):"
+                " leave it out"
+            )
+        if self.reference is not None and "reference" not in self.objective.needs:
+            raise ValueError(
+                f"reference: objective {name!r} compares with none; set objective.kl, or leave it"
+                " out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critics_settings_where_there_is_one(self) -> Self:
+        given = self.optim.value_lr is not None or self.optim.value_warmup_steps
+        if given and "value" not in self.objective.needs:
+            name = "value_warmup_steps" if self.optim.value_lr is None else "value_lr"
+            raise ValueError(
+                f"optim.{name}: objective.advantage = {self.objective.advantage!r} has no value"
+                " head; leave it out, or set objective.advantage = 'gae'"
             )
         return self
 
@@ -166,7 +226,7 @@ class TrainerSettings(BaseSettings):
     def _store_in_our_folder(self) -> Self:
         changes: dict[str, Any] = {"upstream": self.vllm.url}
         if "store" not in self.proxy.model_fields_set:
-            changes["store"] = f"sqlite:///{self.state_dir}/store.db"
+            changes["store"] = SecretUrl(f"sqlite:///{self.state_dir}/store.db")
         self.proxy = self.proxy.model_copy(update=changes)
         return self
 
@@ -245,6 +305,27 @@ def resolved(text: str) -> TrainerSettings:
         raise SettingsError("; ".join(_lines(error))) from None
 
 
+def without_unused(stored: Json) -> Json:
+    """A step's settings less what its objective does not use: they were recorded before that was
+    an error, or for another objective.
+
+    Raises:
+        ValidationError: the objective is none.
+    """
+    given = objective_without_unused(stored.get("objective", {}))
+    objective = ObjectiveSettings.model_validate(given)
+    batches, data = dict(stored.get("batches", {})), dict(stored.get("data", {}))
+    if not objective.weighs_turns:
+        batches.pop("stale", None)
+    if batches.get("stale") != "weight":
+        batches.pop("stale_decay", None)
+    data.pop("refill", None)  # a recorded batch is what it is
+    found = stored | {"objective": given, "batches": batches, "data": data}
+    if "reference" not in objective.needs:
+        found.pop("reference", None)
+    return found
+
+
 def _lines(error: ValidationError) -> list[str]:
     found = {".".join(map(str, one["loc"])): _message(one) for one in error.errors()}
     if "model" in found:
@@ -258,7 +339,8 @@ def _lines(error: ValidationError) -> list[str]:
 
 def _message(one: ErrorDetails) -> str:
     if one["type"] == "model_type":
-        return f"is a table of settings, not {one['input']!r}: write [{one['loc'][-1]}] above them"
+        given = masked(repr(one["input"]))
+        return f"is a table of settings, not {given}: write [{one['loc'][-1]}] above them"
     return one["msg"]
 
 

@@ -36,7 +36,7 @@ from tracegrad_trainer.fsdp.checkpoint import Saver
 from tracegrad_trainer.fsdp.randomness import seed_all
 from tracegrad_trainer.metrics import Sinks
 from tracegrad_trainer.preflight import check_fits
-from tracegrad_trainer.rank_program import Stop, as_rank
+from tracegrad_trainer.rank_program import Stop, as_rank, find_own_parts
 from tracegrad_trainer.ranks import decide, leads
 
 from .sft_choose import choose
@@ -190,6 +190,7 @@ class Sft:
 
 def main(arguments: list[str]) -> int:
     """0: the model is written, or it was told to stop; 1: it failed, and one line says why."""
+    find_own_parts()
     settings = SftSettings.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
 
     def work(stack: ExitStack, stop: Stop) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tracegrad.files import private_file, private_folder
 from tracegrad.records import Json
 from tracegrad.store import StoreError
 from tracegrad_trainer.children import ChildError
@@ -54,7 +55,8 @@ def dry_run(settings: SftSettings, console: Console, *, as_json: bool = False) -
 
 
 def _run(settings: SftSettings, console: Console, *, as_json: bool) -> int:
-    settings.told.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(settings.told.parent)
+    private_file(settings.told)
     settings.told.write_text("")
     ranks = Ranks(settings.trainer, _written(settings), program="tracegrad_trainer.sft")
     ranks.log = settings.trainer.logs / "sft.log"
@@ -88,9 +90,9 @@ def _records(ranks: Ranks, told: Path) -> Iterator[Json]:
 
 
 def _written(settings: SftSettings) -> Path:
-    """For our eyes only: the store's URL may hold a password."""
+    """The run's settings as the ranks read them, less what is secret (see `Ranks`)."""
     path = settings.trainer.state_dir / "run" / "sft.json"
-    path.touch(mode=0o600)
+    private_file(path)
     path.write_text(settings.model_dump_json(indent=2))
     return path
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from .sft_settings import Preset
 class Measured:
     """`loss` as in training. `accuracy` is the share that the model has right: of tokens, what it
     says when it samples at temperature 1 (their mean probability); of pairs, those whose better
-    side it prefers more than the reference does; of labelled rows, those that it finds more
+    side it prefers more than the reference does; of labelled rollouts, those that it finds more
     (chosen) or less (rejected) likely than the reference does."""
 
     loss: float
@@ -37,9 +37,16 @@ def measure(
     now = learner.logprobs(batches)
     before = now if preset == "sft" else _reference(learner, batches)
     total = torch.zeros(3, dtype=torch.float64)  # loss, right, how many
-    for batch, logp, reference in zip(batches, now, before, strict=True):
-        total += _sums(batch, logp.double().cpu(), reference.double().cpu(), preset, learner)
-    dist.all_reduce(total, dist.ReduceOp.SUM)
+    told = [
+        (batch, logp.double().cpu(), reference.double().cpu())
+        for batch, logp, reference in zip(batches, now, before, strict=True)
+    ]
+    if preset == "kto":
+        total += _of_labelled(told, learner)
+    else:
+        for batch, logp, reference in told:
+            total += _sums(batch, logp, reference, preset, learner)
+        dist.all_reduce(total, dist.ReduceOp.SUM)
     loss, right, count = total.tolist()
     return Measured(loss / max(count, 1.0), right / max(count, 1.0))
 
@@ -61,12 +68,6 @@ def _sums(
     gain.index_add_(0, rows, logp - reference)
     label = torch.from_numpy(batch.label).double()
     beta = learner.objective.beta
-    if preset == "kto":
-        held = label != 0
-        # Without z, which is of a training batch: the loss around 0.
-        loss = 1 - torch.sigmoid(beta * label * gain)
-        right = label * gain > 0
-        return torch.stack([loss[held].sum(), right[held].sum().double(), held.sum().double()])
     pairs, of_row = torch.unique(torch.from_numpy(batch.pair), return_inverse=True)
     margin = torch.zeros(len(pairs), dtype=torch.float64).index_add_(0, of_row, label * gain)
     margin = margin[pairs >= 0]
@@ -77,3 +78,27 @@ def _sums(
             torch.tensor(len(margin)).double(),
         ]
     )
+
+
+def _of_labelled(told: Sequence[tuple[MicroBatch, Tensor, Tensor]], learner: Learner) -> Tensor:
+    """By rollout, whose rows may be in several micro-batches, on any rank."""
+    mine: dict[tuple[int, int], float] = {}  # by the rollout's key and its label
+    for batch, logp, reference in told:
+        keys = zip(
+            batch.rollout_keys[batch.row].tolist(), batch.label[batch.row].tolist(), strict=True
+        )
+        _add(mine, zip(keys, (logp - reference).tolist(), strict=True))
+    everyone: list[dict[tuple[int, int], float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    gain: dict[tuple[int, int], float] = {}
+    for one in everyone:
+        _add(gain, one.items())
+    moved = torch.tensor([label * value for (_, label), value in gain.items() if label]).double()
+    # Without z, which is of a training batch: the loss around 0.
+    loss = torch.sigmoid(-learner.objective.beta * moved)
+    return torch.stack([loss.sum(), (moved > 0).sum(), torch.tensor(len(moved))]).double()
+
+
+def _add(sums: dict[tuple[int, int], float], more: Iterable[tuple[tuple[int, int], float]]) -> None:
+    for key, value in more:
+        sums[key] = sums.get(key, 0.0) + value

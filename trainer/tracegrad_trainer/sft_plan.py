@@ -18,7 +18,7 @@ from .sft_settings import SftSettings
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """Rows that go through one optimizer step together: a rollout's, a pair's, or (kto) one."""
+    """Rows that go through one optimizer step together: a rollout's, or a pair's."""
 
     group_id: str
     rows: tuple[Row, ...]
@@ -89,8 +89,8 @@ def _selected(chosen: Chosen, settings: SftSettings, vocabulary: int | None) -> 
 
 def _units(rows: Sequence[Row], settings: SftSettings) -> list[Unit]:
     found: dict[Any, list[Row]] = {}
-    for number, row in enumerate(rows):
-        key = {"sft": row.rollout_id, "dpo": row.pair, "kto": number}[settings.preset]
+    for row in rows:
+        key = row.pair if settings.preset == "dpo" else row.rollout_id
         found.setdefault(key, []).append(row)
     return [Unit(some[0].group_id, tuple(some)) for some in found.values()]
 

@@ -91,6 +91,15 @@ class SftSettings(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _kl_is_of_sampled_tokens(self) -> Self:
+        if self.trainer.objective.kl != "none":
+            raise ValueError(
+                "objective.kl is of tokens that the policy sampled, and trainer sft imitates stored"
+                " ones: set it to 'none'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _routes_are_its_own(self) -> Self:
         if self.trainer.fsdp.routing == "r3":
             raise ValueError(

@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import Literal
 
 from tracegrad.records import Json
-from tracegrad.store import Store, StoreError
+from tracegrad.store import LedgerError, Store, StoreError
+from tracegrad.store.manifests import manifest_digest
 from tracegrad_trainer.building import build_learner, vocabulary_of
+from tracegrad_trainer.committed import Committed
 from tracegrad_trainer.coordinator import Batch, Coordinator, ResumePoint, Supply
 from tracegrad_trainer.fsdp import load_checkpoint, start_ranks, stop_ranks, train_batch
 from tracegrad_trainer.fsdp.checkpoint import Saver
 from tracegrad_trainer.fsdp.randomness import seed_all
 from tracegrad_trainer.fsdp.result import StepResult
-from tracegrad_trainer.fsdp.whole import step_of
+from tracegrad_trainer.fsdp.whole import discard
 from tracegrad_trainer.metrics import Sinks, of_speed
 from tracegrad_trainer.peaks import peak_flops
 from tracegrad_trainer.ranks import decide, leads
@@ -48,7 +50,7 @@ class Pending:
     folder: Path
     dropped_rows: tuple[int, ...]
     batch: Batch | None  # rank 0's
-    weights: int  # of which step it began with
+    parent: Committed | None  # the weights that it began with; None: the model folder's
 
 
 class Training:
@@ -67,7 +69,9 @@ class Training:
         self.stopping = stopping
         self.step = 0  # the last optimizer step that was made
         self.version = 0  # the policy version of the learner's weights
-        self.weights = 0  # of which step they are; 0: the model folder's
+        # The last committed step's, or what was gone on from; None: the model folder's.
+        self.parent: Committed | None = None
+        self.policy_moved = False  # by the last step; not where a value head alone learnt
         self.batch: Batch | None = None  # rank 0's; the others never see it whole
         self.pending: Pending | None = None
         self.watch = Stopwatch()
@@ -95,6 +99,7 @@ class Training:
                 supply=supply,
                 vocabulary=vocabulary_of(self.learner.model),
             )
+            stack.callback(self.coordinator.close)
             stack.callback(self._release)
         self.saver = Saver(settings.checkpoints)
 
@@ -105,9 +110,9 @@ class Training:
     def resume(self) -> None:
         """From the last committed step's checkpoint, if there is one."""
         point = decide(self._resume_point)
-        if point.checkpoint is not None:
-            kept = load_checkpoint(self.learner, point.checkpoint)
-            self.weights = step_of(Path(point.checkpoint))
+        if point.weights is not None:
+            kept = load_checkpoint(self.learner, point.weights.folder, digest=point.weights.digest)
+            self.parent = point.weights
             if self.coordinator is not None:
                 self.coordinator.memory = kept["memory"]
         self.step, self.version = point.step, point.version
@@ -141,6 +146,10 @@ class Training:
         """The optimizer steps on the batch at hand; the checkpoint begins to be written.
 
         False: the step did not change the weights, and its batch was consumed as skipped.
+
+        Raises:
+            LedgerError: part of the batch is another's by now, or the step before it was refused;
+                nothing of either is kept.
         """
         self.say("training")
         done = train_batch(
@@ -157,10 +166,15 @@ class Training:
             decide(self._give_up)
             return False
         self.settle()
-        self.step, self.version = self.step + 1, self.version + 1
+        decide(self._check)  # before anything of it is written or served
+        # What is served already is not pushed again, and keeps its number: what it samples is
+        # on-policy as before.
+        self.policy_moved = done.policy_moved
+        self.step, self.version = self.step + 1, self.version + self.policy_moved
         memory = self.coordinator.memory if self.coordinator is not None else {}
         counters = {"version": self.version, "memory": memory}
-        folder = self.saver.start(self.learner, self.step, counters)
+        parent = self.parent.as_parent() if self.parent and leads() else None
+        folder = self.saver.start(self.learner, self.step, counters, parent=parent)
         self.watch.lap("checkpoint")
         self.pending = Pending(
             self.step,
@@ -169,10 +183,15 @@ class Training:
             folder,
             done.dropped,
             self.batch,
-            self.weights,
+            self.parent,
         )
-        self.batch, self.weights = None, self.step
+        self.batch = None
         return True
+
+    def _check(self) -> None:
+        assert self.coordinator is not None
+        assert self.batch is not None
+        self.coordinator.check(self.batch)
 
     def _speed(self, done: StepResult) -> dict[str, float]:
         seconds = self.watch.seconds.get("train", 0.0)
@@ -185,32 +204,46 @@ class Training:
 
         Raises:
             CheckpointError: it could not be written; the step is not committed.
+            LedgerError: the ledger refused the step; its checkpoint is gone.
         """
         pending = self.pending
         if pending is None:
             return
         self.saver.wait()
         self.watch.lap("checkpoint")
-        decide(lambda: self._commit(pending))
+        self.parent = decide(lambda: self._commit(pending))
         self.pending = None
         # Only now: until here a restart would have gone on from the one before.
         policy = self.settings.checkpoint
         self.saver.prune(keep=policy.keep, keep_every=policy.keep_every)
         self.watch.lap("commit")
 
-    def _commit(self, pending: Pending) -> None:
+    def _commit(self, pending: Pending) -> Committed:
         assert self.coordinator is not None
         assert pending.batch is not None
-        record = self.coordinator.commit(
-            pending.batch,
-            step=pending.step,
-            version=pending.version,
-            metrics=pending.metrics,
-            checkpoint=str(pending.folder),
-            dropped_rows=pending.dropped_rows,
-            weights=pending.weights,
-        )
+        parent = pending.parent
+        digest = manifest_digest(pending.folder)
+        try:
+            record = self.coordinator.commit(
+                pending.batch,
+                step=pending.step,
+                version=pending.version,
+                metrics=pending.metrics,
+                checkpoint=str(pending.folder),
+                dropped_rows=pending.dropped_rows,
+                weights=parent.step if parent else 0,
+                manifest_digest=digest,
+                parent_digest=parent.digest if parent else None,
+            )
+        except LedgerError as error:
+            discard(pending.folder)  # nobody may take it for the step's that has the number
+            raise type(error)(
+                f"{error}; this run's step {pending.step} is given up and its checkpoint removed:"
+                " start again to go on from the last committed step, or give the run a store of"
+                " its own (proxy.store)"
+            ) from error
         self.sinks.step(record)
+        return Committed(pending.step, pending.folder, digest, record.run_id)
 
     def _give_up(self) -> None:
         assert self.coordinator is not None

@@ -45,7 +45,7 @@ class Worker:
         training.watch.lap("start")
         self._publish()  # a broken path to the engine fails here, before anything is trained
         while (task := training.next()) != "stop":
-            if task == "train" and training.train():
+            if task == "train" and training.train() and training.policy_moved:
                 self._publish()
             elif task == "settle":
                 training.settle()
@@ -53,8 +53,8 @@ class Worker:
 
     def _await_endpoints(self) -> None:
         """Until vLLM and the proxy answer; `trainer serve` ends us if one of them cannot."""
-        urls = [f"{self.settings.vllm.url}/health", f"{self.settings.url}/healthz"]
-        while not self.stopping() and not all(answers(url) for url in urls):
+        urls = [(self.settings.vllm.url, "/health"), (self.settings.url, "/healthz")]
+        while not self.stopping() and not all(answers(url, path) for url, path in urls):
             time.sleep(0.2)
         if not self.stopping():
             check_served_tokenizer(self.settings)

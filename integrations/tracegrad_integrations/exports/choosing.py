@@ -18,7 +18,10 @@ from .conversations import Said, all_said
 
 # A policy gradient needs tokens as the policy samples them; imitation takes any that were said.
 _SAMPLED_OTHERWISE = frozenset(
-    {"greedy", "sampling_truncated", "sampling_penalised", "constrained", "version_unknown"}
+    {
+        *("greedy", "sampling_truncated", "sampling_penalised", "sampling_replaced"),
+        *("constrained", "version_unknown"),
+    }
 )
 
 

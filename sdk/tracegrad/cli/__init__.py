@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from tracegrad.files import keep_private
+
 
 def main() -> None:
     try:
@@ -11,4 +13,5 @@ def main() -> None:
     except ModuleNotFoundError as error:
         # The light install that agents use has no command line.
         sys.exit(f"tracegrad: {error.name} is not installed: pip install 'tracegrad[proxy]'")
+    keep_private()
     app()

@@ -69,9 +69,16 @@ FORKS = {reason.value: Words(reason.meaning, _FORK_MENDS.get(reason, "")) for re
 
 # Why a turn was not trained, and will not be.
 UNTRAINED = {
+    "long_negative": Words(
+        "Its rollout did no better than the others and was longer than"
+        " batches.negative_max_tokens or negative_max_turns allow.",
+        "Nothing, if such rollouts are rare; else let the agent give up earlier, or raise the"
+        " bound.",
+    ),
     # The call (proxy)
     "greedy": Words(
-        "It was sampled at temperature 0: its tokens are no sample of the policy.",
+        "It was sampled at temperature 0, or so near (below 0.01) that vLLM takes another: its "
+        "tokens are no sample of the policy.",
         "Give the agent a temperature above 0, best 1, or have the proxy overrule it "
         '(sampling = "free").',
     ),
@@ -86,9 +93,17 @@ UNTRAINED = {
         "Leave presence, frequency and repetition penalties and logit_bias out of the requests, or "
         'have the proxy overrule them (sampling = "free").',
     ),
+    "sampling_replaced": Words(
+        "Beam search, a watermark or a custom logits processor (vllm_xargs, logits_processors) "
+        "may have chosen its tokens in another way than the policy would.",
+        "Leave use_beam_search, watermarking, vllm_xargs and logits_processors out of the "
+        'requests, or have the proxy overrule them (sampling = "free").',
+    ),
     "constrained": Words(
-        "A grammar, schema, forced or strict tool allowed the model only some of the tokens.",
-        "Leave response_format, guided decoding, strict tools and tool_choice out, or have the "
+        "A grammar, schema, forced or strict tool, least length, forbidden word, list of tokens or "
+        "thinking budget allowed the model only some of the tokens.",
+        "Leave response_format, guided decoding, strict tools, tool_choice, min_tokens, bad_words, "
+        "allowed_token_ids and thinking_token_budget out, or have the "
         'agent check the answer itself. sampling = "free" of the proxy frees strict tools.',
     ),
     "media": Words(
@@ -126,6 +141,12 @@ UNTRAINED = {
         "The engine refused the prompt: it is longer than the model's context.",
         "Serve with a larger --max-model-len, or let the agent compact earlier.",
     ),
+    "unacknowledged": Words(
+        "Its client was told that the store could not be written (503), and then it was: the "
+        "client has no such reply, and most likely asked again.",
+        "Look what kept the store from being written: a lock held for long, a full or slow disk, a "
+        "server that hung.",
+    ),
     "redacted": Words(
         "Its tokens were dropped when its text was redacted (tracegrad redact --drop-tokens).",
         "",
@@ -162,6 +183,12 @@ UNTRAINED = {
         "Its rollout has the same prompt and reply, token for token, in an earlier turn.",
         "Look why the agent asks again for what it has (retries on time-outs); "
         "batches.drop_repeated = false trains repetitions too.",
+    ),
+    "truncated": Words(
+        "Its reply was cut off at its token limit, and batches.drop_truncated leaves such turns "
+        "out.",
+        "Let the agent ask for more tokens (max_tokens); batches.drop_truncated = false trains "
+        "them as they are.",
     ),
     "foreign_token": Words(
         "It holds a token that the model being trained does not know.",

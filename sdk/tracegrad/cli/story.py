@@ -26,6 +26,7 @@ from tracegrad.cli.words import (
 )
 from tracegrad.store import RolloutDetail
 from tracegrad.store.packing import dump_json
+from tracegrad.store.samples import known_to_agent
 
 _COLUMN = 10
 
@@ -100,7 +101,7 @@ def _outcome(detail: RolloutDetail) -> Text:
 
 def _rewards(detail: RolloutDetail) -> Iterator[tuple[str, Text]]:
     """Those of the whole rollout; a turn's stand with the turn."""
-    turns = len(detail.turns)
+    turns = len(known_to_agent(detail.turns))
     beside = 0
     for reward in detail.rewards:
         if reward.turn is not None and -turns <= reward.turn < turns:

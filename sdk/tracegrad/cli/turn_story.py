@@ -25,6 +25,7 @@ from tracegrad.cli.words import (
 from tracegrad.records import RewardGiven, Turn
 from tracegrad.store import RolloutDetail
 from tracegrad.store.packing import dump_json
+from tracegrad.store.samples import known_to_agent
 
 COLUMN = 11
 _MARGIN = 2
@@ -152,8 +153,15 @@ def fate_text(turn: Turn, detail: RolloutDetail) -> tuple[str, str]:
 
 def rewards_for(index: int, detail: RolloutDetail) -> list[RewardGiven]:
     """Given for this turn, in order of arrival."""
-    turns = len(detail.turns)
-    return [r for r in detail.rewards if r.turn is not None and index in (r.turn, turns + r.turn)]
+    known = known_to_agent(detail.turns)
+    return [r for r in detail.rewards if _turn_of(r, known) == index]
+
+
+def _turn_of(reward: RewardGiven, known: Sequence[int]) -> int | None:
+    """The index of the turn that it is for; None: it is for none, or for one that is not there."""
+    if reward.turn is None or not -len(known) <= reward.turn < len(known):
+        return None
+    return known[reward.turn]
 
 
 def reward_text(reward: RewardGiven, detail: RolloutDetail) -> Text:
@@ -162,6 +170,8 @@ def reward_text(reward: RewardGiven, detail: RolloutDetail) -> Text:
     if reward.name != "reward":
         text.append(f" {one_line(reward.name)}")
     text.append(f"  from {one_line(reward.source)}", style="dim")
+    if reward.label:
+        text.append(f" ({one_line(reward.label)})", style="dim")
     if not is_latest(reward, detail):
         text.stylize("strike")
         text.append("  revised", style="not strike dim")
@@ -169,15 +179,14 @@ def reward_text(reward: RewardGiven, detail: RolloutDetail) -> Text:
 
 
 def is_latest(reward: RewardGiven, detail: RolloutDetail) -> bool:
-    turns = len(detail.turns)
+    turns = len(known_to_agent(detail.turns))
 
     def given_for(each: RewardGiven) -> tuple[str, int | None]:
         behind = each.turn is not None and each.turn < 0
         return each.name, each.turn + turns if behind and each.turn is not None else each.turn
 
-    same = [each for each in detail.rewards if given_for(each) == given_for(reward)]
-    # The last of equals in arrival, as the ledger has it.
-    return max(reversed(same), key=lambda each: each.created_at) is reward
+    # The last in arrival, as the ledger has it.
+    return [each for each in detail.rewards if given_for(each) == given_for(reward)][-1] is reward
 
 
 def _tools(index: int, how: Telling) -> Iterator[Text]:

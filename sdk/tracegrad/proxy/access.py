@@ -3,8 +3,14 @@
 Without an admin key the proxy is open: it listens to this machine alone, and not to pages in its
 browsers; `tg-<rollout>` as an API key names a rollout, and any other key is the engine's. With one,
 a request brings the admin key, which may do everything, or a rollout's key (see `keys`), which may
-call models and post events and spans, for its own rollout. Routes are denied to rollout keys unless
-they are listed here, so that a new one is closed until somebody thinks about it.
+do what it was minted for, and for its own rollout. Routes are denied to rollout keys unless they
+are listed here, so that a new one is closed until somebody thinks about it.
+
+Whoever brings a rollout's key for calls is the agent that is scored: it calls models and sends
+spans, and neither rewards nor ends nor scores are taken from it, in an open proxy either.
+
+Weight pushes (`/api/push/...`) say which policy version tokens are, and hold everybody's calls:
+they take the control key or the admin key, in the open too.
 
 A key may come in any of the places where the vendors' clients put theirs.
 """
@@ -19,18 +25,21 @@ from typing import Annotated, TypeVar
 from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Path
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tracegrad.proxy.attribution import ID_PATTERN
-from tracegrad.proxy.browsers import check_local
-from tracegrad.proxy.errors import ApiError
+from tracegrad.proxy.bodies import Bodies
+from tracegrad.proxy.browsers import Browsers
+from tracegrad.proxy.connection import ClientGone
+from tracegrad.proxy.errors import ApiError, BadRequest
 from tracegrad.proxy.keys import KEY_PREFIX, Keys, digest, rollout_named_by
-from tracegrad.proxy.limits import check_length, limited
 from tracegrad.records import Fact, SpanEnded
+from tracegrad.rollout_keys import CALLS, EVENTS, SCOPES, KeyScope, derive_key, derived_for
 
 OPEN_PATHS = frozenset({"/healthz"})
+_PUSHES = "/api/push/"
 
 # Where a key may stand; the first that opens something counts. The last is the SDK's own, for
 # agents inside a rollout whose client has no real key.
@@ -40,10 +49,14 @@ _HEADERS = (AUTHORIZATION, b"x-api-key", b"x-goog-api-key", SDK_HEADER)
 _QUERY = "key"
 _ROLLOUT_HEADER = b"x-tracegrad-rollout"
 
+# What a key may consist of: it goes on in a header.
+_sendable = re.compile(r"[^\x00-\x1f\x7f]+")
 _own_path = re.compile(r"/rollouts/([^/]+)(/.*)")
 # For a rollout's key: models and spans, under its own path or none, and its own events.
 _model_path = re.compile(r"/v1(?:beta|alpha)?/.*")
+_SPANS = "/v1/traces"
 _EVENTS = ("POST", "/api/events")
+_ALL = frozenset({CALLS, EVENTS})
 
 F = TypeVar("F", bound=Fact)
 RolloutId = Annotated[str, Path(pattern=ID_PATTERN)]
@@ -56,12 +69,22 @@ class Caller:
     """Who sends a request.
 
     `rollout_id` is the rollout that its key names. `bound`: it may act for that one alone.
-    `forward` is the Authorization that goes on to the engine; never a key of ours.
+    `scopes`: what it may do there. `source`: who it is, as the rewards say that it gives.
+    `admin`: it has the admin key. `forward` is the Authorization that goes on to the engine; never
+    a key of ours.
     """
 
     rollout_id: str | None = None
     bound: bool = False
+    scopes: frozenset[str] = _ALL
+    source: str = "admin_key"
+    admin: bool = False
     forward: str | None = None
+
+    @property
+    def scores(self) -> bool:
+        """Whether its rewards and ends are believed."""
+        return EVENTS in self.scopes
 
 
 def caller_of(scope: Scope) -> Caller:
@@ -81,15 +104,17 @@ def engine_headers(caller: Caller) -> dict[str, str]:
 def owned(facts: Sequence[F], caller: Caller) -> Sequence[F]:
     """The facts as the caller may post them: spans that name no rollout are its own.
 
-    Raises ApiError (403) when one belongs to another rollout than the caller's.
+    Raises ApiError (403) when one belongs to another rollout than the caller's, and its key is
+    bound to that.
     """
-    if not caller.bound:
+    if caller.rollout_id is None:
         return facts
     mine: list[F] = []
     for fact in facts:
         if isinstance(fact, SpanEnded) and fact.rollout_id is None:
             fact = replace(fact, rollout_id=caller.rollout_id)
-        _check_rollout(caller, fact.rollout_id)
+        if caller.bound:
+            _check_rollout(caller, fact.rollout_id)
         mine.append(fact)
     return mine
 
@@ -97,38 +122,89 @@ def owned(facts: Sequence[F], caller: Caller) -> Sequence[F]:
 class Access:
     """Tells callers apart by the keys that they bring."""
 
-    def __init__(self, admin_key: str | None, keys: Keys) -> None:
+    def __init__(
+        self,
+        admin_key: str | None,
+        keys: Keys,
+        browsers: Browsers | None = None,
+        *,
+        control_key: str | None = None,
+    ) -> None:
+        self._admin_key = admin_key
         self._admin = digest(admin_key) if admin_key is not None else None
+        self._control = digest(control_key) if control_key is not None else None
         self._keys = keys
+        self._browsers = browsers or Browsers()
 
-    async def caller(self, headers: Sequence[tuple[bytes, bytes]], query: bytes) -> Caller:
-        """Raises ApiError: 401 when a key is needed and none of those given is one."""
-        found = _presented(headers, query)
+    async def caller(
+        self, method: str, headers: Sequence[tuple[bytes, bytes]], query: bytes
+    ) -> Caller:
+        """Raises ApiError: 401 when a key is needed and none of those given is one, 403 for a
+        page in a browser where none is, 400 for a key that cannot go on to the engine."""
         if self._admin is None:
-            check_local(headers)
+            self._browsers.check(method, headers)
+        found = _presented(headers, query)
+        if not all(_sendable.fullmatch(each.key) for each in found):
+            raise BadRequest(
+                "the API key has control characters in it, which no header can carry", param="key"
+            )
+        if self._admin is None or self._admin_key is None:
             return _in_the_open(found)
         for each in found:
             if hmac.compare_digest(digest(each.key), self._admin):
-                return Caller()
-            if (owner := await self._keys.owner(each.key)) is not None:
-                return Caller(owner, bound=True)
+                return Caller(admin=True)
+            if (derived := derived_for(each.key, self._admin_key)) is not None:
+                await self._keys.add(derived[0], each.key, derived[1])
+            if (granted := await self._keys.granted(each.key)) is not None:
+                return Caller(
+                    granted.rollout_id, bound=True, scopes=granted.scopes, source="events_key"
+                )
         raise _unauthorized(given=bool(found))
 
-    async def mint(self, rollout_id: str) -> str:
-        """A key for the rollout; where the proxy is open, one that only names it."""
+    def may_push(self, headers: Sequence[tuple[bytes, bytes]], query: bytes) -> bool:
+        """Whether the control key or the admin key is among those given."""
+        given = [digest(each.key) for each in _presented(headers, query)]
+        known = [key for key in (self._control, self._admin) if key is not None]
+        return any(hmac.compare_digest(one, key) for one in given for key in known)
+
+    def no_push(self) -> ApiError:
+        """What somebody is told who may not."""
+        if self._control is None:
+            return ApiError(
+                403,
+                "weight pushes need a key, and this proxy has none: start it with"
+                " TRACEGRAD_PROXY_CONTROL_KEY set (make one with: openssl rand -hex 32), and the"
+                " trainer with the same; trainer serve does so by itself",
+                kind="permission_error",
+                code="control_key_needed",
+            )
+        return ApiError(
+            401,
+            f"weight pushes need this proxy's control key (TRACEGRAD_PROXY_CONTROL_KEY); {_HOW}",
+            kind="authentication_error",
+            code="control_key_needed",
+        )
+
+    async def mint(self, rollout_id: str, scopes: Sequence[KeyScope]) -> str | None:
+        """A key for the rollout. Where the proxy is open, one that only names it; None for events,
+        which are posted there without any."""
         if self._admin is None:
-            return KEY_PREFIX + rollout_id
-        return await self._keys.mint(rollout_id)
+            return None if EVENTS in scopes else KEY_PREFIX + rollout_id
+        return await self._keys.mint(rollout_id, scopes)
 
     async def revoke(self, rollout_id: str) -> None:
+        if self._admin_key is not None:  # also the keys that the SDK derives, used yet or not
+            for scope in SCOPES:
+                key = derive_key(self._admin_key, rollout_id, scope)
+                await self._keys.add(rollout_id, key, scope)
         await self._keys.revoke(rollout_id)
 
 
 class Guard:
     """ASGI middleware: nobody gets past it without the right to, or with too large a body.
 
-    `shape` gives the body of an error for a path, in the words of the dialect that is spoken
-    there.
+    Behind it a request's body is there as a whole. `shape` gives the body of an error for a path,
+    in the words of the dialect that is spoken there.
     """
 
     def __init__(
@@ -136,34 +212,48 @@ class Guard:
         app: ASGIApp,
         *,
         access: Access,
-        max_body_bytes: int,
+        bodies: Bodies,
         shape: Callable[[str, ApiError], bytes],
     ) -> None:
         self._app = app
         self._access = access
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
         self._shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                scope["tracegrad.caller"] = await self._admitted(scope)
-                known = check_length(scope["headers"], self._max_body_bytes)
-            except ApiError as error:
-                response = self._refusal(scope["path"], error)
-                await response(scope, receive, send)
-                return
-            if not known:
-                receive = limited(receive, self._max_body_bytes)
-        await self._app(scope, receive, send)
+        if scope["type"] == "websocket":  # none is served, to nobody
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        lease = None
+        try:
+            scope["tracegrad.caller"] = caller = await self._admitted(scope)
+            lease = scope["tracegrad.lease"] = self._bodies.lease(_client(caller, scope))
+            receive = await self._bodies.read(scope, receive, lease)
+            await self._app(scope, receive, send)
+        except ApiError as error:
+            response = self._refusal(scope["path"], error)
+            await response(scope, receive, send)
+        except ClientGone:
+            return
+        finally:
+            if lease is not None:
+                lease.release()
 
     async def _admitted(self, scope: Scope) -> Caller:
         path = scope["path"]
         if path in OPEN_PATHS:
             return Caller()
-        caller = await self._access.caller(scope["headers"], scope["query_string"])
-        if caller.bound:
-            _check_place(caller, scope["method"], path, scope["headers"])
+        headers, pushes = scope["headers"], path.startswith(_PUSHES)
+        if pushes and self._access.may_push(headers, scope["query_string"]):
+            return Caller()
+        caller = await self._access.caller(scope["method"], headers, scope["query_string"])
+        if pushes and not caller.bound:
+            raise self._access.no_push()
+        if caller.bound or not caller.scores:
+            _check_place(caller, scope["method"], path, headers)
         return caller
 
     def _refusal(self, path: str, error: ApiError) -> Response:
@@ -173,8 +263,28 @@ class Guard:
         return response
 
 
+def _client(caller: Caller, scope: Scope) -> str:
+    """Whose share of the memory a body has: one key's or, where none is asked for, one
+    address's."""
+    if caller.admin:
+        return "admin"
+    if caller.bound:
+        return f"rollout {caller.rollout_id}"
+    return f"address {(scope.get('client') or ('',))[0]}"
+
+
+class KeyRequest(BaseModel):
+    """`calls`: for the agent, to call models. `events`: for who scores it, to post rewards and its
+    end."""
+
+    model_config = ConfigDict(extra="forbid")
+    scopes: Annotated[list[KeyScope], Field(min_length=1)] = [CALLS]
+
+
 class MintedKey(BaseModel):
-    key: str
+    """None: the proxy asks for no key."""
+
+    key: str | None
 
 
 def make_keys_router(access: Access) -> APIRouter:
@@ -182,10 +292,12 @@ def make_keys_router(access: Access) -> APIRouter:
     router = APIRouter(prefix="/api/rollouts/{rollout_id}/keys")
 
     @router.post("", status_code=201, summary="A key for one rollout")
-    async def mint(rollout_id: RolloutId) -> MintedKey:
-        """It may call models and post events and spans for its rollout, and nothing else. Only
-        its hash is kept: this answer is the one time that it is told."""
-        return MintedKey(key=await access.mint(rollout_id))
+    async def mint(rollout_id: RolloutId, wanted: KeyRequest | None = None) -> MintedKey:
+        """It may do for its rollout what it is minted for, and send spans, and nothing else. Give
+        the agent one for calls. Only its hash is kept: this answer is the one time that it is
+        told. In an open proxy there is none for events: they are posted without one."""
+        scopes = (wanted or KeyRequest()).scopes
+        return MintedKey(key=await access.mint(rollout_id, scopes))
 
     @router.delete("", status_code=204, summary="The rollout's keys open nothing any more")
     async def revoke(rollout_id: RolloutId) -> None:
@@ -224,14 +336,15 @@ def _in_header(name: bytes, value: str) -> _Presented:
 
 def _in_the_open(found: Sequence[_Presented]) -> Caller:
     """Nobody is asked for a key: one of ours names a rollout, another one is the engine's."""
-    rollout_id, forward = None, None
+    rollout_id, forward, scopes = None, None, _ALL
     for each in found:
         named = rollout_named_by(each.key)
         if named is None:
             forward = forward or each.forward
         else:
-            rollout_id = rollout_id or named
-    return Caller(rollout_id or None, forward=forward)
+            # A key that was given to an agent.
+            rollout_id, scopes = rollout_id or named, frozenset({CALLS})
+    return Caller(rollout_id or None, scopes=scopes, source="open", forward=forward)
 
 
 def _check_place(
@@ -240,19 +353,39 @@ def _check_place(
     """Raises ApiError (403) where a rollout's key does not reach."""
     rest = path
     if own := _own_path.fullmatch(path):
-        _check_rollout(caller, own[1])
         rest = own[2]
+        if caller.bound:
+            _check_rollout(caller, own[1])
     for name, value in headers:
-        if name == _ROLLOUT_HEADER:
+        if name == _ROLLOUT_HEADER and caller.bound:
             _check_rollout(caller, value.decode("latin-1"))
-    if _model_path.fullmatch(rest) is None and (method, path) != _EVENTS:
-        raise ApiError(
-            403,
-            f"{method} {path} needs the admin key; this is the key of rollout"
-            f" {caller.rollout_id}, which calls models (/v1/...) and posts events (/api/events)",
-            kind="permission_error",
-            code="admin_key_needed",
-        )
+    if not caller.scopes & _scopes_of(method, path, rest):
+        raise _out_of_scope(caller, method, path)
+
+
+def _scopes_of(method: str, path: str, rest: str) -> frozenset[str]:
+    """Keys with one of these scopes get there; none: the admin key alone does. `rest`: the path
+    below a rollout's own."""
+    if (method, path) == _EVENTS:
+        return frozenset({EVENTS})
+    if rest == _SPANS:
+        return _ALL
+    return frozenset({CALLS}) if _model_path.fullmatch(rest) else frozenset()
+
+
+def _out_of_scope(caller: Caller, method: str, path: str) -> ApiError:
+    this = f"this is a key of rollout {caller.rollout_id} for {' and '.join(sorted(caller.scopes))}"
+    if (method, path) != _EVENTS:
+        code, message = "admin_key_needed", f"{method} {path} needs the admin key; {this}"
+    else:
+        code, mend = "events_key_needed", "post them without the agent's key"
+        if caller.bound:
+            mend = (
+                "use the admin key, or one minted for events: POST /api/rollouts/<id>/keys with"
+                ' {"scopes": ["events"]}'
+            )
+        message = f"{this}: who is scored gives neither rewards nor ends; {mend}"
+    return ApiError(403, message, kind="permission_error", code=code)
 
 
 def _check_rollout(caller: Caller, rollout_id: str | None) -> None:

@@ -8,16 +8,18 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from tracegrad.proxy.access import caller_of, owned
+from tracegrad.proxy.access import Caller, caller_of, owned
 from tracegrad.proxy.attribution import ID_PATTERN
 from tracegrad.proxy.errors import ApiError, BadRequest
 from tracegrad.proxy.gate import Gate
 from tracegrad.proxy.recorder import Recorder
+from tracegrad.proxy.times import believable
 from tracegrad.records import (
+    MAX_REWARD,
     Fact,
     Outcome,
     RewardGiven,
@@ -33,7 +35,8 @@ Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0)]
 
 
 class _Event(BaseModel):
-    """Fields and defaults of the record of the same name."""
+    """What may be said of the record of the same name. `fact(caller, now)` is the record: of what
+    decides something, who says it and when are the proxy's own to say."""
 
     model_config = ConfigDict(extra="forbid")
     rollout_id: RolloutId
@@ -48,33 +51,37 @@ class RolloutOpenedEvent(_Event):
     agent: str | None = None
     tags: dict[str, str] = {}
     task: Any = None
-    opened_at: Seconds = Field(default_factory=time.time)
+    opened_at: Seconds | None = None
 
-    def fact(self) -> Fact:
-        return RolloutOpened(**self.fields())
+    def fact(self, _: Caller, now: float) -> Fact:
+        return RolloutOpened(**{**self.fields(), "opened_at": believable(self.opened_at, now)})
 
 
 class RolloutFinishedEvent(_Event):
     type: Literal["rollout_finished"]
     outcome: Outcome = Outcome.COMPLETED
     error: str | None = None
-    finished_at: Seconds = Field(default_factory=time.time)
+    finished_at: Seconds | None = None
 
-    def fact(self) -> Fact:
-        return RolloutFinished(**self.fields())
+    def fact(self, _: Caller, now: float) -> Fact:
+        stated = now if self.finished_at is None else self.finished_at
+        return RolloutFinished(**{**self.fields(), "finished_at": stated}, recorded_at=now)
 
 
 class RewardEvent(_Event):
     type: Literal["reward"]
     reward_id: str = Field(default_factory=new_id, min_length=1, max_length=128)
-    value: Annotated[float, Field(allow_inf_nan=False)]
+    value: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
     name: Annotated[str, Field(min_length=1)] = "reward"
     turn: Annotated[int, Field(gt=-(2**31), lt=2**31)] | None = None
-    source: str = "agent"
-    created_at: Seconds = Field(default_factory=time.time)
+    # Earlier versions of the SDK said `source` and `created_at`; files of theirs are sent yet.
+    label: Annotated[str, Field(max_length=256)] | None = Field(
+        None, validation_alias=AliasChoices("label", "source")
+    )
+    given_at: Seconds | None = Field(None, validation_alias=AliasChoices("given_at", "created_at"))
 
-    def fact(self) -> Fact:
-        return RewardGiven(**self.fields())
+    def fact(self, caller: Caller, now: float) -> Fact:
+        return RewardGiven(**self.fields(), source=caller.source, created_at=now)
 
 
 class SpanEndedEvent(BaseModel):
@@ -93,7 +100,7 @@ class SpanEndedEvent(BaseModel):
     status: Literal["unset", "ok", "error"] = "unset"
     attributes: dict[str, Any] = {}
 
-    def fact(self) -> Fact:
+    def fact(self, _: Caller, __: float) -> Fact:
         return SpanEnded(**{name: value for name, value in self if name != "type"})
 
 
@@ -138,10 +145,12 @@ def make_router(recorder: Recorder, gate: Gate) -> APIRouter:
 
     @router.post("/events", summary="Rollouts opened and finished, rewards given")
     async def events(body: Events, request: Request) -> Accepted:
-        """Stored all together or not at all; the answer comes after the commit."""
+        """Stored all together or not at all; the answer comes after the commit. Of several rewards
+        of one name and turn the one that arrives last counts, whatever `given_at` says."""
+        caller, now = caller_of(request.scope), time.time()
         try:
-            facts = [event.fact() for event in body.events]
-            await recorder.commit(owned(facts, caller_of(request.scope)))
+            facts = [event.fact(caller, now) for event in body.events]
+            await recorder.commit(owned(facts, caller))
         except FactRefused as error:
             raise BadRequest(str(error), status=422) from None
         return Accepted(accepted=len(body.events))

@@ -13,11 +13,14 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from tracegrad.proxy.access import Access, Guard, make_keys_router
+from tracegrad.proxy.access import Access, Caller, Guard, make_keys_router
+from tracegrad.proxy.anchors import make_anchors_router
 from tracegrad.proxy.api import add_error_handlers, make_router
 from tracegrad.proxy.attribution import TraceMap
+from tracegrad.proxy.bodies import TRACES_PATH, Bodies, BodyLimits
+from tracegrad.proxy.browsers import Browsers
 from tracegrad.proxy.calls import Calls, Rooms
-from tracegrad.proxy.collector import Ingest, Traces
+from tracegrad.proxy.collector import ExportLimits, Ingest, Traces
 from tracegrad.proxy.continuation import Continuation, EngineText
 from tracegrad.proxy.counting import Counts
 from tracegrad.proxy.dialects import gemini, messages
@@ -34,10 +37,13 @@ from tracegrad.proxy.passed_on import PassedOn, Shape
 from tracegrad.proxy.recorder import Recorder, SubmitsFacts
 from tracegrad.proxy.redaction import Redactor, load_hooks
 from tracegrad.proxy.repeats import Repeats
+from tracegrad.proxy.request_rules import RequestRules
 from tracegrad.proxy.upstreams import Queue, Timeouts, Upstream, Upstreams
 from tracegrad.proxy.upstreams.weights import weight_version
+from tracegrad.proxy.workers import Workers
 from tracegrad.settings import ProxySettings
 from tracegrad.store import Store
+from tracegrad.store.anchors import AnchorStore
 
 # Seconds of silence after which a stream says something. Clients give up after 120 or more
 # (Qwen Code 120, most others 300); proxies on the way often after 60.
@@ -53,8 +59,15 @@ class ModelName(PathConvertor):
 register_url_convertor("model_name", ModelName())
 
 
-def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -> FastAPI:
-    """`store` is read, `writer` writes to it; both stay open, and are the caller's to close."""
+def create_app(
+    settings: ProxySettings,
+    *,
+    store: Store,
+    writer: SubmitsFacts,
+    patience_s: float | None = None,
+) -> FastAPI:
+    """`store` is read, `writer` writes to it; both stay open, and are the caller's to close.
+    `patience_s`: how long a call waits for what it writes (`storing.PATIENCE_S`)."""
     gate = Gate(
         version=store.current_version() or 0,
         held=settings.held,
@@ -67,10 +80,18 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
     text = EngineText(settings.tokenizer, upstream.models) if exact else None
     continuation = Continuation(store, limit_bytes=settings.cache_mib << 20, text=text)
     redactor = Redactor(load_hooks(settings.redact), keep_text=settings.keep_text)
-    recorder = Recorder(writer, store, continuation, traces, redactor)
+    recorder = Recorder(writer, store, continuation, traces, redactor, patience_s=patience_s)
     admin = settings.admin_key
-    access = Access(admin.get_secret_value() if admin else None, Keys(store))
-    limit = settings.max_body_mib << 20
+    control = settings.control_key
+    access = Access(
+        admin.get_secret_value() if admin else None,
+        Keys(store),
+        Browsers(settings.allowed_hosts),
+        control_key=control.get_secret_value() if control else None,
+    )
+    workers = Workers()
+    limits = BodyLimits.of(settings)
+    bodies = Bodies(limits, workers)
     rooms = Rooms(
         upstream=upstream,
         gate=gate,
@@ -80,7 +101,8 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
         model=settings.model,
         free_sampling=settings.sampling == "free" and upstream.capabilities.tokens,
         routed_experts=settings.routed_experts,
-        max_body_bytes=limit,
+        workers=workers,
+        rules=RequestRules.of(settings),
         keepalive_s=KEEPALIVE_S,
     )
 
@@ -89,6 +111,7 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
         upstream.open()
         yield
         await upstream.close()
+        workers.close()
 
     app = FastAPI(
         title="tracegrad proxy",
@@ -98,12 +121,15 @@ def create_app(settings: ProxySettings, *, store: Store, writer: SubmitsFacts) -
     add_error_handlers(app, _shape)
     # First in line, before FastAPI's own routes: most requests are theirs.
     ingest = Ingest(recorder, continuation, traces, store)
-    app.router.routes[:0] = _hot_routes(rooms, Traces(ingest, max_body_bytes=limit))
-    app.router.routes.append(_health(gate))
+    spans = Traces(ingest, ExportLimits(limits.body, limits.values, settings.max_spans), workers)
+    app.router.routes[:0] = _hot_routes(rooms, spans)
+    app.router.routes.append(_health(gate, writer))
     app.include_router(make_router(recorder, gate))
     app.include_router(make_keys_router(access))
+    anchors = AnchorStore(store, settings.anchors) if settings.anchors is not None else None
+    app.include_router(make_anchors_router(anchors, redactor))
     described(app)
-    app.add_middleware(Guard, access=access, max_body_bytes=limit, shape=_shape)
+    app.add_middleware(Guard, access=access, bodies=bodies, shape=_shape)
     return app
 
 
@@ -133,9 +159,14 @@ def _upstream(settings: ProxySettings, gate: Gate) -> Upstream:
 
 
 def _hot_routes(rooms: Rooms, spans: ASGIApp) -> list[BaseRoute]:
-    def passed_on(method: str, path: str, shape: Shape | None = None) -> ASGIApp:
-        limit = rooms.max_body_bytes
-        return PassedOn(rooms.upstream, method, path, max_body_bytes=limit, shape=shape)
+    def models_as(shape: Shape) -> ASGIApp:
+        return PassedOn(rooms.upstream, "GET", "/v1/models", shape=shape)
+
+    async def to_embed(raw: bytes, caller: Caller) -> bytes:
+        run, rules = rooms.workers.run, rooms.rules
+        return await run(len(raw), rules.embeddings, raw, admin=caller.admin)
+
+    embeddings = PassedOn(rooms.upstream, "POST", "/v1/embeddings", read=to_embed)
 
     claude, google = messages.Messages(), gemini.Gemini()
     count = Counts(claude, rooms, parse=messages.count_request, shape=messages.count_answer)
@@ -146,16 +177,16 @@ def _hot_routes(rooms: Rooms, spans: ASGIApp) -> list[BaseRoute]:
         ("POST", "/v1/responses", Calls(Responses(), rooms)),
         ("POST", "/v1/completions", Calls(Completions(), rooms)),
         ("POST", "/v1/messages/count_tokens", count),
-        ("POST", "/v1/embeddings", passed_on("POST", "/v1/embeddings")),
-        ("GET", "/v1/models", passed_on("GET", "/v1/models", models)),
-        ("GET", "/v1/models/{model:model_name}", passed_on("GET", "/v1/models", models)),
-        ("GET", "/v1beta/models", passed_on("GET", "/v1/models", gemini_models)),
+        ("POST", "/v1/embeddings", embeddings),
+        ("GET", "/v1/models", models_as(models)),
+        ("GET", "/v1/models/{model:model_name}", models_as(models)),
+        ("GET", "/v1beta/models", models_as(gemini_models)),
     ]
     for version in ("v1beta", "v1"):  # Gemini CLI's, and that of google-genai 3
         path = f"/{version}/models/{{model:path}}"
         served.append(("POST", f"{path}:countTokens", count_google))
         served.append(("POST", f"{path}:{{method}}", Calls(google, rooms)))
-    routes: list[BaseRoute] = [Route("/v1/traces", spans, methods=["POST"])]
+    routes: list[BaseRoute] = [Route(TRACES_PATH, spans, methods=["POST"])]
     for method, path, endpoint in served:
         routes.append(Route(path, endpoint, methods=[method]))
         routes.append(Route("/rollouts/{rollout}" + path, endpoint, methods=[method]))
@@ -173,9 +204,10 @@ def _dialect_at(path: str) -> Dialect:
     return messages.Messages() if "/v1/messages" in path else Chat()
 
 
-def _health(gate: Gate) -> Route:
+def _health(gate: Gate, writer: SubmitsFacts) -> Route:
     async def healthz(_: Request) -> Response:
-        body = orjson.dumps({"status": "ok", "version": gate.version})
+        told = {"status": "ok", "version": gate.version, "writer": writer.load()._asdict()}
+        body = orjson.dumps(told)
         return Response(body, media_type="application/json")
 
     return Route("/healthz", healthz)

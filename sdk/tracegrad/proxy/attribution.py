@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 from tracegrad.proxy.errors import BadRequest
+from tracegrad.tasks import state_key
 
 BAGGAGE_KEY = "tracegrad.rollout"
 ID_PATTERN = r"^[A-Za-z0-9._:@-]{1,128}$"
@@ -27,11 +28,12 @@ _traceparent = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """`rollout_id` is None for a call without a name."""
+    """`rollout_id` is None for a call without a name, `state_key` for one without a state."""
 
     rollout_id: str | None
     trace_id: str | None = None
     parent_span_id: str | None = None
+    state_key: str | None = None  # of the environment that the call is made in
 
 
 def attribute(
@@ -45,6 +47,7 @@ def attribute(
     Headers have lower-case names. Raises BadRequest for an id that no rollout can have.
     """
     trace_id, span_id = _trace(headers.get("traceparent"))
+    state = state_key(headers.get("x-tracegrad-state") or None)
     found = (
         ("path", path_id),
         ("x-tracegrad-rollout", headers.get("x-tracegrad-rollout")),
@@ -59,9 +62,9 @@ def attribute(
                     "digits and . _ : @ -",
                     param=where,
                 )
-            return Owner(rollout_id, trace_id, span_id)
+            return Owner(rollout_id, trace_id, span_id, state)
     known = traces.rollout_of(trace_id) if trace_id is not None else None
-    return Owner(known, trace_id, span_id)
+    return Owner(known, trace_id, span_id, state)
 
 
 def is_rollout_id(text: str) -> bool:

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from tracegrad.proxy import sampling, sse
 from tracegrad.proxy.access import caller_of, engine_headers
 from tracegrad.proxy.attribution import Owner, TraceMap, attribute
+from tracegrad.proxy.bodies import lease_of
 from tracegrad.proxy.connection import (
     ClientGone,
     Headers,
@@ -45,8 +46,10 @@ from tracegrad.proxy.repeats import (
     is_repeat,
 )
 from tracegrad.proxy.replies import Reply
+from tracegrad.proxy.request_rules import RequestRules
 from tracegrad.proxy.routes import say_of_streams
 from tracegrad.proxy.upstreams import Incoming, Upstream
+from tracegrad.proxy.workers import Workers
 from tracegrad.records import OVER_LENGTH, Json, Turn
 
 log = logging.getLogger("tracegrad.proxy")
@@ -64,7 +67,8 @@ class Rooms:
     model: str | None
     free_sampling: bool
     routed_experts: bool
-    max_body_bytes: int
+    workers: Workers
+    rules: RequestRules
     keepalive_s: float
 
 
@@ -102,16 +106,15 @@ class Calls:
         path = scope["path_params"]
         caller = caller_of(scope)
         owner = attribute(headers, path.get("rollout"), caller.rollout_id, self._rooms.traces)
-        raw = await read_body(receive, self._rooms.max_body_bytes)
-        query = scope["query_string"]
-        asked = dict(parse_qsl(query.decode("latin-1"))) if query else {}
-        call = self._dialect.parse(raw, path, asked)
+        call, known = await self._read(scope, await read_body(receive), owner)
         if call.previous is not None:
+            sent = call.size
             call, owner = await self._rooms.recorder.continued(call, owner)
-        call = call.with_one_system()
+            await lease_of(scope).take(call.size - sent)
+        run, rules = self._rooms.workers.run, self._rooms.rules
+        call = await run(call.size, rules.apply, call.with_one_system(), admin=caller.admin)
         if self._rooms.free_sampling:
             call = replace(call, body=sampling.freed(call.body))
-        known = fingerprint(owner.rollout_id, scope["path"], raw)
         if is_repeat(headers) and (given := await self._given(known)):
             return await self._again(call, given, send)
         plan = await self._rooms.recorder.plan(call, owner)
@@ -131,6 +134,17 @@ class Calls:
             self._rooms.repeats.failed(known)
             raise
         return Response(self._dialect.answer(call, answer), media_type="application/json")
+
+    async def _read(self, scope: Scope, raw: bytes, owner: Owner) -> tuple[Call, Fingerprint]:
+        query = scope["query_string"]
+        asked = dict(parse_qsl(query.decode("latin-1"))) if query else {}
+
+        def read() -> tuple[Call, Fingerprint]:
+            call = self._dialect.parse(raw, scope["path_params"], asked)
+            known = fingerprint(owner.rollout_id, scope["path"], raw)
+            return replace(call, size=len(raw)), known
+
+        return await self._rooms.workers.run(len(raw), read)
 
     async def _given(self, known: Fingerprint) -> list[Turn]:
         return await self._rooms.recorder.read(self._rooms.repeats.recall(known))
@@ -221,7 +235,7 @@ class Calls:
             capture=self._rooms.upstream.capabilities.tokens,
             routes_from=visit.plan.routes_from,
         )
-        body = request_body(call, ask)
+        body = await self._rooms.workers.run(call.size, request_body, call, ask)
         async with self._rooms.upstream.request(
             "POST",
             call.path,

@@ -7,7 +7,6 @@ import errno
 import gc
 import logging
 import os
-import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -21,14 +20,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tracegrad.proxy")
 
-_PASSWORD = re.compile(r"(?<=:)[^:/]*(?=@)")
-
 
 def proxy_command(
     upstream: Annotated[
         list[str] | None,
         typer.Option(
-            help="The engine's base URL; once for each replica. Default: http://127.0.0.1:8000"
+            help="The engine's base URL, or unix:///PATH of its socket; once for each replica."
+            " Default: http://127.0.0.1:8000"
         ),
     ] = None,
     upstream_kind: Annotated[
@@ -64,7 +62,8 @@ def proxy_command(
     Every option may also stand in the environment (TRACEGRAD_STORE, TRACEGRAD_PROXY_UPSTREAM,
     TRACEGRAD_PROXY_PORT, ...) or in the table "proxy" of tracegrad.toml, where there are more.
 
-    The admin key comes from TRACEGRAD_API_KEY; without one anyone on this machine may call.
+    The admin key comes from TRACEGRAD_API_KEY; without one anyone on this machine may call. A key
+    for weight pushes alone comes from TRACEGRAD_PROXY_CONTROL_KEY.
     """
     flags = {
         "upstream": upstream,
@@ -93,7 +92,7 @@ def serve(settings: ProxySettings) -> None:
     try:
         store = Store.open(settings.store)
     except (StoreError, ValueError) as error:
-        _fail(f"store {_PASSWORD.sub('***', settings.store)}: {error}")
+        _fail(f"store {settings.store}: {error}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     limits = Limits.of(settings)
     connections = raise_file_limit(limits.connections)

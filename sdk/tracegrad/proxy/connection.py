@@ -8,8 +8,6 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Receive, Scope
 
-from tracegrad.proxy.errors import BadRequest
-
 Headers = Mapping[str, str]
 
 
@@ -21,19 +19,14 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
 
 
-async def read_body(receive: Receive, limit: int) -> bytes:
-    """Raises BadRequest (413) for more than `limit` bytes, ClientGone when the rest never comes."""
+async def read_body(receive: Receive) -> bytes:
+    """Raises ClientGone when the rest of it never comes. The guard has bounded it."""
     parts: list[bytes] = []
-    size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise BadRequest(f"the body is larger than {limit >> 20} MiB", status=413)
-        parts.append(part)
+        parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
 

@@ -44,10 +44,14 @@ class Counts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            raw = await read_body(receive, self._rooms.max_body_bytes)
-            call = self._parse(raw, scope["path_params"])
+            raw = await read_body(receive)
+            run, size = self._rooms.workers.run, len(raw)
+            call = await run(size, self._parse, raw, scope["path_params"])
+            caller = caller_of(scope)
+            call = await run(size, self._rooms.rules.apply, call, admin=caller.admin)
+            del raw
             async with while_client_waits(receive):
-                tokens = await self._count(call, engine_headers(caller_of(scope)))
+                tokens = await self._count(call, size, engine_headers(caller))
             response = Response(self._shape(tokens), media_type="application/json")
         except ApiError as error:
             response = error.response(self._dialect.error(error))
@@ -55,12 +59,13 @@ class Counts:
             return
         await response(scope, receive, send)
 
-    async def _count(self, call: Call, headers: dict[str, str]) -> int:
+    async def _count(self, call: Call, size: int, headers: dict[str, str]) -> int:
         body = {name: call.body[name] for name in _RENDERING if name in call.body}
         if self._rooms.model is not None:
             body["model"] = self._rooms.model
+        asked = await self._rooms.workers.run(size, orjson.dumps, body)
         async with self._rooms.upstream.request(
-            "POST", PATH, body=orjson.dumps(body), headers=headers
+            "POST", PATH, body=asked, headers=headers
         ) as engine:
             raw = await engine.read()
         if engine.status != 200:

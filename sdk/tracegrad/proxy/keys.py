@@ -1,5 +1,8 @@
 """Keys that were made for one rollout: `tg-<rollout>.<secret>`.
 
+A key has scopes. One for `calls` is for the agent: it calls models. One for `events` is for whoever
+scores the agent: it posts rewards and the rollout's end.
+
 The store keeps only a key's SHA-256. That is enough for 256 random bits, which nobody can guess
 from it: slow hashes are for passwords. Whoever loses a key has a new one made.
 """
@@ -13,12 +16,14 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Collection
+from typing import NamedTuple, Protocol, TypeVar
 
 from tracegrad.proxy.errors import Unavailable
 from tracegrad.proxy.storing import asked
+from tracegrad.rollout_keys import CALLS, KeyScope
 from tracegrad.store.errors import StoreUnavailable
+from tracegrad.store.keys import KeyOwner
 
 KEY_PREFIX = "tg-"
 SECRET_BYTES = 32
@@ -28,6 +33,7 @@ REFUSED_S = 5.0
 REMEMBERED, REFUSED = 10_000, 1_000
 # Lookups at a time: strangers with made-up keys must not keep the threads from everybody else.
 LOOKUPS = 4
+_NOBODY = KeyOwner("", "")
 
 # A rollout's id may hold dots; a secret holds none, and 32 bytes make 43 characters.
 _minted = re.compile(r"tg-([A-Za-z0-9._:@-]{1,128})\.[A-Za-z0-9_-]{43}")
@@ -39,9 +45,9 @@ T = TypeVar("T")
 class KeepsKeys(Protocol):
     """`tracegrad.store.Store`. Each of them may raise StoreUnavailable."""
 
-    def add_key(self, rollout_id: str, key_hash: bytes) -> object: ...
+    def add_key(self, rollout_id: str, key_hash: bytes, scope: str) -> object: ...
 
-    def key_owner(self, key_hash: bytes) -> str | None: ...
+    def key_owner(self, key_hash: bytes) -> KeyOwner | None: ...
 
     def revoke_keys(self, rollout_id: str) -> object: ...
 
@@ -58,6 +64,13 @@ def rollout_named_by(key: str) -> str | None:
     return minted[1] if minted else key.removeprefix(KEY_PREFIX)
 
 
+class Granted(NamedTuple):
+    """What a key opens."""
+
+    rollout_id: str
+    scopes: frozenset[str]
+
+
 class Keys:
     """Makes keys, and tells whose they are; those seen lately without asking the store."""
 
@@ -69,13 +82,21 @@ class Keys:
         self._lookups = asyncio.Semaphore(LOOKUPS)
         self._revocations = 0
 
-    async def mint(self, rollout_id: str) -> str:
+    async def mint(self, rollout_id: str, scopes: Collection[KeyScope] = (CALLS,)) -> str:
         """A new key; it is not to be had again. Raises Unavailable."""
         key = f"{KEY_PREFIX}{rollout_id}.{secrets.token_urlsafe(SECRET_BYTES)}"
         hashed = digest(key)
-        await _stored(self._store.add_key, rollout_id, hashed)
-        self._owners.put(hashed, rollout_id, self._clock())
+        scope = " ".join(sorted(set(scopes)))
+        await _stored(self._store.add_key, rollout_id, hashed, scope)
+        self._owners.put(hashed, KeyOwner(rollout_id, scope), self._clock())
         return key
+
+    async def add(self, rollout_id: str, key: str, scope: KeyScope) -> None:
+        """Keep a key that was made elsewhere; again, or after its revocation, changes nothing.
+        Raises Unavailable."""
+        hashed, now = digest(key), self._clock()
+        if self._owners.get(hashed, now) is None and self._refused.get(hashed, now) is None:
+            await _stored(self._store.add_key, rollout_id, hashed, scope)
 
     async def revoke(self, rollout_id: str) -> None:
         """None of the rollout's keys opens anything from now on. Raises Unavailable."""
@@ -83,8 +104,8 @@ class Keys:
         self._revocations += 1
         self._owners.forget(rollout_id)
 
-    async def owner(self, key: str) -> str | None:
-        """The rollout that the key was made for; None for any other key. Raises Unavailable."""
+    async def granted(self, key: str) -> Granted | None:
+        """What the key was made for; None for any other key. Raises Unavailable."""
         named = _minted.fullmatch(key)
         if named is None:
             return None
@@ -95,12 +116,12 @@ class Keys:
             if self._refused.get(hashed, now) is not None:
                 return None
             owner = await self._looked_up(hashed)
-        if owner is None or not hmac.compare_digest(owner.encode(), named[1].encode()):
-            self._refused.put(hashed, "", now)
+        if owner is None or not hmac.compare_digest(owner.rollout_id.encode(), named[1].encode()):
+            self._refused.put(hashed, _NOBODY, now)
             return None
-        return owner
+        return Granted(owner.rollout_id, frozenset(owner.scope.split()))
 
-    async def _looked_up(self, hashed: bytes) -> str | None:
+    async def _looked_up(self, hashed: bytes) -> KeyOwner | None:
         async with self._lookups:
             revocations = self._revocations
             owner = await _stored(self._store.key_owner, hashed)
@@ -116,23 +137,24 @@ class _Memory:
     def __init__(self, limit: int, seconds: float) -> None:
         self._limit = limit
         self._seconds = seconds
-        self._found: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        self._found: OrderedDict[bytes, tuple[KeyOwner, float]] = OrderedDict()
 
-    def get(self, hashed: bytes, now: float) -> str | None:
+    def get(self, hashed: bytes, now: float) -> KeyOwner | None:
         found = self._found.get(hashed)
         if found is None or found[1] <= now:
             return None
         self._found.move_to_end(hashed)
         return found[0]
 
-    def put(self, hashed: bytes, owner: str, now: float) -> None:
+    def put(self, hashed: bytes, owner: KeyOwner, now: float) -> None:
         self._found[hashed] = owner, now + self._seconds
         self._found.move_to_end(hashed)
         if len(self._found) > self._limit:
             self._found.popitem(last=False)
 
-    def forget(self, owner: str) -> None:
-        for hashed in [key for key, (whose, _) in self._found.items() if whose == owner]:
+    def forget(self, rollout_id: str) -> None:
+        found = self._found.items()
+        for hashed in [key for key, (owner, _) in found if owner.rollout_id == rollout_id]:
             del self._found[hashed]
 
 

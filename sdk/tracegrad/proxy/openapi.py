@@ -15,6 +15,7 @@ from tracegrad.proxy.attribution import ID_PATTERN
 from tracegrad.proxy.collector import PROTOBUF
 from tracegrad.proxy.openapi_bodies import SCHEMAS, STRING, listed, record
 from tracegrad.records import Json
+from tracegrad.store import Load
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
@@ -221,7 +222,9 @@ def _spans() -> Json:
 
 
 def _health() -> Json:
-    state = record("status version", status=STRING, version={"type": "integer"})
+    number: Json = {"type": "integer"}
+    load = record(" ".join(Load._fields), **dict.fromkeys(Load._fields, number))
+    state = record("status version writer", status=STRING, version=number, writer=load)
     return {
         "summary": "Whether the proxy serves",
         "operationId": "get_healthz",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tracegrad.proxy.access import caller_of, engine_headers
+from tracegrad.proxy.access import Caller, caller_of, engine_headers
 from tracegrad.proxy.connection import (
     ClientGone,
     Headers,
@@ -21,12 +21,14 @@ from tracegrad.proxy.errors import ApiError
 from tracegrad.proxy.upstreams import Upstream
 
 Shape = Callable[[bytes, Headers, Mapping[str, Any]], bytes]
+Read = Callable[[bytes, Caller], Awaitable[bytes]]
 
 
 class PassedOn:
     """One route of the engine's, without a record: nothing is sampled there.
 
-    `shape` makes the client's body of the engine's, given the request's headers and path.
+    `read` makes the engine's body of the client's, or raises ApiError; `shape` makes the client's
+    of the engine's, given the request's headers and path.
     """
 
     def __init__(
@@ -35,13 +37,13 @@ class PassedOn:
         method: str,
         path: str,
         *,
-        max_body_bytes: int,
+        read: Read | None = None,
         shape: Shape | None = None,
     ) -> None:
         self._upstream = upstream
         self._method = method
         self._path = path
-        self._max_body_bytes = max_body_bytes
+        self._read = read
         self._shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,14 +56,16 @@ class PassedOn:
         await response(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive) -> Response:
-        body = await read_body(receive, self._max_body_bytes)
+        body, caller = await read_body(receive), caller_of(scope)
+        if self._read is not None:
+            body = await self._read(body, caller)
         async with (
             while_client_waits(receive),
             self._upstream.request(
                 self._method,
                 self._path,
                 body=body or None,
-                headers=engine_headers(caller_of(scope)),
+                headers=engine_headers(caller),
             ) as engine,
         ):
             raw = await engine.read()

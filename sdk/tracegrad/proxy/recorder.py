@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
 
@@ -15,14 +13,17 @@ from tracegrad.proxy.continuation import Continuation, Known, Place, Plan, Reads
 from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.errors import ApiError, BadRequest, Unavailable
 from tracegrad.proxy.exact.reasons import Reason
+from tracegrad.proxy.json_size import memory_of, punctuation
+from tracegrad.proxy.observation import observation_of
 from tracegrad.proxy.recorded import NotRecorded, conversation_of
 from tracegrad.proxy.redaction import REDACTED, Redactor
 from tracegrad.proxy.replies import Reply
 from tracegrad.proxy.seen import SeenCalls
-from tracegrad.proxy.storing import asked, in_time
+from tracegrad.proxy.storing import asked, written
 from tracegrad.records import Fact, Json, Turn, new_id
+from tracegrad.store import Load, Submission
 from tracegrad.store.errors import ParentMissing, StoreError, StoreUnavailable
-from tracegrad.store.packing import dump_json
+from tracegrad.store.packing import dump_json, encode_json
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -30,10 +31,12 @@ log = logging.getLogger("tracegrad.proxy")
 class SubmitsFacts(Protocol):
     """`tracegrad.store.Writer`, or something that stands for it.
 
-    What is submitted is written, whether or not anybody still waits for the future.
+    What is submitted is written, whether or not anybody waits for it, unless it is withdrawn.
     """
 
-    def submit(self, facts: Sequence[Fact]) -> Future[None]: ...
+    def submit(self, facts: Sequence[Fact]) -> Submission: ...
+
+    def load(self) -> Load: ...
 
 
 class Recorder:
@@ -44,7 +47,11 @@ class Recorder:
         continuation: Continuation,
         traces: TraceMap,
         redactor: Redactor,
+        *,
+        patience_s: float | None = None,
     ) -> None:
+        """`patience_s`: as `storing.written`."""
+        self._patience_s = patience_s
         self._writer = writer
         self._store = store
         self._continuation = continuation
@@ -78,7 +85,7 @@ class Recorder:
         """Commit one turn for each reply; their ids. On return they survive a `kill -9`.
 
         `unknown_version`: a weight push fell into the call. Raises Unavailable when the store
-        cannot be written; then none of the turns was recorded.
+        cannot be written; then none of the turns was recorded, or none will be trained.
         """
         try:
             places = await self._places(plan, replies)
@@ -112,7 +119,7 @@ class Recorder:
         not in the store, Unavailable."""
         assert call.previous is not None
         try:
-            earlier, rollout_id = await asked(self._earlier, call.previous)
+            earlier, rollout_id, size = await asked(self._earlier, call.previous)
             if owner.rollout_id not in (None, rollout_id):
                 raise NotRecorded(call.previous)  # another rollout's is nobody else's to read
         except NotRecorded as missing:
@@ -126,13 +133,16 @@ class Recorder:
             raise self.unavailable(error) from error
         if owner.rollout_id is None:
             owner = replace(owner, rollout_id=rollout_id)
-        return call.after(earlier), owner
+        return replace(call.after(earlier), size=call.size + size), owner
 
-    def _earlier(self, turn_id: str) -> tuple[list[Json], str]:
+    def _earlier(self, turn_id: str) -> tuple[list[Json], str, int]:
+        """The messages, whose they are, and the bytes of memory that they take."""
         turn = self._find(turn_id)
         if turn is None:
             raise NotRecorded(turn_id)
-        return conversation_of(turn_id, self._find), turn.rollout_id
+        messages = conversation_of(turn_id, self._find)
+        text = encode_json(messages)
+        return messages, turn.rollout_id, memory_of(text, *punctuation(text))
 
     def _find(self, turn_id: str) -> Turn | None:
         return self._store.find_turn(turn_id, routes=False)
@@ -175,11 +185,11 @@ class Recorder:
         except StoreUnavailable as error:
             raise self.unavailable(error) from error
 
-    async def _submitted(self, facts: Sequence[Fact]) -> Future[None]:
+    async def _submitted(self, facts: Sequence[Fact]) -> Submission:
         return self._writer.submit(await self._redactor.facts(facts))
 
-    async def _settled(self, committed: Future[None]) -> None:
-        await in_time(asyncio.wrap_future(committed))
+    async def _settled(self, submission: Submission) -> None:
+        await written(submission, patience_s=self._patience_s)
         if self._failing:
             self._failing = False
             log.warning("the store can be written again")
@@ -202,6 +212,7 @@ def _turns(
 ) -> list[Turn]:
     settings = sampling.settings_of(call.body)
     reason = call.untrainable or sampling.untrainable(call.body, settings)
+    observation = observation_of(call.own_messages)
     return [
         Turn(
             turn_id=new_id() if number else call.turn_id,
@@ -220,6 +231,8 @@ def _turns(
             parent_span_id=owner.parent_span_id,
             request=call.request,
             response=reply.response or None,
+            state_key=owner.state_key,
+            observation=observation,
             routed_experts=reply.routed_experts,
         )
         for number, (place, reply) in enumerate(zip(places, replies, strict=True))

@@ -18,7 +18,12 @@ from tracegrad.records import Json, Turn
 
 # Clients wait at most some minutes between two tries.
 KEPT_S = 600.0
-MOST = 20_000
+# Bytes of memory for all of it, and what a fingerprint and the id of a turn take of them.
+MOST_BYTES = 16 << 20
+_CALL_BYTES = 400
+_ID_BYTES = 100
+# With two answers nobody can tell which is asked for again: more are not worth keeping.
+_MOST_ANSWERS = 2
 
 Fingerprint = tuple[int, int, int]
 
@@ -43,6 +48,10 @@ class _Given:
     failed: int = 0
     at: float = 0.0
 
+    @property
+    def size(self) -> int:
+        return _CALL_BYTES + _ID_BYTES * sum(map(len, self.answers))
+
 
 class Repeats:
     """What became of the calls seen last.
@@ -54,9 +63,15 @@ class Repeats:
 
     def __init__(self) -> None:
         self._given: OrderedDict[Fingerprint, _Given] = OrderedDict()
+        self.size = 0  # in bytes
 
     def answered(self, call: Fingerprint, turn_ids: Sequence[str]) -> None:
-        self._of(call).answers.append(tuple(turn_ids))
+        given = self._of(call)
+        if len(given.answers) < _MOST_ANSWERS:
+            # The second one's ids are never asked for.
+            given.answers.append(tuple(turn_ids) if not given.answers else ())
+            self.size += _ID_BYTES * len(given.answers[-1])
+            self._forget_oldest()
 
     def failed(self, call: Fingerprint) -> None:
         """It was refused, or broke off, or its client left."""
@@ -73,12 +88,19 @@ class Repeats:
         return given.answers[0] if len(given.answers) == 1 else ()
 
     def _of(self, call: Fingerprint) -> _Given:
-        given = self._given.setdefault(call, _Given())
+        given = self._given.get(call)
+        if given is None:
+            given = self._given[call] = _Given()
+            self.size += given.size
         given.at = time.monotonic()
         self._given.move_to_end(call)
-        if len(self._given) > MOST:
-            self._given.popitem(last=False)
+        self._forget_oldest()
         return given
+
+    def _forget_oldest(self) -> None:
+        while self.size > MOST_BYTES and len(self._given) > 1:
+            _, oldest = self._given.popitem(last=False)
+            self.size -= oldest.size
 
 
 def answer_of(turns: Sequence[Turn], call: Call) -> Json:

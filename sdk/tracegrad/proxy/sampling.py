@@ -6,10 +6,7 @@ Fields and defaults are those of vLLM's chat completions, served with `--generat
 from __future__ import annotations
 
 from tracegrad.proxy.exact.messages import without_strict
-from tracegrad.records import Json
-
-# Below this vLLM takes the likeliest token.
-GREEDY_BELOW = 1e-5
+from tracegrad.records import GREEDY_BELOW, Json
 
 DEFAULTS: dict[str, float] = {
     "temperature": 1.0,
@@ -21,8 +18,17 @@ DEFAULTS: dict[str, float] = {
     "repetition_penalty": 1.0,
 }
 _OPTIONAL = ("max_tokens", "max_completion_tokens", "seed", "stop", "stop_token_ids", "n")
+# These choose tokens in another way than by drawing them, or may: what `vllm_xargs` does is up to
+# the engine's logits processors. The last two are other engines' names for the same.
+_SAMPLERS = (
+    "use_beam_search",
+    "watermarking",
+    "vllm_xargs",
+    "logits_processors",
+    "custom_logit_processor",
+)
 # Preferences about the distribution alone, no part of what the client asks for.
-_BENDING = frozenset({*DEFAULTS, "logit_bias", "min_tokens", "bad_words"})
+_BENDING = frozenset({*DEFAULTS, *_SAMPLERS, "logit_bias", "min_tokens", "bad_words"})
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # Each of these changes the distribution that tokens come from.
 _CONSTRAINTS = (
@@ -34,9 +40,6 @@ _CONSTRAINTS = (
     "allowed_token_ids",
     "bad_words",
     "min_tokens",
-    "thinking_token_budget",
-    "use_beam_search",
-    "watermarking",
 )
 
 
@@ -72,6 +75,8 @@ def untrainable(body: Json, settings: Json) -> str | None:
         return "sampling_truncated"
     if body.get("logit_bias") or any(settings[name] != DEFAULTS[name] for name in _PENALTIES):
         return "sampling_penalised"
+    if any(body.get(name) for name in _SAMPLERS):
+        return "sampling_replaced"
     return "constrained" if _constrained(body) else None
 
 
@@ -86,5 +91,8 @@ def _constrained(body: Json) -> bool:
     tools = body.get("tools")
     functions = [tool.get("function") for tool in tools or () if isinstance(tool, dict)]
     if any(isinstance(each, dict) and each.get("strict") for each in functions):
+        return True
+    # None and -1: as many tokens as it likes. At 0 the end of thinking is forced at once.
+    if body.get("thinking_token_budget") not in (None, -1):
         return True
     return any(body.get(name) for name in _CONSTRAINTS)

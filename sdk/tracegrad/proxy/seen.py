@@ -23,6 +23,7 @@ V = TypeVar("V")
 _ID_PREFIXES = ("msg_", "resp_")
 # Spans within spans; more are not looked through.
 _DEEPEST = 1000
+_SEVERAL = "*"  # no rollout's id
 
 
 class Recent(Generic[K, V]):
@@ -89,7 +90,10 @@ class SeenCalls:
             self._answers.put(turn.turn_id, turn.rollout_id)
             told = (turn.response or {}).get("id")
             if isinstance(told, str) and told:
-                self._answers.put(told, turn.rollout_id)
+                # Engines take ids from requests: one of several rollouts says nothing.
+                known = self._answers.get(told)
+                same = known in (None, turn.rollout_id)
+                self._answers.put(told, turn.rollout_id if same else _SEVERAL)
             if inferred:
                 self._inferred.put(turn.rollout_id, True)
 
@@ -118,7 +122,8 @@ class SeenCalls:
         """The rollout of the turn that was answered with this id, or has it itself."""
         if response_id is None:
             return None
-        return self._answers.get(response_id) or self._answers.get(_turn_id_in(response_id))
+        found = self._answers.get(response_id) or self._answers.get(_turn_id_in(response_id))
+        return None if found == _SEVERAL else found
 
     def was_inferred(self, rollout_id: str) -> bool:
         """Whether the rollout was made for calls without a name."""

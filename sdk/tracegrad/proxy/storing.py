@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import ParamSpec, TypeVar
 
+from tracegrad.store import Submission
 from tracegrad.store.databases import BUSY_TIMEOUT_S
 from tracegrad.store.errors import StoreUnavailable
 
 # A little more than the store itself waits for others: what it says of them is worth more. Beyond
 # that it is a server that hangs, or writes that wait behind others which wait.
 PATIENCE_S = BUSY_TIMEOUT_S + 5.0
+# More for a commit that was sent already: whether it is stored is then not ours to say.
+COMMIT_PATIENCE_S = 5.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,4 +31,27 @@ async def in_time(answer: Awaitable[T]) -> T:
         async with asyncio.timeout(PATIENCE_S):
             return await answer
     except TimeoutError:
-        raise StoreUnavailable(f"the store has not answered for {PATIENCE_S:g} s") from None
+        raise StoreUnavailable(_silent(PATIENCE_S)) from None
+
+
+async def written(submission: Submission, *, patience_s: float | None = None) -> None:
+    """On return it is on the disk. Raises what the submission fails with, and StoreUnavailable
+    after `patience_s` (`PATIENCE_S`): then none of its turns will be trained, whatever the store
+    does later."""
+    patience_s = PATIENCE_S if patience_s is None else patience_s
+    try:
+        async with asyncio.timeout(patience_s):
+            return await asyncio.wrap_future(submission)
+    except TimeoutError:
+        submission.withdraw(_silent(patience_s))
+    try:
+        async with asyncio.timeout(COMMIT_PATIENCE_S):
+            return await asyncio.wrap_future(submission)
+    except TimeoutError:
+        if submission.abandon():
+            raise StoreUnavailable(_silent(patience_s + COMMIT_PATIENCE_S)) from None
+        return await asyncio.wrap_future(submission)
+
+
+def _silent(seconds: float) -> str:
+    return f"the store has not answered for {seconds:g} s"

@@ -72,7 +72,6 @@ class Connection(HttpToolsProtocol):
         self._deaf = False  # nothing more is read from this client
         self._head_size = 0  # bytes of a head that is not complete
         self._wordless = 0  # bytes since the last that were a body's own
-        self._body_ends = 0.0
         self._due: float | None = self.loop.time() + self.limits.head_s
         self._alarm: asyncio.TimerHandle | None = None
         self._send_alarm: asyncio.TimerHandle | None = None
@@ -107,10 +106,8 @@ class Connection(HttpToolsProtocol):
 
     def _wait(self) -> None:
         """Say when the next bytes are due."""
-        if self._stage == _BODY:
-            if not self.cycle.response_complete:
-                self._due = min(self.loop.time() + self.limits.body_idle_s, self._body_ends)
-        elif self._due is None and not self._answering() and self.timeout_keep_alive_task is None:
+        idle = self._stage != _BODY and not self._answering()
+        if idle and self._due is None and self.timeout_keep_alive_task is None:
             self._due = self.loop.time() + self.limits.head_s
         self._watch()
 
@@ -143,11 +140,14 @@ class Connection(HttpToolsProtocol):
             self.cycle.transport = _Together(self.transport)  # type: ignore[assignment]
             self._stage = _BODY
             self._wordless = 0
-            self._body_ends = self.loop.time() + self.limits.body_s
+            self._due = self.loop.time() + self.limits.body_s
 
     def on_body(self, body: bytes) -> None:
         self._wordless = 0
-        self._body_ends += len(body) / 1024
+        if self._due is not None and not self.cycle.response_complete:
+            # Each byte buys the time that it may take; no more than `body_s` is ever in store.
+            latest = self.loop.time() + self.limits.body_s
+            self._due = min(latest, self._due + len(body) / self.limits.body_rate)
         if not self._deaf:
             super().on_body(body)
 
@@ -182,18 +182,20 @@ class Connection(HttpToolsProtocol):
             return
         now = self.loop.time()
         if self.flow.read_paused:  # it is us who do not read
-            self._due = now + self.limits.body_idle_s
-            self._body_ends = max(self._body_ends, self._due)
+            self._due = now + self.limits.body_s
         if now < self._due:
             self._watch()
         elif self._stage == _IDLE or (self._stage == _BODY and not self._answering()):
             self.transport.close()
         elif self._stage == _HEAD:
             self._refuse(408, f"the headers did not arrive within {self.limits.head_s:g} s")
-        elif now < self._body_ends:
-            self._refuse(408, f"nothing of the body came for {self.limits.body_idle_s:g} s")
         else:
-            self._refuse(408, f"the body has taken more than {self.limits.body_s:g} s, and a KiB/s")
+            rate = self.limits.body_rate / 1024
+            self._refuse(
+                408,
+                f"the body came slower than {rate:g} KiB/s for {self.limits.body_s:g} s"
+                " (min_body_kib_s, body_timeout_s)",
+            )
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer in place of the application, which sees a client that hung up; then close."""

@@ -4,8 +4,10 @@ from tracegrad.store.errors import (
     AlreadyTrained,
     AmbiguousRollout,
     FactRefused,
+    LeaseLost,
     LedgerError,
     ParentMissing,
+    StoreBusy,
     StoreCorrupt,
     StoreError,
     StoreForeign,
@@ -21,6 +23,7 @@ from tracegrad.store.store import DEFAULT_URL, Store
 from tracegrad.store.views import (
     Group,
     LeaseRecord,
+    LostLease,
     Peek,
     PolicyVersion,
     RewardPoint,
@@ -31,8 +34,9 @@ from tracegrad.store.views import (
     TurnCounts,
     TurnFate,
     WaitingTask,
+    leases_of,
 )
-from tracegrad.store.writer import Writer
+from tracegrad.store.writer import Load, Submission, Writer
 
 __all__ = [
     "ALL",
@@ -43,9 +47,12 @@ __all__ = [
     "FactRefused",
     "Group",
     "History",
+    "LeaseLost",
     "LeaseRecord",
     "Ledger",
     "LedgerError",
+    "Load",
+    "LostLease",
     "ParentMissing",
     "Peek",
     "PolicyVersion",
@@ -56,15 +63,18 @@ __all__ = [
     "RolloutSample",
     "StepRecord",
     "Store",
+    "StoreBusy",
     "StoreCorrupt",
     "StoreError",
     "StoreForeign",
     "StoreMissing",
     "StoreTooNew",
     "StoreUnavailable",
+    "Submission",
     "TurnCounts",
     "TurnFate",
     "UnknownRollout",
     "WaitingTask",
     "Writer",
+    "leases_of",
 ]

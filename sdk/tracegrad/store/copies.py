@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, exists, select
 
-from tracegrad.records import RewardGiven, RolloutFinished, SpanEnded, Turn
+from tracegrad.records import RewardGiven, RolloutFinished, SpanEnded, Turn, is_reward
 from tracegrad.store.filters import ALL, RolloutFilter
 from tracegrad.store.queries import outcomes_of, rewards_of, spans_of, tags_of, version_events
 from tracegrad.store.reading import turns_of
@@ -66,9 +66,12 @@ class RolloutCopy:
     @property
     def reward(self) -> float | None:
         """The latest for the whole rollout named "reward"."""
-        events = [r for r in self.rewards if r.name == MAIN_REWARD and r.turn is None]
-        # Of equal times the one that arrived last.
-        return max(events[::-1], key=lambda r: r.created_at).value if events else None
+        events = [
+            event.value
+            for event in self.rewards
+            if event.name == MAIN_REWARD and event.turn is None and is_reward(event.value)
+        ]
+        return events[-1] if events else None
 
     @property
     def steps(self) -> set[int]:

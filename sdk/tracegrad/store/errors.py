@@ -15,6 +15,10 @@ class StoreUnavailable(StoreError):
     """
 
 
+class StoreBusy(StoreUnavailable):
+    """Too much waits to be written already: this was not even queued."""
+
+
 class StoreMissing(StoreUnavailable):
     """There is no store at the URL, and the caller did not ask to create one."""
 
@@ -53,3 +57,8 @@ class LedgerError(StoreError):
 
 class AlreadyTrained(LedgerError):
     """A turn of the step is in the ledger already; the whole step was rolled back."""
+
+
+class LeaseLost(LedgerError):
+    """A rollout is no longer under the lease that it was given out under: the lease ended, and
+    another trainer has it, or nobody. The whole record was rolled back."""

@@ -12,7 +12,16 @@ from tracegrad.store.store import Store
 from tracegrad.store.views import RolloutSample, StepRecord
 
 # Settings and batches are large: a step trains on thousands of rollouts.
-_BRIEF = (Steps.step, Steps.version, Steps.created_at, Steps.metrics, Steps.checkpoint)
+_BRIEF = (
+    Steps.step,
+    Steps.version,
+    Steps.created_at,
+    Steps.metrics,
+    Steps.checkpoint,
+    Steps.run_id,
+    Steps.manifest_digest,
+    Steps.parent_digest,
+)
 
 
 class History:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,8 @@ from sqlalchemy import Connection, bindparam, select, true, update
 
 from tracegrad.records import (
     OVER_LENGTH,
+    REWARD_RANGE,
+    UNACKNOWLEDGED,
     Fact,
     Outcome,
     RewardGiven,
@@ -18,6 +20,7 @@ from tracegrad.records import (
     RolloutOpened,
     SpanEnded,
     Turn,
+    is_reward,
 )
 from tracegrad.store.contexts import Context, Known, stored
 from tracegrad.store.databases import Conflict, insert_new
@@ -78,7 +81,7 @@ def sort_facts(facts: Iterable[Fact]) -> Batch:
                     check_length(f"tags: {key!r:.40}", f"{key}{value}", _MOST_OF_NAME)
                 batch.opened.append(fact)
             case RolloutFinished():
-                batch.saw(fact.rollout_id, fact.finished_at)
+                batch.saw(fact.rollout_id, _ended_at(fact))
                 batch.finished.append(fact)
             case RewardGiven():
                 batch.saw(fact.rollout_id, fact.created_at)
@@ -86,7 +89,7 @@ def sort_facts(facts: Iterable[Fact]) -> Batch:
                 batch.rewards.append(fact)
             case SpanEnded():
                 if fact.rollout_id is not None:
-                    batch.saw(fact.rollout_id, fact.start_ns / 1e9)
+                    batch.saw(fact.rollout_id, min(fact.start_ns / 1e9, time.time()))
                 check_length("trace_id", fact.trace_id)
                 check_length("span_id", fact.span_id)
                 batch.spans.append(fact)
@@ -159,9 +162,20 @@ def write_batch(
     add_texts(connection, rows.texts)
     add_links(connection, rows.links)
     _finish(connection, batch.finished)
-    _insert(connection, Rewards, [_reward_row(reward) for reward in batch.rewards])
+    _reward(connection, batch.rewards)
     _insert(connection, Spans, [_span_row(span) for span in batch.spans])
     adopt(connection, batch.spans)
+
+
+def mark_unacknowledged(connection: Connection, turn_ids: Sequence[str]) -> int:
+    """Turns whose clients were refused are not trained. How many of them there were and could be;
+    others are not there, or have a reason already."""
+    marked = 0
+    for ids in chunks(turn_ids):
+        found = Turns.turn_id.in_(ids) & Turns.untrainable.is_(None)
+        query = update(Turns).where(found).values(untrainable=UNACKNOWLEDGED)
+        marked += connection.execute(query).rowcount
+    return marked
 
 
 def _insert(connection: Connection, table: Any, rows: Sequence[Values]) -> int:
@@ -249,11 +263,15 @@ def _finish(connection: Connection, facts: Sequence[RolloutFinished]) -> None:
                     else Outcome(fact.outcome)
                 ).value,
                 "error": fact.error,
-                "finished_at": fact.finished_at,
+                "finished_at": _ended_at(fact),
             }
             for fact in facts
         ],
     )
+
+
+def _ended_at(fact: RolloutFinished) -> float:
+    return fact.finished_at if fact.recorded_at is None else fact.recorded_at
 
 
 def _over_length(connection: Connection, rollout_ids: Sequence[str]) -> set[str]:
@@ -271,11 +289,27 @@ def _over_length(connection: Connection, rollout_ids: Sequence[str]) -> set[str]
     return full
 
 
+def _reward(connection: Connection, facts: Sequence[RewardGiven]) -> None:
+    rows = [_reward_row(fact) for fact in facts]
+    if _insert(connection, Rewards, rows) == len(rows):
+        return
+    # Told again, most likely. One that another rollout has would be lost without a word.
+    whose = {fact.reward_id: fact.rollout_id for fact in reversed(facts)}
+    for ids in chunks(list(whose)):
+        query = select(Rewards.reward_id, Rewards.rollout_id).where(Rewards.reward_id.in_(ids))
+        for reward_id, rollout_id in connection.execute(query):
+            if whose[reward_id] != rollout_id:
+                raise FactRefused(
+                    f"reward_id: {reward_id} is a reward of rollout {rollout_id}; give the one of"
+                    f" rollout {whose[reward_id]} another id"
+                )
+
+
 def _reward_row(fact: RewardGiven) -> Values:
-    if not math.isfinite(fact.value):
+    if not is_reward(fact.value):
         raise FactRefused(
             f"value: reward {fact.name!r} of rollout {fact.rollout_id} is {fact.value}; "
-            "give a finite number"
+            f"give {REWARD_RANGE}"
         )
     if fact.turn is not None:
         _check_integer("turn", fact.turn)
@@ -286,6 +320,8 @@ def _reward_row(fact: RewardGiven) -> Values:
         "name": fact.name,
         "turn": fact.turn,
         "source": fact.source,
+        "label": fact.label,
+        "given_at": fact.given_at,
         "created_at": fact.created_at,
     }
 

@@ -116,6 +116,22 @@ def give_out(
     connection.execute(insert(Leases), [{**given, "rollout_id": name} for name in ids])
 
 
+def extend(connection: Connection, leases: Mapping[str, str], until: float) -> None:
+    """Rollout -> lease, all of which hold."""
+    update_rollouts(connection, list(leases), {"leased_until": until})
+    by_lease: dict[str, list[str]] = {}
+    for rollout_id, lease_id in leases.items():
+        by_lease.setdefault(lease_id, []).append(rollout_id)
+    for lease_id, ids in by_lease.items():
+        for some in chunks(ids):
+            connection.execute(
+                update(Leases)
+                .where(Leases.lease_id == lease_id, Leases.rollout_id.in_(some))
+                .where(Leases.released_at.is_(None))
+                .values(leased_until=until)
+            )
+
+
 def take_back(connection: Connection, group: Group, now: float) -> None:
     """What the lease still holds of the group."""
     for ids in chunks([rollout.rollout_id for rollout in group.rollouts]):

@@ -1,14 +1,15 @@
 """The consumption ledger: which rollouts are being trained on, and what became of each turn.
 
 Exactly once: a turn has at most one row in `turn_ledger` (its primary key), written in the
-same transaction as the step that trained it. Leases only keep pullers out of each other's
-way; a puller that outlives its lease and commits late is refused by that key.
+same transaction as the step that trained it. Leases keep pullers out of each other's way, and
+fence commits: who outlived a lease that somebody else has by now is refused (module `fencing`).
+Leases begin and end by the database's clock (`databases.clock`).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 from sqlalchemy import (
@@ -22,10 +23,19 @@ from sqlalchemy import (
 
 from tracegrad.records import new_id
 from tracegrad.store.again import again
-from tracegrad.store.errors import AlreadyTrained, LedgerError
+from tracegrad.store.databases import clock
+from tracegrad.store.errors import LedgerError
+from tracegrad.store.fencing import (
+    lost_leases,
+    refuse_duplicates,
+    refuse_known_turns,
+    refuse_lost,
+    refuse_step,
+)
 from tracegrad.store.leasing import (
     Ready,
     end_leases,
+    extend,
     form_groups,
     give_out,
     groups_of,
@@ -38,10 +48,11 @@ from tracegrad.store.leasing import (
 from tracegrad.store.schema import Leases, Rollouts, Steps, TurnLedger, Turns
 from tracegrad.store.sql import SCORED, chunks, has_tags
 from tracegrad.store.store import Store
-from tracegrad.store.views import Group, LeaseRecord, Peek, StepRecord, row_of
+from tracegrad.store.views import Group, LeaseRecord, LostLease, Peek, StepRecord, row_of
 
 # A turn that came in after its rollout was leased; nobody trained on it.
 LATE = "late"
+NO_LEASES: Mapping[str, str] = MappingProxyType({})
 
 T = TypeVar("T")
 
@@ -65,6 +76,7 @@ class Ledger:
         incomplete_after_s: float = float("inf"),
         at_least: int | None = None,
         routes: bool = True,
+        held: Collection[str] = (),
     ) -> list[Group]:
         """The oldest ready groups: `groups` of them, or [] while fewer are ready.
 
@@ -75,16 +87,19 @@ class Ledger:
         `incomplete_after_s` ago. With `at_least`, fewer groups than `groups` will do.
 
         Rollouts with `tags` that ended unscored are consumed on the way, their turns skipped
-        with the outcome as the reason. The lease ends after `ttl_s` seconds by itself. `routes`
-        asks for the turns' routed experts, which are large.
+        with the outcome as the reason. The lease ends after `ttl_s` seconds by itself, unless it
+        is renewed. Rollouts in `held`, which the caller has already, are not given out again,
+        whatever became of their lease. `routes` asks for the turns' routed experts, which are
+        large.
         """
         _check(groups=groups, group_size=group_size, ttl_s=ttl_s)
         lease_id = new_id()
 
         def take(connection: Connection) -> tuple[float, list[list[Ready]]]:
-            now = time.time()  # when its turn has come
+            now = clock.time_of(connection)  # when its turn has come
             _consume_unscored(connection, tags or {}, now)
             ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
+            ready = [rollout for rollout in ready if rollout.rollout_id not in held]
             chosen = form_groups(ready, group_size, now - incomplete_after_s)[:groups]
             if len(chosen) < (groups if at_least is None else at_least):
                 return now, []
@@ -98,7 +113,8 @@ class Ledger:
     def ready(self, tags: Mapping[str, str] | None = None) -> int:
         """Rollouts that `lease` could take now: what a sender of tasks holds itself back by."""
         with self._store.reading() as connection:
-            return len(ready_rollouts(connection, tags or {}, time.time(), alone=True))
+            now = clock.time_of(connection)
+            return len(ready_rollouts(connection, tags or {}, now, alone=True))
 
     def peek(
         self,
@@ -112,7 +128,7 @@ class Ledger:
         """What `lease` would give now, fewer than `groups` too, and who waits. Changes nothing."""
         _check(groups=groups, group_size=group_size, ttl_s=1.0)
         with self._store.reading() as connection:
-            now = time.time()
+            now = clock.time_of(connection)
             ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
             formed = form_groups(ready, group_size, now - incomplete_after_s)
             grouped = {rollout.rollout_id for group in formed for rollout in group}
@@ -125,11 +141,28 @@ class Ledger:
                 waiting=waiting_tasks(connection, alone, tags or {}, now),
             )
 
+    def renew(self, leases: Mapping[str, str], *, ttl_s: float) -> list[LostLease]:
+        """Leases (rollout -> lease, as `leases_of` says) end `ttl_s` seconds from now.
+
+        A lease that ran out is renewed too if nobody took its rollout since. Returns those that
+        are lost: taken by somebody else, given back, consumed or removed.
+        """
+        _check(groups=1, group_size=1, ttl_s=ttl_s)
+
+        def hold(connection: Connection) -> list[LostLease]:
+            lost = lost_leases(connection, leases)
+            gone = {each.rollout_id for each in lost}
+            kept = {name: lease for name, lease in leases.items() if name not in gone}
+            extend(connection, kept, clock.time_of(connection) + ttl_s)
+            return lost
+
+        return self._exclusively(hold) if leases else []
+
     def release(self, groups: Sequence[Group]) -> None:
         """Give back groups that were not trained; others may lease them at once."""
 
         def give_back(connection: Connection) -> None:
-            now = time.time()
+            now = clock.time_of(connection)
             for group in groups:
                 take_back(connection, group, now)
 
@@ -138,7 +171,9 @@ class Ledger:
     def release_owner(self, owner: str) -> int:
         """Give back all that `owner`, who was killed, still has. Returns how many rollouts."""
 
-        return self._exclusively(lambda connection: take_back_all(connection, owner, time.time()))
+        return self._exclusively(
+            lambda connection: take_back_all(connection, owner, clock.time_of(connection))
+        )
 
     def leases(self, rollout_id: str) -> list[LeaseRecord]:
         """Who had it to train on, and how long; the oldest first."""
@@ -157,26 +192,39 @@ class Ledger:
         trained: Sequence[str],
         skipped: Mapping[str, str],
         rollouts: Sequence[str],
+        leases: Mapping[str, str] = NO_LEASES,
     ) -> None:
         """The step, a row for each of its turns, its rollouts consumed: one transaction.
 
         `trained` are turn ids, `skipped` maps turn ids to reasons. Turns of `rollouts` that are
-        in neither came in after the lease and are skipped as "late".
-        Raises `AlreadyTrained` if a turn is in the ledger already, `LedgerError` if the step
-        is or something named is unknown; then nothing is stored.
+        in neither came in after the lease and are skipped as "late". `leases` maps rollouts to
+        the leases that they were given out under (`leases_of`); one that is not in it must not be
+        leased to anybody.
+
+        Raises, and then nothing is stored:
+            AlreadyTrained: a turn is in the ledger already, or a rollout is consumed.
+            LeaseLost: a rollout is not under its lease any more; says who has it now.
+            LedgerError: the step is in the ledger already, began with weights that no committed
+                step has, names something twice, or something unknown.
         """
 
         def commit(connection: Connection) -> None:
-            if connection.scalar(select(Steps.step).where(Steps.step == step.step)) is not None:
-                raise LedgerError(f"step {step.step} is in the ledger already")
+            refuse_step(connection, step)
             connection.execute(insert(Steps), row_of(step))
-            _record(connection, step.step, trained, skipped, rollouts)
+            _record(connection, step.step, trained, skipped, rollouts, leases)
 
         self._exclusively(commit)
 
-    def commit_skipped(self, skipped: Mapping[str, str], rollouts: Sequence[str]) -> None:
+    def commit_skipped(
+        self,
+        skipped: Mapping[str, str],
+        rollouts: Sequence[str],
+        leases: Mapping[str, str] = NO_LEASES,
+    ) -> None:
         """Consume rollouts that no step used; as `commit_step` without a step."""
-        self._exclusively(lambda connection: _record(connection, None, [], skipped, rollouts))
+        self._exclusively(
+            lambda connection: _record(connection, None, [], skipped, rollouts, leases)
+        )
 
     def last_step(self) -> StepRecord | None:
         steps = self.steps(limit=1)
@@ -229,13 +277,18 @@ def _record(
     trained: Sequence[str],
     skipped: Mapping[str, str],
     rollouts: Sequence[str],
+    leases: Mapping[str, str],
 ) -> None:
+    refuse_duplicates("turn", trained)
+    refuse_duplicates("rollout", rollouts)
     if both := set(trained) & skipped.keys():
         raise LedgerError(f"turn {min(both)} is both trained and skipped")
     fates: dict[str, _Fate] = dict.fromkeys(trained, (step, None))
     fates |= {turn_id: (None, reason) for turn_id, reason in skipped.items()}
-    _refuse_known(connection, list(fates))
-    _insert_fates(connection, fates)
+    refuse_known_turns(connection, list(fates))
+    refuse_lost(connection, rollouts, leases)
+    now = clock.time_of(connection)
+    _insert_fates(connection, fates, now)
     late: dict[str, _Fate] = {}
     for ids in chunks(list(rollouts)):
         query = (
@@ -244,28 +297,16 @@ def _record(
             .where(Turns.rollout_id.in_(ids), TurnLedger.turn_id.is_(None))
         )
         late |= dict.fromkeys(connection.scalars(query), (None, LATE))
-    _insert_fates(connection, late)
-    now = time.time()
+    _insert_fates(connection, late, now)
     values = {"consumed_at": now, "consumed_step": step, "leased_until": None}
     changed = update_rollouts(connection, list(rollouts), values)
     for ids in chunks(list(rollouts)):
         end_leases(connection, now, Leases.rollout_id.in_(ids), Leases.leased_until > now)
-    if changed != len(set(rollouts)):
-        raise LedgerError(f"{len(set(rollouts)) - changed} of the step's rollouts are not stored")
+    if changed != len(rollouts):
+        raise LedgerError(f"{len(rollouts) - changed} of the step's rollouts are not stored")
 
 
-def _refuse_known(connection: Connection, turn_ids: Sequence[str]) -> None:
-    for ids in chunks(turn_ids):
-        query = select(TurnLedger.turn_id, TurnLedger.step, TurnLedger.skip_reason).where(
-            TurnLedger.turn_id.in_(ids)
-        )
-        for turn_id, step, reason in connection.execute(query):
-            was = f"trained by step {step}" if step is not None else f"skipped ({reason})"
-            raise AlreadyTrained(f"turn {turn_id} was {was} already")
-
-
-def _insert_fates(connection: Connection, fates: Mapping[str, _Fate]) -> None:
-    now = time.time()
+def _insert_fates(connection: Connection, fates: Mapping[str, _Fate], now: float) -> None:
     rows = [
         {"turn_id": turn_id, "step": step, "skip_reason": reason, "created_at": now}
         for turn_id, (step, reason) in fates.items()

@@ -50,6 +50,8 @@ _COLUMNS = (
     Turns.untrainable,
     Turns.parent_span_id,
     Turns.created_at,
+    Turns.state_key,
+    Turns.observation,
 )
 
 
@@ -185,6 +187,8 @@ def _turn(row: Row[Any], earlier: _Earlier, placed: Placed | None, *, routes: bo
         parent_span_id=row.parent_span_id,
         request=request,
         response=response,
+        state_key=row.state_key,
+        observation=row.observation,
         routed_experts=unpack_routes(row.routed_experts) if routes else None,
         created_at=row.created_at,
     )

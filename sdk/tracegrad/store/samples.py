@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from sqlalchemy import Connection, select
 
-from tracegrad.records import Outcome, RewardGiven
+from tracegrad.records import UNACKNOWLEDGED, Outcome, RewardGiven, Turn, is_reward
 from tracegrad.store.queries import rewards_of, tags_of
 from tracegrad.store.reading import turns_of
 from tracegrad.store.schema import Rollouts
 from tracegrad.store.sql import MAIN_REWARD, chunks
 from tracegrad.store.views import RolloutSample
+
+# The name of a reward that marks the turn which decided the outcome.
+DECIDING = "deciding"
 
 
 def samples_of(
@@ -39,22 +42,39 @@ def samples_of(
                 tags=tags[rollout_id],
                 outcome=Outcome(outcome),
                 reward=rewards[rollout_id],
-                turn_rewards=turn_rewards(events[rollout_id], len(turns[rollout_id])),
+                turn_rewards=turn_rewards(events[rollout_id], turns[rollout_id]),
                 turns=turns[rollout_id],
+                deciding_turn=deciding_turn(events[rollout_id], turns[rollout_id]),
             )
     return samples
 
 
-def turn_rewards(events: Iterable[RewardGiven], turns: int) -> dict[int, float]:
-    """Each turn's latest reward named "reward"; events for turns that are not there fall away.
+def deciding_turn(events: Iterable[RewardGiven], turns: Sequence[Turn]) -> int | None:
+    """The index of the turn that is marked as the one that decided the outcome, of several the
+    last."""
+    marks = turn_rewards(events, turns, name=DECIDING)
+    return max((index for index, value in marks.items() if value > 0), default=None)
 
-    `events` come in order of arrival, which decides between equal times.
+
+def turn_rewards(
+    events: Iterable[RewardGiven], turns: Sequence[Turn], *, name: str = MAIN_REWARD
+) -> dict[int, float]:
+    """By index in `turns`, its latest reward of that name; events for turns that are not there
+    fall away.
+
+    `events` come in order of arrival. They count the turns that their giver knows of: a call that
+    was refused and made again is one.
     """
+    known = known_to_agent(turns)
     latest: dict[int, float] = {}
-    for event in sorted(events, key=lambda event: event.created_at):
-        if event.name != MAIN_REWARD or event.turn is None:
+    for event in events:
+        if event.name != name or event.turn is None or not is_reward(event.value):
             continue
-        index = event.turn if event.turn >= 0 else turns + event.turn
-        if 0 <= index < turns:
-            latest[index] = event.value
+        if -len(known) <= event.turn < len(known):
+            latest[known[event.turn]] = event.value
     return latest
+
+
+def known_to_agent(turns: Sequence[Turn]) -> list[int]:
+    """The indices of the turns that `reward(turn=k)` counts."""
+    return [i for i, turn in enumerate(turns) if turn.untrainable != UNACKNOWLEDGED]

@@ -28,7 +28,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0006"
+REVISION = "0009"
 
 
 class Text(TypeDecorator[str]):
@@ -103,7 +103,8 @@ class Rollouts(Base):
 
 
 class Outcomes(Base):
-    """Every end that was told of a rollout. The first one counts, and stands in `rollouts`."""
+    """Every end that was told of a rollout, at the time that it was said to be. The first one
+    counts, and stands in `rollouts` with the time of its arrival."""
 
     __tablename__ = "outcomes"
 
@@ -163,7 +164,11 @@ class Turns(Base):
     created_at: Mapped[float]
     request_base: Mapped[str | None] = mapped_column(ForeignKey("turns.turn_id"), index=True)
     request_marks: Mapped[bytes | None]
-    # The last column: rows that are read without it end before it.
+    # Null in rows from before revision 0009.
+    state_key: Mapped[str | None]  # as the agent or the environment gave it
+    observation: Mapped[str | None]  # digest of what was observed last
+    # The last column: rows that are read without it end before it (but in an SQLite file of before
+    # revision 0009, where `state_key` and `observation` stand behind it).
     routed_experts: Mapped[bytes | None]
 
     __table_args__ = (Index(None, "rollout_id", "seq"),)
@@ -190,6 +195,16 @@ class TurnTexts(Base):
     digest: Mapped[bytes] = mapped_column(ForeignKey("texts.digest"), index=True)
 
 
+class TaskAnchors(Base):
+    """Where a task stands that is sampled from an expert's prefixes (module `anchors`)."""
+
+    __tablename__ = "task_anchors"
+
+    task_id: Mapped[str] = mapped_column(primary_key=True)
+    state: Mapped[dict[str, Any]]
+    changed_at: Mapped[float]
+
+
 class RolloutKeys(Base):
     """Keys minted for a rollout, which may be known here before the rollout itself is."""
 
@@ -199,9 +214,13 @@ class RolloutKeys(Base):
     rollout_id: Mapped[str] = mapped_column(index=True)
     created_at: Mapped[float]
     revoked_at: Mapped[float | None]
+    scope: Mapped[str] = mapped_column(server_default="calls")  # words with spaces between
 
 
 class Rewards(Base):
+    """In order of arrival (`seq`), which alone decides what counts. `source` and `created_at` are
+    the proxy's own, `label` and `given_at` the giver's; before revision 0008 all were."""
+
     __tablename__ = "rewards"
 
     seq: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
@@ -212,6 +231,8 @@ class Rewards(Base):
     turn: Mapped[int | None]
     source: Mapped[str]
     created_at: Mapped[float]
+    label: Mapped[str | None]
+    given_at: Mapped[float | None]
 
 
 class Spans(Base):
@@ -239,6 +260,11 @@ class Steps(Base):
     metrics: Mapped[dict[str, Any]]
     checkpoint: Mapped[str | None]
     batch: Mapped[dict[str, Any] | None]  # what it was made of; null before revision 0005
+    # Null before revision 0007: who made it (a state folder's id), and SHA-256 of its checkpoint's
+    # manifest and of that of the committed step whose weights it began with.
+    run_id: Mapped[str | None]
+    manifest_digest: Mapped[str | None]
+    parent_digest: Mapped[str | None]
 
 
 class Leases(Base):

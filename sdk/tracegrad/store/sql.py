@@ -8,7 +8,7 @@ from typing import TypeVar
 from sqlalchemy import ColumnElement, and_, case, exists, literal, select, true
 from sqlalchemy.orm import InstrumentedAttribute
 
-from tracegrad.records import Outcome
+from tracegrad.records import MAX_REWARD, Outcome
 from tracegrad.store.schema import Rewards, Rollouts, RolloutTags
 
 SCORED = [outcome.value for outcome in Outcome if outcome.scored]
@@ -45,15 +45,19 @@ def has_tags(tags: Mapping[str, str]) -> ColumnElement[bool]:
 
 
 def latest_reward() -> ColumnElement[float | None]:
-    """The rollout's reward, or NULL."""
+    """The rollout's reward, or NULL: the one that arrived last.
+
+    Stores of the time before rewards were bounded may hold some that would be refused today.
+    """
     return (
         select(Rewards.value)
         .where(
             Rewards.rollout_id == Rollouts.rollout_id,
             Rewards.name == MAIN_REWARD,
             Rewards.turn.is_(None),
+            Rewards.value.between(-MAX_REWARD, MAX_REWARD),
         )
-        .order_by(Rewards.created_at.desc(), Rewards.seq.desc())
+        .order_by(Rewards.seq.desc())
         .limit(1)
         .correlate(Rollouts)
         .scalar_subquery()

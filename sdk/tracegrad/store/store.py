@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from sqlalchemy import Connection, Engine, func, insert, select
 from sqlalchemy.exc import IntegrityError
@@ -17,7 +17,13 @@ from tracegrad.store.contexts import Contexts, last_removal
 from tracegrad.store.databases import BUSY_TIMEOUT_S, Conflict, Database, database_at, upsert
 from tracegrad.store.errors import StoreMissing
 from tracegrad.store.filters import ALL, RolloutFilter
-from tracegrad.store.ingest import Batch, rows_by_what_is_stored, sort_facts, write_batch
+from tracegrad.store.ingest import (
+    Batch,
+    mark_unacknowledged,
+    rows_by_what_is_stored,
+    sort_facts,
+    write_batch,
+)
 from tracegrad.store.migrate import migrate, revision_of
 from tracegrad.store.schema import REVISION, PolicyVersions, VersionEvents
 from tracegrad.store.turn_rows import Rows, turn_rows
@@ -30,6 +36,15 @@ from tracegrad.store.views import (
 )
 
 DEFAULT_URL = "sqlite:///.tracegrad/store.db"
+
+# What is done in a transaction, as the last thing before its commit.
+BeforeCommit = Callable[[Connection], None]
+
+
+class SecretValue(Protocol):
+    """`tracegrad.settings.SecretUrl`, as settings hold a store's URL."""
+
+    def get_secret_value(self) -> str: ...
 
 
 class _Outdated(Conflict):
@@ -51,7 +66,7 @@ class Store:
     @classmethod
     def open(
         cls,
-        url: str = DEFAULT_URL,
+        url: str | SecretValue = DEFAULT_URL,
         *,
         create: bool = True,
         busy_timeout_s: float = BUSY_TIMEOUT_S,
@@ -61,7 +76,7 @@ class Store:
         `create=False` raises `StoreMissing` where there is none. `busy_timeout_s` bounds the
         wait for another process's write. ValueError: the URL is no use.
         """
-        database = database_at(url)
+        database = database_at(url if isinstance(url, str) else url.get_secret_value())
         database.prepare(create=create)
         store = cls(database, database.engine(busy_timeout_s=busy_timeout_s))
         try:
@@ -126,33 +141,37 @@ class Store:
 
     # Facts
 
-    def append(self, facts: Sequence[Fact]) -> None:
+    def append(self, facts: Sequence[Fact], *, before_commit: BeforeCommit | None = None) -> None:
         """All of them in one transaction, on the disk on return; known ids change nothing.
 
+        `before_commit` is called in the transaction when all is written: once, or again where the
+        transaction was rolled back and is repeated.
         Raises `FactRefused`, and then stores none of them.
         """
         if not facts:
             return
         batch = sort_facts(facts)
+        last = before_commit or _nothing
         try:
-            self._append_by_memory(batch)
+            self._append_by_memory(batch, last)
         except (Conflict, IntegrityError):
             self._contexts.forget(batch.first_seen)
             as_of = again(
-                lambda: self._append_by_what_is_stored(batch), on=(Conflict, IntegrityError)
+                lambda: self._append_by_what_is_stored(batch, last), on=(Conflict, IntegrityError)
             )
             self._contexts.renew(as_of)
 
-    def _append_by_memory(self, batch: Batch) -> None:
+    def _append_by_memory(self, batch: Batch, before_commit: BeforeCommit) -> None:
         turns = list(batch.turns.values())
         known = self._contexts.known(turns, self.reading)
         rows, contexts = turn_rows(turns, known)
         with self.appending() as connection:
             write_batch(connection, batch, rows, self._contexts.new(batch.first_seen))
             _check_outdated(connection, rows, known.as_of)
+            before_commit(connection)
         self._contexts.remember(contexts, rows.texts, known.as_of)
 
-    def _append_by_what_is_stored(self, batch: Batch) -> int:
+    def _append_by_what_is_stored(self, batch: Batch, before_commit: BeforeCommit) -> int:
         """For a batch with turns that are stored already, that rely on some that are gone, or that
         others write at the same time. Returns the last removal that it knew of."""
         with self.appending() as connection:
@@ -160,7 +179,14 @@ class Store:
             # Since their rollouts were held nobody removes anything of them.
             as_of = last_removal(connection)
             write_batch(connection, batch, rows, new_rollouts=())
+            before_commit(connection)
         return as_of
+
+    def mark_unacknowledged(self, turn_ids: Sequence[str]) -> int:
+        """Turns whose clients were refused, as far as they are here, will not be trained. Returns
+        how many were marked."""
+        with self.appending() as connection:
+            return mark_unacknowledged(connection, turn_ids)
 
     def rollout_turns(
         self, rollout_id: str, *, raw: bool = True, routes: bool = True
@@ -216,16 +242,17 @@ class Store:
 
     # Keys of rollouts
 
-    def add_key(self, rollout_id: str, key_hash: bytes) -> None:
+    def add_key(self, rollout_id: str, key_hash: bytes, scope: str = "calls") -> None:
         """Remember a key by the SHA-256 digest of its secret; also before the rollout opens.
 
-        A hash that is known already stays as it is.
+        `scope` is what it is for. A hash that is known already stays as it is.
         """
         with self.appending() as connection:
-            keys.add_key(connection, rollout_id, key_hash)
+            keys.add_key(connection, rollout_id, key_hash, scope)
 
-    def key_owner(self, key_hash: bytes) -> str | None:
-        """The rollout that the key was minted for; None: it is unknown, or revoked."""
+    def key_owner(self, key_hash: bytes) -> keys.KeyOwner | None:
+        """The rollout that the key was minted for, and for what; None: it is unknown, or
+        revoked."""
         with self.reading() as connection:
             return keys.key_owner(connection, key_hash)
 
@@ -295,6 +322,10 @@ class Store:
         query = select(func.max(PolicyVersions.version)).where(PolicyVersions.state == "serving")
         with self.reading() as connection:
             return connection.scalar(query)
+
+
+def _nothing(_: Connection) -> None:
+    pass
 
 
 def _check_outdated(connection: Connection, rows: Rows, as_of: int) -> None:

@@ -138,6 +138,8 @@ def _row(
         "request_marks": told.marks if told else None,
         "response": response,
         "created_at": turn.created_at,
+        "state_key": turn.state_key,
+        "observation": turn.observation,
         "routed_experts": _routes(turn),
     }
     return row, lifting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
@@ -82,6 +82,9 @@ class StepRecord:
     """One optimizer step. `version` is the policy version that its weights become.
 
     `batch` says what it was made of (the trainer's `BatchRecord`): enough to run it again.
+    `run_id` is the state folder that made it. `manifest_digest` is the SHA-256 of the manifest in
+    `checkpoint`; `parent_digest` that of the committed step whose weights it began with. Null: not
+    known (of revision 0006 and before), `parent_digest` also where it began with the model folder.
     """
 
     step: int
@@ -91,13 +94,17 @@ class StepRecord:
     metrics: Json = field(default_factory=dict)
     checkpoint: str | None = None
     batch: Json | None = None
+    run_id: str | None = None
+    manifest_digest: str | None = None
+    parent_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSample:
     """A finished, scored, rewarded rollout with all its turns (without raw requests).
 
-    `turn_rewards` maps a turn's index in `turns` to its latest reward named "reward".
+    `turn_rewards` maps a turn's index in `turns` to its latest reward named "reward";
+    `deciding_turn` is the index of the turn whose latest reward named "deciding" is above 0.
     """
 
     rollout_id: str
@@ -108,6 +115,7 @@ class RolloutSample:
     reward: float
     turn_rewards: dict[int, float]
     turns: list[Turn]
+    deciding_turn: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +163,35 @@ class LeaseRecord:
         if self.released_at is not None:
             return "released"
         return "held" if now < self.leased_until else "expired"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostLease:
+    """That a rollout is not under `lease_id` (None: under none) any more, and who has it now."""
+
+    rollout_id: str
+    lease_id: str | None
+    state: Literal["leased", "free", "consumed", "removed"]
+    owner: str | None = None
+    until: float | None = None
+    step: int | None = None
+
+    def __str__(self) -> str:
+        rollout = f"rollout {self.rollout_id}"
+        if self.state == "removed":
+            return f"{rollout} was removed from the store"
+        if self.state == "consumed":
+            by = "was skipped" if self.step is None else f"was consumed by step {self.step}"
+            return f"{rollout} {by} already"
+        if self.lease_id is None:
+            return f"{rollout} is leased to {self.owner}: only its lease can consume it"
+        has = "nobody has it now" if self.state == "free" else f"{self.owner} has it now"
+        return f"{rollout} is no longer under lease {self.lease_id}: {has}"
+
+
+def leases_of(groups: Iterable[Group]) -> dict[str, str]:
+    """Rollout -> the lease that it was given out under."""
+    return {each.rollout_id: group.lease_id for group in groups for each in group.rollouts}
 
 
 def row_of(record: StepRecord | PolicyVersion) -> dict[str, Any]:

@@ -25,6 +25,8 @@ _REWARD: Mapping[str, Column] = {
     "name": "text",
     "turn": "integer",
     "source": "text",
+    "label": "text",
+    "given_at": "number",
     "created_at": "number",
 }
 _END: Mapping[str, Column] = {"outcome": "text", "error": "text", "finished_at": "number"}
@@ -46,6 +48,8 @@ _TURN: Mapping[str, Column] = {
     "trained_step": "integer",
     "skip_reason": "text",
     "fate_at": "number",
+    "state_key": "text",
+    "observation": "text",
     "routed_experts": "file",
     "request": "json",
     "response": "json",

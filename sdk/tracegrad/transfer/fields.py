@@ -8,7 +8,7 @@ from base64 import b64decode
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from tracegrad.records import Json, token_ids
+from tracegrad.records import REWARD_RANGE, Json, is_reward, token_ids
 
 T = TypeVar("T")
 _LARGEST_ID = 2**31 - 1
@@ -87,6 +87,12 @@ class Fields:
         if not math.isfinite(value):
             raise self.bad(field, f"{value}; write a finite number")
         return float(value)
+
+    def reward(self, field: str) -> float:
+        value = self.number(field)
+        if not is_reward(value):
+            raise self.bad(field, f"{value:g} is no reward; write {REWARD_RANGE}")
+        return value
 
     def integer(self, field: str) -> int:
         value = self.integer_or_none(field)

@@ -125,7 +125,7 @@ def _span_object(span: SpanEnded) -> Json:
 
 
 def _reward_object(reward: RewardGiven) -> Json:
-    return {
+    told: Json = {
         "reward_id": reward.reward_id,
         "value": reward.value,
         "name": reward.name,
@@ -133,6 +133,8 @@ def _reward_object(reward: RewardGiven) -> Json:
         "source": reward.source,
         "created_at": reward.created_at,
     }
+    beside = {"label": reward.label, "given_at": reward.given_at}
+    return told | {name: value for name, value in beside.items() if value is not None}
 
 
 def _turns(copy: RolloutCopy, *, text: bool) -> list[Json]:
@@ -165,6 +167,11 @@ def _turn_object(turn: Turn, new: array[int], fate: Fate | None, *, text: bool) 
         "trained_step": fate.step if fate else None,
         "skip_reason": fate.skip_reason if fate else None,
         "fate_at": fate.created_at if fate else None,
+    }
+    told |= {
+        name: value
+        for name in ("state_key", "observation")
+        if (value := getattr(turn, name)) is not None
     }
     if turn.routed_experts is not None:
         told["routed_experts"] = b64encode(turn.routed_experts).decode()

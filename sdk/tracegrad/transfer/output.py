@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from tracegrad.files import open_private
+
 
 class OutputFailed(Exception):
     """One line: which file could not be written, and why."""
@@ -17,12 +19,12 @@ class OutputFailed(Exception):
 def written_whole(path: Path) -> Iterator[BinaryIO]:
     """`path` appears, or is replaced, when the block ends well; otherwise nothing changes.
 
-    It is written beside, under a hidden name, flushed to the disk and then renamed. Raises
-    OutputFailed for a full disk and the like.
+    It is written beside, under a hidden name, flushed to the disk and then renamed. It is its
+    owner's alone, for there are prompts in it. Raises OutputFailed for a full disk and the like.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with beside.open("wb") as file:
+        with open_private(beside, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -113,10 +113,12 @@ def _reward(fields: Fields, rollout_id: str) -> RewardGiven:
     return RewardGiven(
         reward_id=fields.text("reward_id"),
         rollout_id=rollout_id,
-        value=fields.number("value"),
+        value=fields.reward("value"),
         name=fields.text("name"),
         turn=fields.integer_or_none("turn"),
         source=fields.text("source"),
+        label=fields.text_or_none("label"),
+        given_at=fields.number_or_none("given_at"),
         created_at=fields.number("created_at"),
     )
 
@@ -152,6 +154,9 @@ def _step(fields: Fields) -> StepRecord:
         metrics=fields.object("metrics"),
         checkpoint=fields.text_or_none("checkpoint"),
         batch=fields.object_or_none("batch"),
+        run_id=fields.text_or_none("run_id"),
+        manifest_digest=fields.text_or_none("manifest_digest"),
+        parent_digest=fields.text_or_none("parent_digest"),
     )
 
 
@@ -218,6 +223,8 @@ class _Turns:
                 parent_span_id=fields.text_or_none("parent_span_id"),
                 request=fields.object_or_none("request"),
                 response=fields.object_or_none("response"),
+                state_key=fields.text_or_none("state_key"),
+                observation=fields.text_or_none("observation"),
                 routed_experts=_routes(fields, len(context)),
                 created_at=fields.number("created_at"),
             )

@@ -78,7 +78,7 @@ def read_teacher(fields: Fields) -> Teacher:
         messages=messages,
         tools=tools,
         model=fields.text_or_none("model") or "",
-        reward=fields.number_or_none("reward"),
+        reward=None if fields.any("reward") is None else fields.reward("reward"),
         created_at=fields.number_or_none("created_at"),
     )
     if rest := fields.rest():

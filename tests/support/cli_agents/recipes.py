@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from support.cli_agents.install import Npm, Package, Pip
+from support.cli_agents.install import PINS, Npm, Package, Pip
 from support.cli_agents.scripted_engine import Script
 from support.mock_engine import Say
 
@@ -206,50 +205,48 @@ def _gemini(url: str) -> Launch:
     )
 
 
-_PINS = Path(__file__).with_name("mini-swe-agent.txt")
-
 # mini-swe-agent is the last one: others offer a tool "bash" too.
 AGENTS = {
     agent.name: agent
     for agent in [
         Agent(
             "codex",
-            Npm("codex", "0.169.0", "@openai/codex"),
+            Npm("codex", "0.169.0"),
             "responses",
             _codex,
             script("exec_command", "exec_command", command="cmd"),
         ),
         Agent(
             "claude-code",
-            Npm("claude-code", "2.1.329", "@anthropic-ai/claude-code"),
+            Npm("claude-code", "2.1.329"),
             "messages",
             _claude,
             script("Bash", "Bash", description="Runs it"),
         ),
         Agent(
             "qwen-code",
-            Npm("qwen-code", "0.24.4", "@qwen-code/qwen-code"),
+            Npm("qwen-code", "0.24.4"),
             "chat",
             _qwen,
             script("notebook_edit", "run_shell_command", is_background=False),
         ),
         Agent(
             "opencode",
-            Npm("opencode", "1.18.33", "opencode-ai"),
+            Npm("opencode", "1.18.33"),
             "chat",
             _opencode,
             script("todowrite", "bash", description="Runs it"),
         ),
         Agent(
             "gemini-cli",
-            Npm("gemini-cli", "0.61.0", "@google/gemini-cli"),
+            Npm("gemini-cli", "0.61.0"),
             "gemini",
             _gemini,
             script("google_web_search", "run_shell_command"),
         ),
         Agent(
             "mini-swe-agent",
-            Pip("mini-swe-agent", "2.4.6", _PINS),
+            Pip("mini-swe-agent", "2.4.6", PINS / "mini-swe-agent.txt"),
             "chat",
             _mini,
             script("bash", "bash", last="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tracegrad.files import is_private
 from tracegrad_trainer.children import ChildError
-from tracegrad_trainer.endpoint.process import VllmProcess, VllmSettings, free_port
+from tracegrad_trainer.endpoint.process import VllmProcess, VllmSettings
+from tracegrad_trainer.endpoint.sockets import is_closed, prepare_socket
 
 
 class Pretender(VllmProcess):
@@ -27,7 +29,8 @@ class Pretender(VllmProcess):
 
 
 def settings(tmp_path: Path, **changes: object) -> VllmSettings:
-    values = {"model": str(tmp_path), "log": tmp_path / "logs" / "vllm.log", "port": free_port()}
+    values = {"model": str(tmp_path), "log": tmp_path / "logs" / "vllm.log"}
+    values |= {"socket": tmp_path / "run" / "vllm.sock"}
     return VllmSettings.model_validate(values | changes)
 
 
@@ -77,6 +80,73 @@ def test_a_taken_port_is_one_line_and_nothing_starts(tmp_path: Path) -> None:
         with pytest.raises(ChildError, match=r"port \d+ on 127.0.0.1 cannot be used.*in use"):
             process.start()
     assert process.pid is None
+
+
+def test_by_default_it_listens_on_a_socket_and_no_port(tmp_path: Path) -> None:
+    given = settings(tmp_path)
+    assert given.url == f"unix://{tmp_path}/run/vllm.sock"
+    arguments = given.arguments()
+    assert option(arguments, "--uds") == f"{tmp_path}/run/vllm.sock"
+    assert not {"--host", "--port"} & set(arguments)
+    on_a_port = settings(tmp_path, port=8001)
+    assert on_a_port.url == "http://127.0.0.1:8001"
+    assert "--uds" not in on_a_port.arguments()
+
+
+def test_a_path_too_long_for_a_socket_has_a_short_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / "d" / ("x" * 100) / "run" / "vllm.sock"
+    for base in (tmp_path, tmp_path / ("y" * 100)):  # the second one is too long itself
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+        path = settings(tmp_path, socket=deep).socket
+        assert len(bytes(path)) <= 107
+        assert path.parent.name == f"tracegrad-{os.geteuid()}"
+        assert settings(tmp_path, socket=deep).socket == path
+        assert settings(tmp_path, socket=path).socket == path, "resolved settings are read again"
+        assert settings(tmp_path, socket=deep.with_name("other.sock")).socket != path
+        prepare_socket(path)
+        assert is_private(path.parent)
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+        prepare_socket(path)
+        assert not path.exists(), "what a killed server left is no obstacle"
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o711, 0o770])
+def test_a_socket_where_others_may_reach_it_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    folder.chmod(mode)
+    process = VllmProcess(settings(tmp_path))
+    with pytest.raises(ChildError, match=r"vllm\.socket: .*run is not ours alone"):
+        process.start()
+    assert process.pid is None
+
+
+def test_another_users_folder_is_refused(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make another user's folder")
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 65534, 65534)
+    with pytest.raises(ChildError, match="not ours alone"):
+        VllmProcess(settings(tmp_path)).start()
+
+
+def test_a_socket_that_somebody_listens_on_is_refused_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "vllm.sock"
+    path.parent.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as holder:
+        holder.bind(str(path))
+        holder.listen()
+        with pytest.raises(ChildError, match=r"vllm\.sock is in use"):
+            VllmProcess(settings(tmp_path)).start()
+        assert path.exists()
+        assert not is_closed(f"unix://{path}")
+    assert is_closed(f"unix://{path}")
+    path.unlink()
+    assert is_closed(f"unix://{path}")
 
 
 def test_an_early_death_names_the_cause_and_the_log(tmp_path: Path) -> None:

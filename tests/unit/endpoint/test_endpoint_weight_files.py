@@ -66,16 +66,48 @@ def test_only_the_served_version_is_kept(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_trainer_left_is_swept(tmp_path: Path) -> None:
+OWNER = """
+import sys, time
+from tracegrad_trainer.endpoint.scratch import ScratchFolder
+from pathlib import Path
+print(ScratchFolder("tracegrad-weights", Path(sys.argv[1])).path, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_trainer_left_is_swept_and_nothing_of_a_live_one(tmp_path: Path) -> None:
+    """Whatever pids there are to be seen: only the lock tells."""
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout is not None
+            theirs = Path(owner.stdout.readline().strip())
+            (theirs / "0.safetensors").touch()
+            # As another pid namespace's would look: nobody of this name runs here.
+            renamed = theirs.rename(tmp_path / f"tracegrad-weights-{_gone_pid()}-abc")
+            ours = WeightFiles(tmp_path)
+            assert renamed.exists()
+        finally:
+            owner.kill()
+    WeightFiles(tmp_path).close()
+    assert not renamed.exists()
+    assert ours.folder.exists()
+
+
+def test_another_users_folder_is_left_alone(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make another user's folder")
+    theirs = tmp_path / "tracegrad-weights-theirs"
+    theirs.mkdir()
+    os.chown(theirs, 65534, 65534)
+    WeightFiles(tmp_path).close()
+    assert theirs.exists()
+
+
+def _gone_pid() -> int:
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
     ended.wait()
-    left = tmp_path / f"tracegrad-weights-{ended.pid}-abc"
-    ours = tmp_path / f"tracegrad-weights-{os.getpid()}-abc"
-    for folder in (left, ours):
-        folder.mkdir()
-    WeightFiles(tmp_path)
-    assert not left.exists()
-    assert ours.exists()
+    return ended.pid
 
 
 def test_no_room_says_how_much_is_needed_and_where(tmp_path: Path) -> None:

@@ -86,13 +86,13 @@ FAMILIES = {
         "mistralai-Mistral-Small-3.2-24B-Instruct-2506", "<eos>", parts=True
     ),
     "Mistral Nemo": Family("mistralai-Mistral-Nemo-Instruct-2407", "<eos>"),
-    "Hermes-3": Family("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", "<|im_end|>"),
+    "Hermes-3": Family("in-the-manner-of-Hermes-3", "<|im_end|>"),
     "Phi-4-mini": Family("microsoft-Phi-4-mini-instruct", "<|end|>"),
     "SmolLM3": Family("HuggingFaceTB-SmolLM3-3B", "<|im_end|>"),
-    "LFM2": Family("LiquidAI-LFM2-8B-A1B", "<|im_end|>"),
+    "LFM2": Family("in-the-manner-of-LFM2", "<|im_end|>"),
     "Gemma 3": Family("google-gemma-3-it", "<end_of_turn>", parts=True),
     "R1-Distill": Family("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "<｜end▁of▁sentence｜>"),
-    "Nemotron-Nano-v2": Family("nvidia-NVIDIA-Nemotron-Nano-9B-v2", "<SPECIAL_12>"),
+    "Nemotron-Nano-v2": Family("in-the-manner-of-Nemotron-Nano-v2", "<SPECIAL_12>"),
 }
 
 

@@ -17,13 +17,10 @@ from exact_conversations import CELLS, Cell, call, result, says
 from exact_templates import FAMILIES, NOW, engine_text, model
 from jinja2 import TemplateError
 
-from support.chat_templates import needs_templates
 from tracegrad.proxy.exact.messages import Frame
 from tracegrad.proxy.exact.reasons import Reason
 from tracegrad.proxy.exact.recorded import RecordedTurn
 from tracegrad.proxy.exact.splice import Spliced, splice
-
-pytestmark = needs_templates
 
 #                     text  text,tools  call  parallel  R call  R loop  loop  R→user  calls→user
 #                     loop→user  R loop→user

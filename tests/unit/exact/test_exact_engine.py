@@ -11,7 +11,7 @@ from exact_conversations import CALL, CELLS, FOUND, SYSTEM, TOOLS, says, user
 from exact_templates import FAMILIES, NOW, VARIABLES, model
 from test_exact_template import CONTENTS
 
-from support.chat_templates import chat_template, needs_templates
+from support.chat_templates import chat_template
 from tracegrad.proxy.exact.messages import (
     engine_message,
     engine_tools,
@@ -139,7 +139,6 @@ def test_template_arguments_are_those_of_vllm(
     assert theirs == expected | extra
 
 
-@needs_templates
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_template_gets_what_vllm_hands_it(vllm: Any, name: str) -> None:
     family, text = FAMILIES[name], model(name)

@@ -12,13 +12,11 @@ from exact_templates import FAMILIES, NOW, VARIABLES, engine_text, model, templa
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from support.chat_templates import needs_templates
 from tracegrad.proxy.exact.template import ChatTemplate, RenderError
 
 USER = [{"role": "user", "content": "hi"}]
 
 
-@needs_templates
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_real_template_gives_what_transformers_gives(name: str) -> None:
     family, template = FAMILIES[name], model(name).template
@@ -43,7 +41,6 @@ def _outcome(render: Callable[[], str]) -> str:
         return "refused: " + " ".join(str(error).split())
 
 
-@needs_templates
 @pytest.mark.parametrize("name", FAMILIES)
 def test_whether_contents_are_parts_is_known(name: str) -> None:
     assert model(name).template.wants_parts == FAMILIES[name].parts

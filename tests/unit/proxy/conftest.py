@@ -21,7 +21,7 @@ from upstreams_scene import Pool
 
 from support.mock_engine import MockEngine
 from support.plain_engine import PlainEngine
-from support.proxy_rig import EngineServer, HeldWriter, serving
+from support.proxy_rig import CONTROL_KEY, EngineServer, HeldWriter, serving
 from tracegrad.proxy import create_app
 from tracegrad.proxy.upstreams import Upstreams
 from tracegrad.proxy.upstreams.litellm import LiteLLM
@@ -73,7 +73,8 @@ def writer(store: Store) -> Iterator[HeldWriter]:
 
 @pytest.fixture
 def proxy(engine_url: str, store: Store, writer: HeldWriter) -> Iterator[str]:
-    with serving(create_app(ProxySettings(upstream=engine_url), store=store, writer=writer)) as url:
+    settings = ProxySettings(upstream=engine_url, control_key=CONTROL_KEY)  # type: ignore[arg-type]
+    with serving(create_app(settings, store=store, writer=writer)) as url:
         yield url
 
 

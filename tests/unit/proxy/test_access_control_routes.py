@@ -153,7 +153,7 @@ def ask(url: str, requests: list[bytes]) -> list[int]:
 
 
 def request(method: str, target: str, *headers: str) -> bytes:
-    lines = [f"{method} {target} HTTP/1.1", "host: proxy", "content-type: application/json"]
+    lines = [f"{method} {target} HTTP/1.1", "host: localhost", "content-type: application/json"]
     return "\r\n".join([*lines, *headers, "content-length: 2", "", "{}"]).encode()
 
 

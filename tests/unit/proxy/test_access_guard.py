@@ -21,8 +21,10 @@ from tracegrad.proxy.access import (
     owned,
 )
 from tracegrad.proxy.api import add_error_handlers
+from tracegrad.proxy.bodies import Bodies, BodyLimits
 from tracegrad.proxy.errors import ApiError
 from tracegrad.proxy.keys import Keys
+from tracegrad.proxy.workers import Workers
 from tracegrad.records import RewardGiven, RolloutOpened, SpanEnded
 
 ADMIN = "the-admin's-own-key"
@@ -56,14 +58,14 @@ def a_proxy(admin_key: str | None, cupboard: Cupboard) -> FastAPI:
     app.add_middleware(
         Guard,
         access=access,
-        max_body_bytes=LIMIT,
+        bodies=Bodies(BodyLimits(LIMIT, LIMIT, LIMIT, 1 << 20), Workers()),
         shape=lambda path, error: json.dumps({"at": path, "says": error.message}).encode(),
     )
     return app
 
 
 def calling(app: FastAPI) -> Client:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 @pytest.fixture
@@ -313,7 +315,7 @@ async def test_a_body_of_unknown_length_is_counted(open_: Client) -> None:
     assert answer.json()["size"] == LIMIT
     answer = await open_.post("/v1/x", content=chunked(LIMIT + 100))
     assert answer.status_code == 413
-    assert "larger than" in answer.json()["error"]["message"]
+    assert "larger than" in answer.json()["says"]
 
 
 def test_a_rollouts_key_posts_for_its_own_alone() -> None:

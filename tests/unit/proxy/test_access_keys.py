@@ -22,6 +22,7 @@ from tracegrad.proxy.keys import (
     rollout_named_by,
 )
 from tracegrad.store.errors import StoreUnavailable
+from tracegrad.store.keys import KeyOwner
 
 SECRET = "s" * 43
 
@@ -30,18 +31,18 @@ class Cupboard:
     """The store's part in it, and how often it was asked."""
 
     def __init__(self) -> None:
-        self.hashes: dict[bytes, str] = {}
+        self.hashes: dict[bytes, KeyOwner | None] = {}  # None: revoked, which it stays
         self.lookups = 0
         self.broken = False
         self.door = threading.Event()
         self.door.set()
         self.inside = self.most_inside = 0
 
-    def add_key(self, rollout_id: str, key_hash: bytes) -> None:
+    def add_key(self, rollout_id: str, key_hash: bytes, scope: str) -> None:
         self._check()
-        self.hashes[key_hash] = rollout_id
+        self.hashes.setdefault(key_hash, KeyOwner(rollout_id, scope))
 
-    def key_owner(self, key_hash: bytes) -> str | None:
+    def key_owner(self, key_hash: bytes) -> KeyOwner | None:
         self._check()
         self.lookups += 1
         self.inside += 1
@@ -53,7 +54,8 @@ class Cupboard:
 
     def revoke_keys(self, rollout_id: str) -> None:
         self._check()
-        self.hashes = {key: whose for key, whose in self.hashes.items() if whose != rollout_id}
+        for key, who in self.hashes.items():
+            self.hashes[key] = None if who is None or who.rollout_id == rollout_id else who
 
     def _check(self) -> None:
         if self.broken:
@@ -65,6 +67,11 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+async def owner(keys: Keys, key: str) -> str | None:
+    granted = await keys.granted(key)
+    return None if granted is None else granted.rollout_id
 
 
 @pytest.fixture
@@ -86,20 +93,28 @@ async def test_only_a_keys_hash_is_kept(keys: Keys, cupboard: Cupboard) -> None:
     one, other = await keys.mint("a.b"), await keys.mint("a.b")
     assert one != other
     assert re.fullmatch(r"tg-a\.b\.[A-Za-z0-9_-]{43}", one), "256 bits"
-    assert cupboard.hashes == {hashlib.sha256(key.encode()).digest(): "a.b" for key in (one, other)}
-    assert await keys.owner(one) == await keys.owner(other) == "a.b"
+    digests = [hashlib.sha256(key.encode()).digest() for key in (one, other)]
+    assert cupboard.hashes == dict.fromkeys(digests, KeyOwner("a.b", "calls"))
+    assert await owner(keys, one) == await owner(keys, other) == "a.b"
+
+
+async def test_a_key_is_for_what_it_was_minted_for(keys: Keys, cupboard: Cupboard) -> None:
+    for scopes in (["calls"], ["events"], ["events", "calls"]):
+        key = await keys.mint("r1", scopes)  # type: ignore[arg-type]
+        for known in (keys, Keys(cupboard)):
+            assert await known.granted(key) == ("r1", frozenset(scopes))
 
 
 async def test_the_hot_path_asks_nobody(keys: Keys, cupboard: Cupboard, clock: Clock) -> None:
     key = await keys.mint("r1")
-    assert await keys.owner(key) == "r1"
+    assert await owner(keys, key) == "r1"
     assert cupboard.lookups == 0, "what was made here is known here"
     later = Keys(cupboard, clock=clock)  # the proxy was restarted
     for _ in range(3):
-        assert await later.owner(key) == "r1"
+        assert await owner(later, key) == "r1"
     assert cupboard.lookups == 1
     clock.now += REMEMBERED_S
-    assert await later.owner(key) == "r1"
+    assert await owner(later, key) == "r1"
     assert cupboard.lookups == 2
 
 
@@ -108,19 +123,19 @@ async def test_an_unknown_key_is_asked_for_once_in_a_while(
 ) -> None:
     stranger = f"tg-r1.{SECRET}"
     for _ in range(3):
-        assert await keys.owner(stranger) is None
+        assert await owner(keys, stranger) is None
     assert cupboard.lookups == 1
     clock.now += REFUSED_S
-    assert await keys.owner(stranger) is None
+    assert await owner(keys, stranger) is None
     assert cupboard.lookups == 2
 
 
 async def test_made_up_keys_push_no_real_one_out(keys: Keys, cupboard: Cupboard) -> None:
     key = await keys.mint("r1")
     for number in range(REFUSED + 100):
-        assert await keys.owner(f"tg-r1.{number:043d}") is None
+        assert await owner(keys, f"tg-r1.{number:043d}") is None
     asked = cupboard.lookups
-    assert await keys.owner(key) == "r1"
+    assert await owner(keys, key) == "r1"
     assert cupboard.lookups == asked
     assert len(keys._refused._found) == REFUSED
 
@@ -129,40 +144,40 @@ async def test_made_up_keys_push_no_real_one_out(keys: Keys, cupboard: Cupboard)
     "key", ["", "tg-", "tg-r1", "tg-r1.short", f"sk-r1.{SECRET}", f"tg-r 1.{SECRET}", "x" * 50]
 )
 async def test_what_is_no_key_is_not_looked_up(keys: Keys, cupboard: Cupboard, key: str) -> None:
-    assert await keys.owner(key) is None
+    assert await owner(keys, key) is None
     assert cupboard.lookups == 0
 
 
 async def test_a_key_says_nothing_for_another_rollout(keys: Keys, cupboard: Cupboard) -> None:
     """Whatever the store says: a key opens the rollout whose name it bears."""
     key = f"tg-mine.{SECRET}"
-    cupboard.hashes[hashlib.sha256(key.encode()).digest()] = "theirs"
-    assert await keys.owner(key) is None
+    cupboard.hashes[hashlib.sha256(key.encode()).digest()] = KeyOwner("theirs", "calls")
+    assert await owner(keys, key) is None
 
 
 async def test_a_revoked_key_opens_nothing(keys: Keys, cupboard: Cupboard) -> None:
     mine, theirs = await keys.mint("mine"), await keys.mint("theirs")
     await keys.revoke("mine")
-    assert await keys.owner(mine) is None
-    assert await keys.owner(theirs) == "theirs"
+    assert await owner(keys, mine) is None
+    assert await owner(keys, theirs) == "theirs"
 
 
 async def test_a_lookup_under_way_does_not_outlive_a_revocation(cupboard: Cupboard) -> None:
     key = await Keys(cupboard).mint("r1")
     keys = Keys(cupboard)
     cupboard.door.clear()
-    lookup = asyncio.create_task(keys.owner(key))
+    lookup = asyncio.create_task(owner(keys, key))
     while not cupboard.lookups:  # noqa: ASYNC110
         await asyncio.sleep(0.001)  # it is set in another thread
     await keys.revoke("r1")
     cupboard.door.set()
     await lookup
-    assert await keys.owner(key) is None
+    assert await owner(keys, key) is None
 
 
 async def test_strangers_do_not_take_all_threads(keys: Keys, cupboard: Cupboard) -> None:
     cupboard.door.clear()
-    asked = [asyncio.create_task(keys.owner(f"tg-r.{number:043d}")) for number in range(20)]
+    asked = [asyncio.create_task(owner(keys, f"tg-r.{number:043d}")) for number in range(20)]
     while cupboard.inside < LOOKUPS:  # noqa: ASYNC110
         await asyncio.sleep(0.001)  # it is set in another thread
     await asyncio.sleep(0.02)
@@ -175,12 +190,12 @@ async def test_a_store_that_is_away_refuses_nobody(keys: Keys, cupboard: Cupboar
     known = await keys.mint("r1")
     other = await Keys(cupboard).mint("r1")
     cupboard.broken = True
-    assert await keys.owner(known) == "r1"
-    for ask in (keys.owner(other), keys.mint("r2"), keys.revoke("r1")):
+    assert await owner(keys, known) == "r1"
+    for ask in (owner(keys, other), keys.mint("r2"), keys.revoke("r1")):
         with pytest.raises(Unavailable, match="disk is full"):
             await ask
     cupboard.broken = False
-    assert await keys.owner(other) == "r1", "a failed lookup is not remembered as a refusal"
+    assert await owner(keys, other) == "r1", "a failed lookup is not remembered as a refusal"
 
 
 @given(st.from_regex(ID_PATTERN, fullmatch=True).filter(lambda name: not name.endswith("\n")))

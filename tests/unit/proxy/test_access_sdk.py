@@ -1,4 +1,4 @@
-"""The SDK with an admin key: every rollout gets a key of its own as it opens."""
+"""The SDK with an admin key: every rollout has a key of its own, and nobody is asked for it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from test_access_keys import Cupboard
 
 import tracegrad
 from support.proxy_rig import serving
-from tracegrad import client, rollout, telemetry, trace
-from tracegrad.client import NoKey, Outbox, Refused, Unreachable
+from tracegrad import exporter, rollout, telemetry, trace
+from tracegrad.exporter import EventExporter
+from tracegrad.rollout_keys import derive_key, derived_for
+from tracegrad.transport import Refused, Transport, Unreachable
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
 
@@ -48,10 +50,15 @@ def watched(app: FastAPI, seen: Seen) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(client, "_outboxes", {})
+    exporters: dict[str, EventExporter] = {}
+    monkeypatch.setattr(exporter, "_exporters", exporters)
+    monkeypatch.setenv("TRACEGRAD_JOURNAL", str(tmp_path / "journal"))
     monkeypatch.setattr(telemetry, "_private", {})
+    yield
+    for each in exporters.values():
+        each.shutdown()
 
 
 @pytest.fixture
@@ -94,16 +101,15 @@ def test_facts_and_spans_are_sent_with_the_key(proxy: str, seen: Seen) -> None:
     assert tracegrad.flush(5)
     assert seen.keys("/v1/traces") == {f"Bearer {ADMIN}"}
     assert seen.keys("/api/events") == {f"Bearer {ADMIN}"}
-    assert seen.keys(f"/api/rollouts/{r.id}/keys") == {f"Bearer {ADMIN}"}
+    assert {path for path, _ in seen.requests} == {"/v1/traces", "/api/events"}
 
 
-def test_without_the_variable_nothing_is_asked(
-    proxy: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
+def test_without_the_variable_a_key_only_names_its_rollout(
+    proxy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRACEGRAD_API_KEY")
-    box = Outbox(proxy)
-    assert box.mint("r1") is None
-    assert seen.requests == []
+    with rollout() as r:
+        assert r.api_key == f"tg-{r.id}"
 
 
 def test_an_open_proxy_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,46 +117,77 @@ def test_an_open_proxy_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TRACEGRAD_URL", url)
         monkeypatch.setenv("TRACEGRAD_API_KEY", ADMIN)
         with rollout() as r:
-            assert r.api_key == f"tg-{r.id}"
+            headers = {"authorization": f"Bearer {r.api_key}"}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=ASK, headers=headers)
+        assert (answer.status_code, answer.json()["rollout"]) == (200, r.id)
+        assert tracegrad.flush(5)
 
 
-def test_a_wrong_key_is_one_clear_error(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACEGRAD_API_KEY", "a-wrong-admin-key")
-    with pytest.raises(NoKey) as caught, rollout():
-        pass
-    assert str(caught.value) == (
-        f"the tracegrad proxy at {proxy} makes no key for the rollout (it answers 401:"
-        " set TRACEGRAD_API_KEY to the admin key that it was started with)"
-    )
-
-
-def test_a_rollouts_key_opens_no_rollouts(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with rollout() as r:
-        monkeypatch.setenv("TRACEGRAD_API_KEY", r.api_key)
-        with pytest.raises(NoKey, match="the key of one rollout"), rollout():
-            pass
-
-
-def test_no_proxy_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_there_at_once_and_opens_the_proxy_when_it_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The agent runs, and its key works, although nobody could be asked for either."""
     monkeypatch.setenv("TRACEGRAD_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("TRACEGRAD_API_KEY", ADMIN)
-    with pytest.raises(NoKey, match=r"refused: start it with `tracegrad proxy`"), rollout():
-        pass
+    with rollout() as r:
+        key = r.api_key
+    with serving(a_proxy(ADMIN, Cupboard())) as url:
+        headers = {"authorization": f"Bearer {key}"}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=ASK, headers=headers)
+    assert (answer.status_code, answer.json()["rollout"]) == (200, r.id)
 
 
-def test_another_server_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = FastAPI()
+def test_a_derived_key_is_its_rollouts_and_the_admin_keys() -> None:
+    key = derive_key(ADMIN, "r.1")
+    assert derived_for(key, ADMIN) == ("r.1", "calls")
+    assert derived_for(derive_key(ADMIN, "r.1", "events"), ADMIN) == ("r.1", "events")
+    assert derived_for(key, "another-admin-key") is None
+    assert derived_for(key.replace("r.1", "r.2"), ADMIN) is None
+    assert derived_for(key[:-1], ADMIN) is None
+    assert derived_for("tg-r.1", ADMIN) is None
+    assert len({derive_key(ADMIN, f"r.{i}") for i in range(100)}) == 100
 
-    @app.post("/api/rollouts/{rollout_id}/keys")
-    async def odd(rollout_id: str) -> list[int]:
-        return [7]
 
+@pytest.mark.parametrize("used_before", [True, False])
+def test_a_revoked_rollouts_derived_key_opens_nothing(proxy: str, used_before: bool) -> None:
+    key = derive_key(ADMIN, "r1")
+    own, admin = ({"authorization": f"Bearer {each}"} for each in (key, ADMIN))
+    if used_before:
+        assert httpx.post(f"{proxy}/v1/chat/completions", json=ASK, headers=own).status_code == 200
+    assert httpx.delete(f"{proxy}/api/rollouts/r1/keys", headers=admin).status_code == 204
+    for _ in range(2):
+        answer = httpx.post(f"{proxy}/v1/chat/completions", json=ASK, headers=own)
+        assert answer.status_code == 401
+
+
+def test_a_wrong_key_is_one_clear_warning_and_the_agent_runs(
+    proxy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRACEGRAD_API_KEY", "a-wrong-admin-key")
+    with rollout() as r:
+        r.reward(1)
+    assert not tracegrad.flush(0.3)
+    assert (
+        f"cannot reach the tracegrad proxy at {proxy} (it answers 401: set TRACEGRAD_API_KEY to"
+        " the admin key that it was started with): events wait until it answers"
+    ) in caplog.text
     monkeypatch.setenv("TRACEGRAD_API_KEY", ADMIN)
-    for server, words in ((app, "TypeError"), (FastAPI(), "it answers 404: TRACEGRAD_URL leads")):
-        with serving(server) as url:
-            monkeypatch.setenv("TRACEGRAD_URL", url)
-            with pytest.raises(NoKey, match=words), rollout():
-                pass
+    assert tracegrad.flush(5)
+
+
+def test_a_rollouts_key_opens_no_rollouts_and_its_agent_runs(
+    proxy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rollout() as r:
+        monkeypatch.setenv("TRACEGRAD_API_KEY", r.api_key)
+
+        @trace
+        def agent() -> httpx.Response:
+            headers = {"authorization": f"Bearer {r.api_key}"}
+            return httpx.post(f"{proxy}/v1/chat/completions", json=ASK, headers=headers)
+
+    answer = agent()
+    assert (answer.status_code, answer.json()["rollout"]) == (200, r.id)
 
 
 @pytest.mark.parametrize("key", ["two words", "line\nend", "schlüssel"])
@@ -167,7 +204,7 @@ def test_facts_wait_for_the_right_key(
     proxy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TRACEGRAD_API_KEY", "a-wrong-admin-key")
-    box = Outbox(proxy)
+    box = Transport(proxy)
     with caplog.at_level(logging.WARNING), pytest.raises(Unreachable):
         box.post("/api/events", b"[1, 2]", "application/json")
     assert "it answers 401: set TRACEGRAD_API_KEY" in caplog.text
@@ -180,4 +217,4 @@ def test_what_a_key_may_not_do_is_not_tried_again(proxy: str) -> None:
     with rollout() as r, pytest.MonkeyPatch.context() as env:
         env.setenv("TRACEGRAD_API_KEY", r.api_key)
         with pytest.raises(Refused, match="403"):
-            Outbox(proxy).post("/api/push/hold", json.dumps({}).encode(), "application/json")
+            Transport(proxy).post("/api/push/hold", json.dumps({}).encode(), "application/json")

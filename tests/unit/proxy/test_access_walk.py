@@ -41,8 +41,9 @@ def closed(engine_url: str, store: Store, writer: HeldWriter) -> Iterator[httpx.
             yield client
 
 
-def key_for(closed: httpx.Client, rollout_id: str) -> str:
-    answer = closed.post(f"/api/rollouts/{rollout_id}/keys")
+def key_for(closed: httpx.Client, rollout_id: str, *scopes: str) -> str:
+    wanted = {"json": {"scopes": scopes}} if scopes else {}
+    answer = closed.post(f"/api/rollouts/{rollout_id}/keys", **wanted)  # type: ignore[arg-type]
     assert answer.status_code == 201
     key: str = answer.json()["key"]
     return key
@@ -123,8 +124,8 @@ def test_a_known_trace_names_its_rollout(http: httpx.Client, turns: Turns) -> No
     assert len(turns("r1")) == 2
 
 
-def test_a_rollouts_key_posts_to_its_own_rollout(closed: httpx.Client, store: Store) -> None:
-    key = bearer(key_for(closed, "mine"))
+def test_a_key_for_events_posts_to_its_own_rollout(closed: httpx.Client, store: Store) -> None:
+    key = bearer(key_for(closed, "mine", "events"))
     mine = {"type": "reward", "rollout_id": "mine", "value": 1.0}
     closed.post("/api/events", json={"events": [mine]}, headers=key).raise_for_status()
     theirs = {**mine, "rollout_id": "theirs"}
@@ -217,7 +218,7 @@ def test_a_stream_that_nobody_reads_is_an_aborted_turn(
     app = create_app(ProxySettings(upstream=engine_url), store=store, writer=writer)
     body = json.dumps({**ASK, "stream": True})
     head = (
-        "POST /rollouts/r1/v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+        "POST /rollouts/r1/v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
         f"content-length: {len(body)}\r\n\r\n"
     )
     with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from support.otlp_json import TRACE, Json, export, span, span_id
-from tracegrad.proxy.collector.otlp import JSON, PROTOBUF, read_export
+from tracegrad.proxy.collector.otlp import JSON, PROTOBUF, ROLLOUT_ATTRIBUTE, read_export
 from tracegrad.proxy.errors import BadRequest
 from tracegrad.store import Store
 
@@ -55,8 +56,8 @@ def _without_ids(told: Any) -> Any:
 @pytest.mark.parametrize("recorded", sorted(RECORDED.glob("*.json")), ids=lambda path: path.stem)
 def test_json_and_protobuf_are_read_alike(recorded: Path) -> None:
     told = json.loads(recorded.read_text())
-    by_json = read_export(as_json(told), JSON, "identity", LIMIT)
-    by_protobuf = read_export(as_protobuf(told), PROTOBUF, "identity", LIMIT)
+    by_json = read_export(as_json(told), JSON, LIMIT)
+    by_protobuf = read_export(as_protobuf(told), PROTOBUF, LIMIT)
     assert len(by_json.spans) == 4
     assert by_json == by_protobuf
 
@@ -159,7 +160,7 @@ def test_a_name_that_no_rollout_can_have_is_told_and_its_span_kept(
         b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"name": {}}]}]}]}',
         b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"endTimeUnixNano": -1}]}]}]}',
         b'{"resourceSpans": ' + b"[" * 5000 + b"]" * 5000 + b"}",
-        b"\xff\xfe",
+        b'{"\xff": 1}',
     ],
 )
 def test_what_is_no_export_is_refused(http: httpx.Client, body: bytes) -> None:
@@ -187,14 +188,72 @@ FIELDS = st.sampled_from([*GOOD, "links", "flags", "status", "droppedEventsCount
 def test_whatever_comes_is_read_or_refused(changes: Json, anything: Any) -> None:
     for told in (export([GOOD | changes]), {"resourceSpans": anything}, anything):
         try:
-            read = read_export(as_json(told), JSON, "identity", LIMIT)
+            read = read_export(as_json(told), JSON, LIMIT)
         except BadRequest:  # which names nothing but the request
             continue
         assert bool(read.problem) or not read.rejected
 
 
-def test_a_body_is_not_unpacked_beyond_the_limit() -> None:
-    bomb = gzip.compress(b" " * (LIMIT + 1))
-    with pytest.raises(BadRequest) as refused:
-        read_export(bomb, JSON, "gzip", LIMIT)
-    assert refused.value.status == 413
+# What an export may be: packed, and how much of it
+
+
+def packed(encoding: str, data: bytes) -> bytes:
+    return gzip.compress(data) if encoding == "gzip" else zlib.compress(data)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_packed_export_is_unpacked(http: httpx.Client, store: Store, encoding: str) -> None:
+    body = packed(encoding, as_json(export([span(1, "x" * 100_000, {ROLLOUT_ATTRIBUTE: "r1"})])))
+    headers = {"content-encoding": encoding, "content-type": JSON}
+    assert http.post("/v1/traces", content=body, headers=headers).json() == {}
+    [kept] = store.spans("r1")
+    assert len(kept.name) == 100_000
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_packed_export_is_not_unpacked_beyond_the_limit(
+    http: httpx.Client, encoding: str
+) -> None:
+    headers = {"content-encoding": encoding, "content-type": JSON}
+    answer = http.post("/v1/traces", content=packed(encoding, b" " * (33 << 20)), headers=headers)
+    assert answer.status_code == 413
+    assert "max_body_mib" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status"),
+    [
+        ("gzip", gzip.compress(b"{}")[:-9], 400),
+        ("gzip", b"", 400),
+        ("gzip", b"{}", 400),
+        ("gzip", gzip.compress(b"{}") * 2, 400),
+        ("deflate", gzip.compress(b"{}"), 400),
+        ("zstd", b"{}", 415),
+        ("br", b"{}", 415),
+    ],
+    ids=["cut short", "empty", "plain", "two", "gzip as deflate", "zstd", "brotli"],
+)
+def test_what_cannot_be_unpacked_is_refused(
+    http: httpx.Client, encoding: str, body: bytes, status: int
+) -> None:
+    headers = {"content-encoding": encoding, "content-type": JSON}
+    assert http.post("/v1/traces", content=body, headers=headers).status_code == status
+
+
+def test_spans_beyond_the_most_are_rejected_and_counted() -> None:
+    told = export([span(number, "s") for number in range(1, 8)])
+    for data, kind in ((as_json(told), JSON), (as_protobuf(told), PROTOBUF)):
+        read = read_export(data, kind, 5)
+        assert [each.span_id for each in read.spans] == [span_id(number) for number in range(1, 6)]
+        assert read.rejected == 2
+        assert "max_spans" in read.problem
+
+
+@pytest.mark.parametrize("depth", [50, 90, 200, 5000])
+def test_values_in_each_other_are_kept_or_refused(http: httpx.Client, depth: int) -> None:
+    value = '{"arrayValue":{"values":[' * depth + '{"stringValue":"x"}' + "]}}" * depth
+    held = as_json(export([span(1, "s", {"a": "HERE"})]))
+    body = held.replace(b'{"stringValue": "HERE"}', value.encode())
+    assert len(body) > len(held)
+    answer = http.post("/v1/traces", content=body, headers={"content-type": JSON})
+    assert answer.status_code in (200, 400), answer.text

@@ -43,6 +43,7 @@ def test_limits_come_from_the_settings() -> None:
         max_headers=9,
         head_timeout_s=1,
         body_timeout_s=2,
+        min_body_kib_s=1.5,
         send_timeout_s=3,
         idle_timeout_s=4,
     )
@@ -50,7 +51,8 @@ def test_limits_come_from_the_settings() -> None:
         head_bytes=2048,
         head_fields=9,
         head_s=1,
-        body_idle_s=2,
+        body_s=2,
+        body_rate=1536,
         send_idle_s=3,
         connections=7,
         idle_s=4,

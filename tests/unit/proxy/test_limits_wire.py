@@ -128,7 +128,7 @@ def test_a_head_that_does_not_come_is_a_408(client: socket.socket, reader: Reade
 
 
 def test_a_head_has_its_time_also_after_a_slow_body() -> None:
-    with bounded(Echo(), Limits(head_s=SHORT, body_idle_s=5)) as url, connect(url) as client:
+    with bounded(Echo(), Limits(head_s=SHORT, body_s=5)) as url, connect(url) as client:
         reader = Reader(client)
         client.sendall(b"POST / HTTP/1.1\r\ncontent-length: 3\r\n\r\na")
         time.sleep(SHORT + 0.1)

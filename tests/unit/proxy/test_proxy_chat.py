@@ -295,6 +295,8 @@ def test_sampling_settings_are_recorded_with_their_defaults(
     ("settings", "reason"),
     [
         ({"temperature": 0}, "greedy"),
+        ({"temperature": 0.009}, "greedy"),
+        ({"temperature": 0.01}, None),
         ({"top_p": 0.9}, "sampling_truncated"),
         ({"top_k": 5}, "sampling_truncated"),
         ({"min_p": 0.1}, "sampling_truncated"),
@@ -305,6 +307,13 @@ def test_sampling_settings_are_recorded_with_their_defaults(
         ({"structured_outputs": {"choice": ["a", "b"]}}, "constrained"),
         ({"tool_choice": "required", "tools": TOOLS}, "constrained"),
         ({"min_tokens": 4}, "constrained"),
+        ({"bad_words": ["no"]}, "constrained"),
+        ({"allowed_token_ids": [5, 6]}, "constrained"),
+        ({"thinking_token_budget": 0}, "constrained"),
+        ({"thinking_token_budget": -1}, None),
+        ({"watermarking": True}, "sampling_replaced"),
+        ({"custom_logit_processor": "ban"}, None),  # it does not reach the engine
+        ({"vllm_xargs": {}, "bad_words": [], "watermarking": False}, None),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
             "constrained",

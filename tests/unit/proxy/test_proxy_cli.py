@@ -126,10 +126,10 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
     monkeypatch.setenv("TRACEGRAD_PROXY_PORT", "2222")
     settings = ProxySettings(port=3333)
     assert settings.port == 3333
-    assert settings.store == "sqlite:///environment.db"
+    assert settings.store.get_secret_value() == "sqlite:///environment.db"
     assert settings.upstream == "http://file:1"
     assert ProxySettings().port == 2222
-    assert ProxySettings(store="sqlite:///flag.db").store == "sqlite:///flag.db"
+    assert ProxySettings(store="sqlite:///flag.db").store.get_secret_value() == "sqlite:///flag.db"
 
 
 @pytest.mark.parametrize(
@@ -194,9 +194,10 @@ def test_a_child_process_gets_the_same_settings(monkeypatch: pytest.MonkeyPatch)
     settings = ProxySettings(
         upstream=["http://a:1", "http://b:2"],  # type: ignore[arg-type]
         upstream_api_key=SecretStr("engine"),
-        store="sqlite:///other.db",
+        store="postgresql://me:secret@there/db",  # type: ignore[arg-type]
         redact=["a.b:c", "d:e"],
         admin_key=SecretStr("k" * 20),
+        control_key=SecretStr("c" * 20),
         host="0.0.0.0",
         held=True,
         head_timeout_s=1.5,
@@ -221,8 +222,8 @@ def test_a_variable_of_somebody_elses_is_not_the_store(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TRACEGRAD_STORE", raising=False)
     monkeypatch.setenv("STORE", "/var/lib/warehouse")
-    assert ProxySettings().store == DEFAULT_STORE
+    assert ProxySettings().store.get_secret_value() == DEFAULT_STORE
     Path("tracegrad.toml").write_text('[proxy]\nstore = "sqlite:///file.db"\n')
-    assert ProxySettings().store == "sqlite:///file.db"
+    assert ProxySettings().store.get_secret_value() == "sqlite:///file.db"
     monkeypatch.setenv("TRACEGRAD_STORE", "sqlite:///environment.db")
-    assert ProxySettings().store == "sqlite:///environment.db"
+    assert ProxySettings().store.get_secret_value() == "sqlite:///environment.db"

@@ -55,8 +55,8 @@ def test_events_become_facts(http: httpx.Client, store: Store) -> None:
     assert dict(row.tags) == {"split": "train"}
     rewards = store.rewards("r1")
     assert [(r.name, r.value, r.turn, r.source) for r in rewards] == [
-        ("reward", 1.0, None, "agent"),
-        ("format", 0.5, -1, "agent"),
+        ("reward", 1.0, None, "open"),
+        ("format", 0.5, -1, "open"),
     ]
     assert rewards[0].reward_id == "w1"
 
@@ -102,8 +102,10 @@ def test_a_bad_event_is_named_and_nothing_of_its_batch_stored(
     assert store.rollouts() == []
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_rewards_are_finite(http: httpx.Client, store: Store, value: str) -> None:
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", "-Infinity", "1e999", "1e308", "1000000.5", "-1e7"]
+)
+def test_rewards_are_bounded(http: httpx.Client, store: Store, value: str) -> None:
     event = f'{{"type": "reward", "rollout_id": "r1", "value": {value}}}'
     answer = http.post(
         "/api/events",
@@ -111,7 +113,9 @@ def test_rewards_are_finite(http: httpx.Client, store: Store, value: str) -> Non
         headers={"content-type": "application/json"},
     )
     assert answer.status_code == 422
-    assert answer.json()["error"]["param"] == "events[0].value"
+    error = answer.json()["error"]
+    assert error["param"] == "events[0].value"
+    assert "finite number" in error["message"] or "1000000" in error["message"]
     assert store.rollouts() == []
 
 
@@ -125,6 +129,7 @@ def test_a_full_store_is_a_503(http: httpx.Client, writer: HeldWriter) -> None:
 def test_the_api_describes_itself(http: httpx.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     assert {path for path in paths if path.startswith("/api")} == {
+        "/api/anchors/next",
         "/api/events",
         "/api/push",
         "/api/push/hold",

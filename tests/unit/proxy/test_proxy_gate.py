@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from support.mock_engine import MODEL, MockEngine, Say, logprobs_of, render
-from support.proxy_rig import HeldWriter, eventually, serving
+from support.proxy_rig import CONTROL, CONTROL_KEY, HeldWriter, eventually, serving
 from tracegrad.proxy import create_app
 from tracegrad.proxy.gate import Gate
 from tracegrad.records import Turn
@@ -31,7 +31,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def push(http: httpx.Client, what: str, **body: float) -> dict[str, int]:
-    answer = http.post(f"/api/push/{what}", json=body or None)
+    answer = http.post(f"/api/push/{what}", json=body or None, headers=CONTROL)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -200,7 +200,8 @@ def test_the_version_at_start_is_the_stores(
         )
     with serving(create_app(ProxySettings(upstream=engine_url), store=store, writer=writer)) as url:
         assert httpx.get(f"{url}/api/push").json()["version"] == 4
-        assert httpx.get(f"{url}/healthz").json() == {"status": "ok", "version": 4}
+        told = httpx.get(f"{url}/healthz").json()
+        assert (told["status"], told["version"]) == ("ok", 4)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_the_version_at_start_is_the_stores(
 def test_wrong_bodies_name_the_field(
     http: httpx.Client, what: str, body: dict[str, object], field: str
 ) -> None:
-    answer = http.post(f"/api/push/{what}", json=body)
+    answer = http.post(f"/api/push/{what}", json=body, headers=CONTROL)
     assert answer.status_code == 422
     assert answer.json()["error"]["param"] == field
 
@@ -334,7 +335,8 @@ async def test_a_gate_that_begins_held_opens_with_the_first_release() -> None:
 def test_the_proxy_begins_held_when_it_is_told_to(
     engine_url: str, store: Store, writer: HeldWriter
 ) -> None:
-    settings = ProxySettings(upstream=engine_url, held=True)
+    key = {"control_key": CONTROL_KEY}
+    settings = ProxySettings(upstream=engine_url, held=True, **key)  # type: ignore[arg-type]
     with (
         serving(create_app(settings, store=store, writer=writer)) as url,
         httpx.Client(base_url=url) as http,

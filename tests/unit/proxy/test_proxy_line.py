@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import httpx
 import openai
 import pytest
 
 from support.mock_engine import MODEL, MockEngine, Say
-from support.proxy_rig import HeldWriter, serving
+from support.proxy_rig import CONTROL, CONTROL_KEY, HeldWriter, serving
 from tracegrad.proxy import app, create_app
 from tracegrad.proxy.line import Line
 from tracegrad.records import Turn
@@ -29,7 +30,7 @@ def impatient(
 ) -> Iterator[str]:
     """A proxy that says something after 50 ms of silence."""
     monkeypatch.setattr(app, "KEEPALIVE_S", 0.05)
-    settings = ProxySettings(upstream=engine_url)
+    settings = ProxySettings(upstream=engine_url, control_key=CONTROL_KEY)  # type: ignore[arg-type]
     with serving(create_app(settings, store=store, writer=writer)) as url:
         yield url
 
@@ -68,9 +69,10 @@ def test_clients_do_not_see_what_keeps_them_alive(
 def test_a_refusal_after_the_first_comment_is_told_in_the_stream(
     engine: MockEngine, impatient: str, store: Store
 ) -> None:
-    httpx.post(f"{impatient}/api/push/hold", json={}, timeout=20)
+    push = partial(httpx.post, headers=CONTROL, timeout=20)
+    push(f"{impatient}/api/push/hold", json={})
     engine.failure = (429, {"error": {"message": "too many", "type": "x", "code": 429}}, {})
-    threading.Timer(0.3, lambda: httpx.post(f"{impatient}/api/push/release", timeout=20)).start()
+    threading.Timer(0.3, push, [f"{impatient}/api/push/release"]).start()
     with (
         openai.OpenAI(base_url=f"{impatient}/v1", api_key="tg-r1", max_retries=0) as client,
         pytest.raises(openai.APIError, match="too many"),

@@ -8,9 +8,12 @@ import httpx
 import httpx2
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from support.mock_engine import MODEL, MockEngine, Say
 from support.proxy_rig import eventually
+from tracegrad.proxy.repeats import Repeats, fingerprint
 from tracegrad.records import Turn
 
 Turns = Callable[..., list[Turn]]
@@ -132,3 +135,36 @@ def test_the_library_itself_repeats(engine: MockEngine, proxy: str, turns: Turns
     assert tries == ["0", "1"]
     assert answer.choices[0].message.content == "recorded"
     assert len(turns()) == 1
+
+
+def test_of_equal_calls_no_more_than_two_answers_are_kept() -> None:
+    repeats = Repeats()
+    call = fingerprint("r", "/", b"{}")
+    for number in range(1000):
+        repeats.answered(call, [f"turn {number}"] * 100)
+    assert repeats.recall(call) == ()
+    [kept] = repeats._given.values()
+    assert len(kept.answers) == 2
+    assert repeats.size < 20_000
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.sampled_from([0, 1, 100]), st.booleans())))
+def test_what_is_kept_of_calls_is_bounded_in_bytes(deeds: list[tuple[int, int, bool]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tracegrad.proxy.repeats.MOST_BYTES", 12_000)
+        repeats = Repeats()
+        for call, choices, fails in deeds:
+            known = fingerprint("r", "/", str(call).encode())
+            if fails:
+                repeats.failed(known)
+            else:
+                repeats.answered(known, ["t"] * choices)
+            kept = repeats._given.values()
+            assert repeats.size == sum(given.size for given in kept) <= 12_000
+
+
+def test_a_call_that_was_answered_once_is_remembered_behind_many_others() -> None:
+    repeats = Repeats()
+    for number in range(10_000):
+        repeats.answered(fingerprint("r", "/", str(number).encode()), [str(number)])
+    assert repeats.recall(fingerprint("r", "/", b"0")) == ("0",)

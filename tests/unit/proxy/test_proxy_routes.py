@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from support.byte_tokenizer import save_byte_tokenizer
 from support.mock_engine import MODEL, MockEngine, Say, render
 from support.npy import npy
-from support.proxy_rig import HeldWriter, serving
+from support.proxy_rig import CONTROL, CONTROL_KEY, HeldWriter, serving
 from tracegrad.proxy import create_app, routes, sse
 from tracegrad.proxy.dialects.chat import Chat
 from tracegrad.proxy.engine_stream import EngineStream
@@ -62,7 +62,10 @@ def exact(
 ) -> Iterator[httpx.Client]:
     """A proxy that has the model's tokenizer, and knows that the engine tells its experts."""
     settings = ProxySettings(
-        upstream=engine_url, tokenizer=save_byte_tokenizer(tmp_path), routed_experts=True
+        upstream=engine_url,
+        tokenizer=save_byte_tokenizer(tmp_path),
+        routed_experts=True,
+        control_key=CONTROL_KEY,  # type: ignore[arg-type]
     )
     with (
         serving(create_app(settings, store=store, writer=writer)) as url,
@@ -157,7 +160,8 @@ def test_while_weights_are_pushed_whole_answers_stay_whole(
     engine: MockEngine, exact: httpx.Client, turns: Turns
 ) -> None:
     for what in ("hold", "release"):
-        assert exact.post(f"/api/push/{what}", json={"ttl_s": 60}).status_code == 200
+        answer = exact.post(f"/api/push/{what}", json={"ttl_s": 60}, headers=CONTROL)
+        assert answer.status_code == 200
     ask(exact, HELLO)
     assert "stream" not in engine.requests[0]
     assert turns()[0].routed_experts is not None

@@ -146,9 +146,9 @@ def test_nobodys_text_takes_long(unit: str) -> None:
         text = unit * (length // len(unit))
         best = float("inf")
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.thread_time()
             cleaned(text)
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     # Quadratic would be 64 times as long.

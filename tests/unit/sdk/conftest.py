@@ -8,14 +8,20 @@ from pathlib import Path
 import pytest
 from sdk_server import FakeProxy, serve
 
-from tracegrad import client, telemetry
+from tracegrad import exporter, telemetry
+from tracegrad.exporter import EventExporter
 
 
 @pytest.fixture(autouse=True)
-def _outboxes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test waits for what another one left undelivered."""
-    monkeypatch.setattr(client, "_outboxes", {})
+def journals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """No test waits for what another one left undelivered; this one's journals are here."""
+    exporters: dict[str, EventExporter] = {}
+    monkeypatch.setattr(exporter, "_exporters", exporters)
     monkeypatch.setattr(telemetry, "_private", {})
+    monkeypatch.setenv("TRACEGRAD_JOURNAL", str(tmp_path / "journal"))
+    yield tmp_path / "journal"
+    for each in exporters.values():
+        each.shutdown()
 
 
 @pytest.fixture
@@ -27,7 +33,8 @@ def proxy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeProxy
     monkeypatch.delenv("TRACEGRAD_TAGS", raising=False)
     monkeypatch.delenv("TRACEGRAD_API_KEY", raising=False)
     yield fake
-    client.flush(5)
+    if (to := exporter._exporters.get(fake.url)) is not None:
+        to.flush(5)
     server.shutdown()
     server.server_close()
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -41,6 +45,8 @@ class FakeProxy:
     # path -> statuses to answer with next; 200 when there are none left
     statuses: dict[str, list[int]] = field(default_factory=dict)
     refuse: str | None = None  # a batch that holds this text is answered 422
+    # What becomes of every request: "ok", "hang" (no answer until it changes), "reset", or a status
+    mode: str | int = "ok"
 
     def sent_to(self, path: str) -> list[Call]:
         return [call for call in self.calls if call.path == path]
@@ -82,6 +88,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
+        while self.proxy.mode == "hang":
+            time.sleep(0.02)
+        if self.proxy.mode == "reset":
+            self.close_connection = True
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            return
+        if isinstance(self.proxy.mode, int):
+            self.proxy.statuses[self.path] = [self.proxy.mode]
         status = (self.proxy.statuses.get(self.path) or [200]).pop(0)
         if self.proxy.refuse is not None and self.proxy.refuse.encode() in body:
             status = 422
@@ -92,8 +107,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
+        with suppress(OSError):
+            self.end_headers()
+            self.wfile.write(answer)
+
+    def finish(self) -> None:
+        with suppress(OSError):  # of a client that waits no longer
+            super().finish()
 
     def log_message(self, *args: object) -> None:
         """Quiet."""

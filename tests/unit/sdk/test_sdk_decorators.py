@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -39,7 +40,9 @@ def test_a_rollout_tells_its_story_in_order(proxy: FakeProxy) -> None:
     assert first["reward_id"] != second["reward_id"]
     assert (finished["type"], finished["outcome"]) == ("rollout_finished", "completed")
     assert {event["rollout_id"] for event in (opened, first, second, finished)} == {r.id}
-    assert opened["opened_at"] <= first["created_at"] <= finished["finished_at"]
+    assert opened["opened_at"] <= first["given_at"] <= finished["finished_at"]
+    assert not {"source", "created_at"} & first.keys(), "the proxy's to say"
+    assert "recorded_at" not in finished
     assert (r.base_url, r.api_key) == (f"{proxy.url}/rollouts/{r.id}/v1", f"tg-{r.id}")
 
 
@@ -113,11 +116,40 @@ def test_tags_of_the_environment_of_the_scope_and_of_the_rollout(
     assert second == {"run": "7", "split": "env", "who": "env"}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf"), "0.5", None, [1.0], 10**400])
-def test_a_reward_is_a_finite_number(proxy: FakeProxy, value: Any) -> None:
-    with rollout(), pytest.raises(ValueError, match="value: expected a finite number"):
+class _NoNumber:
+    def __float__(self) -> float:
+        raise KeyError("x")
+
+    __repr__ = __float__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(float("nan"), float("-inf"), 1e308, -1_000_000.1, "0.5", None, [1.0]),
+        *(10**400, 10**5000, _NoNumber()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_reward_is_dropped_and_counted(
+    proxy: FakeProxy, caplog: pytest.LogCaptureFixture, value: Any
+) -> None:
+    with rollout() as r:
         reward(value)
+        reward(value, turn=0)
+    assert not r.rewarded
     assert proxy.rewards() == []
+    counted = [int(found) for found in re.findall(r"is dropped \((\d+) so far\)", caplog.text)]
+    assert len(counted) == 2
+    assert counted[1] == counted[0] + 1
+    assert "value: expected a finite number from -1,000,000 to 1,000,000, got " in caplog.text
+
+
+@pytest.mark.parametrize("value", [1e6, -1e6, 0, True])
+def test_a_reward_within_bounds_is_given(proxy: FakeProxy, value: float) -> None:
+    with rollout():
+        reward(value)
+    assert [given for given, *_ in proxy.rewards()] == [value]
 
 
 def test_wrong_arguments_name_their_field(
@@ -197,7 +229,8 @@ def test_a_returned_nan_passes_through_and_is_no_reward(
 
     assert np.isnan(solve())
     assert proxy.rewards() == []
-    assert "not its reward: value: expected a finite number, got nan" in caplog.text
+    assert "is dropped" in caplog.text
+    assert "value: expected a finite number from -1,000,000 to 1,000,000, got nan" in caplog.text
 
 
 def test_nested_calls_share_the_rollout_and_only_the_outermost_scores(proxy: FakeProxy) -> None:
@@ -356,7 +389,7 @@ def test_what_was_asked_is_kept_as_json_whatever_it_is(proxy: FakeProxy) -> None
     assert task["broken"].startswith("<test_")
     assert task["surrogate"] == "?"
     assert task["long"].endswith("(100000 more characters)")
-    assert task["wide"][-2:] == [999, "… (1500 more)"]
+    assert task["wide"][-2:] == [499, "… (2000 more)"]
     assert task["function"] == "functools.partial(<built-in function print>, 1)"
 
 
@@ -375,3 +408,41 @@ def test_a_forked_child_does_not_finish_its_parents_rollout(proxy: FakeProxy) ->
     assert proxy.rewards() == [(0.5, "child", None)]
     assert proxy.ends() == [("completed", None)]
     assert len(proxy.events("rollout_opened")) == 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://127.0.0.1:99999", "http://127.0.0.1:abc", "http://127.0.0.1:0", "http://[::1"),
+        *(
+            "http://a b:1",
+            "http://h:1/?q=1",
+            "http://h:1/#f",
+            "http://h:1/\udcff",
+            "h:1",
+            "ftp://h",
+        ),
+    ],
+)
+def test_an_address_that_is_none_is_one_error(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("TRACEGRAD_URL", url)
+    with pytest.raises(ValueError, match=r"^TRACEGRAD_URL: .* is not the proxy's address; give"):
+        rollout().__enter__()
+
+
+def test_an_address_with_a_password_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRACEGRAD_URL", "http://me:secret@127.0.0.1:4141")
+    with pytest.raises(ValueError, match=r"^TRACEGRAD_URL: it is not the proxy's") as error:
+        rollout().__enter__()
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("limit", ["1GB", "-1", "9" * 5_000])
+def test_a_journals_limit_that_is_none_is_one_error(
+    proxy: FakeProxy, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setenv("TRACEGRAD_JOURNAL_BYTES", limit)
+    with pytest.raises(ValueError, match=r"^TRACEGRAD_JOURNAL_BYTES: .* is no number of bytes"):
+        rollout().__enter__()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,7 @@ import pytest
 import requests
 from sdk_server import FakeProxy, serve
 
-from tracegrad import propagation, rollout, trace
+from tracegrad import propagation, rollout, trace, turn
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "2 + 2?"}]}
 
@@ -134,6 +136,53 @@ def test_what_the_caller_says_stays_said(proxy: FakeProxy, send: Sender) -> None
     assert "traceparent" in third.headers
 
 
+@every_library
+def test_a_call_says_the_state_of_the_environment(proxy: FakeProxy, send: Sender) -> None:
+    with turn(state="board 7"):
+        run(send, proxy.url)
+    with rollout():
+        with turn(state="board 7"):
+            run(send, proxy.url)
+            run(send, proxy.url, **{"x-tracegrad-state": "mine"})
+            run(send, proxy.url, authorization="Bearer tg-another")
+            with turn(state=None):
+                run(send, proxy.url)
+            with rollout():
+                run(send, proxy.url)
+        run(send, proxy.url)
+    told = [call.headers.get("x-tracegrad-state") for call in proxy.chats]
+    assert told == [None, "board 7", "mine", "board 7", None, None, None]
+
+
+def test_states_that_are_no_short_text_are_told_by_a_digest(proxy: FakeProxy) -> None:
+    class Hostile:
+        def __repr__(self) -> str:
+            raise RuntimeError("broken")
+
+        def __reduce__(self) -> str:
+            raise RuntimeError("broken")
+
+    class Mapping(dict[str, int]):
+        def items(self) -> Any:
+            raise RuntimeError("broken")
+
+    states: list[object] = [
+        {"x": 1, "y": {2, 3}}, {"y": {3, 2}, "x": 1}, {"x": 2}, "x" * 129, "grün", "a\nb", " a", "",
+        10**5000, "\ud800", Hostile(), Mapping(x=1),
+    ]  # fmt: skip
+    with rollout():
+        for state in states:
+            with turn(state=state):
+                openai_sync(proxy.url)
+    told = [call.headers.get("x-tracegrad-state") for call in proxy.chats]
+    assert len(told) == len(states), "every call went out"
+    assert told[0] == told[1] != told[2]
+    digests = [key for key in told if key is not None]
+    assert all(re.fullmatch(r"blake2b:[0-9a-f]{32}", key) for key in digests)
+    assert all(key is not None for key in told[:8])
+    assert len(set(told[1:8])) == 7
+
+
 def test_every_name_of_loopback_is_the_same_proxy(proxy: FakeProxy) -> None:
     with rollout() as r:
         openai_sync(proxy.url.replace("127.0.0.1", "localhost"))
@@ -200,3 +249,37 @@ def test_a_thread_inside_a_rollout_joins_it_by_its_context(proxy: FakeProxy) -> 
     assert "x-tracegrad-rollout" not in alone.headers
     assert joined.headers["x-tracegrad-rollout"] == r.id
     assert by_path.path == f"/rollouts/{r.id}/v1/chat/completions"
+
+
+LAZY = """
+import inspect, sys
+import tracegrad
+
+def ask(library):
+    with tracegrad.rollout() as r:
+        assert library not in sys.modules
+        module = __import__(library)
+        module.post(f"{r.url}/v1/chat/completions", json={}, headers={"x-mine": r.id})
+        assert "exec_module" not in vars(module.__loader__)
+        assert inspect.getsource(module)
+
+ask("httpx")
+ask("requests")
+with tracegrad.rollout():
+    import aiohttp
+assert hasattr(aiohttp.ClientSession._request, "_tracegrad")
+try:
+    import httpx2.no_such_module
+except ModuleNotFoundError:
+    pass
+"""
+
+
+def test_a_library_that_is_imported_inside_the_first_rollout_names_it(proxy: FakeProxy) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(proxy.chats) == 2
+    for call in proxy.chats:
+        assert call.headers["x-tracegrad-rollout"] == call.headers["x-mine"]

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from sdk_server import FakeProxy
 
 import tracegrad
-from tracegrad import rollout, trace
+from tracegrad import exporter, rollout, telemetry, trace
 
 
 def rollout_of(span: object) -> str | None:
@@ -92,17 +92,96 @@ def test_a_rollout_left_in_another_context_disturbs_nothing(
     assert not caplog.records
 
 
-def test_spans_that_cannot_leave_by_otlp_go_with_the_events(proxy: FakeProxy) -> None:
-    proxy.statuses["/v1/traces"] = [503]
+def test_spans_wait_in_the_journal_until_the_proxy_takes_them(proxy: FakeProxy) -> None:
+    proxy.statuses["/v1/traces"] = [503, 429, 500]
     with rollout(agent="a") as r:
         pass
-    assert proxy.spans() == []
-    (event,) = proxy.events("span_ended")
-    assert (event["name"], event["rollout_id"], event["status"]) == ("a", r.id, "unset")
-    assert (len(event["trace_id"]), len(event["span_id"])) == (32, 16)
-    assert event["parent_span_id"] is None
-    assert event["start_ns"] < event["end_ns"]
-    assert event["attributes"] == {"tracegrad.rollout": r.id}
+    (span,) = proxy.spans()
+    assert (span.name, rollout_of(span)) == ("a", r.id)
+    assert not span.parent_span_id
+    assert span.start_time_unix_nano < span.end_time_unix_nano
+
+
+def test_no_span_is_dropped_however_many_come_at_once(proxy: FakeProxy) -> None:
+    """More than any queue in memory holds, faster than they can be sent."""
+
+    @trace(name="step")
+    def step() -> None:
+        pass
+
+    proxy.statuses["/v1/traces"] = [503]
+    with rollout(agent="loop"):
+        for _ in range(5_000):
+            step()
+    assert tracegrad.flush(60)
+    assert len({span.span_id for span in proxy.spans()}) == len(proxy.spans()) == 5_001
+    assert tracegrad.stats().dropped == {}
+
+
+def test_a_span_of_any_size_is_cut_and_counted(proxy: FakeProxy) -> None:
+    provider = TracerProvider()
+    provider.add_span_processor(telemetry.RolloutSpans(exporter.exporter(proxy.url)))
+    with rollout(), provider.get_tracer("theirs").start_as_current_span("large") as span:
+        span.set_attribute("prompt", "x" * 3_000_000)
+        span.set_attribute("many", ["y" * 1_000] * 500)
+        span.add_event("said", {"text": "z" * 500_000})
+    assert tracegrad.flush(10)
+    (kept,) = (span for span in proxy.spans() if span.name == "large")
+    assert kept.ByteSize() < 200_000
+    texts = {a.key: a.value.string_value for a in kept.attributes}
+    assert texts["prompt"].endswith("(2990000 more characters)")
+    assert tracegrad.stats().truncated == 1
+
+
+def test_an_agent_runs_where_no_span_can_be_made(
+    proxy: FakeProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(url: str) -> otel.Tracer:
+        raise ValueError("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT is no number")
+
+    monkeypatch.setattr(telemetry, "tracer", broken)
+    with rollout() as r:
+        r.reward(1)
+    assert [event["type"] for event in proxy.events()][1:] == ["reward", "rollout_finished"]
+    with rollout():
+        pass
+    assert tracegrad.stats().dropped == {"span_failed": 2}
+    assert caplog.text.count("could not record a span") == 1
+
+
+def test_a_setting_that_opentelemetry_refuses_at_import_costs_spans_alone(
+    proxy: FakeProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does so once in a process, so that this takes one of its own."""
+    monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many")
+    code = (
+        "import tracegrad\n"
+        "step = tracegrad.trace(lambda: None)\n"
+        "with tracegrad.rollout() as r: step(); r.reward(1)\n"
+        "print(tracegrad.stats().dropped)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "{'span_failed': 2}\n"), done.stderr
+    assert done.stderr.count("tracegrad records no spans") == 1
+    kinds = [event["type"] for event in proxy.events()]
+    assert kinds == ["rollout_opened", "reward", "rollout_finished"]
+
+
+class _Nameless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text of its own")
+
+
+def test_an_error_without_a_text_is_the_agents_all_the_same(proxy: FakeProxy) -> None:
+    error = _Nameless()
+    with pytest.raises(_Nameless) as caught, rollout():
+        raise error
+    assert caught.value is error
+    (span,) = proxy.spans()
+    assert span.status.message == "_Nameless: <_Nameless>"
+    assert span.events[0].name == "exception"
 
 
 WITH_A_PROVIDER = """
@@ -161,4 +240,3 @@ def test_flush_tells_whether_everything_left(
     with rollout():
         pass
     assert not tracegrad.flush(0.2)
-    tracegrad.client.outbox(f"http://127.0.0.1:{free_port}").close(0)

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 from store_facts import whole_rollout
 
 from tracegrad.store import Group, Ledger, Store
+from tracegrad.store.databases import clock
+
+
+class FakeClock:
+    """The database's clock, moved by the test: nobody waits for a lease to end."""
+
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def fake_clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    made = FakeClock()
+    monkeypatch.setattr(clock, "time_of", lambda _connection: made.now)
+    return made
 
 
 @pytest.fixture

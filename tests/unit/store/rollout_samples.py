@@ -24,6 +24,7 @@ from tracegrad.records import (
 from tracegrad.store import Ledger, StepRecord, Store
 
 BEGAN = 1_763_640_000.0
+TESTS: dict[str, Any] = {"source": "admin_key", "label": "tests"}
 TOOLS = [
     {
         "type": "function",
@@ -223,11 +224,12 @@ def coding_agent(rollout_id: str = "0193c0de0001" + "0" * 20) -> list[Fact]:
                       tags={"split": "train", "seed": "7"}, opened_at=BEGAN,
                       task={"repository": "shop", "issue": 41}),
         *facts,
-        RewardGiven(rollout_id=rollout_id, value=0.0, source="tests", created_at=BEGAN + 70),
-        RewardGiven(rollout_id=rollout_id, value=1.0, source="tests", created_at=BEGAN + 71),
-        RewardGiven(rollout_id=rollout_id, value=0.25, turn=3, created_at=BEGAN + 20),
+        RewardGiven(rollout_id=rollout_id, value=0.0, **TESTS, created_at=BEGAN + 70),
+        RewardGiven(rollout_id=rollout_id, value=1.0, **TESTS, created_at=BEGAN + 71),
+        RewardGiven(rollout_id=rollout_id, value=0.25, turn=3, source="admin_key",
+                    created_at=BEGAN + 20),
         RewardGiven(rollout_id=rollout_id, value=-0.5, name="format", turn=-1,
-                    created_at=BEGAN + 72),
+                    source="admin_key", created_at=BEGAN + 72),
         *spans(rollout_id),
         RolloutFinished(rollout_id=rollout_id, finished_at=BEGAN + 75),
     ]  # fmt: skip

@@ -173,7 +173,7 @@ def test_rollouts_that_are_open_for_long(store: Store) -> None:
     assert (finding.count, finding.subject) == (1, "rollout idle")
 
 
-@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e+308"])
 def test_a_reward_that_is_no_finite_number(store: Store, breaks: Breaks, value: str) -> None:
     store.append([RewardGiven(reward_id="w", rollout_id="r", value=1.0)])
     if value == "nan" and store.database.url.get_backend_name() == "sqlite":
@@ -192,7 +192,7 @@ def test_keys_of_rollouts_that_never_came(store: Store, breaks: Breaks) -> None:
     assert finding.count == 1
     found(store, "keys", fix=True)
     assert found(store, "keys") == []
-    assert store.key_owner(b"s" * 32) == "soon"
+    assert store.key_owner(b"s" * 32) == ("soon", "calls")
 
 
 def test_a_missing_index_is_named_and_made(empty_url: str) -> None:

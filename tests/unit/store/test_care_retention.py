@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -273,9 +272,8 @@ def test_a_rollout_that_is_being_written_to_is_left_for_the_next_run(postgres_ur
                 "INSERT INTO rewards (reward_id, rollout_id, value, name, source, created_at) "
                 "VALUES ('late', 'busy', 1, 'reward', 'agent', 1)"
             )
-            began = time.monotonic()
+            # Were it to wait for this transaction, it would not come back.
             assert prune(store, OLD)["rollouts"] == 1
-            assert time.monotonic() - began < 5  # it did not wait
         assert ids(store) == {"busy"}
         assert prune(store, OLD)["rewards"] == 2
 

@@ -50,11 +50,18 @@ def test_a_store_of_a_later_version_is_one_line(store: Store, url: str, command:
 def test_a_store_of_an_earlier_version_is_brought_up_to_date(store: Store, url: str) -> None:
     store.append(whole_rollout("r"))
     with store.exclusive() as connection:
-        later = ("outcomes", "leases", "version_events", "removals", "turn_texts", "texts")
-        for table in later:
+        tables = ("outcomes", "leases", "version_events", "removals", "turn_texts", "texts")
+        for table in (*tables, "task_anchors"):
             connection.execute(text(f"DROP TABLE {table}"))
-        connection.execute(text("ALTER TABLE steps DROP COLUMN batch"))
-        connection.execute(text("ALTER TABLE turns DROP COLUMN routed_experts"))
+        later = {
+            "steps": ("batch", "run_id", "manifest_digest", "parent_digest"),
+            "turns": ("routed_experts", "state_key", "observation"),
+            "rewards": ("label", "given_at"),
+            "rollout_keys": ("scope",),
+        }
+        for table, columns in later.items():
+            for column in columns:
+                connection.execute(text(f"ALTER TABLE {table} DROP COLUMN {column}"))
         for index in ("ix_turns_parent_id", "ix_turns_request_base"):
             connection.execute(text(f"DROP INDEX {index}"))
         connection.execute(text("UPDATE alembic_version SET version_num = '0002'"))

@@ -15,12 +15,19 @@ from tracegrad.store.filters import STATES
 
 ROOT = Path(__file__).resolve().parents[3]
 # Functions that answer with a reason why a turn must not be trained.
-ANSWERING = {"untrainable", "_untrainable", "turn_reason", "outcome_reason", "media_in"}
+ANSWERING = {
+    "untrainable",
+    "_untrainable",
+    "turn_reason",
+    "outcome_reason",
+    "length_reason",
+    "media_in",
+}
 # Calls, and which of their arguments is such a reason.
 GIVEN = {"drop": 0, "give_up": -1, "_give_up": -1, "without_rows": -1, "refused": -1}
 # Fields of turns and of the ledger that hold one, and constants that are one.
 FIELDS = {"untrainable", "skip_reason"}
-CONSTANTS = {"LATE", "OVER_LENGTH", "TOKENS_REDACTED"}
+CONSTANTS = {"LATE", "OVER_LENGTH", "TOKENS_REDACTED", "UNACKNOWLEDGED"}
 
 
 def texts(node: ast.AST | None, constants: dict[str, str]) -> Iterator[str]:
@@ -80,8 +87,9 @@ def reasons_of_the_code() -> dict[str, str]:
     for path, tree in trees.items():
         constants = everywhere | constants_of(tree)
         for expression in expressions_of(tree, trainer="tracegrad_trainer" in path.parts):
-            # The names of columns are none ("text", as a file's types have it).
-            if path.name == "columns.py":
+            # The names of columns are none ("text", as a file's types have it), nor is why the SDK
+            # dropped a fact that it could not send.
+            if path.name in ("columns.py", "exporter.py", "telemetry.py", "decorators.py"):
                 continue
             for reason in texts(expression, constants):
                 found.setdefault(reason, str(path.relative_to(ROOT)))
@@ -92,9 +100,10 @@ def test_every_reason_why_a_turn_is_not_trained_has_words() -> None:
     found = reasons_of_the_code()
     # What is found is what is looked for.
     some = "greedy constrained media echo no_tokens no_logprobs aborted version_unknown over_length"
+    refused = "unacknowledged"
     more = "late equal_reward stale over_long non_finite non_finite_step failed_push redacted"
-    filters = "foreign_token repeated_turn predicate unpaired"
-    assert {*some.split(), *more.split(), *filters.split()} <= found.keys()
+    filters = "foreign_token repeated_turn truncated predicate unpaired"
+    assert {*some.split(), *more.split(), *filters.split(), refused} <= found.keys()
     missing = {reason: path for reason, path in found.items() if reason not in UNTRAINED}
     assert not missing, "write their words and mends into tracegrad/cli/reasons.py"
 

@@ -61,7 +61,13 @@ def story(store: Store) -> Store:
                           tags={"split": "train"}, task={"question": "red mugs"}),
             t0, t1, t2,
             RewardGiven(rollout_id=rollout, value=0.0, created_at=11.0),
-            RewardGiven(rollout_id=rollout, value=1.0, created_at=12.0, source="person"),
+            RewardGiven(
+                rollout_id=rollout,
+                value=1.0,
+                created_at=2.0,
+                source="admin_key",
+                label="a person",
+            ),
             RewardGiven(rollout_id=rollout, value=0.5, name="format", turn=-1),
             SpanEnded(trace_id=trace, span_id="b" * 16, rollout_id=rollout, name="solve",
                       start_ns=10**9, end_ns=5 * 10**9),
@@ -94,8 +100,8 @@ def test_it_tells_the_whole_story(story: Store, url: str) -> None:
             'asked {"question":"red mugs"}',
             "agent shop",
             "tags split=train",
-            "reward 0 from agent revised",
-            "reward 1 from person",
+            "reward 0 from direct revised",
+            "reward 1 from admin_key (a person)",
             "1 reward for turns, with them below",
             "turns 3 on 2 paths, 14 prompt + 6 tokens sampled, 1 fork",
             "training 2 of 3 turns trained in step 5, 1 not: 1 stale",
@@ -106,7 +112,7 @@ def test_it_tells_the_whole_story(story: Store, url: str) -> None:
             "tool ← lookup stock: 4\ufffd[2J",
             "reply 4 in stock",
             "There are 4.",
-            "reward 0.5 format from agent",
+            "reward 0.5 format from direct",
             "… 1 message as in turn 1",
             "user Shorter!",
             "solve 4.0 s at +0 ms",
@@ -133,7 +139,7 @@ def test_a_coding_agents_rollout_reads_well(store: Store, url: str) -> None:
     assert "more characters)" in first
     in_order(read, ["… 5 messages as in turn 1", "tool ← read_file", "def total(cart):"])
     assert "tools" not in read, "they are the same as before"
-    assert "reward     0.25  from agent" in turn_of(text, 3)
+    assert "reward     0.25  from admin_key" in turn_of(text, 3)
     # Of a fork only what changed is told again.
     forked = turn_of(text, 4)
     in_order(forked, ["fork edited_history, instead of continuing turn 3: An earlier message",
@@ -143,7 +149,7 @@ def test_a_coding_agents_rollout_reads_well(store: Store, url: str) -> None:
     assert "[image: image/png, 12 kB]" in turn_of(text, 16)
     assert turn_of(text, 17).startswith("turn 17  not trainable: aborted ─")
     assert "+56.8 s · no tokens · refused" in turn_of(text, 18)
-    assert "reward     -0.5 format  from agent" in turn_of(text, 19)
+    assert "reward     -0.5 format  from admin_key" in turn_of(text, 19)
     assert turn_of(text, 19).startswith("turn 19  continues turn 16")
     in_order(text, ["├─ main loop 50.0 s at +500 ms turns 0-3, 5-12",
                     '│ → {"command":"pytest -x -q"}', "│ ← F......",
@@ -269,7 +275,7 @@ def test_a_reward_is_revised_by_another_name_of_its_turn(store: Store, url: str)
             make_turn("t0", "r"),
             make_turn("t1", "r"),
             RewardGiven(rollout_id="r", value=0.125, turn=-1, created_at=1.0),
-            RewardGiven(rollout_id="r", value=0.25, turn=1, created_at=2.0),
+            RewardGiven(rollout_id="r", value=0.25, turn=1, created_at=0.0),
             RewardGiven(rollout_id="r", value=0.5, turn=7, created_at=3.0),
             RolloutFinished(rollout_id="r", outcome=Outcome.AGENT_ERROR, error="no\x1b[1mgood"),
         ]
@@ -278,10 +284,10 @@ def test_a_reward_is_revised_by_another_name_of_its_turn(store: Store, url: str)
         said(url, "show", "r"),
         [
             "error no\ufffd[1mgood",
-            "reward 0.5 from agent for turn 7, which is not there",
+            "reward 0.5 from direct for turn 7, which is not there",
             "2 rewards for turns, with them below",
-            "reward 0.125 from agent revised",
-            "reward 0.25 from agent",
+            "reward 0.125 from direct revised",
+            "reward 0.25 from direct",
         ],
     )
 

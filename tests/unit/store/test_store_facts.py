@@ -322,21 +322,23 @@ def test_beginnings_are_told_by_case_and_by_accent(store: Store) -> None:
         store.rollout("AB")
 
 
-def test_a_rollouts_reward_is_the_latest_given_to_it(store: Store) -> None:
+def test_a_rollouts_reward_is_the_last_to_arrive(store: Store) -> None:
     store.append([*whole_rollout("r", reward=None)])
     for value, at, name, turn in [
         (0.1, 10.0, "reward", None),
         (0.9, 30.0, "reward", None),
-        (0.2, 20.0, "reward", None),  # arrives late, was given earlier
+        (0.2, 20.0, "reward", None),  # arrives later, and says it was given earlier
         (0.5, 40.0, "format", None),
         (0.6, 40.0, "reward", 0),
     ]:
         store.append(
             [RewardGiven(rollout_id="r", value=value, created_at=at, name=name, turn=turn)]
         )
-    assert store.rollout("r").row.reward == 0.9
-    store.append([RewardGiven(rollout_id="r", value=0.3, created_at=30.0)])
-    assert store.rollout("r").row.reward == 0.3, "of equal times the later arrival"
+    assert store.rollout("r").row.reward == 0.2
+    store.append([RewardGiven(rollout_id="r", value=0.3, created_at=1e11)])
+    store.append([RewardGiven(rollout_id="r", value=0.4, created_at=0.0)])
+    store.append([RewardGiven(rollout_id="r", value=v, created_at=5.0) for v in (0.7, 0.3)])
+    assert store.rollout("r").row.reward == 0.3
     assert [point.reward for point in store.reward_curve()] == [0.3]
 
 

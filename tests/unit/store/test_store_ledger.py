@@ -7,13 +7,15 @@ import time
 from typing import Any
 
 import pytest
-from ledger_scene import fill, ids, lease, turn_ids
+from ledger_scene import FakeClock, fill, ids, lease, turn_ids
+from ledger_scene import fake_clock as fake_clock
 from ledger_scene import ledger as ledger
 from store_facts import make_turn, whole_rollout
 
+from tracegrad.cli.turn_story import rewards_for
 from tracegrad.records import Outcome, RewardGiven, RolloutFinished
-from tracegrad.store import Ledger, Store, TurnCounts
-from tracegrad.store.samples import turn_rewards
+from tracegrad.store import Ledger, Store, TurnCounts, leases_of
+from tracegrad.store.samples import deciding_turn, turn_rewards
 
 
 def test_a_lease_holds_the_oldest_groups_with_all_they_need(store: Store, ledger: Ledger) -> None:
@@ -94,12 +96,15 @@ def test_a_rollout_without_a_task_is_a_group_of_one(store: Store, ledger: Ledger
     assert [group.group_id for group in lease(ledger, groups=2, size=1)] == ["duo", "solo"]
 
 
-def test_a_lease_ends_by_itself_or_by_release(store: Store, ledger: Ledger) -> None:
+def test_a_lease_ends_by_itself_or_by_release(
+    store: Store, ledger: Ledger, fake_clock: FakeClock
+) -> None:
     fill(store, tasks=1, size=2)
-    first = lease(ledger, ttl_s=0.2)
+    first = lease(ledger, ttl_s=60)
     assert first
+    fake_clock.advance(59)
     assert lease(ledger) == []
-    time.sleep(0.25)
+    fake_clock.advance(1)
     second = lease(ledger)
     assert ids(second) == ids(first)
     ledger.release(first)
@@ -108,19 +113,27 @@ def test_a_lease_ends_by_itself_or_by_release(store: Store, ledger: Ledger) -> N
     assert ids(lease(ledger)) == ids(first)
 
 
-def test_a_leases_history_tells_who_had_what(store: Store, ledger: Ledger) -> None:
+def test_a_leases_history_tells_who_had_what(
+    store: Store, ledger: Ledger, fake_clock: FakeClock
+) -> None:
     fill(store, tasks=1, size=2)
-    before = time.time()
-    [first] = lease(ledger, owner="a", ttl_s=0.05)
-    time.sleep(0.1)
+    before = fake_clock.now
+    fake_clock.advance(1)
+    [first] = lease(ledger, owner="a", ttl_s=5)
+    fake_clock.advance(6)
     [second] = lease(ledger, owner="b")
+    fake_clock.advance(1)
     ledger.release([first])  # too late: it is not a's any more
     ledger.release([second])
     ledger.release([second])
+    fake_clock.advance(1)
     [third] = lease(ledger, owner="c")
-    ledger.commit_skipped(dict.fromkeys(turn_ids(third), "stale"), ids([third])[0])
+    fake_clock.advance(1)
+    fates = dict.fromkeys(turn_ids(third), "stale")
+    ledger.commit_skipped(fates, ids([third])[0], leases_of([third]))
     ledger.release([third])
-    after = time.time()
+    fake_clock.advance(1)
+    after = fake_clock.now
     for name in ("t0.0", "t0.1"):
         history = ledger.leases(name)
         assert [(one.lease_id, one.owner) for one in history] == [
@@ -159,6 +172,9 @@ def test_a_wrong_request_names_its_field(ledger: Ledger, wrong: dict[str, Any], 
         lease(ledger, **wrong)
 
 
+THREE = [make_turn(f"t{number}") for number in range(3)]
+
+
 def test_turn_rewards_resolve_and_revise() -> None:
     def given(value: float, turn: int | None, at: float, name: str = "reward") -> RewardGiven:
         return RewardGiven(rollout_id="r", value=value, turn=turn, created_at=at, name=name)
@@ -166,15 +182,54 @@ def test_turn_rewards_resolve_and_revise() -> None:
     events = [
         given(1, 0, 5),
         given(2, -3, 6),  # the same turn, counted from the end
-        given(3, 0, 4),
+        given(3, 0, 4),  # the last to arrive, whatever time it states
         given(4, 2, 1),
-        given(5, -1, 1),  # at the same time: the later arrival
+        given(5, -1, 1),
+        given(1e308, -1, 9),  # of an old store: it would be refused today
         given(6, 3, 9),
         given(7, -4, 9),
         given(8, None, 9),
         given(9, 1, 9, "format"),
     ]
-    assert turn_rewards(events, 3) == {0: 2, 2: 5}
+    assert turn_rewards(events, THREE) == {0: 3, 2: 5}
+
+
+def test_a_turn_that_its_client_never_got_is_not_counted_by_rewards(store: Store) -> None:
+    """The client was refused and asked again: of four stored turns the agent knows three."""
+    first, refused, retry, last = [make_turn(f"t{number}") for number in range(4)]
+    store.append([first, refused])
+    assert store.mark_unacknowledged(["t1"]) == 1
+    ended = RolloutFinished(rollout_id="r", outcome=Outcome.COMPLETED)
+    given = [
+        RewardGiven(rollout_id="r", value=1.0),
+        RewardGiven(rollout_id="r", value=0.1, turn=0),
+        RewardGiven(rollout_id="r", value=0.2, turn=1),
+        RewardGiven(rollout_id="r", value=0.3, turn=-1),
+        RewardGiven(rollout_id="r", value=0.4, turn=3),  # which is not there
+        RewardGiven(rollout_id="r", value=1.0, turn=-2, name="deciding"),
+    ]
+    store.append([retry, last, *given, ended])
+    [group] = Ledger(store).lease(groups=1, group_size=1, owner="me", ttl_s=60)
+    [rollout] = group.rollouts
+    assert rollout.turn_rewards == {0: 0.1, 2: 0.2, 3: 0.3}
+    assert rollout.deciding_turn == 2
+    detail = store.rollout("r")
+    assert [[r.value for r in rewards_for(index, detail)] for index in range(4)] == [
+        [0.1],
+        [],
+        [0.2, 1.0],
+        [0.3],
+    ]
+
+
+def test_the_deciding_turn_is_the_last_one_that_is_marked() -> None:
+    def marked(turn: int | None, value: float = 1.0, name: str = "deciding") -> RewardGiven:
+        return RewardGiven(rollout_id="r", value=value, turn=turn, name=name)
+
+    assert deciding_turn([], THREE) is None
+    assert deciding_turn([marked(None), marked(2, name="reward"), marked(7)], THREE) is None
+    assert deciding_turn([marked(0), marked(-2)], THREE) == 1
+    assert deciding_turn([marked(0), marked(1), marked(1, 0.0)], THREE) == 0, "a mark taken back"
 
 
 def test_finish_without_an_opening_can_be_trained(store: Store, ledger: Ledger) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
-from ledger_scene import fill, ids, lease, turn_ids
+from ledger_scene import FakeClock, fill, ids, lease, turn_ids
+from ledger_scene import fake_clock as fake_clock
 from ledger_scene import ledger as ledger
 from store_facts import make_turn, whole_rollout
 
 from tracegrad.records import Outcome
-from tracegrad.store import AlreadyTrained, Ledger, LedgerError, StepRecord, Store, TurnCounts
+from tracegrad.store import (
+    AlreadyTrained,
+    Ledger,
+    LedgerError,
+    StepRecord,
+    Store,
+    TurnCounts,
+    leases_of,
+)
 
 
 def test_a_step_commits_with_its_turns(store: Store, ledger: Ledger) -> None:
@@ -24,6 +31,7 @@ def test_a_step_commits_with_its_turns(store: Store, ledger: Ledger) -> None:
         trained=turn_ids(used),
         skipped=dict.fromkeys(turn_ids(dropped), "equal_rewards"),
         rollouts=[r.rollout_id for group in (used, dropped) for r in group.rollouts],
+        leases=leases_of([used, dropped]),
     )
     assert ledger.last_step() == step
     assert store.turn_counts() == TurnCounts(8, 4, {"equal_rewards": 4}, {})
@@ -38,16 +46,20 @@ def test_a_step_commits_with_its_turns(store: Store, ledger: Ledger) -> None:
 
 
 def test_a_turn_is_trained_once_and_a_second_step_leaves_no_trace(
-    store: Store, ledger: Ledger
+    store: Store, ledger: Ledger, fake_clock: FakeClock
 ) -> None:
     fill(store, tasks=2, size=2)
-    [slow] = lease(ledger, ttl_s=0.05)
-    time.sleep(0.1)
+    [slow] = lease(ledger, ttl_s=5)
+    fake_clock.advance(6)
     [quick] = lease(ledger)
     assert ids([slow]) == ids([quick]), "the slow trainer outlived its lease"
     names = [r.rollout_id for r in quick.rollouts]
     ledger.commit_step(
-        StepRecord(step=1, version=1), trained=turn_ids(quick), skipped={}, rollouts=names
+        StepRecord(step=1, version=1),
+        trained=turn_ids(quick),
+        skipped={},
+        rollouts=names,
+        leases=leases_of([quick]),
     )
     [other] = lease(ledger)
     before = (store.turn_counts(), store.rollouts(), ledger.steps())
@@ -57,6 +69,7 @@ def test_a_turn_is_trained_once_and_a_second_step_leaves_no_trace(
             trained=[*turn_ids(other), *turn_ids(slow)],
             skipped={},
             rollouts=["t1.0", "t1.1", *names],
+            leases=leases_of([other, slow]),
         )
     assert (store.turn_counts(), store.rollouts(), ledger.steps()) == before
     with pytest.raises(AlreadyTrained, match="trained by step 1"):
@@ -89,6 +102,7 @@ def test_turns_that_come_late_are_counted(store: Store, ledger: Ledger) -> None:
         trained=turn_ids(group),
         skipped={},
         rollouts=["t0.0", "t0.1"],
+        leases=leases_of([group]),
     )
     store.append([make_turn("after", "t0.1")])
     assert store.turn_counts() == TurnCounts(6, 4, {"late": 2}, {})
@@ -107,6 +121,7 @@ def test_the_counts_always_add_up(store: Store, ledger: Ledger) -> None:
         trained=turn_ids(first[0])[:3],
         skipped={turn_ids(first[0])[3]: "greedy"},
         rollouts=ids(first)[0],
+        leases=leases_of(first),
     )
     lease(ledger, tags=train)
     counts = store.turn_counts(train)
@@ -124,7 +139,8 @@ def test_the_counts_always_add_up(store: Store, ledger: Ledger) -> None:
 def test_skipped_groups_need_no_step(store: Store, ledger: Ledger) -> None:
     fill(store, tasks=1, size=2)
     [group] = lease(ledger)
-    ledger.commit_skipped(dict.fromkeys(turn_ids(group), "equal_rewards"), ids([group])[0])
+    fates = dict.fromkeys(turn_ids(group), "equal_rewards")
+    ledger.commit_skipped(fates, ids([group])[0], leases_of([group]))
     assert ledger.last_step() is None
     assert store.turn_counts() == TurnCounts(4, 0, {"equal_rewards": 4}, {})
 

@@ -17,13 +17,24 @@ from typing import TypeVar
 from store_facts import make_turn, whole_rollout
 
 from tracegrad.records import Fact, Turn
-from tracegrad.store import AlreadyTrained, Ledger, StepRecord, Store, TurnCounts, Writer
+from tracegrad.store import (
+    AlreadyTrained,
+    LeaseLost,
+    Ledger,
+    StepRecord,
+    Store,
+    TurnCounts,
+    Writer,
+    leases_of,
+)
 
 T = TypeVar("T")
 
 PROCESSES = 4
-# Forks: processes of their own, without the second that Python and SQLAlchemy take to load.
-_CONTEXT = get_context("fork")
+# Forks of a process that loads Python and SQLAlchemy once, and has no thread. A fork of the tests'
+# own process has the locks of whatever thread of another test held one.
+_CONTEXT = get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__])
 _barrier: Barrier
 
 
@@ -44,16 +55,13 @@ def _one(work: Callable[[str, int], T], url: str, number: int) -> T:
     return work(url, number)
 
 
-def open_it(url: str, number: int) -> float:
-    started = time.monotonic()
+def open_it(url: str, number: int) -> None:
     with Store.open(url) as store:
         store.append([make_turn(f"t{number}", f"r{number}")])
-    return time.monotonic() - started
 
 
 def test_processes_that_open_a_new_store_at_once_all_succeed(empty_url: str) -> None:
-    took = at_once(open_it, empty_url)
-    assert max(took) < 25, "nobody waited for a lock to time out"
+    at_once(open_it, empty_url)  # who waits until a lock times out is refused
     with Store.open(empty_url, create=False) as store:
         assert len(store.rollouts()) == PROCESSES
 
@@ -170,9 +178,10 @@ def train(url: str, number: int) -> Trained:
                     trained=turns[1:],
                     skipped={turns[0]: "greedy"},
                     rollouts=rollouts,
+                    leases=leases_of(groups),
                 )
                 done.turns += turns[1:]
-            except AlreadyTrained:
+            except (AlreadyTrained, LeaseLost):
                 done.refused += 1
     return done
 

@@ -22,7 +22,14 @@ from store_facts import make_turn
 
 import tracegrad.store
 from tracegrad.records import Outcome, RolloutFinished, RolloutOpened, Turn
-from tracegrad.store import Ledger, PolicyVersion, Store, StoreForeign, StoreMissing
+from tracegrad.store import (
+    Ledger,
+    PolicyVersion,
+    StepRecord,
+    Store,
+    StoreForeign,
+    StoreMissing,
+)
 from tracegrad.store.databases import database_at
 from tracegrad.store.schema import REVISION, Base, Leases, Rollouts
 
@@ -31,6 +38,11 @@ def test_the_migrations_build_exactly_the_declared_tables(store: Store) -> None:
     with store.reading() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, Base.metadata) == []
+
+
+def test_a_new_stores_rows_end_with_what_is_seldom_read(sqlite_url: str) -> None:
+    with Store.open(sqlite_url) as store, store.reading() as connection:
+        assert inspect(connection).get_columns("turns")[-1]["name"] == "routed_experts"
 
 
 def test_every_text_is_compared_by_its_bytes(postgres_url: str) -> None:
@@ -257,5 +269,56 @@ def test_ends_leases_and_versions_of_the_second_revision_become_events(empty_url
         assert [rollout.rollout_id for rollout in group.rollouts] == ["b", "a"]
         with store.reading() as connection:
             assert connection.scalar(select(Leases.owner).where(Leases.rollout_id == "a")) == "me"
+            context = MigrationContext.configure(connection, opts={"compare_type": True})
+            assert compare_metadata(context, Base.metadata) == []
+
+
+def test_steps_of_before_the_seventh_revision_have_no_digests(empty_url: str) -> None:
+    engine = database_at(empty_url).engine(busy_timeout_s=5)
+    with engine.begin() as connection:
+        upgraded(connection, "0006")
+        assert "run_id" not in [c["name"] for c in inspect(connection).get_columns("steps")]
+        row = {"step": 1, "version": 1, "created_at": 2.0, "checkpoint": "state/step-00000001"}
+        _insert(connection, "steps", {**row, "settings": "{}", "metrics": "{}"})
+    engine.dispose()
+
+    with Store.open(empty_url) as store:
+        ledger = Ledger(store)
+        old = StepRecord(step=1, version=1, created_at=2.0, checkpoint="state/step-00000001")
+        assert ledger.last_step() == old
+        new = StepRecord(step=2, version=2, run_id="run", manifest_digest="22")
+        ledger.commit_step(new, trained=[], skipped={}, rollouts=[])
+        assert ledger.steps() == [old, new]
+
+
+def test_what_givers_of_the_seventh_revision_said_of_themselves_is_kept_as_that(
+    empty_url: str,
+) -> None:
+    engine = database_at(empty_url).engine(busy_timeout_s=5)
+    with engine.begin() as connection:
+        upgraded(connection, "0007")
+        _insert(connection, "rollouts", {"rollout_id": "r", "opened": True, "opened_at": 1.0})
+        # The first was given last, and says that it was given in 5138.
+        for reward_id, value, source, at in (
+            ("w0", 1.0, "judge", 1e11),
+            ("w1", 0.0, "agent", 3.0),
+            ("w2", 1e308, "agent", 4.0),
+        ):
+            row = {"reward_id": reward_id, "rollout_id": "r", "value": value, "name": "reward"}
+            _insert(connection, "rewards", row | {"source": source, "created_at": at})
+        key = {"key_hash": b"k" * 32, "rollout_id": "r", "created_at": 1.0}
+        _insert(connection, "rollout_keys", key)
+    engine.dispose()
+
+    with Store.open(empty_url) as store:
+        said = [(r.source, r.label, r.given_at, r.created_at) for r in store.rewards("r")]
+        assert said == [
+            ("claimed", "judge", 1e11, 1e11),
+            ("claimed", "agent", 3.0, 3.0),
+            ("claimed", "agent", 4.0, 4.0),
+        ]
+        assert store.rollout("r").row.reward == 0.0, "the last to arrive that would be taken today"
+        assert store.key_owner(b"k" * 32) == ("r", "calls")
+        with store.reading() as connection:
             context = MigrationContext.configure(connection, opts={"compare_type": True})
             assert compare_metadata(context, Base.metadata) == []

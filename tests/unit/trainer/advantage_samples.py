@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tracegrad_trainer.objectives import Memory, Scored, advantages, preset
+from tracegrad_trainer.objectives.advantages import Demonstrated
 
 
 def scored(
@@ -20,7 +21,9 @@ def scored(
     tokens: Sequence[int] | None = None,
     turn_rewards: Sequence[float] | None = None,
     parents: Sequence[int] | None = None,
-    states: Sequence[bytes] | None = None,
+    states: Sequence[bytes | None] | None = None,
+    deciding: int | None = None,
+    demonstrated: Mapping[int, Demonstrated] | None = None,
     task: str | None = None,
     agent: str = "a",
     rollout_id: str = "r",
@@ -38,6 +41,8 @@ def scored(
         tokens=np.array([1] * turns if tokens is None else tokens, np.int64),
         parents=np.array(range(-1, turns - 1) if parents is None else parents, np.int64),
         states=[bytes([k]) for k in range(turns)] if states is None else list(states),
+        deciding=deciding,
+        demonstrated=demonstrated or {},
     )
 
 
@@ -69,7 +74,7 @@ def batches(draw: st.DrawFn, smallest: float = -4.0) -> list[Scored]:
                 tokens=[draw(st.integers(0, 7)) for _ in range(turns)],
                 turn_rewards=[draw(rewards) for _ in range(turns)],
                 parents=[draw(st.integers(-1, k - 1)) for k in range(turns)],
-                states=[draw(st.sampled_from([b"x", b"y", b"z"])) for _ in range(turns)],
+                states=[draw(st.sampled_from([b"x", b"y", None])) for _ in range(turns)],
                 task=draw(st.sampled_from(["t", "u"])),
                 agent=draw(st.sampled_from(["a", "b"])),
                 rollout_id=f"r{i}",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracegrad_trainer.objectives import Tokens
+from tracegrad_trainer.objectives import ObjectiveSettings, Tokens, evaluate
 
 
 def tokens(
@@ -32,6 +32,7 @@ def tokens(
     """`turn` defaults to one turn, `row` and `rollout` to one row of it, `group` to one group."""
     n = len(logp)
     turns, rows = _whole(turn, n), _whole(row, n)
+    experts = torch.tensor(expert or [False] * n, dtype=torch.bool)
     rollouts, groups = _whole(rollout if rollout is not None else row, n), _whole(group, n)
     count = _count(rows)
     return Tokens(
@@ -41,7 +42,7 @@ def tokens(
         advantage=_floats(advantage or [1.0] * n),
         score=_floats(score or [0.0] * n),
         version=_whole(version, n, 1),
-        expert=torch.tensor(expert or [False] * n, dtype=torch.bool),
+        expert=experts,
         turn=turns,
         row=rows,
         rollout=rollouts,
@@ -52,6 +53,9 @@ def tokens(
         groups=_count(groups),
         turn_tokens=_sizes(turns),
         rollout_tokens=_sizes(rollouts),
+        rollout_sampled=_sizes(rollouts, ~experts),
+        group_tokens=_sizes(groups),
+        group_sampled=_sizes(groups, ~experts),
         pair=_whole(pair, count, -1),
         label=_whole(label, count),
         **{k: _floats(v) if isinstance(v, list | float) else v for k, v in more.items()},
@@ -70,13 +74,16 @@ def _count(numbers: Tensor) -> int:
     return int(numbers.max()) + 1 if len(numbers) else 0
 
 
-def _sizes(numbers: Tensor) -> Tensor:
-    return torch.bincount(numbers)[numbers].double() if len(numbers) else _floats([])
+def _sizes(numbers: Tensor, counted: Tensor | None = None) -> Tensor:
+    if not len(numbers):
+        return _floats([])
+    weights = torch.ones(len(numbers)) if counted is None else counted
+    return torch.bincount(numbers, weights.double())[numbers]
 
 
 def made(seed: int = 0, *, rows: int = 12, experts: bool = True, spread: float = 0.3) -> Tokens:
-    """A whole step's random tokens: rollouts of one to three rows, rows of one to three turns,
-    rows in pairs, and all that any objective may need.
+    """A whole step's random tokens: rollouts of some rows, rows of one to three turns, rollouts in
+    pairs, and all that any objective may need.
     """
     rng = np.random.default_rng(seed)
     per_turn = [rng.integers(1, 6, rng.integers(1, 4)) for _ in range(rows)]
@@ -92,11 +99,9 @@ def made(seed: int = 0, *, rows: int = 12, experts: bool = True, spread: float =
     logp = -rng.gamma(2.0, 1.0, n)
     old = logp + rng.normal(0, spread, n)
     mu = np.where(expert, 0.0, old + rng.normal(0, spread, n))
-    order = rng.permutation(rows)
-    pair, label = np.full(rows, -1), np.zeros(rows, int)
-    for number in range(rows // 2):
-        pair[order[2 * number : 2 * number + 2]] = number
-        label[order[2 * number : 2 * number + 2]] = (1, -1)
+    order = rng.permutation(rollout_of_row.max() + 1)
+    pair, label = np.where(order // 2 * 2 + 1 < len(order), order // 2, -1), 1 - 2 * (order % 2)
+    pair, label = pair[rollout_of_row], label[rollout_of_row]
     old_value = rng.normal(0, 1, n)
     return tokens(
         logp.tolist(),
@@ -138,3 +143,20 @@ def part(whole: Tokens, rows: Sequence[int]) -> Tokens:
         if field.name not in changed and isinstance(value, Tensor) and value.ndim:
             changed[field.name] = value[here]
     return replace(whole, **changed)
+
+
+def micro_batches(
+    settings: ObjectiveSettings, whole: Tokens, parts: Sequence[Sequence[int]]
+) -> list[Tokens]:
+    """The rows of `parts` as micro-batches that know what the step sums over its rollouts."""
+    made = [part(whole, rows) for rows in parts]
+    numbers = [torch.unique(whole.rollout[torch.isin(whole.row, torch.tensor(r))]) for r in parts]
+    asked = [evaluate(settings, one).rollout_sums for one in made]
+    totals = [whole.mu.new_zeros(whole.rollouts, dtype=torch.float64) for _ in asked[0]]
+    for number, sums in zip(numbers, asked, strict=True):
+        for total, here in zip(totals, sums, strict=True):
+            total[number] += here
+    return [
+        replace(one, rollout_sums=[total[number] for total in totals])
+        for one, number in zip(made, numbers, strict=True)
+    ]

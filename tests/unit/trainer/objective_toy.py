@@ -114,8 +114,8 @@ def prepare(
             lam=settings.gae_lambda,
         )
         advantage, returns = (x.reshape(value.shape) for x in flat)
-        if settings.whiten:
-            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    if settings.whitens:
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
     pair, label = preferences(task, rewards)
     noise = torch.randn(old.shape, generator=generator).double() * 0.02
     return {
@@ -181,6 +181,9 @@ def now(policy: Policy, task: Tensor, said: Tensor, batch: dict[str, Any]) -> To
         groups=TASKS,
         turn_tokens=2 * ones,
         rollout_tokens=LENGTH * ones,
+        rollout_sampled=LENGTH * ones,
+        group_tokens=torch.bincount(task[row])[task[row]].to(ones),
+        group_sampled=torch.bincount(task[row])[task[row]].to(ones),
         pair=batch["pair"],
         label=batch["label"],
         value=policy.value[task].flatten(),

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-from advantage_samples import flat, scored, values
+from dataclasses import replace
 
-from tracegrad_trainer.objectives.advantages import ADVANTAGES
+import numpy as np
+import pytest
+from advantage_samples import batches, flat, scored, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tracegrad_trainer.objectives import Scored, advantages, preset
+from tracegrad_trainer.objectives.advantages import ADVANTAGES, Demonstrated
 
 ALL = [name for name in ADVANTAGES if name != "gae"]
 OUTCOMES = ["grpo", "dr_grpo", "rloo", "reinforce++", "opo", "max_rl", "running"]
@@ -51,24 +57,6 @@ def test_rloo_is_the_reward_less_the_mean_of_the_others() -> None:
     ]
 
 
-def test_reinforce_plus_plus_whitens_over_tokens() -> None:
-    # Centred: 1/2, -1/2; 1, -1. Weights 4, 2; 1, 1: sum 8, mean (2 - 1 + 1 - 1) / 8 = 1/8.
-    found = values(
-        "reinforce++",
-        [
-            scored(1.0, 0, tokens=[3, 1]),
-            scored(0.0, 0, tokens=[2]),
-            scored(4.0, 1, tokens=[1]),
-            scored(2.0, 1, tokens=[1]),
-        ],
-    )
-    # Squares: 4 (3/8)^2 + 2 (5/8)^2 + (7/8)^2 + (9/8)^2 = (36 + 50 + 49 + 81) / 64 = 27/8
-    std = (27 / 8 / 7) ** 0.5
-    assert flat(found) == pytest.approx(
-        [3 / 8 / std, 3 / 8 / std, -5 / 8 / std, 7 / 8 / std, -9 / 8 / std], rel=1e-5
-    )
-
-
 def test_opo_weighs_rewards_by_length() -> None:
     # Baseline (3 x 1 + 1 x 0 + 4 x 2) / 8 = 11/8
     found = values(
@@ -103,16 +91,41 @@ def test_turn_return_along_a_path() -> None:
     assert found == [[1.5, 2.0, 2.0], [-1.5, -2.0]]
 
 
-def test_a_fork_is_worth_the_mean_of_its_branches() -> None:
-    # 0 -> (1 -> 3, 2); gamma 1/2, outcome 8: G3 = 8, G1 = 1 + 4 = 5, G2 = 3 + 8 = 11,
-    # G0 = 1/2 x (5 + 11) / 2 = 4. Alone in its group the baseline is itself: beside a rollout of
-    # nothing it is half of it.
+@pytest.mark.parametrize("parents", [[-1, 0, 1, 2], [-1] * 4, [-1, 0, 0, 1]])
+def test_time_is_the_rollouts_own_whatever_continues_what(parents: list[int]) -> None:
+    # gamma 1/2, outcome 8: G3 = 8, G2 = 3 + 4 = 7, G1 = 1 + 3.5 = 4.5, G0 = 2.25. Alone in its
+    # group the baseline is itself: beside a rollout of nothing it is half of it.
     found = values(
         "turn_return",
-        [scored(8.0, turn_rewards=[0, 1, 3, 0], parents=[-1, 0, 0, 1]), scored(0.0)],
+        [scored(8.0, turn_rewards=[0, 1, 3, 0], parents=parents), scored(0.0)],
         gamma=0.5,
     )
-    assert found == [[2.0, 2.5, 5.5, 4.0], [-2.0]]
+    assert found == [[1.125, 2.25, 3.5, 4.0], [-1.125]]
+
+
+@pytest.mark.parametrize("name", ["turn_return", "gigpo", "ipa"])
+@settings(max_examples=50, deadline=None)
+@given(rollouts=batches(), data=st.data())
+def test_what_continues_what_changes_no_advantage(
+    name: str, rollouts: list[Scored], data: st.DataObject
+) -> None:
+    other = [
+        replace(
+            rollout,
+            parents=np.array(
+                [data.draw(st.integers(-1, k - 1)) for k in range(len(rollout.tokens))], np.int64
+            ),
+        )
+        for rollout in rollouts
+    ]
+    assert values(name, rollouts, gamma=0.95) == values(name, other, gamma=0.95)
+
+
+def test_five_turns_rendered_anew_are_discounted_as_five_chained_ones() -> None:
+    expected = pytest.approx([0.95**4, 0.95**3, 0.95**2, 0.95, 1.0])
+    for parents in ([-1] * 5, range(-1, 4)):
+        [found] = values("ipa", [scored(1.0, parents=list(parents))], gamma=0.95)
+        assert found == expected
 
 
 def test_turn_return_counts_a_rollout_without_turns_by_its_reward() -> None:
@@ -139,6 +152,12 @@ def test_gigpo_compares_a_state_that_comes_twice_in_one_rollout() -> None:
     assert found == [[pytest.approx(-(2**-0.5), rel=1e-5), pytest.approx(2**-0.5, rel=1e-5)]]
 
 
+def test_gigpo_compares_no_turns_whose_states_are_not_known() -> None:
+    rollouts = [scored(2.0, states=[None, b"u"]), scored(0.0, states=[None, b"v"])]
+    a = 2**-0.5
+    assert flat(values("gigpo", rollouts)) == pytest.approx([a, a, -a, -a], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("centre", "expected"),
     [(False, [[0.25, 0.5, 1.0], [0.0, 0.0]]), (True, [[0.125, 0.25, 0.5], [-0.25, -0.5]])],
@@ -150,10 +169,35 @@ def test_ipa_discounts_by_the_distance_to_the_deciding_turn(
     assert values("ipa", rollouts, gamma=0.5, centre=centre) == expected
 
 
-def test_ipa_at_a_fork_is_the_mean_over_the_paths() -> None:
-    # 0 -> (1 -> 3, 2): (1/2^2 + 1/2) / 2
-    [found] = values("ipa", [scored(1.0, parents=[-1, 0, 0, 1])], gamma=0.5)
-    assert found == [0.375, 0.5, 1.0, 1.0]
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ("marked", [0.5, 1.0, 0.5, 0.25]),
+        ("rewarded", [0.25, 0.5, 1.0, 0.5]),
+        ("last", [0.125, 0.25, 0.5, 1.0]),
+    ],
+)
+def test_the_deciding_turn_is_the_one_that_is_chosen(chosen: str, expected: list[float]) -> None:
+    rollout = scored(1.0, turn_rewards=[1, 0, 2, -3], deciding=1)
+    assert values("ipa", [rollout], gamma=0.5, deciding_turn=chosen) == [expected]
+
+
+@pytest.mark.parametrize("chosen", ["marked", "rewarded", "last"])
+def test_where_no_turn_is_named_the_last_one_decides(chosen: str) -> None:
+    rollout = scored(1.0, turn_rewards=[0, -1, 0])
+    assert values("ipa", [rollout], gamma=0.5, deciding_turn=chosen) == [[0.25, 0.5, 1.0]]
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+@pytest.mark.parametrize("centre", [False, True])
+def test_an_experts_turn_has_the_experts_own_return(reward: float, centre: bool) -> None:
+    shown = {0: Demonstrated(1.0, 4), 1: Demonstrated(2.0, 0)}
+    rollouts = [scored(reward, turns=3, demonstrated=shown), scored(0.0)]
+    imitating = preset("ipa", gamma=0.5, centre=centre)
+    found, _ = advantages(imitating, rollouts, {})
+    assert found.tolist()[:2] == [0.0625, 2.0]
+    found, _ = advantages(imitating.model_copy(update={"imitation": 0.0}), rollouts, {})
+    assert found.tolist()[:2] == [0.0, 0.0]
 
 
 def test_gae_waits_for_values() -> None:

@@ -69,8 +69,15 @@ def test_a_judge_that_is_not_there_is_one_clear_error(path: str, wrong: str) -> 
     [
         ([1.0], "group g: 1 rewards for 2 rollouts"),
         ([1.0, 2.0, 3.0], "group g: 3 rewards for 2 rollouts"),
-        ([1.0, float("nan")], "group g: the reward of rollout r1 is nan, it must be finite"),
-        ([float("inf"), 0.0], "group g: the reward of rollout r0 is inf, it must be finite"),
+        (
+            [1.0, float("nan")],
+            "group g: the reward of rollout r1 is nan; give a finite number from -1,000",
+        ),
+        (
+            [float("inf"), 0.0],
+            "group g: the reward of rollout r0 is inf; give a finite number from",
+        ),
+        ([1e308, 0.0], r"group g: the reward of rollout r0 is 1e\+308; give a finite number"),
         (None, "group g: not numbers"),
         (["good", "bad"], "group g: not numbers"),
     ],

@@ -69,6 +69,25 @@ def test_of_repetitions_the_first_that_may_be_trained_stays() -> None:
     assert chosen.skipped == {"a": "greedy", "c": "repeated_turn"}
 
 
+def test_replies_that_were_cut_off_are_skipped_where_asked() -> None:
+    """They stay context of what follows, their tokens stay captured, and no baseline moves."""
+    cut = one("a", finish_reason="length")
+    later = turn("b", [6], [7], parent=cut, finish_reason="stop")
+    lost = one("d", finish_reason="length")
+    task = Task("g", [Told("r0", 1.0, [cut, later]), Told("r1", 0.0, [one("c"), lost])])
+    assert selected([task], advantages=centred()).skipped == {}
+    chosen = selected([task], advantages=centred(), drop_truncated=True)
+    assert chosen.skipped == {"a": "truncated", "d": "truncated"}
+    assert chosen.stats["skipped_truncated"] == 2
+    first, second = chosen.rows
+    assert first.loss_mask.tolist() == [False] * 3 + [True] * 2 + [False, True]
+    assert first.keep.tolist() == [False] * 6 + [True]
+    assert (first.advantage[-1], second.advantage[-1]) == (0.5, -0.5)
+    alone = Task("g", [Told("r0", 1.0, [one("a")]), Told("r1", 0.0, [lost])])
+    [row] = selected([alone], advantages=centred(), drop_truncated=True).rows
+    assert row.advantage[-1] == 0.5, "a rollout without a trained turn counts in the baseline"
+
+
 def test_tokens_that_the_model_does_not_know_are_found_in_prompts_too() -> None:
     turns = [turn("a", [9], [1]), turn("b", [1], [9]), turn("c", [8], [8]), turn("d", [-1], [1])]
     task = Task("g", [Told("r0", 1.0, turns)])
@@ -216,6 +235,9 @@ def test_the_selection_says_what_it_is_made_of() -> None:
         "turns_skipped": 3,
         "skipped_equal_reward": 2,
         "skipped_media": 1,
+        "states_given": 0,
+        "states_observed": 0,
+        "states_unknown": 6,
         "rows": 2,
         "rows_tree": 0,
         "row_tokens": 8 + 5,

@@ -172,3 +172,16 @@ def test_ranks_without_rows_get_a_forward_without_targets() -> None:
     filling = [b for batches in shares for b in batches if len(b.target) == 0]
     assert [b.row_keys.tolist() for b in filling] == [[-1]]
     assert [len(b) for b in pack([], ranks=2, budget=8)] == [1, 1]
+
+
+def test_rollouts_and_groups_are_counted_over_all_micro_batches() -> None:
+    """Rows 2i and 2i + 1 are of one group."""
+    made = [replace(row, rollout_id=f"r{i // 2}") for i, row in enumerate(rows(7))]
+    sizes = [int(row.keep.sum()) for row in made]
+    for batches in pack(made, ranks=2, budget=max(map(len, made))):
+        for batch in batches:
+            for number, key in enumerate(batch.row_keys.tolist()):
+                here = batch.row == number
+                expected = sum(sizes[key // 2 * 2 : key // 2 * 2 + 2])
+                assert (batch.group_tokens[here] == expected).all()
+                assert (batch.rollout_tokens[here] == expected).all()

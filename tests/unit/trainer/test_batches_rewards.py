@@ -24,11 +24,11 @@ def three() -> list[Turn]:
 def test_rewards_stand_where_they_were_earned() -> None:
     rollout = Told("r", 10.0, three(), turn_rewards={0: 0.5, 1: -0.25})
     first, second = rows_of(rollout, group_id="g", advantages=[1.0] * 3)
-    assert first.reward.tolist() == [0, 0, 0, 0.5, 0, 0, 10 - 0.25]
-    # The first turn belongs to the first row, and so does its reward.
-    assert second.reward.tolist() == [0, 0, 0, 0, 0, 10]
+    assert first.reward.tolist() == [0, 0, 0, 0.5, 0, 0, -0.25]
+    # The first turn belongs to the first row, and so does its reward; the rollout's to no row.
+    assert second.reward.tolist() == [0] * 6
     batch = micro_batch([first, second], [0, 1])
-    assert batch.reward.tolist() == [0, 0.5, 0, 9.75, 10]
+    assert batch.reward.tolist() == [0, 0.5, 0, -0.25, 0]
     assert batch.score.tolist() == [10] * 5
 
 
@@ -44,6 +44,24 @@ def test_rewards_of_turns_that_came_later_are_not_read() -> None:
     rollout = Told("r", 0.0, three()[:1], turn_rewards={1: 3.0, 7: 1.0})
     (row,) = rows_of(rollout, group_id="g", advantages=[1.0])
     assert not row.reward.any()
+
+
+def test_where_a_skipped_turns_reward_goes_does_not_hang_on_rows() -> None:
+    """The same three turns, chained and each rendered afresh."""
+    a = turn("a", [1, 2], [3, 4])
+    b = turn("b", [5], [6, 7], parent=a)
+    fresh = turn("b", [1, 2, 3, 4, 5], [6, 7])
+    for second in (b, fresh):
+        rollout = Told("r", 0.0, [a, second], turn_rewards={1: 2.0})
+        (row,) = rows_of(rollout, group_id="g", advantages=[1.0] * 2, skipped={"b"})
+        assert row.reward.tolist() == [0, 0, 0, 2]
+
+
+def test_targets_know_the_place_of_their_turn_in_the_rollout() -> None:
+    rollout = Told("r", 0.0, three())
+    batch = micro_batch(rows_of(rollout, group_id="g", advantages=[1.0] * 3)[::-1], [0, 1])
+    assert batch.turn_number.tolist() == [2, 0, 0, 1, 1]
+    assert len(set(batch.rollout_keys.tolist())) == 1
 
 
 def expert(**changes: object) -> Turn:

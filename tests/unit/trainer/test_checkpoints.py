@@ -27,7 +27,7 @@ from tracegrad_trainer.fsdp import (
     stop_ranks,
 )
 from tracegrad_trainer.fsdp import checkpoint as module
-from tracegrad_trainer.fsdp.checkpoint import Saver
+from tracegrad_trainer.fsdp.checkpoint import Saver, save_checkpoint
 from tracegrad_trainer.fsdp.randomness import captured, restore, seed_all
 from tracegrad_trainer.fsdp.settings import LoraSettings
 
@@ -115,6 +115,18 @@ def test_the_newest_stay_and_every_so_many(
     (tmp_path / ".step-00000007.partial").mkdir()
     Saver(tmp_path).prune(keep=keep, keep_every=keep_every)
     assert checkpoints(tmp_path) == [tmp_path / f"step-{number:08d}" for number in kept]
+
+
+def test_what_another_store_left_does_not_push_out_what_was_just_made(
+    folder: Path, tmp_path: Path
+) -> None:
+    for number in (8, 9):  # a state folder that was given a new store, or one of a backup
+        (tmp_path / f"step-{number:08d}").mkdir()
+    one = learner(folder / "model")
+    step(one, 1)
+    for number in (1, 2):
+        made = save_checkpoint(one, tmp_path, number, {}, keep=1)
+    assert checkpoints(tmp_path) == [made, *(tmp_path / f"step-0000000{n}" for n in (8, 9))]
 
 
 def test_a_value_head_and_adapters_come_back(folder: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ import pytest
 
 from support.prepared_run import fill
 from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
+from tracegrad.store.manifests import manifest_digest
 from tracegrad_trainer.batch_record import BatchRecord
-from tracegrad_trainer.coordinator import Batch, Coordinator, ResumePoint, Supply
+from tracegrad_trainer.coordinator import Batch, Coordinator, Supply
 from tracegrad_trainer.fsdp import CheckpointError
 from tracegrad_trainer.fsdp.whole import write_manifest
 from tracegrad_trainer.settings import TrainerSettings, load
@@ -25,7 +25,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     """A coordinator on the store of `tmp_path`; settings as `batches__groups=2`."""
     for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
         (tmp_path / name).touch()
-    stores: list[Store] = []
+    made: list[Coordinator] = []
 
     def coordinator(supply: Supply | None = None, **changes: Any) -> Coordinator:
         sets = {
@@ -37,12 +37,14 @@ def make(tmp_path: Path) -> Iterator[Make]:
             **changes,
         }
         settings = load(None, [f"{k.replace('__', '.')}={v}" for k, v in sets.items()])
-        stores.append(Store.open(settings.proxy.store))
-        return Coordinator(settings, stores[-1], stopping=lambda: False, supply=supply)
+        store = Store.open(settings.proxy.store)
+        made.append(Coordinator(settings, store, stopping=lambda: False, supply=supply))
+        return made[-1]
 
     yield coordinator
-    for store in stores:
-        store.close()
+    for one in made:
+        one.close()
+        one.store.close()
 
 
 @pytest.fixture
@@ -63,9 +65,21 @@ def checkpoint(settings: TrainerSettings, step: int) -> Path:
 
 def commit(coordinator: Coordinator, step: int, version: int) -> str:
     folder = str(checkpoint(coordinator.settings, step))
-    record = StepRecord(step=step, version=version, checkpoint=folder)
+    record = StepRecord(
+        step=step,
+        version=version,
+        checkpoint=folder,
+        run_id=coordinator.run_id,
+        manifest_digest=manifest_digest(Path(folder)),
+    )
     coordinator.ledger.commit_step(record, trained=[], skipped={}, rollouts=[])
     return folder
+
+
+def began(coordinator: Coordinator) -> tuple[int, int, str | None]:
+    """Step, version and checkpoint that it would go on from."""
+    point = coordinator.resume_point()
+    return point.step, point.version, None if point.weights is None else str(point.weights.folder)
 
 
 def groups_of(batch: Batch | None) -> list[str]:
@@ -77,14 +91,14 @@ def groups_of(batch: Batch | None) -> list[str]:
 
 
 def test_a_new_store_begins_with_the_model_folder(coordinator: Coordinator) -> None:
-    assert coordinator.resume_point() == ResumePoint(0, 0, None)
+    assert began(coordinator) == (0, 0, None)
 
 
 def test_the_last_committed_step_is_gone_on_from(coordinator: Coordinator) -> None:
     commit(coordinator, 1, 1)
     folder = commit(coordinator, 2, 2)
     coordinator.store.record_version(PolicyVersion(2, 2, "serving"))
-    assert coordinator.resume_point() == ResumePoint(2, 2, folder)
+    assert began(coordinator) == (2, 2, folder)
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -103,9 +117,7 @@ def test_the_number_of_a_version_whose_step_was_lost_is_not_used_again(
     """It was pushed while its checkpoint was written, and the trainer was killed."""
     commit(coordinator, 1, 1)
     coordinator.store.record_version(PolicyVersion(2, 2, state))
-    assert coordinator.resume_point() == ResumePoint(
-        1, 3, str(coordinator.settings.checkpoints / "step-00000001")
-    )
+    assert began(coordinator) == (1, 3, str(coordinator.settings.checkpoints / "step-00000001"))
 
 
 def test_a_state_folder_that_was_moved_has_its_checkpoints_with_it(
@@ -114,7 +126,7 @@ def test_a_state_folder_that_was_moved_has_its_checkpoints_with_it(
     here = checkpoint(coordinator.settings, 1)
     record = StepRecord(step=1, version=1, checkpoint=f"/elsewhere/checkpoints/{here.name}")
     coordinator.ledger.commit_step(record, trained=[], skipped={}, rollouts=[])
-    assert coordinator.resume_point().checkpoint == str(here)
+    assert began(coordinator) == (1, 1, str(here))
 
 
 def test_a_checkpoint_that_is_not_whole_is_named_with_the_older_one_that_is(
@@ -130,7 +142,7 @@ def test_a_checkpoint_that_is_not_whole_is_named_with_the_older_one_that_is(
     # The number of the step goes on; weights of step 2 had version 2.
     older = make(checkpoint__resume_from=1)
     first = str(coordinator.settings.checkpoints / "step-00000001")
-    assert older.resume_point() == ResumePoint(2, 3, first)
+    assert began(older) == (2, 3, first)
 
 
 def test_groups_of_a_killed_trainer_are_its_own_again(make: Make) -> None:
@@ -146,13 +158,16 @@ def test_groups_of_a_killed_trainer_are_its_own_again(make: Make) -> None:
 # What a batch is made of
 
 
-def test_a_store_that_does_not_grow_gives_what_it_has(make: Make) -> None:
+def test_a_store_that_does_not_grow_gives_what_it_has(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     coordinator = make(supply=OFFLINE)
     fill(coordinator.settings.proxy.store, groups=1)
     assert groups_of(coordinator.next_batch(0)) == ["task 000"]
-    began = time.monotonic()
+    slept: list[float] = []
+    monkeypatch.setattr("tracegrad_trainer.coordinator.time.sleep", slept.append)
     assert coordinator.next_batch(0) is None
-    assert time.monotonic() - began < 2, "nobody is waited for"
+    assert slept == [], "nobody is waited for"
 
 
 def test_a_store_that_grows_is_waited_for_until_the_batch_is_whole(make: Make) -> None:
@@ -288,7 +303,8 @@ def test_a_judges_rewards_are_stored_and_used(make: Make) -> None:
         assert [r.reward for r in group.rollouts] == by_length(group)
         for rollout in group.rollouts:
             last = coordinator.store.rewards(rollout.rollout_id)[-1]
-            assert (last.value, last.source) == (rollout.reward, f"judge {__name__}:by_length")
+            assert (last.value, last.source) == (rollout.reward, "judge")
+            assert last.label == f"{__name__}:by_length"
     # A trainer that was killed before its step does not ask again: answers may differ.
     asked = by_length.asked  # type: ignore[attr-defined]
     again = make(supply=OFFLINE, **judged)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from replay_samples import fill, rollout, train, trainer_settings
 from rich.console import Console
 
-from tracegrad.records import RolloutOpened
+from tracegrad.records import Fact, RolloutOpened, Turn
 from tracegrad.store import History, Ledger, PolicyVersion, Store
 from tracegrad_trainer import dry_run
 from tracegrad_trainer.dry_run_plan import Plan, plan_step
+from tracegrad_trainer.objectives import preset
 from tracegrad_trainer.settings import TrainerSettings
 
 
@@ -144,3 +146,34 @@ def test_it_is_told_in_the_width_of_a_terminal_and_as_json(
     assert "6 equal_reward" in told
     assert dry_run.show(settings, console, True) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(asdict(planned(settings))))
+
+
+def test_it_says_by_which_states_turns_would_be_compared(
+    settings: TrainerSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 1)
+        keyed = rollout("keyed", "t9", reward=1.0, seed=3, at=2000.0)
+        seen = rollout("seen", "t9", reward=0.0, seed=4, at=2001.0)
+        store.append([_at(fact, state_key="door") for fact in keyed])
+        store.append([_at(fact, observation="0f" * 16) for fact in seen])
+    console = Console(file=sys.stdout, width=200, color_system=None)
+    dry_run.show(settings, console, False)
+    assert "equal states" not in capsys.readouterr().out
+    compared = settings.model_copy(update={"objective": preset("gigpo")})
+    dry_run.show(compared, console, False)
+    told = " ".join(capsys.readouterr().out.split())
+    counts = planned(compared).stats
+    given, observed, unknown = (counts[f"states_{name}"] for name in KNOWN)
+    assert min(given, observed, unknown) > 0
+    assert (
+        f"turns are compared among equal states: {given:.0f} states named by the agent,"
+        f" {observed:.0f} by what was observed last, {unknown:.0f} unknown"
+    ) in told
+
+
+KNOWN = ("given", "observed", "unknown")
+
+
+def _at(fact: Fact, **state: Any) -> Fact:
+    return replace(fact, **state) if isinstance(fact, Turn) else fact

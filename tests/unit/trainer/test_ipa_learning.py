@@ -58,6 +58,16 @@ def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
     assert after < 0.2
 
 
+def test_where_everything_fails_the_expert_is_imitated(tmp_path: Path) -> None:
+    plan = SMALL | {"rounds": 12, "rollouts": 16, "exam_every": 12, "failing": True}
+    given = {"method": "rollback", "objective": [["imitation", 0.1]]}
+    before, after, steps, anchor = learn(tmp_path, **(plan | given))
+    assert before < 0.1
+    assert after > 0.4, "the turn at the anchor, which the policy fails at, is imitated too"
+    assert steps == 12
+    assert anchor == 2.0, "nothing is mastered"
+
+
 @pytest.mark.slow
 def test_the_whole_demonstration_shows_what_it_says(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT / "examples")}

@@ -18,7 +18,14 @@ DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 # What only some objectives, models and machines have, or pushes, which are no part of a step.
 SOMETIMES = {
     *("kl_reference", "kl_reference_k1", "chosen_gain", "rejected_gain", "pair_accuracy"),
-    *("explained_variance", "mfu", "routes_known_share"),
+    *(
+        "explained_variance",
+        "entropy_coef",
+        "value_lr",
+        "updates_value_only",
+        "mfu",
+        "routes_known_share",
+    ),
     *("push/gap_mean", "push/gap_max", "push/failed", "push/seconds"),
 }
 

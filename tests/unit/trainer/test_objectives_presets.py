@@ -9,7 +9,7 @@ import torch
 from hypothesis import given as for_any
 from hypothesis import settings as run
 from hypothesis import strategies as st
-from objective_tokens import made, part, tokens
+from objective_tokens import made, micro_batches, tokens
 from torch import Tensor
 
 from tracegrad_trainer.objectives import (
@@ -131,8 +131,7 @@ def test_a_micro_batch_split_changes_nothing(name: str, seed: int, ways: list[in
     found: dict[str, float] = {}
     highest: dict[str, float] = {}
     gradient = torch.zeros_like(expected)
-    for rows in split(list(range(whole.rows)), whole, ways):
-        one = part(whole, rows)
+    for one in micro_batches(settings, whole, split(list(range(whole.rows)), whole, ways)):
         partly = evaluate(settings, one)
         gradient += torch.autograd.grad(partly.total, whole.logp)[0]
         for key, value in numbers(sums(one, partly, entropies(one), 4)).items():
@@ -174,7 +173,8 @@ def doubled(given: Tokens) -> Tokens:
         name: torch.cat([getattr(given, name)] * 2)
         for name in (
             *("logp", "old", "mu", "advantage", "score", "version", "expert", "turn_tokens"),
-            *("rollout_tokens", "label", "reference", "value", "old_value", "returns"),
+            *("rollout_tokens", "rollout_sampled", "group_tokens", "group_sampled", "label"),
+            *("reference", "value", "old_value", "returns"),
         )
     }
     for name in ("turn", "row", "rollout", "group"):
@@ -195,8 +195,9 @@ def test_single_precision_keeps_six_digits_whatever_the_split(name: str) -> None
     assert expected.dtype is torch.float32
     total = units = 0.0
     gradient = torch.zeros_like(expected)
-    for rows in split(list(range(whole.rows)), whole, list(range(40))):
-        partly = evaluate(settings, part(whole, rows))
+    parts = split(list(range(whole.rows)), whole, list(range(40)))
+    for one in micro_batches(settings, whole, parts):
+        partly = evaluate(settings, one)
         total, units = total + partly.total.item(), units + partly.units.item()
         gradient += torch.autograd.grad(partly.total, whole.logp)[0]
     assert units == pytest.approx(done.units.item(), rel=1e-6)

@@ -53,10 +53,12 @@ def test_gradients_by_hand() -> None:
 
 @pytest.mark.parametrize("name", ["turn", "product"])
 def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    """Of the product that of its sum over the tokens, which is left to each as its own."""
     given = made(3, rows=4)
 
     def of(logp: torch.Tensor) -> torch.Tensor:
-        return RATIOS[name](_with(given, logp), PLAIN)
+        found = RATIOS[name](_with(given, logp), PLAIN)
+        return found.sum() if name == "product" else found
 
     assert torch.autograd.gradcheck(of, (given.logp,))
 
@@ -95,7 +97,9 @@ W = [4.0, 0.5, 3.0, 0.9]
 def weights(correction: str, level: str, **changes: Any) -> tuple[list[float], list[bool]]:
     """What -log pi is weighed by, read off its gradient, and what the correction changed."""
     given = tokens([0.0] * 4, mu=[-math.log(w) for w in W], turn=[0, 0, 1, 2], row=[0, 0, 0, 1])
-    chosen = {"correction": correction, "correction_level": level}
+    chosen = {"correction": correction}
+    if correction != "none":
+        chosen["correction_level"] = level
     done = evaluate(preset("grpo", surrogate="reinforce", **chosen, **changes), given)
     done.total.backward()
     assert given.logp.grad is not None
@@ -123,7 +127,8 @@ ROW = (4 * 0.5 * 3) ** (1 / 3)
 )
 def test_corrections_by_hand(correction: str, level: str, expected: list[float]) -> None:
     floor = 0.0 if correction in ("none", "tis") else 0.6
-    found, touched = weights(correction, level, correction_floor=floor)
+    changes = {"correction_floor": floor} if floor else {}
+    found, touched = weights(correction, level, **changes)
     assert found == pytest.approx(expected)
     levels = {"token": W, "turn": [TURN, TURN, 3, 0.9], "sequence": [ROW] * 3 + [0.9]}[level]
     bad = [w > 2 or w < floor for w in levels]

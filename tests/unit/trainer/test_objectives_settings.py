@@ -74,7 +74,7 @@ def test_what_the_step_must_bring(name: str, changes: dict[str, Any], needs: set
     ("name", "changes", "message"),
     [
         ("dpo", {"aggregation": "token_mean"}, "surrogate 'dpo' needs 'pair_mean'"),
-        ("kto", {"aggregation": "pair_mean"}, "surrogate 'kto' needs 'row_mean'"),
+        ("kto", {"aggregation": "pair_mean"}, "surrogate 'kto' needs 'label_mean'"),
         ("grpo", {"aggregation": "pair_mean"}, "use 'token_mean' with 'ppo'"),
         ("gspo", {"ratio": "token"}, "the bounds of preset 'gspo' are for 'sequence' or 'turn'"),
         ("ipa", {"ratio": "token"}, "surrogate 'ipa' needs 'turn'"),
@@ -90,8 +90,24 @@ def test_what_the_step_must_bring(name: str, changes: dict[str, Any], needs: set
         ("dapo", {"over_length_budget": 9, "over_length_part": 10}, "must not exceed"),
         ("sft", {"whiten": True}, "has no advantages"),
         ("sft", {"advantage": "gae"}, "use 'dr_grpo'"),
-        ("grpo", {"imitation": 0.1}, "only surrogate 'ipa' imitates"),
-        ("grpo", {"centre": True}, "of advantage 'ipa' only"),
+        (
+            "grpo",
+            {"imitation": 0.1},
+            "nothing in this objective uses it (it is of advantage 'ipa', surrogate 'ipa')",
+        ),
+        (
+            "grpo",
+            {"centre": True},
+            "centre = True: nothing in this objective uses it (it is of adv",
+        ),
+        (
+            "ppo",
+            {"over_length_budget": 9},
+            "over_length_budget = 9: nothing in this objective uses",
+        ),
+        ("grpo", {"over_length_part": 2}, "(it is of over_length_budget)"),
+        ("grpo", {"options": {"tau": 1}}, "options: they are for parts of your own"),
+        ("reinforce++", {"whiten": True}, "whiten = True: nothing in this objective uses it"),
         ("grpo", {"judge": "no_such_module:judge"}, "judge 'no_such_module:judge' cannot be"),
     ],
 )
@@ -115,11 +131,13 @@ def test_a_surrogate_with_mu_in_it_may_still_reject(surrogate: str) -> None:
     )
 
 
-def test_what_is_of_rows_says_so() -> None:
-    wanting = {name for name in PRESETS if preset(name).needs_paths}
-    assert wanting == {"gspo", "topr", "rloo", "ppo", "kto"}
-    assert preset("grpo", correction_level="sequence").needs_paths
-    assert not preset("sft", correction_level="sequence").needs_paths
+def test_what_is_of_rows_or_rollouts_says_so() -> None:
+    assert {name for name in PRESETS if preset(name).needs_paths} == {"kto"}
+    wanting = {name for name in PRESETS if preset(name).sums_rollouts}
+    assert wanting == {"gspo", "topr", "rloo", "kto"}
+    assert preset("grpo", correction_level="sequence").sums_rollouts
+    assert preset("grpo", ratio=f"{HERE}:own_ratio").sums_rollouts
+    assert not preset("grpo", advantage=f"{HERE}:own_advantage").sums_rollouts
 
 
 # Parts of one's own, found by this module's name.

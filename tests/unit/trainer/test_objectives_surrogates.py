@@ -66,28 +66,33 @@ def test_tis_surrogate_by_hand() -> None:
     assert clipped == [True, True, False, True, False]
 
 
-def test_topr_splits_on_the_score_and_not_on_the_advantage() -> None:
-    """The second row scored 0 and has a positive advantage all the same; pi/mu counts, not pi/old:
-    of the rows as a whole 2 x 3 = 6, 2 x 0.1 = 0.2 and 1.5 x 3 = 4.5.
+def test_topr_splits_on_the_advantage_and_tapers_by_the_rollout() -> None:
+    """The second rollout scored above 0 and is a failure all the same; pi/mu counts, not pi/old:
+    of the rollouts as a whole 2 x 3 = 6, 2 x 0.1 = 0.2 (in two rows) and 1.5 x 3 = 4.5.
     """
     given = tokens(
         [0.0] * 6,
         old=[-9.0] * 6,
         mu=[-LN(2), -LN(3), -LN(2), -LN(0.1), -LN(1.5), -LN(3)],
-        advantage=[1.0, 1.0, 1.0, 1.0, -1.0, -1.0],
-        score=[1.0, 1.0, 0.0, 0.0, -1.0, -1.0],
-        turn=[0, 0, 1, 1, 2, 2],
-        row=[0, 0, 1, 1, 2, 2],
+        advantage=[1.0, 1.0, -1.0, -1.0, -1.0, -1.0],
+        score=[0.0, 0.0, 1.0, 1.0, -1.0, -1.0],
+        turn=[0, 0, 1, 2, 3, 3],
+        row=[0, 0, 1, 2, 3, 3],
+        rollout=[0, 0, 1, 1, 2, 2],
     )
     _, gradient, clipped = run(preset("topr"), given)
-    assert gradient == pytest.approx([-1, -1, -0.2, -0.2, 1, 1])
+    assert gradient == pytest.approx([-1, -1, 0.2, 0.2, 1, 1])
     assert clipped == [False] * 4 + [True] * 2
 
 
 def test_decoupled_ppo_by_hand() -> None:
-    """pi/prox = 1.1 and 1.5, prox/mu = 2 and 10: the latter capped at 5."""
+    """pi/prox = 1.1 and 1.5, prox/mu = 2 and 10: the latter is over 5, and left out or clamped."""
     given = tokens([LN(1.1), LN(1.5)], old=[0.0, 0.0], mu=[-LN(2), -LN(10)], advantage=[1.0, -1.0])
     loss, gradient, clipped = run(preset("decoupled_ppo"), given)
+    assert loss == pytest.approx([-2 * 1.1, 0])
+    assert gradient == pytest.approx([-2 * 1.1, 0])
+    assert clipped == [False, True]
+    loss, gradient, clipped = run(preset("decoupled_ppo", over_cap="clamp"), given)
     assert loss == pytest.approx([-2 * 1.1, 5 * 1.5])
     assert gradient == pytest.approx([-2 * 1.1, 5 * 1.5])
     assert clipped == [False, False]
@@ -181,7 +186,8 @@ def np_ppo(s: ObjectiveSettings, x: dict[str, Numbers]) -> tuple[Numbers, Number
 
 
 def np_decoupled(s: ObjectiveSettings, x: dict[str, Numbers]) -> tuple[Numbers, Numbers]:
-    w = np.minimum(np.exp(x["old"] - x["mu"]), s.correction_cap)
+    w = np.exp(x["old"] - x["mu"])
+    w = np.where(w <= s.correction_cap, w, 0)
     loss, gradient = np_ppo(s, x)
     return w * loss, w * gradient
 
@@ -206,7 +212,7 @@ REFERENCES: dict[str, Reference] = {
     "reinforce": lambda s, x: by_weight(np.ones_like(x["r"]), x),
     "tis_surrogate": lambda s, x: by_weight(np.minimum(x["r"], 1), x),
     "topr": lambda s, x: by_weight(
-        np.where(x["score"] > 0, 1, np.minimum(np.exp(x["logp"] - x["mu"]), 1)), x
+        np.where(x["advantage"] > 0, 1, np.minimum(np.exp(x["logp"] - x["mu"]), 1)), x
     ),
     "decoupled_ppo": np_decoupled,
     "minirl": np_minirl,
@@ -214,11 +220,12 @@ REFERENCES: dict[str, Reference] = {
 }
 
 
-@pytest.mark.parametrize("name", REFERENCES)
-@pytest.mark.parametrize("dual_clip", [None, 1.5])
+@pytest.mark.parametrize(
+    ("name", "dual_clip"), [*((name, None) for name in REFERENCES), ("ppo", 1.5)]
+)
 def test_loss_and_gradient_are_the_references(name: str, dual_clip: float | None) -> None:
     given = made(5, rows=200, spread=0.6)
-    settings = plain(name, dual_clip=dual_clip, correction_cap=2.0)
+    settings = plain(name, dual_clip=dual_clip)
     loss, gradient, clipped = run(settings, given)
     fields = ("logp", "old", "mu", "advantage", "score")
     x = {field: getattr(given, field).detach().numpy() for field in fields}
@@ -234,7 +241,10 @@ def test_loss_and_gradient_are_the_references(name: str, dual_clip: float | None
 
 @pytest.mark.parametrize("name", ["token", "turn", "product"])
 def test_ppo_has_the_gradient_of_finite_differences_at_every_granularity(name: str) -> None:
+    """At that of the product with one advantage a rollout."""
     given = made(2, rows=5, spread=0.05)
+    if name == "product":
+        given = replace(given, advantage=torch.linspace(-1, 1, given.rollouts)[given.rollout])
     settings = plain("ppo", ratio=name, clip_low=0.9, clip_high=9.0)
 
     def of(logp: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import sqlite3
@@ -25,7 +26,7 @@ from tracegrad_trainer.cli import app
 from tracegrad_trainer.fsdp import CheckpointError, checkpoints
 from tracegrad_trainer.preflight import check_before_training, check_groups
 from tracegrad_trainer.rank_program import read_settings
-from tracegrad_trainer.settings import SettingsError, TrainerSettings, load
+from tracegrad_trainer.settings import SettingsError, TrainerSettings, load, without_unused
 
 
 @pytest.fixture(scope="module")
@@ -268,9 +269,49 @@ def test_a_wrong_file_of_settings_is_one_line(model: Path, tmp_path: Path) -> No
 def test_the_reference_is_the_model_unless_another_is_named(model: Path, tmp_path: Path) -> None:
     assert settings_of(model, tmp_path).reference_folder == model
     other = save_smallest_model(tmp_path / "other", seed=1)
-    assert settings_of(model, tmp_path, reference=other).reference_folder == other
+    compared = settings_of(model, tmp_path, reference=other, objective__kl="k3")
+    assert compared.reference_folder == other
     with pytest.raises(SettingsError, match=r"reference: /nowhere has no config\.json"):
         load(None, [f"model={model}", "reference=/nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"objective__preset": "ppo", "batches__stale": "weight"}, "objective 'ppo' does not read"),
+        ({"objective__preset": "ppo", "data__refill": "true"}, "data.refill replaces groups of eq"),
+        ({"batches__stale_decay": 0.5}, "stale_decay 0.5: it is of stale = 'weight'"),
+        ({"objective__gae_lambda": 0.5}, "gae_lambda = 0.5: nothing in this objective uses it (it"),
+    ],
+)
+def test_what_the_objective_does_not_use_is_refused(
+    model: Path, tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(SettingsError, match=re.escape(words)) as error:
+        settings_of(model, tmp_path, **changes)
+    assert "\n" not in str(error.value)
+
+
+def test_a_reference_that_nothing_is_compared_with_is_refused(model: Path, tmp_path: Path) -> None:
+    other = save_smallest_model(tmp_path / "other", seed=1)
+    with pytest.raises(SettingsError, match="reference: objective 'grpo' compares with none"):
+        settings_of(model, tmp_path, reference=other)
+
+
+def test_what_was_recorded_before_that_was_an_error_can_be_read(
+    model: Path, tmp_path: Path
+) -> None:
+    stored = settings_of(model, tmp_path, objective__preset="ppo").stored()
+    old = json.loads(json.dumps(stored))
+    old["objective"] |= {"over_length_budget": 9, "over_length_part": 2, "mask_low": 0.1}
+    old["batches"] |= {"stale": "weight", "stale_decay": 0.5}
+    old["data"]["refill"] = True
+    old["reference"] = str(model)
+    with pytest.raises(ValueError, match="nothing in this objective uses it"):
+        TrainerSettings.model_validate(old)
+    read = TrainerSettings.model_validate(without_unused(old))
+    assert read.objective == TrainerSettings.model_validate(stored).objective
+    assert (read.batches.stale, read.data.refill, read.reference) == ("drop", None, None)
 
 
 def test_rollouts_that_stand_alone_need_an_advantage_that_does_not_compare(

@@ -140,10 +140,16 @@ def test_pulls_say_what_the_step_does_to_each_turn(run: Run) -> None:
     found = run.replay(step=3)
     turns = found.replayed.turns
     assert {turn.turn_id for turn in turns} == found.recorded.trained
-    assert sum(abs(turn.pull) for turn in turns) == pytest.approx(1)
+    assert sum(abs(turn.pull) for turn in turns) == pytest.approx(1)  # shares in double
     # By the first gradient of a policy everything that was better is made likelier.
     assert all(turn.pull * turn.advantage > 0 for turn in turns)
-    assert sum(turn.loss for turn in turns) == pytest.approx(found.replayed.metrics["loss"])
+    # Parts of both signs, each added up in float32, in whatever order a processor's kernels take.
+    size = sum(abs(turn.loss) for turn in turns)
+    rounding = sum(turn.tokens for turn in turns) * 2**-23 * size
+    assert sum(turn.loss for turn in turns) == pytest.approx(
+        found.replayed.metrics["loss"], rel=0, abs=rounding
+    )
+    assert rounding < 1e-3 * size, "a part that is missing would be seen"
     assert sum(turn.tokens for turn in turns) == found.replayed.metrics["tokens_trained"]
     assert {turn.staleness for turn in turns} == {2.0}
     first = next(turn for turn in turns if turn.turn_id == "t4r1.2")

@@ -86,8 +86,8 @@ def test_what_is_frozen_is_not_the_optimizers() -> None:
 def test_the_norm_is_over_all_gradients_together() -> None:
     model = nn.Linear(2, 1)
     cpu = torch.device("cpu")
-    assert squared_norm(local_gradients(model), cpu) == 0
+    assert squared_norm(local_gradients(model.parameters()), cpu) == 0
     model.weight.grad = torch.tensor([[3.0, 4.0]])
-    assert squared_norm(local_gradients(model), cpu) == pytest.approx(25)
+    assert squared_norm(local_gradients(model.parameters()), cpu) == pytest.approx(25)
     model.bias.grad = torch.tensor([12.0])
-    assert squared_norm(local_gradients(model), cpu) == pytest.approx(169)
+    assert squared_norm(local_gradients(model.parameters()), cpu) == pytest.approx(169)

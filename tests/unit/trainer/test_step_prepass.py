@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from exactness_ranks import Layout, made, others, share
 from fsdp_ranks import VERSION
-from learn_samples import VOCABULARY, rows, tiny_model
+from learn_samples import VOCABULARY, Group, Sample, rows, tiny_model, turn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from support.tiny_model import tiny_sizes
-from tracegrad_trainer.batches import micro_batch, mismatched, pack
+from tracegrad_trainer.batches import BatchSettings, micro_batch, mismatched, pack, select
 from tracegrad_trainer.fsdp import (
     FsdpSettings,
     Learner,
@@ -32,7 +32,7 @@ from tracegrad_trainer.fsdp import (
 from tracegrad_trainer.fsdp.flops import flops
 from tracegrad_trainer.fsdp.forward import Before
 from tracegrad_trainer.fsdp.prepass import kto_z, prepass
-from tracegrad_trainer.objectives import ObjectiveSettings, preset
+from tracegrad_trainer.objectives import ObjectiveSettings, advantages, preset
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -115,9 +115,10 @@ def test_what_an_objective_needs_must_be_there(folder: Path) -> None:
         learner(preset("ppo"))
 
 
-def test_kto_z_is_the_mean_gain_of_mismatched_rows_and_never_negative(folder: Path) -> None:
+def test_kto_z_is_the_mean_gain_of_mismatched_rollouts_and_never_negative(folder: Path) -> None:
+    """Two rows a rollout, in whatever micro-batches: a rollout's gain is their sum."""
     learner = exactness_ranks.learner(folder, "kto")
-    looked_at = mismatched(made("kto"), limit=100)
+    looked_at = sorted(mismatched(made("kto"), limit=100), key=lambda row: row.rollout_id)
     gains = [
         float((row_logprobs(folder / "model", r) - row_logprobs(folder / "other", r)).sum())
         for r in looked_at
@@ -128,33 +129,43 @@ def test_kto_z_is_the_mean_gain_of_mismatched_rows_and_never_negative(folder: Pa
         with torch.no_grad():
             return float(kto_z(learner.engine, learner.engine.inputs(chosen)))
 
+    def expected(number: list[int]) -> float:
+        rollouts = {looked_at[i].rollout_id for i in number}
+        return max(0.0, sum(gains[i] for i in number) / len(rollouts))
+
     up = [i for i, gain in enumerate(gains) if gain > 0]
     down = [i for i, gain in enumerate(gains) if gain < 0]
-    assert up
-    assert down
-    assert z(up) == pytest.approx(np.mean([gains[i] for i in up]), rel=1e-4)
-    assert z(down) == 0
-    mixed = np.mean([gains[i] for i in [*up, down[0]]])
-    assert z([*up, down[0]]) == pytest.approx(max(0.0, mixed), rel=1e-4, abs=1e-4)
-    assert z([]) == 0
+    every = list(range(len(looked_at)))
+    assert len({row.rollout_id for row in looked_at}) < len(looked_at)
+    for chosen in (up, down, every, [*up, down[0]]):
+        assert z(chosen) == pytest.approx(expected(chosen), rel=1e-4, abs=1e-4)
+    assert z(down) == z([]) == 0
 
 
-def test_advantages_follow_values_and_rewards_along_each_row(folder: Path) -> None:
+def test_advantages_follow_values_and_rewards_along_each_rollout(folder: Path) -> None:
+    """Two rows each, in several micro-batches; the rollout's reward is given once, at its end."""
     learner = exactness_ranks.learner(folder, "ppo")
     batches = share("ppo", Layout())
     objective = preset("ppo", whiten=False, gamma=0.9, gae_lambda=0.5)
+    found: dict[str, list[tuple[Any, ...]]] = {}
     for batch, known in zip(batches, before("ppo", learner, batches, objective), strict=True):
-        value = known.old_value.double().numpy()
+        each = [known.old_value, known.advantage, known.returns]
+        value, advantage, returns = (x.double().tolist() for x in each)
         assert np.ptp(value) > 0.1
-        for row in range(len(batch.row_lengths)):
-            here = np.flatnonzero(batch.row == row)
-            running = following = 0.0
-            for t in here[::-1]:
-                delta = batch.reward[t] + 0.9 * following - value[t]
-                running = delta + 0.9 * 0.5 * running
-                following = value[t]
-                assert float(known.advantage[t]) == pytest.approx(running, rel=1e-4, abs=1e-5)
-                assert float(known.returns[t]) == pytest.approx(running + value[t], abs=1e-4)
+        for t, row in enumerate(batch.row_keys[batch.row].tolist()):
+            order = (batch.turn_number[t], row, batch.target[t])
+            told = (batch.reward[t], batch.score[t], value[t], advantage[t], returns[t])
+            found.setdefault(f"r{row // 2}", []).append((order, *told))
+    assert len(found) == 6
+    for tokens in found.values():
+        tokens.sort(key=lambda one: one[0])
+        running, following = 0.0, 0.0
+        for i, (_, reward, score, value, advantage, returns) in enumerate(reversed(tokens)):
+            delta = reward + (score if i == 0 else 0) + 0.9 * following - value
+            running = delta + 0.9 * 0.5 * running
+            following = value
+            assert advantage == pytest.approx(running, rel=1e-4, abs=1e-5)
+            assert returns == pytest.approx(running + value, abs=1e-4)
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1_over_the_whole_step(
@@ -173,6 +184,38 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_the_whole_step(
     sampled = given[~expert].astype(np.float64)
     expected = (sampled - sampled.mean()) / sampled.std()
     np.testing.assert_allclose(found[~expert], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_reinforce_plus_plus_whitens_what_is_trained(folder: Path) -> None:
+    """Of three groups one has equal rewards and is dropped: it has no part in the deviation."""
+    settings = FsdpSettings(device="cpu")
+    mesh = init_device_mesh("cpu", (1,))
+    objective = preset("reinforce++")
+    model = shard(build_model(folder / "model", settings), mesh, settings)
+    learner = Learner(model, mesh, objective, OptimSettings())
+    rewards = {"a": (0.0, 1.0), "equal": (1.0, 1.0), "b": (0.0, 5.0)}
+    groups = [
+        Group(task, [_rollout(f"{task}{i}", reward, 4 + 3 * i) for i, reward in enumerate(two)])
+        for task, two in rewards.items()
+    ]
+    chosen = select(
+        groups,
+        BatchSettings(),
+        advantages=lambda some: advantages(objective, some, {}),
+        current_version=1,
+    )
+    assert set(chosen.skipped.values()) == {"equal_reward"}
+    batches = pack(chosen.rows, ranks=1, budget=20)[0]
+    inputs = learner.engine.inputs(batches)
+    known = prepass(learner.engine, objective, inputs, [Before()] * len(batches), ())
+    found = torch.cat([k.advantage for k in known if k.advantage is not None]).double()
+    assert float(found.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(found.std(unbiased=False)) == pytest.approx(1, abs=1e-6)
+    assert len(batches) > 1
+
+
+def _rollout(name: str, reward: float, tokens: int) -> Sample:
+    return Sample(name, reward, [turn(name, [1, 2], list(range(3, 3 + tokens)))])
 
 
 def test_a_look_leaves_no_whole_parameters_behind(folder: Path) -> None:

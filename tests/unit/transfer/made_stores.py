@@ -139,6 +139,8 @@ class _Maker:
             parent_span_id=self._maybe("a" * 16),
             request=self._maybe({"messages": messages, **self.json()}),
             response=self._maybe(self.json()),
+            state_key=self._maybe(self._word()),
+            observation=self._maybe("0f" * 16),
             routed_experts=self._experts(len(known) + len(new) + len(sampled)),
             created_at=self._time(),
         )
@@ -160,10 +162,12 @@ class _Maker:
         return RewardGiven(
             rollout_id=rollout_id,
             reward_id=f"{self._chance.getrandbits(128):032x}",
-            value=self._chance.choice([0.0, 1.0, -1e300, 0.1]),
+            value=self._chance.choice([0.0, 1.0, -1e6, 0.1]),
             name=self._chance.choice(["reward", "format"]),
             turn=self._maybe(self._chance.choice([0, -1])),
-            source=self._chance.choice(["agent", "person"]),
+            source=self._chance.choice(["admin_key", "claimed"]),
+            label=self._maybe(self._word()),
+            given_at=self._maybe(self._time()),
             created_at=self._chance.choice([1e9, self._time()]),
         )
 

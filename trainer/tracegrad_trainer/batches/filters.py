@@ -7,7 +7,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.records import Turn
+from tracegrad.records import GREEDY_BELOW, Turn
 from tracegrad.turns import paths
 
 from . import predicate
@@ -23,11 +23,12 @@ from .rollouts import (
 )
 from .settings import BatchSettings
 
+EQUAL_REWARD = "equal_reward"
 # `Turn.untrainable` for the sake of how it was sampled: an expert's turn was not.
 OF_SAMPLING = frozenset(
     {
-        *("greedy", "sampling_truncated", "sampling_penalised", "constrained"),
-        *("no_logprobs", "version_unknown"),
+        *("greedy", "sampling_truncated", "sampling_penalised", "sampling_replaced"),
+        *("constrained", "no_logprobs", "version_unknown"),
     }
 )
 
@@ -54,7 +55,7 @@ def turn_reason(
     if vocabulary is not None and _foreign(turn, vocabulary):
         return "foreign_token"
     if not expert:
-        if temperature_of(turn) <= 0:
+        if temperature_of(turn) < GREEDY_BELOW:
             return "greedy"
         if not np.isfinite(np.frombuffer(turn.completion_logprobs, np.float32)).all():
             return "non_finite"
@@ -65,6 +66,8 @@ def turn_reason(
             and current_version - oldest_version(turn) > settings.max_staleness
         ):
             return "stale"
+    if settings.drop_truncated and turn.finish_reason == "length":
+        return "truncated"
     if length_of(turn) > settings.row_limit:
         return "over_long"
     return None
@@ -76,12 +79,15 @@ def reasons_of(
     *,
     equal_reward: bool,
     current_version: int,
+    too_long: str | None = None,
+    imitated: Collection[str] = (),
     failed_versions: Collection[int] = (),
     vocabulary: int | None = None,
 ) -> dict[str, str]:
     """The rollout's turns (by id) that are not trained, with their reasons.
 
-    `equal_reward`: the rewards of its group do not differ.
+    `equal_reward`: the rewards of its group do not differ. `too_long`: why none of its sampled
+    turns is trained. `imitated`: turns of an expert, which teach all the same.
 
     Raises:
         ValueError: the user's predicate failed.
@@ -92,7 +98,11 @@ def reasons_of(
     digests = digests_of(rollout.turns) if settings.drop_repeated else None
     seen: set[Digests] = set()
     for i, turn in enumerate(rollout.turns):
-        reason = turn_reason(turn, settings, current_version, failed_versions, vocabulary) or whole
+        reason = turn_reason(turn, settings, current_version, failed_versions, vocabulary)
+        if reason is None and not (whole == EQUAL_REWARD and turn.turn_id in imitated):
+            reason = whole
+        if reason is None and too_long is not None and not is_expert(turn):
+            reason = too_long
         if reason is None and turn.turn_id in lost:
             reason = "over_long"
         if reason is None and settings.predicate is not None:
@@ -112,7 +122,28 @@ def outcome_reason(rollout: RolloutLike, settings: BatchSettings, equal_reward: 
     outcome = getattr(rollout, "outcome", None)
     if outcome is not None and str(outcome) not in settings.outcomes:
         return str(outcome)
-    return "equal_reward" if equal_reward and settings.drop_equal_reward else None
+    return EQUAL_REWARD if equal_reward and settings.drop_equal_reward else None
+
+
+def length_reason(
+    rollout: RolloutLike, settings: BatchSettings, advantage: NDArray[np.float64]
+) -> str | None:
+    """Why no sampled turn of the rollout is trained: it failed, and at great length.
+
+    It failed if its advantages, f64[K], one a turn, come to 0 or less over the sampled tokens.
+    Few such rollouts outweigh the others of a step, and what they have in common is their length.
+    """
+    tokens = np.array(
+        [0 if is_expert(turn) else len(turn.completion_token_ids) for turn in rollout.turns]
+    )
+    turns = sum(not is_expert(turn) for turn in rollout.turns)
+    most_tokens, most_turns = settings.negative_max_tokens, settings.negative_max_turns
+    is_long = (most_tokens is not None and tokens.sum() > most_tokens) or (
+        most_turns is not None and turns > most_turns
+    )
+    if is_long and float((advantage * tokens).sum()) <= 0:
+        return "long_negative"
+    return None
 
 
 def staleness_weights(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,9 @@ from .rows import Row
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
+Unit = Literal["unit", "group_id"]
 
-_NUMBERS = ("target", "source", "row", "turn", "rollout", "group", "version")
+_NUMBERS = ("target", "source", "row", "turn", "turn_number", "rollout", "group", "version")
 # What a row says of each token, and a micro-batch of each target.
 _OF_TARGETS = ("rollout_logprobs", "advantage", "temperature", "reward", "expert")
 
@@ -30,8 +32,9 @@ class MicroBatch:
     predicted from. `row`, `turn`, `rollout` and `group` number what is in this micro-batch.
     `row_keys` says which rows of the batch these are; -1 is filling that carries no target.
 
-    `turn_tokens` and `rollout_tokens` count the targets of the target's turn and rollout in the
-    whole optimizer step: a turn is in one row, a rollout may be in several micro-batches.
+    `turn_tokens`, `rollout_tokens` and `group_tokens` count the targets of the target's turn,
+    rollout and group in the whole optimizer step: a turn is in one row, a rollout or a group may
+    be in several micro-batches.
 
     `subtree_end`, where a row is a tree of branches: the place behind the last token that may
     attend to this one; None: every row is one sequence.
@@ -45,23 +48,28 @@ class MicroBatch:
     subtree_end: Longs | None  # [T]
     row_lengths: Longs  # [R]
     row_keys: Longs  # [R]
+    rollout_keys: Longs  # [R] the same for all rows of a rollout, in whatever micro-batch
     pair: Longs  # [R] rows of one preference pair share a number; -1: none
     label: Longs  # [R] 1 chosen, -1 rejected, 0 neither
     target: Longs  # [n]
     source: Longs  # [n]
     row: Longs  # [n]
     turn: Longs  # [n]
+    turn_number: Longs  # [n] the turn's place in its rollout
     rollout: Longs  # [n]
     group: Longs  # [n]
     mu: Floats  # [n] rollout log-probabilities
     advantage: Floats  # [n]
-    reward: Floats  # [n] given for this token: by turn at its last token, by rollout at its end
+    reward: Floats  # [n] of turns: each at its last token
     score: Floats  # [n] the rollout's reward as it was given
     temperature: Floats  # [n]
     version: Longs  # [n] -1: an expert's
     expert: Bools  # [n] an expert's, not sampled by a policy
     turn_tokens: Floats  # [n]
     rollout_tokens: Floats  # [n]
+    rollout_sampled: Floats  # [n] of these the sampled ones
+    group_tokens: Floats  # [n]
+    group_sampled: Floats  # [n]
     routes: Routes | None = None  # [T, routers, k]
 
     def __post_init__(self) -> None:
@@ -124,7 +132,7 @@ class MicroBatch:
         ), targets
 
 
-OF_ROWS = ("row_lengths", "row_keys", "pair", "label")
+OF_ROWS = ("row_lengths", "row_keys", "rollout_keys", "pair", "label")
 OF_TARGETS = tuple(
     field.name
     for field in fields(MicroBatch)
@@ -137,15 +145,22 @@ def micro_batch(
     keys: Sequence[int],
     *,
     rollout_tokens: Mapping[str, int] | None = None,
+    rollout_sampled: Mapping[str, int] | None = None,
+    group_tokens: Mapping[str, int] | None = None,
+    group_sampled: Mapping[str, int] | None = None,
 ) -> MicroBatch:
     """Concatenate rows; without rows: the smallest forward, which has no target.
 
-    `rollout_tokens`: targets of each rollout in the whole step; by default these rows are all.
+    `rollout_tokens`, `rollout_sampled`: targets of each rollout (`Row.unit`) in the whole step, and
+    those that are no expert's; `group_...`: the same of each group; by default these rows are all.
     """
     if not rows:
         return filling()
     assert len(rows) == len(keys)
     counts = targets_of(rows) if rollout_tokens is None else rollout_tokens
+    sampled = sampled_of(rows) if rollout_sampled is None else rollout_sampled
+    of_group = targets_of(rows, "group_id") if group_tokens is None else group_tokens
+    of_group_sampled = sampled_of(rows, "group_id") if group_sampled is None else group_sampled
     lengths = np.array([len(row) for row in rows], np.int64)
     kept = [np.flatnonzero(row.keep) for row in rows]
     starts = np.cumsum(lengths) - lengths
@@ -165,6 +180,7 @@ def micro_batch(
         subtree_end=_subtree_ends(rows, starts),
         row_lengths=lengths,
         row_keys=np.array(keys, np.int64),
+        rollout_keys=np.array([_key(row.unit) for row in rows], np.int64),
         pair=np.array([row.pair for row in rows], np.int64),
         label=np.array([row.label for row in rows], np.int64),
         target=_joined([s + where for s, where in zip(starts, kept, strict=True)]),
@@ -173,7 +189,8 @@ def micro_batch(
         ).astype(np.int64),
         row=np.repeat(np.arange(len(rows)), each),
         turn=turn,
-        rollout=np.repeat(_numbers_of([row.rollout_id for row in rows]), each),
+        turn_number=_joined([row.target_turns for row in rows]).astype(np.int64),
+        rollout=np.repeat(_numbers_of([row.unit for row in rows]), each),
         group=np.repeat(_numbers_of([row.group_id for row in rows]), each),
         mu=found["rollout_logprobs"],
         advantage=found["advantage"],
@@ -183,17 +200,36 @@ def micro_batch(
         version=of_targets("policy_version").astype(np.int64),
         expert=found["expert"],
         turn_tokens=np.bincount(turn)[turn].astype(np.float32) if len(turn) else _no_floats(),
-        rollout_tokens=of_rows([counts[row.rollout_id] for row in rows], np.float32),
+        rollout_tokens=of_rows([counts[row.unit] for row in rows], np.float32),
+        rollout_sampled=of_rows([sampled[row.unit] for row in rows], np.float32),
+        group_tokens=of_rows([of_group[row.group_id] for row in rows], np.float32),
+        group_sampled=of_rows([of_group_sampled[row.group_id] for row in rows], np.float32),
         routes=_routes(rows),
     )
 
 
-def targets_of(rows: Sequence[Row]) -> dict[str, int]:
-    """Targets of each rollout."""
+def targets_of(rows: Sequence[Row], name: Unit = "unit") -> dict[str, int]:
+    """Targets of each rollout, or of each group."""
     counts: dict[str, int] = {}
     for row in rows:
-        counts[row.rollout_id] = counts.get(row.rollout_id, 0) + int(row.keep.sum())
+        key = getattr(row, name)
+        counts[key] = counts.get(key, 0) + int(row.keep.sum())
     return counts
+
+
+def sampled_of(rows: Sequence[Row], name: Unit = "unit") -> dict[str, int]:
+    """Targets of each rollout, or of each group, that are no expert's."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        key = getattr(row, name)
+        counts[key] = counts.get(key, 0) + int((row.keep & ~row.expert).sum())
+    return counts
+
+
+def _key(unit: str) -> int:
+    """A number for a name: the same on every rank, whatever else is there."""
+    digest = hashlib.blake2b(unit.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 def filling() -> MicroBatch:
@@ -209,6 +245,7 @@ def filling() -> MicroBatch:
             "subtree_end": None,
             "row_lengths": np.array([2]),
             "row_keys": np.array([-1]),
+            "rollout_keys": np.array([-1]),
             "pair": np.array([-1]),
             "label": np.array([0]),
             **none,

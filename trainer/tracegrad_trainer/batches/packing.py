@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .micro_batch import MicroBatch, micro_batch, targets_of
+from .micro_batch import MicroBatch, micro_batch, sampled_of, targets_of
 from .rows import Row
 
 # Where attention costs as much as everything else: a row of this many tokens counts double.
@@ -149,11 +149,17 @@ def pack(
         ValueError: a row, or the rows of a preference pair together, exceed the budget.
     """
     keys = range(len(rows)) if keys is None else keys
-    counts = targets_of(rows)
+    counts, sampled = targets_of(rows), sampled_of(rows)
+    of_group, of_group_sampled = targets_of(rows, "group_id"), sampled_of(rows, "group_id")
 
     def one(numbers: Sequence[int]) -> MicroBatch:
         return micro_batch(
-            [rows[i] for i in numbers], [keys[i] for i in numbers], rollout_tokens=counts
+            [rows[i] for i in numbers],
+            [keys[i] for i in numbers],
+            rollout_tokens=counts,
+            rollout_sampled=sampled,
+            group_tokens=of_group,
+            group_sampled=of_group_sampled,
         )
 
     shares = plan(

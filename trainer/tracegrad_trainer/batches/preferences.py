@@ -92,8 +92,8 @@ def labels_of(
     failed_versions: Collection[int] = (),
     vocabulary: int | None = None,
 ) -> Selection:
-    """Rows with `label` 1 where the reward is above the threshold, else -1; each row (a path) is
-    an example of its own.
+    """Rows with `label` 1 where the reward is above the threshold, else -1; all rows of a rollout
+    together are one example.
 
     `threshold` None: the mean over the rollout's group, filtered or not; then groups of equal
     rewards say nothing and are skipped as `equal_reward`.
@@ -101,7 +101,7 @@ def labels_of(
     Raises:
         ValueError: as `select`.
     """
-    # Examples are compared by their sums: the branches of a tree would be one example.
+    # A row is to have one prompt and one completion: see `mismatched`.
     settings = settings.model_copy(update={"shared_prefix": "paths"})
     chosen = _candidates(groups, settings, current_version, failed_versions, vocabulary)
     sides = _sides(chosen.rows)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.records import Turn
+from tracegrad_trainer.objectives.advantages import Demonstrated
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -20,8 +21,8 @@ Bools = NDArray[np.bool_]
 class RolloutLike(Protocol):
     """What a row needs of a rollout; the store's `RolloutSample` has it.
 
-    It may also have `turn_rewards` (a turn's index in `turns` -> its reward), `agent` and
-    `outcome`.
+    It may also have `turn_rewards` (a turn's index in `turns` -> its reward), `deciding_turn`
+    (the index of the one that decided the outcome), `agent` and `outcome`.
     """
 
     @property
@@ -61,6 +62,43 @@ def turn_rewards(rollout: RolloutLike) -> Mapping[int, float]:
     return given
 
 
+def demonstrated(turns: Sequence[Turn]) -> dict[int, Demonstrated]:
+    """Of an expert's turns, by index, what the expert's own attempt came to.
+
+    `sampling` says it (`reward`, and `distance` in turns to the expert's deciding one). Where it
+    does not, the expert succeeded (1), and its last turn here decided.
+
+    Raises:
+        ValueError: one of the two is not a finite number, or a distance below 0.
+    """
+    experts = [index for index, turn in enumerate(turns) if is_expert(turn)]
+    found = {}
+    for index in experts:
+        told = turns[index].sampling
+        reward, distance = told.get("reward"), told.get("distance")
+        reward = 1.0 if reward is None else reward
+        distance = experts[-1] - index if distance is None else distance
+        if not isinstance(reward, int | float) or not np.isfinite(reward):
+            raise ValueError(f"sampling.reward of expert turn {turns[index].turn_id}: {reward!r}")
+        if not isinstance(distance, int) or distance < 0:
+            raise ValueError(
+                f"sampling.distance of expert turn {turns[index].turn_id}: {distance!r}; write how"
+                " many turns there are to the expert's deciding one"
+            )
+        found[index] = Demonstrated(float(reward), distance)
+    return found
+
+
+def state_of(turn: Turn) -> bytes | None:
+    """The environment's state before the turn: the key that was given, else what was observed
+    last. None: neither is known, or an expert wrote the turn."""
+    if is_expert(turn):
+        return None
+    if turn.state_key is not None:
+        return b"given " + turn.state_key.encode("utf-8", "surrogatepass")
+    return None if turn.observation is None else b"observed " + turn.observation.encode()
+
+
 class Digests(NamedTuple):
     """Equal tokens have equal ones."""
 
@@ -97,16 +135,15 @@ def with_ancestors(turns: Sequence[Turn], skipped: Collection[str]) -> list[Turn
 
 
 def credited(rollout: RolloutLike, skipped: Collection[str]) -> dict[str, float]:
-    """Turn rewards by turn id. A skipped turn's go to the nearest turn before it on its path
+    """Turn rewards by turn id. A skipped turn's go to the nearest turn of the rollout before it
     that is trained: a filter takes a turn away, not what its predecessors led to."""
-    by_id = {turn.turn_id: turn for turn in rollout.turns}
     found: dict[str, float] = {}
     for index, reward in turn_rewards(rollout).items():
-        if not 0 <= index < len(rollout.turns):
+        if index >= len(rollout.turns):
             continue  # of a turn that came later than this batch
-        turn: Turn | None = rollout.turns[index]
-        while turn is not None and turn.turn_id in skipped:
-            turn = by_id.get(turn.parent_id or "")
-        if turn is not None:
-            found[turn.turn_id] = found.get(turn.turn_id, 0.0) + reward
+        while index >= 0 and rollout.turns[index].turn_id in skipped:
+            index -= 1
+        if index >= 0:
+            turn_id = rollout.turns[index].turn_id
+            found[turn_id] = found.get(turn_id, 0.0) + reward
     return found

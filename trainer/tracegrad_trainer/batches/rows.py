@@ -50,11 +50,12 @@ class Row:
     turn_index: Ints  # -1 on context
     temperature: Floats  # 1 on context
     advantage: Floats  # 0 on context
-    reward: Floats  # given for the token: a turn's at its last one, the rollout's at its end
+    reward: Floats  # of turns: each at its last token; the rollout's is `score`
     expert: Bools  # an expert's token, not sampled by a policy
     rollout_id: str
     group_id: str
     turn_ids: tuple[str, ...]
+    turn_numbers: tuple[int, ...] = ()  # their places in the rollout; (): 0, 1, 2, ...
     score: float = 0.0  # the rollout's reward as it was given
     pair: int = -1  # of a preference pair; its rows share a micro-batch
     label: int = 0  # 1 chosen, -1 rejected
@@ -69,11 +70,23 @@ class Row:
             assert getattr(self, name).shape == (tokens,), f"{name} must have one entry a token"
         assert self.routes is None or len(self.routes) == tokens
         assert tokens > 0
+        assert len(self.turn_numbers) in (0, len(self.turn_ids))
         assert not self.loss_mask[0], "the first token has nothing to be predicted from"
         assert not bool((self.keep & ~self.loss_mask).any()), "filters only take away"
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def unit(self) -> str:
+        """What its rows are summed over: the rollout, in each preference pair anew."""
+        return self.rollout_id if self.pair < 0 else f"{self.rollout_id} in pair {self.pair}"
+
+    @property
+    def target_turns(self) -> Ints:
+        """Of each target the place of its turn in the rollout."""
+        index = self.turn_index[self.keep]
+        return np.array(self.turn_numbers, np.int32)[index] if self.turn_numbers else index
 
     @property
     def positions(self) -> Ints:
@@ -116,6 +129,7 @@ class Source:
     advantage: Mapping[str, float]
     reward: Mapping[str, float]  # of turns
     skipped: Collection[str]
+    places: Mapping[str, int]  # of turns in the rollout
     layout: Layout | None = None  # of the routes that rows get; none: they get none
 
     @classmethod
@@ -134,6 +148,7 @@ class Source:
             advantage={turn.turn_id: float(value) for turn, value in values},
             reward=credited(rollout, skipped),
             skipped=skipped,
+            places={turn.turn_id: place for place, turn in enumerate(rollout.turns)},
             layout=layout,
         )
 
@@ -177,11 +192,9 @@ class Draft:
             self.keep[span] = True
             self.advantage[span] = self.source.advantage[turn.turn_id]
 
-    def give(self, turn: Turn, last: int, *, end: bool) -> None:
-        """The rewards at the turn's last token; `end`: with it a path ends."""
+    def give(self, turn: Turn, last: int) -> None:
+        """The turn's reward at its last token."""
         self.reward[last] += self.source.reward.get(turn.turn_id, 0.0)
-        if end:
-            self.reward[last] += self.source.rollout.reward
 
     def row(self, **tree: Ints) -> Row:
         return Row(
@@ -190,6 +203,7 @@ class Draft:
             rollout_id=self.source.rollout.rollout_id,
             group_id=self.source.group_id,
             turn_ids=tuple(self.turn_ids),
+            turn_numbers=tuple(self.source.places[turn_id] for turn_id in self.turn_ids),
             score=self.source.rollout.reward,
             routes=self.routes,
             **tree,  # type: ignore[arg-type]
@@ -228,7 +242,7 @@ def path_rows(turns: Sequence[Turn], source: Source) -> list[Row]:
                 continue
             owned.add(turn.turn_id)
             draft.write(turn, at := len(turn.prompt_token_ids))
-            draft.give(turn, at + len(turn.completion_token_ids) - 1, end=turn is leaf)
+            draft.give(turn, at + len(turn.completion_token_ids) - 1)
         rows.append(draft.row())
     return rows
 

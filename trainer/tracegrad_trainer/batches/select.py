@@ -16,12 +16,19 @@ from numpy.typing import NDArray
 from tracegrad.records import Turn
 from tracegrad_trainer.objectives.advantages import Scored
 
-from .filters import reasons_of, staleness_weights
-from .rollouts import RolloutLike, digests_of, is_expert, turn_rewards, with_ancestors
+from .filters import length_reason, reasons_of, staleness_weights
+from .rollouts import (
+    RolloutLike,
+    demonstrated,
+    is_expert,
+    state_of,
+    turn_rewards,
+    with_ancestors,
+)
 from .routes import Layout
 from .rows import Row, Source, path_rows
 from .settings import BatchSettings
-from .stats import of_advantages, of_paths, of_rewards, of_routes, of_rows, of_turns
+from .stats import of_advantages, of_paths, of_rewards, of_routes, of_rows, of_states, of_turns
 from .trees import tree_rows
 
 # An advantage this small is nothing but the rounding of a mean.
@@ -85,9 +92,10 @@ def select(
     how its mixture's look, where rows are to have those of the serving engine (r3).
 
     Raises:
-        ValueError: a reward is not a finite number; the user's predicate failed; a turn's routes
-            are another model's.
+        ValueError: a turn is in the batch twice; a reward is not a finite number; the user's
+            predicate failed; a turn's routes are another model's.
     """
+    _refuse_twice(groups)
     rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
     numbers = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
     rewards = _rewards([rollout for _, rollout in rollouts])
@@ -112,6 +120,8 @@ def select(
             rollout,
             settings,
             equal_reward=equal[number],
+            too_long=length_reason(rollout, settings, value),
+            imitated=_imitated(rollout, value),
             current_version=current_version,
             failed_versions=failed_versions,
             vocabulary=vocabulary,
@@ -135,6 +145,7 @@ def select(
             **of_rewards(rewards, numbers, equal),
             **of_advantages(advantage),
             **of_turns(len(every), skipped),
+            **of_states([turn for _, rollout in rollouts for turn in rollout.turns]),
             **of_rows(rows),
             **({} if routes is None else of_routes(rows)),
             **of_paths(
@@ -145,6 +156,21 @@ def select(
             ),
         },
     )
+
+
+def _refuse_twice(groups: Sequence[GroupLike]) -> None:
+    """A turn that is trained twice by one step weighs double, and moves its group's baseline."""
+    seen: dict[str, str] = {}
+    for group in groups:
+        for rollout in group.rollouts:
+            for turn in rollout.turns:
+                if turn.turn_id in seen:
+                    raise ValueError(
+                        f"turn {turn.turn_id} of rollout {rollout.rollout_id} is in the batch"
+                        f" twice (groups {seen[turn.turn_id]} and {group.group_id}): give each"
+                        " rollout to one group"
+                    )
+                seen[turn.turn_id] = group.group_id
 
 
 def scored(rollout: RolloutLike, *, group: int, task: str) -> Scored:
@@ -159,8 +185,19 @@ def scored(rollout: RolloutLike, *, group: int, task: str) -> Scored:
         turn_rewards=np.array([given.get(i, 0.0) for i in range(len(numbers))], np.float64),
         tokens=np.array([_sampled(turn) for turn in rollout.turns], np.int64),
         parents=np.array([numbers.get(t.parent_id or "", -1) for t in rollout.turns], np.int64),
-        states=[digests.prompt for digests in digests_of(rollout.turns)],
+        states=[state_of(turn) for turn in rollout.turns],
+        deciding=getattr(rollout, "deciding_turn", None),
+        demonstrated=demonstrated(rollout.turns),
     )
+
+
+def _imitated(rollout: RolloutLike, advantage: NDArray[np.float64]) -> set[str]:
+    """An expert's turns that the policy is drawn towards."""
+    return {
+        turn.turn_id
+        for turn, value in zip(rollout.turns, advantage, strict=True)
+        if is_expert(turn) and value > _ROUNDING
+    }
 
 
 def _sampled(turn: Turn) -> int:

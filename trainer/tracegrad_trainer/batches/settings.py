@@ -51,6 +51,19 @@ class BatchSettings(BaseModel):
     drop_repeated: bool = Field(
         False, description="skip turns that repeat an earlier prompt and reply of their rollout"
     )
+    drop_truncated: bool = Field(
+        False,
+        description="skip turns whose reply was cut off at its token limit (finish_reason length)",
+    )
+    negative_max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="rollouts that sampled more tokens and whose advantage is not above 0: not"
+        " trained",
+    )
+    negative_max_turns: int | None = Field(
+        None, ge=1, description="the same, by the number of sampled turns"
+    )
     outcomes: tuple[ScoredOutcome, ...] = Field(
         ("completed", "agent_error", "budget"),
         min_length=1,
@@ -73,6 +86,16 @@ class BatchSettings(BaseModel):
         if value is not None:
             predicate.load(value)
         return value
+
+    @model_validator(mode="after")
+    def _decay_is_used(self) -> BatchSettings:
+        usual = type(self).model_fields["stale_decay"].default
+        if self.stale != "weight" and self.stale_decay != usual:
+            raise ValueError(
+                f"stale_decay {self.stale_decay:g}: it is of stale = 'weight', set that or leave it"
+                " out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _rows_fit(self) -> BatchSettings:

@@ -8,9 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.records import Turn
 from tracegrad.turns import paths
 
-from .rollouts import RolloutLike, length_of, with_ancestors
+from .rollouts import RolloutLike, is_expert, length_of, with_ancestors
 from .routes import known
 from .rows import Row
 
@@ -43,6 +44,18 @@ def of_turns(turns: int, skipped: Mapping[str, str]) -> dict[str, float]:
         "turns": float(turns),
         "turns_skipped": float(len(skipped)),
         **{f"skipped_{why}": float(n) for why, n in sorted(Counter(skipped.values()).items())},
+    }
+
+
+def of_states(turns: Sequence[Turn]) -> dict[str, float]:
+    """By what the state is known that each sampled turn began in."""
+    sampled = [turn for turn in turns if not is_expert(turn)]
+    given = sum(turn.state_key is not None for turn in sampled)
+    seen = sum(turn.state_key is None and turn.observation is not None for turn in sampled)
+    return {
+        "states_given": float(given),
+        "states_observed": float(seen),
+        "states_unknown": float(len(sampled) - given - seen),
     }
 
 

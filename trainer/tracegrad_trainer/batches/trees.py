@@ -12,7 +12,7 @@ say, at the positions that they had.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,7 +81,7 @@ def tree_rows(source: Source, *, limit: int) -> tuple[list[Row], int]:
             rows += path_rows(members, source)
             too_long += 1
         else:
-            rows.append(_row(nodes, ends, leaves, source))
+            rows.append(_row(nodes, ends, source))
     return rows, too_long
 
 
@@ -157,7 +157,7 @@ def _laid_out(top: _Node) -> list[_Node]:
     return nodes
 
 
-def _row(nodes: Sequence[_Node], ends: _Ends, leaves: Iterable[str], source: Source) -> Row:
+def _row(nodes: Sequence[_Node], ends: _Ends, source: Source) -> Row:
     draft = Draft(np.concatenate([node.ids for node in nodes]), source)
     tokens = len(draft.input_ids)
     if source.layout is not None:
@@ -177,8 +177,7 @@ def _row(nodes: Sequence[_Node], ends: _Ends, leaves: Iterable[str], source: Sou
             continue
         draft.write(node.turn, node.start, slice(node.at, node.at + length))
         if node.at + length == len(node.turn.completion_token_ids):
-            end = node.turn.turn_id in leaves
-            draft.give(node.turn, node.start + length - 1, end=end)
+            draft.give(node.turn, node.start + length - 1)
     return draft.row(position=position, previous=previous, subtree_end=subtree_end)
 
 

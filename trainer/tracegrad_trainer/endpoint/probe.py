@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import httpx
+from tracegrad_trainer.endpoint.client import endpoint_client
 
 
 class ProbeMismatch(RuntimeError):
@@ -38,10 +38,11 @@ def probe(
     tokens: int = 32,
     seed: int | None = None,
     model: str = "policy",
+    key: str | None = None,
     timeout: float = 60.0,
 ) -> Sample:
-    """Samples exactly `tokens` tokens after the prompt. httpx.HTTPError if the server does not
-    answer."""
+    """Samples exactly `tokens` tokens after the prompt. `key`: of an engine that asks for one.
+    httpx.HTTPError if the server does not answer."""
     request = {
         "model": model,
         "prompt": list(prompt_token_ids),
@@ -53,13 +54,8 @@ def probe(
         "logprobs": 0,
         "return_token_ids": True,
     }
-    response = httpx.post(
-        f"{url}/v1/completions",
-        json=request,
-        timeout=timeout,
-        trust_env=False,
-        verify=url.startswith("https:"),  # reading the certificates takes longer than the call
-    )
+    with endpoint_client(url, timeout_s=timeout, key=key) as client:
+        response = client.post("/v1/completions", json=request)
     response.raise_for_status()
     choice = response.json()["choices"][0]
     sample = Sample(

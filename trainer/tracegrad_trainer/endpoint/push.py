@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import torch
 
+from tracegrad_trainer.endpoint.client import endpoint_client
 from tracegrad_trainer.endpoint.weight_files import WeightFiles
 
 
@@ -46,7 +47,7 @@ class WeightPusher:
 
     `version` and `checkpoint` tell what is served now: what a failed first push returns to.
     `directory` is where the weight files go (see `WeightFiles`). Without `proxy_url`, only the
-    engine's own queue holds calls; `proxy_key` is the proxy's admin key, where it has one.
+    engine's own queue holds calls; `proxy_key` is the proxy's control key, or its admin key.
     """
 
     def __init__(
@@ -222,23 +223,18 @@ class _Clock:
 
 
 class _Peer:
-    """A server that we drive. No connection is kept, so none can be stale; one client is,
-    because making one takes longer than most calls."""
+    """A server that we drive. One client is kept, because making one takes longer than most
+    calls."""
 
     def __init__(self, name: str, url: str, timeout_s: float, key: str | None = None) -> None:
         self._name = name
-        self._url = url.rstrip("/")
-        self._client = httpx.Client(
-            headers={"authorization": f"Bearer {key}"} if key else None,
-            timeout=httpx.Timeout(timeout_s, connect=5.0),
-            limits=httpx.Limits(max_keepalive_connections=0),
-            trust_env=False,
-        )
+        self._url = url
+        self._client = endpoint_client(url, timeout_s=timeout_s, key=key)
 
     def post(self, path: str, **request: Any) -> None:
         """EngineLost if nobody answers, PushFailed with the server's own words if it refuses."""
         try:
-            response = self._client.post(self._url + path, **request)
+            response = self._client.post(path, **request)
         except httpx.TransportError as error:
             words = f"{self._name} at {self._url} does not answer {path}: {error!r}"
             raise (EngineLost if self._name == "vLLM" else PushFailed)(words) from error

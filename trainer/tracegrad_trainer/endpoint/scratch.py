@@ -1,28 +1,60 @@
-"""Folders that belong to a process: removed by it, or by the next one if it was killed."""
+"""Folders that belong to a process: removed by it, or by the next one if it was killed.
+
+The owner holds a lock on its folder (flock), which the kernel gives back however it ends. Whose
+folder it is can so be told across pid namespaces, where its pid may be nobody's.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 
-def scratch_folder(prefix: str, base: Path | None = None) -> Path:
+class ScratchFolder:
     """A new folder of ours under `base` (default: the folder for temporary files)."""
-    base = base or Path(tempfile.gettempdir())
-    for folder in base.glob(f"{prefix}-*-*"):
-        pid = folder.name.removeprefix(f"{prefix}-").partition("-")[0]
-        if pid.isdigit() and not _alive(int(pid)):
+
+    def __init__(self, prefix: str, base: Path | None = None) -> None:
+        base = base or Path(tempfile.gettempdir())
+        _remove_left_behind(prefix, base)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=base))
+            lock = _lock(self.path)
+            if lock is not None:
+                break  # else somebody took it for left behind, just now
+        self._lock = lock
+
+    def close(self) -> None:
+        """Removes it. May be called again."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _remove_left_behind(prefix: str, base: Path) -> None:
+    for folder in base.glob(f"{prefix}-*"):
+        lock = _lock(folder)
+        if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}-{os.getpid()}-", dir=base))
+            os.close(lock)
 
 
-def _alive(pid: int) -> bool:
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds the folder; None: another one does, it is gone, or not ours."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
+        found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(found).st_uid == os.geteuid() and os.path.samestat(
+            os.fstat(found), os.lstat(folder)
+        ):
+            return found
+    except OSError:
         pass
-    return True
+    os.close(found)
+    return None

@@ -10,6 +10,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from typing import Any
@@ -43,6 +44,11 @@ def _die_with_parent() -> None:
     os.register_at_fork(after_in_child=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
 
 
+def _rendezvous_file(ip: str, port: int) -> str:
+    """Where the one process of a group meets itself: vLLM would open a port on all addresses."""
+    return f"file://{tempfile.mkdtemp(prefix='tracegrad-rendezvous-')}/store"
+
+
 def _fork_engine() -> None:
     """Lets engine and worker be forks of the API server, as vLLM does it on other platforms.
 
@@ -53,6 +59,7 @@ def _fork_engine() -> None:
     """
     from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.executor import uniproc_executor
 
     check: Callable[[Any, Any], None] = CpuPlatform.check_and_update_config.__func__
 
@@ -62,5 +69,6 @@ def _fork_engine() -> None:
 
     CpuPlatform.check_and_update_config = classmethod(check_then_fork)
     registry._run_in_subprocess = lambda function: function()
+    uniproc_executor.get_distributed_init_method = _rendezvous_file
     # One tracker for all: it outlives them and removes their shared memory, whatever ended them.
     resource_tracker.ensure_running()

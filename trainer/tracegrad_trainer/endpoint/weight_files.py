@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from tracegrad_trainer.endpoint.scratch import scratch_folder
+from tracegrad_trainer.endpoint.scratch import ScratchFolder
 
 _SHARD_BYTES = 1 << 30
 
@@ -26,7 +26,8 @@ class WeightFiles:
     def __init__(self, directory: Path | None = None) -> None:
         shared = Path("/dev/shm")
         base = directory or (shared if os.access(shared, os.W_OK) else None)
-        self.folder = scratch_folder("tracegrad-weights", base)
+        self._scratch = ScratchFolder("tracegrad-weights", base)
+        self.folder = self._scratch.path
 
     def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Path]:
         """Writes (checkpoint name, whole tensor) pairs; the files, none above 1 GiB or one tensor.
@@ -55,7 +56,7 @@ class WeightFiles:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._scratch.close()
 
 
 def _plain(name: str, tensor: torch.Tensor, others: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -66,11 +66,20 @@ class Saver:
         self._folder = root
         self._error: str | None = None
 
-    def start(self, learner: Learner, step: int, counters: dict[str, Any]) -> Path:
+    def start(
+        self,
+        learner: Learner,
+        step: int,
+        counters: dict[str, Any],
+        *,
+        parent: dict[str, Any] | None = None,
+    ) -> Path:
         """Copies what checkpoint `step` is made of and begins to write it -> its folder.
 
-        `counters` is JSON-able and comes back from `load_checkpoint`. What was being written
-        before must have been awaited. A collective.
+        `counters` is JSON-able and comes back from `load_checkpoint`. `parent` (rank 0's counts)
+        says of the weights that the step began with: {"step", "digest"} of their checkpoint's
+        manifest; None: the model folder's. What was being written before must have been awaited.
+        A collective.
         """
         assert self._writing is None, "await the one before"
         self._folder = self.root / f"step-{step:08d}"
@@ -81,7 +90,9 @@ class Saver:
         # Copied too: the caller goes on counting while this is written.
         own = {
             "step": step,
+            "parent": parent,
             "optimizer_steps": learner.steps,
+            "entropy_coef": learner.adapted_entropy_coef,
             "counters": copy.deepcopy(counters),
         }
         bound = sum(p.numel() * p.element_size() for p in learner.model.parameters())
@@ -113,11 +124,17 @@ class Saver:
             raise CheckpointError(f"checkpoint {self._folder} not written: {error}")
 
     def prune(self, *, keep: int, keep_every: int | None = None, but: Iterable[int] = ()) -> None:
-        """Drops old checkpoints: the newest `keep` stay, every `keep_every`th, and steps `but`."""
+        """Drops old checkpoints: the newest `keep` stay, every `keep_every`th, and steps `but`.
+
+        Those of later steps than the last one that was started stay too, and do not count: they
+        are of another store or of a time before a restore, and would push out the one just made.
+        """
         if not self._first:
             return
         stay = set(but)
-        for old in checkpoints(self.root)[:-keep]:
+        last = None if self._folder == self.root else step_of(self._folder)
+        made = [one for one in checkpoints(self.root) if last is None or step_of(one) <= last]
+        for old in made[:-keep]:
             step = step_of(old)
             if step not in stay and not (keep_every and step % keep_every == 0):
                 shutil.rmtree(old, ignore_errors=True)
@@ -174,17 +191,21 @@ def save_checkpoint(
     return folder
 
 
-def load_checkpoint(learner: Learner, folder: Path | str) -> dict[str, Any]:
+def load_checkpoint(
+    learner: Learner, folder: Path | str, *, digest: str | None = None
+) -> dict[str, Any]:
     """Load into model, optimizer and random number generators, on all ranks -> the counters it
     was saved with.
 
-    Ranks that it was not saved by keep the random numbers that they have.
+    Ranks that it was not saved by keep the random numbers that they have. `digest` is what the
+    manifest's must be: that of the committed step whose checkpoint it is.
 
     Raises:
-        CheckpointError: a part of it is missing or damaged (named), or it is of another model.
+        CheckpointError: a part of it is missing or damaged (named), or it is of another model, or
+            not the one that was committed.
     """
     folder = Path(folder)
-    own = read_manifest(folder)
+    own = read_manifest(folder, digest=digest)
     verify(folder, share=(dist.get_rank(), dist.get_world_size()))
     state = _state(learner)
     template = {**state, (key := f"random-{dist.get_rank()}"): ""}
@@ -204,18 +225,21 @@ def load_checkpoint(learner: Learner, folder: Path | str) -> dict[str, Any]:
     if template[key]:
         randomness.restore(template[key])
     learner.steps = own["optimizer_steps"]
+    if learner.adapted_entropy_coef is not None:
+        # None: that run had no target, so it begins here.
+        learner.entropy_coef = own.get("entropy_coef") or learner.entropy_coef
     counters: dict[str, Any] = own["counters"]
     return counters
 
 
-def load_weights(state: dict[str, Any], folder: Path) -> None:
+def load_weights(state: dict[str, Any], folder: Path, *, digest: str | None = None) -> None:
     """The model's weights of a checkpoint into the tensors of `state` (name -> tensor), in one
     process, without a process group.
 
     Raises:
         CheckpointError: as `load_checkpoint`.
     """
-    read_manifest(folder)
+    read_manifest(folder, digest=digest)
     verify(folder)
     try:
         with warnings.catch_warnings():

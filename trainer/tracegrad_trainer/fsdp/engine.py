@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from tracegrad_trainer.batches import MicroBatch
 
 from .forward import Head, Inputs, to_inputs
 from .reference import Reference
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +41,12 @@ class Engine:
         everyone: list[list[int]] = [[] for _ in range(self.mesh.size())]
         dist.all_gather_object(everyone, mine, group=self.mesh.get_group())
         return sorted({one for some in everyone for one in some})
+
+    def all_of(self, mine: T) -> list[T]:
+        """Every rank's, by rank."""
+        everyone: list[Any] = [None] * self.mesh.size()
+        dist.all_gather_object(everyone, mine, group=self.mesh.get_group())
+        return everyone
 
     def rest(self) -> None:
         """After forwards without gradient: the root's parameters go back into shards.

@@ -21,7 +21,8 @@ T = TypeVar("T")
 # What of a micro-batch an objective sees as it is.
 _TO_TOKENS = (
     *("mu", "advantage", "score", "version", "expert", "turn", "row", "rollout", "group"),
-    *("turn_tokens", "rollout_tokens", "pair", "label"),
+    *("turn_tokens", "rollout_tokens", "rollout_sampled", "group_tokens"),
+    *("group_sampled", "pair", "label"),
 )
 
 
@@ -42,11 +43,13 @@ class Before:
     """What is known of a micro-batch's targets before its forward with gradient; f32[n] each."""
 
     old: Tensor | None = None  # None: the current ones, which they are at a batch's first step
+    current: Tensor | None = None  # the policy's as it is; None: a forward says
     reference: Tensor | None = None
     old_value: Tensor | None = None
     returns: Tensor | None = None
     advantage: Tensor | None = None  # where it depends on values: instead of the batch's own
     kto_z: Tensor | None = None  # scalar
+    rollout_sums: tuple[Tensor, ...] | None = None  # f64[rollouts]; None: they are whole here
     complete: bool = False  # nothing that the objective needs is missing
 
     def of(self, stay: Tensor) -> Before:
@@ -56,13 +59,13 @@ class Before:
 
 
 # Fields of `Before` that have one number a target.
-OF_TARGETS = ("old", "reference", "old_value", "returns", "advantage")
+OF_TARGETS = ("old", "current", "reference", "old_value", "returns", "advantage")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Forward:
     logp: Tensor  # f32[n], with gradient
-    entropy: Tensor  # f32[n], without
+    entropy: Tensor  # f32[n], with gradient where asked for
     value: Tensor | None = None  # f32[n], with gradient
 
 
@@ -105,6 +108,9 @@ def tokens_of(inputs: Inputs, now: Forward, before: Before) -> Tokens:
         old_value=before.old_value,
         returns=before.returns,
         kto_z=before.kto_z,
+        rollout_sums=before.rollout_sums,
+        entropy=now.entropy,
+        asked=None,
         **given,
     )
 
@@ -122,15 +128,25 @@ class Head:
     dtype: torch.dtype = torch.float32  # of its matrix products
 
 
-def forward(model: nn.Module, inputs: Inputs, head: Head, *, values: bool = False) -> Forward:
-    """The targets' log-probabilities at their temperatures, and with `values` their values.
+def forward(
+    model: nn.Module,
+    inputs: Inputs,
+    head: Head,
+    *,
+    values: bool = False,
+    entropy_gradient: bool = False,
+) -> Forward:
+    """The targets' log-probabilities at their temperatures, and with `values` their values. The
+    entropy, at the same temperatures, has a gradient only where one is asked for.
 
     Raises:
         ValueError: the model ignores `logits_to_keep`.
     """
     make = _by_model if head.shape is None else _by_body
     # What passes through FSDP must be plain tensors: it hangs its backward on them.
-    logp, entropy, found = inside(model, lambda whole: make(whole, inputs, head, values))
+    logp, entropy, found = inside(
+        model, lambda whole: make(whole, inputs, head, values, entropy_gradient)
+    )
     return Forward(logp=logp, entropy=entropy, value=found)
 
 
@@ -162,7 +178,7 @@ def _hidden(model: Any, inputs: Inputs) -> Tensor:
 
 
 def _by_body(
-    model: Any, inputs: Inputs, head: Head, values: bool
+    model: Any, inputs: Inputs, head: Head, values: bool, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     assert head.shape is not None
     hidden = _hidden(model, inputs)
@@ -175,12 +191,13 @@ def _by_body(
         inputs.temperature if inputs.heated else None,
         shape=head.shape,
         elements=head.elements,
+        entropy_gradient=entropy_gradient,
     )
     return logp, entropy, value.of(model, hidden) if values else None
 
 
 def _by_model(
-    model: Any, inputs: Inputs, head: Head, values: bool
+    model: Any, inputs: Inputs, head: Head, values: bool, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """By full logits, as the model makes them."""
     seen: list[Tensor] = []
@@ -197,7 +214,7 @@ def _by_model(
         logits = logits / inputs.temperature[:, None]
     log_z = torch.logsumexp(logits, -1)
     chosen = logits.gather(-1, inputs.labels[:, None])[:, 0] - log_z
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         log_share = logits - log_z[:, None]
         entropy = -torch.linalg.vecdot(log_share.exp(), log_share)
     return chosen, entropy, value.of(model, seen[0][0]) if values else None

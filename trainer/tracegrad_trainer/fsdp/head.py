@@ -47,16 +47,19 @@ def log_probs(
     *,
     shape: Shape = PLAIN,
     elements: int | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """log softmax(logits / temperature) at the labels, with gradient, and the entropy in nats,
-    without; float32 (float64 of float64 inputs). A `temperature` of None is 1 everywhere.
+    """log softmax(logits / temperature) at the labels, with gradient, and the entropy in nats, with
+    gradient only where `entropy_gradient` asks for it; float32 (float64 of float64 inputs). A
+    `temperature` of None is 1 everywhere.
 
-    Matrix products are made in the inputs' type, everything behind them in float32.
+    Matrix products are made in the inputs' type, everything behind them in float32. A gradient of
+    the entropy has the logits multiplied again in backward, whatever fits into one chunk.
     """
     most = ELEMENTS.get(hidden.device.type, ELEMENTS["cpu"]) if elements is None else elements
     # hidden, weight and bias first: `backward` counts on it
     apply: Any = _LogProbs.apply
-    logp, entropy = apply(hidden, weight, bias, labels, temperature, shape, most)
+    logp, entropy = apply(hidden, weight, bias, labels, temperature, shape, most, entropy_gradient)
     return logp, entropy
 
 
@@ -71,6 +74,7 @@ class _LogProbs(torch.autograd.Function):
         temperature: Tensor | None,
         shape: Shape,
         elements: int,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         logp, entropy, log_z = (
             hidden.new_empty(len(hidden), dtype=_exact(hidden)) for _ in range(3)
@@ -89,24 +93,37 @@ class _LogProbs(torch.autograd.Function):
             logp[rows] = logits.gather(-1, labels[rows, None])[:, 0] - log_total
             entropy[rows] = log_total - torch.linalg.vecdot(share, logits) / total
             log_z[rows] = log_total + highest
-            if len(chunks) == 1 and shape.cap is None:
+            if len(chunks) == 1 and shape.cap is None and not entropy_gradient:
                 kept = share, total
-        ctx.save_for_backward(hidden, weight, bias, labels, temperature, log_z)
+        known = entropy if entropy_gradient else None
+        ctx.save_for_backward(hidden, weight, bias, labels, temperature, log_z, known)
         ctx.shape, ctx.chunks, ctx.kept = shape, chunks, kept
-        ctx.mark_non_differentiable(entropy)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, temperature, log_z = ctx.saved_tensors
+        hidden, weight, bias, labels, temperature, log_z, entropy = ctx.saved_tensors
         # What was kept is used up here; another backward would multiply again.
         kept, ctx.kept = ctx.kept, None
+        # Of the log-probability, and of the entropy where it has a gradient.
         factor = of_outputs[0] * ctx.shape.scale
+        pull = None if entropy is None else of_outputs[1] * ctx.shape.scale
         if temperature is not None:
             factor = factor / temperature
+            pull = None if pull is None else pull / temperature
         sums = _Sums(hidden, weight, bias, ctx.needs_input_grad)
         for rows in ctx.chunks:
-            if kept is not None:
+            if pull is not None:
+                here = pull[rows, None], entropy[rows, None]
+                heat = None if temperature is None else temperature[rows, None]
+                log_p, steepness = _log_shares(
+                    hidden[rows], weight, bias, heat, log_z[rows, None], ctx.shape
+                )
+                slope = _slope_of_both(log_p, labels[rows, None], factor[rows, None], *here)
+                slope = slope if steepness is None else slope.mul_(steepness)
+            elif kept is not None:
                 slope = kept[0].mul_((-factor / kept[1])[:, None])
                 slope.scatter_add_(1, labels[:, None], factor[:, None])
             else:
@@ -115,7 +132,7 @@ class _LogProbs(torch.autograd.Function):
                 slope = _slope(logits, heat, log_z[rows, None], labels[rows, None], ctx.shape.cap)
                 slope.mul_(factor[rows, None])
             sums.add(rows, slope)
-        return *sums.take(), None, None, None, None
+        return *sums.take(), None, None, None, None, None
 
 
 class _Sums:
@@ -166,6 +183,32 @@ def _slope(
     slope = logits.sub_(log_z).exp_().neg_()
     slope.scatter_add_(1, labels, torch.ones_like(labels, dtype=slope.dtype))
     return slope if steepness is None else slope.mul_(steepness)
+
+
+def _log_shares(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: Tensor | None,
+    log_z: Tensor,
+    shape: Shape,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of the whole vocabulary, [rows, V], and the slope of the cap."""
+    logits = shape.apply_(_product(hidden, weight, bias))
+    steepness = None if shape.cap is None else 1 - (logits / shape.cap).square_()
+    if temperature is not None:
+        logits.div_(temperature)
+    # What has no share at all must give 0 x a number, not 0 x infinity.
+    return logits.sub_(log_z).clamp_(min=-1e4), steepness
+
+
+def _slope_of_both(
+    log_p: Tensor, labels: Tensor, factor: Tensor, pull: Tensor, entropy: Tensor
+) -> Tensor:
+    """factor (1 at the label - p) - pull p (log p + entropy), [rows, V]; of `log_p` in place."""
+    p = log_p.exp()
+    slope = log_p.add_(entropy).mul_(-pull).sub_(factor).mul_(p)
+    return slope.scatter_add_(1, labels, factor.to(slope.dtype))
 
 
 def _chunks(rows: int, vocabulary: int, elements: int) -> list[slice]:

@@ -17,13 +17,16 @@ MISMATCH = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """One optimizer step. `sums` and `maxima` are over all micro-batches of all ranks; `seconds`
-    this rank's, by stage."""
+    this rank's, by stage. `value_only`: the value head alone learnt."""
 
     applied: bool
     sums: Mapping[str, float]
     maxima: Mapping[str, float]
     grad_norm: float
     lr: float
+    value_lr: float | None = None  # None: there is no value head
+    value_only: bool = False
+    entropy_coef: float | None = None  # that it was made with; None: entropy is no term
     dropped: tuple[int, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
 
@@ -34,6 +37,7 @@ class StepResult:
     their numbers were not finite, or they were paired with such a row.
 
     Not `applied`: weights and optimizer are as they were, and nothing was trained.
+    `policy_moved`: applied, and not to the value head alone.
     `mismatch`: a line for people when serving and training engine disagree about tokens of the
     current version, more than rounding explains; `metrics["mismatch"]` is then 1.
     `speed`: seconds of `prepass`, `forward_backward` and `apply`, and `tokens_per_second`; apart
@@ -44,6 +48,7 @@ class StepResult:
     metrics: dict[str, float]
     dropped: tuple[int, ...] = ()
     mismatch: str | None = None
+    policy_moved: bool = True
     speed: dict[str, float] = field(default_factory=dict, compare=False)
 
 
@@ -72,6 +77,11 @@ def result_of(
         "tokens": sums["tokens_in"],
         "flops": sums["flops"],
     }
+    if updates[-1].value_lr is not None:
+        metrics["value_lr"] = updates[-1].value_lr
+        metrics["updates_value_only"] = float(sum(update.value_only for update in applied))
+    if updates[-1].entropy_coef is not None:
+        metrics["entropy_coef"] = updates[-1].entropy_coef
     seconds = _together([update.seconds for update in updates], sum)
     total_s = sum(seconds.values())
     return StepResult(
@@ -79,6 +89,7 @@ def result_of(
         metrics=metrics,
         dropped=tuple(dropped),
         mismatch=mismatch,
+        policy_moved=any(not update.value_only for update in applied),
         speed=seconds | {"tokens_per_second": sums["tokens_in"] / max(total_s, 1e-9)},
     )
 

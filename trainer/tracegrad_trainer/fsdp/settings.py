@@ -78,6 +78,15 @@ class OptimSettings(BaseModel):
         None, ge=1, description="linear, cosine: the optimizer step at which the floor is reached"
     )
     lr_floor: float = Field(0.1, ge=0, le=1, description="share of lr at which the decay ends")
+    value_lr: float | None = Field(
+        None, ge=0, allow_inf_nan=False, description="of the value head; default: lr"
+    )
+    value_warmup_steps: int = Field(
+        0,
+        ge=0,
+        description="optimizer steps at the run's start in which the value head alone learns; the"
+        " schedule of everything else begins behind them",
+    )
     minibatches: int = Field(
         1,
         ge=1,

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.objectives import ObjectiveSettings
+from tracegrad_trainer.objectives.entropy import next_coef
 from tracegrad_trainer.stopwatch import Stopwatch
 
 from . import value
@@ -24,10 +25,18 @@ from .engine import Engine
 from .flops import flops
 from .forward import Before, forward
 from .head_choice import choose
-from .optimizer import local_gradients, make_optimizer, rate, squared_norm
+from .optimizer import (
+    local_gradients,
+    make_optimizer,
+    parameters_of,
+    rate,
+    squared_norm,
+    value_rate,
+)
 from .prepass import prepass
 from .reference import reference_of
 from .result import StepResult, Update, result_of
+from .rollout_sums import with_rollout_sums
 from .settings import OptimSettings
 from .wrap import compute_device
 
@@ -58,8 +67,10 @@ class Learner:
         self.optim = optim
         self.reshard = reshard
         self.steps = 0  # optimizer steps applied
+        self.entropy_coef = objective.entropy_coef  # adapted where the entropy has a target
         self.device = compute_device(mesh)
         self.optimizer = make_optimizer(model, optim)
+        self.policy, self.critic = parameters_of(model)
         if "value" in objective.needs and not value.attached(model):
             raise ValueError("this objective learns values: put a value head on before `shard`")
         head = choose(model, self.device, elements=head_elements)
@@ -117,17 +128,20 @@ class Learner:
         if sums["wrong"]:
             # Some row is not finite, and through the shared weights' gradients it spoilt the
             # rest: once more without such rows. Ranks without one repeat too.
-            dropped = self.engine.gather(rows_with(done.wrong, micro_batches))
+            dropped = rows_with(self.engine, self.objective, done.wrong, micro_batches)
             left, known = without(dropped, micro_batches, known)
             done = self._gradients(left, version, known, mismatched, watch)
             sums, maxima = done.totals.reduced(self.engine)
-        lr = rate(self.optim, self.steps)
         # FSDP has averaged over ranks; what is wanted is the sum over the denominator.
         scale = self.mesh.size() / max(sums["units"], 1e-9)
         norm = sums["grad_squared"] ** 0.5 * scale
         applied = math.isfinite(norm) and sums["units"] > 0
+        lrs, alone, coef = self._rates(), self._critic_alone, self.entropy_coef
         if applied:
-            self._apply(scale * min(1.0, self.optim.max_grad_norm / max(norm, 1e-12)), lr)
+            self._apply(scale * min(1.0, self.optim.max_grad_norm / max(norm, 1e-12)), lrs)
+            if not alone and sums["sampled"]:
+                mean = sums["entropy_sampled"] / sums["sampled"]
+                self.entropy_coef = next_coef(self.objective, coef, mean)
         self.optimizer.zero_grad()
         self._lap(watch, "apply")
         return Update(
@@ -135,7 +149,10 @@ class Learner:
             sums=sums,
             maxima=maxima,
             grad_norm=norm,
-            lr=lr,
+            lr=lrs[0],
+            value_lr=lrs[1] if self.critic else None,
+            value_only=alone,
+            entropy_coef=coef if self.objective.has_entropy else None,
             dropped=tuple(dropped),
             seconds=watch.take(),
         )
@@ -152,11 +169,19 @@ class Learner:
         self.optimizer.zero_grad()
         inputs = self.engine.inputs(micro_batches)
         before = prepass(self.engine, self.objective, inputs, known, mismatched)
+        before = with_rollout_sums(self.engine, self.objective, inputs, before)
         self._lap(watch, "prepass")
         done = accumulate(
-            self.engine, self.objective, inputs, before, version=version, reshard=self.reshard
+            self.engine,
+            self.objective,
+            inputs,
+            before,
+            version=version,
+            reshard=self.reshard,
+            entropy_coef=self.entropy_coef,
         )
-        squares = squared_norm(local_gradients(self.model), self.device)
+        learning = self.critic if self._critic_alone else [*self.policy, *self.critic]
+        squares = squared_norm(local_gradients(learning), self.device)
         # What fills up a rank's micro-batches is no part of the step.
         real = [batch for batch in micro_batches if (batch.row_keys >= 0).any()]
         counted = {
@@ -169,11 +194,35 @@ class Learner:
         self._lap(watch, "forward_backward")
         return done
 
-    def _apply(self, scale: float, lr: float) -> None:
-        torch._foreach_mul_(local_gradients(self.model), scale)
+    @property
+    def adapted_entropy_coef(self) -> float | None:
+        """The entropy bonus's coefficient where it has a target: a state, kept in checkpoints."""
+        return None if self.objective.entropy_target is None else self.entropy_coef
+
+    @property
+    def _critic_alone(self) -> bool:
+        return bool(self.critic) and self.steps < self.optim.value_warmup_steps
+
+    def _rates(self) -> tuple[float, float]:
+        """Of the policy and of the value head."""
+        before = self.optim.value_warmup_steps if self.critic else 0
+        own = 0.0 if self.steps < before else rate(self.optim, self.steps - before)
+        return own, value_rate(self.optim, self.steps)
+
+    def _apply(self, scale: float, lrs: tuple[float, float]) -> None:
+        alone = self._critic_alone
+        if alone:  # also what may not be finite: it is no part of the norm
+            for gradient in local_gradients(self.policy):
+                gradient.zero_()
+        torch._foreach_mul_(local_gradients([*self.policy, *self.critic]), scale)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            of_critic = any(group["params"][0] is one for one in self.critic)
+            group["lr"] = lrs[of_critic]
         self.optimizer.step()
+        if alone:  # the policy's moments begin with its own first step
+            for parameter in self.policy:
+                if parameter in self.optimizer.state:
+                    self.optimizer.state[parameter]["step"].zero_()
         self.steps += 1
 
     def _lap(self, watch: Stopwatch, stage: str) -> None:

@@ -7,7 +7,7 @@ mixture's routes are taken once, before the first of them. (PPO, arXiv 1707.0634
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,6 +38,7 @@ def several(
     keys of rows that were in no step that changed the weights.
     """
     start = begin(learner, [batch for part in parts for batch in part])
+    before = start.before
     updates: list[Update] = []
     trained: set[int] = set()
     for _ in range(epochs):
@@ -45,7 +46,8 @@ def several(
         for part in parts:
             here = slice(at, at := at + len(part))
             micro_batches = start.micro_batches[here]
-            update = learner.update(micro_batches, version=version, before=start.before[here])
+            update = learner.update(micro_batches, version=version, before=before[here])
+            before = [replace(known, current=None) for known in before]  # it has moved
             updates.append(update)
             if update.applied:
                 trained |= _keys(micro_batches) - set(update.dropped)
@@ -58,8 +60,8 @@ def begin(learner: Learner, micro_batches: Sequence[MicroBatch]) -> Start:
     """Less the rows of which some number is not finite already: what is counted over the whole
     batch must not know them."""
     start = _looked_at(learner, micro_batches)
-    wrong = map(_wrong, start.micro_batches, start.before)
-    bad = learner.engine.gather(rows_with(list(wrong), start.micro_batches))
+    wrong = list(map(_wrong, start.micro_batches, start.before))
+    bad = rows_with(learner.engine, learner.objective, wrong, start.micro_batches)
     if not bad:
         return start
     left, _ = without(bad, start.micro_batches, start.before)
@@ -71,7 +73,8 @@ def _looked_at(learner: Learner, micro_batches: Sequence[MicroBatch]) -> Start:
     engine = learner.engine
     inputs = engine.inputs(micro_batches)
     with routing.recording(engine.model) as routes:
-        known = [Before(old=forward(engine.model, one, engine.head).logp) for one in inputs]
+        logp = [forward(engine.model, one, engine.head).logp for one in inputs]
+    known = [Before(old=one, current=one) for one in logp]
     if routes:  # where none were given the routers chose: later steps replay that
         micro_batches = routing.routed(micro_batches, routes)
         inputs = engine.inputs(micro_batches)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-MANIFEST = "counters.json"
+from tracegrad.store.manifests import MANIFEST, manifest_digest
+
 _NAME = re.compile(r"step-(\d{8,})")
 _PIECE = 1 << 24
 _FILES = TypeAdapter(dict[str, tuple[int, int]])  # name -> bytes, CRC-32
@@ -22,11 +24,24 @@ class CheckpointError(RuntimeError):
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints in a folder that were finished, oldest first."""
-    if not folder.is_dir():
+    """Checkpoints in a folder that were finished, oldest first; none where it is not there, or is
+    another user's."""
+    try:
+        found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    except OSError:
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
     return sorted(found, key=step_of)
+
+
+def may_exist(folder: Path) -> bool:
+    """False: it is not there. What another user's folder holds cannot be known, and may be."""
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def step_of(folder: Path) -> int:
@@ -49,14 +64,20 @@ def write_manifest(folder: Path, own: dict[str, Any], files: dict[str, list[int]
     sync(folder)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What the run was saved with, when all files are there with their sizes.
+def read_manifest(folder: Path, *, digest: str | None = None) -> dict[str, Any]:
+    """What the run was saved with, when all files are there with their sizes; `digest` is what
+    the manifest's must be.
 
     Raises:
         CheckpointError: something is not; names the file, and an older checkpoint that is whole.
     """
     if problem := _missing(folder):
-        raise CheckpointError(problem + _older(folder))
+        raise CheckpointError(problem + older(folder))
+    if digest is not None and manifest_digest(folder) != digest:
+        raise CheckpointError(
+            f"checkpoint {folder} is not the one that was committed: the digest of its {MANIFEST}"
+            f" is {manifest_digest(folder)}, not {digest}"
+        )
     found: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
     return found
 
@@ -75,7 +96,19 @@ def verify(folder: Path, *, share: tuple[int, int] = (0, 1)) -> None:
         except OSError as error:
             raise CheckpointError(f"checkpoint {folder} not read: {error}") from error
         if damaged:
-            raise CheckpointError(f"checkpoint part {folder / name} is damaged" + _older(folder))
+            raise CheckpointError(f"checkpoint part {folder / name} is damaged" + older(folder))
+
+
+def discard(folder: Path) -> None:
+    """A checkpoint that nobody may go on from; it loses its name before its files."""
+    gone = folder.with_name(f".{folder.name}.refused")
+    shutil.rmtree(gone, ignore_errors=True)
+    try:
+        os.replace(folder, gone)
+    except FileNotFoundError:
+        return
+    sync(folder.parent)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:
@@ -106,18 +139,18 @@ def _missing(folder: Path) -> str | None:
     return None
 
 
-def _older(folder: Path) -> str:
+def older(folder: Path) -> str:
     """What can be done about it."""
-    older = [
+    whole = [
         one
         for one in checkpoints(folder.parent)
         if _NAME.fullmatch(folder.name) and step_of(one) < step_of(folder) and not _missing(one)
     ]
-    if not older:
+    if not whole:
         return "; there is no older whole checkpoint: put the part back from a copy"
     return (
-        f"; put it back from a copy, or go on from {older[-1]}, which is whole:"
-        f" checkpoint.resume_from={step_of(older[-1])}"
+        f"; put it back from a copy, or go on from {whole[-1]}, which is whole:"
+        f" checkpoint.resume_from={step_of(whole[-1])}"
     )
 
 

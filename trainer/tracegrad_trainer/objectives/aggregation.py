@@ -17,7 +17,7 @@ from torch import Tensor
 from .pairs import pairs_of
 from .registry import Registry
 from .settings import ObjectiveSettings
-from .tokens import Tokens, segment_sum
+from .tokens import Tokens
 
 Aggregation = Callable[[Tokens, ObjectiveSettings], tuple[Tensor, Tensor]]
 Shares = tuple[Float[Tensor, " n"], Float[Tensor, ""]]
@@ -28,20 +28,34 @@ AGGREGATIONS: Registry[Aggregation] = Registry("aggregation")
 @AGGREGATIONS.register("token_mean")
 def token_mean(tokens: Tokens, settings: ObjectiveSettings) -> Shares:
     """Every token counts the same."""
-    return torch.ones_like(tokens.mu), tokens.mu.new_tensor(float(len(tokens)))
+    share, _ = _counted(tokens, settings)
+    return share, share.sum()
 
 
 @AGGREGATIONS.register("turn_mean")
 def turn_mean(tokens: Tokens, settings: ObjectiveSettings) -> Shares:
     """Every turn counts the same, and its tokens share that."""
-    share = 1 / tokens.turn_tokens
+    counted, _ = _counted(tokens, settings)
+    share = counted / tokens.turn_tokens
     return share, share.sum()
 
 
 @AGGREGATIONS.register("rollout_mean")
 def rollout_mean(tokens: Tokens, settings: ObjectiveSettings) -> Shares:
     """Every rollout counts the same, into however many rows it fans out."""
-    share = 1 / tokens.rollout_tokens
+    counted, of_rollout = _counted(tokens, settings)
+    share = counted / of_rollout
+    return share, share.sum()
+
+
+@AGGREGATIONS.register("group_mean")
+def group_mean(tokens: Tokens, settings: ObjectiveSettings) -> Shares:
+    """Every group counts the same, and its tokens share that: the mean over all tokens of a
+    prompt's rollouts, then over prompts ("prompt average" of ScaleRL, arXiv 2510.13786).
+    """
+    counted, _ = _counted(tokens, settings)
+    of_group = tokens.group_tokens if settings.learns_from_experts else tokens.group_sampled
+    share = counted / of_group.clamp(min=1)
     return share, share.sum()
 
 
@@ -50,7 +64,18 @@ def sum_constant(tokens: Tokens, settings: ObjectiveSettings) -> Shares:
     """A rollout's tokens are added up and divided by `constant`, however many there are
     (Dr. GRPO, arXiv 2503.20783); then the mean over rollouts.
     """
-    return torch.ones_like(tokens.mu), settings.constant * (1 / tokens.rollout_tokens).sum()
+    counted, of_rollout = _counted(tokens, settings)
+    return counted, settings.constant * (counted / of_rollout).sum()
+
+
+def _counted(
+    tokens: Tokens, settings: ObjectiveSettings
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """1 for each token that counts, else 0, and how many of its rollout do: an expert's only
+    where the surrogate may learn from them."""
+    if settings.learns_from_experts:
+        return torch.ones_like(tokens.mu), tokens.rollout_tokens
+    return tokens.sampled.to(tokens.mu.dtype), tokens.rollout_sampled.clamp(min=1)
 
 
 @AGGREGATIONS.register("pair_mean")
@@ -60,8 +85,8 @@ def pair_mean(tokens: Tokens, settings: ObjectiveSettings) -> Shares:
     return pairs.whole[pairs.of_token].to(tokens.mu.dtype), pairs.whole.sum().to(tokens.mu.dtype)
 
 
-@AGGREGATIONS.register("row_mean")
-def row_mean(tokens: Tokens, settings: ObjectiveSettings) -> Shares:
-    """The mean over labelled rows of what the surrogate spread over their tokens."""
+@AGGREGATIONS.register("label_mean")
+def label_mean(tokens: Tokens, settings: ObjectiveSettings) -> Shares:
+    """The mean over labelled rollouts of what the surrogate spread over their tokens."""
     share = (tokens.label[tokens.row] != 0).to(tokens.mu.dtype)
-    return share, (segment_sum(share, tokens.row, tokens.rows) > 0).sum().to(share.dtype)
+    return share, (share / tokens.rollout_tokens).sum()

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .registry import is_own
+from .entropy import HIGHEST, LOWEST
+from .names import OF_ANY_SURROGATE, PARTS, Reads, readers, used
+from .presets import PRESETS
+from .registry import is_own, own_part
 
 if TYPE_CHECKING:
     from .settings import ObjectiveSettings
 
 # They weigh tokens by pi/mu themselves.
 WITH_MU = ("topr", "decoupled_ppo", "minirl", "signed_prob_mask")
-# They are of whole rows against a reference, or of texts: no policy gradient.
+# They are of whole rollouts against a reference, or of texts: no policy gradient.
 PREFERENCES = ("dpo", "kto")
 SUPERVISED = (*PREFERENCES, "sft")
 WEIGHTS = ("tis", "mis")
+LEARN_FROM_EXPERTS = (*SUPERVISED, "ipa")
 
 
 def check(settings: ObjectiveSettings) -> None:
@@ -30,7 +34,7 @@ def check(settings: ObjectiveSettings) -> None:
 
 
 def _aggregation(settings: ObjectiveSettings) -> str | None:
-    of = {"dpo": "pair_mean", "kto": "row_mean"}
+    of = {"dpo": "pair_mean", "kto": "label_mean"}
     surrogate, aggregation = settings.surrogate, settings.aggregation
     wanted = of.get(surrogate)
     if wanted is not None and aggregation != wanted and not is_own(aggregation):
@@ -50,8 +54,11 @@ def _ratio(settings: ObjectiveSettings) -> str | None:
         return f"ratio {ratio!r}: surrogate 'ipa' needs 'turn'"
     if settings.preset == "gspo" and ratio not in ("sequence", "turn"):
         return f"ratio {ratio!r}: the bounds of preset 'gspo' are for 'sequence' or 'turn'"
-    if settings.advantage == "gae" and ratio != "token":
-        return f"ratio {ratio!r}: advantage 'gae' is one a token and needs 'token'"
+    if settings.advantage == "gae" and settings.gae_level == "token" and ratio != "token":
+        return (
+            f"ratio {ratio!r}: advantage 'gae' is one a token and needs 'token',"
+            " or gae_level = 'turn'"
+        )
     return None
 
 
@@ -88,6 +95,19 @@ def _kl(settings: ObjectiveSettings) -> str | None:
     return None
 
 
+def _entropy(settings: ObjectiveSettings) -> str | None:
+    coef, target, surrogate = settings.entropy_coef, settings.entropy_target, settings.surrogate
+    if target is not None and not coef:
+        return (
+            f"entropy_target {target:g}: set entropy_coef, the coefficient to begin with, above 0"
+        )
+    if target is not None and not LOWEST <= coef <= HIGHEST:
+        return f"entropy_coef {coef:g}: with entropy_target from {LOWEST:g} to {HIGHEST:g}"
+    if coef and surrogate in SUPERVISED:
+        return f"entropy_coef {coef:g}: surrogate {surrogate!r} samples nothing, use 0"
+    return None
+
+
 def _whiten(settings: ObjectiveSettings) -> str | None:
     if settings.whiten and settings.surrogate in SUPERVISED:
         return f"whiten: surrogate {settings.surrogate!r} has no advantages, leave it off"
@@ -100,14 +120,36 @@ def _gae(settings: ObjectiveSettings) -> str | None:
     return None
 
 
-def _experts(settings: ObjectiveSettings) -> str | None:
-    if settings.imitation and settings.surrogate != "ipa" and not is_own(settings.surrogate):
-        return f"imitation {settings.imitation:g}: only surrogate 'ipa' imitates, use 0"
-    if settings.centre and settings.advantage != "ipa" and not is_own(settings.advantage):
-        return (
-            f"centre: of advantage 'ipa' only, {settings.advantage!r} says itself what it centres"
-        )
+def _unused(settings: ObjectiveSettings) -> str | None:
+    """A value that is neither the preset's nor the default is the user's: to do nothing with it
+    would be to ignore what was asked for."""
+    own = own_reads(settings)
+    if own is None:
+        return None
+    read = used(settings.model_dump(), own)
+    if settings.options and not own:
+        return "options: they are for parts of your own, and all of these are ours: leave them out"
+    usual = PRESETS[settings.preset]
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if name not in read and value != usual.get(name, field.default) and name != "options":
+            of = ", ".join(readers(name))
+            return f"{name} = {value!r}: nothing in this objective uses it (it is of {of})"
     return None
+
+
+def own_reads(settings: ObjectiveSettings) -> dict[str, Reads] | None:
+    """What the user's own parts read, by their paths, where they say so (`part.reads`); None: one
+    does not, and may read anything."""
+    found: dict[str, Reads] = {}
+    for kind in PARTS:
+        path = getattr(settings, kind)
+        if is_own(path):
+            said: Reads | None = getattr(own_part(kind, path), "reads", None)
+            if said is None:
+                return None
+            found[path] = (*said, *OF_ANY_SURROGATE) if kind == "surrogate" else said
+    return found
 
 
 _CHECKS: tuple[Callable[[ObjectiveSettings], str | None], ...] = (
@@ -116,7 +158,8 @@ _CHECKS: tuple[Callable[[ObjectiveSettings], str | None], ...] = (
     _correction,
     _bounds,
     _kl,
+    _entropy,
     _whiten,
     _gae,
-    _experts,
+    _unused,
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .objective import Evaluated
 from .pairs import pairs_of
-from .tokens import Tokens, log_ratio, mismatch, segment_mean, segment_sum
+from .tokens import LOG_RATIO_LIMIT, Tokens, log_ratio, mismatch, segment_mean, segment_sum
 
 # Lag behind the current policy, in versions; the last holds everything older.
 GAPS = (0, 1, 2, 3, 4)
@@ -38,16 +38,20 @@ def sums(
         "policy_loss": done.policy,
         "kl_loss": done.kl,
         "value_loss": done.value,
+        "entropy_loss": done.entropy,
         "units": done.units,
         "tokens": tokens.mu.new_tensor(float(len(tokens))),
         "turns": tokens.mu.new_tensor(float(tokens.turns)),
         "sampled": sampled.sum(),
         "sampled_turns": _turns_with(sampled, tokens),
         "entropy": entropy.sum(),
+        "entropy_sampled": (entropy * sampled).sum(),
         "k1": -log_w.sum(),
         "k3": _k3(log_w).sum(),
         "w": w.sum(),
         "w_squared": (w * w).sum(),
+        **_of_weights(done.weight, done.unit * sampled),
+        **_of_products(log_w, tokens),
         "policy_k3": (_k3(moved) * sampled).sum(),
         "no_signal": (sampled & (tokens.advantage == 0)).sum(),
         "staleness": ((version - tokens.version) * sampled).sum(),
@@ -59,9 +63,31 @@ def sums(
     values |= _by_gap(tokens, done, log_w, version)
     if tokens.reference is not None:
         values |= _to_reference(tokens, tokens.reference)
-    if tokens.value is not None and tokens.returns is not None:
-        values |= _of_values(tokens.value, tokens.returns, sampled)
+    if done.values is not None and tokens.returns is not None:
+        values |= _of_values(done.values, tokens.returns, sampled)
     return values
+
+
+def _of_weights(weight: Float[Tensor, " n"], unit: Float[Tensor, " n"]) -> dict[str, Tensor]:
+    """Moments of the weights that the correction gave, each counted once for what has it."""
+    once = weight.double() * unit
+    return {
+        "weighted": unit.sum(),
+        "weights": once.sum(),
+        "weights_squared": (once * weight).sum(),
+    }
+
+
+def _of_products(log_w: Float[Tensor, " n"], tokens: Tokens) -> dict[str, Tensor]:
+    """Moments of the turns' products of old/mu, whatever level corrects."""
+    here = segment_sum(tokens.sampled.to(log_w.dtype), tokens.turn, tokens.turns) > 0
+    product = _products(log_w, tokens) * here
+    return {"products": product.sum(), "products_squared": (product * product).sum()}
+
+
+def _products(log_w: Float[Tensor, " n"], tokens: Tokens) -> Float[Tensor, " turns"]:
+    total = segment_sum(log_w, tokens.turn, tokens.turns)
+    return total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().double()
 
 
 def _by_gap(
@@ -82,18 +108,15 @@ def _by_gap(
 
 def _to_reference(tokens: Tokens, reference: Float[Tensor, " n"]) -> dict[str, Tensor]:
     log_moved = log_ratio(tokens.logp.detach(), reference)
-    gain = segment_sum(tokens.logp.detach() - reference, tokens.row, tokens.rows)
-    here = segment_sum(torch.ones_like(reference), tokens.row, tokens.rows) > 0
-    chosen, rejected = (tokens.label == 1) & here, (tokens.label == -1) & here
+    gain, label = tokens.logp.detach() - reference, tokens.label[tokens.row]
+    chosen, rejected = label == 1, label == -1
     pairs = pairs_of(tokens)
-    margin = segment_sum(
-        pairs.side * (tokens.logp.detach() - reference), pairs.of_token, tokens.rows
-    )
+    margin = segment_sum(pairs.side * gain, pairs.of_token, tokens.rows)
     return {
         "reference_k1": (log_moved * tokens.sampled).sum(),
         "reference_k3": (_k3(-log_moved) * tokens.sampled).sum(),
-        "chosen": chosen.sum(),
-        "rejected": rejected.sum(),
+        "chosen": (chosen / tokens.rollout_tokens).sum(),
+        "rejected": (rejected / tokens.rollout_tokens).sum(),
         "chosen_gain": (gain * chosen).sum(),
         "rejected_gain": (gain * rejected).sum(),
         "pairs": pairs.whole.sum(),
@@ -106,7 +129,7 @@ def _of_values(
 ) -> dict[str, Tensor]:
     # Variances are differences of these: in double, or little is left of them.
     wanted = returns.double() * sampled
-    error = (returns.double() - value.detach().double()) * sampled
+    error = (returns.double() - value.double()) * sampled
     return {
         "valued": sampled.sum(),
         "returns": wanted.sum(),
@@ -126,6 +149,7 @@ def maxima(tokens: Tokens, done: Evaluated, version: int) -> dict[str, Tensor]:
         "gap_max": _max(on_policy),
         "max_w": _max(log_w.exp() * sampled),
         "turn_max_w": _max(by_turn.exp() * sampled),
+        "product_max_w": _max(_products(log_w, tokens)[tokens.turn] * sampled),
         "ratio_max": _max(done.log_ratio.exp() * sampled),
         "staleness_max": _max(((version - tokens.version) * sampled).to(torch.float32)),
     }
@@ -154,7 +178,7 @@ def summarise(total: Mapping[str, float], largest: Mapping[str, float]) -> dict[
     units = total["units"]
     metrics = {
         name: total[name] / units if units else 0.0
-        for name in ("loss", "policy_loss", "kl_loss", "value_loss")
+        for name in ("loss", "policy_loss", "kl_loss", "value_loss", "entropy_loss")
     }
     metrics |= {
         "entropy": total["entropy"] / max(total["tokens"], 1.0),
@@ -162,7 +186,9 @@ def summarise(total: Mapping[str, float], largest: Mapping[str, float]) -> dict[
         "gap_tokens": total["tokens_gap_0"],
         "k1": total["k1"] / n,
         "k3": total["k3"] / n,
-        "ess": total["w"] ** 2 / (n * total["w_squared"]) if total["w_squared"] else 0.0,
+        "ess": _ess(total["w"], total["w_squared"], n),
+        "product_ess": _ess(total["products"], total["products_squared"], turns),
+        **_weights(total),
         "policy_k3": total["policy_k3"] / n,
         "no_signal_share": total["no_signal"] / n,
         "tokens_trained": total["tokens"],
@@ -182,8 +208,23 @@ def summarise(total: Mapping[str, float], largest: Mapping[str, float]) -> dict[
     return metrics | _of_reference(total, n) | _explained(total)
 
 
+def _ess(added: float, squared: float, n: float) -> float:
+    """The effective sample size of n weights, as a share of n."""
+    return added**2 / (n * squared) if squared else 0.0
+
+
+def _weights(total: Mapping[str, float]) -> dict[str, float]:
+    """Of the correction's weights, as they were applied."""
+    n = total["weighted"]
+    mean, square = (total[name] / n if n else 0.0 for name in ("weights", "weights_squared"))
+    return {
+        "weight_ess": _ess(total["weights"], total["weights_squared"], n),
+        "weight_variance": max(0.0, square - mean**2),
+    }
+
+
 def _of_reference(total: Mapping[str, float], n: float) -> dict[str, float]:
-    """KL(pi || reference) a token; of preferences how much likelier than there a row became."""
+    """KL(pi || reference) a token; of preferences how much likelier than there a rollout became."""
     if "reference_k3" not in total:
         return {}
     metrics = {

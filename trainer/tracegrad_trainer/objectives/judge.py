@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
+
+from tracegrad.records import REWARD_RANGE, is_reward
 
 from .registry import is_own, own_part
 
@@ -36,7 +37,7 @@ def judge_group(judge: Judge, group: Compared) -> list[float]:
     """One reward for each of the group's rollouts, instead of those they came with.
 
     Raises:
-        ValueError: not one finite number for each rollout.
+        ValueError: not one number within bounds (`records.MAX_REWARD`) for each rollout.
     """
     given = judge(group)
     wanted = len(group.rollouts)
@@ -49,9 +50,9 @@ def judge_group(judge: Judge, group: Compared) -> list[float]:
             f"judge of group {group.group_id}: {len(rewards)} rewards for {wanted} rollouts"
         )
     for rollout, reward in zip(group.rollouts, rewards, strict=True):
-        if not math.isfinite(reward):
+        if not is_reward(reward):
             raise ValueError(
                 f"judge of group {group.group_id}: the reward of rollout {rollout.rollout_id}"
-                f" is {reward}, it must be finite"
+                f" is {reward}; give {REWARD_RANGE}"
             )
     return rewards

@@ -2,7 +2,9 @@
 
 A field that a preset does not name has the default that `ObjectiveSettings` prints. Where a paper
 leaves a number out, the comment says what was chosen and why. Unless a paper has a correction of
-its own, the mismatch between serving and training engine is corrected by w <= 2 at turn level.
+its own, the mismatch between serving and training engine is weighed by w <= 2 at turn level. That
+is the turn's geometric mean: it bounds the variance and corrects a mismatch that all tokens share,
+and it hides single ones. A token 6 nats off in a turn of 200 makes w 1.03.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # arXiv 2506.13585 does not say its bound; r <= 5 is what arXiv 2510.13786 (ScaleRL) settled on.
     "cispo": _GRPO | {"surrogate": "cispo", "clip_high": 4.0},
-    # arXiv 2503.14286: the ratio is the whole trajectory's, against the policy that sampled it.
+    # arXiv 2503.14286: the ratio is the whole rollout's, against the policy that sampled it.
     "topr": _GRPO
     | {"advantage": "dr_grpo", "ratio": "product", "surrogate": "topr", **_UNCORRECTED},
     # arXiv 1707.06347 with GAE (1506.02438), as used for language models: gamma 1, lambda 0.95.
@@ -65,12 +67,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "value_coef": 0.5,
         "value_clip": 0.2,
     },
-    # arXiv 2505.24298 (AReaL); prox/mu capped at 5 as in its code.
+    # arXiv 2505.24298 (AReaL); tokens whose prox/mu exceeds 5 are left out, as in its code.
     "decoupled_ppo": _GRPO
-    | {"surrogate": "decoupled_ppo", "prox": "old", **_UNCORRECTED, "correction_cap": 5.0},
+    | {
+        "surrogate": "decoupled_ppo",
+        "prox": "old",
+        "over_cap": "mask",
+        **_UNCORRECTED,
+        "correction_cap": 5.0,
+    },
     # arXiv 2402.14740, with the clipped ratio of the whole sequence that TRL gives it.
     "rloo": _GRPO | {"advantage": "rloo", "ratio": "product", "aggregation": "rollout_mean"},
-    # arXiv 2501.03262, with the group's mean as baseline; whitening is part of the advantage.
+    # arXiv 2501.03262, with the group's mean as baseline; its advantage is whitened (`whitens`).
     "reinforce++": _GRPO | {"advantage": "reinforce++"},
     # arXiv 2505.23585: on-policy, so without a ratio.
     "opo": _GRPO | {"advantage": "opo", "surrogate": "reinforce"},
@@ -124,5 +132,5 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sft": _SUPERVISED | {"surrogate": "sft", "aggregation": "token_mean"},
     # arXiv 2305.18290; 2402.01306.
     "dpo": _SUPERVISED | {"surrogate": "dpo", "beta": 0.1, "aggregation": "pair_mean"},
-    "kto": _SUPERVISED | {"surrogate": "kto", "beta": 0.1, "aggregation": "row_mean"},
+    "kto": _SUPERVISED | {"surrogate": "kto", "beta": 0.1, "aggregation": "label_mean"},
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .registry import Registry
 from .settings import ObjectiveSettings
-from .tokens import LOG_RATIO_LIMIT, Tokens, log_ratio, segment_mean, segment_sum
+from .tokens import LOG_RATIO_LIMIT, Tokens, log_ratio, rollout_mean, rollout_sum, segment_mean
 
 Ratio = Callable[[Tokens, ObjectiveSettings], Tensor]
 
@@ -35,23 +35,35 @@ def turn(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]:
 
 @RATIOS.register("sequence")
 def sequence(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]:
-    """Mean over a row, its gradient left to each token: s_t = sg[s] pi/sg[pi].
+    """Mean over the rollout, its gradient left to each token: s_t = sg[s] pi/sg[pi].
 
-    GSPO-token of arXiv 2507.18071: with one advantage a row it is GSPO, and advantages may differ
-    between turns.
+    GSPO-token of arXiv 2507.18071: with one advantage a rollout it is GSPO, and advantages may
+    differ between turns.
     """
-    each = token(tokens, settings).detach()
-    shared = segment_mean(each, tokens.row, tokens.rows, tokens.sampled)[tokens.row]
-    straight = (tokens.logp - tokens.logp.detach()).masked_fill(tokens.expert, 0.0)
-    return shared.masked_fill(tokens.expert, 0.0) + straight
+    shared = rollout_mean(token(tokens, settings), tokens)[tokens.rollout]
+    return (shared + _straight(tokens)).masked_fill(tokens.expert, 0.0)
 
 
 @RATIOS.register("product")
 def product(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]:
-    """Sum over a row: the probability of all that was sampled in it (RLOO, arXiv 2402.14740)."""
-    total = segment_sum(token(tokens, settings), tokens.row, tokens.rows)
-    whole = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[tokens.row]
-    return whole.masked_fill(tokens.expert, 0.0)
+    """Sum over the rollout: the probability of all that was sampled in it (RLOO, arXiv
+    2402.14740).
+
+    Its gradient, through all of the rollout's n tokens, is left to each token as in `sequence`: n
+    times its own. With one advantage and weight a rollout the two are the same; else each token
+    moves by its own. None beyond the clamp.
+    """
+    total = rollout_sum(token(tokens, settings), tokens)
+    count = rollout_sum(tokens.sampled.to(total.dtype), tokens)
+    whole = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    count = count.masked_fill(whole != total, 0.0)
+    straight = count[tokens.rollout] * _straight(tokens)
+    return (whole[tokens.rollout] + straight).masked_fill(tokens.expert, 0.0)
+
+
+def _straight(tokens: Tokens) -> Float[Tensor, " n"]:
+    """0, with the gradient of log pi."""
+    return tokens.logp - tokens.logp.detach()
 
 
 def against(

@@ -14,17 +14,18 @@ from pydantic import (
 )
 
 from .advantages import COMPARING
-from .agreement import check
+from .agreement import LEARN_FROM_EXPERTS, check, own_reads
 from .judge import load_judge
-from .names import PARTS
+from .names import PARTS, used
 from .presets import PRESETS
-from .registry import check_part
+from .registry import check_part, is_own
 
 Need = Literal["reference", "value", "kto_z"]
 
 
 class ObjectiveSettings(BaseModel):
-    """loss = AGG( W(w) * S(ratio, A, log pi) ) + kl_coef * KL + value_coef * V, parts by name.
+    """loss = AGG( W(w) * S(ratio, A, log pi) ) + kl_coef * KL + value_coef * V - entropy_coef * H,
+    parts by name.
 
     A part's name may also be an import path, `package.module:function`: a user's own.
     """
@@ -38,11 +39,22 @@ class ObjectiveSettings(BaseModel):
         None, description="package.module:function that rewards a group's rollouts by comparing"
     )
     advantage: str = ""
-    gamma: float = Field(1.0, gt=0, le=1, description="discount a turn (gae: a token)")
-    gae_lambda: float = Field(0.95, ge=0, le=1)
+    gamma: float = Field(
+        1.0, gt=0, le=1, description="discount a turn (gae at level token: a token)"
+    )
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="gae: of what follows, as gamma")
+    gae_level: Literal["token", "turn"] = Field(
+        "token", description="gae: values and advantages of tokens or of whole turns"
+    )
     turn_weight: float = Field(1.0, ge=0, description="gigpo: of the turn's advantage")
     running_decay: float = Field(0.95, gt=0, lt=1, description="running: of the mean, a rollout")
     centre: bool = Field(False, description="ipa: returns of R - mean of the group, not of R")
+    deciding_turn: Literal["marked", "rewarded", "last"] = Field(
+        "marked",
+        description="ipa: the turn that distances count to: the one that a reward named"
+        " 'deciding' is for, the last one with a reward above 0, or the rollout's last; the last"
+        " where there is no such turn",
+    )
 
     ratio: str = ""
     surrogate: str = ""
@@ -53,6 +65,11 @@ class ObjectiveSettings(BaseModel):
         "old", description="decoupled_ppo: a forward, or between mu and pi"
     )
     prox_weight: float = Field(0.5, ge=0, le=1, description="interpolated: share of pi, in logs")
+    over_cap: Literal["mask", "clamp"] = Field(
+        "mask",
+        description="decoupled_ppo: a token whose prox/mu exceeds correction_cap weighs 0, or the"
+        " cap",
+    )
     mask_low: float = Field(0.8, ge=0, description="minirl: smallest ratio of a bad token")
     mask_high: float = Field(1.27, ge=1, description="minirl: largest ratio of a good token")
     prob_bound: float = Field(0.2, gt=0, description="signed_prob_mask: largest p_pi - p_mu")
@@ -76,7 +93,17 @@ class ObjectiveSettings(BaseModel):
     kl: Literal["none", "k1", "k2", "k3"] = Field("none", description="to the reference policy")
     kl_coef: float = Field(0.0, ge=0)
     kl_unbiased: bool = Field(
-        False, description="times pi/old: right also where an older policy sampled"
+        False, description="times pi/mu: right also where an older policy sampled"
+    )
+
+    entropy_coef: float = Field(
+        0.0, ge=0, description="of the entropy bonus; with a target: at the run's start"
+    )
+    entropy_target: float | None = Field(
+        None, gt=0, description="nats a token that the coefficient adapts for; none: it stays"
+    )
+    entropy_rate: float = Field(
+        0.1, gt=0, description="entropy_target: change of log entropy_coef a step and nat"
     )
 
     aggregation: str = ""
@@ -105,21 +132,56 @@ class ObjectiveSettings(BaseModel):
         return frozenset(found)
 
     @property
+    def has_entropy(self) -> bool:
+        """Whether the entropy is a term of the loss, and not only logged."""
+        return self.entropy_coef > 0
+
+    @property
     def compares(self) -> bool:
         """Whether a rollout without others of its group, or whose rewards all are the same, has
         nothing to teach."""
         return self.advantage in COMPARING or (self.advantage == "ipa" and self.centre)
 
     @property
+    def weighs_turns(self) -> bool:
+        """Whether the advantages that turns were given are read: not where there are none, or
+        where they are of values."""
+        own = own_reads(self)
+        read = own is None or "advantage" in used(self.model_dump(), own)
+        return read and self.advantage != "gae"
+
+    @property
     def needs_paths(self) -> bool:
-        """Whether a row must be one path of a rollout, and not its whole tree: something is
-        summed, averaged or followed along it."""
+        """Whether a row must be one path of a rollout, and not its whole tree: KTO's z is of
+        prompts with another row's completion."""
+        return self.surrogate == "kto"
+
+    @property
+    def has_own_parts(self) -> bool:
+        """Whether a part that sees tokens is the user's own, and may read anything of them."""
+        return any(is_own(getattr(self, part)) for part in PARTS if part != "advantage")
+
+    @property
+    def sums_rollouts(self) -> bool:
+        """Whether something is summed over whole rollouts (`tokens.rollout_sum`), or may be: of a
+        user's own part nothing is known."""
         return (
-            self.ratio in ("sequence", "product")
-            or (self.correction != "none" and self.correction_level == "sequence")
+            self.has_own_parts
+            or self.ratio in ("sequence", "product")
+            or self.correction_level in ("sequence", "sequence_product")
             or self.surrogate == "kto"
-            or self.advantage == "gae"
         )
+
+    @property
+    def whitens(self) -> bool:
+        """Whether the trained tokens' advantages are brought to mean 0 and variance 1."""
+        return self.whiten or self.advantage == "reinforce++"
+
+    @property
+    def learns_from_experts(self) -> bool:
+        """Whether an expert's tokens may have a loss, and so count; of a surrogate of the user's
+        own they may."""
+        return self.surrogate in LEARN_FROM_EXPERTS or is_own(self.surrogate)
 
     @model_validator(mode="before")
     @classmethod
@@ -154,3 +216,14 @@ class ObjectiveSettings(BaseModel):
 def preset(name: str, **changes: Any) -> ObjectiveSettings:
     """A preset, parts of it overridden: `preset("grpo", advantage="dr_grpo")`."""
     return ObjectiveSettings.model_validate({"preset": name, **changes})
+
+
+def without_unused(given: dict[str, Any]) -> dict[str, Any]:
+    """Settings as they are stored, less what nothing in the objective reads: before that was an
+    error, it was recorded. As they are where a part or preset is none of ours."""
+    known = PRESETS.get(given.get("preset", "grpo"), {}) | given
+    if any(known.get(kind) not in PARTS[kind] for kind in PARTS):
+        return given
+    defaults = {name: field.default for name, field in ObjectiveSettings.model_fields.items()}
+    read = used(defaults | known, {})
+    return {name: value for name, value in given.items() if name in read}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Bool, Float, Int
@@ -18,7 +19,7 @@ class Tokens:
     Only `logp` (the policy being trained) and `value` carry a gradient; `old` is the training
     engine's at the start of the batch, `mu` what the serving engine recorded. All at the
     temperature that the token was sampled with. A row is never split, a pair of rows neither; a
-    rollout may be.
+    rollout may be: what is summed over one is `rollout_sum`.
     """
 
     logp: Float[Tensor, " n"]
@@ -36,8 +37,11 @@ class Tokens:
     rows: int
     rollouts: int
     groups: int
-    turn_tokens: Float[Tensor, " n"]  # targets of the token's turn, and of its rollout, in the
-    rollout_tokens: Float[Tensor, " n"]  # whole optimizer step
+    turn_tokens: Float[Tensor, " n"]  # targets of the token's turn, of its rollout and of its
+    rollout_tokens: Float[Tensor, " n"]  # group, in the whole optimizer step
+    group_tokens: Float[Tensor, " n"]
+    rollout_sampled: Float[Tensor, " n"]  # of these the sampled ones, not an expert's
+    group_sampled: Float[Tensor, " n"]
     pair: Int[Tensor, " rows"]
     label: Int[Tensor, " rows"]
     # What the objective asked for (`ObjectiveSettings.needs`), else None.
@@ -46,6 +50,10 @@ class Tokens:
     old_value: Float[Tensor, " n"] | None = None
     returns: Float[Tensor, " n"] | None = None
     kto_z: Float[Tensor, ""] | None = None
+    entropy: Float[Tensor, " n"] | None = None  # of the policy; with gradient where it is a term
+    # What `Evaluated.rollout_sums` add up to over the step; None: every rollout is whole here.
+    rollout_sums: Sequence[Tensor] | None = None
+    asked: list[Tensor] | None = None  # `evaluate` notes here what parts sum over rollouts
 
     def __len__(self) -> int:
         return int(self.logp.shape[0])
@@ -77,6 +85,29 @@ def segment_sum(
     """
     wide = values.double()
     return wide.new_zeros(segments).index_add(0, segment, wide).to(values.dtype)
+
+
+def rollout_sum(values: Float[Tensor, " n"], tokens: Tokens) -> Float[Tensor, " rollouts"]:
+    """Sum over the tokens of each whole rollout, in all its rows: those in other micro-batches and
+    on other ranks too. Without a gradient: what an objective sums over a rollout enters the
+    gradient of its tokens as a number.
+
+    `values` must not depend on another such sum, nor may it depend on them whether a part asks:
+    an objective is evaluated once on what each micro-batch has, and once more on the totals.
+    """
+    wide = values.detach().double()
+    total = wide.new_zeros(tokens.rollouts).index_add(0, tokens.rollout, wide)
+    if tokens.asked is not None:
+        tokens.asked.append(total)
+        if tokens.rollout_sums is not None:
+            total = tokens.rollout_sums[len(tokens.asked) - 1]
+    return total.to(values.dtype)
+
+
+def rollout_mean(values: Float[Tensor, " n"], tokens: Tokens) -> Float[Tensor, " rollouts"]:
+    """Mean over the sampled tokens of each whole rollout, as `rollout_sum`; 0 where none is."""
+    count = rollout_sum(tokens.sampled.to(values.dtype), tokens)
+    return rollout_sum(values.masked_fill(tokens.expert, 0.0), tokens) / count.clamp(min=1)
 
 
 def segment_mean(

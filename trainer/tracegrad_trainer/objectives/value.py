@@ -6,7 +6,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from .gae import at_turn_starts
+from .settings import ObjectiveSettings
 from .tokens import Tokens
+
+
+def values(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]:
+    """What the value head says of each token, or with `gae_level` turn of its turn: what it says
+    at the turn's first token, before anything of it was sampled."""
+    assert tokens.value is not None, "the step brings what `needs` asks for"
+    if settings.gae_level == "turn":
+        return at_turn_starts(tokens.value, tokens.turn, tokens.turns)
+    return tokens.value
 
 
 def value_loss(tokens: Tokens, clip: float | None) -> Float[Tensor, " n"]:

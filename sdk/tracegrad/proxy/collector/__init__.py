@@ -2,44 +2,64 @@
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tracegrad.proxy.access import Caller, caller_of, owned
+from tracegrad.proxy.bodies import Lease, lease_of
 from tracegrad.proxy.collector.ingest import Ingest
 from tracegrad.proxy.collector.otlp import (
     JSON,
     PROTOBUF,
     ROLLOUT_ATTRIBUTE,
     Export,
+    Unpacker,
     answer,
+    memory_of,
     read_export,
     type_of,
 )
-from tracegrad.proxy.collector.told import Told, told_by
+from tracegrad.proxy.collector.told import Told, told_by, without_scores
 from tracegrad.proxy.connection import ClientGone, headers_of, read_body
-from tracegrad.proxy.errors import ApiError
+from tracegrad.proxy.errors import ApiError, BadRequest
+from tracegrad.proxy.workers import LARGE, Workers
 
-__all__ = ["JSON", "PROTOBUF", "ROLLOUT_ATTRIBUTE", "Ingest", "Traces"]
+__all__ = ["JSON", "PROTOBUF", "ROLLOUT_ATTRIBUTE", "ExportLimits", "Ingest", "Traces"]
+
+# Bytes that are unpacked at a time.
+_PIECE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ExportLimits:
+    """Of one export: `body` in bytes, unpacked; `values` of JSON or fields; `spans` kept."""
+
+    body: int
+    values: int
+    spans: int
 
 
 class Traces:
-    def __init__(self, ingest: Ingest, *, max_body_bytes: int) -> None:
+    def __init__(self, ingest: Ingest, limits: ExportLimits, workers: Workers) -> None:
         self._ingest = ingest
-        self._max_body_bytes = max_body_bytes
+        self._limits = limits
+        self._workers = workers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = headers_of(scope)
         try:
             kind = type_of(headers.get("content-type", ""))
             encoding = headers.get("content-encoding", "identity")
-            raw = await read_body(receive, self._max_body_bytes)
-            export, told = await asyncio.to_thread(
-                self._read, raw, kind, encoding, caller_of(scope)
-            )
+            data = await read_body(receive)
+            lease = lease_of(scope)
+            if encoding != "identity":
+                data = await self._unpacked(data, encoding, lease)
+            run, size = self._workers.run, len(data)
+            await lease.take(await run(size, memory_of, data, kind, self._limits.values))
+            # Always in a thread: a span is a hundred times the work of its bytes' parsing.
+            export, told = await run(LARGE + 1, self._read, data, kind, caller_of(scope))
             problem = await self._ingest.take(told)
             export = replace(export, problem=export.problem or problem)
             response = Response(answer(export, kind), media_type=kind)
@@ -49,8 +69,24 @@ class Traces:
             return
         await response(scope, receive, send)
 
-    def _read(
-        self, raw: bytes, kind: str, encoding: str, caller: Caller
-    ) -> tuple[Export, list[Told]]:
-        export = read_export(raw, kind, encoding, self._max_body_bytes)
-        return export, [told_by(span) for span in owned(export.spans, caller)]
+    async def _unpacked(self, raw: bytes, encoding: str, lease: Lease) -> bytes:
+        """Raises BadRequest (413) for more than the limit, Unavailable where memory is short."""
+        unpacker, limit = Unpacker(raw, encoding), self._limits.body
+        pieces: list[bytes] = []
+        size = 0
+        while piece := await self._workers.run(LARGE + 1, unpacker.piece, _PIECE):
+            size += len(piece)
+            if size > limit:
+                raise BadRequest(
+                    f"the body unpacks to more than {limit >> 20} MiB (max_body_mib)",
+                    status=413,
+                    code="body_too_large",
+                )
+            await lease.take(len(piece))
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def _read(self, data: bytes, kind: str, caller: Caller) -> tuple[Export, list[Told]]:
+        export = read_export(data, kind, self._limits.spans)
+        told = [told_by(span) for span in owned(export.spans, caller)]
+        return export, told if caller.scores else [without_scores(each) for each in told]

@@ -43,6 +43,17 @@ class Naming:
         """A call of the trace is known to be the rollout's."""
         self._traces.learn(trace_id, rollout_id)
 
+    async def only_rollout_of(self, trace_id: str) -> str | None:
+        """None where the trace was ever seen with several, here or in the store: who calls a model
+        says which trace it belongs to, and might name another's. Raises what the store raises."""
+        found = {name for _, name in await asked(self._store.rollouts_of_traces, [trace_id])}
+        if self._traces.knows(trace_id):
+            here = self._traces.rollout_of(trace_id)
+            if here is None:
+                return None
+            found.add(here)
+        return found.pop() if len(found) == 1 else None
+
     def rollout_of(self, trace_id: str) -> str | None:
         return self._traces.rollout_of(trace_id)
 

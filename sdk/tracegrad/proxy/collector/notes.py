@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,19 +55,27 @@ class Notes:
             rollout_id=rollout_id,
             agent=str(agent) if agent else None,
             tags=dict(self.tags),
-            opened_at=root.start_ns / 1e9,
+            opened_at=_by_now(root.start_ns),
         )
 
 
 def finished(rollout_id: str, root: SpanEnded) -> RolloutFinished:
-    """Where the root failed, the agent did."""
+    """Where the root failed, the agent did. A rollout of calls that came through the proxy ended
+    when we are told; one that spans alone tell of, when they say."""
     failed = root.status == "error"
     return RolloutFinished(
         rollout_id=rollout_id,
         outcome=Outcome.AGENT_ERROR if failed else Outcome.COMPLETED,
         error=_error(root) if failed else None,
         finished_at=root.end_ns / 1e9,
+        recorded_at=_by_now(root.end_ns) if rollout_id == root.trace_id else time.time(),
     )
+
+
+def _by_now(ns: int) -> float:
+    """Seconds, none of them to come; 0 is OTLP's word for a time that nobody said."""
+    now = time.time()
+    return min(ns / 1e9, now) if ns else now
 
 
 def _error(root: SpanEnded) -> str | None:

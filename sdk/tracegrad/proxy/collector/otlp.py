@@ -19,6 +19,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from tracegrad.proxy.attribution import is_rollout_id
+from tracegrad.proxy.bodies import too_many_values, weigh
+from tracegrad.proxy.collector.otlp_size import fields_in
 from tracegrad.proxy.errors import BadRequest
 from tracegrad.proxy.genai.events import EVENTS, STATUS_MESSAGE, as_attribute
 from tracegrad.records import Json, SpanEnded
@@ -32,6 +34,12 @@ _KINDS = {PROTOBUF: PROTOBUF, "application/protobuf": PROTOBUF, JSON: JSON}
 _STATUS = {Status.STATUS_CODE_OK: "ok", Status.STATUS_CODE_ERROR: "error"}
 # How zlib reads each encoding: gzip with its header, deflate as zlib's own format.
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+# Bytes of protobuf up to which fields are not counted, and how many times its size a protobuf takes
+# at most in memory: an empty attribute has two bytes.
+_SMALL = 64 << 10
+_SMALL_TIMES = 40
+# Bytes that a field takes: as protobuf's, and as Python's.
+_FIELD_BYTES = 400
 _IDS = ("traceId", "spanId", "parentSpanId")
 _LAST_NS = 2**63
 
@@ -58,19 +66,38 @@ def type_of(content_type: str) -> str:
     return _KINDS[told]
 
 
-def read_export(raw: bytes, kind: str, encoding: str, limit: int) -> Export:
-    """Raises BadRequest for what is no OTLP export, or too large unpacked."""
+def memory_of(data: bytes, kind: str, most_values: int) -> int:
+    """Bytes that an export takes when it is read, beside its own. Raises BadRequest (413) for one
+    of too many values."""
+    if kind == JSON:
+        return weigh(data, most_values)
+    if len(data) <= _SMALL:
+        return _SMALL_TIMES * len(data)
     try:
-        data = _unpacked(raw, encoding, limit)
+        fields = fields_in(data, most_values)
+    except DecodeError as error:
+        raise no_export(error) from None
+    if fields > most_values:
+        raise too_many_values(most_values)
+    return fields * _FIELD_BYTES
+
+
+def read_export(data: bytes, kind: str, most_spans: int) -> Export:
+    """Raises BadRequest for what is no OTLP export."""
+    try:
         request = _from_json(data) if kind == JSON else ExportTraceServiceRequest.FromString(data)
-    except (DecodeError, ParseError, zlib.error) as error:
-        raise BadRequest(f"the body is not an OTLP export: {error}") from None
+    except (DecodeError, ParseError) as error:
+        raise no_export(error) from None
     spans: list[SpanEnded] = []
     problems: list[str] = []
     rejected = 0
     for resource in request.resource_spans:
         shared = attributes(resource.resource.attributes)
         for span in (span for scope in resource.scope_spans for span in scope.spans):
+            if len(spans) == most_spans:
+                rejected += 1
+                problems.append(f"more than {most_spans} spans (max_spans): export fewer at a time")
+                continue
             if (wrong := _wrong(span)) is not None:
                 rejected += 1
                 problems.append(f"span {span.name[:100]!r}: {wrong}")
@@ -135,21 +162,39 @@ def _id(value: object) -> str:
         return ""
 
 
-def _unpacked(raw: bytes, encoding: str, limit: int) -> bytes:
-    if encoding == "identity":
-        return raw
-    bits = _WINDOW_BITS.get(encoding)
-    if bits is None:
-        raise BadRequest(
-            f"content-encoding {encoding}: use gzip or none", param="content-encoding", status=415
-        )
-    unpacker = zlib.decompressobj(wbits=bits)
-    data = unpacker.decompress(raw, limit)
-    if unpacker.unconsumed_tail:
-        raise BadRequest(f"the body unpacks to more than {limit >> 20} MiB", status=413)
-    if not unpacker.eof:
-        raise BadRequest("the compressed body has no end")
-    return data
+class Unpacker:
+    """A packed body piece by piece, so that each may be paid for before there is another."""
+
+    def __init__(self, raw: bytes, encoding: str) -> None:
+        """Raises BadRequest (415) for an encoding that is not known."""
+        bits = _WINDOW_BITS.get(encoding)
+        if bits is None:
+            raise BadRequest(
+                f"content-encoding {encoding[:40]}: use gzip, deflate or none",
+                param="content-encoding",
+                status=415,
+            )
+        self._unpacker = zlib.decompressobj(wbits=bits)
+        self._rest = raw
+
+    def piece(self, most: int) -> bytes:
+        """At most so many bytes; empty at the end. Raises BadRequest."""
+        if self._unpacker.eof:
+            if self._unpacker.unused_data:
+                raise BadRequest("something follows the end of the compressed body")
+            return b""
+        try:
+            data = self._unpacker.decompress(self._rest, most)
+        except zlib.error as error:
+            raise no_export(error) from None
+        self._rest = self._unpacker.unconsumed_tail
+        if not data and not self._unpacker.eof:
+            raise BadRequest("the compressed body has no end")
+        return data
+
+
+def no_export(error: Exception) -> BadRequest:
+    return BadRequest(f"the body is not an OTLP export: {error}")
 
 
 def _wrong(span: Span) -> str | None:

@@ -38,7 +38,7 @@ class Rewards:
         orders: dict[str, Sequence[str]] = {}
         scores = [(each.span, score) for each in told for score in each.scores]
         for span, score in scores:
-            rollout_id = self._rollout_of(span, score)
+            rollout_id = await self._rollout_of(span, score)
             if rollout_id is None:
                 problem = problem or _nobodys(span, score)
                 continue
@@ -48,9 +48,10 @@ class Rewards:
             rewards.append(_reward(span, score, rollout_id, turn))
         return rewards, problem
 
-    def _rollout_of(self, span: SpanEnded, score: Score) -> str | None:
+    async def _rollout_of(self, span: SpanEnded, score: Score) -> str | None:
         answered = self._seen.rollout_of_answer(score.response_id)
-        return span.rollout_id or answered or self._naming.rollout_of(span.trace_id)
+        named = span.rollout_id or answered
+        return named or await self._naming.only_rollout_of(span.trace_id)
 
 
 def _nobodys(span: SpanEnded, score: Score) -> str:
@@ -78,5 +79,5 @@ def _reward(span: SpanEnded, score: Score, rollout_id: str, turn: int | None) ->
         name=score.name,
         turn=turn,
         source=SOURCE,
-        created_at=span.end_ns / 1e9,
+        given_at=span.end_ns / 1e9,
     )

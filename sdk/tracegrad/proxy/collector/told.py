@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tracegrad.proxy.genai import LlmCall, is_genai, llm_call
 from tracegrad.proxy.genai.scores import Score, scores_of
@@ -15,7 +15,7 @@ Place = tuple[str, str]  # trace and span
 @dataclass(frozen=True, slots=True)
 class Told:
     """`llm`: the call, where it is an LLM span. `genai`: it is an agent's, by its attributes.
-    `problem`: why it cannot be read."""
+    `problem`: what of it cannot be read, or is not taken."""
 
     span: SpanEnded
     llm: LlmCall | None
@@ -35,3 +35,15 @@ def told_by(span: SpanEnded) -> Told:
     except RecursionError:
         problem = f"span {span.name[:100]!r}: it is kept, but nested too deeply to be read"
         return Told(span, None, (), is_genai(span), problem)
+
+
+def without_scores(told: Told) -> Told:
+    """As the agent itself may tell it, which is the one that is scored."""
+    if not told.scores:
+        return told
+    problem = (
+        f"span {told.span.name[:100]!r}: its score {told.scores[0].name[:100]!r} is no reward,"
+        " since it came with the agent's own key: send evaluations with the admin key, or with one"
+        " that was minted for events"
+    )
+    return replace(told, scores=(), problem=told.problem or problem)

@@ -28,6 +28,7 @@ from tracegrad.proxy.exact.matching import Conversation, miss_reason, recorded_c
 from tracegrad.proxy.exact.messages import frame_of, own_rendering
 from tracegrad.proxy.exact.reasons import Fork, Reason
 from tracegrad.proxy.exact.splice import Spliced, splice
+from tracegrad.proxy.workers import LARGE
 from tracegrad.records import Json, new_id, token_ids
 from tracegrad.turns import extends, find_parent
 
@@ -80,7 +81,7 @@ class Continuation:
 
     async def plan(self, rollout_id: str | None, call: Call) -> Plan:
         """Raises what the store raises."""
-        said = said_in(call)
+        said = await _said(call)
         if said is None or not said.replies:
             # Nothing said by a model: nothing to continue, and no reason to wait for the store.
             return Plan(rollout_id, said)
@@ -193,6 +194,19 @@ class Continuation:
         if not self._ignored:
             self._ignored = True
             log.error("the engine did not use the tokens that it was given for a prompt")
+
+
+async def _said(call: Call) -> Conversation | None:
+    if call.size <= LARGE:
+        return said_in(call)
+
+    def hashed() -> Conversation | None:
+        said = said_in(call)
+        if said is not None:
+            _ = said.marks  # made now, and not by the event loop
+        return said
+
+    return await asyncio.to_thread(hashed)
 
 
 def _follows(prompt: array[int], parent: Known) -> bool:

@@ -46,6 +46,9 @@ class Call:
     previous: str | None = None
     # How many of `messages`, the first ones, are this call's alone and no part of what follows it.
     instructions: int = 0
+    # Bytes of the request's body, and of the conversation that it only names: what is made of a
+    # large one is made in a thread.
+    size: int = 0
     # Why the turn must not be trained whatever the sampling was ("media"), or None.
     untrainable: str | None = None
 

@@ -12,6 +12,7 @@ response without an id answers the first call of its name that has none yet.
 from __future__ import annotations
 
 import binascii
+from collections import deque
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Literal
@@ -67,16 +68,23 @@ def refuse_open_end(given: GeminiGiven) -> None:
 
 
 class _Calls:
-    """The function calls so far, and which of them have a response."""
+    """The function calls so far, and which of them have a response. In the time that their number
+    takes: there may be a hundred thousand."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._open: list[tuple[str, str]] = []  # id, name
+        self._ids: list[str] = []
+        self._answered: set[int] = set()
+        # Places in `_ids`, in order: by id, by name, and (None) of all.
+        self._by_id: dict[str, list[int]] = {}
+        self._by_name: dict[str | None, deque[int]] = {None: deque()}
 
     def add(self, given_id: str | None, name: str) -> str:
-        call_id = given_id or f"call_{self._count}"
-        self._count += 1
-        self._open.append((call_id, name))
+        place = len(self._ids)
+        call_id = given_id or f"call_{place}"
+        self._ids.append(call_id)
+        self._by_id.setdefault(call_id, []).append(place)
+        for key in (name, None):
+            self._by_name.setdefault(key, deque()).append(place)
         return call_id
 
     def answer(self, response: GeminiGiven) -> str:
@@ -84,12 +92,14 @@ class _Calls:
         given_id = response.get("id")
         name = response.get("name")
         if given_id is not None and given_id.text():
-            self._open = [call for call in self._open if call[0] != given_id.text()]
+            self._answered.update(self._by_id.pop(given_id.text(), ()))
             return given_id.text()
-        for call in self._open:
-            if name is None or call[1] == name.text():
-                self._open.remove(call)
-                return call[0]
+        waiting = self._by_name.get(None if name is None else name.text(), deque())
+        while waiting:
+            place = waiting.popleft()
+            if place not in self._answered:
+                self._answered.add(place)
+                return self._ids[place]
         raise response.wrong("answers no functionCall before it")
 
 

@@ -86,7 +86,7 @@ def choose(request: Json, tools: Mapping[str, Tool]) -> tuple[list[Json], Any]:
     kind = one_of(choice, "type", ("function", "custom", "allowed_tools"), "tool_choice")
     if kind == "allowed_tools":
         return _allowed(choice, tools)
-    tool = _find(choice, tools, "tool_choice")
+    tool = _find(choice, tools, _by_own_name(tools), "tool_choice")
     return shown, {"type": "function", "function": {"name": tool.flat_name}}
 
 
@@ -96,21 +96,31 @@ def _allowed(choice: Json, tools: Mapping[str, Tool]) -> tuple[list[Json], str]:
     mode: str = one_of(choice, "mode", ("auto", "required"), "tool_choice")
     listed = required(choice, "tools", LIST, "tool_choice")
     names = set()
+    own_names = _by_own_name(tools)
     for index, entry in enumerate(listed):
         where = f"tool_choice.tools[{index}]"
-        names.add(_find(an_object(entry, where), tools, where).flat_name)
+        names.add(_find(an_object(entry, where), tools, own_names, where).flat_name)
     if not names:
         raise refusal("'tool_choice.tools' is empty.", "tool_choice.tools")
     shown = [canonical(tool) for name, tool in tools.items() if name in names]
     return shown, mode
 
 
-def _find(named: Json, tools: Mapping[str, Tool], where: str) -> Tool:
+def _by_own_name(tools: Mapping[str, Tool]) -> Mapping[str, list[Tool]]:
+    found: dict[str, list[Tool]] = {}
+    for tool in tools.values():
+        found.setdefault(tool.name, []).append(tool)
+    return found
+
+
+def _find(
+    named: Json, tools: Mapping[str, Tool], own_names: Mapping[str, list[Tool]], where: str
+) -> Tool:
     """The tool that a choice means: by the engine's name, or by its own where that is enough."""
     name = required(named, "name", STRING, where)
     if name in tools:
         return tools[name]
-    found = [tool for tool in tools.values() if tool.name == name]
+    found = own_names.get(name, [])
     if len(found) == 1:
         return found[0]
     problem = "is in several namespaces; name it <namespace>__<name>" if found else "is no tool"

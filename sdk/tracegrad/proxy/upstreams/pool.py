@@ -19,6 +19,7 @@ from tracegrad.proxy.upstreams.base import (
     Queue,
     Timeouts,
 )
+from tracegrad.proxy.upstreams.connecting import session_to
 from tracegrad.proxy.upstreams.placement import Placement
 from tracegrad.proxy.upstreams.replica import Admit, Dropped, Refused, Replica
 from tracegrad.proxy.upstreams.waiting import NoRoom, WaitingCalls
@@ -62,25 +63,19 @@ class Upstreams:
         self._queue = queue or Queue()
         self._admit = admit
         self._waiting = WaitingCalls(self._queue.max_waiting)
-        self._session: aiohttp.ClientSession | None = None
         self._replicas: list[Replica] = []
         self._placement = Placement[Replica]([])
 
     def open(self) -> None:
-        timeouts = self._timeouts
-        self._session = session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-            # No limit on the whole: an answer takes as long as it takes, and a client that no
-            # longer wants it hangs up, which ends the call here too.
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=timeouts.connect_s, sock_read=timeouts.read_s
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
+        # No limit on the whole: an answer takes as long as it takes, and a client that no longer
+        # wants it hangs up, which ends the call here too.
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self._timeouts.connect_s, sock_read=self._timeouts.read_s
         )
         self._replicas = [
             Replica(
                 url,
-                session,
+                session_to(url, timeout=timeout, keepalive_s=KEEPALIVE_S),
                 health=self._health,
                 headers=self._own,
                 admit=self._admit,
@@ -93,8 +88,6 @@ class Upstreams:
     async def close(self) -> None:
         for replica in self._replicas:
             await replica.close()
-        if self._session is not None:
-            await self._session.close()
 
     def state(self) -> dict[str, Any]:
         """For health and metrics: `waiting`, and of each server `url`, `up`, `in_flight`."""

@@ -12,6 +12,7 @@ from yarl import URL
 
 from tracegrad.proxy.errors import ApiError
 from tracegrad.proxy.upstreams.base import Incoming
+from tracegrad.urls import http_base
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -47,9 +48,10 @@ class Replica:
         admit: Admit | None,
         on_return: Callable[[], None],
     ) -> None:
-        """`headers` go with looks at `health` (a path), not with calls. `admit` is asked whether
-        a server that is healthy again may have calls."""
+        """`session` is its own, and closed with it. `headers` go with looks at `health` (a path),
+        not with calls. `admit` is asked whether a server that is healthy again may have calls."""
         self.url = url
+        self._base = http_base(url)
         self.in_flight = 0
         self.fault: str | None = None  # why it is down
         self._session = session
@@ -95,13 +97,14 @@ class Replica:
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.wait([self._looking])
+        await self._session.close()
 
     async def _ask(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
     ) -> tuple[aiohttp.ClientResponse, Incoming]:
         # Not followed: a redirect would take the call, and the key, to a server nobody named.
         response = await self._session.request(
-            method, _join(self.url, path), data=body, headers=headers, allow_redirects=False
+            method, _join(self._base, path), data=body, headers=headers, allow_redirects=False
         )
         try:
             first = await response.content.readany()
@@ -162,7 +165,7 @@ class Replica:
 
     async def _is_back(self) -> bool:
         timeout = aiohttp.ClientTimeout(total=LOOK_TIMEOUT_S)
-        url = _join(self.url, self._health)
+        url = _join(self._base, self._health)
         try:
             async with self._session.get(url, headers=self._headers, timeout=timeout) as answer:
                 # A 404 comes from a server that has no such route, a 401 from one with keys.

@@ -5,6 +5,9 @@ from __future__ import annotations
 import aiohttp
 import orjson
 
+from tracegrad.proxy.upstreams.connecting import session_to
+from tracegrad.urls import http_base
+
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
 
 
@@ -14,8 +17,8 @@ async def weight_version(url: str) -> str | None:
     None where it does not say: its routes for weights are there only when weights are pushed.
     """
     async with (
-        aiohttp.ClientSession(timeout=_TIMEOUT) as session,
-        session.get(f"{url}/weight_info", headers={"connection": "close"}) as answer,
+        session_to(url, timeout=_TIMEOUT, keepalive_s=1) as session,
+        session.get(f"{http_base(url)}/weight_info", headers={"connection": "close"}) as answer,
     ):
         if answer.status != 200:
             return None

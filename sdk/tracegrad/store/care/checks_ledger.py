@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -10,9 +9,11 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Select, exists, func, not_, select
 
+from tracegrad.records import MAX_REWARD, REWARD_RANGE
 from tracegrad.store.care.findings import Finding
 from tracegrad.store.care.removals import removed_in_all
 from tracegrad.store.care.selection import last_sign
+from tracegrad.store.databases import clock
 from tracegrad.store.schema import (
     PolicyVersions,
     Rewards,
@@ -34,7 +35,7 @@ _FIRST_VERSION = 0
 
 def ledger_checks(connection: Connection) -> Iterator[Finding]:
     now = time.time()
-    yield from _leases(connection, now)
+    yield from _leases(connection, clock.time_of(connection))
     yield from _unconsumed(connection)
     yield from _open_for_long(connection, now)
     yield from _keys(connection, now)
@@ -130,14 +131,14 @@ def _keys(connection: Connection, now: float) -> Iterator[Finding]:
 
 def _rewards(connection: Connection) -> Iterator[Finding]:
     # Neither an infinity nor PostgreSQL's NaN, which is above everything, is between these.
-    finite = Rewards.value.between(-sys.float_info.max, sys.float_info.max)
-    query = select(Rewards.reward_id, Rewards.rollout_id, Rewards.value).where(not_(finite))
+    bounded = Rewards.value.between(-MAX_REWARD, MAX_REWARD)
+    query = select(Rewards.reward_id, Rewards.rollout_id, Rewards.value).where(not_(bounded))
     for reward_id, rollout_id, value in connection.execute(query):
         yield Finding(
             check="rewards",
             subject=f"rollout {rollout_id}",
-            message=f"reward {reward_id} is {value}",
-            mend="give the rollout another one, which counts in its place: tracegrad score",
+            message=f"reward {reward_id} is {value}: it does not count",
+            mend=f"give the rollout {REWARD_RANGE} in its place (POST /api/events)",
         )
 
 

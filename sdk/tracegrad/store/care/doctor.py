@@ -10,6 +10,8 @@ from sqlalchemy import func, select
 
 from tracegrad.store.care.checks_database import database_checks, orphan_checks, schema_checks
 from tracegrad.store.care.checks_ledger import ledger_checks
+from tracegrad.store.care.checks_secrets import secret_checks
+from tracegrad.store.care.checks_steps import step_checks
 from tracegrad.store.care.checks_turns import shared_text_checks, turn_checks
 from tracegrad.store.care.findings import Finding, shortened
 from tracegrad.store.care.mends import mend
@@ -56,6 +58,8 @@ def examine(
         ("tables", schema_checks),
         ("references", orphan_checks),
         ("ledger", ledger_checks),
+        ("steps", step_checks),
+        ("settings", secret_checks),
         ("texts", shared_text_checks),
     ):
         progress(what, 0)

@@ -19,8 +19,10 @@ from sqlalchemy import (
 )
 
 from tracegrad.store.care.checks_ledger import expired, unconsumed, unknown_keys
+from tracegrad.store.care.checks_secrets import take_out_passwords
 from tracegrad.store.care.findings import Finding
 from tracegrad.store.care.removals import MENDS, record
+from tracegrad.store.databases import clock
 from tracegrad.store.leasing import FREE
 from tracegrad.store.schema import (
     Base,
@@ -101,7 +103,7 @@ def _consumed(connection: Connection) -> int:
 
 
 def _leases(connection: Connection) -> int:
-    now = time.time()
+    now = clock.time_of(connection)
     connection.execute(
         update(Leases)
         .where(Leases.released_at.is_(None), Leases.leased_until <= now)
@@ -129,5 +131,10 @@ _MENDS: list[tuple[str, str, Callable[[Connection], int]]] = [
     ("consumed", "{count} trained rollouts were marked as consumed", _consumed),
     ("leases", "{count} rollouts whose lease ran out were given back", _leases),
     ("keys", "{count} keys of rollouts that never came were taken out", _keys),
+    (
+        "secrets",
+        "the passwords in the settings of {count} steps were taken out",
+        take_out_passwords,
+    ),
     ("texts", "{count} shared texts that no turn wants were taken out", _texts),
 ]

@@ -46,6 +46,8 @@ _NO_TOKENS: Values = {
     "completion": b"",
     "logprobs": b"",
     "routed_experts": None,  # of tokens that are gone
+    "state_key": None,
+    "observation": None,  # of a text that is gone with them
     "policy_versions": [],
     "last_version": None,
     "untrainable": TOKENS_REDACTED,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 from sqlalchemy import exc, make_url
 
 from tracegrad.store.databases.base import BUSY_TIMEOUT_S, Conflict, Database
 from tracegrad.store.databases.postgresql import PostgreSQL
 from tracegrad.store.databases.sqlite import SQLite
 from tracegrad.store.databases.statements import insert_new, upsert
+from tracegrad.urls import masked
 
 __all__ = ["BUSY_TIMEOUT_S", "Conflict", "Database", "database_at", "insert_new", "upsert"]
 
@@ -24,8 +23,10 @@ def database_at(url: str) -> Database:
     try:
         parsed = make_url(url)
     except (exc.ArgumentError, ValueError):
-        shown = re.sub(r"(//?[^:/@]*):.*@", r"\1:***@", url)
-        raise ValueError(f"store: {shown!r} is no URL; {_HOW}") from None
+        raise ValueError(f"store: {masked(url)!r} is no URL; {_HOW}") from None
+    if "@" in (parsed.host or ""):
+        # The end of a password, which errors of the connection would name as a host.
+        raise ValueError(f"store: {masked(url)!r}: write each @ of the password as %40")
     if parsed.drivername in _SQLITE:
         return SQLite(parsed)
     if parsed.drivername in _POSTGRESQL:

@@ -9,17 +9,20 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 
+from tracegrad.files import private_file, private_folder, tighten
 from tracegrad.store.databases.base import BUSY_TIMEOUT_S, Database
 from tracegrad.store.databases.json_text import json_text
 from tracegrad.store.errors import StoreMissing, StoreUnavailable
 
 _WRITE = "tracegrad_write"
+# A folder of this name is nobody's but ours; any other may have been shared for a reason.
+STATE_FOLDER = ".tracegrad"
 
 
 class SQLite(Database):
@@ -34,12 +37,25 @@ class SQLite(Database):
 
     def prepare(self, *, create: bool) -> None:
         path = Path(self.describe())
-        if path.exists():
-            return
-        if not create:
-            raise StoreMissing(f"no store at {path.absolute()}")
+        if path.is_dir():
+            raise StoreUnavailable(f"store {path}: it is a folder")
+        if not path.exists():
+            if not create:
+                raise StoreMissing(f"no store at {path.absolute()}")
+            self._make(path)
+        # SQLite gives its log and shared memory the mode of the database; older ones may have
+        # another.
+        for file in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+            with suppress(FileNotFoundError):
+                tighten(file)
+        if path.absolute().parent.name == STATE_FOLDER:
+            tighten(path.absolute().parent)
+
+    def _make(self, path: Path) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.parent.is_dir():
+                private_folder(path.parent)
+            private_file(path)
         except OSError as error:
             raise StoreUnavailable(f"store {path}: {error}") from error
 

@@ -5,7 +5,7 @@ step, and returns for each rollout f64[K], one entry for each of its turns.
 """
 
 from . import outcomes, running, turns
-from .scored import ADVANTAGES, Advantage, Memory, Numbers, Scored
+from .scored import ADVANTAGES, Advantage, Demonstrated, Memory, Numbers, Scored
 
 # They compare a group's rollouts: 0 for one that is alone, and for all of equal rewards.
 COMPARING = frozenset(
@@ -16,6 +16,7 @@ __all__ = [
     "ADVANTAGES",
     "COMPARING",
     "Advantage",
+    "Demonstrated",
     "Memory",
     "Numbers",
     "Scored",

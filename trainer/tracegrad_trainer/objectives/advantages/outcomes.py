@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .groups import (
-    STD_EPSILON,
     centred,
     groups_of,
     means,
@@ -51,15 +50,10 @@ def rloo(rollouts: Sequence[Scored], settings: ObjectiveSettings, memory: Memory
 def reinforce_plus_plus(
     rollouts: Sequence[Scored], settings: ObjectiveSettings, memory: Memory
 ) -> list[Numbers]:
-    """R - mean_g, then to mean 0 and variance 1 over all sampled tokens of the batch
-    (REINFORCE++ with baseline, arXiv 2501.03262); sample deviation, plus 1e-6.
+    """R - mean_g; then the trained tokens' to mean 0 and variance 1 (REINFORCE++ with baseline,
+    arXiv 2501.03262). That comes later, as by `whiten`: what filters take away has no part in it.
     """
-    values = centred(rewards_of(rollouts), groups_of(rollouts))
-    tokens = _lengths(rollouts)
-    total = max(float(tokens.sum()), 1.0)
-    less = values - (values * tokens).sum() / total
-    std = np.sqrt((less**2 * tokens).sum() / max(total - 1, 1.0))
-    return over_turns(rollouts, less / (std + STD_EPSILON))
+    return over_turns(rollouts, centred(rewards_of(rollouts), groups_of(rollouts)))
 
 
 @ADVANTAGES.register("opo")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,16 @@ Whole = NDArray[np.int64]
 Memory = dict[str, Any]
 
 
+class Demonstrated(NamedTuple):
+    """An expert's turn, by what the expert's own attempt came to."""
+
+    reward: float
+    distance: int  # turns from it to the expert's deciding one
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Scored:
-    """A rollout with K turns, in order of capture."""
+    """A rollout with K turns, in the order in which it took them: that of capture."""
 
     rollout_id: str
     task: str
@@ -32,7 +39,9 @@ class Scored:
     turn_rewards: Numbers  # [K] given to the turn; 0 where nothing was
     tokens: Whole  # [K] sampled ones
     parents: Whole  # [K] the turn that it continues; -1: none
-    states: Sequence[bytes]  # [K] equal prompts have equal ones
+    states: Sequence[bytes | None]  # [K] of the environment; equal ones are equal; None: unknown
+    deciding: int | None = None  # the turn that decided the outcome; None: nobody said
+    demonstrated: Mapping[int, Demonstrated] = field(default_factory=dict)  # turns of an expert
 
     def __post_init__(self) -> None:
         turns = len(self.tokens)

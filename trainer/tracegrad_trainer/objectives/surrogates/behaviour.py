@@ -16,13 +16,14 @@ from .part import SURROGATES, Losses, of_sampled
 @SURROGATES.register("topr")
 @of_sampled
 def topr(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
-    """-A log pi where the rollout's score as given is above 0, else -sg[pi/mu]_0^1 A log pi
-    (TOPR, arXiv 2503.14286); pi/mu at the chosen ratio's granularity.
+    """-A log pi where A > 0, else -sg[pi/mu]_0^1 A log pi (TOPR, arXiv 2503.14286); pi/mu at the
+    chosen ratio's granularity, by default the whole rollout's.
 
-    The split is by the score and not by A: a baseline must not turn a success into a failure.
+    The paper's rewards are 1 and -1. A graded one that falls below the baseline is a failure, also
+    above 0: what is pushed down without a taper has no bound.
     """
     ratio = against(tokens.mu, tokens, settings).detach().exp()
-    good = tokens.score > 0
+    good = tokens.advantage > 0
     weight = torch.where(good, 1.0, ratio.clamp(max=1))
     return -weight * tokens.advantage * tokens.logp, ~good & (ratio > 1)
 
@@ -32,7 +33,8 @@ def topr(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSet
 def decoupled_ppo(
     tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings
 ) -> Losses:
-    """min(prox/mu, cap) x ppo(pi/prox) (AReaL, arXiv 2505.24298; cap is `correction_cap`).
+    """w ppo(pi/prox), w = prox/mu where that is at most `correction_cap`, else 0: such tokens are
+    left out (AReaL, arXiv 2505.24298, as in its code). With `over_cap` "clamp" w is the cap there.
 
     prox is `old`, or in logs `prox_weight` of the way from mu to pi, without a forward of its own:
     one share for all tokens, where A-3PO (arXiv 2512.06547) takes 1 - 1 / lag in versions.
@@ -44,7 +46,10 @@ def decoupled_ppo(
         log_ratios = against(prox, tokens, settings)
     loss, clipped = ppo(tokens, log_ratios, settings)
     w = log_ratio(prox, tokens.mu).exp()
-    return w.clamp(max=settings.correction_cap) * loss, clipped
+    over = w > settings.correction_cap
+    if settings.over_cap == "clamp":
+        return w.clamp(max=settings.correction_cap) * loss, clipped
+    return (w * loss).masked_fill(over, 0.0), clipped | over
 
 
 @SURROGATES.register("minirl")

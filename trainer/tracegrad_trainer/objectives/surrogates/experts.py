@@ -15,9 +15,10 @@ from .part import SURROGATES, Losses
 def ipa(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
     """G > 0: -G log pi, without a ratio; else -sg[rho]_0^1 G log pi (IPA, arXiv 2512.24873).
 
-    Sampled tokens times `reinforcement`; an expert's -G log pi times `imitation`, without the
-    paper's further weight pi(turn), next to nothing until the turn is likely anyway. An expert is
-    imitated or left alone: a return below 0 (`centre`) does not push the policy away from it.
+    Sampled tokens times `reinforcement`; an expert's -G log pi times `imitation`, G the return
+    that the turn had for the expert (advantage `ipa`), without the paper's further weight
+    pi(turn), next to nothing until the turn is likely anyway. An expert is imitated or left
+    alone: where it failed (a return below 0) the policy is not pushed away from it.
     """
     ratio, returns = log_ratios.detach().exp(), tokens.advantage
     good = returns > 0

@@ -1,5 +1,5 @@
-"""Losses of whole rows, against a reference policy. Each is spread evenly over its targets, so
-that the sum over tokens is the sum over pairs or rows.
+"""Losses of whole rollouts, against a reference policy. Each is spread evenly over its targets, so
+that the sum over tokens is the sum over pairs or rollouts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from ..pairs import pairs_of
 from ..settings import ObjectiveSettings
-from ..tokens import Tokens, segment_sum
+from ..tokens import Tokens, rollout_sum, segment_sum
 from .part import SURROGATES, Losses
 
 
@@ -28,16 +28,18 @@ def dpo(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSett
 
 @SURROGATES.register("kto")
 def kto(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
-    """Chosen rows 1 - sigmoid(beta (l - z)), rejected ones 1 - sigmoid(beta (z - l))
-    (KTO, arXiv 2402.01306); l = log pi - ref of the row, z = `kto_z`. A row without a label: 0.
+    """Chosen rollouts 1 - sigmoid(beta (l - z)), rejected ones 1 - sigmoid(beta (z - l))
+    (KTO, arXiv 2402.01306); l = log pi - ref of the rollout, z = `kto_z`. Without a label: 0.
     """
     assert tokens.kto_z is not None, "the step brings what `needs` asks for"
-    gain = segment_sum(_gain(tokens), tokens.row, tokens.rows)
-    label = tokens.label.to(gain.dtype)
+    gain = rollout_sum(_gain(tokens), tokens)[tokens.rollout]
+    pull = settings.beta * tokens.label[tokens.row].to(gain.dtype)
     # 1 - sigmoid(x) = sigmoid(-x), which keeps its digits where sigmoid is near 1.
-    loss = torch.sigmoid(-settings.beta * label * (gain - tokens.kto_z.detach()))
-    loss = loss.masked_fill(tokens.label == 0, 0.0)
-    return _spread(loss, tokens.row, tokens), torch.zeros_like(tokens.expert)
+    loss = torch.sigmoid(-pull * (gain - tokens.kto_z.detach()))
+    # The sum has no gradient: each token is given the loss's by the sum.
+    slope = -pull * loss * (1 - loss)
+    loss = loss / tokens.rollout_tokens + slope * (tokens.logp - tokens.logp.detach())
+    return loss.masked_fill(pull == 0, 0.0), torch.zeros_like(tokens.expert)
 
 
 def _gain(tokens: Tokens) -> Float[Tensor, " n"]:

@@ -17,26 +17,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal, Self
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import TYPE_CHECKING
 
 from tracegrad.records import Json
 
-
-class AnchorSettings(BaseModel):
-    """How anchors are chosen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    mode: Literal["rollback", "parallel"] = "rollback"
-    threshold: float = Field(0.75, gt=0, le=1, description="success rate of a mastered anchor")
-    window: int = Field(16, ge=1, description="latest rollouts of an anchor that its rate is of")
-    at_once: int = Field(2, ge=1, description="parallel: anchors of a task in one round")
-    review: float = Field(
-        0.0, ge=0, lt=1, description="rollback: share of rollouts from a later, mastered anchor"
-    )
-    seed: int = Field(0, description="of what is drawn")
+if TYPE_CHECKING:
+    from tracegrad.settings import AnchorSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,45 +101,18 @@ def observe(
     return state
 
 
-class Schedule:
-    """The anchors of all tasks of a run."""
+def refreshed(state: Anchors, turns: int) -> Anchors:
+    """The state with another expert, who needed `turns`: as far from its end as before, and
+    nothing known of its anchors. ValueError: the expert had none."""
+    at = turns - (state.turns - state.at)
+    return replace(begin(turns), at=max(0, at), rounds=state.rounds)
 
-    def __init__(self, settings: AnchorSettings) -> None:
-        self.settings = settings
-        self.tasks: dict[str, Anchors] = {}
 
-    def add(self, task: str, turns: int) -> None:
-        """A task whose expert needed `turns`; one that is known stays where it is.
+def as_json(state: Anchors) -> Json:
+    return asdict(state)
 
-        ValueError: it is known with an expert of another length.
-        """
-        known = self.tasks.setdefault(task, begin(turns))
-        if known.turns != turns:
-            raise ValueError(
-                f"task {task}: its expert had {known.turns} turns, now {turns};"
-                " give a changed expert a task id of its own"
-            )
 
-    def plan(self, task: str, budget: int) -> dict[int, int]:
-        """Rollouts by anchor for the task's next round, `budget` in all."""
-        quotas, self.tasks[task] = plan(self.tasks[task], budget, self.settings, task=task)
-        return quotas
-
-    def observe(self, task: str, anchor: int, successes: Sequence[bool]) -> None:
-        self.tasks[task] = observe(self.tasks[task], anchor, successes, self.settings)
-
-    def mastered(self, task: str) -> bool:
-        """Whether the task is solved from its beginning."""
-        return mastered(self.tasks[task], 0, self.settings)
-
-    def as_json(self) -> Json:
-        return {task: asdict(state) for task, state in self.tasks.items()}
-
-    @classmethod
-    def from_json(cls, settings: AnchorSettings, known: Json) -> Self:
-        schedule = cls(settings)
-        for task, state in known.items():
-            # JSON's keys are texts, and its sequences lists.
-            results = {int(anchor): tuple(each) for anchor, each in state["results"].items()}
-            schedule.tasks[task] = Anchors(**{**state, "results": results})
-        return schedule
+def from_json(known: Json) -> Anchors:
+    # JSON's keys are texts, and its sequences lists.
+    results = {int(anchor): tuple(each) for anchor, each in known["results"].items()}
+    return Anchors(**{**known, "results": results})

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracegrad_trainer.anchors import AnchorSettings, Schedule, begin, mastered, observe, plan
+from tracegrad.settings import AnchorSettings
+from tracegrad.store.schedule import (
+    Anchors,
+    as_json,
+    begin,
+    from_json,
+    mastered,
+    observe,
+    plan,
+    refreshed,
+)
 
 ROLLBACK = AnchorSettings(mode="rollback", window=4, threshold=0.75)
 PARALLEL = AnchorSettings(mode="parallel", window=4, threshold=0.75, at_once=2)
@@ -110,18 +120,30 @@ def test_plans_keep_their_budget_and_anchors_stay_within_the_experts_turns(
 def test_a_schedule_that_goes_on_from_json_plans_what_it_would_have_planned(
     settings: AnchorSettings, results: list[bool]
 ) -> None:
-    one = Schedule(settings)
-    one.add("a", 5)
-    one.add("b", 2)
+    def round_of(state: Anchors, came: bool) -> Anchors:
+        quotas, state = plan(state, 4, settings, task="a")
+        for anchor, count in quotas.items():
+            state = observe(state, anchor, [came] * count, settings)
+        return state
+
+    one = begin(5)
     for came in results[:5]:
-        for task in ("a", "b"):
-            for anchor, count in one.plan(task, 4).items():
-                one.observe(task, anchor, [came] * count)
-    other = Schedule.from_json(settings, json.loads(json.dumps(one.as_json())))
-    assert other.tasks == one.tasks
-    for _ in range(4):
-        for task in ("a", "b"):
-            assert one.plan(task, 7) == other.plan(task, 7)
+        one = round_of(one, came)
+    other = from_json(json.loads(json.dumps(as_json(one))))
+    assert other == one
+    for came in results[:4]:
+        one, other = round_of(one, came), round_of(other, came)
+        assert plan(one, 7, settings, task="a") == plan(other, 7, settings, task="a")
+
+
+def test_a_new_expert_keeps_how_far_from_the_end_the_anchor_stood() -> None:
+    state = observe(begin(6), 5, [True] * 4, ROLLBACK)
+    state = observe(state, 4, [True], ROLLBACK)
+    assert state.at == 4
+    shorter = refreshed(state, 4)
+    assert (shorter.at, shorter.turns, shorter.results) == (2, 4, {})
+    assert refreshed(state, 1).at == 0
+    assert refreshed(state, 9).at == 7
 
 
 def test_seeds_and_tasks_draw_apart_and_equal_ones_alike() -> None:
@@ -145,11 +167,8 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
         plan(begin(2), 0, ROLLBACK)
     with pytest.raises(ValueError, match="anchor: 2; the expert has turns 0 to 1"):
         observe(begin(2), 2, [True], ROLLBACK)
-    schedule = Schedule(ROLLBACK)
-    schedule.add("a", 3)
-    schedule.add("a", 3)
-    with pytest.raises(ValueError, match="task a: its expert had 3 turns, now 4"):
-        schedule.add("a", 4)
+    with pytest.raises(ValueError, match="turns: 0"):
+        refreshed(begin(2), 0)
 
 
 def test_rollback_goes_over_later_anchors_again_where_that_is_asked() -> None:

@@ -1,0 +1,55 @@
+"""The keys of one rollout, derived from the admin key: `tg-<rollout>.<43 characters>`.
+
+One for `calls` is for the agent: it calls models. One for `events` is for whoever scores the agent:
+it posts rewards and the rollout's end.
+
+Whoever has the admin key makes it without asking anybody, and the proxy proves it by making it
+again; nobody else can, and the admin key cannot be computed from it. It can be guessed from it: an
+admin key must be random (`openssl rand -hex 32`), as any password that an agent might try.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import re
+from typing import Literal
+
+KeyScope = Literal["calls", "events"]
+CALLS: KeyScope = "calls"
+EVENTS: KeyScope = "events"
+SCOPES: tuple[KeyScope, ...] = (CALLS, EVENTS)
+
+API_KEY_PREFIX = "tg-"
+# A rollout's id may hold dots; a secret holds none, and 32 bytes make 43 characters.
+_secret_key = re.compile(r"tg-([A-Za-z0-9._:@-]{1,128})\.[A-Za-z0-9_-]{43}")
+_PURPOSES: dict[KeyScope, bytes] = {
+    CALLS: b"tracegrad rollout key 1\0",
+    EVENTS: b"tracegrad rollout events key 1\0",
+}
+
+
+def derive_key(admin_key: str, rollout_id: str, scope: KeyScope = CALLS) -> str:
+    """HMAC-SHA-256 of the rollout's id under the admin key, as a key that names the rollout."""
+    told = _PURPOSES[scope] + rollout_id.encode()
+    proof = hmac.new(admin_key.encode(), told, hashlib.sha256).digest()
+    text = base64.urlsafe_b64encode(proof).rstrip(b"=").decode()
+    return f"{API_KEY_PREFIX}{rollout_id}.{text}"
+
+
+def is_secret_key(key: str) -> bool:
+    """Whether it is the key of one rollout, made from a secret, and not one that only names it."""
+    return _secret_key.fullmatch(key) is not None
+
+
+def derived_for(key: str, admin_key: str) -> tuple[str, KeyScope] | None:
+    """The rollout and scope that the key is `derive_key`'s for; None for any other key."""
+    named = _secret_key.fullmatch(key)
+    if named is None:
+        return None
+    for scope in _PURPOSES:
+        right = derive_key(admin_key, named[1], scope)
+        if hmac.compare_digest(key.encode(), right.encode()):
+            return named[1], scope
+    return None

@@ -1,0 +1,17 @@
+"""`trainer`, and `python -m tracegrad_trainer`."""
+
+from __future__ import annotations
+
+import signal
+
+
+def main() -> None:
+    # Ctrl-C during the second of imports, when nothing runs yet, ends us without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from tracegrad_trainer.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()
