@@ -178,6 +178,16 @@ def mark_unacknowledged(connection: Connection, turn_ids: Sequence[str]) -> int:
     return marked
 
 
+def clear_unacknowledged(connection: Connection, turn_ids: Sequence[str]) -> list[str]:
+    """Turns that were marked, and whose writers have come again. Those that were."""
+    cleared: list[str] = []
+    for ids in chunks(turn_ids):
+        found = Turns.turn_id.in_(ids) & (Turns.untrainable == UNACKNOWLEDGED)
+        query = update(Turns).where(found).values(untrainable=None).returning(Turns.turn_id)
+        cleared += connection.scalars(query)
+    return cleared
+
+
 def _insert(connection: Connection, table: Any, rows: Sequence[Values]) -> int:
     """How many were new."""
     if not rows:

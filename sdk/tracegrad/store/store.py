@@ -38,7 +38,7 @@ from tracegrad.store.views import (
 DEFAULT_URL = "sqlite:///.tracegrad/store.db"
 
 # What is done in a transaction, as the last thing before its commit.
-BeforeCommit = Callable[[Connection], None]
+BeforeCommit = Callable[[Connection, Sequence[str]], None]
 
 
 class SecretValue(Protocol):
@@ -144,8 +144,8 @@ class Store:
     def append(self, facts: Sequence[Fact], *, before_commit: BeforeCommit | None = None) -> None:
         """All of them in one transaction, on the disk on return; known ids change nothing.
 
-        `before_commit` is called in the transaction when all is written: once, or again where the
-        transaction was rolled back and is repeated.
+        `before_commit` is called in the transaction when all is written, with the ids of the turns
+        that are new: once, or again where the transaction was rolled back and is repeated.
         Raises `FactRefused`, and then stores none of them.
         """
         if not facts:
@@ -168,7 +168,7 @@ class Store:
         with self.appending() as connection:
             write_batch(connection, batch, rows, self._contexts.new(batch.first_seen))
             _check_outdated(connection, rows, known.as_of)
-            before_commit(connection)
+            before_commit(connection, rows.turn_ids())
         self._contexts.remember(contexts, rows.texts, known.as_of)
 
     def _append_by_what_is_stored(self, batch: Batch, before_commit: BeforeCommit) -> int:
@@ -179,7 +179,7 @@ class Store:
             # Since their rollouts were held nobody removes anything of them.
             as_of = last_removal(connection)
             write_batch(connection, batch, rows, new_rollouts=())
-            before_commit(connection)
+            before_commit(connection, rows.turn_ids())
         return as_of
 
     def mark_unacknowledged(self, turn_ids: Sequence[str]) -> int:
@@ -324,7 +324,7 @@ class Store:
             return connection.scalar(query)
 
 
-def _nothing(_: Connection) -> None:
+def _nothing(_connection: Connection, _new: Sequence[str]) -> None:
     pass
 
 

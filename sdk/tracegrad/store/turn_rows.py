@@ -44,6 +44,9 @@ class Rows:
     texts: dict[bytes, bytes] = field(default_factory=dict)
     links: list[Values] = field(default_factory=list)
 
+    def turn_ids(self) -> list[str]:
+        return [row["turn_id"] for row in self.turns]
+
 
 def turn_rows(turns: Iterable[Turn], known: Known) -> tuple[Rows, list[Context]]:
     """The rows, and what their children will need of them.

@@ -9,7 +9,8 @@ caller that gives up withdraws it, and then knows at once, but for a commit that
   and its turns are marked as soon as they are known to be stored. The same is done where a
   connection broke in a commit.
 
-So a client that was refused has no turn that is trained.
+So a client that was refused has no turn that is trained. One that writes the same turn again, and
+is told that it is stored, has one: then the mark is taken back.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from enum import Enum, auto
@@ -29,7 +30,7 @@ from sqlalchemy import Connection
 
 from tracegrad.records import Fact, Turn
 from tracegrad.store.errors import StoreBusy, StoreUnavailable
-from tracegrad.store.ingest import mark_unacknowledged
+from tracegrad.store.ingest import clear_unacknowledged, mark_unacknowledged
 from tracegrad.store.memory import size_of
 from tracegrad.store.store import Store
 
@@ -115,9 +116,9 @@ class Writer:
         self._lock = threading.Lock()  # of all below, and of the states of submissions
         self._held = self._held_bytes = self._refused = self._unacknowledged = 0
         self._closed = False
-        # Of the thread alone: whether the transaction's commit was sent, and turns that may be
-        # stored although their callers were refused.
-        self._sent = False
+        # Of the thread alone: the turns that a transaction whose commit was sent makes trainable,
+        # and those that may be so although their callers were refused.
+        self._sent: set[str] = set()
         self._doubtful: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="tracegrad-writer", daemon=True)
         self._thread.start()
@@ -225,7 +226,7 @@ class Writer:
                 return batch, True
 
     def _write(self, batch: list[Submission]) -> None:
-        self._sent = False
+        self._sent = set()
         facts = [fact for submission in batch for fact in submission.facts]
         try:
             self._store.append(facts, before_commit=partial(self._before_commit, batch))
@@ -248,7 +249,9 @@ class Writer:
         else:
             self._failed([submission], StoreUnavailable(_TOO_LATE))
 
-    def _before_commit(self, batch: list[Submission], connection: Connection) -> None:
+    def _before_commit(
+        self, batch: list[Submission], connection: Connection, new: Sequence[str]
+    ) -> None:
         """The last moment at which a caller's giving up can go into the transaction. It may come
         again, where the transaction was rolled back and is repeated."""
         with self._lock:
@@ -259,9 +262,13 @@ class Writer:
                     submission._stage = _Stage.COMMITTING
             late = [s for s in batch if s._stage is _Stage.WITHDRAWN]
         _fail(late, StoreUnavailable(_TOO_LATE))
-        if turn_ids := [turn_id for submission in late for turn_id in submission.turn_ids()]:
-            mark_unacknowledged(connection, turn_ids)
-        self._sent = True
+        wanted = _turn_ids(s for s in batch if s._stage is _Stage.COMMITTING)
+        # A turn that was stored before stays what it was to the caller that was told so.
+        if refused := set(new) - wanted:
+            mark_unacknowledged(connection, sorted(refused))
+        known = wanted - set(new)
+        cleared = clear_unacknowledged(connection, sorted(known)) if known else []
+        self._sent = (wanted & set(new)) | set(cleared)
 
     def _committed(self, batch: list[Submission]) -> None:
         done: list[Submission] = []
@@ -272,21 +279,24 @@ class Writer:
                     self._unacknowledged += len(submission.turn_ids())
                     late.append(submission)
                 elif submission._abandoned:
-                    self._doubtful.update(submission.turn_ids())
+                    self._doubtful |= self._sent & _turn_ids([submission])
                     late.append(submission)
                 else:
                     done.append(submission)
+            acknowledged = _turn_ids(done)
+            for submission in batch:
                 self._let_go(submission)
+        self._doubtful -= acknowledged
         for submission in done:
             submission.set_result(None)
         _fail(late, StoreUnavailable(_TOO_LATE))
         self._mark_doubtful()
 
     def _failed(self, batch: list[Submission], error: Exception) -> None:
+        if isinstance(error, StoreUnavailable):
+            self._doubtful |= self._sent
         with self._lock:
             for submission in batch:
-                if self._sent and isinstance(error, StoreUnavailable):
-                    self._doubtful.update(submission.turn_ids())
                 self._let_go(submission)
         _fail(batch, error)
 
@@ -303,6 +313,10 @@ class Writer:
         self._doubtful.clear()
         with self._lock:
             self._unacknowledged += marked
+
+
+def _turn_ids(submissions: Iterable[Submission]) -> set[str]:
+    return {turn_id for submission in submissions for turn_id in submission.turn_ids()}
 
 
 def _fail(batch: Sequence[Submission], error: Exception) -> None:

@@ -17,6 +17,7 @@ import pytest
 from sqlalchemy import Connection, text
 from store_facts import make_turn
 
+from support.proxy_rig import eventually
 from tracegrad.records import Fact, RewardGiven, Turn
 from tracegrad.store import FactRefused, Store, StoreBusy, StoreUnavailable, Writer
 
@@ -184,8 +185,8 @@ class _Watched:
         append = store.append
 
         def watched(facts: Sequence[Fact], *, before_commit: Any) -> None:
-            def last(connection: Connection) -> None:
-                before_commit(connection)
+            def last(connection: Connection, new: Sequence[str]) -> None:
+                before_commit(connection, new)
                 self.committing.set()
                 assert self.go.wait(30)
 
@@ -304,6 +305,50 @@ def test_a_connection_that_breaks_in_the_commit_leaves_nothing_to_train(
     with Writer(store) as writer, pytest.raises(StoreUnavailable, match="closed the connection"):
         writer.submit([make_turn("t")]).result(timeout=30)
     assert _reasons(store) == {"t": "unacknowledged"}
+
+
+@pytest.mark.parametrize("down_meanwhile", [True, False])
+def test_who_writes_a_refused_turn_again_and_is_told_so_has_it_trained(
+    store: Store, monkeypatch: pytest.MonkeyPatch, down_meanwhile: bool
+) -> None:
+    """Whether the mark could be set before the turn came again (it is taken back) or not."""
+    append, mark = store.append, store.mark_unacknowledged
+    commits = iter([StoreUnavailable("server closed the connection unexpectedly")])
+
+    def breaks_once(facts: Sequence[Fact], **more: Any) -> None:
+        append(facts, **more)
+        for error in commits:
+            raise error
+
+    def unavailable(turn_ids: Sequence[str]) -> int:
+        raise StoreUnavailable("the server is starting up")
+
+    monkeypatch.setattr(store, "append", breaks_once)
+    if down_meanwhile:
+        monkeypatch.setattr(store, "mark_unacknowledged", unavailable)
+    with Writer(store) as writer:
+        with pytest.raises(StoreUnavailable, match="closed the connection"):
+            writer.submit([make_turn("t")]).result(timeout=30)
+        if not down_meanwhile:
+            eventually(lambda: _reasons(store) == {"t": "unacknowledged"}, 30)
+        writer.submit([make_turn("t")]).result(timeout=30)
+        monkeypatch.setattr(store, "mark_unacknowledged", mark)
+    assert _reasons(store) == {"t": None}
+
+
+def test_a_repeat_that_is_refused_takes_nothing_from_who_was_told(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = _Watched(store, monkeypatch)
+    with Writer(store) as writer:
+        writer.submit([make_turn("t")]).result(timeout=30)
+        watched.committing.clear()
+        watched.go.clear()
+        repeat = writer.submit([make_turn("t")])
+        assert watched.committing.wait(30)
+        assert repeat.abandon()
+        watched.go.set()
+    assert _reasons(store) == {"t": None}
 
 
 def test_what_is_withdrawn_from_a_batch_with_a_bad_fact_is_not_written(
