@@ -14,8 +14,8 @@ install-dev:  ## and what tests and checks need
 demo: install  ## the main job, end to end, on this machine (about five minutes)
 	@exec $(BIN)/python -m examples.shop.demo
 
-# Files side by side, one thread each.
-SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
+# Two processes of one thread each; whichever is done first takes half of what the other has left.
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=10
 
 test: test-fast  ## all that CI runs: then client libraries, CLI agents and the real vLLM; 20 minutes on two cores
 	$(SIDE_BY_SIDE) -m "not slow" tests/clients

@@ -5,6 +5,7 @@ Root mounts it. For anyone else the whole test runs again, in a user namespace w
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -32,12 +33,23 @@ class SmallDisk:
         """Full, but for `leave` bytes."""
         filler = self.folder / "filler"
         with filler.open("wb", buffering=0) as file:
-            while self.free > leave:
-                file.write(bytes(min(1 << 16, self.free - leave)))
+            # Others may fill it meanwhile: between the look and the write.
+            with _full_is_fine():
+                while (space := self.free - leave) > 0:
+                    file.write(bytes(min(1 << 16, space)))
         try:
             yield
         finally:
             filler.unlink()
+
+
+@contextmanager
+def _full_is_fine() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
 
 
 @contextmanager
