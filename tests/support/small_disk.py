@@ -32,11 +32,10 @@ class SmallDisk:
     def filled(self, leave: int = 0) -> Iterator[None]:
         """Full, but for `leave` bytes."""
         filler = self.folder / "filler"
-        with filler.open("wb", buffering=0) as file:
-            # Others may fill it meanwhile: between the look and the write.
-            with _full_is_fine():
-                while (space := self.free - leave) > 0:
-                    file.write(bytes(min(1 << 16, space)))
+        # Others may fill it meanwhile: between the look and the write.
+        with filler.open("wb", buffering=0) as file, _full_is_fine():
+            while (space := self.free - leave) > 0:
+                file.write(bytes(min(1 << 16, space)))
         try:
             yield
         finally:
