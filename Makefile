@@ -37,7 +37,7 @@ bench-trainer: install-dev  ## one optimizer step beside a plain PyTorch loop an
 	@exec $(BIN)/python -m bench.trainer
 
 gpu-check: install  ## where a GPU is at hand: tokens/s, memory and MFU of a 0.6B model, beside a plain loop
-	@exec $(BIN)/python -m tracegrad_trainer.gpu_check
+	@exec $(BIN)/python -m bench.trainer.gpu_check
 
 controls: install  ## three seeds rise; learning rate 0 and shuffled rewards do not (long form)
 	@exec $(BIN)/python -m examples.shop.controls

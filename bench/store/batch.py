@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bench.store.places import Place
 from bench.store.rollouts import BATCH, rollout
-from tracegrad.records import RewardGiven, RolloutFinished
+from tracegrad.events import RewardGiven, RolloutFinished
 from tracegrad.store import Ledger, Store
 
 GROUP = 8

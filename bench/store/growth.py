@@ -13,7 +13,7 @@ from itertools import count, islice
 from bench.store.places import Place
 from bench.store.plans import Plan, plans
 from bench.store.rollouts import SMALL, Rollout, rollout
-from tracegrad.records import Fact, Outcome, RewardGiven, RolloutFinished
+from tracegrad.events import Fact, Outcome, RewardGiven, RolloutFinished
 from tracegrad.store import Ledger, RolloutFilter, StepRecord, Store
 
 # Ready for training at every size; all older ones were trained.

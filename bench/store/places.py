@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 
 import psycopg
-from tests.support import postgres
+from tests.support.store import postgres_server as postgres
 
 from tracegrad.store import Store
 

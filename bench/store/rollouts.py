@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.proxy.calls import MODEL, Prompt
 from bench.proxy.text import END, ROLES, encode, passage, pieces, render
-from tracegrad.records import Json, RolloutOpened, Turn, logprobs, new_id, token_ids
+from tracegrad.events import Json, RolloutOpened, Turn, logprobs, new_id, token_ids
 
 # So many different scripts of a shape take turns, where nothing else is said.
 SCRIPTS = 8

@@ -13,7 +13,7 @@ from itertools import count
 from bench.proxy.rounds import percentile
 from bench.store.places import Place
 from bench.store.rollouts import Rollout, Shape, rollout
-from tracegrad.records import Fact
+from tracegrad.events import Fact
 from tracegrad.store import Store, Writer
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.pages import ROOT
 from bench.trainer.process import held, high_water
-from tracegrad_trainer.fsdp.head import log_probs
+from tracegrad_trainer.engine.model.chunked_logprobs import log_probs
 
 HIDDEN = 64
 OURS, PLAIN = "tracegrad", "all logits"

@@ -7,7 +7,7 @@ import torch
 from bench.trainer.rollouts import VERSION
 from bench.trainer.work import BETAS, LR, MAX_NORM, OBJECTIVE, OURS, Peer, Work
 from tracegrad_trainer.batches import BatchSettings, Row, pack, select
-from tracegrad_trainer.fsdp import (
+from tracegrad_trainer.engine import (
     FsdpSettings,
     Learner,
     OptimSettings,
@@ -15,7 +15,7 @@ from tracegrad_trainer.fsdp import (
     shard,
     start_ranks,
 )
-from tracegrad_trainer.objectives import advantages
+from tracegrad_trainer.losses import advantages
 
 
 class Ours(Peer):

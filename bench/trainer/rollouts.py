@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from tracegrad.records import Turn
+from tracegrad.events import Turn
 
 VERSION = 1
 Range = tuple[int, int]

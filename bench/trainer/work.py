@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from bench.trainer.rollouts import Attempt, Task
 from tracegrad_trainer.batches import scored
-from tracegrad_trainer.objectives import advantages, preset
+from tracegrad_trainer.losses import advantages, preset
 
 OURS = "tracegrad"
 PLAIN = "plain loop"

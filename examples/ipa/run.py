@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tracegrad.settings import AnchorSettings
-from tracegrad.store.anchors import Anchored, AnchorStore
-from tracegrad_trainer.coordinator import Supply
-from tracegrad_trainer.fsdp import full_tensors
-from tracegrad_trainer.settings import TrainerSettings
-from tracegrad_trainer.training import Training
-
-from .sampling import Attempt, Policy, play
-from .vault import NAMES, expert
-from .warm_start import warm_start
+from ipa.sampling import Attempt, Policy, play
+from ipa.vault import NAMES, expert
+from ipa.warm_start import warm_start
+from tracegrad.proxy.config import AnchorSettings
+from tracegrad.store.anchors.anchor_store import Anchored, AnchorStore
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.engine import full_tensors
+from tracegrad_trainer.rl.coordinator import Supply
+from tracegrad_trainer.rl.train_loop import Training
 
 Method = Literal["rollback", "parallel", "grpo"]
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tracegrad.records import (
+from ipa import words
+from ipa.vault import Expert, ReplayDiverged, Vault
+from tracegrad.events import (
     Fact,
     Outcome,
     RewardGiven,
@@ -27,10 +29,7 @@ from tracegrad.records import (
     new_id,
     token_ids,
 )
-from tracegrad.store.anchors import Anchored
-
-from . import words
-from .vault import Expert, ReplayDiverged, Vault
+from tracegrad.store.anchors.anchor_store import Anchored
 
 Reply = tuple[list[int], list[float]]  # tokens, and the log-probability of each
 

@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from tracegrad_trainer.children import ChildError
-from tracegrad_trainer.endpoint.process import free_port
-
-from .screen import Screen
+from shop.screen import Screen
+from tracegrad_trainer.inference.vllm_process import free_port
+from tracegrad_trainer.utils.subprocesses import ChildError
 
 if TYPE_CHECKING:
-    from .run import Result
+    from shop.run import Result
 
 ROOT = Path(".tracegrad/demo")
 REQUIRED_RISE = 0.5
@@ -41,7 +40,7 @@ def main() -> int:
     os.environ["TRACEGRAD_URL"] = f"http://127.0.0.1:{port}"
     # Threads of a model this small only wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from .run import Plan, named, run
+    from shop.run import Plan, named, run
 
     plan = Plan(
         port=port,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracegrad.store import Ledger, StepRecord, Store, TurnCounts
-from tracegrad_trainer.children import Child, ChildError
-from tracegrad_trainer.run_state import read_state
+from tracegrad_trainer.launch.run_state import read_state
+from tracegrad_trainer.utils.subprocesses import Child, ChildError
 
 TRAINED_SPLIT = "train"
 NOTICED_S = 5.0  # by then `trainer serve` knows that a part of it has died,
@@ -87,7 +87,7 @@ def served(
         **overrides,
     }
     sets = [f"--set={name}={value}" for name, value in settings.items()]
-    command = [sys.executable, "-m", "tracegrad_trainer.cli", "serve", *sets]
+    command = [sys.executable, "-m", "tracegrad_trainer.cli.app", "serve", *sets]
     log = state_dir / "logs" / "serve.log"
     child = Child("trainer serve", command, log=log, env=os.environ)  # its settings too
     child.log.unlink(missing_ok=True)

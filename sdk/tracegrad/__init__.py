@@ -14,8 +14,8 @@ belong to the rollout. Importing starts nothing and reaches for no network.
 
 from tracegrad.context import Rollout, tags
 from tracegrad.decorators import reward, rollout, trace, turn
+from tracegrad.events import Outcome
 from tracegrad.exporter import Stats, flush, stats
-from tracegrad.records import Outcome
 
 __all__ = [
     "Outcome",

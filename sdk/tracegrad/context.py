@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from typing import Any, SupportsFloat, TypeVar
 from urllib.parse import urlsplit
 
-from tracegrad.records import (
+from tracegrad.events import (
     REWARD_RANGE,
     Fact,
     Outcome,
@@ -25,7 +25,7 @@ from tracegrad.records import (
     is_reward,
     new_id,
 )
-from tracegrad.rollout_keys import API_KEY_PREFIX, EVENTS, derive_key, is_secret_key
+from tracegrad.key_derivation import API_KEY_PREFIX, EVENTS, derive_key, is_secret_key
 from tracegrad.serializer import repr_of, text_of
 
 _log = logging.getLogger("tracegrad")

@@ -14,9 +14,9 @@ from numbers import Real
 from types import TracebackType
 from typing import Any, Generic, SupportsFloat, TypeVar, cast, overload
 
-from tracegrad import context, exporter, propagation, tasks, transport
+from tracegrad import context, exporter, http_patching, task_ids, transport
 from tracegrad.context import Rollout
-from tracegrad.records import Outcome, RolloutOpened
+from tracegrad.events import Outcome, RolloutOpened
 from tracegrad.serializer import error_line, repr_of
 
 _log = logging.getLogger("tracegrad")
@@ -64,7 +64,7 @@ class rollout(AbstractContextManager[Rollout]):
                 raise ValueError(
                     f"{field}: expected a non-empty string or None, got {repr_of(value)}"
                 )
-        self._task, self._agent, self._input = task and tasks.short_id(task), agent, input
+        self._task, self._agent, self._input = task and task_ids.short_id(task), agent, input
         self._name = name or agent or "rollout"
         self._tags = context.as_tags(tags or {})
         self._scope: ExitStack | None = None
@@ -87,7 +87,7 @@ class rollout(AbstractContextManager[Rollout]):
                 task=self._input,
             )
         )
-        propagation.install()
+        http_patching.install()
         with ExitStack() as scope:
             scope.enter_context(context.inside(opened))
             scope.enter_context(_span(self._name, to.url))
@@ -149,7 +149,7 @@ def turn(*, state: object) -> AbstractContextManager[None]:
             digest is stored. Leave out what differs between rollouts and does not matter, such
             as times and ids.
     """
-    key = tasks.state_key(state)
+    key = task_ids.state_key(state)
     if key is None and state is not None:
         _log.warning("turn(state=...): an object of %s is too large for a state's key", type(state))
     return context.in_state(key)
@@ -200,7 +200,7 @@ def trace(
                 "put @trace below @staticmethod or @classmethod"
             )
         exporter.send_left_at_exit(context.proxy_url)
-        span = name or tasks.qualified_name(function)
+        span = name or task_ids.qualified_name(function)
         return _wrap(
             _Traced(function, _signature(function), span, agent or span, task, dict(tags or {}))
         )
@@ -223,7 +223,7 @@ class _Traced(Generic[F]):
         """A new rollout, which `with` gives; or a span of the current one, and None."""
         here = context.current()
         if here is not None:
-            propagation.install()
+            http_patching.install()
             return _span(self.name, here.url)
         arguments: Mapping[str, object] = {"args": args, "kwargs": kwargs}
         if self.signature is not None:
@@ -231,7 +231,7 @@ class _Traced(Generic[F]):
                 call = self.signature.bind(*args, **kwargs)
                 call.apply_defaults()
                 arguments = call.arguments
-        task, plain = tasks.task_and_input(self.function, arguments)
+        task, plain = task_ids.task_and_input(self.function, arguments)
         if callable(self.task):
             try:
                 task = str(self.task(*args, **kwargs)) or task

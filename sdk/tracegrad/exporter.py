@@ -30,6 +30,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from tracegrad.events import Fact, RewardGiven, RolloutFinished
 from tracegrad.journal import (
     Journal,
     JournalFull,
@@ -40,7 +41,6 @@ from tracegrad.journal import (
     size_of,
     whole,
 )
-from tracegrad.records import Fact, RewardGiven, RolloutFinished
 from tracegrad.serializer import Serializer, encode
 from tracegrad.transport import REQUEST_TIMEOUT_S, Refused, Transport, Unreachable
 

@@ -11,10 +11,10 @@ import pytest
 from support.cli_agents.recipes import AGENTS, SECRET, Agent
 from support.cli_agents.scene import ROLLOUT, Run, play
 from support.cli_agents.scripted_engine import ScriptedEngine
-from support.mock_engine import logprobs_of
-from support.proxy_rig import serving
-from tracegrad.records import Turn, logprobs, token_ids
-from tracegrad.turns import paths
+from support.engines.mock_engine import logprobs_of
+from support.proxy.servers import serving
+from tracegrad.events import Turn, logprobs, token_ids
+from tracegrad.turn_tree import paths
 
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(900)]  # the first run installs them
 

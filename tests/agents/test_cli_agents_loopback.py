@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from support.cli_agents.loopback import Loopback, NoNamespace, loopback
-from support.proxy_rig import eventually, serving
+from support.proxy.servers import eventually, serving
 
 pytestmark = pytest.mark.agents
 

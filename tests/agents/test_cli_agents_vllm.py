@@ -12,10 +12,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 from support.cli_agents.acting_model import MAX_LENGTH, save_acting_model
 from support.cli_agents.recipes import AGENTS, TASK
 from support.cli_agents.scene import ROLLOUT, play
-from support.tiny_model import load_model
-from tracegrad.records import Turn
-from tracegrad.turns import extends, paths
-from tracegrad_trainer.endpoint.process import VllmProcess, VllmSettings, free_port
+from support.trainer.tiny_model import load_model
+from tracegrad.events import Turn
+from tracegrad.turn_tree import extends, paths
+from tracegrad_trainer.inference.vllm_process import VllmProcess, VllmSettings, free_port
 
 pytestmark = [
     pytest.mark.agents,

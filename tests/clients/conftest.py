@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.client_rig import Rig, rigged
-from support.mock_engine import MockEngine
-from support.obedient_engine import ObedientEngine
-from support.proxy_rig import EngineServer, serving
+from support.engines.mock_engine import MockEngine
+from support.engines.prompt_driven_engine import ObedientEngine
+from support.proxy.proxy_with_engine import Rig, rigged
+from support.proxy.servers import EngineServer, serving
 from tracegrad.store import Store
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from support.client_rig import Rig, assert_sampled
-from support.mock_engine import MODEL, Say
-from support.obedient_engine import ObedientEngine
-from support.vendor_calls import (
+from support.engines.mock_engine import MODEL, Say
+from support.engines.prompt_driven_engine import ObedientEngine
+from support.proxy.proxy_with_engine import Rig, assert_sampled
+from support.proxy.vendor_calls import (
     CHAT,
     CHATTING,
     CLAUDE,

@@ -13,11 +13,11 @@ import httpx2
 import openai
 import pytest
 
-from support.client_rig import Rig, assert_sampled, rigged
-from support.mock_engine import Say, error
-from support.obedient_engine import ObedientEngine
-from support.proxy_rig import EngineServer, eventually
-from support.vendor_calls import CHAT, CHATTING, CLAUDE, Vendor
+from support.engines.mock_engine import Say, error
+from support.engines.prompt_driven_engine import ObedientEngine
+from support.proxy.proxy_with_engine import Rig, assert_sampled, rigged
+from support.proxy.servers import EngineServer, eventually
+from support.proxy.vendor_calls import CHAT, CHATTING, CLAUDE, Vendor
 
 STATUSES = (400, 401, 403, 404, 408, 409, 413, 422, 429, 500, 502, 503, 504, 529)
 STORY = Say("a long story that nobody wants to hear to its end")

@@ -25,10 +25,10 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests, chat_models
 
-from support.client_rig import Rig, assert_all_recorded, rigged
-from support.mock_engine import MODEL
-from support.obedient_engine import ObedientEngine
-from support.proxy_rig import EngineServer
+from support.engines.mock_engine import MODEL
+from support.engines.prompt_driven_engine import ObedientEngine
+from support.proxy.proxy_with_engine import Rig, assert_all_recorded, rigged
+from support.proxy.servers import EngineServer
 
 PNG = base64.b64decode("iVBORw0KGgo=")
 # Where the suite's links to pictures point; the engine of these tests follows none.

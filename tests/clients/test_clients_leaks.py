@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from support.client_rig import Rig, assert_sampled
-from support.mock_engine import END, ROLES, Say, error, logprobs_of
-from support.obedient_engine import ObedientEngine
-from support.proxy_rig import eventually
-from support.raw_calls import RESPONSES, SAMPLED, RawCall
+from support.engines.mock_engine import END, ROLES, Say, error, logprobs_of
+from support.engines.prompt_driven_engine import ObedientEngine
+from support.proxy.proxy_with_engine import Rig, assert_sampled
+from support.proxy.raw_calls import RESPONSES, SAMPLED, RawCall
+from support.proxy.servers import eventually
 
 # The mock's text completions fail in no way.
 CHATTED = [call for call in SAMPLED if call.name != "completions"]

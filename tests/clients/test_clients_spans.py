@@ -20,11 +20,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.client_rig import Rig, rigged
-from support.mock_engine import MockEngine, Say, render
-from support.proxy_rig import EngineServer
-from support.traced_agent import QUESTION, SYSTEM, TOOL
-from tracegrad.records import Outcome, Turn
+from support.agents.traced_agent import QUESTION, SYSTEM, TOOL
+from support.engines.mock_engine import MockEngine, Say, render
+from support.proxy.proxy_with_engine import Rig, rigged
+from support.proxy.servers import EngineServer
+from tracegrad.events import Outcome, Turn
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 ANSWER = "It rains in Ulm."

@@ -9,10 +9,10 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from support.client_rig import Rig, assert_all_recorded
-from support.mock_engine import MODEL, Json, Say
-from support.obedient_engine import ObedientEngine
-from support.vendor_calls import CHAT, CHATTING, CLAUDE, MESSAGES, RESPONSES, Vendor
+from support.engines.mock_engine import MODEL, Json, Say
+from support.engines.prompt_driven_engine import ObedientEngine
+from support.proxy.proxy_with_engine import Rig, assert_all_recorded
+from support.proxy.vendor_calls import CHAT, CHATTING, CLAUDE, MESSAGES, RESPONSES, Vendor
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 NAMES = ("get_weather", "get_trains")

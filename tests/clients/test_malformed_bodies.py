@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.client_rig import Rig, rigged
-from support.full_bodies import FULL
-from support.mangled import mangled
-from support.neighbour import neighbour
-from support.patient_engine import PatientEngine
-from support.proxy_rig import EngineServer
-from support.raw_calls import CHAT, READ, RawCall, openai_refusal
+from support.engines.lenient_engine import PatientEngine
+from support.proxy.concurrent_stream import neighbour
+from support.proxy.corrupted_bodies import mangled
+from support.proxy.full_bodies import FULL
+from support.proxy.proxy_with_engine import Rig, rigged
+from support.proxy.raw_calls import CHAT, READ, RawCall, openai_refusal
+from support.proxy.servers import EngineServer
 
 PATIENCE_S = 10.0
 # The fixtures serve all examples of a test; what is sent must be the same in every run.

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.client_rig import Rig, rigged
-from support.neighbour import neighbour
-from support.patient_engine import PatientEngine
-from support.proxy_rig import EngineServer
-from support.raw_calls import CHAT, CLAUDE, GEMINI, READ, RawCall
-from support.raw_http import Answer, Reader, connect
+from support.engines.lenient_engine import PatientEngine
+from support.proxy.concurrent_stream import neighbour
+from support.proxy.proxy_with_engine import Rig, rigged
+from support.proxy.raw_calls import CHAT, CLAUDE, GEMINI, READ, RawCall
+from support.proxy.raw_http import Answer, Reader, connect
+from support.proxy.servers import EngineServer
 
 VOICES = [CHAT, CLAUDE, GEMINI]  # one of each vendor's
 

@@ -20,15 +20,15 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.generation import GenerationMode
 from starlette.routing import Match, Route
 
-from support.client_rig import Rig, rigged
-from support.full_bodies import FULL
-from support.neighbour import neighbour
-from support.patient_engine import PatientEngine
-from support.proxy_rig import CONTROL, EngineServer
-from support.raw_calls import READ
+from support.engines.lenient_engine import PatientEngine
+from support.proxy.concurrent_stream import neighbour
+from support.proxy.full_bodies import FULL
+from support.proxy.proxy_with_engine import Rig, rigged
+from support.proxy.raw_calls import READ
+from support.proxy.servers import CONTROL, EngineServer
 from tracegrad.proxy import create_app
-from tracegrad.proxy.collector import PROTOBUF
-from tracegrad.settings import ProxySettings
+from tracegrad.proxy.config import ProxySettings
+from tracegrad.proxy.otel.receiver import PROTOBUF
 
 PATIENCE_S = 10.0
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support import postgres
+from support.store import postgres_server as postgres
 
 
 @pytest.fixture(scope="session")
 def char_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Brings torch along, which the store's faults do without.
-    from support.char_model import save_char_model
+    from support.trainer.char_model import save_char_model
 
     return save_char_model(tmp_path_factory.mktemp("char") / "model")
 

@@ -11,11 +11,11 @@ import httpx
 import openai
 import pytest
 
-from support.crowd import missing
-from support.small_disk import SmallDisk, small_disk
-from support.toy_agents import Message, Toys, plainly, streaming
-from support.trainer_serve import trainer_serve
-from tracegrad_trainer.fsdp import checkpoints
+from support.agents.group_load import missing
+from support.agents.toy_agents import Message, Toys, plainly, streaming
+from support.system.small_disk import SmallDisk, small_disk
+from support.trainer.trainer_serve import trainer_serve
+from tracegrad_trainer.engine import checkpoints
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 MIB = 1 << 20

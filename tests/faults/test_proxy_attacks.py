@@ -20,10 +20,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.mock_engine import MODEL
-from support.proxy_process import ProxyProcess
-from support.proxy_rig import serving
-from support.raw_http import Answer, Reader, connect
+from support.engines.mock_engine import MODEL
+from support.proxy.proxy_process import ProxyProcess
+from support.proxy.raw_http import Answer, Reader, connect
+from support.proxy.servers import serving
 
 MIB = 1 << 20
 BODY, BODIES = 8, 64  # MiB

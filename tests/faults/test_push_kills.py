@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from support.prepared_run import fill, steps_of
-from support.pushing_ranks import GAP, Agents, PushingRanks, pushing_ranks
-from support.step_range import Runs, fates, made, same, state_of, step_runs
-from support.step_victim import PUSH_POINTS
-from support.tiny_model import reference_logprobs, save_tiny_model
-from support.vllm_server import tiny_settings
-from tracegrad.records import Turn
+from support.engines.vllm_server import tiny_settings
+from support.trainer.kill_runs import Runs, fates, made, same, state_of, step_runs
+from support.trainer.killed_process import PUSH_POINTS
+from support.trainer.prepared_run import fill, steps_of
+from support.trainer.pushing_ranks import GAP, Agents, PushingRanks, pushing_ranks
+from support.trainer.tiny_model import reference_logprobs, save_tiny_model
+from tracegrad.events import Turn
 from tracegrad.store import Store
-from tracegrad_trainer.endpoint.probe import compare
-from tracegrad_trainer.endpoint.process import VllmProcess
-from tracegrad_trainer.fsdp.whole import checkpoints, step_of
+from tracegrad_trainer.engine.checkpoint.manifest import checkpoints, step_of
+from tracegrad_trainer.inference.logprob_probe import compare
+from tracegrad_trainer.inference.vllm_process import VllmProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 STEPS = 3

@@ -11,10 +11,10 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from support.trainer_serve import Ended, free_port, trainer_serve
-from tracegrad_trainer.cli import app
-from tracegrad_trainer.commands import lock
-from tracegrad_trainer.run_state import RunState, read_state
+from support.trainer.trainer_serve import Ended, free_port, trainer_serve
+from tracegrad_trainer.cli.app import app
+from tracegrad_trainer.launch.run_state import RunState, read_state
+from tracegrad_trainer.launch.session import lock
 
 
 @pytest.fixture(autouse=True)

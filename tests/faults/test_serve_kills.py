@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from support.crowd import Crowd, missing
-from support.prepared_run import steps_of
-from support.pushing_ranks import agree
-from support.step_range import fates
-from support.trainer_serve import TrainerServe, trainer_serve
+from support.agents.group_load import Crowd, missing
+from support.trainer.kill_runs import fates
+from support.trainer.prepared_run import steps_of
+from support.trainer.pushing_ranks import agree
+from support.trainer.trainer_serve import TrainerServe, trainer_serve
 from tracegrad.store import Store
-from tracegrad_trainer.settings import resolved
+from tracegrad_trainer.config.trainer import resolved
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 PROMPT = [3 + 5 * i % 80 for i in range(24)]

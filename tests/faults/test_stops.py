@@ -19,9 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.crowd import Crowd, missing
-from support.toy_agents import Toys
-from support.trainer_serve import Ended, TrainerServe, trainer_serve
+from support.agents.group_load import Crowd, missing
+from support.agents.toy_agents import Toys
+from support.trainer.trainer_serve import Ended, TrainerServe, trainer_serve
 from tracegrad.store import Ledger, Store
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]

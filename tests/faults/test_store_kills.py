@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from support import postgres
-from support.store_kept import integrity, kept
-from support.store_work import Told, order_of
-from support.victims import Killer, Range, Toll, all_at_once, drawn_seed, ranges
-from tracegrad.records import RolloutOpened
+from support.store import postgres_server as postgres
+from support.store.durability_check import integrity, kept
+from support.store.kill_runs import Killer, Range, Toll, all_at_once, drawn_seed, ranges
+from support.store.workload import Told, order_of
+from tracegrad.events import RolloutOpened
 from tracegrad.store import Store
 
 _SIDE_BY_SIDE = 2  # victims that write to one store at the same time

@@ -12,10 +12,10 @@ from typing import Any
 
 from sqlalchemy import select
 
-from support.store_kept import integrity
-from support.store_victim import GROUP_SIZE
-from support.victims import Killer, Toll, all_at_once, drawn_seed, ranges
-from tracegrad.records import (
+from support.store.durability_check import integrity
+from support.store.kill_runs import Killer, Toll, all_at_once, drawn_seed, ranges
+from support.store.killed_process import GROUP_SIZE
+from tracegrad.events import (
     Fact,
     Outcome,
     RewardGiven,
@@ -26,7 +26,7 @@ from tracegrad.records import (
     token_ids,
 )
 from tracegrad.store import Ledger, Store
-from tracegrad.store.schema import Leases, Rollouts, TurnLedger, Turns
+from tracegrad.store.models import Leases, Rollouts, TurnLedger, Turns
 
 _WORKERS = 3
 _KILLS = 60

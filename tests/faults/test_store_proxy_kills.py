@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from support.callers import Callers, lost
-from support.mock_engine import MockEngine
-from support.proxy_process import ProxyProcess
-from support.proxy_rig import eventually, serving
-from support.store_kept import integrity
-from support.victims import drawn_seed
+from support.agents.conversation_load import Callers, lost
+from support.engines.mock_engine import MockEngine
+from support.proxy.proxy_process import ProxyProcess
+from support.proxy.servers import eventually, serving
+from support.store.durability_check import integrity
+from support.store.kill_runs import drawn_seed
 from tracegrad.store import Store
 
 _CALLERS = 6

@@ -10,15 +10,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.callers import Callers, Failed, lost
-from support.mock_engine import MockEngine
-from support.postgres_crash import Crashing, crashing
-from support.proxy_process import ProxyProcess
-from support.proxy_rig import eventually, serving
-from support.small_disk import SmallDisk, small_disk
-from support.store_kept import integrity
-from tracegrad.proxy import create_app, storing
-from tracegrad.settings import ProxySettings
+from support.agents.conversation_load import Callers, Failed, lost
+from support.engines.mock_engine import MockEngine
+from support.proxy.proxy_process import ProxyProcess
+from support.proxy.servers import eventually, serving
+from support.store.durability_check import integrity
+from support.store.postgres_crash import Crashing, crashing
+from support.system.small_disk import SmallDisk, small_disk
+from tracegrad.proxy import create_app, store_async
+from tracegrad.proxy.config import ProxySettings
 from tracegrad.store import Store, Writer
 
 _CALLERS = 6
@@ -104,7 +104,7 @@ def test_a_disk_that_is_full_for_a_while(
 def test_a_store_that_does_not_answer_holds_nobody_for_good(
     engine_url: str, database: Crashing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storing, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(store_async, "PATIENCE_S", 0.5)
     settings = ProxySettings(upstream=engine_url)
     with Store.open(database.server.new_database()) as store, Writer(store) as writer:
         with (

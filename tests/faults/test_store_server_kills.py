@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from support.postgres_crash import Crashing, crashing
-from support.proxy_rig import eventually
-from support.store_kept import kept
-from support.store_work import Agents, Parcel, Told
-from support.victims import drawn_seed
+from support.proxy.servers import eventually
+from support.store.durability_check import kept
+from support.store.kill_runs import drawn_seed
+from support.store.postgres_crash import Crashing, crashing
+from support.store.workload import Agents, Parcel, Told
 from tracegrad.store import Store, StoreUnavailable, Writer
 
 _AGENTS = 8

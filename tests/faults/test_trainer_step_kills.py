@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from support.prepared_run import SMALL, fill, save_smallest_model, settings_of
-from support.processes import Family
-from support.proxy_rig import eventually
-from support.step_range import Runs, fates, log_of, made, same, state_of, step_runs
-from support.step_victim import POINTS
-from support.victims import drawn_seed
-from tracegrad_trainer.fsdp.whole import checkpoints
+from support.proxy.servers import eventually
+from support.store.kill_runs import drawn_seed
+from support.system.process_tree import Family
+from support.trainer.kill_runs import Runs, fates, log_of, made, same, state_of, step_runs
+from support.trainer.killed_process import POINTS
+from support.trainer.prepared_run import SMALL, fill, save_smallest_model, settings_of
+from tracegrad_trainer.engine.checkpoint.manifest import checkpoints
 
 GROUPS = 20
 KILLED = -9

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from support.prepared_run import fill, save_smallest_model, settings_of, steps_of
-from support.step_range import Runs, fates, log_of, step_runs
-from support.victims import drawn_seed
+from support.store.kill_runs import drawn_seed
+from support.trainer.kill_runs import Runs, fates, log_of, step_runs
+from support.trainer.prepared_run import fill, save_smallest_model, settings_of, steps_of
 from tracegrad.store import StepRecord, Store
-from tracegrad.store.care import examine
-from tracegrad.store.manifests import manifest_digest
+from tracegrad.store.checkpoint_manifest import manifest_digest
+from tracegrad.store.maintenance import examine
 
 KILLED, REFUSED = -9, 1
 POINTS = ["whole, not committed", "before the commit", "after the commit", "leased, not trained"]

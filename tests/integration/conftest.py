@@ -6,18 +6,15 @@ Tests that push other weights put the checkpoint's back when they are done.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.planted import plant
-from support.tiny_model import save_tiny_model
-from support.vllm_server import VllmServer, tiny_settings
-from tracegrad_trainer.endpoint.process import VllmProcess
+from support.engines.vllm_server import VllmServer, tiny_settings
+from support.system.shadowing_modules import plant
+from support.trainer.tiny_model import save_tiny_model
+from tracegrad_trainer.inference.vllm_process import VllmProcess
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.planted import ran
-from support.vllm_server import VllmServer
-from tracegrad.files import is_private
+from support.engines.vllm_server import VllmServer
+from support.system.shadowing_modules import ran
+from tracegrad.private_files import is_private
 from tracegrad.urls import unix_socket
-from tracegrad_trainer.endpoint.client import endpoint_client
+from tracegrad_trainer.utils.client import endpoint_client
 
 pytestmark = pytest.mark.vllm
 NOBODY = 65534

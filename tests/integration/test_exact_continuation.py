@@ -20,13 +20,13 @@ import pytest
 from google import genai
 from google.genai import types
 
-from support.chat_templates import chat_template
-from support.tiny_model import load_model, reference_logprobs, tiny_model, tiny_tokenizer
-from tracegrad.records import Turn
+from support.chat.chat_templates import chat_template
+from support.trainer.tiny_model import load_model, reference_logprobs, tiny_model, tiny_tokenizer
+from tracegrad.events import Turn
 from tracegrad.store import Store
-from tracegrad.turns import extends, paths
-from tracegrad_trainer.children import Child, answers
-from tracegrad_trainer.endpoint.process import VllmProcess, VllmSettings, free_port
+from tracegrad.turn_tree import extends, paths
+from tracegrad_trainer.inference.vllm_process import VllmProcess, VllmSettings, free_port
+from tracegrad_trainer.utils.subprocesses import Child, answers
 
 pytestmark = pytest.mark.vllm
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from support.prepared_run import fill, settings_of
-from support.step_range import log_of, step_runs
-from support.tiny_model import load_model, reference_logprobs, save_tiny_model
-from support.vllm_server import tiny_settings
-from tracegrad_trainer.endpoint.probe import compare, probe
-from tracegrad_trainer.endpoint.process import VllmProcess
-from tracegrad_trainer.exporting import Request, export
+from support.engines.vllm_server import tiny_settings
+from support.trainer.kill_runs import log_of, step_runs
+from support.trainer.prepared_run import fill, settings_of
+from support.trainer.tiny_model import load_model, reference_logprobs, save_tiny_model
+from tracegrad_trainer.cli.export import Request, export
+from tracegrad_trainer.inference.logprob_probe import compare, probe
+from tracegrad_trainer.inference.vllm_process import VllmProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 GAP = 1e-4  # nats; the two engines agree to about 1e-6

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from support.char_model import save_char_model
-from support.main_job import PROMPT, Job, first_start, second_start
-from support.tiny_model import load_model, reference_logprobs
-from support.toy_agents import MAX_TOKENS, SPLIT, TOOL
-from support.trainer_serve import cli, cli_json, trainer_serve
-from tracegrad.records import Turn
+from support.agents.toy_agents import MAX_TOKENS, SPLIT, TOOL
+from support.trainer.char_model import save_char_model
+from support.trainer.main_job import PROMPT, Job, first_start, second_start
+from support.trainer.tiny_model import load_model, reference_logprobs
+from support.trainer.trainer_serve import cli, cli_json, trainer_serve
+from tracegrad.events import Turn
 from tracegrad.store import Store
-from tracegrad.turns import extends
-from tracegrad_trainer.endpoint.probe import compare
+from tracegrad.turn_tree import extends
+from tracegrad_trainer.inference.logprob_probe import compare
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 GAP = 1e-4  # nats; the two engines agree to about 1e-6

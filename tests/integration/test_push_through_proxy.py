@@ -11,14 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.proxy_rig import CONTROL_KEY
-from support.tiny_model import load_model, perturb, reference_logprobs
-from support.vllm_server import VllmServer
+from support.engines.vllm_server import VllmServer
+from support.proxy.servers import CONTROL_KEY
+from support.trainer.tiny_model import load_model, perturb, reference_logprobs
 from tracegrad.store import Store
-from tracegrad_trainer.children import Child
-from tracegrad_trainer.endpoint.probe import compare
-from tracegrad_trainer.endpoint.process import free_port
-from tracegrad_trainer.endpoint.push import WeightPusher
+from tracegrad_trainer.inference.logprob_probe import compare
+from tracegrad_trainer.inference.vllm_process import free_port
+from tracegrad_trainer.inference.weight_push import WeightPusher
+from tracegrad_trainer.utils.subprocesses import Child
 
 pytestmark = pytest.mark.vllm
 

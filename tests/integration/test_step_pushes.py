@@ -10,18 +10,18 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from support.prepared_run import fill, settings_of, steps_of
-from support.pushing_ranks import GAP, PROMPT, PushingRanks, pushing_ranks
-from support.step_range import Runs, log_of, step_runs
-from support.tiny_model import load_model, perturb, reference_logprobs, save_tiny_model
-from support.vllm_server import VllmServer, tiny_settings
+from support.engines.vllm_server import VllmServer, tiny_settings
+from support.trainer.kill_runs import Runs, log_of, step_runs
+from support.trainer.prepared_run import fill, settings_of, steps_of
+from support.trainer.pushing_ranks import GAP, PROMPT, PushingRanks, pushing_ranks
+from support.trainer.tiny_model import load_model, perturb, reference_logprobs, save_tiny_model
 from tracegrad.store import Store
-from tracegrad_trainer.endpoint.probe import compare, probe
-from tracegrad_trainer.endpoint.process import VllmProcess
-from tracegrad_trainer.endpoint.push import WeightPusher
-from tracegrad_trainer.exporting import Request, export, weights_of
-from tracegrad_trainer.fsdp import as_in_files, checkpoints
-from tracegrad_trainer.settings import TrainerSettings
+from tracegrad_trainer.cli.export import Request, export, weights_of
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.engine import as_in_files, checkpoints
+from tracegrad_trainer.inference.logprob_probe import compare, probe
+from tracegrad_trainer.inference.vllm_process import VllmProcess
+from tracegrad_trainer.inference.weight_push import WeightPusher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

@@ -18,10 +18,11 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from support import debian, postgres
-from support.prepared_run import fill, save_smallest_model, settings_of
-from support.proxy_rig import eventually
-from support.step_range import fates, log_of, made, same, state_of, step_runs
+from support.proxy.servers import eventually
+from support.store import postgres_server
+from support.system import debian_packages
+from support.trainer.kill_runs import fates, log_of, made, same, state_of, step_runs
+from support.trainer.prepared_run import fill, save_smallest_model, settings_of
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -36,7 +37,7 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
-        debian.install("iproute2")
+        debian_packages.install("iproute2")
     name = f"tg-try-{uuid.uuid4().hex[:6]}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if made.returncode != 0:
@@ -117,25 +118,27 @@ def database(hosts: list[Host]) -> Iterator[Database]:
     """PostgreSQL on the first host."""
     folder = Path(tempfile.mkdtemp(prefix="tg-pg-"))
     try:
-        postgres.stop(postgres.start(folder))  # makes the data
+        postgres_server.stop(postgres_server.start(folder))  # makes the data
         rules = folder / "data" / "pg_hba.conf"
         rules.write_text(f"local all all trust\nhost all all {NETWORK} trust\n")
-        server = [str(postgres.programs() / "postgres"), "-D", str(folder / "data")]
+        server = [str(postgres_server.programs() / "postgres"), "-D", str(folder / "data")]
         options = [f"listen_addresses={hosts[0].address}", f"unix_socket_directories={folder}"]
         flags = [word for option in options for word in ("-c", option)]
         as_nobody = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
         process = hosts[0].start([*as_nobody, *server, *flags], folder / "log")
-        running = postgres.Server(folder, process)
+        running = postgres_server.Server(folder, process)
         eventually(lambda: answers(running))
         here = running.new_database()
-        over_the_cable = f"postgresql://tests@{hosts[0].address}/{postgres.database_of(here)}"
+        over_the_cable = (
+            f"postgresql://tests@{hosts[0].address}/{postgres_server.database_of(here)}"
+        )
         yield Database(over_the_cable, here)
-        postgres.stop(running)
+        postgres_server.stop(running)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def answers(server: postgres.Server) -> bool:
+def answers(server: postgres_server.Server) -> bool:
     try:
         server.connect().close()
     except psycopg.OperationalError:
@@ -147,7 +150,7 @@ def torchrun(*options: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *options]
 
 
-PROGRAM = ["-m", "tracegrad_trainer.offline"]
+PROGRAM = ["-m", "tracegrad_trainer.rl.offline_worker"]
 
 
 def test_two_hosts_do_what_two_ranks_on_one_host_do(

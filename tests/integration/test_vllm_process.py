@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from support.vllm_server import tiny_settings
-from tracegrad_trainer.children import ChildError
-from tracegrad_trainer.endpoint.process import VllmProcess
-from tracegrad_trainer.endpoint.push import EngineLost, WeightPusher
+from support.engines.vllm_server import tiny_settings
+from tracegrad_trainer.inference.vllm_process import VllmProcess
+from tracegrad_trainer.inference.weight_push import EngineLost, WeightPusher
+from tracegrad_trainer.utils.subprocesses import ChildError
 
 pytestmark = pytest.mark.vllm
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
-from support.tiny_model import (
+from support.engines.vllm_server import VllmServer, tiny_settings
+from support.trainer.tiny_model import (
     load_model,
     perturb,
     reference_logprobs,
@@ -25,12 +26,11 @@ from support.tiny_model import (
     tiny_sizes,
     tiny_tokenizer,
 )
-from support.vllm_server import VllmServer, tiny_settings
-from tracegrad_trainer.endpoint.client import endpoint_client
-from tracegrad_trainer.endpoint.probe import ProbeMismatch, compare, probe
-from tracegrad_trainer.endpoint.process import VllmProcess
-from tracegrad_trainer.endpoint.push import PushFailed, WeightPusher
-from tracegrad_trainer.fsdp import as_in_files
+from tracegrad_trainer.engine import as_in_files
+from tracegrad_trainer.inference.logprob_probe import ProbeMismatch, compare, probe
+from tracegrad_trainer.inference.vllm_process import VllmProcess
+from tracegrad_trainer.inference.weight_push import PushFailed, WeightPusher
+from tracegrad_trainer.utils.client import endpoint_client
 
 pytestmark = pytest.mark.vllm
 TOLERANCE = 1e-4  # nats, the largest difference over all tokens

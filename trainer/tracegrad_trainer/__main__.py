@@ -8,7 +8,7 @@ import signal
 def main() -> None:
     # Ctrl-C during the second of imports, when nothing runs yet, ends us without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from tracegrad_trainer.cli import main as run
+    from tracegrad_trainer.cli.app import main as run
 
     run()
 

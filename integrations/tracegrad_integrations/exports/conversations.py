@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tracegrad.proxy.recorded import reply_of, whole_call
-from tracegrad.records import Json, Turn
-from tracegrad.store.copies import RolloutCopy
-from tracegrad.store.packing import dump_json
+from tracegrad.events import Json, Turn
+from tracegrad.proxy.dialects.history import reply_of, whole_call
+from tracegrad.store.copy.export_records import RolloutCopy
+from tracegrad.store.encoding.blobs import dump_json
 from tracegrad.transfer.layouts import Reasons
 
 

@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from tracegrad.records import Json, Outcome
-from tracegrad.store.copies import RolloutCopy
+from tracegrad.events import Json, Outcome
+from tracegrad.store.copy.export_records import RolloutCopy
 from tracegrad.transfer.layouts import Layout, Reasons
 from tracegrad.transfer.token_rows import TokenRow
-
-from .choosing import ABOUT, about, not_policy, prompts, rows_of, scored, truth_of
+from tracegrad_integrations.exports.eligibility import (
+    ABOUT,
+    about,
+    not_policy,
+    prompts,
+    rows_of,
+    scored,
+    truth_of,
+)
 
 
 def _prompts(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from tracegrad.records import Json
-from tracegrad.store.copies import RolloutCopy
+from tracegrad.events import Json
+from tracegrad.store.copy.export_records import RolloutCopy
 from tracegrad.transfer.layouts import Layout, Reasons
-
-from .choosing import ABOUT, about, not_imitated, prompts, rows_of, scored
-from .conversations import Said, all_said
-from .whole_conversations import whole_conversations
+from tracegrad_integrations.exports.conversations import Said, all_said
+from tracegrad_integrations.exports.eligibility import (
+    ABOUT,
+    about,
+    not_imitated,
+    prompts,
+    rows_of,
+    scored,
+)
+from tracegrad_integrations.exports.whole_conversations import whole_conversations
 
 
 def _sft(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tracegrad.records import Json
-from tracegrad.store.copies import RolloutCopy
+from tracegrad.events import Json
+from tracegrad.store.copy.export_records import RolloutCopy
 from tracegrad.transfer.layouts import Layout, Reasons
-
-from .choosing import ABOUT, about, not_imitated, prompts, rows_of, truth_of
-from .whole_conversations import whole_conversations
+from tracegrad_integrations.exports.eligibility import (
+    ABOUT,
+    about,
+    not_imitated,
+    prompts,
+    rows_of,
+    truth_of,
+)
+from tracegrad_integrations.exports.whole_conversations import whole_conversations
 
 
 def _rl(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tracegrad.store.copies import RolloutCopy
+from tracegrad.store.copy.export_records import RolloutCopy
+from tracegrad.transfer.chat_conversations import imported_messages
 from tracegrad.transfer.layouts import Reasons
-from tracegrad.transfer.teacher import imported_messages
-
-from .conversations import Conversation, all_said, conversations
+from tracegrad_integrations.exports.conversations import Conversation, all_said, conversations
 
 
 def whole_conversations(copy: RolloutCopy, left_out: Reasons) -> Iterator[Conversation]:

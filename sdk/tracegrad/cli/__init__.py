@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tracegrad.files import keep_private
+from tracegrad.private_files import keep_private
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from tracegrad.cli import care, doctor, redact, rollouts, transfer
+from tracegrad.cli.commands import doctor, export, prune, redact, rollouts
 from tracegrad.proxy.cli import proxy_command
 
 app = typer.Typer(
@@ -16,8 +16,8 @@ app = typer.Typer(
 )
 app.add_typer(rollouts.app, name="rollouts")
 app.command("proxy")(proxy_command)
-app.command("export")(transfer.export_command)
-app.command("import")(transfer.import_command)
-app.command("prune")(care.prune_command)
+app.command("export")(export.export_command)
+app.command("import")(export.import_command)
+app.command("prune")(prune.prune_command)
 app.command("redact")(redact.redact_command)
 app.command("doctor")(doctor.doctor_command)

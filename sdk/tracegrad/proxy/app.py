@@ -13,37 +13,38 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from tracegrad.proxy.access import Access, Caller, Guard, make_keys_router
-from tracegrad.proxy.anchors import make_anchors_router
-from tracegrad.proxy.api import add_error_handlers, make_router
-from tracegrad.proxy.attribution import TraceMap
-from tracegrad.proxy.bodies import TRACES_PATH, Bodies, BodyLimits
-from tracegrad.proxy.browsers import Browsers
-from tracegrad.proxy.calls import Calls, Rooms
-from tracegrad.proxy.collector import ExportLimits, Ingest, Traces
-from tracegrad.proxy.continuation import Continuation, EngineText
-from tracegrad.proxy.counting import Counts
-from tracegrad.proxy.dialects import gemini, messages
+from tracegrad.proxy.auth.middleware import Access, Caller, Guard, make_keys_router
+from tracegrad.proxy.auth.origin_check import Browsers
+from tracegrad.proxy.auth.rollout_attribution import TraceMap
+from tracegrad.proxy.auth.rollout_keys import Keys
+from tracegrad.proxy.capture.recorder import Recorder, SubmitsFacts
+from tracegrad.proxy.capture.redaction import Redactor, load_hooks
+from tracegrad.proxy.capture.retry_cache import Repeats
+from tracegrad.proxy.config import ProxySettings
+from tracegrad.proxy.dialects.anthropic import request as messages
 from tracegrad.proxy.dialects.base import Dialect
-from tracegrad.proxy.dialects.chat import Chat
-from tracegrad.proxy.dialects.completions import Completions
-from tracegrad.proxy.dialects.responses import Responses
-from tracegrad.proxy.errors import ApiError
-from tracegrad.proxy.gate import Gate
-from tracegrad.proxy.keys import Keys
-from tracegrad.proxy.models import gemini_models, models
-from tracegrad.proxy.openapi import described
-from tracegrad.proxy.passed_on import PassedOn, Shape
-from tracegrad.proxy.recorder import Recorder, SubmitsFacts
-from tracegrad.proxy.redaction import Redactor, load_hooks
-from tracegrad.proxy.repeats import Repeats
-from tracegrad.proxy.request_rules import RequestRules
-from tracegrad.proxy.upstreams import Queue, Timeouts, Upstream, Upstreams
-from tracegrad.proxy.upstreams.weights import weight_version
-from tracegrad.proxy.workers import Workers
-from tracegrad.settings import ProxySettings
+from tracegrad.proxy.dialects.gemini import request as gemini
+from tracegrad.proxy.dialects.openai_chat import Chat
+from tracegrad.proxy.dialects.openai_completions import Completions
+from tracegrad.proxy.dialects.openai_responses.request import Responses
+from tracegrad.proxy.endpoints.anchors import make_anchors_router
+from tracegrad.proxy.endpoints.control_api import add_error_handlers, make_router
+from tracegrad.proxy.endpoints.count_tokens import Counts
+from tracegrad.proxy.endpoints.llm_call import Calls, Rooms
+from tracegrad.proxy.endpoints.models import gemini_models, models
+from tracegrad.proxy.endpoints.openapi import described
+from tracegrad.proxy.endpoints.passthrough import PassedOn, Shape
+from tracegrad.proxy.engine.request_rules import RequestRules
+from tracegrad.proxy.engine.upstreams import Queue, Timeouts, Upstream, Upstreams
+from tracegrad.proxy.engine.upstreams.weight_version import weight_version
+from tracegrad.proxy.engine.weight_gate import Gate
+from tracegrad.proxy.http.errors import ApiError
+from tracegrad.proxy.http.request_body import TRACES_PATH, Bodies, BodyLimits
+from tracegrad.proxy.http.worker_threads import Workers
+from tracegrad.proxy.otel.receiver import ExportLimits, Ingest, Traces
+from tracegrad.proxy.prompt_reuse import Continuation, EngineText
 from tracegrad.store import Store
-from tracegrad.store.anchors import AnchorStore
+from tracegrad.store.anchors.anchor_store import AnchorStore
 
 # Seconds of silence after which a stream says something. Clients give up after 120 or more
 # (Qwen Code 120, most others 300); proxies on the way often after 60.
@@ -139,7 +140,7 @@ def _upstream(settings: ProxySettings, gate: Gate) -> Upstream:
     timeouts = Timeouts(read_s=settings.read_timeout_s)
     if settings.upstream_kind == "litellm":
         # An extra of its own, and slow to import.
-        from tracegrad.proxy.upstreams.litellm import LiteLLM
+        from tracegrad.proxy.engine.upstreams.litellm import LiteLLM
 
         base = settings.upstream if "upstream" in settings.model_fields_set else None
         return LiteLLM(model=settings.model, api_base=base, api_key=api_key, timeouts=timeouts)

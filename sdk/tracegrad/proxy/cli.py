@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from tracegrad.settings import ProxySettings
+    from tracegrad.proxy.config import ProxySettings
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -83,8 +83,8 @@ def serve(settings: ProxySettings) -> None:
     import uvicorn
 
     from tracegrad.proxy.app import create_app
-    from tracegrad.proxy.limits import Limits, raise_file_limit
-    from tracegrad.proxy.wire import server_config
+    from tracegrad.proxy.http.limits import Limits, raise_file_limit
+    from tracegrad.proxy.http.protocol import server_config
     from tracegrad.store import Store, StoreError, Writer
 
     _check_hooks(settings.redact)
@@ -114,7 +114,7 @@ def serve(settings: ProxySettings) -> None:
 
 
 def _check_hooks(names: Sequence[str]) -> None:
-    from tracegrad.proxy.redaction import HookError, load_hooks
+    from tracegrad.proxy.capture.redaction import HookError, load_hooks
 
     if names:
         sys.path.append(os.getcwd())  # the command itself does not look there, unlike `python -m`
@@ -137,7 +137,7 @@ def _calm_collector() -> None:
 def _settings(flags: dict[str, object]) -> ProxySettings:
     from pydantic import ValidationError
 
-    from tracegrad.settings import ProxySettings
+    from tracegrad.proxy.config import ProxySettings
 
     try:
         return ProxySettings(**flags)  # type: ignore[arg-type]

@@ -17,10 +17,10 @@ from tracegrad.store.errors import (
     UnknownRollout,
 )
 from tracegrad.store.filters import ALL, OPEN, RolloutFilter
-from tracegrad.store.history import History
-from tracegrad.store.ledger import Ledger
+from tracegrad.store.ledger.ledger import Ledger
+from tracegrad.store.read.steps import History
 from tracegrad.store.store import DEFAULT_URL, Store
-from tracegrad.store.views import (
+from tracegrad.store.types import (
     Group,
     LeaseRecord,
     LostLease,
@@ -36,7 +36,7 @@ from tracegrad.store.views import (
     WaitingTask,
     leases_of,
 )
-from tracegrad.store.writer import Load, Submission, Writer
+from tracegrad.store.write.group_commit import Load, Submission, Writer
 
 __all__ = [
     "ALL",

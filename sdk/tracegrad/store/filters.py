@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from sqlalchemy import ColumnElement, and_, exists, true
 
-from tracegrad.records import Outcome
-from tracegrad.store.schema import Rollouts, Turns
-from tracegrad.store.sql import has_tags, latest_reward, training_state
+from tracegrad.events import Outcome
+from tracegrad.store.expressions import has_tags, latest_reward, training_state
+from tracegrad.store.models import Rollouts, Turns
 
 OPEN = "open"
 OUTCOMES = (OPEN, *(outcome.value for outcome in Outcome))

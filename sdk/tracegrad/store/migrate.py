@@ -7,7 +7,7 @@ from pathlib import Path
 from sqlalchemy import Connection, inspect, text
 
 from tracegrad.store.errors import StoreForeign, StoreTooNew
-from tracegrad.store.schema import REVISION, Base
+from tracegrad.store.models import REVISION, Base
 
 _VERSIONS = "alembic_version"
 _FIRST = "rollouts"  # a table of ours in every revision

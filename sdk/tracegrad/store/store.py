@@ -10,30 +10,33 @@ from typing import Protocol, Self
 from sqlalchemy import Connection, Engine, func, insert, select
 from sqlalchemy.exc import IntegrityError
 
-from tracegrad.records import Fact, RewardGiven, RolloutFinished, SpanEnded, Turn
-from tracegrad.store import keys, queries, reading, traces
-from tracegrad.store.again import again
-from tracegrad.store.contexts import Contexts, last_removal
+from tracegrad.events import Fact, RewardGiven, RolloutFinished, SpanEnded, Turn
 from tracegrad.store.databases import BUSY_TIMEOUT_S, Conflict, Database, database_at, upsert
 from tracegrad.store.errors import StoreMissing
 from tracegrad.store.filters import ALL, RolloutFilter
-from tracegrad.store.ingest import (
-    Batch,
-    mark_unacknowledged,
-    rows_by_what_is_stored,
-    sort_facts,
-    write_batch,
-)
 from tracegrad.store.migrate import migrate, revision_of
-from tracegrad.store.schema import REVISION, PolicyVersions, VersionEvents
-from tracegrad.store.turn_rows import Rows, turn_rows
-from tracegrad.store.views import (
+from tracegrad.store.models import REVISION, PolicyVersions, VersionEvents
+from tracegrad.store.read import rollouts as queries
+from tracegrad.store.read import traces
+from tracegrad.store.read import turns as reading
+from tracegrad.store.retry import again
+from tracegrad.store.types import (
     PolicyVersion,
     RewardPoint,
     RolloutDetail,
     RolloutRow,
     TurnCounts,
 )
+from tracegrad.store.write import api_keys
+from tracegrad.store.write.events import (
+    Batch,
+    mark_unacknowledged,
+    rows_by_what_is_stored,
+    sort_facts,
+    write_batch,
+)
+from tracegrad.store.write.parent_cache import Contexts, last_removal
+from tracegrad.store.write.turn_rows import Rows, turn_rows
 
 DEFAULT_URL = "sqlite:///.tracegrad/store.db"
 
@@ -42,7 +45,7 @@ BeforeCommit = Callable[[Connection, Sequence[str]], None]
 
 
 class SecretValue(Protocol):
-    """`tracegrad.settings.SecretUrl`, as settings hold a store's URL."""
+    """`tracegrad.proxy.config.SecretUrl`, as settings hold a store's URL."""
 
     def get_secret_value(self) -> str: ...
 
@@ -248,18 +251,18 @@ class Store:
         `scope` is what it is for. A hash that is known already stays as it is.
         """
         with self.appending() as connection:
-            keys.add_key(connection, rollout_id, key_hash, scope)
+            api_keys.add_key(connection, rollout_id, key_hash, scope)
 
-    def key_owner(self, key_hash: bytes) -> keys.KeyOwner | None:
+    def key_owner(self, key_hash: bytes) -> api_keys.KeyOwner | None:
         """The rollout that the key was minted for, and for what; None: it is unknown, or
         revoked."""
         with self.reading() as connection:
-            return keys.key_owner(connection, key_hash)
+            return api_keys.key_owner(connection, key_hash)
 
     def revoke_keys(self, rollout_id: str) -> int:
         """How many keys of the rollout that were valid are not any more."""
         with self.appending() as connection:
-            return keys.revoke_keys(connection, rollout_id)
+            return api_keys.revoke_keys(connection, rollout_id)
 
     # Questions
 

@@ -9,9 +9,9 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from tracegrad.records import Json
-from tracegrad.store.packing import encode_json
-from tracegrad.transfer.fields import BadObject
+from tracegrad.events import Json
+from tracegrad.store.encoding.blobs import encode_json
+from tracegrad.transfer.field_reader import BadObject
 
 # What orjson refuses or rounds: lone surrogates, integers beyond 64 bits.
 _ODD = re.compile(rb"\\u[dD][89a-fA-F]|[0-9]{19}")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import BinaryIO
 
-from tracegrad.records import Json
-from tracegrad.store.copies import RolloutCopy
+from tracegrad.events import Json
+from tracegrad.store.copy.export_records import RolloutCopy
 
 GROUP = "tracegrad.layouts"
 

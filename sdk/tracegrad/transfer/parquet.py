@@ -11,13 +11,13 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
-from tracegrad.records import Json
-from tracegrad.store.packing import dump_json
+from tracegrad.events import Json
+from tracegrad.store.encoding.blobs import dump_json
 from tracegrad.transfer import jsonl
-from tracegrad.transfer.columns import ROLLOUT, has_messages, message_fields, with_messages
-from tracegrad.transfer.fields import BadObject, without_nulls
+from tracegrad.transfer.field_reader import BadObject, without_nulls
 from tracegrad.transfer.layouts import Column
-from tracegrad.transfer.objects import FORMAT
+from tracegrad.transfer.parquet_columns import ROLLOUT, has_messages, message_fields, with_messages
+from tracegrad.transfer.serialize import FORMAT
 
 MAGIC = b"PAR1"
 # A row group holds about so many bytes before compression, or so many rows.

@@ -10,8 +10,8 @@ from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from tracegrad.records import Turn, logprobs
-from tracegrad.turns import paths
+from tracegrad.events import Turn, logprobs
+from tracegrad.turn_tree import paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from support.cli_agents.scripted_engine import Script
-from support.mock_engine import Say
+from support.engines.mock_engine import Say
 
 MAX_LENGTH = 131_072  # agents ask for up to 64,000 new tokens on top of 25,000 of prompt
 END = "<|im_end|>"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from support.cli_agents.install import PINS, Npm, Package, Pip
 from support.cli_agents.scripted_engine import Script
-from support.mock_engine import Say
+from support.engines.mock_engine import Say
 
 MODEL = "policy"
 TASK = "Create a file hello.txt in the current folder that contains the word hi, and look at it."

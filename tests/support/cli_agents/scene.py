@@ -11,10 +11,10 @@ from pathlib import Path
 from support.cli_agents.install import search_path
 from support.cli_agents.loopback import Loopback, loopback
 from support.cli_agents.recipes import MODEL, Agent, Launch
-from tracegrad.records import Turn
+from tracegrad.events import Turn
 from tracegrad.store import Store
-from tracegrad_trainer.children import Child, answers
-from tracegrad_trainer.endpoint.process import free_port
+from tracegrad_trainer.inference.vllm_process import free_port
+from tracegrad_trainer.utils.subprocesses import Child, answers
 
 ROLLOUT = "this-run"
 START_S = 60

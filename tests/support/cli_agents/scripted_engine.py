@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from support.mock_engine import Json, MockEngine, Say
+from support.engines.mock_engine import Json, MockEngine, Say
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from bench.proxy.answers import PromptIds, Told
 from bench.proxy.calls import REPLY_TOKENS, Prompt, Reply
 from bench.proxy.text import END, VOCABULARY, encode, render
 
-from support.mock_engine import MockEngine, Say
+from support.engines.mock_engine import MockEngine, Say
 
 ALL = Told(ids=True, logprobs=True, usage=True)
 ASKS_ALL = {

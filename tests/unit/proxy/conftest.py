@@ -4,7 +4,6 @@ tests of the upstreams alone, plain engines and providers that do as the test sa
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,19 +13,16 @@ import httpx
 import openai
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from litellm_scene import Provider, Teacher
-from upstreams_scene import Pool
-
-from support.mock_engine import MockEngine
-from support.plain_engine import PlainEngine
-from support.proxy_rig import CONTROL_KEY, EngineServer, HeldWriter, serving
+from support.engines.mock_engine import MockEngine
+from support.engines.raw_http_engine import PlainEngine
+from support.proxy.litellm_provider import Provider, Teacher
+from support.proxy.servers import CONTROL_KEY, EngineServer, HeldWriter, serving
+from support.proxy.upstream_pool import Pool
+from tracegrad.events import Turn
 from tracegrad.proxy import create_app
-from tracegrad.proxy.upstreams import Upstreams
-from tracegrad.proxy.upstreams.litellm import LiteLLM
-from tracegrad.records import Turn
-from tracegrad.settings import ProxySettings
+from tracegrad.proxy.config import ProxySettings
+from tracegrad.proxy.engine.upstreams import Upstreams
+from tracegrad.proxy.engine.upstreams.litellm import LiteLLM
 from tracegrad.store import Store, Writer
 
 

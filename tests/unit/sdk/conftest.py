@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sdk_server import FakeProxy, serve
 
+from support.sdk.fake_proxy import FakeProxy, serve
 from tracegrad import exporter, telemetry
 from tracegrad.exporter import EventExporter
 

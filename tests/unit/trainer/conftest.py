@@ -12,7 +12,7 @@ def one_rank() -> Iterator[None]:
     """The process group of this process alone."""
     import torch.distributed as dist  # late: many tests here need no torch
 
-    from tracegrad_trainer.fsdp import FsdpSettings, start_ranks, stop_ranks
+    from tracegrad_trainer.engine import FsdpSettings, start_ranks, stop_ranks
 
     start_ranks(FsdpSettings(device="cpu", threads=1))
     yield

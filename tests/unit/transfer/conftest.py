@@ -4,16 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from made_stores import NewStore
 
-from support import postgres
-from support.store_databases import PostgreSQLStores, SQLiteStores
+from support.store import postgres_server
+from support.store.empty_stores import PostgreSQLStores, SQLiteStores
+from support.transfer.random_stores import NewStore
 from tracegrad.store import Store
 
 
 @pytest.fixture(scope="session")
 def postgres_stores() -> Iterator[PostgreSQLStores]:
-    with postgres.running() as server:
+    with postgres_server.running() as server:
         yield PostgreSQLStores(server)
 
 

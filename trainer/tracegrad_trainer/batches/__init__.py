@@ -1,15 +1,15 @@
 """Turn trees -> training rows -> packed micro-batches. NumPy only."""
 
-from .filters import turn_reason
-from .micro_batch import MicroBatch, micro_batch
-from .mini_batches import mini_batches
-from .packing import pack, packing_stats, plan
-from .preferences import Pairing, labels_of, mismatched, ones, pairs_of
-from .rollouts import RolloutLike
-from .routes import Layout, Routes
-from .rows import Row, rows_of
-from .select import GroupLike, Selection, scored, select
-from .settings import BatchSettings
+from tracegrad_trainer.batches.config import BatchSettings
+from tracegrad_trainer.batches.expert_routing import Layout, Routes
+from tracegrad_trainer.batches.filters import turn_reason
+from tracegrad_trainer.batches.micro_batch import MicroBatch, micro_batch
+from tracegrad_trainer.batches.mini_batches import mini_batches
+from tracegrad_trainer.batches.packing import pack, packing_stats, plan
+from tracegrad_trainer.batches.preferences import Pairing, labels_of, mismatched, ones, pairs_of
+from tracegrad_trainer.batches.rows import Row, rows_of
+from tracegrad_trainer.batches.select import GroupLike, Selection, scored, select
+from tracegrad_trainer.batches.turn_access import RolloutLike
 
 __all__ = [
     "BatchSettings",

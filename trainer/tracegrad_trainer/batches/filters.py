@@ -7,11 +7,11 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.records import GREEDY_BELOW, Turn
-from tracegrad.turns import paths
-
-from . import predicate
-from .rollouts import (
+from tracegrad.events import GREEDY_BELOW, Turn
+from tracegrad.turn_tree import paths
+from tracegrad_trainer.batches import predicate
+from tracegrad_trainer.batches.config import BatchSettings
+from tracegrad_trainer.batches.turn_access import (
     Digests,
     RolloutLike,
     digests_of,
@@ -21,7 +21,6 @@ from .rollouts import (
     oldest_version,
     temperature_of,
 )
-from .settings import BatchSettings
 
 EQUAL_REWARD = "equal_reward"
 # `Turn.untrainable` for the sake of how it was sampled: an expert's turn was not.

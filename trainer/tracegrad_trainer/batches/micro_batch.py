@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .routes import OPEN, Routes
-from .rows import Row
+from tracegrad_trainer.batches.expert_routing import OPEN, Routes
+from tracegrad_trainer.batches.rows import Row
 
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float32]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from .rows import Row
+from tracegrad_trainer.batches.rows import Row
 
 
 def mini_batches(rows: Sequence[Row], parts: int, *, seed: str) -> list[list[int]]:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .micro_batch import MicroBatch, micro_batch, sampled_of, targets_of
-from .rows import Row
+from tracegrad_trainer.batches.micro_batch import MicroBatch, micro_batch, sampled_of, targets_of
+from tracegrad_trainer.batches.rows import Row
 
 # Where attention costs as much as everything else: a row of this many tokens counts double.
 _QUADRATIC_TOKENS = 8192

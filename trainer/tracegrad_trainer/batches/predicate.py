@@ -7,10 +7,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from tracegrad.records import Turn
-from tracegrad_trainer.objectives.registry import is_own, own_part
-
-from .rollouts import RolloutLike
+from tracegrad.events import Turn
+from tracegrad_trainer.batches.turn_access import RolloutLike
+from tracegrad_trainer.losses.registry import is_own, own_part
 
 Predicate = Callable[[Turn, RolloutLike], Any]
 

@@ -18,12 +18,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad_trainer.objectives.advantages import Scored
-
-from .rows import CONTEXT, PER_TOKEN, Row
-from .select import GroupLike, Selection, select
-from .settings import BatchSettings
-from .stats import of_rows, of_turns
+from tracegrad_trainer.batches.config import BatchSettings
+from tracegrad_trainer.batches.rows import CONTEXT, PER_TOKEN, Row
+from tracegrad_trainer.batches.select import GroupLike, Selection, select
+from tracegrad_trainer.batches.stats import of_rows, of_turns
+from tracegrad_trainer.losses.advantages import Scored
 
 Pairing = Literal["best_worst", "all"]
 Side = Sequence[Row]  # of one rollout

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.records import Turn
-from tracegrad.turns import paths
-
-from .rollouts import (
+from tracegrad.events import Turn
+from tracegrad.turn_tree import paths
+from tracegrad_trainer.batches.expert_routing import Layout, Routes, of_path
+from tracegrad_trainer.batches.turn_access import (
     Bools,
     Floats,
     Ints,
@@ -27,7 +27,6 @@ from .rollouts import (
     temperature_of,
     with_ancestors,
 )
-from .routes import Layout, Routes, of_path
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

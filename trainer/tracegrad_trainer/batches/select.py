@@ -13,11 +13,22 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.records import Turn
-from tracegrad_trainer.objectives.advantages import Scored
-
-from .filters import length_reason, reasons_of, staleness_weights
-from .rollouts import (
+from tracegrad.events import Turn
+from tracegrad_trainer.batches.config import BatchSettings
+from tracegrad_trainer.batches.expert_routing import Layout
+from tracegrad_trainer.batches.filters import length_reason, reasons_of, staleness_weights
+from tracegrad_trainer.batches.rows import Row, Source, path_rows
+from tracegrad_trainer.batches.stats import (
+    of_advantages,
+    of_paths,
+    of_rewards,
+    of_routes,
+    of_rows,
+    of_states,
+    of_turns,
+)
+from tracegrad_trainer.batches.tree_rows import tree_rows
+from tracegrad_trainer.batches.turn_access import (
     RolloutLike,
     demonstrated,
     is_expert,
@@ -25,11 +36,7 @@ from .rollouts import (
     turn_rewards,
     with_ancestors,
 )
-from .routes import Layout
-from .rows import Row, Source, path_rows
-from .settings import BatchSettings
-from .stats import of_advantages, of_paths, of_rewards, of_routes, of_rows, of_states, of_turns
-from .trees import tree_rows
+from tracegrad_trainer.losses.advantages import Scored
 
 # An advantage this small is nothing but the rounding of a mean.
 _ROUNDING = 1e-9

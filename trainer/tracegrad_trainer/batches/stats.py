@@ -8,12 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.records import Turn
-from tracegrad.turns import paths
-
-from .rollouts import RolloutLike, is_expert, length_of, with_ancestors
-from .routes import known
-from .rows import Row
+from tracegrad.events import Turn
+from tracegrad.turn_tree import paths
+from tracegrad_trainer.batches.expert_routing import known
+from tracegrad_trainer.batches.rows import Row
+from tracegrad_trainer.batches.turn_access import RolloutLike, is_expert, length_of, with_ancestors
 
 Numbers = NDArray[np.float64]
 

@@ -6,8 +6,8 @@ import re
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-from .names import SECONDS, SKIPPED, metric
-from .points import Point
+from tracegrad_trainer.metrics.names import SECONDS, SKIPPED, metric
+from tracegrad_trainer.metrics.points import Point
 
 PREFIX = "tracegrad_trainer_"
 

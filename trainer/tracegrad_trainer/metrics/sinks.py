@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Protocol, Self, TextIO
 
 from tracegrad.store import PolicyVersion, StepRecord
-
-from .points import Point, of_push, of_step
-from .prometheus import Prometheus
-from .settings import MetricsSettings
+from tracegrad_trainer.metrics.config import MetricsSettings
+from tracegrad_trainer.metrics.points import Point, of_push, of_step
+from tracegrad_trainer.metrics.prometheus import Prometheus
 
 
 class Sink(Protocol):
@@ -81,12 +80,12 @@ def _wanted(settings: MetricsSettings, state_dir: Path) -> list[tuple[str, Calla
     if port is not None:
         wanted.append(("prometheus_port", lambda: Prometheus(host, port)))
     if settings.tensorboard is not None:
-        from .tensorboard import TensorBoard
+        from tracegrad_trainer.metrics.tensorboard import TensorBoard
 
         folder = state_dir / settings.tensorboard
         wanted.append(("tensorboard", lambda: TensorBoard(folder)))
     if (wandb := settings.wandb) is not None:
-        from .weights_and_biases import WeightsAndBiases
+        from tracegrad_trainer.metrics.wandb import WeightsAndBiases
 
         wanted.append(("wandb", lambda: WeightsAndBiases(wandb, state_dir)))
     return wanted

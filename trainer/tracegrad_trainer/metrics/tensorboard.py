@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .points import Point
+from tracegrad_trainer.metrics.points import Point
 
 
 class TensorBoard:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Protocol
 
-from tracegrad.proxy.errors import ApiError
-from tracegrad.records import Json, new_id
+from tracegrad.events import Json, new_id
+from tracegrad.proxy.http.errors import ApiError
 
 CHAT_PATH = "/v1/chat/completions"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tracegrad.proxy.dialects.chat import Chat
+from tracegrad.proxy.dialects.openai_chat import Chat
 
 
 class Otel(Chat):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from tracegrad.events import Turn
+from tracegrad.proxy.dialects.anthropic.request import Messages
 from tracegrad.proxy.dialects.base import Call, Dialect
-from tracegrad.proxy.dialects.chat import Chat
-from tracegrad.proxy.dialects.completions import Completions
-from tracegrad.proxy.dialects.gemini import WHOLE, Gemini
-from tracegrad.proxy.dialects.messages import Messages
+from tracegrad.proxy.dialects.gemini.request import WHOLE, Gemini
+from tracegrad.proxy.dialects.openai_chat import Chat
+from tracegrad.proxy.dialects.openai_completions import Completions
+from tracegrad.proxy.dialects.openai_responses.request import Responses
 from tracegrad.proxy.dialects.otel import Otel
-from tracegrad.proxy.dialects.responses import Responses
-from tracegrad.proxy.errors import ApiError
-from tracegrad.records import Turn
-from tracegrad.store.packing import dump_json
+from tracegrad.proxy.http.errors import ApiError
+from tracegrad.store.encoding.blobs import dump_json
 
 DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect

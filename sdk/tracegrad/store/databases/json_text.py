@@ -7,8 +7,8 @@ from typing import Any
 
 from sqlalchemy.exc import DontWrapMixin
 
+from tracegrad.store.encoding.blobs import dump_json
 from tracegrad.store.errors import FactRefused
-from tracegrad.store.packing import dump_json
 
 
 class NoJson(FactRefused, DontWrapMixin):

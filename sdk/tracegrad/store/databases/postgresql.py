@@ -14,7 +14,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, func,
 
 from tracegrad.store.databases.base import Conflict, Database
 from tracegrad.store.databases.json_text import json_text
-from tracegrad.store.databases.postgresql_mends import mend
+from tracegrad.store.databases.postgresql_fixes import mend
 from tracegrad.store.errors import StoreUnavailable
 
 # Any number that other users of the same database are unlikely to choose: "tracegra".

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 from tracegrad.store.databases.base import BUSY_TIMEOUT_S, Database
 from tracegrad.store.databases.postgresql import PostgreSQL
 from tracegrad.store.databases.sqlite import SQLite
-from tracegrad.store.schema import Base
+from tracegrad.store.models import Base
 
 # Of SQLite's file, what must be free before it is worth being written anew.
 _WORTHWHILE = 0.2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from tracegrad.store.schema import Base
+from tracegrad.store.models import Base
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=Base.metadata)
 context.run_migrations()

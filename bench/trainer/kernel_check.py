@@ -1,0 +1,101 @@
+"""What the fast attentions of a device compute, against exact masked attention in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tracegrad_trainer.engine.attention.dispatch import Rows
+from tracegrad_trainer.engine.attention.masked import Scores
+from tracegrad_trainer.engine.attention.packed import PackedRows
+from tracegrad_trainer.engine.attention.tree import TreeRows
+from tracegrad_trainer.engine.attention.varlen import VarlenRows
+
+# Of the largest entry: bfloat16 has 8 bits of fraction, and gradients sum over many tokens.
+BOUND = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
+_LENGTHS = (130, 7, 64, 300, 1, 33)
+_HEADS, _GROUPS, _WIDTH = 4, 2, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """How far a kernel is off, as a share of the largest entry; of output and gradients."""
+
+    name: str
+    output: float
+    gradients: float
+
+    def within(self, dtype: torch.dtype) -> bool:
+        return max(self.output, self.gradients) <= BOUND[dtype]
+
+
+def kernels(device: torch.device, dtype: torch.dtype) -> list[Kernel]:
+    """Those that run there; varlen and flex need CUDA."""
+    lengths = list(_LENGTHS)
+    plain = TreeRows(_row_ends(), _depths(), lengths, "cpu")
+    tree = TreeRows(_forked_ends(), _depths(), lengths, "cpu")
+    tried: list[tuple[str, Rows, TreeRows, Scores]] = [
+        ("packed", PackedRows(lengths, device), plain, Scores()),
+        ("packed, window", PackedRows(lengths, device), plain, Scores(window=20)),
+        ("tree", TreeRows(_forked_ends(), _depths(), lengths, device), tree, Scores()),
+    ]
+    if device.type == "cuda":
+        tried += [
+            ("varlen", VarlenRows(lengths, device), plain, Scores()),
+            ("varlen, window", VarlenRows(lengths, device), plain, Scores(window=20)),
+        ]
+    return [
+        _compare(name, rows, exact, scores, device, dtype) for name, rows, exact, scores in tried
+    ]
+
+
+def _compare(
+    name: str,
+    rows: Rows,
+    exact: TreeRows,
+    scores: Scores,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Kernel:
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(_LENGTHS)
+    shapes = [(1, heads, tokens, _WIDTH) for heads in (_HEADS, _GROUPS, _GROUPS)]
+    # Rounded first, so that the two get the same numbers.
+    given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    weights = torch.randn(1, tokens, _HEADS, _WIDTH, generator=generator)
+
+    def run(how: object, to: torch.device, kind: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        inputs = [x.to(to, kind).requires_grad_() for x in given]
+        out: Tensor = how(*inputs, scores)  # type: ignore[operator]
+        gradients = torch.autograd.grad((out * weights.to(to, out.dtype)).sum(), inputs)
+        return out.detach(), list(gradients)
+
+    wanted, wanted_gradients = run(exact.exact, torch.device("cpu"), torch.float32)
+    found, found_gradients = run(rows.attend, device, dtype)
+    pairs = zip(found_gradients, wanted_gradients, strict=True)
+    return Kernel(name, _apart(found, wanted), max(_apart(a, b) for a, b in pairs))
+
+
+def _apart(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float().cpu() - wanted).abs().max() / wanted.abs().max())
+
+
+def _row_ends() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.repeat(np.cumsum(_LENGTHS), _LENGTHS)
+
+
+def _forked_ends() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Each row in thirds: the second is a branch that the last does not see."""
+    ends, start = _row_ends(), 0
+    for length in _LENGTHS:
+        third = length // 3
+        ends[start + third : start + 2 * third] = start + 2 * third
+        start += length
+    return ends
+
+
+def _depths() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.concatenate([np.arange(length) for length in _LENGTHS])

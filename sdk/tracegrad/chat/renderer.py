@@ -1,0 +1,82 @@
+"""A model's prompts, and what the engine was sent of them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import pairwise
+
+from tracegrad.chat.messages import Frame, engine_message, without_developers
+from tracegrad.chat.model import ModelText
+from tracegrad.chat.recorded_turn import RecordedTurn
+from tracegrad.chat.tokenizer import Tokenizer
+from tracegrad.events import Json
+
+
+class Renderer:
+    """A model's prompts under one frame and clock."""
+
+    def __init__(self, text: ModelText, frame: Frame, now: datetime) -> None:
+        self.tokenizer = text.tokenizer
+        self._template = text.template_for(frame.tools)
+        self._frame = frame
+        self._now = now
+
+    def message(self, message: Json) -> Json:
+        """A canonical message as the template gets it."""
+        return engine_message(message, parts=self._template.wants_parts)
+
+    def raw(self, messages: Sequence[Json], *, add_generation_prompt: bool | None = None) -> str:
+        """The text of a prompt, from messages as the template gets them. Raises RenderError."""
+        if not self._template.knows_developers:
+            messages = without_developers(messages)
+        if add_generation_prompt is None:
+            add_generation_prompt = self._frame.add_generation_prompt
+        return self._template.render(
+            messages,
+            tools=self._frame.tools,
+            add_generation_prompt=add_generation_prompt,
+            kwargs=self._frame.kwargs,
+            now=self._now,
+        )
+
+    def text(self, messages: Sequence[Json], *, add_generation_prompt: bool | None = None) -> str:
+        """The same as the tokenizer reads it: all comparisons are made on this."""
+        return self.tokenizer.as_read(
+            self.raw(messages, add_generation_prompt=add_generation_prompt)
+        )
+
+
+def end_token(turn: RecordedTurn, tokenizer: Tokenizer) -> str | None:
+    """The text of the token that ended the turn. None if it was cut short, or ended by a token
+    of ordinary text."""
+    if turn.finish_reason in ("length", "abort"):
+        return None
+    return tokenizer.added(turn.completion_ids[-1])
+
+
+def was_sent(text: str, chain: Sequence[RecordedTurn], tokenizer: Tokenizer) -> bool:
+    """Whether `text` is what the engine was sent for the last turn of `chain`.
+
+    Inside earlier replies the sent prompt holds what the model wrote, `text` how the template
+    writes it; so these are passed over, up to the end token that each was cut at.
+    """
+    start = tokenizer.decode(chain[0].prompt_ids)
+    if not text.startswith(start):
+        return False
+    at = len(start)
+    for turn, following in pairwise(chain):
+        added = following.prompt_ids[len(turn.prompt_ids) + len(turn.completion_ids) :]
+        stop = end_token(turn, tokenizer)
+        if stop is None:
+            at += len(tokenizer.decode(turn.completion_ids))
+        else:
+            # A reply that held this text itself would not have been continued.
+            at = text.find(stop, at)
+            added = array("i", turn.completion_ids[-1:]) + added
+        part = tokenizer.decode(added)
+        if at < 0 or not text.startswith(part, at):
+            return False
+        at += len(part)
+    return at == len(text)

@@ -1,0 +1,98 @@
+"""How the tokens of a call were sampled, and whether tokens sampled so may be trained.
+
+Fields and defaults are those of vLLM's chat completions, served with `--generation-config vllm`.
+"""
+
+from __future__ import annotations
+
+from tracegrad.chat.messages import without_strict
+from tracegrad.events import GREEDY_BELOW, Json
+
+DEFAULTS: dict[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+_OPTIONAL = ("max_tokens", "max_completion_tokens", "seed", "stop", "stop_token_ids", "n")
+# These choose tokens in another way than by drawing them, or may: what `vllm_xargs` does is up to
+# the engine's logits processors. The last two are other engines' names for the same.
+_SAMPLERS = (
+    "use_beam_search",
+    "watermarking",
+    "vllm_xargs",
+    "logits_processors",
+    "custom_logit_processor",
+)
+# Preferences about the distribution alone, no part of what the client asks for.
+_BENDING = frozenset({*DEFAULTS, *_SAMPLERS, "logit_bias", "min_tokens", "bad_words"})
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+# Each of these changes the distribution that tokens come from.
+_CONSTRAINTS = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+)
+
+
+def settings_of(body: Json) -> Json:
+    """The settings that the engine sampled with, its defaults filled in."""
+    settings: Json = {
+        name: default if (value := body.get(name)) is None else value
+        for name, default in DEFAULTS.items()
+    }
+    for name in _OPTIONAL:
+        if body.get(name) is not None:
+            settings[name] = body[name]
+    return settings
+
+
+def freed(body: Json) -> Json:
+    """The call sampled from the model's own distribution, whatever its client wished.
+
+    What its answer is *for* stays: forced tools, response formats, stop strings, lengths.
+    """
+    free = {name: value for name, value in body.items() if name not in _BENDING}
+    free["temperature"] = 1.0
+    if isinstance(tools := body.get("tools"), list):
+        free["tools"] = [without_strict(tool) for tool in tools]
+    return free
+
+
+def untrainable(body: Json, settings: Json) -> str | None:
+    """Why tokens sampled like this must not be trained, or None."""
+    if settings["temperature"] < GREEDY_BELOW:
+        return "greedy"
+    if settings["top_p"] < 1 or settings["top_k"] > 0 or settings["min_p"] > 0:
+        return "sampling_truncated"
+    if body.get("logit_bias") or any(settings[name] != DEFAULTS[name] for name in _PENALTIES):
+        return "sampling_penalised"
+    if any(body.get(name) for name in _SAMPLERS):
+        return "sampling_replaced"
+    return "constrained" if _constrained(body) else None
+
+
+def _constrained(body: Json) -> bool:
+    response_format = body.get("response_format")
+    if isinstance(response_format, dict) and response_format.get("type", "text") != "text":
+        return True
+    tool_choice = body.get("tool_choice")
+    if tool_choice == "required" or isinstance(tool_choice, dict):
+        return True
+    # vLLM holds a strict tool's arguments to its schema while they are sampled.
+    tools = body.get("tools")
+    functions = [tool.get("function") for tool in tools or () if isinstance(tool, dict)]
+    if any(isinstance(each, dict) and each.get("strict") for each in functions):
+        return True
+    # None and -1: as many tokens as it likes. At 0 the end of thinking is forced at once.
+    if body.get("thinking_token_budget") not in (None, -1):
+        return True
+    return any(body.get(name) for name in _CONSTRAINTS)

@@ -1,0 +1,83 @@
+"""A model's tokenizer by the `tokenizers` library alone: exact ids, exact text, nothing added."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer as Core
+
+from tracegrad.chat.tokenizer_roundtrip import found_anywhere, reading_of
+
+
+class NotText(ValueError):
+    """A string that no tokenizer can read."""
+
+
+class Tokenizer:
+    """To be shared between threads; `core` must not be changed afterwards."""
+
+    def __init__(self, core: Core) -> None:
+        core.no_padding()
+        core.no_truncation()
+        self._core = core
+        added = core.get_added_tokens_decoder()
+        contents = [token.content for token in added.values()]
+        self._added = {id_: token.content for id_, token in added.items()}
+        self._longest_first = sorted(added, key=lambda id_: -len(added[id_].content))
+        self._anywhere = {
+            id_ for id_, token in added.items() if found_anywhere(token, contents, core)
+        }
+        self._reading = reading_of(core)
+
+    def encode(self, text: str) -> array[int]:
+        """Ids without special tokens that the text does not spell out. Raises NotText."""
+        try:
+            return array("i", self._core.encode(text, add_special_tokens=False).ids)
+        except TypeError as error:  # what the library makes of a lone surrogate
+            raise NotText("the text holds half a character (a lone surrogate)") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text with special tokens in it. Ids that stand for nothing leave nothing."""
+        plain = ids.tolist() if isinstance(ids, array) else list(ids)
+        text: str = self._core.decode(plain, skip_special_tokens=False)
+        return text
+
+    def as_read(self, text: str) -> str:
+        """`decode(encode(text))`: the text itself for most tokenizers, less than that where one
+        strips white space beside special tokens, say."""
+        read = self._reading(text)
+        return self.decode(self.encode(text)) if read is None else read
+
+    def added(self, token_id: int) -> str | None:
+        """The text of a token that is matched before all others (special ones and the like)."""
+        return self._added.get(token_id)
+
+    def added_at_start(self, text: str) -> int | None:
+        """The added token that the text begins with, the longest where several do."""
+        starts = (id_ for id_ in self._longest_first if text.startswith(self._added[id_]))
+        return next(starts, None)
+
+    def encode_tail(self, tail: str, whole: str) -> array[int] | None:
+        """The ids that `tail` has at the end of `encode(whole)`, without encoding what is before.
+
+        `as_read(whole)` ends with `tail`, and `tail` begins with an added token. The text is cut
+        at such tokens before anything else is done with it, and each piece is tokenised by
+        itself: what is on the left of one changes nothing on its right, provided that
+        it is found there at all (`found_anywhere`). The window is thus the tail itself. Without
+        that proof the whole text is encoded and its end compared. None: there are no such ids.
+        """
+        if self._reading(whole) is not None:
+            ids = self.encode(tail)
+            if ids and ids[0] in self._anywhere:
+                return ids
+        first = self.added_at_start(tail)
+        return None if first is None else self._end_of(self.encode(whole), tail, first)
+
+    def _end_of(self, ids: array[int], tail: str, first: int) -> array[int] | None:
+        starts = [at for at, id_ in enumerate(ids) if id_ == first]
+        count = tail.count(self._added[first])
+        if len(starts) < count:
+            return None
+        end = ids[starts[-count] :]
+        return end if self.decode(end) == tail else None

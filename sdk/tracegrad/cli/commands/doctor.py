@@ -1,0 +1,103 @@
+"""`tracegrad doctor`: whether the store is whole, and how to mend it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from tracegrad.cli.options import filtered
+from tracegrad.cli.render.format import count, printable
+from tracegrad.cli.store_option import JsonOption, StoreOption, opened, print_json
+from tracegrad.store import ALL, RolloutFilter
+from tracegrad.store.maintenance import Finding, Report, Selection, examine
+
+BROKEN = 1
+
+
+@filtered
+def doctor_command(
+    store: StoreOption = None,
+    rollouts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Read the turns of so many rollouts only, chosen by chance."),
+    ] = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Mend what can be mended without losing anything.")
+    ] = False,
+    which: RolloutFilter = ALL,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the store. Ends with 1 if something is broken, with 0 if all is well.
+
+    The filters choose whose turns are read and rebuilt; all else is always checked whole.
+    Proxies and trainers may go on meanwhile.
+    """
+    with opened(store) as reading:
+        report = examine(
+            reading,
+            selection=Selection(wanted=which),
+            most=rollouts,
+            fix=fix,
+            progress=_progress,
+        )
+        name = reading.database.describe()
+    if sys.stderr.isatty():
+        typer.echo("\r\x1b[K", nl=False, err=True)
+    if as_json:
+        print_json(_object(report, name))
+    else:
+        _tell(report, name)
+    if not report.ok:
+        raise typer.Exit(BROKEN)
+
+
+def _progress(what: str, turns: int) -> None:
+    if sys.stderr.isatty():
+        typer.echo(
+            f"\r\x1b[Kchecking {what}{f': {turns:,}' if turns else ''} …", nl=False, err=True
+        )
+
+
+def _object(report: Report, name: str) -> dict[str, object]:
+    return {
+        "store": name,
+        "ok": report.ok,
+        "rollouts": report.rollouts,
+        "turns": report.turns,
+        "findings": [asdict(finding) for finding in report.findings],
+    }
+
+
+def _tell(report: Report, name: str) -> None:
+    console = Console(highlight=False)
+    for finding in report.findings:
+        console.print(_line(finding))
+        if finding.mend:
+            console.print(Padding(Text(printable(finding.mend), style="dim"), (0, 0, 0, 4)))
+    read = f"{count(report.turns, 'turn')} of {count(report.rollouts, 'rollout')} read"
+    broken = sum(finding.count for finding in report.findings if finding.broken)
+    if not report.ok:
+        console.print(Text(f"{name}: {broken:,} broken; {read}"))
+    elif report.findings:
+        console.print(Text(f"{name}: nothing is broken; {read}"))
+    else:
+        console.print(Text(f"{name}: all is well; {read}"))
+
+
+def _line(finding: Finding) -> Text:
+    if finding.fixed:
+        line = Text("mended   ", style="green")
+    elif finding.broken:
+        line = Text("broken   ", style="bold red")
+    else:
+        line = Text("warning  ", style="yellow")
+    line.append(f"{finding.check}: ", style="not bold default")
+    if finding.subject:
+        line.append(f"{printable(finding.subject)}: ", style="not bold cyan")
+    return line.append(printable(finding.message), style="not bold default")

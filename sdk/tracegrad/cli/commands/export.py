@@ -1,0 +1,236 @@
+"""`tracegrad export | import`: what is stored, out into files and in again."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from io import BufferedReader, RawIOBase
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, cast
+
+import typer
+
+from tracegrad.atomic_file import written_whole
+from tracegrad.cli.options import filtered
+from tracegrad.cli.store_option import JsonOption, StoreOption, fail, opened, print_json
+from tracegrad.events import Json
+from tracegrad.store import ALL, RolloutFilter
+from tracegrad.transfer import Layout, LayoutUnknown, OutputFailed, jsonl, layout_named, parquet
+from tracegrad.transfer import parquet_columns as columns
+from tracegrad.transfer.export_rollouts import Counts, Export
+from tracegrad.transfer.import_rollouts import Import, ImportStopped
+from tracegrad.transfer.layouts import Column
+
+FAILED = 1
+
+Rows = Iterator[Json]
+Writer = Callable[[BinaryIO, Rows], object]
+
+
+@filtered
+def export_command(
+    store: StoreOption = None,
+    rollouts: Annotated[
+        bool, typer.Option("--rollouts", help="Whole rollouts, to import elsewhere (the default).")
+    ] = False,
+    turns: Annotated[bool, typer.Option("--turns", help="One flat object a turn.")] = False,
+    layout: Annotated[
+        str | None,
+        typer.Option("--layout", metavar="NAME", help="Rows as another trainer reads them."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Instead of the screen.")
+    ] = None,
+    file_format: Annotated[
+        str | None,
+        typer.Option("--format", help="jsonl or parquet; else by the file's ending."),
+    ] = None,
+    no_text: Annotated[
+        bool, typer.Option("--no-text", help="Leave requests and responses out.")
+    ] = False,
+    trained: Annotated[
+        bool | None,
+        typer.Option("--trained/--not-trained", help="Only what was trained on, or was not."),
+    ] = None,
+    which: RolloutFilter = ALL,
+) -> None:
+    """Write rollouts, turns or rows for another trainer, as JSONL or Parquet."""
+    if rollouts + turns + (layout is not None) > 1:
+        fail("--rollouts, --turns, --layout: choose one", FAILED)
+    chosen = _layout(layout)
+    write = _writer(_format(file_format, output, chosen), chosen, turns=turns)
+    with opened(store) as reading:
+        export = Export(store=reading, wanted=which, trained=trained, text=not no_text)
+        whole = export.turns if turns else export.rollouts
+        rows = export.layout(chosen) if chosen else whole()
+        with _failures():
+            _write(output, write, rows)
+    _say(export.counts, output)
+
+
+def import_command(
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help="JSONL or Parquet; - is standard input.")
+    ],
+    store: StoreOption = None,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out what is broken, and count it.")
+    ] = False,
+    untrained: Annotated[
+        bool,
+        typer.Option("--untrained", help="Forget what another store trained: all turns wait here."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Read rollouts that were exported, or conversations, into the store. Twice is as once."""
+    with opened(store, create=True) as writing:
+        importing = Import(writing, skip_bad=skip_bad, untrained=untrained)
+        try:
+            for name in files:
+                with _input(name) as file:
+                    importing.file(name, file)
+        except ImportStopped as error:
+            added = importing.added
+            fail(f"{error} (stored before it: {added.rollouts} new rollouts)", FAILED)
+        except parquet.ParquetMissing as error:
+            fail(str(error), FAILED)
+    if as_json:
+        print_json({**asdict(importing.added), "bad": dict(importing.bad)})
+    else:
+        for line in _told(importing):
+            typer.echo(line)
+
+
+def _layout(name: str | None) -> Layout | None:
+    if name is None:
+        return None
+    try:
+        return layout_named(name)
+    except LayoutUnknown as error:
+        raise typer.BadParameter(str(error.args[0]), param_hint="--layout") from None
+
+
+def _format(given: str | None, output: Path | None, layout: Layout | None) -> str:
+    formats = ["jsonl", "parquet", *(layout.files if layout else ())]
+    choices = " or ".join(formats)
+    if given is not None and given not in formats:
+        raise typer.BadParameter(f"{given!r}; write {choices}", param_hint="--format")
+    if output is None:
+        if given not in (None, "jsonl"):
+            raise typer.BadParameter(f"{given} needs a file: -o FILE", param_hint="--format")
+        return "jsonl"
+    guessed = {"json": "jsonl"}.get(ending := output.suffix.removeprefix("."), ending)
+    if given is None and guessed not in formats:
+        raise typer.BadParameter(
+            f"{output.name!r} does not tell; write --format {choices}", param_hint="-o"
+        )
+    return given or guessed
+
+
+def _writer(file_format: str, layout: Layout | None, *, turns: bool) -> Writer:
+    if file_format == "jsonl":
+        return _write_lines
+    if layout is not None:
+        if file_format in layout.files:
+            return layout.files[file_format]
+        return partial(_write_parquet, columns=layout.columns)
+    if turns:
+        return partial(_write_parquet, columns=columns.TURN)
+    return _write_rollouts
+
+
+def _write(output: Path | None, write: Writer, rows: Rows) -> None:
+    if output is None:
+        write(sys.stdout.buffer, rows)
+        sys.stdout.buffer.flush()
+        return
+    with _ended_as_by_ctrl_c(), written_whole(output) as file:
+        write(file, rows)
+
+
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM takes away what was begun, too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _write_lines(file: BinaryIO, rows: Rows) -> None:
+    for row in rows:
+        file.write(jsonl.line_of(row))
+
+
+def _write_parquet(file: BinaryIO, rows: Rows, columns: Mapping[str, Column]) -> None:
+    parquet.write(file, rows, columns)
+
+
+def _write_rollouts(file: BinaryIO, rows: Rows) -> None:
+    parquet.write(file, map(parquet.copy_row, rows), columns.ROLLOUT)
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except (OutputFailed, parquet.ParquetMissing) as error:
+        fail(str(error), FAILED)
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # who reads has seen enough
+            raise
+        fail(f"standard output: {error.strerror}", FAILED)
+
+
+@contextmanager
+def _input(name: str) -> Iterator[BufferedReader[Any]]:
+    if name == "-":
+        standard_input = BufferedReader(cast(RawIOBase, sys.stdin.buffer))
+        yield standard_input
+        standard_input.detach()
+        return
+    try:
+        with Path(name).open("rb") as file:
+            yield file
+    except OSError as error:
+        fail(f"{name}: {error.strerror}", FAILED)
+
+
+def _say(counts: Counts, output: Path | None) -> None:
+    """On standard error: the rows may be on the other."""
+    written = ", ".join(_number(n, kind) for kind, n in counts.written.items()) or "nothing"
+    where = f" to {output}" if output else ""
+    typer.echo(f"exported {written}{where}", err=True)
+    if counts.left_out:
+        typer.echo(f"left out: {_counted(counts.left_out)}", err=True)
+
+
+def _told(importing: Import) -> Iterator[str]:
+    added = importing.added
+    rest = [
+        _number(count, f"new {name.removesuffix('s')}")
+        for name, count in asdict(added).items()
+        if count and name not in ("rollouts", "known")
+    ]
+    total = _number(added.rollouts + added.known, "rollout")
+    yield ", ".join([f"{total}: {added.rollouts} new", *rest])
+    if importing.bad:
+        yield f"left out: {_counted(importing.bad)}"
+
+
+def _counted(reasons: Mapping[str, int]) -> str:
+    told = []
+    for reason, count in sorted(reasons.items()):
+        kind, colon, why = reason.partition(": ")
+        told.append(f"{why} ({_number(count, kind[:-1])})" if colon else f"{reason} ({count})")
+    return ", ".join(told)
+
+
+def _number(count: int, name: str) -> str:
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"

@@ -1,0 +1,178 @@
+"""`tracegrad redact`: texts taken out of what is stored already."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from tracegrad.cli.commands.cleaning import CleaningFailed, cleaner, pattern_hook
+from tracegrad.cli.commands.destructive import (
+    NOT_ALL,
+    NOT_ASKED_WELL,
+    DryRunOption,
+    RolloutOption,
+    VacuumOption,
+    YesOption,
+    ask,
+    end_progress,
+    progress,
+    reclaimed,
+    tell_room,
+    whole_ids,
+)
+from tracegrad.cli.options import filtered
+from tracegrad.cli.render.format import count
+from tracegrad.cli.store_option import JsonOption, StoreOption, fail, opened, print_json
+from tracegrad.proxy.capture.redaction import Hook, HookError, load_hooks
+from tracegrad.store import ALL, RolloutFilter, Store
+from tracegrad.store.maintenance import FIELDS, Redacted, Redaction, Selection, redact
+from tracegrad.store.maintenance.selection import EVERYTHING
+
+_SECRETS = "tracegrad.proxy.capture.redaction:secrets"
+
+
+@filtered
+def redact_command(
+    pattern: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PATTERN", help="A regular expression (Python's), or - to read it from stdin."
+        ),
+    ] = None,
+    store: StoreOption = None,
+    literal: Annotated[bool, typer.Option("--literal", help="PATTERN is the text itself.")] = False,
+    secrets: Annotated[
+        bool, typer.Option("--secrets", help="API keys, tokens, private keys of known forms.")
+    ] = False,
+    hook: Annotated[
+        list[str] | None,
+        typer.Option("--hook", metavar="MODULE:FUNCTION", help="As for tracegrad proxy --redact."),
+    ] = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option("--field", help=f"Only in: {', '.join(FIELDS)}; may be repeated."),
+    ] = None,
+    drop_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--drop-tokens", help="Drop the tokens of turns whose text changes; see above."
+        ),
+    ] = False,
+    rollout: RolloutOption = None,
+    which: RolloutFilter = ALL,
+    dry_run: DryRunOption = False,
+    yes: YesOption = False,
+    vacuum: VacuumOption = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Take texts out of what is stored already: each match becomes [redacted].
+
+    Token ids are not changed: whoever has the tokenizer can turn them back into text. With
+    --drop-tokens the turns whose text changes lose their tokens, and all turns that continue
+    them; these can never be trained. Decide at once: a second run finds no match any more.
+
+    What agents send from now on is not cleaned: that is tracegrad proxy --redact.
+    """
+    fields = _fields(field)
+    hooks, name = _hooks(pattern, literal=literal, secrets=secrets, names=hook or [])
+    with opened(store) as writing:
+        rule = Redaction(
+            selection=Selection(wanted=which, rollouts=whole_ids(writing, rollout or ())),
+            clean=cleaner(hooks),
+            name=name,
+            fields=fields,
+            drop_tokens=drop_tokens,
+        )
+        try:
+            _redact(writing, rule, dry_run=dry_run, yes=yes, vacuum=vacuum, as_json=as_json)
+        except CleaningFailed as error:
+            end_progress()
+            fail(f"redact: {error}; what was redacted before it stays so", NOT_ALL)
+
+
+def _redact(
+    store: Store, rule: Redaction, *, dry_run: bool, yes: bool, vacuum: bool, as_json: bool
+) -> None:
+    if not dry_run:
+        tokens = " and drop tokens" if rule.drop_tokens else ""
+        where = "the whole store" if rule.selection == EVERYTHING else "the chosen rollouts"
+        ask(f"Redact texts{tokens} in {where} for good?", yes)
+    found = redact(store, rule, dry_run=dry_run, progress=progress("rollouts"))
+    end_progress()
+    # What was replaced stays readable in free pages until these are written anew.
+    room = reclaimed(
+        store, vacuum=vacuum and not dry_run and any(found.removed.values()), whole=True
+    )
+    if as_json:
+        print_json(
+            {
+                "would_redact" if dry_run else "redacted": found.removed,
+                "unreadable": found.unreadable,
+                "files": room,
+            }
+        )
+    else:
+        _tell_redacted(found, rule, dry_run=dry_run)
+        tell_room(room)
+    if found.unreadable:
+        raise typer.Exit(NOT_ALL)
+
+
+def _tell_redacted(found: Redacted, rule: Redaction, *, dry_run: bool) -> None:
+    counts = found.removed
+    parts = [
+        count(counts[name], word)
+        for name, word in (
+            ("turns", "turn"),
+            ("spans", "span"),
+            ("tasks", "task"),
+            ("errors", "error"),
+        )
+        if counts[name]
+    ]
+    said = ", ".join(parts) or "nothing"
+    rollouts = count(counts["rollouts"], "rollout")
+    typer.echo(f"{'would redact' if dry_run else 'redacted'} {said} in {rollouts}")
+    if counts["turns"]:
+        if rule.drop_tokens:
+            dropped = count(counts.get("tokens_dropped", 0), "turn")
+            would = "would lose" if dry_run else "lost"
+            typer.echo(f"{dropped} {would} the tokens and can never be trained (redacted)")
+        else:
+            typer.echo(
+                "Their token ids are as they were: whoever has the tokenizer can turn them back "
+                "into text. --drop-tokens, in the same run, drops them."
+            )
+    for rollout_id, why in found.unreadable.items():
+        typer.echo(f"rollout {rollout_id} stayed as it was: {why}", err=True)
+    if not dry_run and any(counts.values()):
+        typer.echo("Copies elsewhere (backups, replicas, exports, logs) are not reached from here.")
+
+
+def _fields(names: list[str] | None) -> frozenset[str]:
+    if unknown := set(names or ()) - set(FIELDS):
+        raise typer.BadParameter(f"{min(unknown)!r}; use {', '.join(FIELDS)}", param_hint="--field")
+    return frozenset(names or FIELDS)
+
+
+def _hooks(
+    pattern: str | None, *, literal: bool, secrets: bool, names: list[str]
+) -> tuple[list[Hook], str]:
+    """What is to be applied, and what it is called without saying what it looks for."""
+    hooks: list[Hook] = []
+    if pattern is not None:
+        text = sys.stdin.read().rstrip("\n") if pattern == "-" else pattern
+        try:
+            hooks.append(pattern_hook(text, literal=literal))
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="PATTERN") from None
+    sys.path.append(".")  # the command itself does not look there, unlike `python -m`
+    try:
+        hooks += load_hooks([*([_SECRETS] if secrets else []), *names])
+    except HookError as error:
+        fail(f"redact: {str(error).replace('redact', '--hook')}", NOT_ASKED_WELL)
+    if not hooks:
+        fail("redact: say what: PATTERN, --secrets or --hook MODULE:FUNCTION", NOT_ASKED_WELL)
+    return hooks, ", ".join(hook.name for hook in hooks)

@@ -1,0 +1,185 @@
+"""`tracegrad rollouts ls | show | tree | explain`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from tracegrad.cli.options import filtered
+from tracegrad.cli.render.console import Screen
+from tracegrad.cli.render.explanation import explain, explanation_object
+from tracegrad.cli.render.format import count
+from tracegrad.cli.render.json import detail_object, row_object, told_turn_object
+from tracegrad.cli.render.rollout import tell, tell_one
+from tracegrad.cli.render.rollout_list import rollout_table
+from tracegrad.cli.render.task_list import task_object, task_table, tasks
+from tracegrad.cli.render.tree import draw, tree_object
+from tracegrad.cli.store_option import (
+    NO_SUCH_ROLLOUT,
+    JsonOption,
+    StoreOption,
+    fail,
+    opened,
+    print_json,
+)
+from tracegrad.store import ALL, RolloutDetail, RolloutFilter, Store
+from tracegrad.store.read.choosing import Order, listed
+from tracegrad.store.read.reason_counts import counts_object, reasons_in, tell_counts
+
+TOO_DEEP = 3
+
+app = typer.Typer(help="Look at rollouts.", no_args_is_help=True)
+
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help="A rollout's id or its beginning.")]
+
+
+@app.command("ls")
+@filtered
+def list_command(
+    store: StoreOption = None,
+    which: RolloutFilter = ALL,
+    sort: Annotated[Order, typer.Option(help="What comes first.")] = Order.NEWEST,
+    by_task: Annotated[
+        bool, typer.Option("--by-task", help="One line a task: its rollouts compared.")
+    ] = False,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """List rollouts, the newest first."""
+    if by_task and sort not in (Order.NEWEST, Order.REWARD):
+        raise typer.BadParameter("tasks are sorted by newest or reward", param_hint="--sort")
+    with opened(store) as reading:
+        if by_task:
+            _list_tasks(reading, which, sort, limit, as_json=as_json)
+        else:
+            _list_rollouts(reading, which, sort, limit, as_json=as_json)
+
+
+def _list_rollouts(
+    store: Store, which: RolloutFilter, sort: Order, limit: int, *, as_json: bool
+) -> None:
+    # One more than asked for tells whether there are more.
+    rows = listed(store, which, sort, limit + 1)
+    shown = rows[:limit]
+    if as_json:
+        print_json([row_object(row) for row in shown])
+        return
+    screen = Screen()
+    if not shown:
+        screen.print([_none(which)])
+        return
+    screen.print(rollout_table(shown, screen.width))
+    if len(rows) > limit:
+        first = "newest" if sort is Order.NEWEST else f"first by {sort}"
+        screen.print([Text(f"the {limit} {first}; more with --limit", style="dim")])
+
+
+def _list_tasks(
+    store: Store, which: RolloutFilter, sort: Order, limit: int, *, as_json: bool
+) -> None:
+    every = tasks(store, which, sort)
+    if as_json:
+        print_json([task_object(task) for task in every[:limit]])
+        return
+    screen = Screen()
+    if not every:
+        screen.print([_none(which)])
+        return
+    screen.print(task_table(every[:limit], screen.width))
+    if len(every) > limit:
+        more = f"{limit} of {count(len(every), 'task')}; more with --limit"
+        screen.print([Text(more, style="dim")])
+
+
+def _none(which: RolloutFilter) -> Text:
+    return Text("no rollouts" + (" yet" if which.all else " match"))
+
+
+@app.command("show")
+def show_command(
+    rollout: IdArgument,
+    store: StoreOption = None,
+    turn: Annotated[
+        int | None, typer.Option("--turn", metavar="N", help="One turn, whole; -1 is the last.")
+    ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="With token ids and log-probabilities.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Do not shorten long messages.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what happened in one rollout, turn by turn."""
+    with opened(store) as reading:
+        detail = reading.rollout(rollout)
+    screen = Screen()
+    if turn is None:
+        if as_json:
+            print_json(detail_object(detail, tokens=tokens))
+        else:
+            screen.print(tell(detail, screen.width, tokens=tokens, full=full))
+        return
+    index = _turn_of(detail, turn)
+    if as_json:
+        print_json(told_turn_object(index, detail, tokens=tokens))
+    else:
+        screen.print(tell_one(detail, index, screen.width, tokens=tokens))
+
+
+def _turn_of(detail: RolloutDetail, turn: int) -> int:
+    turns = len(detail.turns)
+    if not -turns <= turn < turns:
+        there = f"{count(turns, 'turn')}" + (f", 0 to {turns - 1}" if turns else "")
+        fail(f"no turn {turn}: rollout {detail.row.rollout_id} has {there}", NO_SUCH_ROLLOUT)
+    return turn % turns
+
+
+@app.command("tree")
+def tree_command(
+    rollout: IdArgument, store: StoreOption = None, as_json: JsonOption = False
+) -> None:
+    """Draw which turn continues which: forks, samples of one prompt, sub-agents."""
+    with opened(store) as reading:
+        detail = reading.rollout(rollout)
+    screen = Screen()
+    if as_json:
+        try:
+            print_json(tree_object(detail))
+        except RecursionError:
+            fail(
+                "the tree forks too deep for JSON; `show --json` names each turn's parent", TOO_DEEP
+            )
+    else:
+        screen.print(draw(detail, screen.width))
+
+
+@app.command("explain")
+@filtered
+def explain_command(
+    rollout: Annotated[
+        str | None,
+        typer.Argument(metavar="[ID]", help="A rollout's id or its beginning; else all, counted."),
+    ] = None,
+    store: StoreOption = None,
+    which: RolloutFilter = ALL,
+    as_json: JsonOption = False,
+) -> None:
+    """Say why a rollout's tree forked and why its turns are not trained; without ID, of all."""
+    if rollout is not None and not which.all:
+        raise typer.BadParameter("name a rollout or filter them, not both", param_hint="ID")
+    screen = Screen()
+    with opened(store) as reading:
+        if rollout is None:
+            counts = reasons_in(reading, which)
+        else:
+            detail = reading.rollout(rollout)
+    if rollout is not None:
+        if as_json:
+            print_json(explanation_object(detail))
+        else:
+            screen.print(explain(detail, screen.width))
+    elif as_json:
+        print_json(counts_object(counts))
+    else:
+        screen.print(tell_counts(counts, screen.width) if counts.rollouts else [_none(which)])

@@ -1,0 +1,279 @@
+"""`tracegrad rollouts explain ID`: why a tree forked, why turns are not trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import takewhile
+from typing import Any
+
+from rich.text import Text
+
+from tracegrad.cli.render.console import hanging, indented, rule
+from tracegrad.cli.render.format import count, one_line, ranges
+from tracegrad.cli.render.rollout import heading
+from tracegrad.inspect.forks import (
+    Fork,
+    FrameDifference,
+    MessageDifference,
+    TokenDifference,
+    Totals,
+    forks,
+    totals,
+)
+from tracegrad.inspect.reasons import Untrained, Words, fork_words, training_words, untrained
+from tracegrad.inspect.transcript import Conversations, Message
+from tracegrad.store import RolloutDetail
+
+_MARGIN, _COLUMN = 2, 11
+_EXCERPT = 160  # characters of a message around where it differs
+_LEAD = 30  # of them before that place
+
+# (label, body, style) -> lines
+_Row = Callable[..., Iterator[Text]]
+
+
+def explain(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
+    yield heading(detail, width)
+    if not detail.turns:
+        yield Text("no turns")
+        return
+    found = forks(Conversations(detail.turns))
+    for group in _alike(found):
+        yield Text()
+        yield from _fork(group[0], width) if len(group) == 1 else _beginnings(group, width)
+    if not found:
+        none = Text("no forks: every turn continues another, or samples the same prompt")
+        yield from indented(none, margin=0, width=width)
+    yield Text()
+    yield from _untrained(detail, width)
+    yield Text()
+    yield from _totals(totals(detail.turns, found), width)
+
+
+def explanation_object(detail: RolloutDetail) -> dict[str, Any]:
+    found = forks(Conversations(detail.turns))
+    return {
+        "rollout_id": detail.row.rollout_id,
+        "forks": [_with_words(asdict(fork), fork_words, fork.reason) for fork in found],
+        "not_trained": [
+            _with_words({"reason": reason, "final": final, "turns": turns}, training_words, reason)
+            for (reason, final), turns in _by_reason(detail).items()
+        ],
+        "tokens": asdict(totals(detail.turns, found)),
+    }
+
+
+def _with_words(found: dict[str, Any], words: Any, reason: str | None) -> dict[str, Any]:
+    told: Words | None = words(reason) if reason is not None else None
+    return {
+        **found,
+        "meaning": told.meaning if told else None,
+        "mend": told.mend if told else None,
+    }
+
+
+# Forks
+
+
+def _alike(found: Sequence[Fork]) -> list[list[Fork]]:
+    """Each fork alone, but turns that could have continued nothing together by their reason."""
+    groups: dict[tuple[str | None, int | None], list[Fork]] = {}
+    for fork in found:
+        alone = fork.turn if fork.parent is not None or fork.instead_of is not None else None
+        groups.setdefault((fork.reason, alone), []).append(fork)
+    return list(groups.values())
+
+
+def _rows(width: int | None) -> _Row:
+    def row(label: str, body: Text | str, style: str = "dim") -> Iterator[Text]:
+        text = Text(body) if isinstance(body, str) else body
+        return hanging(Text(label, style=style), text, column=_COLUMN, width=width, margin=_MARGIN)
+
+    return row
+
+
+def _title(turns: str, reason: str | None, width: int | None) -> Text:
+    told = one_line(reason or "begins afresh")
+    return rule(Text.assemble((turns, "bold"), (f"  {told}", "bold yellow")), width)
+
+
+def _reason(reason: str | None, row: _Row) -> Iterator[Text]:
+    if reason is None:
+        yield from row("why", "No reason was recorded: tokens continue no earlier turn.")
+        return
+    words = fork_words(reason)
+    yield from row("why", words.meaning)
+    if words.mend:
+        yield from row("mend", words.mend)
+
+
+def _beginnings(found: Sequence[Fork], width: int | None) -> Iterator[Text]:
+    """Of turns that could have continued nothing."""
+    row = _rows(width)
+    reason = found[0].reason
+    yield _title(f"turns {ranges([fork.turn for fork in found])}", reason, width)
+    yield from _reason(reason, row)
+    yield from row("instead", "there are no earlier turns that they could have continued")
+    new = sum(fork.prompt - fork.shared for fork in found)
+    again = sum(fork.again for fork in found)
+    sent = sum(fork.prompt for fork in found)
+    told = f"{new:,} of their {sent:,} prompt tokens are new; stored a second time: {again:,}"
+    yield from row("cost", told)
+
+
+def _fork(fork: Fork, width: int | None) -> Iterator[Text]:
+    row = _rows(width)
+    yield _title(f"turn {fork.turn}", fork.reason, width)
+    yield from _reason(fork.reason, row)
+    yield from row("instead", _instead(fork))
+    if fork.message is not None and fork.instead_of is not None:
+        yield from row("message", f"number {fork.message.position} is the first that differs:")
+        yield from _messages(fork.message, fork, row)
+    elif fork.texts:
+        yield from row("messages", f"all of turn {fork.instead_of}'s are there, with its reply")
+    if fork.frame is not None:
+        yield from _frame(fork.frame, row)
+    yield from _tokens(fork, row)
+
+
+def _frame(found: FrameDifference, row: _Row) -> Iterator[Text]:
+    for label, what, names in (
+        ("tools", "gone", found.gone),
+        ("tools", "new", found.new),
+        ("tools", "changed", found.changed),
+        ("template", "arguments", found.arguments),
+    ):
+        if names:
+            yield from row(label, f"{what}: {', '.join(map(one_line, names))}")
+
+
+def _instead(fork: Fork) -> str:
+    if fork.instead_of is None:
+        other = "there is no earlier turn that it could have continued"
+        return other if fork.parent is None else f"it continues turn {fork.parent}; {other} further"
+    if fork.parent == fork.instead_of:
+        return f"it continues turn {fork.parent} all the same"
+    instead = f"of continuing turn {fork.instead_of}"
+    return instead if fork.parent is None else f"{instead} it continues turn {fork.parent}"
+
+
+def _messages(found: MessageDifference, fork: Fork, row: _Row) -> Iterator[Text]:
+    before, now = (_said(each) for each in (found.before, found.now))
+    pairs = zip(before, now, strict=False)
+    start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    for label, message, text, style in (
+        (f"- turn {fork.instead_of}", found.before, before, "red"),
+        (f"+ turn {fork.turn}", found.now, now, "green"),
+    ):
+        body = Text("(no more messages)", style=style)
+        if message is not None:
+            role = "assistant" if message.role == "reply" else one_line(message.role)
+            body = Text(f"{role}: {_excerpt(text, start)}", style=style)
+        yield from row(label, body, style)
+
+
+def _said(message: Message | None) -> str:
+    """A message in one line."""
+    if message is None:
+        return ""
+    calls = (f"→ {call.name}({call.arguments})" for call in message.calls)
+    reasoning = f"({message.reasoning})" if message.reasoning else ""
+    return one_line(" ".join(filter(None, [reasoning, message.text, *calls])))
+
+
+def _excerpt(text: str, at: int) -> str:
+    start = max(0, at - _LEAD)
+    end = start + _EXCERPT
+    return ("…" if start else "") + text[start:end] + ("…" if end < len(text) else "")
+
+
+def _tokens(fork: Fork, row: _Row) -> Iterator[Text]:
+    found = fork.tokens
+    if found is None:
+        told = "the engine told none of this call" if not fork.prompt else "none to compare with"
+        yield from row("tokens", f"{told}: what it continues is known by its messages alone")
+        return
+    other = fork.instead_of if fork.instead_of is not None else fork.like
+    into = found.in_reply
+    if into is not None and fork.message is None and fork.reply is not None:
+        yield from row("reply", _excerpt(_said(fork.reply), 0))
+    where = "prompt" if into is None else f"reply, after {count(into, 'token')}"
+    shared = f"{count(found.position, 'token')} shared with turn {other}"
+    yield from row("tokens", f"{shared}; they part in its {where}:")
+    for label, ids, style in (
+        (f"- turn {other}", found.before, "red"),
+        (f"+ turn {fork.turn}", found.now, "green"),
+    ):
+        yield from row(label, _ids(ids, found, style), style)
+    yield from row("cost", _cost(fork))
+
+
+def _ids(ids: Sequence[int], found: TokenDifference, style: str) -> Text:
+    text = Text("… " if found.start else "")
+    at = found.position - found.start
+    text.append(" ".join(map(str, ids[:at])) + " ")
+    if at >= len(ids):
+        return text.append("(ends)", style=style)
+    text.append(f"[{ids[at]}]", style=f"bold {style}")
+    return text.append(" " + " ".join(map(str, ids[at + 1 :])))
+
+
+def _cost(fork: Fork) -> str:
+    new = f"{fork.prompt - fork.shared:,} of its {fork.prompt:,} prompt tokens are new"
+    if not fork.again:
+        return new
+    return (
+        f"{new}; stored a second time: {fork.again:,} (they are in turn {fork.like}), and computed "
+        "again unless the engine's prefix cache had them"
+    )
+
+
+# Training
+
+
+def _by_reason(detail: RolloutDetail) -> dict[Untrained, list[int]]:
+    """The turns that are not trained, by why; most first."""
+    found: dict[Untrained, list[int]] = {}
+    for index, turn in enumerate(detail.turns):
+        missing = untrained(turn, detail.fates.get(turn.turn_id), detail.row)
+        if missing is not None:
+            found.setdefault(missing, []).append(index)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def _untrained(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
+    by_reason = _by_reason(detail)
+    missing = sum(map(len, by_reason.values()))
+    yield rule(Text("training", style="bold"), width)
+    trained = len(detail.turns) - missing
+    step = f" in step {detail.row.consumed_step}" if trained else ""
+    told = Text(f"{trained:,} of {count(len(detail.turns), 'turn')} trained{step}")
+    yield from indented(told, margin=_MARGIN, width=width)
+    for (reason, final), turns in by_reason.items():
+        words = training_words(reason)
+        which = f"  {count(len(turns), 'turn')}: {ranges(turns)}"
+        label = Text.assemble((one_line(reason), "yellow" if final else "bold"), (which, "dim"))
+        yield from indented(label, margin=_MARGIN, width=width)
+        for text, style in ((words.meaning, ""), (words.mend and f"→ {words.mend}", "dim")):
+            if text:
+                yield from indented(Text(text, style=style), margin=_MARGIN + 2, width=width)
+
+
+def _totals(found: Totals, width: int | None) -> Iterator[Text]:
+    yield rule(Text("tokens", style="bold"), width)
+    rows = [
+        (found.sent, f"sent as prompts of {count(found.turns, 'turn')}"),
+        (found.sampled, "sampled"),
+        (found.stored, "stored: each turn keeps what its parent lacks"),
+        (found.again, "of them a second time, because of forks"),
+        (
+            found.trained_on,
+            f"on {count(found.paths, 'path')} from {count(found.roots, 'root')}: what training "
+            "would read; a sampled token is trained on one path only",
+        ),
+    ]
+    column = max(len(f"{amount:,}") for amount, _ in rows)
+    for amount, words in rows:
+        label = Text(f"{amount:,}".rjust(column))
+        yield from hanging(label, Text(words), column=column + 2, width=width, margin=_MARGIN)

@@ -1,0 +1,97 @@
+"""Small texts for people: times, numbers, safe strings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from tracegrad.events import Outcome, Turn
+from tracegrad.store import RolloutRow
+
+OUTCOME_STYLE = {
+    Outcome.COMPLETED: "green",
+    Outcome.AGENT_ERROR: "red",
+    Outcome.BUDGET: "yellow",
+    Outcome.ENV_ERROR: "magenta",
+    Outcome.INFRA_ERROR: "magenta",
+    Outcome.ABORTED: "magenta",
+}
+
+
+def printable(text: str) -> str:
+    """Without control characters: what an agent read must not drive the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def one_line(text: str) -> str:
+    """Printable, with every run of white space as one space."""
+    return " ".join(printable(text).split())
+
+
+def clip(text: str, *, lines: int, characters: int) -> str:
+    """At most so much of a text, and how much was left out."""
+    kept = "\n".join(text.split("\n")[:lines])[:characters].rstrip()
+    left = len(text) - len(kept)
+    return text if left <= 20 else f"{kept} … ({left:,} more characters)"
+
+
+def age(then: float) -> str:
+    seconds = max(0.0, time.time() - then)
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    for unit, size in (("d", 86_400), ("h", 3_600)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds / 60:.1f} min"
+
+
+def clock(then: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(then))
+
+
+def number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def count(amount: int, word: str) -> str:
+    return f"{amount:,} {word}" + ("" if amount == 1 else "s")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 7 as 1-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def ending(turn: Turn) -> str:
+    """How its reply ended, where that is known."""
+    return turn.finish_reason or ("cut off" if turn.untrainable == "aborted" else "")
+
+
+def tag_text(tags: Mapping[str, str]) -> str:
+    return " ".join(f"{one_line(key)}={one_line(value)}" for key, value in tags.items())
+
+
+def training_text(row: RolloutRow) -> str:
+    """Where the rollout stands on its way to training."""
+    if row.state == "consumed":
+        return f"step {row.consumed_step}" if row.trained_turns else "skipped"
+    if row.state == row.outcome:
+        return "not scored"
+    return row.state.replace("_", " ")

@@ -1,0 +1,118 @@
+"""A rollout's spans: under their parents, with the turns that they made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from tracegrad.cli.render.console import wrapped
+from tracegrad.cli.render.format import clip, count, duration, one_line, printable, ranges
+from tracegrad.events import SpanEnded
+from tracegrad.inspect.tree_layout import shortened
+from tracegrad.store import RolloutDetail
+from tracegrad.store.encoding.blobs import dump_json
+
+_MARGIN = 2
+_WIDE = 200
+# What instrumentation libraries put a tool's or a chain's input and output under.
+_INPUT = ("gen_ai.tool.call.arguments", "input.value", "traceloop.entity.input")
+_OUTPUT = ("gen_ai.tool.call.result", "output.value", "traceloop.entity.output")
+_KIND = ("openinference.span.kind", "traceloop.span.kind", "gen_ai.operation.name")
+_MODEL = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
+_TOKENS_IN = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
+_TOKENS_OUT = (
+    *("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens"),
+    "llm.token_count.completion",
+)
+_ERROR = ("otel.status_description", "exception.message", "error.type")
+
+
+def tell_spans(detail: RolloutDetail, width: int | None, *, full: bool) -> Iterator[Text]:
+    start = min(span.start_ns for span in detail.spans)
+    calls: dict[str, list[int]] = {}
+    for index, turn in enumerate(detail.turns):
+        calls.setdefault(turn.parent_span_id or "", []).append(index)
+    for span, *guides in _placed(detail.spans):
+        guide, under = (shortened(each, (width or _WIDE) // 2) for each in guides)
+        made = calls.get(span.span_id, [])
+        line = Text.assemble((guide, "dim"), _line(span, start, made))
+        yield _cut(line, width)
+        # What a model was told and said stands with its turn.
+        for text in () if made else _texts(span, full=full):
+            room = None if width is None else width - _MARGIN - len(under)
+            for part in wrapped(text, room):
+                yield Text.assemble((" " * _MARGIN + under, "dim"), part)
+
+
+def _cut(line: Text, width: int | None) -> Text:
+    whole = Text(" " * _MARGIN).append_text(line)
+    if width is not None:
+        whole.truncate(width, overflow="ellipsis")
+    return whole
+
+
+def _placed(spans: Sequence[SpanEnded]) -> Iterator[tuple[SpanEnded, str, str]]:
+    """Every span once, with what leads to it and what stands before further lines of it."""
+    known = {span.span_id for span in spans}
+    children: dict[str | None, list[SpanEnded]] = {}
+    for span in spans:
+        parent = span.parent_span_id if span.parent_span_id in known else None
+        children.setdefault(parent, []).append(span)
+    told: set[str] = set()
+    waiting = [(span, "", "") for span in reversed(children.get(None, []))]
+    while waiting or len(told) < len(known):
+        if not waiting:  # spans that are each other's parents: somebody sent nonsense
+            waiting.append((next(span for span in spans if span.span_id not in told), "", ""))
+        span, guide, under = waiting.pop()
+        if span.span_id in told:
+            continue
+        told.add(span.span_id)
+        below = children.get(span.span_id, [])
+        yield span, guide, under + ("│  " if below else "   ")
+        last = len(below) - 1
+        waiting += [
+            (
+                child,
+                under + ("└─ " if n == last else "├─ "),
+                under + ("   " if n == last else "│  "),
+            )
+            for n, child in reversed(list(enumerate(below)))
+        ]
+
+
+def _line(span: SpanEnded, start: int, turns: Sequence[int]) -> Text:
+    failed = span.status == "error"
+    line = Text.assemble((one_line(span.name), "red" if failed else ""))
+    took = duration((span.end_ns - span.start_ns) / 1e9)
+    line.append(f"  {took} at +{duration((span.start_ns - start) / 1e9)}", style="dim")
+    if failed:
+        why = _first(span.attributes, _ERROR)
+        said = f": {one_line(_text(why))}" if why is not None else ""
+        line.append(f"  error{said}", style="red")
+    if turns:
+        line.append(f"  {'turn' if len(turns) == 1 else 'turns'} {ranges(turns)}", style="cyan")
+    facts = [_text(fact) for names in (_KIND, _MODEL) if (fact := _first(span.attributes, names))]
+    tokens = [_first(span.attributes, names) for names in (_TOKENS_IN, _TOKENS_OUT)]
+    if not turns and any(isinstance(each, int) for each in tokens):
+        facts.append(f"{tokens[0] or 0:,} prompt + {count(int(tokens[1] or 0), 'token')}")
+    if facts:
+        line.append("  " + one_line(" · ".join(facts)), style="dim")
+    return line
+
+
+def _texts(span: SpanEnded, *, full: bool) -> Iterator[Text]:
+    for mark, names in (("→ ", _INPUT), ("← ", _OUTPUT)):
+        found = _first(span.attributes, names)
+        if found not in (None, ""):
+            text = printable(_text(found))
+            yield Text(mark + (text if full else clip(text, lines=3, characters=240)), style="dim")
+
+
+def _first(attributes: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((attributes[name] for name in names if attributes.get(name) is not None), None)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else dump_json(value)

@@ -1,0 +1,173 @@
+"""Attribution without touching the agent: HTTP clients name the rollout on calls to the proxy.
+
+`install()` wraps the one method through which each client library sends every request, also of
+those that are imported later. Outside a rollout, and for every other server, a wrapped method does
+what it did before.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from tracegrad import context
+from tracegrad.key_derivation import API_KEY_PREFIX
+
+_log = logging.getLogger(__name__)
+
+
+def install() -> None:
+    """Wrap the HTTP libraries that are imported by now, and each other one where it is imported;
+    those wrapped already stay as they are.
+
+    Called whenever a rollout or a traced call begins: no library is imported for its sake, and one
+    whose import by another thread had begun before the first call is found at a later one.
+    """
+    if _on_import not in sys.meta_path:
+        sys.meta_path.insert(0, _on_import)
+    for library, wrap in _WRAPPERS.items():
+        if (module := sys.modules.get(library)) is not None:
+            _safely(wrap, module)
+
+
+def _wrap_httpx(module: Any) -> None:
+    def wrap_sync(send: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            _safely(_sign, request.headers, str(request.url))
+            return send(self, request, *args, **kwargs)
+
+        return wrapped
+
+    def wrap_async(send: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def wrapped(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            _safely(_sign, request.headers, str(request.url))
+            return await send(self, request, *args, **kwargs)
+
+        return wrapped
+
+    _replace(module, "Client", "send", wrap_sync)
+    _replace(module, "AsyncClient", "send", wrap_async)
+
+
+def _wrap_requests(module: Any) -> None:
+    def wrap(send: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, request: Any, **kwargs: Any) -> Any:
+            _safely(_sign, request.headers, request.url)
+            return send(self, request, **kwargs)
+
+        return wrapped
+
+    _replace(module, "Session", "send", wrap)
+
+
+def _wrap_aiohttp(module: Any) -> None:
+    def wrap(request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def wrapped(self: Any, method: str, str_or_url: Any, **kwargs: Any) -> Any:
+            if context.current() is not None:
+                _safely(_sign_aiohttp, self, str_or_url, kwargs)
+            return await request(self, method, str_or_url, **kwargs)
+
+        return wrapped
+
+    _replace(module, "ClientSession", "_request", wrap)
+
+
+_WRAPPERS: dict[str, Callable[[Any], None]] = {
+    "httpx": _wrap_httpx,
+    "httpx2": _wrap_httpx,
+    "requests": _wrap_requests,
+    "aiohttp": _wrap_aiohttp,
+}
+
+
+class _OnImport(MetaPathFinder):
+    """Wraps a library as soon as it is imported: the agent may do so inside of its rollout."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in _WRAPPERS:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            if finder is not self and find is not None and (spec := find(name, path, target)):
+                _safely(_wrap_when_loaded, spec)
+                return spec  # type: ignore[no-any-return]
+        return None
+
+
+_on_import = _OnImport()
+
+
+def _wrap_when_loaded(spec: ModuleSpec) -> None:
+    loader: Any = spec.loader
+    load = getattr(loader, "exec_module", None)
+    if load is None:
+        return
+
+    def exec_module(module: ModuleType) -> None:
+        with suppress(AttributeError):
+            del loader.exec_module  # the loader is its own again
+        load(module)
+        _safely(_WRAPPERS[spec.name], module)
+
+    loader.exec_module = exec_module
+
+
+def _replace(
+    module: Any, class_name: str, method: str, wrap: Callable[[Any], Callable[..., Any]]
+) -> None:
+    # A module that another thread is still importing has no such class yet: next time.
+    owner = getattr(module, class_name, None)
+    original = getattr(owner, method, None)
+    if original is None or hasattr(original, "_tracegrad"):
+        return
+    # Two threads may both come here; signing twice is the same as signing once.
+    wrapped: Any = functools.wraps(original)(wrap(original))
+    wrapped._tracegrad = True
+    setattr(owner, method, wrapped)
+
+
+def _safely(sign: Callable[..., None], *args: Any) -> None:
+    """An agent's call must not fail for the sake of its record; the proxy infers the rest."""
+    try:
+        sign(*args)
+    except Exception:
+        _log.warning("could not name the rollout on a call", exc_info=True)
+
+
+def _sign(headers: MutableMapping[str, str], url: str) -> None:
+    """Add what `context.attribution` says, where the caller has not said it already."""
+    ours = context.attribution(url)
+    # A key minted for a rollout was chosen on purpose, and a header would outrank it.
+    if ours and _names_a_rollout(headers):
+        ours = {
+            name: value
+            for name, value in ours.items()
+            if name in ("traceparent", context.STATE_HEADER)
+        }
+    for name, value in ours.items():
+        theirs = headers.get(name)
+        if theirs is None:
+            headers[name] = value
+        elif name == "baggage" and context.ROLLOUT_KEY not in theirs:
+            headers[name] = f"{theirs},{value}"
+
+
+def _sign_aiohttp(session: Any, url: Any, kwargs: dict[str, Any]) -> None:
+    # The session's own view of both: its base URL, and its headers under the request's.
+    headers = session._prepare_headers(kwargs.get("headers"))
+    _sign(headers, str(session._build_url(url)))
+    kwargs["headers"] = headers
+
+
+def _names_a_rollout(headers: MutableMapping[str, str]) -> bool:
+    keys = (headers.get("authorization") or "", headers.get("x-api-key") or "")
+    return any(key.removeprefix("Bearer ").startswith(API_KEY_PREFIX) for key in keys)

@@ -1,0 +1,292 @@
+"""Why a turn continues no earlier one, with the evidence: what was said, and the tokens."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tracegrad.chat.messages import frame_of
+from tracegrad.events import Json, Turn
+from tracegrad.inspect.transcript import Conversations, Message
+from tracegrad.proxy.dialects.history import reply_of
+from tracegrad.proxy.prompt_reuse.conversation_hash import same_reply
+from tracegrad.proxy.prompt_reuse.fork_reasons import Reason
+from tracegrad.turn_tree import paths
+
+_BEFORE, _AFTER = 4, 6  # tokens shown around the first that differs
+
+
+@dataclass(frozen=True, slots=True)
+class MessageDifference:
+    """The first message that is another one; None where a side has no more messages."""
+
+    position: int
+    before: Message | None
+    now: Message | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDifference:
+    """The ids around `position`, from `start` on. `in_reply`: so many tokens into what the
+    earlier turn sampled; None where its prompt differs already."""
+
+    position: int
+    start: int
+    before: list[int]
+    now: list[int]
+    in_reply: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FrameDifference:
+    """Tools that were taken away, given and changed, and template arguments that changed."""
+
+    gone: list[str]
+    new: list[str]
+    changed: list[str]
+    arguments: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """A turn that does not continue the one before it in its conversation.
+
+    `instead_of`: the earlier turn that it would have continued, None where there is none.
+    `like`: the earlier turn whose tokens its prompt shares most of, from the first on: `shared`
+    of the `context` (prompt and reply) of that one. `again` of them its own parent lacks: they
+    are stored a second time, and computed again where the engine's prefix cache lacks them.
+    """
+
+    turn: int
+    reason: str | None
+    parent: int | None
+    instead_of: int | None
+    like: int | None
+    prompt: int
+    shared: int
+    context: int
+    again: int
+    texts: bool  # of both are stored
+    reply: Message | None  # to `instead_of`
+    message: MessageDifference | None
+    frame: FrameDifference | None
+    tokens: TokenDifference | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Tokens of a rollout.
+
+    `sent`: of all prompts. `stored`: what of prompts and replies is kept, `again` of it for the
+    second time. `trained_on`: of all paths, root to leaf, that rows are made of; a token that
+    branches share is read once for each of them, a sampled one is trained in one.
+    """
+
+    turns: int
+    roots: int
+    paths: int
+    sent: int
+    sampled: int
+    stored: int
+    again: int
+    trained_on: int
+
+
+def forks(talk: Conversations) -> list[Fork]:
+    """Of every turn that begins afresh although others came before it, or says why it forks."""
+    turns = talk.turns
+    number = {turn.turn_id: index for index, turn in enumerate(turns)}
+    found = []
+    for index, turn in enumerate(turns):
+        parent = number.get(turn.parent_id or "")
+        afresh = parent is None and index > 0 and sample_of(index, turns) is None
+        if turn.fork_reason is not None or afresh:
+            found.append(_fork(index, parent, talk))
+    return found
+
+
+def totals(turns: Sequence[Turn], found: Sequence[Fork]) -> Totals:
+    every = list(paths(turns))
+    number = {turn.turn_id: turn for turn in turns}
+    stored = 0
+    for turn in turns:
+        parent = number.get(turn.parent_id or "")
+        stored += _length(turn) - (_length(parent) if parent is not None else 0)
+    return Totals(
+        turns=len(turns),
+        roots=sum(turn.parent_id not in number for turn in turns),
+        paths=len(every),
+        sent=sum(len(turn.prompt_token_ids) for turn in turns),
+        sampled=sum(len(turn.completion_token_ids) for turn in turns),
+        stored=stored,
+        again=sum(fork.again for fork in found),
+        trained_on=sum(_length(path[-1]) for path in every),
+    )
+
+
+def instead_of(index: int, talk: Conversations) -> int | None:
+    """The earlier turn that turn `index` would have continued by what was said, or by its tokens
+    where no texts are stored."""
+    turn = talk.turns[index]
+    if turn.fork_reason == Reason.NEW_CONVERSATION or index == 0:
+        return None
+    mine = talk.whole(index)
+    if not mine:
+        return _most_alike(index, talk.turns)[0]
+    if not any(message.get("role") == "assistant" for message in mine):
+        return None
+    return talk.closest(index)
+
+
+def sample_of(index: int, turns: Sequence[Turn]) -> int | None:
+    """The first turn with the same prompt under the same parent; None if it is this one."""
+    turn = turns[index]
+    if not turn.prompt_token_ids:
+        return None
+    for earlier in range(index):
+        other = turns[earlier]
+        if other.parent_id == turn.parent_id and other.prompt_token_ids == turn.prompt_token_ids:
+            return earlier
+    return None
+
+
+def _fork(index: int, parent: int | None, talk: Conversations) -> Fork:
+    turns = talk.turns
+    turn = turns[index]
+    like, shared = _most_alike(index, turns)
+    rival = instead_of(index, talk)
+    known = _length(turns[parent]) if parent is not None else 0
+    compared = rival if rival is not None else like
+    return Fork(
+        turn=index,
+        reason=turn.fork_reason,
+        parent=parent,
+        instead_of=rival,
+        like=like,
+        prompt=len(turn.prompt_token_ids),
+        shared=shared,
+        context=_length(turns[like]) if like is not None else 0,
+        again=max(0, shared - known),
+        texts=rival is not None and bool(talk.whole(index) and talk.whole(rival)),
+        reply=talk.reply(rival) if rival is not None else None,
+        message=_message_difference(index, rival, talk) if rival is not None else None,
+        frame=_frame_difference(index, rival, talk) if rival is not None else None,
+        tokens=_token_difference(turns[compared], turn) if compared is not None else None,
+    )
+
+
+def _length(turn: Turn) -> int:
+    return len(turn.prompt_token_ids) + len(turn.completion_token_ids)
+
+
+# What was said
+
+
+def _message_difference(index: int, rival: int, talk: Conversations) -> MessageDifference | None:
+    mine, theirs = talk.whole(index), _recorded(rival, talk)
+    for position, message in enumerate(theirs):
+        now = mine[position] if position < len(mine) else None
+        if now is None or not _same(now, message):
+            told = talk.message(now) if now is not None else None
+            return MessageDifference(position, talk.message(message), told)
+    return None
+
+
+def _recorded(index: int, talk: Conversations) -> list[Json]:
+    """A turn's conversation and reply; replies as they were recorded, not as they came back."""
+    messages = list(talk.whole(index))
+    number = {turn.turn_id: n for n, turn in enumerate(talk.turns)}
+    at: int | None = index
+    while at is not None:
+        reply, position = reply_of(talk.turns[at]), len(talk.whole(at))
+        if reply is not None and position <= len(messages):
+            messages[position : position + 1] = [{**reply, "role": "assistant"}]
+        at = number.get(talk.turns[at].parent_id or "")
+    return messages
+
+
+def _same(mine: Json, theirs: Json) -> bool:
+    if mine == theirs:
+        return True
+    # A reply is recorded with fields that clients do not send back.
+    return theirs.get("role") == "assistant" and same_reply(theirs, mine) is None
+
+
+def _frame_difference(index: int, rival: int, talk: Conversations) -> FrameDifference | None:
+    mine, theirs = talk.call(index), talk.call(rival)
+    if mine is None or theirs is None:
+        return None
+    now, before = frame_of(mine.body), frame_of(theirs.body)
+    tools, old = _by_name(now.tools), _by_name(before.tools)
+    kwargs, old_kwargs = dict(now.kwargs or {}), dict(before.kwargs or {})
+    found = FrameDifference(
+        gone=sorted(old.keys() - tools.keys()),
+        new=sorted(tools.keys() - old.keys()),
+        changed=sorted(name for name in tools.keys() & old.keys() if tools[name] != old[name]),
+        arguments=sorted(
+            name
+            for name in kwargs.keys() | old_kwargs.keys()
+            if kwargs.get(name) != old_kwargs.get(name)
+        ),
+    )
+    return found if found != FrameDifference([], [], [], []) else None
+
+
+def _by_name(tools: Sequence[Json] | None) -> dict[str, Json]:
+    return {str((tool.get("function") or {}).get("name")): tool for tool in tools or ()}
+
+
+# Tokens
+
+
+def _most_alike(index: int, turns: Sequence[Turn]) -> tuple[int | None, int]:
+    """The earlier turn whose context shares the longest beginning with this turn's prompt, the
+    latest of equals, and how many tokens that is."""
+    prompt = turns[index].prompt_token_ids
+    best, most = None, 0
+    # A turn that is continued is the beginning of the one that continues it.
+    continued = {turn.parent_id for turn in turns[:index]}
+    for earlier in range(index):
+        turn = turns[earlier]
+        if turn.turn_id in continued:
+            continue
+        shared = _common(prompt, turn)
+        if shared and shared >= most:
+            best, most = earlier, shared
+    return best, most
+
+
+def _common(prompt: array[int], turn: Turn) -> int:
+    shared = _prefix(prompt, turn.prompt_token_ids)
+    if shared == len(turn.prompt_token_ids):
+        shared += _prefix(prompt[shared:], turn.completion_token_ids)
+    return shared
+
+
+def _prefix(a: array[int], b: array[int]) -> int:
+    """How many items both begin with."""
+    length = min(len(a), len(b))
+    if not length:
+        return 0
+    one, other = (np.frombuffer(each, np.int32, count=length) for each in (a, b))
+    differs = np.flatnonzero(one != other)
+    return int(differs[0]) if len(differs) else length
+
+
+def _token_difference(before: Turn, now: Turn) -> TokenDifference | None:
+    if not (before.prompt_token_ids and now.prompt_token_ids):
+        return None
+    position = _common(now.prompt_token_ids, before)
+    start, end = max(0, position - _BEFORE), position + _AFTER
+    context = before.prompt_token_ids + before.completion_token_ids
+    into = position - len(before.prompt_token_ids)
+    return TokenDifference(
+        position=position,
+        start=start,
+        before=context[start:end].tolist(),
+        now=now.prompt_token_ids[start:end].tolist(),
+        in_reply=into if into >= 0 else None,
+    )

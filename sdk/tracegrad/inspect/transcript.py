@@ -1,0 +1,234 @@
+"""What was said in a rollout's turns, read from their recorded requests and responses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+
+from tracegrad.events import Json, Turn
+from tracegrad.proxy.dialects.base import Call
+from tracegrad.proxy.dialects.history import reply_of, whole_call
+from tracegrad.proxy.dialects.registry import call_of
+from tracegrad.store.encoding.blobs import dump_json
+
+_DATA_URL = re.compile(r"data:([\w.+/-]*)[^,]*,")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`answers` is the name of the tool whose result it is, where that is known."""
+
+    role: str
+    text: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    answers: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """So many messages in a row that turn `of_turn` has too."""
+
+    messages: int
+    of_turn: int
+
+
+class Conversations:
+    """Of the turns of one rollout, in order of capture; turns are named by their index."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self.turns = turns
+        self._number = {turn.turn_id: number for number, turn in enumerate(turns)}
+        self._calls: dict[int, Call | None] = {}
+        self._whole: dict[int, list[Json]] = {}
+        self._known: dict[int, list[str]] = {}
+
+    def call(self, index: int) -> Call | None:
+        """As the client made it; None without a request that this version reads."""
+        if index not in self._calls:
+            self._calls[index] = call_of(self.turns[index])
+        return self._calls[index]
+
+    def whole(self, index: int) -> list[Json]:
+        """All messages in canonical form, also those that the client left out; [] without any."""
+        if index not in self._whole:
+            call = whole_call(self.turns[index], self._find)
+            self._whole[index] = self.sent(index) if call is None else list(call.messages)
+        return self._whole[index]
+
+    def sent(self, index: int) -> list[Json]:
+        """The messages that the client sent, in canonical form, whatever dialect it speaks."""
+        call = self.call(index)
+        if call is None:
+            request = self.turns[index].request or {}
+            found = request.get("messages")
+            return [m for m in found if isinstance(m, dict)] if isinstance(found, list) else []
+        if call.messages:
+            return list(call.messages)
+        return [{"role": "prompt", "content": call.body.get("prompt")}]
+
+    def reply(self, index: int) -> Message | None:
+        raw = reply_of(self.turns[index])
+        return self.message({**raw, "role": "reply"}) if isinstance(raw, Mapping) else None
+
+    def messages(self, index: int) -> list[Message]:
+        return [self.message(raw) for raw in self.whole(index)]
+
+    def news(self, index: int) -> list[Message | Known]:
+        """What is new compared with the turn's parent; a fork's with the closest turn."""
+        mine = self.sent(index)
+        call = self.call(index)
+        if call is not None and call.previous is not None:
+            # The client sent what is new, and named the turn that it follows.
+            named = self._number.get(call.previous)
+            before = [Known(len(self.whole(named)) + 1, named)] if named is not None else []
+            return [*before, *map(self.message, mine)]
+        parent = self._number.get(self.turns[index].parent_id or "")
+        earlier = parent if parent is not None else self.closest(index)
+        if earlier is None:
+            return [self.message(raw) for raw in mine]
+        theirs, keys = self._keys(earlier), [_key(raw) for raw in mine]
+        at = len(theirs) - 1
+        replied = parent is not None and reply_of(self.turns[parent]) is not None
+        if replied and at < len(mine) and _is_reply(mine[at]):
+            keys[at] = theirs[at]  # continued: however the client wrote it down
+        return self._without(mine, keys, theirs, earlier)
+
+    def _without(
+        self, mine: Sequence[Json], keys: Sequence[str], theirs: Sequence[str], earlier: int
+    ) -> list[Message | Known]:
+        matcher = SequenceMatcher(None, theirs, keys, autojunk=False)
+        news: list[Message | Known] = []
+        at = 0
+        for block in matcher.get_matching_blocks():
+            news += map(self.message, mine[at : block.b])
+            if block.size:
+                news.append(Known(block.size, earlier))
+            at = block.b + block.size
+        return news
+
+    def closest(self, index: int) -> int | None:
+        """The earlier turn whose messages and reply this one has most of, from the first on; of
+        equals one that it has all of, then the latest. None: not even the first is the same."""
+        mine = [_key(raw) for raw in self.whole(index)]
+        best, most = None, (0, False)
+        for earlier in range(index):
+            theirs = self._keys(earlier)
+            pairs = zip(mine, theirs, strict=False)
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if shared and (shared, shared == len(theirs)) >= most:
+                best, most = earlier, (shared, shared == len(theirs))
+        return best
+
+    def _keys(self, index: int) -> list[str]:
+        """Of all messages of a turn and its reply."""
+        if index not in self._known:
+            reply = reply_of(self.turns[index])
+            told = [*self.whole(index), *([{**reply, "role": "assistant"}] if reply else [])]
+            self._known[index] = [_key(raw) for raw in told]
+        return self._known[index]
+
+    def tools(self, index: int) -> list[str]:
+        """The names of the tools that the model was offered."""
+        call = self.call(index)
+        offered = (call.body.get("tools") if call is not None else None) or []
+        functions = [tool.get("function") for tool in offered if isinstance(tool, dict)]
+        return [str(each.get("name")) for each in functions if isinstance(each, dict)]
+
+    def _find(self, turn_id: str) -> Turn | None:
+        number = self._number.get(turn_id)
+        return self.turns[number] if number is not None else None
+
+    @cached_property
+    def _called(self) -> dict[str, str]:
+        """The name of the tool behind the id of each call."""
+        replies = [reply_of(turn) for turn in self.turns]
+        sent = [raw for index in range(len(self.turns)) for raw in self.sent(index)]
+        found: dict[str, str] = {}
+        for raw in [*replies, *sent]:
+            calls = raw.get("tool_calls") if isinstance(raw, Mapping) else None
+            for call in calls if isinstance(calls, list) else []:
+                function = call.get("function") if isinstance(call, Mapping) else None
+                if isinstance(function, Mapping) and call.get("id"):
+                    found[str(call["id"])] = str(function.get("name"))
+        return found
+
+    def message(self, raw: Mapping[str, Any]) -> Message:
+        role = str(raw.get("role") or "?")
+        calls = []
+        for call in raw.get("tool_calls") or ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if isinstance(function, Mapping):
+                arguments = as_text(function.get("arguments"))
+                calls.append(ToolCall(str(function.get("name")), arguments))
+        reasoning = raw.get("reasoning") or raw.get("reasoning_content") or ""
+        answered = str(raw.get("tool_call_id") or "") if role == "tool" else ""
+        return Message(
+            role,
+            as_text(raw.get("content")),
+            as_text(reasoning),
+            tuple(calls),
+            self._called.get(answered, str(raw.get("name") or "") if role == "tool" else ""),
+        )
+
+
+def _is_reply(raw: Json) -> bool:
+    return raw.get("role") == "assistant"
+
+
+def _key(raw: Json) -> str:
+    """Equal for messages that say the same; clients send replies back in their own spelling."""
+    if not _is_reply(raw):
+        return dump_json(raw)
+    calls = raw.get("tool_calls")
+    calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    if calls and all(call.get("id") for call in calls):
+        return dump_json([call["id"] for call in calls])
+    return dump_json([as_text(raw.get("content")).strip(), [c.get("function") for c in calls]])
+
+
+def as_text(content: Any) -> str:
+    """A content as text; what is no text is named."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(_part(part) for part in content)
+    return dump_json(content)
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        return "[part]"
+    if isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = str(part.get("type", "part"))
+    inner = part.get(kind)
+    url = inner.get("url") if isinstance(inner, Mapping) else inner
+    return f"[{kind.removesuffix('_url')}{_source(url)}]"
+
+
+def _source(url: Any) -> str:
+    """Where a picture comes from, or what kind and how large it is."""
+    if not isinstance(url, str):
+        return ""
+    data = _DATA_URL.match(url)
+    if data is None:
+        return f": {url}" if len(url) <= 100 else f": {url[:100]}…"
+    size = (len(url) - data.end()) * 3 // 4
+    told = f"{size / 1000:,.0f} kB" if size >= 1000 else f"{size} B"
+    return f": {data[1] or 'data'}, {told}"

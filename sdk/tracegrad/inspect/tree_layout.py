@@ -1,0 +1,107 @@
+"""The turn tree in the form in which it is drawn: chains of turns that branch at their ends."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tracegrad.events import Turn
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """Turns, by index, of which each continues the one before; then what continues the last.
+
+    Without turns it stands for the place where samples of one prompt begin, all of them roots.
+    """
+
+    turns: list[int]
+    branches: list[Branch] = field(default_factory=list)
+
+
+def forest(turns: Sequence[Turn]) -> list[Branch]:
+    """A branch for each root, in order of capture. Every turn is in exactly one branch.
+
+    A turn whose parent is not among `turns` counts as a root.
+    """
+    children = children_of(turns)
+    roots = [Branch([root]) for root in children[None]]
+    growing = list(roots)
+    while growing:
+        branch = growing.pop()
+        while len(following := children[branch.turns[-1]]) == 1:
+            branch.turns.append(following[0])
+        branch.branches = [Branch([child]) for child in following]
+        growing += branch.branches
+    return roots
+
+
+def children_of(turns: Sequence[Turn]) -> defaultdict[int | None, list[int]]:
+    """The turns that continue each turn, and None's: the roots."""
+    number = {turn.turn_id: index for index, turn in enumerate(turns)}
+    found: defaultdict[int | None, list[int]] = defaultdict(list)
+    for index, turn in enumerate(turns):
+        found[number.get(turn.parent_id or "")].append(index)
+    first: dict[bytes, int] = {}
+    for index, turn in enumerate(turns):
+        first.setdefault(_prompt(turn), index)
+    # Samples of one prompt stand together.
+    for siblings in found.values():
+        siblings.sort(key=lambda index: first[_prompt(turns[index])])
+    return found
+
+
+def gathered(roots: Sequence[Branch], turns: Sequence[Turn]) -> list[Branch]:
+    """With a branch of their own for roots that are samples of one prompt."""
+    groups: dict[bytes, list[Branch]] = {}
+    for root in roots:
+        groups.setdefault(_prompt(turns[root.turns[0]]), []).append(root)
+    return [group[0] if len(group) == 1 else Branch([], group) for group in groups.values()]
+
+
+def _prompt(turn: Turn) -> bytes:
+    """Equal for samples of one prompt; a prompt without tokens is equal to none."""
+    return turn.prompt_token_ids.tobytes() or turn.turn_id.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A turn where it is drawn.
+
+    `guide` leads to it from the left; `first` of its branch: a fork can be explained above it,
+    behind `above`.
+    """
+
+    turn: int
+    guide: str
+    above: str
+    first: bool
+
+
+def places(roots: Sequence[Branch]) -> Iterator[Place]:
+    """Every turn once, each under the one that it continues."""
+    # (branch, what leads to its first turn, to a word above that, and to all else of it)
+    waiting = [(root, "", "", "") for root in reversed(roots)]
+    while waiting:
+        branch, guide, above, under = waiting.pop()
+        for number, turn in enumerate(branch.turns):
+            yield Place(turn, under if number else guide, above, number == 0)
+        last = len(branch.branches) - 1
+        begun = bool(branch.turns)
+        waiting += [
+            (
+                child,
+                under + ("└─ " if n == last else "├─ "),
+                under + ("│  " if begun or n else ""),
+                under + ("   " if n == last else "│  "),
+            )
+            for n, child in reversed(list(enumerate(branch.branches)))
+        ]
+
+
+def shortened(guide: str, most: int) -> str:
+    """The end of a guide that is longer: so deep in a tree only the nearest forks can be seen."""
+    step = 3
+    kept = max(1, most // step - 1) * step
+    return guide if len(guide) <= kept + step else "…  " + guide[-kept:]

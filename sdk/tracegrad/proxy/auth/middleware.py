@@ -1,0 +1,410 @@
+"""Who may do what: the guard in front of every route.
+
+Without an admin key the proxy is open: it listens to this machine alone, and not to pages in its
+browsers; `tg-<rollout>` as an API key names a rollout, and any other key is the engine's. With one,
+a request brings the admin key, which may do everything, or a rollout's key (see `keys`), which may
+do what it was minted for, and for its own rollout. Routes are denied to rollout keys unless they
+are listed here, so that a new one is closed until somebody thinks about it.
+
+Whoever brings a rollout's key for calls is the agent that is scored: it calls models and sends
+spans, and neither rewards nor ends nor scores are taken from it, in an open proxy either.
+
+Weight pushes (`/api/push/...`) say which policy version tokens are, and hold everybody's calls:
+they take the control key or the admin key, in the open too.
+
+A key may come in any of the places where the vendors' clients put theirs.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, TypeVar
+from urllib.parse import parse_qsl
+
+from fastapi import APIRouter, Path
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tracegrad.events import Fact, SpanEnded
+from tracegrad.key_derivation import CALLS, EVENTS, SCOPES, KeyScope, derive_key, derived_for
+from tracegrad.proxy.auth.origin_check import Browsers
+from tracegrad.proxy.auth.rollout_attribution import ID_PATTERN
+from tracegrad.proxy.auth.rollout_keys import KEY_PREFIX, Keys, digest, rollout_named_by
+from tracegrad.proxy.http.errors import ApiError, BadRequest
+from tracegrad.proxy.http.request import ClientGone
+from tracegrad.proxy.http.request_body import Bodies
+
+OPEN_PATHS = frozenset({"/healthz"})
+_PUSHES = "/api/push/"
+
+# Where a key may stand; the first that opens something counts. The last is the SDK's own, for
+# agents inside a rollout whose client has no real key.
+AUTHORIZATION = b"authorization"
+SDK_HEADER = b"x-tracegrad-key"
+_HEADERS = (AUTHORIZATION, b"x-api-key", b"x-goog-api-key", SDK_HEADER)
+_QUERY = "key"
+_ROLLOUT_HEADER = b"x-tracegrad-rollout"
+
+# What a key may consist of: it goes on in a header.
+_sendable = re.compile(r"[^\x00-\x1f\x7f]+")
+_own_path = re.compile(r"/rollouts/([^/]+)(/.*)")
+# For a rollout's key: models and spans, under its own path or none, and its own events.
+_model_path = re.compile(r"/v1(?:beta|alpha)?/.*")
+_SPANS = "/v1/traces"
+_EVENTS = ("POST", "/api/events")
+_ALL = frozenset({CALLS, EVENTS})
+
+F = TypeVar("F", bound=Fact)
+RolloutId = Annotated[str, Path(pattern=ID_PATTERN)]
+
+_HOW = "send it as 'Authorization: Bearer <key>', x-api-key or x-goog-api-key"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request.
+
+    `rollout_id` is the rollout that its key names. `bound`: it may act for that one alone.
+    `scopes`: what it may do there. `source`: who it is, as the rewards say that it gives.
+    `admin`: it has the admin key. `forward` is the Authorization that goes on to the engine; never
+    a key of ours.
+    """
+
+    rollout_id: str | None = None
+    bound: bool = False
+    scopes: frozenset[str] = _ALL
+    source: str = "admin_key"
+    admin: bool = False
+    forward: str | None = None
+
+    @property
+    def scores(self) -> bool:
+        """Whether its rewards and ends are believed."""
+        return EVENTS in self.scopes
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Behind the guard, who sends the request."""
+    caller: Caller = scope["tracegrad.caller"]
+    return caller
+
+
+def engine_headers(caller: Caller) -> dict[str, str]:
+    """The headers that a call has on its way to the engine."""
+    sent = {"content-type": "application/json"}
+    if caller.forward is not None:
+        sent["authorization"] = caller.forward
+    return sent
+
+
+def owned(facts: Sequence[F], caller: Caller) -> Sequence[F]:
+    """The facts as the caller may post them: spans that name no rollout are its own.
+
+    Raises ApiError (403) when one belongs to another rollout than the caller's, and its key is
+    bound to that.
+    """
+    if caller.rollout_id is None:
+        return facts
+    mine: list[F] = []
+    for fact in facts:
+        if isinstance(fact, SpanEnded) and fact.rollout_id is None:
+            fact = replace(fact, rollout_id=caller.rollout_id)
+        if caller.bound:
+            _check_rollout(caller, fact.rollout_id)
+        mine.append(fact)
+    return mine
+
+
+class Access:
+    """Tells callers apart by the keys that they bring."""
+
+    def __init__(
+        self,
+        admin_key: str | None,
+        keys: Keys,
+        browsers: Browsers | None = None,
+        *,
+        control_key: str | None = None,
+    ) -> None:
+        self._admin_key = admin_key
+        self._admin = digest(admin_key) if admin_key is not None else None
+        self._control = digest(control_key) if control_key is not None else None
+        self._keys = keys
+        self._browsers = browsers or Browsers()
+
+    async def caller(
+        self, method: str, headers: Sequence[tuple[bytes, bytes]], query: bytes
+    ) -> Caller:
+        """Raises ApiError: 401 when a key is needed and none of those given is one, 403 for a
+        page in a browser where none is, 400 for a key that cannot go on to the engine."""
+        if self._admin is None:
+            self._browsers.check(method, headers)
+        found = _presented(headers, query)
+        if not all(_sendable.fullmatch(each.key) for each in found):
+            raise BadRequest(
+                "the API key has control characters in it, which no header can carry", param="key"
+            )
+        if self._admin is None or self._admin_key is None:
+            return _in_the_open(found)
+        for each in found:
+            if hmac.compare_digest(digest(each.key), self._admin):
+                return Caller(admin=True)
+            if (derived := derived_for(each.key, self._admin_key)) is not None:
+                await self._keys.add(derived[0], each.key, derived[1])
+            if (granted := await self._keys.granted(each.key)) is not None:
+                return Caller(
+                    granted.rollout_id, bound=True, scopes=granted.scopes, source="events_key"
+                )
+        raise _unauthorized(given=bool(found))
+
+    def may_push(self, headers: Sequence[tuple[bytes, bytes]], query: bytes) -> bool:
+        """Whether the control key or the admin key is among those given."""
+        given = [digest(each.key) for each in _presented(headers, query)]
+        known = [key for key in (self._control, self._admin) if key is not None]
+        return any(hmac.compare_digest(one, key) for one in given for key in known)
+
+    def no_push(self) -> ApiError:
+        """What somebody is told who may not."""
+        if self._control is None:
+            return ApiError(
+                403,
+                "weight pushes need a key, and this proxy has none: start it with"
+                " TRACEGRAD_PROXY_CONTROL_KEY set (make one with: openssl rand -hex 32), and the"
+                " trainer with the same; trainer serve does so by itself",
+                kind="permission_error",
+                code="control_key_needed",
+            )
+        return ApiError(
+            401,
+            f"weight pushes need this proxy's control key (TRACEGRAD_PROXY_CONTROL_KEY); {_HOW}",
+            kind="authentication_error",
+            code="control_key_needed",
+        )
+
+    async def mint(self, rollout_id: str, scopes: Sequence[KeyScope]) -> str | None:
+        """A key for the rollout. Where the proxy is open, one that only names it; None for events,
+        which are posted there without any."""
+        if self._admin is None:
+            return None if EVENTS in scopes else KEY_PREFIX + rollout_id
+        return await self._keys.mint(rollout_id, scopes)
+
+    async def revoke(self, rollout_id: str) -> None:
+        if self._admin_key is not None:  # also the keys that the SDK derives, used yet or not
+            for scope in SCOPES:
+                key = derive_key(self._admin_key, rollout_id, scope)
+                await self._keys.add(rollout_id, key, scope)
+        await self._keys.revoke(rollout_id)
+
+
+class Guard:
+    """ASGI middleware: nobody gets past it without the right to, or with too large a body.
+
+    Behind it a request's body is there as a whole. `shape` gives the body of an error for a path,
+    in the words of the dialect that is spoken there.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        access: Access,
+        bodies: Bodies,
+        shape: Callable[[str, ApiError], bytes],
+    ) -> None:
+        self._app = app
+        self._access = access
+        self._bodies = bodies
+        self._shape = shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # none is served, to nobody
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        lease = None
+        try:
+            scope["tracegrad.caller"] = caller = await self._admitted(scope)
+            lease = scope["tracegrad.lease"] = self._bodies.lease(_client(caller, scope))
+            receive = await self._bodies.read(scope, receive, lease)
+            await self._app(scope, receive, send)
+        except ApiError as error:
+            response = self._refusal(scope["path"], error)
+            await response(scope, receive, send)
+        except ClientGone:
+            return
+        finally:
+            if lease is not None:
+                lease.release()
+
+    async def _admitted(self, scope: Scope) -> Caller:
+        path = scope["path"]
+        if path in OPEN_PATHS:
+            return Caller()
+        headers, pushes = scope["headers"], path.startswith(_PUSHES)
+        if pushes and self._access.may_push(headers, scope["query_string"]):
+            return Caller()
+        caller = await self._access.caller(scope["method"], headers, scope["query_string"])
+        if pushes and not caller.bound:
+            raise self._access.no_push()
+        if caller.bound or not caller.scores:
+            _check_place(caller, scope["method"], path, headers)
+        return caller
+
+    def _refusal(self, path: str, error: ApiError) -> Response:
+        response = error.response(self._shape(path, error))
+        if error.status == 401:
+            response.headers["www-authenticate"] = "Bearer"
+        return response
+
+
+def _client(caller: Caller, scope: Scope) -> str:
+    """Whose share of the memory a body has: one key's or, where none is asked for, one
+    address's."""
+    if caller.admin:
+        return "admin"
+    if caller.bound:
+        return f"rollout {caller.rollout_id}"
+    return f"address {(scope.get('client') or ('',))[0]}"
+
+
+class KeyRequest(BaseModel):
+    """`calls`: for the agent, to call models. `events`: for who scores it, to post rewards and its
+    end."""
+
+    model_config = ConfigDict(extra="forbid")
+    scopes: Annotated[list[KeyScope], Field(min_length=1)] = [CALLS]
+
+
+class MintedKey(BaseModel):
+    """None: the proxy asks for no key."""
+
+    key: str | None
+
+
+def make_keys_router(access: Access) -> APIRouter:
+    """For whoever has the admin key: the guard keeps everybody else from these routes."""
+    router = APIRouter(prefix="/api/rollouts/{rollout_id}/keys")
+
+    @router.post("", status_code=201, summary="A key for one rollout")
+    async def mint(rollout_id: RolloutId, wanted: KeyRequest | None = None) -> MintedKey:
+        """It may do for its rollout what it is minted for, and send spans, and nothing else. Give
+        the agent one for calls. Only its hash is kept: this answer is the one time that it is
+        told. In an open proxy there is none for events: they are posted without one."""
+        scopes = (wanted or KeyRequest()).scopes
+        return MintedKey(key=await access.mint(rollout_id, scopes))
+
+    @router.delete("", status_code=204, summary="The rollout's keys open nothing any more")
+    async def revoke(rollout_id: RolloutId) -> None:
+        await access.revoke(rollout_id)
+
+    return router
+
+
+@dataclass(frozen=True, slots=True)
+class _Presented:
+    """A key of a request's, and the Authorization that would say the same to the engine."""
+
+    key: str
+    forward: str | None
+
+
+def _presented(headers: Iterable[tuple[bytes, bytes]], query: bytes) -> list[_Presented]:
+    """The keys of a request, by the rank of their places."""
+    found = [(name, value) for name, value in headers if name in _HEADERS]
+    found.sort(key=lambda pair: _HEADERS.index(pair[0]))
+    keys = [_in_header(name, value.decode("latin-1").strip()) for name, value in found]
+    if b"key=" in query:
+        pairs = parse_qsl(query.decode("latin-1"))
+        keys += [_Presented(value, f"Bearer {value}") for name, value in pairs if name == _QUERY]
+    return [each for each in keys if each.key]
+
+
+def _in_header(name: bytes, value: str) -> _Presented:
+    if name == SDK_HEADER:
+        return _Presented(value, None)
+    if name != AUTHORIZATION:
+        return _Presented(value, f"Bearer {value}")
+    scheme, _, key = value.partition(" ")
+    return _Presented(key.strip() if scheme.lower() == "bearer" else value, value)
+
+
+def _in_the_open(found: Sequence[_Presented]) -> Caller:
+    """Nobody is asked for a key: one of ours names a rollout, another one is the engine's."""
+    rollout_id, forward, scopes = None, None, _ALL
+    for each in found:
+        named = rollout_named_by(each.key)
+        if named is None:
+            forward = forward or each.forward
+        else:
+            # A key that was given to an agent.
+            rollout_id, scopes = rollout_id or named, frozenset({CALLS})
+    return Caller(rollout_id or None, scopes=scopes, source="open", forward=forward)
+
+
+def _check_place(
+    caller: Caller, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]
+) -> None:
+    """Raises ApiError (403) where a rollout's key does not reach."""
+    rest = path
+    if own := _own_path.fullmatch(path):
+        rest = own[2]
+        if caller.bound:
+            _check_rollout(caller, own[1])
+    for name, value in headers:
+        if name == _ROLLOUT_HEADER and caller.bound:
+            _check_rollout(caller, value.decode("latin-1"))
+    if not caller.scopes & _scopes_of(method, path, rest):
+        raise _out_of_scope(caller, method, path)
+
+
+def _scopes_of(method: str, path: str, rest: str) -> frozenset[str]:
+    """Keys with one of these scopes get there; none: the admin key alone does. `rest`: the path
+    below a rollout's own."""
+    if (method, path) == _EVENTS:
+        return frozenset({EVENTS})
+    if rest == _SPANS:
+        return _ALL
+    return frozenset({CALLS}) if _model_path.fullmatch(rest) else frozenset()
+
+
+def _out_of_scope(caller: Caller, method: str, path: str) -> ApiError:
+    this = f"this is a key of rollout {caller.rollout_id} for {' and '.join(sorted(caller.scopes))}"
+    if (method, path) != _EVENTS:
+        code, message = "admin_key_needed", f"{method} {path} needs the admin key; {this}"
+    else:
+        code, mend = "events_key_needed", "post them without the agent's key"
+        if caller.bound:
+            mend = (
+                "use the admin key, or one minted for events: POST /api/rollouts/<id>/keys with"
+                ' {"scopes": ["events"]}'
+            )
+        message = f"{this}: who is scored gives neither rewards nor ends; {mend}"
+    return ApiError(403, message, kind="permission_error", code=code)
+
+
+def _check_rollout(caller: Caller, rollout_id: str | None) -> None:
+    if rollout_id != caller.rollout_id:
+        raise ApiError(
+            403,
+            f"this is the key of rollout {caller.rollout_id}; for rollout {str(rollout_id)[:128]}"
+            f" use a key of its own (POST /api/rollouts/<id>/keys) or the admin key",
+            kind="permission_error",
+            code="other_rollout",
+        )
+
+
+def _unauthorized(*, given: bool) -> ApiError:
+    what = (
+        "the API key is not one of this proxy's: use its admin key (TRACEGRAD_API_KEY), or a key"
+        " that it made for a rollout (POST /api/rollouts/<id>/keys) and has not revoked"
+        if given
+        else "an API key is needed here: the admin key (TRACEGRAD_API_KEY), or one that was made"
+        " for a rollout (POST /api/rollouts/<id>/keys)"
+    )
+    return ApiError(401, f"{what}; {_HOW}", kind="authentication_error", code="invalid_api_key")

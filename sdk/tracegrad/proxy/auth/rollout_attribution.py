@@ -1,0 +1,115 @@
+"""Which rollout a call belongs to.
+
+First match wins: URL path, header `x-tracegrad-rollout`, API key of a rollout, W3C `baggage`, and
+the rollout that the trace of a W3C `traceparent` is known to belong to. A call without any of
+them is attributed later, by what its prompt continues.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from tracegrad.proxy.http.errors import BadRequest
+from tracegrad.task_ids import state_key
+
+BAGGAGE_KEY = "tracegrad.rollout"
+ID_PATTERN = r"^[A-Za-z0-9._:@-]{1,128}$"
+
+_id = re.compile(ID_PATTERN)
+# All zeros and version ff are W3C's words for "none".
+_traceparent = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """`rollout_id` is None for a call without a name, `state_key` for one without a state."""
+
+    rollout_id: str | None
+    trace_id: str | None = None
+    parent_span_id: str | None = None
+    state_key: str | None = None  # of the environment that the call is made in
+
+
+def attribute(
+    headers: Mapping[str, str],
+    path_id: str | None,
+    key_id: str | None,
+    traces: TraceMap,
+) -> Owner:
+    """The owner of a request whose path names `path_id` and whose API key `key_id`.
+
+    Headers have lower-case names. Raises BadRequest for an id that no rollout can have.
+    """
+    trace_id, span_id = _trace(headers.get("traceparent"))
+    state = state_key(headers.get("x-tracegrad-state") or None)
+    found = (
+        ("path", path_id),
+        ("x-tracegrad-rollout", headers.get("x-tracegrad-rollout")),
+        ("api key", key_id),
+        ("baggage", _from_baggage(headers.get("baggage"))),
+    )
+    for where, rollout_id in found:
+        if rollout_id:
+            if not is_rollout_id(rollout_id):
+                raise BadRequest(
+                    f"{where}: {rollout_id[:40]!r} is no rollout id: use at most 128 letters, "
+                    "digits and . _ : @ -",
+                    param=where,
+                )
+            return Owner(rollout_id, trace_id, span_id, state)
+    known = traces.rollout_of(trace_id) if trace_id is not None else None
+    return Owner(known, trace_id, span_id, state)
+
+
+def is_rollout_id(text: str) -> bool:
+    return _id.fullmatch(text) is not None
+
+
+def _from_baggage(baggage: str | None) -> str | None:
+    if baggage is None or BAGGAGE_KEY not in baggage:
+        return None
+    for member in baggage.split(","):
+        pair, _, _ = member.partition(";")
+        key, _, value = pair.partition("=")
+        if key.strip() == BAGGAGE_KEY:
+            return unquote(value.strip())
+    return None
+
+
+def _trace(traceparent: str | None) -> tuple[str | None, str | None]:
+    match = _traceparent.match(traceparent) if traceparent else None
+    return (match[1], match[2]) if match else (None, None)
+
+
+class TraceMap:
+    """Which rollout each trace belongs to, for the traces seen last.
+
+    A trace that is seen with two rollouts, as when one span of the user's goes around many,
+    belongs to none: it says nothing of a call.
+    """
+
+    def __init__(self, limit: int = 10_000) -> None:
+        self._limit = limit
+        self._rollouts: OrderedDict[str, str | None] = OrderedDict()
+
+    def learn(self, trace_id: str | None, rollout_id: str | None) -> None:
+        if trace_id is None or rollout_id is None:
+            return
+        known = self._rollouts.get(trace_id, rollout_id)
+        self._rollouts[trace_id] = rollout_id if known == rollout_id else None
+        self._rollouts.move_to_end(trace_id)
+        if len(self._rollouts) > self._limit:
+            self._rollouts.popitem(last=False)
+
+    def rollout_of(self, trace_id: str) -> str | None:
+        return self._rollouts.get(trace_id)
+
+    def knows(self, trace_id: str) -> bool:
+        """Whether it was seen with any rollout, or with several."""
+        return trace_id in self._rollouts

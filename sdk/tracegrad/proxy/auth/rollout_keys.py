@@ -1,0 +1,167 @@
+"""Keys that were made for one rollout: `tg-<rollout>.<secret>`.
+
+A key has scopes. One for `calls` is for the agent: it calls models. One for `events` is for whoever
+scores the agent: it posts rewards and the rollout's end.
+
+The store keeps only a key's SHA-256. That is enough for 256 random bits, which nobody can guess
+from it: slow hashes are for passwords. Whoever loses a key has a new one made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import NamedTuple, Protocol, TypeVar
+
+from tracegrad.key_derivation import CALLS, KeyScope
+from tracegrad.proxy.http.errors import Unavailable
+from tracegrad.proxy.store_async import asked
+from tracegrad.store.errors import StoreUnavailable
+from tracegrad.store.write.api_keys import KeyOwner
+
+KEY_PREFIX = "tg-"
+SECRET_BYTES = 32
+# A revocation in another process is seen after so many seconds.
+REMEMBERED_S = 60.0
+REFUSED_S = 5.0
+REMEMBERED, REFUSED = 10_000, 1_000
+# Lookups at a time: strangers with made-up keys must not keep the threads from everybody else.
+LOOKUPS = 4
+_NOBODY = KeyOwner("", "")
+
+# A rollout's id may hold dots; a secret holds none, and 32 bytes make 43 characters.
+_minted = re.compile(r"tg-([A-Za-z0-9._:@-]{1,128})\.[A-Za-z0-9_-]{43}")
+
+
+T = TypeVar("T")
+
+
+class KeepsKeys(Protocol):
+    """`tracegrad.store.Store`. Each of them may raise StoreUnavailable."""
+
+    def add_key(self, rollout_id: str, key_hash: bytes, scope: str) -> object: ...
+
+    def key_owner(self, key_hash: bytes) -> KeyOwner | None: ...
+
+    def revoke_keys(self, rollout_id: str) -> object: ...
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def rollout_named_by(key: str) -> str | None:
+    """The rollout in `tg-<rollout>` or `tg-<rollout>.<secret>`, unproven; None for other keys."""
+    if not key.startswith(KEY_PREFIX):
+        return None
+    minted = _minted.fullmatch(key)
+    return minted[1] if minted else key.removeprefix(KEY_PREFIX)
+
+
+class Granted(NamedTuple):
+    """What a key opens."""
+
+    rollout_id: str
+    scopes: frozenset[str]
+
+
+class Keys:
+    """Makes keys, and tells whose they are; those seen lately without asking the store."""
+
+    def __init__(self, store: KeepsKeys, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._owners = _Memory(REMEMBERED, REMEMBERED_S)
+        self._refused = _Memory(REFUSED, REFUSED_S)
+        self._lookups = asyncio.Semaphore(LOOKUPS)
+        self._revocations = 0
+
+    async def mint(self, rollout_id: str, scopes: Collection[KeyScope] = (CALLS,)) -> str:
+        """A new key; it is not to be had again. Raises Unavailable."""
+        key = f"{KEY_PREFIX}{rollout_id}.{secrets.token_urlsafe(SECRET_BYTES)}"
+        hashed = digest(key)
+        scope = " ".join(sorted(set(scopes)))
+        await _stored(self._store.add_key, rollout_id, hashed, scope)
+        self._owners.put(hashed, KeyOwner(rollout_id, scope), self._clock())
+        return key
+
+    async def add(self, rollout_id: str, key: str, scope: KeyScope) -> None:
+        """Keep a key that was made elsewhere; again, or after its revocation, changes nothing.
+        Raises Unavailable."""
+        hashed, now = digest(key), self._clock()
+        if self._owners.get(hashed, now) is None and self._refused.get(hashed, now) is None:
+            await _stored(self._store.add_key, rollout_id, hashed, scope)
+
+    async def revoke(self, rollout_id: str) -> None:
+        """None of the rollout's keys opens anything from now on. Raises Unavailable."""
+        await _stored(self._store.revoke_keys, rollout_id)
+        self._revocations += 1
+        self._owners.forget(rollout_id)
+
+    async def granted(self, key: str) -> Granted | None:
+        """What the key was made for; None for any other key. Raises Unavailable."""
+        named = _minted.fullmatch(key)
+        if named is None:
+            return None
+        hashed = digest(key)
+        now = self._clock()
+        owner = self._owners.get(hashed, now)
+        if owner is None:
+            if self._refused.get(hashed, now) is not None:
+                return None
+            owner = await self._looked_up(hashed)
+        if owner is None or not hmac.compare_digest(owner.rollout_id.encode(), named[1].encode()):
+            self._refused.put(hashed, _NOBODY, now)
+            return None
+        return Granted(owner.rollout_id, frozenset(owner.scope.split()))
+
+    async def _looked_up(self, hashed: bytes) -> KeyOwner | None:
+        async with self._lookups:
+            revocations = self._revocations
+            owner = await _stored(self._store.key_owner, hashed)
+        # What was read before a revocation may be wrong after it: it counts for this call alone.
+        if owner is not None and revocations == self._revocations:
+            self._owners.put(hashed, owner, self._clock())
+        return owner
+
+
+class _Memory:
+    """The owners of the hashes seen last, each for a while."""
+
+    def __init__(self, limit: int, seconds: float) -> None:
+        self._limit = limit
+        self._seconds = seconds
+        self._found: OrderedDict[bytes, tuple[KeyOwner, float]] = OrderedDict()
+
+    def get(self, hashed: bytes, now: float) -> KeyOwner | None:
+        found = self._found.get(hashed)
+        if found is None or found[1] <= now:
+            return None
+        self._found.move_to_end(hashed)
+        return found[0]
+
+    def put(self, hashed: bytes, owner: KeyOwner, now: float) -> None:
+        self._found[hashed] = owner, now + self._seconds
+        self._found.move_to_end(hashed)
+        if len(self._found) > self._limit:
+            self._found.popitem(last=False)
+
+    def forget(self, rollout_id: str) -> None:
+        found = self._found.items()
+        for hashed in [key for key, (owner, _) in found if owner.rollout_id == rollout_id]:
+            del self._found[hashed]
+
+
+async def _stored(method: Callable[..., T], *args: object) -> T:
+    try:
+        return await asked(method, *args)
+    except StoreUnavailable as error:
+        raise Unavailable(
+            f"the store's keys cannot be read or written: {error}", code="store_unavailable"
+        ) from error

@@ -1,0 +1,145 @@
+"""Which calls came through this proxy, by what a span can say of them.
+
+An agent whose libraries send spans may call models through the proxy too. Its span of such a call
+tells of a turn that is recorded already. It is known by the server's id of the answer, which the
+client read from us, or by where in its trace it lies: the call came with the id of the span that it
+was made in, which is the LLM span or one inside it.
+
+Nothing here is sure to be remembered: whoever asks looks into the store too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+from tracegrad.events import SpanEnded, Turn
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+# How dialects make the ids that their clients see of a turn's.
+_ID_PREFIXES = ("msg_", "resp_")
+# Spans within spans; more are not looked through.
+_DEEPEST = 1000
+_SEVERAL = "*"  # no rollout's id
+
+
+class Recent(Generic[K, V]):
+    """The latest so many of a dictionary's entries."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._entries: OrderedDict[K, V] = OrderedDict()
+
+    def put(self, key: K, value: V) -> None:
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._limit:
+            self._entries.popitem(last=False)
+
+    def get(self, key: K) -> V | None:
+        return self._entries.get(key)
+
+
+class SeenCalls:
+    """Of the last `limit` calls and spans. To be used from one event loop."""
+
+    def __init__(self, limit: int = 50_000) -> None:
+        # By trace and span: the span around it, and whether a call was made inside it.
+        self._outer: Recent[tuple[str, str], str] = Recent(limit)
+        self._around: Recent[tuple[str, str], bool] = Recent(limit)
+        self._turns: Recent[tuple[str, str], bool] = Recent(limit)
+        self._turn_answers: Recent[tuple[str, str], str] = Recent(limit)
+        self._answers: Recent[str, str] = Recent(limit)
+        self._inferred: Recent[str, bool] = Recent(limit)
+
+    def began(self, trace_id: str | None, span_id: str | None) -> None:
+        """A call was made from inside a span.
+
+        To be said when the call comes in: its client has no answer yet, so that its span is sent
+        later than this, whatever becomes of the call.
+        """
+        if trace_id is None:
+            return
+        for _ in range(_DEEPEST):
+            if span_id is None:
+                return
+            self._around.put((trace_id, span_id), True)
+            span_id = self._outer.get((trace_id, span_id))
+
+    def placed(self, trace_id: str, span_id: str, outer: str | None) -> None:
+        """A span came, with the one around it."""
+        if outer is not None:
+            self._outer.put((trace_id, span_id), outer)
+            if self.contains(trace_id, span_id):
+                self.began(trace_id, outer)
+
+    def became_turn(self, span: SpanEnded, response_id: str | None) -> None:
+        """A span tells of a call that nobody else has told of."""
+        self._turns.put((span.trace_id, span.span_id), True)
+        if response_id is not None:
+            self._turn_answers.put((span.trace_id, response_id), span.span_id)
+        self.began(span.trace_id, span.parent_span_id)
+
+    def answered(self, turns: Sequence[Turn], *, inferred: bool) -> None:
+        """Turns are about to be recorded, and then seen by the client. `inferred`: nobody named
+        their rollout."""
+        for turn in turns:
+            self._answers.put(turn.turn_id, turn.rollout_id)
+            told = (turn.response or {}).get("id")
+            if isinstance(told, str) and told:
+                # Engines take ids from requests: one of several rollouts says nothing.
+                known = self._answers.get(told)
+                same = known in (None, turn.rollout_id)
+                self._answers.put(told, turn.rollout_id if same else _SEVERAL)
+            if inferred:
+                self._inferred.put(turn.rollout_id, True)
+
+    def contains(self, trace_id: str, span_id: str) -> bool:
+        """Whether a call was made in the span, or in one inside it."""
+        return self._around.get((trace_id, span_id)) is not None
+
+    def told_before(self, span: SpanEnded, response_id: str | None) -> bool:
+        """Whether another span of its trace became a turn for the same call: one around it, or
+        one with the same answer. Two libraries tell of it."""
+        trace_id = span.trace_id
+        if response_id is not None:
+            told = self._turn_answers.get((trace_id, response_id))
+            if told is not None and told != span.span_id:
+                return True
+        outer = span.parent_span_id
+        for _ in range(_DEEPEST):
+            if outer is None:
+                return False
+            if self._turns.get((trace_id, outer)) is not None:
+                return True
+            outer = self._outer.get((trace_id, outer))
+        return False
+
+    def rollout_of_answer(self, response_id: str | None) -> str | None:
+        """The rollout of the turn that was answered with this id, or has it itself."""
+        if response_id is None:
+            return None
+        found = self._answers.get(response_id) or self._answers.get(_turn_id_in(response_id))
+        return None if found == _SEVERAL else found
+
+    def was_inferred(self, rollout_id: str) -> bool:
+        """Whether the rollout was made for calls without a name."""
+        return self._inferred.get(rollout_id) is not None
+
+
+def turn_named_by(response_id: str | None) -> str | None:
+    """The id of the turn that an answer's id may have been made of."""
+    if response_id is None:
+        return None
+    turn_id = _turn_id_in(response_id)
+    named = len(turn_id) == 32 and all(digit in "0123456789abcdef" for digit in turn_id)
+    return turn_id if named else None
+
+
+def _turn_id_in(response_id: str) -> str:
+    for prefix in _ID_PREFIXES:
+        response_id = response_id.removeprefix(prefix)
+    return response_id

@@ -1,0 +1,266 @@
+"""Replies into turns, committed before anybody sees their end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from tracegrad.chat import sampling_params as sampling
+from tracegrad.events import Fact, Json, Turn, new_id
+from tracegrad.proxy.auth.rollout_attribution import Owner, TraceMap
+from tracegrad.proxy.capture.call_index import SeenCalls
+from tracegrad.proxy.capture.observation import observation_of
+from tracegrad.proxy.capture.redaction import REDACTED, Redactor
+from tracegrad.proxy.dialects.base import Call
+from tracegrad.proxy.dialects.history import NotRecorded, conversation_of
+from tracegrad.proxy.engine.completion import Reply
+from tracegrad.proxy.http.errors import ApiError, BadRequest, Unavailable
+from tracegrad.proxy.http.json_size import memory_of, punctuation
+from tracegrad.proxy.prompt_reuse import Continuation, Known, Place, Plan, ReadsTurns, known
+from tracegrad.proxy.prompt_reuse.fork_reasons import Reason
+from tracegrad.proxy.store_async import asked, written
+from tracegrad.store import Load, Submission
+from tracegrad.store.encoding.blobs import dump_json, encode_json
+from tracegrad.store.errors import ParentMissing, StoreError, StoreUnavailable
+
+log = logging.getLogger("tracegrad.proxy")
+
+
+class SubmitsFacts(Protocol):
+    """`tracegrad.store.Writer`, or something that stands for it.
+
+    What is submitted is written, whether or not anybody waits for it, unless it is withdrawn.
+    """
+
+    def submit(self, facts: Sequence[Fact]) -> Submission: ...
+
+    def load(self) -> Load: ...
+
+
+class Recorder:
+    def __init__(
+        self,
+        writer: SubmitsFacts,
+        store: ReadsTurns,
+        continuation: Continuation,
+        traces: TraceMap,
+        redactor: Redactor,
+        *,
+        patience_s: float | None = None,
+    ) -> None:
+        """`patience_s`: as `storing.written`."""
+        self._patience_s = patience_s
+        self._writer = writer
+        self._store = store
+        self._continuation = continuation
+        self._traces = traces
+        self._redactor = redactor
+        self._failing = False
+        self.seen = SeenCalls()
+
+    async def plan(self, call: Call, owner: Owner) -> Plan:
+        """A call begins: which turn it continues, with which tokens. Raises Unavailable."""
+        self._traces.learn(owner.trace_id, owner.rollout_id)
+        self.seen.began(owner.trace_id, owner.parent_span_id)
+        try:
+            return await self._continuation.plan(owner.rollout_id, call)
+        except StoreUnavailable as error:
+            raise self.unavailable(error) from error
+        except Exception:
+            # A conversation that cannot be followed is still served, and kept.
+            log.exception("a call of rollout %s is not continued", owner.rollout_id)
+            return Plan(owner.rollout_id, None)
+
+    async def record(
+        self,
+        call: Call,
+        owner: Owner,
+        plan: Plan,
+        replies: Sequence[Reply],
+        *,
+        unknown_version: bool,
+    ) -> list[str]:
+        """Commit one turn for each reply; their ids. On return they survive a `kill -9`.
+
+        `unknown_version`: a weight push fell into the call. Raises Unavailable when the store
+        cannot be written; then none of the turns was recorded, or none will be trained.
+        """
+        try:
+            places = await self._places(plan, replies)
+            turns = _turns(call, owner, places, replies, unknown_version=unknown_version)
+            self.seen.answered(turns, inferred=owner.rollout_id is None)
+            try:
+                found = await self._committed(turns, plan)
+            except ParentMissing:
+                # The rollout was pruned under our hands.
+                self._continuation.forget(turns[0].rollout_id)
+                turns = [_root(turn) for turn in turns]
+                found = await self._committed(turns, plan)
+        except StoreUnavailable as error:
+            raise self.unavailable(error) from error
+        except StoreError as error:
+            log.error("a turn of rollout %s is lost: %s", owner.rollout_id, error)
+            raise ApiError(500, f"the turn was refused: {error}", kind="store_error") from error
+        self._traces.learn(owner.trace_id, turns[0].rollout_id)
+        for turn in found:
+            self._continuation.add(turn)
+        return [turn.turn_id for turn in turns]
+
+    async def _committed(self, turns: Sequence[Turn], plan: Plan) -> list[Known]:
+        committed = await self._submitted(turns)
+        found = _known(turns, plan)  # while the disk works
+        await self._settled(committed)
+        return found
+
+    async def continued(self, call: Call, owner: Owner) -> tuple[Call, Owner]:
+        """The call with the conversation that it only names. Raises BadRequest for one that is
+        not in the store, Unavailable."""
+        assert call.previous is not None
+        try:
+            earlier, rollout_id, size = await asked(self._earlier, call.previous)
+            if owner.rollout_id not in (None, rollout_id):
+                raise NotRecorded(call.previous)  # another rollout's is nobody else's to read
+        except NotRecorded as missing:
+            why = " Its text is not stored: send the conversation." if missing.textless else ""
+            raise BadRequest(
+                f"Previous response with id 'resp_{call.previous}' not found.{why}",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            ) from None
+        except StoreUnavailable as error:
+            raise self.unavailable(error) from error
+        if owner.rollout_id is None:
+            owner = replace(owner, rollout_id=rollout_id)
+        return replace(call.after(earlier), size=call.size + size), owner
+
+    def _earlier(self, turn_id: str) -> tuple[list[Json], str, int]:
+        """The messages, whose they are, and the bytes of memory that they take."""
+        turn = self._find(turn_id)
+        if turn is None:
+            raise NotRecorded(turn_id)
+        messages = conversation_of(turn_id, self._find)
+        text = encode_json(messages)
+        return messages, turn.rollout_id, memory_of(text, *punctuation(text))
+
+    def _find(self, turn_id: str) -> Turn | None:
+        return self._store.find_turn(turn_id, routes=False)
+
+    async def read(self, turn_ids: Sequence[str]) -> list[Turn]:
+        """Recorded turns, as far as they are there, and as the client had them. Raises
+        Unavailable."""
+        if self._redactor.changes:
+            return []
+        try:
+            found = [await asked(self._find, turn_id) for turn_id in turn_ids]
+        except StoreUnavailable as error:
+            raise self.unavailable(error) from error
+        return [turn for turn in found if turn is not None and _is_as_it_was(turn)]
+
+    async def refused(self, call: Call, owner: Owner, plan: Plan, reason: str) -> None:
+        """Commit a turn without tokens: the engine would not answer, for this `reason`."""
+        refusal = Reply(finish_reason="refused")
+        refusal.drop(reason)
+        await self.record(call, owner, plan, [refusal], unknown_version=False)
+
+    async def _places(self, plan: Plan, replies: Sequence[Reply]) -> list[Place]:
+        """One for each reply; choices of one prompt share it."""
+        if len(replies) == 1:
+            return [await self._continuation.place(plan, replies[0].prompt_token_ids)]
+        found: dict[bytes, Place] = {}
+        places: list[Place] = []
+        for reply in replies:
+            key = reply.prompt_token_ids.tobytes()
+            if key not in found:
+                found[key] = await self._continuation.place(plan, reply.prompt_token_ids)
+                plan = replace(plan, rollout_id=found[key].rollout_id)
+            places.append(found[key])
+        return places
+
+    async def commit(self, facts: Sequence[Fact]) -> None:
+        """Raises Unavailable; a fact that the store refuses raises its `FactRefused`."""
+        try:
+            await self._settled(await self._submitted(facts))
+        except StoreUnavailable as error:
+            raise self.unavailable(error) from error
+
+    async def _submitted(self, facts: Sequence[Fact]) -> Submission:
+        return self._writer.submit(await self._redactor.facts(facts))
+
+    async def _settled(self, submission: Submission) -> None:
+        await written(submission, patience_s=self._patience_s)
+        if self._failing:
+            self._failing = False
+            log.warning("the store can be written again")
+
+    def unavailable(self, error: StoreUnavailable) -> Unavailable:
+        """Says it once in the log, not once a call, until the store is back."""
+        if not self._failing:
+            self._failing = True
+            log.error("%s; calls are answered with 503 until it can be written", error)
+        return Unavailable(f"the store cannot be written: {error}", code="store_unavailable")
+
+
+def _turns(
+    call: Call,
+    owner: Owner,
+    places: Sequence[Place],
+    replies: Sequence[Reply],
+    *,
+    unknown_version: bool,
+) -> list[Turn]:
+    settings = sampling.settings_of(call.body)
+    reason = call.untrainable or sampling.untrainable(call.body, settings)
+    observation = observation_of(call.own_messages)
+    return [
+        Turn(
+            turn_id=new_id() if number else call.turn_id,
+            rollout_id=place.rollout_id,
+            parent_id=place.parent_id,
+            fork_reason=place.fork_reason,
+            dialect=call.dialect,
+            model=str(reply.response.get("model") or call.body.get("model") or ""),
+            prompt_token_ids=reply.prompt_token_ids,
+            completion_token_ids=reply.token_ids,
+            completion_logprobs=reply.logprobs,
+            policy_versions=tuple(reply.versions),
+            sampling=settings,
+            finish_reason=reply.finish_reason,
+            untrainable=_untrainable(reply, unknown_version) or reason,
+            parent_span_id=owner.parent_span_id,
+            request=call.request,
+            response=reply.response or None,
+            state_key=owner.state_key,
+            observation=observation,
+            routed_experts=reply.routed_experts,
+        )
+        for number, (place, reply) in enumerate(zip(places, replies, strict=True))
+    ]
+
+
+def _is_as_it_was(turn: Turn) -> bool:
+    """Its answer was neither dropped nor redacted since."""
+    return turn.response is not None and REDACTED not in dump_json(turn.response)
+
+
+def _root(turn: Turn) -> Turn:
+    return replace(turn, parent_id=None, fork_reason=Reason.REMOVED.value)
+
+
+def _known(turns: Sequence[Turn], plan: Plan) -> list[Known]:
+    """What later calls may continue."""
+    try:
+        return [known(turn, plan.said) for turn in turns]
+    except Exception:
+        # As in `plan`: it is kept, and served, all the same.
+        log.exception("turns of rollout %s will not be continued", turns[0].rollout_id)
+        return []
+
+
+def _untrainable(reply: Reply, unknown_version: bool) -> str | None:
+    if reply.finish_reason is None or reply.finish_reason == "abort":
+        return "aborted"
+    if reply.broken is not None or not reply.token_ids:
+        return reply.broken or "no_tokens"
+    return "version_unknown" if unknown_version else None

@@ -1,0 +1,139 @@
+"""Answers already given, for a client library that asks the same again.
+
+A library whose connection broke sends its call once more and says so. When the first one was
+answered and recorded, sampling another answer would make a second turn that the agent never
+knew of; it gets the recorded one instead.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tracegrad.events import Json, Turn
+from tracegrad.proxy.dialects.base import CHAT_PATH, Call
+
+# Clients wait at most some minutes between two tries.
+KEPT_S = 600.0
+# Bytes of memory for all of it, and what a fingerprint and the id of a turn take of them.
+MOST_BYTES = 16 << 20
+_CALL_BYTES = 400
+_ID_BYTES = 100
+# With two answers nobody can tell which is asked for again: more are not worth keeping.
+_MOST_ANSWERS = 2
+
+Fingerprint = tuple[int, int, int]
+
+
+def is_repeat(headers: Mapping[str, str]) -> bool:
+    """Whether a library (openai, anthropic) says that it sends this call again."""
+    count = headers.get("x-stainless-retry-count", "")
+    return re.fullmatch("[0-9]{1,4}", count) is not None and int(count) > 0
+
+
+def fingerprint(rollout_id: str | None, path: str, raw: bytes) -> Fingerprint:
+    """Equal for equal calls of one rollout, in this process."""
+    return hash(raw), len(raw), hash((rollout_id, path))
+
+
+@dataclass(slots=True)
+class _Given:
+    """What equal calls came to: answers, as the ids of their turns, and failures that nobody has
+    asked again about."""
+
+    answers: list[tuple[str, ...]] = field(default_factory=list)
+    failed: int = 0
+    at: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return _CALL_BYTES + _ID_BYTES * sum(map(len, self.answers))
+
+
+class Repeats:
+    """What became of the calls seen last.
+
+    Equal calls are not always repeats: agents sample one prompt several times side by side, and
+    a call may be repeated because it failed. Only where there is one answer, and no failure, can
+    a repeat be about nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._given: OrderedDict[Fingerprint, _Given] = OrderedDict()
+        self.size = 0  # in bytes
+
+    def answered(self, call: Fingerprint, turn_ids: Sequence[str]) -> None:
+        given = self._of(call)
+        if len(given.answers) < _MOST_ANSWERS:
+            # The second one's ids are never asked for.
+            given.answers.append(tuple(turn_ids) if not given.answers else ())
+            self.size += _ID_BYTES * len(given.answers[-1])
+            self._forget_oldest()
+
+    def failed(self, call: Fingerprint) -> None:
+        """It was refused, or broke off, or its client left."""
+        self._of(call).failed += 1
+
+    def recall(self, call: Fingerprint) -> tuple[str, ...]:
+        """The turns that answered the call which is now repeated; empty to sample anew."""
+        given = self._given.get(call)
+        if given is None or time.monotonic() - given.at > KEPT_S:
+            return ()
+        if given.failed:
+            given.failed -= 1
+            return ()
+        return given.answers[0] if len(given.answers) == 1 else ()
+
+    def _of(self, call: Fingerprint) -> _Given:
+        given = self._given.get(call)
+        if given is None:
+            given = self._given[call] = _Given()
+            self.size += given.size
+        given.at = time.monotonic()
+        self._given.move_to_end(call)
+        self._forget_oldest()
+        return given
+
+    def _forget_oldest(self) -> None:
+        while self.size > MOST_BYTES and len(self._given) > 1:
+            _, oldest = self._given.popitem(last=False)
+            self.size -= oldest.size
+
+
+def answer_of(turns: Sequence[Turn], call: Call) -> Json:
+    """The engine's whole answer, put together from what was recorded of its choices."""
+    answer = dict(turns[0].response or {})
+    answer["choices"] = [choice for turn in turns for choice in (turn.response or {})["choices"]]
+    if call.path != CHAT_PATH:
+        answer["object"] = "text_completion"
+        answer["choices"] = [
+            {**choice, "text": choice["message"]["content"]} for choice in answer["choices"]
+        ]
+    return answer
+
+
+def chunks_of(answer: Json, call: Call) -> tuple[list[Json], list[Json]]:
+    """The same as a stream: chunks that say something, and those that end it."""
+    head = {key: answer.get(key) for key in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk" if call.path == CHAT_PATH else "text_completion"
+    said, ends = [], []
+    for choice in answer["choices"]:
+        whole = {"index": choice["index"], "finish_reason": None}
+        end = {key: choice.get(key) for key in ("index", "finish_reason", "stop_reason")}
+        if call.path == CHAT_PATH:
+            message = dict(choice["message"])
+            if message.get("tool_calls"):
+                message["tool_calls"] = [
+                    {"index": number, **tool} for number, tool in enumerate(message["tool_calls"])
+                ]
+            whole["delta"], end["delta"] = message, {}
+        else:
+            whole["text"], end["text"] = choice["text"], ""
+        said.append({**head, "choices": [whole]})
+        ends.append({**head, "choices": [end]})
+    if call.shown.usage:
+        ends.append({**head, "choices": [], "usage": answer.get("usage")})
+    return said, ends

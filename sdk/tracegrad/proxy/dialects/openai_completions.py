@@ -1,0 +1,78 @@
+"""OpenAI's text completions: a prompt of text or tokens, no messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tracegrad.chat.sampling_params import DEFAULTS
+from tracegrad.proxy.dialects.base import Call, Shown
+from tracegrad.proxy.dialects.body_checks import (
+    BOOL,
+    INTEGER,
+    NUMBER,
+    STRING,
+    check_types,
+    json_object,
+)
+from tracegrad.proxy.dialects.openai_chat import Chat, check_common
+from tracegrad.proxy.http.errors import BadRequest
+
+PATH = "/v1/completions"
+
+KINDS = {
+    "model": STRING,
+    "stream": BOOL,
+    "echo": BOOL,
+    "return_token_ids": BOOL,
+    "n": INTEGER,
+    "logprobs": INTEGER,
+    **dict.fromkeys(DEFAULTS, NUMBER),
+}
+_NOT_FOR_THE_ENGINE = ("stream", "stream_options", "return_token_ids")
+
+
+class Completions(Chat):
+    """Answers and chunks go through as they are, like those of chat completions."""
+
+    name = "completions"
+
+    def parse(self, raw: bytes, path: Mapping[str, Any], query: Mapping[str, str]) -> Call:
+        request = json_object(raw)
+        _check_prompt(request.get("prompt"))
+        check_types(request, KINDS)
+        check_common(request)
+        options = request.get("stream_options") or {}
+        return Call(
+            dialect=self.name,
+            request=request,
+            body={k: v for k, v in request.items() if k not in _NOT_FOR_THE_ENGINE},
+            stream=bool(request.get("stream")),
+            shown=Shown(
+                ids=bool(request.get("return_token_ids")),
+                logprobs=request.get("logprobs") is not None,
+                usage=bool(options.get("include_usage")),
+            ),
+            path=PATH,
+            # The engine then reports the prompt's tokens among those that it sampled.
+            untrainable="echo" if request.get("echo") else None,
+        )
+
+
+def _check_prompt(prompt: object) -> None:
+    """Text, token ids, or a list of either."""
+    if isinstance(prompt, str) and prompt:
+        return
+    if isinstance(prompt, list) and prompt and (_is_ids(prompt) or all(map(_is_one, prompt))):
+        return
+    raise BadRequest(
+        "prompt is not a text, a list of token ids, or a list of either", param="prompt"
+    )
+
+
+def _is_one(prompt: object) -> bool:
+    return isinstance(prompt, str) or (isinstance(prompt, list) and _is_ids(prompt))
+
+
+def _is_ids(values: Sequence[object]) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)

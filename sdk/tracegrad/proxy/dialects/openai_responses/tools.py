@@ -1,0 +1,222 @@
+"""Tools of the Responses API as functions of an engine, and calls of them back again.
+
+A function stays one. A custom tool is a function with one string (`responses_custom`). The
+tools of a namespace are functions called `<namespace>__<name>`, as vLLM calls them too. Tools
+that run on OpenAI's servers are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tracegrad.events import Json
+from tracegrad.proxy.dialects.body_checks import BOOL, OBJECT, STRING
+from tracegrad.proxy.dialects.openai_responses import custom_tools as custom
+from tracegrad.proxy.dialects.openai_responses.field_checks import (
+    LIST,
+    an_object,
+    one_of,
+    optional,
+    refusal,
+    required,
+)
+from tracegrad.proxy.http.errors import BadRequest
+
+_MEND = {
+    "web_search": ' (Codex: web_search = "disabled" in config.toml)',
+    "local_shell": "; a function that takes the command does the same",
+    "shell": "; a function that takes the command does the same",
+    "apply_patch": "; a custom tool does the same",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """`name` and `namespace` are the client's, `function` is canonical."""
+
+    name: str
+    namespace: str | None
+    custom: bool
+    function: Json
+
+    @property
+    def flat_name(self) -> str:
+        return flat_name(self.name, self.namespace)
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """What the engine calls it."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def tools_of(request: Json) -> dict[str, Tool]:
+    """All tools of a request by the engine's names, in order. Raises BadRequest.
+
+    `additional_tools` are items of the input (Codex has them with OpenAI's newest models);
+    an engine's prompt has one place for tools, so they are among the others there.
+    """
+    tools: dict[str, Tool] = {}
+    for tool, where in _all(request):
+        if tool.flat_name in tools:
+            raise refusal(f"'{where}': there is a tool called '{tool.flat_name}' before it.", where)
+        tools[tool.flat_name] = tool
+    return tools
+
+
+def canonical(tool: Tool) -> Json:
+    return {"type": "function", "function": tool.function}
+
+
+def choose(request: Json, tools: Mapping[str, Tool]) -> tuple[list[Json], Any]:
+    """The canonical `tools` and `tool_choice`; the choice is None where none is to be sent.
+
+    Raises BadRequest.
+    """
+    choice = request.get("tool_choice")
+    shown = [canonical(tool) for tool in tools.values()]
+    if choice is None or isinstance(choice, str):
+        one_of(request, "tool_choice", ("auto", "none", "required"))
+        if choice == "required" and not tools:
+            raise refusal("'tool_choice' is 'required' but there are no tools.", "tool_choice")
+        return shown, choice if tools else None
+    choice = an_object(choice, "tool_choice")
+    required(choice, "type", STRING, "tool_choice")
+    kind = one_of(choice, "type", ("function", "custom", "allowed_tools"), "tool_choice")
+    if kind == "allowed_tools":
+        return _allowed(choice, tools)
+    tool = _find(choice, tools, _by_own_name(tools), "tool_choice")
+    return shown, {"type": "function", "function": {"name": tool.flat_name}}
+
+
+def _allowed(choice: Json, tools: Mapping[str, Tool]) -> tuple[list[Json], str]:
+    """The engine is shown only what it may call: it has no other way to forbid the rest."""
+    required(choice, "mode", STRING, "tool_choice")
+    mode: str = one_of(choice, "mode", ("auto", "required"), "tool_choice")
+    listed = required(choice, "tools", LIST, "tool_choice")
+    names = set()
+    own_names = _by_own_name(tools)
+    for index, entry in enumerate(listed):
+        where = f"tool_choice.tools[{index}]"
+        names.add(_find(an_object(entry, where), tools, own_names, where).flat_name)
+    if not names:
+        raise refusal("'tool_choice.tools' is empty.", "tool_choice.tools")
+    shown = [canonical(tool) for name, tool in tools.items() if name in names]
+    return shown, mode
+
+
+def _by_own_name(tools: Mapping[str, Tool]) -> Mapping[str, list[Tool]]:
+    found: dict[str, list[Tool]] = {}
+    for tool in tools.values():
+        found.setdefault(tool.name, []).append(tool)
+    return found
+
+
+def _find(
+    named: Json, tools: Mapping[str, Tool], own_names: Mapping[str, list[Tool]], where: str
+) -> Tool:
+    """The tool that a choice means: by the engine's name, or by its own where that is enough."""
+    name = required(named, "name", STRING, where)
+    if name in tools:
+        return tools[name]
+    found = own_names.get(name, [])
+    if len(found) == 1:
+        return found[0]
+    problem = "is in several namespaces; name it <namespace>__<name>" if found else "is no tool"
+    raise refusal(f"'{where}.name': '{name}' {problem} of this request.", f"{where}.name")
+
+
+def _all(request: Json) -> Iterator[tuple[Tool, str]]:
+    yield from _listed(request, "")
+    items = request.get("input")
+    for index, item in enumerate(items if isinstance(items, list) else ()):
+        if isinstance(item, dict) and item.get("type") == "additional_tools":
+            yield from _listed(item, f"input[{index}]")
+
+
+def _listed(owner: Json, where: str) -> Iterator[tuple[Tool, str]]:
+    listed = optional(owner, "tools", LIST, where) or []
+    for index, entry in enumerate(listed):
+        name = f"{where}.tools[{index}]" if where else f"tools[{index}]"
+        tool = an_object(entry, name)
+        if tool.get("type") == "namespace":
+            yield from _namespace(tool, name)
+        else:
+            yield _tool(tool, name, None), name
+
+
+def _namespace(space: Json, where: str) -> Iterator[tuple[Tool, str]]:
+    namespace = required(space, "name", STRING, where)
+    # Said once: with its first tool.
+    about = optional(space, "description", STRING, where)
+    for index, entry in enumerate(required(space, "tools", LIST, where)):
+        name = f"{where}.tools[{index}]"
+        yield _tool(an_object(entry, name), name, namespace, about), name
+        about = None
+
+
+def _tool(tool: Json, where: str, namespace: str | None, about: str | None = None) -> Tool:
+    kind = required(tool, "type", STRING, where)
+    if kind not in ("function", "custom"):
+        raise _not_served(kind, where)
+    _check_how_it_runs(tool, where)
+    if kind == "function" and "function" in tool and "name" not in tool:
+        raise refusal(
+            f"Missing required parameter: '{where}.name'. Here a tool's name, description and "
+            "parameters are beside 'type', not inside 'function' as in chat completions.",
+            f"{where}.name",
+            code="missing_required_parameter",
+        )
+    name = required(tool, "name", STRING, where)
+    function: Json = {"name": flat_name(name, namespace)}
+    description = optional(tool, "description", STRING, where)
+    if about or description:
+        function["description"] = "\n\n".join(text for text in (about, description) if text)
+    if kind == "custom":
+        function["parameters"] = custom.parameters(_grammar(tool, where))
+    else:
+        schema = optional(tool, "parameters", OBJECT, where)
+        function["parameters"] = schema or {"type": "object", "properties": {}}
+        if optional(tool, "strict", BOOL, where):
+            function["strict"] = True
+    return Tool(name, namespace, kind == "custom", function)
+
+
+def _grammar(tool: Json, where: str) -> tuple[str, str] | None:
+    """A custom tool's grammar: its syntax and its text. None where any text will do."""
+    where_format = f"{where}.format"
+    form = optional(tool, "format", OBJECT, where)
+    if form is None or one_of(form, "type", ("text", "grammar"), where_format) == "text":
+        return None
+    required(form, "type", STRING, where_format)
+    required(form, "syntax", STRING, where_format)
+    syntax: str = one_of(form, "syntax", ("lark", "regex"), where_format)
+    return syntax, required(form, "definition", STRING, where_format)
+
+
+def _check_how_it_runs(tool: Json, where: str) -> None:
+    for name in ("defer_loading", "async"):
+        if optional(tool, name, BOOL, where):
+            raise refusal(
+                f"'{where}.{name}' is not served; leave it out.",
+                f"{where}.{name}",
+                code="unsupported_value",
+            )
+    callers = optional(tool, "allowed_callers", LIST, where)
+    if callers is not None and "direct" not in callers:
+        raise refusal(
+            f"'{where}.allowed_callers': only tools that the model calls itself ('direct') "
+            "are served.",
+            f"{where}.allowed_callers",
+            code="unsupported_value",
+        )
+
+
+def _not_served(kind: str, where: str) -> BadRequest:
+    return refusal(
+        f"'{where}': tools of type '{kind}' are not served, only 'function', 'custom' and "
+        f"'namespace' are. Take it out of the request{_MEND.get(kind, '')}.",
+        where,
+        code="unsupported_value",
+    )

@@ -1,0 +1,218 @@
+"""`/api`: what the SDK and the trainer say to the proxy. OpenAPI at `/docs`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from tracegrad.events import (
+    MAX_REWARD,
+    Fact,
+    Outcome,
+    RewardGiven,
+    RolloutFinished,
+    RolloutOpened,
+    SpanEnded,
+    new_id,
+)
+from tracegrad.proxy.auth.middleware import Caller, caller_of, owned
+from tracegrad.proxy.auth.rollout_attribution import ID_PATTERN
+from tracegrad.proxy.capture.recorder import Recorder
+from tracegrad.proxy.endpoints.stated_times import believable
+from tracegrad.proxy.engine.weight_gate import Gate
+from tracegrad.proxy.http.errors import ApiError, BadRequest
+from tracegrad.store.errors import FactRefused
+
+RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
+Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0)]
+
+
+class _Event(BaseModel):
+    """What may be said of the record of the same name. `fact(caller, now)` is the record: of what
+    decides something, who says it and when are the proxy's own to say."""
+
+    model_config = ConfigDict(extra="forbid")
+    rollout_id: RolloutId
+
+    def fields(self) -> dict[str, Any]:
+        return {name: value for name, value in self if name != "type"}
+
+
+class RolloutOpenedEvent(_Event):
+    type: Literal["rollout_opened"]
+    task_id: str | None = None
+    agent: str | None = None
+    tags: dict[str, str] = {}
+    task: Any = None
+    opened_at: Seconds | None = None
+
+    def fact(self, _: Caller, now: float) -> Fact:
+        return RolloutOpened(**{**self.fields(), "opened_at": believable(self.opened_at, now)})
+
+
+class RolloutFinishedEvent(_Event):
+    type: Literal["rollout_finished"]
+    outcome: Outcome = Outcome.COMPLETED
+    error: str | None = None
+    finished_at: Seconds | None = None
+
+    def fact(self, _: Caller, now: float) -> Fact:
+        stated = now if self.finished_at is None else self.finished_at
+        return RolloutFinished(**{**self.fields(), "finished_at": stated}, recorded_at=now)
+
+
+class RewardEvent(_Event):
+    type: Literal["reward"]
+    reward_id: str = Field(default_factory=new_id, min_length=1, max_length=128)
+    value: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
+    name: Annotated[str, Field(min_length=1)] = "reward"
+    turn: Annotated[int, Field(gt=-(2**31), lt=2**31)] | None = None
+    # Earlier versions of the SDK said `source` and `created_at`; files of theirs are sent yet.
+    label: Annotated[str, Field(max_length=256)] | None = Field(
+        None, validation_alias=AliasChoices("label", "source")
+    )
+    given_at: Seconds | None = Field(None, validation_alias=AliasChoices("given_at", "created_at"))
+
+    def fact(self, caller: Caller, now: float) -> Fact:
+        return RewardGiven(**self.fields(), source=caller.source, created_at=now)
+
+
+class SpanEndedEvent(BaseModel):
+    """A span that could not leave by OTLP, which is the ordinary way (`/v1/traces`)."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["span_ended"]
+    rollout_id: RolloutId | None = None
+    trace_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    span_id: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    parent_span_id: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None = None
+    name: str
+    kind: str = "internal"
+    start_ns: Annotated[int, Field(ge=0, lt=2**63)]
+    end_ns: Annotated[int, Field(ge=0, lt=2**63)]
+    status: Literal["unset", "ok", "error"] = "unset"
+    attributes: dict[str, Any] = {}
+
+    def fact(self, _: Caller, __: float) -> Fact:
+        return SpanEnded(**{name: value for name, value in self if name != "type"})
+
+
+Event = Annotated[
+    RolloutOpenedEvent | RolloutFinishedEvent | RewardEvent | SpanEndedEvent,
+    Field(discriminator="type"),
+]
+
+
+class Events(BaseModel):
+    events: list[Event]
+
+
+class Accepted(BaseModel):
+    accepted: int
+
+
+class Hold(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    ttl_s: Annotated[float, Field(gt=0, le=3600)] = 120
+    drain_s: Annotated[float, Field(ge=0, le=600)] = 2
+
+
+class Mark(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    version: Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class InFlight(BaseModel):
+    in_flight: int
+
+
+class GateState(BaseModel):
+    version: int
+    held: bool
+    in_flight: int
+    waiting: int
+
+
+def make_router(recorder: Recorder, gate: Gate) -> APIRouter:
+    router = APIRouter(prefix="/api")
+
+    @router.post("/events", summary="Rollouts opened and finished, rewards given")
+    async def events(body: Events, request: Request) -> Accepted:
+        """Stored all together or not at all; the answer comes after the commit. Of several rewards
+        of one name and turn the one that arrives last counts, whatever `given_at` says."""
+        caller, now = caller_of(request.scope), time.time()
+        try:
+            facts = [event.fact(caller, now) for event in body.events]
+            await recorder.commit(owned(facts, caller))
+        except FactRefused as error:
+            raise BadRequest(str(error), status=422) from None
+        return Accepted(accepted=len(body.events))
+
+    @router.get("/push", summary="Policy version and gate")
+    async def push() -> GateState:
+        return GateState.model_validate(gate.state())
+
+    @router.post("/push/hold", summary="Before a weight push: new calls wait")
+    async def hold(body: Hold) -> InFlight:
+        """Answers when calls that come in one piece have finished, or after `drain_s`."""
+        return InFlight(in_flight=await gate.hold(ttl_s=body.ttl_s, drain_s=body.drain_s))
+
+    @router.post("/push/mark", summary="Tokens from now on are of this policy version")
+    async def mark(body: Mark) -> GateState:
+        """To be sent while the engine is paused."""
+        await gate.mark(body.version)
+        return GateState.model_validate(gate.state())
+
+    @router.post("/push/release", summary="Waiting calls go on, in order")
+    async def release() -> GateState:
+        gate.release()
+        return GateState.model_validate(gate.state())
+
+    return router
+
+
+def add_error_handlers(app: FastAPI, shape: Callable[[str, ApiError], bytes]) -> None:
+    """`shape` gives an error's body in the words that are spoken at a path."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = _where(first["loc"])
+        message = f"{where}: {first['msg']}" if where else str(first["msg"])
+        return BadRequest(message, param=where or None, status=422).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        # What FastAPI makes of an error that came up while it read the body.
+        if isinstance(error.__cause__, ApiError):
+            return error.__cause__.response()
+        path = request.url.path
+        refused = BadRequest(f"{request.method} {path}: {error.detail}", status=error.status_code)
+        response = refused.response(shape(path, refused))
+        response.headers.update(error.headers or {})
+        return response
+
+
+def _where(loc: Sequence[str | int]) -> str:
+    """("body", "events", 3, "reward", "value") -> "events[3].value"."""
+    path = ""
+    for index, part in enumerate(loc[1:], start=1):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        # After an index pydantic names the kind of event it tried; nobody sent that.
+        elif not isinstance(loc[index - 1], int):
+            path += f".{part}" if path else part
+        elif index == len(loc) - 1:
+            path += f".{part}"
+    return path

@@ -1,0 +1,78 @@
+"""How many tokens a prompt would have: asked of the engine, recorded nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tracegrad.proxy.auth.middleware import caller_of, engine_headers
+from tracegrad.proxy.dialects.base import Call, Dialect
+from tracegrad.proxy.endpoints.llm_call import Rooms
+from tracegrad.proxy.engine.response import read_error
+from tracegrad.proxy.http.errors import ApiError
+from tracegrad.proxy.http.request import (
+    ClientGone,
+    read_body,
+    while_client_waits,
+)
+
+# vLLM's; it is not served to clients under this name.
+PATH = "/tokenize"
+
+_RENDERING = ("messages", "tools", "model", "chat_template_kwargs")
+
+
+class Counts:
+    """`parse` reads the client's request, `shape` makes its answer of the number."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        rooms: Rooms,
+        *,
+        parse: Callable[[bytes, Mapping[str, Any]], Call],
+        shape: Callable[[int], bytes],
+    ) -> None:
+        self._dialect = dialect
+        self._rooms = rooms
+        self._parse = parse
+        self._shape = shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            raw = await read_body(receive)
+            run, size = self._rooms.workers.run, len(raw)
+            call = await run(size, self._parse, raw, scope["path_params"])
+            caller = caller_of(scope)
+            call = await run(size, self._rooms.rules.apply, call, admin=caller.admin)
+            del raw
+            async with while_client_waits(receive):
+                tokens = await self._count(call, size, engine_headers(caller))
+            response = Response(self._shape(tokens), media_type="application/json")
+        except ApiError as error:
+            response = error.response(self._dialect.error(error))
+        except ClientGone:
+            return
+        await response(scope, receive, send)
+
+    async def _count(self, call: Call, size: int, headers: dict[str, str]) -> int:
+        body = {name: call.body[name] for name in _RENDERING if name in call.body}
+        if self._rooms.model is not None:
+            body["model"] = self._rooms.model
+        asked = await self._rooms.workers.run(size, orjson.dumps, body)
+        async with self._rooms.upstream.request(
+            "POST", PATH, body=asked, headers=headers
+        ) as engine:
+            raw = await engine.read()
+        if engine.status != 200:
+            raise read_error(engine.status, raw, engine.headers)
+        try:
+            return int(orjson.loads(raw)["count"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ApiError(
+                502, "the engine's count of tokens cannot be read", kind="upstream_error"
+            ) from error

@@ -1,0 +1,294 @@
+"""What the engine is asked, and how its whole answers are read.
+
+It is asked for token ids and log-probabilities with every call; a client sees them only if it
+asked for them itself. Answers of `/v1/completions` keep the same things in other places; both
+are read here.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from msgspec import Raw, Struct
+from msgspec.json import Decoder, encode
+
+from tracegrad.events import Json
+from tracegrad.proxy.dialects.base import CHAT_PATH, Call, Shown
+from tracegrad.proxy.engine.completion import Reply
+from tracegrad.proxy.engine.fast_parse import cut_answer, ids_in
+from tracegrad.proxy.engine.routed_experts import ROUTES, START, take_routes
+from tracegrad.proxy.http.errors import TOO_LONG, ApiError
+
+_TOO_LONG = re.compile(rb"maximum context length|context_length_exceeded|exceeds model's max")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """How a call is put to the engine.
+
+    `prompt_ids` takes the place of rendering the messages: vLLM uses these tokens as they are,
+    and keeps its parsers (`kv_transfer_params`, meant for disaggregated decoding). `capture` is
+    False for an engine that knows nothing of tokens. `routes_from` is the first of the prompt's
+    tokens whose routed experts are not known yet.
+    """
+
+    stream: bool
+    model: str | None = None
+    prompt_ids: array[int] | None = None
+    capture: bool = True
+    routes_from: int = 0
+
+
+def request_body(call: Call, ask: Ask) -> bytes:
+    """The engine's request, as bytes of JSON."""
+    body = dict(call.body)
+    body.pop(START, None)  # ours alone to say: no client sees what it is about
+    if ask.model is not None:
+        body["model"] = ask.model
+    if ask.stream:
+        body["stream"] = True
+        if call.shown.usage or not call.stream:
+            body["stream_options"] = {"include_usage": True}
+    if ask.capture:
+        body["return_token_ids"] = True
+        if call.path == CHAT_PATH:
+            body["logprobs"] = True
+        elif body.get("logprobs") is None:
+            body["logprobs"] = 0  # the sampled token's, and no others
+        # With include_reasoning false the engine hides ids and log-probabilities too.
+        body.pop("include_reasoning", None)
+        if not call.shown.logprobs:
+            body.pop("top_logprobs", None)
+        if ask.routes_from and not ask.stream:
+            body[START] = ask.routes_from
+    if ask.prompt_ids is not None:
+        body["kv_transfer_params"] = {"prompt_token_ids": ask.prompt_ids.tolist()}
+    return orjson.dumps(body)
+
+
+def read_error(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
+    """The engine's refusal as it came, with its status.
+
+    A prompt that is too long gets the code that OpenAI has for it: agents act on it.
+    """
+    try:
+        told = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        told = None
+    error = told.get("error", told) if isinstance(told, dict) else None
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        text = raw[:300].decode(errors="replace").strip()
+        message = f"the engine answered {status}: {text}" if text else f"the engine says {status}"
+        return ApiError(
+            status, message, kind="upstream_error", retry_after=headers.get("retry-after")
+        )
+    if status in (400, 413, 422) and _TOO_LONG.search(raw):
+        return ApiError(
+            400,
+            error["message"],
+            kind="invalid_request_error",
+            param="messages",
+            code=TOO_LONG,
+        )
+    return ApiError(
+        status,
+        error["message"],
+        kind=str(error.get("type") or "upstream_error"),
+        param=error.get("param") if isinstance(error.get("param"), str) else None,
+        code=str(error["code"]) if error.get("code") is not None else None,
+        retry_after=headers.get("retry-after"),
+        raw=raw,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`body` is what the client may see of it: canonical, or of text completions."""
+
+    body: Json
+    replies: list[Reply]
+
+
+class _Entry(Struct, gc=False):
+    logprob: float
+
+
+class _Logprobs(Struct, gc=False):
+    """As chat completions (`content`) or text completions tell them; the rest is not for us."""
+
+    content: list[_Entry] | None = None
+    token_logprobs: list[float | None] | None = None
+
+
+# A whole answer is a hundred kilobytes of token ids and log-probabilities around some text.
+# Taking these out unparsed, and reading of them only what is kept, is twice as fast as parsing
+# it all into objects that are dropped at once.
+_FIELDS = Decoder(dict[str, Raw])
+_CHOICES = Decoder(list[dict[str, Raw]])
+_LOGPROBS = Decoder(_Logprobs | None)
+_NULL = Raw(b"null")
+
+
+def read_answer(raw: bytes, call: Call, version: int) -> Answer:
+    """The engine's whole answer. Raises ApiError (502) when it is none."""
+    try:
+        return _read_light(raw, call, version) or _read_any(raw, call, version)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ApiError(
+            502, "the engine's answer is not a completion", kind="upstream_error"
+        ) from None
+
+
+def _read_light(raw: bytes, call: Call, version: int) -> Answer | None:
+    """A chat completion whose heavy parts are not parsed for its client; None for any other.
+
+    A client of chat completions that asked for them gets them as the engine wrote them. Other
+    dialects tell them in words of their own.
+    """
+    shown = call.shown
+    if call.path != CHAT_PATH or ((shown.ids or shown.logprobs) and call.dialect != "chat"):
+        return None
+    parts = cut_answer(raw, call.n)
+    if parts is None:
+        return None
+    body = orjson.loads(parts.rest)
+    choices = body["choices"]
+    if len(choices) != call.n or not _was_cut(body, "prompt_token_ids") or not parts.prompt.values:
+        return None
+    replies: list[Reply] = []
+    for choice, heavy in zip(choices, parts.choices, strict=True):
+        if not (_was_cut(choice, "logprobs") and _was_cut(choice, "token_ids")):
+            return None
+        reply = Reply(prompt_token_ids=parts.prompt.values)
+        reply.add(heavy.tokens.values, heavy.logprobs, version)
+        replies.append(reply)
+        if choice.get(ROUTES) is not None:
+            return None
+        if heavy.routes is not None:
+            take_routes(reply, heavy.routes)
+        choice["logprobs"] = orjson.Fragment(heavy.logprobs_text)
+        choice["token_ids"] = orjson.Fragment(heavy.tokens.text)
+    body["prompt_token_ids"] = orjson.Fragment(parts.prompt.text)
+    return _closed(body, replies, call)
+
+
+def _was_cut(holder: Json, name: str) -> bool:
+    """Whether null stands here for what was cut out, and not in another object of the answer."""
+    return name in holder and holder[name] is None
+
+
+def _read_any(raw: bytes, call: Call, version: int) -> Answer:
+    fields = _FIELDS.decode(raw)
+    prompt = _ids(fields, "prompt_token_ids")
+    told = _CHOICES.decode(fields["choices"])
+    replies = [_reply(choice, prompt, version) for choice in told]
+    return _closed(_without_tokens(fields, told, call.shown), replies, call)
+
+
+def _closed(body: Json, replies: list[Reply], call: Call) -> Answer:
+    for reply, choice in zip(replies, body["choices"], strict=True):
+        _close(reply, body, choice)
+    strip(body, call.shown)
+    return Answer(body, replies)
+
+
+def _ids(fields: dict[str, Raw], name: str) -> array[int] | None:
+    """A list of token ids, or None where there is no such list."""
+    text = bytes(fields.get(name, _NULL))
+    if text[:1] != b"[":
+        return None
+    try:
+        return ids_in(text[1:-1])
+    except ValueError:
+        return None
+
+
+def _reply(choice: dict[str, Raw], shared: array[int] | None, version: int) -> Reply:
+    """The tokens of one choice; text completions tell each choice's own prompt."""
+    reply = Reply()
+    prompt = shared or _ids(choice, "prompt_token_ids")
+    if not prompt:
+        reply.drop("no_tokens")
+        return reply
+    reply.prompt_token_ids = prompt
+    logprobs = _LOGPROBS.decode(choice.get("logprobs", _NULL)) or _Logprobs()
+    values: list[float] | list[float | None] | None = logprobs.token_logprobs
+    if logprobs.content is not None:
+        values = [entry.logprob for entry in logprobs.content]
+    reply.add(_ids(choice, "token_ids"), values, version)
+    take_routes(reply, bytes(choice.get(ROUTES, _NULL)))
+    return reply
+
+
+def _without_tokens(fields: dict[str, Raw], choices: list[dict[str, Raw]], shown: Shown) -> Json:
+    """The answer as objects, without what neither the client sees nor the record needs."""
+    if not shown.ids:
+        fields.pop("prompt_token_ids", None)
+    for choice in choices:
+        if not shown.ids:
+            choice.pop("token_ids", None)
+            choice.pop("prompt_token_ids", None)
+        if not shown.logprobs and "logprobs" in choice:
+            choice["logprobs"] = _NULL
+        if ROUTES in choice:
+            choice[ROUTES] = _NULL
+    body: Json = orjson.loads(encode({**fields, "choices": choices}))
+    return body
+
+
+def strip(answer: Json, shown: Shown) -> None:
+    """Take out, in place, what the client did not ask for; of an answer or a chunk of one."""
+    if not shown.ids:
+        answer.pop("prompt_token_ids", None)
+    for choice in answer["choices"]:
+        if not shown.ids:
+            choice.pop("token_ids", None)
+            choice.pop("prompt_token_ids", None)
+        if not shown.logprobs and "logprobs" in choice:
+            choice["logprobs"] = None
+        if not shown.reasoning:
+            part = "message" if "message" in choice else "delta"
+            # A copy: what was recorded keeps it.
+            choice[part] = {k: v for k, v in choice[part].items() if k != "reasoning"}
+
+
+def logprobs_of(choice: Json) -> Any:
+    """Log-probabilities of the choice's new tokens, or None."""
+    told = choice.get("logprobs")
+    if not told:
+        return None
+    content = told.get("content")
+    if content is not None:
+        return [entry["logprob"] for entry in content]
+    return told.get("token_logprobs")
+
+
+def _close(reply: Reply, body: Json, choice: Json) -> None:
+    """What ended the reply, and its canonical form."""
+    reply.finish_reason = choice.get("finish_reason")
+    reply.stop_reason = choice.get("stop_reason")
+    reply.response = {
+        **{key: body.get(key) for key in ("id", "created", "model", "usage")},
+        "object": "chat.completion",
+        "choices": [
+            {
+                "index": choice["index"],
+                "message": _message(choice),
+                "finish_reason": reply.finish_reason,
+                "stop_reason": reply.stop_reason,
+            }
+        ],
+    }
+
+
+def _message(choice: Json) -> Json:
+    if "text" in choice:
+        return {"role": "assistant", "content": choice["text"]}
+    message: Json = choice["message"]
+    # vLLM names every field of OpenAI's, most of them null.
+    return {key: value for key, value in message.items() if value is not None or key == "content"}

@@ -1,0 +1,246 @@
+"""An answer that the engine streams: recorded as it comes, and put together for those who want
+it whole.
+
+What ends the stream (chunks with a finish reason, usage) is kept back as `tail`: it goes out
+after the commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from tracegrad.events import Json
+from tracegrad.proxy.dialects.base import CHAT_PATH, Call
+from tracegrad.proxy.engine.completion import Reply, prompt_of
+from tracegrad.proxy.engine.fast_parse import cut_prompt
+from tracegrad.proxy.engine.response import logprobs_of, read_error, strip
+from tracegrad.proxy.engine.routed_experts import ROUTES
+from tracegrad.proxy.http import sse
+from tracegrad.proxy.http.errors import ApiError
+
+
+class EngineStream:
+    """`stamp` gives the policy version of tokens that arrive now."""
+
+    def __init__(self, call: Call, stamp: Callable[[], int]) -> None:
+        self._call = call
+        self._stamp = stamp
+        self._events = sse.EventBuffer()
+        self._choices: dict[int, _Choice] = {}
+        self._head: Json = {}
+        self._usage: Json | None = None
+        self.tail: list[Json] = []
+        self.done = False  # the engine said [DONE]
+        self.error: ApiError | None = None  # that the engine reported, or a chunk that is none
+
+    def feed(self, data: bytes) -> list[Json]:
+        """The chunks that the client may see now; nothing more once there is an `error`."""
+        out: list[Json] = []
+        for event in self._events.feed(data):
+            payload = sse.payload(event)
+            if payload == sse.DONE:
+                self.done = True
+            elif payload is not None and self.error is None:
+                self.error = self._read(payload, out)
+        return out
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Of one prompt, where the engine told its tokens."""
+        for choice in self._choices.values():
+            if choice.reply.prompt_token_ids:
+                return len(choice.reply.prompt_token_ids)
+        return None
+
+    def replies(self) -> list[Reply]:
+        """One for each choice, in order; those cut off have no finish reason."""
+        return [self._choices[index].close(self._head, self._usage) for index in self._indexes()]
+
+    def whole(self) -> Json:
+        """What the engine would have answered had it not streamed, as the client may see it."""
+        text = self._head.get("object") == "text_completion"
+        answer: Json = {
+            **self._head,
+            "object": "text_completion" if text else "chat.completion",
+            "choices": [self._choices[index].whole(self._call) for index in self._indexes()],
+        }
+        if self._usage is not None:
+            answer["usage"] = self._usage
+        if self._call.shown.ids and not text:
+            first = next(iter(self._choices.values()), None)
+            answer["prompt_token_ids"] = first and first.reply.prompt_token_ids.tolist()
+        return answer
+
+    def _indexes(self) -> list[int]:
+        return sorted(self._choices)
+
+    def _read(self, payload: bytes, out: list[Json]) -> ApiError | None:
+        try:
+            chunk = orjson.loads(payload) if self._head else self._first(payload)
+            if chunk.get("choices") is not None:
+                self._chunk(chunk, out)
+                return None
+            code = (chunk.get("error") or {}).get("code")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return ApiError(
+                502, "the engine sent a chunk that cannot be read", kind="upstream_error"
+            )
+        return read_error(code if isinstance(code, int) else 502, payload, {})
+
+    def _first(self, payload: bytes) -> Any:
+        """The chunk that has the prompt's ids, which are most of it."""
+        if self._call.shown.ids or self._call.path != CHAT_PATH:
+            return orjson.loads(payload)
+        rest, prompt = cut_prompt(payload)
+        chunk = orjson.loads(rest)
+        if prompt is None:
+            return chunk
+        if chunk.get("prompt_token_ids", prompt) is not None:  # another object's was cut out
+            return orjson.loads(payload)
+        chunk["prompt_token_ids"] = prompt
+        return chunk
+
+    def _chunk(self, chunk: Json, out: list[Json]) -> None:
+        choices = chunk["choices"]
+        ends = not choices
+        version = self._stamp()
+        for choice in choices:
+            self._record(chunk, choice, version)
+            ends = ends or choice.get("finish_reason") is not None
+        if usage := chunk.get("usage"):
+            self._usage = usage
+        strip(chunk, self._call.shown)
+        if ends:
+            if choices or self._call.shown.usage:
+                self.tail.append(chunk)
+        elif not _says_nothing(chunk):
+            out.append(chunk)
+
+    def _record(self, chunk: Json, choice: Json, version: int) -> None:
+        index = choice["index"]
+        state = self._choices.get(index)
+        if state is None:
+            state = self._choices[index] = _Choice(index)
+        if not self._head:
+            self._head = {key: chunk.get(key) for key in ("id", "created", "model", "object")}
+        state.add(choice, version, self._call)
+        ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        if ids and (prompt := prompt_of(ids)) is not None:
+            # In chat completions all choices share the prompt that comes with the first chunk.
+            state.reply.prompt_token_ids = prompt
+
+
+def _says_nothing(chunk: Json) -> bool:
+    """A chunk that carried only token ids: without them the engine would not have sent it."""
+    if chunk.get("usage"):
+        return False
+    for choice in chunk["choices"]:  # once a token: a plain loop, at half the price
+        if choice.get("delta") or choice.get("text") or choice.get("logprobs"):
+            return False
+        if "token_ids" in choice:
+            return False
+    return True
+
+
+class _Choice:
+    """One choice, put together from its deltas."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.reply = Reply()
+        self._role = "assistant"
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._tools: dict[int, Json] = {}
+        self._logprobs: list[Json] = []  # where the client asked for them
+
+    def add(self, choice: Json, version: int, call: Call) -> None:
+        self.reply.add(choice.get("token_ids"), logprobs_of(choice), version)
+        if call.shown.logprobs and choice.get("logprobs"):
+            self._logprobs.append(choice["logprobs"])
+        if (text := choice.get("text")) is not None:
+            self._content.append(text)
+        else:
+            self._say(choice["delta"])
+        if (finish := choice.get("finish_reason")) is not None:
+            self.reply.finish_reason = finish
+            self.reply.stop_reason = choice.get("stop_reason")
+            choice.pop(ROUTES, None)  # no stream of vLLM's has them yet; no client may
+
+    def close(self, head: Json, usage: Json | None) -> Reply:
+        self.reply.response = {
+            **head,
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": self.index,
+                    "message": self._message(),
+                    "finish_reason": self.reply.finish_reason,
+                    "stop_reason": self.reply.stop_reason,
+                }
+            ],
+        }
+        if usage is not None:
+            self.reply.response["usage"] = usage
+        if not self.reply.prompt_token_ids:
+            self.reply.drop("no_tokens")
+        return self.reply
+
+    def whole(self, call: Call) -> Json:
+        choice: Json = {"index": self.index}
+        if call.path.endswith("/chat/completions"):
+            choice["message"] = self._message()
+            if not call.shown.reasoning:
+                choice["message"].pop("reasoning", None)
+        else:
+            choice["text"] = "".join(self._content)
+        choice["logprobs"] = _joined(self._logprobs) if self._logprobs else None
+        choice["finish_reason"] = self.reply.finish_reason
+        choice["stop_reason"] = self.reply.stop_reason
+        if call.shown.ids:
+            choice["token_ids"] = self.reply.token_ids.tolist()
+        return choice
+
+    def _message(self) -> Json:
+        message: Json = {"role": self._role, "content": "".join(self._content) or None}
+        if self._reasoning:
+            message["reasoning"] = "".join(self._reasoning)
+        if self._tools:
+            message["tool_calls"] = [self._tools[index] for index in sorted(self._tools)]
+        return message
+
+    def _say(self, delta: Json) -> None:
+        if role := delta.get("role"):
+            self._role = role
+        if content := delta.get("content"):
+            self._content.append(content)
+        if thought := delta.get("reasoning"):
+            self._reasoning.append(thought)
+        for tool in delta.get("tool_calls") or ():
+            self._tool(tool)
+
+    def _tool(self, delta: Json) -> None:
+        function = delta.get("function") or {}
+        known = self._tools.get(delta["index"])
+        if known is None:
+            known = self._tools[delta["index"]] = {
+                "id": None,
+                "type": "function",
+                "function": {"name": "", "arguments": ""},
+            }
+        known["id"] = delta.get("id") or known["id"]
+        known["function"]["name"] += function.get("name") or ""
+        known["function"]["arguments"] += function.get("arguments") or ""
+
+
+def _joined(parts: list[Json]) -> Json:
+    """Log-probabilities of chunks as those of one answer: each list, one after another."""
+    joined: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            if isinstance(value, list):
+                joined[key] = joined.get(key, []) + value
+    return joined

@@ -1,0 +1,175 @@
+"""The servers behind the proxy: placing calls, going on to the next, waiting for one to be back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+import aiohttp
+
+from tracegrad.proxy.engine.fair_queue import NoRoom, WaitingCalls
+from tracegrad.proxy.engine.upstreams.base import (
+    MODELS_PATH,
+    TEXT_ONLY,
+    VLLM,
+    Capabilities,
+    Incoming,
+    Queue,
+    Timeouts,
+)
+from tracegrad.proxy.engine.upstreams.replica import Admit, Dropped, Refused, Replica
+from tracegrad.proxy.engine.upstreams.router import Placement
+from tracegrad.proxy.engine.upstreams.session import session_to
+from tracegrad.proxy.http.errors import ApiError, Unavailable
+
+# vLLM's server drops an idle connection after 5 s; we must be the first to let go.
+KEEPALIVE_S = 3.0
+# How often a call may be dropped without an answer: once by a pooled connection that the server
+# closed at the same moment, once by a server that died. A call that servers keep dying of must
+# not take them all.
+DROPS = 3
+
+
+class Upstreams:
+    """One or several servers of the same model, with one key.
+
+    Nothing of an answer has been seen before its first byte, so until then a call may go to
+    another server, or wait for one, without the client knowing.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        kind: Literal["vllm", "openai"] = "vllm",
+        api_key: str | None = None,
+        timeouts: Timeouts | None = None,
+        queue: Queue | None = None,
+        admit: Admit | None = None,
+    ) -> None:
+        """`urls`: base URLs without `/v1`. `kind`: openai for any compatible server but vLLM.
+        `admit(url)`: may a server that was down and is healthy again have calls? Its weights may
+        be those of its start. Asked again until it says yes.
+        """
+        if not urls:
+            raise ValueError("upstream: no URL given")
+        self.capabilities: Capabilities = VLLM if kind == "vllm" else TEXT_ONLY
+        self._urls = urls
+        self._health = "/health" if kind == "vllm" else MODELS_PATH
+        self._own = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeouts = timeouts or Timeouts()
+        self._queue = queue or Queue()
+        self._admit = admit
+        self._waiting = WaitingCalls(self._queue.max_waiting)
+        self._replicas: list[Replica] = []
+        self._placement = Placement[Replica]([])
+
+    def open(self) -> None:
+        # No limit on the whole: an answer takes as long as it takes, and a client that no longer
+        # wants it hangs up, which ends the call here too.
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self._timeouts.connect_s, sock_read=self._timeouts.read_s
+        )
+        self._replicas = [
+            Replica(
+                url,
+                session_to(url, timeout=timeout, keepalive_s=KEEPALIVE_S),
+                health=self._health,
+                headers=self._own,
+                admit=self._admit,
+                on_return=self._waiting.release,
+            )
+            for url in self._urls
+        ]
+        self._placement = Placement(self._replicas)
+
+    async def close(self) -> None:
+        for replica in self._replicas:
+            await replica.close()
+
+    def state(self) -> dict[str, Any]:
+        """For health and metrics: `waiting`, and of each server `url`, `up`, `in_flight`."""
+        servers = [{"url": r.url, "up": r.up, "in_flight": r.in_flight} for r in self._replicas]
+        return {"waiting": len(self._waiting), "servers": servers}
+
+    @asynccontextmanager
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        sticky: str | None = None,
+    ) -> AsyncIterator[Incoming]:
+        """As `Upstream.request`. Raises ApiError: Unavailable when nobody answers in time, 504
+        for a silent server, 502 for a broken one."""
+        if self._own:
+            headers = {**headers, **self._own}
+        patience_s = self._queue.max_wait_s
+        replica, response, answer = await self._ask(method, path, body, headers, sticky, patience_s)
+        try:
+            async with response:
+                yield answer
+        finally:
+            replica.leave()
+
+    async def models(self) -> bytes:
+        """As `Upstream.models`."""
+        replica, response, answer = await self._ask("GET", MODELS_PATH, None, self._own, None, 0)
+        try:
+            async with response:
+                return await answer.read()
+        finally:
+            replica.leave()
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        sticky: str | None,
+        patience_s: float,
+    ) -> tuple[Replica, aiohttp.ClientResponse, Incoming]:
+        deadline: float | None = None
+        drops = 0
+        while True:
+            replica = self._placement.choose(sticky)
+            if replica is None:
+                now = asyncio.get_running_loop().time()
+                deadline = now + patience_s if deadline is None else deadline
+                await self._wait(sticky, deadline - now)
+                continue
+            try:
+                response, answer = await replica.ask(method, path, body, headers)
+                return replica, response, answer
+            except Refused as error:
+                replica.mark_down(str(error))
+            except Dropped as error:
+                drops += 1
+                if drops == DROPS:
+                    raise _given_up(replica, error) from error
+                if drops > 1:
+                    replica.mark_down(str(error))
+
+    async def _wait(self, sticky: str | None, seconds: float) -> None:
+        if seconds <= 0:
+            raise self._unavailable()
+        try:
+            await self._waiting.wait(sticky, seconds)
+        except NoRoom as error:
+            raise self._unavailable(f"{len(self._waiting)} calls wait for it already") from error
+        except TimeoutError as error:
+            raise self._unavailable() from error
+
+    def _unavailable(self, *more: str) -> Unavailable:
+        faults = [f"the engine at {r.url} does not answer: {r.fault}" for r in self._replicas]
+        return Unavailable("; ".join([*faults, *more]), code="upstream_unreachable")
+
+
+def _given_up(replica: Replica, error: Dropped) -> ApiError:
+    message = f"{DROPS} times an engine took this call and gave no answer, last {replica.url}"
+    return ApiError(502, f"{message}: {error}", kind="upstream_error", code="upstream_dropped")

@@ -1,0 +1,197 @@
+"""One server: asking it, noticing that it is gone, and that it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import lru_cache
+
+import aiohttp
+from yarl import URL
+
+from tracegrad.proxy.engine.upstreams.base import Incoming
+from tracegrad.proxy.http.errors import ApiError
+from tracegrad.urls import http_base
+
+log = logging.getLogger("tracegrad.proxy")
+
+# Seconds between looks at a server that is down: doubling, up to the longest.
+FIRST_LOOK_S = 0.1
+LONGEST_LOOK_S = 2.0
+LOOK_TIMEOUT_S = 5.0
+
+# What vLLM says when its engine process has died under the server, which then shuts down.
+ENGINE_DIED = b"EngineCore encountered an issue"
+
+Admit = Callable[[str], Awaitable[bool]]
+
+
+class Refused(Exception):
+    """Nobody took the request."""
+
+
+class Dropped(Exception):
+    """The server took the request and went away without a byte of an answer."""
+
+
+class Replica:
+    """`in_flight` counts calls from `ask` to `leave`."""
+
+    def __init__(
+        self,
+        url: str,
+        session: aiohttp.ClientSession,
+        *,
+        health: str,
+        headers: Mapping[str, str],
+        admit: Admit | None,
+        on_return: Callable[[], None],
+    ) -> None:
+        """`session` is its own, and closed with it. `headers` go with looks at `health` (a path),
+        not with calls. `admit` is asked whether a server that is healthy again may have calls."""
+        self.url = url
+        self._base = http_base(url)
+        self.in_flight = 0
+        self.fault: str | None = None  # why it is down
+        self._session = session
+        self._health = health
+        # A connection that stayed open would be pooled, and die with a server that dies again.
+        self._headers = {**headers, "connection": "close"}
+        self._admit = admit
+        self._on_return = on_return
+        self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def up(self) -> bool:
+        return self.fault is None
+
+    async def ask(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> tuple[aiohttp.ClientResponse, Incoming]:
+        """The response, to be closed, and what there is to read of it: its first bytes are here.
+
+        A stream's headers come before its engine has done anything, so they do not count.
+        Raises Refused, Dropped, or ApiError.
+        """
+        self.in_flight += 1
+        try:
+            return await self._ask(method, path, body, headers)
+        except BaseException as error:
+            self.in_flight -= 1
+            if isinstance(error, aiohttp.ClientError | TimeoutError):
+                raise self._meaning(error) from error
+            raise
+
+    def leave(self) -> None:
+        self.in_flight -= 1
+
+    def mark_down(self, fault: str) -> None:
+        if self.fault is not None:
+            return
+        self.fault = fault
+        log.warning("the engine at %s does not answer (%s); it gets no calls", self.url, fault)
+        self._looking = asyncio.create_task(self._look_until_back())
+
+    async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
+        await self._session.close()
+
+    async def _ask(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> tuple[aiohttp.ClientResponse, Incoming]:
+        # Not followed: a redirect would take the call, and the key, to a server nobody named.
+        response = await self._session.request(
+            method, _join(self._base, path), data=body, headers=headers, allow_redirects=False
+        )
+        try:
+            first = await response.content.readany()
+        except BaseException:
+            response.close()
+            raise
+        if _says_engine_died(response.status, first):
+            response.close()
+            self.mark_down("its engine process died")
+            raise Dropped("its engine process died")
+        return response, Incoming(response.status, response.headers, self._rest(response, first))
+
+    async def _rest(self, response: aiohttp.ClientResponse, chunk: bytes) -> AsyncIterator[bytes]:
+        read = response.content.readany
+        while chunk:
+            yield chunk
+            try:
+                chunk = await read()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise self._broken_off(error) from error
+
+    def _meaning(self, error: Exception) -> Exception:
+        """What an error before the first byte of an answer comes down to."""
+        reason = str(error) or type(error).__name__
+        if isinstance(error, aiohttp.ClientSSLError):
+            # Waiting mends no certificate.
+            return _upstream_error(f"the engine at {self.url} cannot be trusted: {reason}")
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            return Refused(reason)
+        if isinstance(error, TimeoutError):
+            # Overloaded or hanging? A look will tell.
+            self.mark_down(reason)
+            return self._silent()
+        if isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError):
+            return Dropped(reason)
+        return _upstream_error(f"the engine at {self.url} does not speak HTTP: {reason}")
+
+    def _broken_off(self, error: Exception) -> ApiError:
+        if isinstance(error, TimeoutError):
+            return self._silent()
+        reason = str(error) or type(error).__name__
+        return _upstream_error(f"the engine broke off its answer: {reason}")
+
+    def _silent(self) -> ApiError:
+        silence = self._session.timeout.sock_read
+        message = f"the engine at {self.url} sent nothing for {silence:g} s"
+        return ApiError(504, message, kind="upstream_error", code="upstream_timeout")
+
+    async def _look_until_back(self) -> None:
+        loop = asyncio.get_running_loop()
+        since, pause = loop.time(), FIRST_LOOK_S
+        while not await self._is_back():
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_LOOK_S)
+        self.fault = None
+        log.warning("the engine at %s is back after %.1f s", self.url, loop.time() - since)
+        self._on_return()
+
+    async def _is_back(self) -> bool:
+        timeout = aiohttp.ClientTimeout(total=LOOK_TIMEOUT_S)
+        url = _join(self._base, self._health)
+        try:
+            async with self._session.get(url, headers=self._headers, timeout=timeout) as answer:
+                # A 404 comes from a server that has no such route, a 401 from one with keys.
+                healthy = answer.status < 500
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+        return healthy and (self._admit is None or await self._admitted(self._admit))
+
+    async def _admitted(self, admit: Admit) -> bool:
+        try:
+            return await admit(self.url)
+        except Exception:
+            log.exception("whether %s may have calls again cannot be told", self.url)
+            return False
+
+
+def _says_engine_died(status: int, first: bytes) -> bool:
+    if status == 500 or first.startswith(b'data: {"error"'):
+        return ENGINE_DIED in first
+    return False
+
+
+@lru_cache(maxsize=256)
+def _join(base: str, path: str) -> URL:
+    return URL(base + path)
+
+
+def _upstream_error(message: str) -> ApiError:
+    return ApiError(502, message, kind="upstream_error")

@@ -1,0 +1,174 @@
+"""The gate: when calls may reach the engine, and which policy version its tokens are.
+
+The engine says nothing of versions in a chat completion, so the proxy stamps them. A weight
+push goes: `hold` (new calls wait, short ones finish) -> the engine is paused and loads the
+weights -> `mark` (what arrives from now on is the new version) -> the engine resumes ->
+`release`. A stream that is open all along gets one span of tokens a version. A call whose body
+comes in one piece cannot be split: when a mark falls into it, its version is unknown.
+
+Everything runs on one event loop; nothing here is thread-safe, and nothing needs to be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from types import TracebackType
+
+from tracegrad.proxy.engine.fair_queue import NoRoom, WaitingCalls
+from tracegrad.proxy.http.errors import Unavailable
+
+log = logging.getLogger("tracegrad.proxy")
+
+# Tokens sent before the engine paused may sit in a socket when a mark comes. The mark waits
+# until nothing has arrived for one tick; the engine is silent, so the first tick mostly does.
+SETTLE_TICK_S = 0.01
+SETTLE_LIMIT_S = 1.0
+
+
+class Passage:
+    """One call's way through the gate, as an async context manager.
+
+    `version` is the policy version at the time of entry. `unknown` tells, after the call, that
+    its tokens cannot be told apart by version.
+    """
+
+    __slots__ = ("_gate", "admitted", "blocked", "key", "streaming", "unknown", "version")
+
+    def __init__(self, gate: Gate, key: str | None, *, streaming: bool) -> None:
+        self._gate = gate
+        self.key = key
+        self.streaming = streaming
+        self.version = gate.version
+        self.admitted = False  # let in, once
+        self.unknown = False
+        # Set while the client does not take what is sent: tokens may wait unread behind it.
+        self.blocked = False
+
+    def stamp(self) -> int:
+        """The version of tokens that arrive now."""
+        self._gate.arrivals += 1
+        return self._gate.version
+
+    async def __aenter__(self) -> Passage:
+        await self._gate.enter(self)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._gate.leave(self)
+
+
+class Gate:
+    def __init__(
+        self,
+        version: int = 0,
+        *,
+        held: bool = False,
+        max_waiting: int = 4096,
+        max_wait_s: float = 900.0,
+    ) -> None:
+        """`held`: nobody enters before a first `release`. At most `max_waiting` calls wait, each
+        at most `max_wait_s` seconds."""
+        self.version = version
+        self.arrivals = 0
+        self._held = held
+        self.pushes = held  # whether weights are pushed to the engine
+        self._inside: set[Passage] = set()
+        self._waiting = WaitingCalls(max_waiting)
+        self._max_wait_s = max_wait_s
+        self._whole = 0  # calls inside whose body comes in one piece
+        self._drained = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def passage(self, key: str | None = None, *, streaming: bool) -> Passage:
+        """`key`: the rollout, or None for a call without a name; rollouts take turns."""
+        return Passage(self, key, streaming=streaming)
+
+    def state(self) -> dict[str, int | bool]:
+        return {
+            "version": self.version,
+            "held": self._held,
+            "in_flight": len(self._inside),
+            "waiting": len(self._waiting),
+        }
+
+    async def enter(self, passage: Passage) -> None:
+        """Raises Unavailable when too many calls wait already, or this one has for too long."""
+        deadline = asyncio.get_running_loop().time() + self._max_wait_s if self._held else 0.0
+        while self._held:
+            await self._wait(passage, deadline - asyncio.get_running_loop().time())
+        passage.version = self.version
+        passage.admitted = True
+        self._inside.add(passage)
+        if not passage.streaming:
+            self._whole += 1
+
+    async def _wait(self, passage: Passage, seconds: float) -> None:
+        try:
+            await self._waiting.wait(passage.key, seconds)
+        except NoRoom:
+            waiting = f"{len(self._waiting)} calls wait already"
+            raise Unavailable(f"weights are being pushed, and {waiting}", code="busy") from None
+        except TimeoutError:
+            waited = f"this call has waited {self._max_wait_s:g} s"
+            raise Unavailable(f"weights are being pushed, and {waited}", code="busy") from None
+
+    def leave(self, passage: Passage) -> None:
+        self._inside.discard(passage)
+        if not passage.streaming:
+            self._whole -= 1
+            if self._whole == 0:
+                self._drained.set()
+
+    async def hold(self, *, ttl_s: float, drain_s: float) -> int:
+        """New calls wait. Returns the number of calls inside once those that come in one piece
+        have finished, or `drain_s` seconds later. A hold opens by itself after `ttl_s`."""
+        self._held = self.pushes = True
+        self._restart_timer(ttl_s)
+        if self._whole:
+            self._drained.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._drained.wait(), drain_s)
+        return len(self._inside)
+
+    async def mark(self, version: int) -> None:
+        """Tokens that arrive from now on are `version`. To be called while the engine is paused."""
+        await self._settle()
+        for passage in self._inside:
+            passage.unknown = passage.unknown or passage.blocked or not passage.streaming
+        self.version = version
+
+    def release(self) -> None:
+        """Waiting calls go on; rollouts take turns, each with its calls in order."""
+        self._held = False
+        self._drained.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._waiting.release()
+
+    async def _settle(self) -> None:
+        for _ in range(int(SETTLE_LIMIT_S / SETTLE_TICK_S)):
+            seen = self.arrivals
+            await asyncio.sleep(SETTLE_TICK_S)
+            if self.arrivals == seen:
+                return
+
+    def _restart_timer(self, ttl_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(ttl_s, self._expire, ttl_s)
+
+    def _expire(self, ttl_s: float) -> None:
+        log.error(
+            "a weight push held calls for %g s without a release; %d waiting calls go on",
+            ttl_s,
+            len(self._waiting),
+        )
+        self.release()

@@ -1,0 +1,250 @@
+"""Request bodies: one budget of memory for all in flight, and one place that reads them.
+
+A body has its memory before its first byte is read, as far as its length is known, and keeps it
+until its request is answered: what is made of it lives as long. One client (a key, or an address
+where no key is asked for) gets at most half of the budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
+
+from starlette.types import Message, Receive, Scope
+
+from tracegrad.proxy.config import ProxySettings
+from tracegrad.proxy.http.errors import BadRequest, Unavailable
+from tracegrad.proxy.http.json_size import exact_punctuation, memory_of, punctuation
+from tracegrad.proxy.http.request import read_body
+from tracegrad.proxy.http.worker_threads import Workers
+
+# Seconds that a body waits for memory, and how many wait at a time; the server's buffers hold some
+# 300 KiB of each meanwhile.
+WAIT_S = 2.0
+WAITING = 128
+# Events are read by one after the other on the event loop: a tenth of what others may hold.
+_API_SHARE = 10
+# Spans are no JSON, or packed: their route unpacks and counts itself.
+TRACES_PATH = "/v1/traces"
+_STEP = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """`body` and `api` (below /api) in bytes; `values` in a body; `memory` in bytes, of all."""
+
+    body: int
+    api: int
+    values: int
+    memory: int
+
+    @classmethod
+    def of(cls, settings: ProxySettings) -> Self:
+        return cls(
+            body=settings.max_body_mib << 20,
+            api=settings.max_api_body_mib << 20,
+            values=settings.max_values,
+            memory=settings.max_bodies_mib << 20,
+        )
+
+
+class Budget:
+    """Memory in bytes, for one event loop. `share`: the most that one client holds."""
+
+    def __init__(self, total: int, *, share: int, wait_s: float = WAIT_S) -> None:
+        self.free = total
+        self._share = share
+        self._wait_s = wait_s
+        self._held: Counter[str] = Counter()
+        self._waiting: list[tuple[asyncio.Future[None], str, int]] = []
+
+    def lease(self, client: str) -> Lease:
+        return Lease(self, client)
+
+    async def take(self, client: str, held: int, size: int) -> None:
+        """`held`: what the same request has already. Raises BadRequest (413) for what never
+        fits, Unavailable for what does not fit soon."""
+        if held + size > self._share:
+            raise BadRequest(
+                f"the body needs {(held + size) >> 20} MiB of memory to be read, and one client has"
+                f" {self._share >> 20} MiB (half of max_bodies_mib)",
+                status=413,
+                code="body_too_large",
+            )
+        if self._fits(client, size):
+            self._grant(client, size)
+            return
+        if len(self._waiting) < WAITING:
+            granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            waiter = granted, client, size
+            self._waiting.append(waiter)
+            try:
+                await asyncio.wait([granted], timeout=self._wait_s)
+            except asyncio.CancelledError:
+                if granted.done():
+                    self.give(client, size)
+                raise
+            finally:
+                if waiter in self._waiting:
+                    self._waiting.remove(waiter)
+            if granted.done():
+                return
+        raise Unavailable(
+            "the memory for request bodies (max_bodies_mib) is taken; send it again in a moment",
+            code="bodies_full",
+        )
+
+    def give(self, client: str, size: int) -> None:
+        self.free += size
+        self._held[client] -= size
+        if not self._held[client]:
+            del self._held[client]
+        for waiter in list(self._waiting):
+            granted, whose, wanted = waiter
+            if self._fits(whose, wanted):
+                self._waiting.remove(waiter)
+                self._grant(whose, wanted)
+                granted.set_result(None)
+
+    def _fits(self, client: str, size: int) -> bool:
+        return size <= self.free and self._held[client] + size <= self._share
+
+    def _grant(self, client: str, size: int) -> None:
+        self.free -= size
+        self._held[client] += size
+
+
+class Lease:
+    """What one request holds of the budget."""
+
+    __slots__ = ("_budget", "_client", "_held")
+
+    def __init__(self, budget: Budget, client: str) -> None:
+        self._budget = budget
+        self._client = client
+        self._held = 0
+
+    async def take(self, size: int) -> None:
+        """As `Budget.take`."""
+        if size > 0:
+            await self._budget.take(self._client, self._held, size)
+            self._held += size
+
+    def release(self) -> None:
+        if self._held:
+            self._budget.give(self._client, self._held)
+            self._held = 0
+
+
+def lease_of(scope: Scope) -> Lease:
+    """Behind the guard, the request's."""
+    lease: Lease = scope["tracegrad.lease"]
+    return lease
+
+
+class Bodies:
+    """Reads every request's body, whatever its route."""
+
+    def __init__(self, limits: BodyLimits, workers: Workers) -> None:
+        self._limits = limits
+        self._workers = workers
+        self._budget = Budget(limits.memory, share=limits.memory // 2)
+
+    def lease(self, client: str) -> Lease:
+        return self._budget.lease(client)
+
+    async def read(self, scope: Scope, receive: Receive, lease: Lease) -> Receive:
+        """A `receive` that has the whole body in its first message.
+
+        Raises BadRequest (413) for a body that is too large or holds too many values, Unavailable
+        where there is no memory for it, ClientGone when the rest of it never comes.
+        """
+        path = scope["path"]
+        in_api = path.startswith("/api/")
+        limit, setting = self._limits.body, "max_body_mib"
+        if in_api and self._limits.api < limit:
+            limit, setting = self._limits.api, "max_api_body_mib"
+        length = _length(scope["headers"])
+        if length is not None:
+            if length > limit:
+                raise _too_large(limit, setting)
+            await lease.take(length)
+        if length == 0:
+            return receive
+        counted = receive if length is not None else _counted(receive, limit, setting, lease)
+        body = await read_body(counted)
+        if path != TRACES_PATH:
+            most = self._limits.values // _API_SHARE if in_api else self._limits.values
+            await lease.take(await self._workers.run(len(body), weigh, body, most))
+        return _replayed(body, receive)
+
+
+def weigh(body: bytes, most_values: int) -> int:
+    """Bytes that a JSON text takes when it is parsed, beside its own. Raises BadRequest: 413 for
+    too many values, 400 for a text that Python would read in another encoding than UTF-8, whose
+    values nobody has counted then."""
+    if not json.detect_encoding(body[:4]).startswith("utf-8"):
+        raise BadRequest("the body is not UTF-8, which JSON is sent in")
+    found = punctuation(body)
+    if sum(found) > most_values:
+        found = exact_punctuation(body, most_values)
+    if sum(found) > most_values:
+        raise too_many_values(most_values)
+    return memory_of(body, *found)
+
+
+def too_many_values(most: int) -> BadRequest:
+    return BadRequest(
+        f"the body holds more than {most:,} values (max_values)",
+        status=413,
+        code="body_too_large",
+    )
+
+
+def _too_large(limit: int, setting: str) -> BadRequest:
+    return BadRequest(
+        f"the body is larger than {limit >> 20} MiB ({setting})", status=413, code="body_too_large"
+    )
+
+
+def _length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
+    """Of the body, in bytes; None for one that comes in chunks."""
+    length = 0
+    for name, value in headers:
+        if name == b"content-length":
+            length = int(value)
+        elif name == b"transfer-encoding":
+            return None
+    return length
+
+
+def _counted(receive: Receive, limit: int, setting: str, lease: Lease) -> Receive:
+    """Takes memory for what comes, step by step."""
+    size = taken = 0
+
+    async def counted() -> Message:
+        nonlocal size, taken
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > limit:
+            raise _too_large(limit, setting)
+        if size > taken:
+            step = size - taken + _STEP
+            await lease.take(step)
+            taken += step
+        return message
+
+    return counted
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return given.pop() if given else await receive()
+
+    return replayed

@@ -1,0 +1,103 @@
+"""Spans into facts: themselves, the turns that LLM spans tell of, scores, and whole rollouts.
+
+All is made of the spans alone, under ids that never change: an export that is sent again, because
+its answer was lost or the store could not be written half-way, changes nothing that is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tracegrad.events import SpanEnded
+from tracegrad.proxy.auth.rollout_attribution import TraceMap
+from tracegrad.proxy.capture.call_index import Recent
+from tracegrad.proxy.capture.recorder import Recorder
+from tracegrad.proxy.otel.commit import commit_each
+from tracegrad.proxy.otel.llm_span import Told
+from tracegrad.proxy.otel.rewards import KnowsOrder, Rewards
+from tracegrad.proxy.otel.rollout_assignment import KnowsTraces, Naming
+from tracegrad.proxy.otel.span_to_turn import KnowsTurns, LlmCalls, marked
+from tracegrad.proxy.otel.trace_summary import Notes, finished
+from tracegrad.proxy.prompt_reuse import Continuation
+from tracegrad.store.errors import StoreUnavailable
+
+# Traces whose spans are still expected, at most.
+_TRACES = 10_000
+
+
+class Asked(KnowsTraces, KnowsTurns, KnowsOrder, Protocol):
+    """What `tracegrad.store.Store` is asked here."""
+
+
+class Ingest:
+    def __init__(
+        self, recorder: Recorder, continuation: Continuation, traces: TraceMap, store: Asked
+    ) -> None:
+        self._recorder = recorder
+        self._naming = Naming(traces, store)
+        self._calls = LlmCalls(recorder, continuation, self._naming, store)
+        self._rewards = Rewards(self._naming, recorder.seen, store)
+        self._notes: Recent[str, Notes] = Recent(_TRACES)
+
+    async def take(self, told: Sequence[Told]) -> str:
+        """Commits all of it; what is wrong with some of it, empty where nothing is.
+
+        Raises Unavailable when the store cannot be read or written; then it is to be sent again.
+        """
+        try:
+            return await self._taken(told)
+        except StoreUnavailable as error:
+            raise self._recorder.unavailable(error) from error
+
+    async def _taken(self, told: Sequence[Told]) -> str:
+        await self._naming.learn([each.span for each in told])
+        self._note(told)
+        new = await self._calls.new(told)
+        roots = self._roots(told)
+        spans = self._naming.named([marked(each, new) for each in told])
+        opened = [self._notes_of(root.trace_id).opened(id, root) for id, root in roots]
+        problems = [each.problem for each in told]
+        problems += (await commit_each(self._recorder, [*opened, *spans])).values()
+        problems.append(await self._calls.commit(new, told))
+        rewards, problem = await self._rewards.given_by(told)
+        # Whoever sees that a rollout has ended finds all of it.
+        ends = [finished(id, root) for id, root in roots]
+        problems.append(problem)
+        problems += (await commit_each(self._recorder, [*rewards, *ends])).values()
+        return next(filter(None, problems), "")
+
+    def _note(self, told: Sequence[Told]) -> None:
+        for each in told:
+            span = each.span
+            self._recorder.seen.placed(span.trace_id, span.span_id, span.parent_span_id)
+            if each.genai:
+                self._notes_of(span.trace_id).take(span)
+
+    def _notes_of(self, trace_id: str) -> Notes:
+        notes = self._notes.get(trace_id)
+        if notes is None:
+            notes = Notes()
+            self._notes.put(trace_id, notes)
+        return notes
+
+    def _roots(self, told: Sequence[Told]) -> list[tuple[str, SpanEnded]]:
+        """The rollouts that begin and end with a root span among these. One that somebody named
+        is theirs to open and to finish."""
+        found: list[tuple[str, SpanEnded]] = []
+        for each in told:
+            span = each.span
+            if span.parent_span_id is not None or span.rollout_id is not None:
+                continue
+            if each.genai:
+                self._naming.own(span.trace_id)
+            rollout_id = self._naming.rollout_of(span.trace_id)
+            if rollout_id is not None and self._ends_with(rollout_id, each):
+                found.append((rollout_id, span))
+        return found
+
+    def _ends_with(self, rollout_id: str, root: Told) -> bool:
+        if rollout_id == root.span.trace_id:
+            return True
+        # A call that lies in no agent's span is a trace of its own, and one of many.
+        return root.llm is None and self._recorder.seen.was_inferred(rollout_id)

@@ -1,0 +1,92 @@
+"""OpenTelemetry spans over HTTP: `POST /v1/traces`, ours and those of other libraries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tracegrad.proxy.auth.middleware import Caller, caller_of, owned
+from tracegrad.proxy.http.errors import ApiError, BadRequest
+from tracegrad.proxy.http.request import ClientGone, headers_of, read_body
+from tracegrad.proxy.http.request_body import Lease, lease_of
+from tracegrad.proxy.http.worker_threads import LARGE, Workers
+from tracegrad.proxy.otel.ingest import Ingest
+from tracegrad.proxy.otel.llm_span import Told, told_by, without_scores
+from tracegrad.proxy.otel.otlp import (
+    JSON,
+    PROTOBUF,
+    ROLLOUT_ATTRIBUTE,
+    Export,
+    Unpacker,
+    answer,
+    memory_of,
+    read_export,
+    type_of,
+)
+
+__all__ = ["JSON", "PROTOBUF", "ROLLOUT_ATTRIBUTE", "ExportLimits", "Ingest", "Traces"]
+
+# Bytes that are unpacked at a time.
+_PIECE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ExportLimits:
+    """Of one export: `body` in bytes, unpacked; `values` of JSON or fields; `spans` kept."""
+
+    body: int
+    values: int
+    spans: int
+
+
+class Traces:
+    def __init__(self, ingest: Ingest, limits: ExportLimits, workers: Workers) -> None:
+        self._ingest = ingest
+        self._limits = limits
+        self._workers = workers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = headers_of(scope)
+        try:
+            kind = type_of(headers.get("content-type", ""))
+            encoding = headers.get("content-encoding", "identity")
+            data = await read_body(receive)
+            lease = lease_of(scope)
+            if encoding != "identity":
+                data = await self._unpacked(data, encoding, lease)
+            run, size = self._workers.run, len(data)
+            await lease.take(await run(size, memory_of, data, kind, self._limits.values))
+            # Always in a thread: a span is a hundred times the work of its bytes' parsing.
+            export, told = await run(LARGE + 1, self._read, data, kind, caller_of(scope))
+            problem = await self._ingest.take(told)
+            export = replace(export, problem=export.problem or problem)
+            response = Response(answer(export, kind), media_type=kind)
+        except ApiError as error:
+            response = error.response()
+        except ClientGone:
+            return
+        await response(scope, receive, send)
+
+    async def _unpacked(self, raw: bytes, encoding: str, lease: Lease) -> bytes:
+        """Raises BadRequest (413) for more than the limit, Unavailable where memory is short."""
+        unpacker, limit = Unpacker(raw, encoding), self._limits.body
+        pieces: list[bytes] = []
+        size = 0
+        while piece := await self._workers.run(LARGE + 1, unpacker.piece, _PIECE):
+            size += len(piece)
+            if size > limit:
+                raise BadRequest(
+                    f"the body unpacks to more than {limit >> 20} MiB (max_body_mib)",
+                    status=413,
+                    code="body_too_large",
+                )
+            await lease.take(len(piece))
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def _read(self, data: bytes, kind: str, caller: Caller) -> tuple[Export, list[Told]]:
+        export = read_export(data, kind, self._limits.spans)
+        told = [told_by(span) for span in owned(export.spans, caller)]
+        return export, told if caller.scores else [without_scores(each) for each in told]

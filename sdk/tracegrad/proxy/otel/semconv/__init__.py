@@ -1,0 +1,38 @@
+"""Spans of other libraries: which of them are LLM calls, and what was said in them."""
+
+from __future__ import annotations
+
+from tracegrad.events import SpanEnded
+from tracegrad.proxy.otel.semconv import openinference, opentelemetry, traceloop
+from tracegrad.proxy.otel.semconv.chat_completion import LlmCall
+
+__all__ = ["LlmCall", "is_genai", "llm_call"]
+
+_MODEL = "gen_ai.request.model"
+_PREFIXES = ("gen_ai.", "openinference.", "traceloop.", "llm.")
+
+
+def llm_call(span: SpanEnded) -> LlmCall | None:
+    """The call that the span tells of; None for a span that is none.
+
+    Many spans carry names of several conventions. The one that its library wrote for decides.
+    """
+    told = span.attributes
+    if (kind := told.get(openinference.KIND)) is not None:
+        return openinference.read(span) if str(kind).upper() == "LLM" else None
+    flat = traceloop.is_flat(told)
+    if (operation := told.get(opentelemetry.OPERATION)) is not None:
+        if str(operation) not in opentelemetry.LLM_OPERATIONS:
+            return None
+        return traceloop.read(span) if flat else opentelemetry.read(span)
+    # Before there was a name for the operation, there was Traceloop's; and else whoever named a
+    # model had called it.
+    kind = told.get(traceloop.REQUEST_TYPE)
+    if not flat and (str(kind) not in traceloop.LLM_TYPES if kind else _MODEL not in told):
+        return None
+    return traceloop.read(span) if flat else opentelemetry.read(span)
+
+
+def is_genai(span: SpanEnded) -> bool:
+    """Whether the span is an agent's at all: a model's call, a tool, a chain, a retriever."""
+    return any(name.startswith(_PREFIXES) for name in span.attributes)

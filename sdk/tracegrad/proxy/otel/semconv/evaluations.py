@@ -1,0 +1,70 @@
+"""Evaluations that spans tell of: OpenTelemetry's event `gen_ai.evaluation.result`, and
+OpenInference's attributes `evaluations.0.evaluation.score` (or `annotations`; with `trace.` before
+them, of the whole trace). Results without a number (labels alone) are no rewards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tracegrad.events import SpanEnded
+from tracegrad.proxy.otel.semconv.flat_attributes import in_order, nested
+from tracegrad.proxy.otel.semconv.span_events import events_of
+
+_RESULT = "gen_ai.evaluation.result"
+# Of the span, or of all its trace.
+_FLAT = (
+    ("evaluations", "evaluation", False),
+    ("annotations", "annotation", False),
+    ("trace.evaluations", "evaluation", True),
+    ("trace.annotations", "annotation", True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """`key` tells it from the span's others. `whole`: of the whole trace, not of the span.
+    `response_id`: the answer that it is of, where it says so."""
+
+    key: str
+    name: str
+    value: float
+    whole: bool = False
+    response_id: str | None = None
+
+
+def scores_of(span: SpanEnded) -> list[Score]:
+    return [*_from_events(span), *_from_attributes(span)]
+
+
+def _from_events(span: SpanEnded) -> Iterator[Score]:
+    results = (event for event in events_of(span) if event.name == _RESULT)
+    for number, (_, told) in enumerate(results):
+        value = _value(told, "gen_ai.evaluation.score.value")
+        name = told.get("gen_ai.evaluation.name")
+        if value is None or not name:
+            continue
+        answer = told.get("gen_ai.response.id")
+        yield Score(
+            f"event.{number}", str(name), value, response_id=str(answer) if answer else None
+        )
+
+
+def _from_attributes(span: SpanEnded) -> Iterator[Score]:
+    for prefix, word, whole in _FLAT:
+        for number, branch in enumerate(in_order(nested(span.attributes, prefix))):
+            told = branch.get(word)
+            if not isinstance(told, Mapping):
+                continue
+            value, name = _value(told, "score"), told.get("name")
+            if value is not None and name:
+                yield Score(f"{prefix}.{number}", str(name), value, whole=whole)
+
+
+def _value(told: Mapping[str, Any], name: str) -> float | None:
+    value = told.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None

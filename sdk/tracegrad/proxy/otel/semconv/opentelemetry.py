@@ -1,0 +1,223 @@
+"""LLM spans by OpenTelemetry's own conventions for GenAI, from their first form to today's.
+
+Texts stand, by age of the library, in the attributes `gen_ai.input.messages` and
+`gen_ai.output.messages`, in those of an event `gen_ai.client.inference.operation.details`, in one
+event a message (`gen_ai.user.message`, `gen_ai.choice`), or in the events `gen_ai.content.prompt`
+and `gen_ai.content.completion`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tracegrad.events import Json, SpanEnded
+from tracegrad.proxy.otel.semconv.chat_completion import (
+    LlmCall,
+    first,
+    function_tools,
+    message_of,
+    objects,
+    parsed,
+    reply,
+    request_of,
+    response_of,
+    role_of,
+    spelled,
+    tool_call,
+    tool_message,
+    url_part,
+    usage_of,
+)
+from tracegrad.proxy.otel.semconv.span_events import Event, events_of
+
+OPERATION = "gen_ai.operation.name"
+LLM_OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
+
+_INPUT, _OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"
+_INSTRUCTIONS, _TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
+_DETAILS = "gen_ai.client.inference.operation.details"
+_CHOICE = "gen_ai.choice"
+_MESSAGES = {f"gen_ai.{role}.message": role for role in ("system", "user", "assistant", "tool")}
+_PROMPT, _COMPLETION = "gen_ai.content.prompt", "gen_ai.content.completion"
+
+_SETTINGS = {
+    "temperature": ("gen_ai.request.temperature",),
+    "top_p": ("gen_ai.request.top_p",),
+    "top_k": ("gen_ai.request.top_k", "llm.top_k"),
+    "max_tokens": ("gen_ai.request.max_tokens", "gen_ai.request.max_completion_tokens"),
+    "stop": ("gen_ai.request.stop_sequences", "llm.chat.stop_sequences"),
+    "seed": ("gen_ai.request.seed", "gen_ai.openai.request.seed"),
+    "n": ("gen_ai.request.choice.count", "gen_ai.request.n"),
+    "presence_penalty": ("gen_ai.request.presence_penalty", "llm.presence_penalty"),
+    "frequency_penalty": ("gen_ai.request.frequency_penalty", "llm.frequency_penalty"),
+}
+_PROMPT_TOKENS = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
+_COMPLETION_TOKENS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
+_CACHED = ("gen_ai.usage.cache_read.input_tokens", "gen_ai.usage.cache_read_input_tokens")
+_REASONING = ("gen_ai.usage.reasoning.output_tokens", "gen_ai.usage.reasoning_tokens")
+_FINISH = ("gen_ai.response.finish_reasons", "gen_ai.response.finish_reason")
+
+
+def read(span: SpanEnded) -> LlmCall:
+    """Of an LLM span."""
+    events = list(events_of(span))
+    details = [event.attributes for event in events if event.name == _DETAILS]
+    told = {**span.attributes, **(details[-1] if details else {})}
+    messages = _instructions(told)
+    for message in objects(told.get(_INPUT)):
+        messages += _input(message)
+    outputs = objects(told.get(_OUTPUT))
+    if not messages:
+        messages = _told_by_events(events)
+    outputs = outputs or _choices(events)
+    return call_of(
+        told,
+        messages=messages,
+        tools=function_tools(parsed(told.get(_TOOLS))),
+        replies=[_reply(output) for output in outputs],
+        finish_reasons=[output.get("finish_reason") for output in outputs],
+    )
+
+
+def call_of(
+    told: Mapping[str, Any],
+    *,
+    messages: list[Json],
+    tools: list[Json],
+    replies: list[Json],
+    finish_reasons: list[Any],
+) -> LlmCall:
+    """The call with what stands in single attributes: model, settings, usage."""
+    settings = {name: first(told, names) for name, names in _SETTINGS.items()}
+    model = told.get("gen_ai.request.model")
+    response = response_of(
+        id=told.get("gen_ai.response.id"),
+        model=told.get("gen_ai.response.model") or model,
+        replies=replies,
+        finish_reasons=finish_reasons if any(finish_reasons) else _listed(first(told, _FINISH)),
+        usage=usage_of(
+            first(told, _PROMPT_TOKENS),
+            first(told, _COMPLETION_TOKENS),
+            cached=first(told, _CACHED),
+            reasoning=first(told, _REASONING),
+        ),
+    )
+    return LlmCall(request_of(model, messages, tools, settings), response)
+
+
+def _instructions(told: Mapping[str, Any]) -> list[Json]:
+    given = parsed(told.get(_INSTRUCTIONS))
+    if not given:
+        return []
+    parts = given if isinstance(given, list) else [given]
+    text, _, _ = _taken_apart(parts)
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _input(told: Json) -> list[Json]:
+    """A message of the conversation. Results of tools, which may stand beside one another or a
+    text, are messages of their own."""
+    if not isinstance(told.get("parts"), list):
+        return [_plain(told)]
+    parts = [part for part in told["parts"] if _kind(part) != "tool_call_response"]
+    results = [part for part in told["parts"] if _kind(part) == "tool_call_response"]
+    messages = [tool_message(each.get("id"), spelled(_result(each))) for each in results]
+    if role_of(told.get("role")) == "assistant":
+        return [*messages, _reply({**told, "parts": parts})]
+    content, _, _ = _taken_apart(parts)
+    if parts or not results:
+        messages.append(message_of(told.get("role"), content, name=told.get("name")))
+    return messages
+
+
+def _reply(told: Json) -> Json:
+    if not isinstance(told.get("parts"), list):
+        return _plain({**told, "role": "assistant"})
+    content, calls, reasoning = _taken_apart(told["parts"])
+    return reply(content, calls, reasoning)
+
+
+def _taken_apart(parts: list[Any]) -> tuple[str | list[Json], list[Json], str]:
+    """Content, tool calls and reasoning."""
+    content: list[Any] = []
+    calls: list[Json] = []
+    reasoning: list[str] = []
+    for part in parts:
+        kind = _kind(part)
+        if kind == "tool_call":
+            calls.append(tool_call(part.get("id"), part.get("name"), part.get("arguments")))
+        elif kind in ("reasoning", "thinking"):
+            reasoning.append(str(part.get("content") or part.get("thinking") or ""))
+        elif kind == "uri" and part.get("uri"):
+            content.append(url_part(part.get("modality"), str(part["uri"])))
+        elif kind == "blob" and part.get("content"):
+            data = f"data:{part.get('mime_type') or ''};base64,{part['content']}"
+            content.append(url_part(part.get("modality"), data))
+        else:
+            content.append(part)
+    return spelled(content), calls, "\n".join(filter(None, reasoning))
+
+
+def _kind(part: Any) -> str | None:
+    return part.get("type") if isinstance(part, Mapping) else None
+
+
+def _result(part: Json) -> Any:
+    """`result` in the first drafts."""
+    return part.get("response", part.get("result", part.get("content")))
+
+
+def _plain(told: Mapping[str, Any]) -> Json:
+    """A message as chat completions spell it, or nearly."""
+    calls = [_plain_call(each) for each in objects(told.get("tool_calls"))]
+    return message_of(
+        told.get("role"),
+        parsed(content) if _is_list(content := told.get("content")) else content,
+        calls,
+        tool_call_id=told.get("tool_call_id", told.get("id")),
+        name=told.get("name"),
+        reasoning=told.get("reasoning") or told.get("reasoning_content"),
+    )
+
+
+def _is_list(content: Any) -> bool:
+    """Whether a text is a JSON list of parts, as some libraries write contents."""
+    return isinstance(content, str) and content.startswith("[{") and bool(objects(content))
+
+
+def _plain_call(told: Json) -> Json:
+    function = told.get("function")
+    inner = function if isinstance(function, Mapping) else told
+    return tool_call(told.get("id"), inner.get("name"), inner.get("arguments"))
+
+
+def _told_by_events(events: Iterable[Event]) -> list[Json]:
+    messages: list[Json] = []
+    for name, told in events:
+        if name in _MESSAGES:
+            messages.append(_plain({"role": _MESSAGES[name], **told}))
+        elif name == _PROMPT:
+            messages += map(_plain, objects(told.get("gen_ai.prompt")))
+    return messages
+
+
+def _choices(events: Iterable[Event]) -> list[Json]:
+    """Messages with their `finish_reason`."""
+    found: list[Json] = []
+    for name, told in events:
+        if name == _CHOICE:
+            message = parsed(told.get("message"))
+            inner: Json = message if isinstance(message, dict) else {"content": message}
+            outer: Json = {"tool_calls": told.get("tool_calls")}
+            found.append({**outer, **inner, "finish_reason": told.get("finish_reason")})
+        elif name == _COMPLETION:
+            found += objects(told.get("gen_ai.completion"))
+    return found
+
+
+def _listed(reasons: Any) -> list[Any]:
+    told = parsed(reasons) if isinstance(reasons, str) and reasons.startswith("[") else reasons
+    if told is None:
+        return []
+    return list(told) if isinstance(told, list | tuple) else [told]

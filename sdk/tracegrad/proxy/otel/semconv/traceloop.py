@@ -1,0 +1,63 @@
+"""LLM spans of Traceloop's OpenLLMetry before it took to OpenTelemetry's conventions.
+
+Every message is an attribute a field: `gen_ai.prompt.0.role`, `gen_ai.completion.0.content`,
+`gen_ai.completion.0.tool_calls.0.name`, `llm.request.functions.0.parameters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tracegrad.events import Json, SpanEnded
+from tracegrad.proxy.otel.semconv import opentelemetry
+from tracegrad.proxy.otel.semconv.chat_completion import (
+    LlmCall,
+    function_tool,
+    message_of,
+    objects,
+    parsed,
+    tool_call,
+)
+from tracegrad.proxy.otel.semconv.flat_attributes import in_order, nested
+
+REQUEST_TYPE = "llm.request.type"
+LLM_TYPES = frozenset({"chat", "completion"})
+
+_PROMPT, _COMPLETION = "gen_ai.prompt", "gen_ai.completion"
+_FUNCTIONS = "llm.request.functions"
+
+
+def is_flat(attributes: Mapping[str, Any]) -> bool:
+    """Whether messages stand in attributes of their own."""
+    return any(name.startswith((_PROMPT + ".0", _COMPLETION + ".0")) for name in attributes)
+
+
+def read(span: SpanEnded) -> LlmCall:
+    told = span.attributes
+    completions = in_order(nested(told, _COMPLETION))
+    tools = (function_tool(each) for each in in_order(nested(told, _FUNCTIONS)))
+    return opentelemetry.call_of(
+        told,
+        messages=[_message(each) for each in in_order(nested(told, _PROMPT))],
+        tools=[tool for tool in tools if tool is not None],
+        replies=[_message({**each, "role": "assistant"}) for each in completions],
+        finish_reasons=[each.get("finish_reason") for each in completions],
+    )
+
+
+def _message(told: Json) -> Json:
+    calls = [
+        tool_call(each.get("id"), each.get("name"), each.get("arguments"))
+        for each in in_order(told.get("tool_calls"))
+    ]
+    content = told.get("content")
+    if isinstance(content, str) and content.startswith("[{") and objects(content):
+        content = parsed(content)  # parts, told as JSON
+    return message_of(
+        told.get("role") or ("assistant" if calls else "user"),
+        content,
+        calls,
+        tool_call_id=told.get("tool_call_id"),
+        reasoning=told.get("reasoning"),
+    )

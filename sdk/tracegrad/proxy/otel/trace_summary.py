@@ -1,0 +1,88 @@
+"""What the spans of a trace say of the rollout that it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tracegrad.events import Outcome, RolloutFinished, RolloutOpened, SpanEnded
+from tracegrad.proxy.otel.otlp import SERVICE
+from tracegrad.proxy.otel.semconv import openinference
+from tracegrad.proxy.otel.semconv.chat_completion import first, parsed
+from tracegrad.proxy.otel.semconv.span_events import STATUS_MESSAGE, events_of
+
+_AGENT = ("gen_ai.agent.name", "agent.name")
+_WORKFLOW = "traceloop.workflow.name"
+# What says which conversation the rollout is one exchange of: a tag, since a conversation is no
+# attempt at a task.
+_PROPERTIES = "traceloop.association.properties."
+_TAGS = {
+    "session.id": ("session.id", _PROPERTIES + "session_id"),
+    "gen_ai.conversation.id": ("gen_ai.conversation.id",),
+    "thread_id": ("thread_id", _PROPERTIES + "thread_id"),
+}
+
+
+@dataclass(slots=True)
+class Notes:
+    """Of one trace, from all of its spans that came so far."""
+
+    agent: str | None = None
+    agent_ns: int = 0
+    tags: dict[str, str] = field(default_factory=dict)
+
+    def take(self, span: SpanEnded) -> None:
+        told = span.attributes
+        agent = first(told, _AGENT)
+        # The outermost agent began first.
+        if agent and (self.agent is None or span.start_ns < self.agent_ns):
+            self.agent, self.agent_ns = str(agent), span.start_ns
+        metadata = parsed(told.get("metadata"))  # LangGraph's configuration, by OpenInference
+        told = {**metadata, **told} if isinstance(metadata, Mapping) else told
+        for tag, names in _TAGS.items():
+            if (value := first(told, names)) not in (None, ""):
+                self.tags.setdefault(tag, str(value))
+
+    def opened(self, rollout_id: str, root: SpanEnded) -> RolloutOpened:
+        """As the root tells it, which comes last."""
+        told = root.attributes
+        agent = self.agent or first(told, (SERVICE, _WORKFLOW))
+        if agent is None and told.get(openinference.KIND) == "AGENT":
+            agent = root.name
+        return RolloutOpened(
+            rollout_id=rollout_id,
+            agent=str(agent) if agent else None,
+            tags=dict(self.tags),
+            opened_at=_by_now(root.start_ns),
+        )
+
+
+def finished(rollout_id: str, root: SpanEnded) -> RolloutFinished:
+    """Where the root failed, the agent did. A rollout of calls that came through the proxy ended
+    when we are told; one that spans alone tell of, when they say."""
+    failed = root.status == "error"
+    return RolloutFinished(
+        rollout_id=rollout_id,
+        outcome=Outcome.AGENT_ERROR if failed else Outcome.COMPLETED,
+        error=_error(root) if failed else None,
+        finished_at=root.end_ns / 1e9,
+        recorded_at=_by_now(root.end_ns) if rollout_id == root.trace_id else time.time(),
+    )
+
+
+def _by_now(ns: int) -> float:
+    """Seconds, none of them to come; 0 is OTLP's word for a time that nobody said."""
+    now = time.time()
+    return min(ns / 1e9, now) if ns else now
+
+
+def _error(root: SpanEnded) -> str | None:
+    told: Any = root.attributes.get(STATUS_MESSAGE)
+    if told:
+        return str(told)
+    exceptions = [each for name, each in events_of(root) if name == "exception"]
+    last = exceptions[-1] if exceptions else {}
+    words = [str(last[name]) for name in ("exception.type", "exception.message") if last.get(name)]
+    return ": ".join(words) or None

@@ -1,0 +1,84 @@
+"""How the engine's model writes its prompts, found out when it is first needed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import orjson
+
+from tracegrad.chat.model import Inexact, ModelText, load_model_text
+from tracegrad.proxy.http.errors import ApiError
+from tracegrad.proxy.prompt_reuse.fork_reasons import Fork, Reason
+
+log = logging.getLogger("tracegrad.proxy")
+
+# So many of the engine's prompts are tokenised here too before the tokenizer is believed.
+CHECKED = 16
+
+# The engine's answer to GET /v1/models.
+ListsModels = Callable[[], Awaitable[bytes]]
+
+
+class EngineText:
+    """`folder`: of tokenizer and chat template; without one, what the engine calls its root."""
+
+    def __init__(self, folder: Path | None, models: ListsModels) -> None:
+        self._folder = folder
+        self._models = models
+        self._found: ModelText | Fork | None = None
+        self._lock = asyncio.Lock()
+        self._checked = 0
+        self._said = False
+
+    async def get(self) -> ModelText | Fork:
+        """The fork that every continuation meets where prompts cannot be reproduced exactly."""
+        if self._found is None:
+            async with self._lock:
+                if self._found is None:
+                    return await self._find()
+        return self._found
+
+    def tokenizes(self, text: ModelText, prompt_ids: array[int]) -> bool:
+        """Whether the tokens that the engine made of a prompt are those that are made of it here.
+
+        What is new in a prompt is tokenised here, and the engine takes whatever it is given: a
+        folder that is not quite the engine's would go unnoticed. Slow for long prompts, so only
+        the first ones are looked at; not to be called on the event loop.
+        """
+        if self._checked >= CHECKED:
+            return True
+        if text.tokenizer.encode(text.tokenizer.decode(prompt_ids)) == prompt_ids:
+            self._checked += 1
+            return True
+        if not self._said:
+            self._said = True
+            log.error("the engine's tokens of a prompt are not those of the tokenizer found here")
+        return False
+
+    async def _find(self) -> ModelText | Fork:
+        try:
+            folder = self._folder or await self._root()
+            self._found = await asyncio.to_thread(load_model_text, folder)
+        except Inexact as error:
+            log.warning("prompts are not continued token for token: %s", error)
+            self._found = Fork(Reason.TOKENIZER, str(error))
+        except ApiError as error:
+            # The engine is away: it may be asked again with the next call.
+            return Fork(Reason.TOKENIZER, error.message)
+        return self._found
+
+    async def _root(self) -> Path:
+        try:
+            root = orjson.loads(await self._models())["data"][0].get("root")
+        except (ValueError, KeyError, TypeError, LookupError, AttributeError) as error:
+            raise Inexact("the engine does not say where its model is") from error
+        if not isinstance(root, str) or not await asyncio.to_thread(Path(root).is_dir):
+            raise Inexact(
+                f"the engine's model is {root!r}, no folder here: give its tokenizer's folder "
+                "with --tokenizer"
+            )
+        return Path(root)

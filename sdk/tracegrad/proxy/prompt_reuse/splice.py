@@ -1,0 +1,153 @@
+"""The exact tokens of a prompt that continues a recorded turn, or the reason why there are none.
+
+Write `before` for the text of the recorded turn's prompt as the template renders it, and `whole`
+for that of the new one. A splice is right when
+
+    whole = before + reply + stop + new
+
+where `stop` is the text of the token that ended the reply. The tokens are then those of the
+recorded prompt, those that were sampled, and those of `new`; the prompt differs from one rendered
+afresh only inside replies, where it keeps what the model wrote itself. The equation is checked
+on the real text. What it does not tell is where in `whole` the reply ends: that is proven by
+renderings in which marks stand for the reply and for the new messages (`cut`).
+
+Everything is recorded messages, tokens and one clock: the result depends on nothing else.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from tracegrad.chat.messages import Frame, has_media
+from tracegrad.chat.model import ModelText
+from tracegrad.chat.recorded_turn import RecordedTurn
+from tracegrad.chat.renderer import Renderer, end_token, was_sent
+from tracegrad.chat.template import RenderError
+from tracegrad.chat.tokenizer import NotText
+from tracegrad.events import Json
+from tracegrad.proxy.prompt_reuse.fork_reasons import Fork, Forked, Reason
+from tracegrad.proxy.prompt_reuse.reply_boundary import Continued, cut_after_stop, cut_at_length
+
+
+@dataclass(frozen=True, slots=True)
+class Spliced:
+    """`ids` is the whole prompt; its last `new` tokens are the rendering of what is new. `lossy`
+    if a prompt rendered afresh would lose something of the reply that this one keeps."""
+
+    ids: array[int]
+    new: int
+    lossy: bool = False
+
+
+def splice(
+    text: ModelText,
+    chain: Sequence[RecordedTurn],
+    messages: Sequence[Json],
+    frame: Frame,
+    now: datetime,
+) -> Spliced | Fork:
+    """The prompt for `messages`, which continue the last turn of `chain`.
+
+    `chain` is the path to that turn from its root: each turn's prompt begins with the prompt and
+    completion of the one before. `messages` hold the recorded replies in place of what the client
+    sent (`matching.recorded_conversation`). `now` is the clock of the root's rendering, the same
+    for all of a path. It costs 5 renderings: one less the first time that a root is continued, one
+    more where the template writes the reply otherwise than the model did.
+    """
+    parent = chain[-1]
+    try:
+        _accept(parent, messages)
+        return _spliced(Renderer(text, frame, now), chain, messages)
+    except Forked as forked:
+        return forked.fork
+    except RenderError as error:
+        return Fork(Reason.TEMPLATE_ERROR, str(error))
+    except NotText as error:
+        return Fork(Reason.TOKENS, str(error))
+
+
+def _accept(parent: RecordedTurn, messages: Sequence[Json]) -> None:
+    if not parent.prompt_ids or not parent.completion_ids:
+        raise Forked(Reason.NO_TOKENS)
+    if has_media(messages):
+        raise Forked(Reason.MEDIA)
+    if isinstance(parent.stop_reason, str):
+        raise Forked(Reason.STOP_STRING)
+    new = messages[parent.position + 1 :]
+    if not new or any(message["role"] == "assistant" for message in new):
+        raise Forked(Reason.NOTHING_NEW)
+
+
+def _spliced(
+    renderer: Renderer, chain: Sequence[RecordedTurn], messages: Sequence[Json]
+) -> Spliced:
+    parent, tokenizer = chain[-1], renderer.tokenizer
+    shown = [renderer.message(message) for message in messages]
+    raw = renderer.raw(shown)
+    told = Continued(
+        renderer,
+        earlier=shown[: parent.position],
+        reply=shown[parent.position],
+        new=shown[parent.position + 1 :],
+        before=_before(renderer, chain, shown[: parent.position]),
+        whole=tokenizer.as_read(raw),
+    )
+    if not told.whole.startswith(told.before):
+        raise _rewritten(told)
+    stop = end_token(parent, tokenizer)
+    sampled = parent.completion_ids
+    cut = cut_at_length(told, sampled) if stop is None else cut_after_stop(told, stop, sampled)
+    new = tokenizer.encode_tail(cut.tail, raw)
+    if stop is not None and new:
+        # The end token is the model's: it is among the sampled ones already.
+        new = new[1:] if new[0] == sampled[-1] else None
+    if new is None:
+        raise Forked(Reason.TOKENS)
+    return Spliced(parent.prompt_ids + sampled + new, len(new), cut.lossy)
+
+
+def _before(renderer: Renderer, chain: Sequence[RecordedTurn], earlier: Sequence[Json]) -> str:
+    """The text of the recorded prompt as the template writes it. A root's was rendered by the
+    engine: its tokens are the text. Later ones hold replies as the model wrote them."""
+    if len(chain) == 1:
+        return renderer.tokenizer.decode(chain[0].prompt_ids)
+    before = renderer.text(earlier)
+    if not was_sent(before, chain, renderer.tokenizer):
+        raise Forked(Reason.NOT_AS_SENT)
+    return before
+
+
+def _rewritten(told: Continued) -> Forked:
+    """Why `whole` does not begin with `before`; renders again, there is no haste any more."""
+    if told.renderer.text(told.earlier) != told.before:
+        return Forked(Reason.NOT_AS_SENT)
+    try:
+        bare = told.renderer.text(told.earlier, add_generation_prompt=False)
+    except RenderError:
+        bare = ""
+    if _common(told.whole, told.before) >= _common(bare, told.before):
+        return Forked(Reason.GENERATION_PROMPT)
+    return Forked(Reason.HISTORY_REWRITTEN, _what_was_dropped(told))
+
+
+def _what_was_dropped(told: Continued) -> str:
+    for message in told.earlier:
+        reasoning = (message.get("reasoning") or "").strip()
+        if reasoning and reasoning in told.before and reasoning not in told.whole:
+            return "the reasoning of an earlier reply is left out"
+    return ""
+
+
+def _common(a: str, b: str) -> int:
+    """How many characters both begin with."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,385 @@
+"""Rollouts that begin behind an expert's first turns (IPA, arXiv 2512.24873): which one is next.
+
+The expert of a task is a rollout of it that succeeded and has all its tokens, whoever sampled it.
+A rollout from anchor k is opened here with copies of the expert's turns before k, marked as an
+expert's; the agent brings a fresh environment behind the same calls and goes on under its id.
+
+Where each task stands is in the store, so it outlives processes, and several may share it. What
+came of a rollout is counted once, when the task's next one is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from sqlalchemy import Connection, select
+
+from tracegrad.events import UNACKNOWLEDGED, Fact, Json, RolloutOpened, Turn, new_id
+from tracegrad.store.anchors import schedule
+from tracegrad.store.anchors.schedule import Anchors
+from tracegrad.store.databases import upsert
+from tracegrad.store.errors import StoreCorrupt
+from tracegrad.store.expressions import SCORED, chunks, latest_reward
+from tracegrad.store.models import Rollouts, TaskAnchors, Turns
+from tracegrad.store.read.training_samples import deciding_turn
+from tracegrad.store.store import Store
+
+if TYPE_CHECKING:
+    from tracegrad.proxy.config import AnchorSettings
+
+# Rollouts of a task whose end is waited for. Agents that die leave theirs open for good.
+WAITED_FOR = 4096
+# A rollout that was given out and is not in the store: its opening is on the way, or was pruned.
+MISSING_S = 3600.0
+# Successes of a task among which its first expert is looked for, the newest ones.
+LOOKED_AT = 32
+
+
+class Coming(NamedTuple):
+    """A rollout that was given out and is not counted yet."""
+
+    rollout_id: str
+    expert: str
+    anchor: int
+    given_at: float
+    counts: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a task stands. `anchors` is None before it has an expert."""
+
+    expert: str | None = None
+    anchors: Anchors | None = None
+    queue: tuple[int, ...] = ()  # anchors of the rollouts that are next
+    coming: tuple[Coming, ...] = ()
+    counted: int = 0  # scored rollouts since the expert was chosen
+    best: tuple[str, int] | None = None  # the best success since: its id and its turns
+
+    def as_json(self) -> Json:
+        return {
+            "expert": self.expert,
+            "anchors": None if self.anchors is None else schedule.as_json(self.anchors),
+            "queue": list(self.queue),
+            "coming": [list(one) for one in self.coming],
+            "counted": self.counted,
+            "best": None if self.best is None else list(self.best),
+        }
+
+    @classmethod
+    def from_json(cls, known: Json) -> Self:
+        anchors, best = known["anchors"], known["best"]
+        return cls(
+            expert=known["expert"],
+            anchors=None if anchors is None else schedule.from_json(anchors),
+            queue=tuple(known["queue"]),
+            coming=tuple(Coming(*one) for one in known["coming"]),
+            counted=known["counted"],
+            best=None if best is None else (best[0], best[1]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anchored:
+    """A rollout that was opened from an anchor.
+
+    `turns` are its first ones: the expert's before the anchor, and behind them the expert's turn
+    at the anchor, which was not taken here (`sampling["taken"]` is False): it is there to be
+    imitated. Both are empty where the task has no expert yet: it is sampled from its beginning.
+    """
+
+    rollout_id: str
+    task_id: str  # of the rollout: those from one anchor are compared with each other
+    anchor: int
+    expert: str | None
+    expert_turns: int
+    turns: list[Turn] = field(default_factory=list)
+    request: Json | None = None  # the expert's at the anchor: all that was said before it
+    responses: list[Json | None] = field(default_factory=list)  # of the turns before it
+
+
+class AnchorStore:
+    """Anchors of tasks in a store. Every method may raise `StoreUnavailable`."""
+
+    def __init__(self, store: Store, settings: AnchorSettings) -> None:
+        self._store = store
+        self._settings = settings
+
+    def standing(self, task_id: str) -> Standing:
+        """Where the task stands, without what ended since it was last asked for."""
+        with self._store.reading() as connection:
+            return _load(connection, task_id)
+
+    def next(
+        self,
+        task_id: str,
+        *,
+        count: int = 1,
+        counts: bool = True,
+        agent: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        task: Any = None,
+    ) -> list[Anchored]:
+        """Open the task's next rollouts, with the turns that come before their anchors.
+
+        Their tags say the task (`anchor_task`) and the anchor (`anchor`).
+
+        Args:
+            count: how many.
+            counts: False: their successes say nothing of the policy, as where the agent explores.
+
+        Raises:
+            ValueError: `count` is below 1.
+            StoreCorrupt: the expert cannot be read, or was changed at this moment.
+        """
+        if count < 1:
+            raise ValueError(f"count: {count}; open at least one rollout")
+        with self._store.exclusive() as connection:
+            standing = self._counted(connection, _load(connection, task_id))
+            standing = self._with_expert(connection, standing, task_id)
+            given, standing = self._given_out(standing, count, task_id, counts=counts)
+            _save(connection, task_id, standing)
+        found = [self._opened(task_id, standing, *each) for each in given]
+        if standing.expert is not None:
+            expert = self._expert(standing.expert, found[0].expert_turns)
+            found = [_with_turns(each, expert) for each in found]
+        facts: list[Fact] = []
+        for one in found:
+            anchor_tags = {"anchor_task": task_id, "anchor": str(one.anchor)}
+            facts.append(
+                RolloutOpened(
+                    rollout_id=one.rollout_id,
+                    task_id=one.task_id,
+                    agent=agent,
+                    tags={**(tags or {}), **anchor_tags},
+                    task=task,
+                )
+            )
+            facts += one.turns
+        self._store.append(facts)
+        return found
+
+    def _opened(self, task_id: str, standing: Standing, rollout_id: str, anchor: int) -> Anchored:
+        return Anchored(
+            rollout_id=rollout_id,
+            task_id=task_id if standing.expert is None else f"{task_id}@{anchor}",
+            anchor=anchor,
+            expert=standing.expert,
+            expert_turns=standing.anchors.turns if standing.anchors else 0,
+        )
+
+    def _counted(self, connection: Connection, standing: Standing) -> Standing:
+        """What ended since, in the order in which it did."""
+        ended = _ended(connection, standing.coming)
+        now, gone = time.time(), set[str]()
+        for one in standing.coming:
+            if one.rollout_id not in ended and now - one.given_at > MISSING_S:
+                gone.add(one.rollout_id)
+        for one, end in sorted(
+            ((one, ended[one.rollout_id]) for one in standing.coming if one.rollout_id in ended),
+            key=lambda pair: (pair[1].finished_at or 0.0, pair[0].rollout_id),
+        ):
+            if end.finished_at is None or (end.scored and end.reward is None):
+                continue  # its reward may still come
+            gone.add(one.rollout_id)
+            if one.counts and end.scored and end.reward is not None:
+                standing = self._observed(
+                    connection, standing, one, success=end.reward >= self._settings.success
+                )
+        coming = tuple(one for one in standing.coming if one.rollout_id not in gone)
+        return replace(standing, coming=coming)
+
+    def _observed(
+        self, connection: Connection, standing: Standing, one: Coming, *, success: bool
+    ) -> Standing:
+        if standing.anchors is None or one.expert != standing.expert:
+            return standing  # of an expert that was replaced
+        anchors = schedule.observe(standing.anchors, one.anchor, [success], self._settings)
+        queue = standing.queue
+        if anchors.at != standing.anchors.at:
+            # What was planned from where it stood, but for a group that was begun.
+            queue = queue[: len(queue) % self._settings.group_size]
+        standing = replace(standing, anchors=anchors, queue=queue, counted=standing.counted + 1)
+        if not success or self._settings.refresh is None:
+            return standing
+        turns = _turns_taken(connection, one.rollout_id)
+        most = anchors.turns if standing.best is None else standing.best[1]
+        if turns is None or turns > most:
+            return standing
+        return replace(standing, best=(one.rollout_id, turns))
+
+    def _with_expert(self, connection: Connection, standing: Standing, task_id: str) -> Standing:
+        """With an expert that is there: the one so far, a better one, or the first."""
+        refresh, anchors = self._settings.refresh, standing.anchors
+        if refresh is not None and standing.best is not None and standing.counted >= refresh:
+            expert, turns = standing.best
+            if anchors is not None and _turns_taken(connection, expert) == turns:
+                return Standing(
+                    expert=expert,
+                    anchors=schedule.refreshed(anchors, turns),
+                    coming=standing.coming,
+                )
+        if (
+            standing.expert is not None
+            and anchors is not None
+            and _turns_taken(connection, standing.expert) == anchors.turns
+        ):
+            return standing
+        first = _first_expert(connection, task_id, self._settings.success)
+        if first is None:
+            return Standing(anchors=anchors, coming=standing.coming)
+        expert, turns = first
+        begun = schedule.begin(turns) if anchors is None else schedule.refreshed(anchors, turns)
+        return Standing(expert=expert, anchors=begun, coming=standing.coming)
+
+    def _given_out(
+        self, standing: Standing, count: int, task_id: str, *, counts: bool
+    ) -> tuple[list[tuple[str, int]], Standing]:
+        """New ids with their anchors."""
+        if standing.anchors is None or standing.expert is None:
+            return [(new_id(), 0) for _ in range(count)], standing
+        anchors, queue = standing.anchors, list(standing.queue)
+        while len(queue) < count:
+            settings = self._settings
+            quotas, anchors = schedule.plan(anchors, settings.groups, settings, task=task_id)
+            for anchor, groups in quotas.items():
+                queue += [anchor] * (groups * settings.group_size)
+        given = [
+            Coming(new_id(), standing.expert, anchor, time.time(), counts)
+            for anchor in queue[:count]
+        ]
+        standing = replace(
+            standing,
+            anchors=anchors,
+            queue=tuple(queue[count:]),
+            coming=(*standing.coming, *given)[-WAITED_FOR:],
+        )
+        return [(one.rollout_id, one.anchor) for one in given], standing
+
+    def _expert(self, rollout_id: str, turns: int) -> _Expert:
+        every = self._store.rollout_turns(rollout_id)
+        taken = [turn for turn in every if _taken(turn)]
+        if len(taken) != turns:
+            raise StoreCorrupt(f"rollout {rollout_id}, the expert, was changed; ask again")
+        with self._store.reading() as connection:
+            reward = connection.scalar(
+                select(latest_reward()).where(Rollouts.rollout_id == rollout_id)
+            )
+        marked = deciding_turn(self._store.rewards(rollout_id), every)
+        decides = turns - 1
+        if marked is not None and _taken(every[marked]):
+            decides = taken.index(every[marked])
+        return _Expert(taken, decides, reward)
+
+
+class _Expert(NamedTuple):
+    turns: list[Turn]
+    decides: int  # index of the deciding one
+    reward: float | None
+
+
+def _with_turns(found: Anchored, expert: _Expert) -> Anchored:
+    """With copies of the expert's turns before the anchor, and of the one at it."""
+    ids = {turn.turn_id: new_id() for turn in expert.turns[: found.anchor + 1]}
+    turns = []
+    for index, turn in enumerate(expert.turns[: found.anchor + 1]):
+        said: Json = {
+            "source": "expert",
+            "reward": expert.reward,
+            "distance": abs(expert.decides - index),
+        }
+        before = index < found.anchor
+        turns.append(
+            replace(
+                turn,
+                turn_id=ids[turn.turn_id],
+                rollout_id=found.rollout_id,
+                parent_id=ids.get(turn.parent_id or ""),
+                sampling=said if before else {**said, "taken": False},
+                parent_span_id=None,
+                # Nothing goes on from a turn that was not taken.
+                request=turn.request if before else None,
+                response=turn.response if before else None,
+                created_at=time.time(),
+            )
+        )
+    return replace(
+        found,
+        turns=turns,
+        request=expert.turns[found.anchor].request,
+        responses=[turn.response for turn in expert.turns[: found.anchor]],
+    )
+
+
+class _End(NamedTuple):
+    finished_at: float | None
+    scored: bool
+    reward: float | None
+
+
+def _taken(turn: Turn) -> bool:
+    return _is_taken(turn.sampling, turn.untrainable)
+
+
+def _is_taken(sampling: Json, untrainable: str | None) -> bool:
+    """Whether the rollout went on from it: not where it is only there to be imitated, nor where
+    its client was refused, and has asked again."""
+    return sampling.get("taken") is not False and untrainable != UNACKNOWLEDGED
+
+
+def _load(connection: Connection, task_id: str) -> Standing:
+    query = select(TaskAnchors.state).where(TaskAnchors.task_id == task_id)
+    state = connection.scalar(query)
+    return Standing() if state is None else Standing.from_json(state)
+
+
+def _save(connection: Connection, task_id: str, standing: Standing) -> None:
+    row = {"task_id": task_id, "state": standing.as_json(), "changed_at": time.time()}
+    connection.execute(upsert(connection, TaskAnchors, "task_id"), row)
+
+
+def _ended(connection: Connection, coming: Sequence[Coming]) -> dict[str, _End]:
+    """Those that are in the store, ended or not."""
+    found = {}
+    for some in chunks([one.rollout_id for one in coming]):
+        query = select(
+            Rollouts.rollout_id, Rollouts.finished_at, Rollouts.outcome, latest_reward()
+        ).where(Rollouts.rollout_id.in_(some))
+        for rollout_id, finished_at, outcome, reward in connection.execute(query):
+            found[rollout_id] = _End(finished_at, outcome in SCORED, reward)
+    return found
+
+
+def _turns_taken(connection: Connection, rollout_id: str) -> int | None:
+    """How many turns the rollout took; None where it has none, or one without tokens."""
+    query = select(
+        Turns.prompt_tokens, Turns.completion_tokens, Turns.sampling, Turns.untrainable
+    ).where(Turns.rollout_id == rollout_id)
+    turns = 0
+    for prompt, completion, sampling, untrainable in connection.execute(query):
+        if not _is_taken(sampling, untrainable):
+            continue
+        if not prompt or not completion:
+            return None
+        turns += 1
+    return turns or None
+
+
+def _first_expert(connection: Connection, task_id: str, success: float) -> tuple[str, int] | None:
+    """Of the newest successes the one with the fewest turns, and how many those are."""
+    reward = latest_reward()
+    query = (
+        select(Rollouts.rollout_id)
+        .where(Rollouts.task_id == task_id, Rollouts.outcome.in_(SCORED), reward >= success)
+        .order_by(Rollouts.finished_at.desc(), Rollouts.rollout_id.desc())
+        .limit(LOOKED_AT)
+    )
+    found: tuple[str, int] | None = None
+    for rollout_id in connection.scalars(query).all():
+        turns = _turns_taken(connection, rollout_id)
+        if turns is not None and (found is None or turns < found[1]):
+            found = (rollout_id, turns)
+    return found

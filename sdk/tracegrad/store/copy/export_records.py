@@ -1,0 +1,276 @@
+"""Whole rollouts with all that is known of them, read for a copy of the store or of a part.
+
+Not in a copy: leases, which belong to the processes that hold them, keys, which are secrets, and
+the record of what care took away here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, exists, select
+
+from tracegrad.events import RewardGiven, RolloutFinished, SpanEnded, Turn, is_reward
+from tracegrad.store.expressions import MAIN_REWARD, chunks
+from tracegrad.store.filters import ALL, RolloutFilter
+from tracegrad.store.models import (
+    PolicyVersions,
+    Rollouts,
+    Spans,
+    Steps,
+    TurnLedger,
+    Turns,
+)
+from tracegrad.store.read.rollouts import outcomes_of, rewards_of, spans_of, tags_of, version_events
+from tracegrad.store.read.turns import turns_of
+from tracegrad.store.store import Store
+from tracegrad.store.types import PolicyVersion, StepRecord
+
+# Rollouts in memory at once.
+_PAGE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """A turn's row in the ledger: trained by `step`, or skipped for `skip_reason`."""
+
+    step: int | None
+    skip_reason: str | None
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCopy:
+    """`outcome`, `error`, `finished_at` say how it stands, `outcomes` every end that was told."""
+
+    rollout_id: str
+    opened: bool = True  # False: only its facts are known, not its opening
+    opened_at: float
+    task_id: str | None = None
+    agent: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    task: Any = None
+    outcome: str | None = None
+    error: str | None = None
+    finished_at: float | None = None
+    consumed_at: float | None = None
+    consumed_step: int | None = None
+    outcomes: Sequence[RolloutFinished] = ()  # in order of arrival
+    rewards: Sequence[RewardGiven] = ()  # in order of arrival
+    spans: Sequence[SpanEnded] = ()  # by start
+    turns: Sequence[Turn] = ()  # in order of capture
+    fates: Mapping[str, Fate] = field(default_factory=dict)  # by turn id
+
+    @property
+    def reward(self) -> float | None:
+        """The latest for the whole rollout named "reward"."""
+        events = [
+            event.value
+            for event in self.rewards
+            if event.name == MAIN_REWARD and event.turn is None and is_reward(event.value)
+        ]
+        return events[-1] if events else None
+
+    @property
+    def steps(self) -> set[int]:
+        """That its ledger names."""
+        found = {fate.step for fate in self.fates.values() if fate.step is not None}
+        return found if self.consumed_step is None else found | {self.consumed_step}
+
+    @property
+    def versions(self) -> set[int]:
+        """That sampled its tokens."""
+        return {version for turn in self.turns for version, _ in turn.policy_versions}
+
+    def untrained(self) -> RolloutCopy:
+        """Without what was done with it: all its turns wait."""
+        return replace(self, consumed_at=None, consumed_step=None, fates={})
+
+
+@dataclass(frozen=True, slots=True)
+class VersionCopy:
+    """How a policy version stands, and all that became of it, in order."""
+
+    now: PolicyVersion
+    events: Sequence[PolicyVersion]
+
+
+def rollout_copies(
+    store: Store,
+    wanted: RolloutFilter = ALL,
+    *,
+    trained: bool | None = None,
+    raw: bool = True,
+    routes: bool = True,
+) -> Iterator[RolloutCopy]:
+    """In the order of their ids; a few in memory at once, so that a store may be of any size.
+
+    `trained`: only those of which a turn was, or none was. `raw` asks for requests and responses,
+    `routes` for routed experts.
+    A rollout that is written meanwhile is as it was at one moment.
+    """
+    where = [wanted.where(), *_trained(trained)]
+    for ids in _pages(store, where):
+        with store.reading() as connection:
+            copies = _copies_of(connection, ids, raw=raw, routes=routes)
+        yield from copies
+
+
+def rollout_groups(
+    store: Store, wanted: RolloutFilter = ALL, *, trained: bool | None = None, raw: bool = True
+) -> Iterator[list[RolloutCopy]]:
+    """Rollouts of one task, task by task in the order of their ids; those without one alone.
+    Without routed experts."""
+    where = [wanted.where(), *_trained(trained)]
+    tasks = select(Rollouts.task_id).where(*where, Rollouts.task_id.is_not(None)).distinct()
+    with store.reading() as connection:
+        names = list(connection.scalars(tasks.order_by(Rollouts.task_id)))
+    for name in names:
+        pages = _pages(store, [*where, Rollouts.task_id == name])
+        ids = [rollout_id for page in pages for rollout_id in page]
+        with store.reading() as connection:
+            yield _copies_of(connection, ids, raw=raw, routes=False)
+    for ids in _pages(store, [*where, Rollouts.task_id.is_(None)]):
+        with store.reading() as connection:
+            copies = _copies_of(connection, ids, raw=raw, routes=False)
+        yield from ([copy] for copy in copies)
+
+
+def steps_of(store: Store, steps: Sequence[int] | None = None) -> list[StepRecord]:
+    """All steps, or those of these numbers that there are; by number."""
+    query = select(*Steps.__table__.columns).order_by(Steps.step)
+    queries = [query] if steps is None else [query.where(Steps.step.in_(s)) for s in chunks(steps)]
+    with store.reading() as connection:
+        return [StepRecord(**row) for q in queries for row in connection.execute(q).mappings()]
+
+
+def versions_of(store: Store, versions: Sequence[int] | None = None) -> list[VersionCopy]:
+    """All policy versions, or those of these numbers that there are; by number."""
+    now = select(*PolicyVersions.__table__.columns).order_by(PolicyVersions.version)
+    found: list[VersionCopy] = []
+    with store.reading() as connection:
+        for some in [None] if versions is None else chunks(versions):
+            query = now if some is None else now.where(PolicyVersions.version.in_(some))
+            for row in connection.execute(query).mappings().all():
+                version = PolicyVersion(**row)
+                found.append(VersionCopy(version, version_events(connection, version.version)))
+    return found
+
+
+def lone_spans(store: Store) -> Iterator[list[SpanEnded]]:
+    """Spans that belong to no rollout, some at a time."""
+    after = ("", "")
+    while True:
+        query = (
+            select(*Spans.__table__.columns)
+            .where(
+                Spans.rollout_id.is_(None),
+                (Spans.trace_id > after[0])
+                | ((Spans.trace_id == after[0]) & (Spans.span_id > after[1])),
+            )
+            .order_by(Spans.trace_id, Spans.span_id)
+            .limit(1000)
+        )
+        with store.reading() as connection:
+            spans = [SpanEnded(**row) for row in connection.execute(query).mappings()]
+        if not spans:
+            return
+        yield spans
+        after = (spans[-1].trace_id, spans[-1].span_id)
+
+
+def _trained(trained: bool | None) -> list[ColumnElement[bool]]:
+    if trained is None:
+        return []
+    some = exists().where(
+        Turns.rollout_id == Rollouts.rollout_id,
+        TurnLedger.turn_id == Turns.turn_id,
+        TurnLedger.step.is_not(None),
+    )
+    return [some if trained else ~some]
+
+
+def _pages(store: Store, where: Sequence[ColumnElement[bool]]) -> Iterator[list[str]]:
+    """Ids do not change and none is taken twice, whatever is written meanwhile."""
+    query = select(Rollouts.rollout_id).where(*where).order_by(Rollouts.rollout_id).limit(_PAGE)
+    page_query = query
+    while True:
+        with store.reading() as connection:
+            page = list(connection.scalars(page_query))
+        if not page:
+            return
+        yield page
+        page_query = query.where(Rollouts.rollout_id > page[-1])
+
+
+def _copies_of(
+    connection: Connection, ids: Sequence[str], *, raw: bool, routes: bool
+) -> list[RolloutCopy]:
+    turns = turns_of(connection, ids, raw=raw, routes=routes)
+    rewards = rewards_of(connection, ids)
+    tags = tags_of(connection, ids)
+    outcomes = outcomes_of(connection, ids)
+    spans = spans_of(connection, ids)
+    fates = _fates_of(connection, ids)
+    copies = []
+    for row in _rollouts(connection, ids):
+        name = row["rollout_id"]
+        copies.append(
+            RolloutCopy(
+                **row,
+                tags=tags[name],
+                outcomes=outcomes[name],
+                rewards=rewards[name],
+                spans=spans[name],
+                turns=turns[name],
+                fates=fates[name],
+            )
+        )
+    return copies
+
+
+_STANDING = (
+    Rollouts.rollout_id,
+    Rollouts.opened,
+    Rollouts.opened_at,
+    Rollouts.task_id,
+    Rollouts.agent,
+    Rollouts.task,
+    Rollouts.outcome,
+    Rollouts.error,
+    Rollouts.finished_at,
+    Rollouts.consumed_at,
+    Rollouts.consumed_step,
+)
+
+
+def _rollouts(connection: Connection, ids: Sequence[str]) -> list[Mapping[str, Any]]:
+    """In the order of `ids`."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for some in chunks(ids):
+        query = select(*_STANDING).where(Rollouts.rollout_id.in_(some))
+        found |= {row["rollout_id"]: row for row in connection.execute(query).mappings()}
+    return [found[rollout_id] for rollout_id in ids if rollout_id in found]
+
+
+def _fates_of(connection: Connection, ids: Sequence[str]) -> dict[str, dict[str, Fate]]:
+    found: dict[str, dict[str, Fate]] = {rollout_id: {} for rollout_id in ids}
+    for some in chunks(ids):
+        query = (
+            select(
+                Turns.rollout_id,
+                TurnLedger.turn_id,
+                TurnLedger.step,
+                TurnLedger.skip_reason,
+                TurnLedger.created_at,
+            )
+            .join(Turns, Turns.turn_id == TurnLedger.turn_id)
+            .where(Turns.rollout_id.in_(some))
+            .order_by(Turns.seq)
+        )
+        for row in connection.execute(query):
+            fate = Fate(row.step, row.skip_reason, row.created_at)
+            found[row.rollout_id][row.turn_id] = fate
+    return found

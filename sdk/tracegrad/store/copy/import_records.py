@@ -1,0 +1,277 @@
+"""Copies into a store (`copies`): what it has already stays as it is, what it lacks is added.
+
+Rollouts, turns, rewards and spans are told apart by the ids that their makers gave them. Steps and
+policy versions have only numbers: one whose number is taken by another is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, exc, insert, select, update
+
+from tracegrad.events import Fact, RewardGiven, RolloutOpened, SpanEnded
+from tracegrad.store.copy.export_records import RolloutCopy, VersionCopy
+from tracegrad.store.databases import insert_new
+from tracegrad.store.encoding.blobs import ContextDigest
+from tracegrad.store.errors import FactRefused
+from tracegrad.store.expressions import chunks
+from tracegrad.store.models import (
+    PolicyVersions,
+    Rewards,
+    Rollouts,
+    Spans,
+    Steps,
+    TurnLedger,
+    VersionEvents,
+)
+from tracegrad.store.read.rollouts import version_events
+from tracegrad.store.retry import again
+from tracegrad.store.store import Store
+from tracegrad.store.types import StepRecord, row_of
+from tracegrad.store.write.events import rows_by_what_is_stored, sort_facts, write_batch
+from tracegrad.store.write.turn_rows import Rows
+
+_ELSEWHERE = "import it into a store of its own, or with --untrained"
+
+
+@dataclass(slots=True)
+class Added:
+    """How many were new; `known` rollouts were here before."""
+
+    rollouts: int = 0
+    known: int = 0
+    turns: int = 0
+    rewards: int = 0
+    spans: int = 0
+    steps: int = 0
+    versions: int = 0
+
+    def add(self, other: Added) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+def add_rollouts(store: Store, copies: Sequence[RolloutCopy]) -> Added:
+    """All of them in one transaction. Raises `FactRefused`, and then stores none of them."""
+    try:
+        return again(lambda: _add_rollouts(store, copies))
+    except exc.IntegrityError as error:
+        reason = " ".join(str(error.orig).split())
+        raise FactRefused(f"rollout_id: it refers to what is not stored ({reason})") from error
+
+
+def opened_at(store: Store, rollout_ids: Sequence[str]) -> dict[str, float]:
+    """Of those rollouts that are here."""
+    found: dict[str, float] = {}
+    with store.reading() as connection:
+        for ids in chunks(rollout_ids):
+            query = select(Rollouts.rollout_id, Rollouts.opened_at)
+            rows = connection.execute(query.where(Rollouts.rollout_id.in_(ids)))
+            found |= dict(rows.tuples().all())
+    return found
+
+
+def add_steps(store: Store, steps: Sequence[StepRecord]) -> Added:
+    """Raises `FactRefused` where a step of the same number is another one; stores none then."""
+    with store.exclusive() as connection:
+        known: dict[int, tuple[Any, ...]] = {}
+        for some in chunks([step.step for step in steps]):
+            query = select(Steps.step, Steps.version, Steps.created_at).where(Steps.step.in_(some))
+            known |= {row.step: (row.version, row.created_at) for row in connection.execute(query)}
+        for step in steps:
+            if known.get(step.step, (step.version, step.created_at)) != (
+                step.version,
+                step.created_at,
+            ):
+                raise FactRefused(f"step: the store has another step {step.step}; {_ELSEWHERE}")
+        new = [row_of(step) for step in steps if step.step not in known]
+        if new:
+            connection.execute(insert(Steps), new)
+    return Added(steps=len(new))
+
+
+def add_versions(store: Store, versions: Sequence[VersionCopy]) -> Added:
+    """Raises `FactRefused` where a version of the same number is another one; stores none then."""
+    with store.exclusive() as connection:
+        return Added(versions=sum(_add_version(connection, version) for version in versions))
+
+
+def add_spans(store: Store, spans: Sequence[SpanEnded]) -> Added:
+    """Spans that belong to no rollout."""
+    with store.exclusive() as connection:
+        added = Added(spans=_new_spans(connection, spans))
+        write_batch(connection, sort_facts(spans), Rows(), [])
+    return added
+
+
+def _add_rollouts(store: Store, copies: Sequence[RolloutCopy]) -> Added:
+    batch = sort_facts(fact for copy in copies for fact in _facts(copy))
+    for copy in copies:
+        batch.saw(copy.rollout_id, copy.opened_at)
+    with store.exclusive() as connection:
+        here = _known_rollouts(connection, copies)
+        # Nobody removes turns meanwhile: that takes an exclusive transaction too.
+        rows, known = rows_by_what_is_stored(connection, batch)
+        _refuse_other_turns(copies, known)
+        fresh = [copy for copy in copies if copy.rollout_id not in here]
+        added = Added(
+            rollouts=len(fresh),
+            known=len(copies) - len(fresh),
+            turns=len(rows.turns),
+            rewards=_new_rewards(connection, batch.rewards),
+            spans=_new_spans(connection, batch.spans),
+        )
+        write_batch(connection, batch, rows, new_rollouts=())
+        _stand(connection, fresh)
+        _consume(connection, [copy for copy in copies if copy.rollout_id in here])
+        _insert_fates(connection, copies)
+    return added
+
+
+def _facts(copy: RolloutCopy) -> list[Fact]:
+    """In the order in which they make sense: turns before ends, parents before children."""
+    opening = RolloutOpened(
+        rollout_id=copy.rollout_id,
+        task_id=copy.task_id,
+        agent=copy.agent,
+        tags=copy.tags,
+        task=copy.task,
+        opened_at=copy.opened_at,
+    )
+    return [
+        *([opening] if copy.opened else []),
+        *copy.turns,
+        *copy.rewards,
+        *copy.spans,
+        *copy.outcomes,
+    ]
+
+
+def _known_rollouts(connection: Connection, copies: Sequence[RolloutCopy]) -> set[str]:
+    """Raises FactRefused for one that is another rollout here."""
+    openings = {copy.rollout_id: copy for copy in copies}
+    known: set[str] = set()
+    for ids in chunks(list(openings)):
+        query = select(
+            Rollouts.rollout_id, Rollouts.opened, Rollouts.opened_at, Rollouts.task_id
+        ).where(Rollouts.rollout_id.in_(ids))
+        for row in connection.execute(query):
+            copy = openings[row.rollout_id]
+            known.add(row.rollout_id)
+            same = (row.opened_at, row.task_id) == (copy.opened_at, copy.task_id)
+            if row.opened and copy.opened and not same:
+                raise FactRefused(
+                    f"rollout_id: the store has another rollout {row.rollout_id} (of task "
+                    f"{row.task_id}, opened at {row.opened_at}); give this one another id"
+                )
+    return known
+
+
+def _refuse_other_turns(copies: Sequence[RolloutCopy], known: dict[str, Any]) -> None:
+    for turn in (turn for copy in copies for turn in copy.turns):
+        if (context := known.get(turn.turn_id)) is None:
+            continue
+        digest = ContextDigest().add(turn.prompt_token_ids).add(turn.completion_token_ids)
+        if (context.rollout_id, context.digest) != (turn.rollout_id, digest.value()):
+            raise FactRefused(
+                f"turn_id: the store has another turn {turn.turn_id} (of rollout "
+                f"{context.rollout_id}); give this one another id"
+            )
+
+
+def _new_rewards(connection: Connection, rewards: Sequence[RewardGiven]) -> int:
+    ids = {reward.reward_id for reward in rewards}
+    known: set[str] = set()
+    for some in chunks(sorted(ids)):
+        query = select(Rewards.reward_id).where(Rewards.reward_id.in_(some))
+        known.update(connection.scalars(query))
+    return len(ids - known)
+
+
+def _new_spans(connection: Connection, spans: Sequence[SpanEnded]) -> int:
+    ids = {(span.trace_id, span.span_id) for span in spans}
+    known: set[tuple[str, str]] = set()
+    for traces in chunks(sorted({trace_id for trace_id, _ in ids})):
+        query = select(Spans.trace_id, Spans.span_id).where(Spans.trace_id.in_(traces))
+        known.update(connection.execute(query).tuples())
+    return len(ids - known)
+
+
+def _stand(connection: Connection, copies: Sequence[RolloutCopy]) -> None:
+    """How new rollouts stand: as they stood where they came from."""
+    if not copies:
+        return
+    connection.execute(
+        update(Rollouts).where(Rollouts.rollout_id == bindparam("which")),
+        [
+            {
+                "which": copy.rollout_id,
+                "opened_at": copy.opened_at,
+                "outcome": copy.outcome,
+                "error": copy.error,
+                "finished_at": copy.finished_at,
+                "consumed_at": copy.consumed_at,
+                "consumed_step": copy.consumed_step,
+            }
+            for copy in copies
+        ],
+    )
+
+
+def _consume(connection: Connection, copies: Sequence[RolloutCopy]) -> None:
+    """Rollouts that were here, and were consumed where the copy was made."""
+    consumed = [
+        {
+            "which": copy.rollout_id,
+            "consumed_at": copy.consumed_at,
+            "consumed_step": copy.consumed_step,
+        }
+        for copy in copies
+        if copy.consumed_at is not None
+    ]
+    if consumed:
+        here = (Rollouts.rollout_id == bindparam("which"), Rollouts.consumed_at.is_(None))
+        connection.execute(update(Rollouts).where(*here), consumed)
+
+
+def _insert_fates(connection: Connection, copies: Sequence[RolloutCopy]) -> None:
+    rows = [
+        {
+            "turn_id": turn_id,
+            "step": fate.step,
+            "skip_reason": fate.skip_reason,
+            "created_at": fate.created_at,
+        }
+        for copy in copies
+        for turn_id, fate in copy.fates.items()
+    ]
+    if rows:
+        connection.execute(insert_new(connection, TurnLedger), rows)
+
+
+def _add_version(connection: Connection, version: VersionCopy) -> bool:
+    """Whether anything of it was new."""
+    number = version.now.version
+    here = version_events(connection, number)
+    standing = select(PolicyVersions.created_at).where(PolicyVersions.version == number)
+    since = connection.scalar(standing)
+    theirs = list(version.events)
+    # One history goes on where the other ends, or it is another version's.
+    if here[: len(theirs)] != theirs[: len(here)] or (
+        since is not None and not here and since != version.now.created_at
+    ):
+        raise FactRefused(f"version: the store has another version {number}; {_ELSEWHERE}")
+    new = theirs[len(here) :]
+    if new:
+        connection.execute(insert(VersionEvents), [row_of(event) for event in new])
+    if since is None:
+        connection.execute(insert(PolicyVersions), row_of(version.now))
+    elif new:
+        row = row_of(version.now)
+        connection.execute(
+            update(PolicyVersions).where(PolicyVersions.version == number).values(row)
+        )
+    return bool(new) or since is None

@@ -1,0 +1,161 @@
+"""Requests told by what they add to an earlier request of the same rollout.
+
+The client of a conversation sends all of it again with every call. Stored is what is new:
+`[skeleton, {key: [n, items]}, [[path, digest], ...]]`, read as
+
+- the skeleton, or null for the earlier one's;
+- of each part the first `n` items of the earlier one, then these items. A part that is not
+  named is the earlier one;
+- at each path, in place of "", the long string of the earlier turn that has this digest.
+
+The earlier turn is named by the column `request_base`; a request without one is stored whole.
+Digests of 64 bits are compared (`marks`): writing a turn reads no earlier text. Reading proves
+every request against its own marks (`rebuilding`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tracegrad.events import Json
+from tracegrad.store.encoding.blobs import dump_json
+from tracegrad.store.encoding.request_fingerprint import (
+    TEXT,
+    Encode,
+    Marks,
+    Part,
+    PartMarks,
+    Trail,
+    kinds_of,
+    long_strings,
+    outline,
+    patiently,
+    plainly,
+    positions,
+    skeleton_digest,
+    string_digest,
+    trail,
+)
+
+_WORTHWHILE = 64  # bytes that must be shared; below it a request is stored whole
+
+Repeated = tuple[list[str | int], str]  # path from the part's key, digest in hex
+
+
+class Earlier(NamedTuple):
+    turn_id: str
+    marks: Marks
+
+
+class Shared(NamedTuple):
+    """How a request is stored: `text` becomes JSON."""
+
+    base: str | None
+    text: Any
+    marks: bytes
+
+
+def share(request: Json, response: Any, earlier: Sequence[Earlier]) -> Shared:
+    """`request` told by the one of `earlier` that it shares most with, the first among equals.
+
+    RecursionError: it is nested too deeply for JSON.
+    """
+    try:
+        return _share(request, response, earlier, plainly)
+    except TypeError:
+        # Not plain JSON. What JSON makes of it is what will be read, so that is compared.
+        return _share(json.loads(dump_json(request)), response, earlier, patiently)
+
+
+def _share(request: Json, response: Any, earlier: Sequence[Earlier], encode: Encode) -> Shared:
+    skeleton, parts = outline(request)
+    trails = {key: _compared(key, part, earlier, encode) for key, part in parts.items()}
+    marks = Marks(
+        skeleton_digest(skeleton, kinds_of(parts), encode),
+        {key: _marks_of(part, trails[key]) for key, part in parts.items()},
+        frozenset(long_strings(parts, response)),
+    )
+    base, kept = _best(parts, trails, earlier)
+    if base is None:
+        return Shared(None, request, marks.encode())
+    same = marks.skeleton == base.marks.skeleton
+    text = [None if same else skeleton, *_news(parts, kept, base.marks)]
+    return Shared(base.turn_id, text, marks.encode())
+
+
+def _compared(key: str, part: Part, earlier: Sequence[Earlier], encode: Encode) -> Trail:
+    """Its states wherever it, or the same part of an earlier request, has marks."""
+    length = len(part.items)
+    at = set(positions(part.kind, length))
+    for one in earlier:
+        theirs = one.marks.parts.get(key)
+        if theirs is not None and theirs.kind == part.kind:
+            at.update(position for position in theirs.digests if position <= length)
+    return trail(part, at, {}, encode)
+
+
+def _marks_of(part: Part, states: Trail) -> PartMarks:
+    length = len(part.items)
+    at = positions(part.kind, length)
+    return PartMarks(part.kind, length, {position: states[position].digest for position in at})
+
+
+def _best(
+    parts: Mapping[str, Part], trails: Mapping[str, Trail], earlier: Sequence[Earlier]
+) -> tuple[Earlier | None, Mapping[str, int]]:
+    """Who shares most bytes, and how many items of each part."""
+    best: Earlier | None = None
+    best_kept: Mapping[str, int] = {}
+    most = _WORTHWHILE
+    for one in earlier:
+        kept = {
+            key: _kept(part, trails[key], one.marks.parts.get(key)) for key, part in parts.items()
+        }
+        size = sum(trails[key][n].size for key, n in kept.items() if n)
+        if size > most:
+            best, best_kept, most = one, kept, size
+    return best, best_kept
+
+
+def _kept(part: Part, states: Trail, theirs: PartMarks | None) -> int:
+    if theirs is None or theirs.kind != part.kind:
+        return 0
+    for n, digest in theirs.digests.items():  # the largest first
+        if n in states and states[n].digest == digest:
+            return n
+    return 0
+
+
+def _news(
+    parts: Mapping[str, Part], kept: Mapping[str, int], base: Marks
+) -> tuple[dict[str, tuple[int, Any]], list[Repeated]]:
+    news: dict[str, tuple[int, Any]] = {}
+    repeated: list[Repeated] = []
+    for key, part in parts.items():
+        n = kept[key]
+        if n == len(part.items) and n == base.parts[key].length:
+            continue
+        rest = part.items[n:]
+        if part.kind != TEXT and base.strings:
+            rest = _without(base.strings, rest, [key], repeated)
+        news[key] = (n, rest)
+    return news, repeated
+
+
+def _without(
+    known: frozenset[bytes], value: Any, path: list[str | int], found: list[Repeated]
+) -> Any:
+    """`value` with "" for strings that are known; `found` gets where they stood."""
+    if isinstance(value, str):
+        digest = string_digest(value)
+        if digest is None or digest not in known:
+            return value
+        found.append((path, digest.hex()))
+        return ""
+    if isinstance(value, list):
+        return [_without(known, item, [*path, i], found) for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {key: _without(known, item, [*path, key], found) for key, item in value.items()}
+    return value

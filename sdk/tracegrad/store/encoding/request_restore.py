@@ -1,0 +1,113 @@
+"""Requests as they were, from what `sharing` made of them, each proven against its own marks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from tracegrad.events import Json
+from tracegrad.store.encoding.request_fingerprint import (
+    ONE,
+    Marks,
+    Part,
+    Trail,
+    kinds_of,
+    long_strings,
+    patiently,
+    positions,
+    skeleton_digest,
+    trail,
+)
+from tracegrad.store.errors import StoreCorrupt
+
+# States of a part from which a later one's proof may begin: of its own end, of earlier parts.
+_NEAR, _EARLIER = 4, 16
+
+
+@dataclass(slots=True)
+class Rebuilt:
+    """A request as it was, and what the requests that are told by it need.
+
+    They hold the very items of this one: read them, do not change them.
+    """
+
+    request: Json
+    response: Any
+    marks: Marks
+    parts: Mapping[str, Part]
+    trails: Mapping[str, Trail]
+    _strings: Mapping[bytes, str] | None = None
+
+    def string(self, digest: bytes) -> str:
+        if self._strings is None:
+            self._strings = long_strings(self.parts, self.response, most=None)
+        return self._strings[digest]
+
+
+def rebuild(text: Any, response: Any, marks: bytes, base: Rebuilt | None) -> Rebuilt:
+    """The inverse of `sharing.share`; all of a conversation takes time linear in its length.
+
+    Raises StoreCorrupt where the result is not what was shared.
+    """
+    known = Marks.decode(marks)
+    try:
+        if base is None:
+            request, kept = text, dict.fromkeys(known.parts, 0)
+        else:
+            request, kept = _told(text, known, base)
+        parts = {
+            key: Part(theirs.kind, [request[key]] if theirs.kind == ONE else request[key])
+            for key, theirs in known.parts.items()
+        }
+        trails = {
+            key: _proof(part, base.trails[key] if base and kept[key] else {}, kept[key])
+            for key, part in parts.items()
+        }
+        proven = _proves(request, parts, trails, known)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise StoreCorrupt(f"its request cannot be rebuilt ({error!r})") from error
+    if not proven:
+        raise StoreCorrupt("its request is not the one that was stored")
+    return Rebuilt(request, response, known, parts, trails)
+
+
+def _told(text: Any, marks: Marks, base: Rebuilt) -> tuple[Json, dict[str, int]]:
+    """The request, and how many items of each part are the base's."""
+    skeleton, news, repeated = text
+    for (key, *way, last), digest in repeated:
+        place = news[key][1]
+        for step in way:
+            place = place[step]
+        place[last] = base.string(bytes.fromhex(digest))
+    request = dict(base.request if skeleton is None else skeleton)
+    kept = {}
+    for key in marks.parts:
+        if key in news:
+            n, rest = news[key]
+            items = base.parts[key].items[:n] + rest if n else rest
+        else:
+            items = base.parts[key].items
+            n = len(items)
+        kept[key] = n
+        request[key] = items[0] if marks.parts[key].kind == ONE else items
+    return request, kept
+
+
+def _proof(part: Part, earlier: Trail, kept: int) -> Trail:
+    """From the last states of the earlier part on, so that nothing is hashed again."""
+    shared = sorted((n for n in earlier if n <= kept), reverse=True)
+    known = {n: earlier[n] for n in islice(shared, _EARLIER)}
+    return trail(part, positions(part.kind, len(part.items))[:_NEAR], known, patiently)
+
+
+def _proves(
+    request: Json, parts: Mapping[str, Part], trails: Mapping[str, Trail], marks: Marks
+) -> bool:
+    skeleton = {key: None if key in parts else value for key, value in request.items()}
+    return skeleton_digest(skeleton, kinds_of(parts), patiently) == marks.skeleton and all(
+        len(parts[key].items) == theirs.length
+        and trails[key][theirs.length].digest == theirs.digests[theirs.length]
+        for key, theirs in marks.parts.items()
+    )

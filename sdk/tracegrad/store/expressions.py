@@ -1,0 +1,77 @@
+"""SQL expressions that queries and the ledger share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from sqlalchemy import ColumnElement, and_, case, exists, literal, select, true
+from sqlalchemy.orm import InstrumentedAttribute
+
+from tracegrad.events import MAX_REWARD, Outcome
+from tracegrad.store.models import Rewards, Rollouts, RolloutTags
+
+SCORED = [outcome.value for outcome in Outcome if outcome.scored]
+# The event name whose latest value, given for the whole rollout, is the rollout's reward.
+MAIN_REWARD = "reward"
+
+T = TypeVar("T")
+
+
+def chunks(items: Sequence[T], size: int = 500) -> Iterator[Sequence[T]]:
+    """Databases bound the number of parameters in a statement."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def begins_with(column: InstrumentedAttribute[str], prefix: str) -> ColumnElement[bool]:
+    """As a range, which every database finds in an index; the last code point is no character."""
+    return and_(column >= prefix, column < prefix + "\U0010ffff")
+
+
+def has_tags(tags: Mapping[str, str]) -> ColumnElement[bool]:
+    """The rollout carries every one of `tags`."""
+    return and_(
+        true(),
+        *(
+            exists().where(
+                RolloutTags.rollout_id == Rollouts.rollout_id,
+                RolloutTags.key == key,
+                RolloutTags.value == value,
+            )
+            for key, value in tags.items()
+        ),
+    )
+
+
+def latest_reward() -> ColumnElement[float | None]:
+    """The rollout's reward, or NULL: the one that arrived last.
+
+    Stores of the time before rewards were bounded may hold some that would be refused today.
+    """
+    return (
+        select(Rewards.value)
+        .where(
+            Rewards.rollout_id == Rollouts.rollout_id,
+            Rewards.name == MAIN_REWARD,
+            Rewards.turn.is_(None),
+            Rewards.value.between(-MAX_REWARD, MAX_REWARD),
+        )
+        .order_by(Rewards.seq.desc())
+        .limit(1)
+        .correlate(Rollouts)
+        .scalar_subquery()
+    )
+
+
+def training_state(tags: Mapping[str, str], now: float) -> ColumnElement[str]:
+    """Where a rollout stands on its way to training (`RolloutRow.state`, or `not_selected`)."""
+    return case(
+        (Rollouts.consumed_at.is_not(None), literal("consumed")),
+        (~has_tags(tags), literal("not_selected")),
+        (Rollouts.finished_at.is_(None), literal("open")),
+        (Rollouts.outcome.not_in(SCORED), Rollouts.outcome),
+        (latest_reward().is_(None), literal("no_reward")),
+        (Rollouts.leased_until > now, literal("leased")),
+        else_=literal("waiting"),
+    )

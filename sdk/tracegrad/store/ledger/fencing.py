@@ -1,0 +1,102 @@
+"""Whether what a step wants to consume is still the committer's: what `commit_step` refuses.
+
+A lease is a fence: a rollout is consumed under the lease that it has now, or not at all. How long
+that lease was to last does not matter as long as nobody else has taken the rollout since.
+Everything here happens inside the caller's exclusive transaction.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from sqlalchemy import Connection, select
+
+from tracegrad.store.errors import AlreadyTrained, LeaseLost, LedgerError
+from tracegrad.store.expressions import chunks
+from tracegrad.store.models import Rollouts, Steps, TurnLedger
+from tracegrad.store.types import LostLease, StepRecord
+
+
+def refuse_duplicates(what: str, names: Iterable[str]) -> None:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise LedgerError(f"{what} {twice[0]} is named twice ({len(twice)} are); name each once")
+
+
+def refuse_step(connection: Connection, step: StepRecord) -> None:
+    """A number that is taken, or weights that no committed step has."""
+    there = select(Steps.run_id, Steps.checkpoint).where(Steps.step == step.step)
+    for run_id, checkpoint in connection.execute(there):
+        by = f"run {run_id}" if run_id else "a run that did not say its id"
+        raise LedgerError(
+            f"step {step.step} is in the ledger already: {by} committed it"
+            f" (checkpoint {checkpoint})"
+        )
+    if step.parent_digest is None:
+        return
+    parent = select(Steps.step).where(Steps.manifest_digest == step.parent_digest).limit(1)
+    if connection.scalar(parent) is None:
+        raise LedgerError(
+            f"step {step.step} began with weights that no committed step has (their checkpoint's"
+            f" digest is {step.parent_digest}): go on from the last committed step"
+        )
+
+
+def refuse_known_turns(connection: Connection, turn_ids: Sequence[str]) -> None:
+    for ids in chunks(turn_ids):
+        query = select(TurnLedger.turn_id, TurnLedger.step, TurnLedger.skip_reason).where(
+            TurnLedger.turn_id.in_(ids)
+        )
+        for turn_id, step, reason in connection.execute(query):
+            was = f"trained by step {step}" if step is not None else f"skipped ({reason})"
+            raise AlreadyTrained(f"turn {turn_id} was {was} already")
+
+
+def refuse_lost(connection: Connection, rollouts: Sequence[str], leases: Mapping[str, str]) -> None:
+    """`leases`: rollout -> the lease that it was given out under; without one it must be free."""
+    lost = lost_leases(connection, {name: leases.get(name) for name in rollouts})
+    lost = [each for each in lost if each.state != "removed"]  # told with those that never were
+    if not lost:
+        return
+    first, more = lost[0], f" ({len(lost) - 1} more like it)" if len(lost) > 1 else ""
+    if first.state == "consumed":
+        raise AlreadyTrained(f"{first}{more}")
+    raise LeaseLost(f"{first}{more}")
+
+
+def lost_leases(connection: Connection, leases: Mapping[str, str | None]) -> list[LostLease]:
+    """Of rollout -> lease, those that are another's now; in the order of their ids."""
+    lost: list[LostLease] = []
+    for some in chunks(sorted(leases)):
+        query = select(
+            Rollouts.rollout_id,
+            Rollouts.lease_id,
+            Rollouts.lease_owner,
+            Rollouts.leased_until,
+            Rollouts.consumed_at,
+            Rollouts.consumed_step,
+        ).where(Rollouts.rollout_id.in_(some))
+        rows = {row.rollout_id: row for row in connection.execute(query)}
+        for name in some:
+            row, lease = rows.get(name), leases[name]
+            if row is None:
+                lost.append(LostLease(rollout_id=name, lease_id=lease, state="removed"))
+            elif row.consumed_at is not None:
+                lost.append(
+                    LostLease(
+                        rollout_id=name, lease_id=lease, state="consumed", step=row.consumed_step
+                    )
+                )
+            elif row.lease_id != lease:
+                state = "free" if row.lease_id is None else "leased"
+                lost.append(
+                    LostLease(
+                        rollout_id=name,
+                        lease_id=lease,
+                        state=state,  # type: ignore[arg-type]
+                        owner=row.lease_owner,
+                        until=row.leased_until,
+                    )
+                )
+    return lost

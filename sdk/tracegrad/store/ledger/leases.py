@@ -1,0 +1,189 @@
+"""Which rollouts are ready to be trained on, how they form groups, and who has them meanwhile.
+
+Everything here happens inside the caller's transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, func, insert, or_, select, update
+
+from tracegrad.store.expressions import SCORED, chunks, has_tags, latest_reward, training_state
+from tracegrad.store.models import Leases, Rollouts
+from tracegrad.store.read.training_samples import samples_of
+from tracegrad.store.types import Group, WaitingTask
+
+FREE = {"lease_id": None, "lease_owner": None, "leased_until": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    rollout_id: str
+    task_id: str | None
+    finished_at: float
+    reward: float
+
+
+def ready_rollouts(
+    connection: Connection, tags: Mapping[str, str], now: float, *, alone: bool
+) -> list[Ready]:
+    """The oldest first; rollouts without a task only if they may be a group `alone`."""
+    reward = latest_reward()
+    query = (
+        select(Rollouts.rollout_id, Rollouts.task_id, Rollouts.finished_at, reward.label("reward"))
+        .where(
+            Rollouts.consumed_at.is_(None),
+            Rollouts.finished_at.is_not(None),
+            Rollouts.outcome.in_(SCORED),
+            or_(Rollouts.leased_until.is_(None), Rollouts.leased_until <= now),
+            reward.is_not(None),
+            has_tags(tags),
+        )
+        .order_by(Rollouts.finished_at, Rollouts.rollout_id)
+    )
+    if not alone:
+        query = query.where(Rollouts.task_id.is_not(None))
+    return [Ready(**row) for row in connection.execute(query).mappings()]
+
+
+def groups_of(
+    connection: Connection,
+    chosen: Sequence[Sequence[Ready]],
+    lease_id: str,
+    expires_at: float,
+    *,
+    routes: bool,
+) -> list[Group]:
+    rewards = {rollout.rollout_id: rollout.reward for group in chosen for rollout in group}
+    samples = samples_of(connection, rewards, routes=routes)
+    return [
+        Group(
+            group_id=group[0].task_id or group[0].rollout_id,
+            lease_id=lease_id,
+            expires_at=expires_at,
+            rollouts=[samples[rollout.rollout_id] for rollout in group],
+        )
+        for group in chosen
+    ]
+
+
+def waiting_tasks(
+    connection: Connection, alone: Sequence[Ready], tags: Mapping[str, str], now: float
+) -> list[WaitingTask]:
+    """Tasks of ready rollouts that are too few for a group, the longest waiting first."""
+    by_task: dict[str, list[Ready]] = {}
+    for rollout in alone:
+        by_task.setdefault(rollout.task_id or rollout.rollout_id, []).append(rollout)
+    coming: dict[str, dict[str, int]] = {task_id: {} for task_id in by_task}
+    state = training_state(tags, now).label("state")
+    for some in chunks(list(by_task)):
+        query = (
+            select(Rollouts.task_id, state, func.count())
+            .where(Rollouts.consumed_at.is_(None), Rollouts.task_id.in_(some))
+            .group_by(Rollouts.task_id, state)
+        )
+        for task_id, name, count in connection.execute(query):
+            coming[str(task_id)][name] = count
+    return [
+        WaitingTask(
+            task_id=task_id,
+            ready=[rollout.rollout_id for rollout in rollouts],
+            since=min(rollout.finished_at for rollout in rollouts),
+            open=coming[task_id].get("open", 0),
+            no_reward=coming[task_id].get("no_reward", 0),
+        )
+        for task_id, rollouts in by_task.items()
+    ]
+
+
+def give_out(
+    connection: Connection,
+    groups: Sequence[Sequence[Ready]],
+    lease_id: str,
+    owner: str,
+    now: float,
+    until: float,
+) -> None:
+    ids = [rollout.rollout_id for group in groups for rollout in group]
+    if not ids:
+        return
+    values = {"lease_id": lease_id, "lease_owner": owner, "leased_until": until}
+    update_rollouts(connection, ids, values)
+    given = {"lease_id": lease_id, "owner": owner, "leased_at": now, "leased_until": until}
+    connection.execute(insert(Leases), [{**given, "rollout_id": name} for name in ids])
+
+
+def extend(connection: Connection, leases: Mapping[str, str], until: float) -> None:
+    """Rollout -> lease, all of which hold."""
+    update_rollouts(connection, list(leases), {"leased_until": until})
+    by_lease: dict[str, list[str]] = {}
+    for rollout_id, lease_id in leases.items():
+        by_lease.setdefault(lease_id, []).append(rollout_id)
+    for lease_id, ids in by_lease.items():
+        for some in chunks(ids):
+            connection.execute(
+                update(Leases)
+                .where(Leases.lease_id == lease_id, Leases.rollout_id.in_(some))
+                .where(Leases.released_at.is_(None))
+                .values(leased_until=until)
+            )
+
+
+def take_back(connection: Connection, group: Group, now: float) -> None:
+    """What the lease still holds of the group."""
+    for ids in chunks([rollout.rollout_id for rollout in group.rollouts]):
+        held = (Rollouts.rollout_id.in_(ids), Rollouts.lease_id == group.lease_id)
+        # SQLite, asked for those that are not consumed, would look through all that are not.
+        query = select(Rollouts.rollout_id, Rollouts.consumed_at).where(*held)
+        rows = connection.execute(query)
+        still = [rollout_id for rollout_id, consumed_at in rows if consumed_at is None]
+        update_rollouts(connection, still, FREE)
+        mine = (Leases.rollout_id.in_(still), Leases.lease_id == group.lease_id)
+        end_leases(connection, now, *mine)
+
+
+def take_back_all(connection: Connection, owner: str, now: float) -> int:
+    """What `owner` has. Returns how many rollouts."""
+    held = (Rollouts.consumed_at.is_(None), Rollouts.lease_owner == owner)
+    rows = connection.execute(select(Rollouts.rollout_id, Rollouts.lease_id).where(*held)).all()
+    update_rollouts(connection, [rollout_id for rollout_id, _ in rows], FREE)
+    leases = sorted({lease_id for _, lease_id in rows if lease_id is not None})
+    for some in chunks(leases):
+        end_leases(connection, now, Leases.lease_id.in_(some))
+    return len(rows)
+
+
+def end_leases(connection: Connection, now: float, *which: ColumnElement[bool]) -> None:
+    connection.execute(
+        update(Leases).where(Leases.released_at.is_(None), *which).values(released_at=now)
+    )
+
+
+def form_groups(ready: Sequence[Ready], size: int, stale_before: float) -> list[list[Ready]]:
+    """Groups in the order in which their last rollout finished."""
+    by_task: dict[tuple[str, str], list[Ready]] = {}
+    for rollout in ready:
+        key = ("task", rollout.task_id) if rollout.task_id else ("rollout", rollout.rollout_id)
+        by_task.setdefault(key, []).append(rollout)
+    groups = []
+    for rollouts in by_task.values():
+        for group in chunks(rollouts, size):
+            stale = len(group) >= 2 and group[-1].finished_at < stale_before
+            if len(group) == size or stale:
+                groups.append(list(group))
+    return sorted(groups, key=lambda group: group[-1].finished_at)
+
+
+def update_rollouts(connection: Connection, ids: Sequence[str], values: Mapping[str, Any]) -> int:
+    """How many there were. They are held in order, as by those who append (`ingest`)."""
+    changed = 0
+    for some in chunks(sorted(set(ids))):
+        query = select(Rollouts.rollout_id).where(Rollouts.rollout_id.in_(some))
+        connection.execute(query.order_by(Rollouts.rollout_id).with_for_update(key_share=True))
+        changed += connection.execute(
+            update(Rollouts).where(Rollouts.rollout_id.in_(some)).values(**values)
+        ).rowcount
+    return changed

@@ -1,0 +1,319 @@
+"""The consumption ledger: which rollouts are being trained on, and what became of each turn.
+
+Exactly once: a turn has at most one row in `turn_ledger` (its primary key), written in the
+same transaction as the step that trained it. Leases keep pullers out of each other's way, and
+fence commits: who outlived a lease that somebody else has by now is refused (module `fencing`).
+Leases begin and end by the database's clock (`databases.clock`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeVar
+
+from sqlalchemy import (
+    Connection,
+    exc,
+    insert,
+    literal,
+    null,
+    select,
+)
+
+from tracegrad.events import new_id
+from tracegrad.store.databases import clock
+from tracegrad.store.errors import LedgerError
+from tracegrad.store.expressions import SCORED, chunks, has_tags
+from tracegrad.store.ledger.fencing import (
+    lost_leases,
+    refuse_duplicates,
+    refuse_known_turns,
+    refuse_lost,
+    refuse_step,
+)
+from tracegrad.store.ledger.leases import (
+    Ready,
+    end_leases,
+    extend,
+    form_groups,
+    give_out,
+    groups_of,
+    ready_rollouts,
+    take_back,
+    take_back_all,
+    update_rollouts,
+    waiting_tasks,
+)
+from tracegrad.store.models import Leases, Rollouts, Steps, TurnLedger, Turns
+from tracegrad.store.retry import again
+from tracegrad.store.store import Store
+from tracegrad.store.types import Group, LeaseRecord, LostLease, Peek, StepRecord, row_of
+
+# A turn that came in after its rollout was leased; nobody trained on it.
+LATE = "late"
+NO_LEASES: Mapping[str, str] = MappingProxyType({})
+
+T = TypeVar("T")
+
+_Fate = tuple[int | None, str | None]  # (step, None) or (None, reason)
+
+
+class Ledger:
+    """For the trainer's first rank. Several processes may pull from one store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def lease(
+        self,
+        *,
+        groups: int,
+        group_size: int,
+        owner: str,
+        ttl_s: float,
+        tags: Mapping[str, str] | None = None,
+        incomplete_after_s: float = float("inf"),
+        at_least: int | None = None,
+        routes: bool = True,
+        held: Collection[str] = (),
+    ) -> list[Group]:
+        """The oldest ready groups: `groups` of them, or [] while fewer are ready.
+
+        A rollout is ready when it finished with a scored outcome, has a reward, carries all
+        `tags`, and is neither consumed nor leased. A group is the `group_size` oldest ready
+        rollouts of one task; one task may fill several groups. What is left of a task is a
+        group too, if it has at least two rollouts and the last of them finished more than
+        `incomplete_after_s` ago. With `at_least`, fewer groups than `groups` will do.
+
+        Rollouts with `tags` that ended unscored are consumed on the way, their turns skipped
+        with the outcome as the reason. The lease ends after `ttl_s` seconds by itself, unless it
+        is renewed. Rollouts in `held`, which the caller has already, are not given out again,
+        whatever became of their lease. `routes` asks for the turns' routed experts, which are
+        large.
+        """
+        _check(groups=groups, group_size=group_size, ttl_s=ttl_s)
+        lease_id = new_id()
+
+        def take(connection: Connection) -> tuple[float, list[list[Ready]]]:
+            now = clock.time_of(connection)  # when its turn has come
+            _consume_unscored(connection, tags or {}, now)
+            ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
+            ready = [rollout for rollout in ready if rollout.rollout_id not in held]
+            chosen = form_groups(ready, group_size, now - incomplete_after_s)[:groups]
+            if len(chosen) < (groups if at_least is None else at_least):
+                return now, []
+            give_out(connection, chosen, lease_id, owner, now, now + ttl_s)
+            return now, chosen
+
+        now, chosen = self._exclusively(take)
+        with self._store.reading() as connection:
+            return groups_of(connection, chosen, lease_id, now + ttl_s, routes=routes)
+
+    def ready(self, tags: Mapping[str, str] | None = None) -> int:
+        """Rollouts that `lease` could take now: what a sender of tasks holds itself back by."""
+        with self._store.reading() as connection:
+            now = clock.time_of(connection)
+            return len(ready_rollouts(connection, tags or {}, now, alone=True))
+
+    def peek(
+        self,
+        *,
+        groups: int,
+        group_size: int,
+        tags: Mapping[str, str] | None = None,
+        incomplete_after_s: float = float("inf"),
+        routes: bool = True,
+    ) -> Peek:
+        """What `lease` would give now, fewer than `groups` too, and who waits. Changes nothing."""
+        _check(groups=groups, group_size=group_size, ttl_s=1.0)
+        with self._store.reading() as connection:
+            now = clock.time_of(connection)
+            ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
+            formed = form_groups(ready, group_size, now - incomplete_after_s)
+            grouped = {rollout.rollout_id for group in formed for rollout in group}
+            alone = [rollout for rollout in ready if rollout.rollout_id not in grouped]
+            return Peek(
+                groups=groups_of(
+                    connection, formed[:groups], lease_id="", expires_at=now, routes=routes
+                ),
+                more=len(formed[groups:]),
+                waiting=waiting_tasks(connection, alone, tags or {}, now),
+            )
+
+    def renew(self, leases: Mapping[str, str], *, ttl_s: float) -> list[LostLease]:
+        """Leases (rollout -> lease, as `leases_of` says) end `ttl_s` seconds from now.
+
+        A lease that ran out is renewed too if nobody took its rollout since. Returns those that
+        are lost: taken by somebody else, given back, consumed or removed.
+        """
+        _check(groups=1, group_size=1, ttl_s=ttl_s)
+
+        def hold(connection: Connection) -> list[LostLease]:
+            lost = lost_leases(connection, leases)
+            gone = {each.rollout_id for each in lost}
+            kept = {name: lease for name, lease in leases.items() if name not in gone}
+            extend(connection, kept, clock.time_of(connection) + ttl_s)
+            return lost
+
+        return self._exclusively(hold) if leases else []
+
+    def release(self, groups: Sequence[Group]) -> None:
+        """Give back groups that were not trained; others may lease them at once."""
+
+        def give_back(connection: Connection) -> None:
+            now = clock.time_of(connection)
+            for group in groups:
+                take_back(connection, group, now)
+
+        self._exclusively(give_back)
+
+    def release_owner(self, owner: str) -> int:
+        """Give back all that `owner`, who was killed, still has. Returns how many rollouts."""
+
+        return self._exclusively(
+            lambda connection: take_back_all(connection, owner, clock.time_of(connection))
+        )
+
+    def leases(self, rollout_id: str) -> list[LeaseRecord]:
+        """Who had it to train on, and how long; the oldest first."""
+        query = (
+            select(*Leases.__table__.columns)
+            .where(Leases.rollout_id == rollout_id)
+            .order_by(Leases.leased_at, Leases.lease_id)
+        )
+        with self._store.reading() as connection:
+            return [LeaseRecord(**row) for row in connection.execute(query).mappings()]
+
+    def commit_step(
+        self,
+        step: StepRecord,
+        *,
+        trained: Sequence[str],
+        skipped: Mapping[str, str],
+        rollouts: Sequence[str],
+        leases: Mapping[str, str] = NO_LEASES,
+    ) -> None:
+        """The step, a row for each of its turns, its rollouts consumed: one transaction.
+
+        `trained` are turn ids, `skipped` maps turn ids to reasons. Turns of `rollouts` that are
+        in neither came in after the lease and are skipped as "late". `leases` maps rollouts to
+        the leases that they were given out under (`leases_of`); one that is not in it must not be
+        leased to anybody.
+
+        Raises, and then nothing is stored:
+            AlreadyTrained: a turn is in the ledger already, or a rollout is consumed.
+            LeaseLost: a rollout is not under its lease any more; says who has it now.
+            LedgerError: the step is in the ledger already, began with weights that no committed
+                step has, names something twice, or something unknown.
+        """
+
+        def commit(connection: Connection) -> None:
+            refuse_step(connection, step)
+            connection.execute(insert(Steps), row_of(step))
+            _record(connection, step.step, trained, skipped, rollouts, leases)
+
+        self._exclusively(commit)
+
+    def commit_skipped(
+        self,
+        skipped: Mapping[str, str],
+        rollouts: Sequence[str],
+        leases: Mapping[str, str] = NO_LEASES,
+    ) -> None:
+        """Consume rollouts that no step used; as `commit_step` without a step."""
+        self._exclusively(
+            lambda connection: _record(connection, None, [], skipped, rollouts, leases)
+        )
+
+    def last_step(self) -> StepRecord | None:
+        steps = self.steps(limit=1)
+        return steps[0] if steps else None
+
+    def steps(self, limit: int | None = None) -> list[StepRecord]:
+        """The last `limit` steps, the oldest of them first."""
+        query = select(*Steps.__table__.columns).order_by(Steps.step.desc()).limit(limit)
+        with self._store.reading() as connection:
+            return [StepRecord(**row) for row in connection.execute(query).mappings()][::-1]
+
+    def _exclusively(self, work: Callable[[Connection], T]) -> T:
+        def once() -> T:
+            with self._store.exclusive() as connection:
+                return work(connection)
+
+        return again(once)
+
+
+def _check(*, groups: int, group_size: int, ttl_s: float) -> None:
+    for name, value in (("groups", groups), ("group_size", group_size)):
+        if value < 1:
+            raise ValueError(f"{name}: {value}; ask for at least 1")
+    if not ttl_s > 0:
+        raise ValueError(f"ttl_s: {ttl_s}; give seconds above 0")
+
+
+def _consume_unscored(connection: Connection, tags: Mapping[str, str], now: float) -> None:
+    unscored = (
+        Rollouts.consumed_at.is_(None),
+        Rollouts.finished_at.is_not(None),
+        Rollouts.outcome.not_in(SCORED),
+        has_tags(tags),
+    )
+    ids = list(connection.scalars(select(Rollouts.rollout_id).where(*unscored)))
+    for some in chunks(ids):
+        turns = (
+            select(Turns.turn_id, null(), Rollouts.outcome, literal(now))
+            .join(Rollouts, Rollouts.rollout_id == Turns.rollout_id)
+            .where(Rollouts.rollout_id.in_(some))
+        )
+        columns = ["turn_id", "step", "skip_reason", "created_at"]
+        connection.execute(insert(TurnLedger).from_select(columns, turns))
+    update_rollouts(connection, ids, {"consumed_at": now})
+
+
+def _record(
+    connection: Connection,
+    step: int | None,
+    trained: Sequence[str],
+    skipped: Mapping[str, str],
+    rollouts: Sequence[str],
+    leases: Mapping[str, str],
+) -> None:
+    refuse_duplicates("turn", trained)
+    refuse_duplicates("rollout", rollouts)
+    if both := set(trained) & skipped.keys():
+        raise LedgerError(f"turn {min(both)} is both trained and skipped")
+    fates: dict[str, _Fate] = dict.fromkeys(trained, (step, None))
+    fates |= {turn_id: (None, reason) for turn_id, reason in skipped.items()}
+    refuse_known_turns(connection, list(fates))
+    refuse_lost(connection, rollouts, leases)
+    now = clock.time_of(connection)
+    _insert_fates(connection, fates, now)
+    late: dict[str, _Fate] = {}
+    for ids in chunks(list(rollouts)):
+        query = (
+            select(Turns.turn_id)
+            .outerjoin(TurnLedger, TurnLedger.turn_id == Turns.turn_id)
+            .where(Turns.rollout_id.in_(ids), TurnLedger.turn_id.is_(None))
+        )
+        late |= dict.fromkeys(connection.scalars(query), (None, LATE))
+    _insert_fates(connection, late, now)
+    values = {"consumed_at": now, "consumed_step": step, "leased_until": None}
+    changed = update_rollouts(connection, list(rollouts), values)
+    for ids in chunks(list(rollouts)):
+        end_leases(connection, now, Leases.rollout_id.in_(ids), Leases.leased_until > now)
+    if changed != len(rollouts):
+        raise LedgerError(f"{len(rollouts) - changed} of the step's rollouts are not stored")
+
+
+def _insert_fates(connection: Connection, fates: Mapping[str, _Fate], now: float) -> None:
+    rows = [
+        {"turn_id": turn_id, "step": step, "skip_reason": reason, "created_at": now}
+        for turn_id, (step, reason) in fates.items()
+    ]
+    if not rows:
+        return
+    try:
+        connection.execute(insert(TurnLedger), rows)
+    except exc.IntegrityError as error:
+        raise LedgerError(f"the ledger names a turn that is not stored ({error.orig})") from error

@@ -1,0 +1,248 @@
+"""Whether what became of rollouts, turns, steps and versions adds up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Select, exists, func, not_, select
+
+from tracegrad.events import MAX_REWARD, REWARD_RANGE
+from tracegrad.store.databases import clock
+from tracegrad.store.maintenance.findings import Finding
+from tracegrad.store.maintenance.removal_log import removed_in_all
+from tracegrad.store.maintenance.selection import last_sign
+from tracegrad.store.models import (
+    PolicyVersions,
+    Rewards,
+    RolloutKeys,
+    Rollouts,
+    Steps,
+    TurnLedger,
+    Turns,
+    VersionEvents,
+)
+
+DAY_S = 86_400.0
+# A rollout without an end and without a turn for so long is taken for left behind, and a key of a
+# rollout that nobody has heard of for so long for never used.
+OPEN_S, KEY_S = DAY_S, 7 * DAY_S
+# What a proxy says before the first push: the weights that the engine started with.
+_FIRST_VERSION = 0
+
+
+def ledger_checks(connection: Connection) -> Iterator[Finding]:
+    now = time.time()
+    yield from _leases(connection, clock.time_of(connection))
+    yield from _unconsumed(connection)
+    yield from _open_for_long(connection, now)
+    yield from _keys(connection, now)
+    yield from _rewards(connection)
+    yield from _gaps(connection, "steps", Steps.step)
+    yield from _gaps(connection, "versions", PolicyVersions.version)
+    yield from _never_served(connection)
+    yield from _steps_without_turns(connection)
+    yield from _sums(connection)
+
+
+def expired(now: float) -> ColumnElement[bool]:
+    """Of `Rollouts`: leased until a time that has passed, by somebody who did not say more."""
+    return (Rollouts.leased_until <= now) & Rollouts.consumed_at.is_(None)
+
+
+def unconsumed() -> ColumnElement[bool]:
+    """Of `Rollouts`: a step trained on turns of theirs, and they wait all the same."""
+    trained = (
+        exists()
+        .where(Turns.rollout_id == Rollouts.rollout_id)
+        .where(TurnLedger.turn_id == Turns.turn_id, TurnLedger.step.is_not(None))
+    )
+    return Rollouts.consumed_at.is_(None) & trained
+
+
+def unknown_keys(now: float) -> ColumnElement[bool]:
+    """Of `RolloutKeys`."""
+    known = exists().where(Rollouts.rollout_id == RolloutKeys.rollout_id)
+    return not_(known) & (RolloutKeys.created_at < now - KEY_S)
+
+
+def _leases(connection: Connection, now: float) -> Iterator[Finding]:
+    query = (
+        select(
+            Rollouts.lease_owner, Rollouts.lease_id, func.count(), func.max(Rollouts.leased_until)
+        )
+        .where(expired(now))
+        .group_by(Rollouts.lease_owner, Rollouts.lease_id)
+        .order_by(func.max(Rollouts.leased_until))
+    )
+    for owner, lease_id, count, until in connection.execute(query):
+        yield Finding(
+            check="leases",
+            subject=f"lease {lease_id}",
+            message=f"{owner} held {count} rollouts and let the lease run out "
+            f"{_ago(now - (until or now))} ago: it ended, or is stuck",
+            mend="nothing is lost: others can lease them. tracegrad doctor --fix gives them back",
+            broken=False,
+            count=count,
+        )
+
+
+def _unconsumed(connection: Connection) -> Iterator[Finding]:
+    for rollout_id in connection.scalars(select(Rollouts.rollout_id).where(unconsumed())):
+        yield Finding(
+            check="consumed",
+            subject=f"rollout {rollout_id}",
+            message="a step trained on its turns, and it waits to be trained: every step that "
+            "takes it will be refused",
+            mend="tracegrad doctor --fix marks it as consumed",
+        )
+
+
+def _open_for_long(connection: Connection, now: float) -> Iterator[Finding]:
+    left = (Rollouts.finished_at.is_(None), Rollouts.opened, last_sign() < now - OPEN_S)
+    count = connection.scalar(select(func.count()).select_from(Rollouts).where(*left)) or 0
+    if count:
+        oldest = select(Rollouts.rollout_id).where(*left).order_by(Rollouts.opened_at).limit(1)
+        yield Finding(
+            check="open",
+            subject=f"rollout {connection.scalar(oldest)}",
+            message=f"{count} rollouts have no end, and nothing happened in them for a day",
+            mend="their agents ended without saying so: finish them (POST /api/events), or "
+            "tracegrad prune --outcome open --older-than 1d --also-untrained",
+            broken=False,
+            count=count,
+        )
+
+
+def _keys(connection: Connection, now: float) -> Iterator[Finding]:
+    where = unknown_keys(now)
+    count = connection.scalar(select(func.count()).select_from(RolloutKeys).where(where)) or 0
+    if count:
+        yield Finding(
+            check="keys",
+            message=f"{count} keys were made a week ago or earlier for rollouts that never came",
+            mend="tracegrad doctor --fix takes them out",
+            broken=False,
+            count=count,
+        )
+
+
+def _rewards(connection: Connection) -> Iterator[Finding]:
+    # Neither an infinity nor PostgreSQL's NaN, which is above everything, is between these.
+    bounded = Rewards.value.between(-MAX_REWARD, MAX_REWARD)
+    query = select(Rewards.reward_id, Rewards.rollout_id, Rewards.value).where(not_(bounded))
+    for reward_id, rollout_id, value in connection.execute(query):
+        yield Finding(
+            check="rewards",
+            subject=f"rollout {rollout_id}",
+            message=f"reward {reward_id} is {value}: it does not count",
+            mend=f"give the rollout {REWARD_RANGE} in its place (POST /api/events)",
+        )
+
+
+def _gaps(connection: Connection, check: str, number: Any) -> Iterator[Finding]:
+    numbers = list(connection.scalars(select(number).order_by(number)))
+    for before, after in pairwise(numbers):
+        if after != before + 1:
+            missing = str(before + 1) if after == before + 2 else f"{before + 1} to {after - 1}"
+            yield Finding(
+                check=check,
+                subject=f"{check} {missing}",
+                message=f"{before} is followed by {after}",
+                mend="harmless after a rollback or a restore of the trainer's checkpoints; else "
+                "rows were deleted: restore the last good copy of the store",
+                broken=False,
+            )
+
+
+def _never_served(connection: Connection) -> Iterator[Finding]:
+    served = set(
+        connection.scalars(
+            select(VersionEvents.version)
+            .where(VersionEvents.state == "serving")
+            .union(select(PolicyVersions.version).where(PolicyVersions.state == "serving"))
+        )
+    )
+    if not served:
+        return  # nobody pushes weights to the engine
+    # The trainer skips those of a push that failed; what it skipped trains nothing.
+    known = (
+        select(Turns.last_version, func.count())
+        .outerjoin(TurnLedger, TurnLedger.turn_id == Turns.turn_id)
+        .where(Turns.last_version.is_not(None), TurnLedger.skip_reason.is_(None))
+        .group_by(Turns.last_version)
+    )
+    for version, count in connection.execute(known):
+        if version not in served and version != _FIRST_VERSION:
+            yield Finding(
+                check="versions",
+                subject=f"version {version}",
+                message=f"{count} turns were sampled by it, and it never served",
+                mend="their log-probabilities may be another model's: train with a correction, or "
+                f"let them go: tracegrad prune --min-version {version} --max-version {version} "
+                "--also-untrained",
+                count=count,
+            )
+
+
+def _steps_without_turns(connection: Connection) -> Iterator[Finding]:
+    removed = removed_in_all(connection).get("steps", {})
+    used = exists().where(Rollouts.consumed_step == Steps.step)
+    query = (
+        select(Steps.step, used)
+        .outerjoin(TurnLedger, TurnLedger.step == Steps.step)
+        .where(TurnLedger.turn_id.is_(None))
+        .order_by(Steps.step)
+    )
+    for step, used_here in connection.execute(query):
+        if used_here:
+            yield Finding(
+                check="steps",
+                subject=f"step {step}",
+                message="the ledger has none of the turns that it trained on, and their rollouts "
+                "are here",
+                mend="restore the last good copy of the store: which turns were trained is lost",
+            )
+        elif str(step) not in removed:
+            yield Finding(
+                check="steps",
+                subject=f"step {step}",
+                message="none of the turns that it trained on is here, and no removal took them",
+                mend="harmless if the store was imported from one that had been pruned; else rows "
+                "were deleted: restore the last good copy of the store",
+                broken=False,
+            )
+
+
+def _sums(connection: Connection) -> Iterator[Finding]:
+    """Captured = trained + skipped + pending, each counted by itself."""
+
+    def counted(query: Select[Any]) -> int:
+        return connection.scalar(query) or 0
+
+    captured = counted(select(func.count()).select_from(Turns))
+    trained = counted(select(func.count(TurnLedger.step)))
+    skipped = counted(select(func.count(TurnLedger.skip_reason)))
+    pending = counted(
+        select(func.count())
+        .select_from(Turns)
+        .join(Rollouts, Rollouts.rollout_id == Turns.rollout_id)
+        .outerjoin(TurnLedger, TurnLedger.turn_id == Turns.turn_id)
+        .where(TurnLedger.turn_id.is_(None))
+    )
+    if captured != trained + skipped + pending:
+        yield Finding(
+            check="sums",
+            message=f"{captured:,} turns are stored, and {trained:,} trained + {skipped:,} "
+            f"skipped + {pending:,} pending are {trained + skipped + pending:,}",
+            mend="look at what else was found, orphans above all",
+        )
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("d", DAY_S), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

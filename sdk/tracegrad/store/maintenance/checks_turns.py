@@ -1,0 +1,205 @@
+"""Of every turn: tokens, log-probabilities, versions and texts, rebuilt and proven.
+
+One rollout at a time is in memory. What is wrong is collected, so that one broken turn does not
+hide the next; of those that only follow a broken one, their number is told.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection, Row, func, select
+
+from tracegrad.store.encoding.blobs import (
+    ContextDigest,
+    json_pieces,
+    unpack_ids,
+    unpack_json,
+    unpack_logprobs,
+    unpack_routes,
+)
+from tracegrad.store.encoding.request_restore import Rebuilt, rebuild
+from tracegrad.store.encoding.routed_experts import check_routes
+from tracegrad.store.encoding.shared_texts import (
+    Placed,
+    placed_texts,
+    text_digest,
+    unpack_raw,
+    unused,
+)
+from tracegrad.store.errors import StoreCorrupt
+from tracegrad.store.maintenance.findings import Finding
+from tracegrad.store.models import Texts, Turns
+
+_TOKENS = (
+    "restore the last good copy; without one let the rollout go: "
+    "tracegrad prune --rollout {rollout} --also-untrained"
+)
+_TEXT = (
+    "its tokens are whole and can be trained; restore the last good copy, or drop the rollout's "
+    "text: tracegrad prune --text-only --rollout {rollout}"
+)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Of the turns of one rollout that were looked at already."""
+
+    lengths: dict[str, int] = field(default_factory=dict)  # of whole contexts
+    digests: dict[str, ContextDigest] = field(default_factory=dict)
+    requests: dict[str, Rebuilt] = field(default_factory=dict)
+    broken_tokens: set[str] = field(default_factory=set)
+    broken_texts: set[str] = field(default_factory=set)
+
+
+Found = Callable[..., Finding]
+
+
+def turn_checks(connection: Connection, rollout_ids: Iterable[str]) -> Iterator[Finding | int]:
+    """Findings, and after each rollout the number of its turns."""
+    columns = [column for column in Turns.__table__.columns if column.name != "sampling"]
+    for rollout_id in rollout_ids:
+        query = select(*columns).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
+        seen, turns = _Seen(), 0
+        rows = connection.execute(query).all()
+        placed = placed_texts(connection, [row.turn_id for row in rows])
+        for row in rows:
+            turns += 1
+            yield from _of_turn(row, seen, placed)
+        yield turns
+
+
+def _of_turn(row: Row[Any], seen: _Seen, placed: Placed) -> Iterator[Finding]:
+    def broken(check: str, message: str, mend: str = _TOKENS) -> Finding:
+        return Finding(
+            check=check,
+            subject=f"turn {row.turn_id}",
+            message=f"{message} (rollout {row.rollout_id})",
+            mend=mend.format(rollout=row.rollout_id),
+        )
+
+    completion = yield from _tokens(row, seen, broken)
+    yield from _sampled(row, completion, broken)
+    yield from _routed(row, broken)
+    yield from _texts(row, seen, placed, broken)
+
+
+def _tokens(
+    row: Row[Any], seen: _Seen, broken: Found
+) -> Generator[Finding, None, array[int] | None]:
+    """Returns the sampled ones; None where they cannot be read."""
+    completion: array[int] | None = None
+    try:
+        delta, completion = unpack_ids(row.delta), unpack_ids(row.completion)
+    except (StoreCorrupt, ValueError) as error:
+        seen.broken_tokens.add(row.turn_id)
+        yield broken("tokens", str(error))
+        return completion
+    if len(completion) != row.completion_tokens:
+        yield broken(
+            "lengths", f"{len(completion)} sampled tokens, and {row.completion_tokens} are told"
+        )
+    if row.parent_id in seen.broken_tokens:
+        seen.broken_tokens.add(row.turn_id)
+        yield broken("tokens", f"it continues turn {row.parent_id}, whose tokens are broken")
+        return completion
+    if row.parent_id is not None and row.parent_id not in seen.digests:
+        seen.broken_tokens.add(row.turn_id)
+        yield broken(
+            "tokens", f"it continues turn {row.parent_id}, which its rollout does not have"
+        )
+        return completion
+    known = seen.lengths.get(row.parent_id, 0)
+    if known + len(delta) != row.prompt_tokens:
+        yield broken(
+            "lengths", f"{known + len(delta)} prompt tokens, and {row.prompt_tokens} are told"
+        )
+    digest = seen.digests[row.parent_id].copy() if row.parent_id else ContextDigest()
+    digest.add(delta).add(completion)
+    if digest.value() != row.context_digest:
+        seen.broken_tokens.add(row.turn_id)
+        yield broken("tokens", "its tokens are not the ones that were stored")
+        return completion
+    seen.digests[row.turn_id] = digest
+    seen.lengths[row.turn_id] = known + len(delta) + len(completion)
+    return completion
+
+
+def _sampled(row: Row[Any], completion: array[int] | None, broken: Found) -> Iterator[Finding]:
+    """One log-probability and one version for each sampled token."""
+    try:
+        logprobs = unpack_logprobs(row.logprobs)
+    except (StoreCorrupt, ValueError) as error:
+        yield broken("lengths", f"its log-probabilities: {error}")
+        return
+    if completion is None:
+        return
+    if len(logprobs) != len(completion):
+        yield broken(
+            "lengths", f"{len(logprobs)} log-probabilities for {len(completion)} sampled tokens"
+        )
+    if not all(map(math.isfinite, logprobs)) and row.untrainable is None:
+        yield broken("logprobs", "a log-probability is no finite number")
+    covered = sum(count for _, count in row.policy_versions)
+    if covered != len(completion):
+        yield broken(
+            "spans",
+            f"its policy versions cover {covered} of {len(completion)} sampled tokens",
+        )
+    last = row.policy_versions[-1][0] if row.policy_versions else None
+    if last != row.last_version:
+        yield broken("spans", f"its last version is {last}, and {row.last_version} is told")
+
+
+def _routed(row: Row[Any], broken: Found) -> Iterator[Finding]:
+    """Experts of no more tokens than were read."""
+    try:
+        if (file := unpack_routes(row.routed_experts)) is not None:
+            check_routes(file, row.prompt_tokens + row.completion_tokens)
+    except (StoreCorrupt, ValueError) as error:
+        yield broken("routes", f"its routed experts: {error}")
+
+
+def _texts(row: Row[Any], seen: _Seen, placed: Placed, broken: Found) -> Iterator[Finding]:
+    try:
+        request, response = unpack_raw(row, placed)
+        if row.request_marks is None:
+            return
+        if row.request_base in seen.broken_texts:
+            raise StoreCorrupt(f"it is told by that of turn {row.request_base}, which is broken")
+        base = seen.requests.get(row.request_base)
+        if base is None and row.request_base is not None:
+            raise StoreCorrupt(f"it is told by that of turn {row.request_base}, which is not here")
+        seen.requests[row.turn_id] = rebuild(request, response, row.request_marks, base)
+    except StoreCorrupt as error:
+        seen.broken_texts.add(row.turn_id)
+        yield broken("texts", str(error), _TEXT)
+
+
+def shared_text_checks(connection: Connection) -> Iterator[Finding]:
+    """Of texts that several rollouts have: that each is the one it was, and is wanted."""
+    for digest, blob in connection.execute(select(Texts.digest, Texts.blob)):
+        try:
+            whole = text_digest(json_pieces(unpack_json(blob)).pieces[0]) == digest
+        except StoreCorrupt:
+            whole = False
+        if not whole:
+            yield Finding(
+                check="texts",
+                subject=f"text {digest.hex()}",
+                message="a text that several rollouts have is not the one that was stored",
+                mend="their tokens are whole and can be trained; restore the last good copy, or "
+                "drop the text of the rollouts that doctor names",
+            )
+    if count := connection.scalar(select(func.count()).select_from(Texts).where(unused())):
+        yield Finding(
+            check="texts",
+            message=f"{count:,} shared texts that no turn wants",
+            mend="tracegrad doctor --fix takes them out",
+            broken=False,
+            count=count,
+        )

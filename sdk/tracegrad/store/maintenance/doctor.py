@@ -1,0 +1,127 @@
+"""All checks of a store, in one report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from sqlalchemy import func, select
+
+from tracegrad.store.errors import StoreUnavailable
+from tracegrad.store.maintenance.checks_database import (
+    database_checks,
+    orphan_checks,
+    schema_checks,
+)
+from tracegrad.store.maintenance.checks_ledger import ledger_checks
+from tracegrad.store.maintenance.checks_secrets import secret_checks
+from tracegrad.store.maintenance.checks_steps import step_checks
+from tracegrad.store.maintenance.checks_turns import shared_text_checks, turn_checks
+from tracegrad.store.maintenance.findings import Finding, shortened
+from tracegrad.store.maintenance.repairs import mend
+from tracegrad.store.maintenance.selection import EVERYTHING, Key, Selection, following
+from tracegrad.store.models import Rollouts
+from tracegrad.store.store import Store
+
+# Rollouts whose turns are read in one transaction.
+_AT_ONCE = 50
+
+Progress = Callable[[str, int], None]  # what is being looked at, and how many turns so far
+
+
+@dataclass(slots=True)
+class Report:
+    """`rollouts` and `turns` are those whose contents were read."""
+
+    findings: list[Finding] = field(default_factory=list)
+    rollouts: int = 0
+    turns: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is broken, or all that was is mended."""
+        return not any(finding.broken and not finding.fixed for finding in self.findings)
+
+
+def examine(
+    store: Store,
+    *,
+    selection: Selection = EVERYTHING,
+    most: int | None = None,
+    fix: bool = False,
+    progress: Progress = lambda _what, _turns: None,
+) -> Report:
+    """Database, tables, ledger and orphans of the whole store; contents of the turns of the
+    selected rollouts, or of `most` of these by chance. `fix` mends first what can be."""
+    report = Report()
+    if fix:
+        report.findings += mend(store)
+    for what, check in (
+        ("database", lambda c: database_checks(c, store.database)),
+        ("tables", schema_checks),
+        ("references", orphan_checks),
+        ("ledger", ledger_checks),
+        ("steps", step_checks),
+        ("settings", secret_checks),
+        ("texts", shared_text_checks),
+    ):
+        progress(what, 0)
+        with _readable(report, what), store.reading() as connection:
+            report.findings += shortened(check(connection))
+    with _readable(report, "turns"):
+        pages = _rollouts(store, selection, most)
+        report.findings += shortened(_turns(store, pages, report, progress))
+    return report
+
+
+@contextmanager
+def _readable(report: Report, what: str) -> Iterator[None]:
+    """A database that cannot read its own pages ends one check, not all of them."""
+    try:
+        yield
+    except StoreUnavailable as error:
+        report.findings.append(
+            Finding(
+                check="database",
+                subject=what,
+                message=f"not all could be looked at: {error}",
+                mend="if it is away, look again when it is back; if its files are damaged, restore "
+                "the last good copy",
+            )
+        )
+
+
+def _turns(
+    store: Store, pages: Iterator[list[str]], report: Report, progress: Progress
+) -> Iterator[Finding]:
+    for ids in pages:
+        with store.reading() as connection:
+            for found in turn_checks(connection, ids):
+                if isinstance(found, Finding):
+                    yield found
+                else:
+                    report.rollouts += 1
+                    report.turns += found
+        progress("turns", report.turns)
+
+
+def _rollouts(store: Store, selection: Selection, most: int | None) -> Iterator[list[str]]:
+    if most is not None:
+        query = select(Rollouts.rollout_id).where(selection.where()).order_by(func.random())
+        with store.reading() as connection:
+            chosen = list(connection.scalars(query.limit(most)))
+        for start in range(0, len(chosen), _AT_ONCE):
+            yield chosen[start : start + _AT_ONCE]
+        return
+    after: Key | None = None
+    while True:
+        with store.reading() as connection:
+            keys = [
+                Key(*row)
+                for row in connection.execute(following(selection.where(), after, _AT_ONCE))
+            ]
+        if not keys:
+            return
+        after = keys[-1]
+        yield [key.rollout_id for key in keys]

@@ -1,0 +1,183 @@
+"""Texts dropped while tokens stay: at capture, and of what is stored already."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, exists, func, or_, select, update
+
+from tracegrad.events import Fact, Json, SpanEnded, Turn
+from tracegrad.store.encoding.shared_texts import Repeats, remove_links, remove_unused
+from tracegrad.store.maintenance.removal_log import TEXT, added, record
+from tracegrad.store.maintenance.rewrite_texts import Texts, rewrite, tell_anew
+from tracegrad.store.maintenance.selection import Key, Selection, locked
+from tracegrad.store.maintenance.sizes import text_bytes
+from tracegrad.store.models import Rollouts, Spans, Turns, TurnTexts
+from tracegrad.store.store import Store
+
+# Rollouts of one transaction, and seconds after which it takes no more: proxies wait for it.
+AT_ONCE, _LONG = 100, 0.2
+# What is left of a text: that there was one.
+DROPPED = "[dropped]"
+# Attributes whose last word is one of these tell what a span is, not what was said in it.
+_TELLING = frozenset(
+    {"id", "kind", "model", "name", "operation", "provider", "reason", "role", "system", "type"}
+    | {"rollout", "span_kind", "request_model", "response_model", "model_name", "finish_reasons"}
+)
+
+Progress = Callable[[Json], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRule:
+    """Of the selected rollouts, the turns and spans from before that time."""
+
+    selection: Selection
+    before: float = float("inf")
+
+    def told(self) -> Json:
+        more = {} if self.before == float("inf") else {"text_before": self.before}
+        return self.selection.told() | more
+
+    def turns(self) -> ColumnElement[bool]:
+        """Of `Turns`: those that have text which goes."""
+        has_text = or_(Turns.request.is_not(None), Turns.response.is_not(None))
+        return and_(has_text, *([Turns.created_at < self.before] if self._bounded else []))
+
+    def spans(self) -> ColumnElement[bool]:
+        """Of `Spans`: those whose texts go."""
+        known = Spans.rollout_id.is_not(None)
+        return and_(known, *([Spans.start_ns < self._before_ns] if self._bounded else []))
+
+    @property
+    def _bounded(self) -> bool:
+        return self.before != float("inf")
+
+    @property
+    def _before_ns(self) -> int:
+        return round(self.before * 1e9)
+
+
+def without_text(fact: Fact) -> Fact:
+    """What the store keeps of a fact where raw text is switched off."""
+    match fact:
+        case Turn():
+            return replace(fact, request=None, response=None)
+        case SpanEnded():
+            return replace(fact, attributes=without_texts(fact.attributes))
+    return fact
+
+
+def without_texts(attributes: Json) -> Json:
+    """A span's attributes; numbers and names stay, of each text only that it was there."""
+    return {key: _kept(key, value) for key, value in attributes.items()}
+
+
+def _kept(key: str, value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return value if key.rpartition(".")[2] in _TELLING else DROPPED
+
+
+def preview_text(store: Store, rule: TextRule) -> Json:
+    """What `drop_text` would remove of turns."""
+    query = (
+        select(func.count(), func.coalesce(func.sum(text_bytes()), 0))
+        .select_from(Turns)
+        .join(Rollouts, Rollouts.rollout_id == Turns.rollout_id)
+        .where(rule.selection.where(), rule.turns())
+    )
+    with store.reading() as connection:
+        turns, size = connection.execute(query).one()
+    return {"turns": int(turns), "bytes": int(size)}
+
+
+def drop_text(
+    store: Store, rule: TextRule, *, progress: Progress = lambda _: None, at_once: int = AT_ONCE
+) -> Json:
+    """Drop requests, responses and the texts of spans. Returns the counts, as in `removals`.
+
+    Requests that stay but are told by dropped ones are told anew. Raises StoreCorrupt where such
+    a one cannot be read; what was done before stays done.
+    """
+    total: Json = {"rollouts": 0, "turns": 0, "spans": 0, "bytes": 0}
+    after: Key | None = None
+    repeats = Repeats()
+    where = and_(rule.selection.where(), or_(_any_turn(rule), _any_span(rule)))
+    while True:
+        with store.exclusive() as connection:
+            keys = locked(connection, where, after, at_once)
+            if not keys:
+                return total
+            removed: Json = {}
+            until = time.monotonic() + _LONG
+            for after in keys:
+                removed = added(removed, _drop(connection, after.rollout_id, rule, repeats))
+                if time.monotonic() > until:
+                    break
+            if removed.get("rollouts"):
+                record(connection, TEXT, rule.told(), removed)
+        total = added(total, removed)
+        progress(total)
+
+
+def _any_turn(rule: TextRule) -> ColumnElement[bool]:
+    return exists().where(Turns.rollout_id == Rollouts.rollout_id, rule.turns())
+
+
+def _any_span(rule: TextRule) -> ColumnElement[bool]:
+    return exists().where(Spans.rollout_id == Rollouts.rollout_id, rule.spans())
+
+
+def _drop(connection: Connection, rollout_id: str, rule: TextRule, repeats: Repeats) -> Json:
+    here = and_(Turns.rollout_id == rollout_id, rule.turns())
+    query = select(func.count(), func.coalesce(func.sum(text_bytes()), 0)).where(here)
+    turns, size = connection.execute(query).one()
+    retold = _retold(connection, rollout_id, rule, repeats) if turns else 0
+    if turns:
+        nothing = {"request": None, "response": None, "request_base": None, "request_marks": None}
+        its_links = TurnTexts.turn_id.in_(select(Turns.turn_id).where(here))
+        shared = remove_links(connection, its_links)
+        connection.execute(update(Turns).where(here).values(**nothing))
+        remove_unused(connection, shared)
+    spans = _drop_of_spans(connection, rollout_id, rule)
+    if not turns and not spans:
+        return {}
+    counts = {"turns": int(turns), "retold": retold, "spans": spans, "bytes": int(size)}
+    return {"rollouts": 1, **counts}
+
+
+def _retold(connection: Connection, rollout_id: str, rule: TextRule, repeats: Repeats) -> int:
+    """Tell those anew that stay and are told by some that go."""
+    stays = and_(Turns.rollout_id == rollout_id, Turns.created_at >= rule.before)
+    if rule.before == float("inf") or not connection.scalar(
+        select(Turns.turn_id).where(stays, Turns.request_base.is_not(None)).limit(1)
+    ):
+        return 0
+
+    def dropped(texts: Texts) -> Texts:
+        if texts.created_at >= rule.before:
+            return texts
+        return replace(texts, request=None, response=None)
+
+    told = tell_anew(connection, rollout_id, dropped, repeats)
+    stay = [one for one in told if not one.changed]
+    rewrite(connection, stay)
+    return len(stay)
+
+
+def _drop_of_spans(connection: Connection, rollout_id: str, rule: TextRule) -> int:
+    query = select(Spans.trace_id, Spans.span_id, Spans.attributes).where(
+        Spans.rollout_id == rollout_id, rule.spans()
+    )
+    rows = []
+    for trace_id, span_id, attributes in connection.execute(query):
+        if (kept := without_texts(attributes)) != attributes:
+            rows.append({"which": trace_id, "what": span_id, "attributes": kept})
+    if rows:
+        its = (Spans.trace_id == bindparam("which"), Spans.span_id == bindparam("what"))
+        connection.execute(update(Spans).where(*its), rows)
+    return len(rows)

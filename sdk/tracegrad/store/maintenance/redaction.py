@@ -1,0 +1,352 @@
+"""Stored texts cleaned after the fact, as a proxy cleans them before they are stored.
+
+A turn's tokens are what a model is trained on, and stay as they are: whoever has the tokenizer
+turns them back into text. With `drop_tokens` the turns whose texts change lose theirs, and all
+that continue these: their prompts begin with those tokens. What is left of such a turn's prompt is
+the context of the last turn above it that keeps its own. They can never be trained (`redacted`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, bindparam, delete, insert, select, tuple_, update
+
+from tracegrad.events import (
+    Fact,
+    Json,
+    Outcome,
+    RolloutFinished,
+    RolloutOpened,
+    SpanEnded,
+    Turn,
+    logprobs,
+    token_ids,
+)
+from tracegrad.store.encoding.blobs import ContextDigest
+from tracegrad.store.encoding.shared_texts import Repeats
+from tracegrad.store.errors import StoreCorrupt
+from tracegrad.store.maintenance.removal_log import REDACTION, added, record
+from tracegrad.store.maintenance.rewrite_texts import (
+    Change,
+    Texts,
+    Told,
+    Values,
+    rewrite,
+    tell_anew,
+)
+from tracegrad.store.maintenance.selection import Key, Selection, following
+from tracegrad.store.models import Outcomes, Rollouts, RolloutTags, Spans, Turns
+from tracegrad.store.read.rollouts import tags_of
+from tracegrad.store.store import Store
+
+# `Turn.untrainable` of a turn whose tokens were dropped.
+TOKENS_REDACTED = "redacted"
+FIELDS = ("request", "response", "span", "task", "error")
+
+_AT_ONCE = 100
+_NO_TOKENS: Values = {
+    "completion_tokens": 0,
+    "delta": b"",
+    "completion": b"",
+    "logprobs": b"",
+    "routed_experts": None,  # of tokens that are gone
+    "state_key": None,
+    "observation": None,  # of a text that is gone with them
+    "policy_versions": [],
+    "last_version": None,
+    "untrainable": TOKENS_REDACTED,
+}
+
+# The fact as it may be stored. What it raises ends the redaction.
+Clean = Callable[[Fact], Fact]
+Progress = Callable[[Json], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redaction:
+    """`name` says what is taken out without saying it: it is stored."""
+
+    selection: Selection
+    clean: Clean
+    name: str
+    fields: frozenset[str] = frozenset(FIELDS)
+    drop_tokens: bool = False
+
+    def told(self) -> Json:
+        tokens = {"drop_tokens": True} if self.drop_tokens else {}
+        return {"redact": self.name, "fields": sorted(self.fields)} | tokens | self.selection.told()
+
+
+class Redacted(NamedTuple):
+    """`removed` as `removals` has it; `unreadable` says of each rollout why it stayed as it is."""
+
+    removed: Json
+    unreadable: dict[str, str]
+
+
+def redact(
+    store: Store, rule: Redaction, *, dry_run: bool = False, progress: Progress = lambda _: None
+) -> Redacted:
+    """Clean what the rule selects, one rollout a transaction. Doing it again changes nothing.
+
+    `dry_run` only counts. What `rule.clean` raises goes on; what was done before stays done.
+    """
+    total: Json = {"rollouts": 0, "turns": 0, "spans": 0, "tasks": 0, "errors": 0}
+    repeats = Repeats()
+    unreadable: dict[str, str] = {}
+    for rollout_id in _rollouts(store, rule):
+        try:
+            with store.reading() as connection:
+                found = _changes(connection, rollout_id, rule, repeats).counts()
+            if found and not dry_run:
+                found = _apply(store, rollout_id, rule, repeats)
+        except StoreCorrupt as error:
+            unreadable[rollout_id] = str(error)
+            continue
+        total = added(total, found)
+        progress(total)
+    if "span" in rule.fields and rule.selection.all:
+        total = added(total, _loose_spans(store, rule, dry_run=dry_run))
+    return Redacted(total, unreadable)
+
+
+def _rollouts(store: Store, rule: Redaction) -> Iterator[str]:
+    after: Key | None = None
+    while True:
+        with store.reading() as connection:
+            query = following(rule.selection.where(), after, _AT_ONCE)
+            keys = [Key(*row) for row in connection.execute(query)]
+        if not keys:
+            return
+        after = keys[-1]
+        yield from (key.rollout_id for key in keys)
+
+
+@dataclass(slots=True)
+class _Changes:
+    """What of one rollout becomes another. None: it stays."""
+
+    turns: list[Told]
+    changed: int  # turns whose own texts are others
+    retold: int  # turns that were told by one of these
+    dropped: int  # turns that lose their tokens
+    spans: list[Values]
+    opened: RolloutOpened | None
+    errors: dict[int, str | None]  # of outcomes, by number
+    error: tuple[str | None] | None
+
+    def counts(self) -> Json:
+        tasks = int(self.opened is not None)
+        errors = len(self.errors) or int(self.error is not None)
+        if not (self.turns or self.spans or tasks or errors):
+            return {}
+        return {
+            "rollouts": 1,
+            "turns": self.changed,
+            "retold": self.retold,
+            "tokens_dropped": self.dropped,
+            "spans": len(self.spans),
+            "tasks": tasks,
+            "errors": errors,
+        }
+
+
+def _changes(
+    connection: Connection, rollout_id: str, rule: Redaction, repeats: Repeats
+) -> _Changes:
+    turns: list[Told] = []
+    if {"request", "response"} & rule.fields:
+        turns = [*tell_anew(connection, rollout_id, _change(rule), repeats)]
+    own = {one.turn_id for one in turns if one.changed}
+    dropped = _without_tokens(connection, rollout_id, own) if own and rule.drop_tokens else []
+    errors, error = _errors(connection, rollout_id, rule)
+    return _Changes(
+        turns=[*turns, *dropped],
+        changed=len(own),
+        retold=len(turns) - len(own),
+        dropped=len(dropped),
+        spans=_spans(connection, Spans.rollout_id == rollout_id, rule),
+        opened=_opened(connection, rollout_id, rule),
+        errors=errors,
+        error=error,
+    )
+
+
+def _apply(store: Store, rollout_id: str, rule: Redaction, repeats: Repeats) -> Json:
+    with store.exclusive() as connection:
+        # Nobody adds to the rollout until the end; one at a time, so that nobody waits in a ring.
+        here = Rollouts.rollout_id == rollout_id
+        connection.execute(select(Rollouts.rollout_id).where(here).with_for_update())
+        changes = _changes(connection, rollout_id, rule, repeats)
+        counts = changes.counts()
+        if not counts:
+            return {}
+        rewrite(connection, changes.turns)
+        _write_spans(connection, changes.spans)
+        if changes.opened is not None:
+            _write_opened(connection, changes.opened)
+        if changes.error is not None:
+            connection.execute(update(Rollouts).where(here).values(error=changes.error[0]))
+        for seq, error in changes.errors.items():
+            connection.execute(update(Outcomes).where(Outcomes.seq == seq).values(error=error))
+        record(connection, REDACTION, rule.told(), counts)
+    return counts
+
+
+def _change(rule: Redaction) -> Change:
+    def change(texts: Texts) -> Texts:
+        if texts.request is None and texts.response is None:
+            return texts
+        fact = Turn(
+            turn_id=texts.turn_id,
+            rollout_id="",
+            dialect="",
+            model="",
+            prompt_token_ids=token_ids(),
+            completion_token_ids=token_ids(),
+            completion_logprobs=logprobs(),
+            policy_versions=(),
+            sampling=texts.sampling,
+            request=texts.request,
+            response=texts.response,
+        )
+        cleaned = rule.clean(fact)
+        assert isinstance(cleaned, Turn)
+        if "request" in rule.fields:
+            texts = replace(texts, request=cleaned.request, sampling=cleaned.sampling)
+        if "response" in rule.fields:
+            texts = replace(texts, response=cleaned.response)
+        return texts
+
+    return change
+
+
+def _without_tokens(connection: Connection, rollout_id: str, dropped: set[str]) -> list[Told]:
+    """Of these turns and all that continue one of them: their rows without tokens of their own."""
+    columns = (
+        Turns.turn_id,
+        Turns.parent_id,
+        Turns.prompt_tokens + Turns.completion_tokens,
+        Turns.context_digest,
+    )
+    query = select(*columns).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
+    contexts: dict[str | None, tuple[int, bytes]] = {None: (0, ContextDigest().value())}
+    without: dict[str, Told] = {}
+    for turn_id, parent_id, length, digest in connection.execute(query):
+        if turn_id in dropped or parent_id in without:
+            length, digest = contexts[parent_id]
+            row = {"prompt_tokens": length, "context_digest": digest, **_NO_TOKENS}
+            without[turn_id] = Told(turn_id, parent_id, turn_id in dropped, row)
+        contexts[turn_id] = (length, digest)
+    return [*without.values()]
+
+
+def _spans(connection: Connection, where: Any, rule: Redaction) -> list[Values]:
+    if "span" not in rule.fields:
+        return []
+    columns = (Spans.trace_id, Spans.span_id, Spans.name, Spans.attributes)
+    rows = []
+    for trace_id, span_id, name, attributes in connection.execute(select(*columns).where(where)):
+        fact = SpanEnded(
+            trace_id=trace_id,
+            span_id=span_id,
+            name=name,
+            start_ns=0,
+            end_ns=0,
+            attributes=attributes,
+        )
+        cleaned = rule.clean(fact)
+        assert isinstance(cleaned, SpanEnded)
+        if (cleaned.name, cleaned.attributes) != (name, attributes):
+            its = {"which": trace_id, "what": span_id}
+            rows.append({**its, "name": cleaned.name, "attributes": cleaned.attributes})
+    return rows
+
+
+def _write_spans(connection: Connection, rows: list[Values]) -> None:
+    if rows:
+        its = (Spans.trace_id == bindparam("which"), Spans.span_id == bindparam("what"))
+        connection.execute(update(Spans).where(*its), rows)
+
+
+def _opened(connection: Connection, rollout_id: str, rule: Redaction) -> RolloutOpened | None:
+    if "task" not in rule.fields:
+        return None
+    task = connection.scalar(select(Rollouts.task).where(Rollouts.rollout_id == rollout_id))
+    tags = tags_of(connection, [rollout_id])[rollout_id]
+    if task is None and not tags:
+        return None
+    fact = RolloutOpened(rollout_id=rollout_id, task=task, tags=tags)
+    cleaned = rule.clean(fact)
+    assert isinstance(cleaned, RolloutOpened)
+    return cleaned if (cleaned.task, dict(cleaned.tags)) != (task, tags) else None
+
+
+def _write_opened(connection: Connection, fact: RolloutOpened) -> None:
+    here = Rollouts.rollout_id == fact.rollout_id
+    connection.execute(update(Rollouts).where(here).values(task=fact.task))
+    connection.execute(delete(RolloutTags).where(RolloutTags.rollout_id == fact.rollout_id))
+    rows = [
+        {"rollout_id": fact.rollout_id, "key": key, "value": value, "position": position}
+        for position, (key, value) in enumerate(fact.tags.items())
+    ]
+    if rows:
+        connection.execute(insert(RolloutTags), rows)
+
+
+def _errors(
+    connection: Connection, rollout_id: str, rule: Redaction
+) -> tuple[dict[int, str | None], tuple[str | None] | None]:
+    """Of every end that was told, and of the one that counts."""
+    if "error" not in rule.fields:
+        return {}, None
+
+    def cleaned(error: str) -> str | None:
+        fact = rule.clean(
+            RolloutFinished(rollout_id=rollout_id, outcome=Outcome.AGENT_ERROR, error=error)
+        )
+        assert isinstance(fact, RolloutFinished)
+        return fact.error
+
+    told = select(Outcomes.seq, Outcomes.error).where(
+        Outcomes.rollout_id == rollout_id, Outcomes.error.is_not(None)
+    )
+    errors = {
+        seq: new
+        for seq, error in connection.execute(told)
+        if error is not None and (new := cleaned(error)) != error
+    }
+    query = select(Rollouts.error).where(Rollouts.rollout_id == rollout_id)
+    counts = connection.scalar(query)
+    if counts is None or (new := cleaned(counts)) == counts:
+        return errors, None
+    return errors, (new,)
+
+
+def _loose_spans(store: Store, rule: Redaction, *, dry_run: bool) -> Json:
+    """Spans of no rollout."""
+    total: Json = {}
+    after = ("", "")
+    key = tuple_(Spans.trace_id, Spans.span_id)
+    while True:
+        query = select(Spans.trace_id, Spans.span_id).where(Spans.rollout_id.is_(None), key > after)
+        with store.reading() as connection:
+            ids = (
+                connection.execute(query.order_by(Spans.trace_id, Spans.span_id).limit(_AT_ONCE))
+                .tuples()
+                .all()
+            )
+            rows = _spans(connection, key.in_(ids), rule) if ids else []
+        if not ids:
+            return total
+        after = ids[-1]
+        if rows:
+            counts = {"spans": len(rows)}
+            if not dry_run:
+                with store.exclusive() as connection:
+                    _write_spans(connection, rows)
+                    record(connection, REDACTION, rule.told(), counts)
+            total = added(total, counts)

@@ -1,0 +1,261 @@
+"""Questions about what is stored, for the command line, the trainer's status and the proxy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Select, func, select
+
+from tracegrad.events import Outcome, RewardGiven, RolloutFinished, SpanEnded
+from tracegrad.store.errors import AmbiguousRollout, UnknownRollout
+from tracegrad.store.expressions import (
+    SCORED,
+    begins_with,
+    chunks,
+    has_tags,
+    latest_reward,
+    training_state,
+)
+from tracegrad.store.filters import ALL, RolloutFilter
+from tracegrad.store.models import (
+    Outcomes,
+    Rewards,
+    Rollouts,
+    RolloutTags,
+    Spans,
+    TurnLedger,
+    Turns,
+    VersionEvents,
+)
+from tracegrad.store.read.turns import turns_of
+from tracegrad.store.types import (
+    PolicyVersion,
+    RewardPoint,
+    RolloutDetail,
+    RolloutRow,
+    TurnCounts,
+    TurnFate,
+)
+
+
+def list_rollouts(
+    connection: Connection, wanted: RolloutFilter = ALL, *, limit: int | None = 50
+) -> list[RolloutRow]:
+    """The newest first."""
+    query = (
+        _rollout_query()
+        .where(wanted.where())
+        .order_by(Rollouts.opened_at.desc(), Rollouts.rollout_id.desc())
+        .limit(limit)
+    )
+    return _rollout_rows(connection, query)
+
+
+def _rollout_query() -> Select[Any]:
+    per_rollout = Turns.rollout_id == Rollouts.rollout_id
+    return select(
+        Rollouts,
+        latest_reward().label("reward"),
+        select(func.count()).where(per_rollout).scalar_subquery().label("turns"),
+        select(func.coalesce(func.sum(Turns.completion_tokens), 0))
+        .where(per_rollout)
+        .scalar_subquery()
+        .label("completion_tokens"),
+        select(func.count())
+        .where(per_rollout, TurnLedger.turn_id == Turns.turn_id, TurnLedger.step.is_not(None))
+        .scalar_subquery()
+        .label("trained_turns"),
+        training_state({}, time.time()).label("state"),
+    )
+
+
+def _rollout_rows(connection: Connection, query: Select[Any]) -> list[RolloutRow]:
+    rows = connection.execute(query).all()
+    tags = tags_of(connection, [row.rollout_id for row in rows])
+    return [
+        RolloutRow(
+            rollout_id=row.rollout_id,
+            task_id=row.task_id,
+            agent=row.agent,
+            tags=tags[row.rollout_id],
+            outcome=Outcome(row.outcome) if row.outcome else None,
+            error=row.error,
+            opened_at=row.opened_at,
+            finished_at=row.finished_at,
+            reward=row.reward,
+            turns=row.turns,
+            completion_tokens=int(row.completion_tokens),
+            trained_turns=row.trained_turns,
+            state=row.state,
+            consumed_step=row.consumed_step,
+        )
+        for row in rows
+    ]
+
+
+def tags_of(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {rollout_id: {} for rollout_id in rollout_ids}
+    for ids in chunks(rollout_ids):
+        query = (
+            select(RolloutTags.rollout_id, RolloutTags.key, RolloutTags.value)
+            .where(RolloutTags.rollout_id.in_(ids))
+            .order_by(RolloutTags.rollout_id, RolloutTags.position)
+        )
+        for rollout_id, key, value in connection.execute(query):
+            found[rollout_id][key] = value
+    return found
+
+
+def resolve_rollout(connection: Connection, prefix: str) -> str:
+    """The id itself, or the only one that begins with `prefix`."""
+    exact = select(Rollouts.rollout_id).where(Rollouts.rollout_id == prefix)
+    if (found := connection.scalar(exact)) is not None:
+        return found
+    if not prefix:
+        raise UnknownRollout("an empty rollout id")
+    query = (
+        select(Rollouts.rollout_id)
+        .where(begins_with(Rollouts.rollout_id, prefix))
+        .order_by(Rollouts.rollout_id)
+        .limit(4)
+    )
+    some = list(connection.scalars(query))
+    if not some:
+        raise UnknownRollout(f"no rollout {prefix}")
+    if len(some) > 1:
+        raise AmbiguousRollout(
+            f"several rollouts begin with {prefix}: {', '.join(some[:3])}"
+            + (", …" if len(some) > 3 else "")
+        )
+    return some[0]
+
+
+def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
+    rollout_id = resolve_rollout(connection, prefix)
+    [row] = _rollout_rows(connection, _rollout_query().where(Rollouts.rollout_id == rollout_id))
+    fates = (
+        select(TurnLedger.turn_id, TurnLedger.step, TurnLedger.skip_reason)
+        .join(Turns, Turns.turn_id == TurnLedger.turn_id)
+        .where(Turns.rollout_id == rollout_id)
+    )
+    return RolloutDetail(
+        row=row,
+        task=connection.scalar(select(Rollouts.task).where(Rollouts.rollout_id == rollout_id)),
+        turns=turns_of(connection, [rollout_id], routes=False)[rollout_id],
+        rewards=rewards_of(connection, [rollout_id])[rollout_id],
+        spans=spans_of(connection, [rollout_id])[rollout_id],
+        fates={
+            turn_id: TurnFate(step, reason) for turn_id, step, reason in connection.execute(fates)
+        },
+    )
+
+
+def rewards_of(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, list[RewardGiven]]:
+    """Every reward event in order of arrival."""
+    found: dict[str, list[RewardGiven]] = {rollout_id: [] for rollout_id in rollout_ids}
+    names = [column.name for column in Rewards.__table__.columns if column.name != "seq"]
+    for ids in chunks(rollout_ids):
+        query = (
+            select(*(Rewards.__table__.c[name] for name in names))
+            .where(Rewards.rollout_id.in_(ids))
+            .order_by(Rewards.seq)
+        )
+        for row in connection.execute(query).mappings():
+            found[row["rollout_id"]].append(RewardGiven(**row))
+    return found
+
+
+def outcomes_of(
+    connection: Connection, rollout_ids: Sequence[str]
+) -> dict[str, list[RolloutFinished]]:
+    """Every end in order of arrival."""
+    found: dict[str, list[RolloutFinished]] = {rollout_id: [] for rollout_id in rollout_ids}
+    names = [column for column in Outcomes.__table__.columns if column.name != "seq"]
+    for ids in chunks(rollout_ids):
+        query = select(*names).where(Outcomes.rollout_id.in_(ids)).order_by(Outcomes.seq)
+        for row in connection.execute(query).mappings():
+            end = RolloutFinished(**{**row, "outcome": Outcome(row["outcome"])})
+            found[end.rollout_id].append(end)
+    return found
+
+
+def spans_of(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, list[SpanEnded]]:
+    """By start."""
+    found: dict[str, list[SpanEnded]] = {rollout_id: [] for rollout_id in rollout_ids}
+    for ids in chunks(rollout_ids):
+        query = (
+            select(*Spans.__table__.columns)
+            .where(Spans.rollout_id.in_(ids))
+            .order_by(Spans.start_ns, Spans.trace_id, Spans.span_id)
+        )
+        for row in connection.execute(query).mappings():
+            found[row["rollout_id"]].append(SpanEnded(**row))
+    return found
+
+
+def version_events(connection: Connection, version: int) -> list[PolicyVersion]:
+    """All that became of it, in order."""
+    names = [column for column in VersionEvents.__table__.columns if column.name != "seq"]
+    query = select(*names).where(VersionEvents.version == version).order_by(VersionEvents.seq)
+    return [PolicyVersion(**row) for row in connection.execute(query).mappings()]
+
+
+def turn_counts(connection: Connection, tags: Mapping[str, str] | None = None) -> TurnCounts:
+    """How many turns were trained, skipped and why, and what the others wait for.
+
+    With `tags`, turns of rollouts that do not carry them all wait as `not_selected`.
+    """
+    trained = connection.scalar(select(func.count(TurnLedger.step))) or 0
+    reasons = (
+        select(TurnLedger.skip_reason, func.count())
+        .where(TurnLedger.step.is_(None))
+        .group_by(TurnLedger.skip_reason)
+    )
+    skipped = {str(reason): count for reason, count in connection.execute(reasons)}
+    # Turn by turn are looked at only those of rollouts that are not consumed: most are.
+    waiting = (
+        select(func.count())
+        .select_from(Turns)
+        .outerjoin(TurnLedger, TurnLedger.turn_id == Turns.turn_id)
+        .where(Turns.rollout_id == Rollouts.rollout_id, TurnLedger.turn_id.is_(None))
+        .correlate(Rollouts)
+        .scalar_subquery()
+    )
+    states = (
+        select(training_state(tags or {}, time.time()).label("state"), waiting.label("turns"))
+        .where(Rollouts.consumed_at.is_(None))
+        .subquery()
+    )
+    by_state = select(states.c.state, func.sum(states.c.turns)).group_by(states.c.state)
+    pending = {state: int(turns) for state, turns in connection.execute(by_state) if turns}
+    captured = connection.scalar(select(func.count()).select_from(Turns)) or 0
+    # Captured after the ledger had closed their rollout: they will never be trained.
+    if late := captured - trained - sum(skipped.values()) - sum(pending.values()):
+        skipped["late"] = skipped.get("late", 0) + late
+    return TurnCounts(captured, trained, skipped, pending)
+
+
+def reward_curve(
+    connection: Connection, tags: Mapping[str, str] | None = None, *, limit: int | None = None
+) -> list[RewardPoint]:
+    """One point a finished, scored, rewarded rollout with all `tags`, by time of finish; the last
+    `limit` of them."""
+    version = (
+        select(func.max(Turns.last_version))
+        .where(Turns.rollout_id == Rollouts.rollout_id)
+        .scalar_subquery()
+    )
+    query = (
+        select(Rollouts.finished_at, latest_reward(), version)
+        .where(
+            Rollouts.finished_at.is_not(None),
+            Rollouts.outcome.in_(SCORED),
+            latest_reward().is_not(None),
+            has_tags(tags or {}),
+        )
+        .order_by(Rollouts.finished_at.desc(), Rollouts.rollout_id.desc())
+        .limit(limit)
+    )
+    return [RewardPoint(*row) for row in connection.execute(query)][::-1]

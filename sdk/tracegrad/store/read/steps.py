@@ -1,0 +1,108 @@
+"""Steps that were committed, and what they trained: read, never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from sqlalchemy import Select, Text, cast, func, select
+
+from tracegrad.store.models import Rollouts, RolloutTags, Steps, TurnLedger
+from tracegrad.store.read.training_samples import samples_of
+from tracegrad.store.store import Store
+from tracegrad.store.types import RolloutSample, StepRecord
+
+# Settings and batches are large: a step trains on thousands of rollouts.
+_BRIEF = (
+    Steps.step,
+    Steps.version,
+    Steps.created_at,
+    Steps.metrics,
+    Steps.checkpoint,
+    Steps.run_id,
+    Steps.manifest_digest,
+    Steps.parent_digest,
+)
+
+
+class History:
+    """For those who look back. Steps without settings and batches, unless one is asked for."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def steps(self, limit: int | None = None) -> list[StepRecord]:
+        """The last `limit` steps, the oldest of them first."""
+        return self._read(select(*_BRIEF).order_by(Steps.step.desc()).limit(limit))[::-1]
+
+    def since(self, step: int) -> list[StepRecord]:
+        """The steps after this one, in order."""
+        return self._read(select(*_BRIEF).where(Steps.step > step).order_by(Steps.step))
+
+    def count(self) -> int:
+        with self._store.reading() as connection:
+            return connection.scalar(select(func.count()).select_from(Steps)) or 0
+
+    def step(self, step: int) -> StepRecord | None:
+        """With its settings and its batch."""
+        found = self._read(select(*Steps.__table__.columns).where(Steps.step == step))
+        return found[0] if found else None
+
+    def before(self, step: int) -> StepRecord | None:
+        """The last step before it: whose weights it began with."""
+        query = select(*_BRIEF).where(Steps.step < step).order_by(Steps.step.desc()).limit(1)
+        found = self._read(query)
+        return found[0] if found else None
+
+    def recorded(self, limit: int) -> set[int]:
+        """Which of the last `limit` steps say what they were made of."""
+        # Nothing is stored as NULL or as JSON's null.
+        known = func.length(cast(Steps.batch, Text)) > len("null")
+        query = select(Steps.step, known).order_by(Steps.step.desc()).limit(limit)
+        with self._store.reading() as connection:
+            return {step for step, is_known in connection.execute(query) if is_known}
+
+    def turns_trained(self, step: int) -> set[str]:
+        """Ids of the turns that it trained; those of removed rollouts are gone."""
+        query = select(TurnLedger.turn_id).where(TurnLedger.step == step)
+        with self._store.reading() as connection:
+            return set(connection.scalars(query))
+
+    def count_trained(self, steps: Collection[int]) -> dict[int, int]:
+        """Turns that each of the steps trained, those of removed rollouts left out."""
+        query = (
+            select(TurnLedger.step, func.count())
+            .where(TurnLedger.step.in_(steps))
+            .group_by(TurnLedger.step)
+        )
+        with self._store.reading() as connection:
+            found = {step: count for step, count in connection.execute(query) if step is not None}
+        return {step: found.get(step, 0) for step in steps}
+
+    def samples(
+        self, rewards: Mapping[str, float], *, routes: bool = True
+    ) -> dict[str, RolloutSample]:
+        """Finished rollouts by id, with these rewards; removed ones are gone. `routes`: with the
+        routed experts of their turns."""
+        with self._store.reading() as connection:
+            return samples_of(connection, rewards, routes=routes)
+
+    def splits(self) -> list[str]:
+        """The values of the tag `split`, "" first if finished rollouts have none."""
+        tagged = select(RolloutTags.value).where(RolloutTags.key == "split").distinct()
+        bare = (
+            select(Rollouts.rollout_id)
+            .where(
+                Rollouts.finished_at.is_not(None),
+                ~select(RolloutTags.rollout_id)
+                .where(RolloutTags.rollout_id == Rollouts.rollout_id, RolloutTags.key == "split")
+                .exists(),
+            )
+            .limit(1)
+        )
+        with self._store.reading() as connection:
+            found = sorted(connection.scalars(tagged))
+            return [""] * (connection.scalar(bare) is not None) + found
+
+    def _read(self, query: Select[tuple[object, ...]]) -> list[StepRecord]:
+        with self._store.reading() as connection:
+            return [StepRecord(**row) for row in connection.execute(query).mappings()]

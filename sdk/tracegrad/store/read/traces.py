@@ -1,0 +1,70 @@
+"""Which rollouts traces belong to, and which turns were called from which spans."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy.orm import aliased
+
+from tracegrad.events import SpanEnded
+from tracegrad.store.expressions import chunks
+from tracegrad.store.models import Spans, Turns
+
+
+def adopt(connection: Connection, spans: Iterable[SpanEnded]) -> None:
+    """Earlier spans of a trace that came before anybody knew its rollout join it now.
+
+    Not where spans of the trace are in several rollouts: one of those around them all may be
+    nobody's.
+    """
+    pairs = {(span.trace_id, span.rollout_id) for span in spans if span.rollout_id is not None}
+    if not pairs:
+        return
+    other = aliased(Spans)
+    elsewhere = select(other.span_id).where(
+        other.trace_id == bindparam("trace"), other.rollout_id != bindparam("rollout")
+    )
+    connection.execute(
+        update(Spans)
+        .where(
+            Spans.trace_id == bindparam("trace"),
+            Spans.rollout_id.is_(None),
+            ~elsewhere.exists(),
+        )
+        .values(rollout_id=bindparam("rollout")),
+        [{"trace": trace_id, "rollout": rollout_id} for trace_id, rollout_id in sorted(pairs)],
+    )
+
+
+def rollouts_of_traces(connection: Connection, trace_ids: Collection[str]) -> list[tuple[str, str]]:
+    """Trace and rollout of all that are known; a trace may have several."""
+    found: list[tuple[str, str]] = []
+    for ids in chunks(sorted(trace_ids)):
+        query = (
+            select(Spans.trace_id, Spans.rollout_id)
+            .where(Spans.trace_id.in_(ids), Spans.rollout_id.is_not(None))
+            .distinct()
+        )
+        found += [(row.trace_id, row.rollout_id) for row in connection.execute(query)]
+    return found
+
+
+def calling_spans(connection: Connection, rollout_id: str, *, but: str) -> list[str]:
+    """The spans that the rollout's turns were called from, but for turns of one dialect."""
+    query = select(Turns.parent_span_id).where(
+        Turns.rollout_id == rollout_id,
+        Turns.parent_span_id.is_not(None),
+        Turns.dialect != but,
+    )
+    return [span_id for span_id in connection.scalars(query) if span_id is not None]
+
+
+def rollout_of_turn(connection: Connection, turn_id: str) -> str | None:
+    return connection.scalar(select(Turns.rollout_id).where(Turns.turn_id == turn_id))
+
+
+def turn_order(connection: Connection, rollout_id: str) -> Sequence[str]:
+    """The ids of a rollout's turns in order of capture."""
+    query = select(Turns.turn_id).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
+    return list(connection.scalars(query))

@@ -1,0 +1,80 @@
+"""Rollouts with all that training needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from sqlalchemy import Connection, select
+
+from tracegrad.events import UNACKNOWLEDGED, Outcome, RewardGiven, Turn, is_reward
+from tracegrad.store.expressions import MAIN_REWARD, chunks
+from tracegrad.store.models import Rollouts
+from tracegrad.store.read.rollouts import rewards_of, tags_of
+from tracegrad.store.read.turns import turns_of
+from tracegrad.store.types import RolloutSample
+
+# The name of a reward that marks the turn which decided the outcome.
+DECIDING = "deciding"
+
+
+def samples_of(
+    connection: Connection, rewards: Mapping[str, float], *, routes: bool = True
+) -> dict[str, RolloutSample]:
+    """Finished rollouts, by id, with the rewards given here; those that are gone are left out.
+
+    `routes` asks for the turns' routed experts.
+    """
+    ids = list(rewards)
+    samples = {}
+    turns = turns_of(connection, ids, raw=False, routes=routes)
+    events = rewards_of(connection, ids)
+    tags = tags_of(connection, ids)
+    for some in chunks(ids):
+        query = select(
+            Rollouts.rollout_id, Rollouts.task_id, Rollouts.agent, Rollouts.outcome
+        ).where(Rollouts.rollout_id.in_(some))
+        for rollout_id, task_id, agent, outcome in connection.execute(query):
+            assert outcome is not None, "only finished rollouts are trained on"
+            samples[rollout_id] = RolloutSample(
+                rollout_id=rollout_id,
+                task_id=task_id,
+                agent=agent,
+                tags=tags[rollout_id],
+                outcome=Outcome(outcome),
+                reward=rewards[rollout_id],
+                turn_rewards=turn_rewards(events[rollout_id], turns[rollout_id]),
+                turns=turns[rollout_id],
+                deciding_turn=deciding_turn(events[rollout_id], turns[rollout_id]),
+            )
+    return samples
+
+
+def deciding_turn(events: Iterable[RewardGiven], turns: Sequence[Turn]) -> int | None:
+    """The index of the turn that is marked as the one that decided the outcome, of several the
+    last."""
+    marks = turn_rewards(events, turns, name=DECIDING)
+    return max((index for index, value in marks.items() if value > 0), default=None)
+
+
+def turn_rewards(
+    events: Iterable[RewardGiven], turns: Sequence[Turn], *, name: str = MAIN_REWARD
+) -> dict[int, float]:
+    """By index in `turns`, its latest reward of that name; events for turns that are not there
+    fall away.
+
+    `events` come in order of arrival. They count the turns that their giver knows of: a call that
+    was refused and made again is one.
+    """
+    known = known_to_agent(turns)
+    latest: dict[int, float] = {}
+    for event in events:
+        if event.name != name or event.turn is None or not is_reward(event.value):
+            continue
+        if -len(known) <= event.turn < len(known):
+            latest[known[event.turn]] = event.value
+    return latest
+
+
+def known_to_agent(turns: Sequence[Turn]) -> list[int]:
+    """The indices of the turns that `reward(turn=k)` counts."""
+    return [i for i, turn in enumerate(turns) if turn.untrainable != UNACKNOWLEDGED]

@@ -1,0 +1,209 @@
+"""Turns from rows: prompts rebuilt from the deltas, and proven against the stored digest.
+
+All of a rollout takes time linear in its tokens, but for the one copy of its prompt that each
+turn is given: hashes go on from the parent's, and turns that follow one another grow one array.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, product
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Row, Select, bindparam, select
+from sqlalchemy.orm import aliased
+
+from tracegrad.events import Turn, token_ids
+from tracegrad.store.encoding.blobs import ContextDigest, unpack_ids, unpack_logprobs, unpack_routes
+from tracegrad.store.encoding.request_restore import Rebuilt, rebuild
+from tracegrad.store.encoding.shared_texts import Placed, placed_texts, unpack_raw
+from tracegrad.store.errors import StoreCorrupt
+from tracegrad.store.expressions import chunks
+from tracegrad.store.models import Turns
+
+T = TypeVar("T")
+
+# Rows and blobs come from libraries that give up the interpreter's lock for microseconds each. Many
+# threads that read would spend their time on passing it around: three quarters of it with 64.
+_one_at_a_time = threading.Lock()
+
+_ROUTES = (Turns.routed_experts,)
+_RAW = (Turns.request, Turns.response, Turns.request_base, Turns.request_marks)
+_COLUMNS = (
+    Turns.turn_id,
+    Turns.rollout_id,
+    Turns.parent_id,
+    Turns.fork_reason,
+    Turns.dialect,
+    Turns.model,
+    Turns.context_digest,
+    Turns.delta,
+    Turns.completion,
+    Turns.logprobs,
+    Turns.policy_versions,
+    Turns.sampling,
+    Turns.finish_reason,
+    Turns.untrainable,
+    Turns.parent_span_id,
+    Turns.created_at,
+    Turns.state_key,
+    Turns.observation,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """The tokens that a turn's children begin with: the first `length` of `ids`."""
+
+    ids: array[int]
+    length: int
+    digest: ContextDigest
+
+    def followed(self, delta: array[int], completion: array[int]) -> tuple[array[int], _Context]:
+        """The prompt of a child, and its context.
+
+        The first child's tokens are put behind these; other children start from a copy.
+        """
+        ids = self.ids if len(self.ids) == self.length else self.ids[: self.length]
+        ids.extend(delta)
+        prompt = ids[:]
+        ids.extend(completion)
+        digest = self.digest.copy().add(delta).add(completion)
+        return prompt, _Context(ids, len(ids), digest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """What is known of the turns of a rollout that were read already, by id."""
+
+    contexts: dict[str, _Context] = field(default_factory=dict)
+    requests: dict[str, Rebuilt] = field(default_factory=dict)
+
+
+def turns_of(
+    connection: Connection, rollout_ids: Sequence[str], *, raw: bool = True, routes: bool = True
+) -> dict[str, list[Turn]]:
+    """The turns of each rollout in order of capture; `raw` asks for requests and responses,
+    `routes` for `routed_experts`, of which a turn may have megabytes."""
+    found: dict[str, list[Turn]] = {rollout_id: [] for rollout_id in rollout_ids}
+    for ids in chunks(rollout_ids):
+        rows = connection.execute(_OF_ROLLOUTS[raw, routes], {"ids": ids}).all()
+        placed = _placed(connection, rows, raw)
+        for rollout_id, of_rollout in groupby(rows, attrgetter("rollout_id")):
+            found[rollout_id] = _rebuild(of_rollout, placed, routes=routes)
+    return found
+
+
+def find_turn(
+    connection: Connection, turn_id: str, *, raw: bool = True, routes: bool = True
+) -> Turn | None:
+    rows = connection.execute(_WITH_NEEDED[raw, routes], {"id": turn_id}).all()
+    turns = _rebuild(rows, _placed(connection, rows, raw), routes=routes)
+    return turns[-1] if turns else None
+
+
+def _placed(connection: Connection, rows: Sequence[Row[Any]], raw: bool) -> Placed | None:
+    """Texts that the turns share with other rollouts; None where none are asked for."""
+    return placed_texts(connection, [row.turn_id for row in rows]) if raw else None
+
+
+def _of_rollouts(raw: bool, routes: bool) -> Select[Any]:
+    wanted = Turns.rollout_id.in_(bindparam("ids", expanding=True))
+    return _select(raw, routes).where(wanted).order_by(Turns.rollout_id, Turns.seq)
+
+
+def _with_needed(raw: bool, routes: bool) -> Select[Any]:
+    """A turn after all those that it is told by."""
+    turn = select(Turns.turn_id, Turns.parent_id, Turns.request_base)
+    chain = turn.where(Turns.turn_id == bindparam("id")).cte("chain", recursive=True)
+    above = aliased(Turns)
+    needed = [chain.c.parent_id, chain.c.request_base] if raw else [chain.c.parent_id]
+    chain = chain.union(
+        select(above.turn_id, above.parent_id, above.request_base).join(
+            chain, above.turn_id.in_(needed)
+        )
+    )
+    found = Turns.turn_id.in_(select(chain.c.turn_id))
+    return _select(raw, routes).where(found).order_by(Turns.seq)
+
+
+def _select(raw: bool, routes: bool) -> Select[Any]:
+    return select(*_COLUMNS, *(_RAW if raw else ()), *(_ROUTES if routes else ()))
+
+
+# Built once: making a statement costs more than running it.
+_ASKED = [*product((False, True), repeat=2)]  # raw, routes
+_OF_ROLLOUTS = {asked: _of_rollouts(*asked) for asked in _ASKED}
+_WITH_NEEDED = {asked: _with_needed(*asked) for asked in _ASKED}
+
+
+def _rebuild(rows: Iterable[Row[Any]], placed: Placed | None, *, routes: bool) -> list[Turn]:
+    """`rows` are of one rollout, and hold every parent and every base before those who need it.
+
+    Without `placed` requests and responses are left out, without `routes` routed experts."""
+    earlier = _Earlier()
+    turns = []
+    with _one_at_a_time:
+        for row in rows:
+            try:
+                turns.append(_turn(row, earlier, placed, routes=routes))
+            except StoreCorrupt as error:
+                raise StoreCorrupt(f"turn {row.turn_id}: {error}") from error
+    return turns
+
+
+def _turn(row: Row[Any], earlier: _Earlier, placed: Placed | None, *, routes: bool) -> Turn:
+    completion = unpack_ids(row.completion)
+    if row.parent_id is None:
+        parent = _Context(token_ids(), 0, ContextDigest())
+    else:
+        parent = _needed(earlier.contexts, row.parent_id)
+    prompt, context = parent.followed(unpack_ids(row.delta), completion)
+    if context.digest.value() != row.context_digest:
+        raise StoreCorrupt("its tokens are not the ones that were stored")
+    earlier.contexts[row.turn_id] = context
+    logprobs = unpack_logprobs(row.logprobs)
+    if len(logprobs) != len(completion):
+        raise StoreCorrupt(f"{len(logprobs)} log-probabilities for {len(completion)} tokens")
+    request, response = (None, None) if placed is None else _texts(row, earlier.requests, placed)
+    return Turn(
+        turn_id=row.turn_id,
+        rollout_id=row.rollout_id,
+        parent_id=row.parent_id,
+        fork_reason=row.fork_reason,
+        dialect=row.dialect,
+        model=row.model,
+        prompt_token_ids=prompt,
+        completion_token_ids=completion,
+        completion_logprobs=logprobs,
+        policy_versions=tuple((v, n) for v, n in row.policy_versions),
+        sampling=row.sampling,
+        finish_reason=row.finish_reason,
+        untrainable=row.untrainable,
+        parent_span_id=row.parent_span_id,
+        request=request,
+        response=response,
+        state_key=row.state_key,
+        observation=row.observation,
+        routed_experts=unpack_routes(row.routed_experts) if routes else None,
+        created_at=row.created_at,
+    )
+
+
+def _texts(row: Row[Any], requests: dict[str, Rebuilt], placed: Placed) -> tuple[Any, Any]:
+    request, response = unpack_raw(row, placed)
+    if row.request_marks is None:
+        return request, response
+    base = _needed(requests, row.request_base) if row.request_base is not None else None
+    requests[row.turn_id] = rebuilt = rebuild(request, response, row.request_marks, base)
+    return rebuilt.request, response
+
+
+def _needed(earlier: Mapping[str, T], turn_id: str) -> T:
+    if turn_id not in earlier:
+        raise StoreCorrupt(f"turn {turn_id}, which it continues, is not stored")
+    return earlier[turn_id]

@@ -1,0 +1,199 @@
+"""What queries and the ledger answer with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
+
+from tracegrad.events import Json, Outcome, RewardGiven, SpanEnded, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRow:
+    """One rollout in a list.
+
+    `state` is where it stands on the way to training: `open`, an unscored outcome's name,
+    `no_reward`, `waiting`, `leased` or `consumed` (trained or skipped: `consumed_step`).
+    """
+
+    rollout_id: str
+    task_id: str | None
+    agent: str | None
+    tags: dict[str, str]
+    outcome: Outcome | None
+    error: str | None
+    opened_at: float
+    finished_at: float | None
+    reward: float | None
+    turns: int
+    completion_tokens: int
+    trained_turns: int
+    state: str
+    consumed_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFate:
+    """Trained by `step`, or not trained because of `skip_reason`."""
+
+    step: int | None
+    skip_reason: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutDetail:
+    row: RolloutRow
+    task: Any
+    turns: list[Turn]  # in order of capture
+    rewards: list[RewardGiven]  # in order of arrival
+    spans: list[SpanEnded]  # by start
+    fates: dict[str, TurnFate]  # by turn id; a turn without one still waits
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCounts:
+    """`captured == trained + sum(skipped) + sum(pending)`, always."""
+
+    captured: int
+    trained: int
+    skipped: dict[str, int]
+    pending: dict[str, int]
+
+
+class RewardPoint(NamedTuple):
+    finished_at: float
+    reward: float
+    version: int | None  # the newest policy version that sampled for the rollout
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyVersion:
+    version: int
+    step: int | None
+    state: Literal["pushing", "serving", "failed"]
+    created_at: float = field(default_factory=time.time)
+    detail: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One optimizer step. `version` is the policy version that its weights become.
+
+    `batch` says what it was made of (the trainer's `BatchRecord`): enough to run it again.
+    `run_id` is the state folder that made it. `manifest_digest` is the SHA-256 of the manifest in
+    `checkpoint`; `parent_digest` that of the committed step whose weights it began with. Null: not
+    known (of revision 0006 and before), `parent_digest` also where it began with the model folder.
+    """
+
+    step: int
+    version: int
+    created_at: float = field(default_factory=time.time)
+    settings: Json = field(default_factory=dict)
+    metrics: Json = field(default_factory=dict)
+    checkpoint: str | None = None
+    batch: Json | None = None
+    run_id: str | None = None
+    manifest_digest: str | None = None
+    parent_digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSample:
+    """A finished, scored, rewarded rollout with all its turns (without raw requests).
+
+    `turn_rewards` maps a turn's index in `turns` to its latest reward named "reward";
+    `deciding_turn` is the index of the turn whose latest reward named "deciding" is above 0.
+    """
+
+    rollout_id: str
+    task_id: str | None
+    agent: str | None
+    tags: Mapping[str, str]
+    outcome: Outcome
+    reward: float
+    turn_rewards: dict[int, float]
+    turns: list[Turn]
+    deciding_turn: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Rollouts to compare with each other, leased together until `expires_at`."""
+
+    group_id: str  # the task's id, or the rollout's where there is no task
+    lease_id: str
+    expires_at: float
+    rollouts: list[RolloutSample]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingTask:
+    """Ready rollouts of a task that are too few for a group, and who may still join them."""
+
+    task_id: str
+    ready: list[str]
+    since: float  # the first of them finished
+    open: int
+    no_reward: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peek:
+    """What a lease would give; `more` groups are ready beyond those asked for."""
+
+    groups: list[Group]
+    more: int
+    waiting: list[WaitingTask]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """That `owner` had a rollout to train on. Times are seconds since the epoch."""
+
+    lease_id: str
+    rollout_id: str
+    owner: str
+    leased_at: float
+    leased_until: float
+    released_at: float | None  # given back, or consumed; None: until it ended by itself
+
+    def state(self, now: float) -> Literal["held", "released", "expired"]:
+        if self.released_at is not None:
+            return "released"
+        return "held" if now < self.leased_until else "expired"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostLease:
+    """That a rollout is not under `lease_id` (None: under none) any more, and who has it now."""
+
+    rollout_id: str
+    lease_id: str | None
+    state: Literal["leased", "free", "consumed", "removed"]
+    owner: str | None = None
+    until: float | None = None
+    step: int | None = None
+
+    def __str__(self) -> str:
+        rollout = f"rollout {self.rollout_id}"
+        if self.state == "removed":
+            return f"{rollout} was removed from the store"
+        if self.state == "consumed":
+            by = "was skipped" if self.step is None else f"was consumed by step {self.step}"
+            return f"{rollout} {by} already"
+        if self.lease_id is None:
+            return f"{rollout} is leased to {self.owner}: only its lease can consume it"
+        has = "nobody has it now" if self.state == "free" else f"{self.owner} has it now"
+        return f"{rollout} is no longer under lease {self.lease_id}: {has}"
+
+
+def leases_of(groups: Iterable[Group]) -> dict[str, str]:
+    """Rollout -> the lease that it was given out under."""
+    return {each.rollout_id: group.lease_id for group in groups for each in group.rollouts}
+
+
+def row_of(record: StepRecord | PolicyVersion) -> dict[str, Any]:
+    """Of its table, whose columns are named as its fields are."""
+    return {each.name: getattr(record, each.name) for each in fields(record)}

@@ -1,0 +1,358 @@
+"""Facts into rows, inside the caller's transaction. Writing a fact again changes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, select, true, update
+
+from tracegrad.events import (
+    OVER_LENGTH,
+    REWARD_RANGE,
+    UNACKNOWLEDGED,
+    Fact,
+    Outcome,
+    RewardGiven,
+    RolloutFinished,
+    RolloutOpened,
+    SpanEnded,
+    Turn,
+    is_reward,
+)
+from tracegrad.store.databases import Conflict, insert_new
+from tracegrad.store.encoding.shared_texts import add_links, add_texts
+from tracegrad.store.errors import FactRefused
+from tracegrad.store.expressions import chunks
+from tracegrad.store.models import Outcomes, Rewards, Rollouts, RolloutTags, Spans, Turns
+from tracegrad.store.read.traces import adopt
+from tracegrad.store.write.parent_cache import Context, Known, stored
+from tracegrad.store.write.turn_rows import Rows, Values, turn_rows
+
+# PostgreSQL's indexes take rows of 2,700 bytes; one of ours holds a tag and its rollout's id.
+_MOST_OF_ID, _MOST_OF_NAME = 512, 2048  # bytes
+
+# Built once: making a statement costs more than running it.
+_HELD = (
+    select(Rollouts.rollout_id, Rollouts.opened)
+    .where(Rollouts.rollout_id.in_(bindparam("ids", expanding=True)))
+    .order_by(Rollouts.rollout_id)
+    .with_for_update(key_share=True)  # turns may be added to them
+)
+_OPENING = update(Rollouts).where(Rollouts.rollout_id == bindparam("which")).values(opened=true())
+_FINISHING = update(Rollouts).where(
+    Rollouts.rollout_id == bindparam("which"), Rollouts.finished_at.is_(None)
+)
+
+
+class TurnKnown(Conflict):
+    """A turn that was to be new is stored already."""
+
+
+@dataclass
+class Batch:
+    """Facts by kind, in order; of turns with the same id the first."""
+
+    first_seen: dict[str, float] = field(default_factory=dict)
+    opened: list[RolloutOpened] = field(default_factory=list)
+    finished: list[RolloutFinished] = field(default_factory=list)
+    rewards: list[RewardGiven] = field(default_factory=list)
+    spans: list[SpanEnded] = field(default_factory=list)
+    turns: dict[str, Turn] = field(default_factory=dict)
+
+    def saw(self, rollout_id: str, at: float) -> None:
+        if not rollout_id:
+            raise FactRefused("rollout_id: it is empty")
+        check_length("rollout_id", rollout_id)
+        self.first_seen[rollout_id] = min(at, self.first_seen.get(rollout_id, at))
+
+
+def sort_facts(facts: Iterable[Fact]) -> Batch:
+    """Raises `FactRefused` for a fact without a rollout's name, or with names that are too long."""
+    batch = Batch()
+    for fact in facts:
+        match fact:
+            case RolloutOpened():
+                batch.saw(fact.rollout_id, fact.opened_at)
+                check_length("task_id", fact.task_id or "", _MOST_OF_NAME)
+                for key, value in fact.tags.items():
+                    check_length(f"tags: {key!r:.40}", f"{key}{value}", _MOST_OF_NAME)
+                batch.opened.append(fact)
+            case RolloutFinished():
+                batch.saw(fact.rollout_id, _ended_at(fact))
+                batch.finished.append(fact)
+            case RewardGiven():
+                batch.saw(fact.rollout_id, fact.created_at)
+                check_length("reward_id", fact.reward_id)
+                batch.rewards.append(fact)
+            case SpanEnded():
+                if fact.rollout_id is not None:
+                    batch.saw(fact.rollout_id, min(fact.start_ns / 1e9, time.time()))
+                check_length("trace_id", fact.trace_id)
+                check_length("span_id", fact.span_id)
+                batch.spans.append(fact)
+            case Turn():
+                batch.saw(fact.rollout_id, fact.created_at)
+                check_length("turn_id", fact.turn_id)
+                batch.turns.setdefault(fact.turn_id, fact)
+    return batch
+
+
+def check_length(field: str, name: str, most: int = _MOST_OF_ID) -> None:
+    """Of what is looked up in an index. Raises `FactRefused`."""
+    if len(name) * 4 > most and (length := len(name.encode("utf-8", "replace"))) > most:
+        raise FactRefused(f"{field}: {length} bytes; give at most {most}")
+
+
+def add_rollouts(connection: Connection, batch: Batch, rollout_ids: Iterable[str]) -> None:
+    """Those that are not stored yet, bare. In order: who adds some of them too waits, instead of
+    being waited for."""
+    _insert(
+        connection,
+        Rollouts,
+        [
+            {"rollout_id": name, "opened": False, "opened_at": batch.first_seen[name]}
+            for name in sorted(rollout_ids)
+        ],
+    )
+
+
+def hold_rollouts(connection: Connection, rollout_ids: Iterable[str]) -> None:
+    """Nobody else changes them, or adds turns to them, until the transaction ends."""
+    for ids in chunks(sorted(rollout_ids)):
+        query = select(Rollouts.rollout_id).where(Rollouts.rollout_id.in_(ids))
+        connection.execute(query.order_by(Rollouts.rollout_id).with_for_update())
+
+
+def rows_by_what_is_stored(connection: Connection, batch: Batch) -> tuple[Rows, dict[str, Context]]:
+    """The rows of the batch's turns that are new, and the stored ones among its turns and their
+    parents. Its rollouts are there, and held, from here to the end of the transaction.
+
+    Raises FactRefused for a turn that contradicts its parent.
+    """
+    add_rollouts(connection, batch, batch.first_seen)
+    hold_rollouts(connection, batch.first_seen)
+    known = stored(connection, batch.turns)
+    new = [turn for turn_id, turn in batch.turns.items() if turn_id not in known]
+    known |= stored(connection, {turn.parent_id for turn in new if turn.parent_id})
+    rows, _ = turn_rows(new, Known(known))
+    return rows, known
+
+
+def write_batch(
+    connection: Connection,
+    batch: Batch,
+    rows: Rows,
+    new_rollouts: Iterable[str],
+) -> None:
+    """`rows` are those of the batch's turns that are new (`turn_rows.turn_rows`),
+    `new_rollouts` those of its rollouts that may be.
+
+    Raises `TurnKnown` if one of them is not, `FactRefused` for a fact that contradicts itself.
+    """
+    add_rollouts(connection, batch, new_rollouts)
+    changed = {f.rollout_id for f in batch.opened} | {f.rollout_id for f in batch.finished}
+    bare = _bare(connection, changed)
+    _open(connection, batch.opened, bare)
+    if _insert(connection, Turns, rows.turns) != len(rows.turns):
+        raise TurnKnown("turns of the batch are being written by others too; try again")
+    # After the turns: who waits for a rollout holds no text that others wait for.
+    add_texts(connection, rows.texts)
+    add_links(connection, rows.links)
+    _finish(connection, batch.finished)
+    _reward(connection, batch.rewards)
+    _insert(connection, Spans, [_span_row(span) for span in batch.spans])
+    adopt(connection, batch.spans)
+
+
+def mark_unacknowledged(connection: Connection, turn_ids: Sequence[str]) -> int:
+    """Turns whose clients were refused are not trained. How many of them there were and could be;
+    others are not there, or have a reason already."""
+    marked = 0
+    for ids in chunks(turn_ids):
+        found = Turns.turn_id.in_(ids) & Turns.untrainable.is_(None)
+        query = update(Turns).where(found).values(untrainable=UNACKNOWLEDGED)
+        marked += connection.execute(query).rowcount
+    return marked
+
+
+def clear_unacknowledged(connection: Connection, turn_ids: Sequence[str]) -> list[str]:
+    """Turns that were marked, and whose writers have come again. Those that were."""
+    cleared: list[str] = []
+    for ids in chunks(turn_ids):
+        found = Turns.turn_id.in_(ids) & (Turns.untrainable == UNACKNOWLEDGED)
+        query = update(Turns).where(found).values(untrainable=None).returning(Turns.turn_id)
+        cleared += connection.scalars(query)
+    return cleared
+
+
+def _insert(connection: Connection, table: Any, rows: Sequence[Values]) -> int:
+    """How many were new."""
+    if not rows:
+        return 0
+    # Of inserts SQLAlchemy forgets the count, unless it is told that somebody wants it.
+    wanted = {"preserve_rowcount": True}
+    return connection.execute(
+        insert_new(connection, table), rows, execution_options=wanted
+    ).rowcount
+
+
+def _bare(connection: Connection, rollout_ids: Iterable[str]) -> set[str]:
+    """Those without an opening. All of them are held, in order: others that open or end some of
+    them wait, and then see what we wrote."""
+    bare: set[str] = set()
+    for ids in chunks(sorted(rollout_ids)):
+        rows = connection.execute(_HELD, {"ids": ids})
+        bare.update(rollout_id for rollout_id, opened in rows if not opened)
+    return bare
+
+
+def _open(connection: Connection, facts: Sequence[RolloutOpened], bare: set[str]) -> None:
+    # Of several openings of one rollout the first counts, here and in the table.
+    first = {fact.rollout_id: fact for fact in reversed(facts)}
+    new = [fact for fact in first.values() if fact.rollout_id in bare]
+    if not new:
+        return
+    connection.execute(
+        _OPENING,
+        [
+            {
+                "which": fact.rollout_id,
+                "opened_at": fact.opened_at,
+                "task_id": fact.task_id,
+                "agent": fact.agent,
+                "task": fact.task,
+            }
+            for fact in new
+        ],
+    )
+    _insert(
+        connection,
+        RolloutTags,
+        [
+            {"rollout_id": fact.rollout_id, "key": key, "value": str(value), "position": position}
+            for fact in new
+            for position, (key, value) in enumerate(fact.tags.items())
+        ],
+    )
+
+
+def _finish(connection: Connection, facts: Sequence[RolloutFinished]) -> None:
+    """Of several ends of one rollout the first counts.
+
+    An agent that crashed right after its context was full has used up its budget. Its last turn
+    is stored before its end: it crashed on the refusal, which it gets after the commit.
+    """
+    if not facts:
+        return
+    _insert(
+        connection,
+        Outcomes,
+        [
+            {
+                "rollout_id": fact.rollout_id,
+                "outcome": Outcome(fact.outcome).value,
+                "error": fact.error,
+                "finished_at": fact.finished_at,
+            }
+            for fact in facts
+        ],
+    )
+    crashed = [f.rollout_id for f in facts if f.outcome == Outcome.AGENT_ERROR]
+    full = _over_length(connection, crashed)
+    connection.execute(
+        _FINISHING,
+        [
+            {
+                "which": fact.rollout_id,
+                "outcome": (
+                    Outcome.BUDGET
+                    if fact.outcome == Outcome.AGENT_ERROR and fact.rollout_id in full
+                    else Outcome(fact.outcome)
+                ).value,
+                "error": fact.error,
+                "finished_at": _ended_at(fact),
+            }
+            for fact in facts
+        ],
+    )
+
+
+def _ended_at(fact: RolloutFinished) -> float:
+    return fact.finished_at if fact.recorded_at is None else fact.recorded_at
+
+
+def _over_length(connection: Connection, rollout_ids: Sequence[str]) -> set[str]:
+    """Those whose last turn was refused because its prompt is over the engine's context."""
+    full = set()
+    for rollout_id in rollout_ids:
+        last = (
+            select(Turns.untrainable)
+            .where(Turns.rollout_id == rollout_id)
+            .order_by(Turns.seq.desc())
+            .limit(1)
+        )
+        if connection.scalar(last) == OVER_LENGTH:
+            full.add(rollout_id)
+    return full
+
+
+def _reward(connection: Connection, facts: Sequence[RewardGiven]) -> None:
+    rows = [_reward_row(fact) for fact in facts]
+    if _insert(connection, Rewards, rows) == len(rows):
+        return
+    # Told again, most likely. One that another rollout has would be lost without a word.
+    whose = {fact.reward_id: fact.rollout_id for fact in reversed(facts)}
+    for ids in chunks(list(whose)):
+        query = select(Rewards.reward_id, Rewards.rollout_id).where(Rewards.reward_id.in_(ids))
+        for reward_id, rollout_id in connection.execute(query):
+            if whose[reward_id] != rollout_id:
+                raise FactRefused(
+                    f"reward_id: {reward_id} is a reward of rollout {rollout_id}; give the one of"
+                    f" rollout {whose[reward_id]} another id"
+                )
+
+
+def _reward_row(fact: RewardGiven) -> Values:
+    if not is_reward(fact.value):
+        raise FactRefused(
+            f"value: reward {fact.name!r} of rollout {fact.rollout_id} is {fact.value}; "
+            f"give {REWARD_RANGE}"
+        )
+    if fact.turn is not None:
+        _check_integer("turn", fact.turn)
+    return {
+        "reward_id": fact.reward_id,
+        "rollout_id": fact.rollout_id,
+        "value": float(fact.value),
+        "name": fact.name,
+        "turn": fact.turn,
+        "source": fact.source,
+        "label": fact.label,
+        "given_at": fact.given_at,
+        "created_at": fact.created_at,
+    }
+
+
+def _check_integer(field: str, value: int) -> None:
+    if not -(2**63) <= value < 2**63:
+        raise FactRefused(f"{field}: {value} is more than 64 bits")
+
+
+def _span_row(fact: SpanEnded) -> Values:
+    _check_integer("start_ns", fact.start_ns)
+    _check_integer("end_ns", fact.end_ns)
+    return {
+        "trace_id": fact.trace_id,
+        "span_id": fact.span_id,
+        "parent_span_id": fact.parent_span_id,
+        "rollout_id": fact.rollout_id,
+        "name": fact.name,
+        "kind": fact.kind,
+        "start_ns": fact.start_ns,
+        "end_ns": fact.end_ns,
+        "status": fact.status,
+        "attributes": fact.attributes,
+    }

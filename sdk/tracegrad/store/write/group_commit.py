@@ -1,0 +1,327 @@
+"""Group commit: many callers, one thread, one transaction for all that waits.
+
+A submission goes from waiting to writing to committing, and is settled with what became of it. A
+caller that gives up withdraws it, and then knows at once, but for a commit that is on its way:
+
+- waiting: it is never written;
+- writing: its turns are marked `unacknowledged` in the very transaction that writes them;
+- committing: nobody knows yet. The caller waits a little longer; one that does not *abandons* it,
+  and its turns are marked as soon as they are known to be stored. The same is done where a
+  connection broke in a commit.
+
+So a client that was refused has no turn that is trained. One that writes the same turn again, and
+is told that it is stored, has one: then the mark is taken back.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from enum import Enum, auto
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from sqlalchemy import Connection
+
+from tracegrad.events import Fact, Turn
+from tracegrad.store.errors import StoreBusy, StoreUnavailable
+from tracegrad.store.store import Store
+from tracegrad.store.write.events import clear_unacknowledged, mark_unacknowledged
+from tracegrad.store.write.memory import size_of
+
+log = logging.getLogger("tracegrad.store")
+
+# So many submissions at most share a transaction: bounds what one commit may lose or delay.
+_MOST = 512
+# What waits or is being written, in all. More is refused at once instead of filling the memory.
+MAX_SUBMISSIONS = 4096
+MAX_BYTES = 256 << 20
+# Between two attempts to mark turns of which nobody knows whether they are stored.
+_DOUBT_S = 0.5
+_TOO_LATE = "its caller had given up before it was stored"
+
+
+class _Stage(Enum):
+    WAITING = auto()
+    WRITING = auto()
+    COMMITTING = auto()
+    WITHDRAWN = auto()  # while it was being written
+    SETTLED = auto()
+
+
+class Submission(Future[None]):
+    """Facts of one caller, which stand or fall together.
+
+    Resolves when they are on the disk; fails with `FactRefused`, or with `StoreUnavailable`: then
+    none of its turns will be trained.
+    """
+
+    def __init__(self, facts: Sequence[Fact] = (), writer: Writer | None = None) -> None:
+        super().__init__()
+        # A future that runs cannot be cancelled: the thread is free to resolve it.
+        self.set_running_or_notify_cancel()
+        self.facts = tuple(facts)
+        self._writer = writer
+        self._size = sum(map(size_of, self.facts)) if writer is not None else 0
+        self._stage = _Stage.WAITING
+        self._given_up = self._abandoned = False
+
+    def withdraw(self, reason: str) -> None:
+        """Fails with StoreUnavailable and this reason, unless it is settled or its commit is on
+        its way: then it is settled by that."""
+        if self._writer is not None:
+            self._writer._withdraw(self, reason)
+
+    def abandon(self) -> bool:
+        """Withdrawn, and nobody waits any longer for its commit. False: it is settled."""
+        return self._writer is None or self._writer._abandon(self)
+
+    def turn_ids(self) -> list[str]:
+        return [fact.turn_id for fact in self.facts if isinstance(fact, Turn)]
+
+
+class Load(NamedTuple):
+    """What a writer has to do, and what it could not do so far."""
+
+    submissions: int  # that wait, or are being written
+    bytes: int  # that they take up, estimated
+    refused: int  # submissions, because too much waited
+    unacknowledged: int  # turns that were stored after their callers had given up
+
+
+class Writer:
+    """Writes facts to a store from one thread of its own.
+
+    While one transaction commits, submissions gather; the next takes them all. The disk's
+    slowest part, its flush, is so paid once for many callers.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        max_submissions: int = MAX_SUBMISSIONS,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """`max_submissions` and `max_bytes` (estimated) bound what waits or is being written; a
+        single submission may be larger."""
+        self._store = store
+        self._max_submissions, self._max_bytes = max_submissions, max_bytes
+        self._queue: queue.SimpleQueue[Submission | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of all below, and of the states of submissions
+        self._held = self._held_bytes = self._refused = self._unacknowledged = 0
+        self._closed = False
+        # Of the thread alone: the turns that a transaction whose commit was sent makes trainable,
+        # and those that may be so although their callers were refused.
+        self._sent: set[str] = set()
+        self._doubtful: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="tracegrad-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, facts: Sequence[Fact]) -> Submission:
+        """Raises `StoreBusy` at once when too much waits, StoreUnavailable after `close`.
+
+        Cancelling a submission does not take it back: see `Submission.withdraw`.
+        """
+        submission = Submission(facts, self)
+        with self._lock:
+            if self._closed:
+                raise StoreUnavailable("the store's writer is closed")
+            size = self._held_bytes + submission._size
+            if self._held and (self._held >= self._max_submissions or size > self._max_bytes):
+                self._refused += 1
+                raise StoreBusy(
+                    f"{self._held} submissions of {self._held_bytes >> 20} MiB wait to be written,"
+                    f" and at most {self._max_submissions} of {self._max_bytes >> 20} MiB may"
+                )
+            self._held += 1
+            self._held_bytes = size
+            self._queue.put(submission)
+        return submission
+
+    def load(self) -> Load:
+        with self._lock:
+            return Load(self._held, self._held_bytes, self._refused, self._unacknowledged)
+
+    def close(self) -> None:
+        """Write what was submitted, then stop. The store stays open."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Of any thread
+
+    def _withdraw(self, submission: Submission, reason: str) -> None:
+        with self._lock:
+            if submission._stage is _Stage.WAITING:
+                self._let_go(submission)
+            elif submission._stage is _Stage.WRITING:
+                submission._stage = _Stage.WITHDRAWN
+            else:
+                submission._given_up = True
+                return
+        _fail([submission], StoreUnavailable(reason))
+
+    def _abandon(self, submission: Submission) -> bool:
+        with self._lock:
+            submission._given_up = submission._abandoned = True
+            return submission._stage is _Stage.COMMITTING
+
+    def _let_go(self, submission: Submission) -> None:
+        """With the lock held."""
+        submission._stage = _Stage.SETTLED
+        submission.facts = ()
+        self._held -= 1
+        self._held_bytes -= submission._size
+
+    # Of the writer's own thread
+
+    def _run(self) -> None:
+        open_ = True
+        while open_:
+            batch, open_ = self._gather()
+            self._mark_doubtful()
+            if batch:
+                self._write(batch)
+        self._mark_doubtful()
+
+    def _gather(self) -> tuple[list[Submission], bool]:
+        """What waits now; at least one submission, unless something is in doubt. False after the
+        last."""
+        batch: list[Submission] = []
+        while True:
+            try:
+                if batch:
+                    item = self._queue.get_nowait()
+                else:
+                    item = self._queue.get(timeout=_DOUBT_S if self._doubtful else None)
+            except queue.Empty:
+                return batch, True
+            if item is None:
+                return batch, False
+            with self._lock:
+                if item._stage is not _Stage.WAITING:
+                    continue
+                item._stage = _Stage.WRITING
+            batch.append(item)
+            if len(batch) == _MOST:
+                return batch, True
+
+    def _write(self, batch: list[Submission]) -> None:
+        self._sent = set()
+        facts = [fact for submission in batch for fact in submission.facts]
+        try:
+            self._store.append(facts, before_commit=partial(self._before_commit, batch))
+        except Exception as error:
+            # A store that cannot be written fails each of them; a bad fact only its own.
+            if len(batch) > 1 and not isinstance(error, StoreUnavailable):
+                for submission in batch:
+                    self._write_alone(submission)
+            else:
+                self._failed(batch, error)
+        else:
+            self._committed(batch)
+
+    def _write_alone(self, submission: Submission) -> None:
+        with self._lock:
+            wanted = submission._stage is not _Stage.WITHDRAWN and not submission._given_up
+            submission._stage = _Stage.WRITING
+        if wanted:
+            self._write([submission])
+        else:
+            self._failed([submission], StoreUnavailable(_TOO_LATE))
+
+    def _before_commit(
+        self, batch: list[Submission], connection: Connection, new: Sequence[str]
+    ) -> None:
+        """The last moment at which a caller's giving up can go into the transaction. It may come
+        again, where the transaction was rolled back and is repeated."""
+        with self._lock:
+            for submission in batch:
+                if submission._given_up:
+                    submission._stage = _Stage.WITHDRAWN
+                elif submission._stage is _Stage.WRITING:
+                    submission._stage = _Stage.COMMITTING
+            late = [s for s in batch if s._stage is _Stage.WITHDRAWN]
+        _fail(late, StoreUnavailable(_TOO_LATE))
+        wanted = _turn_ids(s for s in batch if s._stage is _Stage.COMMITTING)
+        # A turn that was stored before stays what it was to the caller that was told so.
+        if refused := set(new) - wanted:
+            mark_unacknowledged(connection, sorted(refused))
+        known = wanted - set(new)
+        cleared = clear_unacknowledged(connection, sorted(known)) if known else []
+        self._sent = (wanted & set(new)) | set(cleared)
+
+    def _committed(self, batch: list[Submission]) -> None:
+        done: list[Submission] = []
+        late: list[Submission] = []
+        with self._lock:
+            for submission in batch:
+                if submission._stage is _Stage.WITHDRAWN:
+                    self._unacknowledged += len(submission.turn_ids())
+                    late.append(submission)
+                elif submission._abandoned:
+                    self._doubtful |= self._sent & _turn_ids([submission])
+                    late.append(submission)
+                else:
+                    done.append(submission)
+            acknowledged = _turn_ids(done)
+            for submission in batch:
+                self._let_go(submission)
+        self._doubtful -= acknowledged
+        for submission in done:
+            submission.set_result(None)
+        _fail(late, StoreUnavailable(_TOO_LATE))
+        self._mark_doubtful()
+
+    def _failed(self, batch: list[Submission], error: Exception) -> None:
+        if isinstance(error, StoreUnavailable):
+            self._doubtful |= self._sent
+        with self._lock:
+            for submission in batch:
+                self._let_go(submission)
+        _fail(batch, error)
+
+    def _mark_doubtful(self) -> None:
+        if not self._doubtful:
+            return
+        try:
+            marked = self._store.mark_unacknowledged(sorted(self._doubtful))
+        except Exception as error:
+            if not isinstance(error, StoreUnavailable):
+                log.exception("turns that nobody was told of could not be marked")
+                self._doubtful.clear()
+            return
+        self._doubtful.clear()
+        with self._lock:
+            self._unacknowledged += marked
+
+
+def _turn_ids(submissions: Iterable[Submission]) -> set[str]:
+    return {turn_id for submission in submissions for turn_id in submission.turn_ids()}
+
+
+def _fail(batch: Sequence[Submission], error: Exception) -> None:
+    for submission in batch:
+        # One instance each: raising an exception writes into it.
+        mine = StoreUnavailable(str(error)) if len(batch) > 1 else error
+        with suppress(InvalidStateError):  # its caller knows already
+            submission.set_exception(mine)

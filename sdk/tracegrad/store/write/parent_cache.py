@@ -1,0 +1,149 @@
+"""What the store must know of earlier turns to write later ones: in memory, of the latest.
+
+A turn's context never changes once it is stored, whoever else writes to the store, with one
+exception: care of the store (`store.care`) removes turns, or changes their texts. Every such
+transaction leaves a row in `removals`. So whoever writes a turn that refers to others looks, in
+the same transaction, whether there is a newer row than the one that memory knows of; then memory
+is given up. Parents that are not in memory are read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import islice
+
+from sqlalchemy import Connection, bindparam, func, select
+
+from tracegrad.events import Turn
+from tracegrad.store.encoding.shared_texts import Repeats
+from tracegrad.store.expressions import chunks
+from tracegrad.store.models import Removals, Turns
+
+# Turns in memory (about 600 bytes each), and how many of one rollout.
+_MOST = 20_000
+_MOST_OF_ROLLOUT = 256
+# A request is compared with those of so many earlier turns of its rollout.
+LATEST = 8
+
+Reading = Callable[[], AbstractContextManager[Connection]]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A child's prompt begins with so many tokens of this digest, in this rollout."""
+
+    turn_id: str
+    rollout_id: str
+    tokens: int
+    digest: bytes
+    marks: bytes | None  # of its request; None where it cannot tell another one
+
+
+@dataclass(slots=True)
+class Known:
+    """What some turns to be written may refer to."""
+
+    turns: dict[str, Context] = field(default_factory=dict)  # by id
+    # By rollout, the newest first: what a turn without a parent may be told by.
+    latest: dict[str, list[Context]] = field(default_factory=dict)
+    repeats: Repeats = field(default_factory=Repeats)
+    as_of: int = 0  # true while this is the last removal
+
+
+class Contexts:
+    """Safe to use from many threads."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._rollouts: OrderedDict[str, dict[str, Context]] = OrderedDict()
+        self.size = 0  # turns in memory
+        self._as_of = 0
+        self._repeats = Repeats()
+
+    def known(self, turns: Iterable[Turn], reading: Reading) -> Known:
+        known = Known(repeats=self._repeats)
+        missing = set()
+        with self._lock:
+            known.as_of = self._as_of
+            for turn in turns:
+                mine = self._rollouts.get(turn.rollout_id, {})
+                if turn.parent_id is None:
+                    known.latest[turn.rollout_id] = [*islice(reversed(mine.values()), LATEST)]
+                elif turn.parent_id in mine:
+                    known.turns[turn.parent_id] = mine[turn.parent_id]
+                else:
+                    missing.add(turn.parent_id)
+        if missing:
+            with reading() as connection:
+                known.turns |= stored(connection, missing)
+        return known
+
+    def new(self, rollout_ids: Iterable[str]) -> list[str]:
+        """Those that may not be stored yet: no turn of theirs is in memory."""
+        with self._lock:
+            return [rollout_id for rollout_id in rollout_ids if rollout_id not in self._rollouts]
+
+    def remember(
+        self, contexts: Iterable[Context], texts: Iterable[bytes] = (), as_of: int = 0
+    ) -> None:
+        """Of turns, and shared texts, that are stored, and were so after this removal."""
+        with self._lock:
+            if as_of != self._as_of:
+                return
+            self._repeats.remember(texts)
+            for context in contexts:
+                mine = self._rollouts.setdefault(context.rollout_id, {})
+                self._rollouts.move_to_end(context.rollout_id)
+                self.size += context.turn_id not in mine
+                mine[context.turn_id] = context
+                if len(mine) > _MOST_OF_ROLLOUT:
+                    del mine[next(iter(mine))]
+                    self.size -= 1
+            while self.size > self._most and len(self._rollouts) > 1:
+                _, forgotten = self._rollouts.popitem(last=False)
+                self.size -= len(forgotten)
+
+    def renew(self, as_of: int) -> None:
+        """Give up what was known before this removal."""
+        with self._lock:
+            if as_of > self._as_of:
+                self._as_of = as_of
+                self._rollouts.clear()
+                self._repeats.forget()
+                self.size = 0
+
+    def forget(self, rollout_ids: Iterable[str]) -> None:
+        with self._lock:
+            for rollout_id in rollout_ids:
+                self.size -= len(self._rollouts.pop(rollout_id, ()))
+
+
+def last_removal(connection: Connection) -> int:
+    """Its number; 0 before the first."""
+    return connection.scalar(_LAST_REMOVAL) or 0
+
+
+# Built once: making a statement costs more than running it.
+_BY_ID = select(
+    Turns.turn_id,
+    Turns.rollout_id,
+    Turns.prompt_tokens + Turns.completion_tokens,
+    Turns.context_digest,
+    Turns.request_marks,
+).where(Turns.turn_id.in_(bindparam("ids", expanding=True)))
+
+_LAST_REMOVAL = select(func.max(Removals.seq))
+
+
+def stored(connection: Connection, turn_ids: Iterable[str]) -> dict[str, Context]:
+    """Those of the turns that are stored, by id."""
+    found = {}
+    for ids in chunks(sorted(turn_ids)):
+        for row in connection.execute(_BY_ID, {"ids": ids}):
+            found[row.turn_id] = Context(*row)
+    return found

@@ -1,0 +1,186 @@
+"""Turns into rows: checked against their parents, told by what is new, packed.
+
+Nothing here needs a transaction: what it relies on never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from tracegrad.events import Turn
+from tracegrad.store.encoding.blobs import (
+    ContextDigest,
+    Unpacked,
+    array_pieces,
+    json_pieces,
+    pack,
+    routes_pieces,
+)
+from tracegrad.store.encoding.request_delta import Earlier, Shared, share
+from tracegrad.store.encoding.request_fingerprint import Marks
+from tracegrad.store.encoding.routed_experts import check_routes
+from tracegrad.store.encoding.shared_texts import Lifting, Repeats
+from tracegrad.store.errors import FactRefused, ParentMissing
+from tracegrad.store.write.parent_cache import LATEST, Context, Known
+
+Values = dict[str, Any]
+
+_PACKED = ("delta", "completion", "logprobs", "request", "response", "routed_experts")
+
+# A turn without a parent is compared with the same few turns as the one before it.
+_marks = lru_cache(maxsize=1024)(Marks.decode)
+
+
+@dataclass(slots=True)
+class Rows:
+    """Of `Turns`, of the `Texts` that they share with other rollouts (blobs by digest), and of
+    `TurnTexts`."""
+
+    turns: list[Values] = field(default_factory=list)
+    texts: dict[bytes, bytes] = field(default_factory=dict)
+    links: list[Values] = field(default_factory=list)
+
+    def turn_ids(self) -> list[str]:
+        return [row["turn_id"] for row in self.turns]
+
+
+def turn_rows(turns: Iterable[Turn], known: Known) -> tuple[Rows, list[Context]]:
+    """The rows, and what their children will need of them.
+
+    Raises FactRefused for a turn that contradicts its parent.
+    """
+    rows = Rows()
+    texts: dict[bytes, Unpacked] = {}
+    made: dict[str, Context] = {}
+    of_rollout: dict[str, list[Context]] = {}
+    for turn in turns:
+        parent = _parent_of(turn, known.turns, made)
+        beside = of_rollout.setdefault(turn.rollout_id, [])
+        earlier = [*beside, *([parent] if parent else known.latest.get(turn.rollout_id, ()))]
+        row, lifting = _row(turn, parent, earlier[:LATEST], known.repeats)
+        context = Context(
+            turn_id=turn.turn_id,
+            rollout_id=turn.rollout_id,
+            tokens=len(turn.prompt_token_ids) + len(turn.completion_token_ids),
+            digest=row["context_digest"],
+            marks=row["request_marks"],
+        )
+        made[turn.turn_id] = context
+        beside.insert(0, context)
+        rows.turns.append(row)
+        rows.links += lifting.links(turn.turn_id)
+        texts |= lifting.texts
+    _pack(rows.turns)
+    missing = known.repeats.missing(texts)
+    rows.texts = dict(zip(missing, pack([texts[digest] for digest in missing]), strict=True))
+    return rows, list(made.values())
+
+
+def _parent_of(turn: Turn, known: dict[str, Context], made: dict[str, Context]) -> Context | None:
+    if turn.parent_id is None:
+        return None
+    parent = known.get(turn.parent_id) or made.get(turn.parent_id)
+    if parent is None:
+        raise ParentMissing(
+            f"parent_id: turn {turn.parent_id}, parent of {turn.turn_id}, is not stored; "
+            "write parents first"
+        )
+    if parent.rollout_id != turn.rollout_id:
+        raise FactRefused(
+            f"parent_id: turn {turn.parent_id} belongs to rollout {parent.rollout_id}, "
+            f"its child {turn.turn_id} to {turn.rollout_id}"
+        )
+    return parent
+
+
+def _row(
+    turn: Turn, parent: Context | None, earlier: Sequence[Context], repeats: Repeats
+) -> tuple[Values, Lifting]:
+    known = parent.tokens if parent else 0
+    prompt = turn.prompt_token_ids
+    digest = ContextDigest().add(prompt[:known])
+    if parent and (len(prompt) < known or digest.value() != parent.digest):
+        raise FactRefused(
+            f"parent_id: the prompt of turn {turn.turn_id} does not begin with the "
+            f"prompt and completion of turn {turn.parent_id}"
+        )
+    delta = prompt[known:]
+    digest.add(delta).add(turn.completion_token_ids)
+    versions = turn.policy_versions
+    lifting = Lifting(turn.rollout_id, repeats)
+    with _not_too_deep("request", turn):
+        told = _told(turn, earlier)
+        request = json_pieces(lifting.request(told.text, whole=told.base is None)) if told else None
+    with _not_too_deep("response", turn):
+        response = None if turn.response is None else json_pieces(lifting.response(turn.response))
+    row = {
+        "turn_id": turn.turn_id,
+        "rollout_id": turn.rollout_id,
+        "parent_id": turn.parent_id,
+        "fork_reason": turn.fork_reason,
+        "dialect": turn.dialect,
+        "model": turn.model,
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(turn.completion_token_ids),
+        "context_digest": digest.value(),
+        "delta": array_pieces(delta),
+        "completion": array_pieces(turn.completion_token_ids),
+        "logprobs": array_pieces(turn.completion_logprobs),
+        "policy_versions": [list(span) for span in versions],
+        "last_version": versions[-1][0] if versions else None,
+        "sampling": turn.sampling,
+        "finish_reason": turn.finish_reason,
+        "untrainable": turn.untrainable,
+        "parent_span_id": turn.parent_span_id,
+        "request": request,
+        "request_base": told.base if told else None,
+        "request_marks": told.marks if told else None,
+        "response": response,
+        "created_at": turn.created_at,
+        "state_key": turn.state_key,
+        "observation": turn.observation,
+        "routed_experts": _routes(turn),
+    }
+    return row, lifting
+
+
+def _routes(turn: Turn) -> Unpacked | None:
+    if turn.routed_experts is None:
+        return None
+    try:
+        check_routes(
+            turn.routed_experts, len(turn.prompt_token_ids) + len(turn.completion_token_ids)
+        )
+        return routes_pieces(turn.routed_experts)
+    except ValueError as error:
+        raise FactRefused(f"routed_experts: turn {turn.turn_id}: {error}") from error
+
+
+@contextmanager
+def _not_too_deep(field: str, turn: Turn) -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        raise FactRefused(
+            f"{field}: turn {turn.turn_id} has one that is nested too deeply for JSON"
+        ) from None
+
+
+def _told(turn: Turn, earlier: Sequence[Context]) -> Shared | None:
+    if turn.request is None:
+        return None
+    candidates = [
+        Earlier(context.turn_id, _marks(context.marks)) for context in earlier if context.marks
+    ]
+    return share(turn.request, turn.response, candidates)
+
+
+def _pack(rows: Sequence[Values]) -> None:
+    cells = [(row, name) for row in rows for name in _PACKED if isinstance(row[name], Unpacked)]
+    blobs = pack([row[name] for row, name in cells])
+    for (row, name), blob in zip(cells, blobs, strict=True):
+        row[name] = blob

@@ -1,0 +1,98 @@
+"""What of a store an export holds, as a stream of objects. Memory holds a few rollouts of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tracegrad.events import Json
+from tracegrad.store.copy.export_records import (
+    lone_spans,
+    rollout_copies,
+    rollout_groups,
+    steps_of,
+    versions_of,
+)
+from tracegrad.store.filters import ALL, RolloutFilter
+from tracegrad.store.store import Store
+from tracegrad.transfer.layouts import Layout
+from tracegrad.transfer.serialize import (
+    lone_span_object,
+    rollout_object,
+    step_object,
+    turn_objects,
+    version_object,
+)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was written, by kind, and what was left out, by reason."""
+
+    written: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """`trained`: only rollouts of which a turn was trained, or none was."""
+
+    store: Store
+    wanted: RolloutFilter = ALL
+    trained: bool | None = None
+    text: bool = True
+    counts: Counts = field(default_factory=Counts)
+
+    def rollouts(self) -> Iterator[Json]:
+        """A copy that can be imported: whatever an object refers to comes before it.
+
+        All that the store has where nothing is filtered; else the rollouts that are wanted, with
+        the steps and versions that they name.
+        """
+        whole = self.wanted.all and self.trained is None
+        for value in self._objects(whole):
+            self.counts.written[value["kind"]] += 1
+            yield value
+
+    def _objects(self, whole: bool) -> Iterator[Json]:
+        steps: set[int] = set()
+        versions: set[int] = set()
+        if whole:
+            for version in versions_of(self.store):
+                versions.add(version.now.version)
+                yield version_object(version)
+            for step in steps_of(self.store):
+                steps.add(step.step)
+                yield step_object(step)
+        copies = rollout_copies(self.store, self.wanted, trained=self.trained, raw=self.text)
+        for copy in copies:
+            # In a whole copy only those that were made meanwhile.
+            if new := copy.steps - steps:
+                yield from map(step_object, steps_of(self.store, sorted(new)))
+                steps |= new
+            if new := copy.versions - versions:
+                yield from map(version_object, versions_of(self.store, sorted(new)))
+                versions |= new
+            yield rollout_object(copy, text=self.text)
+        if whole:
+            # The last: a span without a rollout joins the first one that comes with its trace.
+            for spans in lone_spans(self.store):
+                yield from map(lone_span_object, spans)
+
+    def turns(self) -> Iterator[Json]:
+        """One flat object a turn (`objects.turn_objects`)."""
+        copies = rollout_copies(
+            self.store, self.wanted, trained=self.trained, raw=False, routes=False
+        )
+        for copy in copies:
+            for turn in turn_objects(copy, trained=self.trained):
+                self.counts.written["turn"] += 1
+                yield turn
+
+    def layout(self, layout: Layout) -> Iterator[Json]:
+        groups = rollout_groups(self.store, self.wanted, trained=self.trained, raw=layout.text)
+        for group in groups:
+            for row in layout.rows(group, self.counts.left_out):
+                self.counts.written["row"] += 1
+                yield row

@@ -1,0 +1,151 @@
+"""Objects into a store, in batches of bounded size. Importing again changes nothing.
+
+A batch is one transaction. One that the store refuses is tried again rollout by rollout, so that
+only those that are at fault are left out.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from io import BufferedReader
+from typing import Any
+
+from tracegrad.events import SpanEnded
+from tracegrad.store.copy.export_records import RolloutCopy, VersionCopy
+from tracegrad.store.copy.import_records import (
+    Added,
+    add_rollouts,
+    add_spans,
+    add_steps,
+    add_versions,
+    opened_at,
+)
+from tracegrad.store.errors import FactRefused
+from tracegrad.store.store import Store
+from tracegrad.store.types import StepRecord
+from tracegrad.transfer import jsonl, parquet
+from tracegrad.transfer.chat_conversations import Teacher
+from tracegrad.transfer.deserialize import Read, read_object
+from tracegrad.transfer.field_reader import BadObject
+
+_BATCH_BYTES = 8 << 20
+_BATCH_ROLLOUTS = 256
+
+
+class ImportStopped(Exception):
+    """One line: the file, the line, the field and the mend."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    where: str
+    read: Read
+
+
+@dataclass(slots=True)
+class Import:
+    """`skip_bad`: what is broken is counted by reason, and the rest goes on. `untrained`: without
+    what another store did with the rollouts, so that all their turns wait to be trained here."""
+
+    store: Store
+    skip_bad: bool = False
+    untrained: bool = False
+    added: Added = field(default_factory=Added)
+    bad: Counter[str] = field(default_factory=Counter)
+    _batch: dict[str, _Found] = field(default_factory=dict)  # by rollout
+    _bytes: int = 0
+    _steps: set[int] = field(default_factory=set)  # that were read
+
+    def file(self, name: str, file: BufferedReader) -> None:
+        """Raises ImportStopped; what came before it is stored."""
+        unit, objects = _objects_of(name, file)
+        try:
+            for number, size, value in objects:
+                self._object(name + unit.format(number), value, size)
+        except parquet.NoParquet as error:
+            self.flush()
+            raise ImportStopped(f"{name}: {error}") from error
+        self.flush()
+
+    def flush(self) -> None:
+        batch, self._batch, self._bytes = self._batch, {}, 0
+        if batch:
+            self._add_rollouts(list(batch.values()))
+
+    def _object(self, where: str, value: Any, size: int) -> None:
+        try:
+            if isinstance(value, BadObject):
+                raise value
+            self._take(_Found(where, read_object(value)), size)
+        except (BadObject, FactRefused) as error:
+            self.flush()
+            self._broken(where, str(error))
+
+    def _take(self, found: _Found, size: int) -> None:
+        match found.read:
+            case RolloutCopy() | Teacher():
+                self._check_steps(found.read)
+                if found.read.rollout_id in self._batch:
+                    self.flush()
+                self._batch[found.read.rollout_id] = found
+                self._bytes += size
+                if self._bytes >= _BATCH_BYTES or len(self._batch) >= _BATCH_ROLLOUTS:
+                    self.flush()
+            case SpanEnded():
+                self.added.add(add_spans(self.store, [found.read]))
+            case StepRecord() if not self.untrained:
+                self.added.add(add_steps(self.store, [found.read]))
+                self._steps.add(found.read.step)
+            case VersionCopy() if not self.untrained:
+                self.added.add(add_versions(self.store, [found.read]))
+
+    def _check_steps(self, read: RolloutCopy | Teacher) -> None:
+        """Steps have only numbers: those of the file must have been read, and be these."""
+        if self.untrained or isinstance(read, Teacher):
+            return
+        if missing := read.steps - self._steps:
+            raise BadObject(
+                "trained_step",
+                f"step {min(missing)} was not read before it; import the whole file, or with "
+                "--untrained",
+            )
+
+    def _add_rollouts(self, batch: Sequence[_Found]) -> None:
+        try:
+            self.added.add(add_rollouts(self.store, self._copies([found.read for found in batch])))
+        except FactRefused as error:
+            if len(batch) == 1:
+                self._broken(batch[0].where, str(error))
+                return
+            for found in batch:
+                self._add_rollouts([found])
+
+    def _copies(self, reads: Sequence[Read]) -> list[RolloutCopy]:
+        now = time.time()
+        teachers = [read.rollout_id for read in reads if isinstance(read, Teacher)]
+        here = opened_at(self.store, teachers) if teachers else {}
+        copies = []
+        for read in reads:
+            if isinstance(read, Teacher):
+                copies.append(read.copy(here.get(read.rollout_id, now)))
+            elif isinstance(read, RolloutCopy):
+                copies.append(read.untrained() if self.untrained else read)
+        return copies
+
+    def _broken(self, where: str, error: str) -> None:
+        if not self.skip_bad:
+            raise ImportStopped(f"{where}: {error}")
+        self.bad[re.sub(r"\[\d+\]", "[]", error.partition(": ")[0])] += 1
+
+
+def _objects_of(name: str, file: BufferedReader) -> tuple[str, Iterator[tuple[int, int, Any]]]:
+    """How a place in it is named, and its objects; formats are told by how the file begins."""
+    if file.peek(4)[:4] == parquet.MAGIC:
+        if not file.seekable():
+            raise ImportStopped(f"{name}: Parquet cannot be read from a pipe; name the file")
+        return ", row {}", parquet.read_rows(file)
+    return ":{}", jsonl.read_lines(file)

@@ -1,0 +1,180 @@
+"""What is stored as JSON objects, version 1 of the format (docs/transfer.md).
+
+Log-probabilities are float32. JSON has no word for some of them: `null` is not a number, and a
+number beyond float32 (`±1e39`) is infinite, which is what reading it as float32 makes of it.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from tracegrad.events import Json, RewardGiven, SpanEnded, Turn
+from tracegrad.store.copy.export_records import Fate, RolloutCopy, VersionCopy
+from tracegrad.store.types import StepRecord
+
+FORMAT = 1
+_BEYOND_FLOAT32 = 1e39
+
+
+def rollout_object(copy: RolloutCopy, *, text: bool = True) -> Json:
+    """One whole rollout; `text=False` leaves requests and responses out."""
+    return {
+        "tracegrad": FORMAT,
+        "kind": "rollout",
+        "rollout_id": copy.rollout_id,
+        "opened": copy.opened,
+        "opened_at": copy.opened_at,
+        "task_id": copy.task_id,
+        "agent": copy.agent,
+        "tags": dict(copy.tags),
+        "task": copy.task,
+        "outcome": copy.outcome,
+        "error": copy.error,
+        "finished_at": copy.finished_at,
+        "consumed_at": copy.consumed_at,
+        "consumed_step": copy.consumed_step,
+        "outcomes": [
+            {"outcome": str(end.outcome), "error": end.error, "finished_at": end.finished_at}
+            for end in copy.outcomes
+        ],
+        "rewards": [_reward_object(reward) for reward in copy.rewards],
+        "spans": [_span_object(span) for span in copy.spans],
+        "turns": _turns(copy, text=text),
+    }
+
+
+def turn_objects(copy: RolloutCopy, *, trained: bool | None = None) -> Iterator[Json]:
+    """One flat object a turn, whole prompts in it; `trained`: only turns that were, or were not."""
+    reward = copy.reward
+    for turn in copy.turns:
+        fate = copy.fates.get(turn.turn_id)
+        step = fate.step if fate else None
+        if trained is not None and trained != (step is not None):
+            continue
+        yield {
+            "turn_id": turn.turn_id,
+            "parent_turn_id": turn.parent_id,
+            "rollout_id": turn.rollout_id,
+            "task_id": copy.task_id,
+            "agent": copy.agent,
+            "outcome": copy.outcome,
+            "reward": reward,
+            "dialect": turn.dialect,
+            "model": turn.model,
+            "prompt_token_ids": turn.prompt_token_ids.tolist(),
+            "completion_token_ids": turn.completion_token_ids.tolist(),
+            "completion_logprobs": told_logprobs(turn.completion_logprobs),
+            "policy_versions": [list(span) for span in turn.policy_versions],
+            "finish_reason": turn.finish_reason,
+            "created_at": turn.created_at,
+            "trained_step": step,
+            "skip_reason": fate.skip_reason if fate else None,
+        }
+
+
+def step_object(step: StepRecord) -> Json:
+    return {"tracegrad": FORMAT, "kind": "step", **asdict(step)}
+
+
+def version_object(version: VersionCopy) -> Json:
+    events = [asdict(event) for event in version.events]
+    for event in events:
+        del event["version"]
+    return {
+        "tracegrad": FORMAT,
+        "kind": "version",
+        **asdict(version.now),
+        "events": events,
+    }
+
+
+def lone_span_object(span: SpanEnded) -> Json:
+    """A span that belongs to no rollout."""
+    return {"tracegrad": FORMAT, "kind": "span", "span": _span_object(span)}
+
+
+def told_logprobs(values: array[float]) -> Sequence[float | None]:
+    told = values.tolist()
+    if math.isfinite(math.fsum(told)):
+        return told
+    return [_told(value) for value in told]
+
+
+def _told(value: float) -> float | None:
+    if math.isnan(value):
+        return None
+    return math.copysign(_BEYOND_FLOAT32, value) if math.isinf(value) else value
+
+
+def _span_object(span: SpanEnded) -> Json:
+    return {
+        "trace_id": span.trace_id,
+        "span_id": span.span_id,
+        "parent_span_id": span.parent_span_id,
+        "name": span.name,
+        "kind": span.kind,
+        "start_ns": span.start_ns,
+        "end_ns": span.end_ns,
+        "status": span.status,
+        "attributes": span.attributes,
+    }
+
+
+def _reward_object(reward: RewardGiven) -> Json:
+    told: Json = {
+        "reward_id": reward.reward_id,
+        "value": reward.value,
+        "name": reward.name,
+        "turn": reward.turn,
+        "source": reward.source,
+        "created_at": reward.created_at,
+    }
+    beside = {"label": reward.label, "given_at": reward.given_at}
+    return told | {name: value for name, value in beside.items() if value is not None}
+
+
+def _turns(copy: RolloutCopy, *, text: bool) -> list[Json]:
+    told = []
+    contexts: dict[str | None, int] = {None: 0}  # their lengths
+    for turn in copy.turns:
+        # The prompt's tokens that the parent's prompt and completion lack.
+        new = turn.prompt_token_ids[contexts[turn.parent_id] :]
+        told.append(_turn_object(turn, new, copy.fates.get(turn.turn_id), text=text))
+        contexts[turn.turn_id] = len(turn.prompt_token_ids) + len(turn.completion_token_ids)
+    return told
+
+
+def _turn_object(turn: Turn, new: array[int], fate: Fate | None, *, text: bool) -> Json:
+    told: Json = {
+        "turn_id": turn.turn_id,
+        "parent_turn_id": turn.parent_id,
+        "fork_reason": turn.fork_reason,
+        "dialect": turn.dialect,
+        "model": turn.model,
+        "new_token_ids": new.tolist(),
+        "completion_token_ids": turn.completion_token_ids.tolist(),
+        "completion_logprobs": told_logprobs(turn.completion_logprobs),
+        "policy_versions": [list(span) for span in turn.policy_versions],
+        "sampling": turn.sampling,
+        "finish_reason": turn.finish_reason,
+        "untrainable": turn.untrainable,
+        "parent_span_id": turn.parent_span_id,
+        "created_at": turn.created_at,
+        "trained_step": fate.step if fate else None,
+        "skip_reason": fate.skip_reason if fate else None,
+        "fate_at": fate.created_at if fate else None,
+    }
+    told |= {
+        name: value
+        for name in ("state_key", "observation")
+        if (value := getattr(turn, name)) is not None
+    }
+    if turn.routed_experts is not None:
+        told["routed_experts"] = b64encode(turn.routed_experts).decode()
+    if text:
+        told |= {"request": turn.request, "response": turn.response}
+    return told

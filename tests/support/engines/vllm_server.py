@@ -1,0 +1,27 @@
+"""The real vLLM that integration tests share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracegrad_trainer.inference.vllm_process import VllmProcess, VllmSettings
+
+
+@dataclass(frozen=True)
+class VllmServer:
+    url: str
+    model_dir: Path
+    model: str
+    process: VllmProcess
+    planted: Path  # the working directory that it was started in
+
+
+def tiny_settings(model_dir: Path, log: Path) -> VllmSettings:
+    return VllmSettings(
+        model=str(model_dir),
+        socket=log.with_name("vllm.sock"),
+        max_model_len=1024,
+        kv_cache_memory_bytes=128 << 20,
+        log=log,
+    )

@@ -1,0 +1,45 @@
+"""`tracegrad ...` in forks of a process that has loaded all of it: a start takes no second.
+
+Each line on standard input is a command's arguments (JSON); its process id comes back. Output
+goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+import uvicorn  # noqa: F401 (loaded for the forks, as is the next)
+
+import tracegrad.proxy.app
+import tracegrad.proxy.http.protocol
+from tracegrad.cli import main as tracegrad
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whoever dies is gone at once
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            _run(json.loads(line))
+        print(child, flush=True)
+
+
+def _run(arguments: list[str]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.argv = ["tracegrad", *arguments]
+    code = 1
+    try:
+        tracegrad()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The Responses dialect without a proxy: answers and chunks in vLLM's shapes, events parsed with
+OpenAI's own types, and OpenAI's client with the dialect behind it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+import openai
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from tracegrad.proxy.dialects.base import Call
+from tracegrad.proxy.dialects.openai_responses.request import Responses
+from tracegrad.proxy.http.errors import ApiError
+
+Json = dict[str, Any]
+
+DIALECT = Responses()
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+USAGE = {
+    "prompt_tokens": 11,
+    "completion_tokens": 7,
+    "total_tokens": 18,
+    "prompt_tokens_details": {"cached_tokens": 4},
+}
+TOOL = {
+    "type": "function",
+    "name": "look",
+    "description": "Looks.",
+    "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+    "strict": False,
+}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Patches."}
+
+
+def parse(request: Mapping[str, Any]) -> Call:
+    return DIALECT.parse(json.dumps(request).encode(), {}, {})
+
+
+def ask(**request: Any) -> Call:
+    return parse({"model": "m", "input": "hi", **request})
+
+
+@dataclass
+class Say:
+    """What the engine samples: a canonical assistant message."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    calls: Sequence[tuple[str, str, str]] = ()  # id, name, arguments
+    finish_reason: str | None = None
+
+    @property
+    def ends(self) -> str:
+        return self.finish_reason or ("tool_calls" if self.calls else "stop")
+
+    @property
+    def message(self) -> Json:
+        message: Json = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [tool_call(*call) for call in self.calls]
+        return message
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> Json:
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def answer(say: Say, logprobs: Sequence[Json] | None = None) -> Json:
+    """A whole `chat.completion`, with the fields that vLLM fills with null."""
+    message = {"refusal": None, "annotations": None, "audio": None, "reasoning": None}
+    return {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1_790_000_000,
+        "model": "served",
+        "choices": [
+            {
+                "index": 0,
+                "message": {**message, **say.message},
+                "logprobs": None if logprobs is None else {"content": list(logprobs)},
+                "finish_reason": say.ends,
+                "stop_reason": None,
+            }
+        ],
+        "usage": USAGE,
+    }
+
+
+def chunk(delta: Json, *, logprobs: Sequence[Json] | None = None, **choice: Any) -> Json:
+    told = None if logprobs is None else {"content": list(logprobs)}
+    return {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 1_790_000_000,
+        "model": "served",
+        "choices": [
+            {"index": 0, "delta": delta, "logprobs": told, "finish_reason": None, **choice}
+        ],
+    }
+
+
+def chunks_of(say: Say, size: int = 3) -> list[Json]:
+    """The same as chunks, all but those that end the stream."""
+    chunks = [chunk({"role": "assistant", "content": ""})]
+    chunks += [chunk({"reasoning": part}) for part in cut(say.reasoning or "", size)]
+    chunks += [chunk({"content": part}) for part in cut(say.content or "", size)]
+    for index, (call_id, name, arguments) in enumerate(say.calls):
+        start = {"id": call_id, "type": "function", "index": index}
+        chunks.append(chunk({"tool_calls": [{**start, "function": {"name": name}}]}))
+        chunks += [
+            chunk({"tool_calls": [{"index": index, "function": {"arguments": part}}]})
+            for part in cut(arguments, size)
+        ]
+    return chunks
+
+
+def last_chunks(say: Say) -> list[Json]:
+    end = chunk({}, finish_reason=say.ends, stop_reason=None)
+    return [end, {**end, "choices": [], "usage": USAGE}]
+
+
+def cut(text: str, size: int) -> list[str]:
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
+def stream(call: Call, say: Say, size: int = 3) -> bytes:
+    writer = DIALECT.writer(call)
+    body = [writer.begin(None), *map(writer.chunk, chunks_of(say, size))]
+    return b"".join(body) + writer.end(last_chunks(say))
+
+
+def events_of(body: bytes) -> list[Json]:
+    """Each event's data; its name and its place in the sequence are as they should be."""
+    events = []
+    for number, event in enumerate(body.decode().split("\n\n")[:-1]):
+        name, data = event.split("\n")
+        read = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {read['type']}"
+        assert read["sequence_number"] == number
+        events.append(check_event(read))
+    return events
+
+
+def check_event(event: Json) -> Json:
+    """Raises where the event has not all, or more than, OpenAI's types have."""
+    read = EVENTS.validate_python(event)
+    assert type(read).model_fields["type"].annotation.__args__ == (event["type"],)
+    # OpenAI sends it although its types do not have it; see ResponseEvents.error.
+    unknown = set(unknown_fields(read)) - ({"error"} if event["type"] == "error" else set())
+    assert not unknown, unknown
+    return event
+
+
+def check_response(body: bytes | Json) -> Response:
+    read = Response.model_validate(json.loads(body) if isinstance(body, bytes) else body)
+    assert not list(unknown_fields(read))
+    return read
+
+
+def unknown_fields(value: Any, where: str = "") -> Iterator[str]:
+    if isinstance(value, BaseModel):
+        yield from (f"{where}{name}" for name in value.model_extra or ())
+        for name in type(value).model_fields:
+            yield from unknown_fields(getattr(value, name), f"{where}{name}.")
+    elif isinstance(value, list):
+        for item in value:
+            yield from unknown_fields(item, where)
+
+
+@dataclass
+class Served:
+    """OpenAI's client, with the dialect in place of a server. Each call gets the next answer."""
+
+    says: list[Say | ApiError] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+    def client(self) -> openai.OpenAI:
+        transport = httpx2.MockTransport(self._serve)
+        return openai.OpenAI(
+            api_key="k",
+            base_url="http://localhost/v1",
+            max_retries=0,
+            http_client=httpx2.Client(transport=transport),
+        )
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        transport = httpx2.MockTransport(self._serve)
+        return openai.AsyncOpenAI(
+            api_key="k",
+            base_url="http://localhost/v1",
+            max_retries=0,
+            http_client=httpx2.AsyncClient(transport=transport),
+        )
+
+    def _serve(self, request: httpx2.Request) -> httpx2.Response:
+        assert request.url.path == "/v1/responses"
+        try:
+            call = DIALECT.parse(request.content, {}, {})
+        except ApiError as error:
+            return httpx2.Response(error.status, content=DIALECT.error(error))
+        self.calls.append(call)
+        say = self.says.pop(0)
+        if call.stream:
+            body = stream(call, say) if isinstance(say, Say) else broken_stream(call, say)
+            headers = {"content-type": "text/event-stream; charset=utf-8"}
+            return httpx2.Response(200, content=body, headers=headers)
+        assert isinstance(say, Say)
+        return httpx2.Response(200, content=DIALECT.answer(call, answer(say)))
+
+
+def broken_stream(call: Call, error: ApiError) -> bytes:
+    writer = DIALECT.writer(call)
+    said = writer.begin(None) + writer.chunk(chunk({"content": "Half"}))
+    return said + writer.error(error)

@@ -1,0 +1,86 @@
+"""`tracegrad proxy` as a process of its own, which a test can kill and start again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+from support.system.module_environment import environment
+
+_START_S = 60.0
+
+
+class ProxyProcess:
+    """On the same port each time; forked from a process that has loaded the command already."""
+
+    def __init__(self, upstream: str, store_url: str, log: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        self._command = ["proxy", f"--port={port}", f"--upstream={upstream}"]
+        self._command += [f"--store={store_url}"]
+        self._pid: int | None = None
+        with log.open("ab") as errors:
+            self._nursery = subprocess.Popen(
+                [sys.executable, "-m", "support.proxy.fork_server"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment(),
+            )
+
+    def start(self) -> None:
+        """Ready on return."""
+        assert self._nursery.stdin is not None
+        assert self._nursery.stdout is not None
+        self._nursery.stdin.write(json.dumps(self._command) + "\n")
+        self._nursery.stdin.flush()
+        self._pid = int(self._nursery.stdout.readline())
+        deadline = time.monotonic() + _START_S
+        while not self._answers():
+            waits = self.runs and time.monotonic() < deadline
+            assert waits, self.log.read_text()[-2000:]
+            time.sleep(0.02)
+
+    @property
+    def runs(self) -> bool:
+        if self._pid is None:
+            return False
+        try:
+            os.kill(self._pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL; gone on return."""
+        assert self.runs, f"the proxy ended by itself\n{self.log.read_text()[-2000:]}"
+        self._end()
+
+    def close(self) -> None:
+        self._end()
+        self._nursery.kill()
+        self._nursery.communicate()
+
+    def _end(self) -> None:
+        if self._pid is not None and self.runs:
+            os.kill(self._pid, signal.SIGKILL)
+            while self.runs:
+                time.sleep(0.001)
+        self._pid = None
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/healthz", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False

@@ -1,0 +1,101 @@
+"""The proxy behind its own server, with a store of its own, before an engine of the test's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.engines.mock_engine import MockEngine, Say, logprobs_of
+from support.engines.prompt_driven_engine import ObedientEngine
+from support.proxy.raw_http import bounded
+from support.proxy.servers import CONTROL_KEY, EngineServer, HeldWriter
+from tracegrad.events import Turn
+from tracegrad.proxy import create_app
+from tracegrad.proxy.config import ProxySettings
+from tracegrad.proxy.http.limits import Limits
+from tracegrad.store import Store, Writer
+
+
+@dataclass(frozen=True)
+class Rig:
+    """`url` is the proxy's, `engine_url` that of the engine behind it; a test that shares them
+    with others has a rollout of its own."""
+
+    url: str
+    engine_url: str
+    engine: MockEngine
+    store: Store
+    writer: HeldWriter
+    rollout_id: str = "r1"
+
+    @property
+    def base(self) -> str:
+        """Where a client of the rollout sends its calls, without /v1."""
+        return f"{self.url}/rollouts/{self.rollout_id}"
+
+    def turns(self) -> list[Turn]:
+        """Of the rollout."""
+        return self.turns_of(self.rollout_id)
+
+    def turns_of(self, rollout_id: str) -> list[Turn]:
+        return self.store.rollout_turns(rollout_id)
+
+    def all_turns(self) -> list[Turn]:
+        rows = self.store.rollouts(limit=None)
+        return [turn for row in rows for turn in self.turns_of(row.rollout_id)]
+
+
+@contextmanager
+def rigged(
+    engines: EngineServer,
+    engine: MockEngine,
+    store_path: Path,
+    **settings: Any,
+) -> Iterator[Rig]:
+    """`store_path` is that of a migrated SQLite store; `settings` are the proxy's."""
+    engines.engine = engine
+    settings = {"control_key": CONTROL_KEY, **settings}
+    configured = ProxySettings(upstream=engines.url, **settings)
+    with Store.open(f"sqlite:///{store_path}") as store, Writer(store) as writer:
+        held = HeldWriter(writer)
+        app = create_app(configured, store=store, writer=held)
+        with bounded(app, Limits.of(configured)) as url:
+            try:
+                yield Rig(url, engines.url, engine, store, held)
+            finally:
+                held.release()
+
+
+def assert_sampled(turn: Turn, say: Say) -> None:
+    """The turn has the tokens of the reply, each with its log-probability and its version."""
+    assert turn.completion_token_ids.tolist() == say.token_ids
+    assert turn.completion_logprobs.tolist() == logprobs_of(say.token_ids)
+    assert turn.policy_versions == ((0, len(say.token_ids)),)
+    assert turn.finish_reason == say.finish_reason
+
+
+def assert_all_recorded(engine: MockEngine, turns: Sequence[Turn]) -> None:
+    """Every reply of an obedient engine is one turn, with its own tokens; there are no others.
+    A turn is under one whose tokens its prompt extends, if there is such a one."""
+    assert isinstance(engine, ObedientEngine)
+    said = Counter(tuple(say.token_ids) for say in engine.said)
+    assert Counter(tuple(turn.completion_token_ids) for turn in turns) == said
+    for turn in turns:
+        ids = turn.completion_token_ids.tolist()
+        assert turn.completion_logprobs.tolist() == logprobs_of(ids)
+        assert len(turn.prompt_token_ids) > 0
+        assert turn.policy_versions == ((0, len(ids)),)
+        extended = [each for each in turns if _extends(turn, each)]
+        assert turn.parent_id in ([each.turn_id for each in extended] or [None])
+
+
+def _extends(turn: Turn, earlier: Turn) -> bool:
+    """Whether the turn goes on where the earlier one of its rollout ended."""
+    if turn.rollout_id != earlier.rollout_id:
+        return False
+    tokens = [*earlier.prompt_token_ids, *earlier.completion_token_ids]
+    return turn.prompt_token_ids.tolist()[: len(tokens)] == tokens

@@ -1,0 +1,102 @@
+"""HTTP as bytes on a socket: for what no client library would send."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+import uvicorn
+from starlette.types import ASGIApp
+
+from tracegrad.proxy.http.limits import Limits
+from tracegrad.proxy.http.protocol import server_config
+
+
+@contextmanager
+def bounded(app: ASGIApp, limits: Limits, *, send_buffer: int | None = None) -> Iterator[str]:
+    """The application behind the proxy's own server; its URL. `send_buffer`: bytes that the
+    system takes from it for a client that does not read."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    config = server_config(app, limits)
+    config.timeout_graceful_shutdown = 1
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server died at its start"
+        time.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
+
+
+def connect(url: str, *, receive_buffer: int | None = None) -> socket.socket:
+    parts = urlsplit(url)
+    client = socket.socket()
+    client.settimeout(10)
+    if receive_buffer is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.connect((parts.hostname, parts.port))
+    return client
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return orjson.loads(self.body)
+
+
+class Reader:
+    """The answers that come over a connection, one after the other."""
+
+    def __init__(self, client: socket.socket) -> None:
+        self._client = client
+        self._rest = b""
+
+    def answer(self, *, to_head: bool = False) -> Answer | None:
+        """The next one; None when the connection ends before it."""
+        while b"\r\n\r\n" not in self._rest:
+            if not self._more():
+                assert not self._rest, f"half an answer: {self._rest!r}"
+                return None
+        head, _, self._rest = self._rest.partition(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")
+        found = re.fullmatch(r"HTTP/1\.1 (\d{3}) .*", first)
+        assert found is not None, first
+        headers = {
+            name.lower(): value.strip() for name, _, value in (p.partition(":") for p in lines)
+        }
+        length = 0 if to_head else int(headers.get("content-length", 0))
+        while len(self._rest) < length:
+            assert self._more(), "the body breaks off"
+        body, self._rest = self._rest[:length], self._rest[length:]
+        return Answer(int(found[1]), headers, body)
+
+    def ended(self) -> bool:
+        """Waits until the server has closed the connection; False if it says more."""
+        return not self._rest and not self._more()
+
+    def _more(self) -> bool:
+        try:
+            data = self._client.recv(65536)
+        except ConnectionResetError:
+            return False
+        self._rest += data
+        return bool(data)

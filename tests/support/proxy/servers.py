@@ -1,0 +1,99 @@
+"""What tests of the proxy share: servers on free ports, and a writer that can be held back."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from support.engines.mock_engine import MockEngine
+from tracegrad.events import Fact
+from tracegrad.store import Load, StoreUnavailable, Submission, Writer
+
+# Of proxies whose tests push weights, and how it is sent.
+CONTROL_KEY = "control-key-of-tests"
+CONTROL = {"authorization": f"Bearer {CONTROL_KEY}"}
+
+
+@contextmanager
+def serving(app: Any, lifespan: Literal["auto", "off"] = "auto") -> Iterator[str]:
+    """The application on a free port, in a thread; its URL."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+    config = uvicorn.Config(
+        app, log_level="critical", lifespan=lifespan, timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server died at its start"
+        time.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
+
+
+def eventually(check: Callable[[], Any], seconds: float = 5.0) -> Any:
+    """The first true value of `check`."""
+    deadline = time.monotonic() + seconds
+    while not (value := check()):
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.005)
+    return value
+
+
+class HeldWriter:
+    """The store's own writer behind a door that a test can close."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._open = threading.Event()
+        self._open.set()
+        self.waiting = 0
+        self.broken = False
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    def release(self) -> None:
+        self._open.set()
+
+    def load(self) -> Load:
+        return self._writer.load()
+
+    def submit(self, facts: Sequence[Fact]) -> Submission:
+        if self.broken:
+            failed = Submission()
+            failed.set_exception(StoreUnavailable("disk is full"))
+            return failed
+        if self._open.is_set():
+            return self._writer.submit(facts)
+        done = Submission()
+        self.waiting += 1
+        threading.Thread(target=self._later, args=(facts, done), daemon=True).start()
+        return done
+
+    def _later(self, facts: Sequence[Fact], done: Submission) -> None:
+        self._open.wait(10)
+        self._writer.submit(facts).result()
+        done.set_result(None)
+
+
+class EngineServer:
+    """One server for all tests; the engine that answers is the test's own."""
+
+    engine: MockEngine
+    url: str
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self.engine.app()(scope, receive, send)

@@ -1,0 +1,214 @@
+"""Whether a store has kept what its writers were told it has; every loss by its name."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sqlalchemy import select, text
+
+from support.store.workload import Parcel, Told, rollout_id, waves
+from tracegrad.events import Fact, RewardGiven, RolloutFinished, RolloutOpened, SpanEnded, Turn
+from tracegrad.store import RolloutRow, Store
+from tracegrad.store.models import Outcomes
+from tracegrad.store.read.rollouts import rewards_of, spans_of
+from tracegrad.store.read.turns import turns_of
+
+_AT_ONCE = 200
+_HEAPS = """
+SELECT relname, found.msg FROM pg_class c, LATERAL verify_heapam(c.oid) found
+WHERE c.relkind = 'r' AND c.relnamespace = 'public'::regnamespace
+"""
+_INDEXES = """
+SELECT bt_index_check(c.oid, true) FROM pg_class c JOIN pg_am a ON a.oid = c.relam
+WHERE c.relkind = 'i' AND a.amname = 'btree' AND c.relnamespace = 'public'::regnamespace
+"""
+
+
+@dataclass
+class Kept:
+    """What is wrong with a store, in words, and how much was looked at."""
+
+    faults: list[str] = field(default_factory=list)
+    told: int = 0  # submissions
+    untold: Counter[str] = field(default_factory=Counter)  # "whole" | "absent"
+    turns: int = 0
+
+
+@dataclass(frozen=True)
+class _Stored:
+    row: RolloutRow | None
+    turns: Mapping[str, Turn]
+    rewards: Mapping[str, RewardGiven]
+    spans: Mapping[str, SpanEnded]
+
+    def has(self, fact: Fact) -> bool | None:
+        """None: there is something of it, and it is not what was sent."""
+        match fact:
+            case RolloutOpened():
+                if self.row is None or self.row.task_id is None:
+                    return False
+                same = (self.row.task_id, self.row.agent, self.row.tags, self.row.opened_at) == (
+                    fact.task_id,
+                    fact.agent,
+                    fact.tags,
+                    fact.opened_at,
+                )
+                return same or None
+            case RolloutFinished():
+                if self.row is None or self.row.outcome is None:
+                    return False
+                same = (self.row.outcome, self.row.finished_at) == (fact.outcome, fact.finished_at)
+                return same or None
+            case Turn():
+                return _same(self.turns.get(fact.turn_id), fact)
+            case RewardGiven():
+                return _same(self.rewards.get(fact.reward_id), fact)
+            case SpanEnded():
+                return _same(self.spans.get(fact.span_id), fact)
+
+
+def _same(stored: Fact | None, sent: Fact) -> bool | None:
+    if stored is None:
+        return False
+    return True if stored == sent else None
+
+
+def kept(store: Store, seed: str, told: Mapping[str, Told]) -> Kept:
+    """Every submission that any of the agents can have made, looked up."""
+    _wait_for_the_dead(store)
+    found = Kept()
+    expected = {
+        rollout_id(agent, number): waves(seed, agent, number)
+        for agent, each in told.items()
+        for number in range(each.begun + 1)
+    }
+    places = {agent: each.places for agent, each in told.items()}
+    ids = list(expected)
+    rows = {row.rollout_id: row for row in store.rollouts(limit=None)}
+    found.faults += [f"rollout {name}: nobody made it" for name in rows.keys() - expected.keys()]
+    for start in range(0, len(ids), _AT_ONCE):
+        for name, stored in _read(store, rows, ids[start : start + _AT_ONCE]):
+            _compare(found, name, stored, expected[name], places)
+    found.faults += _ends_told_twice(store, rows)
+    found.faults += integrity(store)
+    return found
+
+
+def _wait_for_the_dead(store: Store) -> None:
+    """A server may still be at the commit of a client that was killed."""
+    others = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
+        "AND pid <> pg_backend_pid() AND backend_type = 'client backend' AND state <> 'idle'"
+    )
+    deadline = time.monotonic() + 30
+    while store.database.url.get_backend_name() == "postgresql":
+        with store.reading() as connection:
+            if not connection.scalar(others):
+                return
+        assert time.monotonic() < deadline, "transactions of the dead do not end"
+        time.sleep(0.02)
+
+
+def _read(
+    store: Store, rows: Mapping[str, RolloutRow], ids: Sequence[str]
+) -> Iterable[tuple[str, _Stored]]:
+    with store.reading() as connection:
+        turns = turns_of(connection, ids)
+        rewards = rewards_of(connection, ids)
+        spans = spans_of(connection, ids)
+        for name in ids:
+            yield (
+                name,
+                _Stored(
+                    rows.get(name),
+                    {turn.turn_id: turn for turn in turns[name]},
+                    {reward.reward_id: reward for reward in rewards[name]},
+                    {span.span_id: span for span in spans[name]},
+                ),
+            )
+
+
+def _compare(
+    found: Kept,
+    name: str,
+    stored: _Stored,
+    made: Sequence[Sequence[Parcel]],
+    told: Mapping[str, set[tuple[int, int, int]]],
+) -> None:
+    strange = {*stored.turns, *stored.rewards, *stored.spans}
+    for parcel in (parcel for wave in made for parcel in wave):
+        has = [stored.has(fact) for fact in parcel.facts]
+        strange -= {_id(fact) for fact in parcel.facts}
+        if parcel.place in told[parcel.agent]:
+            found.told += 1
+            if has != [True] * len(has):
+                found.faults.append(f"told, and not kept: {_listed(parcel, has)}")
+        elif all(has):
+            found.untold["whole"] += 1
+        elif any(each is not False for each in has):
+            found.faults.append(f"half of it is there: {_listed(parcel, has)}")
+        else:
+            found.untold["absent"] += 1
+    found.faults += [f"{each} of rollout {name}: nobody sent it" for each in sorted(strange)]
+    found.faults += [
+        f"turn {turn.turn_id} is there, and its parent {turn.parent_id} is not"
+        for turn in stored.turns.values()
+        if turn.parent_id is not None and turn.parent_id not in stored.turns
+    ]
+    if stored.turns and stored.row is None:
+        found.faults.append(f"rollout {name} is not there, and turns of it are")
+    found.turns += len(stored.turns)
+
+
+def _id(fact: Fact) -> str:
+    match fact:
+        case Turn():
+            return fact.turn_id
+        case RewardGiven():
+            return fact.reward_id
+        case SpanEnded():
+            return fact.span_id
+        case _:
+            return type(fact).__name__
+
+
+def _listed(parcel: Parcel, has: Sequence[bool | None]) -> str:
+    words = {True: "whole", False: "absent", None: "changed"}
+    facts = (
+        f"{type(fact).__name__} {_id(fact)} {words[each]}"
+        for fact, each in zip(parcel.facts, has, strict=True)
+    )
+    return f"submission {parcel}: {', '.join(facts)}"
+
+
+def _ends_told_twice(store: Store, rows: Mapping[str, RolloutRow]) -> list[str]:
+    with store.reading() as connection:
+        ends = Counter(connection.scalars(select(Outcomes.rollout_id)))
+    ended = {name for name, row in rows.items() if row.outcome is not None}
+    faults = [
+        f"rollout {name}: its row and its ends contradict each other"
+        for name in ended.symmetric_difference(ends)
+    ]
+    return faults + [
+        f"rollout {name}: its end is there {times} times"
+        for name, times in ends.items()
+        if times > 1
+    ]
+
+
+def integrity(store: Store) -> list[str]:
+    """What the database itself finds wrong in its files."""
+    with store.exclusive() as connection:
+        if connection.dialect.name == "sqlite":
+            said = connection.scalars(text("PRAGMA integrity_check")).all()
+            broken = connection.execute(text("PRAGMA foreign_key_check")).all()
+            return [f"integrity_check: {each}" for each in said if each != "ok"] + [
+                f"foreign_key_check: {each}" for each in broken
+            ]
+        connection.execute(text("CREATE EXTENSION IF NOT EXISTS amcheck"))
+        heaps = connection.execute(text(_HEAPS)).all()
+        connection.execute(text(_INDEXES)).all()  # raises for one that is broken, or lacks a row
+        return [f"verify_heapam: {each}" for each in heaps]

@@ -1,0 +1,71 @@
+"""Facts for the store's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tracegrad.events import (
+    Fact,
+    Outcome,
+    RewardGiven,
+    RolloutFinished,
+    RolloutOpened,
+    Turn,
+    logprobs,
+    token_ids,
+)
+
+_PLAIN = {"dialect": "chat", "model": "m"}
+
+
+def make_turn(
+    turn_id: str,
+    rollout_id: str = "r",
+    *,
+    new: Iterable[int] = (1, 2, 3),
+    sampled: Sequence[int] = (4, 5),
+    parent: Turn | None = None,
+    version: int = 0,
+    **more: Any,
+) -> Turn:
+    """A turn whose prompt is its parent's context followed by `new`."""
+    known = parent.prompt_token_ids + parent.completion_token_ids if parent else token_ids()
+    return Turn(
+        turn_id=turn_id,
+        rollout_id=rollout_id,
+        parent_id=parent.turn_id if parent else None,
+        prompt_token_ids=known + token_ids(new),
+        completion_token_ids=token_ids(sampled),
+        completion_logprobs=logprobs([-0.5] * len(sampled)),
+        policy_versions=((version, len(sampled)),) if sampled else (),
+        **(_PLAIN | more),
+    )
+
+
+def whole_rollout(
+    rollout_id: str,
+    *,
+    task: str | None = "task",
+    reward: float | None = 1.0,
+    outcome: Outcome | None = Outcome.COMPLETED,
+    at: float = 1000.0,
+    turns: int = 2,
+    tags: dict[str, str] | None = None,
+    version: int = 0,
+) -> list[Fact]:
+    """Opened at `at`, finished a second later; each turn continues the one before."""
+    facts: list[Fact] = [
+        RolloutOpened(rollout_id=rollout_id, task_id=task, tags=tags or {}, opened_at=at)
+    ]
+    parent = None
+    for index in range(turns):
+        parent = make_turn(
+            f"{rollout_id}.{index}", rollout_id, parent=parent, created_at=at, version=version
+        )
+        facts.append(parent)
+    if reward is not None:
+        facts.append(RewardGiven(rollout_id=rollout_id, value=reward, created_at=at))
+    if outcome is not None:
+        facts.append(RolloutFinished(rollout_id=rollout_id, outcome=outcome, finished_at=at + 1))
+    return facts

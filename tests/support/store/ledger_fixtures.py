@@ -1,0 +1,54 @@
+"""A ledger, rollouts to lease from it, and the names of what was leased."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from support.store.events import whole_rollout
+from tracegrad.store import Group, Ledger, Store
+from tracegrad.store.databases import clock
+
+
+class FakeClock:
+    """The database's clock, moved by the test: nobody waits for a lease to end."""
+
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def fake_clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    made = FakeClock()
+    monkeypatch.setattr(clock, "time_of", lambda _connection: made.now)
+    return made
+
+
+@pytest.fixture
+def ledger(store: Store) -> Ledger:
+    return Ledger(store)
+
+
+def fill(store: Store, tasks: int, size: int, **more: Any) -> None:
+    for task in range(tasks):
+        for n in range(size):
+            at = 1000.0 + 10 * task + n
+            store.append(whole_rollout(f"t{task}.{n}", task=f"t{task}", at=at, **more))
+
+
+def lease(ledger: Ledger, groups: int = 1, size: int = 2, **more: Any) -> list[Group]:
+    wanted: dict[str, Any] = {"owner": "me", "ttl_s": 60.0, "tags": {}} | more
+    return ledger.lease(groups=groups, group_size=size, **wanted)
+
+
+def ids(groups: list[Group]) -> list[list[str]]:
+    return [[rollout.rollout_id for rollout in group.rollouts] for group in groups]
+
+
+def turn_ids(group: Group) -> list[str]:
+    return [turn.turn_id for rollout in group.rollouts for turn in rollout.turns]

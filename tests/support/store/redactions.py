@@ -1,0 +1,54 @@
+"""A secret in stored conversations, and rules that redact it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from support.store.conversations import request, response
+from support.store.events import make_turn
+from tracegrad.cli.commands.cleaning import cleaner, pattern_hook
+from tracegrad.events import (
+    Turn,
+)
+from tracegrad.store import Store
+from tracegrad.store.maintenance import Redaction, Selection
+
+SECRET = "correct horse battery staple"
+
+
+WORDS = "words that make a message long enough to be shared with the next request, and again. " * 4
+
+
+def rule(text: str = SECRET, **more: Any) -> Redaction:
+    selection = more.pop("selection", Selection())
+    clean = cleaner([pattern_hook(text, literal=True)])
+    return Redaction(selection=selection, clean=clean, name="a literal text", **more)
+
+
+def conversation(store: Store, *said: str, rollout_id: str = "r") -> list[Turn]:
+    """Each turn repeats all messages before it, and was stored by itself."""
+    turns: list[Turn] = []
+    for number in range(len(said)):
+        turn = make_turn(
+            f"{rollout_id}.{number}",
+            rollout_id,
+            parent=turns[-1] if turns else None,
+            request=request(*(f"{WORDS}{text}" for text in said[: number + 1])),
+            response=response(f"reply {number} to {said[number]}"),
+            created_at=1000.0,
+        )
+        store.append([turn])
+        turns.append(turn)
+    return turns
+
+
+def without(turn: Turn, text: str = SECRET) -> Turn:
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, str):
+            return value.replace(text, "[redacted]")
+        if isinstance(value, dict):
+            return {key: cleaned(item) for key, item in value.items()}
+        return [cleaned(item) for item in value] if isinstance(value, list) else value
+
+    return replace(turn, request=cleaned(turn.request), response=cleaned(turn.response))

@@ -1,0 +1,253 @@
+"""One optimizer step of several objectives, laid out in many ways; for `test_exactness`.
+
+By itself it is what each of several ranks does: `<folder>/<ranks>.pt` gets what rank 0 saw.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from support.trainer.fsdp_ranks import VERSION, step, weights
+from support.trainer.row_samples import POISON, rows
+from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, mismatched, pack
+from tracegrad_trainer.batches.micro_batch import sampled_of, targets_of
+from tracegrad_trainer.engine import (
+    FsdpSettings,
+    Learner,
+    OptimSettings,
+    build_model,
+    build_reference,
+    shard,
+    start_ranks,
+    stop_ranks,
+    train_batch,
+)
+from tracegrad_trainer.engine.model import value_head
+from tracegrad_trainer.engine.model.forward import Before
+from tracegrad_trainer.losses import ObjectiveSettings, preset
+
+OBJECTIVES: dict[str, ObjectiveSettings] = {
+    "grpo": preset("grpo", kl="k3", kl_coef=0.1),
+    "turn_mean": preset(
+        "grpo", aggregation="turn_mean", whiten=True, entropy_coef=0.05, entropy_target=3.0
+    ),
+    "gspo": preset("gspo", clip_low=0.2, clip_high=0.2),
+    "rloo": preset("rloo", clip_low=0.9, clip_high=9.0),
+    "topr": preset("topr"),
+    "ipa": preset("ipa", imitation=0.5),
+    "ppo": preset("ppo"),
+    "by_group": preset("grpo", aggregation="group_mean", correction_level="sequence_product"),
+    "by_turn": preset("ppo", gae_level="turn", gamma=0.9, ratio="turn"),
+    "dpo": preset("dpo"),
+    "kto": preset("kto"),
+}
+BUDGET = 100
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is laid out; none of it may change what it computes."""
+
+    budget: int = BUDGET
+    padded: bool = False  # a forward for each row (or pair), rows of equal length
+    settings: dict[str, Any] = field(default_factory=dict)
+    elements: int | None = None
+
+
+def made(name: str, *, padded: bool = False) -> list[Row]:
+    """Twelve rows, two a rollout, some of an expert's, rewards at their ends."""
+    found = []
+    for i, row in enumerate(rows(12, seed=7)):
+        changes: dict[str, Any] = {"rollout_id": f"r{i // 2}", "group_id": f"g{i // 4}"}
+        last = int(np.flatnonzero(row.keep)[-1])
+        changes["reward"] = np.zeros_like(row.reward)
+        changes["reward"][last] = float(row.advantage[last])
+        changes["score"] = float(i % 3)
+        # Of either sign, but not so that they cancel: a loss near 0 has no relative accuracy.
+        changes["advantage"] = np.where(row.keep, row.advantage + 1.2, 0).astype(np.float32)
+        if name == "ipa" and i % 4 == 3:
+            changes["expert"] = row.loss_mask.copy()
+            changes["rollout_logprobs"] = np.zeros_like(row.rollout_logprobs)
+            changes["policy_version"] = np.full_like(row.policy_version, -1)
+        if name == "by_turn":
+            first = len(row.turn_ids) * (i % 2)  # a rollout of two rows: their turns in a line
+            changes["turn_numbers"] = tuple(first + k for k in range(len(row.turn_ids)))
+        if name in ("dpo", "kto"):
+            side = i if name == "dpo" else i // 2
+            changes |= {"label": 1 - 2 * (side % 2), "pair": i // 2 if name == "dpo" else -1}
+            changes["rollout_id"] = f"r{side}"
+        row = replace(row, **changes)
+        found.append(_padded(row, 48) if padded else row)
+    return found
+
+
+def _padded(row: Row, length: int) -> Row:
+    """Filled up on the right, with tokens that nothing attends to and nobody learns."""
+    more = length - len(row)
+
+    def longer(values: Any, fill: Any) -> Any:
+        return np.concatenate([values, np.full(more, fill, values.dtype)])
+
+    return replace(
+        row,
+        input_ids=longer(row.input_ids, 5),
+        loss_mask=longer(row.loss_mask, False),
+        keep=longer(row.keep, False),
+        rollout_logprobs=longer(row.rollout_logprobs, 0),
+        policy_version=longer(row.policy_version, -1),
+        turn_index=longer(row.turn_index, -1),
+        temperature=longer(row.temperature, 1),
+        advantage=longer(row.advantage, 0),
+        reward=longer(row.reward, 0),
+        expert=longer(row.expert, False),
+    )
+
+
+def learner(folder: Path, name: str, layout: Layout = Layout(), **changes: Any) -> Learner:
+    objective = OBJECTIVES[name]
+    settings = FsdpSettings(device="cpu", threads=1, **layout.settings)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: Any = build_model(folder / "model", settings)
+    if "value" in objective.needs:
+        value_head.attach(model)
+        torch.manual_seed(5)
+        torch.nn.init.normal_(model.value_head.weight, std=0.3)
+    reference = None
+    if "reference" in objective.needs:
+        reference = build_reference(folder / "other", mesh, settings)
+    return Learner(
+        shard(model, mesh, settings),
+        mesh,
+        objective,
+        OptimSettings(**({"lr": 1e-2, "max_grad_norm": float("inf")} | changes)),
+        reshard=settings.reshard,
+        reference=reference,
+        head_elements=layout.elements,
+    )
+
+
+def share(name: str, layout: Layout) -> list[MicroBatch]:
+    everything = made(name, padded=layout.padded)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    if not layout.padded:
+        return pack(everything, ranks=ranks, budget=layout.budget)[rank]
+    size = 2 if name == "dpo" else 1
+    counts, sampled = targets_of(everything), sampled_of(everything)
+    of_group, of_group_sampled = (
+        targets_of(everything, "group_id"),
+        sampled_of(everything, "group_id"),
+    )
+    alone = [
+        micro_batch(
+            everything[i : i + size],
+            range(i, i + size),
+            rollout_tokens=counts,
+            rollout_sampled=sampled,
+            group_tokens=of_group,
+            group_sampled=of_group_sampled,
+        )
+        for i in range(0, len(everything), size)
+    ]
+    return alone[rank::ranks]
+
+
+def others(name: str, layout: Layout) -> list[MicroBatch]:
+    """KTO's mismatched rows."""
+    if name != "kto":
+        return []
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    looked_at = mismatched(made(name), limit=BUDGET)
+    return pack(looked_at, ranks=ranks, budget=layout.budget)[rank]
+
+
+def before(one: Learner, batches: Sequence[MicroBatch]) -> list[Before]:
+    """Not quite what the policy says, so that ratios matter; by row, not by layout."""
+    found = []
+    for batch, logp in zip(batches, one.logprobs(batches), strict=True):
+        noise = np.zeros(len(batch.target), np.float32)
+        for number, key in enumerate(batch.row_keys.tolist()):
+            here = batch.row == number
+            if here.any():
+                noise[here] = np.random.default_rng(key).normal(0, 0.3, int(here.sum()))
+        found.append(Before(old=logp + torch.from_numpy(noise)))
+    return found
+
+
+def run(folder: Path, name: str, layout: Layout = Layout()) -> Any:
+    """(StepResult, gradients) of one step."""
+    one = learner(folder, name, layout)
+    batches = share(name, layout)
+    known = before(one, batches)
+    if OBJECTIVES[name].correction_level == "sequence_product":
+        # The engines nearly agree: of some forty tokens that do not, a product says nothing.
+        batches = [replace(b, mu=_near(b, k)) for b, k in zip(batches, known, strict=True)]
+    return step(one, batches, before=known, mismatched=others(name, layout))
+
+
+def _near(batch: MicroBatch, known: Before) -> Any:
+    assert known.old is not None
+    return (known.old.numpy() + 0.1 * np.sin(batch.row_keys[batch.row])).astype(np.float32)
+
+
+def poisoned(folder: Path, name: str) -> Any:
+    """A step with a row of which the serving engine recorded a number that is not finite."""
+    one = learner(folder, name)
+    bad = made(name)
+    bad[4].rollout_logprobs[bad[4].keep.argmax()] = -np.inf
+    batches = pack(bad, ranks=dist.get_world_size(), budget=BUDGET)[dist.get_rank()]
+    return step(one, batches, before=before(one, batches))
+
+
+def without(folder: Path, name: str, gone: Sequence[int]) -> Any:
+    """The same step, had those rows never been there; the others keep their numbers."""
+    one = learner(folder, name)
+    left = [i for i in range(12) if i not in gone]
+    everything = made(name)
+    batches = pack([everything[i] for i in left], ranks=1, budget=BUDGET, keys=left)[0]
+    return step(one, batches, before=before(one, batches))
+
+
+def batch(folder: Path, name: str) -> Any:
+    """(StepResult, weights) of a batch of two optimizer steps a pass, and two passes."""
+    critic = {"value_lr": 3e-3, "value_warmup_steps": 1} if name == "ppo" else {}
+    one = learner(folder, name, lr=1e-3, minibatches=2, epochs=2, **critic)
+    dealt = made(name) if dist.get_rank() == 0 else None
+    done = train_batch(one, dealt, version=VERSION, budget=BUDGET)
+    return done, weights(one)
+
+
+BATCHES = ("grpo", "turn_mean", "ppo", "gspo")
+VARIANTS = {
+    "plain": Layout(),
+    "whole": Layout(settings={"reshard": False}),
+    "recomputed": Layout(settings={"gradient_checkpointing": True}),
+    "offloaded": Layout(settings={"cpu_offload": True}),
+    "chunked": Layout(elements=300),
+}
+
+
+def main(folder: Path) -> None:
+    start_ranks(FsdpSettings(device="cpu", threads=1))
+    assert POISON not in made("grpo")[0].input_ids
+    out: dict[str, Any] = {name: run(folder, name) for name in OBJECTIVES}
+    out["batches"] = {name: batch(folder, name) for name in BATCHES}
+    if dist.get_world_size() == 2:
+        for variant in ("whole", "recomputed", "offloaded"):
+            out[variant] = run(folder, "ppo", VARIANTS[variant])
+        out["poisoned"] = {name: poisoned(folder, name) for name in ("grpo", "ppo", "dpo")}
+    if dist.get_rank() == 0:
+        torch.save(out, folder / f"{dist.get_world_size()}.pt")
+    stop_ranks()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

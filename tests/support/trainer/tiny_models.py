@@ -1,0 +1,140 @@
+"""Tiny random models of many kinds, made from configs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OlmoeConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from support.trainer.tiny_model import tiny_sizes
+from tracegrad_trainer.batches import MicroBatch
+from tracegrad_trainer.engine.config import FsdpSettings
+from tracegrad_trainer.engine.model.forward import to_inputs
+from tracegrad_trainer.engine.model.parallelize import prepare
+
+VOCABULARY = 61
+# Shorter than most rows of the tests.
+WINDOW = 7
+
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_MIXED = ["sliding_attention", "full_attention"]
+_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2}
+
+
+def _of(kind: type, **changes: Any) -> Callable[[], Any]:
+    return lambda: kind(**tiny_sizes(VOCABULARY, **_SPECIAL, **changes))
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "qwen2": _of(Qwen2Config),
+    "qwen3": _of(Qwen3Config, head_dim=8),
+    "llama": _of(LlamaConfig),
+    "mistral": _of(MistralConfig, sliding_window=WINDOW),
+    "gemma2": _of(
+        Gemma2Config,
+        head_dim=8,
+        sliding_window=WINDOW,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=20.0,
+        query_pre_attn_scalar=8,
+    ),
+    "gemma3": _of(
+        Gemma3TextConfig,
+        head_dim=8,
+        sliding_window=WINDOW,
+        layer_types=_MIXED,
+        query_pre_attn_scalar=8,
+    ),
+    # Its full layers have wider heads than its sliding ones, and keys that are values too.
+    "gemma4": _of(
+        Gemma4TextConfig,
+        head_dim=8,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        sliding_window=WINDOW,
+        layer_types=_MIXED,
+        final_logit_softcapping=20.0,
+    ),
+    "cohere2": _of(Cohere2Config, sliding_window=WINDOW, layer_types=_MIXED),
+    "phi3": _of(Phi3Config, sliding_window=WINDOW),
+    "olmo2": _of(Olmo2Config),
+    "gpt_neox": _of(GPTNeoXConfig),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=256,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        initializer_range=0.2,
+    ),
+    "granite": _of(GraniteConfig, attention_multiplier=0.3),
+    "mixtral": _of(MixtralConfig, num_local_experts=6, num_experts_per_tok=2),
+    "qwen3_moe": _of(Qwen3MoeConfig, head_dim=8, moe_intermediate_size=24, **_MOE),
+    "olmoe": _of(OlmoeConfig, norm_topk_prob=False, **_MOE),
+    "granite_moe": _of(GraniteMoeConfig, num_local_experts=6, num_experts_per_tok=2),
+    "gpt_oss": _of(
+        GptOssConfig,
+        head_dim=8,
+        sliding_window=WINDOW,
+        layer_types=_MIXED,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+    ),
+}
+MIXTURES = ["mixtral", "qwen3_moe", "olmoe", "granite_moe", "gpt_oss"]
+# Attentions with which a model would not be exact, and what is said of them.
+REFUSED = {
+    ("gemma2", "sdpa"): "caps attention scores",
+    ("gpt_oss", "sdpa"): "does not support an attention implementation",
+    ("gpt_oss", "eager"): "rows of a pack see each other",
+}
+
+
+def make(name: str, attention: str = "packed", **settings: Any) -> nn.Module:
+    """A prepared model in float32; the same weights for any attention."""
+    chosen = {"packed": "tracegrad_packed", "varlen": "tracegrad_varlen"}.get(attention, attention)
+    return prepare(plain(name, chosen), FsdpSettings(device="cpu", **settings))
+
+
+def plain(name: str, attention: str = "eager") -> nn.Module:
+    """The model as transformers makes it."""
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(
+        CONFIGS[name](), dtype=torch.float32, attn_implementation=attention
+    )
+    for parameter_name, parameter in model.named_parameters():
+        if "sinks" in parameter_name or "bias" in parameter_name:
+            nn.init.normal_(parameter)  # zeros would hide what they do
+    return model.eval()
+
+
+def logprobs(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Log-probabilities of a micro-batch's targets at their temperatures, by all their logits."""
+    inputs = to_inputs(batch, model, torch.device("cpu"))
+    logits = model(**inputs.model).logits[0] / inputs.temperature[:, None]
+    chosen: Tensor = logits.log_softmax(-1).gather(-1, inputs.labels[:, None])[:, 0]
+    return chosen

@@ -1,0 +1,58 @@
+"""The commands of docs/rollouts.md print what stands there."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.cli.run_rollouts import said
+from support.cli.sample_rollouts import trained_samples
+from tracegrad.store import Store
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "rollouts.md"
+_AGE = re.compile(r" +\d+[smhd] ")
+
+
+def shown_on_the_page() -> Iterator[tuple[str, list[str]]]:
+    """Each command, and the lines under it."""
+    for block in re.findall(r"^```console\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+        for part in re.split(r"^\$ tracegrad rollouts ", block, flags=re.MULTILINE)[1:]:
+            command, *lines = part.rstrip("\n").split("\n")
+            yield command, lines
+
+
+COMMANDS = list(shown_on_the_page())
+
+
+@pytest.fixture
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patched:
+        patched.setenv("TZ", "UTC")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+def test_every_command_is_shown() -> None:
+    assert {command.split()[0] for command, _ in COMMANDS} == {"ls", "show", "tree", "explain"}
+
+
+@pytest.mark.usefixtures("utc")
+def test_it_prints_what_stands_there(sqlite_url: str) -> None:
+    with Store.open(sqlite_url) as store:
+        trained_samples(store)
+    for command, lines in COMMANDS:
+        printed = [
+            _AGE.sub(" AGE ", line) for line in said(sqlite_url, *command.split()).split("\n")
+        ]
+        at = 0
+        for line in lines:
+            if line == "…":  # some are left out
+                continue
+            expected = _AGE.sub(" AGE ", line)
+            assert expected in printed[at:], f"`{command}` does not print {line!r}"
+            at += printed[at:].index(expected) + 1

@@ -1,0 +1,208 @@
+"""`tracegrad rollouts ls`."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from sqlalchemy import update
+
+from support.cli.run_rollouts import in_order, run, said, told
+from support.cli.sample_rollouts import every_sample
+from support.store.events import make_turn, whole_rollout
+from tracegrad.cli.render.rollout_list import short_id_width
+from tracegrad.events import Outcome, RewardGiven, RolloutFinished, RolloutOpened
+from tracegrad.store import Ledger, StepRecord, Store
+from tracegrad.store.models import Rollouts
+
+
+def ids(url: str, *wanted: str) -> list[str]:
+    return [row["rollout_id"] for row in told(url, "ls", *wanted)]
+
+
+@pytest.fixture
+def standing(store: Store) -> Store:
+    """A rollout in each state, named after it."""
+    for at, (name, outcome, reward) in enumerate(
+        [
+            ("open", None, None),
+            ("no_reward", Outcome.COMPLETED, None),
+            ("waiting", Outcome.BUDGET, 0.5),
+            ("leased", Outcome.COMPLETED, 1.0),
+            ("consumed", Outcome.COMPLETED, 0.25),
+            ("env_error", Outcome.ENV_ERROR, None),
+        ]
+    ):
+        store.append(
+            whole_rollout(name, task=name, reward=reward, outcome=outcome, at=1000.0 + at, turns=at)
+        )
+    ledger = Ledger(store)
+    trained = [turn.turn_id for turn in store.rollout_turns("consumed")]
+    ledger.commit_step(
+        StepRecord(step=1, version=1), trained=trained, skipped={}, rollouts=["consumed"]
+    )
+    store.append([RolloutOpened(rollout_id="leased-too", task_id="leased", opened_at=999.0)])
+    with store.exclusive() as connection:
+        connection.execute(
+            update(Rollouts)
+            .where(Rollouts.rollout_id == "leased")
+            .values(leased_until=time.time() + 600, lease_id="l", lease_owner="me")
+        )
+    return store
+
+
+def test_the_newest_come_first_and_fit(store: Store, url: str) -> None:
+    for n in range(5):
+        facts = whole_rollout(
+            f"{n:012x}{'0' * 20}",
+            task="a-task-with-a-rather-long-name",
+            at=n + 1,
+            tags={"split": "held_out"},
+            outcome=Outcome.INFRA_ERROR,
+        )
+        store.append(facts)
+    for columns in (60, 80, 140):
+        lines = said(url, "ls", "--limit", "4", columns=columns).splitlines()
+        assert [line.split()[0] for line in lines[1:5]] == [f"{n:012x}" for n in (4, 3, 2, 1)]
+        assert all("infra_error" in line for line in lines[1:5])
+        assert lines[5] == "the 4 newest; more with --limit"
+    assert "split=held_out" in lines[1]
+    assert "a-task-with-a-rather-long-name" in lines[1]
+
+
+def test_a_pipe_gets_every_column_whole(store: Store, url: str) -> None:
+    name = "a task with a name that no terminal has room for " * 4
+    store.append(whole_rollout("r", task=name, tags={"note": "x" * 200}))
+    [_, line] = said(url, "ls", columns=None).splitlines()
+    assert name.strip() in line
+    assert "note=" + "x" * 200 in line
+
+
+def test_filters(store: Store, url: str) -> None:
+    store.append(whole_rollout("a", task="x", tags={"split": "train"}))
+    store.append(whole_rollout("b", task="y", outcome=None))
+    assert sorted(ids(url)) == ["a", "b"]
+    assert ids(url, "--task", "y") == ["b"]
+    assert ids(url, "--tag", "split=train") == ["a"]
+    assert ids(url, "--outcome", "open") == ["b"]
+    assert ids(url, "--agent", "nobody") == []
+    assert "no rollouts match" in said(url, "ls", "--agent", "nobody")
+
+
+@pytest.mark.parametrize(
+    "state", ["no_reward", "waiting", "leased", "consumed", "env_error", "open"]
+)
+def test_each_state_finds_those_that_stand_so(standing: Store, url: str, state: str) -> None:
+    found = {row["state"]: row["rollout_id"] for row in told(url, "ls", "--state", state)}
+    assert list(found) == [state]
+    assert found[state] in (state, "leased-too")
+
+
+def test_sorted_by_reward_those_without_one_come_last(standing: Store, url: str) -> None:
+    found = ids(url, "--sort", "reward")
+    assert found[:3] == ["leased", "waiting", "consumed"]
+    # The rest has none, and is sorted by age.
+    assert found[3:] == ["env_error", "no_reward", "open", "leased-too"]
+    assert ids(url, "--sort", "reward", "--limit", "1") == ["leased"]
+
+
+def test_sorted_by_turns_and_by_tokens(store: Store, url: str) -> None:
+    store.append(whole_rollout("many-turns", turns=4, at=1.0))
+    store.append([make_turn("t", "many-tokens", sampled=range(50), created_at=2.0)])
+    store.append([RolloutOpened(rollout_id="nothing", opened_at=3.0)])
+    assert ids(url, "--sort", "turns") == ["many-turns", "many-tokens", "nothing"]
+    assert ids(url, "--sort", "tokens") == ["many-tokens", "many-turns", "nothing"]
+    text = said(url, "ls", "--sort", "tokens", "--limit", "1")
+    assert text.splitlines()[-1] == "the 1 first by tokens; more with --limit"
+
+
+def test_by_task_compares_the_rollouts_of_a_task(store: Store, url: str) -> None:
+    for n, reward in enumerate([0.0, 1.0, 1.0, 2.0]):
+        store.append(whole_rollout(f"a{n}", task="spread", reward=reward, at=10.0 + n))
+    for n in range(3):
+        store.append(whole_rollout(f"b{n}", task="equal", reward=0.5, at=20.0 + n))
+    store.append(
+        [
+            RolloutOpened(rollout_id="c", task_id="equal", opened_at=1.0),
+            RolloutOpened(rollout_id="d", opened_at=30.0),
+            RolloutFinished(rollout_id="d", outcome=Outcome.ABORTED),
+        ]
+    )
+    found = {task["task_id"]: task for task in told(url, "ls", "--by-task")}
+    assert list(found) == [None, "equal", "spread"]
+    assert found["spread"]["reward_mean"] == 1.0
+    assert found["spread"]["reward_deviation"] == pytest.approx(0.5**0.5)
+    assert (found["spread"]["reward_min"], found["spread"]["reward_max"]) == (0.0, 2.0)
+    assert found["equal"]["outcomes"] == {"completed": 3, "open": 1}
+    assert (found["equal"]["rollouts"], found["equal"]["rewarded"]) == (4, 3)
+    assert found[None]["reward_mean"] is None
+    assert [task["task_id"] for task in told(url, "ls", "--by-task", "--sort", "reward")] == [
+        "spread", "equal", None]  # fmt: skip
+    lines = [line.split() for line in said(url, "ls", "--by-task", columns=100).splitlines()]
+    assert lines[0] == ["task", "age", "rollouts", "reward", "from", "to", "outcomes"]
+    assert [" ".join([line[0], *line[2:]]) for line in lines[1:]] == [
+        "untitled 1 1 aborted",
+        "equal 4 0.5 ± 0 0.5 0.5 3 completed, 1 open",
+        "spread 4 1 ± 0.7071 0 2 4 completed",
+    ]
+    assert told(url, "ls", "--by-task", "--task", "spread") == [found["spread"]]
+    cut = said(url, "ls", "--by-task", "--limit", "1").splitlines()
+    assert cut[-1] == "1 of 3 tasks; more with --limit"
+
+
+def test_what_agents_call_their_tasks_stays_in_its_cell(store: Store, url: str) -> None:
+    store.append(
+        [
+            RolloutOpened(
+                rollout_id="r", task_id="a\nb\x1b[2J\u202ec", agent="x\ty", tags={"k": "v\nw"}
+            ),
+            RewardGiven(rollout_id="r", value=1.0),
+        ]
+    )
+    lines = said(url, "ls", columns=120).splitlines()
+    assert len(lines) == 2
+    assert "a b\ufffd[2J\ufffdc" in lines[1]
+    assert "k=v w" in lines[1]
+    assert len(said(url, "ls", "--by-task").splitlines()) == 2
+
+
+def test_a_table_of_real_rollouts(store: Store, url: str) -> None:
+    store.append(every_sample())
+    text = said(url, "ls", columns=120)
+    in_order("\n".join(" ".join(line.split()[2:]) for line in text.splitlines()), [
+        "task outcome reward turns tokens training agent tags",
+        "untitled open 1 0 open concierge",
+        "multiply budget 1 6 72 waiting",
+        "mend-the-cart completed 1 20 457 waiting codex split=train seed=7",
+    ])  # fmt: skip
+
+
+def test_an_empty_store_says_so(store: Store, url: str) -> None:
+    assert said(url, "ls") == "no rollouts yet\n"
+    assert said(url, "ls", "--by-task") == "no rollouts yet\n"
+    assert said(url, "ls", "--json") == "[]\n"
+    assert said(url, "ls", "--by-task", "--json") == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--outcome", "good"], "'good'; use open, completed"),
+        (["--state", "good"], "'good'; use open, no_reward, waiting"),
+        (["--tag", "good"], "'good'; write key=value"),
+        (["--by-task", "--sort", "turns"], "tasks are sorted by newest or reward"),
+    ],
+)
+def test_mistakes_name_the_option(url: str, arguments: list[str], line: str) -> None:
+    result = run(url, "ls", *arguments, columns=200)
+    assert result.exit_code == 2
+    assert line in result.stderr
+    assert f"Invalid value for {arguments[-2]}" in result.stderr
+    assert result.stdout == ""
+
+
+def test_short_ids_stay_distinct() -> None:
+    assert short_id_width(["0" * 32]) == 12
+    assert short_id_width(["0" * 13 + "a", "0" * 13 + "b"]) == 14
+    assert short_id_width(["ab", "abc"]) == 3
+    assert short_id_width([]) == 0

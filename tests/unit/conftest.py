@@ -1,0 +1,73 @@
+"""Each test that takes `store`, `url` or `empty_url` runs on SQLite and on a real PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.store import postgres_server as postgres
+from support.store.empty_stores import PostgreSQLStores, SQLiteStores
+from tracegrad.store import Store
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[postgres.Server]:
+    with postgres.running() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def sqlite_stores(tmp_path_factory: pytest.TempPathFactory) -> SQLiteStores:
+    return SQLiteStores(tmp_path_factory.mktemp("stores"))
+
+
+@pytest.fixture(scope="session")
+def postgres_stores(postgres_server: postgres.Server) -> PostgreSQLStores:
+    return PostgreSQLStores(postgres_server)
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    """Of a file that is not there yet."""
+    return f"sqlite:///{tmp_path / 'store.db'}"
+
+
+@pytest.fixture
+def postgres_url(postgres_stores: PostgreSQLStores) -> Iterator[str]:
+    """Of a store without facts."""
+    url = postgres_stores.take()
+    yield url
+    postgres_stores.give_back(url)
+
+
+@pytest.fixture
+def empty_postgres_url(postgres_server: postgres.Server) -> Iterator[str]:
+    """Of a database without tables."""
+    url = postgres_server.new_database()
+    yield url
+    postgres_server.drop(url)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of a store without facts, in each database."""
+    found: str = request.getfixturevalue(f"{request.param}_url")
+    if request.param == "sqlite":
+        stores: SQLiteStores = request.getfixturevalue("sqlite_stores")
+        stores.put(tmp_path / "store.db")
+    return found
+
+
+@pytest.fixture(params=["sqlite", "empty_postgres"])
+def empty_url(request: pytest.FixtureRequest) -> str:
+    """Of a place for a store, in each database."""
+    found: str = request.getfixturevalue(f"{request.param}_url")
+    return found
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    with Store.open(url) as opened:
+        yield opened

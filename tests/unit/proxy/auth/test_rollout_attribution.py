@@ -1,0 +1,77 @@
+"""The order in which the places that name a rollout count, and what a trace may say."""
+
+from __future__ import annotations
+
+import pytest
+
+from tracegrad.proxy.auth.rollout_attribution import Owner, TraceMap, attribute
+from tracegrad.proxy.http.errors import BadRequest
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PARENT = f"00-{TRACE}-{SPAN}-01"
+
+
+@pytest.fixture
+def traces() -> TraceMap:
+    known = TraceMap()
+    known.learn(TRACE, "trace")
+    return known
+
+
+def test_the_first_name_wins(traces: TraceMap) -> None:
+    everything = {
+        "x-tracegrad-rollout": "header",
+        "baggage": "a=b, tracegrad.rollout=bag%2Dgage;x=y",
+        "traceparent": PARENT,
+    }
+    assert attribute(everything, "path", "key", traces) == Owner("path", TRACE, SPAN)
+    assert attribute(everything, None, "key", traces).rollout_id == "header"
+    del everything["x-tracegrad-rollout"]
+    assert attribute(everything, None, "key", traces).rollout_id == "key"
+    assert attribute(everything, None, None, traces).rollout_id == "bag-gage"
+    del everything["baggage"]
+    assert attribute(everything, None, None, traces) == Owner("trace", TRACE, SPAN)
+    assert attribute(everything, None, None, TraceMap()) == Owner(None, TRACE, SPAN)
+    assert attribute({}, None, None, traces) == Owner(None)
+
+
+@pytest.mark.parametrize("name", ["a b", "x/y", "ü", "a" * 129, "r1\n"])
+def test_an_impossible_name_is_refused(traces: TraceMap, name: str) -> None:
+    with pytest.raises(BadRequest, match="no rollout id") as caught:
+        attribute({"x-tracegrad-rollout": name}, None, None, traces)
+    assert caught.value.param == "x-tracegrad-rollout"
+    with pytest.raises(BadRequest, match="no rollout id"):
+        attribute({}, name, None, traces)
+
+
+@pytest.mark.parametrize(
+    "traceparent",
+    [
+        "?",
+        f"00-{TRACE}",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"ff-{TRACE}-{SPAN}-01",
+    ],
+)
+def test_a_traceparent_that_is_none_says_nothing(traces: TraceMap, traceparent: str) -> None:
+    assert attribute({"traceparent": traceparent}, None, None, traces) == Owner(None)
+
+
+def test_a_trace_around_many_rollouts_says_nothing(traces: TraceMap) -> None:
+    traces.learn(TRACE, "trace")
+    assert traces.rollout_of(TRACE) == "trace"
+    traces.learn(TRACE, "another")
+    traces.learn(TRACE, "trace")
+    assert traces.rollout_of(TRACE) is None
+    assert attribute({"traceparent": PARENT}, None, None, traces) == Owner(None, TRACE, SPAN)
+
+
+def test_the_traces_seen_last_are_known() -> None:
+    traces = TraceMap(limit=2)
+    for trace in ("a", "b", "a", "c"):
+        traces.learn(trace, f"of {trace}")
+    traces.learn("d", None)
+    traces.learn(None, "x")
+    assert [traces.rollout_of(trace) for trace in "abcd"] == ["of a", None, "of c", None]

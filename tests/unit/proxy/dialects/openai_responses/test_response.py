@@ -1,0 +1,235 @@
+"""Responses API: whole answers, checked with OpenAI's types and read by its client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+from pydantic import BaseModel
+
+from support.proxy.openai_responses import (
+    DIALECT,
+    PATCH,
+    TOOL,
+    Say,
+    Served,
+    answer,
+    ask,
+    check_response,
+)
+from tracegrad.proxy.dialects.base import Call
+
+Json = dict[str, Any]
+
+NAMESPACE = {"type": "namespace", "name": "eyes", "description": "To see.", "tools": [TOOL, PATCH]}
+
+
+def whole(call: Call, say: Say, **told: Any) -> Response:
+    return check_response(DIALECT.answer(call, {**answer(say), **told}))
+
+
+def test_a_text_is_a_message() -> None:
+    call = ask(instructions="Be brief.", temperature=0.5, metadata={"a": "b"})
+    response = whole(call, Say("Hello"))
+    assert response.id == f"resp_{call.turn_id}"
+    assert response.output_text == "Hello"
+    assert (response.status, response.model) == ("completed", "m")
+    assert (response.instructions, response.temperature) == ("Be brief.", 0.5)
+    assert response.metadata == {"a": "b"}
+    assert response.top_p == 1.0
+    assert response.error is None
+    assert response.incomplete_details is None
+    assert response.completed_at is not None
+    [message] = response.output
+    assert (message.id, message.status) == (f"msg_{call.turn_id}", "completed")
+    assert response.usage.model_dump(exclude_none=True) == {
+        "input_tokens": 11,
+        "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
+        "output_tokens": 7,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 18,
+    }
+
+
+def test_reasoning_text_and_calls_are_items_in_this_order() -> None:
+    call = ask(tools=[TOOL])
+    calls = [("c1", "look", '{"at":  "it"}'), ("c2", "look", "{")]
+    response = whole(call, Say("Let me.", "Hm.", calls))
+    thought, message, first, second = response.output
+    assert thought.id == f"rs_{call.turn_id}"
+    assert thought.content[0].text == "Hm."
+    assert thought.encrypted_content is None
+    assert message.content[0].text == "Let me."
+    assert (first.id, first.call_id, first.arguments) == (
+        f"fc_{call.turn_id}",
+        "c1",
+        '{"at":  "it"}',
+    )
+    assert (second.id, second.call_id, second.arguments) == (f"fc_{call.turn_id}_1", "c2", "{")
+    assert {item.status for item in response.output} == {"completed"}
+
+
+def test_the_request_is_repeated_in_openais_form() -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+    bare = {"type": "function", "name": "bare"}
+    call = ask(
+        tools=[bare, PATCH, NAMESPACE],
+        tool_choice={"type": "function", "name": "bare"},
+        text={"format": form, "verbosity": "low"},
+        reasoning={"effort": "high", "summary": "auto"},
+        previous_response_id="resp_" + "0" * 32,
+        max_output_tokens=5,
+    )
+    response = whole(call, Say("{}"))
+    assert [tool.type for tool in response.tools] == ["function", "custom", "namespace"]
+    assert response.tools[0].strict is False
+    assert response.tool_choice.name == "bare"
+    assert response.text.format.name == "n"
+    # As applied, not as asked for: nothing here knows of verbosity or of summaries.
+    assert response.text.verbosity == "medium"
+    assert (response.reasoning.effort, response.reasoning.summary) == ("high", None)
+    assert response.previous_response_id == "resp_" + "0" * 32
+    assert response.max_output_tokens == 5
+
+
+def test_a_call_of_a_custom_tool_has_the_text_as_its_input() -> None:
+    say = Say(calls=[("c1", "apply_patch", '{"input": "*** Begin\\n\\u00e9"}')])
+    call = ask(tools=[PATCH])
+    [item] = whole(call, say).output
+    assert (item.type, item.id, item.call_id) == ("custom_tool_call", f"ctc_{call.turn_id}", "c1")
+    assert (item.name, item.input) == ("apply_patch", "*** Begin\né")
+
+
+def test_calls_in_a_namespace_have_its_name_and_their_own() -> None:
+    calls = [("c1", "eyes__look", "{}"), ("c2", "eyes__apply_patch", '{"input":"x"}')]
+    function, custom = whole(ask(tools=[NAMESPACE]), Say(calls=calls)).output
+    assert (function.type, function.namespace, function.name) == ("function_call", "eyes", "look")
+    assert (custom.type, custom.namespace, custom.name) == (
+        "custom_tool_call",
+        "eyes",
+        "apply_patch",
+    )
+
+
+def test_a_call_of_an_unknown_tool_keeps_its_name() -> None:
+    [item] = whole(ask(tools=[TOOL]), Say(calls=[("c1", "eyes__peek", "{}")])).output
+    assert (item.type, item.name, item.namespace) == ("function_call", "eyes__peek", None)
+
+
+def test_sealed_reasoning_is_for_those_who_include_it() -> None:
+    call = ask(include=["reasoning.encrypted_content"], store=False)
+    [item, _] = whole(call, Say("a", "Grübeln")).output
+    assert item.encrypted_content
+    sent_back = {"type": "reasoning", "summary": [], "encrypted_content": item.encrypted_content}
+    [message] = ask(input=[sent_back]).messages
+    assert message["reasoning"] == "Grübeln"
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "why"),
+    [("length", "max_output_tokens"), ("content_filter", "content_filter")],
+)
+def test_a_cut_answer_is_incomplete_and_so_is_its_last_item(finish_reason: str, why: str) -> None:
+    response = whole(ask(), Say("Half an ans", "Hm.", finish_reason=finish_reason))
+    assert response.status == "incomplete"
+    assert response.incomplete_details.reason == why
+    assert response.completed_at is None
+    assert [item.status for item in response.output] == ["completed", "incomplete"]
+
+
+def test_an_answer_that_the_engine_gave_up_has_failed() -> None:
+    response = whole(ask(), Say("Half an ans", finish_reason="abort"))
+    assert response.status == "failed"
+    assert response.error.code == "server_error"
+
+
+def test_an_answer_that_says_nothing_is_an_empty_message() -> None:
+    [item] = whole(ask(), Say(None)).output
+    assert (item.type, item.content[0].text) == ("message", "")
+
+
+def test_reasoning_alone_is_no_message() -> None:
+    [item] = whole(ask(), Say(None, "Hm.", finish_reason="length")).output
+    assert (item.type, item.status) == ("reasoning", "incomplete")
+
+
+def test_an_engine_that_tells_no_usage_leaves_it_out() -> None:
+    assert whole(ask(), Say("a"), usage=None).usage is None
+
+
+def test_the_engines_name_stands_where_the_client_gave_none() -> None:
+    call = DIALECT.parse(b'{"input": "hi"}', {}, {})
+    assert whole(call, Say("a")).model == "served"
+
+
+def entry(token: str, logprob: float, top: tuple[str, ...] = ()) -> Json:
+    return {
+        "token": token,
+        "logprob": logprob,
+        "bytes": list(token.encode()),
+        "top_logprobs": [{"token": t, "logprob": -9.0, "bytes": None} for t in top],
+    }
+
+
+def test_logprobs_are_those_of_the_text_alone() -> None:
+    call = ask(include=["message.output_text.logprobs"], top_logprobs=2)
+    tokens = ["<think>", "Yes", "</think>", "\n\n", "Yes", " it", " is", "<|im_end|>"]
+    entries = [entry(token, -float(place), ("a", "é")) for place, token in enumerate(tokens)]
+    response = check_response(DIALECT.answer(call, answer(Say("Yes it is", "Yes"), entries)))
+    told = response.output[1].content[0].logprobs
+    assert [(one.token, one.logprob) for one in told] == [
+        ("Yes", -4.0),
+        (" it", -5.0),
+        (" is", -6.0),
+    ]
+    assert [top.token for top in told[0].top_logprobs] == ["a", "é"]
+    assert told[0].top_logprobs[1].bytes == list("é".encode())
+    assert response.top_logprobs == 2
+
+
+def test_openais_client_reads_an_answer_and_sends_it_back() -> None:
+    served = Served([Say("Let me.", "Hm.", [("c1", "look", '{"at":  "it"}')]), Say("Seen.")])
+    client = served.client()
+    first = client.responses.create(model="m", input="hi", tools=[TOOL])
+    result = {"type": "function_call_output", "call_id": "c1", "output": "a cat"}
+    second = client.responses.create(model="m", input=[*first.output, result], tools=[TOOL])
+    assert second.output_text == "Seen."
+    said, tool = served.calls[1].messages
+    assert said == Say("Let me.", "Hm.", [("c1", "look", '{"at":  "it"}')]).message
+    assert tool == {"role": "tool", "tool_call_id": "c1", "content": "a cat"}
+
+
+def test_openais_client_continues_a_response() -> None:
+    served = Served([Say("a"), Say("b")])
+    client = served.client()
+    first = client.responses.create(model="m", input="hi")
+    client.responses.create(model="m", input="more", previous_response_id=first.id)
+    assert served.calls[1].previous == served.calls[0].turn_id
+
+
+def test_openais_client_parses_structured_output() -> None:
+    class Point(BaseModel):
+        x: int
+
+    served = Served([Say('{"x": 3}')])
+    parsed = served.client().responses.parse(model="m", input="hi", text_format=Point)
+    assert parsed.output_parsed == Point(x=3)
+    form = served.calls[0].body["response_format"]["json_schema"]
+    assert (form["name"], form["strict"]) == ("Point", True)
+
+
+def test_openais_client_raises_what_is_refused() -> None:
+    client = Served([]).client()
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model="m", input="hi", tools=[{"type": "web_search"}])
+    assert (caught.value.param, caught.value.code) == ("tools[0]", "unsupported_value")
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_the_body_is_json_of_one_line() -> None:
+    body = DIALECT.answer(ask(), answer(Say("a")))
+    assert json.loads(body)["object"] == "response"
+    assert b"\n" not in body

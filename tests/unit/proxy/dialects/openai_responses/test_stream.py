@@ -1,0 +1,369 @@
+"""Responses API: streamed answers, event by event with OpenAI's types and through its client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from support.proxy.openai_responses import (
+    DIALECT,
+    PATCH,
+    TOOL,
+    Json,
+    Say,
+    Served,
+    answer,
+    ask,
+    chunk,
+    chunks_of,
+    events_of,
+    last_chunks,
+    stream,
+)
+from tracegrad.proxy.dialects.base import Call
+from tracegrad.proxy.http.errors import ApiError
+
+CALLS = [("c1", "look", '{"at":  "it"}'), ("c2", "apply_patch", '{"input": "a\\nb"}')]
+EVERYTHING = Say("Let me see.", "Hm, what?", CALLS)
+
+
+def types(events: list[Json]) -> list[str]:
+    """Types of events in order, repeated ones once."""
+    names = [event["type"].removeprefix("response.") for event in events]
+    return [name for at, name in enumerate(names) if at == 0 or name != names[at - 1]]
+
+
+def last(call: Call, say: Say) -> Json:
+    event: Json = events_of(stream(call, say))[-1]
+    return event
+
+
+def test_events_come_in_openais_order() -> None:
+    events = events_of(stream(ask(tools=[TOOL, PATCH]), EVERYTHING))
+    assert types(events) == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "output_item.added",
+        "custom_tool_call_input.delta",
+        "custom_tool_call_input.done",
+        "output_item.done",
+        "completed",
+    ]
+    added = [event for event in events if event["type"] == "response.output_item.added"]
+    assert [event["output_index"] for event in added] == [0, 1, 2, 3]
+
+
+def test_deltas_add_up_to_what_is_done() -> None:
+    told: dict[str, str] = {}
+    for event in events_of(stream(ask(tools=[TOOL, PATCH]), EVERYTHING, size=2)):
+        kind, _, change = event["type"].removeprefix("response.").rpartition(".")
+        if change == "delta":
+            told[kind] = told.get(kind, "") + event["delta"]
+        elif change == "done" and kind in told:
+            field = {
+                "function_call_arguments": "arguments",
+                "custom_tool_call_input": "input",
+            }.get(kind, "text")
+            assert told[kind] == event[field]
+    assert told == {
+        "reasoning_text": "Hm, what?",
+        "output_text": "Let me see.",
+        "function_call_arguments": '{"at":  "it"}',
+        "custom_tool_call_input": "a\nb",
+    }
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length", "content_filter", "abort"])
+def test_a_stream_ends_with_what_a_whole_answer_is(finish_reason: str) -> None:
+    call = ask(tools=[TOOL, PATCH], include=["reasoning.encrypted_content"])
+    say = Say("Let me see.", "Hm, what?", CALLS, finish_reason)
+    streamed = last(call, say)["response"]
+    whole = json.loads(DIALECT.answer(call, answer(say)))
+    for response in (streamed, whole):
+        for name in ("created_at", "completed_at"):
+            response.pop(name, None)
+    assert streamed == whole
+
+
+def test_each_finished_item_is_the_one_of_the_response() -> None:
+    events = events_of(stream(ask(tools=[TOOL, PATCH]), EVERYTHING))
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+
+
+def test_items_begin_empty_and_in_progress() -> None:
+    events = events_of(stream(ask(tools=[TOOL, PATCH]), EVERYTHING))
+    items = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    thought, message, function, custom = items
+    assert (thought["content"], thought["status"]) == ([], "in_progress")
+    assert (message["content"], message["status"]) == ([], "in_progress")
+    assert (function["arguments"], function["call_id"]) == ("", "c1")
+    assert (custom["input"], custom["call_id"]) == ("", "c2")
+
+
+def test_a_stream_is_told_as_it_comes() -> None:
+    writer = DIALECT.writer(ask())
+    assert types(events_of(writer.begin(5))) == ["created", "in_progress"]
+    first = writer.chunk(chunk({"content": "He"}))
+    assert b'"delta":"He"' in first
+    assert writer.chunk(chunk({"role": "assistant", "content": ""})) == b""
+    assert b'"delta":"llo"' in writer.chunk(chunk({"content": "llo"}))
+
+
+def test_a_last_chunk_may_still_say_something() -> None:
+    writer = DIALECT.writer(ask())
+    body = writer.begin(None)
+    end = chunk({"content": "Hello"}, finish_reason="stop")
+    events = events_of(body + writer.end([end]))
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "Hello"
+    assert events[-1]["response"]["usage"] is None
+
+
+def test_usage_is_that_of_the_last_chunk() -> None:
+    assert last(ask(), Say("a"))["response"]["usage"]["total_tokens"] == 18
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "event", "status"),
+    [
+        ("stop", "response.completed", "completed"),
+        ("length", "response.incomplete", "incomplete"),
+        ("content_filter", "response.incomplete", "incomplete"),
+        ("abort", "response.failed", "completed"),
+    ],
+)
+def test_a_finish_reason_decides_how_it_ends(finish_reason: str, event: str, status: str) -> None:
+    told = last(ask(), Say("Half an ans", finish_reason=finish_reason))
+    assert told["type"] == event
+    assert told["response"]["output"][0]["status"] == status
+
+
+def test_a_stream_that_says_nothing_has_an_empty_message() -> None:
+    events = events_of(stream(ask(), Say(None)))
+    assert types(events)[2:] == [
+        "output_item.added",
+        "content_part.added",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+
+
+def test_text_after_a_call_is_another_message_of_the_turn() -> None:
+    call = ask(tools=[TOOL])
+    writer = DIALECT.writer(call)
+    body = writer.begin(None)
+    for each in [
+        chunk({"content": "a"}),
+        *chunks_of(Say(calls=CALLS[:1])),
+        chunk({"content": "b"}),
+    ]:
+        body += writer.chunk(each)
+    output = events_of(body + writer.end(last_chunks(Say())))[-1]["response"]["output"]
+    assert [item["id"] for item in output] == [
+        f"msg_{call.turn_id}",
+        f"fc_{call.turn_id}",
+        f"msg_{call.turn_id}_1",
+    ]
+    [message] = ask(input=output).messages
+    assert message["content"] == "ab"
+    assert message["tool_calls"][0]["id"] == "c1"
+
+
+def test_arguments_for_a_call_that_has_ended_break_the_stream() -> None:
+    writer = DIALECT.writer(ask(tools=[TOOL]))
+    for each in chunks_of(Say(calls=[("c1", "look", "{}"), ("c2", "look", "{}")])):
+        writer.chunk(each)
+    late = chunk({"tool_calls": [{"index": 0, "function": {"arguments": "!"}}]})
+    with pytest.raises(ApiError, match="had ended"):
+        writer.chunk(late)
+
+
+def test_a_broken_stream_tells_an_error_and_fails() -> None:
+    writer = DIALECT.writer(ask())
+    body = writer.begin(None) + writer.chunk(chunk({"content": "Half"}))
+    error = ApiError(502, "the engine died", kind="upstream_error")
+    events = events_of(body + writer.error(error))
+    told, failed = events[-2:]
+    assert (told["type"], told["code"], told["message"]) == (
+        "error",
+        "server_error",
+        "the engine died",
+    )
+    assert told["error"]["message"] == "the engine died"
+    assert failed["type"] == "response.failed"
+    assert failed["response"]["error"] == {"code": "server_error", "message": "the engine died"}
+    assert failed["response"]["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "told"),
+    [
+        (400, "context_length_exceeded", "context_length_exceeded"),
+        (400, None, "invalid_prompt"),
+        (429, None, "rate_limit_exceeded"),
+        (503, "weights", "server_error"),
+    ],
+)
+def test_codes_that_clients_act_on_are_kept(status: int, code: str | None, told: str) -> None:
+    writer = DIALECT.writer(ask())
+    # Nothing has been sent before it: the client still gets a whole stream.
+    body = writer.error(ApiError(status, "no", kind="x", code=code)).decode()
+    assert body.startswith("event: response.created")
+    assert body.count(f'"code":"{told}"') == 3
+
+
+def test_a_stream_can_be_kept_alive_before_and_after_it_begins() -> None:
+    call = ask()
+    writer = DIALECT.writer(call)
+    body = writer.keepalive() + writer.keepalive() + writer.begin(5) + writer.keepalive()
+    body += writer.chunk(chunk({"content": "a"})) + writer.keepalive()
+    events = events_of(body + writer.end(last_chunks(Say())))
+    names = [event["type"] for event in events]
+    assert names[:4] == ["response.created", *["response.in_progress"] * 3]
+    assert names.count("response.created") == 1
+    assert {e["response"]["id"] for e in events if "response" in e} == {f"resp_{call.turn_id}"}
+
+
+def test_each_keepalive_is_an_event() -> None:
+    writer = DIALECT.writer(ask())
+    writer.begin(None)
+    for _ in range(3):
+        assert writer.keepalive().startswith(b"event: response.in_progress\ndata: {")
+
+
+def entry(token: str) -> Json:
+    return {"token": token, "logprob": -1.0, "bytes": list(token.encode()), "top_logprobs": []}
+
+
+def test_logprobs_come_with_the_text_they_belong_to() -> None:
+    writer = DIALECT.writer(ask(include=["message.output_text.logprobs"]))
+    body = writer.begin(None)
+    for delta, tokens in [
+        ({"reasoning": "Hi"}, ["<think>", "Hi"]),
+        ({}, ["</think>"]),
+        ({"content": "h"}, ["h"]),
+        ({}, ["el", "lo"]),  # held back by the engine, which looks for stop strings
+        ({"content": "el"}, [" y"]),
+        ({"content": "lo y"}, ["ou"]),
+        ({"content": "ou"}, ["<|im_end|>"]),
+    ]:
+        body += writer.chunk(chunk(delta, logprobs=[entry(token) for token in tokens]))
+    events = events_of(body + writer.end(last_chunks(Say())))
+    deltas = [e for e in events if e["type"] == "response.output_text.delta"]
+    told = [[one["token"] for one in event["logprobs"]] for event in deltas]
+    assert told == [["h"], ["el"], ["lo", " y"], ["ou"]]
+    part = events[-1]["response"]["output"][1]["content"][0]
+    assert [one["token"] for one in part["logprobs"]] == ["h", "el", "lo", " y", "ou"]
+    assert part["logprobs"][0]["bytes"] == [104]
+
+
+def test_a_token_in_two_texts_is_told_with_the_first() -> None:
+    writer = DIALECT.writer(ask(include=["message.output_text.logprobs"]))
+    body = writer.begin(None)
+    body += writer.chunk(chunk({"content": "ab"}, logprobs=[entry("a"), entry("bc")]))
+    body += writer.chunk(chunk({"content": "cd"}, logprobs=[entry("d")]))
+    events = events_of(body + writer.end(last_chunks(Say())))
+    deltas = [e for e in events if e["type"] == "response.output_text.delta"]
+    told = [[one["token"] for one in event["logprobs"]] for event in deltas]
+    assert told == [["a", "bc"], ["d"]]
+
+
+def test_nobody_else_sees_logprobs() -> None:
+    events = events_of(stream(ask(), Say("abc")))
+    deltas = [e for e in events if e["type"] == "response.output_text.delta"]
+    assert [event["logprobs"] for event in deltas] == [[]]
+
+
+def test_openais_client_streams_an_answer() -> None:
+    served = Served([EVERYTHING])
+    with served.client().responses.stream(
+        model="m", input="hi", tools=[TOOL, PATCH], include=["reasoning.encrypted_content"]
+    ) as events:
+        seen = [event.type for event in events]
+        final = events.get_final_response()
+    assert "response.reasoning_text.delta" in seen
+    assert "response.custom_tool_call_input.delta" in seen
+    assert final.output_text == "Let me see."
+    assert [item.type for item in final.output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "custom_tool_call",
+    ]
+    assert served.calls[0].stream
+
+
+def test_openais_client_accumulates_over_keepalives() -> None:
+    class Slow(Served):
+        def _serve(self, request: Any) -> Any:
+            response = super()._serve(request)
+            writer = DIALECT.writer(self.calls[-1])
+            body = writer.keepalive() + writer.keepalive() + writer.begin(None)
+            for each in chunks_of(EVERYTHING):
+                body += writer.chunk(each) + writer.keepalive()
+            content = body + writer.end(last_chunks(EVERYTHING))
+            return type(response)(200, content=content, headers=response.headers)
+
+    with (
+        Slow([EVERYTHING])
+        .client()
+        .responses.stream(model="m", input="hi", tools=[TOOL, PATCH]) as events
+    ):
+        snapshots = [e.snapshot for e in events if e.type == "response.output_text.delta"]
+        final = events.get_final_response()
+    assert snapshots[-1] == "Let me see."
+    assert final.output[3].input == "a\nb"
+
+
+async def test_openais_async_client_streams_an_answer() -> None:
+    async with Served([Say("Hello")]).async_client() as client:
+        events = await client.responses.create(model="m", input="hi", stream=True)
+        text = [event.delta async for event in events if event.type == "response.output_text.delta"]
+    assert "".join(text) == "Hello"
+
+
+def test_openais_client_gets_a_cut_answer() -> None:
+    served = Served([Say("Half an ans", finish_reason="length")])
+    events = list(served.client().responses.create(model="m", input="hi", stream=True))
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.incomplete_details.reason == "max_output_tokens"
+
+
+def through_the_stream_helper(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="m", input="hi") as events:
+        events.until_done()
+
+
+def through_the_events(client: openai.OpenAI) -> None:
+    for _ in client.responses.create(model="m", input="hi", stream=True):
+        pass
+
+
+@pytest.mark.parametrize("read", [through_the_stream_helper, through_the_events])
+def test_openais_client_raises_when_a_stream_breaks(read: Callable[[openai.OpenAI], None]) -> None:
+    served = Served([ApiError(502, "the engine died", kind="upstream_error")])
+    with pytest.raises(openai.APIError, match="the engine died") as caught:
+        read(served.client())
+    assert caught.value.code == "server_error"

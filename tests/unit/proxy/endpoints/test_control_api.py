@@ -1,0 +1,246 @@
+"""Events and spans: what the SDK sends apart from LLM calls."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+from opentelemetry.exporter.otlp.proto.http import Compression
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.trace import Status, StatusCode, Tracer
+
+from support.proxy.servers import HeldWriter
+from tracegrad.events import Outcome
+from tracegrad.store import Store
+
+Events = list[dict[str, object]]
+
+
+def send(http: httpx.Client, events: Events) -> httpx.Response:
+    return http.post("/api/events", json={"events": events})
+
+
+def test_events_become_facts(http: httpx.Client, store: Store) -> None:
+    answer = send(
+        http,
+        [
+            {
+                "type": "rollout_opened",
+                "rollout_id": "r1",
+                "task_id": "t1",
+                "agent": "shop",
+                "tags": {"split": "train"},
+                "task": {"question": "How many?"},
+                "opened_at": 100.5,
+            },
+            {"type": "reward", "rollout_id": "r1", "reward_id": "w1", "value": 1},
+            {"type": "reward", "rollout_id": "r1", "value": 0.5, "turn": -1, "name": "format"},
+            {
+                "type": "rollout_finished",
+                "rollout_id": "r1",
+                "outcome": "agent_error",
+                "error": "KeyError: 'x'",
+            },
+        ],
+    )
+    assert (answer.status_code, answer.json()) == (200, {"accepted": 4})
+    [row] = store.rollouts()
+    assert (row.rollout_id, row.task_id, row.agent) == ("r1", "t1", "shop")
+    assert row.outcome == Outcome.AGENT_ERROR
+    assert dict(row.tags) == {"split": "train"}
+    rewards = store.rewards("r1")
+    assert [(r.name, r.value, r.turn, r.source) for r in rewards] == [
+        ("reward", 1.0, None, "open"),
+        ("format", 0.5, -1, "open"),
+    ]
+    assert rewards[0].reward_id == "w1"
+
+
+def test_a_span_that_could_not_leave_by_otlp_comes_as_an_event(
+    http: httpx.Client, store: Store
+) -> None:
+    span = {"type": "span_ended", "rollout_id": "r1", "trace_id": "a" * 32, "span_id": "b" * 16}
+    answer = send(http, [span | {"name": "solve", "start_ns": 1, "end_ns": 2, "status": "ok"}])
+    assert answer.status_code == 200, answer.text
+    [kept] = store.spans("r1")
+    assert (kept.name, kept.span_id, kept.status) == ("solve", "b" * 16, "ok")
+    assert send(http, [span | {"name": "solve", "start_ns": 1}]).status_code == 422
+
+
+def test_events_are_idempotent(http: httpx.Client, store: Store) -> None:
+    event: Events = [{"type": "reward", "rollout_id": "r", "reward_id": "w", "value": 1.0}]
+    assert send(http, event).status_code == send(http, event).status_code == 200
+    assert len(store.rewards("r")) == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "param"),
+    [
+        ({"type": "reward", "rollout_id": "r1"}, "events[1].value"),
+        ({"type": "reward", "rollout_id": "r1", "value": "much"}, "events[1].value"),
+        ({"type": "reward", "value": 1.0}, "events[1].rollout_id"),
+        ({"type": "reward", "rollout_id": "a b", "value": 1.0}, "events[1].rollout_id"),
+        ({"type": "reward", "rollout_id": "r1", "value": 1, "rewrad": 2}, "events[1].rewrad"),
+        ({"type": "rollout_finished", "rollout_id": "r1", "outcome": "won"}, "events[1].outcome"),
+        ({"type": "rollout_opened", "rollout_id": "r", "tags": {"a": 1}}, "events[1].tags.a"),
+        ({"type": "applause", "rollout_id": "r1"}, "events[1]"),
+        ({"rollout_id": "r1"}, "events[1]"),
+    ],
+)
+def test_a_bad_event_is_named_and_nothing_of_its_batch_stored(
+    http: httpx.Client, store: Store, bad: dict[str, object], param: str
+) -> None:
+    answer = send(http, [{"type": "rollout_opened", "rollout_id": "r1"}, bad])
+    assert answer.status_code == 422
+    assert answer.json()["error"]["param"] == param
+    assert answer.json()["error"]["message"].startswith(param)
+    assert store.rollouts() == []
+
+
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", "-Infinity", "1e999", "1e308", "1000000.5", "-1e7"]
+)
+def test_rewards_are_bounded(http: httpx.Client, store: Store, value: str) -> None:
+    event = f'{{"type": "reward", "rollout_id": "r1", "value": {value}}}'
+    answer = http.post(
+        "/api/events",
+        content=f'{{"events": [{event}]}}',
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code == 422
+    error = answer.json()["error"]
+    assert error["param"] == "events[0].value"
+    assert "finite number" in error["message"] or "1000000" in error["message"]
+    assert store.rollouts() == []
+
+
+def test_a_full_store_is_a_503(http: httpx.Client, writer: HeldWriter) -> None:
+    writer.broken = True
+    answer = send(http, [{"type": "rollout_opened", "rollout_id": "r1"}])
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert "disk is full" in answer.json()["error"]["message"]
+
+
+def test_the_api_describes_itself(http: httpx.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    assert {path for path in paths if path.startswith("/api")} == {
+        "/api/anchors/next",
+        "/api/events",
+        "/api/push",
+        "/api/push/hold",
+        "/api/push/mark",
+        "/api/push/release",
+        "/api/rollouts/{rollout_id}/keys",
+    }
+
+
+# Spans, sent by OpenTelemetry's own exporter
+
+
+@pytest.fixture
+def tracer(proxy: str) -> Iterator[Callable[..., Tracer]]:
+    providers = []
+
+    def make(resource: dict[str, str] | None = None, *, gzipped: bool = False) -> Tracer:
+        exporter = OTLPSpanExporter(
+            f"{proxy}/v1/traces", compression=Compression.Gzip if gzipped else None, timeout=5
+        )
+        provider = TracerProvider(resource=Resource(resource or {}))
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        providers.append(provider)
+        return provider.get_tracer("tests")
+
+    yield make
+    for provider in providers:
+        provider.shutdown()
+
+
+@pytest.mark.parametrize("gzipped", [False, True])
+def test_spans_of_the_real_exporter_land_in_the_store(
+    tracer: Callable[..., Tracer], store: Store, gzipped: bool
+) -> None:
+    work = tracer(gzipped=gzipped)
+    named = {"tracegrad.rollout": "r1"}
+    with (
+        work.start_as_current_span("agent", attributes=named) as outer,
+        work.start_as_current_span("tool") as inner,
+    ):
+        inner.set_attributes({**named, "ok": True, "n": 3, "x": 0.5, "many": ["a", "b"]})
+        inner.set_status(Status(StatusCode.ERROR, "broke"))
+    tool, agent = sorted(store.spans("r1"), key=lambda span: span.end_ns)
+    context = outer.get_span_context()
+    assert agent.trace_id == tool.trace_id == f"{context.trace_id:032x}"
+    assert agent.span_id == tool.parent_span_id == f"{context.span_id:016x}"
+    assert agent.parent_span_id is None
+    assert (tool.name, tool.kind, tool.status) == ("tool", "internal", "error")
+    assert agent.status == "unset"
+    assert tool.attributes == {
+        "tracegrad.rollout": "r1",
+        "ok": True,
+        "n": 3,
+        "x": 0.5,
+        "many": ["a", "b"],
+        "otel.status_description": "broke",
+    }
+    assert agent.start_ns < tool.start_ns <= tool.end_ns < agent.end_ns
+
+
+def test_a_resource_may_name_the_rollout(tracer: Callable[..., Tracer], store: Store) -> None:
+    with tracer({"tracegrad.rollout": "r2"}).start_as_current_span("agent"):
+        pass
+    assert [span.name for span in store.spans("r2")] == ["agent"]
+
+
+def test_spans_of_a_trace_seen_with_a_call_join_its_rollout(
+    tracer: Callable[..., Tracer], http: httpx.Client, store: Store
+) -> None:
+    with tracer().start_as_current_span("plain") as span:
+        context = span.get_span_context()
+        parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        http.post("/rollouts/r3/v1/chat/completions", json=body, headers={"traceparent": parent})
+    [found] = store.spans("r3")
+    assert found.name == "plain"
+    assert store.rollout_turns("r3")[0].parent_span_id == found.span_id
+
+
+def test_spans_of_nobody_are_kept(tracer: Callable[..., Tracer], store: Store) -> None:
+    with tracer().start_as_current_span("alone"):
+        pass
+    assert store.rollouts() == []
+    with store.reading() as connection:
+        rows = connection.exec_driver_sql("select name, rollout_id from spans").all()
+    assert [tuple(row) for row in rows] == [("alone", None)]
+
+
+@pytest.mark.parametrize(
+    ("headers", "content", "status"),
+    [
+        ({"content-type": "text/plain"}, b"{}", 415),
+        ({"content-type": "application/json"}, b"no", 400),
+        ({"content-type": "application/x-protobuf"}, b"\xff\xff\xff", 400),
+        ({"content-type": "application/x-protobuf", "content-encoding": "gzip"}, b"no", 400),
+        (
+            {"content-type": "application/x-protobuf", "content-encoding": "gzip"},
+            gzip.compress(b"", mtime=0)[:-4],
+            400,
+        ),
+        ({"content-type": "application/x-protobuf", "content-encoding": "br"}, b"", 415),
+        (
+            {"content-type": "application/x-protobuf", "content-encoding": "gzip"},
+            gzip.compress(bytes(65 << 20), 1, mtime=0),
+            413,
+        ),
+    ],
+)
+def test_what_is_no_export_is_refused(
+    http: httpx.Client, headers: dict[str, str], content: bytes, status: int
+) -> None:
+    answer = http.post("/v1/traces", content=content, headers=headers)
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"

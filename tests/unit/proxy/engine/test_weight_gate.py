@@ -1,0 +1,346 @@
+"""Holds, marks and releases around a weight push, and the versions that tokens get."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from support.engines.mock_engine import MODEL, MockEngine, Say, logprobs_of, render
+from support.proxy.servers import CONTROL, CONTROL_KEY, HeldWriter, eventually, serving
+from tracegrad.events import Turn
+from tracegrad.proxy import create_app
+from tracegrad.proxy.config import ProxySettings
+from tracegrad.proxy.engine.weight_gate import Gate
+from tracegrad.store import PolicyVersion, Store
+
+Turns = Callable[..., list[Turn]]
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def push(http: httpx.Client, what: str, **body: float) -> dict[str, int]:
+    answer = http.post(f"/api/push/{what}", json=body or None, headers=CONTROL)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def state(http: httpx.Client) -> dict[str, int]:
+    return http.get("/api/push").json()
+
+
+def test_a_stream_across_two_marks_has_exact_spans(
+    engine: MockEngine,
+    client: openai.OpenAI,
+    http: httpx.Client,
+    turns: Turns,
+) -> None:
+    engine.replies.append(Say("0123456789" * 3))  # 31 tokens with the end, by fours
+    gates = [engine.wait_before(3), engine.wait_before(5)]
+    stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    for _ in range(1 + 3):
+        next(stream)
+    assert push(http, "hold", ttl_s=60, drain_s=5) == {"in_flight": 1}
+    push(http, "mark", version=7)
+    gates[0].set()
+    for _ in range(2):
+        next(stream)
+    push(http, "mark", version=8)
+    gates[1].set()
+    push(http, "release")
+    rest = list(stream)
+    assert rest[-1].choices[0].finish_reason == "stop"
+    [turn] = turns()
+    assert turn.policy_versions == ((0, 12), (7, 8), (8, 11))
+    assert turn.untrainable is None
+    assert state(http) == {"version": 8, "held": False, "in_flight": 0, "waiting": 0}
+
+
+def test_a_whole_answer_across_a_mark_has_exact_spans_too(
+    engine: MockEngine,
+    client: openai.OpenAI,
+    http: httpx.Client,
+    turns: Turns,
+    pool: ThreadPoolExecutor,
+) -> None:
+    """Where weights are pushed the engine streams to the proxy what the client gets whole."""
+    push(http, "hold", ttl_s=60)
+    push(http, "release")
+    say = Say("0123456789", [("look", '{"at": "it"}')], "Why not?")
+    engine.replies.append(say)
+    gate = engine.wait_before(3)
+    answer = pool.submit(
+        client.chat.completions.create,
+        model=MODEL,
+        messages=HELLO,
+        logprobs=True,
+        extra_body={"return_token_ids": True},
+    )
+    eventually(lambda: engine.requests)
+    assert engine.requests[0]["stream"] is True
+    assert push(http, "hold", drain_s=5) == {"in_flight": 1}
+    push(http, "mark", version=7)
+    gate.set()
+    push(http, "release")
+
+    [turn] = turns() if answer.result() else []
+    tokens = len(say.token_ids)
+    assert turn.policy_versions == ((0, 12), (7, tokens - 12))
+    assert turn.untrainable is None
+    whole = answer.result()
+    choice = whole.choices[0]
+    assert (choice.message.content, choice.message.reasoning) == ("0123456789", "Why not?")
+    assert choice.message.tool_calls[0].function.arguments == '{"at": "it"}'
+    assert choice.finish_reason == "tool_calls"
+    assert choice.token_ids == say.token_ids
+    assert [entry.logprob for entry in choice.logprobs.content] == logprobs_of(say.token_ids)
+    assert whole.prompt_token_ids == render(HELLO)
+    assert whole.usage.completion_tokens == tokens
+    assert whole.object == "chat.completion"
+
+
+def test_a_whole_answer_across_the_first_mark_of_all_has_no_known_version(
+    engine: MockEngine,
+    client: openai.OpenAI,
+    http: httpx.Client,
+    turns: Turns,
+    pool: ThreadPoolExecutor,
+) -> None:
+    go = engine.wait_before(0)
+    answer = pool.submit(client.chat.completions.create, model=MODEL, messages=HELLO)
+    eventually(lambda: engine.requests)
+    assert push(http, "hold", ttl_s=60, drain_s=0.05) == {"in_flight": 1}
+    push(http, "mark", version=1)
+    push(http, "release")
+    go.set()
+    assert answer.result().choices[0].finish_reason == "stop"
+    client.chat.completions.create(model=MODEL, messages=HELLO)
+    across, after = turns()
+    assert across.untrainable == "version_unknown"
+    assert across.policy_versions == ((0, len(Say().token_ids)),)
+    assert after.untrainable is None
+    assert after.policy_versions == ((1, len(Say().token_ids)),)
+
+
+def test_a_hold_waits_for_whole_answers_and_only_so_long(
+    engine: MockEngine, client: openai.OpenAI, http: httpx.Client, pool: ThreadPoolExecutor
+) -> None:
+    go = engine.wait_before(0)
+    answer = pool.submit(client.chat.completions.create, model=MODEL, messages=HELLO)
+    eventually(lambda: engine.requests)
+    held = pool.submit(push, http, "hold", ttl_s=60, drain_s=20)
+    with pytest.raises(TimeoutError):
+        held.result(timeout=0.1)
+    go.set()
+    assert held.result(timeout=5) == {"in_flight": 0}
+    answer.result()
+    push(http, "release")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_held_calls_wait_and_then_get_the_new_version(
+    engine: MockEngine,
+    client: openai.OpenAI,
+    http: httpx.Client,
+    turns: Turns,
+    pool: ThreadPoolExecutor,
+    stream: bool,
+) -> None:
+    def ask(text: str) -> str:
+        messages = [{"role": "user", "content": text}]
+        answer = client.chat.completions.create(model=MODEL, messages=messages, stream=stream)
+        if stream:
+            return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+        return answer.choices[0].message.content
+
+    push(http, "hold", ttl_s=60, drain_s=1)
+    answers: list[Future[str]] = []
+    for number in range(4):
+        answers.append(pool.submit(ask, f"call {number}"))
+        eventually(lambda: state(http)["waiting"] == len(answers))
+    assert engine.requests == []
+    assert state(http)["held"]
+    push(http, "mark", version=3)
+    push(http, "release")
+    assert [answer.result(5) for answer in answers] == ["ok"] * 4
+    order = [request["messages"][0]["content"] for request in engine.requests]
+    assert sorted(order) == [f"call {number}" for number in range(4)]
+    assert {turn.policy_versions for turn in turns()} == {((3, 3),)}
+
+
+def test_a_client_that_leaves_while_held_is_forgotten(
+    engine: MockEngine, http: httpx.Client, proxy: str, store: Store
+) -> None:
+    push(http, "hold", ttl_s=60, drain_s=1)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{proxy}/v1/chat/completions", json={"messages": HELLO}, timeout=0.2)
+    eventually(lambda: state(http)["waiting"] == 0)
+    push(http, "release")
+    assert engine.requests == []
+    assert store.rollouts() == []
+
+
+def test_the_version_at_start_is_the_stores(
+    engine_url: str, store: Store, writer: HeldWriter
+) -> None:
+    for version, label in ((4, "serving"), (5, "failed")):
+        store.record_version(
+            PolicyVersion(version=version, step=version, state=label, created_at=1.0, detail={})
+        )
+    with serving(create_app(ProxySettings(upstream=engine_url), store=store, writer=writer)) as url:
+        assert httpx.get(f"{url}/api/push").json()["version"] == 4
+        told = httpx.get(f"{url}/healthz").json()
+        assert (told["status"], told["version"]) == ("ok", 4)
+
+
+@pytest.mark.parametrize(
+    ("what", "body", "field"),
+    [
+        ("mark", {"version": -1}, "version"),
+        ("mark", {}, "version"),
+        ("mark", {"version": "new"}, "version"),
+        ("hold", {"ttl_s": 0}, "ttl_s"),
+        ("hold", {"drain": 1}, "drain"),
+    ],
+)
+def test_wrong_bodies_name_the_field(
+    http: httpx.Client, what: str, body: dict[str, object], field: str
+) -> None:
+    answer = http.post(f"/api/push/{what}", json=body, headers=CONTROL)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["param"] == field
+
+
+# The gate alone
+
+
+async def test_a_hold_that_nobody_releases_opens_by_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gate = Gate()
+    await gate.hold(ttl_s=0.02, drain_s=0)
+    with caplog.at_level(logging.ERROR, "tracegrad.proxy"):
+        async with asyncio.timeout(5), gate.passage(streaming=False):
+            pass
+    assert not gate.state()["held"]
+    assert "0.02 s without a release; 1 waiting" in caplog.text
+
+
+async def test_a_second_hold_renews_the_first() -> None:
+    gate = Gate()
+    await gate.hold(ttl_s=0.05, drain_s=0)
+    await gate.hold(ttl_s=60, drain_s=0)
+    await asyncio.sleep(0.1)
+    assert gate.state()["held"]
+    gate.release()
+    assert gate._timer is None
+
+
+async def test_release_lets_calls_in_in_their_order() -> None:
+    gate = Gate()
+    entered: list[int] = []
+
+    async def call(number: int) -> None:
+        async with gate.passage(streaming=True):
+            entered.append(number)
+
+    await gate.hold(ttl_s=60, drain_s=0)
+    calls = []
+    for number in range(20):
+        calls.append(asyncio.create_task(call(number)))
+        await asyncio.sleep(0)
+    calls[7].cancel()
+    await asyncio.sleep(0)
+    gate.release()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert entered == [number for number in range(20) if number != 7]
+    assert gate.state() == {"version": 0, "held": False, "in_flight": 0, "waiting": 0}
+
+
+async def test_a_call_cancelled_as_it_is_let_in_leaves_nothing_behind() -> None:
+    gate = Gate()
+
+    async def call() -> None:
+        async with gate.passage(streaming=False):
+            pass
+
+    await gate.hold(ttl_s=60, drain_s=0)
+    task = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    gate.release()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert gate.state()["in_flight"] == 0
+    assert await gate.hold(ttl_s=60, drain_s=0) == 0
+
+
+async def test_tokens_under_way_before_the_mark_keep_their_version() -> None:
+    gate = Gate(version=1)
+    async with gate.passage(streaming=True) as passage:
+        marking = asyncio.create_task(gate.mark(2))
+        stamps = []
+        for _ in range(5):  # still coming out of the socket, each within a tick of the last
+            await asyncio.sleep(0.004)
+            stamps.append(passage.stamp())
+        await marking
+        stamps.append(passage.stamp())
+    assert stamps == [1, 1, 1, 1, 1, 2]
+
+
+async def test_a_client_that_does_not_read_makes_its_version_unknown() -> None:
+    gate = Gate()
+    async with gate.passage(streaming=True) as slow, gate.passage(streaming=True) as quick:
+        slow.blocked = True
+        await gate.mark(1)
+    assert slow.unknown
+    assert not quick.unknown
+
+
+async def test_calls_after_a_mark_are_certain() -> None:
+    gate = Gate()
+    await gate.mark(1)
+    async with gate.passage(streaming=False) as passage:
+        assert passage.version == 1
+    assert not passage.unknown
+
+
+async def test_a_gate_that_begins_held_opens_with_the_first_release() -> None:
+    gate = Gate(version=3, held=True)
+
+    async def call() -> int:
+        async with gate.passage(streaming=False) as passage:
+            return passage.version
+
+    early = asyncio.create_task(call())
+    await asyncio.sleep(0.02)
+    assert gate.state() == {"version": 3, "held": True, "in_flight": 0, "waiting": 1}
+    await gate.hold(ttl_s=60, drain_s=0)
+    await gate.mark(4)
+    gate.release()
+    assert await early == 4, "the weights that it meets are the pushed ones"
+
+
+def test_the_proxy_begins_held_when_it_is_told_to(
+    engine_url: str, store: Store, writer: HeldWriter
+) -> None:
+    key = {"control_key": CONTROL_KEY}
+    settings = ProxySettings(upstream=engine_url, held=True, **key)  # type: ignore[arg-type]
+    with (
+        serving(create_app(settings, store=store, writer=writer)) as url,
+        httpx.Client(base_url=url) as http,
+    ):
+        assert state(http)["held"]
+        push(http, "release")
+        assert not state(http)["held"]

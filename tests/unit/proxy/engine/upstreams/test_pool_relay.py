@@ -1,0 +1,126 @@
+"""One server seen from the proxy: calls and answers go through as they are. Real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from support.engines.raw_http_engine import Asked, Line, PlainEngine
+from support.proxy.upstream_pool import CHAT, JSON, Pool, ask, until
+from tracegrad.proxy.engine.upstreams import Upstreams
+from tracegrad.proxy.engine.upstreams.base import TEXT_ONLY, VLLM
+
+
+async def test_request_and_answer_go_through_as_they_are(
+    engines: list[PlainEngine], pool: Pool
+) -> None:
+    async def behave(asked: Asked, line: Line) -> None:
+        await line.say(b'{"detail":"no"}', 418, {"content-type": "application/json", "x-own": "1"})
+
+    engines[0].behave = behave
+    headers = {**JSON, "authorization": "Bearer agent"}
+    async with pool().request("POST", CHAT, body=b'{"n":1}', headers=headers) as answer:
+        assert answer.status == 418
+        assert answer.headers["x-own"] == "1"
+        assert await answer.read() == b'{"detail":"no"}'
+    [asked] = engines[0].asked
+    assert (asked.method, asked.path, asked.body) == ("POST", CHAT, b'{"n":1}')
+    assert asked.headers["authorization"] == "Bearer agent"
+
+
+async def test_one_clients_cookies_are_not_sent_with_anothers_call(
+    engines: list[PlainEngine],
+) -> None:
+    async def behave(asked: Asked, line: Line) -> None:
+        await line.say(headers={"set-cookie": "session=of-the-first; Path=/"})
+
+    engines[0].behave = behave
+    pool = Upstreams([engines[0].url.replace("127.0.0.1", "localhost")])
+    pool.open()
+    await ask(pool)
+    await ask(pool)
+    await pool.close()
+    assert [asked.headers.get("cookie") for asked in engines[0].asked] == [None, None]
+
+
+async def test_the_pools_own_key_takes_the_place_of_the_clients(
+    engines: list[PlainEngine], pool: Pool
+) -> None:
+    headers = {**JSON, "authorization": "Bearer agent"}
+    own = pool(api_key="engine-key")
+    async with own.request("GET", "/version", body=None, headers=headers) as answer:
+        assert answer.status == 200
+    assert engines[0].asked[0].headers["authorization"] == "Bearer engine-key"
+
+
+async def test_a_stream_is_passed_on_piece_by_piece(engines: list[PlainEngine], pool: Pool) -> None:
+    taken = asyncio.Event()
+
+    async def behave(asked: Asked, line: Line) -> None:
+        await line.begin()
+        await line.piece(b"one")
+        await taken.wait()
+        await line.piece(b"two")
+        await line.end()
+
+    engines[0].behave = behave
+    seen = []
+    async with pool().request("POST", CHAT, body=b"{}", headers=JSON) as answer:
+        async for data in answer.content.iter_any():
+            seen.append(data)
+            taken.set()
+    assert seen == [b"one", b"two"]
+
+
+async def test_who_leaves_early_hangs_up(engines: list[PlainEngine], pool: Pool) -> None:
+    async def behave(asked: Asked, line: Line) -> None:
+        await line.begin()
+        await line.piece(b"one")
+        await asyncio.Event().wait()
+
+    engines[0].behave = behave
+    mine = pool()
+    async with mine.request("POST", CHAT, body=b"{}", headers=JSON) as answer:
+        assert await anext(aiter(answer.iter_any())) == b"one"
+        assert mine.state()["servers"] == [{"url": engines[0].url, "up": True, "in_flight": 1}]
+    await until(lambda: engines[0].open == 0)
+    before_an_answer = asyncio.create_task(ask(mine))
+    await until(lambda: len(engines[0].asked) == 2)
+    before_an_answer.cancel()
+    await until(lambda: engines[0].open == 0)
+    assert mine.state()["servers"] == [{"url": engines[0].url, "up": True, "in_flight": 0}]
+
+
+async def test_a_pooled_connection_that_the_server_closed_meanwhile_is_no_error(
+    engines: list[PlainEngine], pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def behave(asked: Asked, line: Line) -> None:
+        if len(engines[0].asked) % 2 == 0:  # a second call over a connection gets a hang-up
+            line.hang_up()
+        else:
+            await line.say()
+
+    engines[0].behave = behave
+    mine = pool()
+    for _ in range(6):
+        assert await ask(mine) == (200, b"{}")
+    assert len(engines[0].asked) == 11
+    assert engines[0].looks == []
+    assert caplog.records == []
+
+
+async def test_redirects_are_not_followed(engines: list[PlainEngine], pool: Pool) -> None:
+    async def behave(asked: Asked, line: Line) -> None:
+        await line.say(b"", 307, {"location": engines[1].url + CHAT})
+
+    engines[0].behave = behave
+    assert await ask(pool(api_key="secret")) == (307, b"")
+    assert engines[1].asked == []
+
+
+def test_capabilities_are_those_of_the_kind_of_server() -> None:
+    assert Upstreams(["http://a"]).capabilities == VLLM
+    assert Upstreams(["http://a"], kind="openai").capabilities == TEXT_ONLY
+    with pytest.raises(ValueError, match="upstream: no URL"):
+        Upstreams([])

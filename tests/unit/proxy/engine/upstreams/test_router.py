@@ -1,0 +1,125 @@
+"""Which server a rollout's calls go to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tracegrad.proxy.engine.upstreams.router import MARGIN, Placement
+
+
+@dataclass(eq=False)
+class Server:
+    name: str
+    up: bool = True
+    in_flight: int = 0
+
+
+def some(count: int) -> list[Server]:
+    return [Server("ABCDEFGH"[number]) for number in range(count)]
+
+
+def test_a_rollout_keeps_its_server() -> None:
+    servers = some(3)
+    placement = Placement(servers)
+    first = {f"r{n}": placement.choose(f"r{n}") for n in range(30)}
+    for server in servers:
+        server.in_flight = 5
+    servers[1].in_flight = 0
+    assert {rollout: placement.choose(rollout) for rollout in first} == first
+
+
+def test_rollouts_are_spread_evenly_also_while_nothing_runs() -> None:
+    placement = Placement(some(4))
+    counts = Counter(placement.choose(f"r{n}").name for n in range(40))  # type: ignore[union-attr]
+    assert counts == {"A": 10, "B": 10, "C": 10, "D": 10}
+
+
+def test_a_new_rollout_and_a_call_without_a_name_go_to_the_least_busy() -> None:
+    servers = some(3)
+    placement = Placement(servers)
+    for server, busy in zip(servers, (3, 1, 2), strict=True):
+        server.in_flight = busy
+    assert placement.choose("r1") is servers[1]
+    assert placement.choose(None) is servers[1]
+    servers[1].in_flight = 4
+    assert placement.choose(None) is servers[2]
+    assert placement.choose("r1") is servers[1]
+
+
+def test_a_rollout_whose_server_is_down_moves_and_stays_there() -> None:
+    servers = some(2)
+    placement = Placement(servers)
+    home = placement.choose("r1")
+    assert home is servers[0]
+    servers[0].up = False
+    assert placement.choose("r1") is servers[1]
+    servers[0].up = True
+    assert placement.choose("r1") is servers[1]
+
+
+def test_a_rollout_that_did_not_call_meanwhile_returns() -> None:
+    servers = some(2)
+    placement = Placement(servers)
+    placement.choose("r1")
+    servers[0].up = False
+    placement.choose("r2")
+    servers[0].up = True
+    assert placement.choose("r1") is servers[0]
+
+
+def test_rollouts_leave_a_server_that_is_far_busier() -> None:
+    servers = some(2)
+    placement = Placement(servers)
+    placement.choose("r1")
+    servers[1].in_flight = 10
+    servers[0].in_flight = 20 + MARGIN
+    assert placement.choose("r1") is servers[0]
+    servers[0].in_flight += 1
+    assert placement.choose("r1") is servers[1]
+    assert placement.choose("r1") is servers[1], "and do not come back at once"
+
+
+def test_while_all_are_down_there_is_no_server() -> None:
+    for count in (1, 2):
+        servers = some(count)
+        placement = Placement(servers)
+        placement.choose("r1")
+        for server in servers:
+            server.up = False
+        assert placement.choose("r1") is None
+        assert placement.choose(None) is None
+
+
+def test_only_so_many_rollouts_are_remembered() -> None:
+    servers = some(2)
+    placement = Placement(servers, remembered=4)
+    for n in range(5):
+        placement.choose(f"r{n}")
+    servers[0].in_flight = 1
+    assert placement.choose("r2") is servers[0], "the least recent was r0"
+    assert placement.choose("r0") is servers[1], "forgotten, and placed anew"
+
+
+@given(
+    count=st.integers(2, 4),
+    steps=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3), st.integers(0, 40))),
+)
+def test_the_counts_of_rollouts_are_those_of_the_homes(
+    count: int, steps: list[tuple[int, int, int]]
+) -> None:
+    servers = some(count)
+    placement = Placement(servers, remembered=6)
+    for rollout, number, busy in steps:
+        server = servers[number % count]
+        server.in_flight = busy
+        server.up = busy % 7 != 0
+        chosen = placement.choose(f"r{rollout}")
+        assert (chosen is None) == (not any(server.up for server in servers))
+        assert chosen is None or chosen.up
+    homes = Counter(placement._homes.values())
+    assert placement._rollouts == [homes[number] for number in range(count)]
+    assert len(placement._homes) <= 6

@@ -1,0 +1,110 @@
+"""Streams that have nothing to say for a while are kept alive."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import httpx
+import openai
+import pytest
+
+from support.engines.mock_engine import MODEL, MockEngine, Say
+from support.proxy.servers import CONTROL, CONTROL_KEY, HeldWriter, serving
+from tracegrad.events import Turn
+from tracegrad.proxy import app, create_app
+from tracegrad.proxy.config import ProxySettings
+from tracegrad.proxy.http.streaming_response import Line
+from tracegrad.store import Store
+
+Turns = Callable[..., list[Turn]]
+HELLO = [{"role": "user", "content": "Hello"}]
+CHAT = "/rollouts/r1/v1/chat/completions"
+
+
+@pytest.fixture
+def impatient(
+    engine_url: str, store: Store, writer: HeldWriter, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """A proxy that says something after 50 ms of silence."""
+    monkeypatch.setattr(app, "KEEPALIVE_S", 0.05)
+    settings = ProxySettings(upstream=engine_url, control_key=CONTROL_KEY)  # type: ignore[arg-type]
+    with serving(create_app(settings, store=store, writer=writer)) as url:
+        yield url
+
+
+def test_a_silent_engine_is_covered_by_comments(
+    engine: MockEngine, impatient: str, turns: Turns
+) -> None:
+    engine.replies.append(Say("At last, an answer."))
+    go = engine.wait_before(0)
+    lines: list[str] = []
+    body = {"messages": HELLO, "stream": True}
+    with httpx.stream("POST", impatient + CHAT, json=body, timeout=20) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            lines.append(line)
+            if lines.count(": ") == 3:
+                go.set()
+    assert lines.count(": ") >= 3
+    assert lines[-2] == "data: [DONE]"
+    assert turns()[0].untrainable is None
+
+
+def test_clients_do_not_see_what_keeps_them_alive(
+    engine: MockEngine, impatient: str, turns: Turns
+) -> None:
+    engine.replies.append(Say("At last, an answer."))
+    go = engine.wait_before(2)
+    threading.Timer(0.3, go.set).start()
+    with openai.OpenAI(base_url=f"{impatient}/v1", api_key="tg-r1", max_retries=0) as client:
+        stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == "At last, an answer."
+    assert len(turns()) == 1
+
+
+def test_a_refusal_after_the_first_comment_is_told_in_the_stream(
+    engine: MockEngine, impatient: str, store: Store
+) -> None:
+    push = partial(httpx.post, headers=CONTROL, timeout=20)
+    push(f"{impatient}/api/push/hold", json={})
+    engine.failure = (429, {"error": {"message": "too many", "type": "x", "code": 429}}, {})
+    threading.Timer(0.3, push, [f"{impatient}/api/push/release"]).start()
+    with (
+        openai.OpenAI(base_url=f"{impatient}/v1", api_key="tg-r1", max_retries=0) as client,
+        pytest.raises(openai.APIError, match="too many"),
+    ):
+        list(client.chat.completions.create(model=MODEL, messages=HELLO, stream=True))
+    assert store.rollouts() == []
+
+
+def test_a_quick_refusal_keeps_its_status_and_says_when_to_come_back(
+    engine: MockEngine, http: httpx.Client
+) -> None:
+    engine.failure = (429, {"error": {"message": "too many", "type": "x", "code": 429}}, {})
+    answer = http.post(CHAT, json={"messages": HELLO, "stream": True})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    engine.failure = (503, {"error": {"message": "busy"}}, {"retry-after": "7"})
+    answer = http.post(CHAT, json={"messages": HELLO})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+
+
+async def test_a_line_that_speaks_is_not_filled() -> None:
+    sent: list[bytes] = []
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message.get("body", b""))
+
+    with Line(send, "text/plain", lambda: b"filler", 0.1) as line:
+        for _ in range(12):
+            await asyncio.sleep(0.02)
+            await line.say(b"word")
+        assert b"filler" not in sent
+        await asyncio.sleep(0.35)
+    fillers = sent.count(b"filler")
+    assert 2 <= fillers <= 3
+    await asyncio.sleep(0.25)
+    assert sent.count(b"filler") == fillers, "silence after the end"

@@ -1,0 +1,348 @@
+"""Which recorded turn a conversation continues, however a client wrote it down again."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.chat.conversations import (
+    CALL,
+    CALL_TOO,
+    FOUND,
+    SYSTEM,
+    TOOLS,
+    call,
+    result,
+    says,
+    user,
+)
+from tracegrad.chat.messages import Frame, frame_of, own_rendering
+from tracegrad.chat.recorded_turn import RecordedTurn
+from tracegrad.proxy.prompt_reuse.conversation_hash import (
+    Conversation,
+    conversation,
+    miss_reason,
+    recorded_conversation,
+    same_reply,
+)
+from tracegrad.proxy.prompt_reuse.fork_reasons import Fork, Reason
+
+Json = dict[str, Any]
+
+FRAME = Frame(TOOLS).key
+ASK = user("How many lamps?")
+
+
+def filed(*turns: tuple[list[Json], Json]) -> dict[bytes, str]:
+    """A directory of turns named t0, t1, ... from their messages and replies."""
+    return {
+        conversation(messages, FRAME).then(reply).key: f"t{number}"
+        for number, (messages, reply) in enumerate(turns)
+    }
+
+
+def found(messages: Sequence[Json], turns: dict[bytes, str], frame: bytes = FRAME) -> Any:
+    ends = conversation(messages, frame).ends()
+    return next(((at, turns[key]) for at, key in ends if key in turns), None)
+
+
+def turn(reply: Json, position: int) -> RecordedTurn:
+    return RecordedTurn("t", array("i", [1]), array("i", [2]), reply, position)
+
+
+def test_the_longest_recorded_conversation_is_found() -> None:
+    first = [SYSTEM, ASK]
+    second = [*first, says(calls=[CALL]), FOUND]
+    turns = filed((first, says(calls=[CALL])), (second, says("17")))
+    assert found([*second, says("17"), user("And?")], turns) == (4, "t1")
+    assert found(second, turns) == (2, "t0")
+    # A reply that was lost, or is not the model's: the turn before it is continued.
+    assert found([*second, says("18"), user("And?")], turns) == (2, "t0")
+    assert found([*first, says("17"), user("And?")], turns) is None
+    assert found(first, turns) is None
+
+
+def test_replies_with_calls_are_known_by_their_ids() -> None:
+    reply = says("I look. ", [CALL, CALL_TOO], reasoning="hm")
+    turns = filed(([ASK], reply))
+    echoed = deepcopy(reply)
+    del echoed["reasoning"]
+    echoed["content"] = None
+    echoed["tool_calls"][0]["function"]["arguments"] = '{ "city":"Oslo","item":"lamp" }'
+    assert found([ASK, echoed, FOUND], turns) == (1, "t0")
+    other = deepcopy(reply)
+    other["tool_calls"][0]["id"] = "another"
+    assert found([ASK, other, FOUND], turns) is None
+    assert found([ASK, says("I look. ", [CALL_TOO, CALL]), FOUND], turns) is None
+
+
+def test_parallel_samples_with_equal_calls_stay_apart() -> None:
+    one, two = says(calls=[call(1, item="lamp")]), says(calls=[call(2, item="lamp")])
+    turns = filed(([ASK], one), ([ASK], two))
+    assert found([ASK, two, result(2, "17")], turns) == (1, "t1")
+    assert found([ASK, one, result(1, "17")], turns) == (1, "t0")
+
+
+def test_replies_without_calls_are_known_by_their_trimmed_text() -> None:
+    turns = filed(([ASK], says("\n\n17 lamps ", reasoning="hm")))
+    parts: Any = [{"type": "text", "text": "17 "}, {"type": "text", "text": "lamps"}]
+    for content in ("17 lamps", " 17 lamps\n", parts):
+        assert found([ASK, says(content), user("And?")], turns) == (1, "t0")
+    assert found([ASK, says("17  lamps"), user("And?")], turns) is None
+    empty = filed(([ASK], says("")))
+    assert found([ASK, says(None), user("And?")], empty) == (1, "t0")
+
+
+def test_calls_without_ids_are_known_by_what_they_say() -> None:
+    bare = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'}}
+    turns = filed(([ASK], says(calls=[bare])))
+    respelled = {"type": "function", "function": {"name": "f", "arguments": '{"b":2,"a":1}'}}
+    assert found([ASK, says(calls=[respelled]), FOUND], turns) == (1, "t0")
+
+
+def test_tools_and_template_arguments_are_part_of_the_key() -> None:
+    turns = filed(([ASK], says("17")))
+    messages = [ASK, says("17"), user("And?")]
+    assert found(messages, turns) == (1, "t0")
+    frames = [
+        Frame(TOOLS),
+        Frame(None),
+        Frame([]),
+        Frame(TOOLS, {"enable_thinking": False}),
+        Frame(TOOLS, add_generation_prompt=False),
+    ]
+    assert len({frame.key for frame in frames}) == len(frames)
+    for frame in frames[1:]:
+        assert found(messages, turns, frame.key) is None
+
+
+def test_frames_of_anything_that_json_can_hold_have_keys() -> None:
+    huge = {"n": 2**70, "s": "\ud800"}
+    assert Frame(None, huge).key == Frame(None, dict(huge)).key != Frame(None, {"n": 2**70}).key
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        user("How many lamps"),
+        user("How many lamps? "),
+        {"role": "system", "content": "How many lamps?"},
+        {"role": "tool", "content": "How many lamps?", "tool_call_id": "x"},
+        {"role": "user", "content": "How many lamps?", "name": "ann"},
+        {
+            "role": "user",
+            "content": [{"type": "image_url", "image_url": {"url": "How many lamps?"}}],
+        },
+    ],
+)
+def test_every_other_message_must_be_the_same(changed: Json) -> None:
+    turns = filed(([ASK], says("17")))
+    assert found([changed, says("17"), user("And?")], turns) is None
+
+
+def test_parts_of_text_are_the_text_that_the_template_gets() -> None:
+    turns = filed(([user("a\nb")], says("17")))
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert found([{"role": "user", "content": parts}, says("17"), ASK], turns) == (1, "t0")
+
+
+def test_a_line_that_changes_with_every_request_is_not_looked_at() -> None:
+    head = "x-anthropic-billing-header: cch=%d\nBe careful."
+    first, later = ([{"role": "system", "content": head % n}, ASK] for n in (1, 2))
+    assert found([*later, says("17"), ASK], filed((first, says("17")))) == (2, "t0")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (result(1, "a"), result(1, "acall00001") | {"tool_call_id": ""}),
+        (user("aNone"), user("a") | {"name": "NoneNone"}),
+        (says("ab"), says("a") | {"role": "assistantb"}),
+        (says(calls=[CALL | {"id": "ab"}]), says(calls=[CALL | {"id": "a"}, CALL | {"id": "b"}])),
+        (says("ids1:a"), says(calls=[CALL | {"id": "a"}])),
+    ],
+)
+def test_fields_do_not_run_into_one_another(one: Json, other: Json) -> None:
+    assert conversation([one], FRAME).marks != conversation([other], FRAME).marks
+
+
+TEXTS = st.text(alphabet="ab:1\x00é", max_size=4)
+MESSAGES = st.lists(
+    st.one_of(
+        st.builds(user, TEXTS),
+        st.builds(says, TEXTS),
+        st.builds(lambda t, i: {"role": "tool", "tool_call_id": i, "content": t}, TEXTS, TEXTS),
+        st.builds(lambda i: says(calls=[CALL | {"id": i}]), TEXTS.filter(bool)),
+    ),
+    max_size=4,
+)
+
+
+def _meant(messages: list[Json]) -> str:
+    """What must differ where keys differ, written plainly."""
+    return json.dumps(
+        [
+            [call["id"] for call in message["tool_calls"]]
+            if "tool_calls" in message
+            else {**message, "content": message["content"].strip()}
+            if message["role"] == "assistant"
+            else message
+            for message in messages
+        ],
+        sort_keys=True,
+    )
+
+
+@given(MESSAGES, MESSAGES)
+def test_keys_are_equal_exactly_where_conversations_are(a: list[Json], b: list[Json]) -> None:
+    marks = conversation(a, FRAME).marks, conversation(b, FRAME).marks
+    for length in range(1, min(len(a), len(b)) + 1):
+        same = _meant(a[:length]) == _meant(b[:length])
+        assert (marks[0][length - 1] == marks[1][length - 1]) == same
+
+
+@given(MESSAGES)
+def test_a_conversation_grows_by_its_reply(messages: list[Json]) -> None:
+    reply = says("17")
+    assert conversation(messages, FRAME).then(reply) == conversation([*messages, reply], FRAME)
+
+
+CALLED = says("I look. ", [call(1, item="lamp", n=1, ok=True)], reasoning=" hm\n")
+SAID = says(" 17\n", reasoning="hm")
+
+
+def respelled(arguments: Any) -> Json:
+    reply = deepcopy(CALLED)
+    reply["tool_calls"][0]["function"]["arguments"] = arguments
+    return reply
+
+
+@pytest.mark.parametrize(
+    "echoed",
+    [
+        CALLED,
+        {"role": "assistant", "tool_calls": CALLED["tool_calls"]},
+        CALLED | {"content": "I look."},
+        CALLED | {"content": "", "reasoning": "hm"},
+        CALLED | {"reasoning": None, "reasoning_content": "hm"},
+        CALLED | {"content": [{"type": "text", "text": "I "}, {"type": "text", "text": "look."}]},
+        respelled('{"ok":true, "n":1,\n"item":"l\\u0061mp"}'),
+        respelled('{"ok":true,"n":1.0,"item":"lamp"}'),
+        respelled({"ok": True, "n": 1, "item": "lamp"}),
+    ],
+)
+def test_a_reply_may_come_back_written_otherwise(echoed: Json) -> None:
+    assert same_reply(CALLED, echoed) is None
+
+
+@pytest.mark.parametrize(
+    ("echoed", "reason"),
+    [
+        (CALLED | {"content": "I looked."}, Reason.EDITED_CONTENT),
+        (CALLED | {"reasoning": "hm hm"}, Reason.EDITED_REASONING),
+        (CALLED | {"tool_calls": []}, Reason.EDITED_CALLS),
+        (CALLED | {"tool_calls": CALLED["tool_calls"] * 2}, Reason.EDITED_CALLS),
+        (respelled('{"ok":true,"n":1}'), Reason.EDITED_CALLS),
+        (respelled('{"ok":1,"n":1,"item":"lamp"}'), Reason.EDITED_CALLS),
+        (respelled('{"ok":true,"n":"1","item":"lamp"}'), Reason.EDITED_CALLS),
+        (respelled("{"), Reason.EDITED_CALLS),
+        (respelled(""), Reason.EDITED_CALLS),
+        (user("I look."), Reason.EDITED_HISTORY),
+    ],
+)
+def test_a_reply_that_says_something_else_is_told_apart(echoed: Json, reason: Reason) -> None:
+    assert same_reply(CALLED, echoed) == reason
+
+
+def test_a_text_must_come_back_where_there_is_no_call_to_know_it_by() -> None:
+    assert same_reply(SAID, says("17")) is None
+    assert same_reply(SAID, says(None)) == Reason.EDITED_CONTENT
+    assert same_reply(says(None), says("")) is None
+
+
+@pytest.mark.parametrize(
+    ("spelled", "same", "other"),
+    [
+        ('{"a": 1', '{"a": 1', '{"a":1'),
+        ("", "{}", "[]"),
+        ('{"n": 9007199254740993123}', '{"n":9007199254740993000}', '{"n":9007199254740990000}'),
+        ('{"n": 1e3}', '{"n":1000}', '{"n":1001}'),
+        ('{"n": 0.1}', '{"n":0.10}', '{"n":0.11}'),
+        ("[" * 100_000, "[" * 100_000, "[" * 99_999),
+    ],
+)
+def test_arguments_are_compared_as_values(spelled: str, same: str, other: str) -> None:
+    assert same_reply(respelled(spelled), respelled(same)) is None
+    assert same_reply(respelled(spelled), respelled(other)) == Reason.EDITED_CALLS
+
+
+@pytest.mark.parametrize("field", ["id", "name"])
+def test_ids_and_names_of_calls_must_be_the_same(field: str) -> None:
+    echoed = deepcopy(CALLED)
+    entry = echoed["tool_calls"][0]
+    (entry if field == "id" else entry["function"])[field] = "another"
+    assert same_reply(CALLED, echoed) == Reason.EDITED_CALLS
+
+
+def test_the_conversation_goes_on_with_what_was_recorded() -> None:
+    recorded = says("I look.", [CALL], reasoning="hm")
+    final = says(" 17 ", reasoning="so")
+    incoming = [ASK, says(None, [CALL]), FOUND, says("17"), user("And?")]
+    told = recorded_conversation(incoming, [turn(recorded, 1), turn(final, 3)])
+    assert told == [ASK, recorded, FOUND, final, user("And?")]
+    assert incoming[1] == says(None, [CALL])
+
+
+def test_an_edited_reply_anywhere_in_the_chain_forks() -> None:
+    incoming = [ASK, says(calls=[call(1, item="bulb")]), FOUND, says("17"), user("And?")]
+    chain = [turn(says(calls=[call(1, item="lamp")]), 1), turn(says("17"), 3)]
+    assert recorded_conversation(incoming, chain) == Fork(Reason.EDITED_CALLS, "message 1")
+
+
+def known(*messages: Json, frame: bytes = FRAME) -> Conversation:
+    return conversation(list(messages), frame)
+
+
+def test_a_conversation_that_continues_nothing_says_why() -> None:
+    reply, second = says(calls=[CALL]), says("17")
+    recorded = [known(SYSTEM, ASK, reply), known(SYSTEM, ASK, reply, FOUND, second)]
+    more = user("And?")
+    cases = {
+        Reason.NEW_CONVERSATION: known(SYSTEM, user("another task")),
+        Reason.TOOLS_CHANGED: known(SYSTEM, ASK, reply, FOUND, frame=Frame().key),
+        Reason.COMPACTION: known(SYSTEM, user("summary"), says("noted"), more),
+        Reason.EDITED_HISTORY: known(SYSTEM, user("other"), reply, FOUND, second, more),
+    }
+    for reason, incoming in cases.items():
+        assert miss_reason(incoming, recorded) == reason
+    assert miss_reason(cases[Reason.COMPACTION], []) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": []}, None),
+        ({"continue_final_message": False, "echo": False}, None),
+        ({"echo": True}, "echo"),
+        ({"chat_template": "x"}, "chat_template"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"truncate_prompt_tokens": 100}, "truncate_prompt_tokens"),
+    ],
+)
+def test_requests_that_the_engine_renders_otherwise_are_known(body: Json, field: Any) -> None:
+    assert own_rendering(body) == field
+
+
+def test_a_frame_is_made_of_a_request_and_the_engines_defaults() -> None:
+    body = {"tools": TOOLS, "reasoning_effort": "low", "chat_template_kwargs": {"style": "x"}}
+    frame = frame_of(body, {"style": "default", "enable_thinking": False})
+    assert frame.kwargs == {"style": "x", "enable_thinking": True, "reasoning_effort": "low"}
+    assert frame.tools == TOOLS
+    assert frame.add_generation_prompt

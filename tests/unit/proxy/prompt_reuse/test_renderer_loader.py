@@ -1,0 +1,94 @@
+"""How the proxy comes to know the engine's tokenizer and template, and when it trusts them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from support.trainer.char_model import char_tokenizer
+from tracegrad.chat.model import ModelText
+from tracegrad.events import token_ids
+from tracegrad.proxy.http.errors import Unavailable
+from tracegrad.proxy.prompt_reuse.fork_reasons import Fork, Reason
+from tracegrad.proxy.prompt_reuse.renderer_loader import CHECKED, EngineText
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    char_tokenizer().save_pretrained(path)
+    return path
+
+
+class Engine:
+    def __init__(self, *answers: object) -> None:
+        self.answers = list(answers)
+
+    async def models(self) -> bytes:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return json.dumps(answer).encode()
+
+
+def root(path: object) -> object:
+    return {"data": [{"id": "policy", "root": str(path)}]}
+
+
+async def test_the_folder_is_the_one_that_the_engine_serves(folder: Path) -> None:
+    engine = Engine(root(folder))
+    text = EngineText(None, engine.models)
+    found = await text.get()
+    assert isinstance(found, ModelText)
+    assert found.tokenizer.decode(found.tokenizer.encode("hello")) == "hello"
+    assert await text.get() is found
+    assert engine.answers == [], "asked once"
+
+
+async def test_a_folder_that_is_given_needs_no_engine(folder: Path) -> None:
+    assert isinstance(await EngineText(folder, Engine().models).get(), ModelText)
+
+
+@pytest.mark.parametrize("answer", [root("org/name"), {"data": []}, {"data": [{}]}, [], 3])
+async def test_without_a_folder_nothing_is_continued(
+    answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = EngineText(None, Engine(answer).models)
+    found = await text.get()
+    assert isinstance(found, Fork)
+    assert found.reason is Reason.TOKENIZER
+    assert await text.get() is found
+    assert len(caplog.records) == 1, "said once"
+
+
+async def test_an_engine_that_is_away_is_asked_again(folder: Path) -> None:
+    away = Unavailable("nobody there", code="upstream_unreachable")
+    text = EngineText(None, Engine(away, root(folder)).models)
+    assert isinstance(await text.get(), Fork)
+    assert isinstance(await text.get(), ModelText)
+
+
+async def test_other_tokens_than_the_engines_are_not_continued(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = EngineText(folder, Engine().models)
+    found = await text.get()
+    assert isinstance(found, ModelText)
+    right = found.tokenizer.encode("<|im_start|>user\nhello<|im_end|>\n")
+    assert text.tokenizes(found, right)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(2):
+            assert not text.tokenizes(found, token_ids([*right, 100_000]))
+    assert len(caplog.records) == 1, "said once"
+
+
+async def test_a_tokenizer_that_was_right_often_is_believed(folder: Path) -> None:
+    text = EngineText(folder, Engine().models)
+    found = await text.get()
+    assert isinstance(found, ModelText)
+    for _ in range(CHECKED):
+        assert text.tokenizes(found, found.tokenizer.encode("hello"))
+    assert text.tokenizes(found, token_ids([100_000])), "not looked at any more"

@@ -1,0 +1,279 @@
+"""Which rollout a call belongs to, and which turn it continues."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from support.engines.mock_engine import MODEL, MockEngine, Say, render
+from support.proxy.servers import HeldWriter, serving
+from tracegrad.events import Turn, logprobs, token_ids
+from tracegrad.proxy import create_app
+from tracegrad.proxy.config import ProxySettings
+from tracegrad.proxy.dialects.base import Call
+from tracegrad.proxy.dialects.openai_chat import Chat
+from tracegrad.proxy.prompt_reuse import Continuation, Place, known
+from tracegrad.store import Store
+from tracegrad.turn_tree import extends
+
+Turns = Callable[..., list[Turn]]
+Json = dict[str, Any]
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PARENT = f"00-{TRACE}-{SPAN}-01"
+CHAT = "/v1/chat/completions"
+
+
+def user(text: str) -> Json:
+    return {"role": "user", "content": text}
+
+
+def test_names_work_over_http(http: httpx.Client, turns: Turns) -> None:
+    body = {"messages": [user("hi")]}
+    headers = {"authorization": "Bearer tg-by-key", "traceparent": PARENT}
+    http.post(f"/rollouts/by-path{CHAT}", json=body, headers=headers).raise_for_status()
+    http.post(CHAT, json=body, headers=headers).raise_for_status()
+    http.post(CHAT, json=body, headers={"baggage": "tracegrad.rollout=by-bag"}).raise_for_status()
+    assert turns("by-path")[0].parent_span_id == SPAN
+    assert turns("by-key")[0].parent_span_id == SPAN
+    assert turns("by-bag")[0].parent_span_id is None
+
+
+def test_only_a_clients_own_key_reaches_the_engine(http: httpx.Client, engine: MockEngine) -> None:
+    for key in ("tg-r1", "sk-own"):
+        http.post(CHAT, json={"messages": [user("hi")]}, headers={"authorization": f"Bearer {key}"})
+    assert [headers.get("authorization") for headers in engine.headers] == [None, "Bearer sk-own"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_conversation_is_one_path(
+    engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
+) -> None:
+    """As an agent's loop does it: append the reply, append the tool's answer, call again."""
+    engine.replies += [
+        Say("", [("look", '{"q": 1}'), ("look", '{"q": 2}')]),
+        Say("Let me see. ", [("look", '{"q": 3}')]),
+        Say("It is 7."),
+    ]
+    tools: Any = [{"type": "function", "function": {"name": "look"}}]
+    messages: list[Any] = [user("What is it?")]
+    while True:
+        if stream:
+            with client.chat.completions.stream(
+                model=MODEL, messages=messages, tools=tools
+            ) as events:
+                reply = events.get_final_completion().choices[0].message
+        else:
+            answer = client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
+            reply = answer.choices[0].message
+        messages.append(
+            reply.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
+        )
+        if not reply.tool_calls:
+            break
+        for call in reply.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "42"})
+
+    first, second, third = turns()
+    assert (first.parent_id, second.parent_id) == (None, first.turn_id)
+    assert third.parent_id == second.turn_id
+    assert all(turn.fork_reason is None for turn in (first, second, third))
+    assert extends(third.prompt_token_ids, second)
+    assert third.prompt_token_ids.tolist() == render(messages[:-1], tools)
+
+
+def test_a_continued_choice_is_the_parent(
+    engine: MockEngine, client: openai.OpenAI, turns: Turns
+) -> None:
+    engine.replies += [Say("left"), Say("right"), Say("done")]
+    answer = client.chat.completions.create(model=MODEL, messages=[user("go")], n=2)
+    second = {"role": "assistant", "content": answer.choices[1].message.content}
+    client.chat.completions.create(model=MODEL, messages=[user("go"), second, user("on")])
+    _, right, done = turns()
+    assert done.parent_id == right.turn_id
+
+
+def test_forks_say_why(engine: MockEngine, client: openai.OpenAI, turns: Turns) -> None:
+    def ask(*messages: Json) -> Any:
+        answer = client.chat.completions.create(model=MODEL, messages=list(messages))
+        return answer.choices[0].message
+
+    engine.replies += [Say("", [("look", '{"q": 1}')]), Say("b"), Say("c"), Say("d"), Say("e")]
+    go = user("go")
+    call = ask(go).tool_calls[0].model_dump()
+    call["function"]["arguments"] = '{"q":1}'
+    # The same call, its arguments written anew, without the space: other tokens.
+    ask(go, {"role": "assistant", "tool_calls": [call]}, user("on"))
+    ask(go)
+    said = {"role": "assistant", "content": "b"}
+    ask(user("go!"), said, user("on"), said, user("on"))
+    ask(user("a sub-agent's own task"))
+    assert [turn.parent_id for turn in turns()] == [None] * 5
+    assert [turn.fork_reason for turn in turns()] == [
+        None,
+        "tokenizer",  # the mock engine has none that the proxy could read
+        "new_conversation",
+        "edited_history",
+        "new_conversation",
+    ]
+
+
+def test_reasoning_that_the_template_drops_forks(
+    engine: MockEngine, client: openai.OpenAI, turns: Turns
+) -> None:
+    engine.replies += [Say("Yes.", reasoning="Is it? It is."), Say("Sure.")]
+    client.chat.completions.create(model=MODEL, messages=[user("Is it?")])
+    reply = {"role": "assistant", "content": "Yes."}
+    client.chat.completions.create(model=MODEL, messages=[user("Is it?"), reply, user("Sure?")])
+    assert turns()[1].fork_reason == "tokenizer"
+
+
+def test_a_branch_off_an_earlier_turn_has_it_as_parent(
+    engine: MockEngine, client: openai.OpenAI, turns: Turns
+) -> None:
+    engine.replies += [Say("a"), Say("b"), Say("b2")]
+    start = [user("go"), {"role": "assistant", "content": "a"}]
+    for messages in ([user("go")], [*start, user("this way")], [*start, user("that way")]):
+        client.chat.completions.create(model=MODEL, messages=messages)
+    first, *branches = turns()
+    assert [turn.parent_id for turn in branches] == [first.turn_id] * 2
+
+
+def test_untitled_calls_find_their_conversation(
+    http: httpx.Client, engine: MockEngine, store: Store
+) -> None:
+    engine.replies += [Say("alpha"), Say("beta"), Say("more alpha"), Say("more beta")]
+
+    def ask(*messages: Json) -> None:
+        http.post(CHAT, json={"messages": messages}).raise_for_status()
+
+    ask(user("go"))
+    ask(user("go"))
+    for word in ("alpha", "beta"):
+        ask(user("go"), {"role": "assistant", "content": word}, user("on"))
+    conversations = [store.rollout_turns(row.rollout_id) for row in store.rollouts()]
+    assert sorted(len(turns) for turns in conversations) == [2, 2]
+    for first, second in conversations:
+        assert second.parent_id == first.turn_id
+
+
+def test_an_untitled_call_joins_the_titled_rollout_that_it_continues(
+    http: httpx.Client, engine: MockEngine, turns: Turns
+) -> None:
+    engine.replies.append(Say("mine"))
+    http.post(f"/rollouts/r1{CHAT}", json={"messages": [user("go")]})
+    messages = [user("go"), {"role": "assistant", "content": "mine"}, user("on")]
+    http.post(CHAT, json={"messages": messages})
+    first, second = turns()
+    assert second.parent_id == first.turn_id
+
+
+def test_a_conversation_goes_on_after_a_restart(
+    engine: MockEngine, engine_url: str, store: Store, writer: HeldWriter
+) -> None:
+    engine.replies += [Say("before"), Say("after")]
+    settings = ProxySettings(upstream=engine_url)
+    for messages in (
+        [user("go")],
+        [user("go"), {"role": "assistant", "content": "before"}, user("on")],
+    ):
+        with serving(create_app(settings, store=store, writer=writer)) as url:
+            httpx.post(f"{url}/rollouts/r1{CHAT}", json={"messages": messages}).raise_for_status()
+    first, second = store.rollout_turns("r1")
+    assert second.parent_id == first.turn_id
+
+
+class CountingStore:
+    """Reads from a dictionary, and counts how often."""
+
+    def __init__(self, turns: dict[str, list[Turn]]) -> None:
+        self.turns = turns
+        self.reads = 0
+
+    def rollout_turns(
+        self, rollout_id: str, *, raw: bool = True, routes: bool = True
+    ) -> list[Turn]:
+        self.reads += 1
+        return list(self.turns.get(rollout_id, ()))
+
+    def find_turn(self, turn_id: str, *, routes: bool = True) -> Turn | None:
+        every = [turn for turns in self.turns.values() for turn in turns]
+        return next((turn for turn in every if turn.turn_id == turn_id), None)
+
+
+def a_turn(rollout_id: str, prompt: list[int], completion: list[int]) -> Turn:
+    return Turn(
+        rollout_id=rollout_id,
+        dialect="chat",
+        model=MODEL,
+        prompt_token_ids=token_ids(prompt),
+        completion_token_ids=token_ids(completion),
+        completion_logprobs=logprobs([-1.0] * len(completion)),
+        policy_versions=((0, len(completion)),),
+    )
+
+
+def a_call(*messages: Json) -> Call:
+    return Chat().parse(json.dumps({"messages": messages or [user("go")]}).encode(), {}, {})
+
+
+async def placed(continuation: Continuation, rollout_id: str, prompt: list[int]) -> Place:
+    said = {"role": "assistant", "content": "something"}
+    plan = await continuation.plan(rollout_id, a_call(user("go"), said, user("on")))
+    return await continuation.place(plan, token_ids(prompt))
+
+
+async def test_the_cache_is_bounded_and_falls_back_to_the_store() -> None:
+    old = a_turn("old", [1] * 1000, [2])
+    store = CountingStore({"old": [old]})
+    continuation = Continuation(store, limit_bytes=30_000)
+    for _ in range(2):
+        assert (await placed(continuation, "old", [1] * 1000 + [2, 3])).parent_id == old.turn_id
+    assert store.reads == 2, "another proxy may have written what is missing"
+    for number in range(10):
+        rollout = f"new{number}"
+        plan = await continuation.plan(rollout, a_call())
+        await continuation.place(plan, token_ids([number]))
+        continuation.add(known(a_turn(rollout, [number] * 1000, [5]), plan.said))
+    assert continuation._trees.size <= 30_000
+    assert (await placed(continuation, "old", [1] * 1000 + [2, 3])).parent_id == old.turn_id
+    assert store.reads == 3, "rollouts that begin are not looked for in the store"
+
+
+async def test_what_is_forgotten_leaves_nothing_behind() -> None:
+    continuation = Continuation(CountingStore({}), limit_bytes=20_000)
+    for number in range(50):
+        plan = await continuation.plan(f"r{number}", a_call(user(f"task {number}")))
+        await continuation.place(plan, token_ids([number]))
+        turn = a_turn(f"r{number}", [number] * 500, [5])
+        response = {"choices": [{"message": {"role": "assistant", "content": "ok"}}]}
+        turn = replace(turn, response=response, finish_reason="stop")
+        continuation.add(known(turn, plan.said))
+    trees = continuation._trees
+    assert len(trees._trees) < 10
+    assert len(trees._keys) == sum(len(tree.turns) for tree in trees._trees.values())
+    assert 0 < trees.size <= 20_000
+
+
+async def test_a_failed_reading_is_tried_again() -> None:
+    store = CountingStore({})
+    continuation = Continuation(store, limit_bytes=1000)
+    broken, store.rollout_turns = store.rollout_turns, lambda *_, **__: 1 / 0  # type: ignore
+    with pytest.raises(ZeroDivisionError):
+        await placed(continuation, "r", [1])
+    store.rollout_turns = broken  # type: ignore[method-assign]
+    assert (await placed(continuation, "r", [1])).parent_id is None
+
+
+async def test_a_turn_without_a_prompt_is_nobodys_parent() -> None:
+    continuation = Continuation(CountingStore({"r": [a_turn("r", [], [])]}), limit_bytes=1000)
+    plan = await continuation.plan("r", a_call())
+    assert await continuation.place(plan, token_ids([1, 2])) == ("r", None, None)
+    continuation.add(known(a_turn("r", [], []), plan.said))
+    assert (await placed(continuation, "r", [1, 2])).parent_id is None

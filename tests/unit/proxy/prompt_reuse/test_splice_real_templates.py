@@ -1,0 +1,149 @@
+"""Every real template in every shape of conversation: what must continue and what must fork.
+
+S: the prompt is the engine's own rendering, token for token. S*: the template shows nothing of
+the model's calls, the prompt keeps them. Forks: g generation prompt not kept, h history
+rewritten, r reasoning dropped, s end token not rendered, x the template refuses. The table
+is that of an earlier study of these templates, made with other code; gpt-oss differs
+where there is reasoning, which vLLM does not hand to its template.
+
+The truth is independent of the code under test: prompts are rendered by transformers, and where
+a reply ends was written down for each model by hand (`FAMILIES`).
+"""
+
+from __future__ import annotations
+
+import pytest
+from jinja2 import TemplateError
+
+from support.chat.conversations import CELLS, Cell, call, result, says
+from support.chat.real_templates import FAMILIES, NOW, engine_text, model
+from tracegrad.chat.messages import Frame
+from tracegrad.chat.recorded_turn import RecordedTurn
+from tracegrad.proxy.prompt_reuse.fork_reasons import Reason
+from tracegrad.proxy.prompt_reuse.splice import Spliced, splice
+
+#                     text  text,tools  call  parallel  R call  R loop  loop  R→user  calls→user
+#                     loop→user  R loop→user
+EXPECTED = """
+Qwen2.5             | S  | S  | S  | S  | r  | r  | S  | r  | S  | S  | r
+Qwen3-Coder         | S  | S  | S  | S  | r  | r  | S  | r  | S  | S  | r
+Kimi-K2             | S  | S  | S  | S  | r  | r  | S  | r  | S  | S  | r
+Granite 4           | S  | S  | S  | S  | r  | r  | S  | r  | S  | S  | r
+DeepSeek-V3.1       | S  | S  | S  | S  | r  | r  | S  | r  | S  | S  | r
+DeepSeek-V3.1 think | S  | S  | S  | S  | r  | r  | S  | r  | S  | S  | r
+Qwen3               | S  | S  | S  | S  | S  | S  | S  | r  | S  | S  | h
+Qwen3 no-think      | g  | g  | g  | g  | g  | g  | g  | g  | g  | g  | h
+GLM-4.6             | S  | S  | S  | S  | S  | S  | S  | r  | S  | S  | h
+GLM no-think        | S  | S  | S  | S  | g  | g  | S  | r  | S  | S  | h
+Gemma 4             | g  | g  | g  | g  | g  | S  | S  | g  | g  | S  | h
+Gemma 4 think       | S  | S  | S  | S  | S  | S  | S  | r  | S  | S  | h
+Qwen3.5             | g  | g  | S  | S  | S  | S  | S  | g  | g  | h  | h
+Qwen3.5 no-think    | g  | g  | S  | S  | g  | g  | S  | g  | g  | h  | h
+MiniMax-M2          | g  | g  | g  | g  | S  | S  | g  | g  | g  | g  | h
+gpt-oss             | s  | s  | S  | S* | r  | r  | S  | s  | S* | s  | s
+Llama-3.1           | S  | S  | S  | x  | r  | r  | S  | r  | x  | S  | r
+Mistral Small 3.2   | S  | h  | S  | S  | r  | r  | S  | r  | x  | h  | h
+Mistral Nemo        | h  | h  | h  | h  | h  | r  | S  | h  | x  | h  | h
+Hermes-3            | x  | S  | S  | S  | r  | h  | h  | x  | S  | h  | h
+Phi-4-mini          | S  | S  | S* | S* | r  | r  | S* | r  | S* | S  | r
+SmolLM3             | S  | S  | S* | S* | r  | r  | S* | r  | S* | S  | r
+LFM2                | S  | S  | S* | S* | r  | r  | S* | r  | S* | S  | r
+Gemma 3             | S  | S  | x  | x  | x  | x  | x  | r  | x  | x  | x
+R1-Distill          | g  | g  | g  | g  | g  | r  | S* | g  | g  | S  | r
+Nemotron-Nano-v2    | g  | g  | g  | g  | g  | g  | g  | g  | g  | g  | g
+"""
+ROWS = {
+    row[0]: dict(zip(CELLS, row[1:], strict=True))
+    for row in ([part.strip() for part in line.split("|")] for line in EXPECTED.split("\n") if line)
+}
+REASONS = {
+    "g": Reason.GENERATION_PROMPT,
+    "h": Reason.HISTORY_REWRITTEN,
+    "r": Reason.REASONING_DROPPED,
+    "s": Reason.STOP_NOT_RENDERED,
+    "x": Reason.TEMPLATE_ERROR,
+}
+
+
+# A template may also fail as Python does: Hermes-3 loops over the tools, given or not.
+REFUSALS = (TemplateError, TypeError)
+
+
+def test_the_table_covers_every_template() -> None:
+    assert ROWS.keys() == FAMILIES.keys()
+
+
+def _said(name: str, cell: Cell, before: str, whole: str, stop: str) -> str:
+    """What the model writes: where it is shown, the text that the template has for it."""
+    if not whole.startswith(before):
+        return "something else"
+    at = whole.find(cell.last_said, len(before))
+    end = whole.find(stop, at)
+    if at < 0 or end < 0:
+        return '<tool_call>{"city": "Oslo"}</tool_call>'
+    return whole[len(before) : end]
+
+
+@pytest.mark.parametrize("shape", CELLS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cell_of_the_table(name: str, shape: str) -> None:
+    cell, family, text = CELLS[shape], FAMILIES[name], model(name)
+    expected = ROWS[name][shape]
+    messages = [*cell.before, cell.reply, *cell.new]
+    try:
+        before = engine_text(name, cell.before, cell.tools)
+    except REFUSALS:
+        assert expected == "x", "the engine could not have served the turn"
+        return
+    stop = family.stop["tool_calls" in cell.reply]
+    try:
+        whole = engine_text(name, messages, cell.tools)
+    except REFUSALS:
+        whole = ""
+    said = _said(name, cell, before, whole, stop)
+    encode = text.tokenizer.encode
+    turn = RecordedTurn(
+        "t", encode(before), encode(said) + encode(stop), cell.reply, len(cell.before), "stop"
+    )
+    spliced = splice(text, [turn], messages, Frame(cell.tools, family.kwargs), NOW)
+
+    if expected in REASONS:
+        assert not isinstance(spliced, Spliced)
+        assert spliced.reason == REASONS[expected], spliced.detail
+        return
+    assert isinstance(spliced, Spliced), spliced
+    context = turn.prompt_ids + turn.completion_ids
+    assert spliced.ids[: len(context)] == context
+    assert len(spliced.ids) == len(context) + spliced.new
+    assert spliced.lossy == (expected == "S*")
+    if expected == "S":
+        assert text.tokenizer.decode(spliced.ids) == whole
+        assert spliced.ids == encode(whole)
+    else:
+        # What is new is the end of the engine's own prompt.
+        new = spliced.ids[len(context) :]
+        assert whole.endswith(stop + text.tokenizer.decode(new))
+        assert cell.new[-1]["content"] in text.tokenizer.decode(new)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, row in ROWS.items() if "S" in row["call"] and "S" in row["loop"]]
+)
+def test_a_tool_loop_goes_on_for_as_long_as_it_likes(name: str) -> None:
+    """The model writes its calls otherwise than the template does; its own tokens stay."""
+    cell, family, text = CELLS["call"], FAMILIES[name], model(name)
+    frame = Frame(cell.tools, family.kwargs)
+    messages, chain = list(cell.before), []
+    prompt = text.tokenizer.encode(engine_text(name, messages, cell.tools))
+    for step in range(5):
+        sampled = text.tokenizer.encode(f"(call {step}, as the model wrote it)" + family.stop[True])
+        reply = says(calls=[call(step, item="lamp", city=f"town {step}")])
+        chain.append(RecordedTurn(f"t{step}", prompt, sampled, reply, len(messages), "tool_calls"))
+        messages += [reply, result(step, f"{step} pieces")]
+        spliced = splice(text, chain, messages, frame, NOW)
+        assert isinstance(spliced, Spliced), (step, spliced)
+        context = prompt + sampled
+        assert spliced.ids[: len(context)] == context
+        new = text.tokenizer.decode(spliced.ids[len(context) :])
+        assert engine_text(name, messages, cell.tools).endswith(family.stop[True] + new)
+        prompt = spliced.ids

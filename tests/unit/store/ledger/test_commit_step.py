@@ -1,0 +1,163 @@
+"""A turn is trained at most once, and every turn is counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.store.events import make_turn, whole_rollout
+from support.store.ledger_fixtures import FakeClock, fill, ids, lease, turn_ids
+from support.store.ledger_fixtures import fake_clock as fake_clock
+from support.store.ledger_fixtures import ledger as ledger
+from tracegrad.events import Outcome
+from tracegrad.store import (
+    AlreadyTrained,
+    Ledger,
+    LedgerError,
+    StepRecord,
+    Store,
+    TurnCounts,
+    leases_of,
+)
+
+
+def test_a_step_commits_with_its_turns(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=2, size=2)
+    used, dropped = lease(ledger, groups=2)
+    step = StepRecord(
+        step=7, version=8, settings={"lr": 1e-5}, metrics={"loss": 0.5}, checkpoint="ckpt/7"
+    )
+    ledger.commit_step(
+        step,
+        trained=turn_ids(used),
+        skipped=dict.fromkeys(turn_ids(dropped), "equal_rewards"),
+        rollouts=[r.rollout_id for group in (used, dropped) for r in group.rollouts],
+        leases=leases_of([used, dropped]),
+    )
+    assert ledger.last_step() == step
+    assert store.turn_counts() == TurnCounts(8, 4, {"equal_rewards": 4}, {})
+    detail = store.rollout("t0.0")
+    assert {fate.step for fate in detail.fates.values()} == {7}
+    assert (detail.row.state, detail.row.consumed_step, detail.row.trained_turns) == (
+        "consumed",
+        7,
+        2,
+    )
+    assert lease(ledger) == []
+
+
+def test_a_turn_is_trained_once_and_a_second_step_leaves_no_trace(
+    store: Store, ledger: Ledger, fake_clock: FakeClock
+) -> None:
+    fill(store, tasks=2, size=2)
+    [slow] = lease(ledger, ttl_s=5)
+    fake_clock.advance(6)
+    [quick] = lease(ledger)
+    assert ids([slow]) == ids([quick]), "the slow trainer outlived its lease"
+    names = [r.rollout_id for r in quick.rollouts]
+    ledger.commit_step(
+        StepRecord(step=1, version=1),
+        trained=turn_ids(quick),
+        skipped={},
+        rollouts=names,
+        leases=leases_of([quick]),
+    )
+    [other] = lease(ledger)
+    before = (store.turn_counts(), store.rollouts(), ledger.steps())
+    with pytest.raises(AlreadyTrained, match=r"turn t0\.\d\.\d was trained by step 1 already"):
+        ledger.commit_step(
+            StepRecord(step=2, version=2),
+            trained=[*turn_ids(other), *turn_ids(slow)],
+            skipped={},
+            rollouts=["t1.0", "t1.1", *names],
+            leases=leases_of([other, slow]),
+        )
+    assert (store.turn_counts(), store.rollouts(), ledger.steps()) == before
+    with pytest.raises(AlreadyTrained, match="trained by step 1"):
+        ledger.commit_skipped({turn_ids(slow)[0]: "stale"}, names)
+
+
+def test_a_step_that_contradicts_itself_is_refused(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=1, size=2)
+    step = StepRecord(step=1, version=1)
+    names = ["t0.0", "t0.1"]
+    with pytest.raises(LedgerError, match="both trained and skipped"):
+        ledger.commit_step(step, trained=["t0.0.0"], skipped={"t0.0.0": "x"}, rollouts=names)
+    with pytest.raises(LedgerError, match="a turn that is not stored"):
+        ledger.commit_step(step, trained=["nobody"], skipped={}, rollouts=names)
+    with pytest.raises(LedgerError, match="1 of the step's rollouts"):
+        ledger.commit_step(step, trained=["t0.0.0"], skipped={}, rollouts=[*names, "nobody"])
+    assert ledger.last_step() is None
+    assert store.turn_counts().pending == {"waiting": 4}
+    ledger.commit_step(step, trained=["t0.0.0"], skipped={}, rollouts=names)
+    with pytest.raises(LedgerError, match="step 1 is in the ledger already"):
+        ledger.commit_step(step, trained=[], skipped={}, rollouts=[])
+
+
+def test_turns_that_come_late_are_counted(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=1, size=2)
+    [group] = lease(ledger)
+    store.append([make_turn("during", "t0.0")])
+    ledger.commit_step(
+        StepRecord(step=1, version=1),
+        trained=turn_ids(group),
+        skipped={},
+        rollouts=["t0.0", "t0.1"],
+        leases=leases_of([group]),
+    )
+    store.append([make_turn("after", "t0.1")])
+    assert store.turn_counts() == TurnCounts(6, 4, {"late": 2}, {})
+
+
+def test_the_counts_always_add_up(store: Store, ledger: Ledger) -> None:
+    train = {"split": "train"}
+    fill(store, tasks=3, size=2, tags=train)
+    store.append(whole_rollout("o", tags=train, outcome=None, turns=1))
+    store.append(whole_rollout("n", tags=train, reward=None, turns=3))
+    store.append(whole_rollout("h", tags={"split": "held_out"}, turns=5))
+    store.append(whole_rollout("e", tags=train, outcome=Outcome.ENV_ERROR, turns=1))
+    first = lease(ledger, tags=train)
+    ledger.commit_step(
+        StepRecord(step=1, version=1),
+        trained=turn_ids(first[0])[:3],
+        skipped={turn_ids(first[0])[3]: "greedy"},
+        rollouts=ids(first)[0],
+        leases=leases_of(first),
+    )
+    lease(ledger, tags=train)
+    counts = store.turn_counts(train)
+    assert counts == TurnCounts(
+        captured=22,
+        trained=3,
+        skipped={"greedy": 1, "env_error": 1},
+        pending={"open": 1, "no_reward": 3, "not_selected": 5, "leased": 4, "waiting": 4},
+    )
+    assert counts.captured == counts.trained + sum(counts.skipped.values()) + sum(
+        counts.pending.values()
+    )
+
+
+def test_skipped_groups_need_no_step(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=1, size=2)
+    [group] = lease(ledger)
+    fates = dict.fromkeys(turn_ids(group), "equal_rewards")
+    ledger.commit_skipped(fates, ids([group])[0], leases_of([group]))
+    assert ledger.last_step() is None
+    assert store.turn_counts() == TurnCounts(4, 0, {"equal_rewards": 4}, {})
+
+
+def test_the_last_steps_come_in_order(ledger: Ledger) -> None:
+    for number in (1, 2, 3):
+        ledger.commit_step(
+            StepRecord(step=number, version=number), trained=[], skipped={}, rollouts=[]
+        )
+    assert [step.step for step in ledger.steps(2)] == [2, 3]
+    assert [step.step for step in ledger.steps()] == [1, 2, 3]
+
+
+def test_a_step_says_what_it_was_made_of(store: Store) -> None:
+    batch = {"groups": [{"group_id": "g", "rollouts": []}], "ranks": 2}
+    ledger = Ledger(store)
+    for number, made_of in ((1, batch), (2, None)):
+        step = StepRecord(step=number, version=number, batch=made_of)
+        ledger.commit_step(step, trained=[], skipped={}, rollouts=[])
+    assert [step.batch for step in ledger.steps()] == [batch, None]

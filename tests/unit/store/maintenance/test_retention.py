@@ -1,0 +1,322 @@
+"""Old rollouts out of the store: trained ones first, never an un-trained one by surprise."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+from sqlalchemy import func, select
+
+from support.store.events import make_turn, whole_rollout
+from tracegrad.events import Outcome, RewardGiven, RolloutFinished, RolloutOpened, SpanEnded
+from tracegrad.store import Ledger, ParentMissing, RolloutFilter, StepRecord, Store
+from tracegrad.store.databases.upkeep import upkeep_of
+from tracegrad.store.maintenance import (
+    Preview,
+    Retention,
+    Selection,
+    preview,
+    prune,
+    removed_in_all,
+    retention,
+)
+from tracegrad.store.maintenance.retention import used_bytes
+from tracegrad.store.models import Base, Removals, Steps
+
+OLD = Retention(selection=Selection(before=5000.0))
+GONE = 0
+
+
+def span(rollout_id: str | None, number: int, start_s: float = 1000.0) -> SpanEnded:
+    return SpanEnded(
+        trace_id=f"{number:032x}",
+        span_id=f"{number:016x}",
+        rollout_id=rollout_id,
+        name="tool",
+        start_ns=round(start_s * 1e9),
+        end_ns=round(start_s * 1e9) + 1,
+    )
+
+
+def trained(store: Store, *rollouts: str, step: int = 1, at: float = 1000.0) -> None:
+    for rollout_id in rollouts:
+        store.append([*whole_rollout(rollout_id, at=at), span(rollout_id, abs(hash(rollout_id)))])
+        store.add_key(rollout_id, rollout_id.encode().ljust(32, b"k"))
+    turns = [turn.turn_id for name in rollouts for turn in store.rollout_turns(name)]
+    Ledger(store).commit_step(
+        StepRecord(step=step, version=step),
+        trained=turns[1:],
+        skipped={turns[0]: "over_budget"},
+        rollouts=rollouts,
+    )
+
+
+def ids(store: Store) -> set[str]:
+    return {row.rollout_id for row in store.rollouts(limit=None)}
+
+
+def rows(store: Store) -> dict[str, int]:
+    with store.reading() as connection:
+        return {
+            name: connection.scalar(select(func.count()).select_from(table)) or 0
+            for name, table in Base.metadata.tables.items()
+        }
+
+
+def test_all_of_a_trained_rollout_goes_and_its_step_stays(store: Store) -> None:
+    trained(store, "a", "b")
+    removed = prune(store, OLD)
+    assert ids(store) == set()
+    left = {name: count for name, count in rows(store).items() if count}
+    assert left == {"steps": 1, "removals": 1}
+    assert removed == {
+        "rollouts": 2,
+        "by_state": {"trained": 2},
+        "turns": 4,
+        "trained": 3,
+        "steps": {"1": 3},
+        "skipped": {"over_budget": 1},
+        "texts": 0,
+        "pending": {},
+        "spans": 2,
+        "rewards": 2,
+        "outcomes": 2,
+        "rollout_tags": 0,
+        "rollout_keys": 2,
+        "leases": 0,
+        "bytes": removed["bytes"],
+    }
+    with store.reading() as connection:
+        assert removed_in_all(connection) == removed
+
+
+def test_what_waits_is_leased_or_open_stays_until_it_is_asked_for(store: Store) -> None:
+    trained(store, "done")
+    store.append(whole_rollout("broken", outcome=Outcome.INFRA_ERROR))
+    store.append(whole_rollout("leased", task="other"))
+    [group] = Ledger(store).lease(groups=1, group_size=1, owner="trainer", ttl_s=60)
+    assert [rollout.rollout_id for rollout in group.rollouts] == ["leased"]
+    store.append(whole_rollout("waiting"))
+    store.append(whole_rollout("unrewarded", reward=None))
+    store.append(whole_rollout("open", outcome=None))
+
+    found = preview(store, OLD)
+    assert found.removed["by_state"] == {"trained": 1, "skipped": 1}
+    assert found.kept == {"leased": 1, "waiting": 1, "no_reward": 1, "open": 1}
+    prune(store, OLD)
+    assert ids(store) == {"leased", "waiting", "unrewarded", "open"}
+
+    all_of_it = Retention(selection=Selection(before=5000.0), also_untrained=True)
+    prune(store, all_of_it)
+    assert ids(store) == set()
+    with store.reading() as connection:
+        pending = removed_in_all(connection)["pending"]
+    assert pending == {"leased": 2, "waiting": 2, "no_reward": 2, "open": 2}
+
+
+def test_age_counts_from_the_end_and_of_open_rollouts_from_the_last_turn(store: Store) -> None:
+    trained(store, "old", step=1, at=1000.0)
+    trained(store, "young", step=2, at=4999.5)  # it ended at 5000.5
+    store.append([RolloutOpened(rollout_id="idle", opened_at=1000.0)])
+    store.append(
+        [
+            RolloutOpened(rollout_id="busy", opened_at=1000.0),
+            make_turn("b", "busy", created_at=9000.0),
+        ]
+    )
+    prune(store, Retention(selection=OLD.selection, also_untrained=True))
+    assert ids(store) == {"young", "busy"}
+
+
+def test_filters_choose_among_the_old(store: Store) -> None:
+    trained(store, "a", "b")
+    only = Selection(wanted=RolloutFilter(task="task"), rollouts=("a",), before=5000.0)
+    prune(store, Retention(selection=only))
+    assert ids(store) == {"b"}
+    prune(store, Retention(selection=Selection(wanted=RolloutFilter(task="nothing"))))
+    assert ids(store) == {"b"}
+
+
+def test_a_preview_tells_what_the_run_removes_and_changes_nothing(store: Store) -> None:
+    trained(store, "a", "b")
+    before = rows(store)
+    found: Preview = preview(store, OLD)
+    assert rows(store) == before
+    removed = prune(store, OLD)
+    assert {name: removed[name] for name in found.removed} == found.removed
+
+
+def test_the_oldest_go_until_the_store_is_small_enough(store: Store) -> None:
+    chance = random.Random(1)
+    for number in range(20):
+        text = {"messages": [chance.random() for _ in range(5000)]}
+        ids_ = [chance.randrange(1 << 30) for _ in range(9000)]
+        name = f"r{number:02}"
+        store.append(
+            [
+                RolloutOpened(rollout_id=name, opened_at=1000.0 + number),
+                make_turn(f"{name}.0", name, request=text, new=ids_, created_at=1000.0),
+                RolloutFinished(rollout_id=name, outcome=Outcome.ABORTED, finished_at=2000.0),
+            ]
+        )
+    with store.reading() as connection:
+        used = used_bytes(store, connection)
+    assert prune(store, Retention(selection=Selection(), max_bytes=used))["rollouts"] == GONE
+    removed = prune(store, Retention(selection=Selection(), max_bytes=used // 2), at_once=3)
+    left = sorted(ids(store))
+    assert left == [f"r{number:02}" for number in range(20 - len(left), 20)]
+    assert 9 <= removed["rollouts"] <= 12
+    with store.reading() as connection:
+        assert used_bytes(store, connection) <= 0.62 * used
+        # Several transactions, and a row for each.
+        assert connection.scalar(select(func.count()).select_from(Removals)) == 4
+    # Room that is free inside the files is not counted as taken again.
+    again = prune(store, Retention(selection=Selection(), max_bytes=used // 2))
+    assert again["rollouts"] <= 2
+
+
+def test_of_what_may_go_by_size_the_trained_go_before_the_older_untrained(store: Store) -> None:
+    store.append(whole_rollout("older", at=10.0))
+    trained(store, "younger", at=20.0)
+    rule = Retention(selection=Selection(), max_bytes=1, also_untrained=True)
+    with store.reading() as connection:
+        used = used_bytes(store, connection)
+    prune(store, Retention(selection=Selection(), max_bytes=used - 1, also_untrained=True))
+    assert ids(store) == {"older"}
+    prune(store, rule)
+    assert ids(store) == set()
+
+
+def test_spans_of_no_rollout_go_by_age_alone(store: Store) -> None:
+    store.append([span(None, 1, 1000.0), span(None, 2, 9000.0)])
+    prune(store, Retention(selection=Selection(wanted=RolloutFilter(task="x"), before=5000.0)))
+    assert rows(store)["spans"] == 2
+    assert prune(store, OLD)["loose_spans"] == 1
+    assert rows(store)["spans"] == 1
+    assert "loose_spans" not in prune(store, OLD)
+
+
+def test_totals_add_up_with_what_was_removed(store: Store) -> None:
+    trained(store, "a", "b", step=1)
+    trained(store, "c", step=2, at=9000.0)
+    before = store.turn_counts()
+    prune(store, OLD)
+    now = store.turn_counts()
+    with store.reading() as connection:
+        removed = removed_in_all(connection)
+    assert now.captured + removed["turns"] == before.captured == 6
+    assert now.trained + removed["trained"] == before.trained
+    skipped = now.skipped.get("over_budget", 0) + removed["skipped"]["over_budget"]
+    assert skipped == before.skipped["over_budget"]
+
+
+def test_a_rollout_that_is_pruned_under_a_writer_begins_again_bare(store: Store) -> None:
+    root = make_turn("root", "r", created_at=1000.0)
+    store.append([*whole_rollout("r", turns=0, outcome=Outcome.ABORTED), root])
+    prune(store, OLD)
+    # The writer still has the rollout and the turn in memory.
+    store.append([make_turn("fresh", "r", created_at=6000.0)])
+    store.append([RewardGiven(rollout_id="r", value=1.0)])
+    [row] = store.rollouts()
+    assert (row.rollout_id, row.task_id, row.turns, row.reward) == ("r", None, 1, 1.0)
+
+
+def test_a_turn_whose_parent_was_pruned_is_refused_by_that_name(store: Store) -> None:
+    root = make_turn("root", "r", created_at=1000.0)
+    store.append([*whole_rollout("r", turns=0, outcome=Outcome.ABORTED), root])
+    prune(store, OLD)
+    for _ in range(2):  # from memory, and from what is stored
+        with pytest.raises(ParentMissing, match="turn root"):
+            store.append([make_turn("child", "r", parent=root)])
+    assert ids(store) == set()
+
+
+def test_writers_go_on_while_rollouts_are_pruned(url: str) -> None:
+    with Store.open(url) as store, Store.open(url) as writing:
+        for number in range(60):
+            store.append(whole_rollout(f"old{number}", outcome=Outcome.ABORTED, turns=3))
+        failures: list[BaseException] = []
+        done = threading.Event()
+
+        def write() -> None:
+            try:
+                number = 0
+                while not done.is_set() or number < 20:
+                    parent = make_turn(f"{number}.0", f"new{number}")
+                    writing.append([parent])
+                    writing.append([make_turn(f"{number}.1", f"new{number}", parent=parent)])
+                    number += 1
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        removed = prune(store, OLD, at_once=5)
+        done.set()
+        thread.join()
+        assert not failures
+        assert removed["rollouts"] == 60
+        assert not {name for name in ids(store) if name.startswith("old")}
+        for name in ids(store):
+            assert len(store.rollout_turns(name)) == 2
+
+
+def test_a_rollout_that_is_being_written_to_is_left_for_the_next_run(postgres_url: str) -> None:
+    with Store.open(postgres_url) as store:
+        trained(store, "busy", "idle")
+        with store.appending() as connection:
+            connection.exec_driver_sql(
+                "INSERT INTO rewards (reward_id, rollout_id, value, name, source, created_at) "
+                "VALUES ('late', 'busy', 1, 'reward', 'agent', 1)"
+            )
+            # Were it to wait for this transaction, it would not come back.
+            assert prune(store, OLD)["rollouts"] == 1
+        assert ids(store) == {"busy"}
+        assert prune(store, OLD)["rewards"] == 2
+
+
+def test_steps_outlive_their_turns(store: Store) -> None:
+    trained(store, "a", step=7)
+    prune(store, OLD)
+    with store.reading() as connection:
+        assert list(connection.scalars(select(Steps.step))) == [7]
+
+
+def test_the_file_becomes_smaller(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with Store.open(f"sqlite:///{path}") as store:
+        for number in range(30):
+            text = {"messages": [f"{number}.{n}" for n in range(20_000)]}
+            turn = make_turn(f"t{number}", f"r{number}", request=text, created_at=1.0)
+            store.append([turn, *whole_rollout(f"r{number}", turns=0, outcome=Outcome.ABORTED)])
+        upkeep = upkeep_of(store.database)
+        first = upkeep.reclaim(whole=False)
+        assert first.note == "0% of the file is free: it is used again"
+        prune(store, OLD)
+        assert store.rollouts() == []  # the store's own connections do not stop it
+        second = upkeep.reclaim(whole=False)
+        assert second.note == ""
+        assert second.after == path.stat().st_size < second.before / 4
+
+
+def test_a_disk_without_room_for_a_copy_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: left)
+    with Store.open(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        note = upkeep_of(store.database).reclaim(whole=True).note
+    assert note.endswith("and the disk has 100,000 left")
+
+
+def test_a_transaction_is_bounded_by_what_it_removes(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        store.append(whole_rollout(f"r{number}", outcome=Outcome.ABORTED))
+    monkeypatch.setattr(retention, "_BYTES_AT_ONCE", 1)
+    assert prune(store, OLD)["rollouts"] == 5
+    assert rows(store)["removals"] == 5

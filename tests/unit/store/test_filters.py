@@ -1,0 +1,117 @@
+"""One form of choosing rollouts, the same in both databases and in every command."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from datetime import datetime
+from typing import Any
+
+import pytest
+import typer
+
+from support.store.events import whole_rollout
+from tracegrad.cli.options import moment, wanted
+from tracegrad.events import Outcome, RewardGiven
+from tracegrad.store import ALL, RolloutFilter, Store
+
+
+@pytest.fixture
+def filled(store: Store) -> Store:
+    """a: version 1, reward 0; b: version 2, reward 1; c: version 3, reward revised from 1 to 0.5;
+    d: open, no reward, no turns."""
+    store.append(whole_rollout("a", at=10, reward=0.0, version=1))
+    store.append(whole_rollout("b", at=20, reward=1.0, version=2, task="other"))
+    store.append(whole_rollout("c", at=30, reward=1.0, version=3, outcome=Outcome.BUDGET))
+    store.append([RewardGiven(rollout_id="c", value=0.5, created_at=99)])
+    store.append(whole_rollout("d", at=40, reward=None, outcome=None, turns=0))
+    return store
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ({}, "dcba"),
+        ({"since": 20}, "dcb"),
+        ({"until": 20}, "a"),
+        ({"since": 20, "until": 40}, "cb"),
+        ({"min_reward": 0.5}, "cb"),
+        ({"max_reward": 0.5}, "ca"),
+        ({"min_reward": 0.25, "max_reward": 0.75}, "c"),
+        ({"min_version": 2}, "cb"),
+        ({"max_version": 2}, "ba"),
+        ({"min_version": 2, "max_version": 2}, "b"),
+        ({"outcome": "open"}, "d"),
+        ({"outcome": "budget"}, "c"),
+        ({"task": "other"}, "b"),
+        ({"task": "other", "max_version": 1}, ""),
+    ],
+)
+def test_a_filter_finds_what_it_says(filled: Store, asked: dict[str, Any], found: str) -> None:
+    rows = filled.rollouts(RolloutFilter(**asked))
+    assert "".join(row.rollout_id for row in rows) == found
+
+
+def test_more_conditions_never_find_more(filled: Store) -> None:
+    conditions: list[dict[str, Any]] = [
+        {"since": 15},
+        {"until": 35},
+        {"min_reward": 0.4},
+        {"max_version": 2},
+        {"task": "task"},
+    ]
+
+    def ids(some: tuple[dict[str, Any], ...]) -> set[str]:
+        merged = {key: value for one in some for key, value in one.items()}
+        return {row.rollout_id for row in filled.rollouts(RolloutFilter(**merged))}
+
+    for pair in itertools.combinations(conditions, 2):
+        assert ids(pair) == ids(pair[:1]) & ids(pair[1:])
+
+
+def test_nothing_asked_is_everything() -> None:
+    assert ALL.all
+    assert RolloutFilter(tags={}).all
+    assert not RolloutFilter(since=0).all
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"outcome": "good"}, "outcome: 'good'; use open, completed"),
+        ({"since": math.nan}, "since: nan is no finite number"),
+        ({"max_reward": math.inf}, "max_reward: inf is no finite number"),
+    ],
+)
+def test_a_wrong_condition_names_its_field(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutFilter(**asked)
+
+
+def test_times_may_be_told_in_several_ways() -> None:
+    local = datetime(2026, 11, 20, 14, 30)  # noqa: DTZ001 (people mean their own clock)
+    assert moment("2026-11-20T14:30", "--since") == local.timestamp()
+    assert moment("2026-11-20 14:30:00+00:00", "--since") == 1795185000.0
+    assert moment("1795185000.5", "--since") == 1795185000.5
+    assert moment(None, "--since") is None
+    ago = moment("1.5h", "--since")
+    assert ago is not None
+    assert abs(time.time() - 5400 - ago) < 5
+
+
+@pytest.mark.parametrize(
+    ("asked", "option", "reason"),
+    [
+        ({"since": "yesterday"}, "--since", "'yesterday'; write a date"),
+        ({"until": "12"}, "--until", "'12'; write a date"),
+        ({"outcome": "good"}, "--outcome", "'good'; use open"),
+        ({"tag": ["x"]}, "--tag", "'x'; write key=value"),
+        ({"min_reward": math.nan}, "--min-reward", "nan is no finite number"),
+    ],
+)
+def test_a_wrong_option_is_named(asked: dict[str, Any], option: str, reason: str) -> None:
+    with pytest.raises(typer.BadParameter) as caught:
+        wanted(**asked)
+    assert caught.value.param_hint == option
+    assert reason in caught.value.message

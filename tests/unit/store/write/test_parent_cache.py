@@ -1,0 +1,70 @@
+"""What is remembered of the latest turns: enough to read nothing, and no more than allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import Connection
+
+from support.store.events import make_turn
+from tracegrad.events import Turn
+from tracegrad.store import Store
+from tracegrad.store.write.parent_cache import LATEST, Context, Contexts
+
+
+def context(turn: str, rollout: str) -> Context:
+    return Context(turn, rollout, 1, b"", None)
+
+
+@contextmanager
+def no_reading() -> Iterator[Connection]:
+    raise AssertionError("it was read")
+    yield
+
+
+def turns(rollout: str, *parents: str | None) -> list[Turn]:
+    return [replace(make_turn("x", rollout), parent_id=parent) for parent in parents]
+
+
+def test_a_conversation_is_continued_without_reading(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make_turn("t0")
+    store.append([root])
+    monkeypatch.setattr(store, "reading", no_reading)
+    store.append([make_turn("t1", parent=root)])
+    store.append([make_turn("fork"), make_turn("other", "s")])
+    with pytest.raises(AssertionError, match="it was read"):
+        store.append([make_turn("child", parent=make_turn("elsewhere"))])
+
+
+def test_the_latest_of_a_rollout_come_newest_first() -> None:
+    contexts = Contexts()
+    contexts.remember(context(f"t{n}", "r") for n in range(20))
+    latest = contexts.known(turns("r", None), no_reading).latest["r"]
+    assert [one.turn_id for one in latest] == [f"t{n}" for n in range(19, 19 - LATEST, -1)]
+
+
+def test_memory_is_bounded_by_forgetting_the_rollouts_not_written_longest() -> None:
+    contexts = Contexts(most=100)
+    for rollout in range(50):
+        contexts.remember(context(f"{rollout}.{n}", str(rollout)) for n in range(10))
+        contexts.remember([context("first", "kept")])
+    assert contexts.size <= 100
+    assert "49.9" in contexts.known(turns("49", "49.9"), no_reading).turns
+    assert "first" in contexts.known(turns("kept", "first"), no_reading).turns
+    with pytest.raises(AssertionError, match="it was read"):
+        contexts.known(turns("1", "1.0"), no_reading)
+    contexts.forget(str(rollout) for rollout in [*range(50), "kept", "nobody"])
+    assert contexts.size == 0
+
+
+def test_one_endless_rollout_is_remembered_by_its_latest_turns() -> None:
+    contexts = Contexts()
+    for n in range(5_000):
+        contexts.remember([context(f"t{n}", "r")])
+    assert contexts.size < 300
+    assert "t4999" in contexts.known(turns("r", "t4999"), no_reading).turns

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.trainer.row_samples import rows
+from tracegrad_trainer.batches import MicroBatch, micro_batch, pack, packing_stats, plan
+from tracegrad_trainer.batches.packing import cost
+
+
+@st.composite
+def shares(draw: st.DrawFn) -> tuple[list[int], list[int], int, int]:
+    """Lengths, pairs, ranks, and a budget that everything fits."""
+    lengths = draw(st.lists(st.integers(1, 50), max_size=40))
+    pairs = [draw(st.sampled_from([-1, -1, 0, 1, 2, 3])) for _ in lengths]
+    sizes: dict[int, int] = {}
+    for length, pair in zip(lengths, pairs, strict=True):
+        sizes[pair] = sizes.get(pair, 0) + length
+    largest = max([1, *lengths, *(size for pair, size in sizes.items() if pair >= 0)])
+    return lengths, pairs, draw(st.integers(1, 4)), largest + draw(st.integers(0, 60))
+
+
+@settings(max_examples=300, deadline=None)
+@given(shares())
+def test_a_plan_holds_every_row_once_within_the_budget(
+    made: tuple[list[int], list[int], int, int],
+) -> None:
+    lengths, pairs, ranks, budget = made
+    planned = plan(lengths, ranks=ranks, budget=budget, pairs=pairs)
+    assert len(planned) == ranks
+    placed = [i for bins in planned for bin_ in bins for i in bin_]
+    assert sorted(placed) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in b) <= budget for bins in planned for b in bins)
+    assert len({len(bins) for bins in planned}) == 1
+    together: dict[int, set[tuple[int, int]]] = {}
+    for rank, bins in enumerate(planned):
+        for number, bin_ in enumerate(bins):
+            for i in bin_:
+                together.setdefault(pairs[i], set()).add((rank, number))
+    assert all(len(where) == 1 for pair, where in together.items() if pair >= 0)
+    # Somebody needs as many micro-batches as everybody gets.
+    assert not lengths or any(bins[-1] for bins in planned)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 4))
+def test_loads_differ_by_no_more_than_the_costliest_row(lengths: list[int], ranks: int) -> None:
+    assert max(loads := loads_of(lengths, ranks)) - min(loads) <= cost(max(lengths)) + 1e-9
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=7), st.integers(1, 3))
+def test_the_fullest_rank_is_near_the_best_there_is(lengths: list[int], ranks: int) -> None:
+    best = min(
+        max(
+            sum(cost(n) for n, at in zip(lengths, places, strict=True) if at == rank)
+            for rank in range(ranks)
+        )
+        for places in product(range(ranks), repeat=len(lengths))
+    )
+    assert max(loads_of(lengths, ranks)) <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-6
+
+
+def test_exchanges_mend_what_longest_first_gets_wrong() -> None:
+    # Longest first leaves 3 + 2 + 2 beside 3 + 2; costs are nearly the lengths.
+    assert sorted(map(round, loads_of([3, 3, 2, 2, 2], 2))) == [6, 6]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(50, 120))
+def test_no_two_micro_batches_of_a_rank_would_fit_into_one(lengths: list[int], budget: int) -> None:
+    (bins,) = plan(lengths, ranks=1, budget=budget)
+    totals = sorted(sum(lengths[i] for i in bin_) for bin_ in bins)
+    assert len(totals) < 2 or totals[0] + totals[1] > budget
+
+
+def loads_of(lengths: list[int], ranks: int) -> list[float]:
+    planned = plan(lengths, ranks=ranks, budget=sum(lengths))
+    return [sum(cost(lengths[i]) for b in bins for i in b) for bins in planned]
+
+
+def test_ranks_run_their_costliest_micro_batches_at_the_same_time() -> None:
+    lengths = [60, 60, 100, 100, 30, 30]
+    planned = plan(lengths, ranks=2, budget=100)
+    assert [[sum(lengths[i] for i in b) for b in bins] for bins in planned] == [[100, 90]] * 2
+    # First fit opens with the longest row, which is less than the two that come next.
+    assert plan([55, 50, 50], ranks=1, budget=100) == [[[1, 2], [0]]]
+
+
+def test_a_pair_beyond_the_budget_is_one_clear_error() -> None:
+    with pytest.raises(ValueError, match=r"a pair of 2 rows of 12 tokens exceeds tokens_per_mic"):
+        plan([6, 6, 1], ranks=1, budget=10, pairs=[4, 4, -1])
+    assert plan([6, 6], ranks=1, budget=10) == [[[0], [1]]]
+
+
+def test_a_pairs_rows_are_in_one_micro_batch() -> None:
+    made = [replace(row, pair=i % 2, label=1 - 2 * (i // 2)) for i, row in enumerate(rows(4))]
+    (bins,) = pack(made, ranks=1, budget=80)
+    assert sorted(batch.pair.tolist() for batch in bins) == [[0, 0], [1, 1]]
+    left, targets = bins[0].without([int(bins[0].row_keys[1])])
+    # What is left of a pair compares nothing.
+    assert (left.row_keys.tolist(), targets.any()) == ([-1], np.False_)
+
+
+def test_the_pack_says_how_full_and_how_even_it_is() -> None:
+    made = rows(3)
+    budget = max(map(len, made))
+    shares = pack(made, ranks=2, budget=budget)
+    stats = packing_stats(shares, budget=budget)
+    lengths = sorted(map(len, made))
+    assert stats["micro_batches"] == 2
+    assert stats["pack_fill"] == sum(lengths) / (4 * budget)  # one of the four is filling
+    # Side by side: the longest beside the second, the third beside filling.
+    third, second, longest = map(cost, lengths)
+    assert stats["pack_balance"] == pytest.approx(
+        (longest + second + third) / 2 / (max(longest, second) + third)
+    )
+    assert packing_stats(pack([], ranks=2, budget=8), budget=8)["pack_balance"] == 1
+
+
+def test_a_row_beyond_the_budget_names_the_setting() -> None:
+    with pytest.raises(ValueError, match="tokens_per_micro_batch"):
+        plan([5, 11], ranks=1, budget=10)
+
+
+def test_a_micro_batch_says_what_its_rows_say() -> None:
+    made = rows(5)
+    batch = micro_batch(made, [7, 8, 9, 10, 11])
+    check(batch, made)
+    assert batch.row_keys.tolist() == [7, 8, 9, 10, 11]
+    assert batch.turns == 10
+
+
+def test_without_takes_whole_rows_out() -> None:
+    made = rows(5)
+    batch = micro_batch(made, [7, 8, 9, 10, 11])
+    left, targets = batch.without([8, 11])
+    check(left, [made[0], made[2], made[3]])
+    assert left.row_keys.tolist() == [7, 9, 10]
+    assert left.mu.tolist() == batch.mu[targets].tolist()
+    same, every = batch.without([3])
+    assert same is batch
+    assert every.all()
+    filling, nothing = batch.without([7, 8, 9, 10, 11])
+    assert (filling.tokens, len(filling.target), nothing.any()) == (2, 0, np.False_)
+
+
+def check(batch: MicroBatch, made: list) -> None:  # type: ignore[type-arg]
+    ids = np.concatenate([row.input_ids for row in made])
+    assert batch.input_ids[0].tolist() == ids.tolist()
+    assert batch.position_ids[0].tolist() == [i for row in made for i in range(len(row))]
+    kept = np.concatenate([row.keep for row in made])
+    assert batch.target.tolist() == np.flatnonzero(kept).tolist()
+    assert batch.advantage.tolist() == np.concatenate([r.advantage for r in made])[kept].tolist()
+    assert batch.version.tolist() == np.concatenate([r.policy_version for r in made])[kept].tolist()
+    names = [(i, t) for i, row in enumerate(made) for t in row.turn_index[row.keep]]
+    numbers = dict(zip(names, batch.turn.tolist(), strict=True))
+    assert [numbers[name] for name in names] == batch.turn.tolist()
+    assert sorted(set(numbers.values())) == list(range(batch.turns))
+    assert batch.row.tolist() == [i for i, _ in names]
+
+
+def test_ranks_without_rows_get_a_forward_without_targets() -> None:
+    made = rows(3)
+    shares = pack(made, ranks=2, budget=max(len(row) for row in made))
+    assert [len(batches) for batches in shares] == [2, 2]
+    filling = [b for batches in shares for b in batches if len(b.target) == 0]
+    assert [b.row_keys.tolist() for b in filling] == [[-1]]
+    assert [len(b) for b in pack([], ranks=2, budget=8)] == [1, 1]
+
+
+def test_rollouts_and_groups_are_counted_over_all_micro_batches() -> None:
+    """Rows 2i and 2i + 1 are of one group."""
+    made = [replace(row, rollout_id=f"r{i // 2}") for i, row in enumerate(rows(7))]
+    sizes = [int(row.keep.sum()) for row in made]
+    for batches in pack(made, ranks=2, budget=max(map(len, made))):
+        for batch in batches:
+            for number, key in enumerate(batch.row_keys.tolist()):
+                here = batch.row == number
+                expected = sum(sizes[key // 2 * 2 : key // 2 * 2 + 2])
+                assert (batch.group_tokens[here] == expected).all()
+                assert (batch.rollout_tokens[here] == expected).all()

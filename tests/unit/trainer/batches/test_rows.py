@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import math
+from array import array
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.trainer.row_samples import Group, Sample, turn
+from tracegrad.events import Turn
+from tracegrad_trainer.batches import BatchSettings, rows_of, select
+from tracegrad_trainer.losses import advantages, preset
+
+
+def chain() -> list[Turn]:
+    a = turn("a", [1, 2], [3, 4], version=1)
+    b = turn("b", [5], [6, 7, 8], parent=a, version=2)
+    return [a, b]
+
+
+def test_a_conversation_is_one_row() -> None:
+    (row,) = rows_of(Sample("r", 1.0, chain()), group_id="g", advantages=[0.5] * len(chain()))
+    assert row.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert row.loss_mask.tolist() == [False, False, True, True, False, True, True, True]
+    assert row.turn_index.tolist() == [-1, -1, 0, 0, -1, 1, 1, 1]
+    assert row.policy_version.tolist() == [-1, -1, 1, 1, -1, 2, 2, 2]
+    assert row.rollout_logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2, 0, -0.1, -0.2, -0.3])
+    assert row.advantage.tolist() == [0, 0, 0.5, 0.5, 0, 0.5, 0.5, 0.5]
+    assert (row.turn_ids, row.rollout_id, row.group_id) == (("a", "b"), "r", "g")
+
+
+def test_a_fork_shares_its_ancestor_with_the_first_path_only() -> None:
+    a = turn("a", [1], [2, 3])
+    b = turn("b", [4], [5], parent=a)
+    c = turn("c", [6], [7], parent=a)
+    first, second = rows_of(
+        Sample("r", 1.0, [a, b, c]), group_id="g", advantages=[1.0] * len([a, b, c])
+    )
+    assert first.turn_ids == ("a", "b")
+    assert second.turn_ids == ("c",)
+    assert second.input_ids.tolist() == [1, 2, 3, 6, 7]
+    assert second.loss_mask.tolist() == [False, False, False, False, True]
+
+
+def test_a_skipped_turn_is_context_and_stays_in_the_capture_mask() -> None:
+    (row,) = rows_of(
+        Sample("r", 1.0, chain()), group_id="g", advantages=[1.0] * len(chain()), skipped={"a"}
+    )
+    assert row.loss_mask.sum() == 5
+    assert row.keep.tolist() == [False] * 5 + [True] * 3
+    assert row.kept_turn_ids == ["b"]
+    assert row.advantage.tolist() == [0] * 5 + [1] * 3
+
+
+def test_a_row_ends_with_its_last_trained_turn() -> None:
+    (row,) = rows_of(
+        Sample("r", 1.0, chain()), group_id="g", advantages=[1.0] * len(chain()), skipped={"b"}
+    )
+    assert row.input_ids.tolist() == [1, 2, 3, 4]
+    assert (
+        rows_of(
+            Sample("r", 1.0, chain()), group_id="g", advantages=[1.0] * len(chain()), skipped="ab"
+        )
+        == []
+    )
+
+
+def test_versions_change_within_a_turn_and_temperature_is_the_turns_own() -> None:
+    one = turn("a", [1], [2, 3, 4], policy_versions=((4, 1), (5, 2)), sampling={"temperature": 0.5})
+    (row,) = rows_of(Sample("r", 1.0, [one]), group_id="g", advantages=[1.0] * len([one]))
+    assert row.policy_version.tolist() == [-1, 4, 5, 5]
+    assert row.temperature.tolist() == [1, 0.5, 0.5, 0.5]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[Turn]:
+    made: list[Turn] = []
+    for i in range(draw(st.integers(1, 12))):
+        parent = draw(st.sampled_from([None, *made]))
+        size = draw(st.integers(1, 4))
+        made.append(
+            turn(
+                f"t{i}",
+                draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)),
+                [draw(st.integers(0, 9)) for _ in range(size)],
+                parent=parent,
+            )
+        )
+    return draw(st.permutations(made))
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees(), st.data())
+def test_every_sampled_token_of_a_trained_turn_is_in_exactly_one_row(
+    turns: list[Turn], data: st.DataObject
+) -> None:
+    skipped = {t.turn_id for t in turns if data.draw(st.booleans())}
+    rows = rows_of(
+        Sample("r", 1.0, turns), group_id="g", advantages=[1.0] * len(turns), skipped=skipped
+    )
+    seen: list[str] = []
+    for row in rows:
+        assert row.keep[-1]
+        for number, turn_id in enumerate(row.turn_ids):
+            where = np.flatnonzero(row.turn_index == number)
+            (one,) = [t for t in turns if t.turn_id == turn_id]
+            assert where.tolist() == list(range(where[0], where[0] + len(where)))
+            assert row.input_ids[where].tolist() == one.completion_token_ids.tolist()
+            assert row.input_ids[: where[0]].tolist() == one.prompt_token_ids.tolist()
+            assert row.loss_mask[where].all()
+            assert row.keep[where].all() == (turn_id not in skipped)
+        seen += row.turn_ids
+        assert (row.loss_mask == (row.turn_index >= 0)).all()
+    assert len(seen) == len(set(seen))
+    trained = [turn_id for row in rows for turn_id in row.kept_turn_ids]
+    assert sorted(trained) == sorted(t.turn_id for t in turns if t.turn_id not in skipped)
+
+
+def test_selection_gives_every_turn_one_answer() -> None:
+    def one(name: str, **changes: object) -> Turn:
+        return turn(name, [1, 2, 3], [4, 5], **changes)  # type: ignore[arg-type]
+
+    turns = [
+        one("good", version=9),
+        one("flagged", untrainable="sampling_truncated"),
+        turn("empty", [1], []),
+        turn("bare", [], [1]),
+        one("greedy", sampling={"temperature": 0}),
+        one("nearly", sampling={"temperature": 0.009}),
+        one("infinite", completion_logprobs=array("f", [-1.0, -math.inf])),
+        one("failed", version=8),
+        one("stale", policy_versions=((5, 1), (9, 1))),
+        turn("long", [1] * 9, [2, 3], version=9),
+    ]
+    group = Group("g", [Sample("r0", 1.0, turns), Sample("r1", 0.0, [one("other", version=9)])])
+    equal = Group("h", [Sample("r2", 1.0, [one("e0", version=9)]), Sample("r3", 1.0, [])])
+    selection = select(
+        [group, equal],
+        BatchSettings(tokens_per_micro_batch=10, max_staleness=3),
+        advantages=partial(advantages, preset("grpo", advantage="dr_grpo"), memory={}),
+        current_version=9,
+        failed_versions={8},
+    )
+    assert selection.trained == ["good", "other"]
+    assert selection.skipped == {
+        "flagged": "sampling_truncated",
+        "empty": "no_tokens",
+        "bare": "no_prompt",
+        "greedy": "greedy",
+        "nearly": "greedy",
+        "infinite": "non_finite",
+        "failed": "failed_push",
+        "stale": "stale",
+        "long": "over_long",
+        "e0": "equal_reward",
+    }
+    assert selection.rollouts == ["r0", "r1", "r2", "r3"]
+    assert [row.advantage[-1] for row in selection.rows] == [0.5, -0.5]
+    assert selection.stats["groups_equal_reward"] == 1
+    assert selection.stats["reward_mean"] == 0.75
+    fewer = selection.without_rows([0], "non_finite")
+    assert (fewer.trained, fewer.skipped["good"]) == (["other"], "non_finite")
+    assert [row.rollout_id for row in fewer.rows] == ["r1"]
+
+
+def test_a_reward_that_is_no_number_is_refused_by_name() -> None:
+    group = Group("g", [Sample("r0", math.nan, chain()), Sample("r1", 0.0, [])])
+    with pytest.raises(ValueError, match="reward of rollout r0 is nan"):
+        select([group], BatchSettings(), advantages=lambda rollouts: [], current_version=1)
+
+
+def test_rows_longer_than_the_budget_are_a_setting_error() -> None:
+    with pytest.raises(ValueError, match="max_row_tokens"):
+        BatchSettings(tokens_per_micro_batch=10, max_row_tokens=11)
+    assert BatchSettings(tokens_per_micro_batch=10).row_limit == 10

@@ -1,0 +1,356 @@
+"""`trainer step` as a person meets it: its steps, its end, its refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from support.trainer.prepared_run import SMALL, fill, save_smallest_model, settings_of, steps_of
+from support.trainer.tiny_model import load_model
+from tracegrad.events import RewardGiven, RolloutFinished, RolloutOpened
+from tracegrad.store import Store, StoreTooNew
+from tracegrad_trainer.cli.app import app
+from tracegrad_trainer.config.trainer import SettingsError, TrainerSettings, load, without_unused
+from tracegrad_trainer.engine import CheckpointError, checkpoints
+from tracegrad_trainer.rl.preflight import check_before_training, check_groups
+from tracegrad_trainer.rl.rank_main import read_settings
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smallest_model(tmp_path_factory.mktemp("smallest") / "model")
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+
+
+@pytest.fixture(scope="module", autouse=True)
+def signals() -> Iterator[None]:
+    """The commands set how signals are taken; here they run in our process."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+def trainer(*words: object) -> Done:
+    """A command in this process; the ranks are processes of their own."""
+    found = CliRunner().invoke(app, [str(word) for word in words])
+    assert found.exception is None or isinstance(found.exception, SystemExit), found.output
+    return Done(found.exit_code, found.stdout)
+
+
+def options(model: Path, state_dir: Path, **changes: object) -> list[str]:
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    sets = {"model": model, "state_dir": state_dir, **SMALL, **named}
+    return [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A state folder in which two ranks have made two steps of three."""
+    state_dir = tmp_path_factory.mktemp("state")
+    fill(f"sqlite:///{state_dir}/store.db", groups=8)
+    done = trainer("step", *options(model, state_dir, ranks=2), "--steps", 2, "--json")
+    assert done.returncode == 0, done.stdout
+    (state_dir / "said.json").write_text(done.stdout)
+    return state_dir
+
+
+def test_steps_are_taken_recorded_and_told(run: Path) -> None:
+    told = [json.loads(line) for line in (run / "said.json").read_text().splitlines()]
+    steps = steps_of(f"sqlite:///{run}/store.db")
+    assert [step.step for step in steps] == [step.version for step in steps] == [1, 2]
+    assert [one["step"] for one in told] == [1, 2]
+    assert [one["metrics"] for one in told] == [step.metrics for step in steps]
+    for step in steps:
+        assert step.batch is not None
+        assert step.batch["ranks"] == 2
+        assert Path(step.checkpoint or "").is_dir()
+        assert {"wait", "train", "checkpoint"} <= set(step.metrics["seconds"])
+    assert [step.batch["version"] for step in steps if step.batch] == [0, 1]
+    assert not list((run / "checkpoints").glob(".*")), "no half of one"
+
+
+def test_what_is_left_is_trained_and_then_there_is_nothing(
+    run: Path, model: Path, tmp_path: Path
+) -> None:
+    again = tmp_path / "again"
+    shutil.copytree(run, again)  # its checkpoints move with it
+    rest = trainer("step", *options(model, again), "--steps", 9)
+    assert rest.returncode == 0, rest.stdout
+    assert rest.stdout.splitlines()[0].startswith("step 3 → version 3")
+    last = " ".join(rest.stdout.splitlines()[-1].split())
+    assert last.startswith("1 step taken, now at step 3; nothing more to train: of ")
+    assert "equal_reward" in last
+    nothing = trainer("step", *options(model, again))
+    assert nothing.returncode == 3
+    assert "0 steps taken, now at step 3; nothing more to train" in nothing.stdout
+
+
+def test_export_writes_what_transformers_loads(run: Path, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "exported"
+    done = trainer(
+        "export", *options(model, run), "--out", out, "--dtype", "float32", "--shard-size", "30KB"
+    )
+    assert done.returncode == 0, done.stdout
+    assert f"the weights of step 2: {out}" in done.stdout
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    assert (out / "model.safetensors.index.json").exists()
+    assert (out / "chat_template.jinja").read_text() == (model / "chat_template.jinja").read_text()
+    assert len(AutoTokenizer.from_pretrained(out)) == len(AutoTokenizer.from_pretrained(model))
+    first, second = tmp_path / "first", load_model(out)
+    named = trainer(
+        "export", *options(model, run), "--out", first, "--step", 1, "--dtype", "float32"
+    )
+    assert named.returncode == 0, named.stdout
+    weights = [dict(load_model(folder).named_parameters()) for folder in (model, first, out)]
+    for name, parameter in second.named_parameters():
+        assert torch.equal(parameter, weights[2][name])
+    moved = [name for name in weights[0] if not torch.equal(weights[0][name], weights[1][name])]
+    further = [name for name in weights[0] if not torch.equal(weights[1][name], weights[2][name])]
+    assert len(moved) > 10
+    assert len(further) > 10
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--step", 7], "--step 7: no such checkpoint"),
+        (["--dtype", "int8"], "--dtype int8: use one of float32, bfloat16, float16"),
+        (["--merged"], "--merged: the model is trained without LoRA"),
+    ],
+)
+def test_an_export_that_cannot_be_is_one_line(
+    words: list[object], said: str, run: Path, model: Path, tmp_path: Path
+) -> None:
+    done = trainer("export", *options(model, run), "--out", tmp_path / "out", *words)
+    assert done.returncode == 1
+    assert done.stdout.startswith(f"trainer export: {said}")
+    assert not (tmp_path / "out").exists()
+
+
+# What is wrong before anything starts
+
+
+def checked(settings: TrainerSettings) -> None:
+    settings.state_dir.mkdir(exist_ok=True)
+    with Store.open(settings.proxy.store) as store:
+        check_before_training(settings, store)
+        check_groups(settings, store)
+
+
+def test_a_run_that_is_in_order_is_let_through(run: Path, model: Path) -> None:
+    checked(settings_of(model, run))
+
+
+def test_a_missing_part_of_the_last_checkpoint_is_one_line_and_nothing_starts(
+    run: Path, model: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(run, broken)
+    part = checkpoints(broken / "checkpoints")[-1] / "__1_0.distcp"
+    part.unlink()
+    done = trainer("step", *options(model, broken))
+    assert done.returncode == 1
+    [line] = done.stdout.splitlines()
+    assert line.startswith(f"trainer step: checkpoint part {part} is missing")
+    assert "checkpoint.resume_from=1" in line
+    assert not (broken / "logs" / "ranks.log").read_text().count("step 3")
+    gone_on = trainer("step", *options(model, broken, checkpoint__resume_from=1))
+    assert gone_on.returncode == 0, gone_on.stdout
+    last = steps_of(f"sqlite:///{broken}/store.db")[-1]
+    assert (last.step, last.version) == (3, 4), "version 2's number was the lost weights'"
+
+
+def test_a_damaged_checkpoint_is_not_loaded(run: Path, model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path / "broken")
+    shutil.copytree(run, settings.state_dir)
+    part = checkpoints(settings.checkpoints)[-1] / ".metadata"
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"{part} has \d+ bytes, not"):
+        checked(settings)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
+    with pytest.raises(ValueError, match=r"its tokenizer has .* tokens, the model embeds 50"):
+        checked(settings_of(other, tmp_path / "state"))
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    (other / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="its tokenizer cannot be loaded"):
+        checked(settings_of(other, tmp_path / "state"))
+
+
+def test_a_model_that_does_not_fit_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tracegrad_trainer.engine.model.memory.free_memory", lambda: 1 << 16)
+    with pytest.raises(ValueError, match="does not fit"):
+        checked(settings_of(model, tmp_path / "state"))
+
+
+def test_rollouts_without_tasks_are_no_groups(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path / "state")
+    settings.state_dir.mkdir()
+    with Store.open(settings.proxy.store) as store:
+        store.append(
+            [
+                RolloutOpened(rollout_id="alone"),
+                RewardGiven(rollout_id="alone", value=1.0),
+                RolloutFinished(rollout_id="alone"),
+            ]
+        )
+    with pytest.raises(ValueError, match="none of the 1 that wait in the store has a task"):
+        checked(settings)
+
+
+@pytest.mark.parametrize("preset", ["dpo", "kto", "sft"])
+def test_objectives_of_stored_traces_have_a_program_of_their_own(
+    preset: str, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"use trainer sft --preset {preset}"):
+        checked(settings_of(model, tmp_path / "state", objective__preset=preset))
+
+
+def test_a_store_of_a_later_version_is_refused(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path / "state")
+    settings.state_dir.mkdir()
+    Store.open(settings.proxy.store).close()
+    with sqlite3.connect(settings.state_dir / "store.db") as database:
+        database.execute("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(StoreTooNew, match="upgrade tracegrad"):
+        checked(settings)
+
+
+def test_settings_without_vllm_are_enough(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tracegrad.toml"
+    file.write_text(f'model = "{model}"\nstate_dir = "{tmp_path}"\n[optim]\nlr = 1e-4\n')
+    settings = read_settings(file)
+    assert settings.optim.lr == 1e-4
+    resolved = tmp_path / "settings.json"
+    resolved.write_text(settings.model_dump_json())
+    assert read_settings(resolved).stored() == settings.stored()
+
+
+def test_a_wrong_file_of_settings_is_one_line(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"model": str(model), "ranks": 0}))
+    with pytest.raises(SettingsError, match=r"^ranks: ") as error:
+        read_settings(file)
+    assert "\n" not in str(error.value)
+
+
+def test_the_reference_is_the_model_unless_another_is_named(model: Path, tmp_path: Path) -> None:
+    assert settings_of(model, tmp_path).reference_folder == model
+    other = save_smallest_model(tmp_path / "other", seed=1)
+    compared = settings_of(model, tmp_path, reference=other, objective__kl="k3")
+    assert compared.reference_folder == other
+    with pytest.raises(SettingsError, match=r"reference: /nowhere has no config\.json"):
+        load(None, [f"model={model}", "reference=/nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"objective__preset": "ppo", "batches__stale": "weight"}, "objective 'ppo' does not read"),
+        ({"objective__preset": "ppo", "data__refill": "true"}, "data.refill replaces groups of eq"),
+        ({"batches__stale_decay": 0.5}, "stale_decay 0.5: it is of stale = 'weight'"),
+        ({"objective__gae_lambda": 0.5}, "gae_lambda = 0.5: nothing in this objective uses it (it"),
+    ],
+)
+def test_what_the_objective_does_not_use_is_refused(
+    model: Path, tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(SettingsError, match=re.escape(words)) as error:
+        settings_of(model, tmp_path, **changes)
+    assert "\n" not in str(error.value)
+
+
+def test_a_reference_that_nothing_is_compared_with_is_refused(model: Path, tmp_path: Path) -> None:
+    other = save_smallest_model(tmp_path / "other", seed=1)
+    with pytest.raises(SettingsError, match="reference: objective 'grpo' compares with none"):
+        settings_of(model, tmp_path, reference=other)
+
+
+def test_what_was_recorded_before_that_was_an_error_can_be_read(
+    model: Path, tmp_path: Path
+) -> None:
+    stored = settings_of(model, tmp_path, objective__preset="ppo").stored()
+    old = json.loads(json.dumps(stored))
+    old["objective"] |= {"over_length_budget": 9, "over_length_part": 2, "mask_low": 0.1}
+    old["batches"] |= {"stale": "weight", "stale_decay": 0.5}
+    old["data"]["refill"] = True
+    old["reference"] = str(model)
+    with pytest.raises(ValueError, match="nothing in this objective uses it"):
+        TrainerSettings.model_validate(old)
+    read = TrainerSettings.model_validate(without_unused(old))
+    assert read.objective == TrainerSettings.model_validate(stored).objective
+    assert (read.batches.stale, read.data.refill, read.reference) == ("drop", None, None)
+
+
+def test_rollouts_that_stand_alone_need_an_advantage_that_does_not_compare(
+    model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SettingsError, match="'grpo' compares the rollouts of a group"):
+        settings_of(model, tmp_path, batches__group_size=1)
+    alone = settings_of(model, tmp_path, batches__group_size=1, objective__advantage="running")
+    assert alone.batches.group_size == 1
+
+
+def test_an_attention_that_is_unknown_is_refused_before_anything_starts(
+    model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SettingsError, match=r"fsdp\.attention: .*'auto', 'packed', 'varlen'"):
+        settings_of(model, tmp_path, fsdp__attention="flahs")
+
+
+def test_tables_that_were_left_out_can_be_set(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path, fsdp__lora__rank=4)
+    assert settings.fsdp.lora is not None
+    assert (settings.fsdp.lora.rank, settings.fsdp.lora.alpha) == (4, 32)
+
+
+def test_a_part_of_ones_own_lies_where_the_command_is_run(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def loss(tokens, log_ratio, settings):\n"
+        "    return -tokens.advantage * tokens.logp * settings.options['times'], tokens.expert\n"
+    )
+    fill(f"sqlite:///{tmp_path}/store.db", groups=2)
+    own = {"objective.surrogate": "mine:loss", "objective.options": '{"times": 3}'}
+    command = [Path(sys.executable).with_name("trainer"), "step", "--steps", "1"]
+    done = subprocess.run(
+        [*command, *options(model, tmp_path, **own)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [step] = steps_of(f"sqlite:///{tmp_path}/store.db")
+    assert step.settings["objective"]["surrogate"] == "mine:loss"

@@ -1,0 +1,54 @@
+"""Settings of a trainer that are about turns: anchors in groups, and failures that are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tracegrad.proxy.config import AnchorSettings, ProxySettings
+from tracegrad_trainer.config.trainer import TrainerSettings
+
+
+def settings(folder: Path, **tables: Any) -> TrainerSettings:
+    return TrainerSettings.model_validate({"model": folder, "state_dir": folder} | tables)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_anchors_come_in_the_groups_that_are_compared(model: Path) -> None:
+    batches = {"group_size": 4}
+    given = settings(model, batches=batches, proxy={"anchors": {"mode": "parallel"}})
+    assert given.proxy.anchors == AnchorSettings(mode="parallel", group_size=4)
+    own = settings(model, batches=batches, proxy={"anchors": {"group_size": 2}})
+    assert own.proxy.anchors is not None
+    assert own.proxy.anchors.group_size == 2
+    assert settings(model, batches=batches).proxy.anchors is None
+
+
+def test_the_proxy_process_has_the_anchors(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = settings(model, proxy={"anchors": {"refresh": 5}})
+    for name, value in given.proxy.environment().items():
+        monkeypatch.setenv(name, value)
+    assert ProxySettings().anchors == given.proxy.anchors
+
+
+def test_a_wrong_anchor_setting_is_named() -> None:
+    with pytest.raises(ValidationError, match=r"anchors\.threshold"):
+        ProxySettings(anchors={"threshold": 2})
+
+
+@pytest.mark.parametrize("name", ["negative_max_tokens", "negative_max_turns"])
+def test_long_failures_need_advantages(model: Path, name: str) -> None:
+    assert getattr(settings(model, batches={name: 5}).batches, name) == 5
+    for preset in ("ppo", "sft", "dpo", "kto"):
+        with pytest.raises(ValidationError, match=rf"batches\.{name}: objective '{preset}'"):
+            settings(model, batches={name: 5}, objective={"preset": preset})

@@ -1,0 +1,211 @@
+"""Models that do not fit, or do not belong to their tokenizer: said before weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config
+
+from support.trainer.row_samples import VOCABULARY, rows, tiny_model
+from support.trainer.tiny_models import logprobs, make
+from tracegrad_trainer.batches import micro_batch
+from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings
+from tracegrad_trainer.engine.model import memory
+from tracegrad_trainer.engine.model.parallelize import blocks, build_model
+
+CPU = FsdpSettings(device="cpu")
+GIB = 1024**3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tiny_model(tmp_path_factory.mktemp("fits") / "model")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a model of 8e9 parameters; there are no weights."""
+    folder = tmp_path_factory.mktemp("large")
+    Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(folder)
+    return folder
+
+
+def asked(folder: Path, settings: FsdpSettings = CPU, **changes: int) -> memory.Estimate:
+    given = {"ranks": 1, "local_ranks": 1, "tokens": 4096} | changes
+    return memory.check(folder, settings, **given)  # type: ignore[arg-type]
+
+
+def test_a_model_that_does_not_fit_is_refused_with_its_figures(large: Path) -> None:
+    with pytest.raises(ValueError, match=r"\(8\.19e9 parameters\) does not fit") as error:
+        asked(large, free=64 * GIB)
+    (line,) = str(error.value).splitlines()
+    # 16 bytes a parameter: weight, gradient, two moments.
+    assert "weights, gradients and optimizer 122.1 GiB" in line
+    assert "and has 64.0 GiB" in line
+    assert "fsdp.gradient_checkpointing = true" in line
+    assert "batches.tokens_per_micro_batch" in line
+
+
+def test_what_fits_is_said_with_its_figures(large: Path) -> None:
+    found = asked(large, FsdpSettings(device="cpu", gradient_checkpointing=True), free=200 * GIB)
+    assert found.state == 16 * found.parameters
+    assert found.whole == 0
+    assert 0 < found.activations < 10 * GIB
+
+
+def test_ranks_share_weights_but_not_activations(large: Path) -> None:
+    one, four = (asked(large, ranks=ranks, free=2**60) for ranks in (1, 4))
+    assert four.state == one.state // 4
+    assert four.activations == one.activations
+    # The embeddings and the head, and two of the 36 blocks.
+    assert 0 < four.whole < 4 * one.parameters / 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "smaller"),
+    [
+        ({"gradient_checkpointing": True}, lambda e: e.activations),
+        ({"compute_dtype": "bfloat16"}, lambda e: e.activations),
+        ({"lora": LoraSettings()}, lambda e: e.state),
+        ({"cpu_offload": True}, lambda e: e.on_device),
+    ],
+)
+def test_what_is_advised_helps(
+    large: Path, changes: dict[str, object], smaller: Callable[[memory.Estimate], int]
+) -> None:
+    plain = asked(large, free=2**60)
+    helped = asked(large, CPU.model_copy(update=changes), free=2**60)
+    assert smaller(helped) < 0.6 * smaller(plain)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt_neox", "gemma3", "olmoe", "phi3"])
+def test_activations_are_estimated_within_a_factor_of_two(name: str) -> None:
+    """Against what autograd keeps, less what a chunked head would not."""
+    model = make(name)
+    made = rows(8)
+    batch = micro_batch(made, range(len(made)))
+    kept: dict[int, int] = {}
+    own = {p.data_ptr() for p in model.parameters()}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    inside = _Inside(model)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: note(t) if inside.now else t, lambda t: t
+    ):
+        out = logprobs(model, batch)
+    assert out.requires_grad
+    estimated = memory.estimate(model, CPU, ranks=1, tokens=batch.tokens).activations
+    assert 0.5 < estimated / sum(kept.values()) < 2
+
+
+class _Inside:
+    """Whether some block is at work."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.now = False
+        for block in blocks(model):
+            block.register_forward_pre_hook(lambda *_: self._set(True))
+            block.register_forward_hook(lambda *_: self._set(False))
+
+    def _set(self, now: bool) -> None:
+        self.now = now
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder: Path) -> None:
+    asked(folder, vocabulary=VOCABULARY)
+    with pytest.raises(ValueError, match=f"tokenizer has 62 tokens, the model embeds {VOCABULARY}"):
+        asked(folder, vocabulary=VOCABULARY + 1)
+
+
+def test_a_model_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match="no-such-folder"):
+        asked(Path("./no-such-folder"))
+
+
+def test_memory_is_shared_by_the_ranks_of_a_machine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = asked(folder).on_device
+    monkeypatch.setattr(memory, "free_memory", lambda: 2 * needed)
+    asked(folder, local_ranks=2)
+    with pytest.raises(ValueError, match="does not fit"):
+        asked(folder, local_ranks=3)
+
+
+def test_free_memory_is_some_of_the_machine_s() -> None:
+    assert 2**20 < memory.free_memory() < 2**50
+
+
+def test_what_a_container_keeps_of_files_counts_as_free(tmp_path: Path) -> None:
+    """A model that was just read fills the group's page cache, which the kernel gives back."""
+    (tmp_path / "memory.max").write_text(f"{8 * GIB}\n")
+    (tmp_path / "memory.current").write_text(f"{7 * GIB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {GIB}\nfile {6 * GIB}\ninactive_file {5 * GIB}\n")
+    assert memory.group_memory(tmp_path) == 6 * GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.group_memory(tmp_path) is None
+    assert memory.group_memory(tmp_path / "nowhere") is None
+
+
+def test_a_gpu_that_this_process_does_not_use_is_asked_by_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context would stay on it for as long as this process lives."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: pytest.fail("a context was made"))
+    settings = FsdpSettings(device="cuda")
+    monkeypatch.setattr(memory, "_ASK", "print(1)")
+    with pytest.raises(ValueError, match=r"does not fit.*and has 0\.0 GiB of GPU memory"):
+        asked(folder, settings)
+    monkeypatch.setattr(memory, "_ASK", f"print({GIB})")
+    assert asked(folder, settings).on_device < GIB
+    monkeypatch.setattr(memory, "_ASK", "raise SystemExit('no driver')")
+    with pytest.raises(ValueError, match=r"fsdp\.device: the GPU does not say .*: no driver"):
+        asked(folder, settings)
+
+
+def test_offloaded_parameters_are_gathered_on_the_device_by_one_rank_too(large: Path) -> None:
+    offloaded = FsdpSettings(device="cpu", cpu_offload=True)
+    found = asked(large, offloaded, free=2**60)
+    # The embeddings, the head and two of the 36 blocks, in float32.
+    assert 4 * 2 * 151_936 * 4096 < found.whole < found.parameters * 4 / 2
+
+
+def test_a_reference_is_a_second_model_s_weights(large: Path) -> None:
+    plain = memory.check(large, CPU, ranks=2, local_ranks=2, tokens=1, free=2**60)
+    beside = memory.check(large, CPU, ranks=2, local_ranks=2, tokens=1, free=2**60, reference=True)
+    assert beside.state - plain.state == 4 * plain.parameters // 2
+
+
+def test_an_offloaded_model_still_needs_the_host_s_memory_on_a_cpu(large: Path) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        asked(large, FsdpSettings(device="cpu", cpu_offload=True), free=64 * GIB)
+
+
+def test_a_model_without_named_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Linear names no blocks.*cannot be sharded"):
+        blocks(nn.Linear(2, 2))
+
+
+def test_settings_that_are_not_for_the_model_are_refused_before_training(folder: Path) -> None:
+    with pytest.raises(ValueError, match="has no routers"):
+        build_model(folder, FsdpSettings(device="cpu", routing="r3"))

@@ -1,0 +1,89 @@
+"""FSDP2 around models of several kinds, on one rank: layouts change no numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from support.trainer.forward_checks import agree
+from support.trainer.row_samples import rows
+from support.trainer.tiny_models import logprobs, make
+from tracegrad_trainer.batches import micro_batch
+from tracegrad_trainer.engine.config import FsdpSettings
+from tracegrad_trainer.engine.distributed import start_ranks, stop_ranks
+from tracegrad_trainer.engine.model.parallelize import blocks, compute_device, shard
+
+MADE = rows(5)
+BATCH = micro_batch(MADE, range(len(MADE)))
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    yield start_ranks(FsdpSettings(device="cpu", threads=1))
+    stop_ranks()
+    assert not dist.is_initialized()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    logprobs(model, BATCH).square().sum().backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if grad is not None:
+            found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "gemma3", "gpt2", "gpt_neox", "phi3", "mixtral", "gpt_oss"]
+)
+def test_sharded_blocks_have_the_gradients_of_the_whole(name: str, mesh: DeviceMesh) -> None:
+    expected = gradients(make(name))
+    model = shard(make(name), mesh, FsdpSettings(device="cpu"))
+    assert isinstance(model, FSDPModule)
+    assert [isinstance(block, FSDPModule) for block in blocks(model)] == [True, True]
+    agree(gradients(model), expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reshard": False},
+        {"cpu_offload": True},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "cpu_offload": True, "reshard": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_layouts_change_no_gradient(name: str, changes: dict[str, bool], mesh: DeviceMesh) -> None:
+    """Offloading too: on a CPU it has nowhere to move anything, and moves nothing."""
+    expected = gradients(shard(make(name), mesh, FsdpSettings(device="cpu")))
+    settings = FsdpSettings(device="cpu", **changes)  # type: ignore[arg-type]
+    agree(gradients(shard(make(name, **changes), mesh, settings)), expected, tolerance=1e-6)
+
+
+def test_bfloat16_is_of_the_computation_only(mesh: DeviceMesh) -> None:
+    settings = FsdpSettings(device="cpu", compute_dtype="bfloat16")
+    model = shard(make("qwen3"), mesh, settings)
+    seen: set[torch.dtype] = set()
+    blocks(model)[0].register_forward_hook(lambda m, args, out: seen.add(out.dtype))
+    found = gradients(model)
+    assert seen == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {grad.dtype for grad in found.values()} == {torch.float32}
+    exact = gradients(make("qwen3"))
+    for name, grad in found.items():
+        apart = (grad - exact[name]).norm() / exact[name].norm()
+        assert 1e-4 < apart < 0.1, name
+
+
+def test_ranks_compute_where_their_mesh_is(mesh: DeviceMesh) -> None:
+    assert compute_device(mesh) == torch.device("cpu")

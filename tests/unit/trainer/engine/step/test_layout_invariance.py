@@ -1,0 +1,158 @@
+"""1, 2 and 4 ranks, any split, packed or padded: the same loss and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.trainer.layout_ranks import BATCHES, OBJECTIVES, VARIANTS, Layout, batch, run, without
+from support.trainer.row_samples import tiny_model
+from support.trainer.torchrun import torchrun
+
+EXACT = 1e-6
+# A product over a rollout's tokens, some sixty, multiplies the roundings of their log-probabilities
+# (half of 2^-21 each, for numbers up to 8 nats, of old and of mu).
+PRODUCT = 60 * 2**-21
+# A loss is a mean of terms of both signs, each of about the size of an advantage, 1, and rounded as
+# its log-probability is: what is left of them may be much smaller than its rounding.
+LOSS = 2**-22
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("exact")
+    tiny_model(folder / "model")
+    tiny_model(folder / "other", seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path, one_rank: None) -> dict[str, Any]:
+    return {name: run(folder, name) for name in OBJECTIVES}
+
+
+@pytest.fixture(scope="module")
+def several(folder: Path) -> dict[int, dict[str, Any]]:
+    """What 2 and 4 ranks found."""
+    found = {}
+    for ranks in (2, 4):
+        torchrun("support.trainer.layout_ranks", ranks, folder)
+        found[ranks] = torch.load(folder / f"{ranks}.pt", weights_only=False)
+    return found
+
+
+def same(found: Any, expected: Any, exact: float = EXACT) -> None:
+    (result, gradients), (other, theirs) = found, expected
+    assert result.applied
+    assert other.applied
+    assert apart(gradients, theirs) < exact
+    assert list(result.metrics) == list(other.metrics)
+    assert result.metrics["loss"] == pytest.approx(other.metrics["loss"], rel=exact, abs=LOSS)
+    assert result.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=exact)
+    for name, number in result.metrics.items():
+        assert number == pytest.approx(other.metrics[name], rel=1e-4, abs=1e-6), name
+
+
+def exact(name: str) -> float:
+    return PRODUCT if OBJECTIVES[name].correction_level == "sequence_product" else EXACT
+
+
+def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """|a - b| / |b| over all tensors together."""
+    assert list(a) == list(b)
+    difference = sum((a[name].double() - b[name].double()).square().sum() for name in a)
+    return float((difference / sum(b[name].double().square().sum() for name in b)) ** 0.5)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_any_number_of_ranks_gives_the_same(
+    one: dict[str, Any], several: dict[int, dict[str, Any]], name: str, ranks: int
+) -> None:
+    same(several[ranks][name], one[name], exact(name))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", BATCHES)
+def test_any_number_of_ranks_learns_the_same_of_a_batch_of_several_steps(
+    folder: Path, several: dict[int, dict[str, Any]], one_rank: None, name: str, ranks: int
+) -> None:
+    """Adam divides by its gradients' size: where that is 0, rounding is what moves."""
+    (found, learnt), (expected, wanted) = several[ranks]["batches"][name], batch(folder, name)
+    of_packing = ("micro_batches", "pack_fill", "pack_balance", "flops", "tokens")
+    for key, number in expected.metrics.items():
+        if key not in of_packing:
+            assert found.metrics[key] == pytest.approx(number, rel=1e-3, abs=1e-5), key
+    assert found.metrics["updates"] == 4
+    assert apart(learnt, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("budget", [84, 1000])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_any_split_gives_the_same(
+    folder: Path, one: dict[str, Any], name: str, budget: int
+) -> None:
+    same(run(folder, name, Layout(budget=budget)), one[name], exact(name))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_padded_row_a_forward_gives_the_same(
+    folder: Path, one: dict[str, Any], name: str
+) -> None:
+    padded = run(folder, name, Layout(padded=True, settings={"attention": "sdpa"}))
+    expected, gradients = one[name]
+    metrics = dict(expected.metrics)
+    # Padding is computed, and counted: nothing else may differ.
+    for counted in ("tokens", "flops"):
+        assert padded[0].metrics[counted] > metrics[counted]
+        padded[0].metrics[counted] = metrics[counted]
+    same(padded, (expected, gradients), exact(name))
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "plain"])
+def test_where_memory_is_saved_the_numbers_are_the_same(
+    folder: Path, one: dict[str, Any], variant: str
+) -> None:
+    same(run(folder, "ppo", VARIANTS[variant]), one["ppo"])
+
+
+@pytest.mark.parametrize("variant", ["whole", "recomputed", "offloaded"])
+def test_where_two_ranks_save_memory_the_numbers_are_the_same(
+    one: dict[str, Any], several: dict[int, dict[str, Any]], variant: str
+) -> None:
+    same(several[2][variant], one["ppo"])
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_same_inputs_give_the_same_bits(folder: Path, one: dict[str, Any], name: str) -> None:
+    result, gradients = run(folder, name)
+    assert result == one[name][0]
+    assert all(torch.equal(gradients[key], one[name][1][key]) for key in gradients)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "dpo"])
+def test_a_row_with_an_infinite_log_probability_leaves_the_step(
+    folder: Path, several: dict[int, dict[str, Any]], one_rank: None, name: str
+) -> None:
+    result, gradients = several[2]["poisoned"][name]
+    gone = (4, 5) if name == "dpo" else (4,)  # its pair goes with it
+    assert result.dropped == gone
+    assert result.metrics["rows_dropped"] == len(gone)
+    _, expected = without(folder, name, gone)
+    assert apart(gradients, expected) < EXACT
+
+
+def test_these_steps_exercise_what_they_are_about(one: dict[str, Any]) -> None:
+    metrics = {name: result.metrics for name, (result, _) in one.items()}
+    assert 0.05 < metrics["grpo"]["clipped_share"] < 0.95
+    assert metrics["grpo"]["kl_loss"] > 0.01
+    assert metrics["ppo"]["value_loss"] > 0.01
+    assert metrics["ipa"]["expert_tokens"] > 10
+    assert all(result.metrics["grad_norm"] > 1e-3 for result, _ in one.values())
+    assert {"value_head.weight", "value_head.bias"} <= set(one["ppo"][1])
+    assert float(one["ppo"][1]["value_head.weight"].norm()) > 1e-3

@@ -1,0 +1,249 @@
+"""Settings of the served model, and the child process around it (no vLLM is started here)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tracegrad.private_files import is_private
+from tracegrad_trainer.inference.vllm_process import VllmProcess, VllmSettings
+from tracegrad_trainer.utils.network import is_closed, prepare_socket
+from tracegrad_trainer.utils.subprocesses import ChildError
+
+
+class Pretender(VllmProcess):
+    """Runs a line of Python where vLLM would run."""
+
+    def __init__(self, settings: VllmSettings, code: str) -> None:
+        super().__init__(settings)
+        self.command = [sys.executable, "-c", code]
+
+
+def settings(tmp_path: Path, **changes: object) -> VllmSettings:
+    values = {"model": str(tmp_path), "log": tmp_path / "logs" / "vllm.log"}
+    values |= {"socket": tmp_path / "run" / "vllm.sock"}
+    return VllmSettings.model_validate(values | changes)
+
+
+def option(arguments: list[str], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+def test_only_loopback_is_served(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=r"0\.0\.0\.0 is not a loopback address"):
+        settings(tmp_path, host="0.0.0.0")
+    assert settings(tmp_path, host="::1", port=8001).url == "http://[::1]:8001"
+
+
+def test_an_unknown_setting_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="max_modellen"):
+        settings(tmp_path, max_modellen=5)
+
+
+def test_served_logprobs_are_of_what_is_sampled_from(tmp_path: Path) -> None:
+    arguments = settings(tmp_path, device="cpu").arguments()
+    assert option(arguments, "--logprobs-mode") == "processed_logprobs"
+    assert option(arguments, "--generation-config") == "vllm"
+    assert option(arguments, "--dtype") == "float32"
+    assert json.loads(option(arguments, "--weight-transfer-config")) == {"backend": "tracegrad_shm"}
+
+
+def test_engine_and_worker_share_a_process_only_with_one_thread(tmp_path: Path) -> None:
+    lean = settings(tmp_path, device="cpu", threads=1)
+    wide = settings(tmp_path, device="cpu", threads=4)
+    assert option(lean.arguments(), "--distributed-executor-backend") == "uni"
+    assert lean.environment()["TRACEGRAD_FORK_ENGINE"] == "1"
+    assert "--distributed-executor-backend" not in wide.arguments()
+    assert "TRACEGRAD_FORK_ENGINE" not in wide.environment()
+    assert wide.environment()["OMP_NUM_THREADS"] == "4"
+
+
+def test_a_gpu_keeps_vllms_own_choices(tmp_path: Path) -> None:
+    gpu = settings(tmp_path, device="cuda")
+    assert "--enforce-eager" not in gpu.arguments()
+    assert option(gpu.arguments(), "--dtype") == "auto"
+    assert "OMP_NUM_THREADS" not in gpu.environment()
+
+
+def test_a_taken_port_is_one_line_and_nothing_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        process = VllmProcess(settings(tmp_path, port=holder.getsockname()[1]))
+        with pytest.raises(ChildError, match=r"port \d+ on 127.0.0.1 cannot be used.*in use"):
+            process.start()
+    assert process.pid is None
+
+
+def test_by_default_it_listens_on_a_socket_and_no_port(tmp_path: Path) -> None:
+    given = settings(tmp_path)
+    assert given.url == f"unix://{tmp_path}/run/vllm.sock"
+    arguments = given.arguments()
+    assert option(arguments, "--uds") == f"{tmp_path}/run/vllm.sock"
+    assert not {"--host", "--port"} & set(arguments)
+    on_a_port = settings(tmp_path, port=8001)
+    assert on_a_port.url == "http://127.0.0.1:8001"
+    assert "--uds" not in on_a_port.arguments()
+
+
+def test_a_path_too_long_for_a_socket_has_a_short_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / "d" / ("x" * 100) / "run" / "vllm.sock"
+    for base in (tmp_path, tmp_path / ("y" * 100)):  # the second one is too long itself
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+        path = settings(tmp_path, socket=deep).socket
+        assert len(bytes(path)) <= 107
+        assert path.parent.name == f"tracegrad-{os.geteuid()}"
+        assert settings(tmp_path, socket=deep).socket == path
+        assert settings(tmp_path, socket=path).socket == path, "resolved settings are read again"
+        assert settings(tmp_path, socket=deep.with_name("other.sock")).socket != path
+        prepare_socket(path)
+        assert is_private(path.parent)
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+        prepare_socket(path)
+        assert not path.exists(), "what a killed server left is no obstacle"
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o711, 0o770])
+def test_a_socket_where_others_may_reach_it_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    folder.chmod(mode)
+    process = VllmProcess(settings(tmp_path))
+    with pytest.raises(ChildError, match=r"vllm\.socket: .*run is not ours alone"):
+        process.start()
+    assert process.pid is None
+
+
+def test_another_users_folder_is_refused(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make another user's folder")
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 65534, 65534)
+    with pytest.raises(ChildError, match="not ours alone"):
+        VllmProcess(settings(tmp_path)).start()
+
+
+def test_a_socket_that_somebody_listens_on_is_refused_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "vllm.sock"
+    path.parent.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as holder:
+        holder.bind(str(path))
+        holder.listen()
+        with pytest.raises(ChildError, match=r"vllm\.sock is in use"):
+            VllmProcess(settings(tmp_path)).start()
+        assert path.exists()
+        assert not is_closed(f"unix://{path}")
+    assert is_closed(f"unix://{path}")
+    path.unlink()
+    assert is_closed(f"unix://{path}")
+
+
+def test_an_early_death_names_the_cause_and_the_log(tmp_path: Path) -> None:
+    log = (
+        "print('(EngineCore pid=7) ERROR 01-01 [core.py:1] ValueError: no room for the cache');"
+        "print('(APIServer pid=6) RuntimeError: Engine core initialization failed. "
+        "See root cause above.');"
+        "raise SystemExit(1)"
+    )
+    with Pretender(settings(tmp_path), log) as process, pytest.raises(ChildError) as caught:
+        process.wait_healthy(timeout=20)
+    message = str(caught.value)
+    assert "exited with 1: ValueError: no room for the cache (log: " in message
+    assert "\n" not in message
+
+
+def test_a_kill_is_named_and_old_errors_are_not_blamed(tmp_path: Path) -> None:
+    code = "import time; print('ValueError: long ago', flush=True); time.sleep(60)"
+    with Pretender(settings(tmp_path), code) as process:
+        deadline = time.monotonic() + 10
+        while "long ago" not in process.log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(ChildError, match=r"was killed by SIGKILL \(log: "):
+            process.wait_healthy(timeout=20)
+
+
+def test_a_server_that_never_answers_runs_out_of_time(tmp_path: Path) -> None:
+    stages: list[str] = []
+    with (
+        Pretender(settings(tmp_path), "import time; time.sleep(60)") as process,
+        pytest.raises(ChildError, match="not ready after"),
+    ):
+        process.wait_healthy(timeout=0.3, on_stage=stages.append)
+    assert set(stages) == {"loading libraries"}
+
+
+def test_stop_ends_grandchildren_and_removes_the_scratch_folder(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, subprocess, sys, time;"
+        "signal.signal(signal.SIGTERM, lambda *_: os._exit(0));"
+        "p = subprocess.Popen([sys.executable, '-c', 'import signal, time;"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)']);"
+        "print(p.pid, os.environ['TMPDIR'], flush=True); time.sleep(60)"
+    )
+    process = Pretender(settings(tmp_path), code)
+    process.start()
+    grandchild, scratch = _first_line(process.log).split()
+    assert Path(scratch).is_dir()
+    process.stop()
+    process.stop()
+    assert _gone(int(grandchild))
+    assert not Path(scratch).exists()
+
+
+def test_the_server_dies_with_a_killed_parent(tmp_path: Path) -> None:
+    parent_code = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_vllm_process import Pretender, settings
+from pathlib import Path
+process = Pretender(settings(Path({str(tmp_path)!r})), "import time; time.sleep(60)")
+process.start()
+print(process.pid, flush=True)
+time.sleep(60)
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", parent_code], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert not _gone(child, within=0)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert _gone(child)
+
+
+def _first_line(log: Path) -> str:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if log.exists() and "\n" in (text := log.read_text()):
+            return text.splitlines()[0]
+        time.sleep(0.02)
+    raise AssertionError("nothing was printed")
+
+
+def _gone(pid: int, within: float = 5.0) -> bool:
+    deadline = time.monotonic() + within
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except FileNotFoundError:
+            return True
+        if state in "ZX":
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)

@@ -1,0 +1,68 @@
+"""A state folder is one command's and one rank 0's, whoever started them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.trainer.prepared_run import fill, save_smallest_model, settings_of, steps_of
+from tracegrad_trainer.launch import folder_lock
+from tracegrad_trainer.launch.folder_lock import FolderInUse, claim_command, claim_ranks
+from tracegrad_trainer.launch.run_state import RunState, read_state
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "PATIENCE_S", 0.2)
+
+
+def test_one_command_at_a_time(tmp_path: Path) -> None:
+    with (
+        claim_command(tmp_path),
+        pytest.raises(FolderInUse, match=rf"^state_dir: {tmp_path} is in use by .*\(pid \d+\)"),
+    ):
+        claim_command(tmp_path)
+    claim_command(tmp_path).close()
+
+
+def test_a_command_does_not_start_beside_ranks_that_were_started_by_hand(tmp_path: Path) -> None:
+    with claim_ranks(tmp_path), pytest.raises(FolderInUse, match="take another folder"):
+        claim_command(tmp_path)
+    claim_command(tmp_path).close()
+
+
+def test_a_command_and_its_ranks_share_the_folder(tmp_path: Path) -> None:
+    with claim_command(tmp_path), claim_ranks(tmp_path), pytest.raises(FolderInUse):
+        claim_ranks(tmp_path)
+
+
+def test_ranks_started_by_hand_leave_a_folder_in_use_as_it_is(tmp_path: Path) -> None:
+    settings = settings_of(save_smallest_model(tmp_path / "model"), tmp_path / "state")
+    settings.state_dir.mkdir()
+    fill(settings.proxy.store, groups=2)
+    file = tmp_path / "settings.json"
+    file.write_text(settings.model_dump_json())
+    RunState(settings.state_dir, "ranks").update(stage="training")
+    command = [
+        sys.executable,
+        "-m",
+        "tracegrad_trainer.rl.offline_worker",
+        str(file),
+        "--steps",
+        "1",
+    ]
+    with claim_ranks(settings.state_dir):
+        second = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert second.returncode == 1
+    [line] = [line for line in second.stderr.splitlines() if "in use" in line]
+    assert line.startswith(f"FolderInUse: state_dir: {settings.state_dir} is in use by ")
+    assert "Traceback" not in second.stderr
+    state = read_state(settings.state_dir, "ranks")
+    assert state is not None
+    assert state["stage"] == "training", "the other one's state is its own"
+    alone = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert alone.returncode == 0, alone.stderr
+    assert len(steps_of(settings.proxy.store)) == 1

@@ -1,0 +1,197 @@
+"""Steps that ran on several ranks, lost rows, or whose turns are no longer what they were."""
+
+from __future__ import annotations
+
+import time
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from sqlalchemy import select, update
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from support.trainer.row_samples import POISON, VOCABULARY, tiny_model
+from support.trainer.step_samples import SEVERAL, fill, rollout, train, trainer_settings
+from support.trainer.torchrun import torchrun
+from tracegrad.events import Turn, token_ids
+from tracegrad.store import Store
+from tracegrad.store.maintenance import Retention, Selection, prune
+from tracegrad.store.models import Steps
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.replay import render
+from tracegrad_trainer.replay.load import ReplayError, candidates
+from tracegrad_trainer.replay.replay import Asked, Replay, replay
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> TrainerSettings:
+    """One step was taken."""
+    made = trainer_settings(tmp_path)
+    with Store.open(made.proxy.store) as store:
+        fill(store, 2)
+        train(made, 1)
+    return made
+
+
+def replayed(settings: TrainerSettings, **asked: object) -> Replay:
+    with Store.open(settings.proxy.store, create=False) as store:
+        return replay(store, settings.state_dir, Asked(**asked))  # type: ignore[arg-type]
+
+
+def problems(settings: TrainerSettings) -> list[str | None]:
+    with Store.open(settings.proxy.store, create=False) as store:
+        return [one.problem for one in candidates(store, settings.state_dir, limit=9)]
+
+
+def test_a_batch_of_several_updates_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
+    settings = trainer_settings(tmp_path, ranks=2, optim=SEVERAL)
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 2)
+    torchrun("support.trainer.replay_ranks", 2, tmp_path)
+    found = replayed(settings, preset="dr_grpo")
+    assert found.recorded.batch.ranks == 2
+    assert found.replayed.metrics["updates"] == 4
+    assert found.replayed.metrics["policy_k3"] > 0
+    assert found.equal, found.differing
+    assert found.other is not None
+    assert found.other.metrics["loss"] != found.replayed.metrics["loss"]
+    assert {turn.turn_id for turn in found.replayed.turns} == found.recorded.trained
+    assert sum(abs(turn.pull) for turn in found.replayed.turns) == pytest.approx(1)
+    # An error of the ranks is one line too.
+    other_model(tmp_path / "model")
+    with pytest.raises(ReplayError, match=r"^12 of the 12 turns .* tokens that this model does"):
+        replayed(settings)
+
+
+def other_model(folder: Path) -> None:
+    """A model that knows fewer tokens than the one that was trained."""
+    config = Qwen3Config.from_pretrained(folder)
+    config.vocab_size = VOCABULARY // 2
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def test_rows_that_were_not_finite_leave_the_replay_too(tmp_path: Path) -> None:
+    settings = trainer_settings(tmp_path)
+    tiny_model(tmp_path / "model", poisoned=True)
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 1)
+        for n in range(2):
+            facts = rollout(f"p{n}", "p", reward=float(n), seed=70 + n, at=2000.0 + n)
+            if n:  # a token that makes no number of everything behind it
+                facts = [_poisoned(f) if isinstance(f, Turn) else f for f in facts]
+            store.append(facts)
+        train(settings, 1)
+    found = replayed(settings)
+    assert found.recorded.batch.dropped_rows
+    assert found.replayed.metrics["rows_dropped"] == 1
+    assert found.equal, found.differing
+    assert {turn.rollout_id for turn in found.replayed.turns} >= {"t0r0", "t0r1", "p0"}
+
+
+def _poisoned(turn: Turn) -> Turn:
+    prompt = token_ids(turn.prompt_token_ids)
+    prompt[1] = POISON
+    return Turn(
+        **{
+            name: getattr(turn, name)
+            for name in ("turn_id", "rollout_id", "parent_id", "dialect", "model", "created_at")
+        },
+        prompt_token_ids=prompt,
+        completion_token_ids=turn.completion_token_ids,
+        completion_logprobs=turn.completion_logprobs,
+        policy_versions=turn.policy_versions,
+    )
+
+
+def test_removed_rollouts_are_told(settings: TrainerSettings) -> None:
+    assert problems(settings) == [None]
+    with Store.open(settings.proxy.store) as store:
+        prune(store, Retention(selection=Selection(before=time.time())))
+    with pytest.raises(ReplayError, match=r"^4 of the 4 rollouts of step 1 were removed"):
+        replayed(settings)
+    assert problems(settings) == ["12 of its turns were removed"]
+
+
+def test_text_that_is_gone_does_not_matter_but_tokens_do(settings: TrainerSettings) -> None:
+    with Store.open(settings.proxy.store) as store, store.exclusive() as connection:
+        connection.exec_driver_sql("UPDATE turns SET request = NULL, response = NULL")
+    assert replayed(settings).equal
+    with Store.open(settings.proxy.store) as store:
+        sql = "UPDATE turns SET untrainable = 'redacted' WHERE turn_id = 't1r0.2'"
+        with store.exclusive() as connection:
+            connection.exec_driver_sql(sql)
+    words = r"^1 of the 12 turns that step 1 trained .* t1r0\.2\): its tokens were redacted$"
+    with pytest.raises(ReplayError, match=words):
+        replayed(settings)
+
+
+def test_a_step_without_its_batch_is_told(settings: TrainerSettings) -> None:
+    with Store.open(settings.proxy.store) as store, store.exclusive() as connection:
+        connection.execute(update(Steps).values(batch=None))
+    with pytest.raises(ReplayError, match="before steps said what they were made of"):
+        replayed(settings)
+    assert problems(settings) == ["recorded without its batch"]
+
+
+def test_another_model_is_not_taken_for_the_one_that_was_trained(
+    settings: TrainerSettings, tmp_path: Path
+) -> None:
+    gone = tmp_path / "elsewhere"
+    (tmp_path / "model").rename(gone)
+    with pytest.raises(ReplayError, match=r"^the settings of step 1: model: .* has no config"):
+        replayed(settings)
+    assert replayed(settings, model=gone).equal, "a folder that was moved"
+    other_model(gone)
+    with pytest.raises(ReplayError, match=r"tokens that this model does not know"):
+        replayed(settings, model=gone)
+
+
+def test_state_that_was_moved_is_found(tmp_path: Path) -> None:
+    settings = trainer_settings(tmp_path)
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 4)
+        train(settings, 2)
+    moved = tmp_path / "moved"
+    settings.state_dir.rename(moved)
+    with Store.open(f"sqlite:///{moved}/store.db", create=False) as store:
+        found = replay(store, moved, Asked())
+    assert found.recorded.checkpoint == moved / "checkpoints" / "step-00000001"
+    assert found.equal
+
+
+def test_a_step_that_other_settings_leave_nothing_of_is_shown(settings: TrainerSettings) -> None:
+    found = replayed(settings, sets=["batches.max_row_tokens=2", "batches.over_long=drop"])
+    assert found.equal
+    assert found.other is not None
+    assert found.other.turns == []
+    assert set(found.other.skipped.values()) == {"over_long"}
+    assert np.isfinite(found.other.metrics["loss"])
+
+
+def test_a_step_that_went_on_from_an_older_checkpoint_is_replayed_from_it(tmp_path: Path) -> None:
+    settings = trainer_settings(tmp_path, checkpoint={"keep": 9})
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 4)
+    train(settings, 2)
+    (settings.checkpoints / "step-00000002" / "counters.json").unlink()
+    again = trainer_settings(tmp_path, checkpoint={"keep": 9, "resume_from": 1})
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 2, first=4)
+    train(again, 1)
+    found = replayed(settings, step=3)
+    assert found.recorded.batch.weights == 1
+    assert found.recorded.checkpoint == settings.checkpoints / "step-00000001"
+    assert found.equal
+
+
+def test_another_torch_is_named_where_numbers_differ(settings: TrainerSettings) -> None:
+    with Store.open(settings.proxy.store) as store, store.exclusive() as connection:
+        batch = connection.execute(select(Steps.batch)).scalar_one()
+        metrics = connection.execute(select(Steps.metrics)).scalar_one()
+        changed = {"batch": {**batch, "torch": "1.0"}, "metrics": {**metrics, "loss": 9.0}}
+        connection.execute(update(Steps).values(**changed))
+    shown = Console(width=100, record=True, file=StringIO())
+    shown.print(render.render(replayed(settings)))
+    assert "The step was made with torch 1.0, this is" in shown.export_text()

@@ -1,0 +1,322 @@
+"""The ledger's side of training: where it goes on from, what a batch is made of, what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.trainer.prepared_run import fill
+from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
+from tracegrad.store.checkpoint_manifest import manifest_digest
+from tracegrad_trainer.config.trainer import TrainerSettings, load
+from tracegrad_trainer.engine import CheckpointError
+from tracegrad_trainer.engine.checkpoint.manifest import write_manifest
+from tracegrad_trainer.rl.coordinator import Batch, Coordinator, Supply
+from tracegrad_trainer.rl.step_inputs import BatchRecord
+
+Make = Callable[..., Coordinator]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """A coordinator on the store of `tmp_path`; settings as `batches__groups=2`."""
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    made: list[Coordinator] = []
+
+    def coordinator(supply: Supply | None = None, **changes: Any) -> Coordinator:
+        sets = {
+            "model": tmp_path,
+            "state_dir": tmp_path,
+            "batches__groups": 2,
+            "batches__group_size": 3,
+            "batches__max_staleness": "null",
+            **changes,
+        }
+        settings = load(None, [f"{k.replace('__', '.')}={v}" for k, v in sets.items()])
+        store = Store.open(settings.proxy.store)
+        made.append(Coordinator(settings, store, stopping=lambda: False, supply=supply))
+        return made[-1]
+
+    yield coordinator
+    for one in made:
+        one.close()
+        one.store.close()
+
+
+@pytest.fixture
+def coordinator(make: Make) -> Coordinator:
+    return make()
+
+
+OFFLINE = Supply(grows=False)
+
+
+def checkpoint(settings: TrainerSettings, step: int) -> Path:
+    folder = settings.checkpoints / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / ".metadata").write_text("table of contents")
+    write_manifest(folder, {"step": step}, {})
+    return folder
+
+
+def commit(coordinator: Coordinator, step: int, version: int) -> str:
+    folder = str(checkpoint(coordinator.settings, step))
+    record = StepRecord(
+        step=step,
+        version=version,
+        checkpoint=folder,
+        run_id=coordinator.run_id,
+        manifest_digest=manifest_digest(Path(folder)),
+    )
+    coordinator.ledger.commit_step(record, trained=[], skipped={}, rollouts=[])
+    return folder
+
+
+def began(coordinator: Coordinator) -> tuple[int, int, str | None]:
+    """Step, version and checkpoint that it would go on from."""
+    point = coordinator.resume_point()
+    return point.step, point.version, None if point.weights is None else str(point.weights.folder)
+
+
+def groups_of(batch: Batch | None) -> list[str]:
+    assert batch is not None
+    return [group.group_id for group in batch.groups]
+
+
+# Where training goes on
+
+
+def test_a_new_store_begins_with_the_model_folder(coordinator: Coordinator) -> None:
+    assert began(coordinator) == (0, 0, None)
+
+
+def test_the_last_committed_step_is_gone_on_from(coordinator: Coordinator) -> None:
+    commit(coordinator, 1, 1)
+    folder = commit(coordinator, 2, 2)
+    coordinator.store.record_version(PolicyVersion(2, 2, "serving"))
+    assert began(coordinator) == (2, 2, folder)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_failed_versions_number_is_not_served_again(coordinator: Coordinator, steps: int) -> None:
+    """Tokens sampled before its push was undone carry it, and must stay untrainable."""
+    for step in range(1, steps + 1):
+        commit(coordinator, step, step)
+    coordinator.store.record_version(PolicyVersion(steps, steps or None, "failed"))
+    assert coordinator.resume_point().version == steps + 1
+
+
+@pytest.mark.parametrize("state", ["pushing", "serving"])
+def test_the_number_of_a_version_whose_step_was_lost_is_not_used_again(
+    coordinator: Coordinator, state: Any
+) -> None:
+    """It was pushed while its checkpoint was written, and the trainer was killed."""
+    commit(coordinator, 1, 1)
+    coordinator.store.record_version(PolicyVersion(2, 2, state))
+    assert began(coordinator) == (1, 3, str(coordinator.settings.checkpoints / "step-00000001"))
+
+
+def test_a_state_folder_that_was_moved_has_its_checkpoints_with_it(
+    coordinator: Coordinator,
+) -> None:
+    here = checkpoint(coordinator.settings, 1)
+    record = StepRecord(step=1, version=1, checkpoint=f"/elsewhere/checkpoints/{here.name}")
+    coordinator.ledger.commit_step(record, trained=[], skipped={}, rollouts=[])
+    assert began(coordinator) == (1, 1, str(here))
+
+
+def test_a_checkpoint_that_is_not_whole_is_named_with_the_older_one_that_is(
+    coordinator: Coordinator, make: Make
+) -> None:
+    commit(coordinator, 1, 1)
+    broken = Path(commit(coordinator, 2, 2)) / ".metadata"
+    broken.unlink()
+    with pytest.raises(CheckpointError) as error:
+        coordinator.resume_point()
+    assert f"{broken} is missing" in str(error.value)
+    assert "checkpoint.resume_from=1" in str(error.value)
+    # The number of the step goes on; weights of step 2 had version 2.
+    older = make(checkpoint__resume_from=1)
+    first = str(coordinator.settings.checkpoints / "step-00000001")
+    assert began(older) == (2, 3, first)
+
+
+def test_groups_of_a_killed_trainer_are_its_own_again(make: Make) -> None:
+    killed = make(supply=OFFLINE)
+    fill(killed.settings.proxy.store, groups=2)
+    assert groups_of(killed.next_batch(0)) == ["task 000", "task 001"]
+    again = make(supply=OFFLINE)
+    assert again.next_batch(0) is None
+    again.resume_point()
+    assert groups_of(again.next_batch(0)) == ["task 000", "task 001"]
+
+
+# What a batch is made of
+
+
+def test_a_store_that_does_not_grow_gives_what_it_has(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = make(supply=OFFLINE)
+    fill(coordinator.settings.proxy.store, groups=1)
+    assert groups_of(coordinator.next_batch(0)) == ["task 000"]
+    slept: list[float] = []
+    monkeypatch.setattr("tracegrad_trainer.rl.coordinator.time.sleep", slept.append)
+    assert coordinator.next_batch(0) is None
+    assert slept == [], "nobody is waited for"
+
+
+def test_a_store_that_grows_is_waited_for_until_the_batch_is_whole(make: Make) -> None:
+    coordinator = make(supply=Supply(patience_s=0.3))
+    fill(coordinator.settings.proxy.store, groups=1)
+    assert coordinator.next_batch(0) is None
+    fill(coordinator.settings.proxy.store, groups=1, first=1)
+    assert groups_of(coordinator.next_batch(0)) == ["task 000", "task 001"]
+
+
+def test_a_batch_of_nothing_but_equal_rewards_is_consumed_and_costs_no_step(make: Make) -> None:
+    coordinator = make(supply=OFFLINE)
+    turns = fill(coordinator.settings.proxy.store, groups=2, first=2)
+    assert coordinator.next_batch(0) is None
+    counts = coordinator.store.turn_counts()
+    assert counts.skipped == {"equal_reward": len(turns)}
+    assert f"{len(turns)} skipped ({len(turns)} equal_reward)" in coordinator.why_nothing()
+
+
+def test_refilled_groups_are_replaced_within_the_same_batch(make: Make) -> None:
+    coordinator = make(supply=OFFLINE, data__refill="true")
+    fill(coordinator.settings.proxy.store, groups=6)
+    assert groups_of(coordinator.next_batch(0)) == ["task 000", "task 001"]
+    batch = coordinator.next_batch(0)
+    assert groups_of(batch) == ["task 002", "task 003", "task 004", "task 005"]
+    assert batch is not None
+    assert {row.group_id for row in batch.selection.rows} == {"task 004", "task 005"}
+    assert set(batch.selection.skipped.values()) == {"equal_reward"}
+    assert {group.group_id for group in batch.groups} == {
+        f"task {number:03d}" for number in (2, 3, 4, 5)
+    }, "the equal ones are the step's to record"
+
+
+def test_a_refill_that_finds_no_more_goes_on_with_what_there_is(make: Make) -> None:
+    coordinator = make(supply=OFFLINE, data__refill="true")
+    fill(coordinator.settings.proxy.store, groups=3, first=2)
+    assert groups_of(coordinator.next_batch(0)) == ["task 002", "task 003", "task 004"]
+
+
+def test_a_refill_that_waits_keeps_what_it_has(make: Make) -> None:
+    coordinator = make(supply=Supply(patience_s=0.3), data__refill="true")
+    fill(coordinator.settings.proxy.store, groups=3, first=2)
+    assert coordinator.next_batch(0) is None
+    fill(coordinator.settings.proxy.store, groups=1, first=5)
+    assert groups_of(coordinator.next_batch(0)) == [f"task {n:03d}" for n in (2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize(("preset", "refills"), [("dapo", True), ("grpo", False)])
+def test_dapo_refills_unless_it_is_told_otherwise(make: Make, preset: str, refills: bool) -> None:
+    assert make(objective__preset=preset).settings.refills == refills
+    told = make(objective__preset=preset, data__refill=str(not refills).lower())
+    assert told.settings.refills != refills
+
+
+def test_tokens_beyond_the_models_vocabulary_are_not_trained(make: Make) -> None:
+    coordinator = make(supply=OFFLINE)
+    coordinator.vocabulary = 10
+    fill(coordinator.settings.proxy.store, groups=2)
+    assert coordinator.next_batch(0) is None
+
+
+# What is remembered, recorded, and given back
+
+
+def test_only_a_step_moves_what_advantages_remember(make: Make) -> None:
+    coordinator = make(
+        supply=OFFLINE, objective__advantage="running", batches__drop_equal_reward="true"
+    )
+    fill(coordinator.settings.proxy.store, groups=4)
+    first = coordinator.next_batch(0)
+    assert first is not None
+    assert first.memory_before == {}
+    assert coordinator.memory != {}
+    coordinator.give_up(first, "non_finite_step")
+    assert coordinator.memory == {}
+    assert coordinator.next_batch(0) is None, "two groups of equal rewards"
+    assert coordinator.memory == {}
+
+
+def test_a_step_records_what_it_was_made_of(make: Make) -> None:
+    coordinator = make(supply=OFFLINE)
+    fill(coordinator.settings.proxy.store, groups=2)
+    coordinator.store.record_version(PolicyVersion(7, None, "failed"))
+    batch = coordinator.next_batch(9)
+    assert batch is not None
+    coordinator.commit(
+        batch, step=1, version=10, metrics={"loss": 0.5}, checkpoint="c", dropped_rows=[1]
+    )
+    step = Ledger(coordinator.store).last_step()
+    assert step is not None
+    record = BatchRecord.model_validate(step.batch)
+    assert record.version == 9
+    assert record.failed_versions == [7]
+    assert record.dropped_rows == [1]
+    assert [group.group_id for group in record.groups] == ["task 000", "task 001"]
+    seen = {one.rollout_id: one for group in record.groups for one in group.rollouts}
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            assert seen[rollout.rollout_id].reward == rollout.reward
+            assert seen[rollout.rollout_id].turns == len(rollout.turns)
+    lost = batch.selection.rows[1].kept_turn_ids
+    fates = coordinator.store.rollout(batch.selection.rows[1].rollout_id).fates
+    assert {fates[turn].skip_reason for turn in lost} == {"non_finite"}
+
+
+def test_what_is_released_is_leased_again_at_once(make: Make) -> None:
+    coordinator = make(supply=OFFLINE)
+    fill(coordinator.settings.proxy.store, groups=2)
+    batch = coordinator.next_batch(0)
+    coordinator.release(batch, None)
+    other = make(supply=OFFLINE)
+    other.owner = "another"
+    assert groups_of(other.next_batch(0)) == groups_of(batch)
+
+
+# Judges
+
+
+def by_length(group: Any) -> list[float]:
+    """The longest rollout wins."""
+    by_length.asked += 1  # type: ignore[attr-defined]
+    return [float(sum(len(turn.completion_token_ids) for turn in r.turns)) for r in group.rollouts]
+
+
+def test_a_judges_rewards_are_stored_and_used(make: Make) -> None:
+    by_length.asked = 0  # type: ignore[attr-defined]
+    judged = {"objective__judge": f"{__name__}:by_length"}
+    coordinator = make(supply=OFFLINE, **judged)
+    fill(coordinator.settings.proxy.store, groups=2)
+    batch = coordinator.next_batch(0)
+    assert batch is not None
+    for group in batch.groups:
+        assert [r.reward for r in group.rollouts] == by_length(group)
+        for rollout in group.rollouts:
+            last = coordinator.store.rewards(rollout.rollout_id)[-1]
+            assert (last.value, last.source) == (rollout.reward, "judge")
+            assert last.label == f"{__name__}:by_length"
+    # A trainer that was killed before its step does not ask again: answers may differ.
+    asked = by_length.asked  # type: ignore[attr-defined]
+    again = make(supply=OFFLINE, **judged)
+    again.resume_point()
+    repeated = again.next_batch(0)
+    assert repeated is not None
+    assert [r.reward for g in repeated.groups for r in g.rollouts] == [
+        r.reward for g in batch.groups for r in g.rollouts
+    ]
+    assert by_length.asked == asked  # type: ignore[attr-defined]
+
+
+def test_a_judge_that_is_not_there_is_one_line(make: Make) -> None:
+    with pytest.raises(ValueError, match="judge 'nowhere:judge' cannot be imported"):
+        make(objective__judge="nowhere:judge")

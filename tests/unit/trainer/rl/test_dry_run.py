@@ -1,0 +1,179 @@
+"""What a step would be made of: the same as it is then made of, and nothing is changed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from support.trainer.step_samples import fill, rollout, train, trainer_settings
+from tracegrad.events import Fact, RolloutOpened, Turn
+from tracegrad.store import History, Ledger, PolicyVersion, Store
+from tracegrad_trainer.cli import dry_run
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.losses import preset
+from tracegrad_trainer.rl.dry_run import Plan, plan_step
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> TrainerSettings:
+    return trainer_settings(tmp_path)
+
+
+def planned(settings: TrainerSettings) -> Plan:
+    with Store.open(settings.proxy.store) as store:
+        return plan_step(settings, store)
+
+
+def equal_rewards(store: Store, name: str, *, at: float) -> None:
+    for n in range(2):
+        store.append(rollout(f"{name}{n}", name, reward=1.0, seed=50 + n, at=at + n))
+
+
+def test_the_plan_is_what_is_trained_then(settings: TrainerSettings) -> None:
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 3)
+        plan = plan_step(settings, store)
+        assert Ledger(store).ready() == 6, "nothing is leased"
+        assert store.turn_counts().pending == {"waiting": 18}
+        train(settings, 1)
+        [step] = History(store).steps()
+    assert (plan.step, plan.version, plan.more) == (1, 0, 1)
+    assert plan.stats.items() <= step.metrics.items()
+    assert plan.trained == step.metrics["turns_trained"] == 12
+    assert sum(load.targets for load in plan.loads) == step.metrics["tokens_trained"]
+    assert plan.tokens == step.metrics["row_tokens"]
+    assert [group.group_id for group in plan.groups] == ["t0", "t1"]
+    assert plan.groups[0].rewards == [1.0, 0.0]
+    assert plan.groups[0].advantages == pytest.approx((-0.70710, 0.70710), abs=1e-4)
+    after = planned(settings)
+    assert (after.step, after.version, [g.group_id for g in after.groups]) == (2, 1, ["t2"])
+
+
+def test_every_rank_has_its_micro_batches(settings: TrainerSettings) -> None:
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 2)
+    two = settings.model_copy(update={"ranks": 2})
+    plan = planned(two)
+    assert {load.rank for load in plan.loads} == {0, 1}
+    assert len({load.rank: 0 for load in plan.loads if load.tokens}) == 2
+    assert all(load.fill == load.tokens / 64 <= 1 for load in plan.loads)
+    assert sum(load.rows for load in plan.loads) == 4 == sum(group.rows for group in plan.groups)
+
+
+def test_groups_of_equal_rewards_are_passed_over_as_a_step_does(settings: TrainerSettings) -> None:
+    with Store.open(settings.proxy.store) as store:
+        for name in ("a", "b"):
+            equal_rewards(store, name, at=10.0)
+        fill(store, 1)
+        plan = plan_step(settings, store)
+        assert plan.passed == {"equal_reward": 12}
+        assert ([g.group_id for g in plan.groups], plan.trained) == (["t0"], 6)
+        train(settings, 1)
+        assert store.turn_counts().skipped == plan.passed
+
+
+def test_what_is_not_trained_is_told_by_reason(settings: TrainerSettings) -> None:
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 1)
+        equal_rewards(store, "same", at=1004.0)
+        store.record_version(PolicyVersion(2, None, "failed"))
+        batches = settings.batches.model_copy(update={"max_row_tokens": 20})
+        plan = plan_step(settings.model_copy(update={"batches": batches}), store)
+    assert plan.version == 3, "a failed version's number is not used again"
+    assert sum(plan.skipped.values()) + plan.trained == 12
+    assert plan.skipped == {"over_long": 5, "equal_reward": 3}
+    assert [group.skipped for group in plan.groups] == [
+        {"over_long": 2},
+        {"over_long": 3, "equal_reward": 3},
+    ]
+
+
+def test_tasks_that_lack_rollouts_are_told(settings: TrainerSettings) -> None:
+    with Store.open(settings.proxy.store) as store:
+        store.append(rollout("alone", "lonely", reward=1.0, seed=1))
+        store.append([RolloutOpened(rollout_id="open", task_id="lonely")])
+        store.append(rollout("other", "x", reward=1.0, seed=1)[:2])
+        plan = plan_step(settings, store)
+    assert (plan.groups, plan.loads, plan.trained) == ([], [], 0)
+    [task] = plan.waiting
+    assert (task.task_id, task.ready, task.open) == ("lonely", ["alone"], 1)
+    assert plan.pending == {"waiting": 3, "open": 1}
+
+
+def test_a_checkpoint_that_is_gone_is_a_note_not_the_end(settings: TrainerSettings) -> None:
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 4)
+        train(settings, 1)
+    checkpoint = settings.checkpoints / "step-00000001"
+    checkpoint.rename(settings.state_dir / "elsewhere")
+    plan = planned(settings)
+    assert plan.note is not None
+    assert "step-00000001" in plan.note
+    assert (plan.step, plan.version, plan.trained) == (2, 1, 12)
+
+
+def test_refills_take_groups_until_enough_have_something_to_tell(tmp_path: Path) -> None:
+    settings = trainer_settings(tmp_path, data={"refill": True})
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 1)
+        equal_rewards(store, "same", at=1004.0)
+        fill(store, 2, first=1)
+        plan = plan_step(settings, store)
+    assert [group.group_id for group in plan.groups] == ["t0", "same", "t1"]
+    assert plan.more == 1
+
+
+def test_it_is_told_in_the_width_of_a_terminal_and_as_json(
+    settings: TrainerSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = Console(file=sys.stdout, width=80, force_terminal=True, color_system=None)
+    assert dry_run.show(settings, console, False) == 2
+    assert "no store at" in capsys.readouterr().err
+    with Store.open(settings.proxy.store) as store:
+        assert dry_run.show(settings, console, False) == 3
+        assert "nothing to train" in capsys.readouterr().out
+        fill(store, 3)
+        equal_rewards(store, "same", at=1004.0)
+    assert dry_run.show(settings, console, False) == 0
+    told = capsys.readouterr().out
+    assert max(len(line) for line in told.splitlines()) <= 80
+    assert "6 equal_reward" in told
+    assert dry_run.show(settings, console, True) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(asdict(planned(settings))))
+
+
+def test_it_says_by_which_states_turns_would_be_compared(
+    settings: TrainerSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 1)
+        keyed = rollout("keyed", "t9", reward=1.0, seed=3, at=2000.0)
+        seen = rollout("seen", "t9", reward=0.0, seed=4, at=2001.0)
+        store.append([_at(fact, state_key="door") for fact in keyed])
+        store.append([_at(fact, observation="0f" * 16) for fact in seen])
+    console = Console(file=sys.stdout, width=200, color_system=None)
+    dry_run.show(settings, console, False)
+    assert "equal states" not in capsys.readouterr().out
+    compared = settings.model_copy(update={"objective": preset("gigpo")})
+    dry_run.show(compared, console, False)
+    told = " ".join(capsys.readouterr().out.split())
+    counts = planned(compared).stats
+    given, observed, unknown = (counts[f"states_{name}"] for name in KNOWN)
+    assert min(given, observed, unknown) > 0
+    assert (
+        f"turns are compared among equal states: {given:.0f} states named by the agent,"
+        f" {observed:.0f} by what was observed last, {unknown:.0f} unknown"
+    ) in told
+
+
+KNOWN = ("given", "observed", "unknown")
+
+
+def _at(fact: Fact, **state: Any) -> Fact:
+    return replace(fact, **state) if isinstance(fact, Turn) else fact

@@ -1,0 +1,288 @@
+"""What a trainer has leased stays its own while it lives; what it lost it lets go, whole."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.trainer.step_samples import fill, trainer_settings
+from tracegrad.store import Group, LeaseLost, Ledger, LedgerError, Store, leases_of
+from tracegrad.store.databases import clock
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.engine.checkpoint.save_load import Saver
+from tracegrad_trainer.rl import train_loop as training_module
+from tracegrad_trainer.rl.coordinator import Coordinator, Supply
+from tracegrad_trainer.rl.lease_renewal import HeldLeases
+from tracegrad_trainer.rl.train_loop import Training
+
+OFFLINE = Supply(grows=False)
+TTL_S = 1800.0
+PATIENCE_S = 60.0  # for what comes at once on a machine that is not overloaded
+
+
+class FakeClock:
+    """The database's. Threads of ours read it too."""
+
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def fake_clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    made = FakeClock()
+    monkeypatch.setattr(clock, "time_of", lambda _connection: made.now)
+    return made
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> TrainerSettings:
+    return trainer_settings(tmp_path, data={"lease_ttl_s": TTL_S})
+
+
+@pytest.fixture
+def store(settings: TrainerSettings) -> Iterator[Store]:
+    with Store.open(settings.proxy.store) as opened:
+        yield opened
+
+
+@pytest.fixture
+def coordinator(settings: TrainerSettings, store: Store) -> Iterator[Coordinator]:
+    made = Coordinator(settings, store, stopping=lambda: False, supply=OFFLINE)
+    yield made
+    made.close()
+
+
+def eventually(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not there():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.005)
+
+
+def stolen(store: Store, groups: int = 1) -> list[Group]:
+    """By a trainer of another folder."""
+    return Ledger(store).lease(
+        groups=groups, group_size=2, owner="thief", ttl_s=TTL_S, at_least=1, routes=False
+    )
+
+
+def names(groups: list[Group]) -> set[str]:
+    return {rollout.rollout_id for group in groups for rollout in group.rollouts}
+
+
+# Renewal in the background
+
+
+def pass_time(fake: FakeClock, store: Store, rollout_id: str, seconds: float) -> None:
+    """In pieces that a lease outlives, each only after the one before was renewed."""
+    ledger = Ledger(store)
+    end = fake.now + seconds
+    while fake.now < end:
+        fake.advance(TTL_S / 2)
+        eventually(lambda: ledger.leases(rollout_id)[-1].leased_until == fake.now + TTL_S)
+
+
+def test_what_is_held_is_renewed_until_it_is_let_go_or_the_holder_ends(
+    store: Store, fake_clock: FakeClock
+) -> None:
+    fill(store, 2)
+    ledger = Ledger(store)
+    groups = ledger.lease(groups=2, group_size=2, owner="me", ttl_s=TTL_S)
+    held = HeldLeases(ledger, TTL_S, every_s=0.01)
+    held.hold(groups)
+    pass_time(fake_clock, store, "t0r0", 4 * TTL_S)
+    assert stolen(store) == []
+    held.drop(groups[1:])
+    assert held.rollouts == names(groups[:1])
+    pass_time(fake_clock, store, "t0r0", 2 * TTL_S)
+    assert names(stolen(store)) == names(groups[1:]), "let go, and not renewed any more"
+    held.close()
+    fake_clock.advance(TTL_S + 1)
+    assert names(stolen(store)) == names(groups[:1]), "a dead holder's leases end"
+
+
+def test_renewal_goes_on_after_the_store_was_away(
+    store: Store, fake_clock: FakeClock, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    fill(store, 1)
+    ledger = Ledger(store)
+    groups = ledger.lease(groups=1, group_size=2, owner="me", ttl_s=TTL_S)
+    tried = threading.Semaphore(0)
+
+    def away(*_: object, **__: object) -> Any:
+        tried.release()
+        raise LedgerError("store: locked")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(ledger, "renew", away)
+        held = HeldLeases(ledger, TTL_S, every_s=0.01)
+        held.hold(groups)
+        for _ in range(3):
+            assert tried.acquire(timeout=PATIENCE_S)
+    pass_time(fake_clock, store, "t0r0", 2 * TTL_S)
+    held.close()
+    assert capsys.readouterr().err.count("leases cannot be renewed; trying again") == 1
+
+
+# The coordinator
+
+
+def test_groups_that_are_held_for_a_refill_are_not_leased_into_the_same_batch(
+    tmp_path: Path, fake_clock: FakeClock
+) -> None:
+    """Their lease ran out while the batch waited for more."""
+    settings = trainer_settings(tmp_path, data={"lease_ttl_s": TTL_S, "refill": True})
+    with Store.open(settings.proxy.store) as store:
+        supply = Supply(patience_s=0.0)
+        coordinator = Coordinator(settings, store, stopping=lambda: False, supply=supply)
+        fill(store, 1)
+        assert coordinator.next_batch(0) is None
+        fake_clock.advance(TTL_S + 1)
+        coordinator._held += coordinator._lease()
+        coordinator._held += coordinator._lease()
+        fill(store, 3, first=1)
+        batch = coordinator.next_batch(0)
+        assert batch is not None
+        groups = batch.groups
+        assert len(names(groups)) == sum(len(group.rollouts) for group in groups)
+        coordinator.commit(
+            batch, step=1, version=1, metrics={}, checkpoint="c", dropped_rows=[], weights=0
+        )
+        coordinator.close()
+
+
+def test_groups_that_were_lost_are_left_out_of_the_batch_with_one_line(
+    coordinator: Coordinator,
+    store: Store,
+    fake_clock: FakeClock,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fill(store, 3)
+    coordinator._held = coordinator._lease()
+    fake_clock.advance(TTL_S + 1)  # it was suspended, and renewed nothing
+    [theirs] = stolen(store)
+    batch = coordinator.next_batch(0)
+    assert batch is not None
+    assert [group.group_id for group in batch.groups] == ["t1", "t2"]
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("1 of 2 groups are left out of the batch: rollout t0r0 is no longer ")
+    assert line.endswith("thief has it now")
+    assert coordinator.leases.rollouts == names(batch.groups)
+    assert store.rollout("t0r0").row.state == "leased"
+    assert theirs.group_id == "t0"
+
+
+def test_a_batch_of_which_nothing_can_be_trained_is_left_to_whom_it_is(
+    coordinator: Coordinator,
+    store: Store,
+    fake_clock: FakeClock,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fill(store, 2)
+    batch = coordinator.next_batch(0)
+    assert batch is not None
+    fake_clock.advance(TTL_S + 1)
+    stolen(store)
+    coordinator.give_up(batch, "non_finite_step")
+    assert "thief has it now" in capsys.readouterr().err
+    assert store.turn_counts().skipped == {}
+    assert coordinator.leases.rollouts == set()
+    assert Ledger(store).ready() == 2, "what was ours of it is free"
+
+
+# A step
+
+
+@pytest.fixture
+def one_rank(settings: TrainerSettings, store: Store) -> Iterator[Training]:
+    """That has leased a batch of two groups of three."""
+    fill(store, 3)
+    with ExitStack() as stack:
+        training = Training(settings, stack, stopping=lambda: False, supply=OFFLINE)
+        assert training.coordinator is not None
+        training.coordinator.leases = HeldLeases(training.coordinator.ledger, TTL_S, every_s=0.01)
+        training.resume()
+        assert training.next() == "train"
+        yield training
+
+
+def test_a_step_longer_than_its_lease_is_committed(
+    one_rank: Training, store: Store, fake_clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_batch = training_module.train_batch
+    tried: list[list[Group]] = []
+
+    def slow(*args: Any, **more: Any) -> Any:
+        pass_time(fake_clock, store, "t0r0", 3 * TTL_S)
+        tried.append(stolen(store, 2))
+        return train_batch(*args, **more)
+
+    monkeypatch.setattr(training_module, "train_batch", slow)
+    assert one_rank.train()
+    # Pending: nor is it leased to ourselves, into the next batch.
+    pass_time(fake_clock, store, "t0r0", 2 * TTL_S)
+    assert one_rank.next() == "train"
+    assert one_rank.batch is not None
+    one_rank.settle()
+    assert [names(groups) for groups in tried] == [{"t2r0", "t2r1"}]
+    [step] = Ledger(store).steps()
+    assert step.step == 1
+    assert store.turn_counts().trained == 12
+
+
+def test_a_step_whose_batch_was_lost_is_given_up_before_anything_of_it_is_written(
+    one_rank: Training, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_batch = training_module.train_batch
+
+    def suspended(*args: Any, **more: Any) -> Any:
+        assert one_rank.batch is not None
+        Ledger(store).release(one_rank.batch.groups)  # as `tracegrad doctor --fix` does
+        stolen(store)
+        return train_batch(*args, **more)
+
+    monkeypatch.setattr(training_module, "train_batch", suspended)
+    with pytest.raises(LeaseLost, match=r"thief has it now; nothing of the step is kept"):
+        one_rank.train()
+    assert not one_rank.settings.checkpoints.exists()
+    assert Ledger(store).steps() == []
+    assert store.turn_counts().trained == 0
+
+
+def test_a_step_that_the_ledger_refuses_leaves_no_checkpoint(
+    one_rank: Training, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Saver.start
+
+    def lost(self: Saver, *args: Any, **more: Any) -> Path:
+        """After the check, before the commit."""
+        assert one_rank.batch is not None
+        Ledger(store).release(one_rank.batch.groups)
+        stolen(store)
+        return start(self, *args, **more)
+
+    monkeypatch.setattr(Saver, "start", lost)
+    assert one_rank.train()
+    with pytest.raises(
+        LeaseLost, match=r"thief has it now.*; this run's step 1 is given up"
+    ) as error:
+        one_rank.settle()
+    assert "\n" not in str(error.value)
+    assert list(one_rank.settings.checkpoints.iterdir()) == []
+    assert Ledger(store).steps() == []
+
+
+def test_leases_of_groups_are_their_rollouts(store: Store) -> None:
+    fill(store, 1)
+    [group] = stolen(store)
+    assert leases_of([group]) == {"t0r0": group.lease_id, "t0r1": group.lease_id}

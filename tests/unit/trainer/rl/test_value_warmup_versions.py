@@ -1,0 +1,70 @@
+"""While the value head learns alone the policy keeps its version, and nothing is pushed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from support.trainer.step_samples import fill, train, trainer_settings
+from tracegrad.store import History, Store
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.rl.serve_worker import Worker
+
+
+def settings_of(tmp_path: Path, **optim: Any) -> TrainerSettings:
+    settings = trainer_settings(tmp_path)
+    values = settings.model_dump(exclude_unset=True) | {
+        "objective": {"preset": "ppo"},
+        "optim": {"lr": 1e-3, **optim},
+    }
+    return TrainerSettings.model_validate(values)
+
+
+def test_versions_stay_while_the_policy_does(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, value_warmup_steps=2)
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 6)
+        train(settings, 3)
+        steps = sorted(History(store).steps(), key=lambda one: one.step)
+    assert [(one.step, one.version) for one in steps] == [(1, 0), (2, 0), (3, 1)]
+    assert [one.metrics["updates_value_only"] for one in steps] == [1, 1, 0]
+
+
+def test_what_did_not_change_is_not_pushed() -> None:
+    """Steps of a value head alone, and one of the policy: one push after the first."""
+    tasks = [("train", False), ("train", False), ("train", True), ("stop", False)]
+
+    class Training:
+        policy_moved = False
+        watch = type("Watch", (), {"lap": staticmethod(lambda stage: None)})
+
+        def resume(self) -> None: ...
+
+        def settle(self) -> None: ...
+
+        def next(self) -> str:
+            task, self.policy_moved = tasks.pop(0)
+            return task
+
+        def train(self) -> bool:
+            return True
+
+    worker = object.__new__(Worker)
+    pushes: list[bool] = []
+    worker.training = Training()  # type: ignore[assignment]
+    worker._await_endpoints = lambda: None  # type: ignore[method-assign]
+    worker._publish = lambda: pushes.append(worker.training.policy_moved)  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("tracegrad_trainer.rl.serve_worker.decide", lambda work: work())
+        worker.run()
+    assert pushes == [False, True]
+
+
+@pytest.mark.parametrize("name", ["value_lr", "value_warmup_steps"])
+def test_an_objective_without_values_refuses_them(tmp_path: Path, name: str) -> None:
+    given = trainer_settings(tmp_path).model_dump(exclude_unset=True)
+    with pytest.raises(ValidationError, match=rf"optim\.{name}: .* has no value head"):
+        TrainerSettings.model_validate(given | {"optim": {name: 1}})

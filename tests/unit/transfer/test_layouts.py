@@ -1,0 +1,109 @@
+"""What is common to all layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from support.transfer.template_store import CHAT, fill, said, turn, user
+from tracegrad.events import RolloutOpened, Turn
+from tracegrad.store import RolloutFilter, Store
+from tracegrad.transfer import Layout, layout_named, layout_names, parquet
+from tracegrad.transfer.export_rollouts import Export
+from tracegrad_integrations.exports import slime, trl, verl
+
+ALL = [
+    value
+    for module in (trl, verl, slime)
+    for value in vars(module).values()
+    if isinstance(value, Layout)
+]
+
+
+def rows(store: Store, layout: Layout) -> tuple[list[dict[str, object]], dict[str, int]]:
+    export = Export(store=store)
+    return list(export.layout(layout)), export.counts.left_out
+
+
+def test_every_layout_is_found_by_its_name() -> None:
+    assert layout_names() == sorted(layout.name for layout in ALL)
+    for layout in ALL:
+        assert layout_named(layout.name) is layout
+
+
+@pytest.mark.parametrize("layout", ALL, ids=lambda layout: layout.name)
+def test_parquet_and_jsonl_hold_the_same(store: Store, tmp_path: Path, layout: Layout) -> None:
+    fill(store)
+    made, _ = rows(store, layout)
+    assert made
+    with (tmp_path / "rows.parquet").open("wb") as file:
+        parquet.write(file, iter(made), layout.columns)
+    table = pyarrow.parquet.read_table(tmp_path / "rows.parquet")
+    assert table.column_names == list(layout.columns)
+    assert [bare(row) for row in table.to_pylist()] == [bare(row) for row in made]
+
+
+def bare(value: object) -> object:
+    """Without the nulls of columns."""
+    if isinstance(value, dict):
+        return {key: bare(item) for key, item in value.items() if item is not None}
+    return [bare(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("layout", ALL, ids=lambda layout: layout.name)
+def test_nothing_makes_no_rows_and_a_file_with_columns(
+    store: Store, tmp_path: Path, layout: Layout
+) -> None:
+    with (tmp_path / "rows.parquet").open("wb") as file:
+        export = Export(store=store, wanted=RolloutFilter(task="nothing"))
+        parquet.write(file, export.layout(layout), layout.columns)
+    table = pyarrow.parquet.read_table(tmp_path / "rows.parquet")
+    assert (table.num_rows, table.column_names) == (0, list(layout.columns))
+
+
+def captured(store: Store, *turns: Turn) -> None:
+    store.append([RolloutOpened(rollout_id="r", task_id="t", opened_at=1.0), *turns])
+
+
+def test_turns_without_text_are_counted(store: Store) -> None:
+    told = turn("a", "r", CHAT, said("Hi"))
+    captured(store, turn("b", "r", CHAT, said("Ho"), request=None), told)
+    found, left_out = rows(store, trl.PROMPT_COMPLETION)
+    assert [row["completion"] for row in found] == [[said("Hi")]]
+    assert left_out == {"turns: no_text": 1}
+
+
+def test_media_are_counted_and_parts_of_text_are_joined(store: Store) -> None:
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]
+    image = [{"type": "image_url", "image_url": {"url": "data:"}}]
+    captured(
+        store,
+        turn("a", "r", [user("Hello")], said("Hi"), request={"messages": [user(parts)]}),  # type: ignore[arg-type]
+        turn("b", "r", [user("Hello")], said("Hi"), request={"messages": [user(image)]}),  # type: ignore[arg-type]
+    )
+    found, left_out = rows(store, trl.PROMPT_COMPLETION)
+    assert [row["prompt"] for row in found] == [[user("Hello\nthere")]]
+    assert left_out == {"turns: media": 1}
+
+
+def test_an_imported_conversation_is_learned_whole(store: Store) -> None:
+    """All its replies are the teacher's; one that an agent brought along is not."""
+    asked = [user("1"), said("one"), user("2")]
+    teacher = turn("a", "r", asked, said("two"), sampling={"source": "imported_messages"})
+    captured(store, teacher)
+    found, left_out = rows(store, trl.SFT)
+    assert [row["messages"] for row in found] == [[*asked, said("two")]]
+    assert left_out == {}
+
+
+def test_reasoning_stays_with_the_reply_that_had_it(store: Store) -> None:
+    thought = said("Hi") | {"reasoning": "greet"}
+    first = turn("a", "r", CHAT, said("Hi"), response={"choices": [{"message": thought}]})
+    captured(store, first, turn("b", "r", [*CHAT, said("Hi"), user("Bye")], said("Bye")))
+    [found], _ = rows(store, trl.SFT)
+    messages = found["messages"]
+    assert messages == [
+        user("Hello"), said("Hi") | {"reasoning_content": "greet"}, user("Bye"), said("Bye"),
+    ]  # fmt: skip

@@ -1,0 +1,107 @@
+"""Settings of the batches room."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from tracegrad_trainer.batches import predicate
+
+ScoredOutcome = Literal["completed", "agent_error", "budget"]
+
+
+class BatchSettings(BaseModel):
+    """How finished groups become packed micro-batches."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    groups: int = Field(16, ge=1, description="groups (tasks) of one batch")
+    group_size: int = Field(
+        8, ge=1, description="rollouts of one group; 1: every rollout by itself, task or not"
+    )
+    tokens_per_micro_batch: int = Field(4096, ge=2, description="token budget of one forward")
+    max_row_tokens: int | None = Field(
+        None, ge=2, description="longest row; default: the token budget"
+    )
+    over_long: Literal["cut", "drop"] = Field(
+        "cut",
+        description="a path that is longer than a row: cut behind the last turn that fits, or"
+        " drop it whole",
+    )
+    shared_prefix: Literal["paths", "tree"] = Field(
+        "paths",
+        description="a rollout that forks: one row a path, or one row whose branches share what"
+        " they begin with (needs tree attention)",
+    )
+    max_staleness: int | None = Field(
+        4, ge=0, description="policy versions a turn may lag behind; none: no limit"
+    )
+    stale: Literal["drop", "weight"] = Field(
+        "drop",
+        description="turns that lag within max_staleness: trained as they are, or with their"
+        " advantage times stale_decay ** lag",
+    )
+    stale_decay: float = Field(0.8, gt=0, le=1, description="stale = weight: a version of lag")
+    drop_equal_reward: bool = Field(
+        True,
+        description="skip groups of several rollouts whose rewards do not differ; the trainer's"
+        " default: where the advantage compares",
+    )
+    drop_repeated: bool = Field(
+        False, description="skip turns that repeat an earlier prompt and reply of their rollout"
+    )
+    drop_truncated: bool = Field(
+        False,
+        description="skip turns whose reply was cut off at its token limit (finish_reason length)",
+    )
+    negative_max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="rollouts that sampled more tokens and whose advantage is not above 0: not"
+        " trained",
+    )
+    negative_max_turns: int | None = Field(
+        None, ge=1, description="the same, by the number of sampled turns"
+    )
+    outcomes: tuple[ScoredOutcome, ...] = Field(
+        ("completed", "agent_error", "budget"),
+        min_length=1,
+        description="outcomes that are trained; the others still count in their group's baseline",
+    )
+    predicate: str | None = Field(
+        None,
+        description="package.module:function(turn, rollout) -> whether to train the turn, or the"
+        " reason why not",
+    )
+
+    @property
+    def row_limit(self) -> int:
+        """Longest row in tokens."""
+        return self.max_row_tokens or self.tokens_per_micro_batch
+
+    @field_validator("predicate")
+    @classmethod
+    def _importable(cls, value: str | None) -> str | None:
+        if value is not None:
+            predicate.load(value)
+        return value
+
+    @model_validator(mode="after")
+    def _decay_is_used(self) -> BatchSettings:
+        usual = type(self).model_fields["stale_decay"].default
+        if self.stale != "weight" and self.stale_decay != usual:
+            raise ValueError(
+                f"stale_decay {self.stale_decay:g}: it is of stale = 'weight', set that or leave it"
+                " out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_fit(self) -> BatchSettings:
+        if self.row_limit > self.tokens_per_micro_batch:
+            raise ValueError(
+                f"max_row_tokens ({self.max_row_tokens}) exceeds tokens_per_micro_batch"
+                f" ({self.tokens_per_micro_batch}): a row is never split, so raise the budget"
+            )
+        return self

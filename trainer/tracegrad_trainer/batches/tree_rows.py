@@ -1,0 +1,198 @@
+"""Tree rows: what branches of a rollout begin with alike is computed once.
+
+The turns' tokens are put into a prefix tree. A prompt goes along tokens that are there already,
+whoever they belong to: the same sampled tokens before it, the same tool result that two replies
+answer, the same system prompt of a rewritten history. A completion is always a branch of its
+own, so that every sampled token is one target, also where two samples begin alike.
+
+Laid out depth first, a token's descendants are the ones behind it up to its `subtree_end`, and
+they alone attend to it: each target sees exactly what its turn's recorded prompt and completion
+say, at the positions that they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tracegrad.events import Turn
+from tracegrad.turn_tree import paths
+from tracegrad_trainer.batches.expert_routing import Layout, Routes, by_length, of_turn
+from tracegrad_trainer.batches.rows import Draft, Row, Source, path_rows
+from tracegrad_trainer.batches.turn_access import Ints, ints, length_of, with_ancestors
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """Tokens without a fork in between, all context or all sampled by one turn."""
+
+    ids: Ints
+    depth: int  # of the first token
+    parent: _Node | None
+    turn: Turn | None = None  # whose completion these tokens are of
+    at: int = 0  # the first token's place in that completion
+    children: list[_Node] = field(default_factory=list)
+    start: int = 0  # in the row
+    stop: int = 0  # behind the last descendant
+
+    @property
+    def depth_end(self) -> int:
+        return self.depth + len(self.ids)
+
+    def add(self, ids: Ints, turn: Turn | None = None) -> _Node:
+        child = _Node(ids, self.depth_end, self, turn)
+        self.children.append(child)
+        return child
+
+    def split(self, tokens: int) -> _Node:
+        """Puts a node of the first `tokens` above this one, which keeps the rest."""
+        assert 0 < tokens < len(self.ids)
+        assert self.parent is not None
+        above = _Node(self.ids[:tokens], self.depth, self.parent, self.turn, self.at, [self])
+        siblings = self.parent.children
+        siblings[siblings.index(self)] = above
+        self.parent = above
+        self.ids = self.ids[tokens:]
+        self.depth += tokens
+        self.at += tokens
+        return above
+
+
+def tree_rows(source: Source, *, limit: int) -> tuple[list[Row], int]:
+    """Rows of a rollout: one for each of its trees, and how many trees were too long for that.
+
+    Turns without a common beginning are trees of their own. One that never forks is a plain
+    row; one of more than `limit` tokens becomes a row for each of its paths.
+    """
+    turns = with_ancestors(source.rollout.turns, source.skipped)
+    leaves = {path[-1].turn_id for path in paths(turns)}
+    if len(leaves) <= 1:
+        return path_rows(turns, source), 0
+    rows: list[Row] = []
+    too_long = 0
+    for top, ends in _trees(turns):
+        members = [turn for turn, _ in ends]
+        if sum(turn.turn_id in leaves for turn in members) == 1:
+            rows += path_rows(members, source)
+        elif (nodes := _laid_out(top))[0].stop > limit:
+            rows += path_rows(members, source)
+            too_long += 1
+        else:
+            rows.append(_row(nodes, ends, source))
+    return rows, too_long
+
+
+_Ends = list[tuple[Turn, _Node]]  # turns, and the nodes that they end with
+
+
+def _trees(turns: Sequence[Turn]) -> list[tuple[_Node, _Ends]]:
+    """The trees' first nodes, each with its turns in order of capture."""
+    root = _Node(np.zeros(0, np.int32), 0, None)
+    ends: dict[str, _Node] = {}
+    # A turn is longer than what it continues, unless neither adds a token: then either may come
+    # first.
+    for turn in sorted(turns, key=length_of):
+        ends[turn.turn_id] = _insert(turn, ends.get(turn.parent_id or "", root))
+    found: dict[int, tuple[_Node, _Ends]] = {}
+    for turn in turns:
+        top = end = ends[turn.turn_id]
+        while top.parent is not None and top.parent is not root:
+            top = top.parent
+        if top is not root:  # where a turn without any token ends
+            found.setdefault(id(top), (top, []))[1].append((turn, end))
+    return list(found.values())
+
+
+def _insert(turn: Turn, start: _Node) -> _Node:
+    """Adds what of the turn is not there yet, below `start`; -> the node that it ends with."""
+    prompt, completion = ints(turn.prompt_token_ids), ints(turn.completion_token_ids)
+    node, used = _longest_match(start, prompt)
+    if used < len(node.ids):
+        node = node.split(used)
+    if node.depth_end < len(prompt):
+        node = node.add(prompt[node.depth_end :])
+    return node.add(completion, turn) if len(completion) else node
+
+
+def _longest_match(start: _Node, ids: Ints) -> tuple[_Node, int]:
+    """The node at or below `start` up to which `ids` run alike the longest, and how many of its
+    tokens they share. Samples that begin alike are branches side by side: all are looked at."""
+    best, most, used = start, start.depth_end, len(start.ids)
+    waiting = [start]
+    while waiting:
+        for child in waiting.pop().children:
+            same = _common(child.ids, ids[child.depth :])
+            if child.depth + same > most:
+                best, most, used = child, child.depth + same, same
+            if same == len(child.ids):
+                waiting.append(child)
+    return best, used
+
+
+def _common(a: Ints, b: Ints) -> int:
+    """Length of the common beginning."""
+    length = min(len(a), len(b))
+    if not length or a[0] != b[0]:  # of many branches most differ at once
+        return 0
+    differ = a[:length] != b[:length]
+    first = int(differ.argmax())
+    return first if differ[first] else length
+
+
+def _laid_out(top: _Node) -> list[_Node]:
+    """The nodes depth first, each with its place."""
+    nodes: list[_Node] = []
+    waiting, tokens = [top], 0
+    while waiting:
+        node = waiting.pop()
+        node.start = tokens
+        tokens += len(node.ids)
+        nodes.append(node)
+        waiting += reversed(node.children)
+    for node in reversed(nodes):
+        node.stop = node.children[-1].stop if node.children else node.start + len(node.ids)
+    return nodes
+
+
+def _row(nodes: Sequence[_Node], ends: _Ends, source: Source) -> Row:
+    draft = Draft(np.concatenate([node.ids for node in nodes]), source)
+    tokens = len(draft.input_ids)
+    if source.layout is not None:
+        draft.routes = _routes(ends, tokens, source.layout)
+    position = np.arange(tokens, dtype=np.int32)
+    previous = np.arange(-1, tokens - 1, dtype=np.int32)
+    subtree_end = np.empty(tokens, np.int32)
+    for node in nodes:
+        length = len(node.ids)
+        span = slice(node.start, node.start + length)
+        position[span] += node.depth - node.start
+        subtree_end[span] = node.stop
+        if node is not nodes[0]:
+            assert node.parent is not None
+            previous[node.start] = node.parent.start + len(node.parent.ids) - 1
+        if node.turn is None:
+            continue
+        draft.write(node.turn, node.start, slice(node.at, node.at + length))
+        if node.at + length == len(node.turn.completion_token_ids):
+            draft.give(node.turn, node.start + length - 1)
+    return draft.row(position=position, previous=previous, subtree_end=subtree_end)
+
+
+def _routes(ends: _Ends, tokens: int, layout: Layout) -> Routes | None:
+    """As `routes.of_path`, over all of a tree's branches."""
+    node_of = {turn.turn_id: node for turn, node in ends}
+    routes: Routes | None = None
+    for turn in by_length(turn for turn, _ in ends):
+        if (told := of_turn(turn, layout)) is None:
+            continue
+        routes = layout.none(tokens) if routes is None else routes
+        node: _Node | None = node_of[turn.turn_id]
+        while node is not None and node.depth_end > told.start:
+            first, last = max(node.depth, told.start), min(node.depth_end, told.stop)
+            if first < last:
+                at = slice(node.start + first - node.depth, node.start + last - node.depth)
+                routes[at] = told.routes[first - told.start : last - told.start]
+            node = node.parent
+    return routes

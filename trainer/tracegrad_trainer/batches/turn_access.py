@@ -1,0 +1,149 @@
+"""What batches need to know of rollouts, and what may be read off their turns."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad.events import Turn
+from tracegrad_trainer.losses.advantages import Demonstrated
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+
+
+class RolloutLike(Protocol):
+    """What a row needs of a rollout; the store's `RolloutSample` has it.
+
+    It may also have `turn_rewards` (a turn's index in `turns` -> its reward), `deciding_turn`
+    (the index of the one that decided the outcome), `agent` and `outcome`.
+    """
+
+    @property
+    def rollout_id(self) -> str: ...
+    @property
+    def reward(self) -> float: ...
+    @property
+    def turns(self) -> Sequence[Turn]: ...
+
+
+def is_expert(turn: Turn) -> bool:
+    """Whether an expert wrote the turn: no policy sampled it, whatever is recorded with it."""
+    return turn.sampling.get("source") == "expert"
+
+
+def temperature_of(turn: Turn) -> float:
+    """The temperature the turn was sampled at; an engine's default is 1, an expert's is 1."""
+    value = None if is_expert(turn) else turn.sampling.get("temperature")
+    return 1.0 if value is None else float(value)
+
+
+def ints(values: array[int]) -> Ints:
+    """A view, not a copy."""
+    return np.frombuffer(values, np.int32) if len(values) else np.zeros(0, np.int32)
+
+
+def length_of(turn: Turn) -> int:
+    return len(turn.prompt_token_ids) + len(turn.completion_token_ids)
+
+
+def oldest_version(turn: Turn) -> int:
+    return min(version for version, _ in turn.policy_versions)
+
+
+def turn_rewards(rollout: RolloutLike) -> Mapping[int, float]:
+    given: Mapping[int, float] = getattr(rollout, "turn_rewards", {})
+    return given
+
+
+def demonstrated(turns: Sequence[Turn]) -> dict[int, Demonstrated]:
+    """Of an expert's turns, by index, what the expert's own attempt came to.
+
+    `sampling` says it (`reward`, and `distance` in turns to the expert's deciding one). Where it
+    does not, the expert succeeded (1), and its last turn here decided.
+
+    Raises:
+        ValueError: one of the two is not a finite number, or a distance below 0.
+    """
+    experts = [index for index, turn in enumerate(turns) if is_expert(turn)]
+    found = {}
+    for index in experts:
+        told = turns[index].sampling
+        reward, distance = told.get("reward"), told.get("distance")
+        reward = 1.0 if reward is None else reward
+        distance = experts[-1] - index if distance is None else distance
+        if not isinstance(reward, int | float) or not np.isfinite(reward):
+            raise ValueError(f"sampling.reward of expert turn {turns[index].turn_id}: {reward!r}")
+        if not isinstance(distance, int) or distance < 0:
+            raise ValueError(
+                f"sampling.distance of expert turn {turns[index].turn_id}: {distance!r}; write how"
+                " many turns there are to the expert's deciding one"
+            )
+        found[index] = Demonstrated(float(reward), distance)
+    return found
+
+
+def state_of(turn: Turn) -> bytes | None:
+    """The environment's state before the turn: the key that was given, else what was observed
+    last. None: neither is known, or an expert wrote the turn."""
+    if is_expert(turn):
+        return None
+    if turn.state_key is not None:
+        return b"given " + turn.state_key.encode("utf-8", "surrogatepass")
+    return None if turn.observation is None else b"observed " + turn.observation.encode()
+
+
+class Digests(NamedTuple):
+    """Equal tokens have equal ones."""
+
+    prompt: bytes
+    whole: bytes  # the prompt and the completion
+
+
+def digests_of(turns: Sequence[Turn]) -> list[Digests]:
+    """One a turn. Where the turn that it continues came before it, only what is new is read: a
+    conversation is hashed once, not once a turn."""
+    known: dict[str, tuple[hashlib.blake2b, int]] = {}
+    made = []
+    for turn in turns:
+        before, read = known.get(turn.parent_id or "", (hashlib.blake2b(digest_size=16), 0))
+        prompt = before.copy()
+        prompt.update(ints(turn.prompt_token_ids)[read:].data)
+        whole = prompt.copy()
+        whole.update(ints(turn.completion_token_ids).data)
+        known[turn.turn_id] = (whole, length_of(turn))
+        made.append(Digests(prompt.digest(), whole.digest()))
+    return made
+
+
+def with_ancestors(turns: Sequence[Turn], skipped: Collection[str]) -> list[Turn]:
+    """The turns that are not skipped, and those that they continue."""
+    by_id = {turn.turn_id: turn for turn in turns}
+    needed: set[str] = set()
+    for turn in turns:
+        current: Turn | None = None if turn.turn_id in skipped else turn
+        while current is not None and current.turn_id not in needed:
+            needed.add(current.turn_id)
+            current = by_id.get(current.parent_id or "")
+    return [turn for turn in turns if turn.turn_id in needed]
+
+
+def credited(rollout: RolloutLike, skipped: Collection[str]) -> dict[str, float]:
+    """Turn rewards by turn id. A skipped turn's go to the nearest turn of the rollout before it
+    that is trained: a filter takes a turn away, not what its predecessors led to."""
+    found: dict[str, float] = {}
+    for index, reward in turn_rewards(rollout).items():
+        if index >= len(rollout.turns):
+            continue  # of a turn that came later than this batch
+        while index >= 0 and rollout.turns[index].turn_id in skipped:
+            index -= 1
+        if index >= 0:
+            turn_id = rollout.turns[index].turn_id
+            found[turn_id] = found.get(turn_id, 0.0) + reward
+    return found

@@ -1,0 +1,225 @@
+"""`trainer ...`: train on what was captured, and say what goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from tracegrad.private_files import keep_private
+from tracegrad_trainer.cli.sft import sft
+
+if TYPE_CHECKING:  # `trainer status` need not wait for pydantic
+    from tracegrad_trainer.config.trainer import TrainerSettings
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", help="TOML file; default: tracegrad.toml")
+]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", help="table.name=value, as often as needed")
+]
+
+BAD_USAGE = 2
+
+
+@app.callback()
+def _callback() -> None:
+    """Trains the model behind your agents on the turns that the proxy captured."""
+
+
+@app.command()
+def serve(
+    config: Config = None,
+    model: Annotated[Path | None, typer.Option(help="Hugging Face model folder")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="store, checkpoints, logs")] = None,
+    sets: Sets = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the resolved settings and end")
+    ] = False,
+) -> None:
+    """Start vLLM, the proxy and the FSDP ranks; train on finished groups until stopped."""
+    settings = _settings(config, _flags(model, state_dir, sets))
+    if dry_run:
+        print(settings.model_dump_json(indent=2))
+        return
+    from tracegrad_trainer.cli import serve as serving
+
+    raise typer.Exit(serving.serve(settings, Console()))
+
+
+@app.command()
+def status(
+    state_dir: Annotated[Path, typer.Option(help="the folder of `trainer serve`")] = Path(
+        ".tracegrad"
+    ),
+    store: Annotated[str | None, typer.Option(help="store URL; default: the folder's own")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+) -> None:
+    """What is going on, and what happened: versions, steps, turns trained and not, and why."""
+    from tracegrad.store import Store, StoreError
+    from tracegrad_trainer.cli import render_status
+    from tracegrad_trainer.cli import status as reading
+    from tracegrad_trainer.utils.console import print_json, print_report
+
+    tags = _resolved(state_dir).get("data", {}).get("tags", {})
+    try:
+        with Store.open(store or _store_url(state_dir), create=False) as opened:
+            found = reading.status(opened, state_dir, tags=tags)
+    except (StoreError, ValueError) as error:
+        _fail(f"trainer status: {error}")
+    if as_json:
+        print_json(found.as_json())
+    else:
+        print_report(render_status.render(found), Console())
+
+
+@app.command()
+def step(
+    config: Config = None,
+    model: Annotated[Path | None, typer.Option(help="Hugging Face model folder")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="store, checkpoints, logs")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps to take")] = 1,
+    sets: Sets = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a step")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="what would be trained, and why the rest would not")
+    ] = False,
+) -> None:
+    """Take optimizer steps on what the store holds: no agents, no vLLM, no weight push."""
+    settings = _settings(config, _flags(model, state_dir, sets), command="step")
+    if dry:
+        from tracegrad_trainer.cli import dry_run
+
+        raise typer.Exit(dry_run.show(settings, Console(), as_json))
+    from tracegrad_trainer.cli import step as stepping
+
+    raise typer.Exit(stepping.step(settings, steps, Console(stderr=as_json), as_json=as_json))
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option("--out", "-o", help="the folder to write")],
+    config: Config = None,
+    model: Annotated[Path | None, typer.Option(help="Hugging Face model folder")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="store, checkpoints, logs")] = None,
+    step: Annotated[int | None, typer.Option(help="of this step; default: the last one")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
+    merged: Annotated[
+        bool, typer.Option("--merged", help="LoRA: whole weights, not the adapter alone")
+    ] = False,
+    shard_size: Annotated[str, typer.Option(help="largest file of weights")] = "5GB",
+    sets: Sets = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load."""
+    from tracegrad_trainer.cli import export as exporting
+
+    settings = _settings(config, _flags(model, state_dir, sets), command="export")
+    request = exporting.Request(
+        out=out, step=step, dtype=dtype, merged=merged, shard_size=shard_size
+    )
+    raise typer.Exit(exporting.export(settings, request, Console()))
+
+
+@app.command()
+def replay(
+    step: Annotated[int | None, typer.Argument(help="default: the last step")] = None,
+    state_dir: Annotated[Path, typer.Option(help="the trainer's folder")] = Path(".tracegrad"),
+    store: Annotated[str | None, typer.Option(help="store URL; default: the folder's own")] = None,
+    preset: Annotated[str | None, typer.Option(help="another objective, on the same turns")] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="objective.clip_high=0.28: changes what was recorded"),
+    ] = None,
+    turns: Annotated[
+        bool, typer.Option("--turns", help="what each turn has to do with it")
+    ] = False,
+    top: Annotated[
+        int | None, typer.Option(min=1, help="how many turns; default: 20, of those that change 8")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="weights to begin with; default: the step before's")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="the model folder, if it was moved")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="which steps can be replayed")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+) -> None:
+    """Run a recorded step again: are the numbers the same, and what would others be?"""
+    from tracegrad_trainer.cli import replay as replay_command
+    from tracegrad_trainer.replay.replay import Asked
+
+    asked = Asked(
+        step=step, checkpoint=checkpoint, model=model, preset=preset, sets=tuple(sets or ())
+    )
+    request = replay_command.Request(
+        store=store or _store_url(state_dir),
+        state_dir=state_dir.resolve(),
+        asked=asked,
+        turns=top or 20 if turns and not asked.other else top,
+        as_json=as_json,
+    )
+    run = replay_command.show_list if listing else replay_command.show
+    raise typer.Exit(run(request, Console()))
+
+
+def _flags(model: Path | None, state_dir: Path | None, sets: list[str] | None) -> list[str]:
+    """Options that are settings too, as `--set` has them, before those given by it."""
+    named = {"model": model, "state_dir": state_dir}
+    return [f"{name}={value}" for name, value in named.items() if value is not None] + (sets or [])
+
+
+def _settings(config: Path | None, sets: list[str], command: str = "serve") -> TrainerSettings:
+    from tracegrad_trainer.config.trainer import load
+
+    try:
+        return load(config, sets)
+    except ValueError as error:
+        _fail(f"trainer {command}: {error}")
+
+
+def _resolved(state_dir: Path) -> dict[str, Any]:
+    """The settings of the last `trainer serve` in this folder, if there was one."""
+    try:
+        found: dict[str, Any] = json.loads((state_dir / "run" / "settings.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _store_url(state_dir: Path) -> str:
+    """Of the last `trainer serve` or `trainer step` in this folder, or the folder's own."""
+    from tracegrad.urls import unmasked
+
+    found = _resolved(state_dir).get("proxy", {}).get("store")
+    try:
+        return unmasked(found) if found else f"sqlite:///{state_dir}/store.db"
+    except ValueError as error:
+        _fail(f"trainer: {error}, or --store")
+
+
+def _fail(line: str) -> NoReturn:
+    print(line, file=sys.stderr)
+    raise typer.Exit(BAD_USAGE)
+
+
+app.command("sft")(sft)
+
+
+def main() -> None:
+    keep_private()
+    # Ctrl-C during the seconds of imports, before anything runs, ends us without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Parts of one's own lie where the command is run, as `python -m` finds them; behind all else,
+    # so that no file there hides a library.
+    sys.path.append(str(Path.cwd()))
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""`trainer step --dry-run`: what would be trained, and why the rest would not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from rich.console import Console, RenderableType
+from rich.console import Group as Lines
+from rich.text import Text
+
+from tracegrad.store import Store, StoreError, WaitingTask
+from tracegrad_trainer.cli.render_status import ago
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.rl.dry_run import GroupPlan, Load, Plan, plan_step
+from tracegrad_trainer.utils.console import PlainTable, many, print_json, print_report, table
+
+WOULD_TRAIN, NOTHING, BAD_USAGE = 0, 3, 2
+MOST = 20  # lines of a table
+MOST_REWARDS = 8
+
+
+def show(settings: TrainerSettings, console: Console, as_json: bool) -> int:
+    """0: the next step would train something; 3: nothing (as `trainer step` ends); 2: a wrong
+    setting or a store that is no use, in one line."""
+    try:
+        with Store.open(settings.proxy.store, create=False) as store:
+            plan = plan_step(settings, store)
+    except (StoreError, ValueError, OSError) as error:
+        print(f"trainer step --dry-run: {error}", file=sys.stderr)
+        return BAD_USAGE
+    if as_json:
+        print_json(asdict(plan))
+    else:
+        print_report(render(plan), console)
+    return WOULD_TRAIN if plan.trained else NOTHING
+
+
+def render(plan: Plan) -> RenderableType:
+    parts: list[RenderableType] = [_headline(plan)]
+    if plan.note is not None:
+        parts.append(Text(f"note: {plan.note}", style="yellow"))
+    if plan.groups:
+        parts += [Text(), _groups(plan.groups)]
+    if plan.loads:
+        parts += [Text(), _loads(plan.loads, plan.budget)]
+    if (share := plan.stats.get("routes_known_share")) is not None and plan.trained:
+        parts += [Text(), _routes(share)]
+    if plan.compares_states and plan.groups:
+        parts += [Text(), _states(plan.stats)]
+    if plan.skipped or plan.passed:
+        parts += [Text(), _reasons(plan.skipped, plan.passed)]
+    if plan.waiting:
+        parts += [Text(), _waiting(plan.waiting)]
+    elsewhere = {state: n for state, n in plan.pending.items() if state != "waiting"}
+    if elsewhere:
+        told = ", ".join(f"{n} {state}" for state, n in sorted(elsewhere.items()))
+        parts += [Text(), Text(f"turns that no step would look at yet: {told}")]
+    return Lines(*parts)
+
+
+def _headline(plan: Plan) -> Text:
+    if not plan.trained:
+        what = "nothing to train" if not plan.groups else "nothing of what is ready can be trained"
+        return Text(f"step {plan.step}: {what}", style="bold yellow")
+    targets = sum(load.targets for load in plan.loads)
+    text = Text(f"step {plan.step}", style="bold")
+    few = f" (of {plan.wanted} wanted)" if len(plan.groups) < plan.wanted else ""
+    more = f"; {plan.more} more {'is' if plan.more == 1 else 'are'} ready" if plan.more else ""
+    return text.append(
+        f" on version {plan.version}: {many(len(plan.groups), 'group')}{few},"
+        f" {many(plan.trained, 'turn')}, {plan.tokens} tokens, {targets} of them trained{more}",
+        style="not bold",
+    )
+
+
+def _groups(groups: Sequence[GroupPlan]) -> PlainTable:
+    columns = ("group", "rewards", "advantage", "turns", "rows", "tokens", "not trained")
+    shown = table(*columns, words=("rewards", "not trained"))
+    for group in groups[:MOST]:
+        least_greatest = group.advantages
+        shown.add_row(
+            group.group_id,
+            _rewards(group.rewards),
+            f"{least_greatest[0]:+.2f} … {least_greatest[1]:+.2f}" if least_greatest else "–",
+            str(group.trained),
+            str(group.rows),
+            str(group.tokens),
+            ", ".join(f"{n} {why}" for why, n in sorted(group.skipped.items())),
+            style="" if group.trained else "dim",
+        )
+    return _with_rest(shown, len(groups))
+
+
+def _rewards(rewards: Sequence[float]) -> str:
+    shown = " ".join(f"{value:.3g}" for value in rewards[:MOST_REWARDS])
+    rest = len(rewards) - MOST_REWARDS
+    return f"{shown} +{rest}" if rest > 0 else shown
+
+
+def _loads(loads: Sequence[Load], budget: int) -> PlainTable:
+    shown = table("rank", "micro-batch", "rows", "tokens", "trained", "fill")
+    number: dict[int, int] = {}
+    for load in loads[:MOST]:
+        number[load.rank] = number.get(load.rank, 0) + 1
+        cells = (load.rank, number[load.rank], load.rows, load.tokens, load.targets)
+        shown.add_row(*map(str, cells), f"{load.fill:.0%} of {budget}")
+    return _with_rest(shown, len(loads))
+
+
+def _routes(share: float) -> Text:
+    """Of routing replay r3."""
+    if share:
+        return Text(f"the serving engine told the experts of {share:.1%} of these tokens")
+    return Text(
+        "the serving engine told the experts of none of these tokens: they would be routed as the"
+        " router says (vLLM tells them with --enable-return-routed-experts, and not in streams)",
+        style="yellow",
+    )
+
+
+def _states(stats: Mapping[str, float]) -> Text:
+    given, seen, unknown = (
+        int(stats[f"states_{known}"]) for known in ("given", "observed", "unknown")
+    )
+    return Text(
+        f"turns are compared among equal states: {many(given, 'state')} named by the agent, {seen}"
+        f" by what was observed last, {unknown} unknown"
+        + (" (such turns have their rollout's advantage alone)" if unknown else ""),
+        style="yellow" if unknown else "",
+    )
+
+
+def _reasons(skipped: Mapping[str, int], passed: Mapping[str, int]) -> PlainTable:
+    shown = table("turns that would not be trained", "here", "passed over")
+    for why in sorted(skipped.keys() | passed.keys()):
+        shown.add_row(why, str(skipped.get(why, 0)), str(passed.get(why, 0)))
+    return shown
+
+
+def _waiting(waiting: Sequence[WaitingTask]) -> PlainTable:
+    shown = table("task that lacks rollouts", "ready", "open", "no reward", "for")
+    for task in waiting[:MOST]:
+        cells = (len(task.ready), task.open, task.no_reward)
+        shown.add_row(task.task_id, *map(str, cells), ago(task.since))
+    return _with_rest(shown, len(waiting))
+
+
+def _with_rest(shown: PlainTable, total: int) -> PlainTable:
+    if total > MOST:
+        shown.add_row(f"… and {total - MOST} more", style="dim")
+    return shown

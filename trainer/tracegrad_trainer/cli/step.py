@@ -1,0 +1,99 @@
+"""`trainer step`: starts the ranks on what the store holds, and tells of their steps.
+
+The checks before the first step are rank 0's, which has torch at hand: here it is not imported.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+
+from tracegrad.store import StepRecord, Store, StoreError
+from tracegrad_trainer.cli.render_status import step_line
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.launch.run_state import forget_state, read_state
+from tracegrad_trainer.launch.session import (
+    RANKS_GRACE_S,
+    ServeError,
+    Stopped,
+    lock,
+    open_store,
+    stop_signals,
+    write_resolved,
+)
+from tracegrad_trainer.launch.step_feed import News
+from tracegrad_trainer.launch.torchrun import Ranks
+from tracegrad_trainer.utils.console import print_json
+from tracegrad_trainer.utils.subprocesses import Child, ChildError
+
+POLL_S = 0.2
+FAILED = 1
+NOTHING = 3  # nothing to train
+
+
+def step(settings: TrainerSettings, steps: int, console: Console, *, as_json: bool = False) -> int:
+    """Takes `steps` optimizer steps, or as many as there is something for -> exit code."""
+
+    def tell(record: StepRecord) -> None:
+        if as_json:
+            told = {"step": record.step, "version": record.version, "metrics": record.metrics}
+            print_json(told | {"checkpoint": record.checkpoint})
+        else:
+            console.print(step_line(record), highlight=False, soft_wrap=True)
+
+    try:
+        with stop_signals():
+            said, taken = _run(settings, steps, tell)
+    except Stopped:
+        said, taken = "stopped; steps that were made are in the store", 1
+    except (ServeError, ChildError, StoreError, OSError) as error:
+        console.print(f"trainer step: {error}", style="red", highlight=False, soft_wrap=True)
+        return FAILED
+    if not as_json:
+        console.print(said, highlight=False, soft_wrap=True)
+    return 0 if taken else NOTHING
+
+
+def _run(
+    settings: TrainerSettings, steps: int, tell: Callable[[StepRecord], None]
+) -> tuple[str, int]:
+    """How it ended, and how many steps were taken. Raises ServeError, ChildError."""
+    with lock(settings.state_dir), open_store(settings.proxy.store) as store:
+        forget_state(settings.state_dir, "ranks")
+        ranks = Ranks(
+            settings,
+            write_resolved(settings),
+            program="tracegrad_trainer.rl.offline_worker",
+            arguments=["--steps", str(steps)],
+        )
+        ranks.log.unlink(missing_ok=True)
+        ranks.start()
+        try:
+            _watch(ranks, store, tell)
+        except ChildError as error:
+            raise ServeError(_why(settings) or str(error)) from None
+        finally:
+            ranks.stop(grace_s=RANKS_GRACE_S)
+    state = read_state(settings.state_dir, "ranks") or {}
+    return str(state.get("said", "")), int(state.get("taken", 0))
+
+
+def _why(settings: TrainerSettings) -> str | None:
+    """What rank 0 itself said of its end."""
+    error = (read_state(settings.state_dir, "ranks") or {}).get("error")
+    return None if error is None else str(error)
+
+
+def _watch(ranks: Child, store: Store, tell: Callable[[StepRecord], None]) -> None:
+    """Tells of each step, until the ranks are done or one dies (ChildError)."""
+    news = News(store)
+    while True:
+        finished = ranks.exit_code() == 0
+        for record in news.steps():
+            tell(record)
+        if finished:
+            return
+        ranks.check()
+        time.sleep(POLL_S)

@@ -1,0 +1,381 @@
+"""All settings of `trainer ...`: flags (`--set a.b=value`), then environment, then the TOML file.
+
+The file is the one that the proxy reads too; its tables are the fields below:
+
+    model = "path/to/a/huggingface/folder"
+    [batches]
+    groups = 16
+    [optim]
+    lr = 1e-6
+
+A wrong setting fails before anything starts, with its name and what is allowed. The resolved
+settings are stored with every step.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from tracegrad.events import Json
+from tracegrad.proxy.config import SETTINGS_FILE, ProxySettings, SecretUrl
+from tracegrad.urls import masked
+from tracegrad_trainer.batches import BatchSettings
+from tracegrad_trainer.engine import CheckpointSettings, FsdpSettings, OptimSettings
+from tracegrad_trainer.inference.vllm_process import VllmSettings
+from tracegrad_trainer.losses import ObjectiveSettings
+from tracegrad_trainer.losses.compatibility import SUPERVISED
+from tracegrad_trainer.losses.config import without_unused as objective_without_unused
+from tracegrad_trainer.metrics import MetricsSettings
+
+
+class SettingsError(ValueError):
+    """One line a wrong setting: its name, what is wrong, what was given."""
+
+
+class DataSettings(BaseModel):
+    """Which rollouts are trained on, and when."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tags: dict[str, str] = Field({}, description="only rollouts that carry all of these tags")
+    incomplete_after_s: float = Field(
+        120, gt=0, description="a group that nobody completes is taken smaller after this time"
+    )
+    lease_ttl_s: float = Field(
+        1800,
+        gt=0,
+        description="groups of a trainer that died are free for others after this time;"
+        " one that lives renews them",
+    )
+    refill: bool | None = Field(
+        None,
+        description="replace groups of equal rewards within the same batch; default: preset dapo's",
+    )
+
+
+class PushSettings(BaseModel):
+    """The weight push and the check of what is served after it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    drain_s: float = Field(
+        2, ge=0, description="wait for calls in flight before weights change under them"
+    )
+    probe_tokens: int = Field(16, ge=1, description="tokens sampled to compare log-probabilities")
+    probe_tolerance: float | None = Field(
+        None, gt=0, description="largest |log-prob gap| of a good push; default: by dtype"
+    )
+    failures_in_a_row: int = Field(3, ge=1, description="failed pushes before the trainer ends")
+
+
+class TrainerSettings(BaseSettings):
+    """What `trainer serve` needs to know. Environment: `TRACEGRAD_TRAINER_<TABLE>__<NAME>`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TRACEGRAD_TRAINER_", env_nested_delimiter="__", extra="forbid"
+    )
+
+    model: Path = Field(description="a Hugging Face folder: config, tokenizer, safetensors")
+    reference: Path | None = Field(
+        None, description="such a folder: what KL, DPO and KTO compare with; default: the model's"
+    )
+    state_dir: Path = Field(Path(".tracegrad"), description="store, checkpoints, logs")
+    ranks: int = Field(1, ge=1, description="FSDP ranks: one a GPU; on a CPU one or two")
+    seed: int = Field(0, description="of everything random in the trainer")
+    max_steps: int | None = Field(None, ge=1, description="end after this step")
+    proxy: ProxySettings = Field(default_factory=lambda: ProxySettings())
+    vllm: VllmSettings
+    data: DataSettings = DataSettings()
+    batches: BatchSettings = BatchSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
+    optim: OptimSettings = OptimSettings()
+    fsdp: FsdpSettings = FsdpSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    push: PushSettings = PushSettings()
+    metrics: MetricsSettings = MetricsSettings()
+
+    @field_validator("model", "reference")
+    @classmethod
+    def _model_is_a_folder(cls, path: Path | None) -> Path | None:
+        if path is None:
+            return None
+        for name in ("config.json", "tokenizer_config.json"):
+            if not (path / name).is_file():
+                raise ValueError(f"{path} has no {name}: give a Hugging Face model folder")
+        if not any(path.glob("*.safetensors")):
+            raise ValueError(f"{path} has no *.safetensors: give a folder with weights")
+        return path.resolve()
+
+    @field_validator("state_dir")
+    @classmethod
+    def _absolute(cls, path: Path) -> Path:
+        return path.resolve()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _vllm_is_ours(cls, data: Any) -> Any:
+        """vLLM serves the model that is trained; its log and its socket are in our folder."""
+        if not isinstance(data, dict) or "model" not in data:
+            return data
+        state_dir = Path(data.get("state_dir", ".tracegrad")).resolve()
+        ours = {"log": state_dir / "logs" / "vllm.log", "socket": state_dir / "run" / "vllm.sock"}
+        vllm = {"model": str(data["model"])} | ours | data.get("vllm", {})
+        return data | {"vllm": vllm}
+
+    @model_validator(mode="after")
+    def _two_ports(self) -> Self:
+        if self.proxy.port == 0:
+            raise ValueError("proxy.port: 0 is no port here; name the one that agents call")
+        if self.proxy.port == self.vllm.port:
+            raise ValueError(f"proxy.port and vllm.port are both {self.vllm.port}: take two")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_where_they_are_needed(self) -> Self:
+        name, compares = self.objective.advantage, self.objective.compares
+        if self.batches.group_size == 1 and compares:
+            raise ValueError(
+                f"objective.advantage = {name!r} compares the rollouts of a group, and"
+                " batches.group_size is 1: raise it, or set objective.advantage = 'running'"
+            )
+        if "drop_equal_reward" not in self.batches.model_fields_set:
+            self.batches = self.batches.model_copy(update={"drop_equal_reward": compares})
+        return self
+
+    @model_validator(mode="after")
+    def _anchors_come_in_groups(self) -> Self:
+        anchors = self.proxy.anchors
+        if anchors is not None and "group_size" not in anchors.model_fields_set:
+            anchors = anchors.model_copy(update={"group_size": self.batches.group_size})
+            self.proxy = self.proxy.model_copy(update={"anchors": anchors})
+        return self
+
+    @model_validator(mode="after")
+    def _negatives_are_known(self) -> Self:
+        bounds = ("negative_max_tokens", "negative_max_turns")
+        given = [name for name in bounds if getattr(self.batches, name) is not None]
+        objective = self.objective
+        if given and (objective.advantage == "gae" or objective.surrogate in SUPERVISED):
+            raise ValueError(
+                f"batches.{given[0]}: objective {objective.preset!r} has no advantages before its"
+                " forward to tell failures by; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_are_paths_where_they_must(self) -> Self:
+        if self.batches.shared_prefix == "tree" and self.objective.needs_paths:
+            raise ValueError(
+                f"batches.shared_prefix = 'tree': objective {self.objective.preset!r} needs one"
+                " path a row (its z is of one prompt and one completion); set it to 'paths'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _objective_uses_what_is_set(self) -> Self:
+        name = self.objective.preset
+        if self.batches.stale == "weight" and not self.objective.weighs_turns:
+            raise ValueError(
+                f"batches.stale = 'weight' weighs the advantages of turns, and objective {name!r}"
+                " does not read them: set it to 'drop'"
+            )
+        if self.data.refill and not self.batches.drop_equal_reward:
+            raise ValueError(
+                "data.refill replaces groups of equal rewards, and they are trained here"
+                f" (objective {name!r} does not compare, or batches.drop_equal_reward is false):"
+                " leave it out"
+            )
+        if self.reference is not None and "reference" not in self.objective.needs:
+            raise ValueError(
+                f"reference: objective {name!r} compares with none; set objective.kl, or leave it"
+                " out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critics_settings_where_there_is_one(self) -> Self:
+        given = self.optim.value_lr is not None or self.optim.value_warmup_steps
+        if given and "value" not in self.objective.needs:
+            name = "value_warmup_steps" if self.optim.value_lr is None else "value_lr"
+            raise ValueError(
+                f"optim.{name}: objective.advantage = {self.objective.advantage!r} has no value"
+                " head; leave it out, or set objective.advantage = 'gae'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_tells_its_routes(self) -> Self:
+        if self.fsdp.routing == "r3":
+            self.vllm = self.vllm.model_copy(update={"routed_experts": True})
+            self.proxy = self.proxy.model_copy(update={"routed_experts": True})
+        return self
+
+    @model_validator(mode="after")
+    def _store_in_our_folder(self) -> Self:
+        changes: dict[str, Any] = {"upstream": self.vllm.url}
+        if "store" not in self.proxy.model_fields_set:
+            changes["store"] = SecretUrl(f"sqlite:///{self.state_dir}/store.db")
+        self.proxy = self.proxy.model_copy(update=changes)
+        return self
+
+    @property
+    def url(self) -> str:
+        """The proxy's base URL."""
+        host = f"[{self.proxy.host}]" if ":" in self.proxy.host else self.proxy.host
+        return f"http://{host}:{self.proxy.port}"
+
+    @property
+    def logs(self) -> Path:
+        return self.state_dir / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.state_dir / "checkpoints"
+
+    @property
+    def reference_folder(self) -> Path:
+        return self.reference or self.model
+
+    @property
+    def needs_reference_model(self) -> bool:
+        """A second model beside the policy. The base under adapters is one that costs nothing,
+        where it is the one asked for."""
+        own_base = self.fsdp.lora is not None and self.reference is None
+        return "reference" in self.objective.needs and not own_base
+
+    @property
+    def refills(self) -> bool:
+        """Whether groups of equal rewards are replaced within a batch (DAPO, arXiv 2503.14476)."""
+        if self.data.refill is None:
+            return self.objective.preset == "dapo"
+        return self.data.refill
+
+    def stored(self) -> dict[str, Any]:
+        """The resolved settings as JSON, secrets masked: what a step is recorded with."""
+        resolved: dict[str, Any] = self.model_dump(mode="json")
+        return resolved
+
+
+def load(config: Path | None = None, overrides: list[str] | None = None) -> TrainerSettings:
+    """Settings from `config` (default: tracegrad.toml, if it is there) and `a.b=value` strings.
+
+    Raises SettingsError: one line a wrong setting.
+    """
+    file = _read_toml(config)
+    flags: dict[str, Any] = {}
+    for override in overrides or []:
+        apply_set(flags, override)
+
+    class Loaded(TrainerSettings):
+        # Sources are a matter of the class; this one's file is known only now.
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, file)
+
+    try:
+        return Loaded(**flags)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_lines(error))) from None
+
+
+def resolved(text: str) -> TrainerSettings:
+    """Settings as `model_dump_json` wrote them. Raises SettingsError, as `load`."""
+    try:
+        return TrainerSettings.model_validate_json(text)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_lines(error))) from None
+
+
+def without_unused(stored: Json) -> Json:
+    """A step's settings less what its objective does not use: they were recorded before that was
+    an error, or for another objective.
+
+    Raises:
+        ValidationError: the objective is none.
+    """
+    given = objective_without_unused(stored.get("objective", {}))
+    objective = ObjectiveSettings.model_validate(given)
+    batches, data = dict(stored.get("batches", {})), dict(stored.get("data", {}))
+    if not objective.weighs_turns:
+        batches.pop("stale", None)
+    if batches.get("stale") != "weight":
+        batches.pop("stale_decay", None)
+    data.pop("refill", None)  # a recorded batch is what it is
+    found = stored | {"objective": given, "batches": batches, "data": data}
+    if "reference" not in objective.needs:
+        found.pop("reference", None)
+    return found
+
+
+def _lines(error: ValidationError) -> list[str]:
+    found = {".".join(map(str, one["loc"])): _message(one) for one in error.errors()}
+    if "model" in found:
+        found.pop("vllm", None)  # it is missing only because the model is
+    # A check of the whole names its fields itself.
+    return [
+        ": ".join(filter(None, (name, message.removeprefix("Value error, "))))
+        for name, message in found.items()
+    ]
+
+
+def _message(one: ErrorDetails) -> str:
+    if one["type"] == "model_type":
+        given = masked(repr(one["input"]))
+        return f"is a table of settings, not {given}: write [{one['loc'][-1]}] above them"
+    return one["msg"]
+
+
+def _read_toml(config: Path | None) -> dict[str, Any]:
+    path = config or SETTINGS_FILE
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if config is None:
+            return {}
+        raise SettingsError(f"{path}: there is no such settings file") from None
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{path}: this is no text in UTF-8, and so no TOML") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: {error}") from None
+
+
+def apply_set(table: dict[str, Any], override: str) -> None:
+    """`optim.lr=1e-4` into the nested table; the value is JSON where it reads as JSON.
+
+    Raises SettingsError.
+    """
+    name, equals, text = override.partition("=")
+    if not equals or not name:
+        raise SettingsError(f"--set {override!r}: write it as table.name=value")
+    *tables, leaf = name.split(".")
+    for key in tables:
+        if table.get(key) is None:  # null too: a table that was left out
+            table[key] = {}
+        table = table[key]
+        if not isinstance(table, dict):
+            raise SettingsError(f"--set {override!r}: {key} is not a table")
+    try:
+        table[leaf] = json.loads(text)
+    except ValueError:
+        table[leaf] = text

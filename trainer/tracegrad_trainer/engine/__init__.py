@@ -1,0 +1,54 @@
+"""The training engine: FSDP2 around a transformers model, one optimizer step, checkpoints.
+
+Settings, and what checkpoints there are, can be had without torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, checkpoints
+from tracegrad_trainer.engine.config import CheckpointSettings, FsdpSettings, OptimSettings
+from tracegrad_trainer.utils.lazy_import import lazily
+
+if TYPE_CHECKING:
+    from tracegrad_trainer.engine.checkpoint.hf_export import as_in_files, full_tensors, save_hf
+    from tracegrad_trainer.engine.checkpoint.save_load import load_checkpoint, save_checkpoint
+    from tracegrad_trainer.engine.distributed import start_ranks, stop_ranks, train_batch
+    from tracegrad_trainer.engine.model.parallelize import build_model, pick_device, shard
+    from tracegrad_trainer.engine.model.reference import build_reference
+    from tracegrad_trainer.engine.step.learner import Learner
+    from tracegrad_trainer.engine.step.result import StepResult
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "checkpoint.save_load": ("load_checkpoint", "save_checkpoint"),
+            "checkpoint.hf_export": ("as_in_files", "full_tensors", "save_hf"),
+            "distributed": ("start_ranks", "stop_ranks", "train_batch"),
+            "model.reference": ("build_reference",),
+            "step.result": ("StepResult",),
+            "step.learner": ("Learner",),
+            "model.parallelize": ("build_model", "pick_device", "shard"),
+        },
+    )
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointSettings",
+    "FsdpSettings",
+    "Learner",
+    "OptimSettings",
+    "StepResult",
+    "as_in_files",
+    "build_model",
+    "build_reference",
+    "checkpoints",
+    "full_tensors",
+    "load_checkpoint",
+    "pick_device",
+    "save_checkpoint",
+    "save_hf",
+    "shard",
+    "start_ranks",
+    "stop_ranks",
+    "train_batch",
+]

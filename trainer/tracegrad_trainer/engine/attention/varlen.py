@@ -1,0 +1,67 @@
+"""Packed rows by torch's variable-length kernel: CUDA devices, half precision.
+
+The rows stay where they are in the pack; the kernel is told where each begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tracegrad_trainer.engine.attention.masked import Scores
+from tracegrad_trainer.engine.attention.packed import PackedRows
+
+# The flash kernels' widest head; they also want a multiple of 8.
+_WIDEST_HEAD = 256
+
+
+class VarlenRows:
+    """Where each row of a pack begins."""
+
+    def __init__(self, row_lengths: Sequence[int], device: torch.device | str) -> None:
+        self.row_lengths = list(row_lengths)
+        self.longest = max(row_lengths)
+        lengths = torch.tensor([0, *row_lengths])
+        self.starts = lengths.cumsum(0, dtype=torch.int32).to(device)  # [rows + 1]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Layers that the kernel has not (soft caps, sinks, odd heads) go in padded blocks."""
+        width = query.shape[-1]
+        fits = width == value.shape[-1] and width <= _WIDEST_HEAD and width % 8 == 0
+        if not scores.plain or not fits:
+            return self._blocks.attend(query, key, value, scores)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        # transformers counts the token itself into the window, the kernel those before it.
+        before = -1 if scores.window is None else scores.window - 1
+        if before >= self.longest:
+            before = -1  # with which the kernel knows that it is plainly causal
+        out = kernel(
+            q,
+            k,
+            v,
+            self.starts,
+            self.starts,
+            self.longest,
+            self.longest,
+            scale=scores.scale,
+            window_size=(before, 0),
+            enable_gqa=k.shape[1] != q.shape[1],
+        )
+        return out[None]
+
+    @cached_property
+    def _blocks(self) -> PackedRows:
+        return PackedRows(self.row_lengths, self.starts.device)
+
+
+def kernel(*args: Any, **kwargs: Any) -> Tensor:
+    """torch's `varlen_attn`, imported where it is used: older releases have none."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    out: Any = varlen_attn(*args, **kwargs)
+    assert isinstance(out, Tensor)
+    return out

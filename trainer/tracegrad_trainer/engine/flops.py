@@ -1,0 +1,51 @@
+"""Floating-point operations that a step's model needs, however it was computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from tracegrad_trainer.batches import MicroBatch
+from tracegrad_trainer.engine.model.hf_config import experts_per_token, layer_configs, query_heads
+
+
+def flops(model: nn.Module, batch: MicroBatch) -> float:
+    """Of forward and backward: 2 a parameter and token forward, 4 backward (2 where the
+    parameter is frozen), as in PaLM's MFU (arXiv 2204.02311, appendix B), and attention.
+
+    What a step recomputes, pads or only looks at is no part of it. Embeddings are look-ups, the
+    head works on targets alone, a mixture's experts on the tokens routed to them; causal
+    attention of a row of L tokens is half of L x L, and a tree's branches pay for what they see.
+    """
+    tokens, targets = batch.tokens, len(batch.target)
+    body, head = _weights(model)
+    return body * tokens + head * targets + 3 * _attention(model, batch)
+
+
+def _weights(model: Any) -> tuple[float, float]:
+    """Operations a token of all matrices but the head, and of the head."""
+    used = experts_per_token(model.config.get_text_config())  # unknown: all
+    last = model.get_output_embeddings().weight
+    apart = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} | {id(last)}
+    body = 0.0
+    for parameter in model.parameters():
+        if id(parameter) in apart or parameter.ndim < 2:
+            continue
+        share = 1.0
+        if parameter.ndim == 3:  # experts, stacked
+            share = min(1.0, (used or parameter.shape[0]) / parameter.shape[0])
+        body += _each(parameter) * share
+    return body, _each(last)
+
+
+def _each(parameter: nn.Parameter) -> float:
+    return parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
+
+
+def _attention(model: Any, batch: MicroBatch) -> float:
+    """Of the forward: scores and their weighted sums over what each token attends to."""
+    # A token at position p attends to p + 1 tokens, in a row or on its branch.
+    seen = float((batch.position_ids + 1).sum())
+    shapes = [query_heads(layer) for layer in layer_configs(model.config)]
+    return 4.0 * seen * sum(heads * width for heads, width in shapes)

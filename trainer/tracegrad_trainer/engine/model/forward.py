@@ -1,0 +1,220 @@
+"""One forward over a packed micro-batch: log-probabilities, entropy and values of its targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from tracegrad_trainer.batches import MicroBatch
+from tracegrad_trainer.engine.attention import dispatch
+from tracegrad_trainer.engine.model import value_head as value
+from tracegrad_trainer.engine.model.chunked_logprobs import Shape, log_probs
+from tracegrad_trainer.losses import Tokens
+
+T = TypeVar("T")
+
+# What of a micro-batch an objective sees as it is.
+_TO_TOKENS = (
+    *("mu", "advantage", "score", "version", "expert", "turn", "row", "rollout", "group"),
+    *("turn_tokens", "rollout_tokens", "rollout_sampled", "group_tokens"),
+    *("group_sampled", "pair", "label"),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """A micro-batch as tensors on the rank's device."""
+
+    batch: MicroBatch
+    model: dict[str, Any]  # keyword arguments of the model's forward
+    labels: Tensor  # i64[n]
+    temperature: Tensor  # f32[n]
+    heated: bool  # some temperature is not 1
+    tensors: dict[str, Tensor]  # fields of `Tokens`, [n] or [rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Before:
+    """What is known of a micro-batch's targets before its forward with gradient; f32[n] each."""
+
+    old: Tensor | None = None  # None: the current ones, which they are at a batch's first step
+    current: Tensor | None = None  # the policy's as it is; None: a forward says
+    reference: Tensor | None = None
+    old_value: Tensor | None = None
+    returns: Tensor | None = None
+    advantage: Tensor | None = None  # where it depends on values: instead of the batch's own
+    kto_z: Tensor | None = None  # scalar
+    rollout_sums: tuple[Tensor, ...] | None = None  # f64[rollouts]; None: they are whole here
+    complete: bool = False  # nothing that the objective needs is missing
+
+    def of(self, stay: Tensor) -> Before:
+        """What is known of the targets that stay, bool[n]."""
+        known = {name: getattr(self, name) for name in OF_TARGETS}
+        return replace(self, **{k: v[stay.to(v.device)] for k, v in known.items() if v is not None})
+
+
+# Fields of `Before` that have one number a target.
+OF_TARGETS = ("old", "current", "reference", "old_value", "returns", "advantage")
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Forward:
+    logp: Tensor  # f32[n], with gradient
+    entropy: Tensor  # f32[n], with gradient where asked for
+    value: Tensor | None = None  # f32[n], with gradient
+
+
+def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> Inputs:
+    def move(values: Any) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    arguments: dict[str, Any] = {
+        "input_ids": move(batch.input_ids),
+        "position_ids": move(batch.position_ids),
+        "use_cache": False,
+        # Logits only where a target is predicted from.
+        "logits_to_keep": move(batch.source),
+    }
+    arguments |= dispatch.arguments(model, batch, device)
+    return Inputs(
+        batch=batch,
+        model=arguments,
+        labels=move(batch.input_ids[0, batch.target]),
+        temperature=move(batch.temperature),
+        heated=bool((batch.temperature != 1).any()),
+        tensors={name: move(getattr(batch, name)) for name in _TO_TOKENS},
+    )
+
+
+def tokens_of(inputs: Inputs, now: Forward, before: Before) -> Tokens:
+    given = inputs.tensors
+    if before.advantage is not None:
+        given = given | {"advantage": before.advantage}
+    batch = inputs.batch
+    return Tokens(
+        logp=now.logp,
+        old=now.logp.detach() if before.old is None else before.old,
+        turns=batch.turns,
+        rows=len(batch.row_lengths),
+        rollouts=batch.rollouts,
+        groups=batch.groups,
+        reference=before.reference,
+        value=now.value,
+        old_value=before.old_value,
+        returns=before.returns,
+        kto_z=before.kto_z,
+        rollout_sums=before.rollout_sums,
+        entropy=now.entropy,
+        asked=None,
+        **given,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How log-probabilities are made of what a model's body says; see `head_choice.choose`.
+
+    Without a `shape` the model makes full logits itself: `reason` says why.
+    """
+
+    shape: Shape | None
+    reason: str = ""
+    elements: int | None = None  # most logits held at a time; None: by the device
+    dtype: torch.dtype = torch.float32  # of its matrix products
+
+
+def forward(
+    model: nn.Module,
+    inputs: Inputs,
+    head: Head,
+    *,
+    values: bool = False,
+    entropy_gradient: bool = False,
+) -> Forward:
+    """The targets' log-probabilities at their temperatures, and with `values` their values. The
+    entropy, at the same temperatures, has a gradient only where one is asked for.
+
+    Raises:
+        ValueError: the model ignores `logits_to_keep`.
+    """
+    make = _by_model if head.shape is None else _by_body
+    # What passes through FSDP must be plain tensors: it hangs its backward on them.
+    logp, entropy, found = inside(
+        model, lambda whole: make(whole, inputs, head, values, entropy_gradient)
+    )
+    return Forward(logp=logp, entropy=entropy, value=found)
+
+
+def values_of(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Values of the targets alone, f32[n]; no logits are made."""
+    return inside(model, lambda whole: value.of(whole, _hidden(whole, inputs)))
+
+
+def inside(model: nn.Module, work: Callable[[nn.Module], T]) -> T:
+    """`work(model)` as if it were the model's forward: under FSDP the root's parameters are
+    whole meanwhile, and their gradients are reduced as ever."""
+    if not isinstance(model, FSDPModule):
+        return work(model)
+    if not hasattr(model, _WORK):
+        # Arguments would be rounded to the compute type on the way in; a function is not.
+        setattr(model, _WORK, lambda given: given(model))
+        register_fsdp_forward_method(model, _WORK)
+    done: T = getattr(model, _WORK)(work)
+    return done
+
+
+_WORK = "tracegrad_work"
+
+
+def _hidden(model: Any, inputs: Inputs) -> Tensor:
+    arguments = {name: given for name, given in inputs.model.items() if name != "logits_to_keep"}
+    hidden: Tensor = model.base_model(**arguments).last_hidden_state[0]
+    return hidden.index_select(0, inputs.model["logits_to_keep"])
+
+
+def _by_body(
+    model: Any, inputs: Inputs, head: Head, values: bool, entropy_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    assert head.shape is not None
+    hidden = _hidden(model, inputs)
+    last: nn.Linear = model.get_output_embeddings()
+    logp, entropy = log_probs(
+        hidden,
+        last.weight,
+        last.bias,
+        inputs.labels,
+        inputs.temperature if inputs.heated else None,
+        shape=head.shape,
+        elements=head.elements,
+        entropy_gradient=entropy_gradient,
+    )
+    return logp, entropy, value.of(model, hidden) if values else None
+
+
+def _by_model(
+    model: Any, inputs: Inputs, head: Head, values: bool, entropy_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """By full logits, as the model makes them."""
+    seen: list[Tensor] = []
+    last: nn.Module = model.get_output_embeddings()
+    hook = last.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    try:
+        logits: Tensor = model.forward(**inputs.model).logits[0]
+    finally:
+        hook.remove()
+    if logits.shape[0] != len(inputs.labels):
+        raise ValueError(f"{type(model).__name__} does not support logits_to_keep")
+    logits = logits.float()
+    if inputs.heated:
+        logits = logits / inputs.temperature[:, None]
+    log_z = torch.logsumexp(logits, -1)
+    chosen = logits.gather(-1, inputs.labels[:, None])[:, 0] - log_z
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        log_share = logits - log_z[:, None]
+        entropy = -torch.linalg.vecdot(log_share.exp(), log_share)
+    return chosen, entropy, value.of(model, seen[0][0]) if values else None

@@ -1,0 +1,306 @@
+"""What can be known to go wrong before anything starts, said in one line.
+
+`refuse_unfit` is about the model's kind, `check` about its size: both are asked before weights
+are trained, `check` before they are even read.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tracegrad_trainer.engine.attention import dispatch
+from tracegrad_trainer.engine.attention.packed import PackedRows
+from tracegrad_trainer.engine.config import FsdpSettings
+from tracegrad_trainer.engine.model import router_replay
+from tracegrad_trainer.engine.model.hf_config import experts_per_token, layer_configs, query_heads
+
+_GIB = 1024**3
+_ASK = "import torch; print(torch.cuda.mem_get_info()[0])"
+# Layers of these kinds see their rows apart by masks; others (recurrent, convolutional) do not.
+_MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_OURS_PREFIX = "tracegrad_"
+
+
+def refuse_unfit(model: nn.Module) -> None:
+    """Raises ValueError: rows packed for this model would see each other, or would see wrongly."""
+    config: Any = model.config
+    name: str = config._attn_implementation
+    kinds = set(getattr(config, "layer_types", None) or ()) - _MASKED_LAYERS
+    if kinds or getattr(model, "_is_stateful", False):
+        what = ", ".join(sorted(kinds)) or "recurrent layers"
+        raise ValueError(
+            f"{type(model).__name__} has {what}, which carry a state from one row of a pack to the"
+            " next: such models cannot be trained here"
+        )
+    if name.startswith(_OURS_PREFIX):
+        chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+        if chunked or not getattr(model, "_supports_attention_backend", False):
+            raise ValueError(
+                f"{type(model).__name__} takes no attention but transformers' own:"
+                " set fsdp.attention = 'sdpa' or 'eager'"
+            )
+    if name == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
+        raise ValueError(
+            f"{type(model).__name__} caps attention scores, which 'sdpa' leaves out:"
+            " set fsdp.attention = 'packed' or 'eager'"
+        )
+    if not name.startswith("flash") and _rows_see_each_other(model):
+        other = "'eager'" if name.startswith(_OURS_PREFIX) else "'packed'"
+        raise ValueError(
+            f"{type(model).__name__} lets the rows of a pack see each other with this attention:"
+            f" set fsdp.attention = {other}"
+        )
+
+
+@torch.no_grad()
+def _rows_see_each_other(model: nn.Module) -> bool:
+    """By trial: a row of three tokens behind another, and alone.
+
+    transformers finds rows by their position ids, but not every model hands those to its masks.
+    """
+    backbone: Any = model.base_model
+    device = next(model.parameters()).device
+    config: Any = model.config
+    name = config._attn_implementation
+    if name == dispatch.VARLEN:  # of its kernel nothing is asked here, and it may have no device
+        config._attn_implementation = dispatch.PACKED
+
+    def hidden(ids: list[int], lengths: list[int]) -> torch.Tensor:
+        positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
+        rows: dict[str, Any] = {}
+        if config._attn_implementation == dispatch.PACKED:
+            rows = {"packed_rows": PackedRows(lengths, device)}
+        tokens = torch.tensor([ids], device=device)
+        out = backbone(input_ids=tokens, position_ids=positions, use_cache=False, **rows)
+        last: torch.Tensor = out.last_hidden_state[0, -3:]
+        return last
+
+    try:
+        alone = hidden([3, 4, 5], [3])
+        behind = hidden([0, 1, 2, 3, 4, 5], [3, 3])
+    finally:
+        config._attn_implementation = name
+    return bool((alone - behind).abs().max() > 1e-3 * alone.abs().max())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Bytes of one rank. `state`: weights (a reference's too), gradients and optimizer; in the
+    host's memory if they are offloaded. Activations are an estimate, good to a factor of two."""
+
+    parameters: int  # of the whole model, not bytes
+    state: int
+    whole: int  # parameters that are gathered while they are computed with
+    activations: int
+    offloaded: bool
+
+    @property
+    def on_device(self) -> int:
+        return self.whole + self.activations + (0 if self.offloaded else self.state)
+
+    def __str__(self) -> str:
+        return (
+            f"weights, gradients and optimizer {_gib(self.state)}, gathered parameters"
+            f" {_gib(self.whole)}, activations {_gib(self.activations)}"
+        )
+
+
+def check(
+    folder: Path | str,
+    settings: FsdpSettings,
+    *,
+    ranks: int,
+    local_ranks: int,
+    tokens: int,
+    vocabulary: int | None = None,
+    free: int | None = None,
+    reference: bool = False,
+) -> Estimate:
+    """Whether a model can be trained here; reads its config only.
+
+    Args:
+        ranks: of all machines; `local_ranks` of this one.
+        tokens: of one micro-batch.
+        vocabulary: how many tokens the tokenizer has.
+        free: bytes that a rank may have on its device; default: what is free there now.
+        reference: a frozen model of the same shape is held beside it.
+
+    Raises:
+        ValueError: there is no such model, its vocabulary is too small, it does not fit, or it
+            has no routes that could be replayed.
+    """
+    model = skeleton(folder)
+    embedded: int = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    if vocabulary is not None and vocabulary > embedded:
+        raise ValueError(
+            f"model = {str(folder)!r}: its tokenizer has {vocabulary} tokens, the model embeds"
+            f" {embedded}: they do not belong together"
+        )
+    if settings.routing != "own":
+        router_replay.check(model, settings.routing)
+    found = estimate(model, settings, ranks=ranks, tokens=tokens, reference=reference)
+    device = "cpu" if settings.device == "cpu" or not torch.cuda.is_available() else "cuda"
+    if free is None:
+        free = gpu_memory() if device == "cuda" else free_memory() // local_ranks
+    # A CPU's memory is the host's: offloading moves nothing there.
+    wanted = found.on_device if device == "cuda" else found.on_device + _moved(found)
+    if wanted > free:
+        raise ValueError(
+            f"model = {str(folder)!r} ({found.parameters / 1e9:.2f}e9 parameters) does not fit: a"
+            f" rank of {ranks} needs about {_gib(wanted)} ({found}) and has {_gib(free)}"
+            f" {'of GPU memory' if device == 'cuda' else 'of memory'}: {_advice(settings, device)}"
+        )
+    return found
+
+
+def skeleton(folder: Path | str) -> nn.Module:
+    """The model without storage for its weights.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
+    return model
+
+
+def estimate(
+    model: nn.Module, settings: FsdpSettings, *, ranks: int, tokens: int, reference: bool = False
+) -> Estimate:
+    """What one rank will hold, from the shapes alone; `model` may be on the meta device."""
+    from tracegrad_trainer.engine.model.parallelize import blocks  # it asks this module too
+
+    count = sum(p.numel() for p in model.parameters())
+    trained = count
+    if settings.lora is not None:
+        trained = _adapter_parameters(model, settings.lora.rank)
+    computed = 4 if settings.compute_dtype == "float32" else 2
+    state = (4 * count * (2 if reference else 1) + 12 * trained) // ranks
+    largest = max(sum(p.numel() for p in block.parameters()) for block in blocks(model))
+    root = count - sum(p.numel() for block in blocks(model) for p in block.parameters())
+    # The next block is gathered early. One rank's shards are the whole in fp32 already, if they
+    # are where it computes.
+    gathered = root + 2 * largest if settings.reshard else count
+    there = ranks == 1 and computed == 4 and not settings.cpu_offload
+    whole = 0 if there else gathered * computed
+    if not settings.reshard:
+        whole += 4 * trained
+    return Estimate(
+        parameters=count,
+        state=state,
+        whole=whole,
+        activations=_activations(model.config, settings, tokens),
+        offloaded=settings.cpu_offload,
+    )
+
+
+def _activations(config: Any, settings: FsdpSettings, tokens: int) -> int:
+    """Bytes that the blocks keep for backward."""
+    layers = layer_configs(config)
+    each = [_kept(layer) for layer in layers]
+    inputs = sum(layer.hidden_size for layer in layers)
+    values = inputs + max(each) if settings.gradient_checkpointing else sum(each)
+    return tokens * values * (4 if settings.compute_dtype == "float32" else 2)
+
+
+def _kept(layer: Any) -> int:
+    """Values a token that a block of today's kind keeps for backward.
+
+    Inputs, norms and their factors, rotated queries and keys, the attention's output; gate, up
+    and their products in the MLP. The factor for copies in fp32 is from measurement.
+    """
+    heads, width = query_heads(layer)
+    attended = width * (heads + 2 * (getattr(layer, "num_key_value_heads", None) or heads))
+    hidden: int = layer.hidden_size
+    inner = getattr(layer, "moe_intermediate_size", None) or getattr(
+        layer, "intermediate_size", None
+    )
+    inner = inner or 4 * hidden
+    return 8 * hidden + 4 * attended + 4 * inner * (experts_per_token(layer) or 1)
+
+
+def _adapter_parameters(model: nn.Module, rank: int) -> int:
+    """Of all linear layers but the head: what `targets` may leave out is not counted out."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linear = (m for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
+    return sum(rank * (m.in_features + m.out_features) for m in linear)
+
+
+def gpu_memory() -> int:
+    """Bytes that the GPU has left.
+
+    Where this process does not use it, another one asks: a context would hold hundreds of MB of
+    it for as long as its process lives, and `trainer serve` lives as long as the run.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.mem_get_info()[0]
+    asked = subprocess.run(
+        [sys.executable, "-c", _ASK], capture_output=True, text=True, check=False
+    )
+    if asked.returncode:
+        said = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
+        raise ValueError(f"fsdp.device: the GPU does not say what memory it has: {said[-1]}")
+    return int(asked.stdout)
+
+
+def free_memory() -> int:
+    """Bytes that this machine, or the container we are in, has left."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):  # free, or at once to be had from caches
+                available = int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass  # not Linux
+    left = group_memory(Path("/sys/fs/cgroup"))
+    return available if left is None else min(available, left)
+
+
+def group_memory(group: Path) -> int | None:
+    """Bytes that a control group (v2) has left, caches of files counted as free; None: no limit."""
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(limit) - used + int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return None  # not Linux, or no such limits
+
+
+def _moved(found: Estimate) -> int:
+    return found.state if found.offloaded else 0
+
+
+def _advice(settings: FsdpSettings, device: str) -> str:
+    ways = ["more ranks on more devices"]
+    if not settings.gradient_checkpointing:
+        ways.append("fsdp.gradient_checkpointing = true")
+    if device == "cuda" and settings.compute_dtype == "float32":
+        ways.append("fsdp.compute_dtype = 'bfloat16'")
+    if device == "cuda" and not settings.cpu_offload:
+        ways.append("fsdp.cpu_offload = true")
+    if not settings.reshard:
+        ways.append("fsdp.reshard = true")
+    if settings.lora is None:
+        ways.append("[fsdp.lora]")
+    ways.append("a smaller batches.tokens_per_micro_batch")
+    return "try " + ", ".join(ways)
+
+
+def _gib(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB"

@@ -1,0 +1,141 @@
+"""The model, and FSDP2 around its blocks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from tracegrad_trainer.engine.attention import dispatch
+from tracegrad_trainer.engine.config import FsdpSettings
+from tracegrad_trainer.engine.model import lora, memory, router_replay
+
+
+def pick_device(settings: FsdpSettings) -> torch.device:
+    """This rank's device: of the GPUs the one numbered LOCAL_RANK."""
+    kind = settings.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def build_model(folder: Path | str, settings: FsdpSettings) -> nn.Module:
+    """Load a transformers causal LM in float32 into the host's memory, without dropout.
+
+    `shard` takes it to this rank's device, a block at a time.
+
+    Raises:
+        ValueError: there is no such model, or the settings are not for it.
+    """
+    name = dispatch.chosen(settings, pick_device(settings))
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=name, local_files_only=True
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
+    return prepare(model, settings)
+
+
+def prepare(model: nn.Module, settings: FsdpSettings) -> nn.Module:
+    """Make a causal LM as the settings want it, in place; see `build_model`."""
+    # Dropout would make the three log-probability sets differ for no reason, and so would a
+    # router's noise: the model never leaves evaluation mode, and cannot drop if one puts it there.
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - a number, not a module
+    memory.refuse_unfit(model)
+    if settings.routing != "own":
+        router_replay.install(model)
+    if settings.lora is not None:
+        lora.attach(model, settings.lora)
+    if settings.gradient_checkpointing:
+        for block in blocks(model):
+            # Not transformers' own, which works in training mode only; not torch's wrapper
+            # module, which changes the parameters' names.
+            block.forward = MethodType(_recomputed, block)
+    return model
+
+
+def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    inner = MethodType(type(block).forward, block)
+    # Nothing in the block is random.
+    return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, settings: FsdpSettings) -> nn.Module:
+    """FSDP2: each transformer block is a unit, the root holds the rest. In place.
+
+    Raises:
+        ValueError: the model names no blocks.
+    """
+    compute = getattr(torch, settings.compute_dtype)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute is torch.float32 else compute,
+        reduce_dtype=torch.float32,
+        output_dtype=None,
+    )
+    offload = OffloadPolicy()
+    if settings.cpu_offload:
+        # Without an accelerator nothing can be pinned, and there is nowhere to copy from.
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    for block in blocks(model):
+        fully_shard(block, reshard_after_forward=settings.reshard, **common)
+    fully_shard(model, reshard_after_forward=False, **common)
+    return model
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks, in order; sharded or not.
+
+    Raises:
+        ValueError: the model's class does not say what they are.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    # FSDP gives modules a class of its own, above theirs.
+    found = [
+        module
+        for module in model.modules()
+        if names & {kind.__name__ for kind in type(module).__mro__}
+    ]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} names no blocks (_no_split_modules): it cannot be sharded"
+        )
+    return found
+
+
+def compute_device(mesh: DeviceMesh) -> torch.device:
+    """Where this rank computes; with `cpu_offload` its parameters are elsewhere between steps."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def between_micro_batches(model: nn.Module, *, last: bool, reshard: bool) -> None:
+    """Before a forward: whether its backward reduces gradients and frees parameters."""
+    assert isinstance(model, FSDPModule)
+    model.set_is_last_backward(last)
+    if not reshard:
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)

@@ -1,0 +1,60 @@
+"""The reference policy: a frozen second model, or the model itself without its adapters."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tracegrad_trainer.engine.config import FsdpSettings
+from tracegrad_trainer.engine.model import lora
+from tracegrad_trainer.engine.model.forward import Head
+from tracegrad_trainer.engine.model.lm_head import choose
+from tracegrad_trainer.engine.model.parallelize import build_model, shard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """`model` says the reference's log-probabilities within `speaking()`."""
+
+    model: nn.Module
+    head: Head
+    adapted: bool = False  # the policy's own model, its adapters put aside
+
+    def speaking(self) -> AbstractContextManager[None]:
+        return lora.without_adapters(self.model) if self.adapted else nullcontext()
+
+
+def build_reference(folder: Path | str, mesh: DeviceMesh, settings: FsdpSettings) -> nn.Module:
+    """Load and shard a frozen model over all ranks; laid out as the policy, without adapters.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    own = settings.model_copy(
+        update={"lora": None, "gradient_checkpointing": False, "reshard": True, "routing": "own"}
+    )
+    model = build_model(folder, own).requires_grad_(False)
+    return shard(model, mesh, own)
+
+
+def reference_of(
+    policy: nn.Module, head: Head, given: nn.Module | None, device: torch.device
+) -> Reference:
+    """`given`, or else the policy's base under its adapters.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    if given is not None:
+        return Reference(given, choose(given, device, elements=head.elements))
+    if not lora.attached(policy):
+        raise ValueError(
+            "this objective compares with a reference policy: give its model's folder, or train"
+            " adapters (fsdp.lora), whose base is the reference"
+        )
+    return Reference(policy, head, adapted=True)

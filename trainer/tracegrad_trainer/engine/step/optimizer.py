@@ -1,0 +1,88 @@
+"""AdamW over sharded parameters, its schedule by optimizer steps, and gradients' global norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tracegrad_trainer.engine.config import OptimSettings
+from tracegrad_trainer.engine.model import value_head
+
+
+def make_optimizer(model: nn.Module, optim: OptimSettings) -> torch.optim.AdamW:
+    """For what is trained of a sharded model; a value head has groups of its own. Only matrices
+    decay: a norm's gain or a bias has no scale of its own that decay could undo (as in GPT-3,
+    arXiv 2005.14165)."""
+    policy, critic = parameters_of(model)
+    groups = [
+        {"params": some, "weight_decay": decay}
+        for parameters in (policy, critic)
+        for some, decay in (
+            ([p for p in parameters if p.ndim >= 2], optim.weight_decay),
+            ([p for p in parameters if p.ndim < 2], 0.0),
+        )
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        foreach=True,
+    )
+
+
+def parameters_of(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """What is trained: of the policy, and of the value head."""
+    policy: list[nn.Parameter] = []
+    critic: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (critic if value_head.owns(name) else policy).append(parameter)
+    return policy, critic
+
+
+def rate(optim: OptimSettings, steps: int) -> float:
+    """The learning rate of the step that follows `steps` optimizer steps of the policy.
+
+    By optimizer steps, never by rows or batches: how much a step holds may change.
+    """
+    return optim.lr * _schedule(optim, steps)
+
+
+def value_rate(optim: OptimSettings, steps: int) -> float:
+    """The same of the value head, by its optimizer steps."""
+    return (optim.lr if optim.value_lr is None else optim.value_lr) * _schedule(optim, steps)
+
+
+def _schedule(optim: OptimSettings, steps: int) -> float:
+    """Share of the learning rate, 0 to 1."""
+    if steps < optim.warmup_steps:
+        return (steps + 1) / optim.warmup_steps
+    if optim.schedule == "constant":
+        return 1.0
+    assert optim.decay_steps is not None
+    done = min(1.0, (steps - optim.warmup_steps) / (optim.decay_steps - optim.warmup_steps))
+    left = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return optim.lr_floor + (1 - optim.lr_floor) * left
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """This rank's shards of their gradients, reduced over ranks."""
+    found = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            found.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    return found
+
+
+def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares of this rank's shards, f64 scalar."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack(torch._foreach_norm(gradients))
+    return norms.to(device, torch.float64).square().sum()

@@ -1,0 +1,59 @@
+"""What one rank computes with: the model, how it is asked, and who else takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from tracegrad_trainer.batches import MicroBatch
+from tracegrad_trainer.engine.model.forward import Head, Inputs, to_inputs
+from tracegrad_trainer.engine.model.reference import Reference
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Engine:
+    model: nn.Module
+    head: Head
+    mesh: DeviceMesh
+    device: torch.device
+    reference: Reference | None = None
+
+    def inputs(self, micro_batches: Sequence[MicroBatch]) -> list[Inputs]:
+        return [to_inputs(batch, self.model, self.device) for batch in micro_batches]
+
+    def add_up(self, values: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Over all ranks, in place."""
+        dist.all_reduce(values, how, group=self.mesh.get_group())
+        return values
+
+    def gather(self, mine: list[int]) -> list[int]:
+        """Everyone's, without doubles, in order."""
+        everyone: list[list[int]] = [[] for _ in range(self.mesh.size())]
+        dist.all_gather_object(everyone, mine, group=self.mesh.get_group())
+        return sorted({one for some in everyone for one in some})
+
+    def all_of(self, mine: T) -> list[T]:
+        """Every rank's, by rank."""
+        everyone: list[Any] = [None] * self.mesh.size()
+        dist.all_gather_object(everyone, mine, group=self.mesh.get_group())
+        return everyone
+
+    def rest(self) -> None:
+        """After forwards without gradient: the root's parameters go back into shards.
+
+        Whole ones would stay, and be what the next forward uses, whatever a step, a checkpoint
+        or a gather makes of the shards meanwhile.
+        """
+        models = [self.model] if self.reference is None else [self.model, self.reference.model]
+        for model in models:
+            if isinstance(model, FSDPModule):
+                model.reshard()

@@ -1,0 +1,79 @@
+"""What an objective sums over whole rollouts, where their rows are in several micro-batches.
+
+These sums enter the gradients as numbers (`objectives.tokens.rollout_sum`), so they are added up
+before the first backward of an optimizer step: over this rank's micro-batches, then over all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tracegrad_trainer.batches import MicroBatch
+from tracegrad_trainer.engine.model.forward import Before, Forward, Inputs, forward, tokens_of
+from tracegrad_trainer.engine.step.rank_context import Engine
+from tracegrad_trainer.losses import ObjectiveSettings, evaluate
+
+
+@torch.no_grad()
+def with_rollout_sums(
+    engine: Engine, objective: ObjectiveSettings, inputs: Sequence[Inputs], known: Sequence[Before]
+) -> list[Before]:
+    """What is known of each micro-batch and the sums over its rollouts; a collective.
+
+    Nothing is computed where the objective sums over none, or where each rollout is in one
+    micro-batch. `Before.current` saves the forward, but for parts of the user's own.
+    """
+    if not objective.sums_rollouts:
+        return list(known)
+    keys = [keys_of(one.batch) for one in inputs]
+    counts = _counts(engine, keys)
+    if max(counts.values(), default=1) == 1:
+        return list(known)
+    partial = [_partial(engine, objective, i, k) for i, k in zip(inputs, known, strict=True)]
+    engine.rest()
+    order = torch.tensor(sorted(counts), device=engine.device)
+    places = [torch.searchsorted(order, torch.from_numpy(k).to(engine.device)) for k in keys]
+    total = torch.zeros((len(partial[0]), len(order)), dtype=torch.float64, device=engine.device)
+    for place, sums in zip(places, partial, strict=True):
+        for row, values in zip(total, sums, strict=True):
+            row.index_add_(0, place, values)
+    engine.add_up(total)
+    return [
+        replace(one, rollout_sums=tuple(row[place] for row in total))
+        for one, place in zip(known, places, strict=True)
+    ]
+
+
+def keys_of(batch: MicroBatch) -> NDArray[np.int64]:
+    """Of each of the micro-batch's rollouts its key, by its number there."""
+    keys = np.zeros(batch.rollouts, np.int64)
+    keys[batch.rollout] = batch.rollout_keys[batch.row]
+    return keys
+
+
+def _counts(engine: Engine, keys: Sequence[NDArray[np.int64]]) -> Counter[int]:
+    """In how many micro-batches each rollout is, over all ranks."""
+    mine = Counter(key for some in keys for key in np.unique(some).tolist())
+    everyone: list[Counter[int]] = [Counter()] * engine.mesh.size()
+    dist.all_gather_object(everyone, mine, group=engine.mesh.get_group())
+    return sum(everyone, Counter())
+
+
+def _partial(
+    engine: Engine, objective: ObjectiveSettings, one: Inputs, known: Before
+) -> tuple[Tensor, ...]:
+    if known.current is None or objective.has_own_parts:
+        values = "value" in objective.needs
+        now = forward(engine.model, one, engine.head, values=values)
+    else:
+        # No part of ours sums entropies or values: what they are does not matter here.
+        now = Forward(logp=known.current, entropy=known.current, value=known.old_value)
+    return evaluate(objective, tokens_of(one, now, known)).rollout_sums

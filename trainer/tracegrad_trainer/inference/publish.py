@@ -1,0 +1,182 @@
+"""The trainer's weights into the served model, and the proof that they are served.
+
+All ranks gather the weights and run the proof's forward; rank 0 alone talks to vLLM. The proof:
+vLLM samples tokens under the new weights, and its log-probabilities of them must be the
+trainer's own. That catches what no status code does: a layer that kept its old weights, a cache
+that outlived them, a push that went to another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tracegrad.events import Json, Turn, logprobs, token_ids
+from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, rows_of
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.engine import Learner, as_in_files, full_tensors
+from tracegrad_trainer.inference.logprob_probe import Gap, Sample, compare, probe
+from tracegrad_trainer.inference.weight_push import EngineLost, PushFailed, PushReport, WeightPusher
+from tracegrad_trainer.utils.distributed import leads
+
+PROBES = 4
+MAX_PROMPT_TOKENS = 256
+NOTHING_SERVED = -1  # the version before the first push
+
+# Largest |log-probability gap| (nats) of a right push: float32 engines agree to 1e-5, bfloat16
+# ones were seen 0.07 apart; one stale layer is off by 1 or more.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One attempt. Without `error`, `version` is what is served."""
+
+    version: int
+    report: PushReport | None
+    gap: Gap | None
+    error: str | None = None
+    lost: bool = False  # nothing is served any more
+
+    def detail(self) -> Json:
+        return {
+            "seconds": self.report.seconds if self.report else {},
+            "gap": asdict(self.gap) if self.gap else None,
+            "error": self.error,
+        }
+
+
+class Publisher:
+    """On every rank; only rank 0 has a pusher."""
+
+    def __init__(self, settings: TrainerSettings, learner: Learner, stack: ExitStack) -> None:
+        self.settings = settings
+        self.learner = learner
+        self.tolerance = settings.push.probe_tolerance or TOLERANCE[_coarsest(settings)]
+        self.pusher: WeightPusher | None = None
+        key = settings.proxy.control_key or settings.proxy.admin_key
+        if leads():
+            self.pusher = stack.enter_context(
+                WeightPusher(
+                    settings.vllm.url,
+                    settings.url,
+                    proxy_key=key.get_secret_value() if key else None,
+                    version=NOTHING_SERVED,
+                    checkpoint=settings.model,
+                    drain_s=settings.push.drain_s,
+                )
+            )
+
+    def publish(self, version: int, rows: Sequence[Row]) -> Published | None:
+        """Pushes the learner's weights as `version`; on rank 0 what came of it, else None.
+
+        `rows` (rank 0) are recent: their beginnings are the probes' prompts, which the engine
+        may have cached, so that a cache kept over the push would show.
+        """
+        # Whole before anything is sent: a gather that rank 0 leaves half-way hangs the others.
+        # Rank 0 alone keeps what comes: ranks of one host would have it in memory many times.
+        weights: list[tuple[str, Tensor]] = []
+        for name, tensor in full_tensors(self.learner.model):
+            if self.pusher is not None:
+                weights.append((name, tensor.cpu()))
+        if self.pusher is None:
+            self._join_probe()
+            return None
+        probing = _Probing(self, _prompts(rows))
+        try:
+            named = as_in_files(self.learner.model, weights)
+            report = self.pusher.push(version, named, verify=probing)
+            return Published(version, report, probing.gap)
+        except PushFailed as error:
+            lost = isinstance(error, EngineLost)
+            return Published(version, None, probing.gap, str(error), lost)
+        finally:
+            if not probing.shared:
+                _share(None)
+
+    def _join_probe(self) -> None:
+        samples = _share(None)
+        if samples is not None:
+            self.trained_logprobs(samples)
+
+    def trained_logprobs(self, samples: Sequence[Sample]) -> list[float]:
+        """The trainer's own log-probabilities of the sampled tokens; a collective."""
+        values = self.learner.logprobs([_as_micro_batch(samples)])[0]
+        found: list[float] = values.tolist()
+        return found
+
+
+class _Probing:
+    """Rank 0's side of the proof; called by the pusher between the push and its end."""
+
+    def __init__(self, publisher: Publisher, prompts: list[list[int]]) -> None:
+        self.publisher = publisher
+        self.prompts = prompts
+        self.shared = False  # whether the other ranks were told
+        self.gap: Gap | None = None
+
+    def __call__(self) -> None:
+        settings = self.publisher.settings
+        engine_key = settings.vllm.api_key
+        samples = [
+            probe(
+                settings.vllm.url,
+                prompt,
+                tokens=settings.push.probe_tokens,
+                model=settings.vllm.served_model_name,
+                key=engine_key.get_secret_value() if engine_key else None,
+            )
+            for prompt in self.prompts
+        ]
+        self.shared = True
+        _share(samples)
+        trained = self.publisher.trained_logprobs(samples)
+        served = [value for sample in samples for value in sample.logprobs]
+        self.gap = compare(served, trained, self.publisher.tolerance)
+
+
+def _share(samples: list[Sample] | None) -> list[Sample] | None:
+    """Rank 0's samples on every rank; None: there was no proof to take part in."""
+    message = [samples]
+    dist.broadcast_object_list(message, src=0)
+    return message[0]
+
+
+def _prompts(rows: Sequence[Row]) -> list[list[int]]:
+    """The beginnings of the longest rows; any ids will do where there are none yet."""
+    longest = sorted(rows, key=len, reverse=True)[:PROBES]
+    return [row.input_ids[:MAX_PROMPT_TOKENS].tolist() for row in longest] or [[1, 2, 3, 4]]
+
+
+@dataclass(frozen=True, slots=True)
+class _ProbeRollout:
+    rollout_id: str
+    turns: Sequence[Turn]
+    reward: float = 0.0
+
+
+def _as_micro_batch(samples: Sequence[Sample]) -> MicroBatch:
+    rows = []
+    for i, sample in enumerate(samples):
+        turn = Turn(
+            rollout_id=f"probe-{i}",
+            dialect="probe",
+            model="",
+            prompt_token_ids=token_ids(sample.prompt_token_ids),
+            completion_token_ids=token_ids(sample.token_ids),
+            completion_logprobs=logprobs(sample.logprobs),
+            policy_versions=((0, len(sample.token_ids)),),
+        )
+        rollout = _ProbeRollout(turn.rollout_id, [turn])
+        rows += rows_of(rollout, group_id=turn.rollout_id, advantages=[0.0])
+    return micro_batch(rows, range(len(rows)))
+
+
+def _coarsest(settings: TrainerSettings) -> str:
+    served = settings.vllm.dtype or ("float32" if settings.vllm.on_cpu else "bfloat16")
+    both = {served, settings.fsdp.compute_dtype}
+    return "float32" if both == {"float32"} else "bfloat16"

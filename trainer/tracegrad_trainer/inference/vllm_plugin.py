@@ -1,0 +1,74 @@
+"""Loaded by vLLM in each of its processes (entry point group `vllm.general_plugins`).
+
+Kept light on purpose: the weight-transfer engine itself lives in `shm_engine` and is imported by
+the worker only. The two environment variables are set by `process.VllmProcess`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from multiprocessing import resource_tracker
+from typing import Any
+
+BACKEND = "tracegrad_shm"
+DIE_WITH_PARENT = "TRACEGRAD_DIE_WITH_PARENT"
+FORK_ENGINE = "TRACEGRAD_FORK_ENGINE"
+_PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """Registers the weight-transfer backend `tracegrad_shm`. Safe to call more than once."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND in WeightTransferEngineFactory._registry:
+        return
+    WeightTransferEngineFactory.register_engine(
+        BACKEND, "tracegrad_trainer.inference.vllm_weight_transfer", "SharedFileEngine"
+    )
+    if os.environ.get(DIE_WITH_PARENT) == "1":
+        _die_with_parent()
+    if os.environ.get(FORK_ENGINE) == "1":
+        _fork_engine()
+
+
+def _die_with_parent() -> None:
+    """A killed API server must not leave its engine and worker behind."""
+    prctl = ctypes.CDLL(None).prctl
+    if multiprocessing.parent_process() is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.register_at_fork(after_in_child=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
+
+
+def _rendezvous_file(ip: str, port: int) -> str:
+    """Where the one process of a group meets itself: vLLM would open a port on all addresses."""
+    return f"file://{tempfile.mkdtemp(prefix='tracegrad-rendezvous-')}/store"
+
+
+def _fork_engine() -> None:
+    """Lets engine and worker be forks of the API server, as vLLM does it on other platforms.
+
+    vLLM's CPU platform spawns them, to give each its own OpenMP settings; every spawn imports
+    everything again, which is more than half of the start-up. With one OpenMP thread and no
+    binding there is nothing to set (`VllmProcess` asks for this only then). For the same reason
+    the model class may be inspected in this process instead of in one more.
+    """
+    from vllm.model_executor.models import registry
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.executor import uniproc_executor
+
+    check: Callable[[Any, Any], None] = CpuPlatform.check_and_update_config.__func__
+
+    def check_then_fork(cls: Any, config: Any) -> None:
+        check(cls, config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(check_then_fork)
+    registry._run_in_subprocess = lambda function: function()
+    uniproc_executor.get_distributed_init_method = _rendezvous_file
+    # One tracker for all: it outlives them and removes their shared memory, whatever ended them.
+    resource_tracker.ensure_running()

@@ -1,0 +1,84 @@
+"""The files that carry weights from the trainer to vLLM: safetensors in shared memory.
+
+Two versions are kept: the one that is served, to return to, and the one under way.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from tracegrad_trainer.utils.scratch_folder import ScratchFolder
+
+_SHARD_BYTES = 1 << 30
+
+
+class WeightFiles:
+    """A folder of ours under `directory` (default: /dev/shm, else the folder for temporary
+    files). vLLM must see it under the same path."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        shared = Path("/dev/shm")
+        base = directory or (shared if os.access(shared, os.W_OK) else None)
+        self._scratch = ScratchFolder("tracegrad-weights", base)
+        self.folder = self._scratch.path
+
+    def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Path]:
+        """Writes (checkpoint name, whole tensor) pairs; the files, none above 1 GiB or one tensor.
+
+        ValueError naming the tensor if it holds NaN or infinity; OSError if there is no room.
+        """
+        target = self.folder / str(version)
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        paths: list[Path] = []
+        shard: dict[str, torch.Tensor] = {}
+        size = 0
+        for name, tensor in tensors:
+            shard[name] = _plain(name, tensor, shard)
+            size += tensor.nbytes
+            if size >= _SHARD_BYTES:
+                paths.append(_save(shard, target / f"{len(paths)}.safetensors"))
+                shard, size = {}, 0
+        if shard:
+            paths.append(_save(shard, target / f"{len(paths)}.safetensors"))
+        return paths
+
+    def keep_only(self, version: int) -> None:
+        for folder in self.folder.iterdir():
+            if folder.name != str(version):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        self._scratch.close()
+
+
+def _plain(name: str, tensor: torch.Tensor, others: dict[str, torch.Tensor]) -> torch.Tensor:
+    """On the CPU, in one piece, and not sharing memory with another of the same file."""
+    plain = tensor.detach().cpu().contiguous()
+    # A sum meets every element in one pass and without a temporary.
+    if plain.is_floating_point() and not torch.isfinite(plain.sum(dtype=torch.float32)):
+        raise ValueError(f"{name} holds values that are not finite")
+    pointer = plain.untyped_storage().data_ptr()
+    if any(other.untyped_storage().data_ptr() == pointer for other in others.values()):
+        plain = plain.clone()
+    return plain
+
+
+def _save(shard: dict[str, torch.Tensor], path: Path) -> Path:
+    try:
+        save_file(shard, path)
+    except SafetensorError as error:
+        needed = sum(tensor.nbytes for tensor in shard.values())
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(
+            f"cannot write {needed >> 20} MiB of weights to {path.parent.parent} "
+            f"({free >> 20} MiB free): {error}"
+        ) from None
+    return path

@@ -1,0 +1,262 @@
+"""New weights into a serving vLLM, without an error for anyone who is sampling.
+
+Calls wait at the proxy; the engine is frozen with its running requests, takes the weights, drops
+the cache that the old weights made, and goes on. If anything fails, the weights that were served
+before are put back, under their old version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from tracegrad_trainer.inference.weight_files import WeightFiles
+from tracegrad_trainer.utils.client import endpoint_client
+
+
+class PushFailed(RuntimeError):
+    """The new weights are not served; those from before are. One clear line."""
+
+
+class EngineLost(PushFailed):
+    """vLLM does not serve any more, or was left paused with unusable weights: restart it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """Seconds by stage, in order: write, hold, pause, load, mark, resume, verify, release."""
+
+    version: int
+    seconds: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+class WeightPusher:
+    """Pushes from the one process that holds whole tensors (the trainer's rank 0).
+
+    `version` and `checkpoint` tell what is served now: what a failed first push returns to.
+    `directory` is where the weight files go (see `WeightFiles`). Without `proxy_url`, only the
+    engine's own queue holds calls; `proxy_key` is the proxy's control key, or its admin key.
+    """
+
+    def __init__(
+        self,
+        vllm_url: str,
+        proxy_url: str | None = None,
+        *,
+        proxy_key: str | None = None,
+        version: int = 0,
+        checkpoint: Path | None = None,
+        directory: Path | None = None,
+        drain_s: float = 2.0,
+        hold_ttl_s: float = 120.0,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.version = version
+        self._served = sorted(checkpoint.glob("*.safetensors")) if checkpoint else []
+        if checkpoint and not self._served:
+            raise ValueError(f"checkpoint: no *.safetensors in {checkpoint}")
+        self._files = WeightFiles(directory)
+        self._vllm = _Peer("vLLM", vllm_url, timeout_s)
+        self._proxy = _Peer("the proxy", proxy_url, timeout_s, proxy_key) if proxy_url else None
+        self._hold = {"ttl_s": hold_ttl_s, "drain_s": drain_s}
+
+    def push(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        verify: Callable[[], object] | None = None,
+    ) -> PushReport:
+        """Serves `tensors`, (checkpoint name, whole tensor) pairs, as policy `version`.
+
+        `verify` runs on the new weights while other calls still wait; if it raises, the old
+        weights return. Raises PushFailed (then `self.version` is still served) or EngineLost.
+        """
+        if version == self.version:
+            raise ValueError(f"version: {version} is served already; give new weights a new number")
+        clock = _Clock()
+        try:
+            paths = self._write(version, tensors, clock)
+            with self._held(clock):
+                self._swap(version, paths, clock)
+                if verify:
+                    self._verify(version, verify, clock)
+            self.version, self._served = version, paths
+        finally:
+            self._files.keep_only(self.version)
+        return PushReport(version, clock.seconds)
+
+    def close(self) -> None:
+        """Removes the weight files. Nothing can be put back afterwards."""
+        self._files.close()
+        self._vllm.close()
+        if self._proxy:
+            self._proxy.close()
+
+    def __enter__(self) -> WeightPusher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(
+        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], clock: _Clock
+    ) -> list[Path]:
+        try:
+            with clock.stage("write"):
+                return self._files.write(version, tensors)
+        except (OSError, ValueError) as error:
+            raise PushFailed(f"version {version} is not pushed: {error}") from error
+
+    @contextmanager
+    def _held(self, clock: _Clock) -> Iterator[None]:
+        if self._proxy is None:
+            yield
+            return
+        try:
+            with clock.stage("hold"):
+                self._proxy.post("/api/push/hold", json=self._hold)
+            yield
+        finally:
+            # Also after a hold that failed half way: releasing twice does no harm.
+            with clock.stage("release"):
+                self._proxy.try_post("/api/push/release")
+
+    def _swap(self, version: int, paths: list[Path], clock: _Clock) -> None:
+        """Pause, load, mark, resume. On failure the previous weights are loaded before resume."""
+        with clock.stage("pause"):
+            # keep: running requests are frozen, not aborted; with the cache cleared they are
+            # computed again under the new weights when they go on.
+            self._vllm.post("/pause", params={"mode": "keep", "clear_cache": "true"})
+        intact = True  # between start and finish the engine has no weights and must not run
+        try:
+            with clock.stage("load"):
+                intact = False
+                self._load(version, paths)
+                intact = True
+            with clock.stage("mark"):
+                self._mark(version)
+        except Exception as error:
+            intact = False
+            self._put_back(error)
+            intact = True
+            raise PushFailed(
+                f"version {version} is not served, version {self.version} still is: {error}"
+            ) from error
+        finally:
+            if intact:
+                with clock.stage("resume"):
+                    self._vllm.post("/resume")
+
+    def _load(self, version: int, paths: list[Path]) -> None:
+        try:
+            self._vllm.post("/start_weight_update")
+        except PushFailed:
+            # A pusher that was killed, or a finish that failed, leaves the update open, and vLLM
+            # takes no second one. An update of nothing fails, which ends it.
+            with contextlib.suppress(PushFailed):
+                self._update([])
+            self._vllm.post("/start_weight_update")
+        self._update(paths)
+        self._vllm.post("/finish_weight_update", json={"weight_version": str(version)})
+
+    def _update(self, paths: list[Path]) -> None:
+        files = {"paths": [str(path) for path in paths]}
+        self._vllm.post("/update_weights", json={"update_info": files})
+
+    def _mark(self, version: int) -> None:
+        if self._proxy:
+            self._proxy.post("/api/push/mark", json={"version": version})
+
+    def _put_back(self, cause: Exception) -> None:
+        """Loads what was served before. The engine is paused."""
+        if isinstance(cause, EngineLost):
+            raise cause
+        if not self._served:
+            raise EngineLost(
+                f"vLLM is paused without usable weights, restart it (no checkpoint to return to): "
+                f"{cause}"
+            ) from cause
+        try:
+            self._load(self.version, self._served)
+            self._mark(self.version)
+        except PushFailed as error:
+            raise EngineLost(
+                f"vLLM is paused without usable weights, restart it: {error} (after: {cause})"
+            ) from error
+
+    def _verify(self, version: int, verify: Callable[[], object], clock: _Clock) -> None:
+        try:
+            with clock.stage("verify"):
+                verify()
+        except Exception as error:
+            self._vllm.post("/pause", params={"mode": "keep", "clear_cache": "true"})
+            self._put_back(error)
+            self._vllm.post("/resume")
+            raise PushFailed(
+                f"version {version} was served wrongly, version {self.version} is back: {error}"
+            ) from error
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = time.perf_counter() - begun
+
+
+class _Peer:
+    """A server that we drive. One client is kept, because making one takes longer than most
+    calls."""
+
+    def __init__(self, name: str, url: str, timeout_s: float, key: str | None = None) -> None:
+        self._name = name
+        self._url = url
+        self._client = endpoint_client(url, timeout_s=timeout_s, key=key)
+
+    def post(self, path: str, **request: Any) -> None:
+        """EngineLost if nobody answers, PushFailed with the server's own words if it refuses."""
+        try:
+            response = self._client.post(path, **request)
+        except httpx.TransportError as error:
+            words = f"{self._name} at {self._url} does not answer {path}: {error!r}"
+            raise (EngineLost if self._name == "vLLM" else PushFailed)(words) from error
+        if response.is_error:
+            raise PushFailed(f"{self._name} refused {path}: {_reason(response)}")
+
+    def close(self) -> None:
+        self._client.close()
+
+    def try_post(self, path: str) -> None:
+        # Without effect? A hold opens by itself after its ttl.
+        with contextlib.suppress(PushFailed):
+            self.post(path)
+
+
+def _reason(response: httpx.Response) -> str:
+    try:
+        body = response.json()
+    except ValueError:
+        body = response.text
+    if isinstance(body, dict):
+        body = body.get("error", body.get("detail", body))
+    if isinstance(body, dict):
+        body = body.get("message", body)
+    return f"{response.status_code} {' '.join(str(body).split())[:300]}"

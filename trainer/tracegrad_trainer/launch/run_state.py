@@ -1,0 +1,79 @@
+"""What `trainer serve` is doing right now, for `trainer status`: one small file a process.
+
+The store holds what happened; these files hold what is going on. Each is replaced whole, so a
+reader never sees half of one, and it names the pid that wrote it, so a reader can tell a process
+that is alive from one that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+
+from tracegrad.events import Json, new_id
+from tracegrad.private_files import private_file, private_folder
+
+
+class RunState:
+    """`<state_dir>/run/<name>.json`, written by one process."""
+
+    def __init__(self, state_dir: Path, name: str) -> None:
+        self.path = state_dir / "run" / f"{name}.json"
+        private_folder(self.path.parent)
+        self._fields: Json = {"pid": os.getpid(), "started_at": time.time()}
+
+    def update(self, **fields: object) -> None:
+        """Adds `fields` to what was said before and notes the time.
+
+        A full disk costs the news, not the run: who trains or stops must not fail over this.
+        """
+        self._fields |= fields
+        self._fields["updated_at"] = time.time()
+        new = self.path.with_suffix(".new")
+        with contextlib.suppress(OSError):
+            private_file(new)
+            new.write_text(json.dumps(self._fields))
+            new.replace(self.path)
+
+
+def run_id(state_dir: Path) -> str:
+    """The id of the run whose state the folder holds, made at the first call. Steps keep it.
+
+    A copy of the folder is the same run; which of them goes on, the ledger decides.
+    """
+    path = state_dir / "run" / "id"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"id.{os.getpid()}.new")
+        new.write_text(new_id())
+        with contextlib.suppress(FileExistsError):
+            os.link(new, path)  # whoever is first
+        new.unlink()
+    return path.read_text().strip()
+
+
+def read_state(state_dir: Path, name: str) -> Json | None:
+    """The last state written, with `alive` added; None if there never was one."""
+    try:
+        state: Json = json.loads((state_dir / "run" / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return {**state, "alive": _is_alive(state["pid"])}
+
+
+def forget_state(state_dir: Path, name: str) -> None:
+    """What a process said that was killed: its pid may be another's by now."""
+    (state_dir / "run" / f"{name}.json").unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,74 @@
+"""What the commands that start ranks share: the folder, the store, and how they are stopped.
+
+Nothing here needs torch: a command that waits for its ranks need not import it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import IO, NoReturn
+
+from tracegrad.private_files import private_file
+from tracegrad.proxy.config import SecretUrl
+from tracegrad.store import Store
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.launch.folder_lock import FolderInUse, claim_command
+
+RANKS_GRACE_S = 30.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGINT: not an error, and nothing on the way may swallow it."""
+
+
+class ServeError(RuntimeError):
+    """Why nothing was started, in one line."""
+
+
+@contextmanager
+def stop_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM raise Stopped, until the stack begins to stop."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise Stopped
+
+    before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def write_resolved(settings: TrainerSettings) -> Path:
+    """The resolved settings as the ranks read them, less what is secret (see `Ranks`)."""
+    path = settings.state_dir / "run" / "settings.json"
+    private_file(path)
+    path.write_text(settings.model_dump_json(indent=2))
+    return path
+
+
+def open_store(url: SecretUrl) -> Store:
+    """Raises ServeError, StoreError."""
+    try:
+        return Store.open(url)
+    except ValueError as error:
+        raise ServeError(f"proxy.{error}") from None
+
+
+def lock(state_dir: Path) -> IO[bytes]:
+    """The folder is ours while the file that this returns is open. Raises ServeError."""
+    try:
+        return claim_command(state_dir)
+    except FolderInUse as error:
+        raise ServeError(str(error)) from None
+    except OSError as error:
+        raise ServeError(
+            f"state_dir: {state_dir} cannot be written: {error.strerror}; take another folder"
+            " (--state-dir ...)"
+        ) from None

@@ -1,0 +1,36 @@
+"""What each turn is credited with: the advantages of a batch, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tracegrad_trainer.losses.advantages import ADVANTAGES, Memory, Numbers, Scored
+from tracegrad_trainer.losses.advantages.over_length import over_length
+from tracegrad_trainer.losses.config import ObjectiveSettings
+
+
+def advantages(
+    settings: ObjectiveSettings, rollouts: Sequence[Scored], memory: Memory
+) -> list[Numbers]:
+    """For each rollout of a batch f64[K], one entry a turn; `memory` is changed in place.
+
+    Raises:
+        ValueError: a part of the user's own returned something else, or a number is not finite.
+    """
+    name = settings.advantage
+    found = ADVANTAGES[name](over_length(rollouts, settings), settings, memory)
+    if not isinstance(found, Sequence) or len(found) != len(rollouts):
+        raise ValueError(f"advantage {name!r} must return one array a rollout ({len(rollouts)})")
+    for rollout, values in zip(rollouts, found, strict=True):
+        if np.shape(values) != (len(rollout.tokens),):
+            raise ValueError(
+                f"advantage {name!r} returned shape {np.shape(values)} for the"
+                f" {len(rollout.tokens)} turns of rollout {rollout.rollout_id}"
+            )
+        if not np.isfinite(values).all():
+            raise ValueError(
+                f"advantage {name!r} of rollout {rollout.rollout_id} is not finite: {values}"
+            )
+    return found

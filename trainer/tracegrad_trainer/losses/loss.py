@@ -1,0 +1,125 @@
+"""The parts put together: the loss of one micro-batch, as a sum still to be divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tracegrad_trainer.losses.aggregation import AGGREGATIONS
+from tracegrad_trainer.losses.check_outputs import returned, with_truths, with_units
+from tracegrad_trainer.losses.config import ObjectiveSettings
+from tracegrad_trainer.losses.corrections import CORRECTIONS, LEVELS, log_weight, share_of_unit
+from tracegrad_trainer.losses.entropy import entropy_bonus
+from tracegrad_trainer.losses.kl import kl_to_reference
+from tracegrad_trainer.losses.ratios import RATIOS
+from tracegrad_trainer.losses.surrogates import SURROGATES
+from tracegrad_trainer.losses.tokens import Tokens
+from tracegrad_trainer.losses.value_loss import value_loss, values
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Evaluated:
+    """`total / sum of units over the step` is the loss; the rest feeds the diagnostics.
+
+    `total` = policy + kl_coef x KL + value_coef x value loss - entropy_coef x entropy, each token
+    with its share.
+    """
+
+    total: Float[Tensor, ""]  # with gradient
+    units: Float[Tensor, ""]  # this micro-batch's part of the denominator
+    log_ratio: Float[Tensor, " n"]
+    log_w: Float[Tensor, " n"]  # at the correction's level
+    weight: Float[Tensor, " n"]  # the correction's
+    unit: Float[Tensor, " n"]  # a sampled token's share of what has one weight: itself, its turn...
+    clipped: Bool[Tensor, " n"]  # the surrogate's clip or mask acted
+    corrected: Bool[Tensor, " n"]  # the correction changed something
+    masked: Bool[Tensor, " n"]  # the correction took the token out
+    policy: Float[Tensor, ""]  # the terms of `total`
+    each_policy: Float[Tensor, " n"]  # each token's part of `policy`
+    kl: Float[Tensor, ""]
+    value: Float[Tensor, ""]
+    # What parts summed over rollouts, of the tokens that are here; f64[rollouts] each.
+    rollout_sums: tuple[Tensor, ...]
+    entropy: Float[Tensor, ""]  # 0 or below: a bonus
+    values: Float[Tensor, " n"] | None  # that the value loss is of
+
+
+def evaluate(
+    settings: ObjectiveSettings, tokens: Tokens, *, entropy_coef: float | None = None
+) -> Evaluated:
+    """The loss of a micro-batch's tokens; `entropy_coef` is the settings' own or, where it has a
+    target, what became of it.
+
+    Raises:
+        ValueError: a part of the user's own returned something of a wrong shape or type.
+    """
+    n, dtype = len(tokens), tokens.logp.dtype
+    asked: list[Tensor] = []
+    tokens = replace(tokens, asked=asked)
+    ratio = returned("ratio", settings.ratio, RATIOS[settings.ratio](tokens, settings), n)
+    loss, clipped = with_truths(
+        "surrogate", settings.surrogate, SURROGATES[settings.surrogate](tokens, ratio, settings), n
+    )
+    with torch.no_grad():
+        log_w, weight, corrected = _correct(settings, tokens)
+        name = settings.aggregation
+        share, units = with_units("aggregation", name, AGGREGATIONS[name](tokens, settings), n)
+    each_policy = loss * weight * share
+    policy = each_policy.sum()
+    total = policy
+    kl = value = entropy = policy.new_zeros((), dtype=dtype)
+    said: Tensor | None = None
+    if settings.kl != "none":
+        each = kl_to_reference(tokens, settings.kl, unbiased=settings.kl_unbiased)
+        kl = settings.kl_coef * (each * share).sum()
+        # A KL that is only watched keeps its hands off the graph.
+        total = total + kl if settings.kl_coef else total
+    if "value" in settings.needs:
+        said = values(tokens, settings)
+        each = value_loss(replace(tokens, value=said), settings.value_clip)
+        value = settings.value_coef * (each * share).sum()
+        total = total + value
+    if settings.has_entropy:
+        coef = settings.entropy_coef if entropy_coef is None else entropy_coef
+        entropy = -coef * (entropy_bonus(tokens) * share).sum()
+        total = total + entropy
+    assert tokens.rollout_sums is None or len(asked) == len(tokens.rollout_sums)
+    return Evaluated(
+        total=total,
+        units=units,
+        log_ratio=ratio.detach(),
+        log_w=log_w,
+        weight=weight,
+        unit=share_of_unit(tokens, settings.correction_level),
+        clipped=clipped,
+        corrected=corrected,
+        masked=weight == 0,
+        policy=policy.detach(),
+        each_policy=each_policy.detach(),
+        kl=kl.detach(),
+        value=value.detach(),
+        rollout_sums=tuple(asked),
+        entropy=entropy.detach(),
+        values=None if said is None else said.detach(),
+    )
+
+
+def _correct(settings: ObjectiveSettings, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """log w at the level, and the correction's weights and what it changed: of sampled tokens."""
+    name, n = settings.correction_level, len(tokens)
+    level = LEVELS[name]
+
+    def shared(values: Tensor) -> Tensor:
+        return returned("correction_level", name, level(values, tokens, settings), n)
+
+    weight, changed = with_truths(
+        "correction",
+        settings.correction,
+        CORRECTIONS[settings.correction](tokens, shared, settings),
+        n,
+    )
+    log_w = log_weight(tokens, shared).masked_fill(tokens.expert, 0.0)
+    return log_w, weight.masked_fill(tokens.expert, 1.0), changed & tokens.sampled

@@ -1,0 +1,31 @@
+"""What a surrogate is, and the registry of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tracegrad_trainer.losses.config import ObjectiveSettings
+from tracegrad_trainer.losses.registry import Registry
+from tracegrad_trainer.losses.tokens import Tokens
+
+Surrogate = Callable[[Tokens, Tensor, ObjectiveSettings], tuple[Tensor, Tensor]]
+Losses = tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]
+
+SURROGATES: Registry[Surrogate] = Registry("surrogate")
+
+
+def of_sampled(part: Surrogate) -> Surrogate:
+    """A policy gradient, which is over what the policy sampled: nothing at an expert's tokens."""
+
+    @functools.wraps(part)
+    def masked(
+        tokens: Tokens, log_ratios: Tensor, settings: ObjectiveSettings
+    ) -> tuple[Tensor, Tensor]:
+        loss, clipped = part(tokens, log_ratios, settings)
+        return loss.masked_fill(tokens.expert, 0.0), clipped & tokens.sampled
+
+    return masked

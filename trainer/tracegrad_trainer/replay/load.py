@@ -1,0 +1,233 @@
+"""A recorded step as it can be run again: its groups, its settings, the weights before it.
+
+Everything here reads; a replay leaves store and checkpoints as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tracegrad.events import Json
+from tracegrad.store import Group, History, RolloutSample, StepRecord, Store
+from tracegrad_trainer.engine.checkpoint.manifest import (
+    CheckpointError,
+    checkpoints,
+    may_exist,
+    step_of,
+)
+from tracegrad_trainer.metrics.reading import turns_of
+from tracegrad_trainer.rl.committed_checkpoint import Committed, checkpoint_of
+from tracegrad_trainer.rl.step_inputs import BatchRecord, RolloutRecord
+
+
+class ReplayError(ValueError):
+    """The step cannot be replayed; one line says why, and what can be done."""
+
+
+class CheckpointGone(ReplayError):
+    """That of the weights that the step began with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """`groups` are as the step saw them; `checkpoint` None: it began with the model folder.
+    `digest` is what the checkpoint's manifest must have, where that is known."""
+
+    step: StepRecord
+    batch: BatchRecord
+    groups: list[Group]
+    trained: frozenset[str]
+    checkpoint: Path | None
+    digest: str | None = None
+
+    @property
+    def rollouts(self) -> list[RolloutSample]:
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A step of the list; `problem` None: it can be replayed."""
+
+    step: StepRecord
+    problem: str | None
+
+
+def read(
+    store: Store, number: int | None, state_dir: Path, *, checkpoint: Path | None = None
+) -> Recorded:
+    """The step `number`, or the last one; `checkpoint` instead of the one before it.
+
+    Raises:
+        ReplayError: it cannot be replayed.
+    """
+    history = History(store)
+    record = _step(history, number)
+    if record.batch is None:
+        raise ReplayError(
+            f"step {record.step} was recorded before steps said what they were made of: only"
+            " later ones can be replayed (--list)"
+        )
+    batch = BatchRecord.model_validate(record.batch)
+    before = None
+    if checkpoint is None:
+        before = weights_before(history, record.step, state_dir, batch.weights)
+    elif not checkpoint.is_dir():
+        raise ReplayError(f"--checkpoint {checkpoint}: there is no such folder")
+    return Recorded(
+        step=record,
+        batch=batch,
+        groups=_groups(history, record.step, batch),
+        trained=frozenset(history.turns_trained(record.step)),
+        checkpoint=checkpoint if before is None else before.folder,
+        digest=None if before is None else before.digest,
+    )
+
+
+def candidates(store: Store, state_dir: Path, *, limit: int) -> list[Candidate]:
+    """The last `limit` steps, the newest first, and why some cannot be replayed."""
+    history = History(store)
+    recorded, steps = history.recorded(limit), history.steps(limit)
+    trained = history.count_trained([step.step for step in steps])
+    found = []
+    for step in reversed(steps):
+        problem = None if step.step in recorded else "recorded without its batch"
+        try:
+            if problem is None:
+                weights_before(history, step.step, state_dir)
+        except CheckpointGone:
+            problem = "the checkpoint before it is gone"
+        except ReplayError:
+            problem = "the checkpoint before it is not the one that was committed"
+        gone = turns_of(step.metrics) - trained[step.step]
+        if problem is None and gone > 0:
+            problem = f"{gone} of its turns were removed"
+        found.append(Candidate(step, problem))
+    return found
+
+
+def weights_before(
+    history: History, number: int, state_dir: Path, began_with: int | None = None
+) -> Committed | None:
+    """The checkpoint that the step began with, by default that of the step before; None: it began
+    with the model folder.
+
+    Raises:
+        CheckpointGone: says which ones are there.
+        ReplayError: another one has its place.
+    """
+    before = history.before(number)
+    if before is not None and began_with is not None and began_with != before.step:
+        before = history.step(began_with)  # it went on from an older checkpoint
+    if before is None:
+        return None
+    assert before.checkpoint is not None, "every step has one"
+    recorded = Path(before.checkpoint)
+    root = state_dir / "checkpoints"
+    if may_exist(root / recorded.name) or may_exist(recorded):  # the state may have been moved
+        try:
+            return checkpoint_of(before, root)
+        except CheckpointError as error:
+            raise ReplayError(str(error)) from None
+    raise CheckpointGone(
+        f"step {number} began with the weights of step {before.step}, whose checkpoint is gone"
+        f" ({recorded}); {_what_is_there(root)}"
+    )
+
+
+def settings_of(recorded: Recorded, *, model: Path | None = None) -> Json:
+    """The step's settings as they are stored, less what a replay has no part in: there is no
+    proxy (whose key is masked there), and sinks of metrics hear nothing of it."""
+    stored: dict[str, Any] = dict(recorded.step.settings)
+    stored.pop("metrics", None)
+    stored["proxy"] = {"host": "127.0.0.1", "port": stored.get("proxy", {}).get("port", 4141)}
+    # The judge has spoken: the rewards that it gave are in the record.
+    stored["objective"] = {**stored.get("objective", {}), "judge": None}
+    if model is not None:
+        stored["model"] = str(model)
+        stored["vllm"] = {**stored.get("vllm", {}), "model": str(model)}
+    return stored
+
+
+def _step(history: History, number: int | None) -> StepRecord:
+    latest = history.steps(1)
+    if not latest:
+        raise ReplayError("the store holds no step: nothing was trained yet")
+    record = history.step(latest[0].step if number is None else number)
+    if record is None:
+        raise ReplayError(f"there is no step {number}: the last one is {latest[0].step} (--list)")
+    return record
+
+
+def _what_is_there(root: Path) -> str:
+    there = [step_of(folder) for folder in checkpoints(root)]
+    if not there:
+        return f"{root} has none: give one by --checkpoint"
+    kept = ", ".join(map(str, there))
+    return (
+        f"there are those of {kept}, so the steps after these can be replayed"
+        " (checkpoint.keep and keep_every say how many stay)"
+    )
+
+
+def _groups(history: History, number: int, batch: BatchRecord) -> list[Group]:
+    rewards = {
+        rollout.rollout_id: rollout.reward for group in batch.groups for rollout in group.rollouts
+    }
+    samples = history.samples(rewards)
+    if gone := [rollout_id for rollout_id in rewards if rollout_id not in samples]:
+        raise ReplayError(
+            f"{len(gone)} of the {len(rewards)} rollouts of step {number} were removed from the"
+            f" store (the first: {gone[0]}): its turns cannot be trained again"
+        )
+    return [
+        Group(
+            group_id=group.group_id,
+            lease_id="",
+            expires_at=0.0,
+            rollouts=[_as_seen(samples[one.rollout_id], one, number) for one in group.rollouts],
+        )
+        for group in batch.groups
+    ]
+
+
+def _as_seen(sample: RolloutSample, seen: RolloutRecord, number: int) -> RolloutSample:
+    """Without the turns and the rewards that came after the step."""
+    if len(sample.turns) < seen.turns:
+        raise ReplayError(
+            f"rollout {seen.rollout_id} has {len(sample.turns)} turns, and had {seen.turns} in"
+            f" step {number}: some were removed"
+        )
+    turns = sample.turns[: seen.turns]
+    return replace(sample, reward=seen.reward, turn_rewards=dict(seen.turn_rewards), turns=turns)
+
+
+def check_selection(recorded: Recorded, trained: Sequence[str], skipped: Mapping[str, str]) -> None:
+    """`trained` and `skipped` (why) are what the same settings select now.
+
+    Raises:
+        ReplayError: it is not what the step trained.
+    """
+    number, now = recorded.step.step, set(trained)
+    if lost := sorted(recorded.trained - now):
+        why = skipped.get(lost[0], "it is not among the turns that the batch saw")
+        raise ReplayError(
+            f"{len(lost)} of the {len(recorded.trained)} turns that step {number} trained cannot be"
+            f" trained now (the first: {lost[0]}): {_MEANING.get(why, why)}"
+        )
+    if more := sorted(now - recorded.trained):
+        raise ReplayError(
+            f"{len(more)} turns would be trained now that step {number} did not train (the first:"
+            f" {more[0]}): a filter of its settings decides otherwise today"
+        )
+
+
+# Of reasons that a turn which was trained may have now.
+_MEANING = {
+    "redacted": "its tokens were redacted",
+    "foreign_token": "it has tokens that this model does not know: was another one trained?"
+    " (--model)",
+}

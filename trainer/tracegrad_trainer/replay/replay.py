@@ -1,0 +1,241 @@
+"""`trainer replay`: a recorded step once more, beside what was recorded and what might have been.
+
+On a CPU the same turns, weights, settings, ranks and threads give the same numbers, to the last
+bit. So a difference is news, and another objective on the same turns can be compared with what
+happened, without noise.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from tracegrad.events import Json
+from tracegrad.store import Store
+from tracegrad_trainer.config.trainer import (
+    SettingsError,
+    TrainerSettings,
+    apply_set,
+    without_unused,
+)
+from tracegrad_trainer.launch.torchrun import torchrun
+from tracegrad_trainer.losses import PRESETS
+from tracegrad_trainer.metrics.names import metric
+from tracegrad_trainer.replay.load import Recorded, ReplayError, read, settings_of
+from tracegrad_trainer.replay.run import Job, Ran, run_here
+from tracegrad_trainer.replay.turn_contributions import TurnShare
+from tracegrad_trainer.utils.subprocesses import Child, ChildError
+
+# Tables of settings that another run of the same turns may change.
+CHANGEABLE = ("objective", "optim", "batches", "fsdp")
+LONGEST_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is to be replayed. `sets` are `table.name=value`, as the trainer's own `--set`."""
+
+    step: int | None = None  # None: the last one
+    checkpoint: Path | None = None
+    model: Path | None = None
+    preset: str | None = None
+    sets: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def other(self) -> bool:
+        return self.preset is not None or bool(self.sets)
+
+    @property
+    def other_name(self) -> str:
+        changes = [change.removeprefix("objective.") for change in self.sets]
+        return ", ".join([*([self.preset] if self.preset else []), *changes])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    recorded: Recorded
+    replayed: Ran
+    other: Ran | None
+    other_name: str
+
+    @property
+    def compared(self) -> dict[str, tuple[float, float]]:
+        """Name -> (recorded, replayed), of the numbers that both have and no clock has a part in.
+
+        Other versions of this program may record more or fewer.
+        """
+        before = self.recorded.step.metrics
+        return {
+            name: (before[name], value)
+            for name, value in self.replayed.metrics.items()
+            if name in before and not _by_the_clock(name)
+        }
+
+    @property
+    def differing(self) -> list[str]:
+        found = [name for name, (a, b) in self.compared.items() if not same(a, b)]
+        if self.replayed.dropped_rows != self.recorded.batch.dropped_rows:
+            found.append("dropped_rows")
+        return found
+
+    @property
+    def equal(self) -> bool:
+        return not self.differing
+
+    def as_json(self) -> Json:
+        step, before = self.recorded.step, self.recorded.step.metrics
+        metrics: dict[str, Any] = {
+            name: {"recorded": before.get(name), "replayed": value}
+            for name, value in self.replayed.metrics.items()
+        }
+        for name, value in self.other.metrics.items() if self.other is not None else ():
+            metrics.setdefault(name, {"recorded": None, "replayed": None})["other"] = value
+        return {
+            "step": step.step,
+            "version": step.version,
+            "checkpoint": None if (path := self.recorded.checkpoint) is None else str(path),
+            "equal": self.equal,
+            "differing": self.differing,
+            "other": self.other_name if self.other is not None else None,
+            "metrics": metrics,
+            "recorded_only": {k: v for k, v in before.items() if k not in metrics},
+            "turns": [asdict(turn) for turn in by_pull(self.replayed.turns)],
+            "other_turns": [asdict(turn) for turn in by_pull(self.other.turns)]
+            if self.other is not None
+            else None,
+            "skipped": self.replayed.skipped,
+            "other_skipped": self.other.skipped if self.other is not None else None,
+        }
+
+
+def replay(store: Store, state_dir: Path, asked: Asked) -> Replay:
+    """Runs the step again, and under the other settings if any are asked for.
+
+    Raises:
+        ReplayError, SettingsError: it cannot be; one line.
+        StoreError
+    """
+    recorded = read(store, asked.step, state_dir, checkpoint=asked.checkpoint)
+    stored = settings_of(recorded, model=asked.model)
+    settings = [_resolved(stored, f"the settings of step {recorded.step.step}", own=True)]
+    if asked.other:
+        other = _resolved(changed(stored, asked), asked.other_name)
+        _check_possible(recorded, settings[0], other, asked.other_name)
+        settings.append(other)
+    ran = run(Job(recorded, settings))
+    return Replay(
+        recorded=recorded,
+        replayed=ran[0],
+        other=ran[1] if asked.other else None,
+        other_name=asked.other_name,
+    )
+
+
+def run(job: Job) -> list[Ran]:
+    """With as many ranks as recorded; a single one is this process.
+
+    Raises:
+        ReplayError: a rank failed; its line.
+    """
+    ranks = job.recorded.batch.ranks
+    if ranks == 1:
+        return run_here(job)
+    with tempfile.TemporaryDirectory(prefix="tracegrad-replay-") as folder:
+        path = Path(folder) / "job"
+        path.write_bytes(pickle.dumps(job))
+        command = torchrun(ranks, "tracegrad_trainer.replay.rank_main", str(path))
+        env = {"OMP_NUM_THREADS": str(job.recorded.batch.threads)}
+        child = Child("replay", command, log=Path(folder) / "log", env=env)
+        child.start()
+        result, error = path.with_suffix(".result"), path.with_suffix(".error")
+        try:
+            child.wait_ready(result.exists, timeout_s=LONGEST_S)
+        except ChildError as ended:
+            raise ReplayError(error.read_text() if error.exists() else str(ended)) from None
+        finally:
+            child.stop()
+        found: list[Ran] = pickle.loads(result.read_bytes())
+        return found
+
+
+def changed(stored: Json, asked: Asked) -> Json:
+    """The recorded settings with another objective in them.
+
+    A preset is taken whole; without one, what is set changes the recorded objective.
+    """
+    found: dict[str, Any] = json.loads(json.dumps(stored))
+    if asked.preset is not None:
+        if asked.preset not in PRESETS:
+            known = ", ".join(PRESETS)
+            raise ReplayError(f"--preset {asked.preset}: there is none; take one of {known}")
+        found["objective"] = {"preset": asked.preset}
+    found = without_unused(found)
+    for change in asked.sets:
+        name, equals, text = change.partition("=")
+        if equals and name.partition(".")[0] not in CHANGEABLE:
+            raise ReplayError(
+                f"--set {change!r}: the turns are as they were recorded; what may change is in"
+                f" {', '.join(CHANGEABLE)}"
+            )
+        if name == "objective.preset":
+            raise ReplayError(f"--set {change!r}: say --preset {text}")
+        try:
+            apply_set(found, change)
+        except SettingsError as error:
+            raise ReplayError(str(error)) from None
+    return found
+
+
+def _check_possible(
+    recorded: Recorded, own: TrainerSettings, other: TrainerSettings, name: str
+) -> None:
+    """Raises ReplayError: a step of groups, or its checkpoint, lacks what the other needs."""
+    if other.objective.surrogate in ("dpo", "kto"):
+        raise ReplayError(
+            f"{name}: it learns from pairs, and a step was made of groups: see `trainer sft`"
+        )
+    new = other.objective.needs - own.objective.needs
+    if "value" in new and recorded.checkpoint is not None:
+        raise ReplayError(
+            f"{name}: it learns values, and the checkpoint {recorded.checkpoint.name} has no value"
+            " head: step 1, which begins with the model folder, can be tried"
+        )
+
+
+def by_pull(turns: Sequence[TurnShare]) -> list[TurnShare]:
+    """Those that the step pulls hardest first."""
+    return sorted(turns, key=lambda turn: (-abs(turn.pull), turn.turn_id))
+
+
+def spread(turns: Sequence[TurnShare]) -> float:
+    """Deviation of the advantages over the trained turns."""
+    return float(np.std([turn.advantage for turn in turns])) if turns else 0.0
+
+
+def same(a: float, b: float) -> bool:
+    """Bit for bit, but that not-a-number is itself."""
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+def _by_the_clock(name: str) -> bool:
+    known = metric(name)
+    return known is not None and known.clock
+
+
+def _resolved(stored: Json, whose: str, *, own: bool = False) -> TrainerSettings:
+    try:
+        return TrainerSettings.model_validate(without_unused(stored) if own else stored)
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        where = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        raise ReplayError(f"{whose}: {where}: {message}") from None

@@ -1,0 +1,157 @@
+"""What each turn has to do with a step: how hard, and in which direction, it is pulled.
+
+The *pull* of a turn is -d(loss)/d(log pi), summed over its tokens, as a share of what all turns
+pull together: above 0 the step makes the turn more likely, below 0 less. It means the same for
+every objective, whatever its surrogate is, and is worked out on the weights before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from tracegrad.store import Group
+from tracegrad_trainer.batches import MicroBatch, Row
+from tracegrad_trainer.engine import Learner
+from tracegrad_trainer.engine.model.forward import Before, Inputs, forward, tokens_of
+from tracegrad_trainer.engine.step.prepass import prepass
+from tracegrad_trainer.engine.step.rollout_sums import with_rollout_sums
+from tracegrad_trainer.losses import evaluate
+from tracegrad_trainer.losses.tokens import mismatch
+
+Key = tuple[int, int]  # of a row, and of a kept turn in it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnShare:
+    """`ratio` is the geometric mean of pi/mu over the turn, at the step's first forward; of an
+    expert's turn, which has no mu, 1."""
+
+    turn_id: str
+    rollout_id: str
+    group_id: str
+    index: int  # of the turn in its rollout
+    reward: float
+    tokens: int
+    advantage: float  # mean over its tokens
+    loss: float  # its part of the step's loss
+    pull: float  # its part of the step's pull, with its sign; all sizes add up to 1
+    ratio: float
+    clipped: float  # share of its tokens that the surrogate holds still
+    corrected: float  # share of its tokens that the mismatch correction touched
+    staleness: float  # versions
+
+
+def turn_shares(
+    learner: Learner,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    version: int,
+    rows: Sequence[Row],
+    groups: Sequence[Group],
+) -> list[TurnShare]:
+    """Every trained turn, on rank 0 ([] elsewhere); a collective. `rows` are rank 0's."""
+    engine, objective = learner.engine, learner.objective
+    inputs = engine.inputs(micro_batches)
+    before = prepass(engine, objective, inputs, [Before()] * len(inputs), ())
+    before = with_rollout_sums(engine, objective, inputs, before)
+    units = 0.0
+    mine: dict[Key, dict[str, float]] = {}
+    for one, known in zip(inputs, before, strict=True):
+        of_turns, part = _of_micro_batch(learner, one, known, version)
+        mine |= of_turns
+        units += part
+    engine.rest()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (mine, units))
+    if dist.get_rank() != 0:
+        return []
+    found = {key: values for one, _ in everyone for key, values in one.items()}
+    return _named(found, sum(part for _, part in everyone), rows, groups)
+
+
+def _of_micro_batch(
+    learner: Learner, inputs: Inputs, before: Before, version: int
+) -> tuple[dict[Key, dict[str, float]], float]:
+    values = "value" in learner.objective.needs
+    with torch.no_grad():
+        now = forward(learner.model, inputs, learner.engine.head, values=values)
+    logp = now.logp.detach().requires_grad_()
+    with torch.enable_grad():
+        tokens = tokens_of(inputs, replace(now, logp=logp), before)
+        done = evaluate(learner.objective, tokens)
+        slope = None
+        if done.total.requires_grad:  # not where nothing is learnt
+            [slope] = torch.autograd.grad(done.total, [logp], allow_unused=True)
+    per_token = {
+        "tokens": torch.ones_like(logp),
+        "advantage": tokens.advantage,
+        "loss": done.each_policy,
+        "pull": torch.zeros_like(logp) if slope is None else -slope,
+        "log_w": mismatch(tokens),
+        "clipped": done.clipped,
+        "corrected": done.corrected,
+        "staleness": torch.where(tokens.expert, 0, version - tokens.version),
+    }
+    turn = inputs.batch.turn
+    sums = {
+        name: np.bincount(turn, values.detach().double().cpu().numpy(), inputs.batch.turns)
+        for name, values in per_token.items()
+    }
+    found = {
+        key: {name: float(values[number]) for name, values in sums.items()}
+        for number, key in enumerate(_keys(inputs.batch))
+    }
+    return found, float(done.units)
+
+
+def _keys(batch: MicroBatch) -> list[Key]:
+    """Of each turn of the micro-batch, by its number: turns are numbered row by row."""
+    keys: list[Key] = []
+    row_of_turn: NDArray[np.int64] = np.zeros(batch.turns, np.int64)
+    row_of_turn[batch.turn] = batch.row
+    for row in row_of_turn.tolist():
+        key = int(batch.row_keys[row])
+        before = keys[-1][1] if keys and keys[-1][0] == key else -1
+        keys.append((key, before + 1))
+    return keys
+
+
+def _named(
+    found: dict[Key, dict[str, float]], units: float, rows: Sequence[Row], groups: Sequence[Group]
+) -> list[TurnShare]:
+    index = {
+        turn.turn_id: i
+        for group in groups
+        for rollout in group.rollouts
+        for i, turn in enumerate(rollout.turns)
+    }
+    pulled = sum(abs(values["pull"]) for values in found.values()) or 1.0
+    shares = []
+    for (key, number), values in sorted(found.items()):
+        row, n = rows[key], values["tokens"]
+        turn_id = row.kept_turn_ids[number]
+        shares.append(
+            TurnShare(
+                turn_id=turn_id,
+                rollout_id=row.rollout_id,
+                group_id=row.group_id,
+                index=index[turn_id],
+                reward=row.score,
+                tokens=int(n),
+                advantage=values["advantage"] / n,
+                loss=values["loss"] / max(units, 1e-9),
+                pull=values["pull"] / pulled,
+                ratio=float(np.exp(values["log_w"] / n)),
+                clipped=values["clipped"] / n,
+                corrected=values["corrected"] / n,
+                staleness=values["staleness"] / n,
+            )
+        )
+    return shares

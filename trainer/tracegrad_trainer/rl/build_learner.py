@@ -1,0 +1,66 @@
+"""The learner that settings ask for: model, adapters, value head, reference, over a mesh."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tracegrad.events import Json
+from tracegrad_trainer.batches import Layout
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.engine import Learner, OptimSettings, build_model, shard
+from tracegrad_trainer.engine.model import memory, router_replay, value_head
+from tracegrad_trainer.engine.model.reference import build_reference
+
+
+def build_learner(
+    settings: TrainerSettings, mesh: DeviceMesh, optim: OptimSettings | None = None
+) -> Learner:
+    """On all ranks; as it is before its first step. `optim` instead of the settings' own.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be trained with these settings.
+    """
+    model = build_model(settings.model, settings.fsdp)
+    if "value" in settings.objective.needs:
+        value_head.attach(model)
+    reference = None
+    if settings.needs_reference_model:
+        reference = build_reference(settings.reference_folder, mesh, settings.fsdp)
+    return Learner(
+        shard(model, mesh, settings.fsdp),
+        mesh,
+        settings.objective,
+        optim or settings.optim,
+        reshard=settings.fsdp.reshard,
+        reference=reference,
+    )
+
+
+def told_routes(settings: TrainerSettings) -> Layout | None:
+    """How the serving engine's routes look, where they are what rows are trained with (r3).
+
+    Raises:
+        ValueError: the model has none.
+    """
+    if settings.fsdp.routing != "r3":
+        return None
+    return router_replay.layout_of(memory.skeleton(settings.model))
+
+
+def vocabulary_in(folder: Path) -> int | None:
+    """How many tokens a folder's model knows, by its config; None: it does not say."""
+    config: Json = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found: int | None = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    return found
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """How many tokens a model embeds, sharded or whole."""
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    found: int = embedding.weight.shape[0]
+    return found

@@ -1,0 +1,123 @@
+"""The checkpoints of committed steps: where they are, and the proof that they are those.
+
+A folder named `step-00000012` proves nothing: a step that was refused or never committed leaves
+one of the same name, and two state folders may share a store. A committed step keeps the digest of
+its checkpoint's manifest; only a folder whose manifest has that digest is its checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracegrad.events import Json
+from tracegrad.store import History, StepRecord, Store
+from tracegrad.store.checkpoint_manifest import MANIFEST, manifest_digest
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.engine.checkpoint.manifest import (
+    CheckpointError,
+    may_exist,
+    older,
+    read_manifest,
+    verify,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Step `step`'s checkpoint, made by `run_id`. `digest` is its manifest's; None: the step is of
+    before revision 0007, and the checkpoint cannot be verified."""
+
+    step: int
+    folder: Path
+    digest: str | None
+    run_id: str | None = None
+
+    def as_parent(self) -> Json:
+        """As the manifest of a step that begins with these weights tells of them."""
+        return {"step": self.step, "digest": self.digest or manifest_digest(self.folder)}
+
+
+def checkpoint_of(record: StepRecord, root: Path) -> Committed:
+    """Looked for in `root`, a state folder's checkpoints (it may have been moved), and where it was
+    written, which may be the folder of another run.
+
+    Raises:
+        CheckpointError: it is nowhere; one line says which step, folder and run disagree.
+    """
+    assert record.checkpoint is not None, "every step has one"
+    recorded = Path(record.checkpoint)
+    here = root / recorded.name
+    if record.manifest_digest is None:
+        return Committed(record.step, _unverified(here, recorded), None)
+    for folder in (here, recorded):
+        if _digest(folder) == record.manifest_digest:
+            return Committed(record.step, folder, record.manifest_digest, record.run_id)
+    raise CheckpointError(_nowhere(record, here, recorded))
+
+
+def resume_checkpoint(store: Store, settings: TrainerSettings) -> Committed | None:
+    """What training goes on from: the last committed step's, or, where a part of that is missing,
+    that of `checkpoint.resume_from`. None: nothing was committed yet.
+
+    Raises:
+        CheckpointError: a part is missing, or it is not what was committed.
+    """
+    last = next(iter(History(store).steps(1)), None)
+    if last is None:
+        return None
+    other = settings.checkpoint.resume_from
+    try:
+        found = checkpoint_of(last, settings.checkpoints)
+        read_manifest(found.folder)
+        if other is not None:
+            verify(found.folder)
+    except CheckpointError:
+        if other is None:
+            raise
+        record = History(store).step(other)
+        if record is None:
+            raise CheckpointError(
+                f"checkpoint.resume_from = {other}: no step {other} was committed"
+            ) from None
+        found = checkpoint_of(record, settings.checkpoints)
+        read_manifest(found.folder)
+    return found
+
+
+def _unverified(here: Path, recorded: Path) -> Path:
+    """Where both are there and differ, the one that the step was committed with."""
+    if not may_exist(here) and may_exist(recorded):
+        return recorded
+    differs = may_exist(recorded) and _digest(here) != _digest(recorded)
+    return recorded if differs else here
+
+
+def _digest(folder: Path) -> str | None:
+    try:
+        return manifest_digest(folder)
+    except OSError:
+        return None
+
+
+def _nowhere(record: StepRecord, here: Path, recorded: Path) -> str:
+    """Why: none is there (as a missing part is told), or other ones are."""
+    there = dict.fromkeys(each for each in (here, recorded) if _digest(each) is not None)
+    if not there:
+        folder = here if may_exist(here) or not may_exist(recorded) else recorded
+        try:
+            read_manifest(folder)
+        except CheckpointError as error:
+            return str(error)
+    names = " and ".join(map(str, there))
+    differs = (
+        f"checkpoint {names} is not the one that step {record.step} was committed with: the digest"
+        f" of its {MANIFEST} is not {record.manifest_digest}"
+    )
+    if here == recorded:
+        return differs + older(here)
+    return (
+        f"{differs}; run {record.run_id} committed the step, with {recorded}: start in that run's"
+        " state folder, put its checkpoint back from a copy, or give this folder a store of its"
+        " own (proxy.store)"
+    )

@@ -1,0 +1,364 @@
+"""What rank 0 does besides its share of a step: the ledger's side of training.
+
+It leases finished groups, selects what may be trained, and commits each step together with
+exactly the turns it used. Nothing here touches the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from tracegrad.events import Json
+from tracegrad.store import (
+    AlreadyTrained,
+    Group,
+    LeaseLost,
+    Ledger,
+    StepRecord,
+    Store,
+    leases_of,
+)
+from tracegrad_trainer.batches import Selection, select
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.launch.run_state import run_id
+from tracegrad_trainer.losses import Memory, advantages
+from tracegrad_trainer.rl.build_learner import told_routes
+from tracegrad_trainer.rl.committed_checkpoint import Committed, resume_checkpoint
+from tracegrad_trainer.rl.lease_renewal import HeldLeases
+from tracegrad_trainer.rl.reward_judge import Judging
+from tracegrad_trainer.rl.step_inputs import record_of
+
+POLL_S = 0.2
+# Groups that are held while a batch is refilled, at most this many times those it needs: where
+# nearly every group has equal rewards, it goes on with fewer.
+REFILLS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """Whether more rollouts are to be expected, and how long one call waits for them: the other
+    ranks sit in a collective meanwhile."""
+
+    grows: bool = True
+    patience_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Leased groups, and what of them is trained by policy version `version`."""
+
+    groups: list[Group]
+    selection: Selection
+    version: int
+    failed_versions: list[int]
+    memory_before: Memory = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    step: int
+    version: int  # the number that the checkpoint's weights are served under
+    weights: Committed | None  # None: the model folder's
+
+
+class Coordinator:
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        store: Store,
+        *,
+        stopping: Callable[[], bool],
+        supply: Supply | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
+        """`vocabulary`: how many tokens the model knows.
+
+        Raises:
+            ValueError: there is no such judge; the model has no routes (r3).
+        """
+        self.settings = settings
+        self.store = store
+        self.ledger = Ledger(store)
+        self.stopping = stopping
+        self.supply = supply or Supply()
+        self.vocabulary = vocabulary
+        self.routes = told_routes(settings)
+        # What advantages remember. It moves only with steps: what a batch did that changed no
+        # weights must leave no trace, or a run that is killed and resumed would differ.
+        self.memory: Memory = {}
+        judge = settings.objective.judge
+        self.judging = None if judge is None else Judging(judge, store)
+        self.run_id = run_id(settings.state_dir)
+        # The same after a restart: what a killed trainer had leased is its own again.
+        self.owner = f"{socket.gethostname()}:{settings.state_dir}:{self.run_id}"
+        self.leases = HeldLeases(self.ledger, settings.data.lease_ttl_s)
+        self._held: list[Group] = []
+
+    def resume_point(self) -> ResumePoint:
+        """Where the last committed step left off; what a killed run of ours had is free again."""
+        self.ledger.release_owner(self.owner)
+        point = resume_point(self.settings, self.store)
+        if point.weights is not None:
+            self._say_whose(point.weights)
+        return point
+
+    def _say_whose(self, weights: Committed) -> None:
+        if weights.digest is None:
+            _say(
+                f"step {weights.step} was committed before steps kept their checkpoint's digest:"
+                f" whether {weights.folder} is its checkpoint cannot be verified"
+            )
+        elif weights.run_id != self.run_id:
+            _say(
+                f"going on from step {weights.step}, which run {weights.run_id} made, with its"
+                f" checkpoint {weights.folder}"
+            )
+
+    def next_batch(
+        self, version: int, *, interrupted: Callable[[], bool] = lambda: False
+    ) -> Batch | None:
+        """The next batch, or None when nothing was ready for `Supply.patience_s`, or when
+        `interrupted`.
+
+        Groups from which nothing can be trained are consumed here, with their reasons, and cost
+        no step.
+        """
+        deadline = time.monotonic() + self.supply.patience_s
+        while not self.stopping():
+            more = self._lease()
+            self._held += more
+            if self._held and (self._full() or not (more or self.supply.grows)):
+                batch = self._batch(version)
+                if batch is not None:
+                    return batch
+            elif not more:
+                if not self.supply.grows or interrupted() or time.monotonic() > deadline:
+                    return None
+                time.sleep(POLL_S)
+        return None
+
+    def _full(self) -> bool:
+        return self._missing() == 0 or len(self._held) >= REFILLS * self.settings.batches.groups
+
+    def _missing(self) -> int:
+        """How many groups the batch under way still needs."""
+        wanted = self.settings.batches.groups
+        if not self.settings.refills:
+            return max(0, wanted - len(self._held))
+        return max(0, wanted - sum(not _equal_rewards(group) for group in self._held))
+
+    def _lease(self) -> list[Group]:
+        batches, data = self.settings.batches, self.settings.data
+        missing = self._missing()
+        if not missing:
+            return []
+        # Where no more are to come, and where some are held already, fewer will do.
+        some = bool(self._held) or not self.supply.grows
+        groups = self.ledger.lease(
+            groups=missing,
+            group_size=batches.group_size,
+            owner=self.owner,
+            ttl_s=data.lease_ttl_s,
+            tags=data.tags,
+            incomplete_after_s=data.incomplete_after_s if self.supply.grows else 0.0,
+            at_least=1 if some else None,
+            routes=self.routes is not None,
+            held=self.leases.rollouts,
+        )
+        self.leases.hold(groups)  # a judge may take its time
+        return self.judging.judged(groups) if self.judging else groups
+
+    def _batch(self, version: int) -> Batch | None:
+        """Of the groups that are held; None if nothing of them can be trained."""
+        groups = self._held
+        self._held = self._still_ours(groups)
+        if len(self._held) < len(groups):
+            return None  # it is filled up again
+        before = copy.deepcopy(self.memory)
+        failed = self._failed_versions()
+        selection = select(
+            groups,
+            self.settings.batches,
+            advantages=partial(advantages, self.settings.objective, memory=self.memory),
+            current_version=version,
+            failed_versions=failed,
+            vocabulary=self.vocabulary,
+            routes=self.routes,
+        )
+        self._held = []  # only now: what cannot be selected from is released
+        if selection.trained:
+            return Batch(
+                groups=groups,
+                selection=selection,
+                version=version,
+                failed_versions=failed,
+                memory_before=before,
+            )
+        self.memory = before
+        self._consume(groups, selection.skipped)
+        return None
+
+    def _still_ours(self, groups: Sequence[Group]) -> list[Group]:
+        """Without those that were lost since they were leased, all of whose rollouts are let go."""
+        lost = self.leases.lost(groups)
+        if not lost:
+            return list(groups)
+        gone = {each.rollout_id for each in lost}
+        ours: list[Group] = []
+        others: list[Group] = []
+        for group in groups:
+            whole = gone.isdisjoint(rollout.rollout_id for rollout in group.rollouts)
+            (ours if whole else others).append(group)
+        _say(f"{len(others)} of {len(groups)} groups are left out of the batch: {lost[0]}")
+        self._let_go(others)
+        return ours
+
+    def _consume(self, groups: Sequence[Group], skipped: dict[str, str]) -> None:
+        """Without a step. What is another's by now is left to them."""
+        rollouts = [rollout.rollout_id for group in groups for rollout in group.rollouts]
+        try:
+            self.ledger.commit_skipped(skipped, rollouts, leases_of(groups))
+        except (LeaseLost, AlreadyTrained) as error:
+            _say(f"a batch that nothing can be trained of is left to others: {error}")
+            self._let_go(groups)
+        self.leases.drop(groups)
+
+    def _let_go(self, groups: Sequence[Group]) -> None:
+        self.ledger.release(groups)
+        self.leases.drop(groups)
+
+    def _failed_versions(self) -> list[int]:
+        return [v.version for v in self.store.versions() if v.state == "failed"]
+
+    def commit(
+        self,
+        batch: Batch,
+        *,
+        step: int,
+        version: int,
+        metrics: Json,
+        checkpoint: str,
+        dropped_rows: Collection[int],
+        weights: int | None = None,
+        manifest_digest: str | None = None,
+        parent_digest: str | None = None,
+    ) -> StepRecord:
+        """The step and exactly its turns, in one transaction. `weights`: of which step it began
+        with, whose checkpoint's manifest has the `parent_digest`.
+
+        Raises:
+            LedgerError: a turn or a lease is another's by now, or the step's number is; then
+                nothing is stored.
+        """
+        selection = batch.selection.without_rows(dropped_rows, "non_finite")
+        record = record_of(
+            batch.groups,
+            version=batch.version,
+            failed_versions=batch.failed_versions,
+            ranks=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+            threads=torch.get_num_threads(),
+            memory_before=batch.memory_before,
+            dropped_rows=dropped_rows,
+            weights=weights,
+        )
+        made = StepRecord(
+            step=step,
+            version=version,
+            settings=self.settings.stored(),
+            metrics={**selection.stats, **metrics},
+            checkpoint=checkpoint,
+            batch=record.stored(),
+            run_id=self.run_id,
+            manifest_digest=manifest_digest,
+            parent_digest=parent_digest,
+        )
+        self.ledger.commit_step(
+            made,
+            trained=selection.trained,
+            skipped=selection.skipped,
+            rollouts=selection.rollouts,
+            leases=leases_of(batch.groups),
+        )
+        self.leases.drop(batch.groups)
+        return made
+
+    def check(self, batch: Batch) -> None:
+        """That all of the batch is still ours; it is renewed. Raises LeaseLost."""
+        if lost := self.leases.lost(batch.groups):
+            raise LeaseLost(f"{lost[0]}; nothing of the step is kept: start again to go on")
+
+    def give_up(self, batch: Batch, reason: str) -> None:
+        """Consumes a batch whose step did not change the weights."""
+        self.memory = copy.deepcopy(batch.memory_before)
+        selection = batch.selection
+        skipped = selection.skipped | dict.fromkeys(selection.trained, reason)
+        self._consume(batch.groups, skipped)
+
+    def release(self, *batches: Batch | None) -> None:
+        """What was leased and not trained is free for the next start."""
+        groups = [group for batch in batches if batch is not None for group in batch.groups]
+        self._let_go([*self._held, *groups])
+        self._held = []
+
+    def close(self) -> None:
+        """Nothing is renewed any more."""
+        self.leases.close()
+
+    def why_nothing(self) -> str:
+        """Why there is nothing (more) to train, in one line of counts."""
+        counts = self.store.turn_counts(self.settings.data.tags)
+        if not counts.captured:
+            return "nothing to train: the store holds no turns"
+        parts = [f"{counts.trained} trained"]
+        if counts.skipped:
+            parts.append(f"{sum(counts.skipped.values())} skipped ({_counted(counts.skipped)})")
+        if counts.pending:
+            parts.append(f"{sum(counts.pending.values())} waiting ({_counted(counts.pending)})")
+        return f"nothing more to train: of {counts.captured} turns {', '.join(parts)}"
+
+
+def resume_point(settings: TrainerSettings, store: Store) -> ResumePoint:
+    """Where the last committed step left off; nothing is changed.
+
+    A version whose push failed may have sampled tokens with weights that were not its own, and
+    one whose step was never committed had weights that are lost: such a number is not served
+    again.
+
+    Raises:
+        CheckpointError: as `resume_checkpoint`.
+    """
+    last = Ledger(store).last_step()
+    step, version = (last.step, last.version) if last else (0, 0)
+    lost = [
+        v.version
+        for v in store.versions()
+        if v.state == "failed" or (v.step is not None and v.step > step)
+    ]
+    version = max([version, *(each + 1 for each in lost)])
+    weights = resume_checkpoint(store, settings)
+    if last is not None and weights is not None and weights.step != step:
+        version = max(version, last.version + 1)  # other weights than those that had the number
+    return ResumePoint(step, version, weights)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _equal_rewards(group: Group) -> bool:
+    return len(group.rollouts) > 1 and len({rollout.reward for rollout in group.rollouts}) == 1
+
+
+def _counted(reasons: dict[str, int]) -> str:
+    """`20 equal_reward, 10 stale`; a group that lacks rollouts is named as such."""
+    ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+    names = {"waiting": "in groups that lack rollouts"}
+    return ", ".join(f"{count} {names.get(reason, reason)}" for reason, count in ordered)

@@ -1,0 +1,189 @@
+"""What the next step of `trainer step` would be made of: worked out, and nothing touched.
+
+No lease, no model, no judge. Everything that decides what is trained is what training uses:
+the ledger's groups, the filters, the advantages, the packing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from tracegrad.store import Group, Ledger, Store, WaitingTask
+from tracegrad_trainer.batches import MicroBatch, Selection, pack, select
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_manifest
+from tracegrad_trainer.losses import Memory, advantages
+from tracegrad_trainer.rl.build_learner import told_routes, vocabulary_in
+from tracegrad_trainer.rl.coordinator import REFILLS, ResumePoint, resume_point
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    group_id: str
+    rewards: list[float]  # a rollout each
+    advantages: tuple[float, float] | None  # least and greatest of its trained turns
+    trained: int  # turns
+    skipped: dict[str, int]  # reason -> turns
+    rows: int
+    tokens: int  # of its rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One forward of one rank; `targets` are the tokens that carry the loss."""
+
+    rank: int
+    rows: int
+    tokens: int
+    targets: int
+    fill: float  # share of the token budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`groups` are those of the batch that would be trained; where none can be, of the last one
+    that would be looked at. `passed`: turns of batches before it, of which nothing can be
+    trained, by reason: a step consumes them on the way."""
+
+    step: int
+    version: int  # of the weights before it
+    wanted: int  # groups
+    groups: list[GroupPlan]
+    more: int  # groups that are ready beyond those looked at
+    trained: int  # turns
+    skipped: dict[str, int]
+    passed: dict[str, int]
+    loads: list[Load]
+    budget: int  # tokens of a micro-batch
+    stats: dict[str, float]
+    waiting: list[WaitingTask]
+    pending: dict[str, int]  # turns of the store that no step has looked at, by state
+    note: str | None  # what could not be known
+    compares_states: bool  # whether turns are compared with those of equal environment state
+
+    @property
+    def tokens(self) -> int:
+        return sum(load.tokens for load in self.loads)
+
+
+def plan_step(settings: TrainerSettings, store: Store) -> Plan:
+    """Raises ValueError (a reward that is not finite, a row over the budget), StoreError."""
+    batches, data = settings.batches, settings.data
+    point, memory, note = _beginning(settings, store)
+    routes = told_routes(settings)
+    peek = Ledger(store).peek(
+        groups=REFILLS * batches.groups,
+        group_size=batches.group_size,
+        tags=data.tags,
+        incomplete_after_s=0.0,  # `trainer step` waits for nobody
+        routes=routes is not None,
+    )
+    failed = store.failed_versions()
+
+    def choose(groups: Sequence[Group]) -> Selection:
+        return select(
+            groups,
+            batches,
+            # Training forgets what a batch taught that was not trained.
+            advantages=partial(advantages, settings.objective, memory=deepcopy(memory)),
+            current_version=point.version,
+            failed_versions=failed,
+            vocabulary=vocabulary_in(settings.model),
+            routes=routes,
+        )
+
+    left, passed = list(peek.groups), Counter[str]()
+    groups: list[Group] = []
+    selection = choose([])
+    while left and not selection.trained:
+        passed.update(selection.skipped.values())
+        groups = _batch(left, settings)
+        left = left[len(groups) :]
+        selection = choose(groups)
+    packed = pack(selection.rows, ranks=settings.ranks, budget=batches.tokens_per_micro_batch)
+    return Plan(
+        step=point.step + 1,
+        version=point.version,
+        wanted=batches.groups,
+        groups=[_group(group, selection) for group in groups],
+        more=len(left) + peek.more,
+        trained=len(selection.trained),
+        skipped=dict(Counter(selection.skipped.values())),
+        passed=dict(passed),
+        loads=_loads(packed, batches.tokens_per_micro_batch) if selection.trained else [],
+        budget=batches.tokens_per_micro_batch,
+        stats=selection.stats,
+        waiting=peek.waiting,
+        pending=store.turn_counts(data.tags).pending,
+        note=note,
+        compares_states=settings.objective.advantage == "gigpo",
+    )
+
+
+def _beginning(settings: TrainerSettings, store: Store) -> tuple[ResumePoint, Memory, str | None]:
+    """Where training stands, what advantages remember, and what of that is not known."""
+    note = None
+    if settings.objective.judge is not None:
+        note = "the judge is not asked here: rewards are those that the store has"
+    try:
+        point = resume_point(settings, store)
+        if point.weights is None:
+            return point, {}, note
+        manifest = read_manifest(point.weights.folder)
+    except CheckpointError as error:
+        last = Ledger(store).last_step()
+        assert last is not None, "only a step has a checkpoint"
+        return ResumePoint(last.step, last.version, None), {}, str(error)
+    return point, manifest["counters"].get("memory", {}), note
+
+
+def _batch(ready: Sequence[Group], settings: TrainerSettings) -> list[Group]:
+    """As the coordinator fills one: with refills until enough groups have different rewards."""
+    wanted = settings.batches.groups
+    if not settings.refills:
+        return list(ready[:wanted])
+    taken: list[Group] = []
+    telling = 0
+    for group in ready:
+        if telling == wanted:
+            break
+        taken.append(group)
+        telling += len({rollout.reward for rollout in group.rollouts}) > 1
+    return taken
+
+
+def _group(group: Group, selection: Selection) -> GroupPlan:
+    ours = {rollout.rollout_id for rollout in group.rollouts}
+    turns = {turn.turn_id for rollout in group.rollouts for turn in rollout.turns}
+    rows = [row for row in selection.rows if row.rollout_id in ours]
+    values = np.concatenate([np.zeros(0), *(row.advantage[row.keep] for row in rows)])
+    reasons = Counter(why for turn_id, why in selection.skipped.items() if turn_id in turns)
+    return GroupPlan(
+        group_id=group.group_id,
+        rewards=[rollout.reward for rollout in group.rollouts],
+        advantages=(float(values.min()), float(values.max())) if len(values) else None,
+        trained=len(turns & set(selection.trained)),
+        skipped=dict(reasons),
+        rows=len(rows),
+        tokens=sum(len(row) for row in rows),
+    )
+
+
+def _loads(packed: Sequence[Sequence[MicroBatch]], budget: int) -> list[Load]:
+    return [
+        Load(
+            rank=rank,
+            rows=int((batch.row_keys >= 0).sum()),
+            tokens=(tokens := batch.tokens if (batch.row_keys >= 0).any() else 0),
+            targets=len(batch.target),
+            fill=tokens / budget,
+        )
+        for rank, batches in enumerate(packed)
+        for batch in batches
+    ]

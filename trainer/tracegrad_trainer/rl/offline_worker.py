@@ -1,0 +1,73 @@
+"""Optimizer steps on what the store holds: no agents, no vLLM, no weight push.
+
+The program of one rank. `trainer step` starts it under torch.distributed's launcher; by hand it
+is, on one node or on several:
+
+    torchrun --nproc-per-node 2 -m tracegrad_trainer.rl.offline_worker SETTINGS.json --steps 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import ExitStack
+from functools import partial
+
+from tracegrad.store import Store
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.rl.coordinator import Supply
+from tracegrad_trainer.rl.preflight import check_before_training, check_groups
+from tracegrad_trainer.rl.rank_main import Stop, run_rank
+from tracegrad_trainer.rl.train_loop import Training
+from tracegrad_trainer.utils.distributed import decide, leads
+
+
+def take_steps(
+    settings: TrainerSettings, stack: ExitStack, stop: Stop, *, steps: int | None
+) -> None:
+    """At most `steps` optimizer steps (None: as many as there is something for), all of them
+    committed on return. How it ended is the run state's `said`.
+
+    Raises:
+        ValueError, CheckpointError: what is wrong before anything starts; on rank 0.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        with Store.open(settings.proxy.store) as store:
+            check_before_training(settings, store)
+            check_groups(settings, store)
+    training = Training(settings, stack, stopping=stop, supply=Supply(grows=False))
+    training.resume()
+    taken = 0
+    while (steps is None or taken < steps) and training.next() == "train":
+        taken += training.train()
+    training.settle()
+    said = decide(partial(_how_it_ended, training, taken, steps))
+    training.say("stopped", taken=taken, said=said)
+    if leads():
+        print(said, flush=True)
+
+
+def _how_it_ended(training: Training, taken: int, steps: int | None) -> str:
+    made = f"{taken} step{'' if taken == 1 else 's'} taken, now at step {training.step}"
+    limit = training.settings.max_steps
+    if training.stopping():
+        return f"{made}; told to stop"
+    if steps is not None and taken == steps:
+        return made
+    if limit is not None and training.step >= limit:
+        return f"{made}; max_steps = {limit} is reached"
+    assert training.coordinator is not None
+    return f"{made}; {training.coordinator.why_nothing()}"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="tracegrad_trainer.rl.offline_worker")
+    parser.add_argument("settings", help="a JSON file of resolved settings, or TOML")
+    parser.add_argument("--steps", type=int, default=None, help="default: while there is work")
+    given = parser.parse_args(arguments)
+    return run_rank(given.settings, partial(take_steps, steps=given.steps))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,137 @@
+"""What can be known to be wrong before anything starts, one line each."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import httpx
+from sqlalchemy import func, select
+
+from tracegrad.store import Store
+from tracegrad.store.models import Rollouts
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.engine.model import memory
+from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
+from tracegrad_trainer.utils.client import endpoint_client
+
+# Letters of several scripts, digits, spaces, code, and what looks like a special token.
+PROBE = "Olá, Welt! 你好 — 12345  \n\tdef f(x): return x**2  # <|im_start|>user</s> 🙂"
+TIMEOUT_S = 30.0
+# Surrogates of `trainer sft`: what they train on is chosen otherwise than a batch.
+STORED = ("sft", "dpo", "kto")
+
+
+def check_before_training(settings: TrainerSettings, store: Store) -> None:
+    """The model fits and has its own tokenizer, and the last step's checkpoint is there.
+
+    Raises:
+        ValueError: the objective, the model or its tokenizer.
+        CheckpointError: the checkpoint; names the part.
+    """
+    preset = settings.objective.preset
+    if settings.objective.surrogate in STORED:
+        raise ValueError(
+            f"objective.preset = {preset!r} learns from stored traces: use trainer sft --preset"
+            f" {preset}"
+        )
+    check_fits(settings, vocabulary=len(tokenizer_of(settings)))
+    resume_checkpoint(store, settings)
+
+
+def check_fits(settings: TrainerSettings, vocabulary: int | None = None) -> None:
+    """Whether the model, and a reference model beside it, fit into this machine's memory.
+
+    Raises:
+        ValueError: they do not, or the model embeds fewer tokens than `vocabulary`.
+    """
+    world = int(os.environ.get("WORLD_SIZE", settings.ranks))
+    memory.check(
+        settings.model,
+        settings.fsdp,
+        ranks=world,
+        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        tokens=settings.batches.tokens_per_micro_batch,
+        vocabulary=vocabulary,
+        reference=settings.needs_reference_model,
+    )
+
+
+def check_groups(settings: TrainerSettings, store: Store) -> None:
+    """Whether what the store holds can be grouped at all.
+
+    Raises:
+        ValueError: the objective compares rollouts of one task, and none has a task.
+    """
+    if settings.batches.group_size == 1:
+        return
+    waiting = select(func.count(), func.count(Rollouts.task_id)).where(
+        Rollouts.finished_at.is_not(None), Rollouts.consumed_at.is_(None)
+    )
+    with store.reading() as connection:
+        every, with_task = connection.execute(waiting).one()
+    if every and not with_task:
+        raise ValueError(
+            f"objective.preset = {settings.objective.preset!r} compares rollouts of one task with"
+            f" each other, and none of the {every} that wait in the store has a task: name it when"
+            " a rollout is opened, or set objective.advantage = 'running' and"
+            " batches.group_size = 1"
+        )
+
+
+def check_served_tokenizer(settings: TrainerSettings) -> None:
+    """Whether the engine reads text as the model folder's tokenizer does.
+
+    An engine that cannot be asked (it has no /tokenize) is taken at its word: the first push's
+    probe compares log-probabilities anyway.
+
+    Raises:
+        ValueError: it does not; names where they part.
+    """
+    tokenizer = tokenizer_of(settings)
+    ours = tokenizer.encode(PROBE, add_special_tokens=False)
+    asked = {"prompt": PROBE, "add_special_tokens": False}
+    theirs = _ask(settings, "/tokenize", asked, "tokens")
+    if theirs is not None and theirs != ours:
+        at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        where = min(len(ours), len(theirs)) if at is None else at
+        raise ValueError(_not_the_engines(settings, f"token {where} of a text differs"))
+    last = len(tokenizer) - 1
+    served = _ask(settings, "/detokenize", {"tokens": [last]}, "prompt")
+    if served is not None and served != tokenizer.decode([last]):
+        raise ValueError(_not_the_engines(settings, f"token {last}, its last one, differs"))
+
+
+def tokenizer_of(settings: TrainerSettings) -> Any:
+    """Raises ValueError: the model folder has none that can be read."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(settings.model)
+    except Exception as error:  # tokenizers raises plain Exception too
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"model = {str(settings.model)!r}: its tokenizer cannot be loaded: {line}"
+        ) from error
+
+
+def _ask(settings: TrainerSettings, route: str, request: dict[str, Any], field: str) -> Any:
+    """A field of the engine's answer; None: it does not know the route."""
+    url = settings.vllm.url
+    try:
+        with endpoint_client(url, timeout_s=TIMEOUT_S) as client:
+            served = settings.vllm.served_model_name
+            answer = client.post(route, json={"model": served, **request})
+        if answer.status_code in (404, 405, 501):
+            return None
+        answer.raise_for_status()
+        return answer.json()[field]
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        raise ValueError(f"vllm: {url}{route} does not answer: {error}") from error
+
+
+def _not_the_engines(settings: TrainerSettings, how: str) -> str:
+    return (
+        f"model = {str(settings.model)!r}: its tokenizer is not the engine's: {how}; vLLM at"
+        f" {settings.vllm.url} must serve the tokenizer of the folder that is trained"
+    )

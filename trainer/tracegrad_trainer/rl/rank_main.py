@@ -1,0 +1,99 @@
+"""One rank as a process: what the programs that torch.distributed's launcher starts share."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+
+from tracegrad.private_files import keep_private
+from tracegrad.store import StoreError
+from tracegrad_trainer.config.trainer import TrainerSettings, load, resolved
+from tracegrad_trainer.engine import CheckpointError
+from tracegrad_trainer.inference.weight_push import PushFailed
+from tracegrad_trainer.launch.folder_lock import claim_ranks
+from tracegrad_trainer.launch.run_state import RunState
+from tracegrad_trainer.utils.distributed import RankZeroError
+
+PR_SET_PDEATHSIG = 1
+
+
+class Stop:
+    """Whether the process was told to stop (SIGTERM)."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def listen(self) -> None:
+        def stop(number: int, frame: FrameType | None) -> None:
+            self.asked = True
+
+        signal.signal(signal.SIGTERM, stop)
+
+
+def find_own_parts() -> None:
+    """Parts of one's own (`package.module:function`) lie in the working directory: it is searched
+    behind all else, so that no file there hides a library."""
+    sys.path.append(str(Path.cwd()))
+
+
+Program = Callable[[TrainerSettings, ExitStack, Stop], None]
+
+
+def run_rank(settings_file: str, program: Program) -> int:
+    """The exit code; where it fails, one line and the run's state say why.
+
+    `settings_file` is JSON as resolved settings are written, or TOML.
+    """
+    find_own_parts()
+    settings: TrainerSettings | None = None
+
+    def work(stack: ExitStack, stop: Stop) -> None:
+        nonlocal settings
+        read = read_settings(Path(settings_file))
+        if os.environ.get("RANK", "0") == "0":
+            stack.enter_context(claim_ranks(read.state_dir))
+        settings = read  # from here on the run's state is ours to write
+        program(settings, stack, stop)
+
+    def failed(line: str) -> None:
+        if settings is not None:
+            RunState(settings.state_dir, "ranks").update(stage="failed", error=line)
+
+    return as_rank(work, failed=failed)
+
+
+def as_rank(work: Callable[[ExitStack, Stop], None], *, failed: Callable[[str], None]) -> int:
+    """The exit code of a rank that does `work`; rank 0 calls `failed` with what went wrong."""
+    keep_private()  # a torchrun of one's own has the shell's umask
+    # The launcher may be killed; a rank that waits in a collective would notice neither that nor
+    # a SIGTERM, whose handler Python runs only when the collective is over.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    stop = Stop()
+    try:
+        with ExitStack() as stack:
+            stop.listen()
+            work(stack, stop)
+    except RankZeroError:
+        return 1  # rank 0 says why
+    except (CheckpointError, PushFailed, StoreError, ValueError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            failed(str(error))
+        return 1
+    return 0
+
+
+def read_settings(path: Path) -> TrainerSettings:
+    """Raises ValueError, OSError."""
+    if path.suffix == ".toml":
+        return load(path)
+    return resolved(path.read_text(encoding="utf-8"))

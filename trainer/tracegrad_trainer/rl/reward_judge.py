@@ -1,0 +1,69 @@
+"""A judge's rewards: asked for once a group, kept in the store, used instead of those it had."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tracegrad.events import RewardGiven
+from tracegrad.store import Group, Store
+from tracegrad_trainer.losses.judge import judge_group, load_judge
+
+SOURCE = "judge"
+
+
+class Judging:
+    """`path` is the judge's import path.
+
+    Raises:
+        ValueError: there is no such judge; it did not give a number for each rollout.
+    """
+
+    def __init__(self, path: str, store: Store) -> None:
+        self.path = path
+        self.judge = load_judge(path)
+        self.store = store
+
+    def judged(self, groups: Sequence[Group]) -> list[Group]:
+        return [self._judged(group) for group in groups]
+
+    def _judged(self, group: Group) -> Group:
+        ids = [self._reward_id(group, rollout.rollout_id) for rollout in group.rollouts]
+        # A trainer that was killed may have asked for this very group already.
+        rewards = self._known(group, ids)
+        if rewards is None:
+            rewards = judge_group(self.judge, group)
+            self.store.append(
+                [
+                    RewardGiven(
+                        reward_id=reward_id,
+                        rollout_id=rollout.rollout_id,
+                        value=value,
+                        source=SOURCE,
+                        label=self.path,
+                    )
+                    for reward_id, rollout, value in zip(ids, group.rollouts, rewards, strict=True)
+                ]
+            )
+        rollouts = [
+            replace(rollout, reward=value)
+            for rollout, value in zip(group.rollouts, rewards, strict=True)
+        ]
+        return replace(group, rollouts=rollouts)
+
+    def _known(self, group: Group, ids: Sequence[str]) -> list[float] | None:
+        rewards = []
+        for reward_id, rollout in zip(ids, group.rollouts, strict=True):
+            events = self.store.rewards(rollout.rollout_id)
+            mine = (event for event in events if event.source == SOURCE)
+            found = [event.value for event in mine if event.reward_id == reward_id]
+            if not found:
+                return None
+            rewards += found
+        return rewards
+
+    def _reward_id(self, group: Group, rollout_id: str) -> str:
+        """The same for the same rollouts in the same company, and for nothing else."""
+        company = "\n".join([self.path, *sorted(r.rollout_id for r in group.rollouts), rollout_id])
+        return hashlib.sha256(company.encode()).hexdigest()[:32]

@@ -1,0 +1,120 @@
+"""The program of one FSDP rank; `trainer serve` starts it under torchrun.
+
+Every rank runs the same loop: train on the batch that rank 0 leased, publish the weights while
+their checkpoint is being written, let rank 0 commit the step with its turns, again.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Literal
+
+from tracegrad.events import Json
+from tracegrad.store import PolicyVersion
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.inference.publish import Published, Publisher
+from tracegrad_trainer.inference.weight_push import PushFailed
+from tracegrad_trainer.rl.preflight import check_served_tokenizer
+from tracegrad_trainer.rl.rank_main import Stop, run_rank
+from tracegrad_trainer.rl.train_loop import Training
+from tracegrad_trainer.utils.distributed import decide
+from tracegrad_trainer.utils.subprocesses import answers
+
+
+class Worker:
+    """Training, and the weights of each of its steps served."""
+
+    def __init__(
+        self, settings: TrainerSettings, stack: ExitStack, stopping: Callable[[], bool]
+    ) -> None:
+        self.settings = settings
+        self.stopping = stopping
+        self.training = Training(settings, stack, stopping=stopping)
+        self.publisher = Publisher(settings, self.training.learner, stack)
+        self.serves = False  # whether a push of ours is served
+        self.failed_pushes = 0  # in a row
+
+    def run(self) -> None:
+        """Until `max_steps`, or until rank 0 is told to stop."""
+        training = self.training
+        training.resume()
+        decide(self._await_endpoints)
+        training.watch.lap("start")
+        self._publish()  # a broken path to the engine fails here, before anything is trained
+        while (task := training.next()) != "stop":
+            if task == "train" and training.train() and training.policy_moved:
+                self._publish()
+            elif task == "settle":
+                training.settle()
+        training.settle()
+
+    def _await_endpoints(self) -> None:
+        """Until vLLM and the proxy answer; `trainer serve` ends us if one of them cannot."""
+        urls = [(self.settings.vllm.url, "/health"), (self.settings.url, "/healthz")]
+        while not self.stopping() and not all(answers(url, path) for url, path in urls):
+            time.sleep(0.2)
+        if not self.stopping():
+            check_served_tokenizer(self.settings)
+
+    def _publish(self) -> None:
+        """Push and verify; a failed push is loud, leaves the old version, and may not recur.
+
+        The step may not be committed yet. Should it be lost, the version's number is not used
+        again, and what the version sampled stays trainable: its recorded log-probabilities are
+        those of the weights that it had.
+        """
+        training = self.training
+        training.say("pushing")
+        batch = training.pending.batch if training.pending else None
+        if batch is not None:
+            self._record("pushing", {})
+        published = self.publisher.publish(training.version, batch.selection.rows if batch else [])
+        error, lost = decide(lambda: self._judge(published))
+        training.watch.lap("push")
+        if error is None:
+            self.failed_pushes = 0
+            self.serves = True
+            return
+        self.failed_pushes += 1
+        # Before the first push vLLM has the model folder's weights, which nobody trained last.
+        limit = self.settings.push.failures_in_a_row
+        if lost or not self.serves or self.failed_pushes >= limit:
+            training.settle()  # what was trained is not lost with the engine
+            raise PushFailed(error)
+
+    def _judge(self, published: Published | None) -> tuple[str | None, bool]:
+        """Rank 0: the version and what came of it, in the store; the error, if there was one,
+        and whether the engine is lost by it."""
+        assert published is not None
+        if published.error is not None:
+            print(f"push failed: {published.error}", file=sys.stderr, flush=True)
+        self._record("serving" if published.error is None else "failed", published.detail())
+        return published.error, published.lost
+
+    def _record(self, state: Literal["pushing", "serving", "failed"], detail: Json) -> None:
+        training = self.training
+        assert training.store is not None
+        version = PolicyVersion(
+            version=training.version, step=training.step or None, state=state, detail=detail
+        )
+        training.store.record_version(version)
+        if state != "pushing":
+            training.sinks.pushed(version)
+
+
+def serve_rank(settings: TrainerSettings, stack: ExitStack, stop: Stop) -> None:
+    worker = Worker(settings, stack, stop)
+    worker.run()
+    worker.training.say("stopped")
+
+
+def main(arguments: list[str]) -> int:
+    """`python -m tracegrad_trainer.rl.serve_worker SETTINGS.json`, under torchrun."""
+    return run_rank(arguments[0], serve_rank)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,153 @@
+"""What `trainer sft` is asked for, besides the trainer's own settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from tracegrad.store import RolloutFilter
+from tracegrad_trainer.batches import Pairing
+from tracegrad_trainer.batches.predicate import load as load_predicate
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.launch import output_dir
+
+Preset = Literal["sft", "dpo", "kto"]
+
+
+class SftSettings(BaseModel):
+    """One run over stored traces. `which` holds the fields of a `RolloutFilter`.
+
+    Of `trainer` it uses model, reference, store, ranks, seed, and the tables batches, objective,
+    optim, fsdp, checkpoint and metrics.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    trainer: TrainerSettings
+    preset: Preset = "sft"
+    which: dict[str, Any] = {}
+    epochs: int = Field(1, ge=1)
+    tokens_per_step: int = Field(
+        16_384, ge=2, description="tokens of one optimizer step, context included; at least one"
+        " rollout (or pair) in any case"
+    )  # fmt: skip
+    held_out: float = Field(0.1, ge=0, lt=1, description="share of tasks that is only measured")
+    mask_errors: bool = False
+    mask: str | None = None
+    pairs: Pairing = "best_worst"
+    pairs_per_task: int = Field(8, ge=1, description='of pairs = "all"')
+    decay: Literal["linear", "cosine", "constant"] = Field(
+        "linear", description="of the learning rate over the run, where optim has no schedule"
+    )
+    save_every: int = Field(100, ge=1, description="steps between two checkpoints")
+    out: Path | None = None
+
+    @field_validator("mask")
+    @classmethod
+    def _importable(cls, value: str | None) -> str | None:
+        if value is not None:
+            load_predicate(value)
+        return value
+
+    @field_validator("out")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.resolve()
+
+    @model_validator(mode="after")
+    def _out_is_free(self) -> Self:
+        if self.out is not None:
+            output_dir.check(self.out, (self.trainer.model, self.trainer.reference_folder))
+        return self
+
+    @model_validator(mode="after")
+    def _objective_is_the_preset(self) -> Self:
+        if self.trainer.objective.preset != self.preset:
+            raise ValueError(
+                f"objective.preset is {self.trainer.objective.preset!r}, and --preset"
+                f" {self.preset}: leave objective.preset out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _steps_are_its_own(self) -> Self:
+        for name in ("minibatches", "epochs"):
+            if getattr(self.trainer.optim, name) != 1:
+                raise ValueError(
+                    f"optim.{name} divides batches of rollouts: of trainer sft set"
+                    " --tokens-per-step and --epochs"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _kl_is_of_sampled_tokens(self) -> Self:
+        if self.trainer.objective.kl != "none":
+            raise ValueError(
+                "objective.kl is of tokens that the policy sampled, and trainer sft imitates stored"
+                " ones: set it to 'none'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _routes_are_its_own(self) -> Self:
+        if self.trainer.fsdp.routing == "r3":
+            raise ValueError(
+                "fsdp.routing = 'r3' replays what the engine chose for the policy's own tokens: of"
+                " trainer sft set it to 'own'"
+            )
+        return self
+
+    @property
+    def wanted(self) -> RolloutFilter:
+        return RolloutFilter(**self.which)
+
+    @property
+    def compared(self) -> bool:
+        """Whether rollouts are compared with each other by their rewards."""
+        return self.preset != "sft"
+
+    @property
+    def runs(self) -> Path:
+        return self.trainer.state_dir / "sft"
+
+    @property
+    def told(self) -> Path:
+        """Where the run says what it does, for the command that waits for it."""
+        return self.trainer.state_dir / "run" / "sft.jsonl"
+
+    def decides(self) -> dict[str, Any]:
+        """All of it that decides the weights: runs of equal data and settings are one run."""
+        trainer = self.trainer.model_dump(mode="json", include={"model", "reference", "seed"})
+        for name in ("objective", "optim", "batches"):
+            trainer[name] = getattr(self.trainer, name).model_dump(mode="json")
+        fsdp = self.trainer.fsdp
+        trainer["fsdp"] = fsdp.model_dump(mode="json", include={"compute_dtype", "lora"})
+        own = {"preset", "epochs", "tokens_per_step", "held_out", "decay"}
+        return trainer | self.model_dump(mode="json", include=own)
+
+
+def settings_of(trainer: TrainerSettings, which: RolloutFilter, **asked: Any) -> SftSettings:
+    """Raises ValueError: one line that names what is wrong."""
+    given: Mapping[str, Any] = asdict(which)
+    fields = {name: value for name, value in given.items() if value not in (None, {})}
+    try:
+        # Not validated again: that would read the environment over what the command line said.
+        return SftSettings(trainer=trainer, which=fields, **asked)
+    except ValidationError as error:
+        raise ValueError("; ".join(_line(one) for one in error.errors())) from None
+
+
+def _line(error: Any) -> str:
+    name = "--" + str(error["loc"][0]).replace("_", "-") if error["loc"] else ""
+    return ": ".join(filter(None, (name, error["msg"].removeprefix("Value error, "))))

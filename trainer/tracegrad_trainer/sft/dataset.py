@@ -1,0 +1,153 @@
+"""Which stored rollouts `trainer sft` learns from, and which of their turns: all that is left out
+is counted with a reason.
+
+Nothing is leased and nothing is marked as trained: turns that a step has used may be used again,
+and reinforcement learning may still use those that were imitated here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from tracegrad.events import Outcome, Turn
+from tracegrad.store import RolloutFilter, Store
+from tracegrad.store.copy.export_records import RolloutCopy, rollout_copies
+from tracegrad.transfer.chat_conversations import NO_TOKENS
+from tracegrad_trainer.batches.filters import OF_SAMPLING
+from tracegrad_trainer.batches.predicate import ask
+from tracegrad_trainer.sft.tokenize import Writer, written
+
+_CUT_SHORT = frozenset({"length", "abort", "content_filter"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A rollout to learn from. Its turns are an expert's now, whoever sampled them: at
+    temperature 1, of no policy version; those that are context only say why (`untrainable`)."""
+
+    rollout_id: str
+    reward: float
+    turns: list[Turn]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Rollouts to compare with each other: those of one task, or one that has none."""
+
+    group_id: str
+    rollouts: list[Example]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """`reasons` begin with what they count: "rollouts: open", "turns: template"."""
+
+    tasks: list[Task]
+    found: int  # rollouts that match the filter
+    reasons: Counter[str]
+
+    @property
+    def rollouts(self) -> int:
+        return sum(len(task.rollouts) for task in self.tasks)
+
+
+def choose(
+    store: Store,
+    wanted: RolloutFilter,
+    *,
+    writer: Callable[[], Writer] | None,
+    compared: bool,
+    mask_errors: bool = False,
+    mask: str | None = None,
+) -> Chosen:
+    """Rollouts that match and have ended; failures that are not the policy's are nobody's example.
+
+    Args:
+        writer: asked once there is text, to make tokens of it; None: text is left out.
+        compared: rollouts need a reward and a task.
+        mask_errors: turns that went wrong (`error_reasons`) are context only.
+        mask: `package.module:function(turn, rollout)`, a user's own say: True, False, or the
+            reason why a turn is context only. It gets the turn as it was stored, and the rollout
+            as a `RolloutCopy`.
+
+    Raises:
+        ValueError: text needs a chat template, and the model has none; `mask` fails.
+    """
+    reasons: Counter[str] = Counter()
+    tasks: dict[str, Task] = {}
+    found = 0
+    made: Writer | None = None
+    for copy in rollout_copies(store, wanted):
+        found += 1
+        if (why := _unfit(copy, compared=compared)) is not None:
+            reasons[f"rollouts: {why}"] += 1
+            continue
+        if made is None and writer is not None and any(_is_text(turn) for turn in copy.turns):
+            made = writer()
+        masked = dict(error_reasons(copy)) if mask_errors else {}
+        if mask is not None:
+            masked |= {t.turn_id: why for t in copy.turns if (why := ask(mask, t, copy))}  # type: ignore[arg-type]
+        turns = list(_turns(copy, made, masked, reasons))
+        group = copy.task_id or copy.rollout_id
+        tasks.setdefault(group, Task(group, [])).rollouts.append(
+            Example(rollout_id=copy.rollout_id, reward=copy.reward or 0.0, turns=turns)
+        )
+    return Chosen([tasks[name] for name in sorted(tasks)], found, reasons)
+
+
+def _unfit(copy: RolloutCopy, *, compared: bool) -> str | None:
+    if copy.outcome is None:
+        return "open"
+    if not Outcome(copy.outcome).scored:
+        return copy.outcome
+    if not copy.turns:
+        return "no_turns"
+    if compared and copy.reward is None:
+        return "no_reward"
+    return "no_task" if compared and copy.task_id is None else None
+
+
+def _turns(
+    copy: RolloutCopy, writer: Writer | None, masked: dict[str, str], reasons: Counter[str]
+) -> Iterator[Turn]:
+    for turn in copy.turns:
+        if not _is_text(turn) or writer is None:
+            why = turn.untrainable if turn.untrainable not in OF_SAMPLING else None
+            yield _experts(turn, why or masked.get(turn.turn_id))
+    if writer is not None and any(map(_is_text, copy.turns)):
+        said, left_out = written(copy.turns, writer)
+        reasons.update({f"turns: {reason}": count for reason, count in left_out.items()})
+        for turn in said:
+            yield _experts(turn, masked.get(turn.turn_id.partition("/")[0]))
+
+
+def _is_text(turn: Turn) -> bool:
+    return turn.untrainable == NO_TOKENS
+
+
+def _experts(turn: Turn, why: str | None) -> Turn:
+    """Without its texts, which are what is large."""
+    sampling = {"source": "expert"}
+    return replace(turn, sampling=sampling, untrainable=why, request=None, response=None)
+
+
+def error_reasons(copy: RolloutCopy) -> Iterator[tuple[str, str]]:
+    """Turns (by id) that went wrong.
+
+    - `cut_short`: the reply did not come to its end
+    - `error_span`: something that began between this turn and the next, a tool in general, ended
+      with the status "error"
+    - `agent_error`: the last turn of a rollout that ended so
+    """
+    failed = [span.start_ns / 1e9 for span in copy.spans if span.status == "error"]
+    ends = [later.created_at for _, later in pairwise(copy.turns)] + [float("inf")]
+    for turn, end in zip(copy.turns, ends, strict=True):
+        if turn.finish_reason in _CUT_SHORT:
+            yield turn.turn_id, "cut_short"
+        elif any(turn.created_at <= start < end for start in failed):
+            yield turn.turn_id, "error_span"
+        elif turn is copy.turns[-1] and copy.outcome == Outcome.AGENT_ERROR.value:
+            yield turn.turn_id, "agent_error"

@@ -1,0 +1,103 @@
+"""How a model does on what was held out: a forward, and nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tracegrad_trainer.batches import MicroBatch, Row
+from tracegrad_trainer.engine import Learner
+from tracegrad_trainer.engine.distributed import deal
+from tracegrad_trainer.engine.step.prepass import reference_logprobs
+from tracegrad_trainer.sft.config import Preset
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """`loss` as in training. `accuracy` is the share that the model has right: of tokens, what it
+    says when it samples at temperature 1 (their mean probability); of pairs, those whose better
+    side it prefers more than the reference does; of labelled rollouts, those that it finds more
+    (chosen) or less (rejected) likely than the reference does."""
+
+    loss: float
+    accuracy: float
+
+
+def measure(
+    learner: Learner, rows: Sequence[Row] | None, preset: Preset, *, budget: int
+) -> Measured:
+    """Of rank 0's `rows` (None on the others); every rank calls, and all learn the same."""
+    batches, _ = deal(rows, budget=budget)
+    now = learner.logprobs(batches)
+    before = now if preset == "sft" else _reference(learner, batches)
+    total = torch.zeros(3, dtype=torch.float64)  # loss, right, how many
+    told = [
+        (batch, logp.double().cpu(), reference.double().cpu())
+        for batch, logp, reference in zip(batches, now, before, strict=True)
+    ]
+    if preset == "kto":
+        total += _of_labelled(told, learner)
+    else:
+        for batch, logp, reference in told:
+            total += _sums(batch, logp, reference, preset, learner)
+        dist.all_reduce(total, dist.ReduceOp.SUM)
+    loss, right, count = total.tolist()
+    return Measured(loss / max(count, 1.0), right / max(count, 1.0))
+
+
+@torch.no_grad()
+def _reference(learner: Learner, batches: Sequence[MicroBatch]) -> list[Tensor]:
+    found = reference_logprobs(learner.engine, learner.engine.inputs(batches))
+    learner.engine.rest()
+    return found
+
+
+def _sums(
+    batch: MicroBatch, logp: Tensor, reference: Tensor, preset: Preset, learner: Learner
+) -> Tensor:
+    if preset == "sft":
+        return torch.stack([-logp.sum(), logp.exp().sum(), torch.tensor(len(logp)).double()])
+    rows = torch.from_numpy(batch.row)
+    gain = torch.zeros(len(batch.row_lengths), dtype=torch.float64)
+    gain.index_add_(0, rows, logp - reference)
+    label = torch.from_numpy(batch.label).double()
+    beta = learner.objective.beta
+    pairs, of_row = torch.unique(torch.from_numpy(batch.pair), return_inverse=True)
+    margin = torch.zeros(len(pairs), dtype=torch.float64).index_add_(0, of_row, label * gain)
+    margin = margin[pairs >= 0]
+    return torch.stack(
+        [
+            -F.logsigmoid(beta * margin).sum(),
+            (margin > 0).sum().double(),
+            torch.tensor(len(margin)).double(),
+        ]
+    )
+
+
+def _of_labelled(told: Sequence[tuple[MicroBatch, Tensor, Tensor]], learner: Learner) -> Tensor:
+    """By rollout, whose rows may be in several micro-batches, on any rank."""
+    mine: dict[tuple[int, int], float] = {}  # by the rollout's key and its label
+    for batch, logp, reference in told:
+        keys = zip(
+            batch.rollout_keys[batch.row].tolist(), batch.label[batch.row].tolist(), strict=True
+        )
+        _add(mine, zip(keys, (logp - reference).tolist(), strict=True))
+    everyone: list[dict[tuple[int, int], float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    gain: dict[tuple[int, int], float] = {}
+    for one in everyone:
+        _add(gain, one.items())
+    moved = torch.tensor([label * value for (_, label), value in gain.items() if label]).double()
+    # Without z, which is of a training batch: the loss around 0.
+    loss = torch.sigmoid(-learner.objective.beta * moved)
+    return torch.stack([loss.sum(), (moved > 0).sum(), torch.tensor(len(moved))]).double()
+
+
+def _add(sums: dict[tuple[int, int], float], more: Iterable[tuple[tuple[int, int], float]]) -> None:
+    for key, value in more:
+        sums[key] = sums.get(key, 0.0) + value

@@ -1,0 +1,154 @@
+"""What a run of `trainer sft` says of itself: records, one JSON object a line, and lines of them.
+
+`metrics.jsonl` in the run's folder keeps them; `told` is where the command that waits for the
+run reads them from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tracegrad.events import Json
+from tracegrad.store import StepRecord
+from tracegrad_trainer.engine import StepResult
+from tracegrad_trainer.metrics import Sinks
+from tracegrad_trainer.sft.evaluate import Measured
+from tracegrad_trainer.sft.schedule import Data
+from tracegrad_trainer.utils.console import many
+
+METRICS = "metrics.jsonl"
+
+# What a step says of the engine that sampled its turns: nothing, where they are imitated.
+_OF_SAMPLING = (
+    *("gap", "k1", "k3", "ess", "max_w", "turn_max_w", "corrected", "masked", "difference"),
+    *("staleness", "mismatch"),
+)
+
+
+class Report:
+    """For rank 0."""
+
+    def __init__(self, folder: Path, told: Path, sinks: Sinks | None = None) -> None:
+        self.file = folder / METRICS
+        self.told = told
+        self.sinks = sinks
+
+    def begin(self, data: Data, folder: Path) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self._tell({"event": "data", "run": str(folder), **counts_of(data)})
+
+    def resumes(self, taken: int) -> None:
+        """What a killed run said behind its last checkpoint, it will say again; without a
+        checkpoint all of it."""
+        lines = self.file.read_text().splitlines(keepends=True) if self.file.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]  # not what a full disk cut off
+        kept = [line for line in whole if taken and json.loads(line)["step"] <= taken]
+        part = self.file.with_suffix(".part")
+        part.write_text("".join(kept))
+        part.replace(self.file)
+        if taken:
+            self._tell({"event": "resumed", "step": taken})
+
+    def step(self, epoch: int, number: int, done: StepResult) -> None:
+        metrics = {k: v for k, v in done.metrics.items() if not k.startswith(_OF_SAMPLING)}
+        metrics |= {k: v for k, v in done.speed.items() if k == "tokens_per_second"}
+        self._keep({"event": "step", "epoch": epoch, "step": number, **metrics})
+        if self.sinks is not None:
+            self.sinks.step(StepRecord(step=number, version=0, metrics=metrics))
+
+    def measured(self, epoch: int, taken: int, found: Measured) -> None:
+        values = {"loss": found.loss, "accuracy": found.accuracy}
+        self._keep({"event": "held_out", "epoch": epoch, "step": taken, **values})
+
+    def stopped(self, taken: int) -> None:
+        self._tell({"event": "stopped", "step": taken})
+
+    def end(self, model: Path) -> None:
+        self._tell({"event": "done", "model": str(model)})
+
+    def failed(self, error: str) -> None:
+        self._tell({"event": "failed", "error": error})
+
+    def _keep(self, record: Json) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self._tell(record)
+
+    def _tell(self, record: Json) -> None:
+        self.told.parent.mkdir(parents=True, exist_ok=True)
+        with self.told.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def counts_of(data: Data) -> Json:
+    """How much is learnt and measured, and what is left out for which reason."""
+
+    def tokens(units: Any) -> dict[str, int]:
+        return {
+            "examples": len(units),
+            "tokens": sum(unit.tokens for unit in units),
+            "targets": sum(unit.targets for unit in units),
+        }
+
+    return {
+        "matched": data.found,
+        "rollouts": data.rollouts,
+        "turns": data.turns,
+        "pairs": data.pairs,
+        "learnt": tokens(data.learnt),
+        "held_out": tokens(data.held_out),
+        "left_out": dict(data.reasons.most_common()),
+    }
+
+
+def line_of(record: Mapping[str, Any]) -> str:
+    """A record for people."""
+    return _LINES[record["event"]](record)
+
+
+def _data(record: Mapping[str, Any]) -> str:
+    learnt, held_out = record["learnt"], record["held_out"]
+    pairs = f", {record['pairs']} pairs" if record["pairs"] else ""
+    lines = [
+        f"{record['matched']} rollouts match, {record['rollouts']} are used:"
+        f" {record['turns']} turns{pairs}",
+        f"  learnt    {_amount(learnt)}",
+        f"  held out  {_amount(held_out)}",
+    ]
+    lines += [f"  left out  {what}: {count}" for what, count in record["left_out"].items()]
+    return "\n".join(lines)
+
+
+def _amount(part: Mapping[str, int]) -> str:
+    if not part["examples"]:
+        return "nothing"
+    examples = many(part["examples"], "example")
+    return f"{examples}, {part['targets']} of {part['tokens']} tokens are targets"
+
+
+def _step(record: Mapping[str, Any]) -> str:
+    skipped = "  skipped: not finite" if record.get("step_skipped") else ""
+    return (
+        f"epoch {record['epoch']}  step {record['step']}  loss {record['loss']:.4f}"
+        f"  grad {record['grad_norm']:.3g}  lr {record['lr']:.2g}"
+        f"  {record.get('tokens_per_second', 0):.0f} tokens/s{skipped}"
+    )
+
+
+def _held_out(record: Mapping[str, Any]) -> str:
+    when = f"after epoch {record['epoch']}" if record["epoch"] else "before training"
+    return f"held out, {when}: loss {record['loss']:.4f}, accuracy {record['accuracy']:.3f}"
+
+
+_LINES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "data": _data,
+    "resumed": lambda record: f"goes on behind step {record['step']}, from its checkpoint",
+    "step": _step,
+    "held_out": _held_out,
+    "stopped": lambda record: f"stopped behind step {record['step']}; the same command goes on",
+    "done": lambda record: f"model: {record['model']}",
+    "failed": lambda record: f"trainer sft: {record['error']}",
+}

@@ -1,0 +1,103 @@
+"""`trainer sft` as a command: starts the ranks, and says what they say."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from tracegrad.events import Json
+from tracegrad.private_files import private_file, private_folder
+from tracegrad.store import StoreError
+from tracegrad_trainer.launch.session import RANKS_GRACE_S, ServeError, Stopped, lock, stop_signals
+from tracegrad_trainer.launch.torchrun import Ranks
+from tracegrad_trainer.sft.config import SftSettings
+from tracegrad_trainer.sft.report import counts_of, line_of
+from tracegrad_trainer.utils.console import print_json
+from tracegrad_trainer.utils.subprocesses import ChildError
+
+POLL_S = 0.2
+FAILED = 1
+
+
+def sft(settings: SftSettings, console: Console, *, as_json: bool = False) -> int:
+    """Runs to the end -> exit code. With `as_json` each record is a line on standard output."""
+    try:
+        with stop_signals(), lock(settings.runs):
+            return _run(settings, console, as_json=as_json)
+    except Stopped:
+        console.print("stopped; the same command goes on from the last checkpoint")
+        return FAILED
+    except (ServeError, ChildError, OSError) as error:
+        console.print(
+            f"trainer sft: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
+        return FAILED
+
+
+def dry_run(settings: SftSettings, console: Console, *, as_json: bool = False) -> int:
+    """What would be learnt, measured and left out; nothing is started."""
+    from tracegrad_trainer.sft.train import prepared
+
+    try:
+        counts = counts_of(prepared(settings))
+    except (StoreError, ValueError) as error:
+        console.print(
+            f"trainer sft: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
+        return FAILED
+    _show({"event": "data", **counts}, console, as_json=as_json)
+    return 0
+
+
+def _run(settings: SftSettings, console: Console, *, as_json: bool) -> int:
+    private_folder(settings.told.parent)
+    private_file(settings.told)
+    settings.told.write_text("")
+    ranks = Ranks(settings.trainer, _written(settings), program="tracegrad_trainer.sft.train")
+    ranks.log = settings.trainer.logs / "sft.log"
+    ranks.start()
+    failed = False
+    try:
+        for record in _records(ranks, settings.told):
+            failed = failed or record["event"] == "failed"
+            _show(record, console, as_json=as_json)
+        if not failed and ranks.exit_code() != 0:
+            ranks.check()
+    finally:
+        ranks.stop(grace_s=RANKS_GRACE_S)
+    return FAILED if failed else 0
+
+
+def _records(ranks: Ranks, told: Path) -> Iterator[Json]:
+    """What is told, until the ranks have ended, well or not."""
+    part = ""  # of a line that is being written
+    with told.open() as file:
+        while True:
+            ended = ranks.exit_code() is not None
+            for line in file:
+                part += line
+                if part.endswith("\n"):
+                    yield json.loads(part)
+                    part = ""
+            if ended:
+                return
+            time.sleep(POLL_S)
+
+
+def _written(settings: SftSettings) -> Path:
+    """The run's settings as the ranks read them, less what is secret (see `Ranks`)."""
+    path = settings.trainer.state_dir / "run" / "sft.json"
+    private_file(path)
+    path.write_text(settings.model_dump_json(indent=2))
+    return path
+
+
+def _show(record: Json, console: Console, *, as_json: bool) -> None:
+    if as_json:
+        print_json(record)
+    else:
+        console.print(line_of(record), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,204 @@
+"""`trainer sft`, the program of one rank: learns from stored traces, without agents or vLLM.
+
+    python -m tracegrad_trainer.sft.train RUN.json                         # one rank
+    torchrun --nproc-per-node 2 -m tracegrad_trainer.sft.train RUN.json    # two
+
+`RUN.json` is an `SftSettings`. Rank 0 reads the store and decides what each step is made of;
+nothing there is leased or changed. A run's folder is named after its data and settings: the same
+command again goes on where the one before was stopped or killed, and ends with the same weights.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tracegrad.store import Store
+from tracegrad_trainer.batches import Row, mismatched
+from tracegrad_trainer.engine import (
+    OptimSettings,
+    checkpoints,
+    load_checkpoint,
+    save_hf,
+    start_ranks,
+    stop_ranks,
+    train_batch,
+)
+from tracegrad_trainer.engine.checkpoint.save_load import Saver
+from tracegrad_trainer.engine.model import lora
+from tracegrad_trainer.engine.random_state import seed_all
+from tracegrad_trainer.launch.folder_lock import claim_ranks
+from tracegrad_trainer.metrics import Sinks
+from tracegrad_trainer.rl.build_learner import build_learner, vocabulary_in
+from tracegrad_trainer.rl.preflight import check_fits
+from tracegrad_trainer.rl.rank_main import Stop, as_rank, find_own_parts
+from tracegrad_trainer.sft.config import SftSettings
+from tracegrad_trainer.sft.dataset import choose
+from tracegrad_trainer.sft.evaluate import measure
+from tracegrad_trainer.sft.report import Report
+from tracegrad_trainer.sft.schedule import Data, data_of, digest_of, steps_of
+from tracegrad_trainer.sft.tokenize import writer_of
+from tracegrad_trainer.utils.distributed import decide, leads
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What every rank has to know of rank 0's data."""
+
+    folder: Path
+    steps: list[int]  # of each epoch
+    held_out: bool
+    checkpoint: Path | None
+
+
+def prepared(settings: SftSettings) -> Data:
+    """What is learnt and what is measured. Raises StoreError, ValueError."""
+    trainer = settings.trainer
+    with Store.open(trainer.proxy.store, create=False) as store:
+        chosen = choose(
+            store,
+            settings.wanted,
+            writer=partial(writer_of, trainer.model),
+            compared=settings.compared,
+            mask_errors=settings.mask_errors,
+            mask=settings.mask,
+        )
+    return data_of(chosen, settings, vocabulary=vocabulary_in(trainer.model))
+
+
+class Sft:
+    """One rank's part. Only rank 0 has data and a report."""
+
+    def __init__(self, settings: SftSettings, stack: ExitStack, stop: Callable[[], bool]) -> None:
+        """Raises StoreError, ValueError: before a model is loaded, where that shows already."""
+        self.settings = settings
+        self.stop = stop
+        self.data: Data | None = None
+        self.report: Report | None = None
+        trainer = settings.trainer
+        mesh = start_ranks(trainer.fsdp)
+        stack.callback(stop_ranks)
+        seed_all(trainer.seed + mesh.get_local_rank())
+        self.outline = decide(lambda: self._prepare(stack))
+        self.learner = build_learner(trainer, mesh, self._optim())
+        self.saver = Saver(self.outline.folder / "checkpoints")
+
+    def _prepare(self, stack: ExitStack) -> Outline:
+        settings = self.settings
+        check_fits(settings.trainer)
+        self.data = data = prepared(settings)
+        folder = settings.runs / digest_of(data, settings)
+        sinks = Sinks.open(settings.trainer.metrics, settings.trainer.state_dir)
+        stack.callback(sinks.close)
+        self.report = Report(folder, settings.told, sinks)
+        self.report.begin(data, folder)
+        kept = checkpoints(folder / "checkpoints")
+        return Outline(
+            folder=folder,
+            steps=[len(self._plan(epoch)) for epoch in range(settings.epochs)],
+            held_out=bool(data.held_out),
+            checkpoint=kept[-1] if kept else None,
+        )
+
+    def _plan(self, epoch: int) -> list[list[int]]:
+        assert self.data is not None
+        sizes = [unit.tokens for unit in self.data.learnt]
+        seed = self.settings.trainer.seed
+        return steps_of(sizes, self.settings.tokens_per_step, seed=seed, epoch=epoch)
+
+    def _optim(self) -> OptimSettings:
+        """The learning rate decays over the whole run, unless a schedule is set."""
+        optim = self.settings.trainer.optim
+        if self.settings.decay == "constant" or optim.schedule != "constant":
+            return optim
+        steps = max(sum(self.outline.steps), optim.warmup_steps + 1)
+        return optim.model_copy(update={"schedule": self.settings.decay, "decay_steps": steps})
+
+    def run(self) -> None:
+        """All epochs, from where an earlier run of the same ended."""
+        out = self.settings.out or self.outline.folder / "model"
+        taken = self._resume()
+        if taken == 0 and self.outline.held_out:
+            self._measure(0, 0)
+        for epoch, count in enumerate(self.outline.steps):
+            first = sum(self.outline.steps[:epoch])
+            plan = self._plan(epoch) if leads() else None
+            for number in range(max(taken - first, 0), count):
+                if decide(self.stop):
+                    self._save(taken)
+                    self.saver.wait()
+                    self._say(partial(Report.stopped, taken=taken))
+                    return
+                self._step(epoch, first + number, None if plan is None else plan[number])
+                taken = first + number + 1
+                if number == count - 1 and self.outline.held_out:
+                    self._measure(epoch + 1, taken)
+                if number == count - 1 or taken % self.settings.save_every == 0:
+                    self._save(taken)
+        self.saver.wait()
+        if self.settings.trainer.fsdp.lora is not None:
+            lora.save_adapter(self.learner.model, out)
+        else:
+            save_hf(self.learner.model, out, companions_from=self.settings.trainer.model)
+        self._say(lambda report: report.end(out))
+
+    def _resume(self) -> int:
+        """Steps taken, whether they changed the weights or not."""
+        if self.outline.checkpoint is None:
+            taken = 0
+        else:
+            taken = load_checkpoint(self.learner, self.outline.checkpoint)["taken"]
+        self._say(lambda report: report.resumes(taken))
+        return taken
+
+    def _step(self, epoch: int, number: int, units: list[int] | None) -> None:
+        trainer = self.settings.trainer
+        budget = trainer.batches.tokens_per_micro_batch
+        rows: list[Row] | None = None
+        others: list[Row] = []
+        if units is not None:
+            assert self.data is not None
+            rows = [row for unit in units for row in self.data.learnt[unit].rows]
+            if "kto_z" in trainer.objective.needs:
+                others = mismatched(rows, limit=budget)
+        done = train_batch(self.learner, rows, version=0, budget=budget, mismatched=others)
+        self._say(lambda report: report.step(epoch + 1, number + 1, done))
+
+    def _measure(self, epoch: int, taken: int) -> None:
+        rows = None
+        if self.data is not None:
+            rows = [row for unit in self.data.held_out for row in unit.rows]
+        budget = self.settings.trainer.batches.tokens_per_micro_batch
+        found = measure(self.learner, rows, self.settings.preset, budget=budget)
+        self._say(lambda report: report.measured(epoch, taken, found))
+
+    def _save(self, taken: int) -> None:
+        self.saver.wait()
+        self.saver.prune(keep=self.settings.trainer.checkpoint.keep)
+        self.saver.start(self.learner, taken, {"taken": taken})
+
+    def _say(self, what: Callable[[Report], None]) -> None:
+        if self.report is not None:
+            what(self.report)
+
+
+def main(arguments: list[str]) -> int:
+    """0: the model is written, or it was told to stop; 1: it failed, and one line says why."""
+    find_own_parts()
+    settings = SftSettings.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
+
+    def work(stack: ExitStack, stop: Stop) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            stack.enter_context(claim_ranks(settings.trainer.state_dir))
+        Sft(settings, stack, stop).run()
+
+    return as_rank(work, failed=Report(settings.runs, settings.told).failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,68 @@
+"""Where an engine listens: a TCP port, or a Unix socket in a folder that nobody else may enter."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tracegrad.private_files import is_private, private_folder
+from tracegrad.urls import LONGEST_SOCKET_PATH, unix_socket
+
+
+def short_path(path: Path) -> Path:
+    """`path`; where it is too long for a socket, always the same other one in a folder of ours
+    under XDG_RUNTIME_DIR or the folder for temporary files."""
+    path = path.absolute()
+    if _fits(path):
+        return path
+    name = hashlib.sha256(bytes(path)).hexdigest()[:32] + ".sock"
+    bases = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
+    folders = [Path(base) / f"tracegrad-{os.geteuid()}" for base in bases if base]
+    return next(found for folder in folders if _fits(found := folder / name))
+
+
+def prepare_socket(path: Path) -> None:
+    """Its folder is there and ours alone, and no socket of a killed server is in the way.
+
+    Raises:
+        OSError: the folder cannot be made.
+        ValueError: others may enter it, or a server listens there.
+    """
+    folder = path.parent
+    if not folder.exists():
+        private_folder(folder)
+    if not is_private(folder):
+        raise ValueError(
+            f"vllm.socket: {folder} is not ours alone (mode 0700), and whoever reaches {path} may"
+            " replace the weights; name a path in a folder that is"
+        )
+    if not is_closed(f"unix://{path}"):
+        raise ValueError(f"vllm.socket: {path} is in use; stop what listens there")
+    path.unlink(missing_ok=True)
+
+
+def is_closed(url: str) -> bool:
+    """Whether nobody listens there; a server that is busy listens."""
+    path = unix_socket(url)
+    try:
+        if path is None:
+            parts = urlsplit(url)
+            assert parts.hostname is not None, url
+            socket.create_connection((parts.hostname, parts.port or 80), timeout=2).close()
+        else:
+            with socket.socket(socket.AF_UNIX) as client:
+                client.settimeout(2)
+                client.connect(path)
+    except (ConnectionRefusedError, FileNotFoundError):
+        return True
+    except OSError:  # busy, perhaps
+        return False
+    return False
+
+
+def _fits(path: Path) -> bool:
+    return len(bytes(path)) <= LONGEST_SOCKET_PATH
