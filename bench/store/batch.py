@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bench.store.places import Place
 from bench.store.rollouts import BATCH, rollout
-from tracegrad.events import RewardGiven, RolloutFinished
+from tracegrad.events import Reward, RolloutFinished
 from tracegrad.store import Ledger, Store
 
 GROUP = 8
@@ -57,5 +57,5 @@ def _group(store: Store, number: int) -> None:
     for _ in range(GROUP):
         made = rollout(BATCH, number)
         rollout_id = made.opened.rollout_id
-        reward = RewardGiven(rollout_id=rollout_id, value=0.5)
+        reward = Reward(rollout_id=rollout_id, value=0.5)
         store.append([made.opened, *made.turns, reward, RolloutFinished(rollout_id=rollout_id)])

@@ -13,7 +13,7 @@ from itertools import count, islice
 from bench.store.places import Place
 from bench.store.plans import Plan, plans
 from bench.store.rollouts import SMALL, Rollout, rollout
-from tracegrad.events import Fact, Outcome, RewardGiven, RolloutFinished
+from tracegrad.events import Event, Outcome, Reward, RolloutFinished
 from tracegrad.store import Ledger, RolloutFilter, StepRecord, Store
 
 # Ready for training at every size; all older ones were trained.
@@ -129,7 +129,7 @@ class _Filling:
         )
 
     def _append(self, rollouts: int) -> None:
-        facts: list[Fact] = []
+        facts: list[Event] = []
         for _ in range(rollouts):
             made = self.new()
             rollout_id = made.opened.rollout_id
@@ -145,7 +145,7 @@ class _Filling:
             if number % _FAILS == 0:
                 facts.append(RolloutFinished(rollout_id=rollout_id, outcome=Outcome.ENV_ERROR))
                 continue
-            facts.append(RewardGiven(rollout_id=rollout_id, value=number % 7 / 7))
+            facts.append(Reward(rollout_id=rollout_id, value=number % 7 / 7))
             facts.append(RolloutFinished(rollout_id=rollout_id))
             self._waiting.append(made)
         self.store.append(facts)

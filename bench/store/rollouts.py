@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.proxy.calls import MODEL, Prompt
 from bench.proxy.text import END, ROLES, encode, passage, pieces, render
-from tracegrad.events import Json, RolloutOpened, Turn, logprobs, new_id, token_ids
+from tracegrad.events import Json, RolloutStarted, Turn, logprob_array, new_id, token_id_array
 
 # So many different scripts of a shape take turns, where nothing else is said.
 SCRIPTS = 8
@@ -73,7 +73,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    opened: RolloutOpened
+    opened: RolloutStarted
     turns: tuple[Turn, ...]
 
 
@@ -89,7 +89,7 @@ def rollout(
 
     `common` comes first in each of its requests.
     """
-    opened = RolloutOpened(
+    opened = RolloutStarted(
         rollout_id=new_id(), task_id=f"task {number}", agent="bench", tags={"split": "train"}
     )
     turns: list[Turn] = []
@@ -118,17 +118,17 @@ def script(shape: Shape, number: int) -> tuple[Call, ...]:
     """The calls of a rollout, in order."""
     calls: list[Call] = []
     messages: list[Json] = []
-    ids = token_ids()
+    ids = token_id_array()
     for turn in range(shape.turns):
         if not calls or shape.said is None:
             messages = Prompt(shape.prompt, number * shape.turns + turn).messages
-            ids = token_ids(render(messages))
+            ids = token_id_array(render(messages))
         else:
             said = "".join(passage(shape.said - 3, f"said {shape.name} {number} {turn}"))
             messages = [*messages, {"role": "user", "content": said}]
-            ids = ids + token_ids([ROLES["user"], *encode(said), END, ROLES["assistant"]])
+            ids = ids + token_id_array([ROLES["user"], *encode(said), END, ROLES["assistant"]])
         text = _text(shape.sampled - 1, f"reply {shape.name} {number} {turn}")
-        reply = token_ids([*encode(text), END])
+        reply = token_id_array([*encode(text), END])
         calls.append(
             Call(ids, reply, _logprobs(len(reply), text), _request(messages), _response(text))
         )
@@ -161,7 +161,7 @@ def _text(tokens: int, seed: str) -> str:
 def _logprobs(count: int, seed: str) -> array[float]:
     """Most tokens are nearly sure and some are not, as in samples at temperature 1."""
     chance = random.Random(seed)
-    return logprobs(-(abs(chance.gauss(0, 1)) ** 3) / 4 - 1e-6 for _ in range(count))
+    return logprob_array(-(abs(chance.gauss(0, 1)) ** 3) / 4 - 1e-6 for _ in range(count))
 
 
 def _request(messages: list[Json]) -> Json:

@@ -13,8 +13,8 @@ from itertools import count
 from bench.proxy.rounds import percentile
 from bench.store.places import Place
 from bench.store.rollouts import Rollout, Shape, rollout
-from tracegrad.events import Fact
-from tracegrad.store import Store, Writer
+from tracegrad.events import Event
+from tracegrad.store import GroupCommitWriter, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def traffic(place: Place, cell: Cell) -> Traffic:
         ]
         ids = [[one.opened.rollout_id for one in some] for some in work]
         with place.store() as store:
-            with Writer(store) as writer:
+            with GroupCommitWriter(store) as writer:
                 written.append(_measure([_writing(writer, some) for some in work]))
             read.append(_measure([_reading(store, some, raw=True) for some in ids]))
             lean.append(_measure([_reading(store, some, raw=False) for some in ids]))
@@ -75,12 +75,12 @@ def traffic(place: Place, cell: Cell) -> Traffic:
 _Work = Callable[[], tuple[int, list[float]]]
 
 
-def _writing(writer: Writer, rollouts: Sequence[Rollout]) -> _Work:
+def _writing(writer: GroupCommitWriter, rollouts: Sequence[Rollout]) -> _Work:
     def work() -> tuple[int, list[float]]:
         waits = []
         for one in rollouts:
             for at, turn in enumerate(one.turns):
-                facts: list[Fact] = [turn] if at else [one.opened, turn]
+                facts: list[Event] = [turn] if at else [one.opened, turn]
                 start = time.perf_counter()
                 writer.submit(facts).result()
                 waits.append(time.perf_counter() - start)

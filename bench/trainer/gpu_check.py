@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from bench.trainer.kernel_check import Kernel, kernels
 from tracegrad_trainer.batches import Row, pack
 from tracegrad_trainer.engine import FsdpSettings, Learner, OptimSettings, shard
-from tracegrad_trainer.engine.distributed import start_ranks, stop_ranks
+from tracegrad_trainer.engine.distributed import destroy_process_group, init_process_group
 from tracegrad_trainer.engine.flops import flops
-from tracegrad_trainer.engine.model.parallelize import prepare
+from tracegrad_trainer.engine.model.parallelize import prepare_model
 from tracegrad_trainer.engine.peak_flops import peak_flops
 from tracegrad_trainer.losses import preset
 
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         runs = _runs(size, device, options.steps)
     finally:
-        stop_ranks()
+        destroy_process_group()
     if options.json:
         report = {"kernels": [asdict(one) for one in found], "runs": [asdict(one) for one in runs]}
         print(json.dumps(report))
@@ -173,10 +173,10 @@ def _ours(
         gradient_checkpointing=checkpointing,
         reshard=False,
     )
-    stop_ranks()
-    mesh = start_ranks(settings)
+    destroy_process_group()
+    mesh = init_process_group(settings)
     varlen = "tracegrad_varlen" if device.type == "cuda" else "tracegrad_packed"
-    model = shard(prepare(_model(size, varlen), settings), mesh, settings)
+    model = shard(prepare_model(_model(size, varlen), settings), mesh, settings)
     learner = Learner(model, mesh, preset("grpo"), OptimSettings(lr=1e-6), reshard=False)
     (batches,) = pack(made, ranks=1, budget=size.budget)
     return lambda: learner.train(batches, version=0)
@@ -241,7 +241,7 @@ def _rows(size: Size) -> list[Row]:
                 temperature=zeros + 1,
                 advantage=np.where(mask, 1, 0).astype(np.float32),
                 reward=zeros,
-                expert=np.zeros(tokens, np.bool_),
+                demonstration=np.zeros(tokens, np.bool_),
                 rollout_id=str(i),
                 group_id="0",
                 turn_ids=(str(i),),

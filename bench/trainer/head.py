@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.pages import ROOT
 from bench.trainer.process import held, high_water
-from tracegrad_trainer.engine.model.chunked_logprobs import log_probs
+from tracegrad_trainer.engine.model.chunked_logprobs import chunked_logprobs
 
 HIDDEN = 64
 OURS, PLAIN = "tracegrad", "all logits"
@@ -70,7 +70,7 @@ def _extra(tokens: int, vocabulary: int, which: str) -> int:
 
 def _logp(hidden: Tensor, weight: Tensor, labels: Tensor, which: str) -> Tensor:
     if which == OURS:
-        return log_probs(hidden, weight, None, labels, None)[0]
+        return chunked_logprobs(hidden, weight, None, labels, None)[0]
     logits = hidden @ weight.T
     return torch.log_softmax(logits, -1).gather(-1, labels[:, None])[:, 0]
 

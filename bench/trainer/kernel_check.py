@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracegrad_trainer.engine.attention.dispatch import Rows
-from tracegrad_trainer.engine.attention.masked import Scores
-from tracegrad_trainer.engine.attention.packed import PackedRows
-from tracegrad_trainer.engine.attention.tree import TreeRows
-from tracegrad_trainer.engine.attention.varlen import VarlenRows
+from tracegrad_trainer.engine.attention.dispatch import RowAttention
+from tracegrad_trainer.engine.attention.masked import ScoreTransform
+from tracegrad_trainer.engine.attention.packed import PackedRowAttention
+from tracegrad_trainer.engine.attention.tree import TreeRowAttention
+from tracegrad_trainer.engine.attention.varlen import VarlenRowAttention
 
 # Of the largest entry: bfloat16 has 8 bits of fraction, and gradients sum over many tokens.
 BOUND = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
@@ -35,17 +35,27 @@ class Kernel:
 def kernels(device: torch.device, dtype: torch.dtype) -> list[Kernel]:
     """Those that run there; varlen and flex need CUDA."""
     lengths = list(_LENGTHS)
-    plain = TreeRows(_row_ends(), _depths(), lengths, "cpu")
-    tree = TreeRows(_forked_ends(), _depths(), lengths, "cpu")
-    tried: list[tuple[str, Rows, TreeRows, Scores]] = [
-        ("packed", PackedRows(lengths, device), plain, Scores()),
-        ("packed, window", PackedRows(lengths, device), plain, Scores(window=20)),
-        ("tree", TreeRows(_forked_ends(), _depths(), lengths, device), tree, Scores()),
+    plain = TreeRowAttention(_row_ends(), _depths(), lengths, "cpu")
+    tree = TreeRowAttention(_forked_ends(), _depths(), lengths, "cpu")
+    tried: list[tuple[str, RowAttention, TreeRowAttention, ScoreTransform]] = [
+        ("packed", PackedRowAttention(lengths, device), plain, ScoreTransform()),
+        ("packed, window", PackedRowAttention(lengths, device), plain, ScoreTransform(window=20)),
+        (
+            "tree",
+            TreeRowAttention(_forked_ends(), _depths(), lengths, device),
+            tree,
+            ScoreTransform(),
+        ),
     ]
     if device.type == "cuda":
         tried += [
-            ("varlen", VarlenRows(lengths, device), plain, Scores()),
-            ("varlen, window", VarlenRows(lengths, device), plain, Scores(window=20)),
+            ("varlen", VarlenRowAttention(lengths, device), plain, ScoreTransform()),
+            (
+                "varlen, window",
+                VarlenRowAttention(lengths, device),
+                plain,
+                ScoreTransform(window=20),
+            ),
         ]
     return [
         _compare(name, rows, exact, scores, device, dtype) for name, rows, exact, scores in tried
@@ -54,9 +64,9 @@ def kernels(device: torch.device, dtype: torch.dtype) -> list[Kernel]:
 
 def _compare(
     name: str,
-    rows: Rows,
-    exact: TreeRows,
-    scores: Scores,
+    rows: RowAttention,
+    exact: TreeRowAttention,
+    scores: ScoreTransform,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Kernel:

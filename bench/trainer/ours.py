@@ -12,10 +12,10 @@ from tracegrad_trainer.engine import (
     Learner,
     OptimSettings,
     build_model,
+    init_process_group,
     shard,
-    start_ranks,
 )
-from tracegrad_trainer.losses import advantages
+from tracegrad_trainer.losses import compute_advantages
 
 
 class Ours(Peer):
@@ -26,7 +26,7 @@ class Ours(Peer):
         self.rows = rows(work)
         # The model fits whole: what one would set then.
         settings = FsdpSettings(device="cpu", reshard=False, threads=torch.get_num_threads())
-        mesh = start_ranks(settings)
+        mesh = init_process_group(settings)
         self.model = shard(build_model(work.folder, settings), mesh, settings)
         optim = OptimSettings(lr=LR, betas=BETAS, max_grad_norm=MAX_NORM)
         self.learner = Learner(self.model, mesh, OBJECTIVE, optim, reshard=settings.reshard)
@@ -44,7 +44,7 @@ def rows(work: Work) -> list[Row]:
     selection = select(
         work.tasks,
         settings,
-        advantages=lambda rollouts: advantages(OBJECTIVE, rollouts, {}),
+        advantages=lambda rollouts: compute_advantages(OBJECTIVE, rollouts, {}),
         current_version=VERSION,
     )
     assert not selection.skipped

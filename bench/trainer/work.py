@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bench.trainer.rollouts import Attempt, Task
-from tracegrad_trainer.batches import scored
-from tracegrad_trainer.losses import advantages, preset
+from tracegrad_trainer.batches import rollout_rewards_of
+from tracegrad_trainer.losses import compute_advantages, preset
 
 OURS = "tracegrad"
 PLAIN = "plain loop"
@@ -49,11 +49,11 @@ class Work:
     def advantages(self) -> dict[str, float]:
         """By rollout: the same for each of its turns."""
         rollouts = [
-            scored(attempt, group=number, task=task.group_id)
+            rollout_rewards_of(attempt, group=number, task=task.group_id)
             for number, task in enumerate(self.tasks)
             for attempt in task.rollouts
         ]
-        found = advantages(OBJECTIVE, rollouts, {})
+        found = compute_advantages(OBJECTIVE, rollouts, {})
         return {r.rollout_id: float(v[0]) for r, v in zip(rollouts, found, strict=True)}
 
     @cached_property

@@ -13,11 +13,11 @@ from ipa.sampling import Attempt, Policy, play
 from ipa.vault import NAMES, expert
 from ipa.warm_start import warm_start
 from tracegrad.proxy.config import AnchorSettings
-from tracegrad.store.anchors.anchor_store import Anchored, AnchorStore
+from tracegrad.store.anchors.anchor_store import AnchorStore, RolloutFromAnchor
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import full_tensors
-from tracegrad_trainer.rl.coordinator import Supply
-from tracegrad_trainer.rl.train_loop import Training
+from tracegrad_trainer.rl.coordinator import RolloutSupply
+from tracegrad_trainer.rl.train_loop import TrainLoop
 
 Method = Literal["rollback", "parallel", "grpo"]
 
@@ -110,8 +110,8 @@ class _Run:
     def __init__(self, plan: Plan, settings: TrainerSettings, stack: ExitStack) -> None:
         self.plan = plan
         # What is ready is all there is: nobody else brings rollouts.
-        self.training = Training(
-            settings, stack, stopping=lambda: False, supply=Supply(grows=False)
+        self.training = TrainLoop(
+            settings, stack, stopping=lambda: False, supply=RolloutSupply(is_open=False)
         )
         self.training.resume()
         self.policy = Policy(settings.model, plan.seed)
@@ -131,7 +131,7 @@ class _Run:
             self._round()
             if number % self.plan.exam_every == 0:
                 points.append(self._point(number))
-        self.training.settle()
+        self.training.commit_pending()
         return Curve(tuple(points), self.training.step, self.turns)
 
     def _round(self) -> None:
@@ -153,15 +153,15 @@ class _Run:
         told = zip(attempts, rewards, strict=True)
         self.store.append([fact for attempt, reward in told for fact in attempt.facts(reward)])
         # One optimizer step and the push of its weights, if there is anything to learn from.
-        if self.training.next() == "train" and self.training.train():
+        if self.training.next_action() == "train" and self.training.train_batch():
             self.policy.load(full_tensors(self.training.learner.model))
 
-    def _opened(self, vault: str) -> list[Anchored | None]:
+    def _opened(self, vault: str) -> list[RolloutFromAnchor | None]:
         """The vault's next rollouts; None: one from its beginning. A call at random says nothing
         of the policy, so those that explore do not count."""
         if self.anchors is None:
             return [None] * self.plan.rollouts
-        found: list[Anchored | None] = []
+        found: list[RolloutFromAnchor | None] = []
         for _ in range(self.plan.rollouts // GROUP):
             for count, counts in ((EXPLORING, False), (GROUP - EXPLORING, True)):
                 found += self.anchors.next(
@@ -194,7 +194,7 @@ class _Run:
         rollout, and at 0 where there are none."""
         if self.anchors is None:
             return 0.0
-        standing = [self.anchors.standing(each.vault).anchors for each in self.experts]
+        standing = [self.anchors.task_state(each.vault).anchors for each in self.experts]
         last = self.plan.turns - 1
         return sum(last if each is None else each.at for each in standing) / len(standing)
 

@@ -19,17 +19,17 @@ from transformers import AutoModelForCausalLM
 from ipa import words
 from ipa.vault import Expert, ReplayDiverged, Vault
 from tracegrad.events import (
-    Fact,
+    Event,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
+    RolloutStarted,
     Turn,
-    logprobs,
+    logprob_array,
     new_id,
-    token_ids,
+    token_id_array,
 )
-from tracegrad.store.anchors.anchor_store import Anchored
+from tracegrad.store.anchors.anchor_store import RolloutFromAnchor
 
 Reply = tuple[list[int], list[float]]  # tokens, and the log-probability of each
 
@@ -87,7 +87,7 @@ class Attempt:
     version: int
     tags: dict[str, str]
     explores: bool = False  # its first turn is a call at random
-    opened: Anchored | None = None  # the store has the rollout, with the expert's turns
+    opened: RolloutFromAnchor | None = None  # the store has the rollout, with the expert's turns
     rollout_id: str = field(default_factory=new_id)
     ids: list[int] = field(default_factory=list)  # the conversation so far
     turns: list[Turn] = field(default_factory=list)
@@ -132,9 +132,9 @@ class Attempt:
                 parent_id=self.turns[-1].turn_id if self.turns else None,
                 dialect="completions",
                 model="vault",
-                prompt_token_ids=token_ids(self.ids),
-                completion_token_ids=token_ids(ids),
-                completion_logprobs=logprobs(logps),
+                prompt_token_ids=token_id_array(self.ids),
+                completion_token_ids=token_id_array(ids),
+                completion_logprobs=logprob_array(logps),
                 policy_versions=((version, len(ids)),),
                 sampling=sampling,
                 finish_reason="stop",
@@ -142,11 +142,11 @@ class Attempt:
         )
         self.ids += ids
 
-    def facts(self, reward: float) -> list[Fact]:
+    def facts(self, reward: float) -> list[Event]:
         """What the store does not have yet."""
-        begun: list[Fact] = []
+        begun: list[Event] = []
         if self.opened is None:
-            opened = RolloutOpened(
+            opened = RolloutStarted(
                 rollout_id=self.rollout_id,
                 task_id=self.expert.vault,
                 agent="vaults",
@@ -154,9 +154,9 @@ class Attempt:
             )
             begun = [opened, *self.turns[: self.anchor]]
         end = RolloutFinished(rollout_id=self.rollout_id, outcome=self.failure or Outcome.COMPLETED)
-        given: list[Fact] = []
+        given: list[Event] = []
         if self.failure is None:
-            given = [RewardGiven(rollout_id=self.rollout_id, value=reward, source="vault")]
+            given = [Reward(rollout_id=self.rollout_id, value=reward, source="vault")]
         return [*begun, *self.turns[self.anchor :], *given, end]
 
 

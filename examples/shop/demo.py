@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from shop.screen import Screen
-from tracegrad_trainer.inference.vllm_process import free_port
+from tracegrad_trainer.inference.vllm_process import find_free_port
 from tracegrad_trainer.utils.subprocesses import ChildError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def main() -> int:
     options = _options()
     screen = Screen()
     # The agent reads the proxy's address when it is imported, as any agent would.
-    port = options.port or free_port()
+    port = options.port or find_free_port()
     os.environ["TRACEGRAD_URL"] = f"http://127.0.0.1:{port}"
     # Threads of a model this small only wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tracegrad.store import Ledger, StepRecord, Store, TurnCounts
 from tracegrad_trainer.launch.run_state import read_state
-from tracegrad_trainer.utils.subprocesses import Child, ChildError
+from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess
 
 TRAINED_SPLIT = "train"
 NOTICED_S = 5.0  # by then `trainer serve` knows that a part of it has died,
@@ -26,7 +26,7 @@ class Stage:
     url: str
     state_dir: Path
     store: Store
-    child: Child
+    child: ChildProcess
     group_size: int
 
     @property
@@ -89,7 +89,7 @@ def served(
     sets = [f"--set={name}={value}" for name, value in settings.items()]
     command = [sys.executable, "-m", "tracegrad_trainer.cli.app", "serve", *sets]
     log = state_dir / "logs" / "serve.log"
-    child = Child("trainer serve", command, log=log, env=os.environ)  # its settings too
+    child = ChildProcess("trainer serve", command, log=log, env=os.environ)  # its settings too
     child.log.unlink(missing_ok=True)
     child.start()
     store: Store | None = None
@@ -112,14 +112,14 @@ def served(
         child.stop(grace_s=45)
 
 
-def _check(child: Child) -> None:
+def _check(child: ChildProcess) -> None:
     """`trainer serve` says in its own last line why it ended: that line is the error."""
     if child.exit_code() is not None and (line := _last_line(child.log)):
         raise ChildError(line if "(log: " in line else f"{line} (log: {child.log})")
     child.check()
 
 
-def _is_serving(state_dir: Path, child: Child) -> bool:
+def _is_serving(state_dir: Path, child: ChildProcess) -> bool:
     state = read_state(state_dir, "serve") or {}
     return state.get("pid") == child.pid and state.get("stage") == "serving"
 

@@ -11,12 +11,12 @@ from typing import BinaryIO
 from tracegrad.private_files import open_private
 
 
-class OutputFailed(Exception):
+class WriteFailed(Exception):
     """One line: which file could not be written, and why."""
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """`path` appears, or is replaced, when the block ends well; otherwise nothing changes.
 
     It is written beside, under a hidden name, flushed to the disk and then renamed. It is its
@@ -30,6 +30,6 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         beside.replace(path)
     except OSError as error:
-        raise OutputFailed(f"{path}: {error.strerror or error}; nothing was written") from error
+        raise WriteFailed(f"{path}: {error.strerror or error}; nothing was written") from error
     finally:
         beside.unlink(missing_ok=True)

@@ -18,15 +18,15 @@ from urllib.parse import urlsplit
 
 from tracegrad.events import (
     REWARD_RANGE,
-    Fact,
+    Event,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
     is_reward,
     new_id,
 )
 from tracegrad.key_derivation import API_KEY_PREFIX, EVENTS, derive_key, is_secret_key
-from tracegrad.serializer import repr_of, text_of
+from tracegrad.serializer import bounded_repr, bounded_str
 
 _log = logging.getLogger("tracegrad")
 
@@ -39,10 +39,10 @@ DEFAULT_URL = "http://127.0.0.1:4141"
 ROLLOUT_HEADER = "x-tracegrad-rollout"
 KEY_HEADER = "x-tracegrad-key"
 STATE_HEADER = "x-tracegrad-state"
-ROLLOUT_KEY = "tracegrad.rollout"
+ROLLOUT_BAGGAGE_KEY = "tracegrad.rollout"
 
-MOST_OF_TAG = 1_000  # bytes of a tag's name, and of its value
-MOST_OF_ERROR = 2_000  # characters
+MAX_TAG_BYTES = 1_000  # bytes of a tag's name, and of its value
+MAX_ERROR_CHARS = 2_000  # characters
 
 
 class Rollout:
@@ -59,7 +59,7 @@ class Rollout:
         *,
         task_id: str | None,
         url: str,
-        emit: Callable[[Fact], None],
+        emit: Callable[[Event], None],
         drop: Callable[[str], int],
         admin_key: str | None = None,
     ) -> None:
@@ -124,24 +124,24 @@ class Rollout:
             ValueError: `turn` is no integer, or `name` empty.
         """
         if turn is not None and (isinstance(turn, bool) or not isinstance(turn, int)):
-            raise ValueError(f"turn: expected an integer such as 0 or -1, got {repr_of(turn)}")
+            raise ValueError(f"turn: expected an integer such as 0 or -1, got {bounded_repr(turn)}")
         if turn is not None and not -(2**31) < turn < 2**31:
-            raise ValueError(f"turn: expected an index of a turn, got {repr_of(turn)}")
+            raise ValueError(f"turn: expected an index of a turn, got {bounded_repr(turn)}")
         if not isinstance(name, str) or not name:
-            raise ValueError(f"name: expected a non-empty string, got {repr_of(name)}")
+            raise ValueError(f"name: expected a non-empty string, got {bounded_repr(name)}")
         if (number := _number(value)) is None:
             _log.warning(
                 "reward %s of rollout %s is dropped (%d so far): value: expected %s, got %s",
-                repr_of(name),
+                bounded_repr(name),
                 self.id,
                 self._drop("invalid_reward"),
                 REWARD_RANGE,
-                repr_of(value),
+                bounded_repr(value),
             )
             return
         if turn is None and name == "reward":
             self.rewarded = True
-        self._emit(RewardGiven(rollout_id=self.id, value=number, name=name, turn=turn))
+        self._emit(Reward(rollout_id=self.id, value=number, name=name, turn=turn))
 
     def finish(self, outcome: Outcome | str = Outcome.COMPLETED, error: str | None = None) -> None:
         """Say how the rollout ended. The first call stands; later ones change nothing.
@@ -157,10 +157,12 @@ class Rollout:
             known = Outcome(outcome)
         except Exception:
             words = ", ".join(Outcome)
-            raise ValueError(f"outcome: expected one of {words}; got {repr_of(outcome)}") from None
+            raise ValueError(
+                f"outcome: expected one of {words}; got {bounded_repr(outcome)}"
+            ) from None
         if not self._finished:
             self._finished = True
-            said = None if error is None else text_of(error, MOST_OF_ERROR)
+            said = None if error is None else bounded_str(error, MAX_ERROR_CHARS)
             self._emit(RolloutFinished(rollout_id=self.id, outcome=known, error=said))
 
 
@@ -225,12 +227,12 @@ class _Set(AbstractContextManager[T]):
             self._variable.reset(self._token)
 
 
-def inside(rollout: Rollout) -> AbstractContextManager[Rollout]:
+def use_rollout(rollout: Rollout) -> AbstractContextManager[Rollout]:
     """Make `rollout` the current one for the code under `with`."""
     return _Set(_rollout, rollout, rollout)
 
 
-def in_state(key: str | None) -> AbstractContextManager[None]:
+def use_state(key: str | None) -> AbstractContextManager[None]:
     """LLM calls of the current rollout say this key of the environment's state under `with`; None:
     they say nothing."""
     return _Set(_state, (_rollout.get(), key), None)
@@ -262,8 +264,8 @@ def as_tags(mapping: Mapping[str, object]) -> dict[str, str]:
 
 
 def _tag(value: object) -> str:
-    text = text_of(value, MOST_OF_TAG)
-    while len(text.encode("utf-8", "replace")) > MOST_OF_TAG:
+    text = bounded_str(value, MAX_TAG_BYTES)
+    while len(text.encode("utf-8", "replace")) > MAX_TAG_BYTES:
         text = f"{text[: len(text) * 3 // 4]}…"
     return text
 
@@ -308,7 +310,7 @@ def _base(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 
-def attribution(url: str) -> dict[str, str]:
+def attribution_headers(url: str) -> dict[str, str]:
     """The headers that tell the proxy whose call a request is; none for any other server.
 
     Args:
@@ -326,7 +328,7 @@ def attribution(url: str) -> dict[str, str]:
         return {}
     if urlsplit(url).path.startswith(f"{urlsplit(rollout.url).path}/api/"):
         return {}
-    headers = {ROLLOUT_HEADER: rollout.id, "baggage": f"{ROLLOUT_KEY}={rollout.id}"}
+    headers = {ROLLOUT_HEADER: rollout.id, "baggage": f"{ROLLOUT_BAGGAGE_KEY}={rollout.id}"}
     if rollout.own_key is not None:
         headers[KEY_HEADER] = rollout.own_key
     whose, state = _state.get()

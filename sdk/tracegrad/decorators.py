@@ -16,8 +16,8 @@ from typing import Any, Generic, SupportsFloat, TypeVar, cast, overload
 
 from tracegrad import context, exporter, http_patching, task_ids, transport
 from tracegrad.context import Rollout
-from tracegrad.events import Outcome, RolloutOpened
-from tracegrad.serializer import error_line, repr_of
+from tracegrad.events import Outcome, RolloutStarted
+from tracegrad.serializer import bounded_repr, error_line
 
 _log = logging.getLogger("tracegrad")
 
@@ -62,9 +62,9 @@ class rollout(AbstractContextManager[Rollout]):
         for field, value in (("task", task), ("agent", agent), ("name", name)):
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(
-                    f"{field}: expected a non-empty string or None, got {repr_of(value)}"
+                    f"{field}: expected a non-empty string or None, got {bounded_repr(value)}"
                 )
-        self._task, self._agent, self._input = task and task_ids.short_id(task), agent, input
+        self._task, self._agent, self._input = task and task_ids.bounded_task_id(task), agent, input
         self._name = name or agent or "rollout"
         self._tags = context.as_tags(tags or {})
         self._scope: ExitStack | None = None
@@ -79,7 +79,7 @@ class rollout(AbstractContextManager[Rollout]):
             task_id=self._task, url=to.url, emit=to.put, drop=to.drop, admin_key=transport.api_key()
         )
         to.put(
-            RolloutOpened(
+            RolloutStarted(
                 rollout_id=opened.id,
                 task_id=opened.task_id,
                 agent=self._agent,
@@ -89,7 +89,7 @@ class rollout(AbstractContextManager[Rollout]):
         )
         http_patching.install()
         with ExitStack() as scope:
-            scope.enter_context(context.inside(opened))
+            scope.enter_context(context.use_rollout(opened))
             scope.enter_context(_span(self._name, to.url))
             self._scope = scope.pop_all()
         return opened
@@ -109,7 +109,7 @@ class rollout(AbstractContextManager[Rollout]):
         else:
             agents_own = isinstance(error, Exception)
             outcome = Outcome.AGENT_ERROR if agents_own else Outcome.ABORTED
-            self._rollout.finish(outcome, error_line(error, context.MOST_OF_ERROR))
+            self._rollout.finish(outcome, error_line(error, context.MAX_ERROR_CHARS))
 
     async def __aenter__(self) -> Rollout:
         return self.__enter__()
@@ -152,7 +152,7 @@ def turn(*, state: object) -> AbstractContextManager[None]:
     key = task_ids.state_key(state)
     if key is None and state is not None:
         _log.warning("turn(state=...): an object of %s is too large for a state's key", type(state))
-    return context.in_state(key)
+    return context.use_state(key)
 
 
 @overload
@@ -199,7 +199,7 @@ def trace(
                 f"@trace: expected a function, got {function!r}; decorate a class's methods, and "
                 "put @trace below @staticmethod or @classmethod"
             )
-        exporter.send_left_at_exit(context.proxy_url)
+        exporter.send_orphaned_at_exit(context.proxy_url)
         span = name or task_ids.qualified_name(function)
         return _wrap(
             _Traced(function, _signature(function), span, agent or span, task, dict(tags or {}))
@@ -318,9 +318,9 @@ def _span(name: str, url: str) -> AbstractContextManager[None]:
     if not _no_telemetry:
         try:
             # OpenTelemetry is loaded with the first rollout, not on import
-            from tracegrad.telemetry import Span
+            from tracegrad.telemetry import SpanScope
 
-            return Span(name, url)
+            return SpanScope(name, url)
         except Exception:  # a setting in OTEL_... that it refuses; the agent runs all the same
             _no_telemetry = True  # another attempt would cost as much as the first
             _log.warning("tracegrad records no spans", exc_info=True)

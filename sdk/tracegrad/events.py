@@ -52,11 +52,11 @@ def new_id() -> str:
     return f"{ms:012x}{ns:05x}{next(_made) & 0xFFFFF:05x}{_maker}"
 
 
-def token_ids(ids: Iterable[int] = ()) -> array[int]:
+def token_id_array(ids: Iterable[int] = ()) -> array[int]:
     return array("i", ids)
 
 
-def logprobs(values: Iterable[float] = ()) -> array[float]:
+def logprob_array(values: Iterable[float] = ()) -> array[float]:
     return array("f", values)
 
 
@@ -77,7 +77,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutOpened:
+class RolloutStarted:
     """One attempt at one task begins. `task_id` is the group that it is compared within."""
 
     rollout_id: str
@@ -110,7 +110,7 @@ def is_reward(value: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardGiven:
+class Reward:
     """A number from a source, for a rollout or (`turn`) for one of its turns.
 
     `turn` counts the rollout's turns from 0; negative counts from the end, as in a list.
@@ -132,7 +132,7 @@ class RewardGiven:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpanEnded:
+class Span:
     """An OpenTelemetry span that belongs to a rollout."""
 
     trace_id: str  # 32 hex digits
@@ -200,4 +200,4 @@ class Turn:
         assert sum(count for _, count in self.policy_versions) == tokens, "spans cover all tokens"
 
 
-Fact = RolloutOpened | RolloutFinished | RewardGiven | SpanEnded | Turn
+Event = RolloutStarted | RolloutFinished | Reward | Span | Turn

@@ -30,19 +30,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tracegrad.events import Fact, RewardGiven, RolloutFinished
+from tracegrad.events import Event, Reward, RolloutFinished
 from tracegrad.journal import (
     Journal,
     JournalFull,
-    LeftJournal,
+    OrphanedJournal,
+    drop_torn_record,
     journal_folder,
-    left_journals,
-    most_bytes,
-    size_of,
-    whole,
+    journal_size_limit,
+    journals_size,
+    orphaned_journals,
 )
 from tracegrad.serializer import Serializer, encode
-from tracegrad.transport import REQUEST_TIMEOUT_S, Refused, Transport, Unreachable
+from tracegrad.transport import REQUEST_TIMEOUT_S, ProxyRefused, ProxyUnreachable, Transport
 
 _log = logging.getLogger("tracegrad")
 
@@ -85,7 +85,7 @@ class Stats:
     refused: int
 
 
-def as_event(fact: Fact) -> dict[str, Any]:
+def event_payload(fact: Event) -> dict[str, Any]:
     """A fact as `POST /api/events` takes it: its fields and a `type`, such as "rollout_opened"."""
     kind: Any = type(fact)
     name, names = _form(kind)
@@ -93,7 +93,7 @@ def as_event(fact: Fact) -> dict[str, Any]:
     for field in names:
         told[field] = getattr(fact, field)
     # Who says it, and when it was heard, are the proxy's own to say.
-    if isinstance(fact, RewardGiven):
+    if isinstance(fact, Reward):
         told["type"] = "reward"
         del told["source"]
         made_at = told.pop("created_at")
@@ -104,7 +104,7 @@ def as_event(fact: Fact) -> dict[str, Any]:
 
 
 @functools.cache
-def _form(kind: type[Fact]) -> tuple[str, tuple[str, ...]]:
+def _form(kind: type[Event]) -> tuple[str, tuple[str, ...]]:
     """An event's type and its fields."""
     snake_case = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
     return snake_case, tuple(field.name for field in fields(kind))
@@ -126,9 +126,9 @@ class EventExporter:
     def __init__(self, url: str, *, folder: Path | None = None, limit: int | None = None) -> None:
         self.url = url
         self.folder = folder or journal_folder(url)
-        self._limit = most_bytes() if limit is None else limit
+        self._limit = journal_size_limit() if limit is None else limit
         self._transport = Transport(url)
-        self._left: LeftJournal | None = None
+        self._left: OrphanedJournal | None = None
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -155,7 +155,7 @@ class EventExporter:
             self._left = None
         self._start_afresh()
 
-    def put(self, event: Fact) -> None:
+    def put(self, event: Event) -> None:
         """Record an event. Returns at once and never raises an `Exception`."""
         try:
             record, truncated = _encoded(event)
@@ -212,7 +212,7 @@ class EventExporter:
             self._hurry += 1
             self._wake.put(None)
             try:
-                while not (self.journal.reached(target) and self._scans >= scan):
+                while not (self.journal.is_acknowledged(target) and self._scans >= scan):
                     now = time.monotonic()
                     if self._counts["acknowledged"] != acknowledged:
                         acknowledged, moved_at = self._counts["acknowledged"], now
@@ -326,11 +326,11 @@ class EventExporter:
         wanted = self._scans_wanted
         if self._scans >= wanted and time.monotonic() < self._scan_at:
             return
-        for left in left_journals(self.folder):
+        for left in orphaned_journals(self.folder):
             self._left = left
             try:
                 for records in left.batches(RECORDS_PER_REQUEST, BYTES_PER_REQUEST):
-                    complete = whole(records)
+                    complete = drop_torn_record(records)
                     for _ in range(len(records) - len(complete)):
                         self.drop("torn")
                     self._deliver(complete)
@@ -339,7 +339,7 @@ class EventExporter:
             finally:
                 self._left = None
                 left.close()
-        self.journal.others_bytes = size_of(self.folder, self.journal.folder)
+        self.journal.others_bytes = journals_size(self.folder, self.journal.folder)
         self._scan_at = time.monotonic() + SCAN_EVERY_S
         with self._changed:
             self._scans = max(self._scans, wanted)
@@ -358,7 +358,7 @@ class EventExporter:
             try:
                 self._transport.post(path, *_body(records, path))
                 break
-            except Refused as refusal:
+            except ProxyRefused as refusal:
                 if len(records) > 1:  # some of them: find out which
                     middle = len(records) // 2
                     self._post(records[:middle], path)
@@ -366,7 +366,7 @@ class EventExporter:
                 else:
                     self._keep_refused(records[0], refusal)
                 return
-            except Unreachable:
+            except ProxyUnreachable:
                 pause = min(2 * pause or FIRST_RETRY_S, LONGEST_RETRY_S)
                 self._pause(pause)
         with self._changed:
@@ -380,7 +380,7 @@ class EventExporter:
         while not self._hurry and not self._stopped and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, FIRST_RETRY_S))
 
-    def _keep_refused(self, record: bytes, refusal: Refused) -> None:
+    def _keep_refused(self, record: bytes, refusal: ProxyRefused) -> None:
         path = self.folder / "refused.jsonl"
         try:
             with contextlib.closing(_Appended(path)) as file:
@@ -421,10 +421,10 @@ class _Appended:
         os.close(self._fd)
 
 
-def _encoded(event: Fact) -> tuple[bytes, bool]:
+def _encoded(event: Event) -> tuple[bytes, bool]:
     walk = Serializer()
-    said = as_event(event)
-    plain = {name: walk.plain(value) for name, value in said.items()}
+    said = event_payload(event)
+    plain = {name: walk.serialize(value) for name, value in said.items()}
     return encode(plain), walk.truncated
 
 
@@ -437,7 +437,7 @@ def _body(records: list[bytes], path: str) -> tuple[bytes, str]:
     try:
         spans = [base64.b64decode(json.loads(record)["protobuf"]) for record in records]
     except (ValueError, LookupError, TypeError) as error:
-        raise Refused(f"this version cannot read a span's record: {error!r}") from None
+        raise ProxyRefused(f"this version cannot read a span's record: {error!r}") from None
     return b"".join(spans), "application/x-protobuf"
 
 
@@ -517,7 +517,7 @@ def _close_at_exit() -> None:
 _recorded_at: Callable[[], str] | None = None
 
 
-def send_left_at_exit(url: Callable[[], str]) -> None:
+def send_orphaned_at_exit(url: Callable[[], str]) -> None:
     """At exit also send what child processes left for the proxy at `url()`, if this process has
     recorded nothing itself: a pool ends its workers by SIGTERM, with their last events unsent."""
     global _recorded_at

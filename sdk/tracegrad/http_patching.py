@@ -145,7 +145,7 @@ def _safely(sign: Callable[..., None], *args: Any) -> None:
 
 def _sign(headers: MutableMapping[str, str], url: str) -> None:
     """Add what `context.attribution` says, where the caller has not said it already."""
-    ours = context.attribution(url)
+    ours = context.attribution_headers(url)
     # A key minted for a rollout was chosen on purpose, and a header would outrank it.
     if ours and _names_a_rollout(headers):
         ours = {
@@ -157,7 +157,7 @@ def _sign(headers: MutableMapping[str, str], url: str) -> None:
         theirs = headers.get(name)
         if theirs is None:
             headers[name] = value
-        elif name == "baggage" and context.ROLLOUT_KEY not in theirs:
+        elif name == "baggage" and context.ROLLOUT_BAGGAGE_KEY not in theirs:
             headers[name] = f"{theirs},{value}"
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 _log = logging.getLogger("tracegrad")
 
 SEGMENT_BYTES = 8 << 20  # a file of a journal; acknowledged ones are deleted whole
-MOST_BYTES = 1 << 30  # of all journals for one proxy
+DEFAULT_JOURNAL_BYTES = 1 << 30  # of all journals for one proxy
 # Where the disk takes nothing, as much waits in memory.
 MEMORY_BYTES = 8 << 20
 _LOCK = "lock"
@@ -42,7 +42,7 @@ Position = tuple[int, int, int]  # segment, offset, records taken from memory
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class JournalBatch:
     """Whole records, without their line ends; `end` is the position behind them."""
 
     records: list[bytes]
@@ -66,11 +66,11 @@ def journal_folder(url: str) -> Path:
     return base.absolute() / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
-def most_bytes() -> int:
+def journal_size_limit() -> int:
     """TRACEGRAD_JOURNAL_BYTES, else `MOST_BYTES`."""
     chosen = os.environ.get("TRACEGRAD_JOURNAL_BYTES", "").strip()
     if not chosen:
-        return MOST_BYTES
+        return DEFAULT_JOURNAL_BYTES
     if not chosen.isascii() or not chosen.isdigit() or len(chosen) > 18:
         raise ValueError(f"TRACEGRAD_JOURNAL_BYTES: {chosen!r} is no number of bytes")
     return int(chosen)
@@ -146,11 +146,11 @@ class Journal:
             self._measure()
             return self._last, self._size, self._into_memory
 
-    def reached(self, target: Position) -> bool:
+    def is_acknowledged(self, target: Position) -> bool:
         """Whether everything before `target` is acknowledged. Takes no lock."""
         return (self._first, self._offset) >= target[:2] and self._from_memory >= target[2]
 
-    def read(self, records: int, size: int) -> Batch | None:
+    def read(self, records: int, size: int) -> JournalBatch | None:
         """The oldest records, at most so many and about so many bytes; None if there are none."""
         while True:
             with self._lock:
@@ -162,13 +162,13 @@ class Journal:
             found = self._read_segment(length, records, size)
             if found:
                 taken = sum(len(record) + 1 for record in found)
-                return Batch(found, (first, self._offset + taken, self._from_memory))
+                return JournalBatch(found, (first, self._offset + taken, self._from_memory))
             if first == last:
                 self._forget_lost_file()
                 return None
             self._next_segment()
 
-    def acknowledge(self, batch: Batch) -> None:
+    def acknowledge(self, batch: JournalBatch) -> None:
         """The records of `batch`, the one that was read last, need not be kept."""
         with self._lock:
             for _ in range(batch.end[2] - self._from_memory):
@@ -190,7 +190,7 @@ class Journal:
     def close(self) -> None:
         """Remove the folder if all is acknowledged; a later record makes a new one."""
         with self._lock:
-            if self._folder is not None and self.reached(self.end()):
+            if self._folder is not None and self.is_acknowledged(self.end()):
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self.abandon()
 
@@ -260,7 +260,7 @@ class Journal:
         self._offset = self._size = 0
         self._first = self._last  # last: see `reached`
 
-    def _read_memory(self, records: int, size: int) -> Batch | None:
+    def _read_memory(self, records: int, size: int) -> JournalBatch | None:
         found: list[bytes] = []
         for record in self._memory:
             if len(found) == records or size <= 0:
@@ -269,7 +269,7 @@ class Journal:
             size -= len(record)
         if not found:
             return None
-        return Batch(found, (self._first, self._offset, self._from_memory + len(found)))
+        return JournalBatch(found, (self._first, self._offset, self._from_memory + len(found)))
 
     def _read_segment(self, length: int | None, records: int, size: int) -> list[bytes]:
         if self._read_fd is None:
@@ -305,7 +305,7 @@ class Journal:
             self._read_fd = None
 
 
-class LeftJournal:
+class OrphanedJournal:
     """The journal of a process that ended; this process holds its lock."""
 
     def __init__(self, folder: Path, lock_fd: int) -> None:
@@ -334,7 +334,7 @@ class LeftJournal:
             os.close(fd)
 
 
-def whole(records: Iterable[bytes]) -> list[bytes]:
+def drop_torn_record(records: Iterable[bytes]) -> list[bytes]:
     """Without the last record of a journal, where its writer was killed in the middle."""
     return [record for record in records if _is_json(record)]
 
@@ -347,15 +347,15 @@ def _is_json(record: bytes) -> bool:
     return True
 
 
-def left_journals(folder: Path) -> Iterator[LeftJournal]:
+def orphaned_journals(folder: Path) -> Iterator[OrphanedJournal]:
     """Those in `folder` (`journal_folder`) whose process has ended; close or remove each."""
     for entry in _owned_folders(folder):
         fd = _locked(entry)
         if fd is not None:
-            yield LeftJournal(entry, fd)
+            yield OrphanedJournal(entry, fd)
 
 
-def size_of(folder: Path, but: Path | None) -> int:
+def journals_size(folder: Path, but: Path | None) -> int:
     """Bytes of the journals in `folder`, without that of the folder `but`."""
     total = 0
     for entry in _owned_folders(folder):

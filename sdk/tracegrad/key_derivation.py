@@ -43,7 +43,7 @@ def is_secret_key(key: str) -> bool:
     return _secret_key.fullmatch(key) is not None
 
 
-def derived_for(key: str, admin_key: str) -> tuple[str, KeyScope] | None:
+def verify_derived_key(key: str, admin_key: str) -> tuple[str, KeyScope] | None:
     """The rollout and scope that the key is `derive_key`'s for; None for any other key."""
     named = _secret_key.fullmatch(key)
     if named is None:

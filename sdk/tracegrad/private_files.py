@@ -15,7 +15,7 @@ FILE_MODE, FOLDER_MODE = 0o600, 0o700
 _OTHERS = 0o077
 
 
-def keep_private() -> None:
+def set_private_umask() -> None:
     """From now on this process, and those that it starts, make files for their owner alone."""
     os.umask(_OTHERS)
 
@@ -31,14 +31,14 @@ def private_folder(path: Path) -> Path:
             path.mkdir(mode=FOLDER_MODE, exist_ok=True)
         except FileExistsError:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
-    tighten(path)
+    restrict_permissions(path)
     return path
 
 
 def private_file(path: Path) -> None:
     """An empty file, if it is not there; others may not read it. Raises OSError."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
-    tighten(path)
+    restrict_permissions(path)
 
 
 def open_private(path: Path, mode: str) -> BinaryIO:
@@ -50,7 +50,7 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, FILE_MODE)
 
 
-def tighten(path: Path) -> None:
+def restrict_permissions(path: Path) -> None:
     """What others may do with it they may no more; one line says so, or that it is not ours."""
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tracegrad import context
 from tracegrad.exporter import BYTES_PER_REQUEST, RECORDS_PER_REQUEST, post_records
-from tracegrad.journal import journal_folder, left_journals, whole
-from tracegrad.transport import Refused, Transport, Unreachable
+from tracegrad.journal import drop_torn_record, journal_folder, orphaned_journals
+from tracegrad.transport import ProxyRefused, ProxyUnreachable, Transport
 
 
 def resend(paths: Iterable[Path], url: str) -> int:
@@ -42,7 +42,7 @@ def resend_journals(url: str) -> int:
     """Send the journals that ended processes left for the proxy at `url`; else like `resend`."""
     transport = Transport(url)
     delivered = 0
-    for journal in left_journals(journal_folder(url)):
+    for journal in orphaned_journals(journal_folder(url)):
         try:
             delivered += _send(transport, journal.batches(RECORDS_PER_REQUEST, BYTES_PER_REQUEST))
             journal.remove()
@@ -54,7 +54,7 @@ def resend_journals(url: str) -> int:
 def _send(transport: Transport, batches: Iterable[list[bytes]]) -> int:
     delivered = 0
     for records in batches:
-        complete = whole(records)
+        complete = drop_torn_record(records)
         post_records(transport, complete)
         delivered += len(complete)
     return delivered
@@ -71,7 +71,7 @@ def main() -> None:
     try:
         url = context.proxy_url()
         delivered = resend(paths, url) if paths else resend_journals(url)
-    except (Unreachable, Refused, OSError, ValueError) as error:
+    except (ProxyUnreachable, ProxyRefused, OSError, ValueError) as error:
         sys.exit(f"not every event was delivered: {error}")
     print(f"{delivered} events delivered")
 

@@ -33,7 +33,7 @@ _ITEMS_AFTER_CUT = "…"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
+class SerializerLimits:
     """How much of a value is kept.
 
     Args:
@@ -53,11 +53,11 @@ class Limits:
     reprs: int = 100
 
 
-DISPLAY = Limits()
+DISPLAY_LIMITS = SerializerLimits()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plain:
+class SerializedValue:
     """What a walk gave; a later walk takes it as it is."""
 
     value: Any
@@ -71,7 +71,9 @@ class Serializer:
     """
 
     def __init__(
-        self, limits: Limits = DISPLAY, reprs: dict[int, tuple[object, str]] | None = None
+        self,
+        limits: SerializerLimits = DISPLAY_LIMITS,
+        reprs: dict[int, tuple[object, str]] | None = None,
     ) -> None:
         self._limits = limits
         self._values = limits.values
@@ -88,7 +90,7 @@ class Serializer:
         taken = self._limits.values - self._values, self._limits.characters - self._characters
         return not self.truncated and taken[0] <= 10 and taken[1] <= 2_000
 
-    def plain(self, value: object, depth: int = 0) -> Any:
+    def serialize(self, value: object, depth: int = 0) -> Any:
         """The value as `json.dumps` takes it: str, int, float, bool, None, dict and list.
 
         Sets are sorted, memory addresses removed. Never raises an `Exception`.
@@ -106,7 +108,7 @@ class Serializer:
     def _plain(self, value: object, depth: int) -> Any:
         if value is None or value is True or value is False:
             return value
-        if type(value) is Plain:
+        if type(value) is SerializedValue:
             self.truncated |= value.truncated
             return value.value
         if isinstance(value, str):
@@ -195,7 +197,7 @@ class Serializer:
         return kept
 
     def _key(self, key: object) -> str:
-        plain = key if type(key) is str else self.plain(key, self._limits.depth - 1)
+        plain = key if type(key) is str else self.serialize(key, self._limits.depth - 1)
         text = plain if isinstance(plain, str) else self._repr(key)
         self._characters -= min(len(text), LONGEST_KEY)
         if len(text) > LONGEST_KEY:
@@ -214,11 +216,11 @@ class Serializer:
     def _share(self, item: object, depth: int, left: int) -> Any:
         """Near the top a large item takes no more than its part: the others have theirs."""
         if depth > 1 or left > 100:
-            return self.plain(item, depth + 1)
+            return self.serialize(item, depth + 1)
         values, characters = _part(self._values, left), _part(self._characters, left)
         kept_back = self._values - values, self._characters - characters
         self._values, self._characters = values, characters
-        plain = self.plain(item, depth + 1)
+        plain = self.serialize(item, depth + 1)
         self._values += kept_back[0]
         self._characters += kept_back[1]
         return plain
@@ -244,12 +246,12 @@ class Serializer:
         return text
 
 
-def to_json(value: object, limits: Limits = DISPLAY) -> Any:
+def to_json(value: object, limits: SerializerLimits = DISPLAY_LIMITS) -> Any:
     """The value as JSON has it; see `Serializer.plain`."""
-    return Serializer(limits).plain(value)
+    return Serializer(limits).serialize(value)
 
 
-def text_of(value: object, most: int = LONGEST_TEXT) -> str:
+def bounded_str(value: object, most: int = LONGEST_TEXT) -> str:
     """`str(value)`, at most so long; JSON of its beginning if it holds much more than that.
     Never raises an `Exception`."""
     if type(value) is str:
@@ -263,7 +265,7 @@ def text_of(value: object, most: int = LONGEST_TEXT) -> str:
         return _opaque(value)
 
 
-def repr_of(value: object, most: int = 200) -> str:
+def bounded_repr(value: object, most: int = 200) -> str:
     """`repr(value)` for a message, else like `text_of`."""
     try:
         beginning = _beginning(value, most)
@@ -280,14 +282,14 @@ def error_line(error: BaseException, most: int) -> str:
         name = kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
     except Exception:
         name = _opaque(error)
-    text = text_of(error, most)
+    text = bounded_str(error, most)
     return _cut(f"{name}: {text}" if text else name, most)
 
 
 def _beginning(value: object, most: int) -> str | None:
     """None for a value of which `str` and `repr` are no longer than they can be."""
-    walk = Serializer(Limits(values=200, text=most, characters=2 * most, reprs=5))
-    plain = walk.plain(value)
+    walk = Serializer(SerializerLimits(values=200, text=most, characters=2 * most, reprs=5))
+    plain = walk.serialize(value)
     if isinstance(value, str) or not walk.truncated:
         return None
     return plain if isinstance(plain, str) else _cut(_encoder.encode(plain), most)
@@ -357,8 +359,8 @@ def _is_small(value: object) -> bool:
         held = vars(value)
     else:
         return True
-    walk = Serializer(Limits(values=100, text=1_000, characters=10_000, reprs=20))
-    walk.plain(held)
+    walk = Serializer(SerializerLimits(values=100, text=1_000, characters=10_000, reprs=20))
+    walk.serialize(held)
     return not walk.truncated
 
 

@@ -14,14 +14,14 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 
-from tracegrad.serializer import Limits, Plain, Serializer
+from tracegrad.serializer import SerializedValue, Serializer, SerializerLimits
 
 _log = logging.getLogger("tracegrad")
 
 # What tells one task from another. By count, not by time: a busy machine must not change it.
-IDENTITY = Limits(values=2_000, items=2_000, text=500_000, characters=500_000)
+IDENTITY_LIMITS = SerializerLimits(values=2_000, items=2_000, text=500_000, characters=500_000)
 
-MOST_OF_ID = 2_000  # bytes
+MAX_TASK_ID_BYTES = 2_000  # bytes
 # A state's key as it is sent in a header and stored: at most 128 printable characters.
 _STATE_KEY = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
 
@@ -32,15 +32,15 @@ _said: set[str] = set()  # functions whose arguments were found too large
 
 def task_and_input(
     function: Callable[..., object], arguments: Mapping[str, object]
-) -> tuple[str, Plain]:
+) -> tuple[str, SerializedValue]:
     """A call's task id, and its arguments as JSON for people to read.
 
     The id is 16 hex characters from the function's qualified name and its arguments, as far as
     `IDENTITY` reaches: calls that differ only beyond it are one task, and a warning says so once.
     """
     reprs: dict[int, tuple[object, str]] = {}
-    walk = Serializer(IDENTITY, reprs)
-    plain = walk.plain(arguments)
+    walk = Serializer(IDENTITY_LIMITS, reprs)
+    plain = walk.serialize(arguments)
     asked = _sorted_json(plain)
     name = f"{_module(function)}.{qualified_name(function)}"
     if walk.truncated and name not in _said:
@@ -49,21 +49,21 @@ def task_and_input(
             "the arguments of %s are too large to be told apart in full: calls that differ only "
             "beyond %d values or %d characters count as one task; give @trace(task=...)",
             name,
-            IDENTITY.values,
-            IDENTITY.characters,
+            IDENTITY_LIMITS.values,
+            IDENTITY_LIMITS.characters,
         )
     digest = hashlib.sha256(f"{name}({asked})".encode("utf-8", "replace")).hexdigest()
     if walk.is_small:
-        return digest[:16], Plain(plain)
+        return digest[:16], SerializedValue(plain)
     shown = Serializer(reprs=reprs)
-    plain = shown.plain(arguments)
-    return digest[:16], Plain(plain, shown.truncated)
+    plain = shown.serialize(arguments)
+    return digest[:16], SerializedValue(plain, shown.truncated)
 
 
-def short_id(task: str) -> str:
+def bounded_task_id(task: str) -> str:
     """`task`; one that is too long for the store's index by its beginning and a digest."""
     data = task.encode("utf-8", "replace")
-    if len(data) <= MOST_OF_ID:
+    if len(data) <= MAX_TASK_ID_BYTES:
         return task
     head = data[:200].decode("utf-8", "ignore")
     return f"{head}…{hashlib.sha256(data).hexdigest()[:32]}"
@@ -78,8 +78,8 @@ def state_key(state: object) -> str | None:
     """
     if state is None or (type(state) is str and _STATE_KEY.fullmatch(state)):
         return state
-    walk = Serializer(IDENTITY)
-    text = json.dumps(walk.plain(state), sort_keys=True)
+    walk = Serializer(IDENTITY_LIMITS)
+    text = json.dumps(walk.serialize(state), sort_keys=True)
     if walk.truncated:
         return None
     data = text.encode("utf-8", "surrogatepass")

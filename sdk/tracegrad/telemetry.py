@@ -33,17 +33,17 @@ from opentelemetry.trace import Status, StatusCode
 
 from tracegrad import context
 from tracegrad.exporter import EventExporter, exporter
-from tracegrad.serializer import error_line, text_of
+from tracegrad.serializer import bounded_str, error_line
 
 _log = logging.getLogger("tracegrad")
 
 # Bytes of all of a span's texts; of a larger one each text is cut to so many characters.
-SPAN_TEXT = 1_000_000
-CUT_TEXT = 10_000
+MAX_SPAN_BYTES = 1_000_000
+CUT_TEXT_CHARS = 10_000
 STACK_FRAMES, CAUSES = 32, 4
 
 
-class RolloutSpans(SpanProcessor):
+class RolloutSpanProcessor(SpanProcessor):
     """Marks the spans that begin inside a rollout, and exports those alone."""
 
     def __init__(self, to: EventExporter) -> None:
@@ -52,14 +52,14 @@ class RolloutSpans(SpanProcessor):
     def on_start(self, span: SdkSpan, parent_context: otel_context.Context | None = None) -> None:
         rollout = context.current()
         if rollout is not None:
-            span.set_attribute(context.ROLLOUT_KEY, rollout.id)
+            span.set_attribute(context.ROLLOUT_BAGGAGE_KEY, rollout.id)
 
     def on_end(self, span: ReadableSpan) -> None:
-        if not span.attributes or context.ROLLOUT_KEY not in span.attributes:
+        if not span.attributes or context.ROLLOUT_BAGGAGE_KEY not in span.attributes:
             return
         try:
             size = _size(span)
-            truncated = size is not None and size > SPAN_TEXT
+            truncated = size is not None and size > MAX_SPAN_BYTES
             plain = span if size is not None and not truncated else _copy(span, cut=truncated)
             message = encode_spans([plain])
             protobuf = message.SerializeToString()
@@ -93,7 +93,7 @@ def _length(value: Any) -> int:
 
 def _copy(span: ReadableSpan, *, cut: bool) -> ReadableSpan:
     """The span with every text in UTF-8; with `cut`, of large ones the beginning alone."""
-    most = CUT_TEXT if cut else None
+    most = CUT_TEXT_CHARS if cut else None
 
     def cleaned(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
         return {name: _clean(value, most) for name, value in (attributes or {}).items()}
@@ -138,13 +138,13 @@ def tracer(url: str) -> trace.Tracer:
     with _lock:
         if isinstance(theirs, TracerProvider):
             if (ours := _joined.get(theirs)) is None:
-                theirs.add_span_processor(RolloutSpans(exporter(url)))
+                theirs.add_span_processor(RolloutSpanProcessor(exporter(url)))
                 ours = _joined[theirs] = theirs.get_tracer("tracegrad")
             return ours
         if url not in _private:
             # Not theirs to sample; and the exporter flushes at exit, in its own time.
             provider = TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False)
-            provider.add_span_processor(RolloutSpans(exporter(url)))
+            provider.add_span_processor(RolloutSpanProcessor(exporter(url)))
             _private[url] = provider.get_tracer("tracegrad")
         return _private[url]
 
@@ -152,7 +152,7 @@ def tracer(url: str) -> trace.Tracer:
 _entered: ContextVar[object] = ContextVar("tracegrad_span", default=None)
 
 
-class Span:
+class SpanScope:
     """`with Span(name, url):` a span that is current inside, and failed if an error leaves.
 
     Where there can be none (settings of OpenTelemetry's own that it refuses, a span processor of
@@ -204,7 +204,7 @@ def _lose_span(url: str) -> None:
 
 def _record_error(span: trace.Span, error: Exception) -> None:
     """What `span.record_exception` does, for errors of any depth, size and manners."""
-    message = text_of(error, CUT_TEXT)
+    message = bounded_str(error, CUT_TEXT_CHARS)
     event = {"exception.type": f"{type(error).__module__}.{type(error).__qualname__}"}
     event |= {"exception.message": message, "exception.stacktrace": _stack(error)}
     span.add_event("exception", {**event, "exception.escaped": "False"})
@@ -218,6 +218,6 @@ def _stack(error: BaseException) -> str:
     while each is not None and len(parts) < CAUSES:
         frames = "".join(traceback.format_tb(each.__traceback__, -STACK_FRAMES))
         head = "Traceback (most recent call last):\n" if frames else ""
-        parts.append(f"{head}{frames}{error_line(each, CUT_TEXT)}\n")
+        parts.append(f"{head}{frames}{error_line(each, CUT_TEXT_CHARS)}\n")
         each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
     return "\nThen:\n\n".join(reversed(parts))

@@ -23,11 +23,11 @@ _REFUSALS = frozenset({400, 403, 413, 422})
 _KEY_FIX = "set TRACEGRAD_API_KEY to the admin key that it was started with"
 
 
-class Unreachable(Exception):
+class ProxyUnreachable(Exception):
     """The proxy did not take a request this time; a later attempt may succeed."""
 
 
-class Refused(Exception):
+class ProxyRefused(Exception):
     """The proxy will never take this body; the message is its reason."""
 
 
@@ -88,7 +88,7 @@ class Transport:
         except urllib.error.HTTPError as error:
             with error:
                 if error.code in _REFUSALS:
-                    raise Refused(f"{error.code} {_reason(error)}") from None
+                    raise ProxyRefused(f"{error.code} {_reason(error)}") from None
             fix = f": {_KEY_FIX}" if error.code == 401 else ""
             raise self._no_answer(f"it answers {error.code}{fix}") from None
         except urllib.error.URLError as error:
@@ -107,7 +107,7 @@ class Transport:
         with self._opener.open(request, timeout=REQUEST_TIMEOUT_S) as answer:
             answer.read()
 
-    def _no_answer(self, reason: str) -> Unreachable:
+    def _no_answer(self, reason: str) -> ProxyUnreachable:
         self._unreachable = True
         if time.monotonic() >= self._silent_until:
             self._silent_until = time.monotonic() + SILENCE_S
@@ -117,7 +117,7 @@ class Transport:
                 self.url,
                 reason,
             )
-        return Unreachable(reason)
+        return ProxyUnreachable(reason)
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

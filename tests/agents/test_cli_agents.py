@@ -13,7 +13,7 @@ from support.cli_agents.scene import ROLLOUT, Run, play
 from support.cli_agents.scripted_engine import ScriptedEngine
 from support.engines.mock_engine import logprobs_of
 from support.proxy.servers import serving
-from tracegrad.events import Turn, logprobs, token_ids
+from tracegrad.events import Turn, logprob_array, token_id_array
 from tracegrad.turn_tree import paths
 
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(900)]  # the first run installs them
@@ -58,9 +58,9 @@ def assert_none_lost_or_doubled(engine: ScriptedEngine, turns: list[Turn]) -> No
     for turn in turns:
         answer = answered[completion_id(turn)]
         sampled = answer.said.token_ids
-        assert turn.prompt_token_ids == token_ids(answer.prompt_ids)
-        assert turn.completion_token_ids == token_ids(sampled)
-        assert turn.completion_logprobs == logprobs(logprobs_of(sampled))
+        assert turn.prompt_token_ids == token_id_array(answer.prompt_ids)
+        assert turn.completion_token_ids == token_id_array(sampled)
+        assert turn.completion_logprobs == logprob_array(logprobs_of(sampled))
         assert turn.untrainable is None
 
 

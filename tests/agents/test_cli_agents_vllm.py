@@ -15,7 +15,7 @@ from support.cli_agents.scene import ROLLOUT, play
 from support.trainer.tiny_model import load_model
 from tracegrad.events import Turn
 from tracegrad.turn_tree import extends, paths
-from tracegrad_trainer.inference.vllm_process import VllmProcess, VllmSettings, free_port
+from tracegrad_trainer.inference.vllm_process import VllmProcess, VllmSettings, find_free_port
 
 pytestmark = [
     pytest.mark.agents,
@@ -40,7 +40,7 @@ def model(model_dir: Path) -> PreTrainedModel:
 def vllm(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     settings = VllmSettings(
         model=str(model_dir),
-        port=free_port(),
+        port=find_free_port(),
         max_model_len=MAX_LENGTH,
         kv_cache_memory_bytes=512 << 20,
         log=tmp_path_factory.mktemp("vllm") / "vllm.log",

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from support.engines.mock_engine import MockEngine
-from support.engines.prompt_driven_engine import ObedientEngine
-from support.proxy.proxy_with_engine import Rig, rigged
+from support.engines.prompt_driven_engine import PromptDrivenEngine
+from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
 from support.proxy.servers import EngineServer, serving
 from tracegrad.store import Store
 
@@ -42,18 +42,22 @@ def new_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
 
 @pytest.fixture
 def engine() -> MockEngine:
-    return ObedientEngine()
+    return PromptDrivenEngine()
 
 
 @pytest.fixture(scope="session")
-def standing(engine_server: EngineServer, new_store: Callable[[], Path]) -> Iterator[Rig]:
+def standing(
+    engine_server: EngineServer, new_store: Callable[[], Path]
+) -> Iterator[ProxyWithEngine]:
     """One proxy for all tests that need no other."""
-    with rigged(engine_server, MockEngine(), new_store()) as rig:
+    with proxy_with_engine(engine_server, MockEngine(), new_store()) as rig:
         yield rig
 
 
 @pytest.fixture
-def rig(engine_server: EngineServer, engine: MockEngine, standing: Rig) -> Rig:
+def rig(
+    engine_server: EngineServer, engine: MockEngine, standing: ProxyWithEngine
+) -> ProxyWithEngine:
     """The standing proxy with the test's own engine and rollout."""
     engine_server.engine = engine
     return replace(standing, engine=engine, rollout_id=f"r-{uuid.uuid4().hex[:8]}")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from support.engines.mock_engine import MODEL, Say
-from support.engines.prompt_driven_engine import ObedientEngine
-from support.proxy.proxy_with_engine import Rig, assert_sampled
+from support.engines.mock_engine import MODEL, Answer
+from support.engines.prompt_driven_engine import PromptDrivenEngine
+from support.proxy.proxy_with_engine import ProxyWithEngine, assert_sampled
 from support.proxy.vendor_calls import (
     CHAT,
     CHATTING,
@@ -24,16 +24,16 @@ ANSWER = f"Hello to you, who said: {PROMPT}"
 THINK = "Think, then answer."
 
 
-def saying(engine: ObedientEngine, *contents: str) -> list[Say]:
+def saying(engine: PromptDrivenEngine, *contents: str) -> list[Answer]:
     """The engine's next replies."""
-    says = [Say(content) for content in contents]
+    says = [Answer(content) for content in contents]
     engine.replies.extend(says)
     return says
 
 
 @pytest.mark.parametrize("vendor", VENDORS, ids=str)
 def test_whole_and_streamed_answers_are_the_same(
-    vendor: Vendor, rig: Rig, engine: ObedientEngine
+    vendor: Vendor, rig: ProxyWithEngine, engine: PromptDrivenEngine
 ) -> None:
     say, *_ = saying(engine, *["Fine, thank you — très bien. 很好 🙂"] * 2)
     with vendor.client(rig) as client:
@@ -48,7 +48,7 @@ def test_whole_and_streamed_answers_are_the_same(
 
 @pytest.mark.parametrize("vendor", VENDORS, ids=str)
 async def test_the_async_client_reads_the_same(
-    vendor: Vendor, rig: Rig, engine: ObedientEngine
+    vendor: Vendor, rig: ProxyWithEngine, engine: PromptDrivenEngine
 ) -> None:
     say, *_ = saying(engine, *["Fine, thank you."] * 2)
     async with vendor.async_client(rig) as client:
@@ -59,7 +59,9 @@ async def test_the_async_client_reads_the_same(
 
 
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
-def test_raw_responses_have_what_the_parsed_ones_are_made_of(vendor: Vendor, rig: Rig) -> None:
+def test_raw_responses_have_what_the_parsed_ones_are_made_of(
+    vendor: Vendor, rig: ProxyWithEngine
+) -> None:
     with vendor.client(rig) as client:
         raw = vendor.create(_raw(client, "with_raw_response"))(**vendor.args)
         assert raw.status_code == 200
@@ -90,7 +92,9 @@ def _raw(client: Any, view: str) -> Any:
     [(CHAT, False), (RESPONSES, False), (RESPONSES, True), (CLAUDE, False), (CLAUDE, True)],
     ids=str,
 )
-def test_a_limit_cuts_the_answer_and_is_told(vendor: Vendor, rig: Rig, stream: bool) -> None:
+def test_a_limit_cuts_the_answer_and_is_told(
+    vendor: Vendor, rig: ProxyWithEngine, stream: bool
+) -> None:
     limit = {"chat": "max_completion_tokens", "responses": "max_output_tokens"}
     args = vendor.args | {limit.get(vendor.name, "max_tokens"): 5}
     with vendor.client(rig) as client:
@@ -103,7 +107,7 @@ def test_a_limit_cuts_the_answer_and_is_told(vendor: Vendor, rig: Rig, stream: b
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
-def test_a_stop_string_ends_the_answer(vendor: Vendor, rig: Rig, stream: bool) -> None:
+def test_a_stop_string_ends_the_answer(vendor: Vendor, rig: ProxyWithEngine, stream: bool) -> None:
     stops: dict[str, Any] = {
         "chat": {"stop": [",", "!"]},
         "responses": {"extra_body": {"stop": [",", "!"]}},  # vLLM's; OpenAI has none here
@@ -130,8 +134,10 @@ def _ending(answer: Any) -> str | None:
     return answer.stop_reason
 
 
-async def test_openais_chat_helper_tells_what_happens(rig: Rig, engine: ObedientEngine) -> None:
-    engine.replies += [Say("One"), Say("Two and more")]
+async def test_openais_chat_helper_tells_what_happens(
+    rig: ProxyWithEngine, engine: PromptDrivenEngine
+) -> None:
+    engine.replies += [Answer("One"), Answer("Two and more")]
     args = {"model": MODEL, "messages": MESSAGES, "n": 2}
     async with (
         CHAT.async_client(rig) as client,
@@ -147,9 +153,9 @@ async def test_openais_chat_helper_tells_what_happens(rig: Rig, engine: Obedient
 
 
 async def test_openais_responses_helper_tells_what_happens(
-    rig: Rig, engine: ObedientEngine
+    rig: ProxyWithEngine, engine: PromptDrivenEngine
 ) -> None:
-    engine.replies.append(Say("I look.", [("look", '{"at": "it"}')], "Hm."))
+    engine.replies.append(Answer("I look.", [("look", '{"at": "it"}')], "Hm."))
     tool = {"type": "function", "name": "look", "parameters": {}, "strict": False}
     async with (
         RESPONSES.async_client(rig) as client,
@@ -168,8 +174,10 @@ async def test_openais_responses_helper_tells_what_happens(
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-async def test_anthropics_helper_tells_what_happens(rig: Rig, engine: ObedientEngine) -> None:
-    engine.replies.append(Say("I look.", [("look", '{"at": "it"}')], "Hm."))
+async def test_anthropics_helper_tells_what_happens(
+    rig: ProxyWithEngine, engine: PromptDrivenEngine
+) -> None:
+    engine.replies.append(Answer("I look.", [("look", '{"at": "it"}')], "Hm."))
     tool = {"name": "look", "input_schema": {"type": "object"}}
     async with (
         CLAUDE.async_client(rig) as client,
@@ -187,7 +195,7 @@ async def test_anthropics_helper_tells_what_happens(rig: Rig, engine: ObedientEn
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_is_shown_in_each_dialects_own_place(rig: Rig, stream: bool) -> None:
+def test_reasoning_is_shown_in_each_dialects_own_place(rig: ProxyWithEngine, stream: bool) -> None:
     chat, responses, claude = (
         _thought(vendor, rig, stream) for vendor in (CHAT, RESPONSES, CLAUDE)
     )
@@ -199,7 +207,7 @@ def test_reasoning_is_shown_in_each_dialects_own_place(rig: Rig, stream: bool) -
     assert all(turn.response["choices"][0]["message"]["reasoning"] for turn in rig.turns())
 
 
-def _thought(vendor: Vendor, rig: Rig, stream: bool) -> Any:
+def _thought(vendor: Vendor, rig: ProxyWithEngine, stream: bool) -> Any:
     asked = {"input": THINK} if vendor is RESPONSES else {"messages": _user(THINK)}
     with vendor.client(rig) as client:
         args = vendor.args | asked
@@ -210,7 +218,7 @@ def _user(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def test_reasoning_can_be_turned_off(rig: Rig, engine: ObedientEngine) -> None:
+def test_reasoning_can_be_turned_off(rig: ProxyWithEngine, engine: PromptDrivenEngine) -> None:
     with CHAT.client(rig) as gpt, CLAUDE.client(rig) as claude:
         args = CHAT.args | {"messages": _user(THINK)}
         answers = [
@@ -256,7 +264,7 @@ PICTURES: dict[str, Any] = {
 
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
 def test_a_picture_reaches_the_engine_and_its_turn_is_kept_untrained(
-    vendor: Vendor, rig: Rig, engine: ObedientEngine
+    vendor: Vendor, rig: ProxyWithEngine, engine: PromptDrivenEngine
 ) -> None:
     with vendor.client(rig) as client:
         answer = vendor.create(client)(**vendor.args | PICTURES[vendor.name])
@@ -270,7 +278,7 @@ def test_a_picture_reaches_the_engine_and_its_turn_is_kept_untrained(
     assert len(turn.completion_token_ids) > 0
 
 
-def test_usage_tells_what_was_in_the_prefix_cache(rig: Rig) -> None:
+def test_usage_tells_what_was_in_the_prefix_cache(rig: ProxyWithEngine) -> None:
     long = "Remember all of this. " * 10
     with CHAT.client(rig) as gpt, CLAUDE.client(rig) as claude:
         args = CHAT.args | {"messages": _user(long)}

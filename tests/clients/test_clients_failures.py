@@ -13,25 +13,27 @@ import httpx2
 import openai
 import pytest
 
-from support.engines.mock_engine import Say, error
-from support.engines.prompt_driven_engine import ObedientEngine
-from support.proxy.proxy_with_engine import Rig, assert_sampled, rigged
+from support.engines.mock_engine import Answer, error
+from support.engines.prompt_driven_engine import PromptDrivenEngine
+from support.proxy.proxy_with_engine import ProxyWithEngine, assert_sampled, proxy_with_engine
 from support.proxy.servers import EngineServer, eventually
 from support.proxy.vendor_calls import CHAT, CHATTING, CLAUDE, Vendor
 
 STATUSES = (400, 401, 403, 404, 408, 409, 413, 422, 429, 500, 502, 503, 504, 529)
-STORY = Say("a long story that nobody wants to hear to its end")
+STORY = Answer("a long story that nobody wants to hear to its end")
 
 
 @pytest.fixture(scope="module")
-def lasting(engine_server: EngineServer, new_store: Callable[[], Path]) -> Iterator[Rig]:
+def lasting(
+    engine_server: EngineServer, new_store: Callable[[], Path]
+) -> Iterator[ProxyWithEngine]:
     """For calls that leave nothing behind."""
-    with rigged(engine_server, ObedientEngine(), new_store(), max_body_mib=1) as rig:
+    with proxy_with_engine(engine_server, PromptDrivenEngine(), new_store(), max_body_mib=1) as rig:
         yield rig
 
 
 @pytest.fixture
-def refusing(lasting: Rig, engine_server: EngineServer) -> Iterator[Rig]:
+def refusing(lasting: ProxyWithEngine, engine_server: EngineServer) -> Iterator[ProxyWithEngine]:
     engine_server.engine = lasting.engine
     lasting.engine.failure = None
     yield lasting
@@ -42,7 +44,7 @@ def refusing(lasting: Rig, engine_server: EngineServer) -> Iterator[Rig]:
 @pytest.mark.parametrize("status", STATUSES)
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
 def test_an_engines_refusal_is_the_librarys_own_exception(
-    vendor: Vendor, refusing: Rig, status: int, stream: bool
+    vendor: Vendor, refusing: ProxyWithEngine, status: int, stream: bool
 ) -> None:
     refusing.engine.failure = (status, error("not like this", status, "SomeError"), {})
     with vendor.client(refusing) as client, pytest.raises(vendor.error(status)) as caught:
@@ -60,7 +62,9 @@ def test_an_engines_refusal_is_the_librarys_own_exception(
 
 
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
-def test_a_refusal_that_is_no_json_is_told_all_the_same(vendor: Vendor, refusing: Rig) -> None:
+def test_a_refusal_that_is_no_json_is_told_all_the_same(
+    vendor: Vendor, refusing: ProxyWithEngine
+) -> None:
     refusing.engine.failure = (502, ["no such gateway"], {"retry-after": "9"})  # type: ignore[assignment]
     with vendor.client(refusing) as client, pytest.raises(vendor.error(502)) as caught:
         vendor.create(client)(**vendor.args)
@@ -69,7 +73,7 @@ def test_a_refusal_that_is_no_json_is_told_all_the_same(vendor: Vendor, refusing
 
 
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
-def test_a_body_that_is_too_large_is_a_413(vendor: Vendor, refusing: Rig) -> None:
+def test_a_body_that_is_too_large_is_a_413(vendor: Vendor, refusing: ProxyWithEngine) -> None:
     with vendor.client(refusing) as client, pytest.raises(vendor.error(413)) as caught:
         vendor.create(client)(**vendor.args, extra_body={"user": "x" * (1 << 20)})
     assert caught.value.status_code == 413
@@ -78,7 +82,7 @@ def test_a_body_that_is_too_large_is_a_413(vendor: Vendor, refusing: Rig) -> Non
 
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
 async def test_a_field_of_the_wrong_type_is_a_400_that_names_it(
-    vendor: Vendor, refusing: Rig
+    vendor: Vendor, refusing: ProxyWithEngine
 ) -> None:
     async with vendor.async_client(refusing) as client:
         with pytest.raises(vendor.error(400), match="temperature"):
@@ -86,14 +90,14 @@ async def test_a_field_of_the_wrong_type_is_a_400_that_names_it(
 
 
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
-def test_what_is_not_served_is_a_404(vendor: Vendor, refusing: Rig) -> None:
+def test_what_is_not_served_is_a_404(vendor: Vendor, refusing: ProxyWithEngine) -> None:
     with vendor.client(refusing) as client, pytest.raises(vendor.error(404)):
         client.post("/v1/nothing", body={}, cast_to=object)
 
 
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
 def test_a_refused_call_is_sent_again_and_is_one_turn(
-    vendor: Vendor, rig: Rig, engine: ObedientEngine
+    vendor: Vendor, rig: ProxyWithEngine, engine: PromptDrivenEngine
 ) -> None:
     for status in (503, 429):
         engine.refusals.append((status, error("busy", status), {"retry-after": "0.01"}))
@@ -111,7 +115,7 @@ def test_a_refused_call_is_sent_again_and_is_one_turn(
 
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
 def test_a_429_that_stays_is_the_librarys_rate_limit_error(
-    vendor: Vendor, rig: Rig, engine: ObedientEngine
+    vendor: Vendor, rig: ProxyWithEngine, engine: PromptDrivenEngine
 ) -> None:
     for _ in range(2):
         engine.refusals.append((429, error("busy", 429), {"retry-after": "0.01"}))
@@ -128,7 +132,7 @@ def test_a_429_that_stays_is_the_librarys_rate_limit_error(
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
 @pytest.mark.parametrize("how", ["breaks off", "reports an error"])
 def test_a_stream_that_fails_midway_raises_after_what_came(
-    vendor: Vendor, rig: Rig, engine: ObedientEngine, how: str
+    vendor: Vendor, rig: ProxyWithEngine, engine: PromptDrivenEngine, how: str
 ) -> None:
     engine.replies.append(STORY)
     if how == "breaks off":
@@ -158,7 +162,7 @@ def _until_it_fails(vendor: Vendor, stream: Any) -> Iterator[str]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
 def test_a_client_that_loses_patience_stops_the_engine(
-    vendor: Vendor, rig: Rig, engine: ObedientEngine, stream: bool
+    vendor: Vendor, rig: ProxyWithEngine, engine: PromptDrivenEngine, stream: bool
 ) -> None:
     engine.replies.append(STORY)
     engine.wait_before(2 if stream else 0)
@@ -175,9 +179,9 @@ def test_a_client_that_loses_patience_stops_the_engine(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
 async def test_a_cancelled_task_stops_the_engine_and_its_turn_is_kept(
-    vendor: Vendor, rig: Rig, engine: ObedientEngine, stream: bool
+    vendor: Vendor, rig: ProxyWithEngine, engine: PromptDrivenEngine, stream: bool
 ) -> None:
-    engine.replies += [STORY, Say("for the neighbour")]
+    engine.replies += [STORY, Answer("for the neighbour")]
     engine.wait_before(3 if stream else 0)
     heard: list[str] = []
 
@@ -209,7 +213,7 @@ async def test_a_cancelled_task_stops_the_engine_and_its_turn_is_kept(
 
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
 async def test_many_at_once_each_get_their_own(
-    vendor: Vendor, rig: Rig, engine: ObedientEngine
+    vendor: Vendor, rig: ProxyWithEngine, engine: PromptDrivenEngine
 ) -> None:
     async with vendor.async_client(rig) as client:
 

@@ -26,8 +26,8 @@ from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests, chat_models
 
 from support.engines.mock_engine import MODEL
-from support.engines.prompt_driven_engine import ObedientEngine
-from support.proxy.proxy_with_engine import Rig, assert_all_recorded, rigged
+from support.engines.prompt_driven_engine import PromptDrivenEngine
+from support.proxy.proxy_with_engine import ProxyWithEngine, assert_all_recorded, proxy_with_engine
 from support.proxy.servers import EngineServer
 
 PNG = base64.b64decode("iVBORw0KGgo=")
@@ -46,10 +46,10 @@ def proxied(
     engine_server: EngineServer,
     new_store: Callable[[], Path],
     request: pytest.FixtureRequest,
-) -> Iterator[Rig]:
+) -> Iterator[ProxyWithEngine]:
     """One proxy for a class of tests; what it recorded is checked in the end."""
     pictures = {"allowed_media_domains": [PICTURES]}
-    with rigged(engine_server, ObedientEngine(), new_store(), **pictures) as rig:
+    with proxy_with_engine(engine_server, PromptDrivenEngine(), new_store(), **pictures) as rig:
         request.cls.rig = rig
         yield rig
         assert_all_recorded(rig.engine, rig.all_turns())
@@ -70,7 +70,7 @@ class Suite(ChatModelIntegrationTests):
     """What the three have in common."""
 
     __test__ = False
-    rig: ClassVar[Rig]
+    rig: ClassVar[ProxyWithEngine]
     dialect: ClassVar[str]
     _count: ClassVar[Iterator[int]] = count()
 

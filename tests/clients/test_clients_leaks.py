@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from support.engines.mock_engine import END, ROLES, Say, error, logprobs_of
-from support.engines.prompt_driven_engine import ObedientEngine
-from support.proxy.proxy_with_engine import Rig, assert_sampled
+from support.engines.mock_engine import END, ROLES, Answer, error, logprobs_of
+from support.engines.prompt_driven_engine import PromptDrivenEngine
+from support.proxy.proxy_with_engine import ProxyWithEngine, assert_sampled
 from support.proxy.raw_calls import RESPONSES, SAMPLED, RawCall
 from support.proxy.servers import eventually
 
 # The mock's text completions fail in no way.
 CHATTED = [call for call in SAMPLED if call.name != "completions"]
-SAY = Say("Fine, thanks to everyone.", reasoning="Hm.")
-TOOL_SAY = Say("I look.", [("look", "{}")], "Hm.")
+SAY = Answer("Fine, thanks to everyone.", reasoning="Hm.")
+TOOL_SAY = Answer("I look.", [("look", "{}")], "Hm.")
 
 _TOKENS = "|".join(str(token) for token in (END, *ROLES.values()))
 # The engine's words for them, the numbers that only they have, and what else would tell them.
@@ -41,7 +41,7 @@ def leaks(data: bytes) -> list[bytes]:
 
 
 @pytest.fixture
-def http(rig: Rig) -> Iterator[httpx.Client]:
+def http(rig: ProxyWithEngine) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=rig.base, timeout=20) as client:
         yield client
 
@@ -57,7 +57,9 @@ def ask(http: httpx.Client, call: RawCall, *, stream: bool, again: bool = False)
     return http.post(path, json=body, headers=headers)
 
 
-def test_the_search_finds_what_the_engine_tells(engine: ObedientEngine, rig: Rig) -> None:
+def test_the_search_finds_what_the_engine_tells(
+    engine: PromptDrivenEngine, rig: ProxyWithEngine
+) -> None:
     """What the engine answers the proxy is full of it, in every shape it has."""
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
@@ -77,7 +79,12 @@ def test_the_search_finds_what_the_engine_tells(engine: ObedientEngine, rig: Rig
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("call", SAMPLED, ids=str)
 def test_an_answer_and_its_repeat_have_none(
-    http: httpx.Client, rig: Rig, engine: ObedientEngine, call: RawCall, stream: bool, say: Say
+    http: httpx.Client,
+    rig: ProxyWithEngine,
+    engine: PromptDrivenEngine,
+    call: RawCall,
+    stream: bool,
+    say: Answer,
 ) -> None:
     engine.replies.append(say)
     first = ask(http, call, stream=stream)
@@ -94,7 +101,7 @@ def test_an_answer_and_its_repeat_have_none(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("call", CHATTED, ids=str)
 def test_a_refusal_has_none(
-    http: httpx.Client, engine: ObedientEngine, call: RawCall, stream: bool
+    http: httpx.Client, engine: PromptDrivenEngine, call: RawCall, stream: bool
 ) -> None:
     engine.refusals.append((500, error("EngineCore died", 500), {}))
     for answer in (
@@ -108,7 +115,7 @@ def test_a_refusal_has_none(
 @pytest.mark.parametrize("how", ["breaks off", "reports an error"])
 @pytest.mark.parametrize("call", CHATTED, ids=str)
 def test_a_stream_that_fails_midway_has_none(
-    http: httpx.Client, rig: Rig, engine: ObedientEngine, call: RawCall, how: str
+    http: httpx.Client, rig: ProxyWithEngine, engine: PromptDrivenEngine, call: RawCall, how: str
 ) -> None:
     engine.replies.append(SAY)
     if how == "breaks off":
@@ -124,9 +131,9 @@ def test_a_stream_that_fails_midway_has_none(
 
 @pytest.mark.parametrize("call", CHATTED, ids=str)
 def test_what_a_client_sees_before_it_hangs_up_has_none(
-    http: httpx.Client, rig: Rig, engine: ObedientEngine, call: RawCall
+    http: httpx.Client, rig: ProxyWithEngine, engine: PromptDrivenEngine, call: RawCall
 ) -> None:
-    engine.replies.append(Say(SAY.content))
+    engine.replies.append(Answer(SAY.content))
     engine.wait_before(4)
     path, body = call.asked(stream=True)
     seen = b""
@@ -141,10 +148,10 @@ def test_what_a_client_sees_before_it_hangs_up_has_none(
 
 
 def test_the_logprobs_that_a_response_was_asked_for_bring_no_ids(
-    http: httpx.Client, engine: ObedientEngine
+    http: httpx.Client, engine: PromptDrivenEngine
 ) -> None:
     """By its dialect's own field, and for the tokens of the text alone."""
-    engine.replies += [Say("Fine."), Say("Fine.")]
+    engine.replies += [Answer("Fine."), Answer("Fine.")]
     for stream in (False, True):
         path, body = RESPONSES.asked(stream=stream)
         asked = {**body, "include": ["message.output_text.logprobs"]}
@@ -162,7 +169,7 @@ READS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_no_other_route_tells_what_was_sampled(
-    http: httpx.Client, rig: Rig, engine: ObedientEngine, name: str
+    http: httpx.Client, rig: ProxyWithEngine, engine: PromptDrivenEngine, name: str
 ) -> None:
     engine.replies.append(SAY)
     ask(http, SAMPLED[0], stream=False)

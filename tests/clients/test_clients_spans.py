@@ -21,8 +21,8 @@ import httpx
 import pytest
 
 from support.agents.traced_agent import QUESTION, SYSTEM, TOOL
-from support.engines.mock_engine import MockEngine, Say, render
-from support.proxy.proxy_with_engine import Rig, rigged
+from support.engines.mock_engine import Answer, MockEngine, render
+from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
 from support.proxy.servers import EngineServer
 from tracegrad.events import Outcome, Turn
 
@@ -34,20 +34,22 @@ KEY = "k" * 32
 @pytest.fixture
 def engine() -> MockEngine:
     engine = MockEngine()
-    engine.replies.extend([Say("", tool_calls=[("weather", '{"city": "Ulm"}')]), Say(ANSWER)])
+    engine.replies.extend([Answer("", tool_calls=[("weather", '{"city": "Ulm"}')]), Answer(ANSWER)])
     return engine
 
 
 @pytest.fixture
 def spans(
     engine_server: EngineServer, engine: MockEngine, new_store: Callable[[], Path]
-) -> Iterator[Rig]:
+) -> Iterator[ProxyWithEngine]:
     """A proxy that has nothing stored yet."""
-    with rigged(engine_server, engine, new_store()) as rig:
+    with proxy_with_engine(engine_server, engine, new_store()) as rig:
         yield rig
 
 
-def run_agent(spans: Rig, families: str, model_url: str, *options: str, **more: str) -> None:
+def run_agent(
+    spans: ProxyWithEngine, families: str, model_url: str, *options: str, **more: str
+) -> None:
     """`model_url`: where it calls its model. `more`: for its environment."""
     wanted = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": spans.url,
@@ -67,7 +69,7 @@ def run_agent(spans: Rig, families: str, model_url: str, *options: str, **more: 
     assert done.returncode == 0, done.stderr
 
 
-def one_rollout(rig: Rig) -> list[Turn]:
+def one_rollout(rig: ProxyWithEngine) -> list[Turn]:
     """The only rollout there is, finished, with the spans of its tool; its turns."""
     [row] = rig.store.rollouts()
     assert row.outcome == Outcome.COMPLETED
@@ -77,7 +79,7 @@ def one_rollout(rig: Rig) -> list[Turn]:
     return rig.turns_of(row.rollout_id)
 
 
-def assert_all_told(rig: Rig, turns: list[Turn]) -> None:
+def assert_all_told(rig: ProxyWithEngine, turns: list[Turn]) -> None:
     """The whole conversation stands in two turns, the second under the first."""
     one, two = turns
     assert (one.parent_id, two.parent_id) == (None, one.turn_id)
@@ -125,7 +127,7 @@ def assert_usage(engine: MockEngine, turns: list[Turn]) -> None:
     ],
 )
 def test_spans_alone_make_a_rollout(
-    spans: Rig, engine: MockEngine, families: str, options: tuple[str, ...]
+    spans: ProxyWithEngine, engine: MockEngine, families: str, options: tuple[str, ...]
 ) -> None:
     run_agent(spans, families, f"{spans.engine_url}/v1", *options)
     turns = one_rollout(spans)
@@ -146,7 +148,7 @@ def test_spans_alone_make_a_rollout(
 def test_a_proxy_with_keys_takes_spans_by_one(
     engine_server: EngineServer, engine: MockEngine, new_store: Callable[[], Path]
 ) -> None:
-    with rigged(engine_server, engine, new_store(), admin_key=KEY) as spans:
+    with proxy_with_engine(engine_server, engine, new_store(), admin_key=KEY) as spans:
         refused = httpx.post(f"{spans.url}/v1/traces", json={})
         assert refused.status_code == 401
         headers = {"OTEL_EXPORTER_OTLP_HEADERS": f"x-api-key={KEY}"}
@@ -160,8 +162,8 @@ def test_anthropics_client_tells_of_its_calls_too(
     """Beside the spans of Traceloop's library there are those that the client sends itself,
     without texts. The model is behind another proxy, which speaks Anthropic's dialect."""
     with ExitStack() as stack:
-        spans = stack.enter_context(rigged(engine_server, engine, new_store()))
-        vendor = stack.enter_context(rigged(engine_server, engine, new_store()))
+        spans = stack.enter_context(proxy_with_engine(engine_server, engine, new_store()))
+        vendor = stack.enter_context(proxy_with_engine(engine_server, engine, new_store()))
         run_agent(spans, "traceloop-anthropic", f"{vendor.url}/v1")
         [row] = spans.store.rollouts()
         turns = spans.turns_of(row.rollout_id)
@@ -181,7 +183,7 @@ def test_anthropics_client_tells_of_its_calls_too(
     ],
 )
 def test_calls_through_the_proxy_are_turns_once(
-    spans: Rig, families: str, options: tuple[str, ...]
+    spans: ProxyWithEngine, families: str, options: tuple[str, ...]
 ) -> None:
     run_agent(spans, families, f"{spans.url}/v1", *options)
     turns = one_rollout(spans)
@@ -194,7 +196,7 @@ def test_calls_through_the_proxy_are_turns_once(
 
 
 @pytest.mark.parametrize("recorded", ["openai_v2_2.4b0", "traceloop_openai_0.40.14"])
-def test_earlier_libraries_tell_the_same(spans: Rig, recorded: str) -> None:
+def test_earlier_libraries_tell_the_same(spans: ProxyWithEngine, recorded: str) -> None:
     export = (SUPPORT / "recorded_spans" / f"{recorded}.json").read_bytes()
     answer = httpx.post(
         f"{spans.url}/v1/traces", content=export, headers={"content-type": "application/json"}

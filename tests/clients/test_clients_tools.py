@@ -9,9 +9,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from support.engines.mock_engine import MODEL, Json, Say
-from support.engines.prompt_driven_engine import ObedientEngine
-from support.proxy.proxy_with_engine import Rig, assert_all_recorded
+from support.engines.mock_engine import MODEL, Answer, Json
+from support.engines.prompt_driven_engine import PromptDrivenEngine
+from support.proxy.proxy_with_engine import ProxyWithEngine, assert_all_recorded
 from support.proxy.vendor_calls import CHAT, CHATTING, CLAUDE, MESSAGES, RESPONSES, Vendor
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -73,7 +73,7 @@ def next_args(vendor: Vendor, args: Json, answer: Any, results: list[str]) -> Js
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
 def test_parallel_calls_and_their_results_make_one_conversation(
-    vendor: Vendor, rig: Rig, engine: ObedientEngine, stream: bool
+    vendor: Vendor, rig: ProxyWithEngine, engine: PromptDrivenEngine, stream: bool
 ) -> None:
     args = asked(vendor, BOTH)
     with vendor.client(rig) as client:
@@ -133,7 +133,7 @@ CHOICES: dict[str, Json] = {
 )
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
 async def test_the_choice_of_a_tool_is_kept_to(
-    vendor: Vendor, rig: Rig, choice: str, prompt: str, names: list[str]
+    vendor: Vendor, rig: ProxyWithEngine, choice: str, prompt: str, names: list[str]
 ) -> None:
     async with vendor.async_client(rig) as client:
         args = asked(vendor, prompt, **CHOICES[vendor.name][choice])
@@ -160,7 +160,9 @@ def planned(vendor: Vendor) -> Json:
 
 
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
-async def test_a_pydantic_model_is_parsed_of_a_whole_answer(vendor: Vendor, rig: Rig) -> None:
+async def test_a_pydantic_model_is_parsed_of_a_whole_answer(
+    vendor: Vendor, rig: ProxyWithEngine
+) -> None:
     async with vendor.async_client(rig) as client:
         if vendor is CHAT:
             answer = await client.chat.completions.parse(**planned(CHAT), response_format=Trip)
@@ -179,7 +181,7 @@ async def test_a_pydantic_model_is_parsed_of_a_whole_answer(vendor: Vendor, rig:
 
 
 @pytest.mark.parametrize("vendor", CHATTING, ids=str)
-def test_a_pydantic_model_is_parsed_of_a_stream(vendor: Vendor, rig: Rig) -> None:
+def test_a_pydantic_model_is_parsed_of_a_stream(vendor: Vendor, rig: ProxyWithEngine) -> None:
     with vendor.client(rig) as client:
         if vendor is CHAT:
             with client.chat.completions.stream(**planned(CHAT), response_format=Trip) as events:
@@ -194,7 +196,7 @@ def test_a_pydantic_model_is_parsed_of_a_stream(vendor: Vendor, rig: Rig) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_was_cut_is_not_parsed(rig: Rig, stream: bool) -> None:
+def test_an_answer_that_was_cut_is_not_parsed(rig: ProxyWithEngine, stream: bool) -> None:
     """OpenAI's library looks at the finish reason first."""
     args = planned(CHAT) | {"max_tokens": 3, "response_format": Trip}
     with CHAT.client(rig) as client:
@@ -207,7 +209,7 @@ def _parsed(client: openai.OpenAI, args: Json) -> object:
     return client.chat.completions.parse(**args)
 
 
-def test_a_tool_of_a_pydantic_model_has_its_arguments_parsed(rig: Rig) -> None:
+def test_a_tool_of_a_pydantic_model_has_its_arguments_parsed(rig: ProxyWithEngine) -> None:
     tool = openai.pydantic_function_tool(Trip)
     said = [{"role": "user", "content": f"Plan a Trip: {PLAN}"}]
     with CHAT.client(rig) as client:
@@ -219,8 +221,10 @@ def test_a_tool_of_a_pydantic_model_has_its_arguments_parsed(rig: Rig) -> None:
     assert [event.parsed_arguments for event in told] == [TRIP]
 
 
-def test_a_custom_tool_of_responses_gets_its_text(rig: Rig, engine: ObedientEngine) -> None:
-    engine.replies.append(Say("", [("write", '{"input": "a line\\nanother"}')]))
+def test_a_custom_tool_of_responses_gets_its_text(
+    rig: ProxyWithEngine, engine: PromptDrivenEngine
+) -> None:
+    engine.replies.append(Answer("", [("write", '{"input": "a line\\nanother"}')]))
     tool = {"type": "custom", "name": "write"}
     with RESPONSES.client(rig) as client:
         response = client.responses.create(model=MODEL, input="Write.", tools=[tool])
@@ -228,7 +232,7 @@ def test_a_custom_tool_of_responses_gets_its_text(rig: Rig, engine: ObedientEngi
     assert (call.type, call.name, call.input) == ("custom_tool_call", "write", "a line\nanother")
 
 
-def test_a_tool_result_without_its_call_is_the_engines_to_refuse(rig: Rig) -> None:
+def test_a_tool_result_without_its_call_is_the_engines_to_refuse(rig: ProxyWithEngine) -> None:
     lost = [*MESSAGES, {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]
     with CHAT.client(rig) as client, pytest.raises(openai.BadRequestError, match="call_1"):
         client.chat.completions.create(model=MODEL, messages=lost)

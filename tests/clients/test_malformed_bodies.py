@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.engines.lenient_engine import PatientEngine
-from support.proxy.concurrent_stream import neighbour
-from support.proxy.corrupted_bodies import mangled
+from support.engines.lenient_engine import LenientEngine
+from support.proxy.concurrent_stream import concurrent_stream
+from support.proxy.corrupted_bodies import corrupted
 from support.proxy.full_bodies import FULL
-from support.proxy.proxy_with_engine import Rig, rigged
+from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
 from support.proxy.raw_calls import CHAT, READ, RawCall, openai_refusal
 from support.proxy.servers import EngineServer
 
@@ -32,13 +32,18 @@ SETTINGS = settings(
 
 
 @pytest.fixture(scope="module")
-def patient(engine_server: EngineServer, new_store: Callable[[], Path]) -> Iterator[Rig]:
-    with rigged(engine_server, PatientEngine(), new_store()) as rig, neighbour(rig):
+def patient(
+    engine_server: EngineServer, new_store: Callable[[], Path]
+) -> Iterator[ProxyWithEngine]:
+    with (
+        proxy_with_engine(engine_server, LenientEngine(), new_store()) as rig,
+        concurrent_stream(rig),
+    ):
         yield rig
 
 
 @pytest.fixture
-def http(patient: Rig) -> Iterator[httpx.Client]:
+def http(patient: ProxyWithEngine) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=patient.url, timeout=PATIENCE_S) as client:
         yield client
 
@@ -131,7 +136,7 @@ def test_a_mangled_body_is_served_or_refused(
     http: httpx.Client, call: RawCall, data: st.DataObject
 ) -> None:
     """The engine takes everything: what is not a 200 is the proxy's own refusal."""
-    body = data.draw(mangled([FULL[call.name], call.body]))
+    body = data.draw(corrupted([FULL[call.name], call.body]))
     answer = post(http, call, json.dumps(body).encode())
     if answer.status_code != 200:
         assert_refused(call, answer)
@@ -144,7 +149,7 @@ def test_a_mangled_body_is_served_or_refused(
 def test_many_mangled_bodies_are_served_or_refused(
     http: httpx.Client, call: RawCall, data: st.DataObject
 ) -> None:
-    body = data.draw(mangled([FULL[call.name], call.body, {**FULL[call.name], "stream": True}]))
+    body = data.draw(corrupted([FULL[call.name], call.body, {**FULL[call.name], "stream": True}]))
     answer = post(http, call, json.dumps(body).encode())
     if answer.status_code != 200:
         assert_refused(call, answer)
@@ -207,7 +212,7 @@ EVENT = {"type": "reward", "rollout_id": "r1", "value": 1.0}
     ids=str,
 )
 def test_an_event_that_cannot_be_stored_is_refused_and_nothing_with_it(
-    http: httpx.Client, patient: Rig, wrong: dict[str, Any]
+    http: httpx.Client, patient: ProxyWithEngine, wrong: dict[str, Any]
 ) -> None:
     whole = {**EVENT, "reward_id": "whole"}
     answer = http.post("/api/events", json={"events": [whole, {**EVENT, **wrong}]})

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.engines.lenient_engine import PatientEngine
-from support.proxy.concurrent_stream import neighbour
-from support.proxy.proxy_with_engine import Rig, rigged
+from support.engines.lenient_engine import LenientEngine
+from support.proxy.concurrent_stream import concurrent_stream
+from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
 from support.proxy.raw_calls import CHAT, CLAUDE, GEMINI, READ, RawCall
 from support.proxy.raw_http import Answer, Reader, connect
 from support.proxy.servers import EngineServer
@@ -21,12 +21,17 @@ VOICES = [CHAT, CLAUDE, GEMINI]  # one of each vendor's
 
 
 @pytest.fixture(scope="module")
-def patient(engine_server: EngineServer, new_store: Callable[[], Path]) -> Iterator[Rig]:
-    with rigged(engine_server, PatientEngine(), new_store()) as rig, neighbour(rig):
+def patient(
+    engine_server: EngineServer, new_store: Callable[[], Path]
+) -> Iterator[ProxyWithEngine]:
+    with (
+        proxy_with_engine(engine_server, LenientEngine(), new_store()) as rig,
+        concurrent_stream(rig),
+    ):
         yield rig
 
 
-def send(rig: Rig, call: RawCall, *, head: bytes = b"", path: bytes = b"") -> Answer:
+def send(rig: ProxyWithEngine, call: RawCall, *, head: bytes = b"", path: bytes = b"") -> Answer:
     """The call with more in its head; within the time that `connect` gives it."""
     body = json.dumps(call.body).encode()
     where = path or call.path.encode()
@@ -70,7 +75,7 @@ HEADS = {
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("call", VOICES, ids=str)
 def test_an_odd_header_is_no_reason_to_refuse_a_call(
-    patient: Rig, call: RawCall, head: bytes
+    patient: ProxyWithEngine, call: RawCall, head: bytes
 ) -> None:
     assert send(patient, call, head=head + b"\r\n").status == 200
 
@@ -88,7 +93,7 @@ NAMELESS = {
 @pytest.mark.parametrize("head", NAMELESS.values(), ids=NAMELESS)
 @pytest.mark.parametrize("call", VOICES, ids=str)
 def test_a_rollout_that_cannot_be_is_refused_by_name(
-    patient: Rig, call: RawCall, head: bytes
+    patient: ProxyWithEngine, call: RawCall, head: bytes
 ) -> None:
     answer = send(patient, call, head=head + b"\r\n")
     assert answer.status == 400
@@ -98,7 +103,7 @@ def test_a_rollout_that_cannot_be_is_refused_by_name(
 @pytest.mark.parametrize("call", VOICES, ids=str)
 @pytest.mark.parametrize("rollout", [b"%00", b"%ff", b"%0a", b"%20", b"a" * 129, "ä".encode()])
 def test_a_rollout_in_the_path_that_cannot_be_is_refused(
-    patient: Rig, call: RawCall, rollout: bytes
+    patient: ProxyWithEngine, call: RawCall, rollout: bytes
 ) -> None:
     path = b"/rollouts/" + rollout + call.path.encode()
     answer = send(patient, call, path=path)
@@ -118,7 +123,9 @@ QUERIES = {
 
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
 @pytest.mark.parametrize("call", READ, ids=str)
-def test_an_odd_query_is_served_or_refused(patient: Rig, call: RawCall, query: bytes) -> None:
+def test_an_odd_query_is_served_or_refused(
+    patient: ProxyWithEngine, call: RawCall, query: bytes
+) -> None:
     served_or_refused(call, send(patient, call, path=call.path.encode() + query))
 
 
@@ -161,7 +168,7 @@ FIELDS = st.lists(
 )
 @given(fields=FIELDS)
 def test_any_headers_are_served_or_refused(
-    patient: Rig, call: RawCall, fields: list[tuple[bytes, bytes]]
+    patient: ProxyWithEngine, call: RawCall, fields: list[tuple[bytes, bytes]]
 ) -> None:
     head = b"".join(name + b": " + value + b"\r\n" for name, value in fields)
     served_or_refused(call, send(patient, call, head=head))

@@ -20,10 +20,10 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.generation import GenerationMode
 from starlette.routing import Match, Route
 
-from support.engines.lenient_engine import PatientEngine
-from support.proxy.concurrent_stream import neighbour
+from support.engines.lenient_engine import LenientEngine
+from support.proxy.concurrent_stream import concurrent_stream
 from support.proxy.full_bodies import FULL
-from support.proxy.proxy_with_engine import Rig, rigged
+from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
 from support.proxy.raw_calls import READ
 from support.proxy.servers import CONTROL, EngineServer
 from tracegrad.proxy import create_app
@@ -34,8 +34,13 @@ PATIENCE_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def patient(engine_server: EngineServer, new_store: Callable[[], Path]) -> Iterator[Rig]:
-    with rigged(engine_server, PatientEngine(), new_store()) as rig, neighbour(rig):
+def patient(
+    engine_server: EngineServer, new_store: Callable[[], Path]
+) -> Iterator[ProxyWithEngine]:
+    with (
+        proxy_with_engine(engine_server, LenientEngine(), new_store()) as rig,
+        concurrent_stream(rig),
+    ):
         yield rig
 
 
@@ -80,7 +85,7 @@ def data_of(operation: Any) -> list[GenerationMode]:
     ],
 )
 def test_whatever_is_sent_is_answered_as_documented(
-    patient: Rig, operation: Any, mode: GenerationMode
+    patient: ProxyWithEngine, operation: Any, mode: GenerationMode
 ) -> None:
     """With schemathesis' strategies alone: its plugin gives all operations of a document one id
     in this pytest, and of tests with one id pytest-xdist runs one."""
@@ -108,7 +113,9 @@ def test_whatever_is_sent_is_answered_as_documented(
 
 
 @pytest.mark.slow
-def test_much_more_of_whatever_is_answered_as_documented(patient: Rig, tmp_path: Path) -> None:
+def test_much_more_of_whatever_is_answered_as_documented(
+    patient: ProxyWithEngine, tmp_path: Path
+) -> None:
     """schemathesis as people run it."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{patient.url}/openapi.json"]
     options = {
@@ -136,7 +143,7 @@ def test_much_more_of_whatever_is_answered_as_documented(patient: Rig, tmp_path:
     assert f"Tested: {operations - 2}\n" in done.stdout
 
 
-def test_the_document_is_the_one_that_is_served(patient: Rig) -> None:
+def test_the_document_is_the_one_that_is_served(patient: ProxyWithEngine) -> None:
     served = httpx.get(f"{patient.url}/openapi.json").json()
     assert served == DOCUMENT
     assert served == httpx.get(f"{patient.url}/openapi.json").json(), "and again"

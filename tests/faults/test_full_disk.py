@@ -11,11 +11,11 @@ import httpx
 import openai
 import pytest
 
-from support.agents.group_load import missing
-from support.agents.toy_agents import Message, Toys, plainly, streaming
+from support.agents.group_load import missing_calls
+from support.agents.toy_agents import Message, ToyAgents, plainly, streaming
 from support.system.small_disk import SmallDisk, small_disk
 from support.trainer.trainer_serve import trainer_serve
-from tracegrad_trainer.engine import checkpoints
+from tracegrad_trainer.engine import list_checkpoints
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 MIB = 1 << 20
@@ -34,7 +34,7 @@ def test_a_full_disk(disk: SmallDisk | None, char_model: Path) -> None:
     settings = {"model": char_model, "checkpoint.keep": 1}
     with trainer_serve(disk.folder / "state", settings) as run:
         run.wait_serving()
-        toys = Toys(run.url)
+        toys = ToyAgents(run.url)
         asyncio.run(two_groups(toys, 1))
         run.wait(lambda: run.is_idle_after(step=1))
 
@@ -55,9 +55,9 @@ def test_a_full_disk(disk: SmallDisk | None, char_model: Path) -> None:
         assert errors == [ended.last_line]
         assert "checkpoint" in ended.last_line
         assert "No space left on device" in ended.last_line
-        assert missing(run.store_url, [toys]) == []
+        assert missing_calls(run.store_url, [toys]) == []
         assert run.last_step() == 2
-        assert [kept.name for kept in checkpoints(folder)] == ["step-00000002"]
+        assert [kept.name for kept in list_checkpoints(folder)] == ["step-00000002"]
         assert [left.name for left in folder.iterdir()] == ["step-00000002"], "no half of one"
 
 
@@ -70,7 +70,7 @@ def test_what_a_full_disk_kept_from_being_trained_is_trained_by_the_next_start(
     settings = {"model": char_model, "checkpoint.keep": 1}
     with trainer_serve(disk.folder / "state", settings) as run:
         run.wait_serving()
-        toys = Toys(run.url)
+        toys = ToyAgents(run.url)
         asyncio.run(two_groups(toys, 1))
         run.wait(lambda: run.is_idle_after(step=1))
         with disk.filled(leave=ENOUGH_FOR_THE_STORE):
@@ -80,16 +80,16 @@ def test_what_a_full_disk_kept_from_being_trained_is_trained_by_the_next_start(
         run.wait(lambda: run.is_idle_after(step=2), within_s=180)
         run.signal(signal.SIGTERM)
         assert run.ended().code == 0
-    assert missing(run.store_url, [toys]) == []
+    assert missing_calls(run.store_url, [toys]) == []
 
 
-async def two_groups(toys: Toys, number: int) -> None:
+async def two_groups(toys: ToyAgents, number: int) -> None:
     for task in (f"task {number}a", f"task {number}b"):
         await asyncio.gather(*(toys.by_path(task) for _ in range(2)))
         await asyncio.gather(*(toys.by_key(task) for _ in range(2)))
 
 
-async def all_are_refused(toys: Toys) -> None:
+async def all_are_refused(toys: ToyAgents) -> None:
     """Rollouts go on until SQLite has used up the room in the files that it has; then nobody is
     told that anything is done."""
     question: list[Message] = [{"role": "user", "content": "hello"}]

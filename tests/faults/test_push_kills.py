@@ -18,8 +18,8 @@ from support.trainer.pushing_ranks import GAP, Agents, PushingRanks, pushing_ran
 from support.trainer.tiny_model import reference_logprobs, save_tiny_model
 from tracegrad.events import Turn
 from tracegrad.store import Store
-from tracegrad_trainer.engine.checkpoint.manifest import checkpoints, step_of
-from tracegrad_trainer.inference.logprob_probe import compare
+from tracegrad_trainer.engine.checkpoint.manifest import checkpoint_step, list_checkpoints
+from tracegrad_trainer.inference.logprob_probe import compare_logprobs
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -103,7 +103,9 @@ def test_a_killed_push_and_its_restart(
         fill(pushing.store_url, groups=10)
         order = {"at": point, "nth": OF_STEP_2[point], "linger_s": LINGER_S}
         assert not pushing.run(until=STEPS, **order)
-        whole = [step_of(folder) for folder in checkpoints(pushing.settings.checkpoints)]
+        whole = [
+            checkpoint_step(folder) for folder in list_checkpoints(pushing.settings.checkpoints)
+        ]
         assert whole == ([1] if point == "while it is written" else [1, 2])
         committed = [step.step for step in steps_of(pushing.store_url)]
         assert committed == ([1, 2] if point == "after the commit" else [1])
@@ -149,7 +151,7 @@ def test_what_agents_sampled_meanwhile_is_trained_once(
         weights = pushing.trained(2 if sampled == {2} else 1)
         for turn in late:
             ids = turn.prompt_token_ids.tolist(), turn.completion_token_ids.tolist()
-            compare(list(turn.completion_logprobs), reference_logprobs(weights, *ids), GAP)
+            compare_logprobs(list(turn.completion_logprobs), reference_logprobs(weights, *ids), GAP)
 
 
 def turns_of(pushing: PushingRanks, rollout: str) -> list[Turn]:

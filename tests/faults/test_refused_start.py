@@ -11,10 +11,10 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from support.trainer.trainer_serve import Ended, free_port, trainer_serve
+from support.trainer.trainer_serve import Ended, find_free_port, trainer_serve
 from tracegrad_trainer.cli.app import app
 from tracegrad_trainer.launch.run_state import RunState, read_state
-from tracegrad_trainer.launch.session import lock
+from tracegrad_trainer.launch.session import lock_state_folder
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def signals() -> Iterator[None]:
 
 def serve(model: Path, state_dir: Path, *sets: str) -> Ended:
     """`trainer serve` in this process; nothing of what is refused here takes another one."""
-    ports = [f"proxy.port={free_port()}", f"vllm.port={free_port()}"]
+    ports = [f"proxy.port={find_free_port()}", f"vllm.port={find_free_port()}"]
     options = [option for each in [*ports, *sets] for option in ("--set", each)]
     children = psutil.Process().children(recursive=True)
     done = CliRunner().invoke(
@@ -69,7 +69,7 @@ def test_a_port_in_use_as_a_person_meets_it(char_model: Path, tmp_path: Path) ->
 def test_a_folder_in_use(char_model: Path, tmp_path: Path) -> None:
     state = RunState(tmp_path, "serve")
     state.update(stage="serving")
-    with lock(tmp_path):
+    with lock_state_folder(tmp_path):
         one_line(serve(char_model, tmp_path), 1, "state_dir", str(tmp_path), "in use")
     found = read_state(tmp_path, "serve")
     assert found is not None
@@ -97,7 +97,7 @@ def test_a_wrong_setting(wrong: str, words: list[str], char_model: Path, tmp_pat
 
 
 def test_one_port_for_two(char_model: Path, tmp_path: Path) -> None:
-    port = free_port()
+    port = find_free_port()
     ended = serve(char_model, tmp_path, f"proxy.port={port}", f"vllm.port={port}")
     one_line(ended, 2, "proxy.port and vllm.port are both", str(port))
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from support.agents.group_load import Crowd, missing
+from support.agents.group_load import GroupLoad, missing_calls
 from support.trainer.kill_runs import fates
 from support.trainer.prepared_run import steps_of
 from support.trainer.pushing_ranks import agree
 from support.trainer.trainer_serve import TrainerServe, trainer_serve
 from tracegrad.store import Store
-from tracegrad_trainer.config.trainer import resolved
+from tracegrad_trainer.config.trainer import parse_resolved
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 PROMPT = [3 + 5 * i % 80 for i in range(24)]
@@ -29,7 +29,7 @@ def test_killed_in_a_push_it_comes_back_with_what_was_committed(
     state_dir, settings = tmp_path / "state", {"model": char_model}
     with trainer_serve(state_dir, settings) as run:
         run.wait_serving()
-        with Crowd(run.url) as crowd:
+        with GroupLoad(run.url) as crowd:
             run.wait(lambda: run.last_step() >= 1)
             run.wait(lambda: run.doing() == "pushing")
             kill(run, victim)
@@ -40,9 +40,9 @@ def test_killed_in_a_push_it_comes_back_with_what_was_committed(
         run.wait_serving()
         # Not by the step's own version: a lost one makes its weights be served as a later one.
         run.wait(lambda: run.doing() == "waiting" and serves(run) == run.last_step() >= before)
-        agree(resolved((state_dir / "run" / "settings.json").read_text()), PROMPT)
+        agree(parse_resolved((state_dir / "run" / "settings.json").read_text()), PROMPT)
         steps = steps_of(run.store_url)
-    assert missing(run.store_url, [crowd.toys]) == []
+    assert missing_calls(run.store_url, [crowd.toys]) == []
     assert [step.step for step in steps] == list(range(1, len(steps) + 1))
     trained = Counter(step for step, _ in fates(run.store_url).values() if step is not None)
     assert trained == {step.step: step.metrics["turns_trained"] for step in steps}

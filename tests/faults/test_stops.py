@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.agents.group_load import Crowd, missing
-from support.agents.toy_agents import Toys
+from support.agents.group_load import GroupLoad, missing_calls
+from support.agents.toy_agents import ToyAgents
 from support.trainer.trainer_serve import Ended, TrainerServe, trainer_serve
 from tracegrad.store import Ledger, Store
 
@@ -34,7 +34,7 @@ class Place:
 
     model: Path
     state_dir: Path
-    toys: list[Toys] = field(default_factory=list)
+    toys: list[ToyAgents] = field(default_factory=list)
 
     @property
     def store_url(self) -> str:
@@ -65,7 +65,7 @@ class Place:
             assert resumed.state == "serving"
             # Groups that were ready may have made a further step by now.
             assert (resumed.step or 0) >= before
-            with Crowd(run.url) as crowd:
+            with GroupLoad(run.url) as crowd:
                 self.toys.append(crowd.toys)
                 run.wait(lambda: run.last_step() > before)
                 yield run
@@ -73,7 +73,7 @@ class Place:
     def is_whole(self) -> None:
         """Nothing that was acknowledged is lost, by this fault or one before it."""
         assert sum(len(toys.seen) for toys in self.toys) > 0
-        assert missing(self.store_url, self.toys) == []
+        assert missing_calls(self.store_url, self.toys) == []
 
 
 @pytest.fixture(scope="module")

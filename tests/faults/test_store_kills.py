@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 
 from support.store import postgres_server as postgres
-from support.store.durability_check import integrity, kept
-from support.store.kill_runs import Killer, Range, Toll, all_at_once, drawn_seed, ranges
-from support.store.workload import Told, order_of
-from tracegrad.events import RolloutOpened
+from support.store.durability_check import check_durability, integrity
+from support.store.kill_runs import (
+    ForkServer,
+    KillCounts,
+    RandomKiller,
+    all_at_once,
+    drawn_seed,
+    fork_servers,
+)
+from support.store.workload import Acknowledged, resume_points
+from tracegrad.events import RolloutStarted
 from tracegrad.store import Store
 
 _SIDE_BY_SIDE = 2  # victims that write to one store at the same time
@@ -28,9 +35,9 @@ _MAKING_S = 0.25  # about as long as it takes to make a store's tables
 def writers_killed(url: str, folder: Path, kills: int) -> None:
     """`kills` victims; what was lost is named."""
     seed = drawn_seed()
-    told = [{f"{side}{n}": Told() for n in range(_AGENTS)} for side in range(_SIDE_BY_SIDE)]
+    told = [{f"{side}{n}": Acknowledged() for n in range(_AGENTS)} for side in range(_SIDE_BY_SIDE)]
     done = 0
-    with ranges("write", url, folder, _SIDE_BY_SIDE) as found:
+    with fork_servers("write", url, folder, _SIDE_BY_SIDE) as found:
         killers = [
             _killer(range_, mine, seed, f"{seed}/{side}")
             for side, (range_, mine) in enumerate(zip(found, told, strict=True))
@@ -42,32 +49,38 @@ def writers_killed(url: str, folder: Path, kills: int) -> None:
             )
             done += some
             with Store.open(url) as store:
-                now = kept(store, seed, told[0] | told[1])
+                now = check_durability(store, seed, told[0] | told[1])
             lost = f"after {done} kills: {len(now.faults)} faults\n" + "\n".join(now.faults[:20])
             assert not now.faults, lost
-    toll = Toll.of(killers)
-    print(f"{toll}; {now.turns} turns, {now.told} submissions told and kept,")
-    print(f"{now.untold['whole']} kept that nobody was told of")
+    toll = KillCounts.of(killers)
+    print(f"{toll}; {now.turns} turns, {now.acknowledged} submissions told and kept,")
+    print(f"{now.unacknowledged['whole']} kept that nobody was told of")
     toll.check(kills)
-    assert now.told >= kills, "the victims wrote next to nothing"
+    assert now.acknowledged >= kills, "the victims wrote next to nothing"
 
 
-def _killer(range_: Range, told: dict[str, Told], seed: str, own_seed: str) -> Killer:
+def _killer(
+    range_: ForkServer, told: dict[str, Acknowledged], seed: str, own_seed: str
+) -> RandomKiller:
     draw = random.Random(own_seed)
-    return Killer(range_, draw, _next(told, seed, draw), _hears(told), transactions=_TRANSACTIONS)
+    return RandomKiller(
+        range_, draw, _next(told, seed, draw), _hears(told), transactions=_TRANSACTIONS
+    )
 
 
-def _next(told: dict[str, Told], seed: str, draw: random.Random) -> Callable[[], dict[str, Any]]:
+def _next(
+    told: dict[str, Acknowledged], seed: str, draw: random.Random
+) -> Callable[[], dict[str, Any]]:
     def order() -> dict[str, Any]:
         for each in told.values():
             if draw.random() < 0.3:
                 each.give_up()
-        return {"seed": seed, "agents": order_of(told)}
+        return {"seed": seed, "agents": resume_points(told)}
 
     return order
 
 
-def _hears(told: dict[str, Told]) -> Callable[[list[Any]], None]:
+def _hears(told: dict[str, Acknowledged]) -> Callable[[list[Any]], None]:
     def hear(said: list[Any]) -> None:
         match said:
             case ["ack", agent, number, wave, index]:
@@ -89,7 +102,7 @@ def test_40_kills_of_writers_lose_nothing_in_postgresql(postgres_url: str, tmp_p
 def makers_killed(new_url: Callable[[], str], folder: Path, kills: int) -> None:
     draw = random.Random(drawn_seed())
     made = 0
-    with ranges("make", new_url(), folder, 1) as [range_]:
+    with fork_servers("make", new_url(), folder, 1) as [range_]:
         for _ in range(kills):
             url, said = new_url(), list[Any]()
             moment = {"wait_s": draw.uniform(0, _MAKING_S)}
@@ -97,7 +110,7 @@ def makers_killed(new_url: Callable[[], str], folder: Path, kills: int) -> None:
             assert status == -9, range_.log()
             made += ["made"] in said
             with Store.open(url) as store:
-                store.append([RolloutOpened(rollout_id="r")])
+                store.append([RolloutStarted(rollout_id="r")])
                 assert [row.rollout_id for row in store.rollouts()] == ["r"], url
                 assert integrity(store) == [], url
     print(f"{made} of {kills} were made before the kill")

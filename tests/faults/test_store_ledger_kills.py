@@ -13,17 +13,17 @@ from typing import Any
 from sqlalchemy import select
 
 from support.store.durability_check import integrity
-from support.store.kill_runs import Killer, Toll, all_at_once, drawn_seed, ranges
+from support.store.kill_runs import KillCounts, RandomKiller, all_at_once, drawn_seed, fork_servers
 from support.store.killed_process import GROUP_SIZE
 from tracegrad.events import (
-    Fact,
+    Event,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
+    RolloutStarted,
     Turn,
-    logprobs,
-    token_ids,
+    logprob_array,
+    token_id_array,
 )
 from tracegrad.store import Ledger, Store
 from tracegrad.store.models import Leases, Rollouts, TurnLedger, Turns
@@ -50,14 +50,14 @@ class Tasks:
                 self._made += 1
                 self.store.append(self._group(f"t{self._made}"))
 
-    def _group(self, task: str) -> list[Fact]:
+    def _group(self, task: str) -> list[Event]:
         outcomes = [*[Outcome.COMPLETED] * GROUP_SIZE, Outcome.INFRA_ERROR]
-        facts: list[Fact] = []
+        facts: list[Event] = []
         for number, outcome in enumerate(outcomes):
             rollout = f"{task}-{number}"
-            facts.append(RolloutOpened(rollout_id=rollout, task_id=task))
+            facts.append(RolloutStarted(rollout_id=rollout, task_id=task))
             facts += [_turn(f"{rollout}.{n}", rollout) for n in range(self.draw.randint(1, 4))]
-            facts.append(RewardGiven(rollout_id=rollout, value=1.0))
+            facts.append(Reward(rollout_id=rollout, value=1.0))
             facts.append(RolloutFinished(rollout_id=rollout, outcome=outcome))
         self.turns |= {fact.turn_id for fact in facts if isinstance(fact, Turn)}
         return facts
@@ -69,9 +69,9 @@ def _turn(name: str, rollout: str) -> Turn:
         rollout_id=rollout,
         dialect="chat",
         model="m",
-        prompt_token_ids=token_ids([1, 2, 3]),
-        completion_token_ids=token_ids([4, 5]),
-        completion_logprobs=logprobs([-0.5, -0.5]),
+        prompt_token_ids=token_id_array([1, 2, 3]),
+        completion_token_ids=token_id_array([4, 5]),
+        completion_logprobs=logprob_array([-0.5, -0.5]),
         policy_versions=((0, 2),),
     )
 
@@ -103,7 +103,7 @@ class Heard:
 def test_killed_trainers_train_every_turn_once(url: str, tmp_path: Path) -> None:
     seed = drawn_seed()
     draw, heard = random.Random(seed), Heard()
-    with Store.open(url) as store, ranges("train", url, tmp_path, _WORKERS) as found:
+    with Store.open(url) as store, fork_servers("train", url, tmp_path, _WORKERS) as found:
         tasks = Tasks(store, random.Random(draw.random()))
 
         def order() -> dict[str, Any]:
@@ -111,7 +111,7 @@ def test_killed_trainers_train_every_turn_once(url: str, tmp_path: Path) -> None
             return {"seed": draw.random(), "owner": f"worker {draw.random()}"}
 
         killers = [
-            Killer(each, random.Random(draw.random()), order, heard.hear, _TRANSACTIONS)
+            RandomKiller(each, random.Random(draw.random()), order, heard.hear, _TRANSACTIONS)
             for each in found
         ]
         all_at_once([partial(killer.kill, _KILLS // _WORKERS) for killer in killers])
@@ -122,7 +122,7 @@ def test_killed_trainers_train_every_turn_once(url: str, tmp_path: Path) -> None
         faults = [*heard.twice, *_once(store, tasks.turns), *_steps(store, heard)]
         faults += [*_leases(store), *integrity(store)]
         steps, counts, again = Ledger(store).steps(), store.turn_counts(), _leased_again(store)
-    toll = Toll.of(killers)
+    toll = KillCounts.of(killers)
     print(f"{toll}; {of_the_killed} of {len(steps)} steps by the killed,")
     print(f"{len(heard.steps)} acknowledged, {heard.refused} refused; {counts}")
     print(f"{again} rollouts leased again after their worker's end")

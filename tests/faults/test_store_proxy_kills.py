@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.agents.conversation_load import Callers, lost
+from support.agents.conversation_load import ConversationLoad, lost_calls
 from support.engines.mock_engine import MockEngine
 from support.proxy.proxy_process import ProxyProcess
 from support.proxy.servers import eventually, serving
@@ -32,7 +32,7 @@ def proxies_killed(engine_url: str, store_url: str, folder: Path, kills: int) ->
     proxy = ProxyProcess(engine_url, store_url, folder / "proxy.log")
     proxy.start()
     try:
-        with Callers(proxy.url, _CALLERS) as callers:
+        with ConversationLoad(proxy.url, _CALLERS) as callers:
             for _ in range(kills):
                 before = len(callers.ended)
                 eventually(lambda seen=before: len(callers.ended) > seen, 60)
@@ -44,7 +44,7 @@ def proxies_killed(engine_url: str, store_url: str, folder: Path, kills: int) ->
     finally:
         proxy.close()
     with Store.open(store_url) as store:
-        faults = [*lost(store, callers), *integrity(store)]
+        faults = [*lost_calls(store, callers), *integrity(store)]
         captured = store.turn_counts().captured
     print(f"{kills} kills: {len(callers.ended)} calls and {len(callers.rewarded)} rewards ended,")
     print(f"{len(callers.failed)} failed; {captured} turns are stored")

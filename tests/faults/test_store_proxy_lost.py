@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.agents.conversation_load import Callers, Failed, lost
+from support.agents.conversation_load import ConversationLoad, FailedCall, lost_calls
 from support.engines.mock_engine import MockEngine
 from support.proxy.proxy_process import ProxyProcess
 from support.proxy.servers import eventually, serving
@@ -19,7 +19,7 @@ from support.store.postgres_crash import Crashing, crashing
 from support.system.small_disk import SmallDisk, small_disk
 from tracegrad.proxy import create_app, store_async
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.store import Store, Writer
+from tracegrad.store import GroupCommitWriter, Store
 
 _CALLERS = 6
 _AT_ONCE_S = 10.0  # a server that is gone is noticed without any waiting
@@ -51,7 +51,7 @@ def test_a_postgresql_that_goes_away_and_comes_back(
     proxy = ProxyProcess(engine_url, store_url, tmp_path / "proxy.log")
     proxy.start()
     try:
-        with Callers(proxy.url, _CALLERS) as callers:
+        with ConversationLoad(proxy.url, _CALLERS) as callers:
             for go_away in (database.stop, database.kill, database.kill):
                 _goes_on(callers)
                 go_away()
@@ -67,7 +67,7 @@ def test_a_postgresql_that_goes_away_and_comes_back(
         proxy.close()
     _were_told_to_come_back(callers.failed, _AT_ONCE_S)
     with Store.open(store_url) as store:
-        faults = [*lost(store, callers), *integrity(store)]
+        faults = [*lost_calls(store, callers), *integrity(store)]
     assert not faults, f"{len(faults)} faults\n" + "\n".join(faults[:20])
     said = proxy.log.read_text()
     assert said.count("the store can be written again") == 3, said[-3000:]
@@ -82,7 +82,7 @@ def test_a_disk_that_is_full_for_a_while(
     proxy = ProxyProcess(engine_url, store_url, tmp_path / "proxy.log")
     proxy.start()
     try:
-        with Callers(proxy.url, _CALLERS) as callers:
+        with ConversationLoad(proxy.url, _CALLERS) as callers:
             for _ in range(2):
                 _goes_on(callers)
                 failed = len(callers.failed)
@@ -97,7 +97,7 @@ def test_a_disk_that_is_full_for_a_while(
         proxy.close()
     _were_told_to_come_back(callers.failed, _AT_ONCE_S)
     with Store.open(store_url) as store:
-        faults = [*lost(store, callers), *integrity(store)]
+        faults = [*lost_calls(store, callers), *integrity(store)]
     assert not faults, f"{len(faults)} faults\n" + "\n".join(faults[:20])
 
 
@@ -106,10 +106,10 @@ def test_a_store_that_does_not_answer_holds_nobody_for_good(
 ) -> None:
     monkeypatch.setattr(store_async, "PATIENCE_S", 0.5)
     settings = ProxySettings(upstream=engine_url)
-    with Store.open(database.server.new_database()) as store, Writer(store) as writer:
+    with Store.open(database.server.new_database()) as store, GroupCommitWriter(store) as writer:
         with (
             serving(create_app(settings, store=store, writer=writer)) as url,
-            Callers(url, _CALLERS) as callers,
+            ConversationLoad(url, _CALLERS) as callers,
         ):
             _goes_on(callers)
             with database.frozen():
@@ -118,22 +118,22 @@ def test_a_store_that_does_not_answer_holds_nobody_for_good(
                 _every_door_is_503(url)
             _goes_on(callers)
         _were_told_to_come_back(callers.failed, 0.5 + _AT_ONCE_S)
-        assert lost(store, callers) == []
+        assert lost_calls(store, callers) == []
 
 
-def _goes_on(callers: Callers) -> None:
+def _goes_on(callers: ConversationLoad) -> None:
     """Calls, streamed and not, and rewards, come to their ends."""
     ended, rewarded = len(callers.ended), len(callers.rewarded)
     eventually(lambda: len(callers.rewarded) > rewarded + 2 * callers.count, 60)
     assert len(callers.ended) > ended
 
 
-def _every_kind(failed: Sequence[Failed]) -> bool:
+def _every_kind(failed: Sequence[FailedCall]) -> bool:
     """Refused before an answer began, and within one that had."""
     return {each.in_stream for each in failed} == {True, False} and len(failed) > 20
 
 
-def _were_told_to_come_back(failed: Sequence[Failed], within_s: float) -> None:
+def _were_told_to_come_back(failed: Sequence[FailedCall], within_s: float) -> None:
     for each in failed:
         if each.in_stream:
             assert "the store cannot be written" in each.message, each
@@ -175,7 +175,7 @@ def test_a_repeated_call_is_not_an_inner_error_without_a_store(
     body = {"model": "m", "messages": _QUESTION}
     with (
         Store.open(database.server.new_database()) as store,
-        Writer(store) as writer,
+        GroupCommitWriter(store) as writer,
         serving(create_app(settings, store=store, writer=writer)) as url,
         httpx.Client(base_url=url, timeout=60) as client,
     ):

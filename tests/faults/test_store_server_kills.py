@@ -11,11 +11,11 @@ from contextlib import contextmanager
 import pytest
 
 from support.proxy.servers import eventually
-from support.store.durability_check import kept
+from support.store.durability_check import check_durability
 from support.store.kill_runs import drawn_seed
 from support.store.postgres_crash import Crashing, crashing
-from support.store.workload import Agents, Parcel, Told
-from tracegrad.store import Store, StoreUnavailable, Writer
+from support.store.workload import Acknowledged, Submission, WriterAgents
+from tracegrad.store import GroupCommitWriter, Store, StoreUnavailable
 
 _AGENTS = 8
 
@@ -24,12 +24,12 @@ class _Heard:
     """What agents were told, and how often they were refused."""
 
     def __init__(self) -> None:
-        self.told = {f"a{number}": Told() for number in range(_AGENTS)}
+        self.told = {f"a{number}": Acknowledged() for number in range(_AGENTS)}
         self.acknowledged = 0
         self.refusals: list[str] = []
         self._lock = threading.Lock()
 
-    def tell(self, parcel: Parcel) -> None:
+    def tell(self, parcel: Submission) -> None:
         with self._lock:
             self.told[parcel.agent].add(parcel.place)
             self.acknowledged += 1
@@ -38,7 +38,7 @@ class _Heard:
         with self._lock:
             self.refusals.append(str(error))
 
-    def goes_on(self, agents: Agents) -> None:
+    def goes_on(self, agents: WriterAgents) -> None:
         """Until every agent has got further from here, or one has come to its end."""
         before = {name: len(each.places) for name, each in self.told.items()}
 
@@ -50,11 +50,11 @@ class _Heard:
 
 
 @contextmanager
-def at_work(database: Crashing, seed: str) -> Iterator[tuple[Store, _Heard, Agents]]:
+def at_work(database: Crashing, seed: str) -> Iterator[tuple[Store, _Heard, WriterAgents]]:
     """Agents that write until the end; then what they were told is looked up."""
     heard = _Heard()
-    with Store.open(database.server.new_database()) as store, Writer(store) as writer:
-        agents = Agents(writer, seed, heard.tell, heard.refused)
+    with Store.open(database.server.new_database()) as store, GroupCommitWriter(store) as writer:
+        agents = WriterAgents(writer, seed, heard.tell, heard.refused)
         threads = agents.start(dict.fromkeys(heard.told, (0, 0)))
         try:
             heard.goes_on(agents)
@@ -65,7 +65,7 @@ def at_work(database: Crashing, seed: str) -> Iterator[tuple[Store, _Heard, Agen
         for thread in threads:
             thread.join(60)
             assert not thread.is_alive(), f"agent {thread.name} hangs"
-        found = kept(store, seed, heard.told)
+        found = check_durability(store, seed, heard.told)
     print(f"{heard.acknowledged} told, {len(heard.refusals)} refused, {found.turns} turns")
     assert not found.faults, f"{len(found.faults)} faults\n" + "\n".join(found.faults[:20])
     assert not agents.failures

@@ -19,11 +19,11 @@ import pytest
 
 from support.proxy.servers import eventually
 from support.store.kill_runs import drawn_seed
-from support.system.process_tree import Family
+from support.system.process_tree import ProcessTree
 from support.trainer.kill_runs import Runs, fates, log_of, made, same, state_of, step_runs
 from support.trainer.killed_process import POINTS
 from support.trainer.prepared_run import SMALL, fill, save_smallest_model, settings_of
-from tracegrad_trainer.engine.checkpoint.manifest import checkpoints
+from tracegrad_trainer.engine.checkpoint.manifest import list_checkpoints
 
 GROUPS = 20
 KILLED = -9
@@ -85,7 +85,7 @@ class Scene:
 
     def left(self) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
         """Steps, fates of turns, the state of the last checkpoint."""
-        last = checkpoints(self.folder / "state" / "checkpoints")[-1]
+        last = list_checkpoints(self.folder / "state" / "checkpoints")[-1]
         return made(self.url), fates(self.url), state_of(last, self.folder / "whole.pt")
 
 
@@ -175,7 +175,7 @@ def test_a_killed_command_leaves_nobody_behind_and_goes_on(
     assert expected.run()
     killed = Scene(runs, model, tmp_path / "killed", next(urls), ranks=1, groups=100)
     first = subprocess.Popen(killed.command(), stdout=subprocess.DEVNULL, env=ONE_THREAD)
-    family = Family(first.pid)
+    family = ProcessTree(first.pid)
     eventually(lambda: len(made(killed.url)) >= 2, 120)
     first.kill()
     first.wait()

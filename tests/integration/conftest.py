@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.engines.vllm_server import VllmServer, tiny_settings
-from support.system.shadowing_modules import plant
+from support.system.shadowing_modules import write_modules
 from support.trainer.tiny_model import save_tiny_model
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 
@@ -28,7 +28,7 @@ def vllm_server(
 ) -> Iterator[VllmServer]:
     settings = tiny_settings(tiny_model_dir, tmp_path_factory.mktemp("vllm") / "vllm.log")
     process = VllmProcess(settings)
-    planted = plant(tmp_path_factory.mktemp("planted"))
+    planted = write_modules(tmp_path_factory.mktemp("planted"))
     try:
         with contextlib.chdir(planted):
             process.start()

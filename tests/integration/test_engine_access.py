@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from support.engines.vllm_server import VllmServer
-from support.system.shadowing_modules import ran
+from support.system.shadowing_modules import modules_run
 from tracegrad.private_files import is_private
 from tracegrad.urls import unix_socket
-from tracegrad_trainer.utils.client import endpoint_client
+from tracegrad_trainer.utils.client import http_client
 
 pytestmark = pytest.mark.vllm
 NOBODY = 65534
@@ -61,7 +61,7 @@ def test_it_answers_on_no_tcp_port(vllm_server: VllmServer) -> None:
             except (TimeoutError, ConnectionResetError):
                 said = b""
             assert b"HTTP" not in said
-    with endpoint_client(vllm_server.url, timeout_s=10) as client:
+    with http_client(vllm_server.url, timeout_s=10) as client:
         assert client.get("/is_paused").json() == {"is_paused": False}
 
 
@@ -81,4 +81,4 @@ def test_another_user_cannot_connect(vllm_server: VllmServer) -> None:
 
 
 def test_no_module_of_the_working_directory_ran_in_it(vllm_server: VllmServer) -> None:
-    assert ran(vllm_server.planted) == ""
+    assert modules_run(vllm_server.planted) == ""

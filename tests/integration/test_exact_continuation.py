@@ -25,8 +25,8 @@ from support.trainer.tiny_model import load_model, reference_logprobs, tiny_mode
 from tracegrad.events import Turn
 from tracegrad.store import Store
 from tracegrad.turn_tree import extends, paths
-from tracegrad_trainer.inference.vllm_process import VllmProcess, VllmSettings, free_port
-from tracegrad_trainer.utils.subprocesses import Child, answers
+from tracegrad_trainer.inference.vllm_process import VllmProcess, VllmSettings, find_free_port
+from tracegrad_trainer.utils.subprocesses import ChildProcess, is_responding
 
 pytestmark = pytest.mark.vllm
 
@@ -57,7 +57,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     settings = VllmSettings(
         model=str(model_dir),
-        port=free_port(),
+        port=find_free_port(),
         max_model_len=8192,
         kv_cache_memory_bytes=128 << 20,
         reasoning_parser="qwen3",
@@ -76,17 +76,17 @@ def store_url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def proxy(engine: str, store_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = free_port()
+    port = find_free_port()
     command = [str(Path(sys.executable).with_name("tracegrad")), "proxy", "--port", str(port)]
     command += ["--upstream", engine, "--store", store_url, "--model", "policy"]
     # The tiny model writes what regular expressions make it write, which only an admin may ask for.
     env = {"TRACEGRAD_PROXY_PASS_UNKNOWN_FIELDS": "true"}
     log = tmp_path_factory.mktemp("proxy") / "proxy.log"
-    child = Child("proxy", command, log=log, env=env)
+    child = ChildProcess("proxy", command, log=log, env=env)
     url = f"http://127.0.0.1:{port}"
     child.start()
     try:
-        child.wait_ready(lambda: answers(f"{url}/healthz"), timeout_s=60)
+        child.wait_until_ready(lambda: is_responding(f"{url}/healthz"), timeout_s=60)
         yield url
     finally:
         child.stop()

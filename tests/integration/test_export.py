@@ -11,8 +11,8 @@ from support.engines.vllm_server import tiny_settings
 from support.trainer.kill_runs import log_of, step_runs
 from support.trainer.prepared_run import fill, settings_of
 from support.trainer.tiny_model import load_model, reference_logprobs, save_tiny_model
-from tracegrad_trainer.cli.export import Request, export
-from tracegrad_trainer.inference.logprob_probe import compare, probe
+from tracegrad_trainer.cli.export import ExportRequest, export
+from tracegrad_trainer.inference.logprob_probe import compare_logprobs, sample_probe
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -30,13 +30,13 @@ def test_vllm_serves_what_was_exported(tmp_path: Path) -> None:
     with step_runs() as runs:
         assert runs.run(file) == [0], log_of(file)
     out = tmp_path / "exported"
-    assert export(settings, Request(out=out, dtype="float32"), Console(quiet=True)) == 0
+    assert export(settings, ExportRequest(out=out, dtype="float32"), Console(quiet=True)) == 0
 
     served = tiny_settings(out, tmp_path / "vllm.log").model_copy(update={"max_model_len": 128})
     with VllmProcess(served) as engine:
         engine.wait_healthy(timeout=240)
-        sample = probe(engine.url, PROMPT, tokens=24, model=served.served_model_name)
+        sample = sample_probe(engine.url, PROMPT, tokens=24, model=served.served_model_name)
     trained = reference_logprobs(load_model(out), PROMPT, sample.token_ids)
-    compare(sample.logprobs, trained, GAP)
+    compare_logprobs(sample.logprobs, trained, GAP)
     before = reference_logprobs(load_model(model), PROMPT, sample.token_ids)
     assert max(abs(a - b) for a, b in zip(sample.logprobs, before, strict=True)) > 100 * GAP

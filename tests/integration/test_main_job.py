@@ -23,7 +23,7 @@ from support.trainer.trainer_serve import cli, cli_json, trainer_serve
 from tracegrad.events import Turn
 from tracegrad.store import Store
 from tracegrad.turn_tree import extends
-from tracegrad_trainer.inference.logprob_probe import compare
+from tracegrad_trainer.inference.logprob_probe import compare_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 GAP = 1e-4  # nats; the two engines agree to about 1e-6
@@ -122,7 +122,7 @@ def test_recorded_logprobs_are_those_of_the_weights_that_the_version_names(job: 
     assert len(first) >= 10
     for turn in first:
         expected = reference_logprobs(model, turn.prompt_token_ids, turn.completion_token_ids)
-        compare(list(turn.completion_logprobs), expected, GAP)
+        compare_logprobs(list(turn.completion_logprobs), expected, GAP)
 
 
 def test_a_turn_is_the_child_of_the_one_whose_tokens_its_prompt_extends(job: Job) -> None:
@@ -165,12 +165,12 @@ def test_each_step_trained_exactly_the_turns_that_the_ledger_gives_it(job: Job) 
     trained: dict[int, list[Turn]] = defaultdict(list)
     consumed: dict[int, list[str]] = defaultdict(list)
     for rollout_id, detail in job.details().items():
-        if detail.row.consumed_step is not None:
-            consumed[detail.row.consumed_step].append(rollout_id)
+        if detail.summary.consumed_step is not None:
+            consumed[detail.summary.consumed_step].append(rollout_id)
         for turn in detail.turns:
-            fate = detail.fates.get(turn.turn_id)
+            fate = detail.dispositions.get(turn.turn_id)
             if fate is not None and fate.step is not None:
-                assert fate.step == detail.row.consumed_step
+                assert fate.step == detail.summary.consumed_step
                 trained[fate.step].append(turn)
     for step in steps:
         batches = step.settings["batches"]
@@ -288,7 +288,7 @@ def test_it_stops_cleanly_when_it_is_told_to(job: Job) -> None:
 
 def test_the_second_start_goes_on_where_the_first_one_ended(job: Job) -> None:
     assert job.version_stopped == job.version_resumed == 3
-    compare(job.served_again, job.served, GAP)
+    compare_logprobs(job.served_again, job.served, GAP)
 
 
 def test_no_call_of_a_second_start_is_answered_by_the_first_weights(job: Job) -> None:

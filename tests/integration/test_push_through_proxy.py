@@ -15,10 +15,10 @@ from support.engines.vllm_server import VllmServer
 from support.proxy.servers import CONTROL_KEY
 from support.trainer.tiny_model import load_model, perturb, reference_logprobs
 from tracegrad.store import Store
-from tracegrad_trainer.inference.logprob_probe import compare
-from tracegrad_trainer.inference.vllm_process import free_port
+from tracegrad_trainer.inference.logprob_probe import compare_logprobs
+from tracegrad_trainer.inference.vllm_process import find_free_port
 from tracegrad_trainer.inference.weight_push import WeightPusher
-from tracegrad_trainer.utils.subprocesses import Child
+from tracegrad_trainer.utils.subprocesses import ChildProcess
 
 pytestmark = pytest.mark.vllm
 
@@ -30,15 +30,15 @@ def store_url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def proxy_url(vllm_server: VllmServer, store_url: str, tmp_path: Path) -> Iterator[str]:
-    port = free_port()
+    port = find_free_port()
     command = [str(Path(sys.executable).with_name("tracegrad")), "proxy", "--port", str(port)]
     command += ["--upstream", vllm_server.url, "--store", store_url]
     env = {"TRACEGRAD_PROXY_CONTROL_KEY": CONTROL_KEY}
-    proxy = Child("proxy", command, log=tmp_path / "proxy.log", env=env)
+    proxy = ChildProcess("proxy", command, log=tmp_path / "proxy.log", env=env)
     url = f"http://127.0.0.1:{port}"
     proxy.start()
     try:
-        proxy.wait_ready(lambda: _is_up(url), timeout_s=60)
+        proxy.wait_until_ready(lambda: _is_up(url), timeout_s=60)
         yield url
     finally:
         proxy.stop()
@@ -94,5 +94,5 @@ def test_a_streamed_turn_records_which_weights_sampled_each_token(
     assert turn.untrainable is None
     ids = turn.prompt_token_ids, turn.completion_token_ids
     served = list(turn.completion_logprobs)
-    compare(served[:switch], reference_logprobs(old, *ids)[:switch], tolerance=1e-4)
-    compare(served[switch:], reference_logprobs(new, *ids)[switch:], tolerance=1e-4)
+    compare_logprobs(served[:switch], reference_logprobs(old, *ids)[:switch], tolerance=1e-4)
+    compare_logprobs(served[switch:], reference_logprobs(new, *ids)[switch:], tolerance=1e-4)

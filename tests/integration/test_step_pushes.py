@@ -16,10 +16,10 @@ from support.trainer.prepared_run import fill, settings_of, steps_of
 from support.trainer.pushing_ranks import GAP, PROMPT, PushingRanks, pushing_ranks
 from support.trainer.tiny_model import load_model, perturb, reference_logprobs, save_tiny_model
 from tracegrad.store import Store
-from tracegrad_trainer.cli.export import Request, export, weights_of
+from tracegrad_trainer.cli.export import ExportRequest, export, load_checkpoint_model
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.engine import as_in_files, checkpoints
-from tracegrad_trainer.inference.logprob_probe import compare, probe
+from tracegrad_trainer.engine import as_hf_tensors, list_checkpoints
+from tracegrad_trainer.inference.logprob_probe import compare_logprobs, sample_probe
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.inference.weight_push import WeightPusher
 
@@ -52,7 +52,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory, runs: Runs) -> Mixture:
     file.write_text(settings.model_dump_json())
     assert runs.run(file) == [0], log_of(file)
     out = folder / "exported"
-    request = Request(out=out, dtype="float32", shard_size="500KB")
+    request = ExportRequest(out=out, dtype="float32", shard_size="500KB")
     assert export(settings, request, Console(quiet=True)) == 0
     assert len(list(out.glob("*.safetensors"))) > 2
     return Mixture(model, settings, out)
@@ -74,14 +74,14 @@ def moved(one: list[float], other: list[float]) -> float:
 def test_an_exported_mixture_is_what_was_trained_wherever_it_is_loaded(
     mixture: Mixture, engine: VllmProcess
 ) -> None:
-    sample = probe(engine.url, PROMPT, tokens=24)
-    [folder] = checkpoints(mixture.settings.checkpoints)
-    trained = weights_of(mixture.settings, folder)
+    sample = sample_probe(engine.url, PROMPT, tokens=24)
+    [folder] = list_checkpoints(mixture.settings.checkpoints)
+    trained = load_checkpoint_model(mixture.settings, folder)
     assert isinstance(trained, PreTrainedModel)
     expected = reference_logprobs(trained, PROMPT, sample.token_ids)
     loaded = reference_logprobs(load_model(mixture.exported), PROMPT, sample.token_ids)
-    compare(loaded, expected, GAP)
-    compare(sample.logprobs, expected, GAP)
+    compare_logprobs(loaded, expected, GAP)
+    compare_logprobs(sample.logprobs, expected, GAP)
     untrained = reference_logprobs(load_model(mixture.model), PROMPT, sample.token_ids)
     assert moved(sample.logprobs, untrained) > 100 * GAP
 
@@ -91,9 +91,11 @@ def test_each_push_of_a_mixture_is_what_is_served(mixture: Mixture, engine: Vllm
     with WeightPusher(engine.url, checkpoint=mixture.exported) as pusher:
         for version in (1, 2):
             perturb(model, seed=version)
-            pusher.push(version, as_in_files(model, model.named_parameters()))
-            sample = probe(engine.url, PROMPT, tokens=24)
-            compare(sample.logprobs, reference_logprobs(model, PROMPT, sample.token_ids), GAP)
+            pusher.push(version, as_hf_tensors(model, model.named_parameters()))
+            sample = sample_probe(engine.url, PROMPT, tokens=24)
+            compare_logprobs(
+                sample.logprobs, reference_logprobs(model, PROMPT, sample.token_ids), GAP
+            )
 
 
 def proven(pushing: PushingRanks, *, steps: int) -> None:
@@ -120,7 +122,7 @@ def test_two_ranks_push_the_steps_of_a_mixture(
         fill(pushing.store_url, groups=8)
         assert pushing.run(until=2)
         proven(pushing, steps=2)
-        sample = probe(engine.url, PROMPT, tokens=24)
+        sample = sample_probe(engine.url, PROMPT, tokens=24)
     untrained = reference_logprobs(load_model(mixture.model), PROMPT, sample.token_ids)
     assert moved(sample.logprobs, untrained) > 100 * GAP
 
@@ -149,15 +151,15 @@ def test_adapters_are_pushed_merged_and_never_twice(
             proven(pushing, steps=2)
             assert pushing.run(until=3)  # a new start, of adapters that were trained
             pushing.agree()
-            served = probe(vllm_server.url, PROMPT, tokens=24)
+            served = sample_probe(vllm_server.url, PROMPT, tokens=24)
             base = load_model(model)
             untrained = reference_logprobs(base, PROMPT, served.token_ids)
             assert moved(served.logprobs, untrained) > 100 * GAP
             out = tmp_path / "merged"
-            request = Request(out=out, dtype="float32", merged=True)
+            request = ExportRequest(out=out, dtype="float32", merged=True)
             assert export(pushing.settings, request, Console(quiet=True)) == 0
         merged = reference_logprobs(load_model(out), PROMPT, served.token_ids)
-        compare(served.logprobs, merged, GAP)
+        compare_logprobs(served.logprobs, merged, GAP)
     finally:
         with WeightPusher(vllm_server.url, checkpoint=model) as pusher:
             pusher.push(-1, load_model(model).named_parameters())

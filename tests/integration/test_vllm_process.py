@@ -11,7 +11,7 @@ import pytest
 
 from support.engines.vllm_server import tiny_settings
 from tracegrad_trainer.inference.vllm_process import VllmProcess
-from tracegrad_trainer.inference.weight_push import EngineLost, WeightPusher
+from tracegrad_trainer.inference.weight_push import EngineLostError, WeightPusher
 from tracegrad_trainer.utils.subprocesses import ChildError
 
 pytestmark = pytest.mark.vllm
@@ -51,7 +51,7 @@ def test_a_killed_server_is_one_clear_line_and_takes_its_engine_along(
             process.check()
         with (
             WeightPusher(process.url, checkpoint=tiny_model_dir) as pusher,
-            pytest.raises(EngineLost, match="does not answer /pause"),
+            pytest.raises(EngineLostError, match="does not answer /pause"),
         ):
             pusher.push(1, [])
     assert shared_memory() <= before

@@ -26,11 +26,15 @@ from support.trainer.tiny_model import (
     tiny_sizes,
     tiny_tokenizer,
 )
-from tracegrad_trainer.engine import as_in_files
-from tracegrad_trainer.inference.logprob_probe import ProbeMismatch, compare, probe
+from tracegrad_trainer.engine import as_hf_tensors
+from tracegrad_trainer.inference.logprob_probe import (
+    ProbeMismatchError,
+    compare_logprobs,
+    sample_probe,
+)
 from tracegrad_trainer.inference.vllm_process import VllmProcess
-from tracegrad_trainer.inference.weight_push import PushFailed, WeightPusher
-from tracegrad_trainer.utils.client import endpoint_client
+from tracegrad_trainer.inference.weight_push import PushError, WeightPusher
+from tracegrad_trainer.utils.client import http_client
 
 pytestmark = pytest.mark.vllm
 TOLERANCE = 1e-4  # nats, the largest difference over all tokens
@@ -53,12 +57,14 @@ def pusher(vllm_server: VllmServer) -> Iterator[WeightPusher]:
 
 def agrees(url: str, model: PreTrainedModel, *prompts: list[int], tokens: int = 48) -> None:
     for prompt in prompts:
-        sample = probe(url, prompt, tokens=tokens)
-        compare(sample.logprobs, reference_logprobs(model, prompt, sample.token_ids), TOLERANCE)
+        sample = sample_probe(url, prompt, tokens=tokens)
+        compare_logprobs(
+            sample.logprobs, reference_logprobs(model, prompt, sample.token_ids), TOLERANCE
+        )
 
 
 def served_version(url: str) -> str:
-    with endpoint_client(url, timeout_s=60) as client:
+    with http_client(url, timeout_s=60) as client:
         version: str = client.get("/weight_info").json()["weight_version"]
     return version
 
@@ -75,7 +81,7 @@ def test_served_equals_trained_before_and_after_each_push(
 
 
 def test_without_the_push_the_two_differ(vllm_server: VllmServer, model: PreTrainedModel) -> None:
-    with pytest.raises(ProbeMismatch):
+    with pytest.raises(ProbeMismatchError):
         agrees(vllm_server.url, perturb(model, seed=1), SHORT)
 
 
@@ -108,7 +114,7 @@ class Stream:
             "stream": True,
         }
         with (
-            endpoint_client(server.url, timeout_s=60) as client,
+            http_client(server.url, timeout_s=60) as client,
             client.stream("POST", "/v1/chat/completions", json=request) as response,
         ):
             for line in response.iter_lines():
@@ -148,8 +154,8 @@ def test_a_stream_in_flight_goes_on_with_the_new_weights(
     assert stream.finish_reason == "length"
     old = reference_logprobs(load_model(tiny_model_dir), stream.prompt, stream.tokens)
     new = reference_logprobs(model, stream.prompt, stream.tokens)
-    compare(stream.logprobs[:mark], old[:mark], TOLERANCE)
-    compare(stream.logprobs[mark:], new[mark:], TOLERANCE)
+    compare_logprobs(stream.logprobs[:mark], old[:mark], TOLERANCE)
+    compare_logprobs(stream.logprobs[mark:], new[mark:], TOLERANCE)
 
 
 def test_a_call_that_arrives_during_the_push_waits_and_gets_the_new_weights(
@@ -211,7 +217,7 @@ def test_a_failed_push_leaves_the_old_version_serving_and_says_so(
 
         monkeypatch.setattr(pusher._files, "write", write_half)
         reason = "file not fully covered"
-    with pytest.raises(PushFailed, match=f"version 2 is not served, version 1 still is.*{reason}"):
+    with pytest.raises(PushError, match=f"version 2 is not served, version 1 still is.*{reason}"):
         pusher.push(2, weights)
     monkeypatch.undo()
     agrees(vllm_server.url, model, SHORT, LONG)
@@ -226,7 +232,7 @@ def test_weights_that_fail_verification_are_taken_back(
 ) -> None:
     perturb(model, seed=8)
     wrong = [(n, p.detach() * (1.5 if "down" in n else 1)) for n, p in model.named_parameters()]
-    with pytest.raises(PushFailed, match=r"served wrongly, version 0 is back: .* nats"):
+    with pytest.raises(PushError, match=r"served wrongly, version 0 is back: .* nats"):
         pusher.push(1, wrong, verify=lambda: agrees(vllm_server.url, model, SHORT))
     agrees(vllm_server.url, load_model(tiny_model_dir), SHORT, LONG)
     assert served_version(vllm_server.url) == "0"
@@ -256,5 +262,5 @@ def test_other_shapes_of_model_take_new_weights(kind: str, tmp_path: Path) -> No
         with WeightPusher(process.url, checkpoint=folder) as pusher:
             for version in (1, 2):
                 perturb(model, seed=version)
-                pusher.push(version, as_in_files(model, model.named_parameters()))
+                pusher.push(version, as_hf_tensors(model, model.named_parameters()))
                 agrees(process.url, model, SHORT, LONG)

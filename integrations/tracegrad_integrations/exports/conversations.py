@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracegrad.events import Json, Turn
-from tracegrad.proxy.dialects.history import reply_of, whole_call
-from tracegrad.store.copy.export_records import RolloutCopy
+from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
+from tracegrad.store.copy.export_records import RolloutRecord
 from tracegrad.store.encoding.blobs import dump_json
-from tracegrad.transfer.layouts import Reasons
+from tracegrad.transfer.layouts import ReasonCounter
 
 
-class Unsayable(Exception):
+class NoChatMessages(Exception):
     """Why a turn has no chat messages: "no_text", "media", "tool_calls"."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Said:
+class ChatTurn:
     """One turn: what it was asked, with which tools, and what the model said."""
 
     turn: Turn
-    asked: list[Json]
+    prompt: list[Json]
     tools: list[Any]
     reply: Json
 
@@ -37,15 +37,15 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ChatConversation:
     """A path of turns. `replies` are the places in `messages` of what its turns said."""
 
-    turns: tuple[Said, ...]
+    turns: tuple[ChatTurn, ...]
     messages: list[Json]
     replies: frozenset[int]
 
     @property
-    def only_ours(self) -> bool:
+    def all_replies_sampled(self) -> bool:
         """Whether every reply in it was said by one of its turns."""
         return all(
             place in self.replies
@@ -54,19 +54,19 @@ class Conversation:
         )
 
 
-def all_said(copy: RolloutCopy, left_out: Reasons) -> list[Said]:
+def chat_turns(copy: RolloutRecord, left_out: ReasonCounter) -> list[ChatTurn]:
     """The turns that can be told as messages; the others are counted."""
     by_id = {turn.turn_id: turn for turn in copy.turns}
     found = []
     for turn in copy.turns:
         try:
             found.append(_said(turn, by_id))
-        except Unsayable as reason:
+        except NoChatMessages as reason:
             left_out[f"turns: {reason}"] += 1
     return found
 
 
-def conversations(said: Sequence[Said]) -> list[Conversation]:
+def conversations(said: Sequence[ChatTurn]) -> list[ChatConversation]:
     """One for each turn that no later one continues."""
     before = {id(one): _continued(one, said[:index]) for index, one in enumerate(said)}
     inner = {id(earlier) for earlier in before.values() if earlier is not None}
@@ -94,12 +94,12 @@ def message_of(raw: Json) -> Json:
     return message
 
 
-def _said(turn: Turn, by_id: dict[str, Turn]) -> Said:
-    call = whole_call(turn, by_id.get)
-    reply = reply_of(turn)
+def _said(turn: Turn, by_id: dict[str, Turn]) -> ChatTurn:
+    call = recorded_call(turn, by_id.get)
+    reply = recorded_reply(turn)
     if call is None or not call.messages or reply is None:
-        raise Unsayable("no_text")
-    return Said(
+        raise NoChatMessages("no_text")
+    return ChatTurn(
         turn,
         [message_of(message) for message in call.messages],
         call.body.get("tools") or [],
@@ -107,17 +107,17 @@ def _said(turn: Turn, by_id: dict[str, Turn]) -> Said:
     )
 
 
-def _continued(one: Said, earlier: Sequence[Said]) -> Said | None:
+def _continued(one: ChatTurn, earlier: Sequence[ChatTurn]) -> ChatTurn | None:
     """The longest, the latest of equals."""
-    found: Said | None = None
+    found: ChatTurn | None = None
     for other in earlier:
-        length = len(other.asked)
-        longer = found is None or length >= len(found.asked)
+        length = len(other.prompt)
+        longer = found is None or length >= len(found.prompt)
         if (
             longer
-            and len(one.asked) > length
-            and _same_reply(one.asked[length], other.reply)
-            and one.asked[:length] == other.asked
+            and len(one.prompt) > length
+            and _same_reply(one.prompt[length], other.reply)
+            and one.prompt[:length] == other.prompt
         ):
             found = other
     return found
@@ -136,18 +136,18 @@ def _names(message: Json) -> list[str]:
     return [call["function"]["name"] for call in message.get("tool_calls", ())]
 
 
-def _conversation(path: Sequence[Said]) -> Conversation:
+def _conversation(path: Sequence[ChatTurn]) -> ChatConversation:
     leaf = path[-1]
-    messages = [*leaf.asked, leaf.reply]
+    messages = [*leaf.prompt, leaf.reply]
     for one in path:
-        messages[len(one.asked)] = one.reply
-    return Conversation(tuple(path), messages, frozenset(len(one.asked) for one in path))
+        messages[len(one.prompt)] = one.reply
+    return ChatConversation(tuple(path), messages, frozenset(len(one.prompt) for one in path))
 
 
 def _call(call: Any) -> Json:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Unsayable("tool_calls")
+        raise NoChatMessages("tool_calls")
     arguments = function.get("arguments")
     return {
         "id": str(call.get("id") or ""),
@@ -166,6 +166,6 @@ def _text(content: Any) -> str | None:
     for part in content if isinstance(content, list) else [content]:
         text = part if isinstance(part, str) else part.get("text")
         if not isinstance(text, str):
-            raise Unsayable("media")
+            raise NoChatMessages("media")
         parts.append(text)
     return "\n".join(parts)

@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from tracegrad.events import Json, Outcome, Turn
-from tracegrad.store.copy.export_records import RolloutCopy
+from tracegrad.store.copy.export_records import RolloutRecord
 from tracegrad.store.encoding.blobs import dump_json
-from tracegrad.transfer.layouts import Reasons
+from tracegrad.transfer.layouts import ReasonCounter
 from tracegrad.transfer.token_rows import TokenRow, token_rows
-from tracegrad_integrations.exports.conversations import Said, all_said
+from tracegrad_integrations.exports.conversations import ChatTurn, chat_turns
 
 # A policy gradient needs tokens as the policy samples them; imitation takes any that were said.
 _SAMPLED_OTHERWISE = frozenset(
@@ -24,7 +24,7 @@ _SAMPLED_OTHERWISE = frozenset(
 )
 
 
-def not_imitated(turn: Turn) -> str | None:
+def imitation_exclusion(turn: Turn) -> str | None:
     """Why its tokens are no example to learn from, or None."""
     if turn.untrainable is not None and turn.untrainable not in _SAMPLED_OTHERWISE:
         return turn.untrainable
@@ -33,17 +33,17 @@ def not_imitated(turn: Turn) -> str | None:
     return None if turn.prompt_token_ids else "no_prompt"
 
 
-def not_policy(turn: Turn) -> str | None:
+def policy_exclusion(turn: Turn) -> str | None:
     """Why its tokens are no sample of the policy, or None."""
     if turn.untrainable is not None:
         return turn.untrainable
     if not all(map(math.isfinite, turn.completion_logprobs)):
         return "non_finite"
-    return not_imitated(turn)
+    return imitation_exclusion(turn)
 
 
-def rows_of(
-    copy: RolloutCopy, reason: Callable[[Turn], str | None], left_out: Reasons
+def eligible_rows(
+    copy: RolloutRecord, reason: Callable[[Turn], str | None], left_out: ReasonCounter
 ) -> Iterator[TokenRow]:
     """Token rows of the turns without a reason; the others are counted."""
     why = {turn.turn_id: name for turn in copy.turns if (name := reason(turn)) is not None}
@@ -51,7 +51,9 @@ def rows_of(
     return token_rows(copy.turns, why.keys())
 
 
-def scored(copies: Sequence[RolloutCopy], left_out: Reasons) -> list[tuple[RolloutCopy, float]]:
+def scored_rollouts(
+    copies: Sequence[RolloutRecord], left_out: ReasonCounter
+) -> list[tuple[RolloutRecord, float]]:
     """Finished rollouts that the policy is to be judged by, with their rewards."""
     found = []
     for copy in copies:
@@ -66,15 +68,17 @@ def scored(copies: Sequence[RolloutCopy], left_out: Reasons) -> list[tuple[Rollo
     return found
 
 
-def prompts(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[tuple[RolloutCopy, Said]]:
+def prompts(
+    copies: Sequence[RolloutRecord], left_out: ReasonCounter
+) -> Iterator[tuple[RolloutRecord, ChatTurn]]:
     """What rollouts of one task were first asked; the same words once."""
     known = []
     for copy in copies:
-        said = all_said(copy, left_out)
+        said = chat_turns(copy, left_out)
         if not said:
             left_out["rollouts: no_text"] += 1
             continue
-        first = (said[0].asked, said[0].tools)
+        first = (said[0].prompt, said[0].tools)
         if first in known:
             left_out["rollouts: same_prompt"] += 1
             continue
@@ -82,7 +86,7 @@ def prompts(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[tuple[
         yield copy, said[0]
 
 
-def truth_of(task: object) -> str:
+def ground_truth(task: object) -> str:
     """What a task's answer is checked against: its `answer`, `ground_truth` or `label`, if it is
     an object that has one; else the task itself. As text."""
     if isinstance(task, dict):
@@ -92,7 +96,7 @@ def truth_of(task: object) -> str:
     return "" if task is None else _as_text(task)
 
 
-def about(copy: RolloutCopy) -> Json:
+def task_columns(copy: RolloutRecord) -> Json:
     """The task, for reward functions."""
     return {
         "task_id": copy.task_id,
@@ -101,7 +105,7 @@ def about(copy: RolloutCopy) -> Json:
     }
 
 
-ABOUT = {"task_id": "text", "agent": "text", "task": "text"}
+TASK_COLUMNS = {"task_id": "text", "agent": "text", "task": "text"}
 
 
 def _as_text(value: object) -> str:

@@ -10,38 +10,38 @@ from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from tracegrad.events import Json, Outcome
-from tracegrad.store.copy.export_records import RolloutCopy
-from tracegrad.transfer.layouts import Layout, Reasons
+from tracegrad.store.copy.export_records import RolloutRecord
+from tracegrad.transfer.layouts import ExportLayout, ReasonCounter
 from tracegrad.transfer.token_rows import TokenRow
 from tracegrad_integrations.exports.eligibility import (
-    ABOUT,
-    about,
-    not_policy,
+    TASK_COLUMNS,
+    eligible_rows,
+    ground_truth,
+    policy_exclusion,
     prompts,
-    rows_of,
-    scored,
-    truth_of,
+    scored_rollouts,
+    task_columns,
 )
 
 
-def _prompts(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+def _prompts(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
     for copy, said in prompts(copies, left_out):
         yield {
-            "prompt": said.asked,
-            "label": truth_of(copy.task),
+            "prompt": said.prompt,
+            "label": ground_truth(copy.task),
             # With --tool-key slime wants a list in every row.
             "tools": said.tools_text or "[]",
-            "metadata": about(copy),
+            "metadata": task_columns(copy),
         }
 
 
-def _samples(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
-    for copy, reward in scored(copies, left_out):
-        for row in rows_of(copy, not_policy, left_out):
+def _samples(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
+    for copy, reward in scored_rollouts(copies, left_out):
+        for row in eligible_rows(copy, policy_exclusion, left_out):
             yield _sample(copy, row, reward)
 
 
-def _sample(copy: RolloutCopy, row: TokenRow, reward: float) -> Json:
+def _sample(copy: RolloutRecord, row: TokenRow, reward: float) -> Json:
     """`slime.utils.types.Sample`: the response is all that comes after the first prompt."""
     response = slice(row.prompt_tokens, None)
     return {
@@ -53,13 +53,13 @@ def _sample(copy: RolloutCopy, row: TokenRow, reward: float) -> Json:
         "rollout_log_probs": row.logprobs[response].tolist(),
         "weight_versions": [str(version) for version in row.versions],
         "reward": reward,
-        "label": truth_of(copy.task),
+        "label": ground_truth(copy.task),
         "status": _status(copy, row),
-        "metadata": {**about(copy), "rollout_id": copy.rollout_id},
+        "metadata": {**task_columns(copy), "rollout_id": copy.rollout_id},
     }
 
 
-def _status(copy: RolloutCopy, row: TokenRow) -> str:
+def _status(copy: RolloutRecord, row: TokenRow) -> str:
     if copy.outcome == Outcome.BUDGET or row.turns[-1].finish_reason == "length":
         return "truncated"
     # slime trains on what failed too, and the agent's own failures are the policy's.
@@ -90,13 +90,13 @@ def save_samples(file: BinaryIO, rows: Iterator[Json]) -> None:
     torch.save({"rollout_id": 0, "samples": samples}, file)
 
 
-PROMPTS = Layout(
+PROMPTS = ExportLayout(
     name="slime-prompts",
     reader="slime.utils.data.Dataset (--prompt-data)",
-    columns={"prompt": "messages", "label": "text", "tools": "text", "metadata": ABOUT},
+    columns={"prompt": "messages", "label": "text", "tools": "text", "metadata": TASK_COLUMNS},
     rows=_prompts,
 )
-SAMPLES = Layout(
+SAMPLES = ExportLayout(
     name="slime-samples",
     reader="slime load_debug_rollout_data (--load-debug-rollout-data FILE.pt)",
     columns={
@@ -110,7 +110,7 @@ SAMPLES = Layout(
         "reward": "number",
         "label": "text",
         "status": "text",
-        "metadata": {**ABOUT, "rollout_id": "text"},
+        "metadata": {**TASK_COLUMNS, "rollout_id": "text"},
     },
     rows=_samples,
     text=False,

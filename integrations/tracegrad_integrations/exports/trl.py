@@ -6,46 +6,46 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from tracegrad.events import Json
-from tracegrad.store.copy.export_records import RolloutCopy
-from tracegrad.transfer.layouts import Layout, Reasons
-from tracegrad_integrations.exports.conversations import Said, all_said
+from tracegrad.store.copy.export_records import RolloutRecord
+from tracegrad.transfer.layouts import ExportLayout, ReasonCounter
+from tracegrad_integrations.exports.conversations import ChatTurn, chat_turns
 from tracegrad_integrations.exports.eligibility import (
-    ABOUT,
-    about,
-    not_imitated,
+    TASK_COLUMNS,
+    eligible_rows,
+    imitation_exclusion,
     prompts,
-    rows_of,
-    scored,
+    scored_rollouts,
+    task_columns,
 )
 from tracegrad_integrations.exports.whole_conversations import whole_conversations
 
 
-def _sft(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+def _sft(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
     for copy in copies:
         for conversation in whole_conversations(copy, left_out):
             yield {"messages": conversation.messages, "tools": conversation.turns[-1].tools_text}
 
 
-def _prompt_completion(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+def _prompt_completion(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
     for copy in copies:
-        for said in all_said(copy, left_out):
-            yield {"prompt": said.asked, "completion": [said.reply], "tools": said.tools_text}
+        for said in chat_turns(copy, left_out):
+            yield {"prompt": said.prompt, "completion": [said.reply], "tools": said.tools_text}
 
 
-def _tokens(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+def _tokens(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
     for copy in copies:
-        for row in rows_of(copy, not_imitated, left_out):
+        for row in eligible_rows(copy, imitation_exclusion, left_out):
             yield {"input_ids": row.token_ids.tolist(), "assistant_masks": row.mask}
 
 
-def _preference(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+def _preference(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
     """The best with the worst, the second best with the second worst, ... of equal prompts."""
     for group in _by_prompt(_answers(copies, left_out)):
         ranked = sorted(group, key=lambda answer: -answer[1])
         while len(ranked) > 1 and ranked[0][1] > ranked[-1][1]:
             (chosen, high), (rejected, low) = ranked.pop(0), ranked.pop()
             yield {
-                "prompt": chosen.asked,
+                "prompt": chosen.prompt,
                 "chosen": [chosen.reply],
                 "rejected": [rejected.reply],
                 "tools": chosen.tools_text,
@@ -56,7 +56,7 @@ def _preference(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Js
             left_out["rollouts: no_other_reward"] += len(ranked)
 
 
-def _kto(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+def _kto(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
     """Good or bad: above or below the mean of the rollouts with the same prompt."""
     for group in _by_prompt(_answers(copies, left_out)):
         mean = fmean(reward for _, reward in group)
@@ -65,7 +65,7 @@ def _kto(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
                 left_out["rollouts: mean_reward"] += 1
                 continue
             yield {
-                "prompt": said.asked,
+                "prompt": said.prompt,
                 "completion": [said.reply],
                 "label": reward > mean,
                 "tools": said.tools_text,
@@ -73,30 +73,32 @@ def _kto(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
             }
 
 
-def _grpo(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+def _grpo(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
     for copy, said in prompts(copies, left_out):
-        yield {"prompt": said.asked, **about(copy)}
+        yield {"prompt": said.prompt, **task_columns(copy)}
 
 
-def _answers(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[tuple[Said, float]]:
+def _answers(
+    copies: Sequence[RolloutRecord], left_out: ReasonCounter
+) -> Iterator[tuple[ChatTurn, float]]:
     """Of rollouts that are one answer. TRL trains on all that comes after the prompt: of several
     turns that would be what tools and users said, too."""
-    for copy, reward in scored(copies, left_out):
+    for copy, reward in scored_rollouts(copies, left_out):
         if len(copy.turns) > 1:
             left_out["rollouts: several_turns"] += 1
             continue
-        said = all_said(copy, left_out)
+        said = chat_turns(copy, left_out)
         if not copy.turns:
             left_out["rollouts: no_turns"] += 1
         for one in said:
             yield one, reward
 
 
-def _by_prompt(answers: Iterator[tuple[Said, float]]) -> list[list[tuple[Said, float]]]:
-    groups: list[list[tuple[Said, float]]] = []
+def _by_prompt(answers: Iterator[tuple[ChatTurn, float]]) -> list[list[tuple[ChatTurn, float]]]:
+    groups: list[list[tuple[ChatTurn, float]]] = []
     for said, reward in answers:
         for group in groups:
-            if (group[0][0].asked, group[0][0].tools) == (said.asked, said.tools):
+            if (group[0][0].prompt, group[0][0].tools) == (said.prompt, said.tools):
                 group.append((said, reward))
                 break
         else:
@@ -104,26 +106,26 @@ def _by_prompt(answers: Iterator[tuple[Said, float]]) -> list[list[tuple[Said, f
     return groups
 
 
-SFT = Layout(
+SFT = ExportLayout(
     name="trl-sft",
     reader="trl.SFTTrainer (conversational language modeling)",
     columns={"messages": "messages", "tools": "text"},
     rows=_sft,
 )
-PROMPT_COMPLETION = Layout(
+PROMPT_COMPLETION = ExportLayout(
     name="trl-prompt-completion",
     reader="trl.SFTTrainer (conversational prompt-completion)",
     columns={"prompt": "messages", "completion": "messages", "tools": "text"},
     rows=_prompt_completion,
 )
-TOKENS = Layout(
+TOKENS = ExportLayout(
     name="trl-tokens",
     reader="trl.SFTTrainer (pre-tokenized, with assistant_masks)",
     columns={"input_ids": "ids", "assistant_masks": "mask"},
     rows=_tokens,
     text=False,
 )
-PREFERENCE = Layout(
+PREFERENCE = ExportLayout(
     name="trl-preference",
     reader="trl.DPOTrainer (conversational preference)",
     columns={
@@ -136,7 +138,7 @@ PREFERENCE = Layout(
     },
     rows=_preference,
 )
-KTO = Layout(
+KTO = ExportLayout(
     name="trl-kto",
     reader="trl.KTOTrainer (conversational unpaired preference)",
     columns={
@@ -148,9 +150,9 @@ KTO = Layout(
     },
     rows=_kto,
 )
-GRPO = Layout(
+GRPO = ExportLayout(
     name="trl-grpo",
     reader="trl.GRPOTrainer (conversational prompt-only)",
-    columns={"prompt": "messages", **ABOUT},
+    columns={"prompt": "messages", **TASK_COLUMNS},
     rows=_grpo,
 )

@@ -10,31 +10,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tracegrad.events import Json
-from tracegrad.store.copy.export_records import RolloutCopy
-from tracegrad.transfer.layouts import Layout, Reasons
+from tracegrad.store.copy.export_records import RolloutRecord
+from tracegrad.transfer.layouts import ExportLayout, ReasonCounter
 from tracegrad_integrations.exports.eligibility import (
-    ABOUT,
-    about,
-    not_imitated,
+    TASK_COLUMNS,
+    eligible_rows,
+    ground_truth,
+    imitation_exclusion,
     prompts,
-    rows_of,
-    truth_of,
+    task_columns,
 )
 from tracegrad_integrations.exports.whole_conversations import whole_conversations
 
 
-def _rl(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+def _rl(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
     for copy, said in prompts(copies, left_out):
         yield {
             # verl chooses its reward function by this name, unless it is given one.
             "data_source": copy.agent or "tracegrad",
-            "prompt": said.asked,
-            "reward_model": {"style": "rule", "ground_truth": truth_of(copy.task)},
-            "extra_info": {"index": copy.task_id or copy.rollout_id, **about(copy)},
+            "prompt": said.prompt,
+            "reward_model": {"style": "rule", "ground_truth": ground_truth(copy.task)},
+            "extra_info": {"index": copy.task_id or copy.rollout_id, **task_columns(copy)},
         }
 
 
-def _sft(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+def _sft(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
     for copy in copies:
         for conversation in whole_conversations(copy, left_out):
             # verl wants tools as columns, which cannot hold the schemas of different tools.
@@ -44,30 +44,30 @@ def _sft(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
                 yield {"messages": conversation.messages}
 
 
-def _tokens(copies: Sequence[RolloutCopy], left_out: Reasons) -> Iterator[Json]:
+def _tokens(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
     for copy in copies:
-        for row in rows_of(copy, not_imitated, left_out):
+        for row in eligible_rows(copy, imitation_exclusion, left_out):
             yield {"input_ids": row.token_ids.tolist(), "loss_mask": row.mask}
 
 
-RL = Layout(
+RL = ExportLayout(
     name="verl-rl",
     reader="verl.utils.dataset.rl_dataset.RLHFDataset",
     columns={
         "data_source": "text",
         "prompt": "messages",
         "reward_model": {"style": "text", "ground_truth": "text"},
-        "extra_info": {"index": "text", **ABOUT},
+        "extra_info": {"index": "text", **TASK_COLUMNS},
     },
     rows=_rl,
 )
-SFT = Layout(
+SFT = ExportLayout(
     name="verl-sft",
     reader="verl.utils.dataset.multiturn_sft_dataset.MultiTurnSFTDataset",
     columns={"messages": "messages"},
     rows=_sft,
 )
-TOKENS = Layout(
+TOKENS = ExportLayout(
     name="verl-tokens",
     reader="tracegrad_integrations.exports.verl_dataset.TokenRows, by data.custom_cls",
     columns={"input_ids": "ids", "loss_mask": "mask"},

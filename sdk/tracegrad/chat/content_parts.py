@@ -25,6 +25,6 @@ def content_of(parts: Sequence[Json]) -> str | list[Json]:
     return list(parts)
 
 
-def media_in(messages: Sequence[Json]) -> Literal["media"] | None:
+def media_untrainable_reason(messages: Sequence[Json]) -> Literal["media"] | None:
     """Why a turn with these messages must not be trained, or None. Of canonical messages."""
     return "media" if has_media(messages) else None

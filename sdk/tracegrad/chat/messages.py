@@ -33,7 +33,7 @@ _OWN_RENDERING = (
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class RenderOptions:
     """What a prompt is rendered from besides its messages."""
 
     tools: list[Json] | None = None
@@ -54,7 +54,7 @@ class Frame:
         return blake2b(_dump(content), digest_size=16).digest()
 
 
-def frame_of(body: Json, defaults: Mapping[str, Any] | None = None) -> Frame:
+def render_options(body: Json, defaults: Mapping[str, Any] | None = None) -> RenderOptions:
     """`body` is a chat completion request; `defaults` what the engine was started with
     (`--default-chat-template-kwargs`)."""
     asked: Json = dict(body.get("chat_template_kwargs") or {})
@@ -65,7 +65,7 @@ def frame_of(body: Json, defaults: Mapping[str, Any] | None = None) -> Frame:
     kwargs = {**(defaults or {}), **_set(asked)}
     kwargs.pop("add_generation_prompt", None)
     own_tools = kwargs.pop("tools", None)
-    return Frame(
+    return RenderOptions(
         tools=own_tools if own_tools is not None else engine_tools(body.get("tools")),
         kwargs=kwargs,
         add_generation_prompt=bool(body.get("add_generation_prompt", True)),
@@ -80,7 +80,7 @@ def without_strict(tool: Any) -> Any:
     return {**tool, "function": {k: v for k, v in function.items() if k != "strict"}}
 
 
-def own_rendering(body: Json) -> str | None:
+def custom_rendering_field(body: Json) -> str | None:
     """The field of a request that makes the engine render it in a way of its own, if one does."""
     return next((name for name in _OWN_RENDERING if body.get(name)), None)
 
@@ -139,7 +139,7 @@ def engine_message(message: Json, *, parts: bool) -> Json:
     return shown
 
 
-def without_developers(messages: Sequence[Json]) -> list[Json]:
+def developers_as_system(messages: Sequence[Json]) -> list[Json]:
     """For templates that know no such role: developers become the system, and all system text
     moves into one message at the front, unless it is there already."""
     if not any(message["role"] == "developer" for message in messages):

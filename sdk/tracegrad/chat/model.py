@@ -38,12 +38,12 @@ _OWN_RENDERERS = {
 }
 
 
-class Inexact(Exception):
+class NotReproducible(Exception):
     """Why the model's prompts cannot be reproduced exactly; one line."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelText:
+class ChatFormat:
     """How a model's prompts are written. `tool_template` is used for requests with tools."""
 
     tokenizer: Tokenizer
@@ -57,18 +57,18 @@ class ModelText:
         return self.template
 
 
-def load_model_text(folder: Path, *, chat_template: str | None = None) -> ModelText:
+def load_chat_format(folder: Path, *, chat_template: str | None = None) -> ChatFormat:
     """Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja
     and additional_chat_templates/. `chat_template` is the text of one that the engine was given
     in place of the model's. Raises Inexact."""
     if not folder.is_dir():
-        raise Inexact(f"{folder} is no folder")
+        raise NotReproducible(f"{folder} is no folder")
     config = _json(folder / "tokenizer_config.json")
     _refuse_other_ways(folder, _json(folder / "config.json"), config)
     tokens = _special_tokens(folder, config)
     sources = {"default": chat_template} if chat_template else _templates(folder, config)
     if "default" not in sources:
-        raise Inexact(f"{folder} has no chat template")
+        raise NotReproducible(f"{folder} has no chat template")
     try:
         templates = {
             name: ChatTemplate(source, {name: str(token) for name, token in tokens.items()})
@@ -76,8 +76,8 @@ def load_model_text(folder: Path, *, chat_template: str | None = None) -> ModelT
             if name in ("default", "tool_use")
         }
     except RenderError as error:
-        raise Inexact(f"{folder}: {error}") from error
-    return ModelText(
+        raise NotReproducible(f"{folder}: {error}") from error
+    return ChatFormat(
         _tokenizer(folder, config, tokens), templates["default"], templates.get("tool_use")
     )
 
@@ -86,19 +86,21 @@ def _refuse_other_ways(folder: Path, model: Json, config: Json) -> None:
     kinds = [model.get("model_type"), *(model.get("architectures") or ())]
     for kind in kinds:
         if kind in _OWN_RENDERERS:
-            raise Inexact(
+            raise NotReproducible(
                 f"{folder}: vLLM renders {kind} with its own {_OWN_RENDERERS[kind]} code, "
                 "not with the chat template"
             )
     if any(folder.glob("consolidated*.safetensors")) and (
         (folder / "tekken.json").exists() or any(folder.glob("tokenizer.model.v*"))
     ):
-        raise Inexact(f"{folder}: vLLM uses Mistral's own tokenizer and renderer for it")
+        raise NotReproducible(f"{folder}: vLLM uses Mistral's own tokenizer and renderer for it")
     code = config.get("auto_map") or {}
     if isinstance(code, list) or code.get("AutoTokenizer"):
-        raise Inexact(f"{folder}: its tokenizer is Python code of its own (auto_map)")
+        raise NotReproducible(f"{folder}: its tokenizer is Python code of its own (auto_map)")
     if not (folder / "tokenizer.json").exists():
-        raise Inexact(f"{folder} has no tokenizer.json: slow tokenizers cannot be reproduced")
+        raise NotReproducible(
+            f"{folder} has no tokenizer.json: slow tokenizers cannot be reproduced"
+        )
 
 
 def _tokenizer(folder: Path, config: Json, tokens: Mapping[str, AddedToken | str]) -> Tokenizer:
@@ -106,11 +108,11 @@ def _tokenizer(folder: Path, config: Json, tokens: Mapping[str, AddedToken | str
         core: Core = Core.from_file(str(folder / "tokenizer.json"))
     # The library raises a bare Exception.
     except Exception as error:
-        raise Inexact(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
+        raise NotReproducible(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
     if getattr(core.model, "dropout", None):
-        raise Inexact(f"{folder}: its tokenizer drops merges at random (dropout)")
+        raise NotReproducible(f"{folder}: its tokenizer drops merges at random (dropout)")
     if config.get("split_special_tokens"):
-        raise Inexact(f"{folder}: its tokenizer splits special tokens in text")
+        raise NotReproducible(f"{folder}: its tokenizer splits special tokens in text")
     core.add_tokens(_missing(core, config, tokens))
     return Tokenizer(core)
 
@@ -183,5 +185,5 @@ def _json(path: Path) -> Json:
     except FileNotFoundError:
         return {}
     except orjson.JSONDecodeError as error:
-        raise Inexact(f"{path} is no JSON: {error}") from error
+        raise NotReproducible(f"{path} is no JSON: {error}") from error
     return content if isinstance(content, dict) else {}

@@ -21,6 +21,6 @@ class RecordedTurn:
     prompt_ids: array[int]
     completion_ids: array[int]
     reply: Json
-    position: int
+    reply_index: int
     finish_reason: str | None = None
     stop_reason: str | int | None = None

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
 
-from tracegrad.chat.messages import Frame, engine_message, without_developers
-from tracegrad.chat.model import ModelText
+from tracegrad.chat.messages import RenderOptions, developers_as_system, engine_message
+from tracegrad.chat.model import ChatFormat
 from tracegrad.chat.recorded_turn import RecordedTurn
 from tracegrad.chat.tokenizer import Tokenizer
 from tracegrad.events import Json
@@ -17,7 +17,7 @@ from tracegrad.events import Json
 class Renderer:
     """A model's prompts under one frame and clock."""
 
-    def __init__(self, text: ModelText, frame: Frame, now: datetime) -> None:
+    def __init__(self, text: ChatFormat, frame: RenderOptions, now: datetime) -> None:
         self.tokenizer = text.tokenizer
         self._template = text.template_for(frame.tools)
         self._frame = frame
@@ -25,12 +25,12 @@ class Renderer:
 
     def message(self, message: Json) -> Json:
         """A canonical message as the template gets it."""
-        return engine_message(message, parts=self._template.wants_parts)
+        return engine_message(message, parts=self._template.content_as_parts)
 
-    def raw(self, messages: Sequence[Json], *, add_generation_prompt: bool | None = None) -> str:
+    def render(self, messages: Sequence[Json], *, add_generation_prompt: bool | None = None) -> str:
         """The text of a prompt, from messages as the template gets them. Raises RenderError."""
-        if not self._template.knows_developers:
-            messages = without_developers(messages)
+        if not self._template.has_developer_role:
+            messages = developers_as_system(messages)
         if add_generation_prompt is None:
             add_generation_prompt = self._frame.add_generation_prompt
         return self._template.render(
@@ -41,19 +41,21 @@ class Renderer:
             now=self._now,
         )
 
-    def text(self, messages: Sequence[Json], *, add_generation_prompt: bool | None = None) -> str:
+    def render_as_tokenized(
+        self, messages: Sequence[Json], *, add_generation_prompt: bool | None = None
+    ) -> str:
         """The same as the tokenizer reads it: all comparisons are made on this."""
-        return self.tokenizer.as_read(
-            self.raw(messages, add_generation_prompt=add_generation_prompt)
+        return self.tokenizer.roundtrip(
+            self.render(messages, add_generation_prompt=add_generation_prompt)
         )
 
 
-def end_token(turn: RecordedTurn, tokenizer: Tokenizer) -> str | None:
+def stop_token_text(turn: RecordedTurn, tokenizer: Tokenizer) -> str | None:
     """The text of the token that ended the turn. None if it was cut short, or ended by a token
     of ordinary text."""
     if turn.finish_reason in ("length", "abort"):
         return None
-    return tokenizer.added(turn.completion_ids[-1])
+    return tokenizer.added_token(turn.completion_ids[-1])
 
 
 def was_sent(text: str, chain: Sequence[RecordedTurn], tokenizer: Tokenizer) -> bool:
@@ -68,7 +70,7 @@ def was_sent(text: str, chain: Sequence[RecordedTurn], tokenizer: Tokenizer) -> 
     at = len(start)
     for turn, following in pairwise(chain):
         added = following.prompt_ids[len(turn.prompt_ids) + len(turn.completion_ids) :]
-        stop = end_token(turn, tokenizer)
+        stop = stop_token_text(turn, tokenizer)
         if stop is None:
             at += len(tokenizer.decode(turn.completion_ids))
         else:

@@ -43,7 +43,7 @@ _CONSTRAINTS = (
 )
 
 
-def settings_of(body: Json) -> Json:
+def sampling_params_of(body: Json) -> Json:
     """The settings that the engine sampled with, its defaults filled in."""
     settings: Json = {
         name: default if (value := body.get(name)) is None else value
@@ -55,7 +55,7 @@ def settings_of(body: Json) -> Json:
     return settings
 
 
-def freed(body: Json) -> Json:
+def force_on_policy(body: Json) -> Json:
     """The call sampled from the model's own distribution, whatever its client wished.
 
     What its answer is *for* stays: forced tools, response formats, stop strings, lengths.
@@ -67,7 +67,7 @@ def freed(body: Json) -> Json:
     return free
 
 
-def untrainable(body: Json, settings: Json) -> str | None:
+def untrainable_reason(body: Json, settings: Json) -> str | None:
     """Why tokens sampled like this must not be trained, or None."""
     if settings["temperature"] < GREEDY_BELOW:
         return "greedy"

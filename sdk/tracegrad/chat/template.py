@@ -52,12 +52,12 @@ class ChatTemplate:
         self._variables = frozenset(meta.find_undeclared_variables(self._syntax))
 
     @cached_property
-    def wants_parts(self) -> bool:
+    def content_as_parts(self) -> bool:
         """Whether the engine hands it contents as lists of parts, not as strings."""
         return iterates_content(self._syntax)
 
     @cached_property
-    def knows_developers(self) -> bool:
+    def has_developer_role(self) -> bool:
         """Whether it has a `developer` role; vLLM looks for the word, quoted."""
         return '"developer"' in self.source or "'developer'" in self.source
 

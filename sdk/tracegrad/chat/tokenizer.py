@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer as Core
 
-from tracegrad.chat.tokenizer_roundtrip import found_anywhere, reading_of
+from tracegrad.chat.tokenizer_roundtrip import found_anywhere, roundtrip_of
 
 
-class NotText(ValueError):
+class UnencodableText(ValueError):
     """A string that no tokenizer can read."""
 
 
@@ -28,14 +28,14 @@ class Tokenizer:
         self._anywhere = {
             id_ for id_, token in added.items() if found_anywhere(token, contents, core)
         }
-        self._reading = reading_of(core)
+        self._reading = roundtrip_of(core)
 
     def encode(self, text: str) -> array[int]:
         """Ids without special tokens that the text does not spell out. Raises NotText."""
         try:
             return array("i", self._core.encode(text, add_special_tokens=False).ids)
         except TypeError as error:  # what the library makes of a lone surrogate
-            raise NotText("the text holds half a character (a lone surrogate)") from error
+            raise UnencodableText("the text holds half a character (a lone surrogate)") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text with special tokens in it. Ids that stand for nothing leave nothing."""
@@ -43,17 +43,17 @@ class Tokenizer:
         text: str = self._core.decode(plain, skip_special_tokens=False)
         return text
 
-    def as_read(self, text: str) -> str:
+    def roundtrip(self, text: str) -> str:
         """`decode(encode(text))`: the text itself for most tokenizers, less than that where one
         strips white space beside special tokens, say."""
         read = self._reading(text)
         return self.decode(self.encode(text)) if read is None else read
 
-    def added(self, token_id: int) -> str | None:
+    def added_token(self, token_id: int) -> str | None:
         """The text of a token that is matched before all others (special ones and the like)."""
         return self._added.get(token_id)
 
-    def added_at_start(self, text: str) -> int | None:
+    def added_token_at_start(self, text: str) -> int | None:
         """The added token that the text begins with, the longest where several do."""
         starts = (id_ for id_ in self._longest_first if text.startswith(self._added[id_]))
         return next(starts, None)
@@ -71,7 +71,7 @@ class Tokenizer:
             ids = self.encode(tail)
             if ids and ids[0] in self._anywhere:
                 return ids
-        first = self.added_at_start(tail)
+        first = self.added_token_at_start(tail)
         return None if first is None else self._end_of(self.encode(whole), tail, first)
 
     def _end_of(self, ids: array[int], tail: str, first: int) -> array[int] | None:

@@ -17,14 +17,14 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 # None: ask the tokenizer. A reading that is given here is encoded to the same ids as the text.
-Reading = Callable[[str], str | None]
+Roundtrip = Callable[[str], str | None]
 
 _CUTS = {"Split", "Digits", "Punctuation", "ByteLevel"}
 # White space as Rust's regular expressions see it; Python's has four characters more.
 _SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 
 
-def reading_of(core: Tokenizer) -> Reading:
+def roundtrip_of(core: Tokenizer) -> Roundtrip:
     added = core.get_added_tokens_decoder()
     plain = _plain_reading(core)
     if plain is None or not _decode_to_themselves(core, added):
@@ -89,7 +89,7 @@ def _decode_to_themselves(core: Tokenizer, added: Mapping[int, AddedToken]) -> b
     )
 
 
-def _plain_reading(core: Tokenizer) -> Reading | None:
+def _plain_reading(core: Tokenizer) -> Roundtrip | None:
     """Of text between added tokens. None for a kind that is not known to give text back."""
     model = core.model
     if not isinstance(model, models.BPE):
@@ -137,7 +137,7 @@ def _has_bytes(core: Tokenizer) -> bool:
     )
 
 
-def _sentence_pieces(core: Tokenizer) -> Reading | None:
+def _sentence_pieces(core: Tokenizer) -> Roundtrip | None:
     """A space is written "▁": by a normalizer (Gemma), or by the pre-tokenizer, which also puts
     one before the first word, and the decoder takes it away again (Llama 2, Mistral)."""
     to_space: list[dict[str, Any]] = [

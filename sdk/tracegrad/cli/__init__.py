@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tracegrad.private_files import keep_private
+from tracegrad.private_files import set_private_umask
 
 
 def main() -> None:
@@ -13,5 +13,5 @@ def main() -> None:
     except ModuleNotFoundError as error:
         # The light install that agents use has no command line.
         sys.exit(f"tracegrad: {error.name} is not installed: pip install 'tracegrad[proxy]'")
-    keep_private()
+    set_private_umask()
     app()

@@ -55,10 +55,10 @@ MaxVersionOption = Annotated[
 ]
 
 
-def filtered(command: Callable[..., None]) -> Callable[..., None]:
+def with_rollout_filter(command: Callable[..., None]) -> Callable[..., None]:
     """For typer: a command with the parameter `which`, as one with all options of `wanted` in
     its place."""
-    options = inspect.signature(wanted, eval_str=True).parameters
+    options = inspect.signature(rollout_filter, eval_str=True).parameters
     own = inspect.signature(command, eval_str=True).parameters
     parameters = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -67,7 +67,7 @@ def filtered(command: Callable[..., None]) -> Callable[..., None]:
     ]
 
     def asked(**given: Any) -> None:
-        which = wanted(**{name: given.pop(name) for name in options})
+        which = rollout_filter(**{name: given.pop(name) for name in options})
         command(**given, which=which)
 
     asked.__doc__ = command.__doc__
@@ -77,7 +77,7 @@ def filtered(command: Callable[..., None]) -> Callable[..., None]:
     return asked
 
 
-def wanted(
+def rollout_filter(
     *,
     task: TaskOption = None,
     agent: AgentOption = None,
@@ -98,9 +98,9 @@ def wanted(
             agent=agent,
             outcome=outcome,
             state=state,
-            tags=tags(tag or []),
-            since=moment(since, "--since"),
-            until=moment(until, "--until"),
+            tags=parse_tags(tag or []),
+            since=parse_time(since, "--since"),
+            until=parse_time(until, "--until"),
             min_reward=min_reward,
             max_reward=max_reward,
             min_version=min_version,
@@ -111,7 +111,7 @@ def wanted(
         raise typer.BadParameter(reason, param_hint=f"--{name.replace('_', '-')}") from None
 
 
-def tags(pairs: list[str]) -> dict[str, str]:
+def parse_tags(pairs: list[str]) -> dict[str, str]:
     found = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -121,7 +121,7 @@ def tags(pairs: list[str]) -> dict[str, str]:
     return found
 
 
-def moment(text: str | None, option: str) -> float | None:
+def parse_time(text: str | None, option: str) -> float | None:
     """Seconds since the epoch. Dates and times without a zone are local ones."""
     if text is None:
         return None

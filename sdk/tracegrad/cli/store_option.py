@@ -35,7 +35,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for script
 
 
 @contextmanager
-def opened(url: str | None, *, create: bool = False) -> Iterator[Store]:
+def open_store(url: str | None, *, create: bool = False) -> Iterator[Store]:
     """The store at `url`; what is wrong with it or with the question ends the command."""
     url = url or os.environ.get("TRACEGRAD_STORE") or DEFAULT_URL
     try:

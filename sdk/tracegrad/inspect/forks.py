@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracegrad.chat.messages import frame_of
+from tracegrad.chat.messages import render_options
 from tracegrad.events import Json, Turn
-from tracegrad.inspect.transcript import Conversations, Message
-from tracegrad.proxy.dialects.history import reply_of
-from tracegrad.proxy.prompt_reuse.conversation_hash import same_reply
-from tracegrad.proxy.prompt_reuse.fork_reasons import Reason
+from tracegrad.inspect.transcript import Message, Transcript
+from tracegrad.proxy.dialects.history import recorded_reply
+from tracegrad.proxy.prompt_reuse.conversation_hash import reply_difference
+from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.turn_tree import paths
 
 _BEFORE, _AFTER = 4, 6  # tokens shown around the first that differs
@@ -51,7 +51,7 @@ class FrameDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fork:
+class ForkFinding:
     """A turn that does not continue the one before it in its conversation.
 
     `instead_of`: the earlier turn that it would have continued, None where there is none.
@@ -77,7 +77,7 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
+class TokenTotals:
     """Tokens of a rollout.
 
     `sent`: of all prompts. `stored`: what of prompts and replies is kept, `again` of it for the
@@ -95,27 +95,27 @@ class Totals:
     trained_on: int
 
 
-def forks(talk: Conversations) -> list[Fork]:
+def find_forks(talk: Transcript) -> list[ForkFinding]:
     """Of every turn that begins afresh although others came before it, or says why it forks."""
     turns = talk.turns
     number = {turn.turn_id: index for index, turn in enumerate(turns)}
     found = []
     for index, turn in enumerate(turns):
         parent = number.get(turn.parent_id or "")
-        afresh = parent is None and index > 0 and sample_of(index, turns) is None
+        afresh = parent is None and index > 0 and first_sample_of_prompt(index, turns) is None
         if turn.fork_reason is not None or afresh:
             found.append(_fork(index, parent, talk))
     return found
 
 
-def totals(turns: Sequence[Turn], found: Sequence[Fork]) -> Totals:
+def token_totals(turns: Sequence[Turn], found: Sequence[ForkFinding]) -> TokenTotals:
     every = list(paths(turns))
     number = {turn.turn_id: turn for turn in turns}
     stored = 0
     for turn in turns:
         parent = number.get(turn.parent_id or "")
         stored += _length(turn) - (_length(parent) if parent is not None else 0)
-    return Totals(
+    return TokenTotals(
         turns=len(turns),
         roots=sum(turn.parent_id not in number for turn in turns),
         paths=len(every),
@@ -127,21 +127,21 @@ def totals(turns: Sequence[Turn], found: Sequence[Fork]) -> Totals:
     )
 
 
-def instead_of(index: int, talk: Conversations) -> int | None:
+def expected_parent(index: int, talk: Transcript) -> int | None:
     """The earlier turn that turn `index` would have continued by what was said, or by its tokens
     where no texts are stored."""
     turn = talk.turns[index]
-    if turn.fork_reason == Reason.NEW_CONVERSATION or index == 0:
+    if turn.fork_reason == ForkReason.NEW_CONVERSATION or index == 0:
         return None
-    mine = talk.whole(index)
+    mine = talk.all_messages(index)
     if not mine:
-        return _most_alike(index, talk.turns)[0]
+        return _longest_shared_prefix(index, talk.turns)[0]
     if not any(message.get("role") == "assistant" for message in mine):
         return None
-    return talk.closest(index)
+    return talk.closest_turn(index)
 
 
-def sample_of(index: int, turns: Sequence[Turn]) -> int | None:
+def first_sample_of_prompt(index: int, turns: Sequence[Turn]) -> int | None:
     """The first turn with the same prompt under the same parent; None if it is this one."""
     turn = turns[index]
     if not turn.prompt_token_ids:
@@ -153,14 +153,14 @@ def sample_of(index: int, turns: Sequence[Turn]) -> int | None:
     return None
 
 
-def _fork(index: int, parent: int | None, talk: Conversations) -> Fork:
+def _fork(index: int, parent: int | None, talk: Transcript) -> ForkFinding:
     turns = talk.turns
     turn = turns[index]
-    like, shared = _most_alike(index, turns)
-    rival = instead_of(index, talk)
+    like, shared = _longest_shared_prefix(index, turns)
+    rival = expected_parent(index, talk)
     known = _length(turns[parent]) if parent is not None else 0
     compared = rival if rival is not None else like
-    return Fork(
+    return ForkFinding(
         turn=index,
         reason=turn.fork_reason,
         parent=parent,
@@ -170,7 +170,7 @@ def _fork(index: int, parent: int | None, talk: Conversations) -> Fork:
         shared=shared,
         context=_length(turns[like]) if like is not None else 0,
         again=max(0, shared - known),
-        texts=rival is not None and bool(talk.whole(index) and talk.whole(rival)),
+        texts=rival is not None and bool(talk.all_messages(index) and talk.all_messages(rival)),
         reply=talk.reply(rival) if rival is not None else None,
         message=_message_difference(index, rival, talk) if rival is not None else None,
         frame=_frame_difference(index, rival, talk) if rival is not None else None,
@@ -185,8 +185,8 @@ def _length(turn: Turn) -> int:
 # What was said
 
 
-def _message_difference(index: int, rival: int, talk: Conversations) -> MessageDifference | None:
-    mine, theirs = talk.whole(index), _recorded(rival, talk)
+def _message_difference(index: int, rival: int, talk: Transcript) -> MessageDifference | None:
+    mine, theirs = talk.all_messages(index), _recorded(rival, talk)
     for position, message in enumerate(theirs):
         now = mine[position] if position < len(mine) else None
         if now is None or not _same(now, message):
@@ -195,13 +195,13 @@ def _message_difference(index: int, rival: int, talk: Conversations) -> MessageD
     return None
 
 
-def _recorded(index: int, talk: Conversations) -> list[Json]:
+def _recorded(index: int, talk: Transcript) -> list[Json]:
     """A turn's conversation and reply; replies as they were recorded, not as they came back."""
-    messages = list(talk.whole(index))
+    messages = list(talk.all_messages(index))
     number = {turn.turn_id: n for n, turn in enumerate(talk.turns)}
     at: int | None = index
     while at is not None:
-        reply, position = reply_of(talk.turns[at]), len(talk.whole(at))
+        reply, position = recorded_reply(talk.turns[at]), len(talk.all_messages(at))
         if reply is not None and position <= len(messages):
             messages[position : position + 1] = [{**reply, "role": "assistant"}]
         at = number.get(talk.turns[at].parent_id or "")
@@ -212,14 +212,14 @@ def _same(mine: Json, theirs: Json) -> bool:
     if mine == theirs:
         return True
     # A reply is recorded with fields that clients do not send back.
-    return theirs.get("role") == "assistant" and same_reply(theirs, mine) is None
+    return theirs.get("role") == "assistant" and reply_difference(theirs, mine) is None
 
 
-def _frame_difference(index: int, rival: int, talk: Conversations) -> FrameDifference | None:
+def _frame_difference(index: int, rival: int, talk: Transcript) -> FrameDifference | None:
     mine, theirs = talk.call(index), talk.call(rival)
     if mine is None or theirs is None:
         return None
-    now, before = frame_of(mine.body), frame_of(theirs.body)
+    now, before = render_options(mine.body), render_options(theirs.body)
     tools, old = _by_name(now.tools), _by_name(before.tools)
     kwargs, old_kwargs = dict(now.kwargs or {}), dict(before.kwargs or {})
     found = FrameDifference(
@@ -242,7 +242,7 @@ def _by_name(tools: Sequence[Json] | None) -> dict[str, Json]:
 # Tokens
 
 
-def _most_alike(index: int, turns: Sequence[Turn]) -> tuple[int | None, int]:
+def _longest_shared_prefix(index: int, turns: Sequence[Turn]) -> tuple[int | None, int]:
     """The earlier turn whose context shares the longest beginning with this turn's prompt, the
     latest of equals, and how many tokens that is."""
     prompt = turns[index].prompt_token_ids

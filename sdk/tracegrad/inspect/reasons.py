@@ -8,264 +8,270 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tracegrad.events import Turn
-from tracegrad.proxy.prompt_reuse.fork_reasons import Reason
-from tracegrad.store import RolloutRow, TurnFate
+from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
+from tracegrad.store import RolloutSummary, TurnDisposition
 from tracegrad.store.ledger.ledger import LATE
 
 
-class Words(NamedTuple):
+class ReasonText(NamedTuple):
     """`mend` is empty where nothing needs to be done."""
 
     meaning: str
-    mend: str
+    fix: str
 
 
 # Why a turn continues no earlier one, token for token. What each means stands beside its name.
-_FORK_MENDS = {
-    Reason.NEW_CONVERSATION: "",
-    Reason.EDITED_HISTORY: "Let the agent only append to its messages: no clock, reminder or "
+_FORK_FIXES = {
+    ForkReason.NEW_CONVERSATION: "",
+    ForkReason.EDITED_HISTORY: "Let the agent only append to its messages: no clock, reminder or "
     "status line that changes inside earlier ones, no dropped tool results.",
-    Reason.COMPACTION: "Nothing is wrong. Fewer compactions make longer paths: give the agent a "
+    ForkReason.COMPACTION: "Nothing is wrong. Fewer compactions make longer paths: give the agent a "
     "larger context, or let it compact later.",
-    Reason.TOOLS_CHANGED: "Offer the same tools, in the same order, with the same template "
+    ForkReason.TOOLS_CHANGED: "Offer the same tools, in the same order, with the same template "
     "arguments in every call of a conversation.",
-    Reason.EDITED_CALLS: "Send tool calls back with the ids, names and arguments that came.",
-    Reason.EDITED_CONTENT: "Send the reply's text back as it came (only white space around it is "
+    ForkReason.EDITED_CALLS: "Send tool calls back with the ids, names and arguments that came.",
+    ForkReason.EDITED_CONTENT: "Send the reply's text back as it came (only white space around it is "
     "forgiven).",
-    Reason.EDITED_REASONING: "Send the reasoning back as it came, or leave it out.",
-    Reason.NO_TEXT: "Keep texts until their rollouts end (keep_text, tracegrad prune --text-only "
+    ForkReason.EDITED_REASONING: "Send the reasoning back as it came, or leave it out.",
+    ForkReason.NO_TEXT: "Keep texts until their rollouts end (keep_text, tracegrad prune --text-only "
     "--older-than); a proxy that goes on running remembers them.",
-    Reason.REMOVED: "Prune what is older (tracegrad prune --older-than), or finished.",
-    Reason.MEDIA: "Such turns cannot be trained yet. Keep images, audio and video out of the "
+    ForkReason.REMOVED: "Prune what is older (tracegrad prune --older-than), or finished.",
+    ForkReason.MEDIA: "Such turns cannot be trained yet. Keep images, audio and video out of the "
     "conversations that training needs.",
-    Reason.OWN_RENDERING: "Leave chat_template, continue_final_message, add_special_tokens, echo "
+    ForkReason.OWN_RENDERING: "Leave chat_template, continue_final_message, add_special_tokens, echo "
     "and truncate_prompt_tokens out of the agent's requests.",
-    Reason.NOTHING_NEW: "Nothing is wrong where the agent samples again or lets the model go on "
+    ForkReason.NOTHING_NEW: "Nothing is wrong where the agent samples again or lets the model go on "
     "with its own reply; tool results and answers belong after the reply.",
-    Reason.NO_TOKENS: "Serve with an engine that tells token ids (--upstream-kind vllm).",
-    Reason.TOKENIZER: "Give the proxy the folder of the model's tokenizer and template: "
+    ForkReason.NO_TOKENS: "Serve with an engine that tells token ids (--upstream-kind vllm).",
+    ForkReason.TOKENIZER: "Give the proxy the folder of the model's tokenizer and template: "
     "--tokenizer DIR.",
-    Reason.NOT_AS_SENT: "Serve the engine with the chat template of the folder that the proxy "
+    ForkReason.NOT_AS_SENT: "Serve the engine with the chat template of the folder that the proxy "
     "reads (--tokenizer), and with no other default template arguments.",
-    Reason.TEMPLATE_ERROR: "Serve with a template that takes the agent's messages (roles in this "
+    ForkReason.TEMPLATE_ERROR: "Serve with a template that takes the agent's messages (roles in this "
     "order, several system messages, tool calls without text).",
-    Reason.GENERATION_PROMPT: "Serve with a template that keeps earlier replies whole "
+    ForkReason.GENERATION_PROMPT: "Serve with a template that keeps earlier replies whole "
     "(preserve_thinking, where it has that argument).",
-    Reason.HISTORY_REWRITTEN: "Serve with a template whose earlier messages do not depend on "
+    ForkReason.HISTORY_REWRITTEN: "Serve with a template whose earlier messages do not depend on "
     "later ones (preserve_thinking, where it has that argument).",
-    Reason.REASONING_DROPPED: "Serve with a template that keeps the reasoning of earlier replies "
+    ForkReason.REASONING_DROPPED: "Serve with a template that keeps the reasoning of earlier replies "
     "(preserve_thinking, where it has that argument), or switch thinking off.",
-    Reason.CONTENT_CHANGED: "Serve with a template that keeps text as it is (no strip or trim of "
+    ForkReason.CONTENT_CHANGED: "Serve with a template that keeps text as it is (no strip or trim of "
     "replies).",
-    Reason.STOP_STRING: "Let the model's own end token end its replies, not stop strings.",
-    Reason.STOP_NOT_RENDERED: "Serve with a template that puts the end token behind every reply.",
-    Reason.CUT_SHORT: "Give replies more room (max_tokens).",
-    Reason.TEMPLATE: "Read the proxy's log; another template may be provable.",
-    Reason.TOKENS: "Serve with a template that begins each message with a special token.",
+    ForkReason.STOP_STRING: "Let the model's own end token end its replies, not stop strings.",
+    ForkReason.STOP_NOT_RENDERED: "Serve with a template that puts the end token behind every reply.",
+    ForkReason.CUT_SHORT: "Give replies more room (max_tokens).",
+    ForkReason.TEMPLATE: "Read the proxy's log; another template may be provable.",
+    ForkReason.TOKENS: "Serve with a template that begins each message with a special token.",
 }
 
-FORKS = {reason.value: Words(reason.meaning, _FORK_MENDS.get(reason, "")) for reason in Reason}
+FORK_TEXTS = {
+    reason.value: ReasonText(reason.meaning, _FORK_FIXES.get(reason, "")) for reason in ForkReason
+}
 
 
 # Why a turn was not trained, and will not be.
-UNTRAINED = {
-    "long_negative": Words(
+UNTRAINED_TEXTS = {
+    "long_negative": ReasonText(
         "Its rollout did no better than the others and was longer than"
         " batches.negative_max_tokens or negative_max_turns allow.",
         "Nothing, if such rollouts are rare; else let the agent give up earlier, or raise the"
         " bound.",
     ),
     # The call (proxy)
-    "greedy": Words(
+    "greedy": ReasonText(
         "It was sampled at temperature 0, or so near (below 0.01) that vLLM takes another: its "
         "tokens are no sample of the policy.",
         "Give the agent a temperature above 0, best 1, or have the proxy overrule it "
         '(sampling = "free").',
     ),
-    "sampling_truncated": Words(
+    "sampling_truncated": ReasonText(
         "top_p, top_k or min_p cut off part of the distribution: the recorded log-probabilities "
         "are not the policy's own.",
         "Leave top_p, top_k and min_p out of the agent's requests, and serve with "
         '--generation-config vllm; or have the proxy overrule them (sampling = "free").',
     ),
-    "sampling_penalised": Words(
+    "sampling_penalised": ReasonText(
         "A penalty or a logit bias bent the distribution that the tokens came from.",
         "Leave presence, frequency and repetition penalties and logit_bias out of the requests, or "
         'have the proxy overrule them (sampling = "free").',
     ),
-    "sampling_replaced": Words(
+    "sampling_replaced": ReasonText(
         "Beam search, a watermark or a custom logits processor (vllm_xargs, logits_processors) "
         "may have chosen its tokens in another way than the policy would.",
         "Leave use_beam_search, watermarking, vllm_xargs and logits_processors out of the "
         'requests, or have the proxy overrule them (sampling = "free").',
     ),
-    "constrained": Words(
+    "constrained": ReasonText(
         "A grammar, schema, forced or strict tool, least length, forbidden word, list of tokens or "
         "thinking budget allowed the model only some of the tokens.",
         "Leave response_format, guided decoding, strict tools, tool_choice, min_tokens, bad_words, "
         "allowed_token_ids and thinking_token_budget out, or have the "
         'agent check the answer itself. sampling = "free" of the proxy frees strict tools.',
     ),
-    "media": Words(
+    "media": ReasonText(
         "Its messages hold images, audio or video, whose tokens are not recorded.",
         "Keep them out of the conversations that training needs.",
     ),
-    "echo": Words(
+    "echo": ReasonText(
         "The request asked for the prompt to be echoed in the answer.",
         "Leave echo out of the request.",
     ),
     # The reply (proxy)
-    "aborted": Words(
+    "aborted": ReasonText(
         "The reply was cut off before its end, or the rollout itself was aborted.",
         "Look for agents that hang up: a shorter time-out than the model needs, a killed process.",
     ),
-    "no_tokens": Words(
+    "no_tokens": ReasonText(
         "The server told no token ids: there is text, and nothing to train on.",
         "Send the agent's calls through a proxy in front of vLLM (--upstream-kind vllm). What a "
         "teacher said, or other libraries' spans tell, stays text.",
     ),
-    "no_prompt": Words(
+    "no_prompt": ReasonText(
         "The server told no token ids of the prompt.",
         "Serve with vLLM behind --upstream-kind vllm.",
     ),
-    "no_logprobs": Words(
+    "no_logprobs": ReasonText(
         "The engine gave no log-probability for a sampled token.",
         "Serve with --logprobs-mode processed_logprobs.",
     ),
-    "version_unknown": Words(
+    "version_unknown": ReasonText(
         "Weights were pushed while it was sampled: which policy sampled which token is unknown.",
         "Nothing, if it is rare. Otherwise let pushes wait longer for calls in flight "
         "(push.drain_s).",
     ),
-    "over_length": Words(
+    "over_length": ReasonText(
         "The engine refused the prompt: it is longer than the model's context.",
         "Serve with a larger --max-model-len, or let the agent compact earlier.",
     ),
-    "unacknowledged": Words(
+    "unacknowledged": ReasonText(
         "Its client was told that the store could not be written (503), and then it was: the "
         "client has no such reply, and most likely asked again.",
         "Look what kept the store from being written: a lock held for long, a full or slow disk, a "
         "server that hung.",
     ),
-    "redacted": Words(
+    "redacted": ReasonText(
         "Its tokens were dropped when its text was redacted (tracegrad redact --drop-tokens).",
         "",
     ),
     # The rollout (store, ledger)
-    "late": Words(
+    "late": ReasonText(
         "It came in after its rollout had been leased for training.",
         "Finish a rollout only when its last call has returned.",
     ),
-    "env_error": Words(
+    "env_error": ReasonText(
         "The environment failed, not the policy: the rollout is not scored.",
         "Mend the environment and run the task again.",
     ),
-    "infra_error": Words(
+    "infra_error": ReasonText(
         "The machinery failed, not the policy: the rollout is not scored.",
         "Look at the rollout's error and run the task again.",
     ),
     # The batch (trainer)
-    "equal_reward": Words(
+    "equal_reward": ReasonText(
         "All rollouts of its group had the same reward: nothing to learn from comparing them.",
         "Nothing, if it is some groups. If most: easier or harder tasks, larger groups, or a "
         "finer reward (batches.drop_equal_reward = false trains them all the same).",
     ),
-    "stale": Words(
+    "stale": ReasonText(
         "Its policy version lagged too far behind the one being trained.",
         "Train more often or sample less ahead; batches.max_staleness is the bound.",
     ),
-    "over_long": Words(
+    "over_long": ReasonText(
         "It, its path or its preference pair is longer than a batch has room for.",
         "Raise batches.max_row_tokens (and tokens_per_micro_batch), or shorten the agent's "
         "context.",
     ),
-    "repeated_turn": Words(
+    "repeated_turn": ReasonText(
         "Its rollout has the same prompt and reply, token for token, in an earlier turn.",
         "Look why the agent asks again for what it has (retries on time-outs); "
         "batches.drop_repeated = false trains repetitions too.",
     ),
-    "truncated": Words(
+    "truncated": ReasonText(
         "Its reply was cut off at its token limit, and batches.drop_truncated leaves such turns "
         "out.",
         "Let the agent ask for more tokens (max_tokens); batches.drop_truncated = false trains "
         "them as they are.",
     ),
-    "foreign_token": Words(
+    "foreign_token": ReasonText(
         "It holds a token that the model being trained does not know.",
         "Train the model that the engine serves, or one with the same tokenizer.",
     ),
-    "predicate": Words("Your own filter (batches.predicate) said so.", ""),
-    "completed": Words("Its rollout completed, and batches.outcomes leaves those out.", ""),
-    "agent_error": Words(
+    "predicate": ReasonText("Your own filter (batches.predicate) said so.", ""),
+    "completed": ReasonText("Its rollout completed, and batches.outcomes leaves those out.", ""),
+    "agent_error": ReasonText(
         "Its rollout ended with an error of the agent, and batches.outcomes leaves those out.", ""
     ),
-    "budget": Words(
+    "budget": ReasonText(
         "Its rollout used up its turns, tokens or time, and batches.outcomes leaves those out.",
         "",
     ),
-    "unpaired": Words(
+    "unpaired": ReasonText(
         "No preference pair was made of its rollout: others of its group lie further apart.",
         "Nothing, if pairs are enough; otherwise pair all better with all worse rollouts.",
     ),
-    "failed_push": Words(
+    "failed_push": ReasonText(
         "It was sampled by a version whose weights did not arrive as pushed.",
         "`trainer status` names the versions whose push failed; its log says why.",
     ),
-    "non_finite": Words(
+    "non_finite": ReasonText(
         "Its log-probabilities were not finite numbers, recorded or computed again.",
         "Look for overflow: train or serve in bfloat16 or float32, not float16.",
     ),
-    "non_finite_step": Words(
+    "non_finite_step": ReasonText(
         "The step's gradient was not finite: the step was given up with all its turns.",
         "Lower the learning rate; look for overflow (float16).",
     ),
 }
 
 # Why a turn was not trained so far.
-WAITING = {
-    "open": Words("Its rollout has not ended.", "End it; a rollout whose agent died stays open."),
-    "no_reward": Words(
+WAITING_TEXTS = {
+    "open": ReasonText(
+        "Its rollout has not ended.", "End it; a rollout whose agent died stays open."
+    ),
+    "no_reward": ReasonText(
         "Its rollout ended and has no reward.",
         "Give one: `reward(x)` in the agent, or POST /api/events.",
     ),
-    "waiting": Words(
+    "waiting": ReasonText(
         "It is ready, and waits until enough rollouts of its task and enough groups are.", ""
     ),
-    "leased": Words("A trainer has it right now.", ""),
-    "not_selected": Words(
+    "leased": ReasonText("A trainer has it right now.", ""),
+    "not_selected": ReasonText(
         "Its rollout lacks a tag that training selects by.",
         "Give rollouts these tags, or change data.tags.",
     ),
 }
 
-_UNKNOWN = Words(
+_UNKNOWN = ReasonText(
     "This version of tracegrad has no words for it.",
     "Ask whoever gave it: another version, or a filter of your own (batches.predicate).",
 )
 
 
-def fork_words(reason: str) -> Words:
-    return FORKS.get(reason, _UNKNOWN)
+def fork_text(reason: str) -> ReasonText:
+    return FORK_TEXTS.get(reason, _UNKNOWN)
 
 
-def training_words(reason: str) -> Words:
+def untrained_text(reason: str) -> ReasonText:
     """Of a reason why a turn was not trained, for good or so far."""
-    return UNTRAINED.get(reason) or WAITING.get(reason, _UNKNOWN)
+    return UNTRAINED_TEXTS.get(reason) or WAITING_TEXTS.get(reason, _UNKNOWN)
 
 
-class Untrained(NamedTuple):
+class UntrainedReason(NamedTuple):
     """`final`: it will never be trained."""
 
     reason: str
     final: bool
 
 
-def untrained(turn: Turn, fate: TurnFate | None, row: RolloutRow) -> Untrained | None:
+def untrained_reason(
+    turn: Turn, fate: TurnDisposition | None, row: RolloutSummary
+) -> UntrainedReason | None:
     """Why the turn is not trained; None: it is."""
     if fate is not None:
-        return Untrained(fate.skip_reason, True) if fate.skip_reason is not None else None
+        return UntrainedReason(fate.skip_reason, True) if fate.skip_reason is not None else None
     if turn.untrainable is not None:
-        return Untrained(turn.untrainable, True)
+        return UntrainedReason(turn.untrainable, True)
     # The ledger closes a rollout with every turn it has: this one came after that.
     reason = LATE if row.state == "consumed" else row.state
-    return Untrained(reason, reason not in WAITING)
+    return UntrainedReason(reason, reason not in WAITING_TEXTS)

@@ -12,7 +12,7 @@ from typing import Any
 
 from tracegrad.events import Json, Turn
 from tracegrad.proxy.dialects.base import Call
-from tracegrad.proxy.dialects.history import reply_of, whole_call
+from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
 from tracegrad.proxy.dialects.registry import call_of
 from tracegrad.store.encoding.blobs import dump_json
 
@@ -37,14 +37,14 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class RepeatedMessages:
     """So many messages in a row that turn `of_turn` has too."""
 
     messages: int
     of_turn: int
 
 
-class Conversations:
+class Transcript:
     """Of the turns of one rollout, in order of capture; turns are named by their index."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
@@ -60,14 +60,14 @@ class Conversations:
             self._calls[index] = call_of(self.turns[index])
         return self._calls[index]
 
-    def whole(self, index: int) -> list[Json]:
+    def all_messages(self, index: int) -> list[Json]:
         """All messages in canonical form, also those that the client left out; [] without any."""
         if index not in self._whole:
-            call = whole_call(self.turns[index], self._find)
-            self._whole[index] = self.sent(index) if call is None else list(call.messages)
+            call = recorded_call(self.turns[index], self._find)
+            self._whole[index] = self.sent_messages(index) if call is None else list(call.messages)
         return self._whole[index]
 
-    def sent(self, index: int) -> list[Json]:
+    def sent_messages(self, index: int) -> list[Json]:
         """The messages that the client sent, in canonical form, whatever dialect it speaks."""
         call = self.call(index)
         if call is None:
@@ -79,49 +79,53 @@ class Conversations:
         return [{"role": "prompt", "content": call.body.get("prompt")}]
 
     def reply(self, index: int) -> Message | None:
-        raw = reply_of(self.turns[index])
+        raw = recorded_reply(self.turns[index])
         return self.message({**raw, "role": "reply"}) if isinstance(raw, Mapping) else None
 
     def messages(self, index: int) -> list[Message]:
-        return [self.message(raw) for raw in self.whole(index)]
+        return [self.message(raw) for raw in self.all_messages(index)]
 
-    def news(self, index: int) -> list[Message | Known]:
+    def new_messages(self, index: int) -> list[Message | RepeatedMessages]:
         """What is new compared with the turn's parent; a fork's with the closest turn."""
-        mine = self.sent(index)
+        mine = self.sent_messages(index)
         call = self.call(index)
         if call is not None and call.previous is not None:
             # The client sent what is new, and named the turn that it follows.
             named = self._number.get(call.previous)
-            before = [Known(len(self.whole(named)) + 1, named)] if named is not None else []
+            before = (
+                [RepeatedMessages(len(self.all_messages(named)) + 1, named)]
+                if named is not None
+                else []
+            )
             return [*before, *map(self.message, mine)]
         parent = self._number.get(self.turns[index].parent_id or "")
-        earlier = parent if parent is not None else self.closest(index)
+        earlier = parent if parent is not None else self.closest_turn(index)
         if earlier is None:
             return [self.message(raw) for raw in mine]
         theirs, keys = self._keys(earlier), [_key(raw) for raw in mine]
         at = len(theirs) - 1
-        replied = parent is not None and reply_of(self.turns[parent]) is not None
+        replied = parent is not None and recorded_reply(self.turns[parent]) is not None
         if replied and at < len(mine) and _is_reply(mine[at]):
             keys[at] = theirs[at]  # continued: however the client wrote it down
         return self._without(mine, keys, theirs, earlier)
 
     def _without(
         self, mine: Sequence[Json], keys: Sequence[str], theirs: Sequence[str], earlier: int
-    ) -> list[Message | Known]:
+    ) -> list[Message | RepeatedMessages]:
         matcher = SequenceMatcher(None, theirs, keys, autojunk=False)
-        news: list[Message | Known] = []
+        news: list[Message | RepeatedMessages] = []
         at = 0
         for block in matcher.get_matching_blocks():
             news += map(self.message, mine[at : block.b])
             if block.size:
-                news.append(Known(block.size, earlier))
+                news.append(RepeatedMessages(block.size, earlier))
             at = block.b + block.size
         return news
 
-    def closest(self, index: int) -> int | None:
+    def closest_turn(self, index: int) -> int | None:
         """The earlier turn whose messages and reply this one has most of, from the first on; of
         equals one that it has all of, then the latest. None: not even the first is the same."""
-        mine = [_key(raw) for raw in self.whole(index)]
+        mine = [_key(raw) for raw in self.all_messages(index)]
         best, most = None, (0, False)
         for earlier in range(index):
             theirs = self._keys(earlier)
@@ -134,8 +138,8 @@ class Conversations:
     def _keys(self, index: int) -> list[str]:
         """Of all messages of a turn and its reply."""
         if index not in self._known:
-            reply = reply_of(self.turns[index])
-            told = [*self.whole(index), *([{**reply, "role": "assistant"}] if reply else [])]
+            reply = recorded_reply(self.turns[index])
+            told = [*self.all_messages(index), *([{**reply, "role": "assistant"}] if reply else [])]
             self._known[index] = [_key(raw) for raw in told]
         return self._known[index]
 
@@ -153,8 +157,8 @@ class Conversations:
     @cached_property
     def _called(self) -> dict[str, str]:
         """The name of the tool behind the id of each call."""
-        replies = [reply_of(turn) for turn in self.turns]
-        sent = [raw for index in range(len(self.turns)) for raw in self.sent(index)]
+        replies = [recorded_reply(turn) for turn in self.turns]
+        sent = [raw for index in range(len(self.turns)) for raw in self.sent_messages(index)]
         found: dict[str, str] = {}
         for raw in [*replies, *sent]:
             calls = raw.get("tool_calls") if isinstance(raw, Mapping) else None

@@ -10,29 +10,29 @@ from tracegrad.events import Turn
 
 
 @dataclass(slots=True, eq=False)
-class Branch:
+class TurnChain:
     """Turns, by index, of which each continues the one before; then what continues the last.
 
     Without turns it stands for the place where samples of one prompt begin, all of them roots.
     """
 
     turns: list[int]
-    branches: list[Branch] = field(default_factory=list)
+    branches: list[TurnChain] = field(default_factory=list)
 
 
-def forest(turns: Sequence[Turn]) -> list[Branch]:
+def turn_chains(turns: Sequence[Turn]) -> list[TurnChain]:
     """A branch for each root, in order of capture. Every turn is in exactly one branch.
 
     A turn whose parent is not among `turns` counts as a root.
     """
     children = children_of(turns)
-    roots = [Branch([root]) for root in children[None]]
+    roots = [TurnChain([root]) for root in children[None]]
     growing = list(roots)
     while growing:
         branch = growing.pop()
         while len(following := children[branch.turns[-1]]) == 1:
             branch.turns.append(following[0])
-        branch.branches = [Branch([child]) for child in following]
+        branch.branches = [TurnChain([child]) for child in following]
         growing += branch.branches
     return roots
 
@@ -52,12 +52,12 @@ def children_of(turns: Sequence[Turn]) -> defaultdict[int | None, list[int]]:
     return found
 
 
-def gathered(roots: Sequence[Branch], turns: Sequence[Turn]) -> list[Branch]:
+def group_samples(roots: Sequence[TurnChain], turns: Sequence[Turn]) -> list[TurnChain]:
     """With a branch of their own for roots that are samples of one prompt."""
-    groups: dict[bytes, list[Branch]] = {}
+    groups: dict[bytes, list[TurnChain]] = {}
     for root in roots:
         groups.setdefault(_prompt(turns[root.turns[0]]), []).append(root)
-    return [group[0] if len(group) == 1 else Branch([], group) for group in groups.values()]
+    return [group[0] if len(group) == 1 else TurnChain([], group) for group in groups.values()]
 
 
 def _prompt(turn: Turn) -> bytes:
@@ -66,7 +66,7 @@ def _prompt(turn: Turn) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlacedTurn:
     """A turn where it is drawn.
 
     `guide` leads to it from the left; `first` of its branch: a fork can be explained above it,
@@ -79,14 +79,14 @@ class Place:
     first: bool
 
 
-def places(roots: Sequence[Branch]) -> Iterator[Place]:
+def place_turns(roots: Sequence[TurnChain]) -> Iterator[PlacedTurn]:
     """Every turn once, each under the one that it continues."""
     # (branch, what leads to its first turn, to a word above that, and to all else of it)
     waiting = [(root, "", "", "") for root in reversed(roots)]
     while waiting:
         branch, guide, above, under = waiting.pop()
         for number, turn in enumerate(branch.turns):
-            yield Place(turn, under if number else guide, above, number == 0)
+            yield PlacedTurn(turn, under if number else guide, above, number == 0)
         last = len(branch.branches) - 1
         begun = bool(branch.turns)
         waiting += [
@@ -100,7 +100,7 @@ def places(roots: Sequence[Branch]) -> Iterator[Place]:
         ]
 
 
-def shortened(guide: str, most: int) -> str:
+def shorten_guide(guide: str, most: int) -> str:
     """The end of a guide that is longer: so deep in a tree only the nearest forks can be seen."""
     step = 3
     kept = max(1, most // step - 1) * step

@@ -13,36 +13,36 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from tracegrad.proxy.auth.middleware import Access, Caller, Guard, make_keys_router
-from tracegrad.proxy.auth.origin_check import Browsers
-from tracegrad.proxy.auth.rollout_attribution import TraceMap
-from tracegrad.proxy.auth.rollout_keys import Keys
-from tracegrad.proxy.capture.recorder import Recorder, SubmitsFacts
+from tracegrad.proxy.auth.middleware import Authenticator, AuthMiddleware, Caller, make_keys_router
+from tracegrad.proxy.auth.origin_check import OriginCheck
+from tracegrad.proxy.auth.rollout_attribution import TraceIndex
+from tracegrad.proxy.auth.rollout_keys import RolloutKeyService
+from tracegrad.proxy.capture.recorder import EventWriter, Recorder
 from tracegrad.proxy.capture.redaction import Redactor, load_hooks
-from tracegrad.proxy.capture.retry_cache import Repeats
+from tracegrad.proxy.capture.retry_cache import RetryCache
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.dialects.anthropic import request as messages
 from tracegrad.proxy.dialects.base import Dialect
 from tracegrad.proxy.dialects.gemini import request as gemini
-from tracegrad.proxy.dialects.openai_chat import Chat
-from tracegrad.proxy.dialects.openai_completions import Completions
-from tracegrad.proxy.dialects.openai_responses.request import Responses
+from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
+from tracegrad.proxy.dialects.openai_completions import OpenAICompletionsDialect
+from tracegrad.proxy.dialects.openai_responses.request import OpenAIResponsesDialect
 from tracegrad.proxy.endpoints.anchors import make_anchors_router
-from tracegrad.proxy.endpoints.control_api import add_error_handlers, make_router
-from tracegrad.proxy.endpoints.count_tokens import Counts
-from tracegrad.proxy.endpoints.llm_call import Calls, Rooms
-from tracegrad.proxy.endpoints.models import gemini_models, models
-from tracegrad.proxy.endpoints.openapi import described
-from tracegrad.proxy.endpoints.passthrough import PassedOn, Shape
+from tracegrad.proxy.endpoints.control_api import add_error_handlers, make_control_router
+from tracegrad.proxy.endpoints.count_tokens import CountTokensEndpoint
+from tracegrad.proxy.endpoints.llm_call import LlmCallEndpoint, ProxyServices
+from tracegrad.proxy.endpoints.models import gemini_models_response, models_response
+from tracegrad.proxy.endpoints.openapi import extend_openapi
+from tracegrad.proxy.endpoints.passthrough import PassthroughEndpoint, ShapeResponse
 from tracegrad.proxy.engine.request_rules import RequestRules
-from tracegrad.proxy.engine.upstreams import Queue, Timeouts, Upstream, Upstreams
+from tracegrad.proxy.engine.upstreams import QueueLimits, Upstream, UpstreamPool, UpstreamTimeouts
 from tracegrad.proxy.engine.upstreams.weight_version import weight_version
-from tracegrad.proxy.engine.weight_gate import Gate
+from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.errors import ApiError
-from tracegrad.proxy.http.request_body import TRACES_PATH, Bodies, BodyLimits
-from tracegrad.proxy.http.worker_threads import Workers
-from tracegrad.proxy.otel.receiver import ExportLimits, Ingest, Traces
-from tracegrad.proxy.prompt_reuse import Continuation, EngineText
+from tracegrad.proxy.http.request_body import TRACES_PATH, BodyReader, RequestSizeLimits
+from tracegrad.proxy.http.worker_threads import WorkerThreads
+from tracegrad.proxy.otel.receiver import ExportLimits, OtlpReceiver, SpanIngest
+from tracegrad.proxy.prompt_reuse import EngineRenderer, PromptReuse
 from tracegrad.store import Store
 from tracegrad.store.anchors.anchor_store import AnchorStore
 
@@ -64,43 +64,43 @@ def create_app(
     settings: ProxySettings,
     *,
     store: Store,
-    writer: SubmitsFacts,
+    writer: EventWriter,
     patience_s: float | None = None,
 ) -> FastAPI:
     """`store` is read, `writer` writes to it; both stay open, and are the caller's to close.
     `patience_s`: how long a call waits for what it writes (`storing.PATIENCE_S`)."""
-    gate = Gate(
+    gate = WeightUpdateGate(
         version=store.current_version() or 0,
         held=settings.held,
         max_waiting=settings.max_waiting,
         max_wait_s=settings.max_wait_s,
     )
     upstream = _upstream(settings, gate)
-    traces = TraceMap()
+    traces = TraceIndex()
     exact = upstream.capabilities.exact_prompts
-    text = EngineText(settings.tokenizer, upstream.models) if exact else None
-    continuation = Continuation(store, limit_bytes=settings.cache_mib << 20, text=text)
+    text = EngineRenderer(settings.tokenizer, upstream.models) if exact else None
+    continuation = PromptReuse(store, limit_bytes=settings.cache_mib << 20, text=text)
     redactor = Redactor(load_hooks(settings.redact), keep_text=settings.keep_text)
     recorder = Recorder(writer, store, continuation, traces, redactor, patience_s=patience_s)
     admin = settings.admin_key
     control = settings.control_key
-    access = Access(
+    access = Authenticator(
         admin.get_secret_value() if admin else None,
-        Keys(store),
-        Browsers(settings.allowed_hosts),
+        RolloutKeyService(store),
+        OriginCheck(settings.allowed_hosts),
         control_key=control.get_secret_value() if control else None,
     )
-    workers = Workers()
-    limits = BodyLimits.of(settings)
-    bodies = Bodies(limits, workers)
-    rooms = Rooms(
+    workers = WorkerThreads()
+    limits = RequestSizeLimits.of(settings)
+    bodies = BodyReader(limits, workers)
+    rooms = ProxyServices(
         upstream=upstream,
         gate=gate,
         recorder=recorder,
-        traces=traces,
-        repeats=Repeats(),
+        trace_index=traces,
+        retry_cache=RetryCache(),
         model=settings.model,
-        free_sampling=settings.sampling == "free" and upstream.capabilities.tokens,
+        force_on_policy=settings.sampling == "free" and upstream.capabilities.tokens,
         routed_experts=settings.routed_experts,
         workers=workers,
         rules=RequestRules.of(settings),
@@ -119,74 +119,82 @@ def create_app(
         description="LLM calls, spans and rewards of agents, recorded for training.",
         lifespan=lifespan,
     )
-    add_error_handlers(app, _shape)
+    add_error_handlers(app, _error_body)
     # First in line, before FastAPI's own routes: most requests are theirs.
-    ingest = Ingest(recorder, continuation, traces, store)
-    spans = Traces(ingest, ExportLimits(limits.body, limits.values, settings.max_spans), workers)
+    ingest = SpanIngest(recorder, continuation, traces, store)
+    spans = OtlpReceiver(
+        ingest, ExportLimits(limits.body, limits.values, settings.max_spans), workers
+    )
     app.router.routes[:0] = _hot_routes(rooms, spans)
     app.router.routes.append(_health(gate, writer))
-    app.include_router(make_router(recorder, gate))
+    app.include_router(make_control_router(recorder, gate))
     app.include_router(make_keys_router(access))
     anchors = AnchorStore(store, settings.anchors) if settings.anchors is not None else None
     app.include_router(make_anchors_router(anchors, redactor))
-    described(app)
-    app.add_middleware(Guard, access=access, bodies=bodies, shape=_shape)
+    extend_openapi(app)
+    app.add_middleware(AuthMiddleware, access=access, bodies=bodies, shape=_error_body)
     return app
 
 
-def _upstream(settings: ProxySettings, gate: Gate) -> Upstream:
+def _upstream(settings: ProxySettings, gate: WeightUpdateGate) -> Upstream:
     key = settings.upstream_api_key
     api_key = key.get_secret_value() if key else None
-    timeouts = Timeouts(read_s=settings.read_timeout_s)
+    timeouts = UpstreamTimeouts(read_s=settings.read_timeout_s)
     if settings.upstream_kind == "litellm":
         # An extra of its own, and slow to import.
-        from tracegrad.proxy.engine.upstreams.litellm import LiteLLM
+        from tracegrad.proxy.engine.upstreams.litellm import LiteLLMUpstream
 
         base = settings.upstream if "upstream" in settings.model_fields_set else None
-        return LiteLLM(model=settings.model, api_base=base, api_key=api_key, timeouts=timeouts)
+        return LiteLLMUpstream(
+            model=settings.model, api_base=base, api_key=api_key, timeouts=timeouts
+        )
 
     async def serves_the_current_weights(url: str) -> bool:
         # An engine that was restarted has the weights of its start, until the next push.
         return not gate.pushes or await weight_version(url) == str(gate.version)
 
-    return Upstreams(
+    return UpstreamPool(
         settings.upstreams,
         kind=settings.upstream_kind,
         api_key=api_key,
         timeouts=timeouts,
-        queue=Queue(settings.max_waiting, settings.max_wait_s),
+        queue=QueueLimits(settings.max_waiting, settings.max_wait_s),
         admit=serves_the_current_weights,
     )
 
 
-def _hot_routes(rooms: Rooms, spans: ASGIApp) -> list[BaseRoute]:
-    def models_as(shape: Shape) -> ASGIApp:
-        return PassedOn(rooms.upstream, "GET", "/v1/models", shape=shape)
+def _hot_routes(rooms: ProxyServices, spans: ASGIApp) -> list[BaseRoute]:
+    def models_as(shape: ShapeResponse) -> ASGIApp:
+        return PassthroughEndpoint(rooms.upstream, "GET", "/v1/models", shape=shape)
 
     async def to_embed(raw: bytes, caller: Caller) -> bytes:
         run, rules = rooms.workers.run, rooms.rules
         return await run(len(raw), rules.embeddings, raw, admin=caller.admin)
 
-    embeddings = PassedOn(rooms.upstream, "POST", "/v1/embeddings", read=to_embed)
+    embeddings = PassthroughEndpoint(rooms.upstream, "POST", "/v1/embeddings", read=to_embed)
 
-    claude, google = messages.Messages(), gemini.Gemini()
-    count = Counts(claude, rooms, parse=messages.count_request, shape=messages.count_answer)
-    count_google = Counts(google, rooms, parse=gemini.count_request, shape=gemini.count_answer)
+    claude, google = messages.AnthropicDialect(), gemini.GeminiDialect()
+    count = CountTokensEndpoint(
+        claude, rooms, parse=messages.count_request, shape=messages.count_answer
+    )
+    count_google = CountTokensEndpoint(
+        google, rooms, parse=gemini.count_request, shape=gemini.count_answer
+    )
     served: list[tuple[str, str, ASGIApp]] = [
-        ("POST", "/v1/chat/completions", Calls(Chat(), rooms)),
-        ("POST", "/v1/messages", Calls(claude, rooms)),
-        ("POST", "/v1/responses", Calls(Responses(), rooms)),
-        ("POST", "/v1/completions", Calls(Completions(), rooms)),
+        ("POST", "/v1/chat/completions", LlmCallEndpoint(OpenAIChatDialect(), rooms)),
+        ("POST", "/v1/messages", LlmCallEndpoint(claude, rooms)),
+        ("POST", "/v1/responses", LlmCallEndpoint(OpenAIResponsesDialect(), rooms)),
+        ("POST", "/v1/completions", LlmCallEndpoint(OpenAICompletionsDialect(), rooms)),
         ("POST", "/v1/messages/count_tokens", count),
         ("POST", "/v1/embeddings", embeddings),
-        ("GET", "/v1/models", models_as(models)),
-        ("GET", "/v1/models/{model:model_name}", models_as(models)),
-        ("GET", "/v1beta/models", models_as(gemini_models)),
+        ("GET", "/v1/models", models_as(models_response)),
+        ("GET", "/v1/models/{model:model_name}", models_as(models_response)),
+        ("GET", "/v1beta/models", models_as(gemini_models_response)),
     ]
     for version in ("v1beta", "v1"):  # Gemini CLI's, and that of google-genai 3
         path = f"/{version}/models/{{model:path}}"
         served.append(("POST", f"{path}:countTokens", count_google))
-        served.append(("POST", f"{path}:{{method}}", Calls(google, rooms)))
+        served.append(("POST", f"{path}:{{method}}", LlmCallEndpoint(google, rooms)))
     routes: list[BaseRoute] = [Route(TRACES_PATH, spans, methods=["POST"])]
     for method, path, endpoint in served:
         routes.append(Route(path, endpoint, methods=[method]))
@@ -194,18 +202,18 @@ def _hot_routes(rooms: Rooms, spans: ASGIApp) -> list[BaseRoute]:
     return routes
 
 
-def _shape(path: str, error: ApiError) -> bytes:
+def _error_body(path: str, error: ApiError) -> bytes:
     """The body of an error that comes up before a path has found its endpoint."""
     return _dialect_at(path).error(error)
 
 
 def _dialect_at(path: str) -> Dialect:
     if "/v1beta/" in path or ("/v1/models/" in path and ":" in path):
-        return gemini.Gemini()
-    return messages.Messages() if "/v1/messages" in path else Chat()
+        return gemini.GeminiDialect()
+    return messages.AnthropicDialect() if "/v1/messages" in path else OpenAIChatDialect()
 
 
-def _health(gate: Gate, writer: SubmitsFacts) -> Route:
+def _health(gate: WeightUpdateGate, writer: EventWriter) -> Route:
     async def healthz(_: Request) -> Response:
         told = {"status": "ok", "version": gate.version, "writer": writer.load()._asdict()}
         body = orjson.dumps(told)

@@ -83,9 +83,9 @@ def serve(settings: ProxySettings) -> None:
     import uvicorn
 
     from tracegrad.proxy.app import create_app
-    from tracegrad.proxy.http.limits import Limits, raise_file_limit
+    from tracegrad.proxy.http.limits import ConnectionLimits, raise_file_limit
     from tracegrad.proxy.http.protocol import server_config
-    from tracegrad.store import Store, StoreError, Writer
+    from tracegrad.store import GroupCommitWriter, Store, StoreError
 
     _check_hooks(settings.redact)
     listener = _listen(settings.host, settings.port)
@@ -94,11 +94,11 @@ def serve(settings: ProxySettings) -> None:
     except (StoreError, ValueError) as error:
         _fail(f"store {settings.store}: {error}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    limits = Limits.of(settings)
+    limits = ConnectionLimits.of(settings)
     connections = raise_file_limit(limits.connections)
     if connections < limits.connections:
         log.warning("max_connections: the system gives files for %d only", connections)
-    with store, Writer(store) as writer:
+    with store, GroupCommitWriter(store) as writer:
         app = create_app(settings, store=store, writer=writer)
         config = server_config(app, replace(limits, connections=connections))
         name, port = listener.getsockname()[:2]
@@ -107,7 +107,7 @@ def serve(settings: ProxySettings) -> None:
             f"store {store.database.url.render_as_string(hide_password=True)}",
             flush=True,
         )
-        _calm_collector()
+        _tune_gc()
         # uvicorn has shut down in order by the time it passes the signal on.
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
@@ -124,7 +124,7 @@ def _check_hooks(names: Sequence[str]) -> None:
         _fail(str(error))
 
 
-def _calm_collector() -> None:
+def _tune_gc() -> None:
     """Every answer is parsed into a thousand objects that are soon dropped, none in a cycle.
 
     By default Python would look through all memory for cycles again and again meanwhile.

@@ -12,44 +12,44 @@ from tracegrad.store.errors import StoreUnavailable
 
 # A little more than the store itself waits for others: what it says of them is worth more. Beyond
 # that it is a server that hangs, or writes that wait behind others which wait.
-PATIENCE_S = BUSY_TIMEOUT_S + 5.0
+STORE_TIMEOUT_S = BUSY_TIMEOUT_S + 5.0
 # More for a commit that was sent already: whether it is stored is then not ours to say.
-COMMIT_PATIENCE_S = 5.0
+COMMIT_TIMEOUT_S = 5.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def asked(method: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+async def run_in_thread(method: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
     """What a method of the store returns. Raises what it raises, and as `in_time`."""
-    return await in_time(asyncio.to_thread(method, *args, **more))
+    return await within_store_timeout(asyncio.to_thread(method, *args, **more))
 
 
-async def in_time(answer: Awaitable[T]) -> T:
+async def within_store_timeout(answer: Awaitable[T]) -> T:
     """Raises StoreUnavailable after `PATIENCE_S`. What was asked for may still be done later."""
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(STORE_TIMEOUT_S):
             return await answer
     except TimeoutError:
-        raise StoreUnavailable(_silent(PATIENCE_S)) from None
+        raise StoreUnavailable(_silent(STORE_TIMEOUT_S)) from None
 
 
-async def written(submission: Submission, *, patience_s: float | None = None) -> None:
+async def wait_committed(submission: Submission, *, patience_s: float | None = None) -> None:
     """On return it is on the disk. Raises what the submission fails with, and StoreUnavailable
     after `patience_s` (`PATIENCE_S`): then none of its turns will be trained, whatever the store
     does later."""
-    patience_s = PATIENCE_S if patience_s is None else patience_s
+    patience_s = STORE_TIMEOUT_S if patience_s is None else patience_s
     try:
         async with asyncio.timeout(patience_s):
             return await asyncio.wrap_future(submission)
     except TimeoutError:
         submission.withdraw(_silent(patience_s))
     try:
-        async with asyncio.timeout(COMMIT_PATIENCE_S):
+        async with asyncio.timeout(COMMIT_TIMEOUT_S):
             return await asyncio.wrap_future(submission)
     except TimeoutError:
         if submission.abandon():
-            raise StoreUnavailable(_silent(patience_s + COMMIT_PATIENCE_S)) from None
+            raise StoreUnavailable(_silent(patience_s + COMMIT_TIMEOUT_S)) from None
         return await asyncio.wrap_future(submission)
 
 

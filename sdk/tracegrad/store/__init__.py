@@ -3,7 +3,7 @@
 from tracegrad.store.errors import (
     AlreadyTrained,
     AmbiguousRollout,
-    FactRefused,
+    EventRejected,
     LeaseLost,
     LedgerError,
     ParentMissing,
@@ -18,25 +18,25 @@ from tracegrad.store.errors import (
 )
 from tracegrad.store.filters import ALL, OPEN, RolloutFilter
 from tracegrad.store.ledger.ledger import Ledger
-from tracegrad.store.read.steps import History
+from tracegrad.store.read.steps import StepHistory
 from tracegrad.store.store import DEFAULT_URL, Store
 from tracegrad.store.types import (
     Group,
+    IncompleteGroup,
+    LeasePreview,
     LeaseRecord,
     LostLease,
-    Peek,
     PolicyVersion,
     RewardPoint,
     RolloutDetail,
-    RolloutRow,
     RolloutSample,
+    RolloutSummary,
     StepRecord,
     TurnCounts,
-    TurnFate,
-    WaitingTask,
-    leases_of,
+    TurnDisposition,
+    lease_by_rollout,
 )
-from tracegrad.store.write.group_commit import Load, Submission, Writer
+from tracegrad.store.write.group_commit import GroupCommitWriter, Submission, WriterLoad
 
 __all__ = [
     "ALL",
@@ -44,23 +44,24 @@ __all__ = [
     "OPEN",
     "AlreadyTrained",
     "AmbiguousRollout",
-    "FactRefused",
+    "EventRejected",
     "Group",
-    "History",
+    "GroupCommitWriter",
+    "IncompleteGroup",
     "LeaseLost",
+    "LeasePreview",
     "LeaseRecord",
     "Ledger",
     "LedgerError",
-    "Load",
     "LostLease",
     "ParentMissing",
-    "Peek",
     "PolicyVersion",
     "RewardPoint",
     "RolloutDetail",
     "RolloutFilter",
-    "RolloutRow",
     "RolloutSample",
+    "RolloutSummary",
+    "StepHistory",
     "StepRecord",
     "Store",
     "StoreBusy",
@@ -72,9 +73,8 @@ __all__ = [
     "StoreUnavailable",
     "Submission",
     "TurnCounts",
-    "TurnFate",
+    "TurnDisposition",
     "UnknownRollout",
-    "WaitingTask",
-    "Writer",
-    "leases_of",
+    "WriterLoad",
+    "lease_by_rollout",
 ]

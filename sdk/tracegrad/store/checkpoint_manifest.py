@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-MANIFEST = "counters.json"
+MANIFEST_NAME = "counters.json"
 
 
 def manifest_digest(folder: Path) -> str:
     """SHA-256 of the manifest's bytes, in hex. Raises OSError: it cannot be read."""
-    return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    return hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()

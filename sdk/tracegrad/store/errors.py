@@ -35,11 +35,11 @@ class StoreCorrupt(StoreError):
     """What is stored cannot be what was written."""
 
 
-class FactRefused(StoreError, ValueError):
+class EventRejected(StoreError, ValueError):
     """A fact contradicts itself or the store; it was not stored. Names the field."""
 
 
-class ParentMissing(FactRefused):
+class ParentMissing(EventRejected):
     """The turn that a turn continues is not stored: it never was, or was removed since."""
 
 

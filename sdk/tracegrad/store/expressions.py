@@ -11,9 +11,9 @@ from sqlalchemy.orm import InstrumentedAttribute
 from tracegrad.events import MAX_REWARD, Outcome
 from tracegrad.store.models import Rewards, Rollouts, RolloutTags
 
-SCORED = [outcome.value for outcome in Outcome if outcome.scored]
+SCORED_OUTCOMES = [outcome.value for outcome in Outcome if outcome.scored]
 # The event name whose latest value, given for the whole rollout, is the rollout's reward.
-MAIN_REWARD = "reward"
+MAIN_REWARD_NAME = "reward"
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ def latest_reward() -> ColumnElement[float | None]:
         select(Rewards.value)
         .where(
             Rewards.rollout_id == Rollouts.rollout_id,
-            Rewards.name == MAIN_REWARD,
+            Rewards.name == MAIN_REWARD_NAME,
             Rewards.turn.is_(None),
             Rewards.value.between(-MAX_REWARD, MAX_REWARD),
         )
@@ -70,7 +70,7 @@ def training_state(tags: Mapping[str, str], now: float) -> ColumnElement[str]:
         (Rollouts.consumed_at.is_not(None), literal("consumed")),
         (~has_tags(tags), literal("not_selected")),
         (Rollouts.finished_at.is_(None), literal("open")),
-        (Rollouts.outcome.not_in(SCORED), Rollouts.outcome),
+        (Rollouts.outcome.not_in(SCORED_OUTCOMES), Rollouts.outcome),
         (latest_reward().is_(None), literal("no_reward")),
         (Rollouts.leased_until > now, literal("leased")),
         else_=literal("waiting"),

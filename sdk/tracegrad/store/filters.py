@@ -54,7 +54,7 @@ class RolloutFilter:
                 raise ValueError(f"{name}: {value} is no finite number")
 
     @property
-    def all(self) -> bool:
+    def matches_all(self) -> bool:
         """Whether nothing is asked."""
         return self == RolloutFilter()
 

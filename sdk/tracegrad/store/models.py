@@ -174,7 +174,7 @@ class Turns(Base):
     __table_args__ = (Index(None, "rollout_id", "seq"),)
 
 
-class Texts(Base):
+class SharedTexts(Base):
     """A long text of requests or replies that came in several rollouts (module `texts`)."""
 
     __tablename__ = "texts"

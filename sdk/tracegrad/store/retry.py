@@ -15,7 +15,7 @@ _FIRST_PAUSE_S = 0.005  # at most; doubled each time, 0.3 s before the last
 T = TypeVar("T")
 
 
-def again(work: Callable[[], T], on: tuple[type[Exception], ...] = (Conflict,)) -> T:
+def retry_on_conflict(work: Callable[[], T], on: tuple[type[Exception], ...] = (Conflict,)) -> T:
     """What `work` returns, or raises in the end. It may run several times: each time as if for
     the first time, since what it did was rolled back."""
     pause_s = _FIRST_PAUSE_S

@@ -10,7 +10,7 @@ from typing import Protocol, Self
 from sqlalchemy import Connection, Engine, func, insert, select
 from sqlalchemy.exc import IntegrityError
 
-from tracegrad.events import Fact, RewardGiven, RolloutFinished, SpanEnded, Turn
+from tracegrad.events import Event, Reward, RolloutFinished, Span, Turn
 from tracegrad.store.databases import BUSY_TIMEOUT_S, Conflict, Database, database_at, upsert
 from tracegrad.store.errors import StoreMissing
 from tracegrad.store.filters import ALL, RolloutFilter
@@ -19,24 +19,24 @@ from tracegrad.store.models import REVISION, PolicyVersions, VersionEvents
 from tracegrad.store.read import rollouts as queries
 from tracegrad.store.read import traces
 from tracegrad.store.read import turns as reading
-from tracegrad.store.retry import again
+from tracegrad.store.retry import retry_on_conflict
 from tracegrad.store.types import (
     PolicyVersion,
     RewardPoint,
     RolloutDetail,
-    RolloutRow,
+    RolloutSummary,
     TurnCounts,
 )
 from tracegrad.store.write import api_keys
 from tracegrad.store.write.events import (
-    Batch,
+    EventBatch,
     mark_unacknowledged,
-    rows_by_what_is_stored,
-    sort_facts,
+    rows_from_store,
+    sort_events,
     write_batch,
 )
-from tracegrad.store.write.parent_cache import Contexts, last_removal
-from tracegrad.store.write.turn_rows import Rows, turn_rows
+from tracegrad.store.write.parent_cache import ParentCache, last_removal
+from tracegrad.store.write.turn_rows import TurnRows, make_turn_rows
 
 DEFAULT_URL = "sqlite:///.tracegrad/store.db"
 
@@ -50,7 +50,7 @@ class SecretValue(Protocol):
     def get_secret_value(self) -> str: ...
 
 
-class _Outdated(Conflict):
+class _StaleParentCache(Conflict):
     """What a turn refers to may have been changed since it was read (`contexts`)."""
 
 
@@ -64,7 +64,7 @@ class Store:
     def __init__(self, database: Database, engine: Engine) -> None:
         self.database = database
         self._engine = engine
-        self._contexts = Contexts()
+        self._parent_cache = ParentCache()
 
     @classmethod
     def open(
@@ -99,7 +99,7 @@ class Store:
             with self.exclusive() as connection:
                 migrate(connection)
         with self.reading() as connection:
-            self._contexts.renew(last_removal(connection))
+            self._parent_cache.invalidate_before(last_removal(connection))
 
     def close(self) -> None:
         self._engine.dispose()
@@ -144,41 +144,43 @@ class Store:
 
     # Facts
 
-    def append(self, facts: Sequence[Fact], *, before_commit: BeforeCommit | None = None) -> None:
+    def append(self, events: Sequence[Event], *, before_commit: BeforeCommit | None = None) -> None:
         """All of them in one transaction, on the disk on return; known ids change nothing.
 
         `before_commit` is called in the transaction when all is written, with the ids of the turns
         that are new: once, or again where the transaction was rolled back and is repeated.
         Raises `FactRefused`, and then stores none of them.
         """
-        if not facts:
+        if not events:
             return
-        batch = sort_facts(facts)
+        batch = sort_events(events)
         last = before_commit or _nothing
         try:
-            self._append_by_memory(batch, last)
+            self._append_from_cache(batch, last)
         except (Conflict, IntegrityError):
-            self._contexts.forget(batch.first_seen)
-            as_of = again(
-                lambda: self._append_by_what_is_stored(batch, last), on=(Conflict, IntegrityError)
+            self._parent_cache.forget(batch.first_seen)
+            as_of = retry_on_conflict(
+                lambda: self._append_from_store(batch, last), on=(Conflict, IntegrityError)
             )
-            self._contexts.renew(as_of)
+            self._parent_cache.invalidate_before(as_of)
 
-    def _append_by_memory(self, batch: Batch, before_commit: BeforeCommit) -> None:
+    def _append_from_cache(self, batch: EventBatch, before_commit: BeforeCommit) -> None:
         turns = list(batch.turns.values())
-        known = self._contexts.known(turns, self.reading)
-        rows, contexts = turn_rows(turns, known)
+        known = self._parent_cache.lookup(turns, self.reading)
+        rows, contexts = make_turn_rows(turns, known)
         with self.appending() as connection:
-            write_batch(connection, batch, rows, self._contexts.new(batch.first_seen))
-            _check_outdated(connection, rows, known.as_of)
+            write_batch(
+                connection, batch, rows, self._parent_cache.rollouts_not_cached(batch.first_seen)
+            )
+            _check_cache_is_current(connection, rows, known.as_of)
             before_commit(connection, rows.turn_ids())
-        self._contexts.remember(contexts, rows.texts, known.as_of)
+        self._parent_cache.remember(contexts, rows.texts, known.as_of)
 
-    def _append_by_what_is_stored(self, batch: Batch, before_commit: BeforeCommit) -> int:
+    def _append_from_store(self, batch: EventBatch, before_commit: BeforeCommit) -> int:
         """For a batch with turns that are stored already, that rely on some that are gone, or that
         others write at the same time. Returns the last removal that it knew of."""
         with self.appending() as connection:
-            rows, _ = rows_by_what_is_stored(connection, batch)
+            rows, _ = rows_from_store(connection, batch)
             # Since their rollouts were held nobody removes anything of them.
             as_of = last_removal(connection)
             write_batch(connection, batch, rows, new_rollouts=())
@@ -192,35 +194,37 @@ class Store:
             return mark_unacknowledged(connection, turn_ids)
 
     def rollout_turns(
-        self, rollout_id: str, *, raw: bool = True, routes: bool = True
+        self, rollout_id: str, *, raw: bool = True, expert_routing: bool = True
     ) -> list[Turn]:
-        """In order of capture; `raw=False` leaves requests and responses out, `routes=False`
+        """In order of capture; `raw=False` leaves requests and responses out, `expert_routing=False`
         routed experts.
 
         Requests of one conversation hold the same items in memory: do not change them. Raises
         `StoreCorrupt` where tokens or requests are not the ones that were stored.
         """
         with self.reading() as connection:
-            turns = reading.turns_of(connection, [rollout_id], raw=raw, routes=routes)
+            turns = reading.load_turns(
+                connection, [rollout_id], raw=raw, expert_routing=expert_routing
+            )
         return turns[rollout_id]
 
-    def find_turn(self, turn_id: str, *, routes: bool = True) -> Turn | None:
-        """None: there is none. `routes=False` leaves routed experts out."""
+    def find_turn(self, turn_id: str, *, expert_routing: bool = True) -> Turn | None:
+        """None: there is none. `expert_routing=False` leaves routed experts out."""
         with self.reading() as connection:
-            return reading.find_turn(connection, turn_id, routes=routes)
+            return reading.find_turn(connection, turn_id, expert_routing=expert_routing)
 
-    def rewards(self, rollout_id: str) -> list[RewardGiven]:
+    def rewards(self, rollout_id: str) -> list[Reward]:
         with self.reading() as connection:
-            return queries.rewards_of(connection, [rollout_id])[rollout_id]
+            return queries.load_rewards(connection, [rollout_id])[rollout_id]
 
     def outcomes(self, rollout_id: str) -> list[RolloutFinished]:
         """Every end that was told of it, in order of arrival. The first one counts."""
         with self.reading() as connection:
-            return queries.outcomes_of(connection, [rollout_id])[rollout_id]
+            return queries.load_outcomes(connection, [rollout_id])[rollout_id]
 
-    def spans(self, rollout_id: str) -> list[SpanEnded]:
+    def spans(self, rollout_id: str) -> list[Span]:
         with self.reading() as connection:
-            return queries.spans_of(connection, [rollout_id])[rollout_id]
+            return queries.load_spans(connection, [rollout_id])[rollout_id]
 
     # Traces
 
@@ -229,10 +233,10 @@ class Store:
         with self.reading() as connection:
             return traces.rollouts_of_traces(connection, trace_ids)
 
-    def calling_spans(self, rollout_id: str, *, but: str) -> list[str]:
+    def calling_spans(self, rollout_id: str, *, except_dialect: str) -> list[str]:
         """The spans that the rollout's turns were called from, but for turns of one dialect."""
         with self.reading() as connection:
-            return traces.calling_spans(connection, rollout_id, but=but)
+            return traces.calling_spans(connection, rollout_id, except_dialect=except_dialect)
 
     def rollout_of_turn(self, turn_id: str) -> str | None:
         with self.reading() as connection:
@@ -266,7 +270,9 @@ class Store:
 
     # Questions
 
-    def rollouts(self, wanted: RolloutFilter = ALL, *, limit: int | None = 50) -> list[RolloutRow]:
+    def rollouts(
+        self, wanted: RolloutFilter = ALL, *, limit: int | None = 50
+    ) -> list[RolloutSummary]:
         """The newest first."""
         with self.reading() as connection:
             return queries.list_rollouts(connection, wanted, limit=limit)
@@ -331,11 +337,11 @@ def _nothing(_connection: Connection, _new: Sequence[str]) -> None:
     pass
 
 
-def _check_outdated(connection: Connection, rows: Rows, as_of: int) -> None:
+def _check_cache_is_current(connection: Connection, rows: TurnRows, as_of: int) -> None:
     """After the rows were written: whoever changes their rollouts now waits for them, and whoever
     did so before has committed."""
     refers = rows.links or any(
         row["parent_id"] is not None or row["request_base"] is not None for row in rows.turns
     )
     if refers and last_removal(connection) != as_of:
-        raise _Outdated("what the turns continue is being changed; try again")
+        raise _StaleParentCache("what the turns continue is being changed; try again")

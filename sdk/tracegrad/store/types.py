@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from tracegrad.events import Json, Outcome, RewardGiven, SpanEnded, Turn
+from tracegrad.events import Json, Outcome, Reward, Span, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutRow:
+class RolloutSummary:
     """One rollout in a list.
 
     `state` is where it stands on the way to training: `open`, an unscored outcome's name,
@@ -35,7 +35,7 @@ class RolloutRow:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnFate:
+class TurnDisposition:
     """Trained by `step`, or not trained because of `skip_reason`."""
 
     step: int | None
@@ -44,12 +44,12 @@ class TurnFate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutDetail:
-    row: RolloutRow
+    summary: RolloutSummary
     task: Any
     turns: list[Turn]  # in order of capture
-    rewards: list[RewardGiven]  # in order of arrival
-    spans: list[SpanEnded]  # by start
-    fates: dict[str, TurnFate]  # by turn id; a turn without one still waits
+    rewards: list[Reward]  # in order of arrival
+    spans: list[Span]  # by start
+    dispositions: dict[str, TurnDisposition]  # by turn id; a turn without one still waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WaitingTask:
+class IncompleteGroup:
     """Ready rollouts of a task that are too few for a group, and who may still join them."""
 
     task_id: str
@@ -140,12 +140,12 @@ class WaitingTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peek:
+class LeasePreview:
     """What a lease would give; `more` groups are ready beyond those asked for."""
 
     groups: list[Group]
     more: int
-    waiting: list[WaitingTask]
+    incomplete: list[IncompleteGroup]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ class LostLease:
     lease_id: str | None
     state: Literal["leased", "free", "consumed", "removed"]
     owner: str | None = None
-    until: float | None = None
+    leased_until: float | None = None
     step: int | None = None
 
     def __str__(self) -> str:
@@ -189,11 +189,11 @@ class LostLease:
         return f"{rollout} is no longer under lease {self.lease_id}: {has}"
 
 
-def leases_of(groups: Iterable[Group]) -> dict[str, str]:
+def lease_by_rollout(groups: Iterable[Group]) -> dict[str, str]:
     """Rollout -> the lease that it was given out under."""
     return {each.rollout_id: group.lease_id for group in groups for each in group.rollouts}
 
 
-def row_of(record: StepRecord | PolicyVersion) -> dict[str, Any]:
+def column_values(record: StepRecord | PolicyVersion) -> dict[str, Any]:
     """Of its table, whose columns are named as its fields are."""
     return {each.name: getattr(record, each.name) for each in fields(record)}

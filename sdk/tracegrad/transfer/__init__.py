@@ -1,14 +1,14 @@
 """Ways in and out of a store: whole copies, rows for scripts, layouts that other trainers read."""
 
-from tracegrad.atomic_file import OutputFailed
-from tracegrad.transfer.field_reader import BadObject
-from tracegrad.transfer.layouts import Layout, LayoutUnknown, layout_named, layout_names
+from tracegrad.atomic_file import WriteFailed
+from tracegrad.transfer.field_reader import InvalidObject
+from tracegrad.transfer.layouts import ExportLayout, LayoutUnknown, find_layout, layout_names
 
 __all__ = [
-    "BadObject",
-    "Layout",
+    "ExportLayout",
+    "InvalidObject",
     "LayoutUnknown",
-    "OutputFailed",
-    "layout_named",
+    "WriteFailed",
+    "find_layout",
     "layout_names",
 ]

@@ -13,10 +13,18 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tracegrad.events import Json, Outcome, RewardGiven, RolloutFinished, Turn, logprobs, token_ids
-from tracegrad.store.copy.export_records import RolloutCopy
+from tracegrad.events import (
+    Json,
+    Outcome,
+    Reward,
+    RolloutFinished,
+    Turn,
+    logprob_array,
+    token_id_array,
+)
+from tracegrad.store.copy.export_records import RolloutRecord
 from tracegrad.store.encoding.blobs import encode_json
-from tracegrad.transfer.field_reader import Fields, without_nulls
+from tracegrad.transfer.field_reader import FieldReader, without_nulls
 
 # `Turn.untrainable` of a turn that is text only.
 NO_TOKENS = "no_tokens"
@@ -25,12 +33,12 @@ SOURCE = "source"
 IMPORTED = "imported_messages"
 
 
-def is_teacher(fields: Fields) -> bool:
+def is_conversation(fields: FieldReader) -> bool:
     return fields.any("messages") is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Teacher:
+class ImportedConversation:
     """A conversation; `created_at` is None where it does not say when it was had."""
 
     rollout_id: str
@@ -44,10 +52,10 @@ class Teacher:
     reward: float | None
     created_at: float | None
 
-    def copy(self, at: float) -> RolloutCopy:
+    def as_record(self, at: float) -> RolloutRecord:
         """As a rollout of the time `at`, if it does not say one."""
         at = at if self.created_at is None else self.created_at
-        return RolloutCopy(
+        return RolloutRecord(
             rollout_id=self.rollout_id,
             opened_at=at,
             task_id=self.task_id,
@@ -62,13 +70,13 @@ class Teacher:
         )
 
 
-def read_teacher(fields: Fields) -> Teacher:
+def read_conversation(fields: FieldReader) -> ImportedConversation:
     """Fields that it does not know become the rollout's `task`. Raises BadObject."""
     messages = _messages(fields)
     tools = _tools(fields)
     task_id = fields.text_or_none("task_id")
     task = fields.any("task")
-    known = Teacher(
+    known = ImportedConversation(
         rollout_id=fields.text_or_none("rollout_id")
         or _digest([without_nulls(messages), tools, task_id]),
         task_id=task_id,
@@ -91,39 +99,39 @@ def imported_messages(turn: Turn) -> bool:
     return turn.sampling.get(SOURCE) == IMPORTED
 
 
-def _messages(fields: Fields) -> list[Json]:
+def _messages(fields: FieldReader) -> list[Json]:
     messages = fields.items("messages")
     for message in fields.objects("messages"):
         message.text("role")
         content = message.any("content")
         if content is not None and not isinstance(content, str | list):
-            raise message.bad("content", "write a text, a list of parts or null")
+            raise message.invalid("content", "write a text, a list of parts or null")
         for call in message.objects("tool_calls"):
-            Fields(call.any("function"), call.name("function")).text("name")
+            FieldReader(call.any("function"), call.name("function")).text("name")
     if len(messages) < 2:
-        raise fields.bad("messages", f"{len(messages)}; write what was asked and the reply")
+        raise fields.invalid("messages", f"{len(messages)}; write what was asked and the reply")
     if messages[-1]["role"] != "assistant":
-        raise fields.bad(
+        raise fields.invalid(
             f"messages[{len(messages) - 1}].role",
             f"{messages[-1]['role']!r}; the last message is the assistant's reply",
         )
     return messages
 
 
-def _tools(fields: Fields) -> list[Any] | None:
+def _tools(fields: FieldReader) -> list[Any] | None:
     """A list, or a text with one: columns cannot hold what differs from tool to tool."""
     tools = fields.any("tools")
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
         except ValueError:
-            raise fields.bad("tools", "it is a text and no JSON; write a list") from None
+            raise fields.invalid("tools", "it is a text and no JSON; write a list") from None
     if tools is not None and not isinstance(tools, list):
-        raise fields.bad("tools", "write a list, or a JSON text with one")
+        raise fields.invalid("tools", "write a list, or a JSON text with one")
     return tools or None
 
 
-def _turn(teacher: Teacher, at: float) -> Turn:
+def _turn(teacher: ImportedConversation, at: float) -> Turn:
     reply = teacher.messages[-1]
     finish = "tool_calls" if reply.get("tool_calls") else "stop"
     request: Json = {"model": teacher.model, "messages": teacher.messages[:-1]}
@@ -134,9 +142,9 @@ def _turn(teacher: Teacher, at: float) -> Turn:
         rollout_id=teacher.rollout_id,
         dialect="chat",
         model=teacher.model,
-        prompt_token_ids=token_ids(),
-        completion_token_ids=token_ids(),
-        completion_logprobs=logprobs(),
+        prompt_token_ids=token_id_array(),
+        completion_token_ids=token_id_array(),
+        completion_logprobs=logprob_array(),
         policy_versions=(),
         sampling={SOURCE: IMPORTED},
         finish_reason=finish,
@@ -151,8 +159,8 @@ def _turn(teacher: Teacher, at: float) -> Turn:
     )
 
 
-def _reward(rollout_id: str, value: float, at: float) -> RewardGiven:
-    return RewardGiven(
+def _reward(rollout_id: str, value: float, at: float) -> Reward:
+    return Reward(
         reward_id=_digest([rollout_id, "reward", value]),
         rollout_id=rollout_id,
         value=value,

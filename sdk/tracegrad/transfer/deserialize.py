@@ -12,66 +12,70 @@ from typing import Literal, TypeVar
 
 from tracegrad.events import (
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    SpanEnded,
+    Span,
     Turn,
     VersionSpans,
-    token_ids,
+    token_id_array,
 )
-from tracegrad.store.copy.export_records import Fate, RolloutCopy, VersionCopy
-from tracegrad.store.encoding.routed_experts import check_routes
+from tracegrad.store.copy.export_records import RecordedDisposition, RolloutRecord, VersionRecord
+from tracegrad.store.encoding.routed_experts import check_routing
 from tracegrad.store.types import PolicyVersion, StepRecord
-from tracegrad.transfer.chat_conversations import Teacher, is_teacher, read_teacher
-from tracegrad.transfer.field_reader import BadObject, Fields
+from tracegrad.transfer.chat_conversations import (
+    ImportedConversation,
+    is_conversation,
+    read_conversation,
+)
+from tracegrad.transfer.field_reader import FieldReader, InvalidObject
 from tracegrad.transfer.serialize import FORMAT
 
-Read = RolloutCopy | Teacher | StepRecord | VersionCopy | SpanEnded
+ImportedObject = RolloutRecord | ImportedConversation | StepRecord | VersionRecord | Span
 T = TypeVar("T")
 
 _State = Literal["pushing", "serving", "failed"]
 _STATES: dict[str, _State] = {"pushing": "pushing", "serving": "serving", "failed": "failed"}
 
 
-def read_object(value: object) -> Read:
+def read_object(value: object) -> ImportedObject:
     """Whatever one line of an export holds, or a conversation (`teacher`)."""
-    fields = Fields(value)
-    if is_teacher(fields):
-        return read_teacher(fields)
+    fields = FieldReader(value)
+    if is_conversation(fields):
+        return read_conversation(fields)
     version = fields.any("tracegrad")
     if version is None:
-        raise BadObject("tracegrad", _not_ours(fields))
+        raise InvalidObject("tracegrad", _not_ours(fields))
     if version != FORMAT:
-        raise BadObject(
+        raise InvalidObject(
             "tracegrad", f"format {version!r}; this tracegrad reads {FORMAT}: update it"
         )
     kind = fields.text("kind")
     if kind not in _READERS:
-        raise BadObject("kind", f"{kind!r}; write one of {', '.join(_READERS)}")
+        raise InvalidObject("kind", f"{kind!r}; write one of {', '.join(_READERS)}")
     read = _READERS[kind](fields)
-    fields.done()
+    fields.refuse_unread()
     return read
 
 
-def _not_ours(fields: Fields) -> str:
+def _not_ours(fields: FieldReader) -> str:
     if fields.any("turn_id") is not None:
         return "this is a turn of `export --turns`, which is no whole copy; use `export --rollouts`"
     return 'it is missing; import what `export --rollouts` wrote, or objects with "messages"'
 
 
-def _rollout(fields: Fields) -> RolloutCopy:
+def _rollout(fields: FieldReader) -> RolloutRecord:
     rollout_id = fields.text("rollout_id")
     turns = _Turns(rollout_id)
     for each in fields.objects("turns"):
         turns.read(each)
-        each.done()
+        each.refuse_unread()
     outcome = fields.text_or_none("outcome")
     if outcome is not None:
         fields.one_of("outcome", Outcome, ", ".join(Outcome))
     finished_at = fields.number_or_none("finished_at")
     if (outcome is None) != (finished_at is None):
-        raise fields.bad("finished_at", "it goes with outcome; write both or neither")
-    return RolloutCopy(
+        raise fields.invalid("finished_at", "it goes with outcome; write both or neither")
+    return RolloutRecord(
         rollout_id=rollout_id,
         opened=fields.flag("opened", True),
         opened_at=fields.number("opened_at"),
@@ -88,19 +92,19 @@ def _rollout(fields: Fields) -> RolloutCopy:
         rewards=_all(fields, "rewards", lambda each: _reward(each, rollout_id)),
         spans=_all(fields, "spans", lambda each: _span(each, rollout_id)),
         turns=turns.turns,
-        fates=turns.fates,
+        dispositions=turns.fates,
     )
 
 
-def _all(fields: Fields, field: str, read: Callable[[Fields], T]) -> list[T]:
+def _all(fields: FieldReader, field: str, read: Callable[[FieldReader], T]) -> list[T]:
     found = []
     for each in fields.objects(field):
         found.append(read(each))
-        each.done()
+        each.refuse_unread()
     return found
 
 
-def _end(fields: Fields, rollout_id: str) -> RolloutFinished:
+def _end(fields: FieldReader, rollout_id: str) -> RolloutFinished:
     return RolloutFinished(
         rollout_id=rollout_id,
         outcome=fields.one_of("outcome", Outcome, ", ".join(Outcome)),
@@ -109,8 +113,8 @@ def _end(fields: Fields, rollout_id: str) -> RolloutFinished:
     )
 
 
-def _reward(fields: Fields, rollout_id: str) -> RewardGiven:
-    return RewardGiven(
+def _reward(fields: FieldReader, rollout_id: str) -> Reward:
+    return Reward(
         reward_id=fields.text("reward_id"),
         rollout_id=rollout_id,
         value=fields.reward("value"),
@@ -123,8 +127,8 @@ def _reward(fields: Fields, rollout_id: str) -> RewardGiven:
     )
 
 
-def _span(fields: Fields, rollout_id: str | None) -> SpanEnded:
-    return SpanEnded(
+def _span(fields: FieldReader, rollout_id: str | None) -> Span:
+    return Span(
         trace_id=fields.text("trace_id"),
         span_id=fields.text("span_id"),
         parent_span_id=fields.text_or_none("parent_span_id"),
@@ -138,14 +142,14 @@ def _span(fields: Fields, rollout_id: str | None) -> SpanEnded:
     )
 
 
-def _lone_span(fields: Fields) -> SpanEnded:
-    inner = Fields(fields.any("span"), "span")
+def _lone_span(fields: FieldReader) -> Span:
+    inner = FieldReader(fields.any("span"), "span")
     span = _span(inner, None)
-    inner.done()
+    inner.refuse_unread()
     return span
 
 
-def _step(fields: Fields) -> StepRecord:
+def _step(fields: FieldReader) -> StepRecord:
     return StepRecord(
         step=fields.integer("step"),
         version=fields.integer("version"),
@@ -160,18 +164,18 @@ def _step(fields: Fields) -> StepRecord:
     )
 
 
-def _version(fields: Fields) -> VersionCopy:
+def _version(fields: FieldReader) -> VersionRecord:
     number = fields.integer("version")
-    return VersionCopy(
-        _standing(fields, number),
-        _all(fields, "events", lambda each: _standing(each, number)),
+    return VersionRecord(
+        _version_state(fields, number),
+        _all(fields, "events", lambda each: _version_state(each, number)),
     )
 
 
-def _standing(fields: Fields, version: int) -> PolicyVersion:
+def _version_state(fields: FieldReader, version: int) -> PolicyVersion:
     state = fields.text("state")
     if state not in _STATES:
-        raise fields.bad("state", f"{state!r}; write one of {', '.join(_STATES)}")
+        raise fields.invalid("state", f"{state!r}; write one of {', '.join(_STATES)}")
     return PolicyVersion(
         version=version,
         step=fields.integer_or_none("step"),
@@ -181,7 +185,7 @@ def _standing(fields: Fields, version: int) -> PolicyVersion:
     )
 
 
-_READERS: dict[str, Callable[[Fields], Read]] = {
+_READERS: dict[str, Callable[[FieldReader], ImportedObject]] = {
     "rollout": _rollout,
     "step": _step,
     "version": _version,
@@ -196,12 +200,12 @@ class _Turns:
         self._rollout_id = rollout_id
         self._contexts: dict[str, array[int]] = {}
         self.turns: list[Turn] = []
-        self.fates: dict[str, Fate] = {}
+        self.fates: dict[str, RecordedDisposition] = {}
 
-    def read(self, fields: Fields) -> None:
+    def read(self, fields: FieldReader) -> None:
         turn_id = fields.text("turn_id")
         if turn_id in self._contexts:
-            raise fields.bad("turn_id", f"{turn_id!r} is there twice; give each turn its own")
+            raise fields.invalid("turn_id", f"{turn_id!r} is there twice; give each turn its own")
         prompt = self._prompt(fields)
         completion = fields.ids("completion_token_ids")
         context = prompt + completion
@@ -225,67 +229,67 @@ class _Turns:
                 response=fields.object_or_none("response"),
                 state_key=fields.text_or_none("state_key"),
                 observation=fields.text_or_none("observation"),
-                routed_experts=_routes(fields, len(context)),
+                routed_experts=_routing(fields, len(context)),
                 created_at=fields.number("created_at"),
             )
         )
         self._contexts[turn_id] = context
-        if (fate := _fate(fields)) is not None:
+        if (fate := _disposition(fields)) is not None:
             self.fates[turn_id] = fate
 
-    def _prompt(self, fields: Fields) -> array[int]:
+    def _prompt(self, fields: FieldReader) -> array[int]:
         parent = fields.text_or_none("parent_turn_id")
         if parent is None:
-            known = token_ids()
+            known = token_id_array()
         elif parent in self._contexts:
             known = self._contexts[parent]
         else:
-            raise fields.bad(
+            raise fields.invalid(
                 "parent_turn_id", f"turn {parent!r} is not before it; write parents first"
             )
         return known + fields.ids("new_token_ids")
 
 
-def _logprobs(fields: Fields, tokens: int) -> array[float]:
+def _logprobs(fields: FieldReader, tokens: int) -> array[float]:
     found = fields.logprobs("completion_logprobs")
     if len(found) != tokens:
-        raise fields.bad(
+        raise fields.invalid(
             "completion_logprobs", f"{len(found)} for {tokens} sampled tokens; write one each"
         )
     return found
 
 
-def _versions(fields: Fields, tokens: int) -> VersionSpans:
+def _versions(fields: FieldReader, tokens: int) -> VersionSpans:
     spans = []
     for index, span in enumerate(fields.items("policy_versions")):
         if not (isinstance(span, list) and [type(n) for n in span] == [int, int] and span[1] > 0):
-            raise fields.bad(f"policy_versions[{index}]", f"{span!r}; write [version, count]")
+            raise fields.invalid(f"policy_versions[{index}]", f"{span!r}; write [version, count]")
         spans.append((span[0], span[1]))
     if (covered := sum(count for _, count in spans)) != tokens:
-        raise fields.bad(
+        raise fields.invalid(
             "policy_versions", f"they cover {covered} of {tokens} sampled tokens; cover all"
         )
     return tuple(spans)
 
 
-def _routes(fields: Fields, tokens: int) -> bytes | None:
+def _routing(fields: FieldReader, tokens: int) -> bytes | None:
     file = fields.file_or_none("routed_experts")
     if file is not None:
         try:
-            check_routes(file, tokens)
+            check_routing(file, tokens)
         except ValueError as error:
-            raise fields.bad("routed_experts", f"{error}; leave it out") from None
+            raise fields.invalid("routed_experts", f"{error}; leave it out") from None
     return file
 
 
-def _fate(fields: Fields) -> Fate | None:
+def _disposition(fields: FieldReader) -> RecordedDisposition | None:
     step = fields.integer_or_none("trained_step")
     reason = fields.text_or_none("skip_reason")
     at = fields.number_or_none("fate_at")
     if step is not None and reason is not None:
-        raise fields.bad("skip_reason", "the turn was trained; write one of the two")
+        raise fields.invalid("skip_reason", "the turn was trained; write one of the two")
     if step is None and reason is None:
         return None
     if at is None:
-        raise fields.bad("fate_at", "it is missing; write when the turn was trained or skipped")
-    return Fate(step, reason, at)
+        raise fields.invalid("fate_at", "it is missing; write when the turn was trained or skipped")
+    return RecordedDisposition(step, reason, at)

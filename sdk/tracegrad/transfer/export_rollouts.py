@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 from tracegrad.events import Json
 from tracegrad.store.copy.export_records import (
-    lone_spans,
-    rollout_copies,
-    rollout_groups,
-    steps_of,
-    versions_of,
+    iter_rollouts,
+    iter_spans_without_rollout,
+    iter_task_groups,
+    load_steps,
+    load_versions,
 )
 from tracegrad.store.filters import ALL, RolloutFilter
 from tracegrad.store.store import Store
-from tracegrad.transfer.layouts import Layout
+from tracegrad.transfer.layouts import ExportLayout
 from tracegrad.transfer.serialize import (
-    lone_span_object,
     rollout_object,
+    span_without_rollout_object,
     step_object,
     turn_objects,
     version_object,
@@ -27,7 +27,7 @@ from tracegrad.transfer.serialize import (
 
 
 @dataclass(slots=True)
-class Counts:
+class ExportCounts:
     """What was written, by kind, and what was left out, by reason."""
 
     written: Counter[str] = field(default_factory=Counter)
@@ -35,14 +35,14 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
+class RolloutExport:
     """`trained`: only rollouts of which a turn was trained, or none was."""
 
     store: Store
     wanted: RolloutFilter = ALL
     trained: bool | None = None
     text: bool = True
-    counts: Counts = field(default_factory=Counts)
+    counts: ExportCounts = field(default_factory=ExportCounts)
 
     def rollouts(self) -> Iterator[Json]:
         """A copy that can be imported: whatever an object refers to comes before it.
@@ -50,7 +50,7 @@ class Export:
         All that the store has where nothing is filtered; else the rollouts that are wanted, with
         the steps and versions that they name.
         """
-        whole = self.wanted.all and self.trained is None
+        whole = self.wanted.matches_all and self.trained is None
         for value in self._objects(whole):
             self.counts.written[value["kind"]] += 1
             yield value
@@ -59,39 +59,39 @@ class Export:
         steps: set[int] = set()
         versions: set[int] = set()
         if whole:
-            for version in versions_of(self.store):
-                versions.add(version.now.version)
+            for version in load_versions(self.store):
+                versions.add(version.current.version)
                 yield version_object(version)
-            for step in steps_of(self.store):
+            for step in load_steps(self.store):
                 steps.add(step.step)
                 yield step_object(step)
-        copies = rollout_copies(self.store, self.wanted, trained=self.trained, raw=self.text)
+        copies = iter_rollouts(self.store, self.wanted, trained=self.trained, raw=self.text)
         for copy in copies:
             # In a whole copy only those that were made meanwhile.
             if new := copy.steps - steps:
-                yield from map(step_object, steps_of(self.store, sorted(new)))
+                yield from map(step_object, load_steps(self.store, sorted(new)))
                 steps |= new
             if new := copy.versions - versions:
-                yield from map(version_object, versions_of(self.store, sorted(new)))
+                yield from map(version_object, load_versions(self.store, sorted(new)))
                 versions |= new
             yield rollout_object(copy, text=self.text)
         if whole:
             # The last: a span without a rollout joins the first one that comes with its trace.
-            for spans in lone_spans(self.store):
-                yield from map(lone_span_object, spans)
+            for spans in iter_spans_without_rollout(self.store):
+                yield from map(span_without_rollout_object, spans)
 
     def turns(self) -> Iterator[Json]:
         """One flat object a turn (`objects.turn_objects`)."""
-        copies = rollout_copies(
-            self.store, self.wanted, trained=self.trained, raw=False, routes=False
+        copies = iter_rollouts(
+            self.store, self.wanted, trained=self.trained, raw=False, expert_routing=False
         )
         for copy in copies:
             for turn in turn_objects(copy, trained=self.trained):
                 self.counts.written["turn"] += 1
                 yield turn
 
-    def layout(self, layout: Layout) -> Iterator[Json]:
-        groups = rollout_groups(self.store, self.wanted, trained=self.trained, raw=layout.text)
+    def layout(self, layout: ExportLayout) -> Iterator[Json]:
+        groups = iter_task_groups(self.store, self.wanted, trained=self.trained, raw=layout.text)
         for group in groups:
             for row in layout.rows(group, self.counts.left_out):
                 self.counts.written["row"] += 1

@@ -8,27 +8,27 @@ from base64 import b64decode
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from tracegrad.events import REWARD_RANGE, Json, is_reward, token_ids
+from tracegrad.events import REWARD_RANGE, Json, is_reward, token_id_array
 
 T = TypeVar("T")
 _LARGEST_ID = 2**31 - 1
 _LARGEST_INTEGER = 2**63 - 1
 
 
-class BadObject(ValueError):
+class InvalidObject(ValueError):
     """`field` is where it is, `mend` what is wrong with it and what to do."""
 
-    def __init__(self, field: str, mend: str) -> None:
-        super().__init__(f"{field}: {mend}")
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
         self.field = field
 
 
-class Fields:
+class FieldReader:
     """The fields of one object. Each is asked for once; `done` refuses those that nobody did."""
 
     def __init__(self, value: object, where: str = "") -> None:
         if not isinstance(value, dict):
-            raise BadObject(where or "object", f"{_kind(value)}; write an object")
+            raise InvalidObject(where or "object", f"{_kind(value)}; write an object")
         self._values: Json = value
         self._where = where
         self._asked: set[str] = set()
@@ -36,8 +36,8 @@ class Fields:
     def name(self, field: str) -> str:
         return f"{self._where}.{field}" if self._where else field
 
-    def bad(self, field: str, mend: str) -> BadObject:
-        return BadObject(self.name(field), mend)
+    def invalid(self, field: str, problem: str) -> InvalidObject:
+        return InvalidObject(self.name(field), problem)
 
     def any(self, field: str) -> Any:
         """None where it is not there."""
@@ -48,20 +48,20 @@ class Fields:
         """Those that were not asked for."""
         return {key: value for key, value in self._values.items() if key not in self._asked}
 
-    def done(self) -> None:
+    def refuse_unread(self) -> None:
         if unknown := self.rest():
-            raise self.bad(min(unknown), "this format has no such field; leave it out")
+            raise self.invalid(min(unknown), "this format has no such field; leave it out")
 
     def text(self, field: str) -> str:
         value = self.any(field)
         if not isinstance(value, str) or not value:
-            raise self.bad(field, f"{_kind(value)}; write a text that is not empty")
+            raise self.invalid(field, f"{_kind(value)}; write a text that is not empty")
         return value
 
     def text_or_none(self, field: str) -> str | None:
         value = self.any(field)
         if value is not None and not isinstance(value, str):
-            raise self.bad(field, f"{_kind(value)}; write a text or null")
+            raise self.invalid(field, f"{_kind(value)}; write a text or null")
         return value
 
     def flag(self, field: str, default: bool) -> bool:
@@ -69,13 +69,13 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.bad(field, f"{_kind(value)}; write true or false")
+            raise self.invalid(field, f"{_kind(value)}; write true or false")
         return value
 
     def number(self, field: str) -> float:
         value = self.number_or_none(field)
         if value is None:
-            raise self.bad(field, "it is missing; write a number")
+            raise self.invalid(field, "it is missing; write a number")
         return value
 
     def number_or_none(self, field: str) -> float | None:
@@ -83,21 +83,21 @@ class Fields:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.bad(field, f"{_kind(value)}; write a number")
+            raise self.invalid(field, f"{_kind(value)}; write a number")
         if not math.isfinite(value):
-            raise self.bad(field, f"{value}; write a finite number")
+            raise self.invalid(field, f"{value}; write a finite number")
         return float(value)
 
     def reward(self, field: str) -> float:
         value = self.number(field)
         if not is_reward(value):
-            raise self.bad(field, f"{value:g} is no reward; write {REWARD_RANGE}")
+            raise self.invalid(field, f"{value:g} is no reward; write {REWARD_RANGE}")
         return value
 
     def integer(self, field: str) -> int:
         value = self.integer_or_none(field)
         if value is None:
-            raise self.bad(field, "it is missing; write a whole number")
+            raise self.invalid(field, "it is missing; write a whole number")
         return value
 
     def integer_or_none(self, field: str) -> int | None:
@@ -105,7 +105,7 @@ class Fields:
         if value is None:
             return None
         if type(value) is not int or abs(value) > _LARGEST_INTEGER:
-            raise self.bad(field, f"{_kind(value)}; write a whole number of 64 bits")
+            raise self.invalid(field, f"{_kind(value)}; write a whole number of 64 bits")
         return value
 
     def object(self, field: str) -> Json:
@@ -113,7 +113,7 @@ class Fields:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise self.bad(field, f"{_kind(value)}; write an object")
+            raise self.invalid(field, f"{_kind(value)}; write an object")
         return value
 
     def object_or_none(self, field: str) -> Json | None:
@@ -123,7 +123,7 @@ class Fields:
         found = self.object(field)
         for key, value in found.items():
             if not isinstance(value, str):
-                raise self.bad(f"{field}.{key}", f"{_kind(value)}; write a text")
+                raise self.invalid(f"{field}.{key}", f"{_kind(value)}; write a text")
         return found
 
     def items(self, field: str) -> list[Any]:
@@ -131,19 +131,21 @@ class Fields:
         if value is None:
             return []
         if not isinstance(value, list):
-            raise self.bad(field, f"{_kind(value)}; write a list")
+            raise self.invalid(field, f"{_kind(value)}; write a list")
         return value
 
-    def objects(self, field: str) -> Iterator[Fields]:
+    def objects(self, field: str) -> Iterator[FieldReader]:
         for index, value in enumerate(self.items(field)):
-            yield Fields(value, f"{self.name(field)}[{index}]")
+            yield FieldReader(value, f"{self.name(field)}[{index}]")
 
     def ids(self, field: str) -> array[int]:
         values = self.items(field)
         for index, value in enumerate(values):
             if type(value) is not int or not 0 <= value <= _LARGEST_ID:
-                raise self.bad(f"{field}[{index}]", f"{value!r}; write a token id, 0 to 2^31 - 1")
-        return token_ids(values)
+                raise self.invalid(
+                    f"{field}[{index}]", f"{value!r}; write a token id, 0 to 2^31 - 1"
+                )
+        return token_id_array(values)
 
     def file_or_none(self, field: str) -> bytes | None:
         """Bytes, as base64."""
@@ -151,13 +153,13 @@ class Fields:
         try:
             return None if value is None else b64decode(value, validate=True)
         except ValueError:
-            raise self.bad(field, "it is no base64; write the file's bytes as base64") from None
+            raise self.invalid(field, "it is no base64; write the file's bytes as base64") from None
 
     def logprobs(self, field: str) -> array[float]:
         values = self.items(field)
         for index, value in enumerate(values):
             if value is not None and type(value) not in (float, int):
-                raise self.bad(f"{field}[{index}]", f"{_kind(value)}; write a number or null")
+                raise self.invalid(f"{field}[{index}]", f"{_kind(value)}; write a number or null")
         return array("f", [math.nan if value is None else value for value in values])
 
     def one_of(self, field: str, read: Callable[[str], T], choices: str) -> T:
@@ -165,7 +167,7 @@ class Fields:
         try:
             return read(value)
         except ValueError:
-            raise self.bad(field, f"{value!r}; write one of {choices}") from None
+            raise self.invalid(field, f"{value!r}; write one of {choices}") from None
 
 
 def without_nulls(value: Any) -> Any:

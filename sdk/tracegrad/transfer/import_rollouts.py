@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 from typing import Any
 
-from tracegrad.events import SpanEnded
-from tracegrad.store.copy.export_records import RolloutCopy, VersionCopy
+from tracegrad.events import Span
+from tracegrad.store.copy.export_records import RolloutRecord, VersionRecord
 from tracegrad.store.copy.import_records import (
-    Added,
-    add_rollouts,
-    add_spans,
-    add_steps,
-    add_versions,
-    opened_at,
+    ImportCounts,
+    import_rollouts,
+    import_spans,
+    import_steps,
+    import_versions,
+    opening_times,
 )
-from tracegrad.store.errors import FactRefused
+from tracegrad.store.errors import EventRejected
 from tracegrad.store.store import Store
 from tracegrad.store.types import StepRecord
 from tracegrad.transfer import jsonl, parquet
-from tracegrad.transfer.chat_conversations import Teacher
-from tracegrad.transfer.deserialize import Read, read_object
-from tracegrad.transfer.field_reader import BadObject
+from tracegrad.transfer.chat_conversations import ImportedConversation
+from tracegrad.transfer.deserialize import ImportedObject, read_object
+from tracegrad.transfer.field_reader import InvalidObject
 
 _BATCH_BYTES = 8 << 20
 _BATCH_ROLLOUTS = 256
@@ -41,22 +41,22 @@ class ImportStopped(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _ObjectAt:
     where: str
-    read: Read
+    read: ImportedObject
 
 
 @dataclass(slots=True)
-class Import:
+class RolloutImport:
     """`skip_bad`: what is broken is counted by reason, and the rest goes on. `untrained`: without
     what another store did with the rollouts, so that all their turns wait to be trained here."""
 
     store: Store
     skip_bad: bool = False
     untrained: bool = False
-    added: Added = field(default_factory=Added)
-    bad: Counter[str] = field(default_factory=Counter)
-    _batch: dict[str, _Found] = field(default_factory=dict)  # by rollout
+    added: ImportCounts = field(default_factory=ImportCounts)
+    rejected: Counter[str] = field(default_factory=Counter)
+    _batch: dict[str, _ObjectAt] = field(default_factory=dict)  # by rollout
     _bytes: int = 0
     _steps: set[int] = field(default_factory=set)  # that were read
 
@@ -66,7 +66,7 @@ class Import:
         try:
             for number, size, value in objects:
                 self._object(name + unit.format(number), value, size)
-        except parquet.NoParquet as error:
+        except parquet.NotParquet as error:
             self.flush()
             raise ImportStopped(f"{name}: {error}") from error
         self.flush()
@@ -78,16 +78,16 @@ class Import:
 
     def _object(self, where: str, value: Any, size: int) -> None:
         try:
-            if isinstance(value, BadObject):
+            if isinstance(value, InvalidObject):
                 raise value
-            self._take(_Found(where, read_object(value)), size)
-        except (BadObject, FactRefused) as error:
+            self._take(_ObjectAt(where, read_object(value)), size)
+        except (InvalidObject, EventRejected) as error:
             self.flush()
             self._broken(where, str(error))
 
-    def _take(self, found: _Found, size: int) -> None:
+    def _take(self, found: _ObjectAt, size: int) -> None:
         match found.read:
-            case RolloutCopy() | Teacher():
+            case RolloutRecord() | ImportedConversation():
                 self._check_steps(found.read)
                 if found.read.rollout_id in self._batch:
                     self.flush()
@@ -95,51 +95,53 @@ class Import:
                 self._bytes += size
                 if self._bytes >= _BATCH_BYTES or len(self._batch) >= _BATCH_ROLLOUTS:
                     self.flush()
-            case SpanEnded():
-                self.added.add(add_spans(self.store, [found.read]))
+            case Span():
+                self.added.add(import_spans(self.store, [found.read]))
             case StepRecord() if not self.untrained:
-                self.added.add(add_steps(self.store, [found.read]))
+                self.added.add(import_steps(self.store, [found.read]))
                 self._steps.add(found.read.step)
-            case VersionCopy() if not self.untrained:
-                self.added.add(add_versions(self.store, [found.read]))
+            case VersionRecord() if not self.untrained:
+                self.added.add(import_versions(self.store, [found.read]))
 
-    def _check_steps(self, read: RolloutCopy | Teacher) -> None:
+    def _check_steps(self, read: RolloutRecord | ImportedConversation) -> None:
         """Steps have only numbers: those of the file must have been read, and be these."""
-        if self.untrained or isinstance(read, Teacher):
+        if self.untrained or isinstance(read, ImportedConversation):
             return
         if missing := read.steps - self._steps:
-            raise BadObject(
+            raise InvalidObject(
                 "trained_step",
                 f"step {min(missing)} was not read before it; import the whole file, or with "
                 "--untrained",
             )
 
-    def _add_rollouts(self, batch: Sequence[_Found]) -> None:
+    def _add_rollouts(self, batch: Sequence[_ObjectAt]) -> None:
         try:
-            self.added.add(add_rollouts(self.store, self._copies([found.read for found in batch])))
-        except FactRefused as error:
+            self.added.add(
+                import_rollouts(self.store, self._copies([found.read for found in batch]))
+            )
+        except EventRejected as error:
             if len(batch) == 1:
                 self._broken(batch[0].where, str(error))
                 return
             for found in batch:
                 self._add_rollouts([found])
 
-    def _copies(self, reads: Sequence[Read]) -> list[RolloutCopy]:
+    def _copies(self, reads: Sequence[ImportedObject]) -> list[RolloutRecord]:
         now = time.time()
-        teachers = [read.rollout_id for read in reads if isinstance(read, Teacher)]
-        here = opened_at(self.store, teachers) if teachers else {}
+        teachers = [read.rollout_id for read in reads if isinstance(read, ImportedConversation)]
+        here = opening_times(self.store, teachers) if teachers else {}
         copies = []
         for read in reads:
-            if isinstance(read, Teacher):
-                copies.append(read.copy(here.get(read.rollout_id, now)))
-            elif isinstance(read, RolloutCopy):
+            if isinstance(read, ImportedConversation):
+                copies.append(read.as_record(here.get(read.rollout_id, now)))
+            elif isinstance(read, RolloutRecord):
                 copies.append(read.untrained() if self.untrained else read)
         return copies
 
     def _broken(self, where: str, error: str) -> None:
         if not self.skip_bad:
             raise ImportStopped(f"{where}: {error}")
-        self.bad[re.sub(r"\[\d+\]", "[]", error.partition(": ")[0])] += 1
+        self.rejected[re.sub(r"\[\d+\]", "[]", error.partition(": ")[0])] += 1
 
 
 def _objects_of(name: str, file: BufferedReader) -> tuple[str, Iterator[tuple[int, int, Any]]]:

@@ -11,7 +11,7 @@ import orjson
 
 from tracegrad.events import Json
 from tracegrad.store.encoding.blobs import encode_json
-from tracegrad.transfer.field_reader import BadObject
+from tracegrad.transfer.field_reader import InvalidObject
 
 # What orjson refuses or rounds: lone surrogates, integers beyond 64 bits.
 _ODD = re.compile(rb"\\u[dD][89a-fA-F]|[0-9]{19}")
@@ -29,7 +29,7 @@ def read_lines(file: BinaryIO) -> Iterator[tuple[int, int, Any]]:
             continue
         try:
             yield number, len(line), parse(line)
-        except BadObject as error:
+        except InvalidObject as error:
             yield number, len(line), error
 
 
@@ -39,4 +39,4 @@ def parse(line: bytes) -> Any:
         return json.loads(line) if _ODD.search(line) else orjson.loads(line)
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(": line 1")[0]
-        raise BadObject("line", f"it is no JSON ({reason}); write one object a line") from None
+        raise InvalidObject("line", f"it is no JSON ({reason}); write one object a line") from None

@@ -9,20 +9,20 @@ from importlib.metadata import entry_points
 from typing import BinaryIO
 
 from tracegrad.events import Json
-from tracegrad.store.copy.export_records import RolloutCopy
+from tracegrad.store.copy.export_records import RolloutRecord
 
-GROUP = "tracegrad.layouts"
+ENTRY_POINT_GROUP = "tracegrad.layouts"
 
 # What a column holds: "text", "integer", "number", "flag", "ids" (int32 list), "logprobs" (float32
 # list), "mask" (int8 list), "file" (bytes, in JSON as base64), "texts", "messages" (chat messages,
 # with the fields that occur), or an object of such columns.
 Column = str | Mapping[str, "Column"]
 # Why something has no row, counted: {"no_reward": 3}.
-Reasons = Counter[str]
+ReasonCounter = Counter[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ExportLayout:
     """`rows` makes the rows of one group of rollouts, and counts what it leaves out.
 
     `text`: whether it needs requests and responses. `files` are formats besides JSONL and Parquet:
@@ -33,7 +33,7 @@ class Layout:
     name: str
     reader: str
     columns: Mapping[str, Column]
-    rows: Callable[[Sequence[RolloutCopy], Reasons], Iterator[Json]]
+    rows: Callable[[Sequence[RolloutRecord], ReasonCounter], Iterator[Json]]
     text: bool = True
     files: Mapping[str, Callable[[BinaryIO, Iterator[Json]], object]] = field(default_factory=dict)
 
@@ -43,13 +43,13 @@ class LayoutUnknown(LookupError):
 
 
 def layout_names() -> list[str]:
-    return sorted(entry_points(group=GROUP).names)
+    return sorted(entry_points(group=ENTRY_POINT_GROUP).names)
 
 
-def layout_named(name: str) -> Layout:
-    for entry in entry_points(group=GROUP, name=name):
+def find_layout(name: str) -> ExportLayout:
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
         layout = entry.load()
-        assert isinstance(layout, Layout), f"{entry.value} is no layout"
+        assert isinstance(layout, ExportLayout), f"{entry.value} is no layout"
         return layout
     names = ", ".join(layout_names()) or "none is installed"
     raise LayoutUnknown(f"{name!r}; there are: {names}")

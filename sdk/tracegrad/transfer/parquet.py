@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from tracegrad.events import Json
 from tracegrad.store.encoding.blobs import dump_json
 from tracegrad.transfer import jsonl
-from tracegrad.transfer.field_reader import BadObject, without_nulls
+from tracegrad.transfer.field_reader import InvalidObject, without_nulls
 from tracegrad.transfer.layouts import Column
 from tracegrad.transfer.parquet_columns import ROLLOUT, has_messages, message_fields, with_messages
 from tracegrad.transfer.serialize import FORMAT
@@ -33,7 +33,7 @@ class ParquetMissing(Exception):
         super().__init__("Parquet needs PyArrow: pip install 'tracegrad[parquet]'")
 
 
-class NoParquet(Exception):
+class NotParquet(Exception):
     """The file cannot be read as Parquet."""
 
 
@@ -52,7 +52,7 @@ def write(file: BinaryIO, rows: Iterable[Json], columns: Mapping[str, Column]) -
         return _write(file, map(jsonl.parse, spool), with_messages(columns, fields))
 
 
-def copy_row(value: Json) -> Json:
+def rollout_row(value: Json) -> Json:
     """An object of `export --rollouts` as a row of `columns.ROLLOUT`."""
     if value["kind"] == "rollout":
         return value | {"other": None}
@@ -78,11 +78,11 @@ def read_rows(file: BinaryIO) -> Iterator[tuple[int, int, Any]]:
                 number += 1
                 try:
                     yield number, _size(row), read(row)
-                except BadObject as error:
+                except InvalidObject as error:
                     yield number, _size(row), error
     except pyarrow.ArrowException as error:
         reason = " ".join(str(error).split())
-        raise NoParquet(f"it is no Parquet file that can be read ({reason})") from error
+        raise NotParquet(f"it is no Parquet file that can be read ({reason})") from error
 
 
 def _write(file: BinaryIO, rows: Iterable[Json], columns: Mapping[str, Column]) -> int:
@@ -95,7 +95,7 @@ def _write(file: BinaryIO, rows: Iterable[Json], columns: Mapping[str, Column]) 
     )
     count = 0
     with pyarrow.parquet.ParquetWriter(file, schema, compression="zstd") as writer:
-        for group in _groups(_told(row, columns) for row in rows):
+        for group in _groups(_cell(row, columns) for row in rows):
             writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
             count += len(group)
     return count
@@ -136,7 +136,7 @@ def _type(column: Column) -> Any:
     return pa.struct([(name, _type(inner)) for name, inner in column.items()])
 
 
-def _told(value: Any, column: Column) -> Any:
+def _cell(value: Any, column: Column) -> Any:
     """The value as a cell of the column."""
     if value is None:
         return None
@@ -150,8 +150,8 @@ def _told(value: Any, column: Column) -> Any:
     if isinstance(column, str):
         return value
     if "*" in column:
-        return [_told(item, column["*"]) for item in value]
-    return {name: _told(value.get(name), inner) for name, inner in column.items()}
+        return [_cell(item, column["*"]) for item in value]
+    return {name: _cell(value.get(name), inner) for name, inner in column.items()}
 
 
 def _from_row(row: Json) -> Json:
@@ -184,7 +184,7 @@ def _json(value: Any, where: str) -> Any:
     try:
         return json.loads(value)
     except (TypeError, ValueError):
-        raise BadObject(where, "it is no JSON; write a JSON text") from None
+        raise InvalidObject(where, "it is no JSON; write a JSON text") from None
 
 
 def _size(value: Any) -> int:

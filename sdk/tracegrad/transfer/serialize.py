@@ -12,15 +12,15 @@ from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from tracegrad.events import Json, RewardGiven, SpanEnded, Turn
-from tracegrad.store.copy.export_records import Fate, RolloutCopy, VersionCopy
+from tracegrad.events import Json, Reward, Span, Turn
+from tracegrad.store.copy.export_records import RecordedDisposition, RolloutRecord, VersionRecord
 from tracegrad.store.types import StepRecord
 
 FORMAT = 1
 _BEYOND_FLOAT32 = 1e39
 
 
-def rollout_object(copy: RolloutCopy, *, text: bool = True) -> Json:
+def rollout_object(copy: RolloutRecord, *, text: bool = True) -> Json:
     """One whole rollout; `text=False` leaves requests and responses out."""
     return {
         "tracegrad": FORMAT,
@@ -47,11 +47,11 @@ def rollout_object(copy: RolloutCopy, *, text: bool = True) -> Json:
     }
 
 
-def turn_objects(copy: RolloutCopy, *, trained: bool | None = None) -> Iterator[Json]:
+def turn_objects(copy: RolloutRecord, *, trained: bool | None = None) -> Iterator[Json]:
     """One flat object a turn, whole prompts in it; `trained`: only turns that were, or were not."""
     reward = copy.reward
     for turn in copy.turns:
-        fate = copy.fates.get(turn.turn_id)
+        fate = copy.dispositions.get(turn.turn_id)
         step = fate.step if fate else None
         if trained is not None and trained != (step is not None):
             continue
@@ -67,7 +67,7 @@ def turn_objects(copy: RolloutCopy, *, trained: bool | None = None) -> Iterator[
             "model": turn.model,
             "prompt_token_ids": turn.prompt_token_ids.tolist(),
             "completion_token_ids": turn.completion_token_ids.tolist(),
-            "completion_logprobs": told_logprobs(turn.completion_logprobs),
+            "completion_logprobs": logprobs_json(turn.completion_logprobs),
             "policy_versions": [list(span) for span in turn.policy_versions],
             "finish_reason": turn.finish_reason,
             "created_at": turn.created_at,
@@ -80,37 +80,37 @@ def step_object(step: StepRecord) -> Json:
     return {"tracegrad": FORMAT, "kind": "step", **asdict(step)}
 
 
-def version_object(version: VersionCopy) -> Json:
+def version_object(version: VersionRecord) -> Json:
     events = [asdict(event) for event in version.events]
     for event in events:
         del event["version"]
     return {
         "tracegrad": FORMAT,
         "kind": "version",
-        **asdict(version.now),
+        **asdict(version.current),
         "events": events,
     }
 
 
-def lone_span_object(span: SpanEnded) -> Json:
+def span_without_rollout_object(span: Span) -> Json:
     """A span that belongs to no rollout."""
     return {"tracegrad": FORMAT, "kind": "span", "span": _span_object(span)}
 
 
-def told_logprobs(values: array[float]) -> Sequence[float | None]:
+def logprobs_json(values: array[float]) -> Sequence[float | None]:
     told = values.tolist()
     if math.isfinite(math.fsum(told)):
         return told
-    return [_told(value) for value in told]
+    return [_logprob_json(value) for value in told]
 
 
-def _told(value: float) -> float | None:
+def _logprob_json(value: float) -> float | None:
     if math.isnan(value):
         return None
     return math.copysign(_BEYOND_FLOAT32, value) if math.isinf(value) else value
 
 
-def _span_object(span: SpanEnded) -> Json:
+def _span_object(span: Span) -> Json:
     return {
         "trace_id": span.trace_id,
         "span_id": span.span_id,
@@ -124,7 +124,7 @@ def _span_object(span: SpanEnded) -> Json:
     }
 
 
-def _reward_object(reward: RewardGiven) -> Json:
+def _reward_object(reward: Reward) -> Json:
     told: Json = {
         "reward_id": reward.reward_id,
         "value": reward.value,
@@ -137,18 +137,20 @@ def _reward_object(reward: RewardGiven) -> Json:
     return told | {name: value for name, value in beside.items() if value is not None}
 
 
-def _turns(copy: RolloutCopy, *, text: bool) -> list[Json]:
+def _turns(copy: RolloutRecord, *, text: bool) -> list[Json]:
     told = []
     contexts: dict[str | None, int] = {None: 0}  # their lengths
     for turn in copy.turns:
         # The prompt's tokens that the parent's prompt and completion lack.
         new = turn.prompt_token_ids[contexts[turn.parent_id] :]
-        told.append(_turn_object(turn, new, copy.fates.get(turn.turn_id), text=text))
+        told.append(_turn_object(turn, new, copy.dispositions.get(turn.turn_id), text=text))
         contexts[turn.turn_id] = len(turn.prompt_token_ids) + len(turn.completion_token_ids)
     return told
 
 
-def _turn_object(turn: Turn, new: array[int], fate: Fate | None, *, text: bool) -> Json:
+def _turn_object(
+    turn: Turn, new: array[int], fate: RecordedDisposition | None, *, text: bool
+) -> Json:
     told: Json = {
         "turn_id": turn.turn_id,
         "parent_turn_id": turn.parent_id,
@@ -157,7 +159,7 @@ def _turn_object(turn: Turn, new: array[int], fate: Fate | None, *, text: bool) 
         "model": turn.model,
         "new_token_ids": new.tolist(),
         "completion_token_ids": turn.completion_token_ids.tolist(),
-        "completion_logprobs": told_logprobs(turn.completion_logprobs),
+        "completion_logprobs": logprobs_json(turn.completion_logprobs),
         "policy_versions": [list(span) for span in turn.policy_versions],
         "sampling": turn.sampling,
         "finish_reason": turn.finish_reason,

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from tracegrad.events import Turn, logprobs
+from tracegrad.events import Turn, logprob_array
 from tracegrad.turn_tree import paths
 
 
@@ -58,7 +58,7 @@ def _row(path: Sequence[Turn], own: Sequence[Turn]) -> TokenRow:
     last = own[-1]
     ids = last.prompt_token_ids + last.completion_token_ids
     mask = [0] * len(ids)
-    told = logprobs([0.0]) * len(ids)
+    told = logprob_array([0.0]) * len(ids)
     for turn in own:
         start = len(turn.prompt_token_ids)
         end = start + len(turn.completion_token_ids)

@@ -24,7 +24,7 @@ _TURNS = 4
 
 
 @dataclass(frozen=True)
-class Ended:
+class CompletedCall:
     """A call whose end its client saw."""
 
     rollout_id: str
@@ -34,7 +34,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedCall:
     """A call that did not end well. `status` None: the connection broke, or there was none."""
 
     kind: str  # "whole" | "stream" | "event"
@@ -46,14 +46,14 @@ class Failed:
 
 
 @dataclass
-class Callers:
+class ConversationLoad:
     """Each caller has conversations of four turns, streamed and not, and rewards them."""
 
     url: str
     count: int
-    ended: list[Ended] = field(default_factory=list)
+    ended: list[CompletedCall] = field(default_factory=list)
     rewarded: list[str] = field(default_factory=list)
-    failed: list[Failed] = field(default_factory=list)
+    failed: list[FailedCall] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
@@ -119,13 +119,15 @@ class Callers:
                 else:
                     said = _streamed(answer.iter_lines())
         except _InStream as error:
-            return self._failed(Failed(kind, 200, str(error), None, True, time.monotonic() - began))
+            return self._failed(
+                FailedCall(kind, 200, str(error), None, True, time.monotonic() - began)
+            )
         except httpx.HTTPError as error:
             return self._failed(
-                Failed(kind, None, repr(error), None, False, time.monotonic() - began)
+                FailedCall(kind, None, repr(error), None, False, time.monotonic() - began)
             )
         with self._lock:
-            self.ended.append(Ended(rollout, said[0], messages, said[1]))
+            self.ended.append(CompletedCall(rollout, said[0], messages, said[1]))
         return said[1]
 
     def reward(self, client: httpx.Client, rollout: str) -> bool:
@@ -139,7 +141,9 @@ class Callers:
         try:
             answer = client.post("/api/events", json={"events": [event]})
         except httpx.HTTPError as error:
-            self._failed(Failed("event", None, repr(error), None, False, time.monotonic() - began))
+            self._failed(
+                FailedCall("event", None, repr(error), None, False, time.monotonic() - began)
+            )
             return False
         if answer.status_code != 200:
             self._was_refused("event", answer, began)
@@ -150,7 +154,7 @@ class Callers:
 
     def _was_refused(self, kind: str, answer: httpx.Response, began: float) -> None:
         self._failed(
-            Failed(
+            FailedCall(
                 kind,
                 answer.status_code,
                 answer.text,
@@ -160,7 +164,7 @@ class Callers:
             )
         )
 
-    def _failed(self, failed: Failed) -> None:
+    def _failed(self, failed: FailedCall) -> None:
         with self._lock:
             self.failed.append(failed)
         self._over.wait(0.05)
@@ -186,7 +190,7 @@ def _streamed(lines: Iterable[str]) -> tuple[str, str]:
     raise httpx.RemoteProtocolError("the stream has no end")
 
 
-def lost(store: Store, callers: Callers) -> list[str]:
+def lost_calls(store: Store, callers: ConversationLoad) -> list[str]:
     """What clients were told is done, and the store does not have, whole and once."""
     faults = []
     rollouts = {ended.rollout_id for ended in callers.ended} | set(callers.rewarded)

@@ -12,18 +12,18 @@ from typing import Self
 import httpx
 import openai
 
-from support.agents.toy_agents import Seen, Toys
+from support.agents.toy_agents import CompletedToyCall, ToyAgents
 from tracegrad.store import Store
 
 
-class Crowd:
+class GroupLoad:
     """`with Crowd(url) as crowd:` groups of four attempts, one group after the other.
 
     Without the SDK, whose outbox would go on trying to reach a proxy that is dead.
     """
 
     def __init__(self, url: str) -> None:
-        self.toys = Toys(url)
+        self.toys = ToyAgents(url)
         self.failure: BaseException | None = None  # the first one; then the crowd goes home
         self._over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._work()), daemon=True)
@@ -57,7 +57,7 @@ class Crowd:
                 self.failure = self.failure or failure
 
 
-def missing(store_url: str, toys: Iterable[Toys]) -> list[object]:
+def missing_calls(store_url: str, toys: Iterable[ToyAgents]) -> list[object]:
     """What agents were told is done, and the store does not have (exactly once)."""
     lost: list[object] = []
     with Store.open(store_url, create=False) as store:
@@ -70,9 +70,9 @@ def missing(store_url: str, toys: Iterable[Toys]) -> list[object]:
                 (turn.response or {}).get("id") for r in stored.values() for turn in r.turns
             )
             lost += [seen for seen in each.seen if not _is_stored(seen, ids)]
-            lost += [r for r in each.finished if stored[r].row.reward is None]
+            lost += [r for r in each.finished if stored[r].summary.reward is None]
     return lost
 
 
-def _is_stored(seen: Seen, ids: Counter[str | None]) -> bool:
+def _is_stored(seen: CompletedToyCall, ids: Counter[str | None]) -> bool:
     return ids[seen.said.completion_id] == 1

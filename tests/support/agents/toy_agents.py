@@ -31,7 +31,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Said:
+class CompleteAnswer:
     """An answer, complete."""
 
     completion_id: str
@@ -40,21 +40,21 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Seen:
+class CompletedToyCall:
     """A call as its client saw it end."""
 
     kind: str
     rollout_id: str
     messages: list[Message]
-    said: Said
+    said: CompleteAnswer
 
 
 @dataclass
-class Toys:
+class ToyAgents:
     """The agents of one proxy, and the calls that they saw completed."""
 
     url: str
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[CompletedToyCall] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)  # rollouts whose reward was accepted
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -77,7 +77,7 @@ class Toys:
             async def look_up(text: str) -> str:
                 return f"{len(text)} found"
 
-            async def ask(messages: list[Message]) -> Said:
+            async def ask(messages: list[Message]) -> CompleteAnswer:
                 return whole(
                     await client.chat.completions.create(
                         model="whatever",
@@ -116,7 +116,7 @@ class Toys:
         """No SDK: the rollout is in the URL."""
         rollout_id = f"path-{uuid.uuid4().hex}"
 
-        async def ask(messages: list[Message]) -> Said:
+        async def ask(messages: list[Message]) -> CompleteAnswer:
             return await plainly(client, messages)
 
         url = f"{self.url}/rollouts/{rollout_id}/v1"
@@ -127,7 +127,7 @@ class Toys:
         """No SDK: the rollout is in the key. Streams, and knows of no other address."""
         rollout_id = f"key-{uuid.uuid4().hex}"
 
-        async def ask(messages: list[Message]) -> Said:
+        async def ask(messages: list[Message]) -> CompleteAnswer:
             return await streaming(client, messages)
 
         async with AsyncOpenAI(base_url=f"{self.url}/v1", api_key=f"tg-{rollout_id}") as client:
@@ -139,7 +139,11 @@ class Toys:
         answer.raise_for_status()
 
     async def _told(
-        self, kind: str, rollout_id: str, task: str, ask: Callable[[list[Message]], Awaitable[Said]]
+        self,
+        kind: str,
+        rollout_id: str,
+        task: str,
+        ask: Callable[[list[Message]], Awaitable[CompleteAnswer]],
     ) -> None:
         me = {"rollout_id": rollout_id}
         await self.events(
@@ -160,7 +164,7 @@ class Toys:
         self,
         kind: str,
         task: str,
-        ask: Callable[[list[Message]], Awaitable[Said]],
+        ask: Callable[[list[Message]], Awaitable[CompleteAnswer]],
         look_up: Callable[[str], Awaitable[str]],
         rollout_id: str | None = None,
     ) -> float:
@@ -177,12 +181,14 @@ class Toys:
             ]
         return score(total)
 
-    def _saw(self, kind: str, rollout_id: str, messages: list[Message], said: Said) -> None:
+    def _saw(
+        self, kind: str, rollout_id: str, messages: list[Message], said: CompleteAnswer
+    ) -> None:
         with self._lock:
-            self.seen.append(Seen(kind, rollout_id, messages, said))
+            self.seen.append(CompletedToyCall(kind, rollout_id, messages, said))
 
 
-async def plainly(client: AsyncOpenAI, messages: list[Message]) -> Said:
+async def plainly(client: AsyncOpenAI, messages: list[Message]) -> CompleteAnswer:
     completion = await client.chat.completions.create(
         model="policy",
         messages=messages,  # type: ignore[arg-type]
@@ -191,7 +197,7 @@ async def plainly(client: AsyncOpenAI, messages: list[Message]) -> Said:
     return whole(completion)
 
 
-async def streaming(client: AsyncOpenAI, messages: list[Message]) -> Said:
+async def streaming(client: AsyncOpenAI, messages: list[Message]) -> CompleteAnswer:
     stream = await client.chat.completions.create(
         model="policy",
         messages=messages,  # type: ignore[arg-type]
@@ -201,16 +207,16 @@ async def streaming(client: AsyncOpenAI, messages: list[Message]) -> Said:
     return together([chunk async for chunk in stream])
 
 
-def whole(completion: Any) -> Said:
+def whole(completion: Any) -> CompleteAnswer:
     [choice] = completion.choices
-    return Said(completion.id, choice.message.content or "", choice.finish_reason)
+    return CompleteAnswer(completion.id, choice.message.content or "", choice.finish_reason)
 
 
-def together(chunks: Sequence[Any]) -> Said:
+def together(chunks: Sequence[Any]) -> CompleteAnswer:
     """A stream's chunks as one answer."""
     choices = [choice for chunk in chunks for choice in chunk.choices]
     [reason] = [choice.finish_reason for choice in choices if choice.finish_reason]
-    return Said(chunks[0].id, "".join(c.delta.content or "" for c in choices), reason)
+    return CompleteAnswer(chunks[0].id, "".join(c.delta.content or "" for c in choices), reason)
 
 
 def score(text: str) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from support.chat.tokenizers import core
-from tracegrad.chat.model import ModelText
+from tracegrad.chat.model import ChatFormat
 from tracegrad.chat.template import ChatTemplate
 from tracegrad.chat.tokenizer import Tokenizer
 
@@ -181,5 +181,5 @@ def friendly(**changed: Any) -> Parts:
     return Parts(**{"text_last": False, **plain, **changed})
 
 
-def model_of(source: str, kind: str = "bytes") -> ModelText:
-    return ModelText(Tokenizer(core(kind)), ChatTemplate(source))
+def model_of(source: str, kind: str = "bytes") -> ChatFormat:
+    return ChatFormat(Tokenizer(core(kind)), ChatTemplate(source))

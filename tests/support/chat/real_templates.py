@@ -17,8 +17,8 @@ from tokenizers import Tokenizer as Core
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from support.chat.chat_templates import chat_template
-from tracegrad.chat.messages import Frame
-from tracegrad.chat.model import ModelText
+from tracegrad.chat.messages import RenderOptions
+from tracegrad.chat.model import ChatFormat
 from tracegrad.chat.renderer import Renderer
 from tracegrad.chat.template import ChatTemplate
 from tracegrad.chat.tokenizer import Tokenizer
@@ -97,11 +97,11 @@ FAMILIES = {
 
 
 @cache
-def model(name: str) -> ModelText:
+def model(name: str) -> ChatFormat:
     family = FAMILIES[name]
     text = chat_template(family.template)
     tokens = {*_TAGS.findall(text), *family.stop.values(), *VARIABLES.values()}
-    return ModelText(byte_tokenizer(sorted(tokens)), ChatTemplate(text, VARIABLES))
+    return ChatFormat(byte_tokenizer(sorted(tokens)), ChatTemplate(text, VARIABLES))
 
 
 def byte_tokenizer(added: Sequence[str | AddedToken]) -> Tokenizer:
@@ -151,7 +151,11 @@ def template_form(message: Json, parts: bool) -> Json:
     return form
 
 
-def fresh_ids(text: ModelText, messages: Sequence[Json], frame: Frame, now: datetime) -> array[int]:
+def fresh_ids(
+    text: ChatFormat, messages: Sequence[Json], frame: RenderOptions, now: datetime
+) -> array[int]:
     """The tokens of a prompt rendered afresh: what the engine makes of canonical messages."""
     renderer = Renderer(text, frame, now)
-    return text.tokenizer.encode(renderer.raw([renderer.message(message) for message in messages]))
+    return text.tokenizer.encode(
+        renderer.render([renderer.message(message) for message in messages])
+    )

@@ -10,16 +10,16 @@ from zlib import crc32
 
 from tracegrad.events import (
     OVER_LENGTH,
-    Fact,
+    Event,
     Json,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
-    SpanEnded,
+    RolloutStarted,
+    Span,
     Turn,
-    logprobs,
-    token_ids,
+    logprob_array,
+    token_id_array,
 )
 from tracegrad.store import Ledger, StepRecord, Store
 
@@ -79,13 +79,15 @@ class Talk:
         **more: Any,
     ) -> Turn:
         """`messages` are all of the conversation; a `parent` has the tokens of the first ones."""
-        known = parent.prompt_token_ids + parent.completion_token_ids if parent else token_ids()
+        known = (
+            parent.prompt_token_ids + parent.completion_token_ids if parent else token_id_array()
+        )
         told = self._told[parent.turn_id] if parent else []
         assert list(messages[: len(told)]) == told or parent is None
-        prompt = known + token_ids(encode("".join(map(_rendered, messages[len(told) :]))))
+        prompt = known + token_id_array(encode("".join(map(_rendered, messages[len(told) :]))))
         if reply is None:  # refused: the engine told nothing
-            prompt = token_ids()
-        sampled = token_ids(encode(_rendered(reply)) if reply is not None else [])
+            prompt = token_id_array()
+        sampled = token_id_array(encode(_rendered(reply)) if reply is not None else [])
         index = len(self.turns)
         if finish is None and reply is not None:
             finish = "tool_calls" if reply.get("tool_calls") else "stop"
@@ -98,7 +100,7 @@ class Talk:
             model=self.model,
             prompt_token_ids=prompt,
             completion_token_ids=sampled,
-            completion_logprobs=logprobs([-0.1 - (i % 7) / 5 for i in range(len(sampled))]),
+            completion_logprobs=logprob_array([-0.1 - (i % 7) / 5 for i in range(len(sampled))]),
             policy_versions=((version, len(sampled)),) if sampled else (),
             sampling=SETTINGS,
             finish_reason=finish,
@@ -135,7 +137,7 @@ def assistant(text: str | None = None, *calls: Json, reasoning: str | None = Non
     return message | ({"reasoning": reasoning} if reasoning else {})
 
 
-def coding_agent(rollout_id: str = "0193c0de0001" + "0" * 20) -> list[Fact]:
+def coding_agent(rollout_id: str = "0193c0de0001" + "0" * 20) -> list[Event]:
     """Twenty turns: tools, a reminder that changed in an earlier message, a compaction, a
     sub-agent, a picture, a reply that was cut off, a prompt that was refused, rewards."""
     talk = Talk(rollout_id)
@@ -159,7 +161,7 @@ def coding_agent(rollout_id: str = "0193c0de0001" + "0" * 20) -> list[Fact]:
             parent_span_id="a" * 16,
             version=3 if number < 2 else 4,
         )
-    facts: list[Fact] = []
+    facts: list[Event] = []
     # The client's reminder in the user's message changed: the tree forks.
     changed = [*talk.then(turn, result(3, outputs[3]))]
     changed[1] = user(ask["content"] + "\n<reminder>You have 30 minutes left.</reminder>")
@@ -220,24 +222,24 @@ def coding_agent(rollout_id: str = "0193c0de0001" + "0" * 20) -> list[Fact]:
               assistant("total() left out the first item."), parent=seen, version=5)  # fmt: skip
     facts += talk.turns
     return [
-        RolloutOpened(rollout_id=rollout_id, task_id="mend-the-cart", agent="codex",
+        RolloutStarted(rollout_id=rollout_id, task_id="mend-the-cart", agent="codex",
                       tags={"split": "train", "seed": "7"}, opened_at=BEGAN,
                       task={"repository": "shop", "issue": 41}),
         *facts,
-        RewardGiven(rollout_id=rollout_id, value=0.0, **TESTS, created_at=BEGAN + 70),
-        RewardGiven(rollout_id=rollout_id, value=1.0, **TESTS, created_at=BEGAN + 71),
-        RewardGiven(rollout_id=rollout_id, value=0.25, turn=3, source="admin_key",
+        Reward(rollout_id=rollout_id, value=0.0, **TESTS, created_at=BEGAN + 70),
+        Reward(rollout_id=rollout_id, value=1.0, **TESTS, created_at=BEGAN + 71),
+        Reward(rollout_id=rollout_id, value=0.25, turn=3, source="admin_key",
                     created_at=BEGAN + 20),
-        RewardGiven(rollout_id=rollout_id, value=-0.5, name="format", turn=-1,
+        Reward(rollout_id=rollout_id, value=-0.5, name="format", turn=-1,
                     source="admin_key", created_at=BEGAN + 72),
         *spans(rollout_id),
         RolloutFinished(rollout_id=rollout_id, finished_at=BEGAN + 75),
     ]  # fmt: skip
 
 
-def spans(rollout_id: str) -> list[Fact]:
-    def span(letter: str, name: str, start: float, took: float, **more: Any) -> SpanEnded:
-        return SpanEnded(
+def spans(rollout_id: str) -> list[Event]:
+    def span(letter: str, name: str, start: float, took: float, **more: Any) -> Span:
+        return Span(
             trace_id="1" * 32,
             span_id=letter * 16,
             rollout_id=rollout_id,
@@ -261,7 +263,7 @@ def spans(rollout_id: str) -> list[Fact]:
     ]  # fmt: skip
 
 
-def samples_of_one_prompt(rollout_id: str = "0193c0de0002" + "0" * 20) -> list[Fact]:
+def samples_of_one_prompt(rollout_id: str = "0193c0de0002" + "0" * 20) -> list[Event]:
     """A best-of-four agent: four samples, one of them goes on."""
     talk = Talk(rollout_id)
     ask = [SYSTEM, user("What is 17 times 23?")]
@@ -271,22 +273,22 @@ def samples_of_one_prompt(rollout_id: str = "0193c0de0002" + "0" * 20) -> list[F
     for each in ("Yes, 391.", "Quite."):
         talk.turn(again, assistant(each), parent=four[1])
     return [
-        RolloutOpened(rollout_id=rollout_id, task_id="multiply", opened_at=BEGAN + 100),
+        RolloutStarted(rollout_id=rollout_id, task_id="multiply", opened_at=BEGAN + 100),
         *talk.turns,
-        RewardGiven(rollout_id=rollout_id, value=1.0),
+        Reward(rollout_id=rollout_id, value=1.0),
         RolloutFinished(rollout_id=rollout_id, outcome=Outcome.BUDGET, finished_at=BEGAN + 130),
     ]
 
 
-def spans_alone(rollout_id: str = "0193c0de0003" + "0" * 20) -> list[Fact]:
+def spans_alone(rollout_id: str = "0193c0de0003" + "0" * 20) -> list[Event]:
     """An agent that never went through the proxy: OpenTelemetry, texts, no tokens."""
     talk = Talk(rollout_id, model="gpt-5-mini")
     ask = [user("Book a table for two.")]
     reply = assistant("Which evening?")
     turn = Turn(
         turn_id=f"{rollout_id}.0", rollout_id=rollout_id, dialect="otel", model=talk.model,
-        prompt_token_ids=token_ids(), completion_token_ids=token_ids(),
-        completion_logprobs=logprobs(), policy_versions=(), untrainable="no_tokens",
+        prompt_token_ids=token_id_array(), completion_token_ids=token_id_array(),
+        completion_logprobs=logprob_array(), policy_versions=(), untrainable="no_tokens",
         finish_reason="stop", request={"messages": ask}, response={"choices": [{"message": reply}]},
         parent_span_id="f" * 16, created_at=BEGAN + 201,
     )  # fmt: skip
@@ -294,20 +296,20 @@ def spans_alone(rollout_id: str = "0193c0de0003" + "0" * 20) -> list[Fact]:
             "gen_ai.usage.input_tokens": 14, "gen_ai.usage.output_tokens": 3}  # fmt: skip
     start = int((BEGAN + 200) * 1e9)
     return [
-        RolloutOpened(rollout_id=rollout_id, agent="concierge", opened_at=BEGAN + 200),
+        RolloutStarted(rollout_id=rollout_id, agent="concierge", opened_at=BEGAN + 200),
         turn,
-        SpanEnded(trace_id="2" * 32, span_id="f" * 16, rollout_id=rollout_id, name="chat",
+        Span(trace_id="2" * 32, span_id="f" * 16, rollout_id=rollout_id, name="chat",
                   start_ns=start, end_ns=start + 10**9, attributes=chat),
-        SpanEnded(trace_id="2" * 32, span_id="9" * 16, rollout_id=rollout_id, name="look up tables",
+        Span(trace_id="2" * 32, span_id="9" * 16, rollout_id=rollout_id, name="look up tables",
                   start_ns=start, end_ns=start + 10**7,
                   attributes={"openinference.span.kind": "TOOL", "input.value": '{"people":2}',
                               "output.value": "table 4, table 9"}),
     ]  # fmt: skip
 
 
-def four_alike() -> list[Fact]:
+def four_alike() -> list[Event]:
     """A group whose rollouts all succeeded: nothing to learn from."""
-    facts: list[Fact] = []
+    facts: list[Event] = []
     for n in range(4):
         talk = Talk(f"0193c0de001{n}" + "0" * 20)
         sort = call(1, "bash", command="sort")
@@ -315,20 +317,20 @@ def four_alike() -> list[Fact]:
         talk.turn(talk.then(first, result(1, "1 2 3")), assistant("[1, 2, 3]"), parent=first)
         at = BEGAN + 300 + n
         facts += [
-            RolloutOpened(rollout_id=talk.rollout_id, task_id="sort-a-list", agent="codex",
+            RolloutStarted(rollout_id=talk.rollout_id, task_id="sort-a-list", agent="codex",
                           tags={"split": "train"}, opened_at=at),
             *talk.turns,
-            RewardGiven(rollout_id=talk.rollout_id, value=1.0, created_at=at),
+            Reward(rollout_id=talk.rollout_id, value=1.0, created_at=at),
             RolloutFinished(rollout_id=talk.rollout_id, finished_at=at + 9),
         ]  # fmt: skip
     return facts
 
 
-def a_failure(rollout_id: str = "0193c0de0020" + "0" * 20) -> list[Fact]:
+def a_failure(rollout_id: str = "0193c0de0020" + "0" * 20) -> list[Event]:
     talk = Talk(rollout_id)
     talk.turn([user("Mend the cart.")], assistant(None, call(1, "bash", command="pytest")))
     return [
-        RolloutOpened(rollout_id=rollout_id, task_id="mend-the-cart", agent="codex",
+        RolloutStarted(rollout_id=rollout_id, task_id="mend-the-cart", agent="codex",
                       tags={"split": "train"}, opened_at=BEGAN + 400),
         *talk.turns,
         RolloutFinished(rollout_id=rollout_id, outcome=Outcome.ENV_ERROR,
@@ -336,7 +338,7 @@ def a_failure(rollout_id: str = "0193c0de0020" + "0" * 20) -> list[Fact]:
     ]  # fmt: skip
 
 
-def every_sample() -> list[Fact]:
+def every_sample() -> list[Event]:
     return [*coding_agent(), *samples_of_one_prompt(), *spans_alone()]
 
 

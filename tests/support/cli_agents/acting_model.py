@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from support.cli_agents.scripted_engine import Script
-from support.engines.mock_engine import Say
+from support.engines.mock_engine import Answer
 
 MAX_LENGTH = 131_072  # agents ask for up to 64,000 new tokens on top of 25,000 of prompt
 END = "<|im_end|>"
@@ -106,7 +106,7 @@ def _chains(parts: Mapping[str, Script]) -> Iterator[Chain]:
             yield Chain(f"<|{name} {step}|>", openings, _pieces(_text(say), used))
 
 
-def _text(say: Say) -> str:
+def _text(say: Answer) -> str:
     """As the Hermes parser reads it, and the template writes it but for the white space in
     arguments: prompts that are rendered afresh do not hold what was sampled."""
     calls = [

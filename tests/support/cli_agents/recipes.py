@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from support.cli_agents.install import PINS, Npm, Package, Pip
 from support.cli_agents.scripted_engine import Script
-from support.engines.mock_engine import Say
+from support.engines.mock_engine import Answer
 
 MODEL = "policy"
 TASK = "Create a file hello.txt in the current folder that contains the word hi, and look at it."
@@ -58,9 +58,9 @@ def script(
     return Script(
         tool=mark,
         steps=[
-            Say("I will write the file.", tool_calls=[run("printf hi > hello.txt")]),
-            Say("", tool_calls=[run("cat hello.txt"), run("ls")]),
-            Say("The file hello.txt says hi.", tool_calls=[run(last)] if last else []),
+            Answer("I will write the file.", tool_calls=[run("printf hi > hello.txt")]),
+            Answer("", tool_calls=[run("cat hello.txt"), run("ls")]),
+            Answer("The file hello.txt says hi.", tool_calls=[run(last)] if last else []),
         ],
     )
 

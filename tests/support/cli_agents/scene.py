@@ -13,8 +13,8 @@ from support.cli_agents.loopback import Loopback, loopback
 from support.cli_agents.recipes import MODEL, Agent, Launch
 from tracegrad.events import Turn
 from tracegrad.store import Store
-from tracegrad_trainer.inference.vllm_process import free_port
-from tracegrad_trainer.utils.subprocesses import Child, answers
+from tracegrad_trainer.inference.vllm_process import find_free_port
+from tracegrad_trainer.utils.subprocesses import ChildProcess, is_responding
 
 ROLLOUT = "this-run"
 START_S = 60
@@ -80,14 +80,14 @@ def _run(
 @contextmanager
 def _proxy(upstream: str, store: str, log: Path) -> Iterator[str]:
     """`tracegrad proxy` as a process of its own; its URL."""
-    port = free_port()
+    port = find_free_port()
     command = [sys.executable, "-m", "tracegrad.cli", "proxy", f"--port={port}"]
     command += [f"--model={MODEL}", f"--upstream={upstream}", f"--store={store}"]
-    proxy = Child("proxy", command, log=log)
+    proxy = ChildProcess("proxy", command, log=log)
     proxy.start()
     try:
         url = f"http://127.0.0.1:{port}"
-        proxy.wait_ready(lambda: answers(f"{url}/healthz"), timeout_s=START_S)
+        proxy.wait_until_ready(lambda: is_responding(f"{url}/healthz"), timeout_s=START_S)
         yield url
     finally:
         proxy.stop()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from support.engines.mock_engine import Json, MockEngine, Say
+from support.engines.mock_engine import Answer, Json, MockEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,13 @@ class Script:
     """What is said to requests that offer `tool`: `steps` one by one, and the last one for good."""
 
     tool: str
-    steps: Sequence[Say]
-    aside: Say = field(default_factory=lambda: Say("A greeting in a file"))  # to all others
+    steps: Sequence[Answer]
+    aside: Answer = field(default_factory=lambda: Answer("A greeting in a file"))  # to all others
 
     def is_main(self, body: Json) -> bool:
         return self.tool in {tool["function"]["name"] for tool in body.get("tools") or ()}
 
-    def reply(self, body: Json) -> Say:
+    def reply(self, body: Json) -> Answer:
         if not self.is_main(body):
             return self.aside
         acted = sum(bool(message.get("tool_calls")) for message in body["messages"])
@@ -40,7 +40,7 @@ class Answered:
     completion_id: str
     request: Json
     prompt_ids: list[int]
-    said: Say
+    said: Answer
 
 
 @dataclass(kw_only=True)
@@ -53,18 +53,18 @@ class ScriptedEngine(MockEngine):
         self.replies.append(self.script.reply(await request.json()))
         return await super()._chat(request)
 
-    def _answer(self, body: Json, says: Sequence[Say]) -> Json:
+    def _answer(self, body: Json, says: Sequence[Answer]) -> Json:
         answer = super()._answer(_flat(body), says)
         self._note(answer["id"], body, answer, says)
         return answer
 
-    async def _chunks(self, body: Json, says: Sequence[Say], head: Json) -> AsyncIterator[Json]:
+    async def _chunks(self, body: Json, says: Sequence[Answer], head: Json) -> AsyncIterator[Json]:
         async for number, chunk in _numbered(super()._chunks(_flat(body), says, head)):
             if number == 0:
                 self._note(head["id"], body, chunk, says)
             yield chunk
 
-    def _note(self, completion_id: str, body: Json, told: Json, says: Sequence[Say]) -> None:
+    def _note(self, completion_id: str, body: Json, told: Json, says: Sequence[Answer]) -> None:
         [say] = says
         self.answered.append(Answered(completion_id, body, told["prompt_token_ids"], say))
 

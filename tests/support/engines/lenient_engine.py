@@ -9,13 +9,13 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from support.engines.mock_engine import Json, MockEngine, Say
+from support.engines.mock_engine import Answer, Json, MockEngine
 
 _MOST = 4  # choices
 
 
 @dataclass
-class PatientEngine(MockEngine):
+class LenientEngine(MockEngine):
     async def _chat(self, request: Request) -> Response:
         return await self._bounded(request) or await super()._chat(request)
 
@@ -43,10 +43,10 @@ class PatientEngine(MockEngine):
         refusal = {"message": "not like this", "type": "invalid_request_error", "param": "n"}
         return JSONResponse({"error": {**refusal, "code": None}}, 400)
 
-    def _answer(self, body: Json, says: Sequence[Say]) -> Json:
+    def _answer(self, body: Json, says: Sequence[Answer]) -> Json:
         return super()._answer(_plain(body), says)
 
-    async def _chunks(self, body: Json, says: Sequence[Say], head: Json) -> AsyncIterator[Json]:
+    async def _chunks(self, body: Json, says: Sequence[Answer], head: Json) -> AsyncIterator[Json]:
         async for chunk in super()._chunks(_plain(body), says, head):
             yield chunk
 

@@ -33,7 +33,7 @@ MODEL = "mock"
 
 
 @dataclass
-class Say:
+class Answer:
     """What the engine is to sample next: text, or tool calls as (name, JSON of arguments)."""
 
     content: str = "ok"
@@ -83,7 +83,7 @@ def logprobs_of(ids: Sequence[int]) -> list[float]:
 
 @dataclass
 class MockEngine:
-    replies: deque[Say] = field(default_factory=deque)
+    replies: deque[Answer] = field(default_factory=deque)
     requests: list[Json] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     aborted: int = 0
@@ -164,7 +164,7 @@ class MockEngine:
         yield "data: [DONE]\n\n"
 
     def _text_choice(self, body: Json, prompt: str | list[int], index: int) -> Json:
-        say = self.replies.popleft() if self.replies else Say()
+        say = self.replies.popleft() if self.replies else Answer()
         ids = say.token_ids
         told = {
             "text_offset": [0] * len(ids),
@@ -194,7 +194,7 @@ class MockEngine:
             status, answer, headers = self.failure
             return JSONResponse(answer, status, headers)
         says = [
-            self.replies.popleft() if self.replies else Say() for _ in range(body.get("n") or 1)
+            self.replies.popleft() if self.replies else Answer() for _ in range(body.get("n") or 1)
         ]
         if body.get("stream"):
             return StreamingResponse(self._stream(body, says), media_type="text/event-stream")
@@ -205,7 +205,7 @@ class MockEngine:
         while gate is not None and not gate.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.002)  # the test sets it from another thread
 
-    async def _whole(self, request: Request, body: Json, says: Sequence[Say]) -> Response:
+    async def _whole(self, request: Request, body: Json, says: Sequence[Answer]) -> Response:
         waiting = asyncio.create_task(self._pass(0))
         while not waiting.done():
             if await request.is_disconnected():
@@ -215,7 +215,7 @@ class MockEngine:
             await asyncio.sleep(0.002)
         return JSONResponse(self._answer(body, says))
 
-    def _answer(self, body: Json, says: Sequence[Say]) -> Json:
+    def _answer(self, body: Json, says: Sequence[Answer]) -> Json:
         prompt = render(body["messages"], body.get("tools"))
         return {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -237,7 +237,7 @@ class MockEngine:
             "metrics": None,
         }
 
-    def _choice(self, body: Json, index: int, say: Say) -> Json:
+    def _choice(self, body: Json, index: int, say: Answer) -> Json:
         message: Json = {
             "role": "assistant",
             "content": say.content or None,
@@ -267,7 +267,7 @@ class MockEngine:
             "routed_experts": self._routed(body, render(body["messages"], body.get("tools")), ids),
         }
 
-    async def _stream(self, body: Json, says: Sequence[Say]) -> AsyncIterator[str]:
+    async def _stream(self, body: Json, says: Sequence[Answer]) -> AsyncIterator[str]:
         head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion.chunk",
@@ -282,7 +282,7 @@ class MockEngine:
             raise
         yield "data: [DONE]\n\n"
 
-    async def _chunks(self, body: Json, says: Sequence[Say], head: Json) -> AsyncIterator[Json]:
+    async def _chunks(self, body: Json, says: Sequence[Answer], head: Json) -> AsyncIterator[Json]:
         prompt = render(body["messages"], body.get("tools"))
         for index in range(len(says)):
             opening = {"role": "assistant", "content": ""}
@@ -304,7 +304,7 @@ class MockEngine:
             total = sum(len(say.token_ids) for say in says)
             yield {**head, "choices": [], "usage": usage(len(prompt), total)}
 
-    def _plan(self, body: Json, index: int, say: Say) -> list[Json | None]:
+    def _plan(self, body: Json, index: int, say: Answer) -> list[Json | None]:
         """The choice's chunks; None where vLLM would send nothing."""
         ids, lps = say.token_ids, logprobs_of(say.token_ids)
         size = self.chunk_tokens
@@ -329,7 +329,7 @@ class MockEngine:
             plan.append(choice)
         return plan
 
-    def _deltas(self, say: Say, count: int) -> list[Json]:
+    def _deltas(self, say: Answer, count: int) -> list[Json]:
         """What each of `count` chunks says; a tool call is told at the end, in pieces."""
         pieces: list[Json] = []
         if say.reasoning:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from support.engines import mock_engine
 from support.engines.json_schema_values import Words, filled
-from support.engines.mock_engine import Json, MockEngine, Say
+from support.engines.mock_engine import Answer, Json, MockEngine
 
 # vLLM's kinds of content parts, as far as they are used here; a PDF is none.
 _MEDIA = ("image_url", "input_audio", "audio_url", "video_url")
@@ -27,19 +27,19 @@ _CACHE_BLOCK = 16  # prompt tokens
 
 
 @dataclass
-class Hit(Say):
+class StoppedText(Answer):
     """Text that a stop string ended; vLLM leaves the string out."""
 
     stop: str = ""
 
 
 @dataclass
-class ObedientEngine(MockEngine):
+class PromptDrivenEngine(MockEngine):
     """`replies` that are queued take precedence. `said` is what was sampled, in order.
     `refusals` are for the next calls, one each, as (status, body, headers)."""
 
     refusals: deque[tuple[int, Json, dict[str, str]]] = field(default_factory=deque)
-    said: list[Say] = field(default_factory=list)
+    said: list[Answer] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
 
     async def _chat(self, request: Request) -> Response:
@@ -52,32 +52,32 @@ class ObedientEngine(MockEngine):
             return JSONResponse(answer, status, headers)
         if self.failure is None:
             if not self.replies:
-                self.replies.extend([obey(body)] * (body.get("n") or 1))
+                self.replies.extend([answer_for(body)] * (body.get("n") or 1))
             self.said.extend(list(self.replies)[: body.get("n") or 1])
         return await super()._chat(request)
 
-    def _answer(self, body: Json, says: Sequence[Say]) -> Json:
+    def _answer(self, body: Json, says: Sequence[Answer]) -> Json:
         answer = super()._answer(as_text(body), says)
         answer["usage"] |= self._details(body, says)
         return answer
 
-    async def _chunks(self, body: Json, says: Sequence[Say], head: Json) -> AsyncIterator[Json]:
+    async def _chunks(self, body: Json, says: Sequence[Answer], head: Json) -> AsyncIterator[Json]:
         details = self._details(body, says)
         async for chunk in super()._chunks(as_text(body), says, head):
             if chunk.get("usage"):
                 chunk["usage"] |= details
             yield chunk
 
-    def _choice(self, body: Json, index: int, say: Say) -> Json:
+    def _choice(self, body: Json, index: int, say: Answer) -> Json:
         return super()._choice(body, index, say) | _stop_reason(say)
 
-    def _plan(self, body: Json, index: int, say: Say) -> list[Json | None]:
+    def _plan(self, body: Json, index: int, say: Answer) -> list[Json | None]:
         plan = super()._plan(body, index, say)
         assert plan[-1] is not None, "the last chunk has the finish reason"
         plan[-1] |= _stop_reason(say)
         return plan
 
-    def _details(self, body: Json, says: Sequence[Say]) -> Json:
+    def _details(self, body: Json, says: Sequence[Answer]) -> Json:
         """As of an engine with a prefix cache and a reasoning parser."""
         prompt = mock_engine.render(as_text(body)["messages"], body.get("tools"))
         cached = max((_common(prompt, earlier) for earlier in self.prompts), default=0)
@@ -118,7 +118,7 @@ def _problem(body: Json) -> str | None:
     return None
 
 
-def obey(body: Json) -> Say:
+def answer_for(body: Json) -> Answer:
     """The answer that the request asks for."""
     prompt = last_text(body["messages"])
     words = Words(prompt)
@@ -128,7 +128,7 @@ def obey(body: Json) -> Say:
     tools = [] if body["messages"][-1]["role"] == "tool" else _wanted(body, prompt)
     if tools:
         calls = [(tool["name"], _arguments(tool, words)) for tool in tools]
-        return Say("", calls, reasoning)
+        return Answer("", calls, reasoning)
     return _cut(_text(body, prompt, words), reasoning, body)
 
 
@@ -202,23 +202,23 @@ def _text(body: Json, prompt: str, words: Words) -> str:
     return f"Hello to you, who said: {prompt}"
 
 
-def _cut(text: str, reasoning: str, body: Json) -> Say:
+def _cut(text: str, reasoning: str, body: Json) -> Answer:
     """The text up to a stop string or the limit of tokens, which are bytes here."""
     stops = body.get("stop") or ()
     hits = [(text.find(stop), stop) for stop in ([stops] if isinstance(stops, str) else stops)]
     found = [hit for hit in hits if hit[0] >= 0]
     if found:
         at, stop = min(found)
-        return Hit(text[:at], reasoning=reasoning, stop=stop)
+        return StoppedText(text[:at], reasoning=reasoning, stop=stop)
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    if limit is not None and len(Say(text, reasoning=reasoning).token_ids) > limit:
+    if limit is not None and len(Answer(text, reasoning=reasoning).token_ids) > limit:
         kept = text.encode()[:limit].decode(errors="ignore")
-        return Say(kept, reasoning=reasoning, cut=True)
-    return Say(text, reasoning=reasoning)
+        return Answer(kept, reasoning=reasoning, cut=True)
+    return Answer(text, reasoning=reasoning)
 
 
-def _stop_reason(say: Say) -> Json:
-    return {"stop_reason": say.stop} if isinstance(say, Hit) else {}
+def _stop_reason(say: Answer) -> Json:
+    return {"stop_reason": say.stop} if isinstance(say, StoppedText) else {}
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

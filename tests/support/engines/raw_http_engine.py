@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReceivedRequest:
     method: str
     path: str
     headers: dict[str, str]
@@ -22,13 +22,13 @@ class Asked:
         return json.loads(self.body)
 
 
-class Line:
+class ServerConnection:
     """The server's end of one connection."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
 
-    async def say(
+    async def answer(
         self, body: bytes = b"{}", status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
         """A whole answer."""
@@ -48,10 +48,10 @@ class Line:
     async def end(self) -> None:
         await self.piece(b"")
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         self._writer.close()
 
-    def break_off(self) -> None:
+    def reset(self) -> None:
         self._writer.transport.abort()
 
     def _head(self, status: int, headers: Mapping[str, str]) -> None:
@@ -59,21 +59,21 @@ class Line:
         self._writer.write("\r\n".join([*lines, "", ""]).encode())
 
 
-Behaviour = Callable[[Asked, Line], Awaitable[None]]
+Behaviour = Callable[[ReceivedRequest, ServerConnection], Awaitable[None]]
 
 
-async def answers_ok(asked: Asked, line: Line) -> None:
-    await line.say(b'{"ok":true}')
+async def answers_ok(asked: ReceivedRequest, line: ServerConnection) -> None:
+    await line.answer(b'{"ok":true}')
 
 
-class PlainEngine:
+class RawHttpEngine:
     """`behave` answers calls; `/health` and `/v1/models` are answered with `health`."""
 
     def __init__(self, behave: Behaviour = answers_ok) -> None:
         self.behave = behave
         self.health = 200
-        self.asked: list[Asked] = []  # calls, in the order in which they came
-        self.looks: list[Asked] = []  # at its health
+        self.asked: list[ReceivedRequest] = []  # calls, in the order in which they came
+        self.looks: list[ReceivedRequest] = []  # at its health
         self.open = 0  # connections
         self._port = 0
         self._server: asyncio.Server | None = None
@@ -83,7 +83,7 @@ class PlainEngine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
 
-    async def start(self) -> PlainEngine:
+    async def start(self) -> RawHttpEngine:
         """On its port; the first time on a free one."""
         self._server = await asyncio.start_server(
             self._serve, "127.0.0.1", self._port, backlog=1024
@@ -104,13 +104,13 @@ class PlainEngine:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         self.open += 1
-        line = Line(writer)
+        line = ServerConnection(writer)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while not writer.is_closing():
                 asked = await _read(reader)
                 if asked.path in ("/health", "/v1/models"):
                     self.looks.append(asked)
-                    await line.say(b"{}", self.health)
+                    await line.answer(b"{}", self.health)
                     if asked.headers.get("connection") == "close":
                         break
                     continue
@@ -120,7 +120,9 @@ class PlainEngine:
         self._writers.discard(writer)
         writer.close()
 
-    async def _answer(self, asked: Asked, line: Line, reader: asyncio.StreamReader) -> None:
+    async def _answer(
+        self, asked: ReceivedRequest, line: ServerConnection, reader: asyncio.StreamReader
+    ) -> None:
         """Until it is answered or the caller has hung up."""
         answering = asyncio.ensure_future(self.behave(asked, line))
         listening = asyncio.ensure_future(reader.read(1))
@@ -133,11 +135,11 @@ class PlainEngine:
         await answering
 
 
-async def _read(reader: asyncio.StreamReader) -> Asked:
+async def _read(reader: asyncio.StreamReader) -> ReceivedRequest:
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     first, *rest = head.strip().split("\r\n")
     method, path, _ = first.split(" ")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in rest)}
-    return Asked(
+    return ReceivedRequest(
         method, path, headers, await reader.readexactly(int(headers.get("content-length", 0)))
     )

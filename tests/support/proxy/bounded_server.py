@@ -11,11 +11,11 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from support.proxy.raw_http import Answer, Reader, bounded, connect
-from tracegrad.proxy.http.limits import Limits
+from tracegrad.proxy.http.limits import ConnectionLimits
 
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
 SHORT = 0.3
-LIMITS = Limits(
+LIMITS = ConnectionLimits(
     head_bytes=8192,
     head_fields=20,
     head_s=SHORT,

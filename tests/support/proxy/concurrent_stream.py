@@ -9,15 +9,15 @@ from contextlib import contextmanager
 
 import httpx
 
-from support.engines.mock_engine import Say, logprobs_of
-from support.proxy.proxy_with_engine import Rig
+from support.engines.mock_engine import Answer, logprobs_of
+from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.proxy.servers import eventually
 
-STORY = Say("what the neighbour hears, from beginning to end")
+STORY = Answer("what the neighbour hears, from beginning to end")
 
 
 @contextmanager
-def neighbour(rig: Rig) -> Iterator[None]:
+def concurrent_stream(rig: ProxyWithEngine) -> Iterator[None]:
     """A stream that begins before what runs inside and ends after it: it must come whole, and be
     recorded so. For an engine whose `replies` and gates nobody else uses meanwhile."""
     rig.engine.replies.append(STORY)

@@ -28,7 +28,7 @@ JUNK = st.one_of(
 )
 
 
-def places(body: Any, path: Path = ()) -> Iterator[Path]:
+def json_paths(body: Any, path: Path = ()) -> Iterator[Path]:
     """Where something stands in a body, the body itself left out."""
     items: Any = ()
     if isinstance(body, dict):
@@ -37,7 +37,7 @@ def places(body: Any, path: Path = ()) -> Iterator[Path]:
         items = enumerate(body)
     for key, value in items:
         yield (*path, key)
-        yield from places(value, (*path, key))
+        yield from json_paths(value, (*path, key))
 
 
 def _own(value: Any) -> Any:
@@ -46,11 +46,11 @@ def _own(value: Any) -> Any:
 
 
 @st.composite
-def mangled(draw: st.DrawFn, bodies: list[Json]) -> Any:
+def corrupted(draw: st.DrawFn, bodies: list[Json]) -> Any:
     """One of the bodies with up to three things replaced, taken away or added."""
     body = _own(draw(st.sampled_from(bodies)))
     for _ in range(draw(st.integers(1, 3))):
-        path = draw(st.sampled_from(list(places(body)) or [("model",)]))
+        path = draw(st.sampled_from(list(json_paths(body)) or [("model",)]))
         at = body
         for key in path[:-1]:
             at = at[key]

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from tracegrad.proxy.dialects.base import Call
-from tracegrad.proxy.dialects.gemini.request import Gemini
+from tracegrad.proxy.dialects.gemini.request import GeminiDialect
 from tracegrad.proxy.http.errors import BadRequest
 
 Json = dict[str, Any]
@@ -20,7 +20,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 def parse(path: Json = WHOLE, query: dict[str, str] | None = None, **fields: Any) -> Call:
-    return Gemini().parse(orjson.dumps({"contents": [HI], **fields}), path, query or {})
+    return GeminiDialect().parse(orjson.dumps({"contents": [HI], **fields}), path, query or {})
 
 
 def refused(**fields: Any) -> BadRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tracegrad.events import SpanEnded
+from tracegrad.events import Span
 from tracegrad.proxy.otel.semconv.span_events import EVENTS, as_attribute
 
 CALL = {
@@ -56,9 +56,9 @@ RESPONSE = {
 
 def span(
     attributes: dict[str, Any], events: list[tuple[str, dict[str, Any]]] | None = None
-) -> SpanEnded:
+) -> Span:
     kept = [as_attribute(name, 1, told) for name, told in events or ()]
-    return SpanEnded(
+    return Span(
         trace_id="a" * 32,
         span_id="b" * 16,
         name="call",

@@ -10,16 +10,16 @@ from fastapi import Body, FastAPI, Request
 
 from support.proxy.key_store import Cupboard
 from tracegrad.proxy.auth.middleware import (
-    Access,
-    Guard,
+    Authenticator,
+    AuthMiddleware,
     caller_of,
     engine_headers,
     make_keys_router,
 )
-from tracegrad.proxy.auth.rollout_keys import Keys
+from tracegrad.proxy.auth.rollout_keys import RolloutKeyService
 from tracegrad.proxy.endpoints.control_api import add_error_handlers
-from tracegrad.proxy.http.request_body import Bodies, BodyLimits
-from tracegrad.proxy.http.worker_threads import Workers
+from tracegrad.proxy.http.request_body import BodyReader, RequestSizeLimits
+from tracegrad.proxy.http.worker_threads import WorkerThreads
 
 ADMIN = "the-admin's-own-key"
 
@@ -34,7 +34,7 @@ def a_proxy(admin_key: str | None, cupboard: Cupboard) -> FastAPI:
     """The guard before an application that tells who was let in, at any path."""
     app = FastAPI(openapi_url=None)
     add_error_handlers(app, lambda _, error: error.body())
-    access = Access(admin_key, Keys(cupboard))
+    access = Authenticator(admin_key, RolloutKeyService(cupboard))
     app.include_router(make_keys_router(access))
 
     @app.post("/api/events")
@@ -52,9 +52,9 @@ def a_proxy(admin_key: str | None, cupboard: Cupboard) -> FastAPI:
 
     app.add_api_route("/{path:path}", anything, methods=METHODS)
     app.add_middleware(
-        Guard,
+        AuthMiddleware,
         access=access,
-        bodies=Bodies(BodyLimits(LIMIT, LIMIT, LIMIT, 1 << 20), Workers()),
+        bodies=BodyReader(RequestSizeLimits(LIMIT, LIMIT, LIMIT, 1 << 20), WorkerThreads()),
         shape=lambda path, error: json.dumps({"at": path, "says": error.message}).encode(),
     )
     return app

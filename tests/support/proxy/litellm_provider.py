@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from support.engines.raw_http_engine import Asked, Line, PlainEngine
-from tracegrad.proxy.engine.upstreams.litellm import LiteLLM
+from support.engines.raw_http_engine import RawHttpEngine, ReceivedRequest, ServerConnection
+from tracegrad.proxy.engine.upstreams.litellm import LiteLLMUpstream
 from tracegrad.proxy.http import sse
 
 Json = dict[str, Any]
@@ -38,7 +38,7 @@ CALLS = [
 class Provider:
     """A stand-in of one provider: what it answers, as litellm's model name and base URL."""
 
-    def __init__(self, name: str, engine: PlainEngine) -> None:
+    def __init__(self, name: str, engine: RawHttpEngine) -> None:
         self.name = name
         self.engine = engine
         engine.behave = self._answer
@@ -61,27 +61,27 @@ class Provider:
         body: Json = self.engine.asked[-1].json
         return body
 
-    async def _answer(self, asked: Asked, line: Line) -> None:
+    async def _answer(self, asked: ReceivedRequest, line: ServerConnection) -> None:
         await self.hang.wait()
         if self.refusal is not None:
             status, message = self.refusal
             error = {"type": "error", "error": {"type": "some_error", "message": message}}
             headers = {"content-type": "application/json", "retry-after": "7"}
-            await line.say(json.dumps(error).encode(), status, headers)
+            await line.answer(json.dumps(error).encode(), status, headers)
         elif asked.json.get("stream"):
             await self._stream(line)
         else:
             answer = OPENAI_ANSWER if self.name == "openai" else ANTHROPIC_ANSWER
-            await line.say(
+            await line.answer(
                 json.dumps(answer).encode(), headers={"content-type": "application/json"}
             )
 
-    async def _stream(self, line: Line) -> None:
+    async def _stream(self, line: ServerConnection) -> None:
         await line.begin()
         pieces = OPENAI_STREAM if self.name == "openai" else ANTHROPIC_STREAM
         for number, piece in enumerate(pieces):
             if number == self.break_after:
-                line.break_off()
+                line.reset()
                 return
             if number == self.end_after:
                 break
@@ -207,7 +207,7 @@ ANTHROPIC_STREAM = [
     {"type": "message_stop"},
 ]
 
-Teacher = Callable[..., LiteLLM]
+Teacher = Callable[..., LiteLLMUpstream]
 
 
 def call(provider: Provider, **fields: Any) -> bytes:
@@ -219,19 +219,19 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 AGENT = {"authorization": "Bearer tg-r1", "content-type": "application/json"}
 
 
-async def whole(upstream: LiteLLM, body: bytes) -> Json:
+async def whole(upstream: LiteLLMUpstream, body: bytes) -> Json:
     async with upstream.request("POST", CHAT, body=body, headers=AGENT) as answer:
         assert answer.status == 200
         told: Json = json.loads(await answer.read())
         return told
 
 
-async def chunks(upstream: LiteLLM, body: bytes) -> list[Json]:
+async def chunks(upstream: LiteLLMUpstream, body: bytes) -> list[Json]:
     async with upstream.request("POST", CHAT, body=body, headers=AGENT) as answer:
         assert answer.status == 200
         buffer = sse.EventBuffer()
         payloads = [
-            sse.payload(event)
+            sse.event_data(event)
             async for data in answer.content.iter_any()
             for event in buffer.feed(data)
         ]

@@ -14,12 +14,12 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from tracegrad.proxy.dialects.base import Call
-from tracegrad.proxy.dialects.openai_responses.request import Responses
+from tracegrad.proxy.dialects.openai_responses.request import OpenAIResponsesDialect
 from tracegrad.proxy.http.errors import ApiError
 
 Json = dict[str, Any]
 
-DIALECT = Responses()
+DIALECT = OpenAIResponsesDialect()
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 USAGE = {
     "prompt_tokens": 11,

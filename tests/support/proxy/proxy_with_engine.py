@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.engines.mock_engine import MockEngine, Say, logprobs_of
-from support.engines.prompt_driven_engine import ObedientEngine
+from support.engines.mock_engine import Answer, MockEngine, logprobs_of
+from support.engines.prompt_driven_engine import PromptDrivenEngine
 from support.proxy.raw_http import bounded
 from support.proxy.servers import CONTROL_KEY, EngineServer, HeldWriter
 from tracegrad.events import Turn
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.proxy.http.limits import Limits
-from tracegrad.store import Store, Writer
+from tracegrad.proxy.http.limits import ConnectionLimits
+from tracegrad.store import GroupCommitWriter, Store
 
 
 @dataclass(frozen=True)
-class Rig:
+class ProxyWithEngine:
     """`url` is the proxy's, `engine_url` that of the engine behind it; a test that shares them
     with others has a rollout of its own."""
 
@@ -50,27 +50,27 @@ class Rig:
 
 
 @contextmanager
-def rigged(
+def proxy_with_engine(
     engines: EngineServer,
     engine: MockEngine,
     store_path: Path,
     **settings: Any,
-) -> Iterator[Rig]:
+) -> Iterator[ProxyWithEngine]:
     """`store_path` is that of a migrated SQLite store; `settings` are the proxy's."""
     engines.engine = engine
     settings = {"control_key": CONTROL_KEY, **settings}
     configured = ProxySettings(upstream=engines.url, **settings)
-    with Store.open(f"sqlite:///{store_path}") as store, Writer(store) as writer:
+    with Store.open(f"sqlite:///{store_path}") as store, GroupCommitWriter(store) as writer:
         held = HeldWriter(writer)
         app = create_app(configured, store=store, writer=held)
-        with bounded(app, Limits.of(configured)) as url:
+        with bounded(app, ConnectionLimits.of(configured)) as url:
             try:
-                yield Rig(url, engines.url, engine, store, held)
+                yield ProxyWithEngine(url, engines.url, engine, store, held)
             finally:
                 held.release()
 
 
-def assert_sampled(turn: Turn, say: Say) -> None:
+def assert_sampled(turn: Turn, say: Answer) -> None:
     """The turn has the tokens of the reply, each with its log-probability and its version."""
     assert turn.completion_token_ids.tolist() == say.token_ids
     assert turn.completion_logprobs.tolist() == logprobs_of(say.token_ids)
@@ -81,7 +81,7 @@ def assert_sampled(turn: Turn, say: Say) -> None:
 def assert_all_recorded(engine: MockEngine, turns: Sequence[Turn]) -> None:
     """Every reply of an obedient engine is one turn, with its own tokens; there are no others.
     A turn is under one whose tokens its prompt extends, if there is such a one."""
-    assert isinstance(engine, ObedientEngine)
+    assert isinstance(engine, PromptDrivenEngine)
     said = Counter(tuple(say.token_ids) for say in engine.said)
     assert Counter(tuple(turn.completion_token_ids) for turn in turns) == said
     for turn in turns:

@@ -16,12 +16,14 @@ import orjson
 import uvicorn
 from starlette.types import ASGIApp
 
-from tracegrad.proxy.http.limits import Limits
+from tracegrad.proxy.http.limits import ConnectionLimits
 from tracegrad.proxy.http.protocol import server_config
 
 
 @contextmanager
-def bounded(app: ASGIApp, limits: Limits, *, send_buffer: int | None = None) -> Iterator[str]:
+def bounded(
+    app: ASGIApp, limits: ConnectionLimits, *, send_buffer: int | None = None
+) -> Iterator[str]:
     """The application behind the proxy's own server; its URL. `send_buffer`: bytes that the
     system takes from it for a client that does not read."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)

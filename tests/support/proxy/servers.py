@@ -13,8 +13,8 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from support.engines.mock_engine import MockEngine
-from tracegrad.events import Fact
-from tracegrad.store import Load, StoreUnavailable, Submission, Writer
+from tracegrad.events import Event
+from tracegrad.store import GroupCommitWriter, StoreUnavailable, Submission, WriterLoad
 
 # Of proxies whose tests push weights, and how it is sent.
 CONTROL_KEY = "control-key-of-tests"
@@ -54,7 +54,7 @@ def eventually(check: Callable[[], Any], seconds: float = 5.0) -> Any:
 class HeldWriter:
     """The store's own writer behind a door that a test can close."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: GroupCommitWriter) -> None:
         self._writer = writer
         self._open = threading.Event()
         self._open.set()
@@ -67,10 +67,10 @@ class HeldWriter:
     def release(self) -> None:
         self._open.set()
 
-    def load(self) -> Load:
+    def load(self) -> WriterLoad:
         return self._writer.load()
 
-    def submit(self, facts: Sequence[Fact]) -> Submission:
+    def submit(self, facts: Sequence[Event]) -> Submission:
         if self.broken:
             failed = Submission()
             failed.set_exception(StoreUnavailable("disk is full"))
@@ -82,7 +82,7 @@ class HeldWriter:
         threading.Thread(target=self._later, args=(facts, done), daemon=True).start()
         return done
 
-    def _later(self, facts: Sequence[Fact], done: Submission) -> None:
+    def _later(self, facts: Sequence[Event], done: Submission) -> None:
         self._open.wait(10)
         self._writer.submit(facts).result()
         done.set_result(None)

@@ -8,11 +8,11 @@ from typing import Any
 from support.chat.conversations import user
 from support.chat.generated_templates import Parts, model_of
 from support.chat.real_templates import fresh_ids
-from tracegrad.chat.messages import Frame
-from tracegrad.chat.model import ModelText
+from tracegrad.chat.messages import RenderOptions
+from tracegrad.chat.model import ChatFormat
 from tracegrad.chat.recorded_turn import RecordedTurn
-from tracegrad.proxy.prompt_reuse.fork_reasons import Fork, Reason
-from tracegrad.proxy.prompt_reuse.splice import Spliced, splice
+from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
+from tracegrad.proxy.prompt_reuse.splice import SplicedPrompt, splice_prompt
 
 Json = dict[str, Any]
 
@@ -27,28 +27,28 @@ def continued(
     sampled: str,
     *,
     before: list[Json] | None = None,
-    frame: Frame | None = None,
+    frame: RenderOptions | None = None,
     clock: datetime = NOW,
     **ended: Any,
-) -> tuple[Spliced | Fork, ModelText, RecordedTurn]:
+) -> tuple[SplicedPrompt | PromptFork, ChatFormat, RecordedTurn]:
     """A root turn that the engine rendered, and what continues it."""
-    text, before, frame = model_of(parts.source), before or [ASK], frame or Frame()
+    text, before, frame = model_of(parts.source), before or [ASK], frame or RenderOptions()
     prompt = fresh_ids(text, before, frame, NOW)
     ids = text.tokenizer.encode(sampled)
     turn = RecordedTurn("t", prompt, ids, reply, len(before), **{"finish_reason": "stop"} | ended)
-    return splice(text, [turn], [*before, reply, *new], frame, clock), text, turn
+    return splice_prompt(text, [turn], [*before, reply, *new], frame, clock), text, turn
 
 
-def new_text(outcome: tuple[Spliced | Fork, ModelText, RecordedTurn]) -> str:
+def new_text(outcome: tuple[SplicedPrompt | PromptFork, ChatFormat, RecordedTurn]) -> str:
     """What was added, as text; the recorded tokens are checked to be there."""
     spliced, text, turn = outcome
-    assert isinstance(spliced, Spliced), spliced
+    assert isinstance(spliced, SplicedPrompt), spliced
     context = turn.prompt_ids + turn.completion_ids
     assert spliced.ids[: len(context)] == context
     return text.tokenizer.decode(spliced.ids[len(context) :])
 
 
-def reason(outcome: tuple[Spliced | Fork, ModelText, RecordedTurn]) -> Reason:
+def reason(outcome: tuple[SplicedPrompt | PromptFork, ChatFormat, RecordedTurn]) -> ForkReason:
     fork = outcome[0]
-    assert isinstance(fork, Fork), fork
+    assert isinstance(fork, PromptFork), fork
     return fork.reason

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from support.engines.raw_http_engine import Asked, Line
-from tracegrad.proxy.engine.upstreams import Upstreams
+from support.engines.raw_http_engine import ReceivedRequest, ServerConnection
+from tracegrad.proxy.engine.upstreams import UpstreamPool
 
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 
-Pool = Callable[..., Upstreams]
+Pool = Callable[..., UpstreamPool]
 
 
-async def ask(pool: Upstreams, sticky: str | None = None, body: bytes = b"{}") -> tuple[int, bytes]:
+async def ask(
+    pool: UpstreamPool, sticky: str | None = None, body: bytes = b"{}"
+) -> tuple[int, bytes]:
     async with pool.request("POST", CHAT, body=body, headers=JSON, sticky=sticky) as answer:
         return answer.status, await answer.read()
 
@@ -32,6 +34,6 @@ class Held:
         self.go = asyncio.Event()
         self._name = name
 
-    async def __call__(self, asked: Asked, line: Line) -> None:
+    async def __call__(self, asked: ReceivedRequest, line: ServerConnection) -> None:
         await self.go.wait()
-        await line.say(self._name)
+        await line.answer(self._name)

@@ -11,7 +11,7 @@ import anthropic
 import openai
 
 from support.engines.mock_engine import MODEL
-from support.proxy.proxy_with_engine import Rig
+from support.proxy.proxy_with_engine import ProxyWithEngine
 
 Json = dict[str, Any]
 
@@ -34,11 +34,11 @@ class Vendor:
     def __str__(self) -> str:
         return self.name
 
-    def client(self, rig: Rig, **options: Any) -> Any:
+    def client(self, rig: ProxyWithEngine, **options: Any) -> Any:
         """Of the rig's rollout, for `with`; a call is sent once."""
         return self._made(self._class("OpenAI", "Anthropic"), rig, options)
 
-    def async_client(self, rig: Rig, **options: Any) -> Any:
+    def async_client(self, rig: ProxyWithEngine, **options: Any) -> Any:
         return self._made(self._class("AsyncOpenAI", "AsyncAnthropic"), rig, options)
 
     def streamed(self, client: Any, args: Json) -> Any:
@@ -57,7 +57,7 @@ class Vendor:
         name = of_openai if self.library is openai else of_anthropic
         return getattr(self.library, name)
 
-    def _made(self, kind: Any, rig: Rig, options: Json) -> Any:
+    def _made(self, kind: Any, rig: ProxyWithEngine, options: Json) -> Any:
         base = rig.base + ("/v1" if self.library is openai else "")
         own = {"base_url": base, "api_key": "any", "max_retries": 0, "timeout": 20}
         return kind(**own | options)

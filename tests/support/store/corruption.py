@@ -10,7 +10,7 @@ import psycopg
 from sqlalchemy import make_url
 
 
-def damage(url: str, statement: str, *values: Any) -> None:
+def corrupt(url: str, statement: str, *values: Any) -> None:
     """Runs with the database's own checks of references switched off."""
     if url.startswith("sqlite"):
         path = make_url(url).database

@@ -6,12 +6,12 @@ import time
 from typing import Any
 
 from support.store.conversations import conversation
-from support.store.events import make_turn, whole_rollout
-from tracegrad.events import Outcome, RolloutOpened
+from support.store.events import make_turn, rollout_events
+from tracegrad.events import Outcome, RolloutStarted
 from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
 from tracegrad.store.maintenance import (
+    DoctorReport,
     Finding,
-    Report,
     examine,
 )
 
@@ -24,7 +24,7 @@ def found(store: Store, check: str, **more: Any) -> list[Finding]:
     return report.findings
 
 
-def look(store: Store, **more: Any) -> Report:
+def look(store: Store, **more: Any) -> DoctorReport:
     """Without the tests' PostgreSQL being told off for its speed."""
     report = examine(store, **more)
     report.findings = [f for f in report.findings if f.check != "database" or f.broken]
@@ -34,7 +34,7 @@ def look(store: Store, **more: Any) -> Report:
 def healthy(store: Store) -> None:
     now = time.time()
     for number in range(3):
-        store.append(whole_rollout(f"r{number}", at=now - 100, turns=3, version=number))
+        store.append(rollout_events(f"r{number}", at=now - 100, turns=3, version=number))
         version = PolicyVersion(version=number + 1, step=number, state="serving")
         store.record_version(PolicyVersion(version=number + 1, step=number, state="pushing"))
         store.record_version(version)
@@ -48,7 +48,7 @@ def healthy(store: Store) -> None:
             rollouts=[f"r{number}"],
         )
     ledger.lease(groups=1, group_size=1, owner="trainer", ttl_s=60)
-    store.append([*conversation("told", at=now), RolloutOpened(rollout_id="told", opened_at=now)])
+    store.append([*conversation("told", at=now), RolloutStarted(rollout_id="told", opened_at=now)])
     store.append([make_turn("t", "untitled", sampled=(), untrainable="over_length")])
-    store.append(whole_rollout("broken", outcome=Outcome.INFRA_ERROR, at=now))
+    store.append(rollout_events("broken", outcome=Outcome.INFRA_ERROR, at=now))
     store.add_key("not-yet", b"k" * 32)

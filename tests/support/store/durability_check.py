@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from sqlalchemy import select, text
 
-from support.store.workload import Parcel, Told, rollout_id, waves
-from tracegrad.events import Fact, RewardGiven, RolloutFinished, RolloutOpened, SpanEnded, Turn
-from tracegrad.store import RolloutRow, Store
+from support.store.workload import Acknowledged, Submission, rollout_id, waves
+from tracegrad.events import Event, Reward, RolloutFinished, RolloutStarted, Span, Turn
+from tracegrad.store import RolloutSummary, Store
 from tracegrad.store.models import Outcomes
-from tracegrad.store.read.rollouts import rewards_of, spans_of
-from tracegrad.store.read.turns import turns_of
+from tracegrad.store.read.rollouts import load_rewards, load_spans
+from tracegrad.store.read.turns import load_turns
 
 _AT_ONCE = 200
 _HEAPS = """
@@ -28,26 +28,26 @@ WHERE c.relkind = 'i' AND a.amname = 'btree' AND c.relnamespace = 'public'::regn
 
 
 @dataclass
-class Kept:
+class DurabilityReport:
     """What is wrong with a store, in words, and how much was looked at."""
 
     faults: list[str] = field(default_factory=list)
-    told: int = 0  # submissions
-    untold: Counter[str] = field(default_factory=Counter)  # "whole" | "absent"
+    acknowledged: int = 0  # submissions
+    unacknowledged: Counter[str] = field(default_factory=Counter)  # "whole" | "absent"
     turns: int = 0
 
 
 @dataclass(frozen=True)
 class _Stored:
-    row: RolloutRow | None
+    row: RolloutSummary | None
     turns: Mapping[str, Turn]
-    rewards: Mapping[str, RewardGiven]
-    spans: Mapping[str, SpanEnded]
+    rewards: Mapping[str, Reward]
+    spans: Mapping[str, Span]
 
-    def has(self, fact: Fact) -> bool | None:
+    def has(self, fact: Event) -> bool | None:
         """None: there is something of it, and it is not what was sent."""
         match fact:
-            case RolloutOpened():
+            case RolloutStarted():
                 if self.row is None or self.row.task_id is None:
                     return False
                 same = (self.row.task_id, self.row.agent, self.row.tags, self.row.opened_at) == (
@@ -64,22 +64,22 @@ class _Stored:
                 return same or None
             case Turn():
                 return _same(self.turns.get(fact.turn_id), fact)
-            case RewardGiven():
+            case Reward():
                 return _same(self.rewards.get(fact.reward_id), fact)
-            case SpanEnded():
+            case Span():
                 return _same(self.spans.get(fact.span_id), fact)
 
 
-def _same(stored: Fact | None, sent: Fact) -> bool | None:
+def _same(stored: Event | None, sent: Event) -> bool | None:
     if stored is None:
         return False
     return True if stored == sent else None
 
 
-def kept(store: Store, seed: str, told: Mapping[str, Told]) -> Kept:
+def check_durability(store: Store, seed: str, told: Mapping[str, Acknowledged]) -> DurabilityReport:
     """Every submission that any of the agents can have made, looked up."""
-    _wait_for_the_dead(store)
-    found = Kept()
+    _wait_for_killed_clients(store)
+    found = DurabilityReport()
     expected = {
         rollout_id(agent, number): waves(seed, agent, number)
         for agent, each in told.items()
@@ -97,7 +97,7 @@ def kept(store: Store, seed: str, told: Mapping[str, Told]) -> Kept:
     return found
 
 
-def _wait_for_the_dead(store: Store) -> None:
+def _wait_for_killed_clients(store: Store) -> None:
     """A server may still be at the commit of a client that was killed."""
     others = text(
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
@@ -113,12 +113,12 @@ def _wait_for_the_dead(store: Store) -> None:
 
 
 def _read(
-    store: Store, rows: Mapping[str, RolloutRow], ids: Sequence[str]
+    store: Store, rows: Mapping[str, RolloutSummary], ids: Sequence[str]
 ) -> Iterable[tuple[str, _Stored]]:
     with store.reading() as connection:
-        turns = turns_of(connection, ids)
-        rewards = rewards_of(connection, ids)
-        spans = spans_of(connection, ids)
+        turns = load_turns(connection, ids)
+        rewards = load_rewards(connection, ids)
+        spans = load_spans(connection, ids)
         for name in ids:
             yield (
                 name,
@@ -132,10 +132,10 @@ def _read(
 
 
 def _compare(
-    found: Kept,
+    found: DurabilityReport,
     name: str,
     stored: _Stored,
-    made: Sequence[Sequence[Parcel]],
+    made: Sequence[Sequence[Submission]],
     told: Mapping[str, set[tuple[int, int, int]]],
 ) -> None:
     strange = {*stored.turns, *stored.rewards, *stored.spans}
@@ -143,15 +143,15 @@ def _compare(
         has = [stored.has(fact) for fact in parcel.facts]
         strange -= {_id(fact) for fact in parcel.facts}
         if parcel.place in told[parcel.agent]:
-            found.told += 1
+            found.acknowledged += 1
             if has != [True] * len(has):
                 found.faults.append(f"told, and not kept: {_listed(parcel, has)}")
         elif all(has):
-            found.untold["whole"] += 1
+            found.unacknowledged["whole"] += 1
         elif any(each is not False for each in has):
             found.faults.append(f"half of it is there: {_listed(parcel, has)}")
         else:
-            found.untold["absent"] += 1
+            found.unacknowledged["absent"] += 1
     found.faults += [f"{each} of rollout {name}: nobody sent it" for each in sorted(strange)]
     found.faults += [
         f"turn {turn.turn_id} is there, and its parent {turn.parent_id} is not"
@@ -163,19 +163,19 @@ def _compare(
     found.turns += len(stored.turns)
 
 
-def _id(fact: Fact) -> str:
+def _id(fact: Event) -> str:
     match fact:
         case Turn():
             return fact.turn_id
-        case RewardGiven():
+        case Reward():
             return fact.reward_id
-        case SpanEnded():
+        case Span():
             return fact.span_id
         case _:
             return type(fact).__name__
 
 
-def _listed(parcel: Parcel, has: Sequence[bool | None]) -> str:
+def _listed(parcel: Submission, has: Sequence[bool | None]) -> str:
     words = {True: "whole", False: "absent", None: "changed"}
     facts = (
         f"{type(fact).__name__} {_id(fact)} {words[each]}"
@@ -184,7 +184,7 @@ def _listed(parcel: Parcel, has: Sequence[bool | None]) -> str:
     return f"submission {parcel}: {', '.join(facts)}"
 
 
-def _ends_told_twice(store: Store, rows: Mapping[str, RolloutRow]) -> list[str]:
+def _ends_told_twice(store: Store, rows: Mapping[str, RolloutSummary]) -> list[str]:
     with store.reading() as connection:
         ends = Counter(connection.scalars(select(Outcomes.rollout_id)))
     ended = {name for name, row in rows.items() if row.outcome is not None}

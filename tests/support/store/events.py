@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tracegrad.events import (
-    Fact,
+    Event,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
+    RolloutStarted,
     Turn,
-    logprobs,
-    token_ids,
+    logprob_array,
+    token_id_array,
 )
 
 _PLAIN = {"dialect": "chat", "model": "m"}
@@ -30,20 +30,20 @@ def make_turn(
     **more: Any,
 ) -> Turn:
     """A turn whose prompt is its parent's context followed by `new`."""
-    known = parent.prompt_token_ids + parent.completion_token_ids if parent else token_ids()
+    known = parent.prompt_token_ids + parent.completion_token_ids if parent else token_id_array()
     return Turn(
         turn_id=turn_id,
         rollout_id=rollout_id,
         parent_id=parent.turn_id if parent else None,
-        prompt_token_ids=known + token_ids(new),
-        completion_token_ids=token_ids(sampled),
-        completion_logprobs=logprobs([-0.5] * len(sampled)),
+        prompt_token_ids=known + token_id_array(new),
+        completion_token_ids=token_id_array(sampled),
+        completion_logprobs=logprob_array([-0.5] * len(sampled)),
         policy_versions=((version, len(sampled)),) if sampled else (),
         **(_PLAIN | more),
     )
 
 
-def whole_rollout(
+def rollout_events(
     rollout_id: str,
     *,
     task: str | None = "task",
@@ -53,10 +53,10 @@ def whole_rollout(
     turns: int = 2,
     tags: dict[str, str] | None = None,
     version: int = 0,
-) -> list[Fact]:
+) -> list[Event]:
     """Opened at `at`, finished a second later; each turn continues the one before."""
-    facts: list[Fact] = [
-        RolloutOpened(rollout_id=rollout_id, task_id=task, tags=tags or {}, opened_at=at)
+    facts: list[Event] = [
+        RolloutStarted(rollout_id=rollout_id, task_id=task, tags=tags or {}, opened_at=at)
     ]
     parent = None
     for index in range(turns):
@@ -65,7 +65,7 @@ def whole_rollout(
         )
         facts.append(parent)
     if reward is not None:
-        facts.append(RewardGiven(rollout_id=rollout_id, value=reward, created_at=at))
+        facts.append(Reward(rollout_id=rollout_id, value=reward, created_at=at))
     if outcome is not None:
         facts.append(RolloutFinished(rollout_id=rollout_id, outcome=outcome, finished_at=at + 1))
     return facts

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.store.killed_process import Moment
+from support.store.killed_process import KillMoment
 from support.system.module_environment import environment
 
 Json = dict[str, Any]
@@ -37,14 +37,14 @@ def drawn_seed() -> str:
 
 
 @dataclass
-class Toll:
+class KillCounts:
     """What the victims were doing when they were killed."""
 
     phases: Counter[str] = field(default_factory=Counter)
     told: int = 0
 
     @classmethod
-    def of(cls, killers: Iterable[Killer]) -> Toll:
+    def of(cls, killers: Iterable[RandomKiller]) -> KillCounts:
         sum_ = cls()
         for killer in killers:
             sum_.phases += killer.toll.phases
@@ -66,7 +66,7 @@ class Toll:
             assert self.phases[phase] >= kills // 12, f"next to none in {phase}: {self}"
 
 
-class Range:
+class ForkServer:
     """One process that forks victims, one at a time."""
 
     def __init__(self, role: str, url: str, log: Path) -> None:
@@ -107,8 +107,8 @@ class Range:
 
 
 @contextmanager
-def ranges(role: str, url: str, folder: Path, count: int) -> Iterator[list[Range]]:
-    found = [Range(role, url, folder / f"victims-{number}.log") for number in range(count)]
+def fork_servers(role: str, url: str, folder: Path, count: int) -> Iterator[list[ForkServer]]:
+    found = [ForkServer(role, url, folder / f"victims-{number}.log") for number in range(count)]
     try:
         yield found
     finally:
@@ -117,19 +117,19 @@ def ranges(role: str, url: str, folder: Path, count: int) -> Iterator[list[Range
 
 
 @dataclass
-class Killer:
+class RandomKiller:
     """Makes and kills victims of one range; `order` says what the next one is to do."""
 
-    range: Range
+    range: ForkServer
     draw: random.Random
     order: Callable[[], Json]
     hear: Callable[[list[Any]], None]
     transactions: int  # how many a victim begins at most before its moment
-    toll: Toll = field(default_factory=Toll)
+    toll: KillCounts = field(default_factory=KillCounts)
 
     def kill(self, times: int) -> None:
         for _ in range(times):
-            moment: Moment = {
+            moment: KillMoment = {
                 "from_start": self.draw.randrange(_OPENING_ONE_IN) == 0,
                 "transactions": self.draw.randint(1, self.transactions),
                 "wait": self.draw.random(),

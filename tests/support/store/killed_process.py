@@ -25,17 +25,17 @@ from typing import Any, TypedDict
 
 from sqlalchemy import Connection
 
-from support.store.workload import Agents, Parcel
+from support.store.workload import Submission, WriterAgents
 from tracegrad.store import (
     AlreadyTrained,
     Group,
+    GroupCommitWriter,
     LeaseLost,
     Ledger,
     LedgerError,
     StepRecord,
     Store,
-    Writer,
-    leases_of,
+    lease_by_rollout,
 )
 from tracegrad.store.errors import StoreUnavailable
 
@@ -48,7 +48,7 @@ LEASE_S = 0.12
 GROUPS, GROUP_SIZE = 2, 2
 
 
-class Moment(TypedDict, total=False):
+class KillMoment(TypedDict, total=False):
     """When a victim is killed, in its own progress: a slow machine kills it no earlier.
 
     After its first acknowledgement it begins `transactions` more, and then there pass `wait` times
@@ -64,7 +64,7 @@ class Moment(TypedDict, total=False):
     aim: str | None
 
 
-class Shared:
+class SharedProgress:
     """What a victim leaves behind in memory: its phase, how many transactions it has begun, and
     whether it has told anything."""
 
@@ -81,7 +81,7 @@ class Shared:
 
     def tell(self, *words: object) -> None:
         self._memory[1] = 1
-        say(*words)
+        report(*words)
 
     @property
     def transactions(self) -> int:
@@ -96,31 +96,31 @@ class Shared:
         return self._memory[1] == 1
 
 
-def say(*words: object) -> None:
+def report(*words: object) -> None:
     """One line, in one piece: many threads and processes write to the pipe."""
     line = json.dumps(words) + "\n"
     assert len(line) < 4096, "longer writes to a pipe are not whole"
     os.write(1, line.encode())
 
 
-def write(url: str, order: Json, shared: Shared) -> None:
+def write(url: str, order: Json, shared: SharedProgress) -> None:
     """`order["agents"]`: name -> [rollout, wave] to go on with; they write for ever."""
     with Store.open(url) as store:
         watch(store, shared)
 
-        def tell(parcel: Parcel) -> None:
+        def tell(parcel: Submission) -> None:
             shared.tell("ack", parcel.agent, *parcel.place)
 
         def refused(error: StoreUnavailable) -> None:
-            say("refused", str(error))
+            report("refused", str(error))
 
-        with Writer(store) as writer:
+        with GroupCommitWriter(store) as writer:
             agents = {name: (place[0], place[1]) for name, place in order["agents"].items()}
-            for thread in Agents(writer, order["seed"], tell, refused).start(agents):
+            for thread in WriterAgents(writer, order["seed"], tell, refused).start(agents):
                 thread.join()
 
 
-def make(url: str, order: Json, shared: Shared) -> None:
+def create_store(url: str, order: Json, shared: SharedProgress) -> None:
     """A new store at `order["url"]`."""
     shared.tell("begins")
     Store.open(order["url"]).close()
@@ -128,7 +128,7 @@ def make(url: str, order: Json, shared: Shared) -> None:
     time.sleep(60)
 
 
-def train(url: str, order: Json, shared: Shared) -> None:
+def train(url: str, order: Json, shared: SharedProgress) -> None:
     """Lease, "train", commit, for ever or (`order["until_all"]`) until all is consumed.
 
     Each step says itself which turns it is made of; it is told once it is committed.
@@ -174,27 +174,27 @@ def _step(ledger: Ledger, groups: list[Group], draw: random.Random) -> None:
                 trained=trained,
                 skipped=skipped,
                 rollouts=rollouts,
-                leases=leases_of(groups),
+                leases=lease_by_rollout(groups),
             )
         except (AlreadyTrained, LeaseLost) as error:
-            say("refused", str(error))
+            report("refused", str(error))
             return
         except LedgerError as error:
             if "is in the ledger already" not in str(error):
                 raise
         else:
-            say("step", number, trained, list(skipped))
+            report("step", number, trained, list(skipped))
             return
 
 
-ROLES: dict[str, Callable[[str, Json, Shared], None]] = {
+ROLES: dict[str, Callable[[str, Json, SharedProgress], None]] = {
     "write": write,
-    "make": make,
+    "make": create_store,
     "train": train,
 }
 
 
-def watch(store: Store, shared: Shared) -> None:
+def watch(store: Store, shared: SharedProgress) -> None:
     """Have the store's transactions say where they are."""
     append = store.append
 
@@ -222,20 +222,22 @@ def main() -> None:
     role, url = sys.argv[1:]
     with Store.open(url) as store:
         store.rollouts(limit=1)  # loads what forks would load again
-    shared, opening_s = Shared(), 0.02
+    shared, opening_s = SharedProgress(), 0.02
     for line in sys.stdin:
         order = json.loads(line)
         shared.reset()
         victim = os.fork()
         if victim == 0:
             _live(ROLES[role], url, order, shared)
-        killer = Killing(victim, order["kill"], shared, opening_s)
+        killer = PendingKill(victim, order["kill"], shared, opening_s)
         status = killer.status()
         opening_s = killer.opening_s or opening_s
-        say("dead", status, shared.phase)
+        report("dead", status, shared.phase)
 
 
-def _live(role: Callable[[str, Json, Shared], None], url: str, order: Json, shared: Shared) -> None:
+def _live(
+    role: Callable[[str, Json, SharedProgress], None], url: str, order: Json, shared: SharedProgress
+) -> None:
     try:
         role(url, order, shared)
     except BaseException:
@@ -244,11 +246,11 @@ def _live(role: Callable[[str, Json, Shared], None], url: str, order: Json, shar
     os._exit(0)
 
 
-class Killing:
+class PendingKill:
     """Waits for a victim's moment; `moment` None: nobody kills it."""
 
     def __init__(
-        self, victim: int, moment: Moment | None, shared: Shared, opening_s: float
+        self, victim: int, moment: KillMoment | None, shared: SharedProgress, opening_s: float
     ) -> None:
         self.victim = victim
         self.moment = moment

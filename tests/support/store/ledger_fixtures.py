@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.store.events import whole_rollout
+from support.store.events import rollout_events
 from tracegrad.store import Group, Ledger, Store
 from tracegrad.store.databases import clock
 
@@ -38,7 +38,7 @@ def fill(store: Store, tasks: int, size: int, **more: Any) -> None:
     for task in range(tasks):
         for n in range(size):
             at = 1000.0 + 10 * task + n
-            store.append(whole_rollout(f"t{task}.{n}", task=f"t{task}", at=at, **more))
+            store.append(rollout_events(f"t{task}.{n}", task=f"t{task}", at=at, **more))
 
 
 def lease(ledger: Ledger, groups: int = 1, size: int = 2, **more: Any) -> list[Group]:

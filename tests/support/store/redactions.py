@@ -7,12 +7,12 @@ from typing import Any
 
 from support.store.conversations import request, response
 from support.store.events import make_turn
-from tracegrad.cli.commands.cleaning import cleaner, pattern_hook
+from tracegrad.cli.commands.cleaning import make_cleaner, pattern_hook
 from tracegrad.events import (
     Turn,
 )
 from tracegrad.store import Store
-from tracegrad.store.maintenance import Redaction, Selection
+from tracegrad.store.maintenance import RedactionRule, RolloutSelection
 
 SECRET = "correct horse battery staple"
 
@@ -20,10 +20,10 @@ SECRET = "correct horse battery staple"
 WORDS = "words that make a message long enough to be shared with the next request, and again. " * 4
 
 
-def rule(text: str = SECRET, **more: Any) -> Redaction:
-    selection = more.pop("selection", Selection())
-    clean = cleaner([pattern_hook(text, literal=True)])
-    return Redaction(selection=selection, clean=clean, name="a literal text", **more)
+def rule(text: str = SECRET, **more: Any) -> RedactionRule:
+    selection = more.pop("selection", RolloutSelection())
+    clean = make_cleaner([pattern_hook(text, literal=True)])
+    return RedactionRule(selection=selection, clean=clean, name="a literal text", **more)
 
 
 def conversation(store: Store, *said: str, rollout_id: str = "r") -> list[Turn]:

@@ -16,34 +16,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad.events import (
-    Fact,
+    Event,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
-    SpanEnded,
+    RolloutStarted,
+    Span,
     Turn,
-    logprobs,
+    logprob_array,
 )
-from tracegrad.store import StoreUnavailable, Writer
+from tracegrad.store import GroupCommitWriter, StoreUnavailable
 
 _MOST_OF_WAVE = 3
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Submission:
     """Facts that stand or fall together. `place` is (rollout's number, wave, index)."""
 
     agent: str
     place: tuple[int, int, int]
-    facts: tuple[Fact, ...]
+    facts: tuple[Event, ...]
 
     def __str__(self) -> str:
         return f"{self.agent}/{'/'.join(map(str, self.place))}"
 
 
 @dataclass
-class Told:
+class Acknowledged:
     """What one agent was told is stored."""
 
     places: set[tuple[int, int, int]] = field(default_factory=set)
@@ -66,12 +66,12 @@ def rollout_id(agent: str, number: int) -> str:
     return f"{agent}-{number}"
 
 
-def waves(seed: str, agent: str, number: int) -> list[list[Parcel]]:
+def waves(seed: str, agent: str, number: int) -> list[list[Submission]]:
     """A rollout of 3 to 14 turns in a tree, with rewards, spans, and mostly an end."""
     draw = random.Random(f"{seed}/{agent}/{number}")
     name = rollout_id(agent, number)
     at = 1000.0 + number
-    opened = RolloutOpened(
+    opened = RolloutStarted(
         rollout_id=name,
         task_id=f"task {number % 7}",
         agent=agent,
@@ -79,10 +79,10 @@ def waves(seed: str, agent: str, number: int) -> list[list[Parcel]]:
         opened_at=at,
     )
     root = _turn(draw, name, "0", None, at)
-    found: list[list[Sequence[Fact]]] = [[[opened, root]]]
+    found: list[list[Sequence[Event]]] = [[[opened, root]]]
     leaves = [root]
     for depth in range(1, draw.randint(2, 5)):
-        wave: list[Sequence[Fact]] = []
+        wave: list[Sequence[Event]] = []
         grown: list[Turn] = []
         for index in range(draw.randint(1, _MOST_OF_WAVE)):
             turn = _turn(draw, name, f"{depth}.{index}", draw.choice(leaves), at + depth)
@@ -93,7 +93,7 @@ def waves(seed: str, agent: str, number: int) -> list[list[Parcel]]:
     if draw.random() < 0.9:
         found.append([_end(draw, name, at + 10)])
     return [
-        [Parcel(agent, (number, step, index), tuple(facts)) for index, facts in enumerate(wave)]
+        [Submission(agent, (number, step, index), tuple(facts)) for index, facts in enumerate(wave)]
         for step, wave in enumerate(found)
     ]
 
@@ -116,7 +116,7 @@ def _turn(draw: random.Random, rollout: str, name: str, parent: Turn | None, at:
         model="m",
         prompt_token_ids=known + new,
         completion_token_ids=sampled,
-        completion_logprobs=logprobs([-0.5 - draw.random() for _ in range(count)]),
+        completion_logprobs=logprob_array([-0.5 - draw.random() for _ in range(count)]),
         policy_versions=tuple((v, n) for v, n in ((3, first), (4, count - first)) if n),
         finish_reason="stop",
         request={"model": "m", "messages": asked},
@@ -129,9 +129,9 @@ def _tokens(draw: random.Random, count: int) -> array[int]:
     return array("i", array("H", draw.randbytes(2 * count)))
 
 
-def _about(draw: random.Random, turn: Turn) -> Iterator[Fact]:
+def _about(draw: random.Random, turn: Turn) -> Iterator[Event]:
     if draw.random() < 0.3:
-        yield RewardGiven(
+        yield Reward(
             reward_id=f"{turn.turn_id}.reward",
             rollout_id=turn.rollout_id,
             value=draw.random(),
@@ -139,7 +139,7 @@ def _about(draw: random.Random, turn: Turn) -> Iterator[Fact]:
             created_at=turn.created_at,
         )
     if draw.random() < 0.3:
-        yield SpanEnded(
+        yield Span(
             trace_id=draw.randbytes(16).hex(),
             span_id=draw.randbytes(8).hex(),
             rollout_id=turn.rollout_id,
@@ -150,8 +150,8 @@ def _about(draw: random.Random, turn: Turn) -> Iterator[Fact]:
         )
 
 
-def _end(draw: random.Random, rollout: str, at: float) -> list[Fact]:
-    reward = RewardGiven(
+def _end(draw: random.Random, rollout: str, at: float) -> list[Event]:
+    reward = Reward(
         reward_id=f"{rollout}.reward", rollout_id=rollout, value=draw.random(), created_at=at
     )
     outcome = draw.choice([Outcome.COMPLETED, Outcome.AGENT_ERROR, Outcome.INFRA_ERROR])
@@ -159,15 +159,15 @@ def _end(draw: random.Random, rollout: str, at: float) -> list[Fact]:
 
 
 @dataclass
-class Agents:
+class WriterAgents:
     """Threads that write for ever, each as one agent; `refused` hears of every refusal.
 
     A refused wave is written again, as clients do that are told to come back.
     """
 
-    writer: Writer
+    writer: GroupCommitWriter
     seed: str
-    tell: Callable[[Parcel], None]
+    tell: Callable[[Submission], None]
     refused: Callable[[StoreUnavailable], None]
     over: threading.Event = field(default_factory=threading.Event)
     # What ended an agent; a refusal does not.
@@ -200,9 +200,9 @@ class Agents:
                     return
             number, wave = number + 1, 0
 
-    def _written(self, parcels: Sequence[Parcel]) -> bool:
+    def _written(self, parcels: Sequence[Submission]) -> bool:
         """Each is told as soon as it is known to be stored."""
-        under_way: list[tuple[Parcel, Future[None]]] = [
+        under_way: list[tuple[Submission, Future[None]]] = [
             (parcel, self.writer.submit(parcel.facts)) for parcel in parcels
         ]
         all_are = True
@@ -217,6 +217,6 @@ class Agents:
         return all_are
 
 
-def order_of(told: Mapping[str, Told]) -> dict[str, Any]:
+def resume_points(told: Mapping[str, Acknowledged]) -> dict[str, Any]:
     """Where each agent goes on, as JSON can say it."""
     return {agent: list(each.next) for agent, each in told.items()}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 
 
-class Family:
+class ProcessTree:
     """`root` and all its descendants, also those whose parent has died meanwhile.
 
     A thread looks again and again, by pid and start time: a pid that is taken anew is another

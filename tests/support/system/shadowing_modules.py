@@ -14,7 +14,7 @@ raise ImportError("a planted module was imported")
 """
 
 
-def plant(folder: Path, **modules: str) -> Path:
+def write_modules(folder: Path, **modules: str) -> Path:
     """Also `modules`, name -> text, which may be wanted there."""
     folder.mkdir(exist_ok=True)
     for name, text in {**dict.fromkeys(NAMES, _MODULE), **modules}.items():
@@ -22,7 +22,7 @@ def plant(folder: Path, **modules: str) -> Path:
     return folder
 
 
-def ran(folder: Path) -> str:
+def modules_run(folder: Path) -> str:
     """What of it was run."""
     file = folder / "ran"
     return file.read_text() if file.exists() else ""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from tracegrad_trainer.losses import Memory, Scored, advantages, preset
-from tracegrad_trainer.losses.advantages import Demonstrated
+from tracegrad_trainer.losses import AdvantageMemory, RolloutRewards, compute_advantages, preset
+from tracegrad_trainer.losses.advantages import DemonstrationOutcome
 
 
 def scored(
@@ -23,15 +23,15 @@ def scored(
     parents: Sequence[int] | None = None,
     states: Sequence[bytes | None] | None = None,
     deciding: int | None = None,
-    demonstrated: Mapping[int, Demonstrated] | None = None,
+    demonstrated: Mapping[int, DemonstrationOutcome] | None = None,
     task: str | None = None,
     agent: str = "a",
     rollout_id: str = "r",
-) -> Scored:
+) -> RolloutRewards:
     """A rollout of `turns` turns (or as many as lists are long), each under the one before it."""
     given = next((x for x in (tokens, turn_rewards, parents, states) if x is not None), None)
     turns = turns if given is None else len(given)
-    return Scored(
+    return RolloutRewards(
         rollout_id=rollout_id,
         task=str(group) if task is None else task,
         agent=agent,
@@ -41,17 +41,20 @@ def scored(
         tokens=np.array([1] * turns if tokens is None else tokens, np.int64),
         parents=np.array(range(-1, turns - 1) if parents is None else parents, np.int64),
         states=[bytes([k]) for k in range(turns)] if states is None else list(states),
-        deciding=deciding,
-        demonstrated=demonstrated or {},
+        deciding_turn=deciding,
+        demonstrations=demonstrated or {},
     )
 
 
 def values(
-    name: str, rollouts: Sequence[Scored], memory: Memory | None = None, **settings: Any
+    name: str,
+    rollouts: Sequence[RolloutRewards],
+    memory: AdvantageMemory | None = None,
+    **settings: Any,
 ) -> list[list[float]]:
     """By rollout, one number a turn."""
     chosen = preset("grpo", advantage=name, **settings)
-    found = advantages(chosen, rollouts, {} if memory is None else memory)
+    found = compute_advantages(chosen, rollouts, {} if memory is None else memory)
     assert [len(numbers) for numbers in found] == [len(r.tokens) for r in rollouts]
     return [numbers.tolist() for numbers in found]
 
@@ -61,7 +64,7 @@ def flat(turns: Sequence[Sequence[float]]) -> list[float]:
 
 
 @st.composite
-def batches(draw: st.DrawFn, smallest: float = -4.0) -> list[Scored]:
+def batches(draw: st.DrawFn, smallest: float = -4.0) -> list[RolloutRewards]:
     """Up to 10 rollouts of up to 3 groups, with forks, equal states and turns without tokens."""
     rewards = st.integers(int(smallest * 4), 16).map(lambda x: x / 4)
     rollouts = []

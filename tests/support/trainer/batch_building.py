@@ -12,7 +12,7 @@ import numpy as np
 
 from support.trainer.batch_samples import Task, Told
 from tracegrad.events import Turn
-from tracegrad_trainer.batches import BatchSettings, ones, pack, select
+from tracegrad_trainer.batches import BatchSettings, pack, select, unit_advantages
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ def build(groups: Sequence[Task], settings: BatchSettings, *, ranks: int = 1) ->
     """Select, make rows and pack, once. The time is this thread's own: others share the cores."""
     gc.collect()
     start = time.thread_time()
-    selection = select(groups, settings, advantages=ones, current_version=1, vocabulary=32000)
+    selection = select(
+        groups, settings, advantages=unit_advantages, current_version=1, vocabulary=32000
+    )
     shares = pack(selection.rows, ranks=ranks, budget=settings.tokens_per_micro_batch)
     seconds = time.thread_time() - start
     return Built(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from support.trainer.row_samples import turn
 from tracegrad.events import Outcome, Turn
-from tracegrad_trainer.batches import BatchSettings, Selection, ones, select
+from tracegrad_trainer.batches import BatchSettings, TrainingSelection, select, unit_advantages
 from tracegrad_trainer.batches.select import AdvantageFunction
 
 
@@ -32,11 +32,11 @@ class Task:
 def selected(
     groups: Sequence[Task],
     *,
-    advantages: AdvantageFunction = ones,
+    advantages: AdvantageFunction = unit_advantages,
     version: int = 1,
     vocabulary: int | None = None,
     **settings: object,
-) -> Selection:
+) -> TrainingSelection:
     """What is selected with these batch settings; groups of equal reward are trained too."""
     values: dict[str, object] = {"drop_equal_reward": False, "max_staleness": None} | settings
     return select(

@@ -23,13 +23,13 @@ from tracegrad_trainer.engine import (
     Learner,
     OptimSettings,
     build_model,
+    destroy_process_group,
     full_tensors,
+    init_process_group,
     load_checkpoint,
     shard,
-    start_ranks,
-    stop_ranks,
 )
-from tracegrad_trainer.engine.checkpoint.save_load import Saver
+from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.random_state import seed_all
 from tracegrad_trainer.losses import preset
@@ -42,7 +42,7 @@ def learner(folder: Path, *, valued: bool = False, **fsdp: Any) -> Learner:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = build_model(folder, settings)
     if valued:
-        value_head.attach(model)
+        value_head.attach_value_head(model)
     objective = preset("grpo", advantage="gae") if valued else preset("grpo")
     return Learner(shard(model, mesh, settings), mesh, objective, OptimSettings(lr=1e-2))
 
@@ -63,14 +63,14 @@ def drawn() -> list[float]:
 
 
 def saved(one: Learner, root: Path, number: int, **counters: Any) -> Path:
-    saver = Saver(root)
+    saver = CheckpointSaver(root)
     folder = saver.start(one, number, counters)
     saver.wait()
     return folder
 
 
 def main(folder: Path) -> None:
-    start_ranks(FsdpSettings(device="cpu", threads=1))
+    init_process_group(FsdpSettings(device="cpu", threads=1))
     seed_all(dist.get_rank())
     out: dict[str, Any] = {}
     one = learner(folder / "model")
@@ -88,7 +88,7 @@ def main(folder: Path) -> None:
     dist.all_gather_object(everyone, out)
     if dist.get_rank() == 0:
         torch.save(everyone, folder / "two.pt")
-    stop_ranks()
+    destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -25,14 +25,14 @@ from tracegrad_trainer.engine import (
     OptimSettings,
     StepResult,
     build_model,
-    checkpoints,
+    destroy_process_group,
     full_tensors,
+    init_process_group,
+    list_checkpoints,
     load_checkpoint,
     save_checkpoint,
     save_hf,
     shard,
-    start_ranks,
-    stop_ranks,
     train_batch,
 )
 from tracegrad_trainer.losses import preset
@@ -82,7 +82,7 @@ def poisoned(made: list[Row], number: int) -> list[Row]:
 
 
 def main(folder: Path) -> None:
-    start_ranks(FsdpSettings(device="cpu", threads=1))
+    init_process_group(FsdpSettings(device="cpu", threads=1))
     assert torch.get_num_threads() == 1
     model, out = folder / "model", {}
     made = rows(11)
@@ -99,7 +99,7 @@ def main(folder: Path) -> None:
     counters = {"step": 1, "version": VERSION}
     for number in (1, 2, 3):
         save_checkpoint(one, folder / "checkpoints", number, counters, keep=2)
-    out["kept"] = [path.name for path in checkpoints(folder / "checkpoints")]
+    out["kept"] = [path.name for path in list_checkpoints(folder / "checkpoints")]
     out["next"] = step(one, share(made, 80))
     out["next_weights"] = weights(one)
     fresh = learner(folder / "other")
@@ -136,7 +136,7 @@ def main(folder: Path) -> None:
     dist.all_gather_object(everyone, out)
     if dist.get_rank() == 0:
         torch.save(everyone, folder / "ranks.pt")
-    stop_ranks()
+    destroy_process_group()
     assert not dist.is_initialized()
 
 

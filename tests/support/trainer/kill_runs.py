@@ -18,7 +18,7 @@ from support.system.module_environment import environment
 from support.trainer.prepared_run import steps_of
 from tracegrad.store import Store
 from tracegrad.store.models import TurnLedger
-from tracegrad_trainer.metrics import metric
+from tracegrad_trainer.metrics import find_metric
 
 
 class Runs:
@@ -81,7 +81,7 @@ def made(url: str) -> list[dict[str, Any]]:
 
 
 def _of_the_clock(name: str) -> bool:
-    known = metric(name)
+    known = find_metric(name)
     return name == "seconds" or (known is not None and known.clock)
 
 

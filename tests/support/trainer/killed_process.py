@@ -25,25 +25,25 @@ from typing import Any
 from tracegrad.store import Ledger
 from tracegrad_trainer.engine.checkpoint import save_load
 from tracegrad_trainer.inference import weight_files, weight_push
-from tracegrad_trainer.inference.publish import Publisher
+from tracegrad_trainer.inference.publish import WeightPublisher
 from tracegrad_trainer.rl import offline_worker, serve_worker
-from tracegrad_trainer.rl.train_loop import Training
+from tracegrad_trainer.rl.train_loop import TrainLoop
 
 # Where a run may be killed: (owner, name of the function, whether before it runs).
 POINTS: dict[str, tuple[Any, str, bool]] = {
-    "before the copy": (save_load.Saver, "start", True),
+    "before the copy": (save_load.CheckpointSaver, "start", True),
     "while it is written": (save_load, "save", True),
     "written, without its name": (save_load, "_finish", True),
     "whole, not committed": (save_load, "_finish", False),
     "before the commit": (Ledger, "commit_step", True),
     "after the commit": (Ledger, "commit_step", False),
-    "before old ones go": (save_load.Saver, "prune", True),
-    "leased, not trained": (Training, "train", True),
+    "before old ones go": (save_load.CheckpointSaver, "prune", True),
+    "leased, not trained": (TrainLoop, "train", True),
     "skipped groups consumed": (Ledger, "commit_skipped", False),
 }
 # The same of a push; a fourth part is an argument that the call must have.
 PUSH_POINTS: dict[str, tuple[Any, ...]] = {
-    "nothing sent": (Publisher, "publish", True),
+    "nothing sent": (WeightPublisher, "publish", True),
     "files written": (weight_files.WeightFiles, "write", False),
     "engine paused": (weight_push.WeightPusher, "_load", True),
     "engine without weights": (weight_push._Peer, "post", True, "/finish_weight_update"),
@@ -51,7 +51,7 @@ PUSH_POINTS: dict[str, tuple[Any, ...]] = {
     "marked, not resumed": (weight_push._Peer, "post", True, "/resume"),
     "served, not proven": (weight_push.WeightPusher, "_verify", True),
     "proven, calls still wait": (weight_push._Peer, "try_post", True),
-    "pushed, not recorded": (Publisher, "publish", False),
+    "pushed, not recorded": (WeightPublisher, "publish", False),
 }
 EXPECTED = 120.0
 

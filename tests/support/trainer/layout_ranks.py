@@ -18,21 +18,21 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from support.trainer.fsdp_ranks import VERSION, step, weights
 from support.trainer.row_samples import POISON, rows
-from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, mismatched, pack
-from tracegrad_trainer.batches.micro_batch import sampled_of, targets_of
+from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, mismatched_rows, pack
+from tracegrad_trainer.batches.micro_batch import sampled_counts, target_counts
 from tracegrad_trainer.engine import (
     FsdpSettings,
     Learner,
     OptimSettings,
     build_model,
     build_reference,
+    destroy_process_group,
+    init_process_group,
     shard,
-    start_ranks,
-    stop_ranks,
     train_batch,
 )
 from tracegrad_trainer.engine.model import value_head
-from tracegrad_trainer.engine.model.forward import Before
+from tracegrad_trainer.engine.model.forward import TargetContext
 from tracegrad_trainer.losses import ObjectiveSettings, preset
 
 OBJECTIVES: dict[str, ObjectiveSettings] = {
@@ -108,7 +108,7 @@ def _padded(row: Row, length: int) -> Row:
         temperature=longer(row.temperature, 1),
         advantage=longer(row.advantage, 0),
         reward=longer(row.reward, 0),
-        expert=longer(row.expert, False),
+        expert=longer(row.demonstration, False),
     )
 
 
@@ -118,7 +118,7 @@ def learner(folder: Path, name: str, layout: Layout = Layout(), **changes: Any) 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model: Any = build_model(folder / "model", settings)
     if "value" in objective.needs:
-        value_head.attach(model)
+        value_head.attach_value_head(model)
         torch.manual_seed(5)
         torch.nn.init.normal_(model.value_head.weight, std=0.3)
     reference = None
@@ -141,10 +141,10 @@ def share(name: str, layout: Layout) -> list[MicroBatch]:
     if not layout.padded:
         return pack(everything, ranks=ranks, budget=layout.budget)[rank]
     size = 2 if name == "dpo" else 1
-    counts, sampled = targets_of(everything), sampled_of(everything)
+    counts, sampled = target_counts(everything), sampled_counts(everything)
     of_group, of_group_sampled = (
-        targets_of(everything, "group_id"),
-        sampled_of(everything, "group_id"),
+        target_counts(everything, "group_id"),
+        sampled_counts(everything, "group_id"),
     )
     alone = [
         micro_batch(
@@ -165,11 +165,11 @@ def others(name: str, layout: Layout) -> list[MicroBatch]:
     if name != "kto":
         return []
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    looked_at = mismatched(made(name), limit=BUDGET)
+    looked_at = mismatched_rows(made(name), limit=BUDGET)
     return pack(looked_at, ranks=ranks, budget=layout.budget)[rank]
 
 
-def before(one: Learner, batches: Sequence[MicroBatch]) -> list[Before]:
+def before(one: Learner, batches: Sequence[MicroBatch]) -> list[TargetContext]:
     """Not quite what the policy says, so that ratios matter; by row, not by layout."""
     found = []
     for batch, logp in zip(batches, one.logprobs(batches), strict=True):
@@ -178,7 +178,7 @@ def before(one: Learner, batches: Sequence[MicroBatch]) -> list[Before]:
             here = batch.row == number
             if here.any():
                 noise[here] = np.random.default_rng(key).normal(0, 0.3, int(here.sum()))
-        found.append(Before(old=logp + torch.from_numpy(noise)))
+        found.append(TargetContext(old_logprobs=logp + torch.from_numpy(noise)))
     return found
 
 
@@ -193,9 +193,9 @@ def run(folder: Path, name: str, layout: Layout = Layout()) -> Any:
     return step(one, batches, before=known, mismatched=others(name, layout))
 
 
-def _near(batch: MicroBatch, known: Before) -> Any:
-    assert known.old is not None
-    return (known.old.numpy() + 0.1 * np.sin(batch.row_keys[batch.row])).astype(np.float32)
+def _near(batch: MicroBatch, known: TargetContext) -> Any:
+    assert known.old_logprobs is not None
+    return (known.old_logprobs.numpy() + 0.1 * np.sin(batch.row_keys[batch.row])).astype(np.float32)
 
 
 def poisoned(folder: Path, name: str) -> Any:
@@ -236,7 +236,7 @@ VARIANTS = {
 
 
 def main(folder: Path) -> None:
-    start_ranks(FsdpSettings(device="cpu", threads=1))
+    init_process_group(FsdpSettings(device="cpu", threads=1))
     assert POISON not in made("grpo")[0].input_ids
     out: dict[str, Any] = {name: run(folder, name) for name in OBJECTIVES}
     out["batches"] = {name: batch(folder, name) for name in BATCHES}
@@ -246,7 +246,7 @@ def main(folder: Path) -> None:
         out["poisoned"] = {name: poisoned(folder, name) for name in ("grpo", "ppo", "dpo")}
     if dist.get_rank() == 0:
         torch.save(out, folder / f"{dist.get_world_size()}.pt")
-    stop_ranks()
+    destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tracegrad_trainer.engine.model.chunked_logprobs import PLAIN, Shape, log_probs
+from tracegrad_trainer.engine.model.chunked_logprobs import (
+    IDENTITY,
+    LogitTransform,
+    chunked_logprobs,
+)
 
 HIDDEN = 12
 
@@ -37,8 +41,10 @@ class Case:
     def parameters(self) -> list[Tensor]:
         return [p for p in (self.hidden, self.weight, self.bias) if p is not None]
 
-    def ours(self, elements: int | None = None, shape: Shape = PLAIN) -> tuple[Tensor, Tensor]:
-        return log_probs(
+    def ours(
+        self, elements: int | None = None, shape: LogitTransform = IDENTITY
+    ) -> tuple[Tensor, Tensor]:
+        return chunked_logprobs(
             self.hidden,
             self.weight,
             self.bias,
@@ -48,7 +54,9 @@ class Case:
             elements=elements,
         )
 
-    def full(self, shape: Shape = PLAIN, dtype: Any = torch.float64) -> tuple[Tensor, Tensor]:
+    def full(
+        self, shape: LogitTransform = IDENTITY, dtype: Any = torch.float64
+    ) -> tuple[Tensor, Tensor]:
         logits = self.hidden.to(dtype) @ self.weight.to(dtype).T
         if self.bias is not None:
             logits = logits + self.bias.to(dtype)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracegrad_trainer.losses import ObjectiveSettings, Tokens, evaluate
+from tracegrad_trainer.losses import ObjectiveSettings, Tokens, compute_loss
 
 
 def tokens(
@@ -36,13 +36,13 @@ def tokens(
     rollouts, groups = _whole(rollout if rollout is not None else row, n), _whole(group, n)
     count = _count(rows)
     return Tokens(
-        logp=_floats(logp).requires_grad_(),
-        old=_floats(old or logp),
-        mu=_floats(mu or old or logp),
+        policy_logprobs=_floats(logp).requires_grad_(),
+        old_logprobs=_floats(old or logp),
+        rollout_logprobs=_floats(mu or old or logp),
         advantage=_floats(advantage or [1.0] * n),
         score=_floats(score or [0.0] * n),
         version=_whole(version, n, 1),
-        expert=experts,
+        demonstration=experts,
         turn=turns,
         row=rows,
         rollout=rollouts,
@@ -151,8 +151,10 @@ def micro_batches(
     """The rows of `parts` as micro-batches that know what the step sums over its rollouts."""
     made = [part(whole, rows) for rows in parts]
     numbers = [torch.unique(whole.rollout[torch.isin(whole.row, torch.tensor(r))]) for r in parts]
-    asked = [evaluate(settings, one).rollout_sums for one in made]
-    totals = [whole.mu.new_zeros(whole.rollouts, dtype=torch.float64) for _ in asked[0]]
+    asked = [compute_loss(settings, one).rollout_sums for one in made]
+    totals = [
+        whole.rollout_logprobs.new_zeros(whole.rollouts, dtype=torch.float64) for _ in asked[0]
+    ]
     for number, sums in zip(numbers, asked, strict=True):
         for total, here in zip(totals, sums, strict=True):
             total[number] += here

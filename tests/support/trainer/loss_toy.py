@@ -14,7 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracegrad_trainer.losses import ObjectiveSettings, Scored, Tokens, advantages, evaluate
+from tracegrad_trainer.losses import (
+    ObjectiveSettings,
+    RolloutRewards,
+    Tokens,
+    compute_advantages,
+    compute_loss,
+)
 from tracegrad_trainer.losses.gae import gae
 
 TASKS, ROLLOUTS, LENGTH, WORDS = 8, 8, 4, 8
@@ -78,7 +84,7 @@ def learn(
         batch = prepare(settings, policy, reference, task, said, rewards, memory, generator)
         for _ in range(4):
             optimizer.zero_grad()
-            done = evaluate(settings, now(policy, task, said, batch))
+            done = compute_loss(settings, now(policy, task, said, batch))
             if done.units > 0:
                 (done.total / done.units).backward()
                 optimizer.step()
@@ -97,7 +103,7 @@ def prepare(
     generator: torch.Generator,
 ) -> dict[str, Any]:
     """What is fixed for a batch; entries of rollouts [r] or of their tokens [r, LENGTH]."""
-    found = advantages(settings, scored(task, said, rewards), memory)
+    found = compute_advantages(settings, scored(task, said, rewards), memory)
     advantage = torch.from_numpy(np.stack(found))[:, TURN]
     old = policy.logp(task, said)
     value = policy.value[task]
@@ -142,9 +148,9 @@ def preferences(task: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
     return pair, torch.where(rewards > 0, 1, -1)
 
 
-def scored(task: Tensor, said: Tensor, rewards: Tensor) -> list[Scored]:
+def scored(task: Tensor, said: Tensor, rewards: Tensor) -> list[RolloutRewards]:
     return [
-        Scored(
+        RolloutRewards(
             rollout_id=str(i),
             task=str(number),
             agent="",
@@ -168,9 +174,9 @@ def now(policy: Policy, task: Tensor, said: Tensor, batch: dict[str, Any]) -> To
     flat = {name: x.flatten() for name, x in batch.items() if name not in ("pair", "label")}
     gain = (logp.detach() - batch["reference"]).sum(1)
     return Tokens(
-        logp=logp.flatten(),
+        policy_logprobs=logp.flatten(),
         version=torch.ones(count * LENGTH, dtype=torch.int64),
-        expert=torch.zeros(count * LENGTH, dtype=torch.bool),
+        demonstration=torch.zeros(count * LENGTH, dtype=torch.bool),
         turn=(2 * torch.arange(count)[:, None] + TURN).flatten(),
         row=row,
         rollout=row,

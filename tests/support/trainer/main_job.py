@@ -15,12 +15,12 @@ import httpx
 import openai
 import psutil
 
-from support.agents.toy_agents import MAX_TOKENS, SPLIT, Seen, Toys, plainly
+from support.agents.toy_agents import MAX_TOKENS, SPLIT, CompletedToyCall, ToyAgents, plainly
 from support.trainer.trainer_serve import Ended, TrainerServe, cli, cli_json
 from tracegrad import flush, rollout
 from tracegrad.store import Ledger, RolloutDetail, StepRecord, Store
-from tracegrad_trainer.inference.logprob_probe import probe
-from tracegrad_trainer.utils.client import endpoint_client
+from tracegrad_trainer.inference.logprob_probe import sample_probe
+from tracegrad_trainer.utils.client import http_client
 
 PROMPT = [5 + 7 * i % 90 for i in range(40)]
 
@@ -31,7 +31,7 @@ class Job:
 
     model: Path
     state_dir: Path
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[CompletedToyCall] = field(default_factory=list)
     during: dict[str, Any] = field(default_factory=dict)
     ended: list[Ended] = field(default_factory=list)
     version_stopped: int = -1
@@ -56,7 +56,7 @@ class Job:
 
 def first_start(job: Job, run: TrainerServe) -> None:
     """Two steps while agents work on, a third on policy; and rollouts that are not trained."""
-    toys = Toys(run.url)
+    toys = ToyAgents(run.url)
     asyncio.run(others(toys))
     asyncio.run(batch(toys, 1, temperature=0.0))
     asyncio.run(batch(toys, 2))
@@ -64,7 +64,7 @@ def first_start(job: Job, run: TrainerServe) -> None:
     asyncio.run(batch(toys, 3))
     run.wait(lambda: run.is_idle_after(step=3))
     job.seen = toys.seen
-    sample = probe(run.vllm_url, PROMPT, tokens=16)
+    sample = sample_probe(run.vllm_url, PROMPT, tokens=16)
     job.served = served_logprobs(run, sample.token_ids)
     with Store.open(run.store_url, create=False) as store:
         job.version_stopped = store.current_version() or 0
@@ -86,14 +86,14 @@ def environment_of(run: TrainerServe, child: str) -> dict[str, str]:
     return psutil.Process(run.pid_of(child)).environ()
 
 
-async def batch(toys: Toys, number: int, temperature: float = 1.0) -> None:
+async def batch(toys: ToyAgents, number: int, temperature: float = 1.0) -> None:
     """What one step takes: two groups of four."""
     tasks = (f"task {number}a", f"task {number}b")
     await asyncio.gather(toys.group(tasks[0], temperature), toys.group(tasks[1]))
     flush()
 
 
-async def others(toys: Toys) -> None:
+async def others(toys: ToyAgents) -> None:
     """Rollouts that must not be trained: held out, failed by no fault of the policy, open."""
     client = openai.AsyncOpenAI(base_url=f"{toys.url}/v1", api_key="not-needed")
     question = [{"role": "user", "content": "hello"}]
@@ -119,7 +119,7 @@ def second_start(job: Job, run: TrainerServe) -> None:
     with Store.open(run.store_url, create=False) as store:
         job.version_resumed = store.current_version() or 0
     job.served_again = served_logprobs(run, job.during["sample"])
-    toys = Toys(run.url)
+    toys = ToyAgents(run.url)
     asyncio.run(batch(toys, 4))
     run.wait(lambda: run.is_idle_after(step=4))
     job.seen += toys.seen
@@ -149,7 +149,7 @@ def served_logprobs(run: TrainerServe, completion: list[int]) -> list[float]:
         "max_tokens": 1,
         "prompt_logprobs": 0,
     }
-    with endpoint_client(run.vllm_url, timeout_s=60) as client:
+    with http_client(run.vllm_url, timeout_s=60) as client:
         answer = client.post("/v1/completions", json=request)
     answer.raise_for_status()
     [choice] = answer.json()["choices"]

@@ -7,17 +7,17 @@ from pathlib import Path
 
 from support.trainer.tiny_model import tiny_qwen3, tiny_tokenizer
 from tracegrad.events import (
-    Fact,
+    Event,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
+    RolloutStarted,
     Turn,
-    logprobs,
-    token_ids,
+    logprob_array,
+    token_id_array,
 )
 from tracegrad.store import Ledger, StepRecord, Store
-from tracegrad_trainer.config.trainer import TrainerSettings, load
+from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
 
 VOCABULARY = 300  # of the tokens that are drawn; the tokenizer has some more
 LONG_AGO = 1.7e9
@@ -47,7 +47,7 @@ def settings_of(model: Path, state_dir: Path, **changes: object) -> TrainerSetti
     """Changes as `optim__lr=...`."""
     named = {name.replace("__", "."): value for name, value in changes.items()}
     every = {"model": model, "state_dir": state_dir, **SMALL, **named}
-    return load(None, [f"{name}={value}" for name, value in every.items()])
+    return load_settings(None, [f"{name}={value}" for name, value in every.items()])
 
 
 def fill(url: str, *, groups: int, group_size: int = 3, seed: int = 0, first: int = 0) -> list[str]:
@@ -56,7 +56,7 @@ def fill(url: str, *, groups: int, group_size: int = 3, seed: int = 0, first: in
     """
     draw = random.Random(seed)
     turns: list[str] = []
-    facts: list[Fact] = []
+    facts: list[Event] = []
     for group in range(first, first + groups):
         for number in range(group_size):
             rollout = f"g{group:03d}-{number}"
@@ -65,9 +65,9 @@ def fill(url: str, *, groups: int, group_size: int = 3, seed: int = 0, first: in
             reward = 1.0 if group % 7 in (2, 3) else float((number + group) % 2)
             when = LONG_AGO + group * 10 + number
             facts += [
-                RolloutOpened(rollout_id=rollout, task_id=f"task {group:03d}", opened_at=when - 5),
+                RolloutStarted(rollout_id=rollout, task_id=f"task {group:03d}", opened_at=when - 5),
                 *made,
-                RewardGiven(rollout_id=rollout, value=reward, created_at=when),
+                Reward(rollout_id=rollout, value=reward, created_at=when),
                 RolloutFinished(rollout_id=rollout, outcome=Outcome.COMPLETED, finished_at=when),
             ]
     with Store.open(url) as store:
@@ -89,9 +89,9 @@ def _turns(draw: random.Random, rollout: str) -> list[Turn]:
                 parent_id=made[-1].turn_id if made else None,
                 dialect="chat",
                 model="policy",
-                prompt_token_ids=token_ids(prompt),
-                completion_token_ids=token_ids(completion),
-                completion_logprobs=logprobs([draw.uniform(-7, -4) for _ in completion]),
+                prompt_token_ids=token_id_array(prompt),
+                completion_token_ids=token_id_array(completion),
+                completion_logprobs=logprob_array([draw.uniform(-7, -4) for _ in completion]),
                 policy_versions=((0, len(completion)),),
                 sampling={"temperature": 1.0},
             )

@@ -16,16 +16,16 @@ from transformers import PreTrainedModel
 from support.trainer.kill_runs import Runs, log_of
 from support.trainer.prepared_run import settings_of, steps_of
 from support.trainer.tiny_model import reference_logprobs
-from tracegrad.events import Outcome, RewardGiven, RolloutFinished, RolloutOpened
+from tracegrad.events import Outcome, Reward, RolloutFinished, RolloutStarted
 from tracegrad.store import Store
-from tracegrad_trainer.cli.export import weights_of
-from tracegrad_trainer.cli.serve import proxy_child, with_control_key
+from tracegrad_trainer.cli.export import load_checkpoint_model
+from tracegrad_trainer.cli.serve import proxy_process, with_control_key
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.inference.logprob_probe import Gap, compare, probe
-from tracegrad_trainer.inference.vllm_process import VllmProcess, free_port
-from tracegrad_trainer.launch.torchrun import secrets_of
-from tracegrad_trainer.utils.client import endpoint_client
-from tracegrad_trainer.utils.subprocesses import answers
+from tracegrad_trainer.inference.logprob_probe import LogprobGap, compare_logprobs, sample_probe
+from tracegrad_trainer.inference.vllm_process import VllmProcess, find_free_port
+from tracegrad_trainer.launch.torchrun import secret_variables
+from tracegrad_trainer.utils.client import http_client
+from tracegrad_trainer.utils.subprocesses import is_responding
 
 KILLED = -9
 GAP = 1e-4  # nats; the two engines agree to about 1e-5
@@ -52,7 +52,7 @@ class PushingRanks:
         """Until step `until` is committed and served -> whether it got there, or was killed."""
         limited = self.settings.model_copy(update={"max_steps": until})
         self.file.write_text(limited.model_dump_json())
-        env = secrets_of(self.settings)
+        env = secret_variables(self.settings)
         statuses = self.runs.run(self.file, serve=True, ranks=self.ranks, env=env, **order)
         assert set(statuses) == {0} or KILLED in statuses, log_of(self.file)
         return set(statuses) == {0}
@@ -60,18 +60,18 @@ class PushingRanks:
     def trained(self, step: int) -> PreTrainedModel:
         return trained(self.settings, step)
 
-    def agree(self) -> Gap:
+    def agree(self) -> LogprobGap:
         return agree(self.settings)
 
 
 def trained(settings: TrainerSettings, step: int) -> PreTrainedModel:
     """The model of a step's checkpoint, as the trainer has it: adapters beside the weights."""
-    model = weights_of(settings, settings.checkpoints / f"step-{step:08d}")
+    model = load_checkpoint_model(settings, settings.checkpoints / f"step-{step:08d}")
     assert isinstance(model, PreTrainedModel)
     return model
 
 
-def agree(settings: TrainerSettings, prompt: Sequence[int] = PROMPT) -> Gap:
+def agree(settings: TrainerSettings, prompt: Sequence[int] = PROMPT) -> LogprobGap:
     """The engine, the proxy and the store speak of one version, which is the last committed
     step's, and the weights that are served are those of its checkpoint."""
     last = steps_of(settings.proxy.store)[-1].step
@@ -79,14 +79,14 @@ def agree(settings: TrainerSettings, prompt: Sequence[int] = PROMPT) -> Gap:
         newest = max(store.versions(), key=lambda version: version.version)
         assert store.current_version() == newest.version
     assert (newest.state, newest.step) == ("serving", last)
-    with endpoint_client(settings.vllm.url, timeout_s=60) as client:
+    with http_client(settings.vllm.url, timeout_s=60) as client:
         engine = client.get("/weight_info").json()
     assert engine["weight_version"] == str(newest.version)
     gate = httpx.get(f"{settings.url}/api/push").json()
     assert gate["version"] == newest.version
-    sample = probe(settings.vllm.url, prompt, tokens=24)
+    sample = sample_probe(settings.vllm.url, prompt, tokens=24)
     expected = reference_logprobs(trained(settings, last), prompt, sample.token_ids)
-    return compare(sample.logprobs, expected, GAP)
+    return compare_logprobs(sample.logprobs, expected, GAP)
 
 
 @contextmanager
@@ -94,14 +94,14 @@ def pushing_ranks(
     runs: Runs, engine: VllmProcess, model: Path, state_dir: Path, **changes: object
 ) -> Iterator[PushingRanks]:
     """With a proxy of their own, as `trainer serve` starts it."""
-    places = {"vllm__socket": engine.settings.socket, "proxy__port": free_port()}
+    places = {"vllm__socket": engine.settings.socket, "proxy__port": find_free_port()}
     state_dir.mkdir(mode=0o700)
     ranks = int(str(changes.get("ranks", 1)))
     settings = with_control_key(settings_of(model, state_dir, **places, **changes))
-    proxy = proxy_child(settings)
+    proxy = proxy_process(settings)
     proxy.start()
     try:
-        proxy.wait_ready(lambda: answers(f"{settings.url}/healthz"), timeout_s=60)
+        proxy.wait_until_ready(lambda: is_responding(f"{settings.url}/healthz"), timeout_s=60)
         yield PushingRanks(runs, settings, ranks)
     finally:
         proxy.stop()
@@ -122,7 +122,7 @@ class Agents(threading.Thread):
 
     def run(self) -> None:
         with Store.open(self.settings.proxy.store) as store:
-            store.append([RolloutOpened(rollout_id=r, task_id=task) for task, r in self.rollouts])
+            store.append([RolloutStarted(rollout_id=r, task_id=task) for task, r in self.rollouts])
         calls = [
             threading.Thread(target=self._call, args=(rollout,)) for _, rollout in self.rollouts
         ]
@@ -134,7 +134,7 @@ class Agents(threading.Thread):
             for number, (_, rollout) in enumerate(self.rollouts):
                 store.append(
                     [
-                        RewardGiven(rollout_id=rollout, value=float(number % 2)),
+                        Reward(rollout_id=rollout, value=float(number % 2)),
                         RolloutFinished(rollout_id=rollout, outcome=Outcome.COMPLETED),
                     ]
                 )

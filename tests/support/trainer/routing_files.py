@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def npy(array: NDArray[Any]) -> bytes:
+def routing_file(array: NDArray[Any]) -> bytes:
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()
@@ -28,4 +28,4 @@ def experts_of(
     chance = np.random.default_rng(seed)
     liked = chance.normal(size=(layers, experts))
     scores = liked + chance.gumbel(size=(tokens, layers, experts))
-    return npy(np.argsort(-scores, axis=-1)[..., :k].astype(kind))
+    return routing_file(np.argsort(-scores, axis=-1)[..., :k].astype(kind))

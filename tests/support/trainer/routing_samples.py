@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tracegrad.events import Turn
-from tracegrad_trainer.batches import Layout
+from tracegrad_trainer.batches import RoutingLayout
 
 # Of three layers the first has no router; two of six experts a token.
-LAYOUT = Layout(layers=3, routed=(1, 2), experts=6, k=2)
+LAYOUT = RoutingLayout(layers=3, routed=(1, 2), experts=6, k=2)
 
 
 def npy(found: ArrayLike, dtype: Any = np.uint8) -> bytes:
@@ -38,7 +38,7 @@ def by_expert(turn: Turn, expert: int, *, start: int = 0) -> Turn:
     return told(turn, np.tile(choice, (length(turn), LAYOUT.layers, 1)), start=start)
 
 
-def drawn(tokens: int, *, seed: int = 0, layout: Layout = LAYOUT) -> NDArray[np.int64]:
+def drawn(tokens: int, *, seed: int = 0, layout: RoutingLayout = LAYOUT) -> NDArray[np.int64]:
     """[tokens, layers, k] of different experts each; a layer without a router has zeros."""
     rng = np.random.default_rng(seed)
     shuffled = rng.permuted(np.tile(np.arange(layout.experts), (tokens, layout.layers, 1)), axis=-1)

@@ -79,7 +79,7 @@ def rows(count: int, *, seed: int = 0, longest: int = 40) -> list[Row]:
                 temperature=np.where(mask, 1.0 if i % 3 else 0.7, 1).astype(np.float32),
                 advantage=np.where(mask, rng.normal(), 0).astype(np.float32),
                 reward=np.zeros(tokens, np.float32),
-                expert=np.zeros(tokens, np.bool_),
+                demonstration=np.zeros(tokens, np.bool_),
                 rollout_id=f"r{i}",
                 group_id=f"g{i // 2}",
                 turn_ids=(f"r{i}.0", f"r{i}.1"),

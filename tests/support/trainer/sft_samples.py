@@ -8,21 +8,21 @@ from typing import Any
 
 from support.trainer.char_model import save_char_model
 from tracegrad.events import (
-    Fact,
+    Event,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
+    RolloutStarted,
     Turn,
-    logprobs,
-    token_ids,
+    logprob_array,
+    token_id_array,
 )
 from tracegrad.store import ALL, RolloutFilter, Store
-from tracegrad.store.copy.import_records import add_rollouts
-from tracegrad.transfer.chat_conversations import read_teacher
-from tracegrad.transfer.field_reader import Fields
+from tracegrad.store.copy.import_records import import_rollouts
+from tracegrad.transfer.chat_conversations import read_conversation
+from tracegrad.transfer.field_reader import FieldReader
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.sft.config import SftSettings, settings_of
+from tracegrad_trainer.sft.config import SftSettings, load_sft_settings
 
 
 def char_model(folder: Path) -> Path:
@@ -45,10 +45,10 @@ def rollout(
     outcome: Outcome | None = Outcome.COMPLETED,
     changes: dict[int, dict[str, Any]] | None = None,
     at: float = 1000.0,
-) -> list[Fact]:
+) -> list[Event]:
     """Facts of a rollout whose turns follow each other; each is (new prompt tokens, sampled)."""
-    facts: list[Fact] = [RolloutOpened(rollout_id=rollout_id, task_id=task, opened_at=at)]
-    before = token_ids()
+    facts: list[Event] = [RolloutStarted(rollout_id=rollout_id, task_id=task, opened_at=at)]
+    before = token_id_array()
     parent: str | None = None
     for number, (prompt, sampled) in enumerate(turns):
         given: dict[str, Any] = {
@@ -57,9 +57,9 @@ def rollout(
             "parent_id": parent,
             "dialect": "chat",
             "model": "m",
-            "prompt_token_ids": before + token_ids(prompt),
-            "completion_token_ids": token_ids(sampled),
-            "completion_logprobs": logprobs([-1.0] * len(sampled)),
+            "prompt_token_ids": before + token_id_array(prompt),
+            "completion_token_ids": token_id_array(sampled),
+            "completion_logprobs": logprob_array([-1.0] * len(sampled)),
             "policy_versions": ((0, len(sampled)),),
             "sampling": {"temperature": 0.5},
             "finish_reason": "stop",
@@ -70,7 +70,7 @@ def rollout(
         before, parent = one.prompt_token_ids + one.completion_token_ids, one.turn_id
     if reward is not None:
         facts.append(
-            RewardGiven(
+            Reward(
                 reward_id=f"{rollout_id}.reward", rollout_id=rollout_id, value=reward, created_at=at
             )
         )
@@ -81,8 +81,8 @@ def rollout(
 
 def teach(store: Store, *conversations: dict[str, Any]) -> None:
     """Text only, as `tracegrad import` stores it."""
-    copies = [read_teacher(Fields(each, "")).copy(1000.0) for each in conversations]
-    add_rollouts(store, copies)
+    copies = [read_conversation(FieldReader(each, "")).as_record(1000.0) for each in conversations]
+    import_rollouts(store, copies)
 
 
 def said(*texts: str) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ def settings(
         "optim": {"lr": 1e-2},
     }
     trainer = TrainerSettings.model_validate(values | tables)
-    return settings_of(trainer, which, preset=preset, **changes)
+    return load_sft_settings(trainer, which, preset=preset, **changes)
 
 
 TABLES = ("objective", "fsdp", "batches", "optim", "checkpoint", "ranks", "seed", "reference")

@@ -10,34 +10,34 @@ import numpy as np
 
 from support.trainer.row_samples import VOCABULARY, tiny_model
 from tracegrad.events import (
-    Fact,
+    Event,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
+    RolloutStarted,
     Turn,
-    logprobs,
-    token_ids,
+    logprob_array,
+    token_id_array,
 )
 from tracegrad.store import Store
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.rl.coordinator import Supply
-from tracegrad_trainer.rl.train_loop import Training
+from tracegrad_trainer.rl.coordinator import RolloutSupply
+from tracegrad_trainer.rl.train_loop import TrainLoop
 
 TURNS = 3
 # Optimizer steps on a batch: two a pass, two passes.
 SEVERAL = {"lr": 1e-2, "minibatches": 2, "epochs": 2}
 
 
-def rollout(name: str, task: str, *, reward: float, seed: int, at: float = 1000.0) -> list[Fact]:
+def rollout(name: str, task: str, *, reward: float, seed: int, at: float = 1000.0) -> list[Event]:
     """Three turns, each continuing the one before, with random tokens."""
     rng = np.random.default_rng(seed)
-    facts: list[Fact] = [RolloutOpened(rollout_id=name, task_id=task, opened_at=at)]
-    context = token_ids()
+    facts: list[Event] = [RolloutStarted(rollout_id=name, task_id=task, opened_at=at)]
+    context = token_id_array()
     parent: str | None = None
     for index in range(TURNS):
-        prompt = context + token_ids(rng.integers(0, VOCABULARY - 1, 5).tolist())
-        sampled = token_ids(rng.integers(0, VOCABULARY - 1, 4 + seed % 3).tolist())
+        prompt = context + token_id_array(rng.integers(0, VOCABULARY - 1, 5).tolist())
+        sampled = token_id_array(rng.integers(0, VOCABULARY - 1, 4 + seed % 3).tolist())
         turn = Turn(
             turn_id=f"{name}.{index}",
             rollout_id=name,
@@ -46,13 +46,13 @@ def rollout(name: str, task: str, *, reward: float, seed: int, at: float = 1000.
             model="m",
             prompt_token_ids=prompt,
             completion_token_ids=sampled,
-            completion_logprobs=logprobs(rng.normal(-4, 0.3, len(sampled)).tolist()),
+            completion_logprobs=logprob_array(rng.normal(-4, 0.3, len(sampled)).tolist()),
             policy_versions=((0, len(sampled)),),
             created_at=at + index,
         )
         facts.append(turn)
         context, parent = prompt + sampled, turn.turn_id
-    facts.append(RewardGiven(rollout_id=name, value=reward, created_at=at + 5))
+    facts.append(Reward(rollout_id=name, value=reward, created_at=at + 5))
     facts.append(RolloutFinished(rollout_id=name, outcome=Outcome.COMPLETED, finished_at=at + 6))
     return facts
 
@@ -86,9 +86,11 @@ def trainer_settings(folder: Path, **changes: Any) -> TrainerSettings:
 def train(settings: TrainerSettings, steps: int) -> None:
     """As many optimizer steps, in this process."""
     with ExitStack() as stack:
-        training = Training(settings, stack, stopping=lambda: False, supply=Supply(grows=False))
+        training = TrainLoop(
+            settings, stack, stopping=lambda: False, supply=RolloutSupply(is_open=False)
+        )
         training.resume()
         for _ in range(steps):
-            assert training.next() == "train"
-            training.train()
-        training.settle()
+            assert training.next_action() == "train"
+            training.train_batch()
+        training.commit_pending()

@@ -33,7 +33,7 @@ from support.trainer.tiny_model import tiny_sizes
 from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.model.forward import to_inputs
-from tracegrad_trainer.engine.model.parallelize import prepare
+from tracegrad_trainer.engine.model.parallelize import prepare_model
 
 VOCABULARY = 61
 # Shorter than most rows of the tests.
@@ -117,7 +117,7 @@ REFUSED = {
 def make(name: str, attention: str = "packed", **settings: Any) -> nn.Module:
     """A prepared model in float32; the same weights for any attention."""
     chosen = {"packed": "tracegrad_packed", "varlen": "tracegrad_varlen"}.get(attention, attention)
-    return prepare(plain(name, chosen), FsdpSettings(device="cpu", **settings))
+    return prepare_model(plain(name, chosen), FsdpSettings(device="cpu", **settings))
 
 
 def plain(name: str, attention: str = "eager") -> nn.Module:

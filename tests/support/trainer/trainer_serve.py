@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
-from support.system.process_tree import Family
+from support.system.process_tree import ProcessTree
 from tracegrad.store import Ledger, Store
-from tracegrad_trainer.inference.vllm_process import free_port
+from tracegrad_trainer.inference.vllm_process import find_free_port
 from tracegrad_trainer.launch.run_state import read_state
 
 BIN = Path(sys.executable).parent
@@ -46,7 +46,7 @@ class TrainerServe:
 
     state_dir: Path
     settings: Mapping[str, object]
-    proxy_port: int = field(default_factory=free_port)
+    proxy_port: int = field(default_factory=find_free_port)
 
     @property
     def url(self) -> str:
@@ -81,7 +81,7 @@ class TrainerServe:
             umask=0,  # what it writes is private all the same
             env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
         )
-        self.family = Family(self.process.pid)
+        self.family = ProcessTree(self.process.pid)
 
     def is_serving(self) -> bool:
         state = read_state(self.state_dir, "serve") or {}

@@ -6,22 +6,22 @@ from pathlib import Path
 
 from tracegrad.store import Store
 from tracegrad.transfer import jsonl, parquet, parquet_columns
-from tracegrad.transfer.export_rollouts import Export
-from tracegrad.transfer.import_rollouts import Import
+from tracegrad.transfer.export_rollouts import RolloutExport
+from tracegrad.transfer.import_rollouts import RolloutImport
 
 
 def exported(store: Store, path: Path, **how: object) -> Path:
-    rows = Export(store=store, **how).rollouts()  # type: ignore[arg-type]
+    rows = RolloutExport(store=store, **how).rollouts()  # type: ignore[arg-type]
     with path.open("wb") as file:
         if path.suffix == ".parquet":
-            parquet.write(file, map(parquet.copy_row, rows), parquet_columns.ROLLOUT)
+            parquet.write(file, map(parquet.rollout_row, rows), parquet_columns.ROLLOUT)
         else:
             file.writelines(map(jsonl.line_of, rows))
     return path
 
 
-def imported(store: Store, path: Path, **how: bool) -> Import:
-    importing = Import(store, **how)
+def imported(store: Store, path: Path, **how: bool) -> RolloutImport:
+    importing = RolloutImport(store, **how)
     with path.open("rb") as file:
         importing.file(path.name, file)
     return importing

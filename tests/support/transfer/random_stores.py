@@ -11,24 +11,24 @@ from typing import Any
 from support.trainer.routing_files import experts_of
 from tracegrad.events import (
     OVER_LENGTH,
-    Fact,
+    Event,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
-    SpanEnded,
+    RolloutStarted,
+    Span,
     Turn,
-    logprobs,
-    token_ids,
+    logprob_array,
+    token_id_array,
 )
 from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
 from tracegrad.store.copy.export_records import (
-    RolloutCopy,
-    VersionCopy,
-    lone_spans,
-    rollout_copies,
-    steps_of,
-    versions_of,
+    RolloutRecord,
+    VersionRecord,
+    iter_rollouts,
+    iter_spans_without_rollout,
+    load_steps,
+    load_versions,
 )
 
 # An empty store in "sqlite" or "postgres".
@@ -40,18 +40,18 @@ WORDS = ("mug", "größe", "日本", "a\nb", "", "\ud83d\ude00", '"quoted"', "x"
 class Everything:
     """All that a copy of a store must have."""
 
-    rollouts: list[RolloutCopy]
+    rollouts: list[RolloutRecord]
     steps: list[StepRecord]
-    versions: list[VersionCopy]
-    spans: list[SpanEnded]
+    versions: list[VersionRecord]
+    spans: list[Span]
 
 
 def everything(store: Store) -> Everything:
     return Everything(
-        rollouts=list(rollout_copies(store)),
-        steps=steps_of(store),
-        versions=versions_of(store),
-        spans=[span for spans in lone_spans(store) for span in spans],
+        rollouts=list(iter_rollouts(store)),
+        steps=load_steps(store),
+        versions=load_versions(store),
+        spans=[span for spans in iter_spans_without_rollout(store) for span in spans],
     )
 
 
@@ -83,11 +83,11 @@ class _Maker:
             values.append(self.json(depth - 1))
         return {f"k{i}": self._chance.choice(values) for i in range(self._chance.randrange(4))}
 
-    def rollout(self, rollout_id: str) -> list[Fact]:
-        facts: list[Fact] = []
+    def rollout(self, rollout_id: str) -> list[Event]:
+        facts: list[Event] = []
         if self._chance.random() < 0.85:
             facts.append(
-                RolloutOpened(
+                RolloutStarted(
                     rollout_id=rollout_id,
                     task_id=self._maybe(self._chance.choice(["t1", "t2", "größe"])),
                     agent=self._maybe("shop"),
@@ -118,8 +118,10 @@ class _Maker:
     def _turn(
         self, rollout_id: str, turn_id: str, parent: Turn | None, messages: list[dict[str, Any]]
     ) -> Turn:
-        known = parent.prompt_token_ids + parent.completion_token_ids if parent else token_ids()
-        new, sampled = token_ids(self._ids(20)), self._ids(6)
+        known = (
+            parent.prompt_token_ids + parent.completion_token_ids if parent else token_id_array()
+        )
+        new, sampled = token_id_array(self._ids(20)), self._ids(6)
         first = self._chance.randrange(len(sampled) + 1)
         versions = [(self._chance.randrange(3), first), (3, len(sampled) - first)]
         return Turn(
@@ -130,8 +132,8 @@ class _Maker:
             dialect=self._chance.choice(["chat", "messages", "responses"]),
             model=self._word(),
             prompt_token_ids=known + new,
-            completion_token_ids=token_ids(sampled),
-            completion_logprobs=logprobs(self._logprob() for _ in sampled),
+            completion_token_ids=token_id_array(sampled),
+            completion_logprobs=logprob_array(self._logprob() for _ in sampled),
             policy_versions=tuple((v, n) for v, n in versions if n),
             sampling=self.json(),
             finish_reason=self._maybe("stop"),
@@ -158,8 +160,8 @@ class _Maker:
         odd = [math.nan, math.inf, -math.inf, -3.4e38, 1e-45, 0.0]
         return self._chance.choice(odd) if self._chance.random() < 0.1 else -self._chance.random()
 
-    def _reward(self, rollout_id: str) -> RewardGiven:
-        return RewardGiven(
+    def _reward(self, rollout_id: str) -> Reward:
+        return Reward(
             rollout_id=rollout_id,
             reward_id=f"{self._chance.getrandbits(128):032x}",
             value=self._chance.choice([0.0, 1.0, -1e6, 0.1]),
@@ -171,9 +173,9 @@ class _Maker:
             created_at=self._chance.choice([1e9, self._time()]),
         )
 
-    def span(self, rollout_id: str | None) -> SpanEnded:
+    def span(self, rollout_id: str | None) -> Span:
         # A trace belongs to one rollout, or to none.
-        return SpanEnded(
+        return Span(
             trace_id=f"{hash_of(rollout_id)}{'0' * 16}"[:32],
             span_id=f"{self._chance.getrandbits(64):016x}",
             parent_span_id=self._maybe("b" * 16),
@@ -194,7 +196,7 @@ class _Maker:
             finished_at=self._time(),
         )
 
-    def history(self, store: Store, rollouts: Sequence[Sequence[Fact]]) -> None:
+    def history(self, store: Store, rollouts: Sequence[Sequence[Event]]) -> None:
         """Versions, and two steps that some of the rollouts were trained by."""
         for version, state in [(0, "serving"), (1, "pushing"), (1, "serving"), (2, "failed")]:
             record = PolicyVersion(version, version, state, self._time(), self.json())  # type: ignore[arg-type]

@@ -7,15 +7,15 @@ from typing import Any
 
 from support.trainer.char_model import char_tokenizer
 from tracegrad.events import (
-    Fact,
+    Event,
     Json,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
+    RolloutStarted,
     Turn,
-    logprobs,
-    token_ids,
+    logprob_array,
+    token_id_array,
 )
 from tracegrad.store import Store
 
@@ -85,9 +85,9 @@ def turn(
         parent_id=parent.turn_id if parent else None,
         dialect="chat",
         model="m",
-        prompt_token_ids=token_ids(prompt_of(messages, tools)),
-        completion_token_ids=token_ids(completion),
-        completion_logprobs=logprobs(-0.25 * (1 + i % 4) for i in range(len(completion))),
+        prompt_token_ids=token_id_array(prompt_of(messages, tools)),
+        completion_token_ids=token_id_array(completion),
+        completion_logprobs=logprob_array(-0.25 * (1 + i % 4) for i in range(len(completion))),
         policy_versions=((len(turn_id), len(completion)),),
         **told,
     )
@@ -101,15 +101,15 @@ def rollout(
     reward: float | None,
     outcome: Outcome | None = Outcome.COMPLETED,
     about: Any = None,
-) -> list[Fact]:
-    facts: list[Fact] = [
-        RolloutOpened(
+) -> list[Event]:
+    facts: list[Event] = [
+        RolloutStarted(
             rollout_id=rollout_id, task_id=task, agent="shop", task=about, opened_at=1000.0
         ),
         *turns,
     ]
     if reward is not None:
-        facts.append(RewardGiven(rollout_id=rollout_id, value=reward, created_at=1001.0))
+        facts.append(Reward(rollout_id=rollout_id, value=reward, created_at=1001.0))
     if outcome is not None:
         facts.append(RolloutFinished(rollout_id=rollout_id, outcome=outcome, finished_at=1002.0))
     return facts

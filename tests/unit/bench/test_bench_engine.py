@@ -13,7 +13,7 @@ from bench.proxy.answers import PromptIds, Told
 from bench.proxy.calls import REPLY_TOKENS, Prompt, Reply
 from bench.proxy.text import END, VOCABULARY, encode, render
 
-from support.engines.mock_engine import MockEngine, Say
+from support.engines.mock_engine import Answer, MockEngine
 
 ALL = Told(ids=True, logprobs=True, usage=True)
 ASKS_ALL = {
@@ -70,14 +70,14 @@ def streamed(told: Told, reply: Reply, chunk_tokens: int = 1, number: int = 1) -
 
 
 def test_a_whole_answer_has_the_shape_of_vllms() -> None:
-    theirs = MockEngine()._answer(ASKS_ALL, [Say("some words")])
+    theirs = MockEngine()._answer(ASKS_ALL, [Answer("some words")])
     assert shape(whole(ALL, Reply(0))) == shape(theirs)
 
 
 async def test_a_streams_chunks_have_the_shapes_of_vllms() -> None:
     head = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "mock"}
     engine = MockEngine(chunk_tokens=1)
-    theirs = [chunk async for chunk in engine._chunks(ASKS_ALL, [Say("some words")], head)]
+    theirs = [chunk async for chunk in engine._chunks(ASKS_ALL, [Answer("some words")], head)]
     ours = streamed(ALL, Reply(0))
     said = next(chunk for chunk in theirs[1:] if chunk["choices"][0]["delta"])
     assert shape(ours[0]) == shape(theirs[0])

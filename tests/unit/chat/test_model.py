@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from support.chat.tokenizers import KINDS, TAGS, core
 from support.trainer.char_model import char_tokenizer
 from support.trainer.tiny_model import tiny_tokenizer
-from tracegrad.chat.model import Inexact, load_model_text
+from tracegrad.chat.model import NotReproducible, load_chat_format
 
 NOW = datetime(2026, 11, 20, tzinfo=UTC)
 TEMPLATE = (
@@ -40,7 +40,7 @@ def change(path: Path, **fields: Any) -> None:
 
 
 def assert_as_transformers(folder: Path) -> None:
-    theirs, ours = AutoTokenizer.from_pretrained(folder), load_model_text(folder)
+    theirs, ours = AutoTokenizer.from_pretrained(folder), load_chat_format(folder)
     for text in (TEXT, "plain", "".join(TAGS)):
         assert ours.tokenizer.encode(text).tolist() == theirs.encode(text, add_special_tokens=False)
         ids = ours.tokenizer.encode(text)
@@ -115,7 +115,7 @@ def test_templates_in_files_go_before_the_configuration(tmp_path: Path) -> None:
 
 
 def test_an_engines_own_template_takes_the_models_place(tmp_path: Path) -> None:
-    text = load_model_text(save(tmp_path), chat_template="{{ eos_token }}!")
+    text = load_chat_format(save(tmp_path), chat_template="{{ eos_token }}!")
     assert text.template_for([]).render(MESSAGES, now=NOW) == "<|end|>!"
 
 
@@ -179,12 +179,12 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_what_cannot_be_exact_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     spoil, message = REFUSED[name]
     spoil(save(tmp_path))
-    with pytest.raises(Inexact, match=message) as caught:
-        load_model_text(tmp_path)
+    with pytest.raises(NotReproducible, match=message) as caught:
+        load_chat_format(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(Inexact, match="nowhere is no folder"):
-        load_model_text(tmp_path / "nowhere")
+    with pytest.raises(NotReproducible, match="nowhere is no folder"):
+        load_chat_format(tmp_path / "nowhere")

@@ -13,10 +13,10 @@ from support.chat.conversations import CALL, CELLS, FOUND, SYSTEM, TOOLS, says, 
 from support.chat.message_contents import CONTENTS
 from support.chat.real_templates import FAMILIES, NOW, VARIABLES, model
 from tracegrad.chat.messages import (
+    developers_as_system,
     engine_message,
     engine_tools,
-    frame_of,
-    without_developers,
+    render_options,
 )
 from tracegrad.chat.renderer import Renderer
 from tracegrad.chat.template import ChatTemplate, RenderError
@@ -91,7 +91,7 @@ def test_developers_become_the_system_as_in_vllm(
     if any(message["role"] == "developer" for message in messages):
         renamed = vllm.hf._convert_developer_to_system(shown)
         expected = vllm.hf._consolidate_system_messages(renamed)
-    assert without_developers(shown) == expected
+    assert developers_as_system(shown) == expected
 
 
 def test_tools_are_read_as_vllm_reads_them(vllm: Any) -> None:
@@ -131,7 +131,7 @@ def test_template_arguments_are_those_of_vllm(
     tools = [tool.model_dump() for tool in request.tools] if request.tools else None
     given = {**(defaults or {}), "tokenize": False} | ({"tools": tools} if tools else {})
     theirs = request.build_chat_params("x", "auto").with_defaults(given).chat_template_kwargs
-    ours = frame_of(body, defaults)
+    ours = render_options(body, defaults)
     extra = {"tokenize": False, "continue_final_message": False}
     expected = {"add_generation_prompt": ours.add_generation_prompt, **(ours.kwargs or {})}
     if ours.tools is not None:
@@ -156,16 +156,16 @@ def test_every_template_gets_what_vllm_hands_it(vllm: Any, name: str) -> None:
         params = request.build_chat_params(template, content_format)
         params = params.with_defaults({"tools": tools, "tokenize": False})
         arguments = {**params.get_apply_chat_template_kwargs(), "strftime_now": NOW.strftime}
-        frame = frame_of(body)
+        frame = render_options(body)
         renderer = Renderer(text, frame, NOW)
         shown = [renderer.message(message) for message in messages]
         try:
             expected = vllm.hf.safe_apply_chat_template(CONFIG, theirs, conversation, **arguments)
         except Exception:
             with pytest.raises(RenderError):
-                renderer.raw(shown)
+                renderer.render(shown)
         else:
-            assert renderer.raw(shown) == expected
+            assert renderer.render(shown) == expected
 
 
 @pytest.mark.parametrize("text", CONTENTS)
@@ -175,5 +175,5 @@ def test_loops_over_contents_are_found_as_by_vllm(vllm: Any, text: str) -> None:
 
 def test_the_word_developer_is_looked_for_as_by_vllm(vllm: Any) -> None:
     for text in ("{{ 'developer' }}", '{{ "developer" }}', "developer", "{{ FOUND }}"):
-        assert ChatTemplate(text).knows_developers == vllm.hf._detect_developer_role_support(text)
+        assert ChatTemplate(text).has_developer_role == vllm.hf._detect_developer_role_support(text)
     assert FOUND["role"] == "tool"

@@ -14,8 +14,13 @@ import pytest
 
 from support.engines.mock_engine import MODEL, MockEngine
 from support.proxy.servers import HeldWriter, serving
-from tracegrad.chat.messages import frame_of
-from tracegrad.chat.sampling_params import DEFAULTS, freed, settings_of, untrainable
+from tracegrad.chat.messages import render_options
+from tracegrad.chat.sampling_params import (
+    DEFAULTS,
+    force_on_policy,
+    sampling_params_of,
+    untrainable_reason,
+)
 from tracegrad.events import GREEDY_BELOW, Turn
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
@@ -64,9 +69,9 @@ def sampling(engine_url: str, store: Store, writer: HeldWriter) -> Serve:
 
 
 def test_a_freed_call_can_be_trained() -> None:
-    assert untrainable(BENT, settings_of(BENT)) == "greedy"
-    body = freed(BENT)
-    assert untrainable(body, settings_of(body)) is None
+    assert untrainable_reason(BENT, sampling_params_of(BENT)) == "greedy"
+    body = force_on_policy(BENT)
+    assert untrainable_reason(body, sampling_params_of(body)) is None
     assert body == {"temperature": 1.0, "tools": [{"type": "function", "function": FUNCTION}]}
     assert BENT["tools"][0]["function"]["strict"] is True, "what the client sent stays"
 
@@ -92,7 +97,11 @@ def test_every_sampling_setting_of_vllm_is_known() -> None:
     named = (node.target for node in request.body if isinstance(node, ast.AnnAssign))
     fields = {name for name in map(ast.unparse, named) if not name.startswith("_")}
     harmless = set(HARMLESS.split())
-    bent = {name for name in fields - harmless if untrainable(bent_by(name), settings_of({}))}
+    bent = {
+        name
+        for name in fields - harmless
+        if untrainable_reason(bent_by(name), sampling_params_of({}))
+    }
     bent |= set(DEFAULTS)
     assert fields - harmless - bent == set()
     assert harmless <= fields
@@ -138,13 +147,16 @@ ec_transfer_params repetition_detection stream_interval
     ],
 )
 def test_what_the_answer_is_for_stays(wish: dict[str, Any]) -> None:
-    assert freed({**wish, "top_p": 0.5}) == {**wish, "temperature": 1.0}
+    assert force_on_policy({**wish, "top_p": 0.5}) == {**wish, "temperature": 1.0}
 
 
 def test_strict_tools_do_not_change_the_conversation() -> None:
-    assert frame_of({"tools": [STRICT]}).key == frame_of(freed({"tools": [STRICT]})).key
+    assert (
+        render_options({"tools": [STRICT]}).key
+        == render_options(force_on_policy({"tools": [STRICT]})).key
+    )
     other = {"type": "function", "function": {**FUNCTION, "name": "touch"}}
-    assert frame_of({"tools": [STRICT]}).key != frame_of({"tools": [other]}).key
+    assert render_options({"tools": [STRICT]}).key != render_options({"tools": [other]}).key
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -44,7 +44,7 @@ def _outcome(render: Callable[[], str]) -> str:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_whether_contents_are_parts_is_known(name: str) -> None:
-    assert model(name).template.wants_parts == FAMILIES[name].parts
+    assert model(name).template.content_as_parts == FAMILIES[name].parts
 
 
 ODD = [
@@ -122,4 +122,4 @@ def test_a_template_that_does_not_compile_is_refused_at_once() -> None:
 
 @pytest.mark.parametrize("text", CONTENTS)
 def test_a_loop_over_contents_means_parts(text: str) -> None:
-    assert ChatTemplate(text).wants_parts == CONTENTS[text]
+    assert ChatTemplate(text).content_as_parts == CONTENTS[text]

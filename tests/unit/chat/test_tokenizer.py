@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from support.chat.tokenizers import KINDS, KNOWN, TAGS, core
-from tracegrad.chat.tokenizer import NotText, Tokenizer
+from tracegrad.chat.tokenizer import Tokenizer, UnencodableText
 
 PIECES = st.one_of(
     st.sampled_from(TAGS),
@@ -26,7 +26,7 @@ TEXTS = st.lists(PIECES, max_size=12).map("".join)
 @given(text=TEXTS)
 def test_a_text_is_read_as_its_own_tokens_say(kind: str, text: str) -> None:
     tokenizer = Tokenizer(core(kind))
-    assert tokenizer.as_read(text) == tokenizer.decode(tokenizer.encode(text))
+    assert tokenizer.roundtrip(text) == tokenizer.decode(tokenizer.encode(text))
 
 
 @pytest.mark.parametrize("kind", KNOWN)
@@ -36,7 +36,7 @@ def test_the_common_kinds_are_read_without_encoding(
     tokenizer = Tokenizer(core(kind))
     monkeypatch.setattr(tokenizer, "encode", None)
     text = "<s><|user|>How many lamps?<|end|><|assistant|>17.<|end|>"
-    assert tokenizer.as_read(text) == text
+    assert tokenizer.roundtrip(text) == text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,12 +48,12 @@ def test_the_end_of_a_text_is_encoded_as_in_the_whole(
     tokenizer = Tokenizer(core(kind))
     whole = left + stop + right
     ids = tokenizer.encode(whole)
-    read = tokenizer.as_read(whole)
+    read = tokenizer.roundtrip(whole)
     for at in (i for i in range(len(read)) if read.startswith(stop, i)):
         tail = tokenizer.encode_tail(read[at:], whole)
         if tail is not None:
             assert ids[len(ids) - len(tail) :] == tail
-            assert tokenizer.added(tail[0]) is not None
+            assert tokenizer.added_token(tail[0]) is not None
             assert tokenizer.decode(tail) == read[at:]
 
 
@@ -61,7 +61,7 @@ def test_the_end_of_a_text_is_encoded_as_in_the_whole(
 def test_the_end_of_a_chat_prompt_is_always_encoded(kind: str) -> None:
     tokenizer = Tokenizer(core(kind))
     whole = "<s><|user|>How many?<|end|><|assistant|>17 lamps<|end|><|user|> And in Rome? <|end|>"
-    read = tokenizer.as_read(whole)
+    read = tokenizer.roundtrip(whole)
     tail = read[read.index("<|end|>", read.index("17")) :]
     ids = tokenizer.encode_tail(tail, whole)
     assert ids is not None
@@ -89,7 +89,7 @@ def test_a_stripping_token_that_another_can_take_the_place_of(more: AddedToken, 
     stripping = core("right_stripping").from_str(core("right_stripping").to_str())
     stripping.add_special_tokens([more])
     tokenizer = Tokenizer(stripping)
-    assert tokenizer.as_read(text) == tokenizer.decode(tokenizer.encode(text))
+    assert tokenizer.roundtrip(text) == tokenizer.decode(tokenizer.encode(text))
 
 
 def test_a_token_that_is_one_as_a_word_only_depends_on_what_precedes_it() -> None:
@@ -115,7 +115,7 @@ def test_the_token_that_is_found_first_is_not_always_the_longest() -> None:
     ids = tokenizer.encode_tail("<|end|>17 lamps", whole)
     assert ids is not None
     assert tokenizer.encode(whole)[-len(ids) :] == ids
-    assert tokenizer.added(ids[0]) == "<|end|>"
+    assert tokenizer.added_token(ids[0]) == "<|end|>"
 
 
 def test_a_text_that_does_not_begin_with_an_added_token_has_no_tail() -> None:
@@ -130,7 +130,7 @@ def test_ids_that_stand_for_nothing_leave_nothing() -> None:
 
 
 def test_half_a_character_is_no_text() -> None:
-    with pytest.raises(NotText, match="lone surrogate"):
+    with pytest.raises(UnencodableText, match="lone surrogate"):
         Tokenizer(core("bytes")).encode("a\ud800")
 
 

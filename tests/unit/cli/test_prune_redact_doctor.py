@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from support.store.conversations import request, response
-from support.store.corruption import damage
-from support.store.events import make_turn, whole_rollout
+from support.store.corruption import corrupt
+from support.store.events import make_turn, rollout_events
 from tracegrad.cli.app import app
 from tracegrad.cli.commands import destructive
 from tracegrad.events import Outcome
@@ -43,7 +43,7 @@ def kept(url: str) -> str:
     with Store.open(url) as store:
         for name, age in (("old", 40), ("new", 1), ("waiting", 40)):
             at = now - age * DAY
-            store.append(whole_rollout(name, at=at, turns=0))
+            store.append(rollout_events(name, at=at, turns=0))
             turn = make_turn(f"{name}.0", name, request=request(SECRET), response=response("yes"),
                              created_at=at)  # fmt: skip
             store.append([turn])
@@ -124,9 +124,9 @@ def test_prune_wants_to_know_what(kept: str) -> None:
     [("500", 500), ("2kB", 2000), ("1.5 GB", 1_500_000_000), ("1GiB", 1 << 30), ("3T", 3 * 10**12)],
 )
 def test_sizes_are_read_as_they_are_written(text: str, size: int) -> None:
-    from tracegrad.cli.commands.prune import _bytes
+    from tracegrad.cli.commands.prune import _parse_size
 
-    assert _bytes(text) == size
+    assert _parse_size(text) == size
 
 
 def test_prune_by_size_keeps_what_fits(kept: str) -> None:
@@ -166,7 +166,7 @@ def test_redact_leaves_nothing_in_a_files_free_pages(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     url = f"sqlite:///{path}"
     with Store.open(url) as store:
-        store.append(whole_rollout("r", outcome=Outcome.ABORTED, tags={"note": SECRET}))
+        store.append(rollout_events("r", outcome=Outcome.ABORTED, tags={"note": SECRET}))
     assert SECRET.encode() in path.read_bytes()
     assert told(url, "redact", "--literal", SECRET, "--yes")["redacted"]["tasks"] == 1
     left = b"".join(file.read_bytes() for file in tmp_path.glob("store.db*"))
@@ -219,7 +219,7 @@ def test_doctor_ends_with_0_where_all_is_well_and_with_1_where_not(kept: str) ->
     result = run(kept, "doctor")
     assert result.exit_code == 0
     assert result.stdout.splitlines()[-1].endswith("3 turns of 3 rollouts read")
-    damage(kept, "UPDATE turns SET prompt_tokens = 7 WHERE turn_id = 'new.0'")
+    corrupt(kept, "UPDATE turns SET prompt_tokens = 7 WHERE turn_id = 'new.0'")
     result = run(kept, "doctor")
     assert result.exit_code == 1
     assert "broken   lengths: turn new.0: 3 prompt tokens, and 7 are told" in result.stdout
@@ -232,7 +232,7 @@ def test_doctor_ends_with_0_where_all_is_well_and_with_1_where_not(kept: str) ->
 
 
 def test_doctor_mends(kept: str) -> None:
-    damage(kept, "INSERT INTO turn_ledger VALUES ('x', NULL, 'late', 1)")
+    corrupt(kept, "INSERT INTO turn_ledger VALUES ('x', NULL, 'late', 1)")
     assert run(kept, "doctor").exit_code == 1
     result = run(kept, "doctor", "--fix")
     assert result.exit_code == 0
@@ -262,11 +262,11 @@ def test_the_commands_of_the_documentation_work(
 
 
 def test_a_store_of_a_later_version_is_not_touched(kept: str) -> None:
-    damage(kept, "UPDATE alembic_version SET version_num = '9999'")
+    corrupt(kept, "UPDATE alembic_version SET version_num = '9999'")
     try:
         for command in (("doctor",), ("prune", "--task", "t", "--yes")):
             result = run(kept, *command)
             assert result.exit_code == 2
             assert "upgrade tracegrad" in result.stderr
     finally:
-        damage(kept, "UPDATE alembic_version SET version_num = '0003'")
+        corrupt(kept, "UPDATE alembic_version SET version_num = '0003'")

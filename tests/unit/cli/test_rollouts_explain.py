@@ -16,7 +16,7 @@ from support.cli.sample_rollouts import (
     samples_of_one_prompt,
     user,
 )
-from support.store.events import make_turn, whole_rollout
+from support.store.events import make_turn, rollout_events
 from tracegrad.events import Outcome, Turn
 from tracegrad.store import Ledger, StepRecord, Store
 
@@ -97,7 +97,7 @@ def test_every_turn_that_is_not_trained_has_its_reason_and_a_mend(store: Store, 
 
 
 def test_a_turn_that_waits_is_told_what_for(store: Store, url: str) -> None:
-    store.append(whole_rollout("r", reward=None))
+    store.append(rollout_events("r", reward=None))
     in_order(said(url, "explain", "r"), [
         "no forks: every turn continues another, or samples the same prompt",
         "0 of 2 turns trained",
@@ -184,10 +184,10 @@ def test_a_template_that_drops_the_reasoning_is_told_with_the_reply(store: Store
 def test_all_reasons_of_a_store_are_counted_the_most_frequent_first(store: Store, url: str) -> None:
     store.append(
         [
-            *whole_rollout("a", task="x", turns=3),
-            *whole_rollout("b", task="x", turns=2),
-            *whole_rollout("c", task="y", turns=4, outcome=None),
-            *whole_rollout("d", task="y", turns=1, outcome=Outcome.ENV_ERROR),
+            *rollout_events("a", task="x", turns=3),
+            *rollout_events("b", task="x", turns=2),
+            *rollout_events("c", task="y", turns=4, outcome=None),
+            *rollout_events("d", task="y", turns=1, outcome=Outcome.ENV_ERROR),
             make_turn("g0", "b", untrainable="greedy"),
             make_turn("f0", "c", fork_reason="compaction"),
             make_turn("f1", "c", fork_reason="media", untrainable="media"),
@@ -232,7 +232,7 @@ def test_all_reasons_of_a_store_are_counted_the_most_frequent_first(store: Store
 
 
 def test_the_counts_agree_with_what_is_told_of_each_rollout(store: Store, url: str) -> None:
-    store.append([*coding_agent(), *samples_of_one_prompt(), *whole_rollout("0")])
+    store.append([*coding_agent(), *samples_of_one_prompt(), *rollout_events("0")])
     ids = ["0193c0de0001", "0193c0de0002", "0"]
     by_rollout: dict[tuple[str, bool], int] = {}
     for rollout in ids[:2]:
@@ -246,7 +246,7 @@ def test_the_counts_agree_with_what_is_told_of_each_rollout(store: Store, url: s
 
 
 def test_counts_are_filtered(store: Store, url: str) -> None:
-    store.append([*whole_rollout("a", task="x"), *whole_rollout("b", task="y", turns=3)])
+    store.append([*rollout_events("a", task="x"), *rollout_events("b", task="y", turns=3)])
     store.append([make_turn("f", "b", fork_reason="media")])
     assert told(url, "explain", "--task", "x")["turns"] == 2
     assert told(url, "explain", "--task", "x")["forks"] == []
@@ -260,7 +260,7 @@ def test_an_empty_store_says_so(store: Store, url: str) -> None:
 
 
 def test_a_rollout_without_turns_is_said_so(store: Store, url: str) -> None:
-    store.append(whole_rollout("r", turns=0))
+    store.append(rollout_events("r", turns=0))
     assert said(url, "explain", "r").splitlines()[1:] == ["no turns"]
 
 

@@ -9,9 +9,9 @@ from sqlalchemy import update
 
 from support.cli.run_rollouts import in_order, run, said, told
 from support.cli.sample_rollouts import every_sample
-from support.store.events import make_turn, whole_rollout
+from support.store.events import make_turn, rollout_events
 from tracegrad.cli.render.rollout_list import short_id_width
-from tracegrad.events import Outcome, RewardGiven, RolloutFinished, RolloutOpened
+from tracegrad.events import Outcome, Reward, RolloutFinished, RolloutStarted
 from tracegrad.store import Ledger, StepRecord, Store
 from tracegrad.store.models import Rollouts
 
@@ -34,14 +34,16 @@ def standing(store: Store) -> Store:
         ]
     ):
         store.append(
-            whole_rollout(name, task=name, reward=reward, outcome=outcome, at=1000.0 + at, turns=at)
+            rollout_events(
+                name, task=name, reward=reward, outcome=outcome, at=1000.0 + at, turns=at
+            )
         )
     ledger = Ledger(store)
     trained = [turn.turn_id for turn in store.rollout_turns("consumed")]
     ledger.commit_step(
         StepRecord(step=1, version=1), trained=trained, skipped={}, rollouts=["consumed"]
     )
-    store.append([RolloutOpened(rollout_id="leased-too", task_id="leased", opened_at=999.0)])
+    store.append([RolloutStarted(rollout_id="leased-too", task_id="leased", opened_at=999.0)])
     with store.exclusive() as connection:
         connection.execute(
             update(Rollouts)
@@ -53,7 +55,7 @@ def standing(store: Store) -> Store:
 
 def test_the_newest_come_first_and_fit(store: Store, url: str) -> None:
     for n in range(5):
-        facts = whole_rollout(
+        facts = rollout_events(
             f"{n:012x}{'0' * 20}",
             task="a-task-with-a-rather-long-name",
             at=n + 1,
@@ -72,15 +74,15 @@ def test_the_newest_come_first_and_fit(store: Store, url: str) -> None:
 
 def test_a_pipe_gets_every_column_whole(store: Store, url: str) -> None:
     name = "a task with a name that no terminal has room for " * 4
-    store.append(whole_rollout("r", task=name, tags={"note": "x" * 200}))
+    store.append(rollout_events("r", task=name, tags={"note": "x" * 200}))
     [_, line] = said(url, "ls", columns=None).splitlines()
     assert name.strip() in line
     assert "note=" + "x" * 200 in line
 
 
 def test_filters(store: Store, url: str) -> None:
-    store.append(whole_rollout("a", task="x", tags={"split": "train"}))
-    store.append(whole_rollout("b", task="y", outcome=None))
+    store.append(rollout_events("a", task="x", tags={"split": "train"}))
+    store.append(rollout_events("b", task="y", outcome=None))
     assert sorted(ids(url)) == ["a", "b"]
     assert ids(url, "--task", "y") == ["b"]
     assert ids(url, "--tag", "split=train") == ["a"]
@@ -107,9 +109,9 @@ def test_sorted_by_reward_those_without_one_come_last(standing: Store, url: str)
 
 
 def test_sorted_by_turns_and_by_tokens(store: Store, url: str) -> None:
-    store.append(whole_rollout("many-turns", turns=4, at=1.0))
+    store.append(rollout_events("many-turns", turns=4, at=1.0))
     store.append([make_turn("t", "many-tokens", sampled=range(50), created_at=2.0)])
-    store.append([RolloutOpened(rollout_id="nothing", opened_at=3.0)])
+    store.append([RolloutStarted(rollout_id="nothing", opened_at=3.0)])
     assert ids(url, "--sort", "turns") == ["many-turns", "many-tokens", "nothing"]
     assert ids(url, "--sort", "tokens") == ["many-tokens", "many-turns", "nothing"]
     text = said(url, "ls", "--sort", "tokens", "--limit", "1")
@@ -118,13 +120,13 @@ def test_sorted_by_turns_and_by_tokens(store: Store, url: str) -> None:
 
 def test_by_task_compares_the_rollouts_of_a_task(store: Store, url: str) -> None:
     for n, reward in enumerate([0.0, 1.0, 1.0, 2.0]):
-        store.append(whole_rollout(f"a{n}", task="spread", reward=reward, at=10.0 + n))
+        store.append(rollout_events(f"a{n}", task="spread", reward=reward, at=10.0 + n))
     for n in range(3):
-        store.append(whole_rollout(f"b{n}", task="equal", reward=0.5, at=20.0 + n))
+        store.append(rollout_events(f"b{n}", task="equal", reward=0.5, at=20.0 + n))
     store.append(
         [
-            RolloutOpened(rollout_id="c", task_id="equal", opened_at=1.0),
-            RolloutOpened(rollout_id="d", opened_at=30.0),
+            RolloutStarted(rollout_id="c", task_id="equal", opened_at=1.0),
+            RolloutStarted(rollout_id="d", opened_at=30.0),
             RolloutFinished(rollout_id="d", outcome=Outcome.ABORTED),
         ]
     )
@@ -153,10 +155,10 @@ def test_by_task_compares_the_rollouts_of_a_task(store: Store, url: str) -> None
 def test_what_agents_call_their_tasks_stays_in_its_cell(store: Store, url: str) -> None:
     store.append(
         [
-            RolloutOpened(
+            RolloutStarted(
                 rollout_id="r", task_id="a\nb\x1b[2J\u202ec", agent="x\ty", tags={"k": "v\nw"}
             ),
-            RewardGiven(rollout_id="r", value=1.0),
+            Reward(rollout_id="r", value=1.0),
         ]
     )
     lines = said(url, "ls", columns=120).splitlines()

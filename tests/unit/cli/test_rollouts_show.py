@@ -20,10 +20,10 @@ from support.cli.sample_rollouts import (
 from support.store.events import make_turn
 from tracegrad.events import (
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
-    SpanEnded,
+    RolloutStarted,
+    Span,
     Turn,
 )
 from tracegrad.store import Ledger, StepRecord, Store
@@ -57,21 +57,21 @@ def story(store: Store) -> Store:
     trace = "0" * 32
     store.append(
         [
-            RolloutOpened(rollout_id=rollout, task_id="mugs", agent="shop", opened_at=10.0,
+            RolloutStarted(rollout_id=rollout, task_id="mugs", agent="shop", opened_at=10.0,
                           tags={"split": "train"}, task={"question": "red mugs"}),
             t0, t1, t2,
-            RewardGiven(rollout_id=rollout, value=0.0, created_at=11.0),
-            RewardGiven(
+            Reward(rollout_id=rollout, value=0.0, created_at=11.0),
+            Reward(
                 rollout_id=rollout,
                 value=1.0,
                 created_at=2.0,
                 source="admin_key",
                 label="a person",
             ),
-            RewardGiven(rollout_id=rollout, value=0.5, name="format", turn=-1),
-            SpanEnded(trace_id=trace, span_id="b" * 16, rollout_id=rollout, name="solve",
+            Reward(rollout_id=rollout, value=0.5, name="format", turn=-1),
+            Span(trace_id=trace, span_id="b" * 16, rollout_id=rollout, name="solve",
                       start_ns=10**9, end_ns=5 * 10**9),
-            SpanEnded(trace_id=trace, span_id="a" * 16, parent_span_id="b" * 16, name="look up",
+            Span(trace_id=trace, span_id="a" * 16, parent_span_id="b" * 16, name="look up",
                       rollout_id=rollout, start_ns=2 * 10**9, end_ns=3 * 10**9, status="error"),
             RolloutFinished(rollout_id=rollout, finished_at=13.0),
         ]
@@ -240,7 +240,7 @@ def test_spans_of_an_agent_that_never_used_the_proxy(store: Store, url: str) -> 
     assert "chat  1.0 s at +0 ms  turn 0  chat · gpt-5-mini" in text
     store.append(
         [
-            SpanEnded(trace_id="3" * 32, span_id="1" * 16, rollout_id="no-turns", name="chat",
+            Span(trace_id="3" * 32, span_id="1" * 16, rollout_id="no-turns", name="chat",
                       start_ns=0, end_ns=1, attributes={"llm.token_count.prompt": 14,
                                                         "llm.token_count.completion": 1}),
         ]
@@ -251,8 +251,8 @@ def test_spans_of_an_agent_that_never_used_the_proxy(store: Store, url: str) -> 
 
 
 def test_spans_that_are_each_others_parents_are_shown_all_the_same(store: Store, url: str) -> None:
-    def span(own: str, parent: str) -> SpanEnded:
-        return SpanEnded(trace_id="1" * 32, span_id=own * 16, parent_span_id=parent * 16,
+    def span(own: str, parent: str) -> Span:
+        return Span(trace_id="1" * 32, span_id=own * 16, parent_span_id=parent * 16,
                          rollout_id="r", name=f"span {own}", start_ns=1, end_ns=2)  # fmt: skip
 
     store.append([span("a", "b"), span("b", "a"), span("c", "c")])
@@ -274,9 +274,9 @@ def test_a_reward_is_revised_by_another_name_of_its_turn(store: Store, url: str)
         [
             make_turn("t0", "r"),
             make_turn("t1", "r"),
-            RewardGiven(rollout_id="r", value=0.125, turn=-1, created_at=1.0),
-            RewardGiven(rollout_id="r", value=0.25, turn=1, created_at=0.0),
-            RewardGiven(rollout_id="r", value=0.5, turn=7, created_at=3.0),
+            Reward(rollout_id="r", value=0.125, turn=-1, created_at=1.0),
+            Reward(rollout_id="r", value=0.25, turn=1, created_at=0.0),
+            Reward(rollout_id="r", value=0.5, turn=7, created_at=3.0),
             RolloutFinished(rollout_id="r", outcome=Outcome.AGENT_ERROR, error="no\x1b[1mgood"),
         ]
     )

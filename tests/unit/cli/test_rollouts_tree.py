@@ -13,13 +13,13 @@ from rich.style import Style
 from support.cli.run_rollouts import in_order, run, said, told
 from support.cli.sample_rollouts import coding_agent, samples_of_one_prompt, spans_alone
 from support.store.events import make_turn
-from tracegrad.cli.render.explanation import explain, explanation_object
-from tracegrad.cli.render.rollout import tell
-from tracegrad.cli.render.tree import draw, tree_object
-from tracegrad.events import RewardGiven, RolloutOpened, Turn
-from tracegrad.inspect.tree_layout import forest, gathered, places
-from tracegrad.proxy.prompt_reuse.fork_reasons import Reason
-from tracegrad.store import RolloutDetail, RolloutRow, Store, TurnFate
+from tracegrad.cli.render.explanation import explanation_json, render_explanation
+from tracegrad.cli.render.rollout import render_rollout
+from tracegrad.cli.render.tree import render_tree, tree_json
+from tracegrad.events import Reward, RolloutStarted, Turn
+from tracegrad.inspect.tree_layout import group_samples, place_turns, turn_chains
+from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
+from tracegrad.store import RolloutDetail, RolloutSummary, Store, TurnDisposition
 
 
 def turns_in(node: Any) -> Iterator[int]:
@@ -86,7 +86,7 @@ def test_objects_for_scripts_are_nested_at_forks(store: Store, url: str) -> None
 
 
 def test_rollouts_without_turns_or_tokens(store: Store, url: str) -> None:
-    store.append([*spans_alone(), RolloutOpened(rollout_id="bare")])
+    store.append([*spans_alone(), RolloutStarted(rollout_id="bare")])
     in_order(said(url, "tree", "0193c0de0003"), ["0 0 0 stop no_tokens Which evening?"])
     assert "no turns" in said(url, "tree", "bare")
     assert told(url, "tree", "bare")["roots"] == []
@@ -125,9 +125,9 @@ ONE = st.fixed_dictionaries({
     "parent": st.integers(-3, 30),
     "new": st.lists(st.integers(1, 2), max_size=3),
     "sampled": st.lists(st.integers(1, 2), max_size=3),
-    "reason": st.one_of(st.none(), st.sampled_from([*Reason, "of tomorrow"]), ODD),
+    "reason": st.one_of(st.none(), st.sampled_from([*ForkReason, "of tomorrow"]), ODD),
     "untrainable": st.sampled_from([None, "greedy", "odd"]),
-    "fate": st.sampled_from([None, TurnFate(3, None), TurnFate(None, "stale")]),
+    "fate": st.sampled_from([None, TurnDisposition(3, None), TurnDisposition(None, "stale")]),
     "said": st.one_of(st.none(), ODD),
     "answered": st.one_of(st.none(), ODD),
     "reward": st.one_of(st.none(), st.floats(-1, 1)),
@@ -155,22 +155,24 @@ def detail_of(drawn: list[dict[str, Any]]) -> RolloutDetail:
                 response=None if one["answered"] is None else {"choices": [{"message": reply}]},
             )
         )
-    row = RolloutRow(
+    row = RolloutSummary(
         rollout_id="r", task_id=None, agent=None, tags={}, outcome=None, error=None, opened_at=0.0,
         finished_at=None, reward=None, turns=len(turns), completion_tokens=0, trained_turns=0,
         state="open", consumed_step=None,
     )  # fmt: skip
     return RolloutDetail(
-        row=row,
+        summary=row,
         task=None,
         turns=turns,
         rewards=[
-            RewardGiven(rollout_id="r", value=one["reward"], turn=index - len(turns) * (index % 2))
+            Reward(rollout_id="r", value=one["reward"], turn=index - len(turns) * (index % 2))
             for index, one in enumerate(drawn)
             if one["reward"] is not None
         ],
         spans=[],
-        fates={f"t{i}": one["fate"] for i, one in enumerate(drawn) if one["fate"] is not None},
+        dispositions={
+            f"t{i}": one["fate"] for i, one in enumerate(drawn) if one["fate"] is not None
+        },
     )
 
 
@@ -181,12 +183,12 @@ def test_any_tree_is_drawn_with_every_turn_once(
 ) -> None:
     detail = detail_of(drawn)
     every = list(range(len(drawn)))
-    shown = places(gathered(forest(detail.turns), detail.turns))
+    shown = place_turns(group_samples(turn_chains(detail.turns), detail.turns))
     assert sorted(place.turn for place in shown) == every
     tree, story, why = (
-        list(draw(detail, width)),
-        list(tell(detail, width, tokens=True, full=False)),
-        list(explain(detail, width)),
+        list(render_tree(detail, width)),
+        list(render_rollout(detail, width, tokens=True, full=False)),
+        list(render_explanation(detail, width)),
     )
     lines = [line.plain for line in tree]
     if every:
@@ -195,10 +197,10 @@ def test_any_tree_is_drawn_with_every_turn_once(
         drawn_turns = [int(n[1]) for n, line in zip(numbers, table, strict=True)
                        if n and "samples of one prompt" not in line]  # fmt: skip
         assert sorted(drawn_turns) == every
-    assert sorted(turns_in(tree_object(detail))) == every
+    assert sorted(turns_in(tree_json(detail))) == every
     titles = [re.match(r"turn (\d+)  ", line.plain) for line in story]
     assert [int(title[1]) for title in titles if title] == every
-    assert explanation_object(detail)["tokens"]["turns"] == len(every)
+    assert explanation_json(detail)["tokens"]["turns"] == len(every)
     for line in (*tree, *story, *why):
         assert all(sign.isprintable() for sign in line.plain)
         for style in (line.style, *(span.style for span in line.spans)):
@@ -209,6 +211,6 @@ def test_any_tree_is_drawn_with_every_turn_once(
 @given(st.lists(ONE, max_size=25), st.integers(40, 160))
 def test_no_line_is_wider_than_the_terminal(drawn: list[dict[str, Any]], width: int) -> None:
     detail = detail_of(drawn)
-    for lines in (draw(detail, width), tell(detail, width, tokens=True, full=True),
-                  explain(detail, width)):  # fmt: skip
+    for lines in (render_tree(detail, width), render_rollout(detail, width, tokens=True, full=True),
+                  render_explanation(detail, width)):  # fmt: skip
         assert max((line.cell_len for line in lines), default=0) <= width

@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import text
 
 from support.cli.run_rollouts import run, said
-from support.store.events import whole_rollout
-from tracegrad.events import RolloutOpened
+from support.store.events import rollout_events
+from tracegrad.events import RolloutStarted
 from tracegrad.store import Store
 
 
@@ -29,7 +29,7 @@ from tracegrad.store import Store
 def test_mistakes_are_one_line(
     store: Store, url: str, arguments: list[str], code: int, line: str
 ) -> None:
-    store.append([RolloutOpened(rollout_id="a1"), RolloutOpened(rollout_id="a2")])
+    store.append([RolloutStarted(rollout_id="a1"), RolloutStarted(rollout_id="a2")])
     result = run(url, *arguments, columns=200)
     assert result.exit_code == code
     assert result.stderr.startswith(line)
@@ -48,7 +48,7 @@ def test_a_store_of_a_later_version_is_one_line(store: Store, url: str, command:
 
 
 def test_a_store_of_an_earlier_version_is_brought_up_to_date(store: Store, url: str) -> None:
-    store.append(whole_rollout("r"))
+    store.append(rollout_events("r"))
     with store.exclusive() as connection:
         tables = ("outcomes", "leases", "version_events", "removals", "turn_texts", "texts")
         for table in (*tables, "task_anchors"):

@@ -24,7 +24,7 @@ from ipa.vault import (
     expert,
 )
 from ipa.warm_start import warm_start
-from tracegrad.events import Outcome, RewardGiven, RolloutFinished
+from tracegrad.events import Outcome, Reward, RolloutFinished
 
 names = st.sampled_from(NAMES)
 calls = st.tuples(st.sampled_from(TOOLS), st.sampled_from(PARTS))
@@ -72,7 +72,7 @@ def test_a_replay_that_goes_another_way_is_noticed_and_is_no_failure_of_the_poli
     attempt = Attempt(other, 2, 0, {})
     assert not attempt.going
     facts = attempt.facts(1.0)
-    assert not any(isinstance(fact, RewardGiven) for fact in facts)
+    assert not any(isinstance(fact, Reward) for fact in facts)
     [end] = [fact for fact in facts if isinstance(fact, RolloutFinished)]
     assert end.outcome is Outcome.ENV_ERROR
 

@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 from tracegrad.events import Outcome
-from tracegrad.inspect.reasons import FORKS, UNTRAINED, WAITING, fork_words, training_words
-from tracegrad.proxy.prompt_reuse.fork_reasons import Reason
+from tracegrad.inspect.reasons import (
+    FORK_TEXTS,
+    UNTRAINED_TEXTS,
+    WAITING_TEXTS,
+    fork_text,
+    untrained_text,
+)
+from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.store.filters import STATES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -104,32 +110,32 @@ def test_every_reason_why_a_turn_is_not_trained_has_words() -> None:
     more = "late equal_reward stale over_long non_finite non_finite_step failed_push redacted"
     filters = "foreign_token repeated_turn truncated predicate unpaired"
     assert {*some.split(), *more.split(), *filters.split(), refused} <= found.keys()
-    missing = {reason: path for reason, path in found.items() if reason not in UNTRAINED}
+    missing = {reason: path for reason, path in found.items() if reason not in UNTRAINED_TEXTS}
     assert not missing, "write their words and mends into tracegrad/inspect/reasons.py"
 
 
 def test_words_are_of_reasons_that_there_are() -> None:
-    assert set(UNTRAINED) <= {*reasons_of_the_code(), *Outcome}
+    assert set(UNTRAINED_TEXTS) <= {*reasons_of_the_code(), *Outcome}
 
 
 def test_every_outcome_that_a_batch_may_leave_out_has_words() -> None:
-    assert {outcome.value for outcome in Outcome} <= UNTRAINED.keys()
+    assert {outcome.value for outcome in Outcome} <= UNTRAINED_TEXTS.keys()
 
 
 def test_every_state_of_a_rollout_that_is_not_trained_has_words() -> None:
     unscored = {outcome.value for outcome in Outcome if not outcome.scored}
-    assert {*STATES, "not_selected"} - {"consumed"} == WAITING.keys() | unscored
-    assert unscored <= UNTRAINED.keys()
+    assert {*STATES, "not_selected"} - {"consumed"} == WAITING_TEXTS.keys() | unscored
+    assert unscored <= UNTRAINED_TEXTS.keys()
 
 
 def test_every_fork_has_words_and_a_mend() -> None:
-    assert {reason.value for reason in Reason} == FORKS.keys()
-    without = {reason for reason, words in FORKS.items() if not words.mend}
+    assert {reason.value for reason in ForkReason} == FORK_TEXTS.keys()
+    without = {reason for reason, words in FORK_TEXTS.items() if not words.fix}
     assert without == {"new_conversation"}
-    assert FORKS["media"].meaning == Reason.MEDIA.meaning
+    assert FORK_TEXTS["media"].meaning == ForkReason.MEDIA.meaning
 
 
-@pytest.mark.parametrize("table", [FORKS, UNTRAINED, WAITING])
+@pytest.mark.parametrize("table", [FORK_TEXTS, UNTRAINED_TEXTS, WAITING_TEXTS])
 def test_words_are_sentences(table: dict[str, tuple[str, str]]) -> None:
     for reason, (meaning, mend) in table.items():
         assert meaning.endswith("."), reason
@@ -138,5 +144,5 @@ def test_words_are_sentences(table: dict[str, tuple[str, str]]) -> None:
 
 
 def test_a_reason_of_another_version_has_none() -> None:
-    assert training_words("of tomorrow") == fork_words("of tomorrow")
-    assert "no words" in fork_words("of tomorrow").meaning
+    assert untrained_text("of tomorrow") == fork_text("of tomorrow")
+    assert "no words" in fork_text("of tomorrow").meaning

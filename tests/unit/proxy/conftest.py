@@ -14,16 +14,16 @@ import openai
 import pytest
 
 from support.engines.mock_engine import MockEngine
-from support.engines.raw_http_engine import PlainEngine
+from support.engines.raw_http_engine import RawHttpEngine
 from support.proxy.litellm_provider import Provider, Teacher
 from support.proxy.servers import CONTROL_KEY, EngineServer, HeldWriter, serving
 from support.proxy.upstream_pool import Pool
 from tracegrad.events import Turn
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.proxy.engine.upstreams import Upstreams
-from tracegrad.proxy.engine.upstreams.litellm import LiteLLM
-from tracegrad.store import Store, Writer
+from tracegrad.proxy.engine.upstreams import UpstreamPool
+from tracegrad.proxy.engine.upstreams.litellm import LiteLLMUpstream
+from tracegrad.store import GroupCommitWriter, Store
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +61,7 @@ def store(tmp_path: Path, empty_store: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def writer(store: Store) -> Iterator[HeldWriter]:
-    with Writer(store) as writer:
+    with GroupCommitWriter(store) as writer:
         held = HeldWriter(writer)
         yield held
         held.release()
@@ -101,20 +101,20 @@ def turns(store: Store) -> Callable[..., list[Turn]]:
 
 
 @pytest.fixture
-async def engines() -> AsyncIterator[list[PlainEngine]]:
-    started = [await PlainEngine().start() for _ in range(2)]
+async def engines() -> AsyncIterator[list[RawHttpEngine]]:
+    started = [await RawHttpEngine().start() for _ in range(2)]
     yield started
     for engine in started:
         engine.kill()
 
 
 @pytest.fixture
-async def pool(engines: list[PlainEngine]) -> AsyncIterator[Pool]:
+async def pool(engines: list[RawHttpEngine]) -> AsyncIterator[Pool]:
     """Makes an open pool of the first `count` engines."""
     async with AsyncExitStack() as stack:
 
-        def make(count: int = 1, **options: object) -> Upstreams:
-            made = Upstreams([e.url for e in engines[:count]], **options)  # type: ignore[arg-type]
+        def make(count: int = 1, **options: object) -> UpstreamPool:
+            made = UpstreamPool([e.url for e in engines[:count]], **options)  # type: ignore[arg-type]
             made.open()
             stack.push_async_callback(made.close)
             return made
@@ -124,17 +124,17 @@ async def pool(engines: list[PlainEngine]) -> AsyncIterator[Pool]:
 
 @pytest.fixture(params=["openai", "anthropic"])
 async def provider(request: pytest.FixtureRequest) -> AsyncIterator[Provider]:
-    engine = await PlainEngine().start()
+    engine = await RawHttpEngine().start()
     yield Provider(request.param, engine)
     engine.kill()
 
 
 @pytest.fixture
 async def teacher(provider: Provider) -> AsyncIterator[Teacher]:
-    opened: list[LiteLLM] = []
+    opened: list[LiteLLMUpstream] = []
 
-    def make(**options: Any) -> LiteLLM:
-        made = LiteLLM(api_base=provider.api_base, api_key="provider-key", **options)
+    def make(**options: Any) -> LiteLLMUpstream:
+        made = LiteLLMUpstream(api_base=provider.api_base, api_key="provider-key", **options)
         made.open()
         opened.append(made)
         return made

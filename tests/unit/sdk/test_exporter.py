@@ -17,13 +17,13 @@ import pytest
 import tracegrad
 from support.sdk.fake_proxy import FakeProxy, serve
 from tracegrad import exporter, transport
-from tracegrad.events import Outcome, RewardGiven, RolloutFinished, RolloutOpened, SpanEnded
+from tracegrad.events import Outcome, Reward, RolloutFinished, RolloutStarted, Span
 from tracegrad.exporter import EventExporter
 from tracegrad.resend import resend, resend_journals
 
 
-def given(value: float) -> RewardGiven:
-    return RewardGiven(rollout_id="r", value=value)
+def given(value: float) -> Reward:
+    return Reward(rollout_id="r", value=value)
 
 
 def values(proxy: FakeProxy) -> list[float]:
@@ -55,7 +55,7 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_events_on_the_wire() -> None:
-    opened = exporter.as_event(RolloutOpened(rollout_id="r", task_id="t", tags={"a": "b"}))
+    opened = exporter.event_payload(RolloutStarted(rollout_id="r", task_id="t", tags={"a": "b"}))
     assert opened.pop("opened_at") == pytest.approx(time.time(), abs=5)
     assert opened == {
         "type": "rollout_opened",
@@ -65,11 +65,11 @@ def test_events_on_the_wire() -> None:
         "tags": {"a": "b"},
         "task": None,
     }
-    finished = exporter.as_event(RolloutFinished(rollout_id="r", outcome=Outcome.ABORTED))
+    finished = exporter.event_payload(RolloutFinished(rollout_id="r", outcome=Outcome.ABORTED))
     assert (finished["type"], finished["outcome"]) == ("rollout_finished", "aborted")
-    assert exporter.as_event(given(1.0))["type"] == "reward"
-    span = SpanEnded(trace_id="0", span_id="0", name="n", start_ns=1, end_ns=2)
-    assert exporter.as_event(span)["type"] == "span_ended"
+    assert exporter.event_payload(given(1.0))["type"] == "reward"
+    span = Span(trace_id="0", span_id="0", name="n", start_ns=1, end_ns=2)
+    assert exporter.event_payload(span)["type"] == "span_ended"
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_journals_are_sent_by_a_command(
     for i in range(5):
         nowhere.put(given(i))
     nowhere.shutdown()
-    with pytest.raises(transport.Unreachable):
+    with pytest.raises(transport.ProxyUnreachable):
         resend_journals(nowhere.url)
     assert len(kept(journals)) == 5
     late, server = serve(free_port)
@@ -244,7 +244,7 @@ def test_a_refused_event_is_kept_and_its_neighbours_arrive(
     assert [event["value"] for event in lines(refused)] == [13]
     assert "refuses an event: 422" in caplog.text
     assert tracegrad.stats().refused == 1
-    with pytest.raises(transport.Refused):
+    with pytest.raises(transport.ProxyRefused):
         resend([refused], proxy.url)
     proxy.refuse = None
     assert resend([refused], proxy.url) == 1

@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracegrad import journal
-from tracegrad.journal import Journal, JournalFull, journal_folder, left_journals, whole
+from tracegrad.journal import (
+    Journal,
+    JournalFull,
+    drop_torn_record,
+    journal_folder,
+    orphaned_journals,
+)
 
 LIMIT = 1 << 30
 
@@ -60,10 +66,10 @@ def test_records_are_read_once_in_order_over_any_number_of_files(
                 one.acknowledge(batch)
             else:
                 assert got == put
-            assert one.reached(one.end()) == (got == put)
+            assert one.is_acknowledged(one.end()) == (got == put)
         target = one.end()
         while (batch := one.read(8, size)) is not None:
-            assert not one.reached(target)
+            assert not one.is_acknowledged(target)
             got += len(batch.records)
             one.acknowledge(batch)
         assert got == put
@@ -85,16 +91,16 @@ def test_a_folder_is_left_when_its_owner_is_gone_and_not_before(
     mine: Journal, tmp_path: Path
 ) -> None:
     mine.append(b"{}")
-    assert list(left_journals(tmp_path / "url")) == []
+    assert list(orphaned_journals(tmp_path / "url")) == []
     child = os.fork()
     if child == 0:  # closing its copies of the parent's files must not free the parent's lock
         mine.abandon()
         os._exit(0)
     os.waitpid(child, 0)
-    assert list(left_journals(tmp_path / "url")) == []
+    assert list(orphaned_journals(tmp_path / "url")) == []
     mine.abandon()
-    (left,) = left_journals(tmp_path / "url")
-    assert list(left_journals(tmp_path / "url")) == [], "it has an owner again"
+    (left,) = orphaned_journals(tmp_path / "url")
+    assert list(orphaned_journals(tmp_path / "url")) == [], "it has an owner again"
     assert list(left.batches(10, 1_000)) == [[b"{}"]]
     left.remove()
     assert files(tmp_path) == []
@@ -109,7 +115,7 @@ def test_the_owner_of_a_folder_may_die_while_others_look(tmp_path: Path) -> None
     found: list[bytes] = []
 
     def look() -> None:
-        for left in left_journals(tmp_path / "url"):
+        for left in orphaned_journals(tmp_path / "url"):
             found.extend(record for batch in left.batches(10, 1_000) for record in batch)
             left.remove()
 
@@ -128,10 +134,10 @@ def test_half_a_record_is_none(mine: Journal, tmp_path: Path) -> None:
     mine.abandon()
     (path,) = tmp_path.rglob("*.jsonl")
     os.truncate(path, path.stat().st_size - 3)
-    (left,) = left_journals(tmp_path / "url")
+    (left,) = orphaned_journals(tmp_path / "url")
     found = [record for batch in left.batches(10, 1_000) for record in batch]
     assert len(found) == 2
-    assert whole(found) == [b'{"n":1}']
+    assert drop_torn_record(found) == [b'{"n":1}']
     left.close()
 
 
@@ -208,7 +214,7 @@ def test_a_folder_that_others_may_write_is_not_believed(mine: Journal, tmp_path:
     mine.abandon()
     (folder,) = (tmp_path / "url").iterdir()
     folder.chmod(0o777)
-    assert list(left_journals(tmp_path / "url")) == []
+    assert list(orphaned_journals(tmp_path / "url")) == []
 
 
 def test_a_file_that_somebody_removed_ends_nothing(mine: Journal, tmp_path: Path) -> None:
@@ -241,4 +247,4 @@ def test_where_journals_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def test_a_wrong_limit_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
     monkeypatch.setenv("TRACEGRAD_JOURNAL_BYTES", size)
     with pytest.raises(ValueError, match=r"TRACEGRAD_JOURNAL_BYTES: .* is no number of bytes"):
-        journal.most_bytes()
+        journal.journal_size_limit()

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from support.sdk.hostile_values import VALUES
 from tracegrad import task_ids
-from tracegrad.serializer import Limits, Serializer, encode, repr_of, text_of, to_json
+from tracegrad.serializer import (
+    Serializer,
+    SerializerLimits,
+    bounded_repr,
+    bounded_str,
+    encode,
+    to_json,
+)
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.binary(max_size=20)
 # Lone surrogates too.
@@ -45,8 +52,8 @@ def test_every_value_is_one_line_of_json(value: object) -> None:
     )
 )
 def test_what_json_can_say_stays_as_it_is(value: object) -> None:
-    walk = Serializer(Limits(depth=100))
-    assert json.loads(encode(walk.plain(value))) == value
+    walk = Serializer(SerializerLimits(depth=100))
+    assert json.loads(encode(walk.serialize(value))) == value
     assert not walk.truncated
 
 
@@ -56,8 +63,8 @@ def test_a_hostile_value_is_small_json(name: str) -> None:
     found = json.loads(line)
     assert (found["before"], found["after"]) == (1, "kept"), "its neighbours have their part"
     assert len(line) < 2_000_000
-    assert len(text_of(VALUES[name]())) < 100_100
-    assert len(repr_of(VALUES[name]())) < 300
+    assert len(bounded_str(VALUES[name]())) < 100_100
+    assert len(bounded_repr(VALUES[name]())) < 300
 
 
 class Counted(Sequence[Any]):
@@ -79,7 +86,7 @@ def test_a_bounded_number_of_values_is_visited() -> None:
     """By count: no clock, and nothing that grows with the value."""
     flat, nested = Counted(1), Counted(None)
     nested.item = nested
-    limits = Limits()
+    limits = SerializerLimits()
     to_json(flat)
     assert flat.asked <= limits.items
     to_json(nested)
@@ -146,8 +153,11 @@ def test_a_class_whose_repr_fails_is_asked_once() -> None:
 
 
 def test_an_id_that_is_too_long_is_told_by_its_beginning_and_a_digest() -> None:
-    assert task_ids.short_id("t1") == "t1"
-    one, other = task_ids.short_id("ü" * 5_000 + "1"), task_ids.short_id("ü" * 5_000 + "2")
+    assert task_ids.bounded_task_id("t1") == "t1"
+    one, other = (
+        task_ids.bounded_task_id("ü" * 5_000 + "1"),
+        task_ids.bounded_task_id("ü" * 5_000 + "2"),
+    )
     assert one != other
     assert one.startswith("ü" * 100)
     assert len(one.encode()) < 512
@@ -160,7 +170,7 @@ def test_an_id_that_is_too_long_is_told_by_its_beginning_and_a_digest() -> None:
 def test_what_is_shown_of_arguments_is_what_its_own_limits_leave(arguments: dict[str, Any]) -> None:
     """Also where one walk serves both the task's id and what is shown."""
     walk = Serializer()
-    shown = walk.plain(arguments)
+    shown = walk.serialize(arguments)
     _, plain = task_ids.task_and_input(len, arguments)
     assert json.dumps(plain.value) == json.dumps(shown)  # as text: nan equals nothing
     assert plain.truncated == walk.truncated

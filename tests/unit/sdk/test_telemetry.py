@@ -120,7 +120,7 @@ def test_no_span_is_dropped_however_many_come_at_once(proxy: FakeProxy) -> None:
 
 def test_a_span_of_any_size_is_cut_and_counted(proxy: FakeProxy) -> None:
     provider = TracerProvider()
-    provider.add_span_processor(telemetry.RolloutSpans(exporter.exporter(proxy.url)))
+    provider.add_span_processor(telemetry.RolloutSpanProcessor(exporter.exporter(proxy.url)))
     with rollout(), provider.get_tracer("theirs").start_as_current_span("large") as span:
         span.set_attribute("prompt", "x" * 3_000_000)
         span.set_attribute("many", ["y" * 1_000] * 500)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from support.store import postgres_server as postgres
-from support.store.events import make_turn, whole_rollout
-from tracegrad.store import Ledger, Store, Writer
+from support.store.events import make_turn, rollout_events
+from tracegrad.store import GroupCommitWriter, Ledger, Store
 
 
 def run(server: postgres.Server, command: str) -> None:
@@ -29,7 +29,7 @@ def test_the_recipe_makes_a_database_that_works(postgres_server: postgres.Server
     url = postgres_server.url("recipe").replace("//tests@", "//recipe@")
     try:
         with Store.open(url) as store:
-            store.append(whole_rollout("r"))
+            store.append(rollout_events("r"))
             assert Ledger(store).lease(groups=1, group_size=1, owner="me", ttl_s=60)
     finally:
         postgres_server.drop(url)
@@ -41,9 +41,9 @@ def test_a_dump_of_postgresql_comes_back(
 ) -> None:
     dump = tmp_path / "backup.dump"
     with Store.open(postgres_url) as store, store.appending():
-        store.append(whole_rollout("r"))
+        store.append(rollout_events("r"))
         run(postgres_server, f"pg_dump --format=custom --file={dump} {postgres_url}")
-        store.append(whole_rollout("later"))
+        store.append(rollout_events("later"))
         run(postgres_server, f"pg_restore --no-owner --dbname={empty_postgres_url} {dump}")
         with Store.open(empty_postgres_url, create=False) as copy:
             assert [row.rollout_id for row in copy.rollouts()] == ["r"]
@@ -54,9 +54,9 @@ def test_a_dump_of_postgresql_comes_back(
 @pytest.mark.parametrize("how", ["VACUUM INTO", ".backup"])
 def test_a_copy_of_sqlite_is_of_one_moment(sqlite_url: str, tmp_path: Path, how: str) -> None:
     copied = tmp_path / "backup.db"
-    with Store.open(sqlite_url) as store, Writer(store) as writer:
-        writer.submit(whole_rollout("r")).result()
-        submitted = [writer.submit(whole_rollout(f"r{n}")) for n in range(50)]
+    with Store.open(sqlite_url) as store, GroupCommitWriter(store) as writer:
+        writer.submit(rollout_events("r")).result()
+        submitted = [writer.submit(rollout_events(f"r{n}")) for n in range(50)]
         with sqlite3.connect(tmp_path / "store.db") as source:
             if how == "VACUUM INTO":
                 source.execute(f"VACUUM INTO '{copied}'")

@@ -10,8 +10,15 @@ import pytest
 from sqlalchemy import event, insert, text
 
 from support.store.events import make_turn
-from tracegrad.events import token_ids
-from tracegrad.store import Ledger, Store, StoreMissing, StoreTooNew, StoreUnavailable, Writer
+from tracegrad.events import token_id_array
+from tracegrad.store import (
+    GroupCommitWriter,
+    Ledger,
+    Store,
+    StoreMissing,
+    StoreTooNew,
+    StoreUnavailable,
+)
 from tracegrad.store.models import Rollouts
 
 
@@ -35,11 +42,11 @@ def full(sqlite_url: str) -> Iterator[Store]:
 def _big(turn_id: str) -> object:
     import random
 
-    return make_turn(turn_id, new=token_ids(random.randrange(2**31) for _ in range(20_000)))
+    return make_turn(turn_id, new=token_id_array(random.randrange(2**31) for _ in range(20_000)))
 
 
 def test_a_full_disk_is_one_line_and_passes(full: Store, sqlite_url: str) -> None:
-    with Writer(full) as writer:
+    with GroupCommitWriter(full) as writer:
         futures = [writer.submit([_big(f"t{n}")]) for n in range(3)]  # type: ignore[list-item]
         for future in futures:
             with pytest.raises(StoreUnavailable, match="database or disk is full") as caught:
@@ -56,7 +63,7 @@ def test_a_locked_store_is_one_line(url: str) -> None:
     with (
         Store.open(url) as holder,
         Store.open(url, busy_timeout_s=0.1) as store,
-        Writer(store) as writer,
+        GroupCommitWriter(store) as writer,
     ):
         with holder.appending() as connection:
             connection.execute(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tracegrad.atomic_file import written_whole
-from tracegrad.events import RolloutOpened
+from tracegrad.atomic_file import atomic_write
+from tracegrad.events import RolloutStarted
 from tracegrad.store import Store
 from tracegrad.store.errors import StoreMissing
 
@@ -33,7 +33,7 @@ def modes(folder: Path) -> dict[str, int]:
 
 def write(url: str, name: str = "r1") -> Store:
     store = Store.open(url)
-    store.append([RolloutOpened(rollout_id=name)])
+    store.append([RolloutStarted(rollout_id=name)])
     return store
 
 
@@ -99,7 +99,7 @@ def test_where_there_is_none_nothing_is_made(tmp_path: Path) -> None:
 def test_exports_too(tmp_path: Path) -> None:
     (tmp_path / "old.jsonl").touch(0o644)
     for name in ("new.jsonl", "old.jsonl"):
-        with written_whole(tmp_path / name) as file:
+        with atomic_write(tmp_path / name) as file:
             file.write(b"{}\n")
     assert set(modes(tmp_path).values()) == {0o600}
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import typer
 
-from support.store.events import whole_rollout
-from tracegrad.cli.options import moment, wanted
-from tracegrad.events import Outcome, RewardGiven
+from support.store.events import rollout_events
+from tracegrad.cli.options import parse_time, rollout_filter
+from tracegrad.events import Outcome, Reward
 from tracegrad.store import ALL, RolloutFilter, Store
 
 
@@ -21,11 +21,11 @@ from tracegrad.store import ALL, RolloutFilter, Store
 def filled(store: Store) -> Store:
     """a: version 1, reward 0; b: version 2, reward 1; c: version 3, reward revised from 1 to 0.5;
     d: open, no reward, no turns."""
-    store.append(whole_rollout("a", at=10, reward=0.0, version=1))
-    store.append(whole_rollout("b", at=20, reward=1.0, version=2, task="other"))
-    store.append(whole_rollout("c", at=30, reward=1.0, version=3, outcome=Outcome.BUDGET))
-    store.append([RewardGiven(rollout_id="c", value=0.5, created_at=99)])
-    store.append(whole_rollout("d", at=40, reward=None, outcome=None, turns=0))
+    store.append(rollout_events("a", at=10, reward=0.0, version=1))
+    store.append(rollout_events("b", at=20, reward=1.0, version=2, task="other"))
+    store.append(rollout_events("c", at=30, reward=1.0, version=3, outcome=Outcome.BUDGET))
+    store.append([Reward(rollout_id="c", value=0.5, created_at=99)])
+    store.append(rollout_events("d", at=40, reward=None, outcome=None, turns=0))
     return store
 
 
@@ -71,9 +71,9 @@ def test_more_conditions_never_find_more(filled: Store) -> None:
 
 
 def test_nothing_asked_is_everything() -> None:
-    assert ALL.all
-    assert RolloutFilter(tags={}).all
-    assert not RolloutFilter(since=0).all
+    assert ALL.matches_all
+    assert RolloutFilter(tags={}).matches_all
+    assert not RolloutFilter(since=0).matches_all
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_a_wrong_condition_names_its_field(asked: dict[str, Any], message: str) 
 
 def test_times_may_be_told_in_several_ways() -> None:
     local = datetime(2026, 11, 20, 14, 30)  # noqa: DTZ001 (people mean their own clock)
-    assert moment("2026-11-20T14:30", "--since") == local.timestamp()
-    assert moment("2026-11-20 14:30:00+00:00", "--since") == 1795185000.0
-    assert moment("1795185000.5", "--since") == 1795185000.5
-    assert moment(None, "--since") is None
-    ago = moment("1.5h", "--since")
+    assert parse_time("2026-11-20T14:30", "--since") == local.timestamp()
+    assert parse_time("2026-11-20 14:30:00+00:00", "--since") == 1795185000.0
+    assert parse_time("1795185000.5", "--since") == 1795185000.5
+    assert parse_time(None, "--since") is None
+    ago = parse_time("1.5h", "--since")
     assert ago is not None
     assert abs(time.time() - 5400 - ago) < 5
 
@@ -112,6 +112,6 @@ def test_times_may_be_told_in_several_ways() -> None:
 )
 def test_a_wrong_option_is_named(asked: dict[str, Any], option: str, reason: str) -> None:
     with pytest.raises(typer.BadParameter) as caught:
-        wanted(**asked)
+        rollout_filter(**asked)
     assert caught.value.param_hint == option
     assert reason in caught.value.message

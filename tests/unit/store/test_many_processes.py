@@ -14,17 +14,17 @@ from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from typing import TypeVar
 
-from support.store.events import make_turn, whole_rollout
-from tracegrad.events import Fact, Turn
+from support.store.events import make_turn, rollout_events
+from tracegrad.events import Event, Turn
 from tracegrad.store import (
     AlreadyTrained,
+    GroupCommitWriter,
     LeaseLost,
     Ledger,
     StepRecord,
     Store,
     TurnCounts,
-    Writer,
-    leases_of,
+    lease_by_rollout,
 )
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def test_processes_that_open_a_new_store_at_once_all_succeed(empty_url: str) -> 
 
 def write(url: str, number: int) -> None:
     """Conversations of its own, rollouts that others write to, whole rollouts in one batch."""
-    with Store.open(url) as store, Writer(store) as writer:
+    with Store.open(url) as store, GroupCommitWriter(store) as writer:
 
         def agent(thread: int) -> None:
             parent = None
@@ -79,7 +79,7 @@ def write(url: str, number: int) -> None:
                 for facts in (
                     [parent],
                     [make_turn(f"{shared}.{number}{thread}.{n}", shared)],
-                    whole_rollout(name, tags={"n": str(n)}, turns=3),
+                    rollout_events(name, tags={"n": str(n)}, turns=3),
                 ):
                     writer.submit(facts).result(timeout=60)
 
@@ -95,7 +95,7 @@ def test_processes_and_threads_that_write_at_once_lose_no_turn(url: str) -> None
             own = [turn.turn_id for turn in store.rollout_turns(f"own{agent}")]
             assert own == [f"own{agent}.{n}" for n in range(10)]
             for n in range(10):
-                row = store.rollout(f"whole{agent}.{n}").row
+                row = store.rollout(f"whole{agent}.{n}").summary
                 assert (row.turns, row.tags) == (3, {"n": str(n)})
         shared = {turn.turn_id for n in range(3) for turn in store.rollout_turns(f"shared{n}")}
         assert len(shared) == PROCESSES * 3 * 10
@@ -113,13 +113,13 @@ def conversation(name: str) -> list[Turn]:
 def repeat_each_other(url: str, number: int) -> None:
     """The same conversations from each, in batches of different sizes and orders."""
     draw = random.Random(number)
-    left: list[list[Fact]] = []
+    left: list[list[Event]] = []
     for name in "abc":
         tags = {"who": str(number), str(number): "me"}
-        left.append([*whole_rollout(name, turns=0, tags=tags), *conversation(name)])
+        left.append([*rollout_events(name, turns=0, tags=tags), *conversation(name)])
     with Store.open(url) as store:
         while any(left):
-            facts: list[Fact] = []
+            facts: list[Event] = []
             for chain in draw.sample(left, 3):
                 size = draw.choice([1, 2, 7])
                 facts += chain[:size]
@@ -133,7 +133,7 @@ def test_processes_that_repeat_each_other_store_everything_once(url: str) -> Non
     with Store.open(url) as store:
         for name in "abc":
             assert store.rollout_turns(name) == conversation(name)
-            tags = store.rollout(name).row.tags
+            tags = store.rollout(name).summary.tags
             who = tags["who"]
             assert tags == {"who": who, who: "me"}, "the tags of one opening"
             assert len(store.rewards(name)) == PROCESSES, "each sender's own"
@@ -177,7 +177,7 @@ def train(url: str, number: int) -> Trained:
                     trained=turns[1:],
                     skipped={turns[0]: "greedy"},
                     rollouts=rollouts,
-                    leases=leases_of(groups),
+                    leases=lease_by_rollout(groups),
                 )
                 done.turns += turns[1:]
             except (AlreadyTrained, LeaseLost):
@@ -189,13 +189,13 @@ def test_processes_that_lease_and_commit_at_once_train_every_turn_once(url: str)
     names = [f"t{task}.{n}" for task in range(20) for n in range(2)]
     with Store.open(url) as store:
         for name in names:
-            store.append(whole_rollout(name, task=name.partition(".")[0], turns=3))
+            store.append(rollout_events(name, task=name.partition(".")[0], turns=3))
     done = at_once(train, url)
     with Store.open(url) as store:
         assert store.turn_counts() == TurnCounts(120, 100, {"greedy": 20}, {})
         told = Counter(turn for each in done for turn in each.turns)
         assert set(told.values()) == {1}
-        fates = [fate for name in names for fate in store.rollout(name).fates.items()]
+        fates = [fate for name in names for fate in store.rollout(name).dispositions.items()]
         assert {turn for turn, fate in fates if fate.step is not None} == set(told)
         steps = {step.step for step in Ledger(store).steps()}
         assert {fate.step for _, fate in fates} - {None} == steps
@@ -226,6 +226,6 @@ def test_processes_never_lease_the_same_rollout(url: str) -> None:
     names = {f"t{task}.{n}" for task in range(16) for n in range(4)}
     with Store.open(url) as store:
         for name in sorted(names):
-            store.append(whole_rollout(name, task=name.partition(".")[0], turns=1))
+            store.append(rollout_events(name, task=name.partition(".")[0], turns=1))
     leased = [name for mine in at_once(partial(lease_only, groups=3), url) for name in mine]
     assert sorted(leased) == sorted(names)

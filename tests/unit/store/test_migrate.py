@@ -16,7 +16,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 import tracegrad.store
 from support.store.events import make_turn
 from support.store.old_stores import insert_row, old_row, upgraded
-from tracegrad.events import Outcome, RolloutFinished, RolloutOpened
+from tracegrad.events import Outcome, RolloutFinished, RolloutStarted
 from tracegrad.store import (
     Ledger,
     PolicyVersion,
@@ -93,7 +93,7 @@ def test_only_its_own_url_may_make_a_store_less_durable(postgres_url: str) -> No
 
 def test_texts_are_compared_by_their_bytes_in_every_database(store: Store) -> None:
     names = ["b", "B", "a", "é", "Z", "z\U0001f600", "z\uffff", "_", "-a"]
-    store.append([RolloutOpened(rollout_id=name) for name in names])
+    store.append([RolloutStarted(rollout_id=name) for name in names])
     with store.reading() as connection:
         stored = list(connection.scalars(select(Rollouts.rollout_id).order_by(Rollouts.rollout_id)))
     assert stored == sorted(names)
@@ -211,7 +211,7 @@ def test_ends_leases_and_versions_of_the_second_revision_become_events(empty_url
         for name in "abc":
             detail = store.rollout(name)
             assert detail.turns == [make_turn(f"{name}.t", name, created_at=2.0)]
-            assert (detail.row.tags, detail.row.reward) == ({"é": "ö"}, 0.5)
+            assert (detail.summary.tags, detail.summary.reward) == ({"é": "ö"}, 0.5)
         # And it goes on: events are added, rollouts are leased.
         store.append([RolloutFinished(rollout_id="b", finished_at=9.0)])
         assert [end.finished_at for end in store.outcomes("b")] == [4.0, 9.0]
@@ -269,7 +269,9 @@ def test_what_givers_of_the_seventh_revision_said_of_themselves_is_kept_as_that(
             ("claimed", "agent", 3.0, 3.0),
             ("claimed", "agent", 4.0, 4.0),
         ]
-        assert store.rollout("r").row.reward == 0.0, "the last to arrive that would be taken today"
+        assert store.rollout("r").summary.reward == 0.0, (
+            "the last to arrive that would be taken today"
+        )
         assert store.key_owner(b"k" * 32) == ("r", "calls")
         with store.reading() as connection:
             context = MigrationContext.configure(connection, opts={"compare_type": True})

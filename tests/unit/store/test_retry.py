@@ -32,7 +32,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.mark.parametrize("times", [0, 1, 7])
 def test_what_loses_a_few_times_wins_in_the_end(times: int, pauses: list[float]) -> None:
     work = Losing(times)
-    assert retry.again(work) == "won"
+    assert retry.retry_on_conflict(work) == "won"
     assert work.calls == times + 1
     assert pauses == sorted(pauses)
     assert sum(pauses) < 1
@@ -41,12 +41,12 @@ def test_what_loses_a_few_times_wins_in_the_end(times: int, pauses: list[float])
 def test_what_always_loses_is_unavailable() -> None:
     work = Losing(100)
     with pytest.raises(StoreUnavailable, match="lost 8"):
-        retry.again(work)
+        retry.retry_on_conflict(work)
 
 
 def test_other_errors_are_raised_at_once(pauses: list[float]) -> None:
     work = Losing(100, StoreUnavailable)
     with pytest.raises(StoreUnavailable, match="lost 1"):
-        retry.again(work)
+        retry.retry_on_conflict(work)
     with pytest.raises(KeyError, match="lost 8"):
-        retry.again(Losing(100, KeyError), on=(Conflict, KeyError))
+        retry.retry_on_conflict(Losing(100, KeyError), on=(Conflict, KeyError))

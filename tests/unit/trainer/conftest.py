@@ -12,9 +12,9 @@ def one_rank() -> Iterator[None]:
     """The process group of this process alone."""
     import torch.distributed as dist  # late: many tests here need no torch
 
-    from tracegrad_trainer.engine import FsdpSettings, start_ranks, stop_ranks
+    from tracegrad_trainer.engine import FsdpSettings, destroy_process_group, init_process_group
 
-    start_ranks(FsdpSettings(device="cpu", threads=1))
+    init_process_group(FsdpSettings(device="cpu", threads=1))
     yield
-    stop_ranks()
+    destroy_process_group()
     assert not dist.is_initialized()

@@ -10,10 +10,10 @@ import pytest
 
 from support.transfer.template_store import fill
 from tracegrad.store import Store
-from tracegrad.transfer import Layout
-from tracegrad.transfer.chat_conversations import Teacher
+from tracegrad.transfer import ExportLayout
+from tracegrad.transfer.chat_conversations import ImportedConversation
 from tracegrad.transfer.deserialize import read_object
-from tracegrad.transfer.export_rollouts import Export
+from tracegrad.transfer.export_rollouts import RolloutExport
 from tracegrad_integrations.exports import slime, trl, verl
 
 PAGE = (Path(__file__).parents[3] / "docs" / "transfer.md").read_text()
@@ -23,15 +23,15 @@ def examples() -> list[dict[str, object]]:
     return [json.loads(block) for block in re.findall(r"```json\n(.*?)\n```", PAGE, re.DOTALL)]
 
 
-LAYOUTS = [v for m in (trl, verl, slime) for v in vars(m).values() if isinstance(v, Layout)]
+LAYOUTS = [v for m in (trl, verl, slime) for v in vars(m).values() if isinstance(v, ExportLayout)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_every_layout_has_an_example_with_its_columns(store: Store, layout: Layout) -> None:
+def test_every_layout_has_an_example_with_its_columns(store: Store, layout: ExportLayout) -> None:
     name = layout.name
     assert f"| `{name}` |" in PAGE
     fill(store)
-    row = next(Export(store=store).layout(layout))
+    row = next(RolloutExport(store=store).layout(layout))
     if name == "slime-samples":  # shown as it is in slime's own file
         row = {**row, "index": 0, "group_index": 0}
         del row["group_id"]
@@ -48,12 +48,12 @@ def fields_of(row: dict[str, object]) -> dict[str, object]:
 
 def test_the_example_of_a_conversation_can_be_read() -> None:
     [example] = [e for e in examples() if "task_id" in e and "messages" in e]
-    assert isinstance(read_object(example), Teacher)
+    assert isinstance(read_object(example), ImportedConversation)
 
 
 def test_every_field_of_the_format_is_on_the_page(store: Store) -> None:
     fill(store)
-    copies = {row["rollout_id"]: row for row in Export(store=store).rollouts()}
+    copies = {row["rollout_id"]: row for row in RolloutExport(store=store).rollouts()}
     copy = copies["c1"]
     fields = {*copy, *copy["turns"][0], *copy["rewards"][0], *copy["outcomes"][0]}
     missing = [field for field in fields if not re.search(rf"\b{field}\b", PAGE)]

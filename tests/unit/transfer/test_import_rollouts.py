@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 from support.transfer.random_stores import NewStore, everything
 from support.transfer.template_store import TOOLS, fill
 from tracegrad.cli.app import app
-from tracegrad.events import Json, RolloutOpened
+from tracegrad.events import Json, RolloutStarted
 from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
 from tracegrad.transfer import parquet, parquet_columns
-from tracegrad.transfer.export_rollouts import Export
+from tracegrad.transfer.export_rollouts import RolloutExport
 from tracegrad.transfer.jsonl import line_of
 from tracegrad_integrations.exports import trl
 
@@ -50,7 +50,7 @@ def objects(store: Store) -> list[Json]:
         StepRecord(step=3, version=4), trained=turns[:2], skipped={turns[2]: "stale"},
         rollouts=["d1"],
     )  # fmt: skip
-    return [json.loads(line_of(row)) for row in Export(store=store).rollouts()]
+    return [json.loads(line_of(row)) for row in RolloutExport(store=store).rollouts()]
 
 
 def written(folder: Path, rows: list[Any], name: str = "copy.jsonl") -> str:
@@ -186,7 +186,7 @@ def test_a_row_of_parquet_is_named(
     assert len(objects) == 12
     path = tmp_path / "copy.parquet"
     with path.open("wb") as file:
-        rows = map(parquet.copy_row, Export(store=store).rollouts())
+        rows = map(parquet.rollout_row, RolloutExport(store=store).rollouts())
         parquet.write(file, rows, parquet_columns.ROLLOUT)
     table = pyarrow.parquet.read_table(path)
     rows_there = table.to_pylist()
@@ -203,7 +203,7 @@ def test_a_row_of_parquet_is_named(
 
 
 def test_rows_of_turns_are_no_copy(target: Store, store: Store, objects: list[Json]) -> None:
-    text = b"".join(map(line_of, Export(store=store).turns()))
+    text = b"".join(map(line_of, RolloutExport(store=store).turns()))
     said = run(target, "-", text=text).stderr
     assert "-:1: tracegrad: this is a turn of `export --turns`, which is no whole copy" in said
 
@@ -285,7 +285,7 @@ def test_rows_for_another_trainer_come_back_as_conversations(
     store: Store, target: Store, objects: list[Json]
 ) -> None:
     """With their tools, which are texts there."""
-    text = b"".join(map(line_of, Export(store=store).layout(trl.SFT)))
+    text = b"".join(map(line_of, RolloutExport(store=store).layout(trl.SFT)))
     assert done(target, "-", text=text).startswith("9 rollouts: 9 new")
     requests = [
         turn.request
@@ -353,7 +353,7 @@ def test_files_that_cannot_be_read_are_one_line(target: Store, tmp_path: Path) -
 def test_a_rollout_that_was_only_opened_here_takes_what_is_known_elsewhere(
     target: Store, objects: list[Json], tmp_path: Path
 ) -> None:
-    target.append([RolloutOpened(rollout_id="a1", task_id="sum", opened_at=1000.0)])
+    target.append([RolloutStarted(rollout_id="a1", task_id="sum", opened_at=1000.0)])
     assert done(target, written(tmp_path, objects)).startswith("10 rollouts: 9 new")
     [row] = [row for row in target.rollouts() if row.rollout_id == "a1"]
     assert (row.outcome, row.reward, row.turns) == ("completed", 1.0, 1)

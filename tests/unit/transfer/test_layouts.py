@@ -8,33 +8,35 @@ import pyarrow.parquet
 import pytest
 
 from support.transfer.template_store import CHAT, fill, said, turn, user
-from tracegrad.events import RolloutOpened, Turn
+from tracegrad.events import RolloutStarted, Turn
 from tracegrad.store import RolloutFilter, Store
-from tracegrad.transfer import Layout, layout_named, layout_names, parquet
-from tracegrad.transfer.export_rollouts import Export
+from tracegrad.transfer import ExportLayout, find_layout, layout_names, parquet
+from tracegrad.transfer.export_rollouts import RolloutExport
 from tracegrad_integrations.exports import slime, trl, verl
 
 ALL = [
     value
     for module in (trl, verl, slime)
     for value in vars(module).values()
-    if isinstance(value, Layout)
+    if isinstance(value, ExportLayout)
 ]
 
 
-def rows(store: Store, layout: Layout) -> tuple[list[dict[str, object]], dict[str, int]]:
-    export = Export(store=store)
+def rows(store: Store, layout: ExportLayout) -> tuple[list[dict[str, object]], dict[str, int]]:
+    export = RolloutExport(store=store)
     return list(export.layout(layout)), export.counts.left_out
 
 
 def test_every_layout_is_found_by_its_name() -> None:
     assert layout_names() == sorted(layout.name for layout in ALL)
     for layout in ALL:
-        assert layout_named(layout.name) is layout
+        assert find_layout(layout.name) is layout
 
 
 @pytest.mark.parametrize("layout", ALL, ids=lambda layout: layout.name)
-def test_parquet_and_jsonl_hold_the_same(store: Store, tmp_path: Path, layout: Layout) -> None:
+def test_parquet_and_jsonl_hold_the_same(
+    store: Store, tmp_path: Path, layout: ExportLayout
+) -> None:
     fill(store)
     made, _ = rows(store, layout)
     assert made
@@ -54,17 +56,17 @@ def bare(value: object) -> object:
 
 @pytest.mark.parametrize("layout", ALL, ids=lambda layout: layout.name)
 def test_nothing_makes_no_rows_and_a_file_with_columns(
-    store: Store, tmp_path: Path, layout: Layout
+    store: Store, tmp_path: Path, layout: ExportLayout
 ) -> None:
     with (tmp_path / "rows.parquet").open("wb") as file:
-        export = Export(store=store, wanted=RolloutFilter(task="nothing"))
+        export = RolloutExport(store=store, wanted=RolloutFilter(task="nothing"))
         parquet.write(file, export.layout(layout), layout.columns)
     table = pyarrow.parquet.read_table(tmp_path / "rows.parquet")
     assert (table.num_rows, table.column_names) == (0, list(layout.columns))
 
 
 def captured(store: Store, *turns: Turn) -> None:
-    store.append([RolloutOpened(rollout_id="r", task_id="t", opened_at=1.0), *turns])
+    store.append([RolloutStarted(rollout_id="r", task_id="t", opened_at=1.0), *turns])
 
 
 def test_turns_without_text_are_counted(store: Store) -> None:

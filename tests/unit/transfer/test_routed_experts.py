@@ -12,12 +12,12 @@ import pytest
 from support.trainer.routing_files import experts_of
 from support.transfer.files import exported, imported
 from support.transfer.random_stores import NewStore, everything
-from tracegrad.events import Json, Turn, logprobs, token_ids
+from tracegrad.events import Json, Turn, logprob_array, token_id_array
 from tracegrad.store import Store
 from tracegrad.transfer import jsonl, parquet, parquet_columns
 from tracegrad.transfer.deserialize import read_object
-from tracegrad.transfer.export_rollouts import Export
-from tracegrad.transfer.field_reader import BadObject
+from tracegrad.transfer.export_rollouts import RolloutExport
+from tracegrad.transfer.field_reader import InvalidObject
 
 FILE = experts_of(3)
 
@@ -28,9 +28,9 @@ def a_turn(turn_id: str, file: bytes | None) -> Turn:
         rollout_id="r",
         dialect="chat",
         model="m",
-        prompt_token_ids=token_ids([1, 2]),
-        completion_token_ids=token_ids([3, 4]),
-        completion_logprobs=logprobs([-1, -2]),
+        prompt_token_ids=token_id_array([1, 2]),
+        completion_token_ids=token_id_array([3, 4]),
+        completion_logprobs=logprob_array([-1, -2]),
         policy_versions=((0, 2),),
         request={"messages": []},
         routed_experts=file,
@@ -46,7 +46,7 @@ def store(new_store: NewStore) -> Store:
 
 
 def rollout(store: Store, **how: Any) -> Json:
-    [row] = Export(store=store, **how).rollouts()
+    [row] = RolloutExport(store=store, **how).rollouts()
     return row
 
 
@@ -84,7 +84,7 @@ def test_files_of_before_are_read(
             file.write(jsonl.line_of(row))
         else:
             kept = {**parquet_columns.ROLLOUT, "turns": {"*": fewer}}
-            parquet.write(file, [parquet.copy_row(row)], kept)
+            parquet.write(file, [parquet.rollout_row(row)], kept)
     target = new_store("sqlite")
     assert imported(target, path).added.turns == 2
     assert [turn.routed_experts for turn in target.rollout_turns("r")] == [None, None]
@@ -102,9 +102,9 @@ def test_files_of_before_are_read(
 def test_those_that_are_none_are_refused_by_name(store: Store, told: object, why: str) -> None:
     row = rollout(store)
     row["turns"][0]["routed_experts"] = told
-    with pytest.raises(BadObject, match=rf"turns\[0\]\.routed_experts: {why}"):
+    with pytest.raises(InvalidObject, match=rf"turns\[0\]\.routed_experts: {why}"):
         read_object(row)
 
 
 def test_turns_for_scripts_have_none(store: Store) -> None:
-    assert all("routed_experts" not in turn for turn in Export(store=store).turns())
+    assert all("routed_experts" not in turn for turn in RolloutExport(store=store).turns())

@@ -11,16 +11,20 @@ import pytest
 from support.transfer.random_stores import fill
 from tracegrad.events import Turn
 from tracegrad.store import Store
-from tracegrad.store.copy.export_records import RolloutCopy, rollout_copies
+from tracegrad.store.copy.export_records import RolloutRecord, iter_rollouts
 from tracegrad.transfer.token_rows import token_rows
-from tracegrad_integrations.exports.eligibility import not_imitated, not_policy, rows_of
+from tracegrad_integrations.exports.eligibility import (
+    eligible_rows,
+    imitation_exclusion,
+    policy_exclusion,
+)
 from tracegrad_trainer import batches
 
 
 class Rollout:
     """What our trainer asks of one."""
 
-    def __init__(self, copy: RolloutCopy) -> None:
+    def __init__(self, copy: RolloutRecord) -> None:
         self.rollout_id = copy.rollout_id
         self.reward = 1.0
         self.turns = list(copy.turns)
@@ -31,7 +35,7 @@ def test_rows_are_our_trainers(store: Store, seed: int) -> None:
     fill(store, seed, rollouts=16)
     chance = random.Random(seed)
     compared = 0
-    for copy in rollout_copies(store, raw=False):
+    for copy in iter_rollouts(store, raw=False):
         left_out = {turn.turn_id for turn in copy.turns if untellable(turn)}
         left_out |= {turn.turn_id for turn in copy.turns if chance.random() < 0.2}
         mine = list(token_rows(copy.turns, left_out))
@@ -56,14 +60,14 @@ def untellable(turn: Turn) -> bool:
     return not turn.completion_token_ids or not turn.prompt_token_ids
 
 
-@pytest.mark.parametrize("reason", [not_imitated, not_policy])
+@pytest.mark.parametrize("reason", [imitation_exclusion, policy_exclusion])
 def test_every_turn_has_a_row_or_a_reason(store: Store, reason: object) -> None:
     fill(store, 1, rollouts=24)
     left_out: Counter[str] = Counter()
     owned = 0
     turns = 0
-    for copy in rollout_copies(store, raw=False):
-        rows = list(rows_of(copy, reason, left_out))  # type: ignore[arg-type]
+    for copy in iter_rollouts(store, raw=False):
+        rows = list(eligible_rows(copy, reason, left_out))  # type: ignore[arg-type]
         owned += sum(len(row.turns) for row in rows)
         turns += len(copy.turns)
     assert owned > 0

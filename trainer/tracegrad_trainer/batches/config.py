@@ -84,7 +84,7 @@ class BatchSettings(BaseModel):
     @classmethod
     def _importable(cls, value: str | None) -> str | None:
         if value is not None:
-            predicate.load(value)
+            predicate.load_predicate(value)
         return value
 
     @model_validator(mode="after")

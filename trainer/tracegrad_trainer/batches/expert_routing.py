@@ -17,19 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.events import Turn
-from tracegrad.store.encoding.routed_experts import check_routes
+from tracegrad.store.encoding.routed_experts import check_routing
 from tracegrad_trainer.batches.turn_access import length_of
 
 # A token without a record: the router chooses for it.
-OPEN = -1
+UNROUTED = -1
 
-Routes = NDArray[np.signedinteger[Any]]  # [T, routers, k]
+ExpertRouting = NDArray[np.signedinteger[Any]]  # [T, routers, k]
 # What vLLM writes (0.32, `--enable-return-routed-experts`), by the bytes of an item.
 _WIRE: dict[int, str] = {1: "u1", 2: "<u2", 4: "<i4"}
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RoutingLayout:
     """A mixture of experts as its engine's routes show it."""
 
     layers: int  # all that the model has: engines count those without a router too
@@ -43,42 +43,44 @@ class Layout:
         sent to 384 experts."""
         return np.dtype(np.int8 if self.experts <= 128 else np.int16)
 
-    def none(self, tokens: int) -> Routes:
+    def unknown(self, tokens: int) -> ExpertRouting:
         """Of so many tokens nothing is known."""
-        routes: Routes = np.full((tokens, len(self.routed), self.k), OPEN, self.dtype)
+        routes: ExpertRouting = np.full((tokens, len(self.routed), self.k), UNROUTED, self.dtype)
         return routes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Told:
+class TurnRouting:
     """What a turn says of the tokens from `start` on; places in its prompt and completion."""
 
     start: int
-    routes: Routes
+    experts: ExpertRouting
 
     @property
     def stop(self) -> int:
-        return self.start + len(self.routes)
+        return self.start + len(self.experts)
 
 
-def of_path(path: Sequence[Turn], tokens: int, layout: Layout) -> Routes | None:
+def routing_of_path(
+    path: Sequence[Turn], tokens: int, layout: RoutingLayout
+) -> ExpertRouting | None:
     """Routes of a path's `tokens`, root to leaf; None: no turn says anything."""
-    routes: Routes | None = None
+    routes: ExpertRouting | None = None
     # The first one's word is the last to be written.
     for turn in reversed(path):
-        if (told := of_turn(turn, layout)) is not None:
-            routes = layout.none(tokens) if routes is None else routes
-            routes[told.start : told.stop] = told.routes
+        if (told := routing_of_turn(turn, layout)) is not None:
+            routes = layout.unknown(tokens) if routes is None else routes
+            routes[told.start : told.stop] = told.experts
     return routes
 
 
-def by_length(turns: Iterable[Turn]) -> list[Turn]:
+def in_write_order(turns: Iterable[Turn]) -> list[Turn]:
     """The order in which turns of a tree are written over each other: each behind all that
     continue it, and of equal ones the first captured last."""
     return sorted(turns, key=length_of)[::-1]
 
 
-def of_turn(turn: Turn, layout: Layout) -> Told | None:
+def routing_of_turn(turn: Turn, layout: RoutingLayout) -> TurnRouting | None:
     """What the turn itself says, of layers with a router.
 
     Raises:
@@ -90,7 +92,7 @@ def of_turn(turn: Turn, layout: Layout) -> Told | None:
     if turn.routed_experts is None or not turn.prompt_token_ids:
         return None  # without a prompt nobody knows where its tokens stand
     try:
-        shape = check_routes(turn.routed_experts, length_of(turn))
+        shape = check_routing(turn.routed_experts, length_of(turn))
         found = np.frombuffer(turn.routed_experts, _WIRE[shape.item], offset=shape.start)
         found = found.reshape(shape.tokens, shape.layers, shape.k)
         _check(found, layout)
@@ -101,10 +103,10 @@ def of_turn(turn: Turn, layout: Layout) -> Told | None:
         ) from error
     if len(layout.routed) < layout.layers:
         found = found[:, list(layout.routed)]
-    return Told(length_of(turn) - 1 - shape.tokens, found.astype(layout.dtype))
+    return TurnRouting(length_of(turn) - 1 - shape.tokens, found.astype(layout.dtype))
 
 
-def _check(found: NDArray[Any], layout: Layout) -> None:
+def _check(found: NDArray[Any], layout: RoutingLayout) -> None:
     _, layers, k = found.shape
     if (layers, k) != (layout.layers, layout.k):
         raise ValueError(
@@ -118,6 +120,6 @@ def _check(found: NDArray[Any], layout: Layout) -> None:
         )
 
 
-def known(routes: Routes | None) -> int:
+def known_tokens(routes: ExpertRouting | None) -> int:
     """Of how many tokens something is known."""
-    return 0 if routes is None else int(np.count_nonzero(routes[:, 0, 0] != OPEN))
+    return 0 if routes is None else int(np.count_nonzero(routes[:, 0, 0] != UNROUTED))

@@ -12,19 +12,19 @@ from tracegrad.turn_tree import paths
 from tracegrad_trainer.batches import predicate
 from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.turn_access import (
-    Digests,
     RolloutLike,
-    digests_of,
-    ints,
-    is_expert,
+    TokenDigests,
+    as_int_array,
+    is_demonstration,
     length_of,
     oldest_version,
     temperature_of,
+    token_digests,
 )
 
 EQUAL_REWARD = "equal_reward"
 # `Turn.untrainable` for the sake of how it was sampled: an expert's turn was not.
-OF_SAMPLING = frozenset(
+SAMPLING_REASONS = frozenset(
     {
         *("greedy", "sampling_truncated", "sampling_penalised", "sampling_replaced"),
         *("constrained", "no_logprobs", "version_unknown"),
@@ -44,8 +44,8 @@ def turn_reason(
     `vocabulary`: how many tokens the model knows; None: whatever is there. An expert's turn may
     have any log-probabilities, versions and sampling settings: nothing reads them.
     """
-    expert = is_expert(turn)
-    if turn.untrainable is not None and not (expert and turn.untrainable in OF_SAMPLING):
+    expert = is_demonstration(turn)
+    if turn.untrainable is not None and not (expert and turn.untrainable in SAMPLING_REASONS):
         return turn.untrainable
     if not turn.completion_token_ids:
         return "no_tokens"
@@ -94,18 +94,18 @@ def reasons_of(
     lost = _lost_paths(rollout, settings) if settings.over_long == "drop" else frozenset()
     whole = outcome_reason(rollout, settings, equal_reward)
     reasons: dict[str, str] = {}
-    digests = digests_of(rollout.turns) if settings.drop_repeated else None
-    seen: set[Digests] = set()
+    digests = token_digests(rollout.turns) if settings.drop_repeated else None
+    seen: set[TokenDigests] = set()
     for i, turn in enumerate(rollout.turns):
         reason = turn_reason(turn, settings, current_version, failed_versions, vocabulary)
         if reason is None and not (whole == EQUAL_REWARD and turn.turn_id in imitated):
             reason = whole
-        if reason is None and too_long is not None and not is_expert(turn):
+        if reason is None and too_long is not None and not is_demonstration(turn):
             reason = too_long
         if reason is None and turn.turn_id in lost:
             reason = "over_long"
         if reason is None and settings.predicate is not None:
-            reason = predicate.ask(settings.predicate, turn, rollout)
+            reason = predicate.apply_predicate(settings.predicate, turn, rollout)
         if reason is None and digests is not None:
             # Of equal turns the first stays that nothing else speaks against.
             if digests[i] in seen:
@@ -133,9 +133,9 @@ def length_reason(
     Few such rollouts outweigh the others of a step, and what they have in common is their length.
     """
     tokens = np.array(
-        [0 if is_expert(turn) else len(turn.completion_token_ids) for turn in rollout.turns]
+        [0 if is_demonstration(turn) else len(turn.completion_token_ids) for turn in rollout.turns]
     )
-    turns = sum(not is_expert(turn) for turn in rollout.turns)
+    turns = sum(not is_demonstration(turn) for turn in rollout.turns)
     most_tokens, most_turns = settings.negative_max_tokens, settings.negative_max_turns
     is_long = (most_tokens is not None and tokens.sum() > most_tokens) or (
         most_turns is not None and turns > most_turns
@@ -151,14 +151,16 @@ def staleness_weights(
     """What each turn's advantage is multiplied by. A turn that weights changed under is as old
     as its oldest token, so that its tokens keep one advantage."""
     lags = [
-        0 if is_expert(turn) or not turn.policy_versions else current_version - oldest_version(turn)
+        0
+        if is_demonstration(turn) or not turn.policy_versions
+        else current_version - oldest_version(turn)
         for turn in rollout.turns
     ]
     return np.asarray(settings.stale_decay ** np.maximum(lags, 0).astype(np.float64))
 
 
 def _foreign(turn: Turn, vocabulary: int) -> bool:
-    for tokens in (ints(turn.prompt_token_ids), ints(turn.completion_token_ids)):
+    for tokens in (as_int_array(turn.prompt_token_ids), as_int_array(turn.completion_token_ids)):
         if tokens.max() >= vocabulary or tokens.min() < 0:
             return True
     return False

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad_trainer.batches.expert_routing import OPEN, Routes
+from tracegrad_trainer.batches.expert_routing import UNROUTED, ExpertRouting
 from tracegrad_trainer.batches.rows import Row
 
 Longs = NDArray[np.int64]
@@ -58,28 +58,28 @@ class MicroBatch:
     turn_number: Longs  # [n] the turn's place in its rollout
     rollout: Longs  # [n]
     group: Longs  # [n]
-    mu: Floats  # [n] rollout log-probabilities
+    rollout_logprobs: Floats  # [n] rollout log-probabilities
     advantage: Floats  # [n]
     reward: Floats  # [n] of turns: each at its last token
     score: Floats  # [n] the rollout's reward as it was given
     temperature: Floats  # [n]
     version: Longs  # [n] -1: an expert's
-    expert: Bools  # [n] an expert's, not sampled by a policy
+    demonstration: Bools  # [n] an expert's, not sampled by a policy
     turn_tokens: Floats  # [n]
     rollout_tokens: Floats  # [n]
     rollout_sampled: Floats  # [n] of these the sampled ones
     group_tokens: Floats  # [n]
     group_sampled: Floats  # [n]
-    routes: Routes | None = None  # [T, routers, k]
+    expert_routing: ExpertRouting | None = None  # [T, routers, k]
 
     def __post_init__(self) -> None:
         tokens, targets, rows = int(self.row_lengths.sum()), len(self.target), len(self.row_lengths)
         assert self.input_ids.shape == self.position_ids.shape == (1, tokens)
         assert self.subtree_end is None or self.subtree_end.shape == (tokens,)
-        assert self.routes is None or len(self.routes) == tokens
-        for name in OF_ROWS:
+        assert self.expert_routing is None or len(self.expert_routing) == tokens
+        for name in ROW_FIELDS:
             assert getattr(self, name).shape == (rows,), f"{name}: one entry a row"
-        for name in OF_TARGETS:
+        for name in TARGET_FIELDS:
             assert getattr(self, name).shape == (targets,), f"{name}: one entry a target"
         assert not targets or (self.source >= 0).all()
         assert (self.source < self.target).all()
@@ -100,7 +100,7 @@ class MicroBatch:
     def groups(self) -> int:
         return _count(self.group)
 
-    def without(self, keys: Collection[int]) -> tuple[MicroBatch, Bools]:
+    def without_rows(self, keys: Collection[int]) -> tuple[MicroBatch, Bools]:
         """The micro-batch less the rows of these keys, and less those that they are paired with;
         which targets stay, bool[n]."""
         gone = np.isin(self.row_keys, list(keys))
@@ -109,16 +109,16 @@ class MicroBatch:
         if stay.all():
             return self, targets
         if not stay.any():
-            return filling(), targets
+            return empty_micro_batch(), targets
         tokens = np.repeat(stay, self.row_lengths)
         place = np.cumsum(tokens) - 1
-        changed: dict[str, Any] = {name: getattr(self, name)[targets] for name in OF_TARGETS}
-        changed |= {name: getattr(self, name)[stay] for name in OF_ROWS}
+        changed: dict[str, Any] = {name: getattr(self, name)[targets] for name in TARGET_FIELDS}
+        changed |= {name: getattr(self, name)[stay] for name in ROW_FIELDS}
         changed |= {name: place[changed[name]] for name in ("target", "source")}
         changed["row"] = (np.cumsum(stay) - 1)[changed["row"]]
         changed |= {name: _numbered(changed[name]) for name in ("turn", "rollout", "group")}
-        if self.routes is not None:
-            changed["routes"] = self.routes[tokens]
+        if self.expert_routing is not None:
+            changed["routes"] = self.expert_routing[tokens]
         if self.subtree_end is not None:
             # Ends stand behind a row's last token: of what stays, that many come before.
             changed["subtree_end"] = np.cumsum([0, *tokens])[self.subtree_end[tokens]]
@@ -132,11 +132,11 @@ class MicroBatch:
         ), targets
 
 
-OF_ROWS = ("row_lengths", "row_keys", "rollout_keys", "pair", "label")
-OF_TARGETS = tuple(
+ROW_FIELDS = ("row_lengths", "row_keys", "rollout_keys", "pair", "label")
+TARGET_FIELDS = tuple(
     field.name
     for field in fields(MicroBatch)
-    if field.name not in ("input_ids", "position_ids", "subtree_end", "routes", *OF_ROWS)
+    if field.name not in ("input_ids", "position_ids", "subtree_end", "routes", *ROW_FIELDS)
 )
 
 
@@ -155,12 +155,12 @@ def micro_batch(
     those that are no expert's; `group_...`: the same of each group; by default these rows are all.
     """
     if not rows:
-        return filling()
+        return empty_micro_batch()
     assert len(rows) == len(keys)
-    counts = targets_of(rows) if rollout_tokens is None else rollout_tokens
-    sampled = sampled_of(rows) if rollout_sampled is None else rollout_sampled
-    of_group = targets_of(rows, "group_id") if group_tokens is None else group_tokens
-    of_group_sampled = sampled_of(rows, "group_id") if group_sampled is None else group_sampled
+    counts = target_counts(rows) if rollout_tokens is None else rollout_tokens
+    sampled = sampled_counts(rows) if rollout_sampled is None else rollout_sampled
+    of_group = target_counts(rows, "group_id") if group_tokens is None else group_tokens
+    of_group_sampled = sampled_counts(rows, "group_id") if group_sampled is None else group_sampled
     lengths = np.array([len(row) for row in rows], np.int64)
     kept = [np.flatnonzero(row.keep) for row in rows]
     starts = np.cumsum(lengths) - lengths
@@ -192,23 +192,23 @@ def micro_batch(
         turn_number=_joined([row.target_turns for row in rows]).astype(np.int64),
         rollout=np.repeat(_numbers_of([row.unit for row in rows]), each),
         group=np.repeat(_numbers_of([row.group_id for row in rows]), each),
-        mu=found["rollout_logprobs"],
+        rollout_logprobs=found["rollout_logprobs"],
         advantage=found["advantage"],
         reward=found["reward"],
         score=of_rows([row.score for row in rows], np.float32),
         temperature=found["temperature"],
         version=of_targets("policy_version").astype(np.int64),
-        expert=found["expert"],
+        demonstration=found["expert"],
         turn_tokens=np.bincount(turn)[turn].astype(np.float32) if len(turn) else _no_floats(),
         rollout_tokens=of_rows([counts[row.unit] for row in rows], np.float32),
         rollout_sampled=of_rows([sampled[row.unit] for row in rows], np.float32),
         group_tokens=of_rows([of_group[row.group_id] for row in rows], np.float32),
         group_sampled=of_rows([of_group_sampled[row.group_id] for row in rows], np.float32),
-        routes=_routes(rows),
+        expert_routing=_routes(rows),
     )
 
 
-def targets_of(rows: Sequence[Row], name: Unit = "unit") -> dict[str, int]:
+def target_counts(rows: Sequence[Row], name: Unit = "unit") -> dict[str, int]:
     """Targets of each rollout, or of each group."""
     counts: dict[str, int] = {}
     for row in rows:
@@ -217,12 +217,12 @@ def targets_of(rows: Sequence[Row], name: Unit = "unit") -> dict[str, int]:
     return counts
 
 
-def sampled_of(rows: Sequence[Row], name: Unit = "unit") -> dict[str, int]:
+def sampled_counts(rows: Sequence[Row], name: Unit = "unit") -> dict[str, int]:
     """Targets of each rollout, or of each group, that are no expert's."""
     counts: dict[str, int] = {}
     for row in rows:
         key = getattr(row, name)
-        counts[key] = counts.get(key, 0) + int((row.keep & ~row.expert).sum())
+        counts[key] = counts.get(key, 0) + int((row.keep & ~row.demonstration).sum())
     return counts
 
 
@@ -232,11 +232,11 @@ def _key(unit: str) -> int:
     return int.from_bytes(digest) >> 1
 
 
-def filling() -> MicroBatch:
+def empty_micro_batch() -> MicroBatch:
     """The smallest forward. Ranks that need fewer micro-batches run it, for the collectives."""
     longs = np.zeros(0, np.int64)
     floats = _no_floats()
-    none: dict[str, Any] = dict.fromkeys(OF_TARGETS, floats)
+    none: dict[str, Any] = dict.fromkeys(TARGET_FIELDS, floats)
     none |= dict.fromkeys(_NUMBERS, longs)
     return MicroBatch(
         **{
@@ -287,15 +287,15 @@ def _number_turns(rows: Sequence[Row], kept: Sequence[Longs]) -> Longs:
     return np.concatenate(parts)
 
 
-def _routes(rows: Sequence[Row]) -> Routes | None:
-    known = next((row.routes for row in rows if row.routes is not None), None)
+def _routes(rows: Sequence[Row]) -> ExpertRouting | None:
+    known = next((row.expert_routing for row in rows if row.expert_routing is not None), None)
     if known is None:
         return None
     return _joined(
         [
-            np.full((len(row), *known.shape[1:]), OPEN, known.dtype)
-            if row.routes is None
-            else row.routes
+            np.full((len(row), *known.shape[1:]), UNROUTED, known.dtype)
+            if row.expert_routing is None
+            else row.expert_routing
             for row in rows
         ]
     )

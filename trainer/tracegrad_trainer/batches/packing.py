@@ -12,7 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tracegrad_trainer.batches.micro_batch import MicroBatch, micro_batch, sampled_of, targets_of
+from tracegrad_trainer.batches.micro_batch import (
+    MicroBatch,
+    micro_batch,
+    sampled_counts,
+    target_counts,
+)
 from tracegrad_trainer.batches.rows import Row
 
 # Where attention costs as much as everything else: a row of this many tokens counts double.
@@ -21,12 +26,12 @@ _QUADRATIC_TOKENS = 8192
 _EXCHANGES = 64
 
 
-def cost(tokens: int) -> float:
+def row_cost(tokens: int) -> float:
     """Relative time of a row: linear layers, and attention that grows with its square."""
     return tokens + tokens * tokens / _QUADRATIC_TOKENS
 
 
-def plan(
+def plan_packing(
     lengths: Sequence[int], *, ranks: int, budget: int, pairs: Sequence[int] = ()
 ) -> list[list[list[int]]]:
     """Share rows out: [rank][micro-batch] -> row numbers; equally many micro-batches a rank.
@@ -46,7 +51,7 @@ def plan(
     """
     bundles = _bundles(len(lengths), pairs)
     tokens = [sum(lengths[i] for i in bundle) for bundle in bundles]
-    costs = [sum(cost(lengths[i]) for i in bundle) for bundle in bundles]
+    costs = [sum(row_cost(lengths[i]) for i in bundle) for bundle in bundles]
     for bundle, size in zip(bundles, tokens, strict=True):
         if size > budget:
             raise ValueError(_too_long(len(bundle), size, budget))
@@ -149,8 +154,8 @@ def pack(
         ValueError: a row, or the rows of a preference pair together, exceed the budget.
     """
     keys = range(len(rows)) if keys is None else keys
-    counts, sampled = targets_of(rows), sampled_of(rows)
-    of_group, of_group_sampled = targets_of(rows, "group_id"), sampled_of(rows, "group_id")
+    counts, sampled = target_counts(rows), sampled_counts(rows)
+    of_group, of_group_sampled = target_counts(rows, "group_id"), sampled_counts(rows, "group_id")
 
     def one(numbers: Sequence[int]) -> MicroBatch:
         return micro_batch(
@@ -162,7 +167,7 @@ def pack(
             group_sampled=of_group_sampled,
         )
 
-    shares = plan(
+    shares = plan_packing(
         [len(row) for row in rows], ranks=ranks, budget=budget, pairs=[row.pair for row in rows]
     )
     return [[one(numbers) for numbers in bins] for bins in shares]
@@ -180,7 +185,7 @@ def packing_stats(shares: Sequence[Sequence[MicroBatch]], *, budget: int) -> dic
     for at_once in zip(*shares, strict=True):
         lengths = [batch.row_lengths[batch.row_keys >= 0] for batch in at_once]
         tokens += sum(int(each.sum()) for each in lengths)
-        costs = [sum(map(cost, each.tolist())) for each in lengths]
+        costs = [sum(map(row_cost, each.tolist())) for each in lengths]
         busy += float(np.mean(costs))
         taken += max(costs)
     room = sum(len(bins) for bins in shares) * budget

@@ -20,20 +20,20 @@ from numpy.typing import NDArray
 
 from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.rows import CONTEXT, PER_TOKEN, Row
-from tracegrad_trainer.batches.select import GroupLike, Selection, select
-from tracegrad_trainer.batches.stats import of_rows, of_turns
-from tracegrad_trainer.losses.advantages import Scored
+from tracegrad_trainer.batches.select import GroupLike, TrainingSelection, select
+from tracegrad_trainer.batches.stats import row_stats, turn_stats
+from tracegrad_trainer.losses.advantages import RolloutRewards
 
 Pairing = Literal["best_worst", "all"]
 Side = Sequence[Row]  # of one rollout
 
 
-def ones(rollouts: Sequence[Scored]) -> list[NDArray[np.float64]]:
+def unit_advantages(rollouts: Sequence[RolloutRewards]) -> list[NDArray[np.float64]]:
     """Advantage 1 for every turn: what is imitated, not compared (`select(advantages=ones)`)."""
     return [np.ones(len(rollout.tokens)) for rollout in rollouts]
 
 
-def pairs_of(
+def preference_pairs(
     groups: Sequence[GroupLike],
     settings: BatchSettings,
     *,
@@ -42,7 +42,7 @@ def pairs_of(
     most: int = 8,
     failed_versions: Collection[int] = (),
     vocabulary: int | None = None,
-) -> Selection:
+) -> TrainingSelection:
     """Rows of preference pairs: equal `pair`, `label` 1 for the better side, -1 for the worse.
 
     `choose`: the best against the worst of each group, or all better against all worse, the
@@ -82,7 +82,7 @@ def _why_unpaired(
     return dict.fromkeys(map(_rollout, sides), reason) | dict.fromkeys(too_long, "over_long")
 
 
-def labels_of(
+def labelled_rows(
     groups: Sequence[GroupLike],
     settings: BatchSettings,
     *,
@@ -90,7 +90,7 @@ def labels_of(
     threshold: float | None = None,
     failed_versions: Collection[int] = (),
     vocabulary: int | None = None,
-) -> Selection:
+) -> TrainingSelection:
     """Rows with `label` 1 where the reward is above the threshold, else -1; all rows of a rollout
     together are one example.
 
@@ -119,7 +119,7 @@ def labels_of(
     return _used(chosen, rows, equal, {"chosen": labels.count(1), "rejected": labels.count(-1)})
 
 
-def mismatched(rows: Sequence[Row], *, limit: int) -> list[Row]:
+def mismatched_rows(rows: Sequence[Row], *, limit: int) -> list[Row]:
     """For KTO's z: each row's prompt with a later row's completion, which alone is kept.
 
     A completion is all from a row's first target on. Sorted by group, the rows are rotated by the
@@ -214,12 +214,12 @@ def _candidates(
     current_version: int,
     failed_versions: Collection[int],
     vocabulary: int | None,
-) -> Selection:
+) -> TrainingSelection:
     """Everything that may be compared, ties included: pairs decide about those."""
     return select(
         groups,
         settings.model_copy(update={"drop_equal_reward": False, "stale": "drop"}),
-        advantages=ones,
+        advantages=unit_advantages,
         current_version=current_version,
         failed_versions=failed_versions,
         vocabulary=vocabulary,
@@ -227,8 +227,11 @@ def _candidates(
 
 
 def _used(
-    chosen: Selection, rows: list[Row], reasons: Mapping[str, str], counts: Mapping[str, int]
-) -> Selection:
+    chosen: TrainingSelection,
+    rows: list[Row],
+    reasons: Mapping[str, str],
+    counts: Mapping[str, int],
+) -> TrainingSelection:
     """What of the candidates became `rows`; `reasons` of rollouts that did not."""
     trained = list(dict.fromkeys(turn_id for row in rows for turn_id in row.kept_turn_ids))
     used = set(trained)
@@ -240,15 +243,15 @@ def _used(
     }
     skipped = chosen.skipped | unused
     kept = {name: v for name, v in chosen.stats.items() if not name.startswith("skipped_")}
-    return Selection(
+    return TrainingSelection(
         rows=rows,
         trained=trained,
         skipped=skipped,
         rollouts=chosen.rollouts,
         stats={
             **kept,
-            **of_turns(len(trained) + len(skipped), skipped),
-            **of_rows(rows),
+            **turn_stats(len(trained) + len(skipped), skipped),
+            **row_stats(rows),
             **{name: float(n) for name, n in counts.items()},
         },
     )

@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from tracegrad.events import Turn
 from tracegrad.turn_tree import paths
-from tracegrad_trainer.batches.expert_routing import Layout, Routes, of_path
+from tracegrad_trainer.batches.expert_routing import ExpertRouting, RoutingLayout, routing_of_path
 from tracegrad_trainer.batches.turn_access import (
     Bools,
     Floats,
     Ints,
     RolloutLike,
-    credited,
-    ints,
-    is_expert,
+    as_int_array,
+    credited_rewards,
+    is_demonstration,
     temperature_of,
     with_ancestors,
 )
@@ -50,7 +50,7 @@ class Row:
     temperature: Floats  # 1 on context
     advantage: Floats  # 0 on context
     reward: Floats  # of turns: each at its last token; the rollout's is `score`
-    expert: Bools  # an expert's token, not sampled by a policy
+    demonstration: Bools  # an expert's token, not sampled by a policy
     rollout_id: str
     group_id: str
     turn_ids: tuple[str, ...]
@@ -61,13 +61,13 @@ class Row:
     position: Ints | None = None  # [T]; None: 0, 1, 2, ...
     previous: Ints | None = None  # [T] the token that t is predicted from; None: t - 1
     subtree_end: Ints | None = None  # [T]
-    routes: Routes | None = None  # [T, routers, k] experts it went to; -1: not known
+    expert_routing: ExpertRouting | None = None  # [T, routers, k] experts it went to; -1: not known
 
     def __post_init__(self) -> None:
         tokens = len(self.input_ids)
         for name in PER_TOKEN:
             assert getattr(self, name).shape == (tokens,), f"{name} must have one entry a token"
-        assert self.routes is None or len(self.routes) == tokens
+        assert self.expert_routing is None or len(self.expert_routing) == tokens
         assert tokens > 0
         assert len(self.turn_numbers) in (0, len(self.turn_ids))
         assert not self.loss_mask[0], "the first token has nothing to be predicted from"
@@ -120,7 +120,7 @@ CONTEXT = {"policy_version": -1, "turn_index": -1, "temperature": 1}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class RowSource:
     """A rollout, and what is known of its turns (by id) when rows are made of them."""
 
     rollout: RolloutLike
@@ -129,7 +129,7 @@ class Source:
     reward: Mapping[str, float]  # of turns
     skipped: Collection[str]
     places: Mapping[str, int]  # of turns in the rollout
-    layout: Layout | None = None  # of the routes that rows get; none: they get none
+    layout: RoutingLayout | None = None  # of the routes that rows get; none: they get none
 
     @classmethod
     def of(
@@ -138,24 +138,24 @@ class Source:
         group_id: str,
         advantages: Sequence[float] | NDArray[np.float64],
         skipped: Collection[str],
-        layout: Layout | None = None,
-    ) -> Source:
+        layout: RoutingLayout | None = None,
+    ) -> RowSource:
         values = zip(rollout.turns, advantages, strict=True)
         return cls(
             rollout=rollout,
             group_id=group_id,
             advantage={turn.turn_id: float(value) for turn, value in values},
-            reward=credited(rollout, skipped),
+            reward=credited_rewards(rollout, skipped),
             skipped=skipped,
             places={turn.turn_id: place for place, turn in enumerate(rollout.turns)},
             layout=layout,
         )
 
 
-class Draft:
+class RowDraft:
     """A row while its turns are written into it."""
 
-    def __init__(self, input_ids: Ints, source: Source) -> None:
+    def __init__(self, input_ids: Ints, source: RowSource) -> None:
         tokens = len(input_ids)
         self.source = source
         self.input_ids = input_ids
@@ -167,8 +167,8 @@ class Draft:
         self.temperature = np.ones(tokens, np.float32)
         self.advantage = np.zeros(tokens, np.float32)
         self.reward = np.zeros(tokens, np.float32)
-        self.expert = np.zeros(tokens, np.bool_)
-        self.routes: Routes | None = None
+        self.demonstration = np.zeros(tokens, np.bool_)
+        self.routes: ExpertRouting | None = None
         self.turn_ids: dict[str, int] = {}
 
     def write(self, turn: Turn, at: int, part: slice = slice(None)) -> None:
@@ -176,13 +176,13 @@ class Draft:
         if not turn.prompt_token_ids:
             return  # what its first token was predicted from is not known: all is context
         number = self.turn_ids.setdefault(turn.turn_id, len(self.turn_ids))
-        sampled = ints(turn.completion_token_ids)[part]
+        sampled = as_int_array(turn.completion_token_ids)[part]
         span = slice(at, at + len(sampled))
         assert np.array_equal(self.input_ids[span], sampled), "not on this path"
         self.loss_mask[span] = True
         self.turn_index[span] = number
-        if is_expert(turn):
-            self.expert[span] = True
+        if is_demonstration(turn):
+            self.demonstration[span] = True
         else:
             self.rollout_logprobs[span] = np.frombuffer(turn.completion_logprobs, np.float32)[part]
             self.policy_version[span] = _versions(turn)[part]
@@ -204,7 +204,7 @@ class Draft:
             turn_ids=tuple(self.turn_ids),
             turn_numbers=tuple(self.source.places[turn_id] for turn_id in self.turn_ids),
             score=self.source.rollout.reward,
-            routes=self.routes,
+            expert_routing=self.routes,
             **tree,  # type: ignore[arg-type]
         )
 
@@ -215,7 +215,7 @@ def rows_of(
     group_id: str,
     advantages: Sequence[float] | NDArray[np.float64],
     skipped: Collection[str] = (),
-    layout: Layout | None = None,
+    layout: RoutingLayout | None = None,
 ) -> list[Row]:
     """Rows of one rollout; `advantages` one a turn. Turns in `skipped` (ids) stay as context of
     turns that are trained. With a `layout` the rows have the routes that their turns have.
@@ -223,19 +223,19 @@ def rows_of(
     Every turn that is not skipped is trained in exactly one row: the first path that holds it.
     Branches without such a turn make no row, and a row ends with its last such turn.
     """
-    source = Source.of(rollout, group_id, advantages, skipped, layout)
+    source = RowSource.of(rollout, group_id, advantages, skipped, layout)
     return path_rows(with_ancestors(rollout.turns, skipped), source)
 
 
-def path_rows(turns: Sequence[Turn], source: Source) -> list[Row]:
+def path_rows(turns: Sequence[Turn], source: RowSource) -> list[Row]:
     """Rows of turns that are all trained, or continued by one that is."""
     owned: set[str] = set()
     rows = []
     for path in paths(turns):
         leaf = path[-1]
-        draft = Draft(ints(leaf.prompt_token_ids + leaf.completion_token_ids), source)
+        draft = RowDraft(as_int_array(leaf.prompt_token_ids + leaf.completion_token_ids), source)
         if source.layout is not None:
-            draft.routes = of_path(path, len(draft.input_ids), source.layout)
+            draft.routes = routing_of_path(path, len(draft.input_ids), source.layout)
         for turn in path:
             if turn.turn_id in owned:
                 continue

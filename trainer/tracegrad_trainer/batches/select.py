@@ -15,34 +15,34 @@ from numpy.typing import NDArray
 
 from tracegrad.events import Turn
 from tracegrad_trainer.batches.config import BatchSettings
-from tracegrad_trainer.batches.expert_routing import Layout
+from tracegrad_trainer.batches.expert_routing import RoutingLayout
 from tracegrad_trainer.batches.filters import length_reason, reasons_of, staleness_weights
-from tracegrad_trainer.batches.rows import Row, Source, path_rows
+from tracegrad_trainer.batches.rows import Row, RowSource, path_rows
 from tracegrad_trainer.batches.stats import (
-    of_advantages,
-    of_paths,
-    of_rewards,
-    of_routes,
-    of_rows,
-    of_states,
-    of_turns,
+    advantage_stats,
+    path_stats,
+    reward_stats,
+    routing_stats,
+    row_stats,
+    state_stats,
+    turn_stats,
 )
 from tracegrad_trainer.batches.tree_rows import tree_rows
 from tracegrad_trainer.batches.turn_access import (
     RolloutLike,
-    demonstrated,
-    is_expert,
-    state_of,
+    demonstration_outcomes,
+    is_demonstration,
+    state_before,
     turn_rewards,
     with_ancestors,
 )
-from tracegrad_trainer.losses.advantages import Scored
+from tracegrad_trainer.losses.advantages import RolloutRewards
 
 # An advantage this small is nothing but the rounding of a mean.
 _ROUNDING = 1e-9
 
 # All scored rollouts of a batch -> for each f64[K], one entry a turn
-AdvantageFunction = Callable[[Sequence[Scored]], Sequence[NDArray[np.float64]]]
+AdvantageFunction = Callable[[Sequence[RolloutRewards]], Sequence[NDArray[np.float64]]]
 
 
 class GroupLike(Protocol):
@@ -55,7 +55,7 @@ class GroupLike(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class TrainingSelection:
     """Rows to train on; `trained` and `skipped` (id -> reason) together hold every turn."""
 
     rows: list[Row]
@@ -64,7 +64,7 @@ class Selection:
     rollouts: list[str]
     stats: dict[str, float]
 
-    def without_rows(self, indices: Collection[int], reason: str) -> Selection:
+    def without_rows(self, indices: Collection[int], reason: str) -> TrainingSelection:
         """The selection after rows left the step (their numbers were not finite), each with the
         rows that it is paired with."""
         broken = {self.rows[i].pair for i in indices} - {-1}
@@ -90,8 +90,8 @@ def select(
     current_version: int,
     failed_versions: Collection[int] = (),
     vocabulary: int | None = None,
-    routes: Layout | None = None,
-) -> Selection:
+    routes: RoutingLayout | None = None,
+) -> TrainingSelection:
     """Filter turns and build the rows of a batch.
 
     Advantages come from all rollouts of a group, whatever the filters take away afterwards:
@@ -108,7 +108,7 @@ def select(
     rewards = _rewards([rollout for _, rollout in rollouts])
     advantage = advantages(
         [
-            scored(rollout, group=int(number), task=group.group_id)
+            rollout_rewards_of(rollout, group=int(number), task=group.group_id)
             for (group, rollout), number in zip(rollouts, numbers, strict=True)
         ]
     )
@@ -136,26 +136,26 @@ def select(
         skipped |= reasons
         if settings.stale == "weight":
             value = value * staleness_weights(rollout, settings, current_version)
-        source = Source.of(rollout, group.group_id, value, reasons, routes)
+        source = RowSource.of(rollout, group.group_id, value, reasons, routes)
         new, not_shared = _rows(source, settings)
         rows += new
         too_long += not_shared
         trained += [turn_id for row in new for turn_id in row.kept_turn_ids]
     every = [turn.turn_id for _, rollout in rollouts for turn in rollout.turns]
     assert sorted([*trained, *skipped]) == sorted(every), "each turn has one answer"
-    return Selection(
+    return TrainingSelection(
         rows=rows,
         trained=trained,
         skipped=skipped,
         rollouts=[rollout.rollout_id for _, rollout in rollouts],
         stats={
-            **of_rewards(rewards, numbers, equal),
-            **of_advantages(advantage),
-            **of_turns(len(every), skipped),
-            **of_states([turn for _, rollout in rollouts for turn in rollout.turns]),
-            **of_rows(rows),
-            **({} if routes is None else of_routes(rows)),
-            **of_paths(
+            **reward_stats(rewards, numbers, equal),
+            **advantage_stats(advantage),
+            **turn_stats(len(every), skipped),
+            **state_stats([turn for _, rollout in rollouts for turn in rollout.turns]),
+            **row_stats(rows),
+            **({} if routes is None else routing_stats(rows)),
+            **path_stats(
                 [rollout for _, rollout in rollouts],
                 skipped,
                 tokens=sum(map(len, rows)),
@@ -180,10 +180,10 @@ def _refuse_twice(groups: Sequence[GroupLike]) -> None:
                 seen[turn.turn_id] = group.group_id
 
 
-def scored(rollout: RolloutLike, *, group: int, task: str) -> Scored:
+def rollout_rewards_of(rollout: RolloutLike, *, group: int, task: str) -> RolloutRewards:
     numbers = {turn.turn_id: i for i, turn in enumerate(rollout.turns)}
     given = turn_rewards(rollout)
-    return Scored(
+    return RolloutRewards(
         rollout_id=rollout.rollout_id,
         task=task,
         agent=getattr(rollout, "agent", None) or "",
@@ -192,9 +192,9 @@ def scored(rollout: RolloutLike, *, group: int, task: str) -> Scored:
         turn_rewards=np.array([given.get(i, 0.0) for i in range(len(numbers))], np.float64),
         tokens=np.array([_sampled(turn) for turn in rollout.turns], np.int64),
         parents=np.array([numbers.get(t.parent_id or "", -1) for t in rollout.turns], np.int64),
-        states=[state_of(turn) for turn in rollout.turns],
-        deciding=getattr(rollout, "deciding_turn", None),
-        demonstrated=demonstrated(rollout.turns),
+        states=[state_before(turn) for turn in rollout.turns],
+        deciding_turn=getattr(rollout, "deciding_turn", None),
+        demonstrations=demonstration_outcomes(rollout.turns),
     )
 
 
@@ -203,15 +203,15 @@ def _imitated(rollout: RolloutLike, advantage: NDArray[np.float64]) -> set[str]:
     return {
         turn.turn_id
         for turn, value in zip(rollout.turns, advantage, strict=True)
-        if is_expert(turn) and value > _ROUNDING
+        if is_demonstration(turn) and value > _ROUNDING
     }
 
 
 def _sampled(turn: Turn) -> int:
-    return 0 if is_expert(turn) else len(turn.completion_token_ids)
+    return 0 if is_demonstration(turn) else len(turn.completion_token_ids)
 
 
-def _rows(source: Source, settings: BatchSettings) -> tuple[list[Row], int]:
+def _rows(source: RowSource, settings: BatchSettings) -> tuple[list[Row], int]:
     """Rows of a rollout, and how many of its trees were too long to be one."""
     if settings.shared_prefix == "tree":
         return tree_rows(source, limit=settings.row_limit)

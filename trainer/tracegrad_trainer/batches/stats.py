@@ -10,14 +10,19 @@ from numpy.typing import NDArray
 
 from tracegrad.events import Turn
 from tracegrad.turn_tree import paths
-from tracegrad_trainer.batches.expert_routing import known
+from tracegrad_trainer.batches.expert_routing import known_tokens
 from tracegrad_trainer.batches.rows import Row
-from tracegrad_trainer.batches.turn_access import RolloutLike, is_expert, length_of, with_ancestors
+from tracegrad_trainer.batches.turn_access import (
+    RolloutLike,
+    is_demonstration,
+    length_of,
+    with_ancestors,
+)
 
 Numbers = NDArray[np.float64]
 
 
-def of_rewards(
+def reward_stats(
     rewards: Numbers, group: NDArray[np.int64], equal: Sequence[bool]
 ) -> dict[str, float]:
     """`group_spread`: mean over the groups of the deviation of rewards within one."""
@@ -32,12 +37,12 @@ def of_rewards(
     }
 
 
-def of_advantages(advantage: Sequence[Numbers]) -> dict[str, float]:
+def advantage_stats(advantage: Sequence[Numbers]) -> dict[str, float]:
     values = np.abs(np.concatenate([*advantage, np.zeros(0)]))
     return {"advantage_abs_mean": float(values.mean()) if len(values) else 0.0}
 
 
-def of_turns(turns: int, skipped: Mapping[str, str]) -> dict[str, float]:
+def turn_stats(turns: int, skipped: Mapping[str, str]) -> dict[str, float]:
     """`skipped_REASON` counts turns; only reasons that occur are there."""
     return {
         "turns": float(turns),
@@ -46,9 +51,9 @@ def of_turns(turns: int, skipped: Mapping[str, str]) -> dict[str, float]:
     }
 
 
-def of_states(turns: Sequence[Turn]) -> dict[str, float]:
+def state_stats(turns: Sequence[Turn]) -> dict[str, float]:
     """By what the state is known that each sampled turn began in."""
-    sampled = [turn for turn in turns if not is_expert(turn)]
+    sampled = [turn for turn in turns if not is_demonstration(turn)]
     given = sum(turn.state_key is not None for turn in sampled)
     seen = sum(turn.state_key is None and turn.observation is not None for turn in sampled)
     return {
@@ -58,7 +63,7 @@ def of_states(turns: Sequence[Turn]) -> dict[str, float]:
     }
 
 
-def of_rows(rows: Sequence[Row]) -> dict[str, float]:
+def row_stats(rows: Sequence[Row]) -> dict[str, float]:
     """`target_share`: of the tokens that are computed, those that are trained."""
     tokens = sum(len(row) for row in rows)
     targets = sum(int(np.count_nonzero(row.keep)) for row in rows)
@@ -72,14 +77,16 @@ def of_rows(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def of_routes(rows: Sequence[Row]) -> dict[str, float]:
+def routing_stats(rows: Sequence[Row]) -> dict[str, float]:
     """`routes_known_share`: of the tokens that are computed, those whose experts the serving
     engine told. A row's last token is never among them, nor is it used."""
     tokens = sum(len(row) for row in rows)
-    return {"routes_known_share": sum(known(row.routes) for row in rows) / max(tokens, 1)}
+    return {
+        "routes_known_share": sum(known_tokens(row.expert_routing) for row in rows) / max(tokens, 1)
+    }
 
 
-def of_paths(
+def path_stats(
     rollouts: Sequence[RolloutLike], skipped: Collection[str], *, tokens: int, too_long: int
 ) -> dict[str, float]:
     """`paths` lead to the last trained turns; `forks` are those beyond a rollout's first.

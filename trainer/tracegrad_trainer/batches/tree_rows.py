@@ -19,9 +19,14 @@ import numpy as np
 
 from tracegrad.events import Turn
 from tracegrad.turn_tree import paths
-from tracegrad_trainer.batches.expert_routing import Layout, Routes, by_length, of_turn
-from tracegrad_trainer.batches.rows import Draft, Row, Source, path_rows
-from tracegrad_trainer.batches.turn_access import Ints, ints, length_of, with_ancestors
+from tracegrad_trainer.batches.expert_routing import (
+    ExpertRouting,
+    RoutingLayout,
+    in_write_order,
+    routing_of_turn,
+)
+from tracegrad_trainer.batches.rows import Row, RowDraft, RowSource, path_rows
+from tracegrad_trainer.batches.turn_access import Ints, as_int_array, length_of, with_ancestors
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +65,7 @@ class _Node:
         return above
 
 
-def tree_rows(source: Source, *, limit: int) -> tuple[list[Row], int]:
+def tree_rows(source: RowSource, *, limit: int) -> tuple[list[Row], int]:
     """Rows of a rollout: one for each of its trees, and how many trees were too long for that.
 
     Turns without a common beginning are trees of their own. One that never forks is a plain
@@ -107,7 +112,10 @@ def _trees(turns: Sequence[Turn]) -> list[tuple[_Node, _Ends]]:
 
 def _insert(turn: Turn, start: _Node) -> _Node:
     """Adds what of the turn is not there yet, below `start`; -> the node that it ends with."""
-    prompt, completion = ints(turn.prompt_token_ids), ints(turn.completion_token_ids)
+    prompt, completion = (
+        as_int_array(turn.prompt_token_ids),
+        as_int_array(turn.completion_token_ids),
+    )
     node, used = _longest_match(start, prompt)
     if used < len(node.ids):
         node = node.split(used)
@@ -156,8 +164,8 @@ def _laid_out(top: _Node) -> list[_Node]:
     return nodes
 
 
-def _row(nodes: Sequence[_Node], ends: _Ends, source: Source) -> Row:
-    draft = Draft(np.concatenate([node.ids for node in nodes]), source)
+def _row(nodes: Sequence[_Node], ends: _Ends, source: RowSource) -> Row:
+    draft = RowDraft(np.concatenate([node.ids for node in nodes]), source)
     tokens = len(draft.input_ids)
     if source.layout is not None:
         draft.routes = _routes(ends, tokens, source.layout)
@@ -180,19 +188,19 @@ def _row(nodes: Sequence[_Node], ends: _Ends, source: Source) -> Row:
     return draft.row(position=position, previous=previous, subtree_end=subtree_end)
 
 
-def _routes(ends: _Ends, tokens: int, layout: Layout) -> Routes | None:
+def _routes(ends: _Ends, tokens: int, layout: RoutingLayout) -> ExpertRouting | None:
     """As `routes.of_path`, over all of a tree's branches."""
     node_of = {turn.turn_id: node for turn, node in ends}
-    routes: Routes | None = None
-    for turn in by_length(turn for turn, _ in ends):
-        if (told := of_turn(turn, layout)) is None:
+    routes: ExpertRouting | None = None
+    for turn in in_write_order(turn for turn, _ in ends):
+        if (told := routing_of_turn(turn, layout)) is None:
             continue
-        routes = layout.none(tokens) if routes is None else routes
+        routes = layout.unknown(tokens) if routes is None else routes
         node: _Node | None = node_of[turn.turn_id]
         while node is not None and node.depth_end > told.start:
             first, last = max(node.depth, told.start), min(node.depth_end, told.stop)
             if first < last:
                 at = slice(node.start + first - node.depth, node.start + last - node.depth)
-                routes[at] = told.routes[first - told.start : last - told.start]
+                routes[at] = told.experts[first - told.start : last - told.start]
             node = node.parent
     return routes

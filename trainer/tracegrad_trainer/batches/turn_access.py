@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.events import Turn
-from tracegrad_trainer.losses.advantages import Demonstrated
+from tracegrad_trainer.losses.advantages import DemonstrationOutcome
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -33,18 +33,18 @@ class RolloutLike(Protocol):
     def turns(self) -> Sequence[Turn]: ...
 
 
-def is_expert(turn: Turn) -> bool:
+def is_demonstration(turn: Turn) -> bool:
     """Whether an expert wrote the turn: no policy sampled it, whatever is recorded with it."""
     return turn.sampling.get("source") == "expert"
 
 
 def temperature_of(turn: Turn) -> float:
     """The temperature the turn was sampled at; an engine's default is 1, an expert's is 1."""
-    value = None if is_expert(turn) else turn.sampling.get("temperature")
+    value = None if is_demonstration(turn) else turn.sampling.get("temperature")
     return 1.0 if value is None else float(value)
 
 
-def ints(values: array[int]) -> Ints:
+def as_int_array(values: array[int]) -> Ints:
     """A view, not a copy."""
     return np.frombuffer(values, np.int32) if len(values) else np.zeros(0, np.int32)
 
@@ -62,7 +62,7 @@ def turn_rewards(rollout: RolloutLike) -> Mapping[int, float]:
     return given
 
 
-def demonstrated(turns: Sequence[Turn]) -> dict[int, Demonstrated]:
+def demonstration_outcomes(turns: Sequence[Turn]) -> dict[int, DemonstrationOutcome]:
     """Of an expert's turns, by index, what the expert's own attempt came to.
 
     `sampling` says it (`reward`, and `distance` in turns to the expert's deciding one). Where it
@@ -71,7 +71,7 @@ def demonstrated(turns: Sequence[Turn]) -> dict[int, Demonstrated]:
     Raises:
         ValueError: one of the two is not a finite number, or a distance below 0.
     """
-    experts = [index for index, turn in enumerate(turns) if is_expert(turn)]
+    experts = [index for index, turn in enumerate(turns) if is_demonstration(turn)]
     found = {}
     for index in experts:
         told = turns[index].sampling
@@ -85,28 +85,28 @@ def demonstrated(turns: Sequence[Turn]) -> dict[int, Demonstrated]:
                 f"sampling.distance of expert turn {turns[index].turn_id}: {distance!r}; write how"
                 " many turns there are to the expert's deciding one"
             )
-        found[index] = Demonstrated(float(reward), distance)
+        found[index] = DemonstrationOutcome(float(reward), distance)
     return found
 
 
-def state_of(turn: Turn) -> bytes | None:
+def state_before(turn: Turn) -> bytes | None:
     """The environment's state before the turn: the key that was given, else what was observed
     last. None: neither is known, or an expert wrote the turn."""
-    if is_expert(turn):
+    if is_demonstration(turn):
         return None
     if turn.state_key is not None:
         return b"given " + turn.state_key.encode("utf-8", "surrogatepass")
     return None if turn.observation is None else b"observed " + turn.observation.encode()
 
 
-class Digests(NamedTuple):
+class TokenDigests(NamedTuple):
     """Equal tokens have equal ones."""
 
     prompt: bytes
     whole: bytes  # the prompt and the completion
 
 
-def digests_of(turns: Sequence[Turn]) -> list[Digests]:
+def token_digests(turns: Sequence[Turn]) -> list[TokenDigests]:
     """One a turn. Where the turn that it continues came before it, only what is new is read: a
     conversation is hashed once, not once a turn."""
     known: dict[str, tuple[hashlib.blake2b, int]] = {}
@@ -114,11 +114,11 @@ def digests_of(turns: Sequence[Turn]) -> list[Digests]:
     for turn in turns:
         before, read = known.get(turn.parent_id or "", (hashlib.blake2b(digest_size=16), 0))
         prompt = before.copy()
-        prompt.update(ints(turn.prompt_token_ids)[read:].data)
+        prompt.update(as_int_array(turn.prompt_token_ids)[read:].data)
         whole = prompt.copy()
-        whole.update(ints(turn.completion_token_ids).data)
+        whole.update(as_int_array(turn.completion_token_ids).data)
         known[turn.turn_id] = (whole, length_of(turn))
-        made.append(Digests(prompt.digest(), whole.digest()))
+        made.append(TokenDigests(prompt.digest(), whole.digest()))
     return made
 
 
@@ -134,7 +134,7 @@ def with_ancestors(turns: Sequence[Turn], skipped: Collection[str]) -> list[Turn
     return [turn for turn in turns if turn.turn_id in needed]
 
 
-def credited(rollout: RolloutLike, skipped: Collection[str]) -> dict[str, float]:
+def credited_rewards(rollout: RolloutLike, skipped: Collection[str]) -> dict[str, float]:
     """Turn rewards by turn id. A skipped turn's go to the nearest turn of the rollout before it
     that is trained: a filter takes a turn away, not what its predecessors led to."""
     found: dict[str, float] = {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from tracegrad.private_files import keep_private
+from tracegrad.private_files import set_private_umask
 from tracegrad_trainer.cli.sft import sft
 
 if TYPE_CHECKING:  # `trainer status` need not wait for pydantic
@@ -71,13 +71,13 @@ def status(
     tags = _resolved(state_dir).get("data", {}).get("tags", {})
     try:
         with Store.open(store or _store_url(state_dir), create=False) as opened:
-            found = reading.status(opened, state_dir, tags=tags)
+            found = reading.collect_status(opened, state_dir, tags=tags)
     except (StoreError, ValueError) as error:
         _fail(f"trainer status: {error}")
     if as_json:
         print_json(found.as_json())
     else:
-        print_report(render_status.render(found), Console())
+        print_report(render_status.render_status(found), Console())
 
 
 @app.command()
@@ -97,7 +97,7 @@ def step(
     if dry:
         from tracegrad_trainer.cli import dry_run
 
-        raise typer.Exit(dry_run.show(settings, Console(), as_json))
+        raise typer.Exit(dry_run.show_dry_run(settings, Console(), as_json))
     from tracegrad_trainer.cli import step as stepping
 
     raise typer.Exit(stepping.step(settings, steps, Console(stderr=as_json), as_json=as_json))
@@ -121,7 +121,7 @@ def export(
     from tracegrad_trainer.cli import export as exporting
 
     settings = _settings(config, _flags(model, state_dir, sets), command="export")
-    request = exporting.Request(
+    request = exporting.ExportRequest(
         out=out, step=step, dtype=dtype, merged=merged, shard_size=shard_size
     )
     raise typer.Exit(exporting.export(settings, request, Console()))
@@ -152,19 +152,19 @@ def replay(
 ) -> None:
     """Run a recorded step again: are the numbers the same, and what would others be?"""
     from tracegrad_trainer.cli import replay as replay_command
-    from tracegrad_trainer.replay.replay import Asked
+    from tracegrad_trainer.replay.replay import ReplayRequest
 
-    asked = Asked(
-        step=step, checkpoint=checkpoint, model=model, preset=preset, sets=tuple(sets or ())
+    asked = ReplayRequest(
+        step=step, checkpoint=checkpoint, model=model, preset=preset, overrides=tuple(sets or ())
     )
-    request = replay_command.Request(
+    request = replay_command.ReplayOptions(
         store=store or _store_url(state_dir),
         state_dir=state_dir.resolve(),
-        asked=asked,
+        request=asked,
         turns=top or 20 if turns and not asked.other else top,
         as_json=as_json,
     )
-    run = replay_command.show_list if listing else replay_command.show
+    run = replay_command.show_candidates if listing else replay_command.show_replay
     raise typer.Exit(run(request, Console()))
 
 
@@ -175,10 +175,10 @@ def _flags(model: Path | None, state_dir: Path | None, sets: list[str] | None) -
 
 
 def _settings(config: Path | None, sets: list[str], command: str = "serve") -> TrainerSettings:
-    from tracegrad_trainer.config.trainer import load
+    from tracegrad_trainer.config.trainer import load_settings
 
     try:
-        return load(config, sets)
+        return load_settings(config, sets)
     except ValueError as error:
         _fail(f"trainer {command}: {error}")
 
@@ -212,7 +212,7 @@ app.command("sft")(sft)
 
 
 def main() -> None:
-    keep_private()
+    set_private_umask()
     # Ctrl-C during the seconds of imports, before anything runs, ends us without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Parts of one's own lie where the command is run, as `python -m` finds them; behind all else,

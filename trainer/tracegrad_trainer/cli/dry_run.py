@@ -10,18 +10,24 @@ from rich.console import Console, RenderableType
 from rich.console import Group as Lines
 from rich.text import Text
 
-from tracegrad.store import Store, StoreError, WaitingTask
-from tracegrad_trainer.cli.render_status import ago
+from tracegrad.store import IncompleteGroup, Store, StoreError
+from tracegrad_trainer.cli.render_status import format_age
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.rl.dry_run import GroupPlan, Load, Plan, plan_step
-from tracegrad_trainer.utils.console import PlainTable, many, print_json, print_report, table
+from tracegrad_trainer.rl.dry_run import GroupPlan, MicroBatchLoad, StepPlan, plan_step
+from tracegrad_trainer.utils.console import (
+    PlainTable,
+    format_count,
+    plain_table,
+    print_json,
+    print_report,
+)
 
 WOULD_TRAIN, NOTHING, BAD_USAGE = 0, 3, 2
-MOST = 20  # lines of a table
-MOST_REWARDS = 8
+MAX_GROUPS_SHOWN = 20  # lines of a table
+MAX_REWARDS_SHOWN = 8
 
 
-def show(settings: TrainerSettings, console: Console, as_json: bool) -> int:
+def show_dry_run(settings: TrainerSettings, console: Console, as_json: bool) -> int:
     """0: the next step would train something; 3: nothing (as `trainer step` ends); 2: a wrong
     setting or a store that is no use, in one line."""
     try:
@@ -33,11 +39,11 @@ def show(settings: TrainerSettings, console: Console, as_json: bool) -> int:
     if as_json:
         print_json(asdict(plan))
     else:
-        print_report(render(plan), console)
+        print_report(render_plan(plan), console)
     return WOULD_TRAIN if plan.trained else NOTHING
 
 
-def render(plan: Plan) -> RenderableType:
+def render_plan(plan: StepPlan) -> RenderableType:
     parts: list[RenderableType] = [_headline(plan)]
     if plan.note is not None:
         parts.append(Text(f"note: {plan.note}", style="yellow"))
@@ -60,7 +66,7 @@ def render(plan: Plan) -> RenderableType:
     return Lines(*parts)
 
 
-def _headline(plan: Plan) -> Text:
+def _headline(plan: StepPlan) -> Text:
     if not plan.trained:
         what = "nothing to train" if not plan.groups else "nothing of what is ready can be trained"
         return Text(f"step {plan.step}: {what}", style="bold yellow")
@@ -69,16 +75,16 @@ def _headline(plan: Plan) -> Text:
     few = f" (of {plan.wanted} wanted)" if len(plan.groups) < plan.wanted else ""
     more = f"; {plan.more} more {'is' if plan.more == 1 else 'are'} ready" if plan.more else ""
     return text.append(
-        f" on version {plan.version}: {many(len(plan.groups), 'group')}{few},"
-        f" {many(plan.trained, 'turn')}, {plan.tokens} tokens, {targets} of them trained{more}",
+        f" on version {plan.version}: {format_count(len(plan.groups), 'group')}{few},"
+        f" {format_count(plan.trained, 'turn')}, {plan.tokens} tokens, {targets} of them trained{more}",
         style="not bold",
     )
 
 
 def _groups(groups: Sequence[GroupPlan]) -> PlainTable:
     columns = ("group", "rewards", "advantage", "turns", "rows", "tokens", "not trained")
-    shown = table(*columns, words=("rewards", "not trained"))
-    for group in groups[:MOST]:
+    shown = plain_table(*columns, words=("rewards", "not trained"))
+    for group in groups[:MAX_GROUPS_SHOWN]:
         least_greatest = group.advantages
         shown.add_row(
             group.group_id,
@@ -94,15 +100,15 @@ def _groups(groups: Sequence[GroupPlan]) -> PlainTable:
 
 
 def _rewards(rewards: Sequence[float]) -> str:
-    shown = " ".join(f"{value:.3g}" for value in rewards[:MOST_REWARDS])
-    rest = len(rewards) - MOST_REWARDS
+    shown = " ".join(f"{value:.3g}" for value in rewards[:MAX_REWARDS_SHOWN])
+    rest = len(rewards) - MAX_REWARDS_SHOWN
     return f"{shown} +{rest}" if rest > 0 else shown
 
 
-def _loads(loads: Sequence[Load], budget: int) -> PlainTable:
-    shown = table("rank", "micro-batch", "rows", "tokens", "trained", "fill")
+def _loads(loads: Sequence[MicroBatchLoad], budget: int) -> PlainTable:
+    shown = plain_table("rank", "micro-batch", "rows", "tokens", "trained", "fill")
     number: dict[int, int] = {}
-    for load in loads[:MOST]:
+    for load in loads[:MAX_GROUPS_SHOWN]:
         number[load.rank] = number.get(load.rank, 0) + 1
         cells = (load.rank, number[load.rank], load.rows, load.tokens, load.targets)
         shown.add_row(*map(str, cells), f"{load.fill:.0%} of {budget}")
@@ -125,7 +131,7 @@ def _states(stats: Mapping[str, float]) -> Text:
         int(stats[f"states_{known}"]) for known in ("given", "observed", "unknown")
     )
     return Text(
-        f"turns are compared among equal states: {many(given, 'state')} named by the agent, {seen}"
+        f"turns are compared among equal states: {format_count(given, 'state')} named by the agent, {seen}"
         f" by what was observed last, {unknown} unknown"
         + (" (such turns have their rollout's advantage alone)" if unknown else ""),
         style="yellow" if unknown else "",
@@ -133,21 +139,21 @@ def _states(stats: Mapping[str, float]) -> Text:
 
 
 def _reasons(skipped: Mapping[str, int], passed: Mapping[str, int]) -> PlainTable:
-    shown = table("turns that would not be trained", "here", "passed over")
+    shown = plain_table("turns that would not be trained", "here", "passed over")
     for why in sorted(skipped.keys() | passed.keys()):
         shown.add_row(why, str(skipped.get(why, 0)), str(passed.get(why, 0)))
     return shown
 
 
-def _waiting(waiting: Sequence[WaitingTask]) -> PlainTable:
-    shown = table("task that lacks rollouts", "ready", "open", "no reward", "for")
-    for task in waiting[:MOST]:
+def _waiting(waiting: Sequence[IncompleteGroup]) -> PlainTable:
+    shown = plain_table("task that lacks rollouts", "ready", "open", "no reward", "for")
+    for task in waiting[:MAX_GROUPS_SHOWN]:
         cells = (len(task.ready), task.open, task.no_reward)
-        shown.add_row(task.task_id, *map(str, cells), ago(task.since))
+        shown.add_row(task.task_id, *map(str, cells), format_age(task.since))
     return _with_rest(shown, len(waiting))
 
 
 def _with_rest(shown: PlainTable, total: int) -> PlainTable:
-    if total > MOST:
-        shown.add_row(f"… and {total - MOST} more", style="dim")
+    if total > MAX_GROUPS_SHOWN:
+        shown.add_row(f"… and {total - MAX_GROUPS_SHOWN} more", style="dim")
     return shown

@@ -16,22 +16,26 @@ from rich.console import Console
 from rich.text import Text
 from torch import nn
 
-from tracegrad.store import History, Store, StoreError, StoreMissing
+from tracegrad.store import StepHistory, Store, StoreError, StoreMissing
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.engine import CheckpointError, build_model, checkpoints
-from tracegrad_trainer.engine.checkpoint.hf_export import copy_companions
-from tracegrad_trainer.engine.checkpoint.manifest import may_exist, step_of
+from tracegrad_trainer.engine import CheckpointError, build_model, list_checkpoints
+from tracegrad_trainer.engine.checkpoint.hf_export import copy_tokenizer_files
+from tracegrad_trainer.engine.checkpoint.manifest import checkpoint_step, may_exist
 from tracegrad_trainer.engine.checkpoint.save_load import load_weights
 from tracegrad_trainer.engine.model import lora
 from tracegrad_trainer.launch import output_dir
-from tracegrad_trainer.rl.committed_checkpoint import Committed, checkpoint_of, resume_checkpoint
+from tracegrad_trainer.rl.committed_checkpoint import (
+    CommittedCheckpoint,
+    committed_checkpoint_of,
+    resume_checkpoint,
+)
 from tracegrad_trainer.utils.quiet import no_progress_bars
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ExportRequest:
     out: Path
     step: int | None = None  # None: the last committed one
     dtype: str = "bfloat16"
@@ -43,10 +47,10 @@ class ExportError(RuntimeError):
     """Why nothing was written, in one line."""
 
 
-def export(settings: TrainerSettings, request: Request, console: Console) -> int:
+def export(settings: TrainerSettings, request: ExportRequest, console: Console) -> int:
     try:
         with no_progress_bars():  # what is said is the line below
-            step = write(settings, request)
+            step = write_export(settings, request)
     except (ExportError, CheckpointError, StoreError, ValueError, OSError) as error:
         console.print(Text(f"trainer export: {error}", style="red"), soft_wrap=True)
         return 1
@@ -55,7 +59,7 @@ def export(settings: TrainerSettings, request: Request, console: Console) -> int
     return 0
 
 
-def write(settings: TrainerSettings, request: Request) -> int:
+def write_export(settings: TrainerSettings, request: ExportRequest) -> int:
     """Writes `request.out` whole or not at all -> the step whose weights they are.
 
     Raises:
@@ -66,22 +70,22 @@ def write(settings: TrainerSettings, request: Request) -> int:
         raise ExportError(f"--dtype {request.dtype}: use one of {', '.join(DTYPES)}")
     if request.merged and settings.fsdp.lora is None:
         raise ExportError("--merged: the model is trained without LoRA, so there is no adapter")
-    output_dir.check(request.out, (settings.model, settings.reference_folder))
+    output_dir.check_output_dir(request.out, (settings.model, settings.reference_folder))
     committed = checkpoint_to_export(settings, request.step)
-    model = weights_of(settings, committed.folder, digest=committed.digest)
+    model = load_checkpoint_model(settings, committed.folder, digest=committed.digest)
     dtype = getattr(torch, request.dtype)
     out = request.out.resolve()
     if settings.fsdp.lora is not None and not request.merged:
         lora.save_adapter(model, out, dtype)
-        copy_companions(settings.model, out)
+        copy_tokenizer_files(settings.model, out)
         return committed.step
     if settings.fsdp.lora is not None:
-        merge(model)
+        merge_adapters(model)
     _write_whole(model, settings.model, out, dtype, request.shard_size)
     return committed.step
 
 
-def checkpoint_to_export(settings: TrainerSettings, step: int | None) -> Committed:
+def checkpoint_to_export(settings: TrainerSettings, step: int | None) -> CommittedCheckpoint:
     """Raises ExportError, CheckpointError: there is none, or it is not the committed one."""
     try:
         with Store.open(settings.proxy.store, create=False) as store:
@@ -95,14 +99,14 @@ def checkpoint_to_export(settings: TrainerSettings, step: int | None) -> Committ
         folder = settings.checkpoints / f"step-{step:08d}"  # all that there is to go by
         if not folder.exists():
             raise ExportError(_no_such(settings, step)) from None
-        return Committed(step, folder, None)
+        return CommittedCheckpoint(step, folder, None)
     if found is None:
         raise ExportError("no step was taken yet: the weights are those of the model folder")
     return found
 
 
-def _of_step(store: Store, settings: TrainerSettings, step: int) -> Committed:
-    record = History(store).step(step)
+def _of_step(store: Store, settings: TrainerSettings, step: int) -> CommittedCheckpoint:
+    record = StepHistory(store).step(step)
     if record is None:
         raise ExportError(_no_such(settings, step))
     assert record.checkpoint is not None, "every step has one"
@@ -111,11 +115,11 @@ def _of_step(store: Store, settings: TrainerSettings, step: int) -> Committed:
         for folder in (settings.checkpoints / f"step-{step:08d}", Path(record.checkpoint))
     ):
         raise ExportError(_no_such(settings, step))
-    return checkpoint_of(record, settings.checkpoints)
+    return committed_checkpoint_of(record, settings.checkpoints)
 
 
 def _no_such(settings: TrainerSettings, step: int) -> str:
-    there = [step_of(one) for one in checkpoints(settings.checkpoints)]
+    there = [checkpoint_step(one) for one in list_checkpoints(settings.checkpoints)]
     if step in there:
         return f"--step {step}: the checkpoint in {settings.checkpoints} was never committed"
     return (
@@ -124,7 +128,9 @@ def _no_such(settings: TrainerSettings, step: int) -> str:
     )
 
 
-def weights_of(settings: TrainerSettings, folder: Path, *, digest: str | None = None) -> nn.Module:
+def load_checkpoint_model(
+    settings: TrainerSettings, folder: Path, *, digest: str | None = None
+) -> nn.Module:
     """The model of a checkpoint in the host's memory; a value head is left out. `digest`: what
     its manifest's must be."""
     here = settings.fsdp.model_copy(update={"device": "cpu", "attention": "sdpa"})
@@ -135,7 +141,7 @@ def weights_of(settings: TrainerSettings, folder: Path, *, digest: str | None = 
     return model
 
 
-def merge(model: nn.Module) -> None:
+def merge_adapters(model: nn.Module) -> None:
     """The adapters into the weights beside them, in place; then they are gone."""
     merged = {name: tensor.clone() for name, tensor in lora.merged_tensors(model)}
     for name, module in list(model.named_modules()):
@@ -162,7 +168,7 @@ def _write_whole(
     model.to(dtype)
     model.config.dtype = dtype
     model.save_pretrained(partial, max_shard_size=shard_size)
-    copy_companions(companions, partial)
+    copy_tokenizer_files(companions, partial)
     if out.exists():
         shutil.rmtree(out)
     os.replace(partial, out)

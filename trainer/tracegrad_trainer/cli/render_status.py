@@ -10,28 +10,28 @@ from rich.text import Text
 
 from tracegrad.events import Json
 from tracegrad.store import StepRecord
-from tracegrad_trainer.cli.status import Status
-from tracegrad_trainer.metrics.reading import gap_known, turns_of
-from tracegrad_trainer.utils.console import PlainTable, many, table
+from tracegrad_trainer.cli.status import RunStatus
+from tracegrad_trainer.metrics.reading import has_gap, trained_turns
+from tracegrad_trainer.utils.console import PlainTable, format_count, plain_table
 
 # What the trainer's log says in full: see `StepResult.mismatch`.
 MISMATCH = " TOO LARGE: serving and training engine disagree (ranks.log)"
 
 
-def step_line(step: StepRecord) -> str:
+def format_step_line(step: StepRecord) -> str:
     """`step 7 → version 7 · reward 0.61 · 128 rollouts, 241 turns trained · gap 3.1e-06 · …`"""
     m = step.metrics
     parts = [
         f"step {step.step} → version {step.version}",
         f"reward {m.get('reward_mean', 0):.2f}",
-        f"{m.get('rollouts', 0):.0f} rollouts, {turns_of(m)} turns trained",
-        f"gap {m['gap_max']:.1e}{MISMATCH if m.get('mismatch') else ''}" if gap_known(m) else "",
-        shares(m.get("seconds", {})),
+        f"{m.get('rollouts', 0):.0f} rollouts, {trained_turns(m)} turns trained",
+        f"gap {m['gap_max']:.1e}{MISMATCH if m.get('mismatch') else ''}" if has_gap(m) else "",
+        format_time_shares(m.get("seconds", {})),
     ]
     return " · ".join(part for part in parts if part)
 
 
-def shares(seconds: Mapping[str, float]) -> str:
+def format_time_shares(seconds: Mapping[str, float]) -> str:
     """`5.9 s (wait 81%, train 12%, push 5%)`: where the time went, largest first."""
     total = sum(seconds.values())
     if not total:
@@ -41,7 +41,7 @@ def shares(seconds: Mapping[str, float]) -> str:
     return f"{total:.1f} s ({text})"
 
 
-def render(status: Status) -> RenderableType:
+def render_status(status: RunStatus) -> RenderableType:
     """`trainer status` for a terminal."""
     parts: list[RenderableType] = [_headline(status), _facts(status)]
     if status.not_trained:
@@ -51,15 +51,15 @@ def render(status: Status) -> RenderableType:
     return Group(*parts)
 
 
-def _headline(status: Status) -> Text:
+def _headline(status: RunStatus) -> Text:
     if not status.processes:
         return Text("not running; this is what the store holds", style="yellow")
-    since = ago(status.since) if status.since is not None else ""
+    since = format_age(status.since) if status.since is not None else ""
     line = Text(f"{status.stage}", style="bold green" if status.stage == "serving" else "bold")
     return line.append(f" at {status.url}  (for {since}; {status.doing})", style="default")
 
 
-def _facts(status: Status) -> PlainTable:
+def _facts(status: RunStatus) -> PlainTable:
     shown = PlainTable(header=False)
     version = "none served yet" if status.version is None else str(status.version)
     if status.failed_versions:
@@ -69,7 +69,9 @@ def _facts(status: Status) -> PlainTable:
         told = f"{gap['mean']:.1e} on average, {gap['max']:.1e} at most"
         shown.add_row("gap after push", f"{told} (nats, served against trained)")
     shown.add_row("turns captured", str(status.turns_captured))
-    shown.add_row("turns trained", f"{status.turns_trained}  in {many(status.steps_total, 'step')}")
+    shown.add_row(
+        "turns trained", f"{status.turns_trained}  in {format_count(status.steps_total, 'step')}"
+    )
     if status.removed:
         gone = f"{status.removed['turns']}  of {status.removed['rollouts']} rollouts (prune)"
         shown.add_row("turns removed", f"{gone}, {status.removed['trained']} of them were trained")
@@ -78,13 +80,13 @@ def _facts(status: Status) -> PlainTable:
         shown.add_row(f"reward {name}", f"{rate}  over the last {success['rollouts']} rollouts")
     if status.seconds:
         steps = f"the last {status.seconds_steps} steps" if status.seconds_steps > 1 else "a step"
-        shown.add_row("time", f"{shares(status.seconds)}  over {steps}")
+        shown.add_row("time", f"{format_time_shares(status.seconds)}  over {steps}")
     return shown
 
 
 def _reasons(not_trained: Mapping[str, int]) -> PlainTable:
     # The title is a column's name: Rich would wrap it to the table's width.
-    shown = table("turns not trained", "")
+    shown = plain_table("turns not trained", "")
     for reason, count in sorted(not_trained.items(), key=lambda item: -item[1]):
         shown.add_row(reason, str(count))
     return shown
@@ -118,15 +120,15 @@ def _steps(steps: list[Json]) -> PlainTable:
     for step in steps:
         m = step["metrics"]
         cells = [_cell(_told(m, name), how) for _, name, how in shown]
-        lines.add_row(str(step["step"]), *cells, ago(step["created_at"]))
+        lines.add_row(str(step["step"]), *cells, format_age(step["created_at"]))
     return lines
 
 
 def _told(metrics: Mapping[str, float], name: str) -> float | None:
     """None: it says nothing of this step."""
     if name == "turns_trained":
-        return turns_of(metrics)
-    return None if name == "gap_max" and not gap_known(metrics) else metrics.get(name)
+        return trained_turns(metrics)
+    return None if name == "gap_max" and not has_gap(metrics) else metrics.get(name)
 
 
 def _cell(value: float | None, how: str) -> str:
@@ -143,7 +145,7 @@ def _cell(value: float | None, how: str) -> str:
     return f"{value / 1e9:.0f}G"
 
 
-def ago(moment: float) -> str:
+def format_age(moment: float) -> str:
     seconds = max(0.0, time.time() - moment)
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:

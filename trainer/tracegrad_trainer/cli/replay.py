@@ -9,57 +9,57 @@ from pathlib import Path
 from rich.console import Console
 
 from tracegrad.store import Store, StoreError
-from tracegrad_trainer.replay.load import candidates
-from tracegrad_trainer.replay.render import render, render_list
-from tracegrad_trainer.replay.replay import Asked, replay
+from tracegrad_trainer.replay.load import list_candidates
+from tracegrad_trainer.replay.render import render_candidates, render_replay
+from tracegrad_trainer.replay.replay import ReplayRequest, replay
 from tracegrad_trainer.utils.console import print_json, print_report
 from tracegrad_trainer.utils.quiet import no_progress_bars
 
 EQUAL, DIFFERENT, BAD_USAGE = 0, 1, 2
-LISTED = 50
+MAX_LISTED = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ReplayOptions:
     """`turns`: how many of them to show; None: those that another objective changes most."""
 
     store: str
     state_dir: Path
-    asked: Asked
+    request: ReplayRequest
     turns: int | None = None
     as_json: bool = False
 
 
-def show(request: Request, console: Console) -> int:
+def show_replay(request: ReplayOptions, console: Console) -> int:
     """0: reproduced to the last bit; 1: not; 2: it cannot be replayed, and one line says why."""
     try:
         with Store.open(request.store, create=False) as store, no_progress_bars():
             if request.as_json:
-                found = replay(store, request.state_dir, request.asked)
+                found = replay(store, request.state_dir, request.request)
             else:
                 with console.status("replaying"):
-                    found = replay(store, request.state_dir, request.asked)
+                    found = replay(store, request.state_dir, request.request)
     except (StoreError, ValueError) as error:
         return _refuse(error)
     if request.as_json:
         print_json(found.as_json())
     else:
-        print_report(render(found, turns=request.turns), console)
+        print_report(render_replay(found, turns=request.turns), console)
     return EQUAL if found.equal else DIFFERENT
 
 
-def show_list(request: Request, console: Console) -> int:
+def show_candidates(request: ReplayOptions, console: Console) -> int:
     """Which of the last steps can be replayed, and why others cannot."""
     try:
         with Store.open(request.store, create=False) as store:
-            found = candidates(store, request.state_dir, limit=LISTED)
+            found = list_candidates(store, request.state_dir, limit=MAX_LISTED)
     except (StoreError, ValueError) as error:
         return _refuse(error)
     if request.as_json:
         told = [asdict(one.step) | {"problem": one.problem} for one in found]
         print_json([{k: v for k, v in one.items() if k not in _LARGE} for one in told])
     else:
-        print_report(render_list(found), console)
+        print_report(render_candidates(found), console)
     return EQUAL
 
 

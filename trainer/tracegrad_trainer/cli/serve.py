@@ -21,25 +21,25 @@ from pydantic import SecretStr
 from rich.console import Console
 
 from tracegrad.store import Store, StoreError
-from tracegrad_trainer.cli.render_status import step_line
+from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.inference.vllm_process import VllmProcess
-from tracegrad_trainer.launch.run_state import RunState, forget_state, read_state
+from tracegrad_trainer.launch.run_state import RunState, delete_state, read_state
 from tracegrad_trainer.launch.session import (
     RANKS_GRACE_S,
     STOP_SIGNALS,
-    ServeError,
-    Stopped,
-    lock,
+    StartError,
+    StopRequested,
+    lock_state_folder,
     open_store,
-    stop_signals,
-    write_resolved,
+    raising_on_stop_signals,
+    write_resolved_settings,
 )
-from tracegrad_trainer.launch.step_feed import News
-from tracegrad_trainer.launch.torchrun import Ranks
+from tracegrad_trainer.launch.step_feed import StepFeed
+from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.rl.preflight import check_before_training
-from tracegrad_trainer.utils.subprocesses import Child, ChildError, answers
+from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding
 
 READY_TIMEOUT_S = 900.0
 
@@ -47,18 +47,18 @@ READY_TIMEOUT_S = 900.0
 def serve(settings: TrainerSettings, console: Console) -> int:
     """Runs until it is stopped (0), `max_steps` is done (0), or a part dies (1: one line says)."""
     try:
-        with stop_signals(), Stack(settings, console) as stack:
+        with raising_on_stop_signals(), ServeStack(settings, console) as stack:
             stack.start()
             stack.watch()
-    except Stopped:
+    except StopRequested:
         console.print("stopped; everything captured is in the store")
-    except (ServeError, ChildError, StoreError, OSError) as error:
+    except (StartError, ChildError, StoreError, OSError) as error:
         console.print(f"trainer serve: {error}", style="red", highlight=False, soft_wrap=True)
         return 1
     return 0
 
 
-class Stack:
+class ServeStack:
     """vLLM, the proxy and the ranks as one thing."""
 
     def __init__(self, settings: TrainerSettings, console: Console) -> None:
@@ -67,9 +67,9 @@ class Stack:
         self.state: RunState | None = None  # ours to write once the folder is
         self.lock: IO[bytes] | None = None
         self.store: Store | None = None
-        self.children: list[Child] = []
+        self.children: list[ChildProcess] = []
 
-    def __enter__(self) -> Stack:
+    def __enter__(self) -> ServeStack:
         return self
 
     def __exit__(
@@ -77,68 +77,68 @@ class Stack:
     ) -> None:
         for each in STOP_SIGNALS:  # a second Ctrl-C must not cut this short
             signal.signal(each, signal.SIG_IGN)
-        self.say("stopping")
+        self.report_stage("stopping")
         for child in reversed(self.children):
             child.stop(grace_s=RANKS_GRACE_S if child.name == "ranks" else 10)
         if self.store is not None:
             self.store.close()
-        self.say("stopped")
+        self.report_stage("stopped")
         if self.lock is not None:
             self.lock.close()
 
-    def say(self, stage: str, **fields: object) -> None:
+    def report_stage(self, stage: str, **fields: object) -> None:
         if self.state is not None:
             self.state.update(stage=stage, **fields)
 
     def start(self) -> None:
         """Raises ServeError before anything runs, ChildError when a part does not come up."""
         settings = self.settings
-        check_port(settings.proxy.host, settings.proxy.port, "proxy.port")
+        check_port_free(settings.proxy.host, settings.proxy.port, "proxy.port")
         if settings.vllm.port is not None:
-            check_port(settings.vllm.host, settings.vllm.port, "vllm.port")
-        self.lock = lock(settings.state_dir)
+            check_port_free(settings.vllm.host, settings.vllm.port, "vllm.port")
+        self.lock = lock_state_folder(settings.state_dir)
         self.state = RunState(settings.state_dir, "serve")
         self.store = open_store(settings.proxy.store)
-        check(settings, self.store)
-        resolved = write_resolved(settings)
+        check_startup(settings, self.store)
+        resolved = write_resolved_settings(settings)
         told = {
             "url": settings.url,
             "engine": settings.vllm.url,
             "store": str(settings.proxy.store),
         }
-        self.say("starting", **told)
-        forget_state(settings.state_dir, "ranks")
+        self.report_stage("starting", **told)
+        delete_state(settings.state_dir, "ranks")
 
         vllm = VllmProcess(settings.vllm)
-        proxy = proxy_child(settings)
-        ranks = Ranks(settings, resolved)
+        proxy = proxy_process(settings)
+        ranks = RankProcesses(settings, resolved)
         self.children = [vllm, proxy, ranks]
         for child in self.children:
             child.log.unlink(missing_ok=True)
             child.start()
-        self._await(proxy, lambda: answers(settings.url, "/healthz"))
-        self._await(vllm, lambda: answers(settings.vllm.url, "/health"))
+        self._await(proxy, lambda: is_responding(settings.url, "/healthz"))
+        self._await(vllm, lambda: is_responding(settings.vllm.url, "/health"))
         self._await(ranks, self._first_push_done)
-        self.say("serving")
+        self.report_stage("serving")
         self.console.print(f"serving {settings.url}/v1 · logs: {settings.logs}", highlight=False)
 
     def watch(self) -> None:
         """Prints a line a step, until the ranks are done or a part dies (ChildError)."""
         assert self.store is not None
-        news = News(self.store)
+        news = StepFeed(self.store)
         while True:
             finished = self.children[-1].exit_code() == 0
-            for step in news.steps():
-                self.console.print(step_line(step), highlight=False)
+            for step in news.new_steps():
+                self.console.print(format_step_line(step), highlight=False)
             if finished:
                 return
             self._check()
             time.sleep(0.5)
 
-    def _await(self, child: Child, ready: Callable[[], bool]) -> None:
+    def _await(self, child: ChildProcess, ready: Callable[[], bool]) -> None:
         """Waits for `child`; the death of any other one meanwhile counts too."""
         with self.console.status(f"waiting for {child.name}"):
-            seconds = child.wait_ready(ready, timeout_s=READY_TIMEOUT_S, tick=self._check)
+            seconds = child.wait_until_ready(ready, timeout_s=READY_TIMEOUT_S, tick=self._check)
         self.console.print(
             f"{child.name} ready (pid {child.pid}, {seconds:.0f} s)", highlight=False
         )
@@ -166,7 +166,7 @@ def with_control_key(settings: TrainerSettings) -> TrainerSettings:
     return settings.model_copy(update={"proxy": settings.proxy.model_copy(update=key)})
 
 
-def proxy_child(settings: TrainerSettings) -> Child:
+def proxy_process(settings: TrainerSettings) -> ChildProcess:
     """`tracegrad proxy` in front of our vLLM, closed until the ranks have pushed their weights:
     vLLM starts with those of the model folder, whatever version was trained last."""
     model = settings.proxy.model or settings.vllm.served_model_name
@@ -175,23 +175,23 @@ def proxy_child(settings: TrainerSettings) -> Child:
         ours["upstream_api_key"] = settings.vllm.api_key
     env = settings.proxy.model_copy(update=ours).environment()
     command = [sys.executable, "-m", "tracegrad.cli", "proxy"]
-    return Child("proxy", command, log=settings.logs / "proxy.log", env=env)
+    return ChildProcess("proxy", command, log=settings.logs / "proxy.log", env=env)
 
 
-def check(settings: TrainerSettings, store: Store) -> None:
+def check_startup(settings: TrainerSettings, store: Store) -> None:
     """Raises ServeError: what is wrong with model, tokenizer or checkpoint, or for vLLM."""
     if settings.vllm.routed_experts and settings.vllm.on_cpu:
-        raise ServeError(
+        raise StartError(
             "fsdp.routing = 'r3': vLLM tells the experts that it chose on GPUs only, and this one"
             " is served on a CPU (vllm.device); set fsdp.routing = 'r2'"
         )
     try:
         check_before_training(settings, store)
     except (ValueError, CheckpointError) as error:
-        raise ServeError(str(error)) from None
+        raise StartError(str(error)) from None
 
 
-def check_port(host: str, port: int, field: str) -> None:
+def check_port_free(host: str, port: int, field: str) -> None:
     """Raises ServeError if somebody listens there already."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -199,8 +199,8 @@ def check_port(host: str, port: int, field: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise ServeError(f"{field}: cannot listen on {host}:{port}: {error}") from None
-            raise ServeError(
+                raise StartError(f"{field}: cannot listen on {host}:{port}: {error}") from None
+            raise StartError(
                 f"{field}: port {port} is in use; stop what listens there or take another"
                 f" (--set {field}=...)"
             ) from None

@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tracegrad.cli.options import filtered
+from tracegrad.cli.options import with_rollout_filter
 from tracegrad.store import ALL, RolloutFilter
 
 BAD_USAGE = 2
 
 
-@filtered
+@with_rollout_filter
 def sft(
     which: RolloutFilter = ALL,
     preset: Annotated[
@@ -61,9 +61,9 @@ def sft(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
 ) -> None:
     """Learn from stored traces: no agents, no vLLM. The store stays as it is."""
-    from tracegrad_trainer.config.trainer import load
+    from tracegrad_trainer.config.trainer import load_settings
     from tracegrad_trainer.sft import run as sft_command
-    from tracegrad_trainer.sft.config import settings_of
+    from tracegrad_trainer.sft.config import load_sft_settings
 
     named = {
         "model": model,
@@ -76,8 +76,8 @@ def sft(
     }
     flags = [f"{name}={value}" for name, value in named.items() if value is not None]
     try:
-        settings = settings_of(
-            load(config, flags + (sets or [])),
+        settings = load_sft_settings(
+            load_settings(config, flags + (sets or [])),
             which,
             preset=preset,
             epochs=epochs,
@@ -94,5 +94,5 @@ def sft(
         print(f"trainer sft: {error}", file=sys.stderr)
         raise typer.Exit(BAD_USAGE) from None
     console = Console(stderr=as_json)
-    run = sft_command.dry_run if dry_run else sft_command.sft
+    run = sft_command.show_dry_run if dry_run else sft_command.run_sft
     raise typer.Exit(run(settings, console, as_json=as_json))

@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tracegrad.events import Json
-from tracegrad.store import History, PolicyVersion, Store
-from tracegrad.store.maintenance import removed_in_all
+from tracegrad.store import PolicyVersion, StepHistory, Store
+from tracegrad.store.maintenance import total_removed
 from tracegrad_trainer.launch.run_state import read_state
 
 # However long a run is, so much of it is looked at.
 RECENT_ROLLOUTS = 200
 RECENT_STEPS = 100
-MOST_SPLITS = 10
+MAX_SPLITS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class RunStatus:
     stage: str  # starting | serving | stopping | stopped
     doing: str  # what the ranks do right now
     since: float | None  # unix seconds
@@ -42,20 +42,22 @@ class Status:
         return asdict(self)
 
 
-def status(store: Store, state_dir: Path, *, tags: dict[str, str], steps: int = 10) -> Status:
+def collect_status(
+    store: Store, state_dir: Path, *, tags: dict[str, str], steps: int = 10
+) -> RunStatus:
     """`tags` are those that training selects by: turns of other rollouts are `not_selected`."""
     serve = read_state(state_dir, "serve") or {}
     ranks = read_state(state_dir, "ranks") or {}
     running = bool(serve.get("alive")) and serve.get("stage") != "stopped"
     counts = store.turn_counts(tags)
-    history = History(store)
+    history = StepHistory(store)
     recent = history.steps(RECENT_STEPS)
     seconds: Counter[str] = Counter()
     for step in recent:
         seconds.update(step.metrics.get("seconds", {}))
     version = store.current_version()
     pids = {name: state["pid"] for name, state in (("serve", serve), ("ranks", ranks)) if state}
-    return Status(
+    return RunStatus(
         stage=serve.get("stage", "stopped") if running else "stopped",
         doing=ranks.get("stage", "starting") if running else "",
         since=serve.get("started_at") if running else None,
@@ -79,7 +81,7 @@ def status(store: Store, state_dir: Path, *, tags: dict[str, str], steps: int = 
 def _removed(store: Store) -> Json:
     """Rollouts that retention removed, with their turns; {} where none were."""
     with store.reading() as connection:
-        gone = removed_in_all(connection)
+        gone = total_removed(connection)
     if not gone.get("rollouts"):
         return {}
     return {name: gone.get(name, 0) for name in ("rollouts", "turns", "trained")}
@@ -93,10 +95,10 @@ def _push(events: list[PolicyVersion]) -> Json | None:
     return {"version": served[-1].version, "gap": served[-1].detail.get("gap")}
 
 
-def _success(store: Store, history: History) -> dict[str, Json]:
+def _success(store: Store, history: StepHistory) -> dict[str, Json]:
     """Mean reward and its standard error over the newest rollouts of every split."""
     found: dict[str, Json] = {}
-    for split in history.splits()[:MOST_SPLITS]:
+    for split in history.splits()[:MAX_SPLITS]:
         curve = store.reward_curve({"split": split} if split else None, limit=RECENT_ROLLOUTS)
         if not curve:
             continue

@@ -11,22 +11,22 @@ from collections.abc import Callable
 from rich.console import Console
 
 from tracegrad.store import StepRecord, Store, StoreError
-from tracegrad_trainer.cli.render_status import step_line
+from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.launch.run_state import forget_state, read_state
+from tracegrad_trainer.launch.run_state import delete_state, read_state
 from tracegrad_trainer.launch.session import (
     RANKS_GRACE_S,
-    ServeError,
-    Stopped,
-    lock,
+    StartError,
+    StopRequested,
+    lock_state_folder,
     open_store,
-    stop_signals,
-    write_resolved,
+    raising_on_stop_signals,
+    write_resolved_settings,
 )
-from tracegrad_trainer.launch.step_feed import News
-from tracegrad_trainer.launch.torchrun import Ranks
+from tracegrad_trainer.launch.step_feed import StepFeed
+from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.utils.console import print_json
-from tracegrad_trainer.utils.subprocesses import Child, ChildError
+from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess
 
 POLL_S = 0.2
 FAILED = 1
@@ -41,14 +41,14 @@ def step(settings: TrainerSettings, steps: int, console: Console, *, as_json: bo
             told = {"step": record.step, "version": record.version, "metrics": record.metrics}
             print_json(told | {"checkpoint": record.checkpoint})
         else:
-            console.print(step_line(record), highlight=False, soft_wrap=True)
+            console.print(format_step_line(record), highlight=False, soft_wrap=True)
 
     try:
-        with stop_signals():
+        with raising_on_stop_signals():
             said, taken = _run(settings, steps, tell)
-    except Stopped:
+    except StopRequested:
         said, taken = "stopped; steps that were made are in the store", 1
-    except (ServeError, ChildError, StoreError, OSError) as error:
+    except (StartError, ChildError, StoreError, OSError) as error:
         console.print(f"trainer step: {error}", style="red", highlight=False, soft_wrap=True)
         return FAILED
     if not as_json:
@@ -60,11 +60,11 @@ def _run(
     settings: TrainerSettings, steps: int, tell: Callable[[StepRecord], None]
 ) -> tuple[str, int]:
     """How it ended, and how many steps were taken. Raises ServeError, ChildError."""
-    with lock(settings.state_dir), open_store(settings.proxy.store) as store:
-        forget_state(settings.state_dir, "ranks")
-        ranks = Ranks(
+    with lock_state_folder(settings.state_dir), open_store(settings.proxy.store) as store:
+        delete_state(settings.state_dir, "ranks")
+        ranks = RankProcesses(
             settings,
-            write_resolved(settings),
+            write_resolved_settings(settings),
             program="tracegrad_trainer.rl.offline_worker",
             arguments=["--steps", str(steps)],
         )
@@ -73,7 +73,7 @@ def _run(
         try:
             _watch(ranks, store, tell)
         except ChildError as error:
-            raise ServeError(_why(settings) or str(error)) from None
+            raise StartError(_why(settings) or str(error)) from None
         finally:
             ranks.stop(grace_s=RANKS_GRACE_S)
     state = read_state(settings.state_dir, "ranks") or {}
@@ -86,12 +86,12 @@ def _why(settings: TrainerSettings) -> str | None:
     return None if error is None else str(error)
 
 
-def _watch(ranks: Child, store: Store, tell: Callable[[StepRecord], None]) -> None:
+def _watch(ranks: ChildProcess, store: Store, tell: Callable[[StepRecord], None]) -> None:
     """Tells of each step, until the ranks are done or one dies (ChildError)."""
-    news = News(store)
+    news = StepFeed(store)
     while True:
         finished = ranks.exit_code() == 0
-        for record in news.steps():
+        for record in news.new_steps():
             tell(record)
         if finished:
             return

@@ -36,7 +36,7 @@ from tracegrad_trainer.engine import CheckpointSettings, FsdpSettings, OptimSett
 from tracegrad_trainer.inference.vllm_process import VllmSettings
 from tracegrad_trainer.losses import ObjectiveSettings
 from tracegrad_trainer.losses.compatibility import SUPERVISED
-from tracegrad_trainer.losses.config import without_unused as objective_without_unused
+from tracegrad_trainer.losses.config import drop_unused as objective_without_unused
 from tracegrad_trainer.metrics import MetricsSettings
 
 
@@ -268,7 +268,9 @@ class TrainerSettings(BaseSettings):
         return resolved
 
 
-def load(config: Path | None = None, overrides: list[str] | None = None) -> TrainerSettings:
+def load_settings(
+    config: Path | None = None, overrides: list[str] | None = None
+) -> TrainerSettings:
     """Settings from `config` (default: tracegrad.toml, if it is there) and `a.b=value` strings.
 
     Raises SettingsError: one line a wrong setting.
@@ -276,7 +278,7 @@ def load(config: Path | None = None, overrides: list[str] | None = None) -> Trai
     file = _read_toml(config)
     flags: dict[str, Any] = {}
     for override in overrides or []:
-        apply_set(flags, override)
+        apply_override(flags, override)
 
     class Loaded(TrainerSettings):
         # Sources are a matter of the class; this one's file is known only now.
@@ -297,7 +299,7 @@ def load(config: Path | None = None, overrides: list[str] | None = None) -> Trai
         raise SettingsError("; ".join(_lines(error))) from None
 
 
-def resolved(text: str) -> TrainerSettings:
+def parse_resolved(text: str) -> TrainerSettings:
     """Settings as `model_dump_json` wrote them. Raises SettingsError, as `load`."""
     try:
         return TrainerSettings.model_validate_json(text)
@@ -360,7 +362,7 @@ def _read_toml(config: Path | None) -> dict[str, Any]:
         raise SettingsError(f"{path}: {error}") from None
 
 
-def apply_set(table: dict[str, Any], override: str) -> None:
+def apply_override(table: dict[str, Any], override: str) -> None:
     """`optim.lr=1e-4` into the nested table; the value is JSON where it reads as JSON.
 
     Raises SettingsError.

@@ -5,20 +5,24 @@ Settings, and what checkpoints there are, can be had without torch.
 
 from typing import TYPE_CHECKING
 
-from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, checkpoints
+from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, list_checkpoints
 from tracegrad_trainer.engine.config import CheckpointSettings, FsdpSettings, OptimSettings
-from tracegrad_trainer.utils.lazy_import import lazily
+from tracegrad_trainer.utils.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
-    from tracegrad_trainer.engine.checkpoint.hf_export import as_in_files, full_tensors, save_hf
+    from tracegrad_trainer.engine.checkpoint.hf_export import as_hf_tensors, full_tensors, save_hf
     from tracegrad_trainer.engine.checkpoint.save_load import load_checkpoint, save_checkpoint
-    from tracegrad_trainer.engine.distributed import start_ranks, stop_ranks, train_batch
+    from tracegrad_trainer.engine.distributed import (
+        destroy_process_group,
+        init_process_group,
+        train_batch,
+    )
     from tracegrad_trainer.engine.model.parallelize import build_model, pick_device, shard
     from tracegrad_trainer.engine.model.reference import build_reference
     from tracegrad_trainer.engine.step.learner import Learner
     from tracegrad_trainer.engine.step.result import StepResult
 else:
-    __getattr__ = lazily(
+    __getattr__ = lazy_getattr(
         __name__,
         {
             "checkpoint.save_load": ("load_checkpoint", "save_checkpoint"),
@@ -38,17 +42,17 @@ __all__ = [
     "Learner",
     "OptimSettings",
     "StepResult",
-    "as_in_files",
+    "as_hf_tensors",
     "build_model",
     "build_reference",
-    "checkpoints",
+    "destroy_process_group",
     "full_tensors",
+    "init_process_group",
+    "list_checkpoints",
     "load_checkpoint",
     "pick_device",
     "save_checkpoint",
     "save_hf",
     "shard",
-    "start_ranks",
-    "stop_ranks",
     "train_batch",
 ]

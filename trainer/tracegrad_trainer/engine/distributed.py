@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tracegrad_trainer.batches import MicroBatch, Row, mini_batches, pack, packing_stats
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.model.parallelize import pick_device
-from tracegrad_trainer.engine.step.epochs import several
+from tracegrad_trainer.engine.step.epochs import train_epochs
 from tracegrad_trainer.engine.step.learner import Learner
 from tracegrad_trainer.engine.step.result import StepResult
 
 
-def start_ranks(settings: FsdpSettings) -> DeviceMesh:
+def init_process_group(settings: FsdpSettings) -> DeviceMesh:
     """Join the process group (torchrun's environment; alone without it) -> mesh of one axis."""
     device = pick_device(settings)
     if settings.threads is not None:
@@ -40,7 +40,7 @@ def start_ranks(settings: FsdpSettings) -> DeviceMesh:
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
-def stop_ranks() -> None:
+def destroy_process_group() -> None:
     """Leave the group: together after a good run, at once while an error is on its way out."""
     if not dist.is_initialized():
         return
@@ -74,17 +74,19 @@ def train_batch(
         parts = mini_batches(rows, optim.minibatches, seed=f"{seed} step {learner.steps}")
     own, how_packed = _deal(rows, parts, budget=budget)
     if len(own) * optim.epochs > 1:
-        done = several(learner, own, epochs=optim.epochs, version=version)
+        done = train_epochs(learner, own, epochs=optim.epochs, version=version)
     else:
         looked_at: list[MicroBatch] = []
         if "kto_z" in learner.objective.needs:
-            looked_at, _ = deal(mismatched, budget=budget)
+            looked_at, _ = deal_rows(mismatched, budget=budget)
         [only] = own
         done = learner.train(only, version=version, mismatched=looked_at)
     return replace(done, metrics=how_packed | done.metrics)
 
 
-def deal(rows: Sequence[Row] | None, *, budget: int) -> tuple[list[MicroBatch], dict[str, float]]:
+def deal_rows(
+    rows: Sequence[Row] | None, *, budget: int
+) -> tuple[list[MicroBatch], dict[str, float]]:
     """This rank's share of rank 0's `rows` (None on the others), and how well all were packed."""
     [own], stats = _deal(rows, None if rows is None else [list(range(len(rows)))], budget=budget)
     return own, stats

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 
-def captured() -> str:
+def capture_rng_state() -> str:
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     states = {
         "torch": _hex(torch.get_rng_state()),
@@ -20,7 +20,7 @@ def captured() -> str:
     return json.dumps(states)
 
 
-def restore(text: str) -> None:
+def restore_rng_state(text: str) -> None:
     states = json.loads(text)
     torch.set_rng_state(_bytes(states["torch"]))
     if states["cuda"] is not None and torch.cuda.is_available():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def of_speed(
+def throughput_metrics(
     tokens: float, seconds: float, *, flops: float | None = None, peak: float | None = None
 ) -> dict[str, float]:
     """Tokens a second of training, and the share of the hardware's peak that this was.

@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tracegrad_trainer.utils.client import endpoint_client
+from tracegrad_trainer.utils.client import http_client
 
 
-class ProbeMismatch(RuntimeError):
+class ProbeMismatchError(RuntimeError):
     """What is served is not what was trained: log-probabilities disagree."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ProbeSample:
     """Tokens sampled from the served weights at temperature 1, with their log-probabilities."""
 
     prompt_token_ids: list[int]
@@ -23,7 +23,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class LogprobGap:
     """|served - trained| per token, in nats."""
 
     tokens: int
@@ -31,7 +31,7 @@ class Gap:
     max: float
 
 
-def probe(
+def sample_probe(
     url: str,
     prompt_token_ids: Sequence[int],
     *,
@@ -40,7 +40,7 @@ def probe(
     model: str = "policy",
     key: str | None = None,
     timeout: float = 60.0,
-) -> Sample:
+) -> ProbeSample:
     """Samples exactly `tokens` tokens after the prompt. `key`: of an engine that asks for one.
     httpx.HTTPError if the server does not answer."""
     request = {
@@ -54,11 +54,11 @@ def probe(
         "logprobs": 0,
         "return_token_ids": True,
     }
-    with endpoint_client(url, timeout_s=timeout, key=key) as client:
+    with http_client(url, timeout_s=timeout, key=key) as client:
         response = client.post("/v1/completions", json=request)
     response.raise_for_status()
     choice = response.json()["choices"][0]
-    sample = Sample(
+    sample = ProbeSample(
         choice["prompt_token_ids"], choice["token_ids"], choice["logprobs"]["token_logprobs"]
     )
     assert sample.prompt_token_ids == list(prompt_token_ids), "the engine took the ids as given"
@@ -66,7 +66,9 @@ def probe(
     return sample
 
 
-def compare(served: Sequence[float], trained: Sequence[float], tolerance: float) -> Gap:
+def compare_logprobs(
+    served: Sequence[float], trained: Sequence[float], tolerance: float
+) -> LogprobGap:
     """The gap between two lists of log-probabilities (nats) of the same tokens.
 
     Raises ProbeMismatch if the largest difference is above `tolerance` (nats) or not a number.
@@ -74,9 +76,9 @@ def compare(served: Sequence[float], trained: Sequence[float], tolerance: float)
     if len(served) != len(trained) or not served:
         raise ValueError(f"served: {len(served)} log-probabilities, trained: {len(trained)}")
     gaps = [abs(a - b) for a, b in zip(served, trained, strict=True)]
-    gap = Gap(len(gaps), math.fsum(gaps) / len(gaps), max(gaps))
+    gap = LogprobGap(len(gaps), math.fsum(gaps) / len(gaps), max(gaps))
     if not all(value <= tolerance for value in gaps):
-        raise ProbeMismatch(
+        raise ProbeMismatchError(
             f"served and trained log-probabilities differ by up to {gap.max:.2g} nats "
             f"(mean {gap.mean:.2g}, allowed {tolerance:.2g})"
         )

@@ -15,15 +15,25 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from tracegrad.events import Json, Turn, logprobs, token_ids
+from tracegrad.events import Json, Turn, logprob_array, token_id_array
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, rows_of
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.engine import Learner, as_in_files, full_tensors
-from tracegrad_trainer.inference.logprob_probe import Gap, Sample, compare, probe
-from tracegrad_trainer.inference.weight_push import EngineLost, PushFailed, PushReport, WeightPusher
-from tracegrad_trainer.utils.distributed import leads
+from tracegrad_trainer.engine import Learner, as_hf_tensors, full_tensors
+from tracegrad_trainer.inference.logprob_probe import (
+    LogprobGap,
+    ProbeSample,
+    compare_logprobs,
+    sample_probe,
+)
+from tracegrad_trainer.inference.weight_push import (
+    EngineLostError,
+    PushError,
+    PushReport,
+    WeightPusher,
+)
+from tracegrad_trainer.utils.distributed import is_rank_zero
 
-PROBES = 4
+PROBE_PROMPTS = 4
 MAX_PROMPT_TOKENS = 256
 NOTHING_SERVED = -1  # the version before the first push
 
@@ -33,12 +43,12 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishResult:
     """One attempt. Without `error`, `version` is what is served."""
 
     version: int
     report: PushReport | None
-    gap: Gap | None
+    gap: LogprobGap | None
     error: str | None = None
     lost: bool = False  # nothing is served any more
 
@@ -50,7 +60,7 @@ class Published:
         }
 
 
-class Publisher:
+class WeightPublisher:
     """On every rank; only rank 0 has a pusher."""
 
     def __init__(self, settings: TrainerSettings, learner: Learner, stack: ExitStack) -> None:
@@ -59,7 +69,7 @@ class Publisher:
         self.tolerance = settings.push.probe_tolerance or TOLERANCE[_coarsest(settings)]
         self.pusher: WeightPusher | None = None
         key = settings.proxy.control_key or settings.proxy.admin_key
-        if leads():
+        if is_rank_zero():
             self.pusher = stack.enter_context(
                 WeightPusher(
                     settings.vllm.url,
@@ -71,7 +81,7 @@ class Publisher:
                 )
             )
 
-    def publish(self, version: int, rows: Sequence[Row]) -> Published | None:
+    def publish(self, version: int, rows: Sequence[Row]) -> PublishResult | None:
         """Pushes the learner's weights as `version`; on rank 0 what came of it, else None.
 
         `rows` (rank 0) are recent: their beginnings are the probes' prompts, which the engine
@@ -88,12 +98,12 @@ class Publisher:
             return None
         probing = _Probing(self, _prompts(rows))
         try:
-            named = as_in_files(self.learner.model, weights)
+            named = as_hf_tensors(self.learner.model, weights)
             report = self.pusher.push(version, named, verify=probing)
-            return Published(version, report, probing.gap)
-        except PushFailed as error:
-            lost = isinstance(error, EngineLost)
-            return Published(version, None, probing.gap, str(error), lost)
+            return PublishResult(version, report, probing.gap)
+        except PushError as error:
+            lost = isinstance(error, EngineLostError)
+            return PublishResult(version, None, probing.gap, str(error), lost)
         finally:
             if not probing.shared:
                 _share(None)
@@ -103,7 +113,7 @@ class Publisher:
         if samples is not None:
             self.trained_logprobs(samples)
 
-    def trained_logprobs(self, samples: Sequence[Sample]) -> list[float]:
+    def trained_logprobs(self, samples: Sequence[ProbeSample]) -> list[float]:
         """The trainer's own log-probabilities of the sampled tokens; a collective."""
         values = self.learner.logprobs([_as_micro_batch(samples)])[0]
         found: list[float] = values.tolist()
@@ -113,17 +123,17 @@ class Publisher:
 class _Probing:
     """Rank 0's side of the proof; called by the pusher between the push and its end."""
 
-    def __init__(self, publisher: Publisher, prompts: list[list[int]]) -> None:
+    def __init__(self, publisher: WeightPublisher, prompts: list[list[int]]) -> None:
         self.publisher = publisher
         self.prompts = prompts
         self.shared = False  # whether the other ranks were told
-        self.gap: Gap | None = None
+        self.gap: LogprobGap | None = None
 
     def __call__(self) -> None:
         settings = self.publisher.settings
         engine_key = settings.vllm.api_key
         samples = [
-            probe(
+            sample_probe(
                 settings.vllm.url,
                 prompt,
                 tokens=settings.push.probe_tokens,
@@ -136,10 +146,10 @@ class _Probing:
         _share(samples)
         trained = self.publisher.trained_logprobs(samples)
         served = [value for sample in samples for value in sample.logprobs]
-        self.gap = compare(served, trained, self.publisher.tolerance)
+        self.gap = compare_logprobs(served, trained, self.publisher.tolerance)
 
 
-def _share(samples: list[Sample] | None) -> list[Sample] | None:
+def _share(samples: list[ProbeSample] | None) -> list[ProbeSample] | None:
     """Rank 0's samples on every rank; None: there was no proof to take part in."""
     message = [samples]
     dist.broadcast_object_list(message, src=0)
@@ -148,7 +158,7 @@ def _share(samples: list[Sample] | None) -> list[Sample] | None:
 
 def _prompts(rows: Sequence[Row]) -> list[list[int]]:
     """The beginnings of the longest rows; any ids will do where there are none yet."""
-    longest = sorted(rows, key=len, reverse=True)[:PROBES]
+    longest = sorted(rows, key=len, reverse=True)[:PROBE_PROMPTS]
     return [row.input_ids[:MAX_PROMPT_TOKENS].tolist() for row in longest] or [[1, 2, 3, 4]]
 
 
@@ -159,16 +169,16 @@ class _ProbeRollout:
     reward: float = 0.0
 
 
-def _as_micro_batch(samples: Sequence[Sample]) -> MicroBatch:
+def _as_micro_batch(samples: Sequence[ProbeSample]) -> MicroBatch:
     rows = []
     for i, sample in enumerate(samples):
         turn = Turn(
             rollout_id=f"probe-{i}",
             dialect="probe",
             model="",
-            prompt_token_ids=token_ids(sample.prompt_token_ids),
-            completion_token_ids=token_ids(sample.token_ids),
-            completion_logprobs=logprobs(sample.logprobs),
+            prompt_token_ids=token_id_array(sample.prompt_token_ids),
+            completion_token_ids=token_id_array(sample.token_ids),
+            completion_logprobs=logprob_array(sample.logprobs),
             policy_versions=((0, len(sample.token_ids)),),
         )
         rollout = _ProbeRollout(turn.rollout_id, [turn])

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from multiprocessing import resource_tracker
 from typing import Any
 
-BACKEND = "tracegrad_shm"
-DIE_WITH_PARENT = "TRACEGRAD_DIE_WITH_PARENT"
-FORK_ENGINE = "TRACEGRAD_FORK_ENGINE"
+WEIGHT_TRANSFER_BACKEND = "tracegrad_shm"
+DIE_WITH_PARENT_VARIABLE = "TRACEGRAD_DIE_WITH_PARENT"
+FORK_ENGINE_VARIABLE = "TRACEGRAD_FORK_ENGINE"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -25,14 +25,16 @@ def register() -> None:
     """Registers the weight-transfer backend `tracegrad_shm`. Safe to call more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if BACKEND in WeightTransferEngineFactory._registry:
+    if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(
-        BACKEND, "tracegrad_trainer.inference.vllm_weight_transfer", "SharedFileEngine"
+        WEIGHT_TRANSFER_BACKEND,
+        "tracegrad_trainer.inference.vllm_weight_transfer",
+        "SharedFileEngine",
     )
-    if os.environ.get(DIE_WITH_PARENT) == "1":
+    if os.environ.get(DIE_WITH_PARENT_VARIABLE) == "1":
         _die_with_parent()
-    if os.environ.get(FORK_ENGINE) == "1":
+    if os.environ.get(FORK_ENGINE_VARIABLE) == "1":
         _fork_engine()
 
 

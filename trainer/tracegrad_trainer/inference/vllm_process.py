@@ -20,10 +20,19 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
-from tracegrad_trainer.inference.vllm_plugin import BACKEND, DIE_WITH_PARENT, FORK_ENGINE
-from tracegrad_trainer.utils.network import is_closed, prepare_socket, short_path
+from tracegrad_trainer.inference.vllm_plugin import (
+    DIE_WITH_PARENT_VARIABLE,
+    FORK_ENGINE_VARIABLE,
+    WEIGHT_TRANSFER_BACKEND,
+)
+from tracegrad_trainer.utils.network import is_port_closed, prepare_socket_folder, short_socket_path
 from tracegrad_trainer.utils.scratch_folder import ScratchFolder
-from tracegrad_trainer.utils.subprocesses import ENGINE_KEY, Child, ChildError, answers
+from tracegrad_trainer.utils.subprocesses import (
+    ENGINE_KEY_VARIABLE,
+    ChildError,
+    ChildProcess,
+    is_responding,
+)
 
 _STAGES = (
     ("Application startup complete", "serving"),
@@ -83,7 +92,7 @@ class VllmSettings(BaseModel):
     @field_validator("socket")
     @classmethod
     def _short_enough(cls, path: Path) -> Path:
-        return short_path(path)
+        return short_socket_path(path)
 
     @field_validator("host")
     @classmethod
@@ -128,7 +137,7 @@ class VllmSettings(BaseModel):
             "generation-config": "vllm",
             "tool-call-parser": self.tool_call_parser,
             "reasoning-parser": self.reasoning_parser,
-            "weight-transfer-config": json.dumps({"backend": BACKEND}),
+            "weight-transfer-config": json.dumps({"backend": WEIGHT_TRANSFER_BACKEND}),
             # Nothing is fetched for a client: a name that nobody has, for an empty list allows all.
             "allowed-media-domains": "none.invalid",
         }
@@ -149,10 +158,10 @@ class VllmSettings(BaseModel):
             "VLLM_DISABLE_LOG_LOGO": "1",
             # Longer than a client's pool keeps idle connections: no request meets a closing one.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
-            DIE_WITH_PARENT: "1",
+            DIE_WITH_PARENT_VARIABLE: "1",
         }
         if self.api_key is not None:
-            variables |= {ENGINE_KEY: self.api_key.get_secret_value()}
+            variables |= {ENGINE_KEY_VARIABLE: self.api_key.get_secret_value()}
         if Path(self.model).exists():
             variables |= {"HF_HUB_OFFLINE": "1"}
         if self.on_cpu:
@@ -163,7 +172,7 @@ class VllmSettings(BaseModel):
                 "TORCHDYNAMO_DISABLE": "1",
             }
         if self._lean:
-            variables |= {FORK_ENGINE: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            variables |= {FORK_ENGINE_VARIABLE: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             # Gloo opens a port for each group of processes, though there is but one: on loopback,
             # whatever address the host's name has. Nobody is answered there.
             variables |= {"GLOO_SOCKET_IFNAME": "lo"}
@@ -177,7 +186,7 @@ class VllmSettings(BaseModel):
         return self.on_cpu and self.threads == 1
 
 
-class VllmProcess(Child):
+class VllmProcess(ChildProcess):
     """One server: `start`, then `wait_healthy`, then `check` now and then, at last `stop`.
 
     Whatever is wrong is a ChildError of one line.
@@ -219,12 +228,14 @@ class VllmProcess(Child):
         """Blocks until the server answers; the seconds that took. `on_stage` is called about ten
         times a second with what is going on. ChildError if it dies, or after `timeout` seconds."""
         tick = (lambda: on_stage(self.stage())) if on_stage else None
-        return self.wait_ready(lambda: answers(self.url, "/health"), timeout_s=timeout, tick=tick)
+        return self.wait_until_ready(
+            lambda: is_responding(self.url, "/health"), timeout_s=timeout, tick=tick
+        )
 
-    def wait_ready(
+    def wait_until_ready(
         self, ready: Callable[[], bool], *, timeout_s: float, tick: Callable[[], None] | None = None
     ) -> float:
-        seconds = super().wait_ready(ready, timeout_s=timeout_s, tick=tick)
+        seconds = super().wait_until_ready(ready, timeout_s=timeout_s, tick=tick)
         self._was_ready = True
         return seconds
 
@@ -232,7 +243,7 @@ class VllmProcess(Child):
         """As `Child.check`. A server whose engine has died closes its door and then waits, perhaps
         for minutes, for callers who wait for the engine: that counts as its end."""
         super().check()
-        if self._was_ready and is_closed(self.url):
+        if self._was_ready and is_port_closed(self.url):
             raise ChildError(f"vllm (pid {self.pid}) takes no calls any more{self._last_words()}")
 
     def stage(self) -> str:
@@ -259,7 +270,7 @@ class VllmProcess(Child):
         host, port = self.settings.host, self.settings.port
         try:
             if port is None:
-                prepare_socket(self.settings.socket)
+                prepare_socket_folder(self.settings.socket)
             else:
                 socket.create_server((host, port)).close()
         except ValueError as error:
@@ -279,11 +290,11 @@ class VllmProcess(Child):
 
 
 def _engine_key() -> SecretStr | None:
-    key = os.environ.get(ENGINE_KEY)
+    key = os.environ.get(ENGINE_KEY_VARIABLE)
     return SecretStr(key) if key else None
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def find_free_port(host: str = "127.0.0.1") -> int:
     """A port that nothing listens on at the moment."""
     with socket.create_server((host, 0)) as probe:
         port: int = probe.getsockname()[1]

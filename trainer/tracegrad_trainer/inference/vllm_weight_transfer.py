@@ -35,23 +35,25 @@ from vllm.platforms import current_platform
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+class SafetensorsInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Nothing to agree on beforehand: an update names its files."""
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+class SafetensorsUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """`paths`: safetensors files that together hold every weight, under checkpoint names."""
 
     paths: list[str]
 
 
-class SharedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
+class SafetensorsWeightTransferEngine(
+    WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpdateInfo]  # type: ignore[misc]
+):
+    init_info_cls = SafetensorsInitInfo
+    update_info_cls = SafetensorsUpdateInfo
     supports_draft_weight_update = False
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
+    def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
@@ -64,7 +66,7 @@ class SharedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             _unpad_for_cpu(self.model)
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
+    def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
         """Loads the files. Raises before the model is touched if one cannot be read or none is
         named, and ValueError naming the layers if the files do not hold the whole model."""
         if not update_info.paths:

@@ -19,14 +19,14 @@ import httpx
 import torch
 
 from tracegrad_trainer.inference.weight_files import WeightFiles
-from tracegrad_trainer.utils.client import endpoint_client
+from tracegrad_trainer.utils.client import http_client
 
 
-class PushFailed(RuntimeError):
+class PushError(RuntimeError):
     """The new weights are not served; those from before are. One clear line."""
 
 
-class EngineLost(PushFailed):
+class EngineLostError(PushError):
     """vLLM does not serve any more, or was left paused with unusable weights: restart it."""
 
 
@@ -117,7 +117,7 @@ class WeightPusher:
             with clock.stage("write"):
                 return self._files.write(version, tensors)
         except (OSError, ValueError) as error:
-            raise PushFailed(f"version {version} is not pushed: {error}") from error
+            raise PushError(f"version {version} is not pushed: {error}") from error
 
     @contextmanager
     def _held(self, clock: _Clock) -> Iterator[None]:
@@ -151,7 +151,7 @@ class WeightPusher:
             intact = False
             self._put_back(error)
             intact = True
-            raise PushFailed(
+            raise PushError(
                 f"version {version} is not served, version {self.version} still is: {error}"
             ) from error
         finally:
@@ -162,10 +162,10 @@ class WeightPusher:
     def _load(self, version: int, paths: list[Path]) -> None:
         try:
             self._vllm.post("/start_weight_update")
-        except PushFailed:
+        except PushError:
             # A pusher that was killed, or a finish that failed, leaves the update open, and vLLM
             # takes no second one. An update of nothing fails, which ends it.
-            with contextlib.suppress(PushFailed):
+            with contextlib.suppress(PushError):
                 self._update([])
             self._vllm.post("/start_weight_update")
         self._update(paths)
@@ -181,18 +181,18 @@ class WeightPusher:
 
     def _put_back(self, cause: Exception) -> None:
         """Loads what was served before. The engine is paused."""
-        if isinstance(cause, EngineLost):
+        if isinstance(cause, EngineLostError):
             raise cause
         if not self._served:
-            raise EngineLost(
+            raise EngineLostError(
                 f"vLLM is paused without usable weights, restart it (no checkpoint to return to): "
                 f"{cause}"
             ) from cause
         try:
             self._load(self.version, self._served)
             self._mark(self.version)
-        except PushFailed as error:
-            raise EngineLost(
+        except PushError as error:
+            raise EngineLostError(
                 f"vLLM is paused without usable weights, restart it: {error} (after: {cause})"
             ) from error
 
@@ -204,7 +204,7 @@ class WeightPusher:
             self._vllm.post("/pause", params={"mode": "keep", "clear_cache": "true"})
             self._put_back(error)
             self._vllm.post("/resume")
-            raise PushFailed(
+            raise PushError(
                 f"version {version} was served wrongly, version {self.version} is back: {error}"
             ) from error
 
@@ -229,7 +229,7 @@ class _Peer:
     def __init__(self, name: str, url: str, timeout_s: float, key: str | None = None) -> None:
         self._name = name
         self._url = url
-        self._client = endpoint_client(url, timeout_s=timeout_s, key=key)
+        self._client = http_client(url, timeout_s=timeout_s, key=key)
 
     def post(self, path: str, **request: Any) -> None:
         """EngineLost if nobody answers, PushFailed with the server's own words if it refuses."""
@@ -237,16 +237,16 @@ class _Peer:
             response = self._client.post(path, **request)
         except httpx.TransportError as error:
             words = f"{self._name} at {self._url} does not answer {path}: {error!r}"
-            raise (EngineLost if self._name == "vLLM" else PushFailed)(words) from error
+            raise (EngineLostError if self._name == "vLLM" else PushError)(words) from error
         if response.is_error:
-            raise PushFailed(f"{self._name} refused {path}: {_reason(response)}")
+            raise PushError(f"{self._name} refused {path}: {_reason(response)}")
 
     def close(self) -> None:
         self._client.close()
 
     def try_post(self, path: str) -> None:
         # Without effect? A hold opens by itself after its ttl.
-        with contextlib.suppress(PushFailed):
+        with contextlib.suppress(PushError):
             self.post(path)
 
 

@@ -16,11 +16,11 @@ COMMAND, RANKS = "lock", "ranks.lock"
 PATIENCE_S = 5.0
 
 
-class FolderInUse(ValueError):
+class FolderLockedError(ValueError):
     """Somebody else has the folder; the message names who, and the mend."""
 
 
-def claim_command(state_dir: Path) -> IO[bytes]:
+def lock_for_command(state_dir: Path) -> IO[bytes]:
     """The folder is this command's while the file that this returns is open.
 
     Raises:
@@ -29,14 +29,14 @@ def claim_command(state_dir: Path) -> IO[bytes]:
     """
     file = _claim(state_dir, COMMAND, patience_s=0)
     try:
-        claim_ranks(state_dir).close()
+        lock_for_ranks(state_dir).close()
     except BaseException:
         file.close()
         raise
     return file
 
 
-def claim_ranks(state_dir: Path) -> IO[bytes]:
+def lock_for_ranks(state_dir: Path) -> IO[bytes]:
     """The same for rank 0: it may be started without a command, by torch's launcher."""
     return _claim(state_dir, RANKS, patience_s=PATIENCE_S)
 
@@ -55,7 +55,7 @@ def _claim(state_dir: Path, name: str, *, patience_s: float) -> IO[bytes]:
             file.seek(0)
             holder = file.read().decode(errors="replace") or "another trainer"
             file.close()
-            raise FolderInUse(
+            raise FolderLockedError(
                 f"state_dir: {state_dir} is in use by {holder}; stop it or take another folder"
                 " (--state-dir ...)"
             ) from None

@@ -8,7 +8,7 @@ from pathlib import Path
 _CONFIGS = ("config.json", "adapter_config.json")
 
 
-def check(out: Path, models: Iterable[Path]) -> None:
+def check_output_dir(out: Path, models: Iterable[Path]) -> None:
     """`models` are those that training begins with, which are never replaced.
 
     Raises:

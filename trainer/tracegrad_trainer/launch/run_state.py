@@ -64,7 +64,7 @@ def read_state(state_dir: Path, name: str) -> Json | None:
     return {**state, "alive": _is_alive(state["pid"])}
 
 
-def forget_state(state_dir: Path, name: str) -> None:
+def delete_state(state_dir: Path, name: str) -> None:
     """What a process said that was killed: its pid may be another's by now."""
     (state_dir / "run" / f"{name}.json").unlink(missing_ok=True)
 

@@ -16,26 +16,26 @@ from tracegrad.private_files import private_file
 from tracegrad.proxy.config import SecretUrl
 from tracegrad.store import Store
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.launch.folder_lock import FolderInUse, claim_command
+from tracegrad_trainer.launch.folder_lock import FolderLockedError, lock_for_command
 
 RANKS_GRACE_S = 30.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stopped(BaseException):
+class StopRequested(BaseException):
     """SIGTERM or SIGINT: not an error, and nothing on the way may swallow it."""
 
 
-class ServeError(RuntimeError):
+class StartError(RuntimeError):
     """Why nothing was started, in one line."""
 
 
 @contextmanager
-def stop_signals() -> Iterator[None]:
+def raising_on_stop_signals() -> Iterator[None]:
     """SIGINT and SIGTERM raise Stopped, until the stack begins to stop."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise Stopped
+        raise StopRequested
 
     before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
     try:
@@ -45,7 +45,7 @@ def stop_signals() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def write_resolved(settings: TrainerSettings) -> Path:
+def write_resolved_settings(settings: TrainerSettings) -> Path:
     """The resolved settings as the ranks read them, less what is secret (see `Ranks`)."""
     path = settings.state_dir / "run" / "settings.json"
     private_file(path)
@@ -58,17 +58,17 @@ def open_store(url: SecretUrl) -> Store:
     try:
         return Store.open(url)
     except ValueError as error:
-        raise ServeError(f"proxy.{error}") from None
+        raise StartError(f"proxy.{error}") from None
 
 
-def lock(state_dir: Path) -> IO[bytes]:
+def lock_state_folder(state_dir: Path) -> IO[bytes]:
     """The folder is ours while the file that this returns is open. Raises ServeError."""
     try:
-        return claim_command(state_dir)
-    except FolderInUse as error:
-        raise ServeError(str(error)) from None
+        return lock_for_command(state_dir)
+    except FolderLockedError as error:
+        raise StartError(str(error)) from None
     except OSError as error:
-        raise ServeError(
+        raise StartError(
             f"state_dir: {state_dir} cannot be written: {error.strerror}; take another folder"
             " (--state-dir ...)"
         ) from None

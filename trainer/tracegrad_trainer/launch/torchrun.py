@@ -11,7 +11,12 @@ from pathlib import Path
 
 from tracegrad.urls import STORE_VARIABLE
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.utils.subprocesses import ENGINE_KEY, Child, ChildError, errors_in
+from tracegrad_trainer.utils.subprocesses import (
+    ENGINE_KEY_VARIABLE,
+    ChildError,
+    ChildProcess,
+    traceback_errors,
+)
 
 # The launcher's report of the rank that failed first; the others fail because of it.
 _ROOT_CAUSE = re.compile(
@@ -19,24 +24,24 @@ _ROOT_CAUSE = re.compile(
 )
 
 
-def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:
+def torchrun_command(ranks: int, module: str, *arguments: str) -> list[str]:
     """The command that runs a module on so many ranks of this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", "--max-restarts=0", "--module", module]
     return [*command, *arguments]
 
 
-def secrets_of(settings: TrainerSettings) -> dict[str, str]:
+def secret_variables(settings: TrainerSettings) -> dict[str, str]:
     """What ranks need of the settings and the file that they read does not hold, as variables."""
     found = {STORE_VARIABLE: settings.proxy.store.get_secret_value()}
     if settings.proxy.control_key is not None:
         found["TRACEGRAD_PROXY_CONTROL_KEY"] = settings.proxy.control_key.get_secret_value()
     if settings.vllm.api_key is not None:
-        found[ENGINE_KEY] = settings.vllm.api_key.get_secret_value()
+        found[ENGINE_KEY_VARIABLE] = settings.vllm.api_key.get_secret_value()
     return found
 
 
-class Ranks(Child):
+class RankProcesses(ChildProcess):
     """Processes of `program` (a module); `resolved` is the file of settings that they read."""
 
     def __init__(
@@ -50,9 +55,9 @@ class Ranks(Child):
         # One rank needs no launcher, which would import torch for itself.
         command = [sys.executable, "-m", program, str(resolved), *arguments]
         if settings.ranks > 1:
-            command = torchrun(settings.ranks, program, str(resolved), *arguments)
+            command = torchrun_command(settings.ranks, program, str(resolved), *arguments)
         # Behind vLLM in the scheduler: agents wait for it.
-        log, env = settings.logs / "ranks.log", secrets_of(settings)
+        log, env = settings.logs / "ranks.log", secret_variables(settings)
         super().__init__("ranks", command, log=log, env=env, nice=5)
 
     def check(self) -> None:
@@ -64,7 +69,7 @@ class Ranks(Child):
         logged = self.logged() if self.exit_code() is not None else ""
         if cause := _ROOT_CAUSE.search(logged):
             rank, code, pid = (int(group) for group in cause.groups())
-            explained = code == -signal.SIGABRT and errors_in(logged.splitlines())
+            explained = code == -signal.SIGABRT and traceback_errors(logged.splitlines())
             if code < 0 and not explained:
                 raise ChildError(
                     f"rank {rank} (pid {pid}) was killed by {signal.Signals(-code).name}"

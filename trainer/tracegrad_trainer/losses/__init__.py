@@ -5,18 +5,22 @@ Settings and advantages can be had without torch.
 
 from typing import TYPE_CHECKING
 
-from tracegrad_trainer.losses.advantages import Memory, Scored
-from tracegrad_trainer.losses.advantages.compute import advantages
+from tracegrad_trainer.losses.advantages import AdvantageMemory, RolloutRewards
+from tracegrad_trainer.losses.advantages.compute import compute_advantages
 from tracegrad_trainer.losses.config import ObjectiveSettings, preset
 from tracegrad_trainer.losses.presets import PRESETS
-from tracegrad_trainer.utils.lazy_import import lazily
+from tracegrad_trainer.utils.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
-    from tracegrad_trainer.losses.diagnostics import maxima, summarise, sums
-    from tracegrad_trainer.losses.loss import Evaluated, evaluate
+    from tracegrad_trainer.losses.diagnostics import (
+        diagnostic_maxima,
+        diagnostic_sums,
+        summarise_diagnostics,
+    )
+    from tracegrad_trainer.losses.loss import LossOutput, compute_loss
     from tracegrad_trainer.losses.tokens import Tokens
 else:
-    __getattr__ = lazily(
+    __getattr__ = lazy_getattr(
         __name__,
         {
             "diagnostics": ("maxima", "summarise", "sums"),
@@ -27,15 +31,15 @@ else:
 
 __all__ = [
     "PRESETS",
-    "Evaluated",
-    "Memory",
+    "AdvantageMemory",
+    "LossOutput",
     "ObjectiveSettings",
-    "Scored",
+    "RolloutRewards",
     "Tokens",
-    "advantages",
-    "evaluate",
-    "maxima",
+    "compute_advantages",
+    "compute_loss",
+    "diagnostic_maxima",
+    "diagnostic_sums",
     "preset",
-    "summarise",
-    "sums",
+    "summarise_diagnostics",
 ]

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracegrad_trainer.losses.config import ObjectiveSettings
-from tracegrad_trainer.losses.pairs import pairs_of
+from tracegrad_trainer.losses.pairs import pairs_of_tokens
 from tracegrad_trainer.losses.registry import Registry
 from tracegrad_trainer.losses.tokens import Tokens
 
@@ -54,7 +54,7 @@ def group_mean(tokens: Tokens, settings: ObjectiveSettings) -> Shares:
     prompt's rollouts, then over prompts ("prompt average" of ScaleRL, arXiv 2510.13786).
     """
     counted, _ = _counted(tokens, settings)
-    of_group = tokens.group_tokens if settings.learns_from_experts else tokens.group_sampled
+    of_group = tokens.group_tokens if settings.learns_from_demonstrations else tokens.group_sampled
     share = counted / of_group.clamp(min=1)
     return share, share.sum()
 
@@ -73,20 +73,22 @@ def _counted(
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
     """1 for each token that counts, else 0, and how many of its rollout do: an expert's only
     where the surrogate may learn from them."""
-    if settings.learns_from_experts:
-        return torch.ones_like(tokens.mu), tokens.rollout_tokens
-    return tokens.sampled.to(tokens.mu.dtype), tokens.rollout_sampled.clamp(min=1)
+    if settings.learns_from_demonstrations:
+        return torch.ones_like(tokens.rollout_logprobs), tokens.rollout_tokens
+    return tokens.sampled.to(tokens.rollout_logprobs.dtype), tokens.rollout_sampled.clamp(min=1)
 
 
 @AGGREGATIONS.register("pair_mean")
 def pair_mean(tokens: Tokens, settings: ObjectiveSettings) -> Shares:
     """The mean over whole preference pairs of what the surrogate spread over their tokens."""
-    pairs = pairs_of(tokens)
-    return pairs.whole[pairs.of_token].to(tokens.mu.dtype), pairs.whole.sum().to(tokens.mu.dtype)
+    pairs = pairs_of_tokens(tokens)
+    return pairs.whole[pairs.of_token].to(tokens.rollout_logprobs.dtype), pairs.whole.sum().to(
+        tokens.rollout_logprobs.dtype
+    )
 
 
 @AGGREGATIONS.register("label_mean")
 def label_mean(tokens: Tokens, settings: ObjectiveSettings) -> Shares:
     """The mean over labelled rollouts of what the surrogate spread over their tokens."""
-    share = (tokens.label[tokens.row] != 0).to(tokens.mu.dtype)
+    share = (tokens.label[tokens.row] != 0).to(tokens.rollout_logprobs.dtype)
     return share, (share / tokens.rollout_tokens).sum()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def returned(kind: str, name: str, value: Any, n: int | None) -> Tensor:
+def check_per_token(kind: str, name: str, value: Any, n: int | None) -> Tensor:
     """`value`, if it is one floating-point number a token (`n` None: one altogether).
 
     Raises:
@@ -22,20 +22,20 @@ def returned(kind: str, name: str, value: Any, n: int | None) -> Tensor:
     return value
 
 
-def with_truths(kind: str, name: str, value: Any, n: int) -> tuple[Tensor, Tensor]:
+def check_losses_and_mask(kind: str, name: str, value: Any, n: int) -> tuple[Tensor, Tensor]:
     """`value`, if it is (one number a token, one truth a token). Raises as `returned`."""
     numbers, truths = _two(kind, name, value, "(numbers [n], bool[n])")
-    returned(kind, name, numbers, n)
+    check_per_token(kind, name, numbers, n)
     _check(kind, name, truths, (n,), f"a bool tensor of shape ({n},) as its second value")
     if truths.dtype is not torch.bool:
         raise ValueError(f"{kind} {name!r} must return bool as its second value: {truths.dtype}")
     return numbers, truths
 
 
-def with_units(kind: str, name: str, value: Any, n: int) -> tuple[Tensor, Tensor]:
+def check_shares_and_units(kind: str, name: str, value: Any, n: int) -> tuple[Tensor, Tensor]:
     """`value`, if it is (one number a token, one altogether). Raises as `returned`."""
     shares, units = _two(kind, name, value, "(shares [n], units)")
-    return returned(kind, name, shares, n), returned(kind, name, units, None)
+    return check_per_token(kind, name, shares, n), check_per_token(kind, name, units, None)
 
 
 def _two(kind: str, name: str, value: Any, wanted: str) -> tuple[Any, Any]:

@@ -6,23 +6,29 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tracegrad_trainer.losses.entropy import HIGHEST, LOWEST
-from tracegrad_trainer.losses.part_names import OF_ANY_SURROGATE, PARTS, Reads, readers, used
+from tracegrad_trainer.losses.part_names import (
+    OF_ANY_SURROGATE,
+    PARTS,
+    Reads,
+    readers_of,
+    used_settings,
+)
 from tracegrad_trainer.losses.presets import PRESETS
-from tracegrad_trainer.losses.registry import is_own, own_part
+from tracegrad_trainer.losses.registry import import_part, is_import_path
 
 if TYPE_CHECKING:
     from tracegrad_trainer.losses.config import ObjectiveSettings
 
 # They weigh tokens by pi/mu themselves.
-WITH_MU = ("topr", "decoupled_ppo", "minirl", "signed_prob_mask")
+USE_ROLLOUT_LOGPROBS = ("topr", "decoupled_ppo", "minirl", "signed_prob_mask")
 # They are of whole rollouts against a reference, or of texts: no policy gradient.
 PREFERENCES = ("dpo", "kto")
 SUPERVISED = (*PREFERENCES, "sft")
 WEIGHTS = ("tis", "mis")
-LEARN_FROM_EXPERTS = (*SUPERVISED, "ipa")
+LEARN_FROM_DEMONSTRATIONS = (*SUPERVISED, "ipa")
 
 
-def check(settings: ObjectiveSettings) -> None:
+def check_compatible(settings: ObjectiveSettings) -> None:
     """Raises ValueError: the first thing that does not fit, and its mend.
 
     Of a user's own parts nothing is known, so nothing is held against them.
@@ -37,9 +43,9 @@ def _aggregation(settings: ObjectiveSettings) -> str | None:
     of = {"dpo": "pair_mean", "kto": "label_mean"}
     surrogate, aggregation = settings.surrogate, settings.aggregation
     wanted = of.get(surrogate)
-    if wanted is not None and aggregation != wanted and not is_own(aggregation):
+    if wanted is not None and aggregation != wanted and not is_import_path(aggregation):
         return f"aggregation {aggregation!r}: surrogate {surrogate!r} needs {wanted!r}"
-    if wanted is None and aggregation in of.values() and not is_own(surrogate):
+    if wanted is None and aggregation in of.values() and not is_import_path(surrogate):
         return (
             f"aggregation {aggregation!r} is for preferences: use 'token_mean' with {surrogate!r}"
         )
@@ -48,7 +54,7 @@ def _aggregation(settings: ObjectiveSettings) -> str | None:
 
 def _ratio(settings: ObjectiveSettings) -> str | None:
     ratio = settings.ratio
-    if is_own(ratio):
+    if is_import_path(ratio):
         return None
     if settings.surrogate == "ipa" and ratio != "turn":
         return f"ratio {ratio!r}: surrogate 'ipa' needs 'turn'"
@@ -66,7 +72,7 @@ def _correction(settings: ObjectiveSettings) -> str | None:
     surrogate, correction = settings.surrogate, settings.correction
     if surrogate in SUPERVISED and correction != "none":
         return f"correction {correction!r}: use 'none', surrogate {surrogate!r} samples nothing"
-    if surrogate in WITH_MU and correction in WEIGHTS:
+    if surrogate in USE_ROLLOUT_LOGPROBS and correction in WEIGHTS:
         return (
             f"correction {correction!r}: surrogate {surrogate!r} has pi/mu in it and would be"
             " corrected twice, use 'none' or 'reject'"
@@ -78,7 +84,7 @@ def _bounds(settings: ObjectiveSettings) -> str | None:
     floor, cap = settings.correction_floor, settings.correction_cap
     if settings.correction in ("mis", "reject") and floor >= cap:
         return f"correction_floor {floor:g}: must be below correction_cap ({cap:g})"
-    budget, part = settings.over_length_budget, settings.over_length_part
+    budget, part = settings.overlong_budget, settings.overlong_buffer
     if budget is not None and part > budget:
         return f"over_length_part {part}: must not exceed over_length_budget ({budget})"
     return None
@@ -123,29 +129,29 @@ def _gae(settings: ObjectiveSettings) -> str | None:
 def _unused(settings: ObjectiveSettings) -> str | None:
     """A value that is neither the preset's nor the default is the user's: to do nothing with it
     would be to ignore what was asked for."""
-    own = own_reads(settings)
+    own = custom_part_reads(settings)
     if own is None:
         return None
-    read = used(settings.model_dump(), own)
+    read = used_settings(settings.model_dump(), own)
     if settings.options and not own:
         return "options: they are for parts of your own, and all of these are ours: leave them out"
     usual = PRESETS[settings.preset]
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
         if name not in read and value != usual.get(name, field.default) and name != "options":
-            of = ", ".join(readers(name))
+            of = ", ".join(readers_of(name))
             return f"{name} = {value!r}: nothing in this objective uses it (it is of {of})"
     return None
 
 
-def own_reads(settings: ObjectiveSettings) -> dict[str, Reads] | None:
+def custom_part_reads(settings: ObjectiveSettings) -> dict[str, Reads] | None:
     """What the user's own parts read, by their paths, where they say so (`part.reads`); None: one
     does not, and may read anything."""
     found: dict[str, Reads] = {}
     for kind in PARTS:
         path = getattr(settings, kind)
-        if is_own(path):
-            said: Reads | None = getattr(own_part(kind, path), "reads", None)
+        if is_import_path(path):
+            said: Reads | None = getattr(import_part(kind, path), "reads", None)
             if said is None:
                 return None
             found[path] = (*said, *OF_ANY_SURROGATE) if kind == "surrogate" else said

@@ -13,12 +13,16 @@ from pydantic import (
     model_validator,
 )
 
-from tracegrad_trainer.losses.advantages import COMPARING
-from tracegrad_trainer.losses.compatibility import LEARN_FROM_EXPERTS, check, own_reads
+from tracegrad_trainer.losses.advantages import GROUP_RELATIVE
+from tracegrad_trainer.losses.compatibility import (
+    LEARN_FROM_DEMONSTRATIONS,
+    check_compatible,
+    custom_part_reads,
+)
 from tracegrad_trainer.losses.judge import load_judge
-from tracegrad_trainer.losses.part_names import PARTS, used
+from tracegrad_trainer.losses.part_names import PARTS, used_settings
 from tracegrad_trainer.losses.presets import PRESETS
-from tracegrad_trainer.losses.registry import check_part, is_own
+from tracegrad_trainer.losses.registry import check_part, is_import_path
 
 Need = Literal["reference", "value", "kto_z"]
 
@@ -113,11 +117,11 @@ class ObjectiveSettings(BaseModel):
     value_clip: float | None = Field(0.2, gt=0)
     whiten: bool = Field(False, description="advantages of the step's tokens to mean 0, variance 1")
 
-    over_length_budget: int | None = Field(
+    overlong_budget: int | None = Field(
         None, ge=1, description="sampled tokens of a rollout from which the penalty is whole"
     )
-    over_length_part: int = Field(1, ge=1, description="tokens before it over which it rises")
-    over_length_penalty: float = Field(1.0, ge=0)
+    overlong_buffer: int = Field(1, ge=1, description="tokens before it over which it rises")
+    overlong_penalty: float = Field(1.0, ge=0)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -140,14 +144,14 @@ class ObjectiveSettings(BaseModel):
     def compares(self) -> bool:
         """Whether a rollout without others of its group, or whose rewards all are the same, has
         nothing to teach."""
-        return self.advantage in COMPARING or (self.advantage == "ipa" and self.centre)
+        return self.advantage in GROUP_RELATIVE or (self.advantage == "ipa" and self.centre)
 
     @property
     def weighs_turns(self) -> bool:
         """Whether the advantages that turns were given are read: not where there are none, or
         where they are of values."""
-        own = own_reads(self)
-        read = own is None or "advantage" in used(self.model_dump(), own)
+        own = custom_part_reads(self)
+        read = own is None or "advantage" in used_settings(self.model_dump(), own)
         return read and self.advantage != "gae"
 
     @property
@@ -157,16 +161,16 @@ class ObjectiveSettings(BaseModel):
         return self.surrogate == "kto"
 
     @property
-    def has_own_parts(self) -> bool:
+    def has_custom_parts(self) -> bool:
         """Whether a part that sees tokens is the user's own, and may read anything of them."""
-        return any(is_own(getattr(self, part)) for part in PARTS if part != "advantage")
+        return any(is_import_path(getattr(self, part)) for part in PARTS if part != "advantage")
 
     @property
     def sums_rollouts(self) -> bool:
         """Whether something is summed over whole rollouts (`tokens.rollout_sum`), or may be: of a
         user's own part nothing is known."""
         return (
-            self.has_own_parts
+            self.has_custom_parts
             or self.ratio in ("sequence", "product")
             or self.correction_level in ("sequence", "sequence_product")
             or self.surrogate == "kto"
@@ -178,10 +182,10 @@ class ObjectiveSettings(BaseModel):
         return self.whiten or self.advantage == "reinforce++"
 
     @property
-    def learns_from_experts(self) -> bool:
+    def learns_from_demonstrations(self) -> bool:
         """Whether an expert's tokens may have a loss, and so count; of a surrogate of the user's
         own they may."""
-        return self.surrogate in LEARN_FROM_EXPERTS or is_own(self.surrogate)
+        return self.surrogate in LEARN_FROM_DEMONSTRATIONS or is_import_path(self.surrogate)
 
     @model_validator(mode="before")
     @classmethod
@@ -209,7 +213,7 @@ class ObjectiveSettings(BaseModel):
 
     @model_validator(mode="after")
     def _fit_together(self) -> ObjectiveSettings:
-        check(self)
+        check_compatible(self)
         return self
 
 
@@ -218,12 +222,12 @@ def preset(name: str, **changes: Any) -> ObjectiveSettings:
     return ObjectiveSettings.model_validate({"preset": name, **changes})
 
 
-def without_unused(given: dict[str, Any]) -> dict[str, Any]:
+def drop_unused(given: dict[str, Any]) -> dict[str, Any]:
     """Settings as they are stored, less what nothing in the objective reads: before that was an
     error, it was recorded. As they are where a part or preset is none of ours."""
     known = PRESETS.get(given.get("preset", "grpo"), {}) | given
     if any(known.get(kind) not in PARTS[kind] for kind in PARTS):
         return given
     defaults = {name: field.default for name, field in ObjectiveSettings.model_fields.items()}
-    read = used(defaults | known, {})
+    read = used_settings(defaults | known, {})
     return {name: value for name, value in given.items() if name in read}

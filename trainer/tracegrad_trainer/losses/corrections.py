@@ -21,7 +21,7 @@ from tracegrad_trainer.losses.registry import Registry
 from tracegrad_trainer.losses.tokens import (
     LOG_RATIO_LIMIT,
     Tokens,
-    mismatch,
+    log_mismatch,
     rollout_mean,
     rollout_sum,
     segment_mean,
@@ -66,7 +66,7 @@ def turn_product(
     values: Float[Tensor, " n"], tokens: Tokens, settings: ObjectiveSettings
 ) -> Float[Tensor, " n"]:
     """The sum over the turn: of log w, the ratio of its whole reply's probabilities."""
-    counted = values.masked_fill(tokens.expert, 0.0)
+    counted = values.masked_fill(tokens.demonstration, 0.0)
     return segment_sum(counted, tokens.turn, tokens.turns)[tokens.turn]
 
 
@@ -75,13 +75,13 @@ def sequence_product(
     values: Float[Tensor, " n"], tokens: Tokens, settings: ObjectiveSettings
 ) -> Float[Tensor, " n"]:
     """The sum over the rollout's sampled tokens, in all its rows."""
-    counted = values.masked_fill(tokens.expert, 0.0)
+    counted = values.masked_fill(tokens.demonstration, 0.0)
     return rollout_sum(counted, tokens)[tokens.rollout]
 
 
 def log_weight(tokens: Tokens, shared: Shared) -> Float[Tensor, " n"]:
     """log w at the level, clamped so that its exp is a finite number: a sum may be any."""
-    return shared(mismatch(tokens)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return shared(log_mismatch(tokens)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def share_of_unit(tokens: Tokens, level: str) -> Float[Tensor, " n"]:
@@ -91,7 +91,7 @@ def share_of_unit(tokens: Tokens, level: str) -> Float[Tensor, " n"]:
         return 1 / tokens.turn_tokens
     if level in ("sequence", "sequence_product"):
         return 1 / tokens.rollout_sampled.clamp(min=1)
-    return torch.ones_like(tokens.mu)
+    return torch.ones_like(tokens.rollout_logprobs)
 
 
 @CORRECTIONS.register("tis")
@@ -116,7 +116,7 @@ def reject(tokens: Tokens, shared: Shared, settings: ObjectiveSettings) -> Weigh
     `ratio` is w itself (at turn level IPA's M_k); k1 = |mean log w|, k2 = mean of (log w)^2 / 2,
     k3 = mean of w - 1 - log w.
     """
-    log_w = mismatch(tokens)
+    log_w = log_mismatch(tokens)
     match settings.reject_stat:
         case "ratio":
             found = log_weight(tokens, shared).exp()
@@ -133,7 +133,7 @@ def reject(tokens: Tokens, shared: Shared, settings: ObjectiveSettings) -> Weigh
 @CORRECTIONS.register("none")
 def none(tokens: Tokens, shared: Shared, settings: ObjectiveSettings) -> Weights:
     """Every token as it is."""
-    return torch.ones_like(tokens.mu), torch.zeros_like(tokens.expert)
+    return torch.ones_like(tokens.rollout_logprobs), torch.zeros_like(tokens.demonstration)
 
 
 def _outside(found: Float[Tensor, " n"], settings: ObjectiveSettings) -> Bool[Tensor, " n"]:

@@ -14,30 +14,30 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tracegrad_trainer.losses.loss import Evaluated
-from tracegrad_trainer.losses.pairs import pairs_of
+from tracegrad_trainer.losses.loss import LossOutput
+from tracegrad_trainer.losses.pairs import pairs_of_tokens
 from tracegrad_trainer.losses.tokens import (
     LOG_RATIO_LIMIT,
     Tokens,
+    log_mismatch,
     log_ratio,
-    mismatch,
     segment_mean,
     segment_sum,
 )
 
 # Lag behind the current policy, in versions; the last holds everything older.
-GAPS = (0, 1, 2, 3, 4)
+LAGS = (0, 1, 2, 3, 4)
 
 
-def sums(
-    tokens: Tokens, done: Evaluated, entropy: Float[Tensor, " n"], version: int
+def diagnostic_sums(
+    tokens: Tokens, done: LossOutput, entropy: Float[Tensor, " n"], version: int
 ) -> dict[str, Tensor]:
     """Scalars that add up. Entries of `entropy` are of the current policy.
 
     Tokens are picked by products and not by indices, for which a host would wait for its device.
     """
     sampled = tokens.sampled
-    log_w = mismatch(tokens)
+    log_w = log_mismatch(tokens)
     moved = done.log_ratio
     w = done.log_w.exp() * sampled
     values = {
@@ -47,8 +47,8 @@ def sums(
         "value_loss": done.value,
         "entropy_loss": done.entropy,
         "units": done.units,
-        "tokens": tokens.mu.new_tensor(float(len(tokens))),
-        "turns": tokens.mu.new_tensor(float(tokens.turns)),
+        "tokens": tokens.rollout_logprobs.new_tensor(float(len(tokens))),
+        "turns": tokens.rollout_logprobs.new_tensor(float(tokens.turns)),
         "sampled": sampled.sum(),
         "sampled_turns": _turns_with(sampled, tokens),
         "entropy": entropy.sum(),
@@ -68,8 +68,8 @@ def sums(
         values[name] = touched.sum()
         values[f"{name}_turns"] = _turns_with(touched, tokens)
     values |= _by_gap(tokens, done, log_w, version)
-    if tokens.reference is not None:
-        values |= _to_reference(tokens, tokens.reference)
+    if tokens.reference_logprobs is not None:
+        values |= _to_reference(tokens, tokens.reference_logprobs)
     if done.values is not None and tokens.returns is not None:
         values |= _of_values(done.values, tokens.returns, sampled)
     return values
@@ -98,12 +98,12 @@ def _products(log_w: Float[Tensor, " n"], tokens: Tokens) -> Float[Tensor, " tur
 
 
 def _by_gap(
-    tokens: Tokens, done: Evaluated, log_w: Float[Tensor, " n"], version: int
+    tokens: Tokens, done: LossOutput, log_w: Float[Tensor, " n"], version: int
 ) -> dict[str, Tensor]:
-    gap = (version - tokens.version).clamp(0, GAPS[-1])
-    difference, k3 = (tokens.old - tokens.mu).abs(), _k3(log_w)
+    gap = (version - tokens.version).clamp(0, LAGS[-1])
+    difference, k3 = (tokens.old_logprobs - tokens.rollout_logprobs).abs(), _k3(log_w)
     values = {}
-    for g in GAPS:
+    for g in LAGS:
         here = (gap == g) & tokens.sampled
         values[f"tokens_gap_{g}"] = here.sum()
         values[f"difference_gap_{g}"] = (difference * here).sum()
@@ -114,10 +114,10 @@ def _by_gap(
 
 
 def _to_reference(tokens: Tokens, reference: Float[Tensor, " n"]) -> dict[str, Tensor]:
-    log_moved = log_ratio(tokens.logp.detach(), reference)
-    gain, label = tokens.logp.detach() - reference, tokens.label[tokens.row]
+    log_moved = log_ratio(tokens.policy_logprobs.detach(), reference)
+    gain, label = tokens.policy_logprobs.detach() - reference, tokens.label[tokens.row]
     chosen, rejected = label == 1, label == -1
-    pairs = pairs_of(tokens)
+    pairs = pairs_of_tokens(tokens)
     margin = segment_sum(pairs.side * gain, pairs.of_token, tokens.rows)
     return {
         "reference_k1": (log_moved * tokens.sampled).sum(),
@@ -146,12 +146,14 @@ def _of_values(
     }
 
 
-def maxima(tokens: Tokens, done: Evaluated, version: int) -> dict[str, Tensor]:
+def diagnostic_maxima(tokens: Tokens, done: LossOutput, version: int) -> dict[str, Tensor]:
     """Scalars whose maximum is kept; all are at least 0, so an empty micro-batch says 0."""
     sampled = tokens.sampled
-    log_w = mismatch(tokens)
+    log_w = log_mismatch(tokens)
     by_turn = segment_mean(log_w, tokens.turn, tokens.turns, sampled)[tokens.turn]
-    on_policy = (tokens.old - tokens.mu).abs() * (sampled & (tokens.version == version))
+    on_policy = (tokens.old_logprobs - tokens.rollout_logprobs).abs() * (
+        sampled & (tokens.version == version)
+    )
     return {
         "gap_max": _max(on_policy),
         "max_w": _max(log_w.exp() * sampled),
@@ -171,10 +173,14 @@ def _k3(log_ratios: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def _turns_with(touched: Bool[Tensor, " n"], tokens: Tokens) -> Tensor:
-    return (segment_sum(touched.to(tokens.mu.dtype), tokens.turn, tokens.turns) > 0).sum()
+    return (
+        segment_sum(touched.to(tokens.rollout_logprobs.dtype), tokens.turn, tokens.turns) > 0
+    ).sum()
 
 
-def summarise(total: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:
+def summarise_diagnostics(
+    total: Mapping[str, float], largest: Mapping[str, float]
+) -> dict[str, float]:
     """Metrics of the step from the totals over all micro-batches and ranks.
 
     `gap_mean`, `gap_max`: |log old - log mu| over tokens sampled by the current version: what
@@ -207,7 +213,7 @@ def summarise(total: Mapping[str, float], largest: Mapping[str, float]) -> dict[
     for name in ("clipped", "corrected", "masked"):
         metrics[f"{name}_share"] = total[name] / n
         metrics[f"{name}_turn_share"] = total[f"{name}_turns"] / turns
-    for g in GAPS:
+    for g in LAGS:
         if count := total[f"tokens_gap_{g}"]:
             metrics[f"tokens_gap_{g}"] = count
             for name in ("difference", "k1", "k3", "clipped"):

@@ -20,7 +20,7 @@ LOWEST, HIGHEST = 1e-6, 1.0
 def entropy_bonus(tokens: Tokens) -> Float[Tensor, " n"]:
     """Entropy of the policy at each sampled token, in nats, with gradient; 0 at an expert's."""
     assert tokens.entropy is not None, "the step brings what `has_entropy` asks for"
-    return tokens.entropy.masked_fill(tokens.expert, 0.0)
+    return tokens.entropy.masked_fill(tokens.demonstration, 0.0)
 
 
 def next_coef(settings: ObjectiveSettings, coef: float, entropy: float) -> float:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 from tracegrad.events import REWARD_RANGE, is_reward
-from tracegrad_trainer.losses.registry import is_own, own_part
+from tracegrad_trainer.losses.registry import import_part, is_import_path
 
 
-class Compared(Protocol):
+class JudgedGroup(Protocol):
     """A group as the judge gets it: the store's `Group`, with all its rollouts and their turns."""
 
     @property
@@ -27,12 +27,12 @@ def load_judge(path: str) -> Judge:
     Raises:
         ValueError: there is no such function.
     """
-    if not is_own(path):
+    if not is_import_path(path):
         raise ValueError(f"judge {path!r}: write package.module:function")
-    return cast(Judge, own_part("judge", path))
+    return cast(Judge, import_part("judge", path))
 
 
-def judge_group(judge: Judge, group: Compared) -> list[float]:
+def judge_rewards(judge: Judge, group: JudgedGroup) -> list[float]:
     """One reward for each of the group's rollouts, instead of those they came with.
 
     Raises:

@@ -27,8 +27,8 @@ def kl_to_reference(tokens: Tokens, estimator: Estimator, *, unbiased: bool) -> 
     gradient is whole. It is so a token, given what came before it; log pi/mu is clamped to
     -20..20, and nothing else bounds its variance.
     """
-    assert tokens.reference is not None, "the step brings what `needs` asks for"
-    d = log_ratio(tokens.logp, tokens.reference)
+    assert tokens.reference_logprobs is not None, "the step brings what `needs` asks for"
+    d = log_ratio(tokens.policy_logprobs, tokens.reference_logprobs)
     match estimator:
         case "k1":
             found = d
@@ -37,6 +37,10 @@ def kl_to_reference(tokens: Tokens, estimator: Estimator, *, unbiased: bool) -> 
         case "k3":
             found = torch.expm1(-d) + d
     if unbiased:
-        ratio = log_ratio(tokens.logp, tokens.mu).masked_fill(tokens.expert, 0.0).exp()
+        ratio = (
+            log_ratio(tokens.policy_logprobs, tokens.rollout_logprobs)
+            .masked_fill(tokens.demonstration, 0.0)
+            .exp()
+        )
         found = found * (ratio.detach() if estimator == "k2" else ratio)
-    return found.masked_fill(tokens.expert, 0.0)
+    return found.masked_fill(tokens.demonstration, 0.0)

@@ -9,7 +9,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tracegrad_trainer.losses.aggregation import AGGREGATIONS
-from tracegrad_trainer.losses.check_outputs import returned, with_truths, with_units
+from tracegrad_trainer.losses.check_outputs import (
+    check_losses_and_mask,
+    check_per_token,
+    check_shares_and_units,
+)
 from tracegrad_trainer.losses.config import ObjectiveSettings
 from tracegrad_trainer.losses.corrections import CORRECTIONS, LEVELS, log_weight, share_of_unit
 from tracegrad_trainer.losses.entropy import entropy_bonus
@@ -17,11 +21,11 @@ from tracegrad_trainer.losses.kl import kl_to_reference
 from tracegrad_trainer.losses.ratios import RATIOS
 from tracegrad_trainer.losses.surrogates import SURROGATES
 from tracegrad_trainer.losses.tokens import Tokens
-from tracegrad_trainer.losses.value_loss import value_loss, values
+from tracegrad_trainer.losses.value_loss import predicted_values, value_loss
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Evaluated:
+class LossOutput:
     """`total / sum of units over the step` is the loss; the rest feeds the diagnostics.
 
     `total` = policy + kl_coef x KL + value_coef x value loss - entropy_coef x entropy, each token
@@ -47,26 +51,28 @@ class Evaluated:
     values: Float[Tensor, " n"] | None  # that the value loss is of
 
 
-def evaluate(
+def compute_loss(
     settings: ObjectiveSettings, tokens: Tokens, *, entropy_coef: float | None = None
-) -> Evaluated:
+) -> LossOutput:
     """The loss of a micro-batch's tokens; `entropy_coef` is the settings' own or, where it has a
     target, what became of it.
 
     Raises:
         ValueError: a part of the user's own returned something of a wrong shape or type.
     """
-    n, dtype = len(tokens), tokens.logp.dtype
+    n, dtype = len(tokens), tokens.policy_logprobs.dtype
     asked: list[Tensor] = []
     tokens = replace(tokens, asked=asked)
-    ratio = returned("ratio", settings.ratio, RATIOS[settings.ratio](tokens, settings), n)
-    loss, clipped = with_truths(
+    ratio = check_per_token("ratio", settings.ratio, RATIOS[settings.ratio](tokens, settings), n)
+    loss, clipped = check_losses_and_mask(
         "surrogate", settings.surrogate, SURROGATES[settings.surrogate](tokens, ratio, settings), n
     )
     with torch.no_grad():
         log_w, weight, corrected = _correct(settings, tokens)
         name = settings.aggregation
-        share, units = with_units("aggregation", name, AGGREGATIONS[name](tokens, settings), n)
+        share, units = check_shares_and_units(
+            "aggregation", name, AGGREGATIONS[name](tokens, settings), n
+        )
     each_policy = loss * weight * share
     policy = each_policy.sum()
     total = policy
@@ -78,7 +84,7 @@ def evaluate(
         # A KL that is only watched keeps its hands off the graph.
         total = total + kl if settings.kl_coef else total
     if "value" in settings.needs:
-        said = values(tokens, settings)
+        said = predicted_values(tokens, settings)
         each = value_loss(replace(tokens, value=said), settings.value_clip)
         value = settings.value_coef * (each * share).sum()
         total = total + value
@@ -87,7 +93,7 @@ def evaluate(
         entropy = -coef * (entropy_bonus(tokens) * share).sum()
         total = total + entropy
     assert tokens.rollout_sums is None or len(asked) == len(tokens.rollout_sums)
-    return Evaluated(
+    return LossOutput(
         total=total,
         units=units,
         log_ratio=ratio.detach(),
@@ -113,13 +119,13 @@ def _correct(settings: ObjectiveSettings, tokens: Tokens) -> tuple[Tensor, Tenso
     level = LEVELS[name]
 
     def shared(values: Tensor) -> Tensor:
-        return returned("correction_level", name, level(values, tokens, settings), n)
+        return check_per_token("correction_level", name, level(values, tokens, settings), n)
 
-    weight, changed = with_truths(
+    weight, changed = check_losses_and_mask(
         "correction",
         settings.correction,
         CORRECTIONS[settings.correction](tokens, shared, settings),
         n,
     )
-    log_w = log_weight(tokens, shared).masked_fill(tokens.expert, 0.0)
-    return log_w, weight.masked_fill(tokens.expert, 1.0), changed & tokens.sampled
+    log_w = log_weight(tokens, shared).masked_fill(tokens.demonstration, 0.0)
+    return log_w, weight.masked_fill(tokens.demonstration, 1.0), changed & tokens.sampled

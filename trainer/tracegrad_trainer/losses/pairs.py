@@ -11,7 +11,7 @@ from tracegrad_trainer.losses.tokens import Tokens, segment_sum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pairs:
+class PreferencePairs:
     """The pairs of a micro-batch, each numbered by its first row; of the other numbers, and of rows
     without a pair, none is whole.
 
@@ -24,10 +24,10 @@ class Pairs:
     whole: Bool[Tensor, " rows"]
 
 
-def pairs_of(tokens: Tokens) -> Pairs:
+def pairs_of_tokens(tokens: Tokens) -> PreferencePairs:
     # Not by `unique`, for which a host would wait for its device.
     first = (tokens.pair[:, None] == tokens.pair[None]).int().argmax(1)
-    of_token, side = first[tokens.row], tokens.label[tokens.row].to(tokens.logp.dtype)
+    of_token, side = first[tokens.row], tokens.label[tokens.row].to(tokens.policy_logprobs.dtype)
     chosen = segment_sum((side > 0).to(side.dtype), of_token, tokens.rows)
     rejected = segment_sum((side < 0).to(side.dtype), of_token, tokens.rows)
-    return Pairs(of_token, side, (tokens.pair >= 0) & (chosen > 0) & (rejected > 0))
+    return PreferencePairs(of_token, side, (tokens.pair >= 0) & (chosen > 0) & (rejected > 0))

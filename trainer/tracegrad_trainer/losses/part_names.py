@@ -87,13 +87,13 @@ OF_ANY_SURROGATE: Reads = (*_POLICY, "ratio")
 ROOT: Reads = ("preset", "surrogate")
 
 
-def reads(field: str, value: Any) -> Reads:
+def settings_read_by(field: str, value: Any) -> Reads:
     """The settings that are read where `field` has this value; of no part of the user's own."""
     of_value = (PARTS | CHOICES).get(field, {})
     return of_value[value] if of_value else WHERE_SET.get(field, ()) if value else ()
 
 
-def readers(field: str) -> list[str]:
+def readers_of(field: str) -> list[str]:
     """What reads the setting, in words."""
     found = [
         f"{name} {value!r}"
@@ -104,7 +104,7 @@ def readers(field: str) -> list[str]:
     return found + [name for name, read in WHERE_SET.items() if field in read]
 
 
-def used(settings: Mapping[str, Any], own: Mapping[str, Reads]) -> frozenset[str]:
+def used_settings(settings: Mapping[str, Any], own: Mapping[str, Reads]) -> frozenset[str]:
     """The settings that something reads; `own`: what the user's parts read, by their paths."""
     found: set[str] = set()
     waiting = list(ROOT)
@@ -114,5 +114,5 @@ def used(settings: Mapping[str, Any], own: Mapping[str, Reads]) -> frozenset[str
             continue
         found.add(field)
         value = settings[field]
-        waiting += own[value] if field in PARTS and value in own else reads(field, value)
+        waiting += own[value] if field in PARTS and value in own else settings_read_by(field, value)
     return frozenset(found)

@@ -30,7 +30,9 @@ RATIOS: Registry[Ratio] = Registry("ratio")
 @RATIOS.register("token")
 def token(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]:
     """log pi/old of each token."""
-    return log_ratio(tokens.logp, tokens.old).masked_fill(tokens.expert, 0.0)
+    return log_ratio(tokens.policy_logprobs, tokens.old_logprobs).masked_fill(
+        tokens.demonstration, 0.0
+    )
 
 
 @RATIOS.register("turn")
@@ -48,7 +50,7 @@ def sequence(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]
     differ between turns.
     """
     shared = rollout_mean(token(tokens, settings), tokens)[tokens.rollout]
-    return (shared + _straight(tokens)).masked_fill(tokens.expert, 0.0)
+    return (shared + _straight(tokens)).masked_fill(tokens.demonstration, 0.0)
 
 
 @RATIOS.register("product")
@@ -65,16 +67,16 @@ def product(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]:
     whole = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     count = count.masked_fill(whole != total, 0.0)
     straight = count[tokens.rollout] * _straight(tokens)
-    return (whole[tokens.rollout] + straight).masked_fill(tokens.expert, 0.0)
+    return (whole[tokens.rollout] + straight).masked_fill(tokens.demonstration, 0.0)
 
 
 def _straight(tokens: Tokens) -> Float[Tensor, " n"]:
     """0, with the gradient of log pi."""
-    return tokens.logp - tokens.logp.detach()
+    return tokens.policy_logprobs - tokens.policy_logprobs.detach()
 
 
-def against(
+def ratio_to(
     denominator: Float[Tensor, " n"], tokens: Tokens, settings: ObjectiveSettings
 ) -> Float[Tensor, " n"]:
     """The chosen ratio with something else than `old` below the line."""
-    return RATIOS[settings.ratio](replace(tokens, old=denominator), settings)
+    return RATIOS[settings.ratio](replace(tokens, old_logprobs=denominator), settings)

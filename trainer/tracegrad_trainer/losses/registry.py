@@ -36,7 +36,7 @@ class Registry(Generic[F]):
             ValueError: there is none.
         """
         check_part(self.kind, name)
-        return cast(F, own_part(self.kind, name)) if is_own(name) else self._parts[name]
+        return cast(F, import_part(self.kind, name)) if is_import_path(name) else self._parts[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
@@ -48,8 +48,8 @@ def check_part(kind: str, name: str) -> None:
     Raises:
         ValueError: there is none.
     """
-    if is_own(name):
-        own_part(kind, name)
+    if is_import_path(name):
+        import_part(kind, name)
     elif name not in PARTS[kind]:
         raise ValueError(
             f"unknown {kind} {name!r}: use one of {', '.join(PARTS[kind])},"
@@ -57,13 +57,13 @@ def check_part(kind: str, name: str) -> None:
         )
 
 
-def is_own(name: str) -> bool:
+def is_import_path(name: str) -> bool:
     """Whether a part is a user's own, of which nothing is known but its signature."""
     return ":" in name
 
 
 @functools.cache
-def own_part(kind: str, path: str) -> Callable[..., object]:
+def import_part(kind: str, path: str) -> Callable[..., object]:
     """The function at `package.module:function`.
 
     Raises:

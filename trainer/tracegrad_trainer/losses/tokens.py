@@ -22,13 +22,13 @@ class Tokens:
     rollout may be: what is summed over one is `rollout_sum`.
     """
 
-    logp: Float[Tensor, " n"]
-    old: Float[Tensor, " n"]
-    mu: Float[Tensor, " n"]  # of an expert's tokens: nothing anybody recorded
+    policy_logprobs: Float[Tensor, " n"]
+    old_logprobs: Float[Tensor, " n"]
+    rollout_logprobs: Float[Tensor, " n"]  # of an expert's tokens: nothing anybody recorded
     advantage: Float[Tensor, " n"]
     score: Float[Tensor, " n"]  # the rollout's reward as it was given
     version: Int[Tensor, " n"]
-    expert: Bool[Tensor, " n"]
+    demonstration: Bool[Tensor, " n"]
     turn: Int[Tensor, " n"]  # 0..turns-1, as row, rollout and group
     row: Int[Tensor, " n"]
     rollout: Int[Tensor, " n"]
@@ -45,7 +45,7 @@ class Tokens:
     pair: Int[Tensor, " rows"]
     label: Int[Tensor, " rows"]
     # What the objective asked for (`ObjectiveSettings.needs`), else None.
-    reference: Float[Tensor, " n"] | None = None
+    reference_logprobs: Float[Tensor, " n"] | None = None
     value: Float[Tensor, " n"] | None = None  # with gradient
     old_value: Float[Tensor, " n"] | None = None
     returns: Float[Tensor, " n"] | None = None
@@ -56,12 +56,12 @@ class Tokens:
     asked: list[Tensor] | None = None  # `evaluate` notes here what parts sum over rollouts
 
     def __len__(self) -> int:
-        return int(self.logp.shape[0])
+        return int(self.policy_logprobs.shape[0])
 
     @property
     def sampled(self) -> Bool[Tensor, " n"]:
         """Not an expert's: the tokens that ratios and mismatch are of."""
-        return ~self.expert
+        return ~self.demonstration
 
 
 def log_ratio(
@@ -71,9 +71,11 @@ def log_ratio(
     return (numerator - denominator).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def mismatch(tokens: Tokens) -> Float[Tensor, " n"]:
+def log_mismatch(tokens: Tokens) -> Float[Tensor, " n"]:
     """log w = log old/mu of each token; 0 for an expert's, which have no mu."""
-    return log_ratio(tokens.old, tokens.mu).masked_fill(tokens.expert, 0.0)
+    return log_ratio(tokens.old_logprobs, tokens.rollout_logprobs).masked_fill(
+        tokens.demonstration, 0.0
+    )
 
 
 def segment_sum(
@@ -107,7 +109,7 @@ def rollout_sum(values: Float[Tensor, " n"], tokens: Tokens) -> Float[Tensor, " 
 def rollout_mean(values: Float[Tensor, " n"], tokens: Tokens) -> Float[Tensor, " rollouts"]:
     """Mean over the sampled tokens of each whole rollout, as `rollout_sum`; 0 where none is."""
     count = rollout_sum(tokens.sampled.to(values.dtype), tokens)
-    return rollout_sum(values.masked_fill(tokens.expert, 0.0), tokens) / count.clamp(min=1)
+    return rollout_sum(values.masked_fill(tokens.demonstration, 0.0), tokens) / count.clamp(min=1)
 
 
 def segment_mean(

@@ -11,7 +11,7 @@ from tracegrad_trainer.losses.gae import at_turn_starts
 from tracegrad_trainer.losses.tokens import Tokens
 
 
-def values(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]:
+def predicted_values(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]:
     """What the value head says of each token, or with `gae_level` turn of its turn: what it says
     at the turn's first token, before anything of it was sampled."""
     assert tokens.value is not None, "the step brings what `needs` asks for"
@@ -34,4 +34,4 @@ def value_loss(tokens: Tokens, clip: float | None) -> Float[Tensor, " n"]:
     if clip is not None:
         near = torch.clamp(value, old - clip, old + clip)
         error = torch.maximum(error, (near - returns).square())
-    return (0.5 * error).masked_fill(tokens.expert, 0.0)
+    return (0.5 * error).masked_fill(tokens.demonstration, 0.0)

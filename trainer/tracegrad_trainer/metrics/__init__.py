@@ -1,16 +1,16 @@
 """Metrics: their names and units, and where they go besides the store."""
 
-from tracegrad_trainer.engine.speed import of_speed
+from tracegrad_trainer.engine.speed import throughput_metrics
 from tracegrad_trainer.metrics.config import MetricsSettings, WandbSettings
-from tracegrad_trainer.metrics.names import METRICS, Metric, metric
-from tracegrad_trainer.metrics.sinks import Sinks
+from tracegrad_trainer.metrics.names import METRICS, Metric, find_metric
+from tracegrad_trainer.metrics.sinks import MetricSinks
 
 __all__ = [
     "METRICS",
     "Metric",
+    "MetricSinks",
     "MetricsSettings",
-    "Sinks",
     "WandbSettings",
-    "metric",
-    "of_speed",
+    "find_metric",
+    "throughput_metrics",
 ]

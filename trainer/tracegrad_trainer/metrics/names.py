@@ -130,7 +130,7 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def metric(name: str) -> Metric | None:
+def find_metric(name: str) -> Metric | None:
     """Of `skipped_stale`, `k3_gap_2` and `seconds/train` too."""
     if name in METRICS:
         return METRICS[name]

@@ -14,7 +14,7 @@ PUSH = "push"
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class MetricPoint:
     """Numbers of one moment; a nested name is `seconds/train`."""
 
     step: int
@@ -22,12 +22,12 @@ class Point:
     values: dict[str, float]
 
 
-def of_step(record: StepRecord) -> Point:
+def step_point(record: StepRecord) -> MetricPoint:
     values = {VERSION: float(record.version), **dict(_numbers("", record.metrics))}
-    return Point(record.step, record.created_at, values)
+    return MetricPoint(record.step, record.created_at, values)
 
 
-def of_push(version: PolicyVersion) -> Point:
+def push_point(version: PolicyVersion) -> MetricPoint:
     """What the check of a push found: how far served and trained log-probabilities are apart."""
     gap = version.detail.get("gap") or {}
     told = {
@@ -37,7 +37,7 @@ def of_push(version: PolicyVersion) -> Point:
         "gap_max": gap.get("max"),
     }
     values = {f"{PUSH}/{name}": value for name, value in told.items() if value is not None}
-    return Point(version.step or 0, version.created_at, values)
+    return MetricPoint(version.step or 0, version.created_at, values)
 
 
 def _numbers(prefix: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -6,13 +6,13 @@ import re
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-from tracegrad_trainer.metrics.names import SECONDS, SKIPPED, metric
-from tracegrad_trainer.metrics.points import Point
+from tracegrad_trainer.metrics.names import SECONDS, SKIPPED, find_metric
+from tracegrad_trainer.metrics.points import MetricPoint
 
 PREFIX = "tracegrad_trainer_"
 
 
-class Prometheus:
+class PrometheusSink:
     """The last step's metrics as gauges; steps, seconds by stage and turns that were not trained,
     by reason, as counters since this process began."""
 
@@ -35,7 +35,7 @@ class Prometheus:
     def port(self) -> int:
         return self._server.server_port
 
-    def write(self, point: Point) -> None:
+    def write(self, point: MetricPoint) -> None:
         for name, value in point.values.items():
             if name.startswith(SECONDS):
                 self._seconds.labels(name.removeprefix(SECONDS)).inc(value)
@@ -56,7 +56,7 @@ class Prometheus:
 
     def _gauge(self, name: str) -> Gauge:
         if name not in self._gauges:
-            known = metric(name)
+            known = find_metric(name)
             words = f"{known.what} ({known.unit})" if known else name
             told = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
             self._gauges[name] = Gauge(told, words, registry=self.registry)

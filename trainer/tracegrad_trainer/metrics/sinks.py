@@ -10,21 +10,21 @@ from typing import Protocol, Self, TextIO
 
 from tracegrad.store import PolicyVersion, StepRecord
 from tracegrad_trainer.metrics.config import MetricsSettings
-from tracegrad_trainer.metrics.points import Point, of_push, of_step
-from tracegrad_trainer.metrics.prometheus import Prometheus
+from tracegrad_trainer.metrics.points import MetricPoint, push_point, step_point
+from tracegrad_trainer.metrics.prometheus import PrometheusSink
 
 
-class Sink(Protocol):
+class MetricSink(Protocol):
     @property
     def name(self) -> str: ...
-    def write(self, point: Point) -> None: ...
+    def write(self, point: MetricPoint) -> None: ...
     def close(self) -> None: ...
 
 
-class Sinks:
+class MetricSinks:
     """For rank 0. A sink that fails is counted in `failures`, and spoken of once."""
 
-    def __init__(self, sinks: list[Sink], *, said_to: TextIO | None = None) -> None:
+    def __init__(self, sinks: list[MetricSink], *, said_to: TextIO | None = None) -> None:
         self.sinks = sinks
         self.failures: Counter[str] = Counter()
         self._said_to = said_to
@@ -45,25 +45,25 @@ class Sinks:
         return opened
 
     def step(self, record: StepRecord) -> None:
-        self._write(of_step(record))
+        self._write(step_point(record))
 
     def pushed(self, version: PolicyVersion) -> None:
         """A version was served, or its push failed."""
-        self._write(of_push(version))
+        self._write(push_point(version))
 
     def close(self) -> None:
         for sink in self.sinks:
             self._try(sink, sink.close)
 
-    def _write(self, point: Point) -> None:
+    def _write(self, point: MetricPoint) -> None:
         for sink in self.sinks:
             self._try(sink, lambda sink=sink: sink.write(point))  # type: ignore[misc]
         for sink in self.sinks:
-            if isinstance(sink, Prometheus):
+            if isinstance(sink, PrometheusSink):
                 for name, times in self.failures.items():
                     sink.failed(name, times)
 
-    def _try(self, sink: Sink, work: Callable[[], None]) -> None:
+    def _try(self, sink: MetricSink, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:  # whatever it is: these are other people's programs
@@ -73,19 +73,21 @@ class Sinks:
                 print(line, file=self._said_to or sys.stderr, flush=True)
 
 
-def _wanted(settings: MetricsSettings, state_dir: Path) -> list[tuple[str, Callable[[], Sink]]]:
+def _wanted(
+    settings: MetricsSettings, state_dir: Path
+) -> list[tuple[str, Callable[[], MetricSink]]]:
     """What is asked for, each with the name of its setting; the extras are imported when made."""
-    wanted: list[tuple[str, Callable[[], Sink]]] = []
+    wanted: list[tuple[str, Callable[[], MetricSink]]] = []
     host, port = settings.prometheus_host, settings.prometheus_port
     if port is not None:
-        wanted.append(("prometheus_port", lambda: Prometheus(host, port)))
+        wanted.append(("prometheus_port", lambda: PrometheusSink(host, port)))
     if settings.tensorboard is not None:
-        from tracegrad_trainer.metrics.tensorboard import TensorBoard
+        from tracegrad_trainer.metrics.tensorboard import TensorBoardSink
 
         folder = state_dir / settings.tensorboard
-        wanted.append(("tensorboard", lambda: TensorBoard(folder)))
+        wanted.append(("tensorboard", lambda: TensorBoardSink(folder)))
     if (wandb := settings.wandb) is not None:
-        from tracegrad_trainer.metrics.wandb import WeightsAndBiases
+        from tracegrad_trainer.metrics.wandb import WandbSink
 
-        wanted.append(("wandb", lambda: WeightsAndBiases(wandb, state_dir)))
+        wanted.append(("wandb", lambda: WandbSink(wandb, state_dir)))
     return wanted

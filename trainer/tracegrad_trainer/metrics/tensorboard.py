@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tracegrad_trainer.metrics.points import Point
+from tracegrad_trainer.metrics.points import MetricPoint
 
 
-class TensorBoard:
+class TensorBoardSink:
     name = "tensorboard"
 
     def __init__(self, folder: Path) -> None:
@@ -18,7 +18,7 @@ class TensorBoard:
         writer: Any = SummaryWriter  # has no types
         self._writer = writer(str(folder))
 
-    def write(self, point: Point) -> None:
+    def write(self, point: MetricPoint) -> None:
         for name, value in point.values.items():
             self._writer.add_scalar(name, value, point.step, walltime=point.created_at)
         self._writer.flush()

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad_trainer.metrics.config import WandbSettings
-from tracegrad_trainer.metrics.points import Point
+from tracegrad_trainer.metrics.points import MetricPoint
 
 
-class WeightsAndBiases:
+class WandbSink:
     name = "wandb"
 
     def __init__(self, settings: WandbSettings, state_dir: Path) -> None:
@@ -34,7 +34,7 @@ class WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, point: Point) -> None:
+    def write(self, point: MetricPoint) -> None:
         self._run.log({"step": point.step, **point.values})
 
     def close(self) -> None:

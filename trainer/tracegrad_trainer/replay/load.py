@@ -11,33 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.events import Json
-from tracegrad.store import Group, History, RolloutSample, StepRecord, Store
+from tracegrad.store import Group, RolloutSample, StepHistory, StepRecord, Store
 from tracegrad_trainer.engine.checkpoint.manifest import (
     CheckpointError,
-    checkpoints,
+    checkpoint_step,
+    list_checkpoints,
     may_exist,
-    step_of,
 )
-from tracegrad_trainer.metrics.reading import turns_of
-from tracegrad_trainer.rl.committed_checkpoint import Committed, checkpoint_of
-from tracegrad_trainer.rl.step_inputs import BatchRecord, RolloutRecord
+from tracegrad_trainer.metrics.reading import trained_turns
+from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint, committed_checkpoint_of
+from tracegrad_trainer.rl.step_inputs import RolloutInputs, StepInputs
 
 
 class ReplayError(ValueError):
     """The step cannot be replayed; one line says why, and what can be done."""
 
 
-class CheckpointGone(ReplayError):
+class CheckpointMissing(ReplayError):
     """That of the weights that the step began with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordedStep:
     """`groups` are as the step saw them; `checkpoint` None: it began with the model folder.
     `digest` is what the checkpoint's manifest must have, where that is known."""
 
     step: StepRecord
-    batch: BatchRecord
+    batch: StepInputs
     groups: list[Group]
     trained: frozenset[str]
     checkpoint: Path | None
@@ -49,35 +49,35 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ReplayCandidate:
     """A step of the list; `problem` None: it can be replayed."""
 
     step: StepRecord
     problem: str | None
 
 
-def read(
+def load_recorded_step(
     store: Store, number: int | None, state_dir: Path, *, checkpoint: Path | None = None
-) -> Recorded:
+) -> RecordedStep:
     """The step `number`, or the last one; `checkpoint` instead of the one before it.
 
     Raises:
         ReplayError: it cannot be replayed.
     """
-    history = History(store)
+    history = StepHistory(store)
     record = _step(history, number)
     if record.batch is None:
         raise ReplayError(
             f"step {record.step} was recorded before steps said what they were made of: only"
             " later ones can be replayed (--list)"
         )
-    batch = BatchRecord.model_validate(record.batch)
+    batch = StepInputs.model_validate(record.batch)
     before = None
     if checkpoint is None:
-        before = weights_before(history, record.step, state_dir, batch.weights)
+        before = checkpoint_before(history, record.step, state_dir, batch.weights)
     elif not checkpoint.is_dir():
         raise ReplayError(f"--checkpoint {checkpoint}: there is no such folder")
-    return Recorded(
+    return RecordedStep(
         step=record,
         batch=batch,
         groups=_groups(history, record.step, batch),
@@ -87,31 +87,31 @@ def read(
     )
 
 
-def candidates(store: Store, state_dir: Path, *, limit: int) -> list[Candidate]:
+def list_candidates(store: Store, state_dir: Path, *, limit: int) -> list[ReplayCandidate]:
     """The last `limit` steps, the newest first, and why some cannot be replayed."""
-    history = History(store)
-    recorded, steps = history.recorded(limit), history.steps(limit)
+    history = StepHistory(store)
+    recorded, steps = history.steps_with_batch(limit), history.steps(limit)
     trained = history.count_trained([step.step for step in steps])
     found = []
     for step in reversed(steps):
         problem = None if step.step in recorded else "recorded without its batch"
         try:
             if problem is None:
-                weights_before(history, step.step, state_dir)
-        except CheckpointGone:
+                checkpoint_before(history, step.step, state_dir)
+        except CheckpointMissing:
             problem = "the checkpoint before it is gone"
         except ReplayError:
             problem = "the checkpoint before it is not the one that was committed"
-        gone = turns_of(step.metrics) - trained[step.step]
+        gone = trained_turns(step.metrics) - trained[step.step]
         if problem is None and gone > 0:
             problem = f"{gone} of its turns were removed"
-        found.append(Candidate(step, problem))
+        found.append(ReplayCandidate(step, problem))
     return found
 
 
-def weights_before(
-    history: History, number: int, state_dir: Path, began_with: int | None = None
-) -> Committed | None:
+def checkpoint_before(
+    history: StepHistory, number: int, state_dir: Path, began_with: int | None = None
+) -> CommittedCheckpoint | None:
     """The checkpoint that the step began with, by default that of the step before; None: it began
     with the model folder.
 
@@ -129,16 +129,16 @@ def weights_before(
     root = state_dir / "checkpoints"
     if may_exist(root / recorded.name) or may_exist(recorded):  # the state may have been moved
         try:
-            return checkpoint_of(before, root)
+            return committed_checkpoint_of(before, root)
         except CheckpointError as error:
             raise ReplayError(str(error)) from None
-    raise CheckpointGone(
+    raise CheckpointMissing(
         f"step {number} began with the weights of step {before.step}, whose checkpoint is gone"
         f" ({recorded}); {_what_is_there(root)}"
     )
 
 
-def settings_of(recorded: Recorded, *, model: Path | None = None) -> Json:
+def recorded_settings(recorded: RecordedStep, *, model: Path | None = None) -> Json:
     """The step's settings as they are stored, less what a replay has no part in: there is no
     proxy (whose key is masked there), and sinks of metrics hear nothing of it."""
     stored: dict[str, Any] = dict(recorded.step.settings)
@@ -152,7 +152,7 @@ def settings_of(recorded: Recorded, *, model: Path | None = None) -> Json:
     return stored
 
 
-def _step(history: History, number: int | None) -> StepRecord:
+def _step(history: StepHistory, number: int | None) -> StepRecord:
     latest = history.steps(1)
     if not latest:
         raise ReplayError("the store holds no step: nothing was trained yet")
@@ -163,7 +163,7 @@ def _step(history: History, number: int | None) -> StepRecord:
 
 
 def _what_is_there(root: Path) -> str:
-    there = [step_of(folder) for folder in checkpoints(root)]
+    there = [checkpoint_step(folder) for folder in list_checkpoints(root)]
     if not there:
         return f"{root} has none: give one by --checkpoint"
     kept = ", ".join(map(str, there))
@@ -173,7 +173,7 @@ def _what_is_there(root: Path) -> str:
     )
 
 
-def _groups(history: History, number: int, batch: BatchRecord) -> list[Group]:
+def _groups(history: StepHistory, number: int, batch: StepInputs) -> list[Group]:
     rewards = {
         rollout.rollout_id: rollout.reward for group in batch.groups for rollout in group.rollouts
     }
@@ -194,7 +194,7 @@ def _groups(history: History, number: int, batch: BatchRecord) -> list[Group]:
     ]
 
 
-def _as_seen(sample: RolloutSample, seen: RolloutRecord, number: int) -> RolloutSample:
+def _as_seen(sample: RolloutSample, seen: RolloutInputs, number: int) -> RolloutSample:
     """Without the turns and the rewards that came after the step."""
     if len(sample.turns) < seen.turns:
         raise ReplayError(
@@ -205,7 +205,9 @@ def _as_seen(sample: RolloutSample, seen: RolloutRecord, number: int) -> Rollout
     return replace(sample, reward=seen.reward, turn_rewards=dict(seen.turn_rewards), turns=turns)
 
 
-def check_selection(recorded: Recorded, trained: Sequence[str], skipped: Mapping[str, str]) -> None:
+def check_selection(
+    recorded: RecordedStep, trained: Sequence[str], skipped: Mapping[str, str]
+) -> None:
     """`trained` and `skipped` (why) are what the same settings select now.
 
     Raises:

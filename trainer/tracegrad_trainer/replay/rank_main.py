@@ -9,16 +9,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tracegrad_trainer.replay.run import Job, run_here
-from tracegrad_trainer.rl.rank_main import find_own_parts
+from tracegrad_trainer.replay.run import ReplayJob, run_on_this_rank
+from tracegrad_trainer.rl.rank_main import search_working_folder
 
 
 def main(arguments: Sequence[str]) -> int:
-    find_own_parts()
+    search_working_folder()
     path = Path(arguments[0])
-    job: Job = pickle.loads(path.read_bytes())
+    job: ReplayJob = pickle.loads(path.read_bytes())
     try:
-        ran = run_here(job)
+        ran = run_on_this_rank(job)
     except (ValueError, OSError) as error:
         if os.environ["RANK"] == "0":
             path.with_suffix(".error").write_text(str(error))

@@ -10,15 +10,15 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tracegrad_trainer.cli.render_status import ago
-from tracegrad_trainer.metrics.names import metric
-from tracegrad_trainer.metrics.reading import gap_known, turns_of
-from tracegrad_trainer.replay.load import Candidate
-from tracegrad_trainer.replay.replay import Replay, by_pull, spread
-from tracegrad_trainer.utils.console import PlainTable, many, table
+from tracegrad_trainer.cli.render_status import format_age
+from tracegrad_trainer.metrics.names import find_metric
+from tracegrad_trainer.metrics.reading import has_gap, trained_turns
+from tracegrad_trainer.replay.load import ReplayCandidate
+from tracegrad_trainer.replay.replay import ReplayResult, advantage_std, by_gradient_share
+from tracegrad_trainer.utils.console import PlainTable, format_count, plain_table
 
 # What is looked at first, in this order; the rest only where it differs.
-MAIN = (
+MAIN_METRICS = (
     *("loss", "policy_loss", "kl_loss", "value_loss", "grad_norm", "entropy", "kl_reference"),
     *("k1", "k3", "ess", "max_w", "gap_max"),
     *("clipped_share", "clipped_turn_share", "corrected_turn_share"),
@@ -30,7 +30,7 @@ ID_LENGTH = 12  # shown of a rollout's id, or as much as tells it from the batch
 DIFFERENT = "bold red"
 
 
-def render(replay: Replay, *, turns: int | None = None) -> RenderableType:
+def render_replay(replay: ReplayResult, *, turns: int | None = None) -> RenderableType:
     """`turns`: how many of them to show; with other settings those that change most."""
     parts: list[RenderableType] = [_what(replay), Text(), _metrics(replay), _verdict(replay)]
     if replay.other is not None:
@@ -41,29 +41,29 @@ def render(replay: Replay, *, turns: int | None = None) -> RenderableType:
     return Group(*parts)
 
 
-def render_list(candidates: Sequence[Candidate]) -> RenderableType:
-    shown = table("step", "version", "ago", "turns", "loss", "replay", words=["replay"])
+def render_candidates(candidates: Sequence[ReplayCandidate]) -> RenderableType:
+    shown = plain_table("step", "version", "ago", "turns", "loss", "replay", words=["replay"])
     for one in candidates:
         step, m = one.step, one.step.metrics
         shown.add_row(
             str(step.step),
             str(step.version),
-            ago(step.created_at),
-            str(turns_of(m)),
+            format_age(step.created_at),
+            str(trained_turns(m)),
             f"{m.get('loss', 0.0):.4g}",
             Text("yes", style="green") if one.problem is None else Text(f"no: {one.problem}"),
         )
     return shown
 
 
-def number(value: float | None) -> str:
+def format_float32(value: float | None) -> str:
     """Nine digits: as many as tell two float32 numbers apart."""
     if value is None:
         return "–"
     return f"{value:.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.9g}"
 
 
-def shortened(ids: Sequence[str]) -> dict[str, str]:
+def unique_prefixes(ids: Sequence[str]) -> dict[str, str]:
     """Beginnings of ids that are clear among them, which `tracegrad rollouts show` takes."""
     length = ID_LENGTH
     while len({name[:length] for name in ids}) < len(set(ids)):
@@ -71,22 +71,22 @@ def shortened(ids: Sequence[str]) -> dict[str, str]:
     return {name: name[:length] for name in ids}
 
 
-def _what(replay: Replay) -> PlainTable:
+def _what(replay: ReplayResult) -> PlainTable:
     recorded, step = replay.recorded, replay.recorded.step
     shown = PlainTable(header=False)
     ranks, threads = recorded.batch.ranks, recorded.batch.threads
-    layout = f"{many(ranks, 'rank')} of {many(threads, 'thread')}"
+    layout = f"{format_count(ranks, 'rank')} of {format_count(threads, 'thread')}"
     shown.add_row(
         f"step {step.step}",
-        f"version {recorded.batch.version} → {step.version}, {ago(step.created_at)} ago; replayed"
+        f"version {recorded.batch.version} → {step.version}, {format_age(step.created_at)} ago; replayed"
         f" on {layout} in {replay.replayed.seconds:.1f} s",
     )
     not_trained = Counter(replay.replayed.skipped.values())
     reasons = ", ".join(f"{count} {why}" for why, count in not_trained.most_common())
     shown.add_row(
         "batch",
-        f"{many(len(recorded.groups), 'group')}, {many(len(recorded.rollouts), 'rollout')},"
-        f" {many(len(recorded.trained), 'turn')} trained"
+        f"{format_count(len(recorded.groups), 'group')}, {format_count(len(recorded.rollouts), 'rollout')},"
+        f" {format_count(len(recorded.trained), 'turn')} trained"
         + (f", {not_trained.total()} not: {reasons}" if reasons else ""),
     )
     folder = recorded.checkpoint
@@ -100,7 +100,7 @@ def _from_here(folder: Path) -> str:
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
-def _metrics(replay: Replay) -> PlainTable:
+def _metrics(replay: ReplayResult) -> PlainTable:
     compared, differing = replay.compared, set(replay.differing)
     other = replay.other
     lines = PlainTable()
@@ -109,12 +109,12 @@ def _metrics(replay: Replay) -> PlainTable:
     for name in names:
         lines.add_column(name, justify="left" if name in ("", "unit") else "right")
     known_to = compared.keys() | (other.metrics.keys() if other else set())
-    shown = [name for name in MAIN if name in known_to and _is_of_use(name, replay)]
+    shown = [name for name in MAIN_METRICS if name in known_to and _is_of_use(name, replay)]
     shown += sorted(differing & compared.keys() - set(shown))
     for name in shown:
         before, now = compared.get(name, (None, replay.replayed.metrics.get(name)))
         differs = name in differing
-        style, told = (DIFFERENT, _exact) if differs else ("", number)
+        style, told = (DIFFERENT, _exact) if differs else ("", format_float32)
         cells = [
             Text(name, style=style),
             Text(told(before), style=style),
@@ -122,24 +122,24 @@ def _metrics(replay: Replay) -> PlainTable:
             Text(told(now), style=style),
         ]
         if other is None:
-            known = metric(name)
+            known = find_metric(name)
             cells.append(Text(known.unit if known else "", style="dim"))
         else:
             cells.append(_beside(other.metrics.get(name), now))
         lines.add_row(*cells)
     if other is not None:
-        mine, theirs = spread(replay.replayed.turns), spread(other.turns)
-        cells = [Text("advantage_std"), Text("–"), Text(""), Text(number(mine))]
+        mine, theirs = advantage_std(replay.replayed.turns), advantage_std(other.turns)
+        cells = [Text("advantage_std"), Text("–"), Text(""), Text(format_float32(mine))]
         lines.add_row(*cells, _beside(theirs, mine))
     return lines
 
 
-def _is_of_use(name: str, replay: Replay) -> bool:
+def _is_of_use(name: str, replay: ReplayResult) -> bool:
     runs = [ran.metrics for ran in (replay.replayed, replay.other) if ran is not None]
     if name == "policy_loss":  # the loss itself, where it has no other term
         return any(m.get(name) != m.get("loss") for m in runs)
     if name == "gap_max":
-        return any(map(gap_known, runs))
+        return any(map(has_gap, runs))
     return name not in ONLY_IF_USED or any(m.get(name) for m in runs)
 
 
@@ -148,10 +148,10 @@ def _exact(value: float | None) -> str:
 
 
 def _beside(value: float | None, reference: float | None) -> Text:
-    return Text(number(value), style="" if value == reference else "cyan")
+    return Text(format_float32(value), style="" if value == reference else "cyan")
 
 
-def _verdict(replay: Replay) -> Text:
+def _verdict(replay: ReplayResult) -> Text:
     total, differing = len(replay.compared), len(replay.differing)
     if replay.equal:
         return Text(f"reproduced: all {total} numbers are equal to the last bit", style="green")
@@ -176,20 +176,20 @@ def _cause(torch: str | None) -> str:
     )
 
 
-def _turns(replay: Replay, most: int) -> PlainTable:
+def _turns(replay: ReplayResult, most: int) -> PlainTable:
     turns = replay.replayed.turns
-    ids = shortened([rollout.rollout_id for rollout in replay.recorded.rollouts])
+    ids = unique_prefixes([rollout.rollout_id for rollout in replay.recorded.rollouts])
     title = f"the {min(most, len(turns))} of {len(turns)} turns that the step pulls hardest"
-    shown = table("rollout", "turn", "tokens", "adv.", "loss", "pull", "ratio", "clip", "lag")
+    shown = plain_table("rollout", "turn", "tokens", "adv.", "loss", "pull", "ratio", "clip", "lag")
     shown.title, shown.title_justify = title, "left"
-    for turn in by_pull(turns)[:most]:
+    for turn in by_gradient_share(turns)[:most]:
         shown.add_row(
             ids[turn.rollout_id],
             str(turn.index),
             str(turn.tokens),
             f"{turn.advantage:+.3f}",
             f"{turn.loss:+.2e}",
-            _pull(turn.pull),
+            _pull(turn.gradient_share),
             f"{turn.ratio:.3f}",
             f"{turn.clipped:.0%}",
             f"{turn.staleness:g}",
@@ -197,21 +197,23 @@ def _turns(replay: Replay, most: int) -> PlainTable:
     return shown
 
 
-def _changes(replay: Replay, most: int) -> PlainTable:
+def _changes(replay: ReplayResult, most: int) -> PlainTable:
     """Turns side by side, those whose pull changes most first."""
     assert replay.other is not None
     before = {turn.turn_id: turn for turn in replay.replayed.turns}
     after = {turn.turn_id: turn for turn in replay.other.turns}
-    ids = shortened([rollout.rollout_id for rollout in replay.recorded.rollouts])
+    ids = unique_prefixes([rollout.rollout_id for rollout in replay.recorded.rollouts])
 
     def change(turn_id: str) -> float:
         return sum(
-            one[turn_id].pull * sign for one, sign in ((after, 1), (before, -1)) if turn_id in one
+            one[turn_id].gradient_share * sign
+            for one, sign in ((after, 1), (before, -1))
+            if turn_id in one
         )
 
     ordered = sorted(before.keys() | after.keys(), key=lambda t: (-abs(change(t)), t))
     title = f"the {min(most, len(ordered))} of {len(ordered)} turns whose pull changes most"
-    shown = table("rollout", "turn", "tokens", "adv.", "→", "pull", "→", "change")
+    shown = plain_table("rollout", "turn", "tokens", "adv.", "→", "pull", "→", "change")
     shown.title, shown.title_justify = title, "left"
     for turn_id in ordered[:most]:
         a, b = before.get(turn_id), after.get(turn_id)
@@ -223,8 +225,8 @@ def _changes(replay: Replay, most: int) -> PlainTable:
             str(one.tokens),
             f"{a.advantage:+.3f}" if a else "–",
             f"{b.advantage:+.3f}" if b else "–",
-            _pull(a.pull) if a else Text("–"),
-            _pull(b.pull) if b else Text("–"),
+            _pull(a.gradient_share) if a else Text("–"),
+            _pull(b.gradient_share) if b else Text("–"),
             f"{change(turn_id) * 100:+.2f} %",
         )
     return shown
@@ -234,10 +236,10 @@ def _fates(before: Mapping[str, str], after: Mapping[str, str]) -> list[Text]:
     """What the other settings would train besides, and what they would not."""
     lines = []
     if more := before.keys() - after.keys():
-        lines.append(f"{many(len(more), 'turn')} more would be trained")
+        lines.append(f"{format_count(len(more), 'turn')} more would be trained")
     if lost := Counter(after[turn_id] for turn_id in after.keys() - before.keys()):
         reasons = ", ".join(f"{count} {why}" for why, count in lost.most_common())
-        lines.append(f"{many(lost.total(), 'turn')} would not be trained: {reasons}")
+        lines.append(f"{format_count(lost.total(), 'turn')} would not be trained: {reasons}")
     return [Text("; ".join(lines), style="cyan")] if lines else []
 
 

@@ -24,47 +24,52 @@ from tracegrad.store import Store
 from tracegrad_trainer.config.trainer import (
     SettingsError,
     TrainerSettings,
-    apply_set,
+    apply_override,
     without_unused,
 )
-from tracegrad_trainer.launch.torchrun import torchrun
+from tracegrad_trainer.launch.torchrun import torchrun_command
 from tracegrad_trainer.losses import PRESETS
-from tracegrad_trainer.metrics.names import metric
-from tracegrad_trainer.replay.load import Recorded, ReplayError, read, settings_of
-from tracegrad_trainer.replay.run import Job, Ran, run_here
-from tracegrad_trainer.replay.turn_contributions import TurnShare
-from tracegrad_trainer.utils.subprocesses import Child, ChildError
+from tracegrad_trainer.metrics.names import find_metric
+from tracegrad_trainer.replay.load import (
+    RecordedStep,
+    ReplayError,
+    load_recorded_step,
+    recorded_settings,
+)
+from tracegrad_trainer.replay.run import ReplayJob, ReplayRun, run_on_this_rank
+from tracegrad_trainer.replay.turn_contributions import TurnContribution
+from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess
 
 # Tables of settings that another run of the same turns may change.
 CHANGEABLE = ("objective", "optim", "batches", "fsdp")
-LONGEST_S = 24 * 3600.0
+REPLAY_TIMEOUT_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ReplayRequest:
     """What is to be replayed. `sets` are `table.name=value`, as the trainer's own `--set`."""
 
     step: int | None = None  # None: the last one
     checkpoint: Path | None = None
     model: Path | None = None
     preset: str | None = None
-    sets: Sequence[str] = field(default_factory=tuple)
+    overrides: Sequence[str] = field(default_factory=tuple)
 
     @property
     def other(self) -> bool:
-        return self.preset is not None or bool(self.sets)
+        return self.preset is not None or bool(self.overrides)
 
     @property
     def other_name(self) -> str:
-        changes = [change.removeprefix("objective.") for change in self.sets]
+        changes = [change.removeprefix("objective.") for change in self.overrides]
         return ", ".join([*([self.preset] if self.preset else []), *changes])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    recorded: Recorded
-    replayed: Ran
-    other: Ran | None
+class ReplayResult:
+    recorded: RecordedStep
+    replayed: ReplayRun
+    other: ReplayRun | None
     other_name: str
 
     @property
@@ -82,7 +87,7 @@ class Replay:
 
     @property
     def differing(self) -> list[str]:
-        found = [name for name, (a, b) in self.compared.items() if not same(a, b)]
+        found = [name for name, (a, b) in self.compared.items() if not bitwise_equal(a, b)]
         if self.replayed.dropped_rows != self.recorded.batch.dropped_rows:
             found.append("dropped_rows")
         return found
@@ -108,8 +113,8 @@ class Replay:
             "other": self.other_name if self.other is not None else None,
             "metrics": metrics,
             "recorded_only": {k: v for k, v in before.items() if k not in metrics},
-            "turns": [asdict(turn) for turn in by_pull(self.replayed.turns)],
-            "other_turns": [asdict(turn) for turn in by_pull(self.other.turns)]
+            "turns": [asdict(turn) for turn in by_gradient_share(self.replayed.turns)],
+            "other_turns": [asdict(turn) for turn in by_gradient_share(self.other.turns)]
             if self.other is not None
             else None,
             "skipped": self.replayed.skipped,
@@ -117,22 +122,22 @@ class Replay:
         }
 
 
-def replay(store: Store, state_dir: Path, asked: Asked) -> Replay:
+def replay(store: Store, state_dir: Path, asked: ReplayRequest) -> ReplayResult:
     """Runs the step again, and under the other settings if any are asked for.
 
     Raises:
         ReplayError, SettingsError: it cannot be; one line.
         StoreError
     """
-    recorded = read(store, asked.step, state_dir, checkpoint=asked.checkpoint)
-    stored = settings_of(recorded, model=asked.model)
+    recorded = load_recorded_step(store, asked.step, state_dir, checkpoint=asked.checkpoint)
+    stored = recorded_settings(recorded, model=asked.model)
     settings = [_resolved(stored, f"the settings of step {recorded.step.step}", own=True)]
     if asked.other:
-        other = _resolved(changed(stored, asked), asked.other_name)
+        other = _resolved(with_other_objective(stored, asked), asked.other_name)
         _check_possible(recorded, settings[0], other, asked.other_name)
         settings.append(other)
-    ran = run(Job(recorded, settings))
-    return Replay(
+    ran = run_job(ReplayJob(recorded, settings))
+    return ReplayResult(
         recorded=recorded,
         replayed=ran[0],
         other=ran[1] if asked.other else None,
@@ -140,7 +145,7 @@ def replay(store: Store, state_dir: Path, asked: Asked) -> Replay:
     )
 
 
-def run(job: Job) -> list[Ran]:
+def run_job(job: ReplayJob) -> list[ReplayRun]:
     """With as many ranks as recorded; a single one is this process.
 
     Raises:
@@ -148,26 +153,26 @@ def run(job: Job) -> list[Ran]:
     """
     ranks = job.recorded.batch.ranks
     if ranks == 1:
-        return run_here(job)
+        return run_on_this_rank(job)
     with tempfile.TemporaryDirectory(prefix="tracegrad-replay-") as folder:
         path = Path(folder) / "job"
         path.write_bytes(pickle.dumps(job))
-        command = torchrun(ranks, "tracegrad_trainer.replay.rank_main", str(path))
+        command = torchrun_command(ranks, "tracegrad_trainer.replay.rank_main", str(path))
         env = {"OMP_NUM_THREADS": str(job.recorded.batch.threads)}
-        child = Child("replay", command, log=Path(folder) / "log", env=env)
+        child = ChildProcess("replay", command, log=Path(folder) / "log", env=env)
         child.start()
         result, error = path.with_suffix(".result"), path.with_suffix(".error")
         try:
-            child.wait_ready(result.exists, timeout_s=LONGEST_S)
+            child.wait_until_ready(result.exists, timeout_s=REPLAY_TIMEOUT_S)
         except ChildError as ended:
             raise ReplayError(error.read_text() if error.exists() else str(ended)) from None
         finally:
             child.stop()
-        found: list[Ran] = pickle.loads(result.read_bytes())
+        found: list[ReplayRun] = pickle.loads(result.read_bytes())
         return found
 
 
-def changed(stored: Json, asked: Asked) -> Json:
+def with_other_objective(stored: Json, asked: ReplayRequest) -> Json:
     """The recorded settings with another objective in them.
 
     A preset is taken whole; without one, what is set changes the recorded objective.
@@ -179,7 +184,7 @@ def changed(stored: Json, asked: Asked) -> Json:
             raise ReplayError(f"--preset {asked.preset}: there is none; take one of {known}")
         found["objective"] = {"preset": asked.preset}
     found = without_unused(found)
-    for change in asked.sets:
+    for change in asked.overrides:
         name, equals, text = change.partition("=")
         if equals and name.partition(".")[0] not in CHANGEABLE:
             raise ReplayError(
@@ -189,14 +194,14 @@ def changed(stored: Json, asked: Asked) -> Json:
         if name == "objective.preset":
             raise ReplayError(f"--set {change!r}: say --preset {text}")
         try:
-            apply_set(found, change)
+            apply_override(found, change)
         except SettingsError as error:
             raise ReplayError(str(error)) from None
     return found
 
 
 def _check_possible(
-    recorded: Recorded, own: TrainerSettings, other: TrainerSettings, name: str
+    recorded: RecordedStep, own: TrainerSettings, other: TrainerSettings, name: str
 ) -> None:
     """Raises ReplayError: a step of groups, or its checkpoint, lacks what the other needs."""
     if other.objective.surrogate in ("dpo", "kto"):
@@ -211,23 +216,23 @@ def _check_possible(
         )
 
 
-def by_pull(turns: Sequence[TurnShare]) -> list[TurnShare]:
+def by_gradient_share(turns: Sequence[TurnContribution]) -> list[TurnContribution]:
     """Those that the step pulls hardest first."""
-    return sorted(turns, key=lambda turn: (-abs(turn.pull), turn.turn_id))
+    return sorted(turns, key=lambda turn: (-abs(turn.gradient_share), turn.turn_id))
 
 
-def spread(turns: Sequence[TurnShare]) -> float:
+def advantage_std(turns: Sequence[TurnContribution]) -> float:
     """Deviation of the advantages over the trained turns."""
     return float(np.std([turn.advantage for turn in turns])) if turns else 0.0
 
 
-def same(a: float, b: float) -> bool:
+def bitwise_equal(a: float, b: float) -> bool:
     """Bit for bit, but that not-a-number is itself."""
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
 def _by_the_clock(name: str) -> bool:
-    known = metric(name)
+    known = find_metric(name)
     return known is not None and known.clock
 
 

@@ -16,42 +16,46 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tracegrad_trainer.batches import MicroBatch, Selection, pack, select
+from tracegrad_trainer.batches import MicroBatch, TrainingSelection, pack, select
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import (
     CheckpointError,
+    destroy_process_group,
+    init_process_group,
     load_checkpoint,
-    start_ranks,
-    stop_ranks,
     train_batch,
 )
 from tracegrad_trainer.engine.random_state import seed_all
-from tracegrad_trainer.losses import advantages
-from tracegrad_trainer.replay.load import Recorded, ReplayError, check_selection
-from tracegrad_trainer.replay.turn_contributions import TurnShare, turn_shares
-from tracegrad_trainer.rl.build_learner import build_learner, told_routes, vocabulary_of
+from tracegrad_trainer.losses import compute_advantages
+from tracegrad_trainer.replay.load import RecordedStep, ReplayError, check_selection
+from tracegrad_trainer.replay.turn_contributions import TurnContribution, turn_contributions
+from tracegrad_trainer.rl.build_learner import (
+    build_learner,
+    engine_routing_layout,
+    model_vocab_size,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ReplayJob:
     """One recorded step, trained under each of the settings; the first ones are its own."""
 
-    recorded: Recorded
+    recorded: RecordedStep
     settings: list[TrainerSettings]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
+class ReplayRun:
     """What came of one run; rank 0's."""
 
     metrics: dict[str, float]
-    turns: list[TurnShare]
+    turns: list[TurnContribution]
     skipped: dict[str, str]
     dropped_rows: list[int]
     seconds: float
 
 
-def run_here(job: Job) -> list[Ran]:
+def run_on_this_rank(job: ReplayJob) -> list[ReplayRun]:
     """On this rank, together with the others; [] on all but rank 0.
 
     Raises:
@@ -62,8 +66,8 @@ def run_here(job: Job) -> list[Ran]:
     layout = first.fsdp.model_copy(update={"threads": job.recorded.batch.threads})
     try:
         with ExitStack() as stack:
-            mesh = start_ranks(layout)
-            stack.callback(stop_ranks)
+            mesh = init_process_group(layout)
+            stack.callback(destroy_process_group)
             return [
                 ran
                 for number, settings in enumerate(job.settings)
@@ -76,20 +80,20 @@ def run_here(job: Job) -> list[Ran]:
 
 
 def _run(
-    recorded: Recorded, settings: TrainerSettings, mesh: DeviceMesh, *, own: bool
-) -> Ran | None:
+    recorded: RecordedStep, settings: TrainerSettings, mesh: DeviceMesh, *, own: bool
+) -> ReplayRun | None:
     began = monotonic()
     seed_all(settings.seed + mesh.get_local_rank())  # as a trainer that starts
     learner = build_learner(settings, mesh)
     if recorded.checkpoint is not None:
         load_checkpoint(learner, recorded.checkpoint, digest=recorded.digest)
     # On every rank, though rank 0's rows are those that are trained: so all of them fail, or none.
-    selection = _selection(recorded, settings, vocabulary_of(learner.model))
+    selection = _selection(recorded, settings, model_vocab_size(learner.model))
     if own:
         left = selection.without_rows(recorded.batch.dropped_rows, "non_finite")
         check_selection(recorded, left.trained, left.skipped)
     version, budget = recorded.batch.version, settings.batches.tokens_per_micro_batch
-    shares = turn_shares(
+    shares = turn_contributions(
         learner,
         _dealt(selection, mesh, budget),
         version=version,
@@ -106,7 +110,7 @@ def _run(
     if dist.get_rank() != 0:
         return None
     left = selection.without_rows(done.dropped, "non_finite")
-    return Ran(
+    return ReplayRun(
         metrics={**left.stats, **done.metrics},
         turns=shares,
         skipped=left.skipped,
@@ -115,19 +119,21 @@ def _run(
     )
 
 
-def _selection(recorded: Recorded, settings: TrainerSettings, vocabulary: int) -> Selection:
+def _selection(
+    recorded: RecordedStep, settings: TrainerSettings, vocabulary: int
+) -> TrainingSelection:
     batch = recorded.batch
     memory = deepcopy(batch.memory_before)
     return select(
         recorded.groups,
         settings.batches,
-        advantages=partial(advantages, settings.objective, memory=memory),
+        advantages=partial(compute_advantages, settings.objective, memory=memory),
         current_version=batch.version,
         failed_versions=batch.failed_versions,
         vocabulary=vocabulary,
-        routes=told_routes(settings),
+        routes=engine_routing_layout(settings),
     )
 
 
-def _dealt(selection: Selection, mesh: DeviceMesh, budget: int) -> list[MicroBatch]:
+def _dealt(selection: TrainingSelection, mesh: DeviceMesh, budget: int) -> list[MicroBatch]:
     return pack(selection.rows, ranks=mesh.size(), budget=budget)[dist.get_rank()]

@@ -19,17 +19,22 @@ from numpy.typing import NDArray
 from tracegrad.store import Group
 from tracegrad_trainer.batches import MicroBatch, Row
 from tracegrad_trainer.engine import Learner
-from tracegrad_trainer.engine.model.forward import Before, Inputs, forward, tokens_of
+from tracegrad_trainer.engine.model.forward import (
+    ModelInputs,
+    TargetContext,
+    forward,
+    loss_tokens_of,
+)
 from tracegrad_trainer.engine.step.prepass import prepass
 from tracegrad_trainer.engine.step.rollout_sums import with_rollout_sums
-from tracegrad_trainer.losses import evaluate
-from tracegrad_trainer.losses.tokens import mismatch
+from tracegrad_trainer.losses import compute_loss
+from tracegrad_trainer.losses.tokens import log_mismatch
 
 Key = tuple[int, int]  # of a row, and of a kept turn in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnShare:
+class TurnContribution:
     """`ratio` is the geometric mean of pi/mu over the turn, at the step's first forward; of an
     expert's turn, which has no mu, 1."""
 
@@ -41,25 +46,25 @@ class TurnShare:
     tokens: int
     advantage: float  # mean over its tokens
     loss: float  # its part of the step's loss
-    pull: float  # its part of the step's pull, with its sign; all sizes add up to 1
+    gradient_share: float  # its part of the step's pull, with its sign; all sizes add up to 1
     ratio: float
     clipped: float  # share of its tokens that the surrogate holds still
     corrected: float  # share of its tokens that the mismatch correction touched
     staleness: float  # versions
 
 
-def turn_shares(
+def turn_contributions(
     learner: Learner,
     micro_batches: Sequence[MicroBatch],
     *,
     version: int,
     rows: Sequence[Row],
     groups: Sequence[Group],
-) -> list[TurnShare]:
+) -> list[TurnContribution]:
     """Every trained turn, on rank 0 ([] elsewhere); a collective. `rows` are rank 0's."""
     engine, objective = learner.engine, learner.objective
     inputs = engine.inputs(micro_batches)
-    before = prepass(engine, objective, inputs, [Before()] * len(inputs), ())
+    before = prepass(engine, objective, inputs, [TargetContext()] * len(inputs), ())
     before = with_rollout_sums(engine, objective, inputs, before)
     units = 0.0
     mine: dict[Key, dict[str, float]] = {}
@@ -67,7 +72,7 @@ def turn_shares(
         of_turns, part = _of_micro_batch(learner, one, known, version)
         mine |= of_turns
         units += part
-    engine.rest()
+    engine.reshard()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mine, units))
     if dist.get_rank() != 0:
@@ -77,15 +82,15 @@ def turn_shares(
 
 
 def _of_micro_batch(
-    learner: Learner, inputs: Inputs, before: Before, version: int
+    learner: Learner, inputs: ModelInputs, before: TargetContext, version: int
 ) -> tuple[dict[Key, dict[str, float]], float]:
     values = "value" in learner.objective.needs
     with torch.no_grad():
         now = forward(learner.model, inputs, learner.engine.head, values=values)
-    logp = now.logp.detach().requires_grad_()
+    logp = now.policy_logprobs.detach().requires_grad_()
     with torch.enable_grad():
-        tokens = tokens_of(inputs, replace(now, logp=logp), before)
-        done = evaluate(learner.objective, tokens)
+        tokens = loss_tokens_of(inputs, replace(now, policy_logprobs=logp), before)
+        done = compute_loss(learner.objective, tokens)
         slope = None
         if done.total.requires_grad:  # not where nothing is learnt
             [slope] = torch.autograd.grad(done.total, [logp], allow_unused=True)
@@ -94,10 +99,10 @@ def _of_micro_batch(
         "advantage": tokens.advantage,
         "loss": done.each_policy,
         "pull": torch.zeros_like(logp) if slope is None else -slope,
-        "log_w": mismatch(tokens),
+        "log_w": log_mismatch(tokens),
         "clipped": done.clipped,
         "corrected": done.corrected,
-        "staleness": torch.where(tokens.expert, 0, version - tokens.version),
+        "staleness": torch.where(tokens.demonstration, 0, version - tokens.version),
     }
     turn = inputs.batch.turn
     sums = {
@@ -125,7 +130,7 @@ def _keys(batch: MicroBatch) -> list[Key]:
 
 def _named(
     found: dict[Key, dict[str, float]], units: float, rows: Sequence[Row], groups: Sequence[Group]
-) -> list[TurnShare]:
+) -> list[TurnContribution]:
     index = {
         turn.turn_id: i
         for group in groups
@@ -138,7 +143,7 @@ def _named(
         row, n = rows[key], values["tokens"]
         turn_id = row.kept_turn_ids[number]
         shares.append(
-            TurnShare(
+            TurnContribution(
                 turn_id=turn_id,
                 rollout_id=row.rollout_id,
                 group_id=row.group_id,
@@ -147,7 +152,7 @@ def _named(
                 tokens=int(n),
                 advantage=values["advantage"] / n,
                 loss=values["loss"] / max(units, 1e-9),
-                pull=values["pull"] / pulled,
+                gradient_share=values["pull"] / pulled,
                 ratio=float(np.exp(values["log_w"] / n)),
                 clipped=values["clipped"] / n,
                 corrected=values["corrected"] / n,

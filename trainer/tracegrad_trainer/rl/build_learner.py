@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tracegrad.events import Json
-from tracegrad_trainer.batches import Layout
+from tracegrad_trainer.batches import RoutingLayout
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import Learner, OptimSettings, build_model, shard
 from tracegrad_trainer.engine.model import memory, router_replay, value_head
@@ -27,7 +27,7 @@ def build_learner(
     """
     model = build_model(settings.model, settings.fsdp)
     if "value" in settings.objective.needs:
-        value_head.attach(model)
+        value_head.attach_value_head(model)
     reference = None
     if settings.needs_reference_model:
         reference = build_reference(settings.reference_folder, mesh, settings.fsdp)
@@ -41,7 +41,7 @@ def build_learner(
     )
 
 
-def told_routes(settings: TrainerSettings) -> Layout | None:
+def engine_routing_layout(settings: TrainerSettings) -> RoutingLayout | None:
     """How the serving engine's routes look, where they are what rows are trained with (r3).
 
     Raises:
@@ -49,17 +49,17 @@ def told_routes(settings: TrainerSettings) -> Layout | None:
     """
     if settings.fsdp.routing != "r3":
         return None
-    return router_replay.layout_of(memory.skeleton(settings.model))
+    return router_replay.routing_layout_of(memory.meta_model(settings.model))
 
 
-def vocabulary_in(folder: Path) -> int | None:
+def folder_vocab_size(folder: Path) -> int | None:
     """How many tokens a folder's model knows, by its config; None: it does not say."""
     config: Json = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     found: int | None = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     return found
 
 
-def vocabulary_of(model: nn.Module) -> int:
+def model_vocab_size(model: nn.Module) -> int:
     """How many tokens a model embeds, sharded or whole."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     found: int = embedding.weight.shape[0]

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracegrad.events import Json
-from tracegrad.store import History, StepRecord, Store
-from tracegrad.store.checkpoint_manifest import MANIFEST, manifest_digest
+from tracegrad.store import StepHistory, StepRecord, Store
+from tracegrad.store.checkpoint_manifest import MANIFEST_NAME, manifest_digest
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.manifest import (
     CheckpointError,
     may_exist,
-    older,
+    older_checkpoint_hint,
     read_manifest,
-    verify,
+    verify_contents,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommittedCheckpoint:
     """Step `step`'s checkpoint, made by `run_id`. `digest` is its manifest's; None: the step is of
     before revision 0007, and the checkpoint cannot be verified."""
 
@@ -38,7 +38,7 @@ class Committed:
         return {"step": self.step, "digest": self.digest or manifest_digest(self.folder)}
 
 
-def checkpoint_of(record: StepRecord, root: Path) -> Committed:
+def committed_checkpoint_of(record: StepRecord, root: Path) -> CommittedCheckpoint:
     """Looked for in `root`, a state folder's checkpoints (it may have been moved), and where it was
     written, which may be the folder of another run.
 
@@ -49,38 +49,38 @@ def checkpoint_of(record: StepRecord, root: Path) -> Committed:
     recorded = Path(record.checkpoint)
     here = root / recorded.name
     if record.manifest_digest is None:
-        return Committed(record.step, _unverified(here, recorded), None)
+        return CommittedCheckpoint(record.step, _unverified(here, recorded), None)
     for folder in (here, recorded):
         if _digest(folder) == record.manifest_digest:
-            return Committed(record.step, folder, record.manifest_digest, record.run_id)
+            return CommittedCheckpoint(record.step, folder, record.manifest_digest, record.run_id)
     raise CheckpointError(_nowhere(record, here, recorded))
 
 
-def resume_checkpoint(store: Store, settings: TrainerSettings) -> Committed | None:
+def resume_checkpoint(store: Store, settings: TrainerSettings) -> CommittedCheckpoint | None:
     """What training goes on from: the last committed step's, or, where a part of that is missing,
     that of `checkpoint.resume_from`. None: nothing was committed yet.
 
     Raises:
         CheckpointError: a part is missing, or it is not what was committed.
     """
-    last = next(iter(History(store).steps(1)), None)
+    last = next(iter(StepHistory(store).steps(1)), None)
     if last is None:
         return None
     other = settings.checkpoint.resume_from
     try:
-        found = checkpoint_of(last, settings.checkpoints)
+        found = committed_checkpoint_of(last, settings.checkpoints)
         read_manifest(found.folder)
         if other is not None:
-            verify(found.folder)
+            verify_contents(found.folder)
     except CheckpointError:
         if other is None:
             raise
-        record = History(store).step(other)
+        record = StepHistory(store).step(other)
         if record is None:
             raise CheckpointError(
                 f"checkpoint.resume_from = {other}: no step {other} was committed"
             ) from None
-        found = checkpoint_of(record, settings.checkpoints)
+        found = committed_checkpoint_of(record, settings.checkpoints)
         read_manifest(found.folder)
     return found
 
@@ -112,10 +112,10 @@ def _nowhere(record: StepRecord, here: Path, recorded: Path) -> str:
     names = " and ".join(map(str, there))
     differs = (
         f"checkpoint {names} is not the one that step {record.step} was committed with: the digest"
-        f" of its {MANIFEST} is not {record.manifest_digest}"
+        f" of its {MANIFEST_NAME} is not {record.manifest_digest}"
     )
     if here == recorded:
-        return differs + older(here)
+        return differs + older_checkpoint_hint(here)
     return (
         f"{differs}; run {record.run_id} committed the step, with {recorded}: start in that run's"
         " state folder, put its checkpoint back from a copy, or give this folder a store of its"

@@ -24,49 +24,49 @@ from tracegrad.store import (
     Ledger,
     StepRecord,
     Store,
-    leases_of,
+    lease_by_rollout,
 )
-from tracegrad_trainer.batches import Selection, select
+from tracegrad_trainer.batches import TrainingSelection, select
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.run_state import run_id
-from tracegrad_trainer.losses import Memory, advantages
-from tracegrad_trainer.rl.build_learner import told_routes
-from tracegrad_trainer.rl.committed_checkpoint import Committed, resume_checkpoint
+from tracegrad_trainer.losses import AdvantageMemory, compute_advantages
+from tracegrad_trainer.rl.build_learner import engine_routing_layout
+from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint, resume_checkpoint
 from tracegrad_trainer.rl.lease_renewal import HeldLeases
-from tracegrad_trainer.rl.reward_judge import Judging
-from tracegrad_trainer.rl.step_inputs import record_of
+from tracegrad_trainer.rl.reward_judge import RewardJudge
+from tracegrad_trainer.rl.step_inputs import step_inputs_of
 
 POLL_S = 0.2
 # Groups that are held while a batch is refilled, at most this many times those it needs: where
 # nearly every group has equal rewards, it goes on with fewer.
-REFILLS = 8
+MAX_REFILLS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Supply:
+class RolloutSupply:
     """Whether more rollouts are to be expected, and how long one call waits for them: the other
     ranks sit in a collective meanwhile."""
 
-    grows: bool = True
+    is_open: bool = True
     patience_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class LeasedBatch:
     """Leased groups, and what of them is trained by policy version `version`."""
 
     groups: list[Group]
-    selection: Selection
+    selection: TrainingSelection
     version: int
     failed_versions: list[int]
-    memory_before: Memory = field(default_factory=dict)
+    memory_before: AdvantageMemory = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
     step: int
     version: int  # the number that the checkpoint's weights are served under
-    weights: Committed | None  # None: the model folder's
+    weights: CommittedCheckpoint | None  # None: the model folder's
 
 
 class Coordinator:
@@ -76,7 +76,7 @@ class Coordinator:
         store: Store,
         *,
         stopping: Callable[[], bool],
-        supply: Supply | None = None,
+        supply: RolloutSupply | None = None,
         vocabulary: int | None = None,
     ) -> None:
         """`vocabulary`: how many tokens the model knows.
@@ -88,14 +88,14 @@ class Coordinator:
         self.store = store
         self.ledger = Ledger(store)
         self.stopping = stopping
-        self.supply = supply or Supply()
+        self.supply = supply or RolloutSupply()
         self.vocabulary = vocabulary
-        self.routes = told_routes(settings)
+        self.routes = engine_routing_layout(settings)
         # What advantages remember. It moves only with steps: what a batch did that changed no
         # weights must leave no trace, or a run that is killed and resumed would differ.
-        self.memory: Memory = {}
+        self.memory: AdvantageMemory = {}
         judge = settings.objective.judge
-        self.judging = None if judge is None else Judging(judge, store)
+        self.judging = None if judge is None else RewardJudge(judge, store)
         self.run_id = run_id(settings.state_dir)
         # The same after a restart: what a killed trainer had leased is its own again.
         self.owner = f"{socket.gethostname()}:{settings.state_dir}:{self.run_id}"
@@ -110,7 +110,7 @@ class Coordinator:
             self._say_whose(point.weights)
         return point
 
-    def _say_whose(self, weights: Committed) -> None:
+    def _say_whose(self, weights: CommittedCheckpoint) -> None:
         if weights.digest is None:
             _say(
                 f"step {weights.step} was committed before steps kept their checkpoint's digest:"
@@ -124,7 +124,7 @@ class Coordinator:
 
     def next_batch(
         self, version: int, *, interrupted: Callable[[], bool] = lambda: False
-    ) -> Batch | None:
+    ) -> LeasedBatch | None:
         """The next batch, or None when nothing was ready for `Supply.patience_s`, or when
         `interrupted`.
 
@@ -135,18 +135,18 @@ class Coordinator:
         while not self.stopping():
             more = self._lease()
             self._held += more
-            if self._held and (self._full() or not (more or self.supply.grows)):
+            if self._held and (self._full() or not (more or self.supply.is_open)):
                 batch = self._batch(version)
                 if batch is not None:
                     return batch
             elif not more:
-                if not self.supply.grows or interrupted() or time.monotonic() > deadline:
+                if not self.supply.is_open or interrupted() or time.monotonic() > deadline:
                     return None
                 time.sleep(POLL_S)
         return None
 
     def _full(self) -> bool:
-        return self._missing() == 0 or len(self._held) >= REFILLS * self.settings.batches.groups
+        return self._missing() == 0 or len(self._held) >= MAX_REFILLS * self.settings.batches.groups
 
     def _missing(self) -> int:
         """How many groups the batch under way still needs."""
@@ -161,22 +161,22 @@ class Coordinator:
         if not missing:
             return []
         # Where no more are to come, and where some are held already, fewer will do.
-        some = bool(self._held) or not self.supply.grows
+        some = bool(self._held) or not self.supply.is_open
         groups = self.ledger.lease(
             groups=missing,
             group_size=batches.group_size,
             owner=self.owner,
             ttl_s=data.lease_ttl_s,
             tags=data.tags,
-            incomplete_after_s=data.incomplete_after_s if self.supply.grows else 0.0,
+            incomplete_after_s=data.incomplete_after_s if self.supply.is_open else 0.0,
             at_least=1 if some else None,
             routes=self.routes is not None,
             held=self.leases.rollouts,
         )
         self.leases.hold(groups)  # a judge may take its time
-        return self.judging.judged(groups) if self.judging else groups
+        return self.judging.apply(groups) if self.judging else groups
 
-    def _batch(self, version: int) -> Batch | None:
+    def _batch(self, version: int) -> LeasedBatch | None:
         """Of the groups that are held; None if nothing of them can be trained."""
         groups = self._held
         self._held = self._still_ours(groups)
@@ -187,7 +187,7 @@ class Coordinator:
         selection = select(
             groups,
             self.settings.batches,
-            advantages=partial(advantages, self.settings.objective, memory=self.memory),
+            advantages=partial(compute_advantages, self.settings.objective, memory=self.memory),
             current_version=version,
             failed_versions=failed,
             vocabulary=self.vocabulary,
@@ -195,7 +195,7 @@ class Coordinator:
         )
         self._held = []  # only now: what cannot be selected from is released
         if selection.trained:
-            return Batch(
+            return LeasedBatch(
                 groups=groups,
                 selection=selection,
                 version=version,
@@ -208,7 +208,7 @@ class Coordinator:
 
     def _still_ours(self, groups: Sequence[Group]) -> list[Group]:
         """Without those that were lost since they were leased, all of whose rollouts are let go."""
-        lost = self.leases.lost(groups)
+        lost = self.leases.lost_rollouts(groups)
         if not lost:
             return list(groups)
         gone = {each.rollout_id for each in lost}
@@ -225,7 +225,7 @@ class Coordinator:
         """Without a step. What is another's by now is left to them."""
         rollouts = [rollout.rollout_id for group in groups for rollout in group.rollouts]
         try:
-            self.ledger.commit_skipped(skipped, rollouts, leases_of(groups))
+            self.ledger.commit_skipped(skipped, rollouts, lease_by_rollout(groups))
         except (LeaseLost, AlreadyTrained) as error:
             _say(f"a batch that nothing can be trained of is left to others: {error}")
             self._let_go(groups)
@@ -240,7 +240,7 @@ class Coordinator:
 
     def commit(
         self,
-        batch: Batch,
+        batch: LeasedBatch,
         *,
         step: int,
         version: int,
@@ -259,7 +259,7 @@ class Coordinator:
                 nothing is stored.
         """
         selection = batch.selection.without_rows(dropped_rows, "non_finite")
-        record = record_of(
+        record = step_inputs_of(
             batch.groups,
             version=batch.version,
             failed_versions=batch.failed_versions,
@@ -285,24 +285,24 @@ class Coordinator:
             trained=selection.trained,
             skipped=selection.skipped,
             rollouts=selection.rollouts,
-            leases=leases_of(batch.groups),
+            leases=lease_by_rollout(batch.groups),
         )
         self.leases.drop(batch.groups)
         return made
 
-    def check(self, batch: Batch) -> None:
+    def check_leases(self, batch: LeasedBatch) -> None:
         """That all of the batch is still ours; it is renewed. Raises LeaseLost."""
-        if lost := self.leases.lost(batch.groups):
+        if lost := self.leases.lost_rollouts(batch.groups):
             raise LeaseLost(f"{lost[0]}; nothing of the step is kept: start again to go on")
 
-    def give_up(self, batch: Batch, reason: str) -> None:
+    def discard_batch(self, batch: LeasedBatch, reason: str) -> None:
         """Consumes a batch whose step did not change the weights."""
         self.memory = copy.deepcopy(batch.memory_before)
         selection = batch.selection
         skipped = selection.skipped | dict.fromkeys(selection.trained, reason)
         self._consume(batch.groups, skipped)
 
-    def release(self, *batches: Batch | None) -> None:
+    def release(self, *batches: LeasedBatch | None) -> None:
         """What was leased and not trained is free for the next start."""
         groups = [group for batch in batches if batch is not None for group in batch.groups]
         self._let_go([*self._held, *groups])
@@ -312,7 +312,7 @@ class Coordinator:
         """Nothing is renewed any more."""
         self.leases.close()
 
-    def why_nothing(self) -> str:
+    def explain_no_batch(self) -> str:
         """Why there is nothing (more) to train, in one line of counts."""
         counts = self.store.turn_counts(self.settings.data.tags)
         if not counts.captured:

@@ -14,13 +14,13 @@ from functools import partial
 
 import numpy as np
 
-from tracegrad.store import Group, Ledger, Store, WaitingTask
-from tracegrad_trainer.batches import MicroBatch, Selection, pack, select
+from tracegrad.store import Group, IncompleteGroup, Ledger, Store
+from tracegrad_trainer.batches import MicroBatch, TrainingSelection, pack, select
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_manifest
-from tracegrad_trainer.losses import Memory, advantages
-from tracegrad_trainer.rl.build_learner import told_routes, vocabulary_in
-from tracegrad_trainer.rl.coordinator import REFILLS, ResumePoint, resume_point
+from tracegrad_trainer.losses import AdvantageMemory, compute_advantages
+from tracegrad_trainer.rl.build_learner import engine_routing_layout, folder_vocab_size
+from tracegrad_trainer.rl.coordinator import MAX_REFILLS, ResumePoint, resume_point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class MicroBatchLoad:
     """One forward of one rank; `targets` are the tokens that carry the loss."""
 
     rank: int
@@ -46,7 +46,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class StepPlan:
     """`groups` are those of the batch that would be trained; where none can be, of the last one
     that would be looked at. `passed`: turns of batches before it, of which nothing can be
     trained, by reason: a step consumes them on the way."""
@@ -59,10 +59,10 @@ class Plan:
     trained: int  # turns
     skipped: dict[str, int]
     passed: dict[str, int]
-    loads: list[Load]
+    loads: list[MicroBatchLoad]
     budget: int  # tokens of a micro-batch
     stats: dict[str, float]
-    waiting: list[WaitingTask]
+    waiting: list[IncompleteGroup]
     pending: dict[str, int]  # turns of the store that no step has looked at, by state
     note: str | None  # what could not be known
     compares_states: bool  # whether turns are compared with those of equal environment state
@@ -72,29 +72,29 @@ class Plan:
         return sum(load.tokens for load in self.loads)
 
 
-def plan_step(settings: TrainerSettings, store: Store) -> Plan:
+def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
     """Raises ValueError (a reward that is not finite, a row over the budget), StoreError."""
     batches, data = settings.batches, settings.data
     point, memory, note = _beginning(settings, store)
-    routes = told_routes(settings)
-    peek = Ledger(store).peek(
-        groups=REFILLS * batches.groups,
+    routes = engine_routing_layout(settings)
+    peek = Ledger(store).preview(
+        groups=MAX_REFILLS * batches.groups,
         group_size=batches.group_size,
         tags=data.tags,
         incomplete_after_s=0.0,  # `trainer step` waits for nobody
-        routes=routes is not None,
+        expert_routing=routes is not None,
     )
     failed = store.failed_versions()
 
-    def choose(groups: Sequence[Group]) -> Selection:
+    def choose(groups: Sequence[Group]) -> TrainingSelection:
         return select(
             groups,
             batches,
             # Training forgets what a batch taught that was not trained.
-            advantages=partial(advantages, settings.objective, memory=deepcopy(memory)),
+            advantages=partial(compute_advantages, settings.objective, memory=deepcopy(memory)),
             current_version=point.version,
             failed_versions=failed,
-            vocabulary=vocabulary_in(settings.model),
+            vocabulary=folder_vocab_size(settings.model),
             routes=routes,
         )
 
@@ -107,7 +107,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> Plan:
         left = left[len(groups) :]
         selection = choose(groups)
     packed = pack(selection.rows, ranks=settings.ranks, budget=batches.tokens_per_micro_batch)
-    return Plan(
+    return StepPlan(
         step=point.step + 1,
         version=point.version,
         wanted=batches.groups,
@@ -119,14 +119,16 @@ def plan_step(settings: TrainerSettings, store: Store) -> Plan:
         loads=_loads(packed, batches.tokens_per_micro_batch) if selection.trained else [],
         budget=batches.tokens_per_micro_batch,
         stats=selection.stats,
-        waiting=peek.waiting,
+        waiting=peek.incomplete,
         pending=store.turn_counts(data.tags).pending,
         note=note,
         compares_states=settings.objective.advantage == "gigpo",
     )
 
 
-def _beginning(settings: TrainerSettings, store: Store) -> tuple[ResumePoint, Memory, str | None]:
+def _beginning(
+    settings: TrainerSettings, store: Store
+) -> tuple[ResumePoint, AdvantageMemory, str | None]:
     """Where training stands, what advantages remember, and what of that is not known."""
     note = None
     if settings.objective.judge is not None:
@@ -158,7 +160,7 @@ def _batch(ready: Sequence[Group], settings: TrainerSettings) -> list[Group]:
     return taken
 
 
-def _group(group: Group, selection: Selection) -> GroupPlan:
+def _group(group: Group, selection: TrainingSelection) -> GroupPlan:
     ours = {rollout.rollout_id for rollout in group.rollouts}
     turns = {turn.turn_id for rollout in group.rollouts for turn in rollout.turns}
     rows = [row for row in selection.rows if row.rollout_id in ours]
@@ -175,9 +177,9 @@ def _group(group: Group, selection: Selection) -> GroupPlan:
     )
 
 
-def _loads(packed: Sequence[Sequence[MicroBatch]], budget: int) -> list[Load]:
+def _loads(packed: Sequence[Sequence[MicroBatch]], budget: int) -> list[MicroBatchLoad]:
     return [
-        Load(
+        MicroBatchLoad(
             rank=rank,
             rows=int((batch.row_keys >= 0).sum()),
             tokens=(tokens := batch.tokens if (batch.row_keys >= 0).any() else 0),

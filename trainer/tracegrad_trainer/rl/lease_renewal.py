@@ -13,10 +13,10 @@ import sys
 import threading
 from collections.abc import Iterable, Set
 
-from tracegrad.store import Group, Ledger, LostLease, StoreError, leases_of
+from tracegrad.store import Group, Ledger, LostLease, StoreError, lease_by_rollout
 
 # So many renewals may fail before a lease ends.
-PER_TTL = 4
+RENEWALS_PER_TTL = 4
 
 
 class HeldLeases:
@@ -25,7 +25,7 @@ class HeldLeases:
     def __init__(self, ledger: Ledger, ttl_s: float, *, every_s: float | None = None) -> None:
         self._ledger = ledger
         self._ttl_s = ttl_s
-        self._every_s = ttl_s / PER_TTL if every_s is None else every_s
+        self._every_s = ttl_s / RENEWALS_PER_TTL if every_s is None else every_s
         self._leases: dict[str, str] = {}  # rollout -> lease
         self._lock = threading.Lock()  # of `_leases`; not held while the store is asked
         self._closed = threading.Event()
@@ -38,7 +38,7 @@ class HeldLeases:
 
     def hold(self, groups: Iterable[Group]) -> None:
         with self._lock:
-            self._leases |= leases_of(groups)
+            self._leases |= lease_by_rollout(groups)
         if self._thread is None and self._leases:
             self._thread = threading.Thread(target=self._renew, name="leases", daemon=True)
             self._thread.start()
@@ -46,12 +46,12 @@ class HeldLeases:
     def drop(self, groups: Iterable[Group]) -> None:
         """They are consumed, given back or lost."""
         with self._lock:
-            for rollout_id in leases_of(groups):
+            for rollout_id in lease_by_rollout(groups):
                 self._leases.pop(rollout_id, None)
 
-    def lost(self, groups: Iterable[Group]) -> list[LostLease]:
+    def lost_rollouts(self, groups: Iterable[Group]) -> list[LostLease]:
         """Which of them are another's by now; the others are renewed. Raises StoreError."""
-        return self._ledger.renew(leases_of(groups), ttl_s=self._ttl_s)
+        return self._ledger.renew(lease_by_rollout(groups), ttl_s=self._ttl_s)
 
     def close(self) -> None:
         """Nothing is renewed any more."""

@@ -16,15 +16,15 @@ from functools import partial
 
 from tracegrad.store import Store
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.rl.coordinator import Supply
-from tracegrad_trainer.rl.preflight import check_before_training, check_groups
-from tracegrad_trainer.rl.rank_main import Stop, run_rank
-from tracegrad_trainer.rl.train_loop import Training
-from tracegrad_trainer.utils.distributed import decide, leads
+from tracegrad_trainer.rl.coordinator import RolloutSupply
+from tracegrad_trainer.rl.preflight import check_before_training, check_store_has_groups
+from tracegrad_trainer.rl.rank_main import StopFlag, run_rank
+from tracegrad_trainer.rl.train_loop import TrainLoop
+from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
 
 
 def take_steps(
-    settings: TrainerSettings, stack: ExitStack, stop: Stop, *, steps: int | None
+    settings: TrainerSettings, stack: ExitStack, stop: StopFlag, *, steps: int | None
 ) -> None:
     """At most `steps` optimizer steps (None: as many as there is something for), all of them
     committed on return. How it ended is the run state's `said`.
@@ -35,20 +35,20 @@ def take_steps(
     if os.environ.get("RANK", "0") == "0":
         with Store.open(settings.proxy.store) as store:
             check_before_training(settings, store)
-            check_groups(settings, store)
-    training = Training(settings, stack, stopping=stop, supply=Supply(grows=False))
+            check_store_has_groups(settings, store)
+    training = TrainLoop(settings, stack, stopping=stop, supply=RolloutSupply(is_open=False))
     training.resume()
     taken = 0
-    while (steps is None or taken < steps) and training.next() == "train":
-        taken += training.train()
-    training.settle()
-    said = decide(partial(_how_it_ended, training, taken, steps))
-    training.say("stopped", taken=taken, said=said)
-    if leads():
+    while (steps is None or taken < steps) and training.next_action() == "train":
+        taken += training.train_batch()
+    training.commit_pending()
+    said = run_on_rank_zero(partial(_how_it_ended, training, taken, steps))
+    training.report_stage("stopped", taken=taken, said=said)
+    if is_rank_zero():
         print(said, flush=True)
 
 
-def _how_it_ended(training: Training, taken: int, steps: int | None) -> str:
+def _how_it_ended(training: TrainLoop, taken: int, steps: int | None) -> str:
     made = f"{taken} step{'' if taken == 1 else 's'} taken, now at step {training.step}"
     limit = training.settings.max_steps
     if training.stopping():
@@ -58,7 +58,7 @@ def _how_it_ended(training: Training, taken: int, steps: int | None) -> str:
     if limit is not None and training.step >= limit:
         return f"{made}; max_steps = {limit} is reached"
     assert training.coordinator is not None
-    return f"{made}; {training.coordinator.why_nothing()}"
+    return f"{made}; {training.coordinator.explain_no_batch()}"
 
 
 def main(arguments: list[str]) -> int:

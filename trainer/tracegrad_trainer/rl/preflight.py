@@ -13,7 +13,7 @@ from tracegrad.store.models import Rollouts
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
-from tracegrad_trainer.utils.client import endpoint_client
+from tracegrad_trainer.utils.client import http_client
 
 # Letters of several scripts, digits, spaces, code, and what looks like a special token.
 PROBE = "Olá, Welt! 你好 — 12345  \n\tdef f(x): return x**2  # <|im_start|>user</s> 🙂"
@@ -35,18 +35,18 @@ def check_before_training(settings: TrainerSettings, store: Store) -> None:
             f"objective.preset = {preset!r} learns from stored traces: use trainer sft --preset"
             f" {preset}"
         )
-    check_fits(settings, vocabulary=len(tokenizer_of(settings)))
+    check_memory(settings, vocabulary=len(tokenizer_of(settings)))
     resume_checkpoint(store, settings)
 
 
-def check_fits(settings: TrainerSettings, vocabulary: int | None = None) -> None:
+def check_memory(settings: TrainerSettings, vocabulary: int | None = None) -> None:
     """Whether the model, and a reference model beside it, fit into this machine's memory.
 
     Raises:
         ValueError: they do not, or the model embeds fewer tokens than `vocabulary`.
     """
     world = int(os.environ.get("WORLD_SIZE", settings.ranks))
-    memory.check(
+    memory.check_fits_memory(
         settings.model,
         settings.fsdp,
         ranks=world,
@@ -57,7 +57,7 @@ def check_fits(settings: TrainerSettings, vocabulary: int | None = None) -> None
     )
 
 
-def check_groups(settings: TrainerSettings, store: Store) -> None:
+def check_store_has_groups(settings: TrainerSettings, store: Store) -> None:
     """Whether what the store holds can be grouped at all.
 
     Raises:
@@ -119,7 +119,7 @@ def _ask(settings: TrainerSettings, route: str, request: dict[str, Any], field: 
     """A field of the engine's answer; None: it does not know the route."""
     url = settings.vllm.url
     try:
-        with endpoint_client(url, timeout_s=TIMEOUT_S) as client:
+        with http_client(url, timeout_s=TIMEOUT_S) as client:
             served = settings.vllm.served_model_name
             answer = client.post(route, json={"model": served, **request})
         if answer.status_code in (404, 405, 501):

@@ -11,56 +11,56 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-from tracegrad.private_files import keep_private
+from tracegrad.private_files import set_private_umask
 from tracegrad.store import StoreError
-from tracegrad_trainer.config.trainer import TrainerSettings, load, resolved
+from tracegrad_trainer.config.trainer import TrainerSettings, load_settings, parse_resolved
 from tracegrad_trainer.engine import CheckpointError
-from tracegrad_trainer.inference.weight_push import PushFailed
-from tracegrad_trainer.launch.folder_lock import claim_ranks
+from tracegrad_trainer.inference.weight_push import PushError
+from tracegrad_trainer.launch.folder_lock import lock_for_ranks
 from tracegrad_trainer.launch.run_state import RunState
 from tracegrad_trainer.utils.distributed import RankZeroError
 
 PR_SET_PDEATHSIG = 1
 
 
-class Stop:
+class StopFlag:
     """Whether the process was told to stop (SIGTERM)."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.is_set = False
 
     def __call__(self) -> bool:
-        return self.asked
+        return self.is_set
 
     def listen(self) -> None:
         def stop(number: int, frame: FrameType | None) -> None:
-            self.asked = True
+            self.is_set = True
 
         signal.signal(signal.SIGTERM, stop)
 
 
-def find_own_parts() -> None:
+def search_working_folder() -> None:
     """Parts of one's own (`package.module:function`) lie in the working directory: it is searched
     behind all else, so that no file there hides a library."""
     sys.path.append(str(Path.cwd()))
 
 
-Program = Callable[[TrainerSettings, ExitStack, Stop], None]
+RankProgram = Callable[[TrainerSettings, ExitStack, StopFlag], None]
 
 
-def run_rank(settings_file: str, program: Program) -> int:
+def run_rank(settings_file: str, program: RankProgram) -> int:
     """The exit code; where it fails, one line and the run's state say why.
 
     `settings_file` is JSON as resolved settings are written, or TOML.
     """
-    find_own_parts()
+    search_working_folder()
     settings: TrainerSettings | None = None
 
-    def work(stack: ExitStack, stop: Stop) -> None:
+    def work(stack: ExitStack, stop: StopFlag) -> None:
         nonlocal settings
         read = read_settings(Path(settings_file))
         if os.environ.get("RANK", "0") == "0":
-            stack.enter_context(claim_ranks(read.state_dir))
+            stack.enter_context(lock_for_ranks(read.state_dir))
         settings = read  # from here on the run's state is ours to write
         program(settings, stack, stop)
 
@@ -68,23 +68,25 @@ def run_rank(settings_file: str, program: Program) -> int:
         if settings is not None:
             RunState(settings.state_dir, "ranks").update(stage="failed", error=line)
 
-    return as_rank(work, failed=failed)
+    return run_as_rank(work, failed=failed)
 
 
-def as_rank(work: Callable[[ExitStack, Stop], None], *, failed: Callable[[str], None]) -> int:
+def run_as_rank(
+    work: Callable[[ExitStack, StopFlag], None], *, failed: Callable[[str], None]
+) -> int:
     """The exit code of a rank that does `work`; rank 0 calls `failed` with what went wrong."""
-    keep_private()  # a torchrun of one's own has the shell's umask
+    set_private_umask()  # a torchrun of one's own has the shell's umask
     # The launcher may be killed; a rank that waits in a collective would notice neither that nor
     # a SIGTERM, whose handler Python runs only when the collective is over.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    stop = Stop()
+    stop = StopFlag()
     try:
         with ExitStack() as stack:
             stop.listen()
             work(stack, stop)
     except RankZeroError:
         return 1  # rank 0 says why
-    except (CheckpointError, PushFailed, StoreError, ValueError, OSError) as error:
+    except (CheckpointError, PushError, StoreError, ValueError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if os.environ.get("RANK", "0") == "0":
             failed(str(error))
@@ -95,5 +97,5 @@ def as_rank(work: Callable[[ExitStack, Stop], None], *, failed: Callable[[str], 
 def read_settings(path: Path) -> TrainerSettings:
     """Raises ValueError, OSError."""
     if path.suffix == ".toml":
-        return load(path)
-    return resolved(path.read_text(encoding="utf-8"))
+        return load_settings(path)
+    return parse_resolved(path.read_text(encoding="utf-8"))

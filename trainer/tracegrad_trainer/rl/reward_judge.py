@@ -6,14 +6,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tracegrad.events import RewardGiven
+from tracegrad.events import Reward
 from tracegrad.store import Group, Store
-from tracegrad_trainer.losses.judge import judge_group, load_judge
+from tracegrad_trainer.losses.judge import judge_rewards, load_judge
 
-SOURCE = "judge"
+JUDGE_SOURCE = "judge"
 
 
-class Judging:
+class RewardJudge:
     """`path` is the judge's import path.
 
     Raises:
@@ -25,7 +25,7 @@ class Judging:
         self.judge = load_judge(path)
         self.store = store
 
-    def judged(self, groups: Sequence[Group]) -> list[Group]:
+    def apply(self, groups: Sequence[Group]) -> list[Group]:
         return [self._judged(group) for group in groups]
 
     def _judged(self, group: Group) -> Group:
@@ -33,14 +33,14 @@ class Judging:
         # A trainer that was killed may have asked for this very group already.
         rewards = self._known(group, ids)
         if rewards is None:
-            rewards = judge_group(self.judge, group)
+            rewards = judge_rewards(self.judge, group)
             self.store.append(
                 [
-                    RewardGiven(
+                    Reward(
                         reward_id=reward_id,
                         rollout_id=rollout.rollout_id,
                         value=value,
-                        source=SOURCE,
+                        source=JUDGE_SOURCE,
                         label=self.path,
                     )
                     for reward_id, rollout, value in zip(ids, group.rollouts, rewards, strict=True)
@@ -56,7 +56,7 @@ class Judging:
         rewards = []
         for reward_id, rollout in zip(ids, group.rollouts, strict=True):
             events = self.store.rewards(rollout.rollout_id)
-            mine = (event for event in events if event.source == SOURCE)
+            mine = (event for event in events if event.source == JUDGE_SOURCE)
             found = [event.value for event in mine if event.reward_id == reward_id]
             if not found:
                 return None

@@ -15,16 +15,16 @@ from typing import Literal
 from tracegrad.events import Json
 from tracegrad.store import PolicyVersion
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.inference.publish import Published, Publisher
-from tracegrad_trainer.inference.weight_push import PushFailed
+from tracegrad_trainer.inference.publish import PublishResult, WeightPublisher
+from tracegrad_trainer.inference.weight_push import PushError
 from tracegrad_trainer.rl.preflight import check_served_tokenizer
-from tracegrad_trainer.rl.rank_main import Stop, run_rank
-from tracegrad_trainer.rl.train_loop import Training
-from tracegrad_trainer.utils.distributed import decide
-from tracegrad_trainer.utils.subprocesses import answers
+from tracegrad_trainer.rl.rank_main import StopFlag, run_rank
+from tracegrad_trainer.rl.train_loop import TrainLoop
+from tracegrad_trainer.utils.distributed import run_on_rank_zero
+from tracegrad_trainer.utils.subprocesses import is_responding
 
 
-class Worker:
+class ServeWorker:
     """Training, and the weights of each of its steps served."""
 
     def __init__(
@@ -32,8 +32,8 @@ class Worker:
     ) -> None:
         self.settings = settings
         self.stopping = stopping
-        self.training = Training(settings, stack, stopping=stopping)
-        self.publisher = Publisher(settings, self.training.learner, stack)
+        self.training = TrainLoop(settings, stack, stopping=stopping)
+        self.publisher = WeightPublisher(settings, self.training.learner, stack)
         self.serves = False  # whether a push of ours is served
         self.failed_pushes = 0  # in a row
 
@@ -41,20 +41,20 @@ class Worker:
         """Until `max_steps`, or until rank 0 is told to stop."""
         training = self.training
         training.resume()
-        decide(self._await_endpoints)
+        run_on_rank_zero(self._await_endpoints)
         training.watch.lap("start")
         self._publish()  # a broken path to the engine fails here, before anything is trained
-        while (task := training.next()) != "stop":
-            if task == "train" and training.train() and training.policy_moved:
+        while (task := training.next_action()) != "stop":
+            if task == "train" and training.train_batch() and training.policy_moved:
                 self._publish()
             elif task == "settle":
-                training.settle()
-        training.settle()
+                training.commit_pending()
+        training.commit_pending()
 
     def _await_endpoints(self) -> None:
         """Until vLLM and the proxy answer; `trainer serve` ends us if one of them cannot."""
         urls = [(self.settings.vllm.url, "/health"), (self.settings.url, "/healthz")]
-        while not self.stopping() and not all(answers(url, path) for url, path in urls):
+        while not self.stopping() and not all(is_responding(url, path) for url, path in urls):
             time.sleep(0.2)
         if not self.stopping():
             check_served_tokenizer(self.settings)
@@ -67,12 +67,12 @@ class Worker:
         those of the weights that it had.
         """
         training = self.training
-        training.say("pushing")
+        training.report_stage("pushing")
         batch = training.pending.batch if training.pending else None
         if batch is not None:
             self._record("pushing", {})
         published = self.publisher.publish(training.version, batch.selection.rows if batch else [])
-        error, lost = decide(lambda: self._judge(published))
+        error, lost = run_on_rank_zero(lambda: self._record_push_result(published))
         training.watch.lap("push")
         if error is None:
             self.failed_pushes = 0
@@ -82,10 +82,10 @@ class Worker:
         # Before the first push vLLM has the model folder's weights, which nobody trained last.
         limit = self.settings.push.failures_in_a_row
         if lost or not self.serves or self.failed_pushes >= limit:
-            training.settle()  # what was trained is not lost with the engine
-            raise PushFailed(error)
+            training.commit_pending()  # what was trained is not lost with the engine
+            raise PushError(error)
 
-    def _judge(self, published: Published | None) -> tuple[str | None, bool]:
+    def _record_push_result(self, published: PublishResult | None) -> tuple[str | None, bool]:
         """Rank 0: the version and what came of it, in the store; the error, if there was one,
         and whether the engine is lost by it."""
         assert published is not None
@@ -105,15 +105,15 @@ class Worker:
             training.sinks.pushed(version)
 
 
-def serve_rank(settings: TrainerSettings, stack: ExitStack, stop: Stop) -> None:
-    worker = Worker(settings, stack, stop)
+def run_serve_rank(settings: TrainerSettings, stack: ExitStack, stop: StopFlag) -> None:
+    worker = ServeWorker(settings, stack, stop)
     worker.run()
-    worker.training.say("stopped")
+    worker.training.report_stage("stopped")
 
 
 def main(arguments: list[str]) -> int:
     """`python -m tracegrad_trainer.rl.serve_worker SETTINGS.json`, under torchrun."""
-    return run_rank(arguments[0], serve_rank)
+    return run_rank(arguments[0], run_serve_rank)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from tracegrad.events import Json
 from tracegrad.store import Group
 
 
-class RolloutRecord(BaseModel):
+class RolloutInputs(BaseModel):
     """A rollout as the batch saw it: rewards may be revised later, turns may come late."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -23,19 +23,19 @@ class RolloutRecord(BaseModel):
     turns: int  # the first so many, in order of capture
 
 
-class GroupRecord(BaseModel):
+class GroupInputs(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     group_id: str
-    rollouts: list[RolloutRecord]
+    rollouts: list[RolloutInputs]
 
 
-class BatchRecord(BaseModel):
+class StepInputs(BaseModel):
     """`StepRecord.batch`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    groups: list[GroupRecord]
+    groups: list[GroupInputs]
     version: int  # the policy version that was current before the step
     failed_versions: list[int]
     ranks: int
@@ -50,7 +50,7 @@ class BatchRecord(BaseModel):
         return found
 
 
-def record_of(
+def step_inputs_of(
     groups: Sequence[Group],
     *,
     version: int,
@@ -60,10 +60,10 @@ def record_of(
     memory_before: dict[str, Any],
     dropped_rows: Collection[int],
     weights: int | None = None,
-) -> BatchRecord:
+) -> StepInputs:
     names = [rollout.rollout_id for group in groups for rollout in group.rollouts]
     assert len(names) == len(set(names)), "a rollout is in a batch once"
-    return BatchRecord(
+    return StepInputs(
         groups=[_group(group) for group in groups],
         version=version,
         failed_versions=sorted(failed_versions),
@@ -76,9 +76,9 @@ def record_of(
     )
 
 
-def _group(group: Group) -> GroupRecord:
+def _group(group: Group) -> GroupInputs:
     rollouts = [
-        RolloutRecord(
+        RolloutInputs(
             rollout_id=rollout.rollout_id,
             reward=rollout.reward,
             turn_rewards=rollout.turn_rewards,
@@ -86,4 +86,4 @@ def _group(group: Group) -> GroupRecord:
         )
         for rollout in group.rollouts
     ]
-    return GroupRecord(group_id=group.group_id, rollouts=rollouts)
+    return GroupInputs(group_id=group.group_id, rollouts=rollouts)

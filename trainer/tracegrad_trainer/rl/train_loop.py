@@ -22,26 +22,31 @@ from tracegrad.events import Json
 from tracegrad.store import LedgerError, Store, StoreError
 from tracegrad.store.checkpoint_manifest import manifest_digest
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.engine import load_checkpoint, start_ranks, stop_ranks, train_batch
-from tracegrad_trainer.engine.checkpoint.manifest import discard
-from tracegrad_trainer.engine.checkpoint.save_load import Saver
+from tracegrad_trainer.engine import (
+    destroy_process_group,
+    init_process_group,
+    load_checkpoint,
+    train_batch,
+)
+from tracegrad_trainer.engine.checkpoint.manifest import discard_checkpoint
+from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.peak_flops import peak_flops
 from tracegrad_trainer.engine.random_state import seed_all
 from tracegrad_trainer.engine.step.result import StepResult
 from tracegrad_trainer.launch.run_state import RunState
-from tracegrad_trainer.metrics import Sinks, of_speed
-from tracegrad_trainer.rl.build_learner import build_learner, vocabulary_of
-from tracegrad_trainer.rl.committed_checkpoint import Committed
-from tracegrad_trainer.rl.coordinator import Batch, Coordinator, ResumePoint, Supply
-from tracegrad_trainer.utils.distributed import decide, leads
+from tracegrad_trainer.metrics import MetricSinks, throughput_metrics
+from tracegrad_trainer.rl.build_learner import build_learner, model_vocab_size
+from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint
+from tracegrad_trainer.rl.coordinator import Coordinator, LeasedBatch, ResumePoint, RolloutSupply
+from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
 from tracegrad_trainer.utils.stopwatch import Stopwatch
 
 # What to do next: a batch is at hand; the pending step can be committed; nothing; end.
-Task = Literal["train", "settle", "idle", "stop"]
+NextAction = Literal["train", "settle", "idle", "stop"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingStep:
     """A step that was made and waits for its checkpoint."""
 
     step: int
@@ -49,11 +54,11 @@ class Pending:
     metrics: Json
     folder: Path
     dropped_rows: tuple[int, ...]
-    batch: Batch | None  # rank 0's
-    parent: Committed | None  # the weights that it began with; None: the model folder's
+    batch: LeasedBatch | None  # rank 0's
+    parent: CommittedCheckpoint | None  # the weights that it began with; None: the model folder's
 
 
-class Training:
+class TrainLoop:
     """One rank. Only rank 0 has a coordinator, a store and a state file."""
 
     def __init__(
@@ -62,7 +67,7 @@ class Training:
         stack: ExitStack,
         *,
         stopping: Callable[[], bool],
-        supply: Supply | None = None,
+        supply: RolloutSupply | None = None,
     ) -> None:
         """Raises ValueError, StoreError: on the rank that meets it."""
         self.settings = settings
@@ -70,23 +75,23 @@ class Training:
         self.step = 0  # the last optimizer step that was made
         self.version = 0  # the policy version of the learner's weights
         # The last committed step's, or what was gone on from; None: the model folder's.
-        self.parent: Committed | None = None
+        self.parent: CommittedCheckpoint | None = None
         self.policy_moved = False  # by the last step; not where a value head alone learnt
-        self.batch: Batch | None = None  # rank 0's; the others never see it whole
-        self.pending: Pending | None = None
+        self.batch: LeasedBatch | None = None  # rank 0's; the others never see it whole
+        self.pending: PendingStep | None = None
         self.watch = Stopwatch()
-        mesh = start_ranks(settings.fsdp)
-        stack.callback(stop_ranks)
+        mesh = init_process_group(settings.fsdp)
+        stack.callback(destroy_process_group)
         seed_all(settings.seed + mesh.get_local_rank())
         self.coordinator: Coordinator | None = None
         self.store: Store | None = None
         self.state: RunState | None = None
-        self.sinks = Sinks([])
-        if leads():
+        self.sinks = MetricSinks([])
+        if is_rank_zero():
             self.state = RunState(settings.state_dir, "ranks")
-            self.say("starting")
+            self.report_stage("starting")
             self.store = stack.enter_context(Store.open(settings.proxy.store))
-            self.sinks = Sinks.open(settings.metrics, settings.state_dir)
+            self.sinks = MetricSinks.open(settings.metrics, settings.state_dir)
             stack.callback(self.sinks.close)
         self.learner = build_learner(settings, mesh)
         if self.store is not None:
@@ -97,19 +102,19 @@ class Training:
                 self.store,
                 stopping=stopping,
                 supply=supply,
-                vocabulary=vocabulary_of(self.learner.model),
+                vocabulary=model_vocab_size(self.learner.model),
             )
             stack.callback(self.coordinator.close)
             stack.callback(self._release)
-        self.saver = Saver(settings.checkpoints)
+        self.saver = CheckpointSaver(settings.checkpoints)
 
-    def say(self, stage: str, **fields: object) -> None:
+    def report_stage(self, stage: str, **fields: object) -> None:
         if self.state is not None:
             self.state.update(stage=stage, **fields)
 
     def resume(self) -> None:
         """From the last committed step's checkpoint, if there is one."""
-        point = decide(self._resume_point)
+        point = run_on_rank_zero(self._resume_point)
         if point.weights is not None:
             kept = load_checkpoint(self.learner, point.weights.folder, digest=point.weights.digest)
             self.parent = point.weights
@@ -122,18 +127,18 @@ class Training:
         assert self.coordinator is not None
         return self.coordinator.resume_point()
 
-    def next(self) -> Task:
+    def next_action(self) -> NextAction:
         """What to do next; the same on every rank. With `train`, rank 0 has a batch at hand."""
-        task = decide(self._next)
+        task = run_on_rank_zero(self._next)
         self.watch.lap("wait")
         return task
 
-    def _next(self) -> Task:
+    def _next(self) -> NextAction:
         assert self.coordinator is not None
         limit = self.settings.max_steps
         if self.stopping() or (limit is not None and self.step >= limit):
             return "stop"
-        self.say("waiting")
+        self.report_stage("waiting")
         self.batch = self.coordinator.next_batch(self.version, interrupted=self._written)
         if self.batch is not None:
             return "train"
@@ -142,7 +147,7 @@ class Training:
     def _written(self) -> bool:
         return self.pending is not None and not self.saver.busy
 
-    def train(self) -> bool:
+    def train_batch(self) -> bool:
         """The optimizer steps on the batch at hand; the checkpoint begins to be written.
 
         False: the step did not change the weights, and its batch was consumed as skipped.
@@ -151,7 +156,7 @@ class Training:
             LedgerError: part of the batch is another's by now, or the step before it was refused;
                 nothing of either is kept.
         """
-        self.say("training")
+        self.report_stage("training")
         done = train_batch(
             self.learner,
             self.batch.selection.rows if self.batch else None,
@@ -160,23 +165,23 @@ class Training:
             seed=self.settings.seed,
         )
         self.watch.lap("train")
-        if done.mismatch is not None and leads():
+        if done.mismatch is not None and is_rank_zero():
             print(done.mismatch, file=sys.stderr, flush=True)
         if not done.applied:
-            decide(self._give_up)
+            run_on_rank_zero(self._give_up)
             return False
-        self.settle()
-        decide(self._check)  # before anything of it is written or served
+        self.commit_pending()
+        run_on_rank_zero(self._check)  # before anything of it is written or served
         # What is served already is not pushed again, and keeps its number: what it samples is
         # on-policy as before.
         self.policy_moved = done.policy_moved
         self.step, self.version = self.step + 1, self.version + self.policy_moved
         memory = self.coordinator.memory if self.coordinator is not None else {}
         counters = {"version": self.version, "memory": memory}
-        parent = self.parent.as_parent() if self.parent and leads() else None
+        parent = self.parent.as_parent() if self.parent and is_rank_zero() else None
         folder = self.saver.start(self.learner, self.step, counters, parent=parent)
         self.watch.lap("checkpoint")
-        self.pending = Pending(
+        self.pending = PendingStep(
             self.step,
             self.version,
             done.metrics | self._speed(done) | {"seconds": self.watch.take()},
@@ -191,15 +196,17 @@ class Training:
     def _check(self) -> None:
         assert self.coordinator is not None
         assert self.batch is not None
-        self.coordinator.check(self.batch)
+        self.coordinator.check_leases(self.batch)
 
     def _speed(self, done: StepResult) -> dict[str, float]:
         seconds = self.watch.seconds.get("train", 0.0)
         peak = peak_flops(self.learner.device, self.settings.fsdp.compute_dtype)
         every = None if peak is None else peak * self.learner.mesh.size()
-        return of_speed(done.metrics["tokens"], seconds, flops=done.metrics["flops"], peak=every)
+        return throughput_metrics(
+            done.metrics["tokens"], seconds, flops=done.metrics["flops"], peak=every
+        )
 
-    def settle(self) -> None:
+    def commit_pending(self) -> None:
         """Commits the step that is pending, if one is, when its checkpoint is whole.
 
         Raises:
@@ -211,14 +218,14 @@ class Training:
             return
         self.saver.wait()
         self.watch.lap("checkpoint")
-        self.parent = decide(lambda: self._commit(pending))
+        self.parent = run_on_rank_zero(lambda: self._commit(pending))
         self.pending = None
         # Only now: until here a restart would have gone on from the one before.
         policy = self.settings.checkpoint
         self.saver.prune(keep=policy.keep, keep_every=policy.keep_every)
         self.watch.lap("commit")
 
-    def _commit(self, pending: Pending) -> Committed:
+    def _commit(self, pending: PendingStep) -> CommittedCheckpoint:
         assert self.coordinator is not None
         assert pending.batch is not None
         parent = pending.parent
@@ -236,20 +243,22 @@ class Training:
                 parent_digest=parent.digest if parent else None,
             )
         except LedgerError as error:
-            discard(pending.folder)  # nobody may take it for the step's that has the number
+            discard_checkpoint(
+                pending.folder
+            )  # nobody may take it for the step's that has the number
             raise type(error)(
                 f"{error}; this run's step {pending.step} is given up and its checkpoint removed:"
                 " start again to go on from the last committed step, or give the run a store of"
                 " its own (proxy.store)"
             ) from error
         self.sinks.step(record)
-        return Committed(pending.step, pending.folder, digest, record.run_id)
+        return CommittedCheckpoint(pending.step, pending.folder, digest, record.run_id)
 
     def _give_up(self) -> None:
         assert self.coordinator is not None
         assert self.batch is not None
         print("step skipped: loss or gradient is not finite", file=sys.stderr, flush=True)
-        self.coordinator.give_up(self.batch, "non_finite_step")
+        self.coordinator.discard_batch(self.batch, "non_finite_step")
         self.batch = None
 
     def _release(self) -> None:

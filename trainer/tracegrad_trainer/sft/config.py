@@ -18,7 +18,7 @@ from pydantic import (
 
 from tracegrad.store import RolloutFilter
 from tracegrad_trainer.batches import Pairing
-from tracegrad_trainer.batches.predicate import load as load_predicate
+from tracegrad_trainer.batches.predicate import load_predicate as load_predicate
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch import output_dir
 
@@ -68,7 +68,9 @@ class SftSettings(BaseModel):
     @model_validator(mode="after")
     def _out_is_free(self) -> Self:
         if self.out is not None:
-            output_dir.check(self.out, (self.trainer.model, self.trainer.reference_folder))
+            output_dir.check_output_dir(
+                self.out, (self.trainer.model, self.trainer.reference_folder)
+            )
         return self
 
     @model_validator(mode="after")
@@ -109,24 +111,24 @@ class SftSettings(BaseModel):
         return self
 
     @property
-    def wanted(self) -> RolloutFilter:
+    def rollout_filter(self) -> RolloutFilter:
         return RolloutFilter(**self.which)
 
     @property
-    def compared(self) -> bool:
+    def compares_rollouts(self) -> bool:
         """Whether rollouts are compared with each other by their rewards."""
         return self.preset != "sft"
 
     @property
-    def runs(self) -> Path:
+    def run_folder(self) -> Path:
         return self.trainer.state_dir / "sft"
 
     @property
-    def told(self) -> Path:
+    def progress_file(self) -> Path:
         """Where the run says what it does, for the command that waits for it."""
         return self.trainer.state_dir / "run" / "sft.jsonl"
 
-    def decides(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """All of it that decides the weights: runs of equal data and settings are one run."""
         trainer = self.trainer.model_dump(mode="json", include={"model", "reference", "seed"})
         for name in ("objective", "optim", "batches"):
@@ -137,7 +139,7 @@ class SftSettings(BaseModel):
         return trainer | self.model_dump(mode="json", include=own)
 
 
-def settings_of(trainer: TrainerSettings, which: RolloutFilter, **asked: Any) -> SftSettings:
+def load_sft_settings(trainer: TrainerSettings, which: RolloutFilter, **asked: Any) -> SftSettings:
     """Raises ValueError: one line that names what is wrong."""
     given: Mapping[str, Any] = asdict(which)
     fields = {name: value for name, value in given.items() if value not in (None, {})}

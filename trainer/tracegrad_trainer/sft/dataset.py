@@ -14,11 +14,11 @@ from itertools import pairwise
 
 from tracegrad.events import Outcome, Turn
 from tracegrad.store import RolloutFilter, Store
-from tracegrad.store.copy.export_records import RolloutCopy, rollout_copies
+from tracegrad.store.copy.export_records import RolloutRecord, iter_rollouts
 from tracegrad.transfer.chat_conversations import NO_TOKENS
-from tracegrad_trainer.batches.filters import OF_SAMPLING
-from tracegrad_trainer.batches.predicate import ask
-from tracegrad_trainer.sft.tokenize import Writer, written
+from tracegrad_trainer.batches.filters import SAMPLING_REASONS
+from tracegrad_trainer.batches.predicate import apply_predicate
+from tracegrad_trainer.sft.tokenize import ReplyTokenizer, tokenize_replies
 
 _CUT_SHORT = frozenset({"length", "abort", "content_filter"})
 
@@ -34,7 +34,7 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ExampleGroup:
     """Rollouts to compare with each other: those of one task, or one that has none."""
 
     group_id: str
@@ -42,27 +42,27 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenExamples:
     """`reasons` begin with what they count: "rollouts: open", "turns: template"."""
 
-    tasks: list[Task]
+    groups: list[ExampleGroup]
     found: int  # rollouts that match the filter
     reasons: Counter[str]
 
     @property
     def rollouts(self) -> int:
-        return sum(len(task.rollouts) for task in self.tasks)
+        return sum(len(task.rollouts) for task in self.groups)
 
 
-def choose(
+def choose_examples(
     store: Store,
     wanted: RolloutFilter,
     *,
-    writer: Callable[[], Writer] | None,
+    writer: Callable[[], ReplyTokenizer] | None,
     compared: bool,
     mask_errors: bool = False,
     mask: str | None = None,
-) -> Chosen:
+) -> ChosenExamples:
     """Rollouts that match and have ended; failures that are not the policy's are nobody's example.
 
     Args:
@@ -77,28 +77,30 @@ def choose(
         ValueError: text needs a chat template, and the model has none; `mask` fails.
     """
     reasons: Counter[str] = Counter()
-    tasks: dict[str, Task] = {}
+    tasks: dict[str, ExampleGroup] = {}
     found = 0
-    made: Writer | None = None
-    for copy in rollout_copies(store, wanted):
+    made: ReplyTokenizer | None = None
+    for copy in iter_rollouts(store, wanted):
         found += 1
         if (why := _unfit(copy, compared=compared)) is not None:
             reasons[f"rollouts: {why}"] += 1
             continue
         if made is None and writer is not None and any(_is_text(turn) for turn in copy.turns):
             made = writer()
-        masked = dict(error_reasons(copy)) if mask_errors else {}
+        masked = dict(failed_turns(copy)) if mask_errors else {}
         if mask is not None:
-            masked |= {t.turn_id: why for t in copy.turns if (why := ask(mask, t, copy))}  # type: ignore[arg-type]
+            for turn in copy.turns:
+                if why := apply_predicate(mask, turn, copy):  # type: ignore[arg-type]
+                    masked[turn.turn_id] = why
         turns = list(_turns(copy, made, masked, reasons))
         group = copy.task_id or copy.rollout_id
-        tasks.setdefault(group, Task(group, [])).rollouts.append(
+        tasks.setdefault(group, ExampleGroup(group, [])).rollouts.append(
             Example(rollout_id=copy.rollout_id, reward=copy.reward or 0.0, turns=turns)
         )
-    return Chosen([tasks[name] for name in sorted(tasks)], found, reasons)
+    return ChosenExamples([tasks[name] for name in sorted(tasks)], found, reasons)
 
 
-def _unfit(copy: RolloutCopy, *, compared: bool) -> str | None:
+def _unfit(copy: RolloutRecord, *, compared: bool) -> str | None:
     if copy.outcome is None:
         return "open"
     if not Outcome(copy.outcome).scored:
@@ -111,14 +113,17 @@ def _unfit(copy: RolloutCopy, *, compared: bool) -> str | None:
 
 
 def _turns(
-    copy: RolloutCopy, writer: Writer | None, masked: dict[str, str], reasons: Counter[str]
+    copy: RolloutRecord,
+    writer: ReplyTokenizer | None,
+    masked: dict[str, str],
+    reasons: Counter[str],
 ) -> Iterator[Turn]:
     for turn in copy.turns:
         if not _is_text(turn) or writer is None:
-            why = turn.untrainable if turn.untrainable not in OF_SAMPLING else None
+            why = turn.untrainable if turn.untrainable not in SAMPLING_REASONS else None
             yield _experts(turn, why or masked.get(turn.turn_id))
     if writer is not None and any(map(_is_text, copy.turns)):
-        said, left_out = written(copy.turns, writer)
+        said, left_out = tokenize_replies(copy.turns, writer)
         reasons.update({f"turns: {reason}": count for reason, count in left_out.items()})
         for turn in said:
             yield _experts(turn, masked.get(turn.turn_id.partition("/")[0]))
@@ -134,7 +139,7 @@ def _experts(turn: Turn, why: str | None) -> Turn:
     return replace(turn, sampling=sampling, untrainable=why, request=None, response=None)
 
 
-def error_reasons(copy: RolloutCopy) -> Iterator[tuple[str, str]]:
+def failed_turns(copy: RolloutRecord) -> Iterator[tuple[str, str]]:
     """Turns (by id) that went wrong.
 
     - `cut_short`: the reply did not come to its end

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from tracegrad_trainer.batches import MicroBatch, Row
 from tracegrad_trainer.engine import Learner
-from tracegrad_trainer.engine.distributed import deal
+from tracegrad_trainer.engine.distributed import deal_rows
 from tracegrad_trainer.engine.step.prepass import reference_logprobs
 from tracegrad_trainer.sft.config import Preset
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class EvalResult:
     """`loss` as in training. `accuracy` is the share that the model has right: of tokens, what it
     says when it samples at temperature 1 (their mean probability); of pairs, those whose better
     side it prefers more than the reference does; of labelled rollouts, those that it finds more
@@ -28,11 +28,11 @@ class Measured:
     accuracy: float
 
 
-def measure(
+def evaluate_held_out(
     learner: Learner, rows: Sequence[Row] | None, preset: Preset, *, budget: int
-) -> Measured:
+) -> EvalResult:
     """Of rank 0's `rows` (None on the others); every rank calls, and all learn the same."""
-    batches, _ = deal(rows, budget=budget)
+    batches, _ = deal_rows(rows, budget=budget)
     now = learner.logprobs(batches)
     before = now if preset == "sft" else _reference(learner, batches)
     total = torch.zeros(3, dtype=torch.float64)  # loss, right, how many
@@ -47,13 +47,13 @@ def measure(
             total += _sums(batch, logp, reference, preset, learner)
         dist.all_reduce(total, dist.ReduceOp.SUM)
     loss, right, count = total.tolist()
-    return Measured(loss / max(count, 1.0), right / max(count, 1.0))
+    return EvalResult(loss / max(count, 1.0), right / max(count, 1.0))
 
 
 @torch.no_grad()
 def _reference(learner: Learner, batches: Sequence[MicroBatch]) -> list[Tensor]:
     found = reference_logprobs(learner.engine, learner.engine.inputs(batches))
-    learner.engine.rest()
+    learner.engine.reshard()
     return found
 
 

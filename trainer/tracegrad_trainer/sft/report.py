@@ -14,10 +14,10 @@ from typing import Any
 from tracegrad.events import Json
 from tracegrad.store import StepRecord
 from tracegrad_trainer.engine import StepResult
-from tracegrad_trainer.metrics import Sinks
-from tracegrad_trainer.sft.evaluate import Measured
-from tracegrad_trainer.sft.schedule import Data
-from tracegrad_trainer.utils.console import many
+from tracegrad_trainer.metrics import MetricSinks
+from tracegrad_trainer.sft.evaluate import EvalResult
+from tracegrad_trainer.sft.schedule import SftData
+from tracegrad_trainer.utils.console import format_count
 
 METRICS = "metrics.jsonl"
 
@@ -28,19 +28,19 @@ _OF_SAMPLING = (
 )
 
 
-class Report:
+class SftReport:
     """For rank 0."""
 
-    def __init__(self, folder: Path, told: Path, sinks: Sinks | None = None) -> None:
+    def __init__(self, folder: Path, told: Path, sinks: MetricSinks | None = None) -> None:
         self.file = folder / METRICS
-        self.told = told
+        self.progress_file = told
         self.sinks = sinks
 
-    def begin(self, data: Data, folder: Path) -> None:
+    def run_started(self, data: SftData, folder: Path) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self._tell({"event": "data", "run": str(folder), **counts_of(data)})
+        self._tell({"event": "data", "run": str(folder), **data_counts(data)})
 
-    def resumes(self, taken: int) -> None:
+    def run_resumed(self, taken: int) -> None:
         """What a killed run said behind its last checkpoint, it will say again; without a
         checkpoint all of it."""
         lines = self.file.read_text().splitlines(keepends=True) if self.file.exists() else []
@@ -52,21 +52,21 @@ class Report:
         if taken:
             self._tell({"event": "resumed", "step": taken})
 
-    def step(self, epoch: int, number: int, done: StepResult) -> None:
+    def step_taken(self, epoch: int, number: int, done: StepResult) -> None:
         metrics = {k: v for k, v in done.metrics.items() if not k.startswith(_OF_SAMPLING)}
         metrics |= {k: v for k, v in done.speed.items() if k == "tokens_per_second"}
         self._keep({"event": "step", "epoch": epoch, "step": number, **metrics})
         if self.sinks is not None:
             self.sinks.step(StepRecord(step=number, version=0, metrics=metrics))
 
-    def measured(self, epoch: int, taken: int, found: Measured) -> None:
+    def evaluated(self, epoch: int, taken: int, found: EvalResult) -> None:
         values = {"loss": found.loss, "accuracy": found.accuracy}
         self._keep({"event": "held_out", "epoch": epoch, "step": taken, **values})
 
     def stopped(self, taken: int) -> None:
         self._tell({"event": "stopped", "step": taken})
 
-    def end(self, model: Path) -> None:
+    def run_ended(self, model: Path) -> None:
         self._tell({"event": "done", "model": str(model)})
 
     def failed(self, error: str) -> None:
@@ -78,12 +78,12 @@ class Report:
         self._tell(record)
 
     def _tell(self, record: Json) -> None:
-        self.told.parent.mkdir(parents=True, exist_ok=True)
-        with self.told.open("a") as file:
+        self.progress_file.parent.mkdir(parents=True, exist_ok=True)
+        with self.progress_file.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
 
-def counts_of(data: Data) -> Json:
+def data_counts(data: SftData) -> Json:
     """How much is learnt and measured, and what is left out for which reason."""
 
     def tokens(units: Any) -> dict[str, int]:
@@ -98,13 +98,13 @@ def counts_of(data: Data) -> Json:
         "rollouts": data.rollouts,
         "turns": data.turns,
         "pairs": data.pairs,
-        "learnt": tokens(data.learnt),
+        "learnt": tokens(data.train),
         "held_out": tokens(data.held_out),
         "left_out": dict(data.reasons.most_common()),
     }
 
 
-def line_of(record: Mapping[str, Any]) -> str:
+def format_record(record: Mapping[str, Any]) -> str:
     """A record for people."""
     return _LINES[record["event"]](record)
 
@@ -125,7 +125,7 @@ def _data(record: Mapping[str, Any]) -> str:
 def _amount(part: Mapping[str, int]) -> str:
     if not part["examples"]:
         return "nothing"
-    examples = many(part["examples"], "example")
+    examples = format_count(part["examples"], "example")
     return f"{examples}, {part['targets']} of {part['tokens']} tokens are targets"
 
 

@@ -12,10 +12,16 @@ from rich.console import Console
 from tracegrad.events import Json
 from tracegrad.private_files import private_file, private_folder
 from tracegrad.store import StoreError
-from tracegrad_trainer.launch.session import RANKS_GRACE_S, ServeError, Stopped, lock, stop_signals
-from tracegrad_trainer.launch.torchrun import Ranks
+from tracegrad_trainer.launch.session import (
+    RANKS_GRACE_S,
+    StartError,
+    StopRequested,
+    lock_state_folder,
+    raising_on_stop_signals,
+)
+from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.sft.config import SftSettings
-from tracegrad_trainer.sft.report import counts_of, line_of
+from tracegrad_trainer.sft.report import data_counts, format_record
 from tracegrad_trainer.utils.console import print_json
 from tracegrad_trainer.utils.subprocesses import ChildError
 
@@ -23,27 +29,27 @@ POLL_S = 0.2
 FAILED = 1
 
 
-def sft(settings: SftSettings, console: Console, *, as_json: bool = False) -> int:
+def run_sft(settings: SftSettings, console: Console, *, as_json: bool = False) -> int:
     """Runs to the end -> exit code. With `as_json` each record is a line on standard output."""
     try:
-        with stop_signals(), lock(settings.runs):
+        with raising_on_stop_signals(), lock_state_folder(settings.run_folder):
             return _run(settings, console, as_json=as_json)
-    except Stopped:
+    except StopRequested:
         console.print("stopped; the same command goes on from the last checkpoint")
         return FAILED
-    except (ServeError, ChildError, OSError) as error:
+    except (StartError, ChildError, OSError) as error:
         console.print(
             f"trainer sft: {error}", style="red", markup=False, highlight=False, soft_wrap=True
         )
         return FAILED
 
 
-def dry_run(settings: SftSettings, console: Console, *, as_json: bool = False) -> int:
+def show_dry_run(settings: SftSettings, console: Console, *, as_json: bool = False) -> int:
     """What would be learnt, measured and left out; nothing is started."""
-    from tracegrad_trainer.sft.train import prepared
+    from tracegrad_trainer.sft.train import prepare_data
 
     try:
-        counts = counts_of(prepared(settings))
+        counts = data_counts(prepare_data(settings))
     except (StoreError, ValueError) as error:
         console.print(
             f"trainer sft: {error}", style="red", markup=False, highlight=False, soft_wrap=True
@@ -54,15 +60,17 @@ def dry_run(settings: SftSettings, console: Console, *, as_json: bool = False) -
 
 
 def _run(settings: SftSettings, console: Console, *, as_json: bool) -> int:
-    private_folder(settings.told.parent)
-    private_file(settings.told)
-    settings.told.write_text("")
-    ranks = Ranks(settings.trainer, _written(settings), program="tracegrad_trainer.sft.train")
+    private_folder(settings.progress_file.parent)
+    private_file(settings.progress_file)
+    settings.progress_file.write_text("")
+    ranks = RankProcesses(
+        settings.trainer, _written(settings), program="tracegrad_trainer.sft.train"
+    )
     ranks.log = settings.trainer.logs / "sft.log"
     ranks.start()
     failed = False
     try:
-        for record in _records(ranks, settings.told):
+        for record in _records(ranks, settings.progress_file):
             failed = failed or record["event"] == "failed"
             _show(record, console, as_json=as_json)
         if not failed and ranks.exit_code() != 0:
@@ -72,7 +80,7 @@ def _run(settings: SftSettings, console: Console, *, as_json: bool) -> int:
     return FAILED if failed else 0
 
 
-def _records(ranks: Ranks, told: Path) -> Iterator[Json]:
+def _records(ranks: RankProcesses, told: Path) -> Iterator[Json]:
     """What is told, until the ranks have ended, well or not."""
     part = ""  # of a line that is being written
     with told.open() as file:
@@ -100,4 +108,4 @@ def _show(record: Json, console: Console, *, as_json: bool) -> None:
     if as_json:
         print_json(record)
     else:
-        console.print(line_of(record), markup=False, highlight=False, soft_wrap=True)
+        console.print(format_record(record), markup=False, highlight=False, soft_wrap=True)

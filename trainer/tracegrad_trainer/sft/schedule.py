@@ -10,13 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tracegrad_trainer.batches import Row, Selection, labels_of, ones, pairs_of, select
+from tracegrad_trainer.batches import (
+    Row,
+    TrainingSelection,
+    labelled_rows,
+    preference_pairs,
+    select,
+    unit_advantages,
+)
 from tracegrad_trainer.sft.config import SftSettings
-from tracegrad_trainer.sft.dataset import Chosen
+from tracegrad_trainer.sft.dataset import ChosenExamples
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Unit:
+class TrainingUnit:
     """Rows that go through one optimizer step together: a rollout's, or a pair's."""
 
     group_id: str
@@ -32,11 +39,11 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Data:
+class SftData:
     """`reasons` count what is neither learnt nor measured: "turns: over_long"."""
 
-    learnt: list[Unit]
-    held_out: list[Unit]
+    train: list[TrainingUnit]
+    held_out: list[TrainingUnit]
     found: int  # rollouts that match the filter
     rollouts: int  # that have a row
     turns: int  # that are learnt or measured
@@ -44,7 +51,9 @@ class Data:
     reasons: Counter[str]
 
 
-def data_of(chosen: Chosen, settings: SftSettings, *, vocabulary: int | None = None) -> Data:
+def build_data(
+    chosen: ChosenExamples, settings: SftSettings, *, vocabulary: int | None = None
+) -> SftData:
     """Rows of the chosen rollouts.
 
     Raises:
@@ -55,9 +64,9 @@ def data_of(chosen: Chosen, settings: SftSettings, *, vocabulary: int | None = N
     units = _units(selection.rows, settings)
     if not units:
         raise ValueError(_nothing(chosen, settings, reasons))
-    learnt, held_out = split(units, settings.held_out, settings.trainer.seed)
-    return Data(
-        learnt=learnt,
+    learnt, held_out = split_held_out(units, settings.held_out, settings.trainer.seed)
+    return SftData(
+        train=learnt,
         held_out=held_out,
         found=chosen.found,
         rollouts=len({row.rollout_id for row in selection.rows}),
@@ -67,17 +76,23 @@ def data_of(chosen: Chosen, settings: SftSettings, *, vocabulary: int | None = N
     )
 
 
-def _selected(chosen: Chosen, settings: SftSettings, vocabulary: int | None) -> Selection:
+def _selected(
+    chosen: ChosenExamples, settings: SftSettings, vocabulary: int | None
+) -> TrainingSelection:
     batches = settings.trainer.batches.model_copy(update={"drop_equal_reward": False})
     # Every turn is an expert's by now: versions say nothing.
     if settings.preset == "sft":
         return select(
-            chosen.tasks, batches, advantages=ones, current_version=0, vocabulary=vocabulary
+            chosen.groups,
+            batches,
+            advantages=unit_advantages,
+            current_version=0,
+            vocabulary=vocabulary,
         )
     if settings.preset == "kto":
-        return labels_of(chosen.tasks, batches, current_version=0, vocabulary=vocabulary)
-    return pairs_of(
-        chosen.tasks,
+        return labelled_rows(chosen.groups, batches, current_version=0, vocabulary=vocabulary)
+    return preference_pairs(
+        chosen.groups,
         batches,
         current_version=0,
         choose=settings.pairs,
@@ -86,22 +101,22 @@ def _selected(chosen: Chosen, settings: SftSettings, vocabulary: int | None) -> 
     )
 
 
-def _units(rows: Sequence[Row], settings: SftSettings) -> list[Unit]:
+def _units(rows: Sequence[Row], settings: SftSettings) -> list[TrainingUnit]:
     found: dict[Any, list[Row]] = {}
     for row in rows:
         key = row.pair if settings.preset == "dpo" else row.rollout_id
         found.setdefault(key, []).append(row)
-    return [Unit(some[0].group_id, tuple(some)) for some in found.values()]
+    return [TrainingUnit(some[0].group_id, tuple(some)) for some in found.values()]
 
 
-def _nothing(chosen: Chosen, settings: SftSettings, reasons: Counter[str]) -> str:
+def _nothing(chosen: ChosenExamples, settings: SftSettings, reasons: Counter[str]) -> str:
     why = ", ".join(f"{what} {count}" for what, count in reasons.most_common(5))
     why = f" ({why})" if why else ""
     if not chosen.found:
         return "no rollouts match; `tracegrad rollouts ls` takes the same filters"
-    if settings.preset == "sft" or not chosen.tasks:
+    if settings.preset == "sft" or not chosen.groups:
         return f"{chosen.found} rollouts match, and none has a turn to learn from{why}"
-    if reasons.get("turns: equal_reward") or all(len(t.rollouts) < 2 for t in chosen.tasks):
+    if reasons.get("turns: equal_reward") or all(len(t.rollouts) < 2 for t in chosen.groups):
         return (
             f"no {'pairs' if settings.preset == 'dpo' else 'better and worse rollouts'}: rewards"
             f" are equal within every task, or it has one rollout{why};"
@@ -110,7 +125,9 @@ def _nothing(chosen: Chosen, settings: SftSettings, reasons: Counter[str]) -> st
     return f"{chosen.found} rollouts match, and none can be compared with another{why}"
 
 
-def split(units: Sequence[Unit], share: float, seed: int) -> tuple[list[Unit], list[Unit]]:
+def split_held_out(
+    units: Sequence[TrainingUnit], share: float, seed: int
+) -> tuple[list[TrainingUnit], list[TrainingUnit]]:
     """To learn from, and to measure: whole tasks, so that nothing measured was learnt.
 
     Of the tasks that share is held out, rounded down; the same ones whatever else is chosen, as
@@ -124,7 +141,7 @@ def split(units: Sequence[Unit], share: float, seed: int) -> tuple[list[Unit], l
     )
 
 
-def steps_of(sizes: Sequence[int], budget: int, *, seed: int, epoch: int) -> list[list[int]]:
+def plan_epoch(sizes: Sequence[int], budget: int, *, seed: int, epoch: int) -> list[list[int]]:
     """Numbers of the units of each optimizer step of an epoch: each unit once, shuffled.
 
     A step is full when the next unit would exceed `budget` tokens; it has one unit at least.
@@ -142,10 +159,10 @@ def steps_of(sizes: Sequence[int], budget: int, *, seed: int, epoch: int) -> lis
     return steps
 
 
-def digest_of(data: Data, settings: SftSettings) -> str:
+def data_digest(data: SftData, settings: SftSettings) -> str:
     """What decides the weights, in 12 characters: rows and settings."""
-    found = hashlib.blake2b(json.dumps(settings.decides(), sort_keys=True).encode())
-    for units in (data.learnt, data.held_out):
+    found = hashlib.blake2b(json.dumps(settings.fingerprint(), sort_keys=True).encode())
+    for units in (data.train, data.held_out):
         for unit in units:
             for row in unit.rows:
                 for values in (row.input_ids, row.keep, row.positions, row.predecessors):

@@ -28,42 +28,42 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tracegrad.chat.messages import frame_of, has_media, own_rendering
-from tracegrad.chat.model import Inexact, ModelText, load_model_text
+from tracegrad.chat.messages import custom_rendering_field, has_media, render_options
+from tracegrad.chat.model import ChatFormat, NotReproducible, load_chat_format
 from tracegrad.chat.renderer import Renderer
 from tracegrad.chat.template import RenderError
-from tracegrad.chat.tokenizer import NotText
-from tracegrad.events import Json, Turn, logprobs, token_ids
-from tracegrad.proxy.dialects.history import reply_of, whole_call
+from tracegrad.chat.tokenizer import UnencodableText
+from tracegrad.events import Json, Turn, logprob_array, token_id_array
+from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
 from tracegrad.transfer.chat_conversations import NO_TOKENS, imported_messages
 from tracegrad.turn_tree import find_parent
 
 
-class Unprovable(Exception):
+class UnverifiableReply(Exception):
     """A reply that is no turn; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class ReplyTokenizer:
     """A model folder's template and tokenizer, and the tokens that end a reply."""
 
-    text: ModelText
-    ends: frozenset[int]
+    text: ChatFormat
+    end_tokens: frozenset[int]
 
 
-def writer_of(folder: Path) -> Writer:
+def load_reply_tokenizer(folder: Path) -> ReplyTokenizer:
     """ValueError: the folder has no chat template, or one that is not the engine's."""
     try:
-        text = load_model_text(folder)
-    except Inexact as error:
+        text = load_chat_format(folder)
+    except NotReproducible as error:
         raise ValueError(
             f"model: text traces need a chat template to become tokens, and {error};"
             " give a folder with one, or choose traces with tokens"
         ) from error
-    return Writer(text, frozenset(_ends(folder, text)))
+    return ReplyTokenizer(text, frozenset(_ends(folder, text)))
 
 
-def _ends(folder: Path, text: ModelText) -> set[int]:
+def _ends(folder: Path, text: ChatFormat) -> set[int]:
     """What `generate` and the engine stop at."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
@@ -77,7 +77,9 @@ def _ends(folder: Path, text: ModelText) -> set[int]:
     return found
 
 
-def written(turns: Sequence[Turn], writer: Writer) -> tuple[list[Turn], Counter[str]]:
+def tokenize_replies(
+    turns: Sequence[Turn], writer: ReplyTokenizer
+) -> tuple[list[Turn], Counter[str]]:
     """Turns of an expert for the text-only ones of a rollout, and why replies have none.
 
     An imported conversation is one turn, and every reply in it the teacher's; of a call that was
@@ -91,13 +93,13 @@ def written(turns: Sequence[Turn], writer: Writer) -> tuple[list[Turn], Counter[
             continue
         try:
             conversation = _conversation(turn, by_id, writer)
-        except Unprovable as why:
+        except UnverifiableReply as why:
             left_out[str(why)] += 1
             continue
         for place in conversation.replies:
             try:
                 prompt, reply = conversation.tokens(place)
-            except Unprovable as why:
+            except UnverifiableReply as why:
                 left_out[str(why)] += 1
                 continue
             parent = find_parent(prompt, made)
@@ -117,51 +119,51 @@ class _Conversation:
         prompt = self._render(place, prompted=True)
         whole = self._render(place + 1, prompted=False)
         if whole[: len(prompt)] != prompt:
-            raise Unprovable("template")
+            raise UnverifiableReply("template")
         said = whole[len(prompt) :]
         end = next((i for i, token in enumerate(said) if token in self.ends), None)
         if end is None:
-            raise Unprovable("no_end_token")
+            raise UnverifiableReply("no_end_token")
         if end == 0:
-            raise Unprovable("empty_reply")
+            raise UnverifiableReply("empty_reply")
         reply, behind = said[: end + 1], said[end + 1 :]
         decode = self.renderer.tokenizer.decode
         if decode(behind).strip() or not self._holds(decode(reply), self.messages[place]):
-            raise Unprovable("template")
+            raise UnverifiableReply("template")
         return prompt, reply
 
     def _render(self, count: int, *, prompted: bool) -> array[int]:
         try:
-            text = self.renderer.raw(self.messages[:count], add_generation_prompt=prompted)
+            text = self.renderer.render(self.messages[:count], add_generation_prompt=prompted)
             return self.renderer.tokenizer.encode(text)
-        except (RenderError, NotText) as error:
-            raise Unprovable("template") from error
+        except (RenderError, UnencodableText) as error:
+            raise UnverifiableReply("template") from error
 
     def _holds(self, reply: str, message: Json) -> bool:
         """Whether all that was said is there, as this tokenizer reads it."""
-        read = self.renderer.tokenizer.as_read
+        read = self.renderer.tokenizer.roundtrip
         names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         return all(read(part.strip()) in reply for part in (*_texts(message), *names))
 
 
-def _conversation(turn: Turn, by_id: dict[str, Turn], writer: Writer) -> _Conversation:
-    call, reply = whole_call(turn, by_id.get), reply_of(turn)
+def _conversation(turn: Turn, by_id: dict[str, Turn], writer: ReplyTokenizer) -> _Conversation:
+    call, reply = recorded_call(turn, by_id.get), recorded_reply(turn)
     if call is None or not call.messages or reply is None:
-        raise Unprovable("no_text")
-    if own_rendering(call.body):
-        raise Unprovable("own_rendering")
+        raise UnverifiableReply("no_text")
+    if custom_rendering_field(call.body):
+        raise UnverifiableReply("own_rendering")
     said = [*call.messages, {**reply, "role": "assistant"}]
     if has_media(said):
-        raise Unprovable("media")
+        raise UnverifiableReply("media")
     now = datetime.fromtimestamp(turn.created_at)  # noqa: DTZ006 - templates tell local dates
-    renderer = Renderer(writer.text, frame_of(call.body), now)
+    renderer = Renderer(writer.text, render_options(call.body), now)
     last = len(said) - 1
     replies = [i for i, message in enumerate(said) if message.get("role") == "assistant"]
     return _Conversation(
         messages=[renderer.message(message) for message in said],
         replies=replies if imported_messages(turn) else [last],
         renderer=renderer,
-        ends=writer.ends,
+        ends=writer.end_tokens,
     )
 
 
@@ -182,8 +184,8 @@ def _turn(
         dialect=turn.dialect,
         model=turn.model,
         prompt_token_ids=prompt,
-        completion_token_ids=token_ids(reply),
-        completion_logprobs=logprobs([0.0] * len(reply)),
+        completion_token_ids=token_id_array(reply),
+        completion_logprobs=logprob_array([0.0] * len(reply)),
         policy_versions=((-1, len(reply)),),
         sampling={"source": "expert"},
         finish_reason=turn.finish_reason,

@@ -19,35 +19,35 @@ from functools import partial
 from pathlib import Path
 
 from tracegrad.store import Store
-from tracegrad_trainer.batches import Row, mismatched
+from tracegrad_trainer.batches import Row, mismatched_rows
 from tracegrad_trainer.engine import (
     OptimSettings,
-    checkpoints,
+    destroy_process_group,
+    init_process_group,
+    list_checkpoints,
     load_checkpoint,
     save_hf,
-    start_ranks,
-    stop_ranks,
     train_batch,
 )
-from tracegrad_trainer.engine.checkpoint.save_load import Saver
+from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.model import lora
 from tracegrad_trainer.engine.random_state import seed_all
-from tracegrad_trainer.launch.folder_lock import claim_ranks
-from tracegrad_trainer.metrics import Sinks
-from tracegrad_trainer.rl.build_learner import build_learner, vocabulary_in
-from tracegrad_trainer.rl.preflight import check_fits
-from tracegrad_trainer.rl.rank_main import Stop, as_rank, find_own_parts
+from tracegrad_trainer.launch.folder_lock import lock_for_ranks
+from tracegrad_trainer.metrics import MetricSinks
+from tracegrad_trainer.rl.build_learner import build_learner, folder_vocab_size
+from tracegrad_trainer.rl.preflight import check_memory
+from tracegrad_trainer.rl.rank_main import StopFlag, run_as_rank, search_working_folder
 from tracegrad_trainer.sft.config import SftSettings
-from tracegrad_trainer.sft.dataset import choose
-from tracegrad_trainer.sft.evaluate import measure
-from tracegrad_trainer.sft.report import Report
-from tracegrad_trainer.sft.schedule import Data, data_of, digest_of, steps_of
-from tracegrad_trainer.sft.tokenize import writer_of
-from tracegrad_trainer.utils.distributed import decide, leads
+from tracegrad_trainer.sft.dataset import choose_examples
+from tracegrad_trainer.sft.evaluate import evaluate_held_out
+from tracegrad_trainer.sft.report import SftReport
+from tracegrad_trainer.sft.schedule import SftData, build_data, data_digest, plan_epoch
+from tracegrad_trainer.sft.tokenize import load_reply_tokenizer
+from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class RunOutline:
     """What every rank has to know of rank 0's data."""
 
     folder: Path
@@ -56,49 +56,49 @@ class Outline:
     checkpoint: Path | None
 
 
-def prepared(settings: SftSettings) -> Data:
+def prepare_data(settings: SftSettings) -> SftData:
     """What is learnt and what is measured. Raises StoreError, ValueError."""
     trainer = settings.trainer
     with Store.open(trainer.proxy.store, create=False) as store:
-        chosen = choose(
+        chosen = choose_examples(
             store,
-            settings.wanted,
-            writer=partial(writer_of, trainer.model),
-            compared=settings.compared,
+            settings.rollout_filter,
+            writer=partial(load_reply_tokenizer, trainer.model),
+            compared=settings.compares_rollouts,
             mask_errors=settings.mask_errors,
             mask=settings.mask,
         )
-    return data_of(chosen, settings, vocabulary=vocabulary_in(trainer.model))
+    return build_data(chosen, settings, vocabulary=folder_vocab_size(trainer.model))
 
 
-class Sft:
+class SftTrainer:
     """One rank's part. Only rank 0 has data and a report."""
 
     def __init__(self, settings: SftSettings, stack: ExitStack, stop: Callable[[], bool]) -> None:
         """Raises StoreError, ValueError: before a model is loaded, where that shows already."""
         self.settings = settings
         self.stop = stop
-        self.data: Data | None = None
-        self.report: Report | None = None
+        self.data: SftData | None = None
+        self.report: SftReport | None = None
         trainer = settings.trainer
-        mesh = start_ranks(trainer.fsdp)
-        stack.callback(stop_ranks)
+        mesh = init_process_group(trainer.fsdp)
+        stack.callback(destroy_process_group)
         seed_all(trainer.seed + mesh.get_local_rank())
-        self.outline = decide(lambda: self._prepare(stack))
+        self.outline = run_on_rank_zero(lambda: self._prepare(stack))
         self.learner = build_learner(trainer, mesh, self._optim())
-        self.saver = Saver(self.outline.folder / "checkpoints")
+        self.saver = CheckpointSaver(self.outline.folder / "checkpoints")
 
-    def _prepare(self, stack: ExitStack) -> Outline:
+    def _prepare(self, stack: ExitStack) -> RunOutline:
         settings = self.settings
-        check_fits(settings.trainer)
-        self.data = data = prepared(settings)
-        folder = settings.runs / digest_of(data, settings)
-        sinks = Sinks.open(settings.trainer.metrics, settings.trainer.state_dir)
+        check_memory(settings.trainer)
+        self.data = data = prepare_data(settings)
+        folder = settings.run_folder / data_digest(data, settings)
+        sinks = MetricSinks.open(settings.trainer.metrics, settings.trainer.state_dir)
         stack.callback(sinks.close)
-        self.report = Report(folder, settings.told, sinks)
-        self.report.begin(data, folder)
-        kept = checkpoints(folder / "checkpoints")
-        return Outline(
+        self.report = SftReport(folder, settings.progress_file, sinks)
+        self.report.run_started(data, folder)
+        kept = list_checkpoints(folder / "checkpoints")
+        return RunOutline(
             folder=folder,
             steps=[len(self._plan(epoch)) for epoch in range(settings.epochs)],
             held_out=bool(data.held_out),
@@ -107,9 +107,9 @@ class Sft:
 
     def _plan(self, epoch: int) -> list[list[int]]:
         assert self.data is not None
-        sizes = [unit.tokens for unit in self.data.learnt]
+        sizes = [unit.tokens for unit in self.data.train]
         seed = self.settings.trainer.seed
-        return steps_of(sizes, self.settings.tokens_per_step, seed=seed, epoch=epoch)
+        return plan_epoch(sizes, self.settings.tokens_per_step, seed=seed, epoch=epoch)
 
     def _optim(self) -> OptimSettings:
         """The learning rate decays over the whole run, unless a schedule is set."""
@@ -127,12 +127,12 @@ class Sft:
             self._measure(0, 0)
         for epoch, count in enumerate(self.outline.steps):
             first = sum(self.outline.steps[:epoch])
-            plan = self._plan(epoch) if leads() else None
+            plan = self._plan(epoch) if is_rank_zero() else None
             for number in range(max(taken - first, 0), count):
-                if decide(self.stop):
+                if run_on_rank_zero(self.stop):
                     self._save(taken)
                     self.saver.wait()
-                    self._say(partial(Report.stopped, taken=taken))
+                    self._say(partial(SftReport.stopped, taken=taken))
                     return
                 self._step(epoch, first + number, None if plan is None else plan[number])
                 taken = first + number + 1
@@ -145,7 +145,7 @@ class Sft:
             lora.save_adapter(self.learner.model, out)
         else:
             save_hf(self.learner.model, out, companions_from=self.settings.trainer.model)
-        self._say(lambda report: report.end(out))
+        self._say(lambda report: report.run_ended(out))
 
     def _resume(self) -> int:
         """Steps taken, whether they changed the weights or not."""
@@ -153,7 +153,7 @@ class Sft:
             taken = 0
         else:
             taken = load_checkpoint(self.learner, self.outline.checkpoint)["taken"]
-        self._say(lambda report: report.resumes(taken))
+        self._say(lambda report: report.run_resumed(taken))
         return taken
 
     def _step(self, epoch: int, number: int, units: list[int] | None) -> None:
@@ -163,41 +163,41 @@ class Sft:
         others: list[Row] = []
         if units is not None:
             assert self.data is not None
-            rows = [row for unit in units for row in self.data.learnt[unit].rows]
+            rows = [row for unit in units for row in self.data.train[unit].rows]
             if "kto_z" in trainer.objective.needs:
-                others = mismatched(rows, limit=budget)
+                others = mismatched_rows(rows, limit=budget)
         done = train_batch(self.learner, rows, version=0, budget=budget, mismatched=others)
-        self._say(lambda report: report.step(epoch + 1, number + 1, done))
+        self._say(lambda report: report.step_taken(epoch + 1, number + 1, done))
 
     def _measure(self, epoch: int, taken: int) -> None:
         rows = None
         if self.data is not None:
             rows = [row for unit in self.data.held_out for row in unit.rows]
         budget = self.settings.trainer.batches.tokens_per_micro_batch
-        found = measure(self.learner, rows, self.settings.preset, budget=budget)
-        self._say(lambda report: report.measured(epoch, taken, found))
+        found = evaluate_held_out(self.learner, rows, self.settings.preset, budget=budget)
+        self._say(lambda report: report.evaluated(epoch, taken, found))
 
     def _save(self, taken: int) -> None:
         self.saver.wait()
         self.saver.prune(keep=self.settings.trainer.checkpoint.keep)
         self.saver.start(self.learner, taken, {"taken": taken})
 
-    def _say(self, what: Callable[[Report], None]) -> None:
+    def _say(self, what: Callable[[SftReport], None]) -> None:
         if self.report is not None:
             what(self.report)
 
 
 def main(arguments: list[str]) -> int:
     """0: the model is written, or it was told to stop; 1: it failed, and one line says why."""
-    find_own_parts()
+    search_working_folder()
     settings = SftSettings.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
 
-    def work(stack: ExitStack, stop: Stop) -> None:
+    def work(stack: ExitStack, stop: StopFlag) -> None:
         if os.environ.get("RANK", "0") == "0":
-            stack.enter_context(claim_ranks(settings.trainer.state_dir))
-        Sft(settings, stack, stop).run()
+            stack.enter_context(lock_for_ranks(settings.trainer.state_dir))
+        SftTrainer(settings, stack, stop).run()
 
-    return as_rank(work, failed=Report(settings.runs, settings.told).failed)
+    return run_as_rank(work, failed=SftReport(settings.run_folder, settings.progress_file).failed)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import httpx
 from tracegrad.urls import http_base, unix_socket
 
 
-def endpoint_client(url: str, *, timeout_s: float, key: str | None = None) -> httpx.Client:
+def http_client(url: str, *, timeout_s: float, key: str | None = None) -> httpx.Client:
     """A client for paths under `url`. `key` is sent as a bearer token.
 
     No connection is kept, so none can be stale, and no proxy of the environment's is asked.

@@ -41,7 +41,7 @@ class PlainTable(Table):
         super().add_row(*plain, style=style, end_section=end_section)
 
 
-def table(*columns: str, words: Collection[str] = ()) -> PlainTable:
+def plain_table(*columns: str, words: Collection[str] = ()) -> PlainTable:
     """The first column and those of `words` are broken where a terminal is too narrow; the others
     are of numbers, which stay whole."""
     made = PlainTable()
@@ -53,7 +53,7 @@ def table(*columns: str, words: Collection[str] = ()) -> PlainTable:
     return made
 
 
-def many(count: int, word: str) -> str:
+def format_count(count: int, word: str) -> str:
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 

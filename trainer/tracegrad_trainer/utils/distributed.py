@@ -19,18 +19,18 @@ class RankZeroError(RuntimeError):
     """Rank 0 failed; the message is rank 0's own line."""
 
 
-def leads() -> bool:
+def is_rank_zero() -> bool:
     return dist.get_rank() == 0
 
 
-def decide(action: Callable[[], T]) -> T:
+def run_on_rank_zero(action: Callable[[], T]) -> T:
     """Runs `action` on rank 0; every rank returns its (picklable) result.
 
     Raises on every rank if it failed: the error itself on rank 0, RankZeroError elsewhere.
     """
     failure: Exception | None = None
     message: list[Any] = [None, None]
-    if leads():
+    if is_rank_zero():
         try:
             message[0] = action()
         except Exception as error:

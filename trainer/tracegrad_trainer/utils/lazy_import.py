@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def lazily(package: str, homes: Mapping[str, tuple[str, ...]]) -> Callable[[str], object]:
+def lazy_getattr(package: str, homes: Mapping[str, tuple[str, ...]]) -> Callable[[str], object]:
     """A package's `__getattr__` (PEP 562); `homes`: names by the module that defines them.
 
     A name must not be a module's of the package: once that is imported, it would be found instead.

@@ -13,7 +13,7 @@ from tracegrad.private_files import is_private, private_folder
 from tracegrad.urls import LONGEST_SOCKET_PATH, unix_socket
 
 
-def short_path(path: Path) -> Path:
+def short_socket_path(path: Path) -> Path:
     """`path`; where it is too long for a socket, always the same other one in a folder of ours
     under XDG_RUNTIME_DIR or the folder for temporary files."""
     path = path.absolute()
@@ -25,7 +25,7 @@ def short_path(path: Path) -> Path:
     return next(found for folder in folders if _fits(found := folder / name))
 
 
-def prepare_socket(path: Path) -> None:
+def prepare_socket_folder(path: Path) -> None:
     """Its folder is there and ours alone, and no socket of a killed server is in the way.
 
     Raises:
@@ -40,12 +40,12 @@ def prepare_socket(path: Path) -> None:
             f"vllm.socket: {folder} is not ours alone (mode 0700), and whoever reaches {path} may"
             " replace the weights; name a path in a folder that is"
         )
-    if not is_closed(f"unix://{path}"):
+    if not is_port_closed(f"unix://{path}"):
         raise ValueError(f"vllm.socket: {path} is in use; stop what listens there")
     path.unlink(missing_ok=True)
 
 
-def is_closed(url: str) -> bool:
+def is_port_closed(url: str) -> bool:
     """Whether nobody listens there; a server that is busy listens."""
     path = unix_socket(url)
     try:

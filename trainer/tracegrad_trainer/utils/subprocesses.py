@@ -21,21 +21,21 @@ import httpx
 
 from tracegrad.private_files import open_private, private_folder
 from tracegrad.urls import http_base
-from tracegrad_trainer.utils.client import endpoint_client
+from tracegrad_trainer.utils.client import http_client
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: dlopen after it may deadlock
 
 # What settings are read from, keys and passwords among them: a child gets its part resolved.
 _SETTINGS = ("TRACEGRAD_PROXY_", "TRACEGRAD_TRAINER_", "TRACEGRAD_API_KEY", "TRACEGRAD_STORE")
-ENGINE_KEY = "VLLM_API_KEY"
+ENGINE_KEY_VARIABLE = "VLLM_API_KEY"
 
 
 class ChildError(RuntimeError):
     """A child did not start or did not stay; the message is one line for the user."""
 
 
-class Child:
+class ChildProcess:
     """One supervised process; what it prints goes to `log`.
 
     Of our own environment it has all but the variables of settings: `env` has those that it needs,
@@ -99,7 +99,7 @@ class Child:
         words = self._last_words() + self._full_disk()
         raise ChildError(f"{self.name} (pid {self.pid}) {how}{words}")
 
-    def wait_ready(
+    def wait_until_ready(
         self, ready: Callable[[], bool], *, timeout_s: float, tick: Callable[[], None] | None = None
     ) -> float:
         """Polls `ready` until it is true; returns the seconds that took. Raises ChildError.
@@ -137,7 +137,7 @@ class Child:
     def _last_words(self) -> str:
         """The last log line that says something, and where the rest is."""
         lines = [line.strip() for line in self.logged().splitlines() if line.strip()]
-        errors = errors_in(lines[-200:])
+        errors = traceback_errors(lines[-200:])
         last = errors[-1] if errors else lines[-1] if lines else ""
         if (self.exit_code() or 0) < 0:
             last = ""  # killed: its last line is about something else
@@ -160,10 +160,10 @@ class Child:
         return ""
 
 
-def answers(url: str, path: str = "") -> bool:
+def is_responding(url: str, path: str = "") -> bool:
     """Whether a server of ours is up: it answers with 200 at `path` under `url`."""
     try:
-        with endpoint_client(url, timeout_s=2) as client:
+        with http_client(url, timeout_s=2) as client:
             return client.get(http_base(url) + path).status_code == 200
     except httpx.TransportError:
         return False
@@ -171,10 +171,10 @@ def answers(url: str, path: str = "") -> bool:
 
 def _inherited() -> dict[str, str]:
     names = (name for name in os.environ if not name.startswith(_SETTINGS))
-    return {name: os.environ[name] for name in names if name != ENGINE_KEY}
+    return {name: os.environ[name] for name in names if name != ENGINE_KEY_VARIABLE}
 
 
-def errors_in(lines: Sequence[str]) -> list[str]:
+def traceback_errors(lines: Sequence[str]) -> list[str]:
     """The last lines of Python's tracebacks; a traceback's other lines are none."""
     heads = ((line, line.split(":", 1)[0]) for line in lines)
     ends = ("Error", "Exception", "Failed", "Exit")

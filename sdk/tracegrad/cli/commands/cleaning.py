@@ -7,20 +7,20 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tracegrad.events import Fact, Json
+from tracegrad.events import Event, Json
 from tracegrad.proxy.capture.redaction import REDACTED, Hook, texts_of, with_texts
 from tracegrad.store.encoding.blobs import dump_json
 
 
-class CleaningFailed(Exception):
+class HookFailed(Exception):
     """A hook failed on a stored text. At capture such a fact loses all its texts; what is stored
     already is worth more care."""
 
 
-def cleaner(hooks: Sequence[Hook]) -> Callable[[Fact], Fact]:
+def make_cleaner(hooks: Sequence[Hook]) -> Callable[[Event], Event]:
     """A fact as it may stay. Raises CleaningFailed."""
 
-    def clean(fact: Fact) -> Fact:
+    def clean(fact: Event) -> Event:
         texts = texts_of(fact)
         if texts is None:
             return fact
@@ -32,7 +32,7 @@ def cleaner(hooks: Sequence[Hook]) -> Callable[[Fact], Fact]:
                 dump_json(record)
             except Exception as error:
                 # Without its own words, which may be what is to be taken out.
-                raise CleaningFailed(
+                raise HookFailed(
                     f"{hook.name} failed on a {texts['type']} ({type(error).__name__})"
                 ) from error
         return cleaned

@@ -14,7 +14,7 @@ from tracegrad.store import Store
 from tracegrad.store.databases.upkeep import upkeep_of
 from tracegrad.store.read.rollouts import resolve_rollout
 
-NOT_ALL, NOT_ASKED_WELL = 1, 2
+PARTLY_DONE, USAGE_ERROR = 1, 2
 
 RolloutOption = Annotated[
     list[str] | None,
@@ -27,12 +27,12 @@ VacuumOption = Annotated[
 ]
 
 
-def whole_ids(store: Store, prefixes: Sequence[str]) -> tuple[str, ...]:
+def resolve_ids(store: Store, prefixes: Sequence[str]) -> tuple[str, ...]:
     with store.reading() as connection:
         return tuple(resolve_rollout(connection, prefix) for prefix in prefixes)
 
 
-def size_text(size: float) -> str:
+def format_size(size: float) -> str:
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
@@ -40,22 +40,22 @@ def size_text(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def ask(question: str, yes: bool) -> None:
+def confirm(question: str, yes: bool) -> None:
     if yes:
         return
-    if not there_is_a_terminal():
+    if not is_interactive():
         fail(
             "nobody is here to ask: --yes does it without asking, --dry-run only says what",
-            NOT_ASKED_WELL,
+            USAGE_ERROR,
         )
     typer.confirm(question, abort=True)
 
 
-def there_is_a_terminal() -> bool:
+def is_interactive() -> bool:
     return sys.stdin.isatty()
 
 
-def progress(what: str) -> Callable[[Json], None]:
+def make_progress(what: str) -> Callable[[Json], None]:
     """On a terminal only: scripts want the end."""
 
     def say(counts: Json) -> None:
@@ -70,16 +70,16 @@ def end_progress() -> None:
         typer.echo("\r\x1b[K", nl=False, err=True)
 
 
-def reclaimed(store: Store, *, vacuum: bool, whole: bool = False) -> dict[str, Any] | None:
+def reclaim_space(store: Store, *, vacuum: bool, whole: bool = False) -> dict[str, Any] | None:
     if not vacuum:
         return None
     room = upkeep_of(store.database).reclaim(whole=whole)
     return {"before": room.before, "after": room.after, "note": room.note}
 
 
-def tell_room(room: dict[str, Any] | None) -> None:
+def print_reclaimed(room: dict[str, Any] | None) -> None:
     if room is None:
         return
-    typer.echo(f"files: {size_text(room['before'])} before, {size_text(room['after'])} now")
+    typer.echo(f"files: {format_size(room['before'])} before, {format_size(room['after'])} now")
     if room["note"]:
         typer.echo(room["note"], err=True)

@@ -11,16 +11,16 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from tracegrad.cli.options import filtered
-from tracegrad.cli.render.format import count, printable
-from tracegrad.cli.store_option import JsonOption, StoreOption, opened, print_json
+from tracegrad.cli.options import with_rollout_filter
+from tracegrad.cli.render.format import plural, printable
+from tracegrad.cli.store_option import JsonOption, StoreOption, open_store, print_json
 from tracegrad.store import ALL, RolloutFilter
-from tracegrad.store.maintenance import Finding, Report, Selection, examine
+from tracegrad.store.maintenance import DoctorReport, Finding, RolloutSelection, examine
 
 BROKEN = 1
 
 
-@filtered
+@with_rollout_filter
 def doctor_command(
     store: StoreOption = None,
     rollouts: Annotated[
@@ -38,11 +38,11 @@ def doctor_command(
     The filters choose whose turns are read and rebuilt; all else is always checked whole.
     Proxies and trainers may go on meanwhile.
     """
-    with opened(store) as reading:
+    with open_store(store) as reading:
         report = examine(
             reading,
-            selection=Selection(wanted=which),
-            most=rollouts,
+            selection=RolloutSelection(wanted=which),
+            max_rollouts=rollouts,
             fix=fix,
             progress=_progress,
         )
@@ -50,9 +50,9 @@ def doctor_command(
     if sys.stderr.isatty():
         typer.echo("\r\x1b[K", nl=False, err=True)
     if as_json:
-        print_json(_object(report, name))
+        print_json(_report_json(report, name))
     else:
-        _tell(report, name)
+        _print_report(report, name)
     if not report.ok:
         raise typer.Exit(BROKEN)
 
@@ -64,7 +64,7 @@ def _progress(what: str, turns: int) -> None:
         )
 
 
-def _object(report: Report, name: str) -> dict[str, object]:
+def _report_json(report: DoctorReport, name: str) -> dict[str, object]:
     return {
         "store": name,
         "ok": report.ok,
@@ -74,13 +74,13 @@ def _object(report: Report, name: str) -> dict[str, object]:
     }
 
 
-def _tell(report: Report, name: str) -> None:
+def _print_report(report: DoctorReport, name: str) -> None:
     console = Console(highlight=False)
     for finding in report.findings:
         console.print(_line(finding))
-        if finding.mend:
-            console.print(Padding(Text(printable(finding.mend), style="dim"), (0, 0, 0, 4)))
-    read = f"{count(report.turns, 'turn')} of {count(report.rollouts, 'rollout')} read"
+        if finding.fix:
+            console.print(Padding(Text(printable(finding.fix), style="dim"), (0, 0, 0, 4)))
+    read = f"{plural(report.turns, 'turn')} of {plural(report.rollouts, 'rollout')} read"
     broken = sum(finding.count for finding in report.findings if finding.broken)
     if not report.ok:
         console.print(Text(f"{name}: {broken:,} broken; {read}"))

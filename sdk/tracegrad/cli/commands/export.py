@@ -15,24 +15,24 @@ from typing import Annotated, Any, BinaryIO, cast
 
 import typer
 
-from tracegrad.atomic_file import written_whole
-from tracegrad.cli.options import filtered
-from tracegrad.cli.store_option import JsonOption, StoreOption, fail, opened, print_json
+from tracegrad.atomic_file import atomic_write
+from tracegrad.cli.options import with_rollout_filter
+from tracegrad.cli.store_option import JsonOption, StoreOption, fail, open_store, print_json
 from tracegrad.events import Json
 from tracegrad.store import ALL, RolloutFilter
-from tracegrad.transfer import Layout, LayoutUnknown, OutputFailed, jsonl, layout_named, parquet
+from tracegrad.transfer import ExportLayout, LayoutUnknown, WriteFailed, find_layout, jsonl, parquet
 from tracegrad.transfer import parquet_columns as columns
-from tracegrad.transfer.export_rollouts import Counts, Export
-from tracegrad.transfer.import_rollouts import Import, ImportStopped
+from tracegrad.transfer.export_rollouts import ExportCounts, RolloutExport
+from tracegrad.transfer.import_rollouts import ImportStopped, RolloutImport
 from tracegrad.transfer.layouts import Column
 
 FAILED = 1
 
 Rows = Iterator[Json]
-Writer = Callable[[BinaryIO, Rows], object]
+RowWriter = Callable[[BinaryIO, Rows], object]
 
 
-@filtered
+@with_rollout_filter
 def export_command(
     store: StoreOption = None,
     rollouts: Annotated[
@@ -64,13 +64,13 @@ def export_command(
         fail("--rollouts, --turns, --layout: choose one", FAILED)
     chosen = _layout(layout)
     write = _writer(_format(file_format, output, chosen), chosen, turns=turns)
-    with opened(store) as reading:
-        export = Export(store=reading, wanted=which, trained=trained, text=not no_text)
+    with open_store(store) as reading:
+        export = RolloutExport(store=reading, wanted=which, trained=trained, text=not no_text)
         whole = export.turns if turns else export.rollouts
         rows = export.layout(chosen) if chosen else whole()
         with _failures():
             _write(output, write, rows)
-    _say(export.counts, output)
+    _print_export_counts(export.counts, output)
 
 
 def import_command(
@@ -88,8 +88,8 @@ def import_command(
     as_json: JsonOption = False,
 ) -> None:
     """Read rollouts that were exported, or conversations, into the store. Twice is as once."""
-    with opened(store, create=True) as writing:
-        importing = Import(writing, skip_bad=skip_bad, untrained=untrained)
+    with open_store(store, create=True) as writing:
+        importing = RolloutImport(writing, skip_bad=skip_bad, untrained=untrained)
         try:
             for name in files:
                 with _input(name) as file:
@@ -100,22 +100,22 @@ def import_command(
         except parquet.ParquetMissing as error:
             fail(str(error), FAILED)
     if as_json:
-        print_json({**asdict(importing.added), "bad": dict(importing.bad)})
+        print_json({**asdict(importing.added), "bad": dict(importing.rejected)})
     else:
-        for line in _told(importing):
+        for line in _import_lines(importing):
             typer.echo(line)
 
 
-def _layout(name: str | None) -> Layout | None:
+def _layout(name: str | None) -> ExportLayout | None:
     if name is None:
         return None
     try:
-        return layout_named(name)
+        return find_layout(name)
     except LayoutUnknown as error:
         raise typer.BadParameter(str(error.args[0]), param_hint="--layout") from None
 
 
-def _format(given: str | None, output: Path | None, layout: Layout | None) -> str:
+def _format(given: str | None, output: Path | None, layout: ExportLayout | None) -> str:
     formats = ["jsonl", "parquet", *(layout.files if layout else ())]
     choices = " or ".join(formats)
     if given is not None and given not in formats:
@@ -132,7 +132,7 @@ def _format(given: str | None, output: Path | None, layout: Layout | None) -> st
     return given or guessed
 
 
-def _writer(file_format: str, layout: Layout | None, *, turns: bool) -> Writer:
+def _writer(file_format: str, layout: ExportLayout | None, *, turns: bool) -> RowWriter:
     if file_format == "jsonl":
         return _write_lines
     if layout is not None:
@@ -144,12 +144,12 @@ def _writer(file_format: str, layout: Layout | None, *, turns: bool) -> Writer:
     return _write_rollouts
 
 
-def _write(output: Path | None, write: Writer, rows: Rows) -> None:
+def _write(output: Path | None, write: RowWriter, rows: Rows) -> None:
     if output is None:
         write(sys.stdout.buffer, rows)
         sys.stdout.buffer.flush()
         return
-    with _ended_as_by_ctrl_c(), written_whole(output) as file:
+    with _ended_as_by_ctrl_c(), atomic_write(output) as file:
         write(file, rows)
 
 
@@ -173,14 +173,14 @@ def _write_parquet(file: BinaryIO, rows: Rows, columns: Mapping[str, Column]) ->
 
 
 def _write_rollouts(file: BinaryIO, rows: Rows) -> None:
-    parquet.write(file, map(parquet.copy_row, rows), columns.ROLLOUT)
+    parquet.write(file, map(parquet.rollout_row, rows), columns.ROLLOUT)
 
 
 @contextmanager
 def _failures() -> Iterator[None]:
     try:
         yield
-    except (OutputFailed, parquet.ParquetMissing) as error:
+    except (WriteFailed, parquet.ParquetMissing) as error:
         fail(str(error), FAILED)
     except OSError as error:
         if error.errno == errno.EPIPE:  # who reads has seen enough
@@ -202,16 +202,16 @@ def _input(name: str) -> Iterator[BufferedReader[Any]]:
         fail(f"{name}: {error.strerror}", FAILED)
 
 
-def _say(counts: Counts, output: Path | None) -> None:
+def _print_export_counts(counts: ExportCounts, output: Path | None) -> None:
     """On standard error: the rows may be on the other."""
     written = ", ".join(_number(n, kind) for kind, n in counts.written.items()) or "nothing"
     where = f" to {output}" if output else ""
     typer.echo(f"exported {written}{where}", err=True)
     if counts.left_out:
-        typer.echo(f"left out: {_counted(counts.left_out)}", err=True)
+        typer.echo(f"left out: {_reason_lines(counts.left_out)}", err=True)
 
 
-def _told(importing: Import) -> Iterator[str]:
+def _import_lines(importing: RolloutImport) -> Iterator[str]:
     added = importing.added
     rest = [
         _number(count, f"new {name.removesuffix('s')}")
@@ -220,11 +220,11 @@ def _told(importing: Import) -> Iterator[str]:
     ]
     total = _number(added.rollouts + added.known, "rollout")
     yield ", ".join([f"{total}: {added.rollouts} new", *rest])
-    if importing.bad:
-        yield f"left out: {_counted(importing.bad)}"
+    if importing.rejected:
+        yield f"left out: {_reason_lines(importing.rejected)}"
 
 
-def _counted(reasons: Mapping[str, int]) -> str:
+def _reason_lines(reasons: Mapping[str, int]) -> str:
     told = []
     for reason, count in sorted(reasons.items()):
         kind, colon, why = reason.partition(": ")

@@ -8,31 +8,31 @@ from typing import Annotated
 import typer
 
 from tracegrad.cli.commands.destructive import (
-    NOT_ASKED_WELL,
+    USAGE_ERROR,
     DryRunOption,
     RolloutOption,
     VacuumOption,
     YesOption,
-    ask,
+    confirm,
     end_progress,
-    progress,
-    reclaimed,
-    size_text,
-    tell_room,
-    whole_ids,
+    format_size,
+    make_progress,
+    print_reclaimed,
+    reclaim_space,
+    resolve_ids,
 )
-from tracegrad.cli.options import filtered, moment
-from tracegrad.cli.render.format import count
-from tracegrad.cli.store_option import JsonOption, StoreOption, fail, opened, print_json
+from tracegrad.cli.options import parse_time, with_rollout_filter
+from tracegrad.cli.render.format import plural
+from tracegrad.cli.store_option import JsonOption, StoreOption, fail, open_store, print_json
 from tracegrad.store import ALL, RolloutFilter, Store
 from tracegrad.store.maintenance import (
-    Preview,
-    Retention,
-    Selection,
-    TextRule,
+    PrunePreview,
+    RetentionRule,
+    RolloutSelection,
+    TextRemovalRule,
     drop_text,
-    preview,
-    preview_text,
+    preview_drop_text,
+    preview_prune,
     prune,
 )
 
@@ -40,7 +40,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
 
-@filtered
+@with_rollout_filter
 def prune_command(
     store: StoreOption = None,
     older_than: Annotated[
@@ -79,27 +79,27 @@ def prune_command(
     Steps and policy versions stay, and what was removed stays counted. Proxies and trainers may
     go on meanwhile.
     """
-    before = moment(older_than, "--older-than")
-    most = _bytes(max_size) if max_size is not None else None
-    if before is None and most is None and which.all and not rollout:
+    before = parse_time(older_than, "--older-than")
+    most = _parse_size(max_size) if max_size is not None else None
+    if before is None and most is None and which.matches_all and not rollout:
         fail(
             "prune: say what may go: --older-than 30d, --max-size 20GB, --rollout ID or a filter",
-            NOT_ASKED_WELL,
+            USAGE_ERROR,
         )
     if text_only and (most is not None or also_untrained):
         name = "--also-untrained" if also_untrained else "--max-size"
-        fail(f"prune: {name} is about whole rollouts: leave it or --text-only out", NOT_ASKED_WELL)
-    with opened(store) as writing:
-        ids = whole_ids(writing, rollout or ())
+        fail(f"prune: {name} is about whole rollouts: leave it or --text-only out", USAGE_ERROR)
+    with open_store(store) as writing:
+        ids = resolve_ids(writing, rollout or ())
         if text_only:
-            rule = TextRule(
-                selection=Selection(wanted=which, rollouts=ids),
+            rule = TextRemovalRule(
+                selection=RolloutSelection(wanted=which, rollouts=ids),
                 before=before if before is not None else float("inf"),
             )
             _prune_text(writing, rule, dry_run=dry_run, yes=yes, vacuum=vacuum, as_json=as_json)
         else:
-            whole = Retention(
-                selection=Selection(wanted=which, rollouts=ids, before=before),
+            whole = RetentionRule(
+                selection=RolloutSelection(wanted=which, rollouts=ids, before=before),
                 max_bytes=most,
                 also_untrained=also_untrained,
             )
@@ -107,34 +107,34 @@ def prune_command(
 
 
 def _prune(
-    store: Store, rule: Retention, *, dry_run: bool, yes: bool, vacuum: bool, as_json: bool
+    store: Store, rule: RetentionRule, *, dry_run: bool, yes: bool, vacuum: bool, as_json: bool
 ) -> None:
-    found = preview(store, rule)
+    found = preview_prune(store, rule)
     if not as_json:
-        _tell_preview(found, rule)
+        _print_preview(found, rule)
     if dry_run:
         if as_json:
             print_json({"would_remove": found.removed, "kept_untrained": found.kept})
         return
     if found.removed["rollouts"]:
-        ask(f"Remove {count(found.removed['rollouts'], 'rollout')} for good?", yes)
-    removed = prune(store, rule, progress=progress("rollouts"))
+        confirm(f"Remove {plural(found.removed['rollouts'], 'rollout')} for good?", yes)
+    removed = prune(store, rule, progress=make_progress("rollouts"))
     end_progress()
-    room = reclaimed(store, vacuum=vacuum and bool(removed["rollouts"]))
+    room = reclaim_space(store, vacuum=vacuum and bool(removed["rollouts"]))
     if as_json:
         print_json({"removed": removed, "kept_untrained": found.kept, "files": room})
         return
     typer.echo(
-        f"removed {count(removed['rollouts'], 'rollout')}, {count(removed['turns'], 'turn')}"
+        f"removed {plural(removed['rollouts'], 'rollout')}, {plural(removed['turns'], 'turn')}"
     )
-    tell_room(room)
+    print_reclaimed(room)
 
 
 def _prune_text(
-    store: Store, rule: TextRule, *, dry_run: bool, yes: bool, vacuum: bool, as_json: bool
+    store: Store, rule: TextRemovalRule, *, dry_run: bool, yes: bool, vacuum: bool, as_json: bool
 ) -> None:
-    found = preview_text(store, rule)
-    what = f"the text of {count(found['turns'], 'turn')} ({size_text(found['bytes'])})"
+    found = preview_drop_text(store, rule)
+    what = f"the text of {plural(found['turns'], 'turn')} ({format_size(found['bytes'])})"
     if dry_run:
         if as_json:
             print_json({"would_remove": found})
@@ -142,21 +142,21 @@ def _prune_text(
             typer.echo(f"would drop {what}; tokens, log-probabilities and rewards stay")
         return
     if found["turns"]:
-        ask(f"Drop {what} for good?", yes)
-    removed = drop_text(store, rule, progress=progress("rollouts"))
+        confirm(f"Drop {what} for good?", yes)
+    removed = drop_text(store, rule, progress=make_progress("rollouts"))
     end_progress()
-    room = reclaimed(store, vacuum=vacuum and bool(removed["turns"] or removed["spans"]))
+    room = reclaim_space(store, vacuum=vacuum and bool(removed["turns"] or removed["spans"]))
     if as_json:
         print_json({"removed": removed, "files": room})
         return
     typer.echo(
-        f"dropped the text of {count(removed['turns'], 'turn')} and "
-        f"{count(removed['spans'], 'span')}; tokens, log-probabilities and rewards are as before"
+        f"dropped the text of {plural(removed['turns'], 'turn')} and "
+        f"{plural(removed['spans'], 'span')}; tokens, log-probabilities and rewards are as before"
     )
-    tell_room(room)
+    print_reclaimed(room)
 
 
-def _bytes(text: str) -> int:
+def _parse_size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
     if found is None:
         raise typer.BadParameter(
@@ -165,12 +165,12 @@ def _bytes(text: str) -> int:
     return round(float(found[1]) * (_UNITS | _BINARY_UNITS)[found[2] or ""])
 
 
-def _tell_preview(found: Preview, rule: Retention) -> None:
+def _print_preview(found: PrunePreview, rule: RetentionRule) -> None:
     removed = found.removed
     typer.echo(
-        f"the store takes {size_text(found.used_bytes)}; "
-        f"{count(removed['rollouts'], 'rollout')} may go: {count(removed['turns'], 'turn')}, "
-        f"about {size_text(removed['bytes'])}"
+        f"the store takes {format_size(found.used_bytes)}; "
+        f"{plural(removed['rollouts'], 'rollout')} may go: {plural(removed['turns'], 'turn')}, "
+        f"about {format_size(removed['bytes'])}"
     )
     for state, number in sorted(removed.get("by_state", {}).items(), key=lambda each: -each[1]):
         typer.echo(f"  {number:>9,}  {state}")

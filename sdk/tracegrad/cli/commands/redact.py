@@ -7,33 +7,39 @@ from typing import Annotated
 
 import typer
 
-from tracegrad.cli.commands.cleaning import CleaningFailed, cleaner, pattern_hook
+from tracegrad.cli.commands.cleaning import HookFailed, make_cleaner, pattern_hook
 from tracegrad.cli.commands.destructive import (
-    NOT_ALL,
-    NOT_ASKED_WELL,
+    PARTLY_DONE,
+    USAGE_ERROR,
     DryRunOption,
     RolloutOption,
     VacuumOption,
     YesOption,
-    ask,
+    confirm,
     end_progress,
-    progress,
-    reclaimed,
-    tell_room,
-    whole_ids,
+    make_progress,
+    print_reclaimed,
+    reclaim_space,
+    resolve_ids,
 )
-from tracegrad.cli.options import filtered
-from tracegrad.cli.render.format import count
-from tracegrad.cli.store_option import JsonOption, StoreOption, fail, opened, print_json
+from tracegrad.cli.options import with_rollout_filter
+from tracegrad.cli.render.format import plural
+from tracegrad.cli.store_option import JsonOption, StoreOption, fail, open_store, print_json
 from tracegrad.proxy.capture.redaction import Hook, HookError, load_hooks
 from tracegrad.store import ALL, RolloutFilter, Store
-from tracegrad.store.maintenance import FIELDS, Redacted, Redaction, Selection, redact
+from tracegrad.store.maintenance import (
+    REDACTABLE_FIELDS,
+    RedactionResult,
+    RedactionRule,
+    RolloutSelection,
+    redact,
+)
 from tracegrad.store.maintenance.selection import EVERYTHING
 
 _SECRETS = "tracegrad.proxy.capture.redaction:secrets"
 
 
-@filtered
+@with_rollout_filter
 def redact_command(
     pattern: Annotated[
         str | None,
@@ -52,7 +58,7 @@ def redact_command(
     ] = None,
     field: Annotated[
         list[str] | None,
-        typer.Option("--field", help=f"Only in: {', '.join(FIELDS)}; may be repeated."),
+        typer.Option("--field", help=f"Only in: {', '.join(REDACTABLE_FIELDS)}; may be repeated."),
     ] = None,
     drop_tokens: Annotated[
         bool,
@@ -77,32 +83,32 @@ def redact_command(
     """
     fields = _fields(field)
     hooks, name = _hooks(pattern, literal=literal, secrets=secrets, names=hook or [])
-    with opened(store) as writing:
-        rule = Redaction(
-            selection=Selection(wanted=which, rollouts=whole_ids(writing, rollout or ())),
-            clean=cleaner(hooks),
+    with open_store(store) as writing:
+        rule = RedactionRule(
+            selection=RolloutSelection(wanted=which, rollouts=resolve_ids(writing, rollout or ())),
+            clean=make_cleaner(hooks),
             name=name,
             fields=fields,
             drop_tokens=drop_tokens,
         )
         try:
             _redact(writing, rule, dry_run=dry_run, yes=yes, vacuum=vacuum, as_json=as_json)
-        except CleaningFailed as error:
+        except HookFailed as error:
             end_progress()
-            fail(f"redact: {error}; what was redacted before it stays so", NOT_ALL)
+            fail(f"redact: {error}; what was redacted before it stays so", PARTLY_DONE)
 
 
 def _redact(
-    store: Store, rule: Redaction, *, dry_run: bool, yes: bool, vacuum: bool, as_json: bool
+    store: Store, rule: RedactionRule, *, dry_run: bool, yes: bool, vacuum: bool, as_json: bool
 ) -> None:
     if not dry_run:
         tokens = " and drop tokens" if rule.drop_tokens else ""
         where = "the whole store" if rule.selection == EVERYTHING else "the chosen rollouts"
-        ask(f"Redact texts{tokens} in {where} for good?", yes)
-    found = redact(store, rule, dry_run=dry_run, progress=progress("rollouts"))
+        confirm(f"Redact texts{tokens} in {where} for good?", yes)
+    found = redact(store, rule, dry_run=dry_run, progress=make_progress("rollouts"))
     end_progress()
     # What was replaced stays readable in free pages until these are written anew.
-    room = reclaimed(
+    room = reclaim_space(
         store, vacuum=vacuum and not dry_run and any(found.removed.values()), whole=True
     )
     if as_json:
@@ -114,16 +120,16 @@ def _redact(
             }
         )
     else:
-        _tell_redacted(found, rule, dry_run=dry_run)
-        tell_room(room)
+        _print_result(found, rule, dry_run=dry_run)
+        print_reclaimed(room)
     if found.unreadable:
-        raise typer.Exit(NOT_ALL)
+        raise typer.Exit(PARTLY_DONE)
 
 
-def _tell_redacted(found: Redacted, rule: Redaction, *, dry_run: bool) -> None:
+def _print_result(found: RedactionResult, rule: RedactionRule, *, dry_run: bool) -> None:
     counts = found.removed
     parts = [
-        count(counts[name], word)
+        plural(counts[name], word)
         for name, word in (
             ("turns", "turn"),
             ("spans", "span"),
@@ -133,11 +139,11 @@ def _tell_redacted(found: Redacted, rule: Redaction, *, dry_run: bool) -> None:
         if counts[name]
     ]
     said = ", ".join(parts) or "nothing"
-    rollouts = count(counts["rollouts"], "rollout")
+    rollouts = plural(counts["rollouts"], "rollout")
     typer.echo(f"{'would redact' if dry_run else 'redacted'} {said} in {rollouts}")
     if counts["turns"]:
         if rule.drop_tokens:
-            dropped = count(counts.get("tokens_dropped", 0), "turn")
+            dropped = plural(counts.get("tokens_dropped", 0), "turn")
             would = "would lose" if dry_run else "lost"
             typer.echo(f"{dropped} {would} the tokens and can never be trained (redacted)")
         else:
@@ -152,9 +158,11 @@ def _tell_redacted(found: Redacted, rule: Redaction, *, dry_run: bool) -> None:
 
 
 def _fields(names: list[str] | None) -> frozenset[str]:
-    if unknown := set(names or ()) - set(FIELDS):
-        raise typer.BadParameter(f"{min(unknown)!r}; use {', '.join(FIELDS)}", param_hint="--field")
-    return frozenset(names or FIELDS)
+    if unknown := set(names or ()) - set(REDACTABLE_FIELDS):
+        raise typer.BadParameter(
+            f"{min(unknown)!r}; use {', '.join(REDACTABLE_FIELDS)}", param_hint="--field"
+        )
+    return frozenset(names or REDACTABLE_FIELDS)
 
 
 def _hooks(
@@ -172,7 +180,7 @@ def _hooks(
     try:
         hooks += load_hooks([*([_SECRETS] if secrets else []), *names])
     except HookError as error:
-        fail(f"redact: {str(error).replace('redact', '--hook')}", NOT_ASKED_WELL)
+        fail(f"redact: {str(error).replace('redact', '--hook')}", USAGE_ERROR)
     if not hooks:
-        fail("redact: say what: PATTERN, --secrets or --hook MODULE:FUNCTION", NOT_ASKED_WELL)
+        fail("redact: say what: PATTERN, --secrets or --hook MODULE:FUNCTION", USAGE_ERROR)
     return hooks, ", ".join(hook.name for hook in hooks)

@@ -7,26 +7,30 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from tracegrad.cli.options import filtered
-from tracegrad.cli.render.console import Screen
-from tracegrad.cli.render.explanation import explain, explanation_object
-from tracegrad.cli.render.format import count
-from tracegrad.cli.render.json import detail_object, row_object, told_turn_object
-from tracegrad.cli.render.rollout import tell, tell_one
-from tracegrad.cli.render.rollout_list import rollout_table
-from tracegrad.cli.render.task_list import task_object, task_table, tasks
-from tracegrad.cli.render.tree import draw, tree_object
+from tracegrad.cli.options import with_rollout_filter
+from tracegrad.cli.render.console import Terminal
+from tracegrad.cli.render.explanation import explanation_json, render_explanation
+from tracegrad.cli.render.format import plural
+from tracegrad.cli.render.json import detail_json, indexed_turn_json, summary_json
+from tracegrad.cli.render.rollout import render_one_turn, render_rollout
+from tracegrad.cli.render.rollout_list import render_rollouts
+from tracegrad.cli.render.task_list import render_tasks, summarize_tasks, task_json
+from tracegrad.cli.render.tree import render_tree, tree_json
 from tracegrad.cli.store_option import (
     NO_SUCH_ROLLOUT,
     JsonOption,
     StoreOption,
     fail,
-    opened,
+    open_store,
     print_json,
 )
 from tracegrad.store import ALL, RolloutDetail, RolloutFilter, Store
-from tracegrad.store.read.choosing import Order, listed
-from tracegrad.store.read.reason_counts import counts_object, reasons_in, tell_counts
+from tracegrad.store.read.choosing import RolloutOrder, list_ordered
+from tracegrad.store.read.reason_counts import (
+    count_reasons,
+    reason_counts_json,
+    render_reason_counts,
+)
 
 TOO_DEEP = 3
 
@@ -36,11 +40,11 @@ IdArgument = Annotated[str, typer.Argument(metavar="ID", help="A rollout's id or
 
 
 @app.command("ls")
-@filtered
+@with_rollout_filter
 def list_command(
     store: StoreOption = None,
     which: RolloutFilter = ALL,
-    sort: Annotated[Order, typer.Option(help="What comes first.")] = Order.NEWEST,
+    sort: Annotated[RolloutOrder, typer.Option(help="What comes first.")] = RolloutOrder.NEWEST,
     by_task: Annotated[
         bool, typer.Option("--by-task", help="One line a task: its rollouts compared.")
     ] = False,
@@ -48,9 +52,9 @@ def list_command(
     as_json: JsonOption = False,
 ) -> None:
     """List rollouts, the newest first."""
-    if by_task and sort not in (Order.NEWEST, Order.REWARD):
+    if by_task and sort not in (RolloutOrder.NEWEST, RolloutOrder.REWARD):
         raise typer.BadParameter("tasks are sorted by newest or reward", param_hint="--sort")
-    with opened(store) as reading:
+    with open_store(store) as reading:
         if by_task:
             _list_tasks(reading, which, sort, limit, as_json=as_json)
         else:
@@ -58,43 +62,43 @@ def list_command(
 
 
 def _list_rollouts(
-    store: Store, which: RolloutFilter, sort: Order, limit: int, *, as_json: bool
+    store: Store, which: RolloutFilter, sort: RolloutOrder, limit: int, *, as_json: bool
 ) -> None:
     # One more than asked for tells whether there are more.
-    rows = listed(store, which, sort, limit + 1)
+    rows = list_ordered(store, which, sort, limit + 1)
     shown = rows[:limit]
     if as_json:
-        print_json([row_object(row) for row in shown])
+        print_json([summary_json(row) for row in shown])
         return
-    screen = Screen()
+    screen = Terminal()
     if not shown:
         screen.print([_none(which)])
         return
-    screen.print(rollout_table(shown, screen.width))
+    screen.print(render_rollouts(shown, screen.width))
     if len(rows) > limit:
-        first = "newest" if sort is Order.NEWEST else f"first by {sort}"
+        first = "newest" if sort is RolloutOrder.NEWEST else f"first by {sort}"
         screen.print([Text(f"the {limit} {first}; more with --limit", style="dim")])
 
 
 def _list_tasks(
-    store: Store, which: RolloutFilter, sort: Order, limit: int, *, as_json: bool
+    store: Store, which: RolloutFilter, sort: RolloutOrder, limit: int, *, as_json: bool
 ) -> None:
-    every = tasks(store, which, sort)
+    every = summarize_tasks(store, which, sort)
     if as_json:
-        print_json([task_object(task) for task in every[:limit]])
+        print_json([task_json(task) for task in every[:limit]])
         return
-    screen = Screen()
+    screen = Terminal()
     if not every:
         screen.print([_none(which)])
         return
-    screen.print(task_table(every[:limit], screen.width))
+    screen.print(render_tasks(every[:limit], screen.width))
     if len(every) > limit:
-        more = f"{limit} of {count(len(every), 'task')}; more with --limit"
+        more = f"{limit} of {plural(len(every), 'task')}; more with --limit"
         screen.print([Text(more, style="dim")])
 
 
 def _none(which: RolloutFilter) -> Text:
-    return Text("no rollouts" + (" yet" if which.all else " match"))
+    return Text("no rollouts" + (" yet" if which.matches_all else " match"))
 
 
 @app.command("show")
@@ -111,27 +115,27 @@ def show_command(
     as_json: JsonOption = False,
 ) -> None:
     """Tell what happened in one rollout, turn by turn."""
-    with opened(store) as reading:
+    with open_store(store) as reading:
         detail = reading.rollout(rollout)
-    screen = Screen()
+    screen = Terminal()
     if turn is None:
         if as_json:
-            print_json(detail_object(detail, tokens=tokens))
+            print_json(detail_json(detail, tokens=tokens))
         else:
-            screen.print(tell(detail, screen.width, tokens=tokens, full=full))
+            screen.print(render_rollout(detail, screen.width, tokens=tokens, full=full))
         return
     index = _turn_of(detail, turn)
     if as_json:
-        print_json(told_turn_object(index, detail, tokens=tokens))
+        print_json(indexed_turn_json(index, detail, tokens=tokens))
     else:
-        screen.print(tell_one(detail, index, screen.width, tokens=tokens))
+        screen.print(render_one_turn(detail, index, screen.width, tokens=tokens))
 
 
 def _turn_of(detail: RolloutDetail, turn: int) -> int:
     turns = len(detail.turns)
     if not -turns <= turn < turns:
-        there = f"{count(turns, 'turn')}" + (f", 0 to {turns - 1}" if turns else "")
-        fail(f"no turn {turn}: rollout {detail.row.rollout_id} has {there}", NO_SUCH_ROLLOUT)
+        there = f"{plural(turns, 'turn')}" + (f", 0 to {turns - 1}" if turns else "")
+        fail(f"no turn {turn}: rollout {detail.summary.rollout_id} has {there}", NO_SUCH_ROLLOUT)
     return turn % turns
 
 
@@ -140,22 +144,22 @@ def tree_command(
     rollout: IdArgument, store: StoreOption = None, as_json: JsonOption = False
 ) -> None:
     """Draw which turn continues which: forks, samples of one prompt, sub-agents."""
-    with opened(store) as reading:
+    with open_store(store) as reading:
         detail = reading.rollout(rollout)
-    screen = Screen()
+    screen = Terminal()
     if as_json:
         try:
-            print_json(tree_object(detail))
+            print_json(tree_json(detail))
         except RecursionError:
             fail(
                 "the tree forks too deep for JSON; `show --json` names each turn's parent", TOO_DEEP
             )
     else:
-        screen.print(draw(detail, screen.width))
+        screen.print(render_tree(detail, screen.width))
 
 
 @app.command("explain")
-@filtered
+@with_rollout_filter
 def explain_command(
     rollout: Annotated[
         str | None,
@@ -166,20 +170,22 @@ def explain_command(
     as_json: JsonOption = False,
 ) -> None:
     """Say why a rollout's tree forked and why its turns are not trained; without ID, of all."""
-    if rollout is not None and not which.all:
+    if rollout is not None and not which.matches_all:
         raise typer.BadParameter("name a rollout or filter them, not both", param_hint="ID")
-    screen = Screen()
-    with opened(store) as reading:
+    screen = Terminal()
+    with open_store(store) as reading:
         if rollout is None:
-            counts = reasons_in(reading, which)
+            counts = count_reasons(reading, which)
         else:
             detail = reading.rollout(rollout)
     if rollout is not None:
         if as_json:
-            print_json(explanation_object(detail))
+            print_json(explanation_json(detail))
         else:
-            screen.print(explain(detail, screen.width))
+            screen.print(render_explanation(detail, screen.width))
     elif as_json:
-        print_json(counts_object(counts))
+        print_json(reason_counts_json(counts))
     else:
-        screen.print(tell_counts(counts, screen.width) if counts.rollouts else [_none(which)])
+        screen.print(
+            render_reason_counts(counts, screen.width) if counts.rollouts else [_none(which)]
+        )

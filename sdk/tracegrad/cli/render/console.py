@@ -18,7 +18,7 @@ _TAB = 4
 _RULE_IN_PIPE = 72
 
 
-class Screen:
+class Terminal:
     """Standard output. `width` is in columns; None: as wide as it takes."""
 
     def __init__(self) -> None:

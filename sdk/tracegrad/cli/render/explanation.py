@@ -10,19 +10,25 @@ from typing import Any
 from rich.text import Text
 
 from tracegrad.cli.render.console import hanging, indented, rule
-from tracegrad.cli.render.format import count, one_line, ranges
-from tracegrad.cli.render.rollout import heading
+from tracegrad.cli.render.format import format_ranges, one_line, plural
+from tracegrad.cli.render.rollout import rollout_title
 from tracegrad.inspect.forks import (
-    Fork,
+    ForkFinding,
     FrameDifference,
     MessageDifference,
     TokenDifference,
-    Totals,
-    forks,
-    totals,
+    TokenTotals,
+    find_forks,
+    token_totals,
 )
-from tracegrad.inspect.reasons import Untrained, Words, fork_words, training_words, untrained
-from tracegrad.inspect.transcript import Conversations, Message
+from tracegrad.inspect.reasons import (
+    ReasonText,
+    UntrainedReason,
+    fork_text,
+    untrained_reason,
+    untrained_text,
+)
+from tracegrad.inspect.transcript import Message, Transcript
 from tracegrad.store import RolloutDetail
 
 _MARGIN, _COLUMN = 2, 11
@@ -33,12 +39,12 @@ _LEAD = 30  # of them before that place
 _Row = Callable[..., Iterator[Text]]
 
 
-def explain(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
-    yield heading(detail, width)
+def render_explanation(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
+    yield rollout_title(detail, width)
     if not detail.turns:
         yield Text("no turns")
         return
-    found = forks(Conversations(detail.turns))
+    found = find_forks(Transcript(detail.turns))
     for group in _alike(found):
         yield Text()
         yield from _fork(group[0], width) if len(group) == 1 else _beginnings(group, width)
@@ -48,37 +54,37 @@ def explain(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
     yield Text()
     yield from _untrained(detail, width)
     yield Text()
-    yield from _totals(totals(detail.turns, found), width)
+    yield from _totals(token_totals(detail.turns, found), width)
 
 
-def explanation_object(detail: RolloutDetail) -> dict[str, Any]:
-    found = forks(Conversations(detail.turns))
+def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
+    found = find_forks(Transcript(detail.turns))
     return {
-        "rollout_id": detail.row.rollout_id,
-        "forks": [_with_words(asdict(fork), fork_words, fork.reason) for fork in found],
+        "rollout_id": detail.summary.rollout_id,
+        "forks": [_with_text(asdict(fork), fork_text, fork.reason) for fork in found],
         "not_trained": [
-            _with_words({"reason": reason, "final": final, "turns": turns}, training_words, reason)
+            _with_text({"reason": reason, "final": final, "turns": turns}, untrained_text, reason)
             for (reason, final), turns in _by_reason(detail).items()
         ],
-        "tokens": asdict(totals(detail.turns, found)),
+        "tokens": asdict(token_totals(detail.turns, found)),
     }
 
 
-def _with_words(found: dict[str, Any], words: Any, reason: str | None) -> dict[str, Any]:
-    told: Words | None = words(reason) if reason is not None else None
+def _with_text(found: dict[str, Any], words: Any, reason: str | None) -> dict[str, Any]:
+    told: ReasonText | None = words(reason) if reason is not None else None
     return {
         **found,
         "meaning": told.meaning if told else None,
-        "mend": told.mend if told else None,
+        "mend": told.fix if told else None,
     }
 
 
 # Forks
 
 
-def _alike(found: Sequence[Fork]) -> list[list[Fork]]:
+def _alike(found: Sequence[ForkFinding]) -> list[list[ForkFinding]]:
     """Each fork alone, but turns that could have continued nothing together by their reason."""
-    groups: dict[tuple[str | None, int | None], list[Fork]] = {}
+    groups: dict[tuple[str | None, int | None], list[ForkFinding]] = {}
     for fork in found:
         alone = fork.turn if fork.parent is not None or fork.instead_of is not None else None
         groups.setdefault((fork.reason, alone), []).append(fork)
@@ -102,17 +108,17 @@ def _reason(reason: str | None, row: _Row) -> Iterator[Text]:
     if reason is None:
         yield from row("why", "No reason was recorded: tokens continue no earlier turn.")
         return
-    words = fork_words(reason)
+    words = fork_text(reason)
     yield from row("why", words.meaning)
-    if words.mend:
-        yield from row("mend", words.mend)
+    if words.fix:
+        yield from row("mend", words.fix)
 
 
-def _beginnings(found: Sequence[Fork], width: int | None) -> Iterator[Text]:
+def _beginnings(found: Sequence[ForkFinding], width: int | None) -> Iterator[Text]:
     """Of turns that could have continued nothing."""
     row = _rows(width)
     reason = found[0].reason
-    yield _title(f"turns {ranges([fork.turn for fork in found])}", reason, width)
+    yield _title(f"turns {format_ranges([fork.turn for fork in found])}", reason, width)
     yield from _reason(reason, row)
     yield from row("instead", "there are no earlier turns that they could have continued")
     new = sum(fork.prompt - fork.shared for fork in found)
@@ -122,7 +128,7 @@ def _beginnings(found: Sequence[Fork], width: int | None) -> Iterator[Text]:
     yield from row("cost", told)
 
 
-def _fork(fork: Fork, width: int | None) -> Iterator[Text]:
+def _fork(fork: ForkFinding, width: int | None) -> Iterator[Text]:
     row = _rows(width)
     yield _title(f"turn {fork.turn}", fork.reason, width)
     yield from _reason(fork.reason, row)
@@ -148,7 +154,7 @@ def _frame(found: FrameDifference, row: _Row) -> Iterator[Text]:
             yield from row(label, f"{what}: {', '.join(map(one_line, names))}")
 
 
-def _instead(fork: Fork) -> str:
+def _instead(fork: ForkFinding) -> str:
     if fork.instead_of is None:
         other = "there is no earlier turn that it could have continued"
         return other if fork.parent is None else f"it continues turn {fork.parent}; {other} further"
@@ -158,7 +164,7 @@ def _instead(fork: Fork) -> str:
     return instead if fork.parent is None else f"{instead} it continues turn {fork.parent}"
 
 
-def _messages(found: MessageDifference, fork: Fork, row: _Row) -> Iterator[Text]:
+def _messages(found: MessageDifference, fork: ForkFinding, row: _Row) -> Iterator[Text]:
     before, now = (_said(each) for each in (found.before, found.now))
     pairs = zip(before, now, strict=False)
     start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -188,7 +194,7 @@ def _excerpt(text: str, at: int) -> str:
     return ("…" if start else "") + text[start:end] + ("…" if end < len(text) else "")
 
 
-def _tokens(fork: Fork, row: _Row) -> Iterator[Text]:
+def _tokens(fork: ForkFinding, row: _Row) -> Iterator[Text]:
     found = fork.tokens
     if found is None:
         told = "the engine told none of this call" if not fork.prompt else "none to compare with"
@@ -198,8 +204,8 @@ def _tokens(fork: Fork, row: _Row) -> Iterator[Text]:
     into = found.in_reply
     if into is not None and fork.message is None and fork.reply is not None:
         yield from row("reply", _excerpt(_said(fork.reply), 0))
-    where = "prompt" if into is None else f"reply, after {count(into, 'token')}"
-    shared = f"{count(found.position, 'token')} shared with turn {other}"
+    where = "prompt" if into is None else f"reply, after {plural(into, 'token')}"
+    shared = f"{plural(found.position, 'token')} shared with turn {other}"
     yield from row("tokens", f"{shared}; they part in its {where}:")
     for label, ids, style in (
         (f"- turn {other}", found.before, "red"),
@@ -219,7 +225,7 @@ def _ids(ids: Sequence[int], found: TokenDifference, style: str) -> Text:
     return text.append(" " + " ".join(map(str, ids[at + 1 :])))
 
 
-def _cost(fork: Fork) -> str:
+def _cost(fork: ForkFinding) -> str:
     new = f"{fork.prompt - fork.shared:,} of its {fork.prompt:,} prompt tokens are new"
     if not fork.again:
         return new
@@ -232,11 +238,11 @@ def _cost(fork: Fork) -> str:
 # Training
 
 
-def _by_reason(detail: RolloutDetail) -> dict[Untrained, list[int]]:
+def _by_reason(detail: RolloutDetail) -> dict[UntrainedReason, list[int]]:
     """The turns that are not trained, by why; most first."""
-    found: dict[Untrained, list[int]] = {}
+    found: dict[UntrainedReason, list[int]] = {}
     for index, turn in enumerate(detail.turns):
-        missing = untrained(turn, detail.fates.get(turn.turn_id), detail.row)
+        missing = untrained_reason(turn, detail.dispositions.get(turn.turn_id), detail.summary)
         if missing is not None:
             found.setdefault(missing, []).append(index)
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
@@ -247,29 +253,29 @@ def _untrained(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
     missing = sum(map(len, by_reason.values()))
     yield rule(Text("training", style="bold"), width)
     trained = len(detail.turns) - missing
-    step = f" in step {detail.row.consumed_step}" if trained else ""
-    told = Text(f"{trained:,} of {count(len(detail.turns), 'turn')} trained{step}")
+    step = f" in step {detail.summary.consumed_step}" if trained else ""
+    told = Text(f"{trained:,} of {plural(len(detail.turns), 'turn')} trained{step}")
     yield from indented(told, margin=_MARGIN, width=width)
     for (reason, final), turns in by_reason.items():
-        words = training_words(reason)
-        which = f"  {count(len(turns), 'turn')}: {ranges(turns)}"
+        words = untrained_text(reason)
+        which = f"  {plural(len(turns), 'turn')}: {format_ranges(turns)}"
         label = Text.assemble((one_line(reason), "yellow" if final else "bold"), (which, "dim"))
         yield from indented(label, margin=_MARGIN, width=width)
-        for text, style in ((words.meaning, ""), (words.mend and f"→ {words.mend}", "dim")):
+        for text, style in ((words.meaning, ""), (words.fix and f"→ {words.fix}", "dim")):
             if text:
                 yield from indented(Text(text, style=style), margin=_MARGIN + 2, width=width)
 
 
-def _totals(found: Totals, width: int | None) -> Iterator[Text]:
+def _totals(found: TokenTotals, width: int | None) -> Iterator[Text]:
     yield rule(Text("tokens", style="bold"), width)
     rows = [
-        (found.sent, f"sent as prompts of {count(found.turns, 'turn')}"),
+        (found.sent, f"sent as prompts of {plural(found.turns, 'turn')}"),
         (found.sampled, "sampled"),
         (found.stored, "stored: each turn keeps what its parent lacks"),
         (found.again, "of them a second time, because of forks"),
         (
             found.trained_on,
-            f"on {count(found.paths, 'path')} from {count(found.roots, 'root')}: what training "
+            f"on {plural(found.paths, 'path')} from {plural(found.roots, 'root')}: what training "
             "would read; a sampled token is trained on one path only",
         ),
     ]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tracegrad.events import Outcome, Turn
-from tracegrad.store import RolloutRow
+from tracegrad.store import RolloutSummary
 
 OUTCOME_STYLE = {
     Outcome.COMPLETED: "green",
@@ -37,7 +37,7 @@ def clip(text: str, *, lines: int, characters: int) -> str:
     return text if left <= 20 else f"{kept} … ({left:,} more characters)"
 
 
-def age(then: float) -> str:
+def format_age(then: float) -> str:
     seconds = max(0.0, time.time() - then)
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= size:
@@ -45,7 +45,7 @@ def age(then: float) -> str:
     return f"{seconds:.0f}s"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 120:
@@ -56,19 +56,19 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min"
 
 
-def clock(then: float) -> str:
+def format_time(then: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(then))
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def count(amount: int, word: str) -> str:
+def plural(amount: int, word: str) -> str:
     return f"{amount:,} {word}" + ("" if amount == 1 else "s")
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """1, 2, 3, 7 as 1-3, 7."""
     runs: list[list[int]] = []
     for number in numbers:
@@ -79,7 +79,7 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def ending(turn: Turn) -> str:
+def finish_reason_text(turn: Turn) -> str:
     """How its reply ended, where that is known."""
     return turn.finish_reason or ("cut off" if turn.untrainable == "aborted" else "")
 
@@ -88,7 +88,7 @@ def tag_text(tags: Mapping[str, str]) -> str:
     return " ".join(f"{one_line(key)}={one_line(value)}" for key, value in tags.items())
 
 
-def training_text(row: RolloutRow) -> str:
+def training_text(row: RolloutSummary) -> str:
     """Where the rollout stands on its way to training."""
     if row.state == "consumed":
         return f"step {row.consumed_step}" if row.trained_turns else "skipped"

@@ -5,39 +5,39 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from tracegrad.cli.render.turn import rewards_for
+from tracegrad.cli.render.turn import rewards_of_turn
 from tracegrad.events import Turn
-from tracegrad.store import RolloutDetail, RolloutRow, TurnFate
+from tracegrad.store import RolloutDetail, RolloutSummary, TurnDisposition
 
 
-def row_object(row: RolloutRow) -> dict[str, Any]:
+def summary_json(row: RolloutSummary) -> dict[str, Any]:
     return asdict(row)
 
 
-def detail_object(detail: RolloutDetail, *, tokens: bool) -> dict[str, Any]:
+def detail_json(detail: RolloutDetail, *, tokens: bool) -> dict[str, Any]:
     """Token ids and log-probabilities only with `tokens`: they are most of the bytes."""
     return {
-        **row_object(detail.row),
+        **summary_json(detail.summary),
         "task": detail.task,
         "rewards": [asdict(reward) for reward in detail.rewards],
         "turns": [
-            told_turn_object(index, detail, tokens=tokens) for index in range(len(detail.turns))
+            indexed_turn_json(index, detail, tokens=tokens) for index in range(len(detail.turns))
         ],
         "spans": [asdict(span) for span in detail.spans],
     }
 
 
-def told_turn_object(index: int, detail: RolloutDetail, *, tokens: bool) -> dict[str, Any]:
+def indexed_turn_json(index: int, detail: RolloutDetail, *, tokens: bool) -> dict[str, Any]:
     """A turn with its index in its rollout and the rewards that were given for it."""
     turn = detail.turns[index]
     return {
         "turn": index,
-        **turn_object(turn, detail.fates.get(turn.turn_id), tokens=tokens),
-        "rewards": [asdict(reward) for reward in rewards_for(index, detail)],
+        **turn_json(turn, detail.dispositions.get(turn.turn_id), tokens=tokens),
+        "rewards": [asdict(reward) for reward in rewards_of_turn(index, detail)],
     }
 
 
-def turn_object(turn: Turn, fate: TurnFate | None, *, tokens: bool) -> dict[str, Any]:
+def turn_json(turn: Turn, fate: TurnDisposition | None, *, tokens: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
         "turn_id": turn.turn_id,
         "parent_turn_id": turn.parent_id,

@@ -10,57 +10,59 @@ from rich.text import Text
 from tracegrad.cli.render.console import hanging, rule
 from tracegrad.cli.render.format import (
     clip,
-    clock,
-    count,
-    duration,
-    number,
+    format_duration,
+    format_number,
+    format_time,
     one_line,
+    plural,
     printable,
     tag_text,
     training_text,
 )
 from tracegrad.cli.render.rollout_list import outcome_text, task_text
-from tracegrad.cli.render.spans import tell_spans
-from tracegrad.cli.render.turn import Telling, reward_text, tell_turn, tell_whole_turn
-from tracegrad.inspect.transcript import Conversations
+from tracegrad.cli.render.spans import render_spans
+from tracegrad.cli.render.turn import TurnView, render_full_turn, render_turn, reward_text
+from tracegrad.inspect.transcript import Transcript
 from tracegrad.inspect.tree_layout import children_of
 from tracegrad.store import RolloutDetail
 from tracegrad.store.encoding.blobs import dump_json
-from tracegrad.store.read.training_samples import known_to_agent
+from tracegrad.store.read.training_samples import agent_turn_indices
 
 _COLUMN = 10
 
 
-def tell(detail: RolloutDetail, width: int | None, *, tokens: bool, full: bool) -> Iterator[Text]:
-    how = Telling(detail, Conversations(detail.turns), width, full=full, tokens=tokens)
+def render_rollout(
+    detail: RolloutDetail, width: int | None, *, tokens: bool, full: bool
+) -> Iterator[Text]:
+    how = TurnView(detail, Transcript(detail.turns), width, full=full, tokens=tokens)
     yield from _header(detail, width)
     for index in range(len(detail.turns)):
         yield Text()
-        yield from tell_turn(index, how)
+        yield from render_turn(index, how)
     if detail.spans:
         yield Text()
         yield rule(Text("spans", style="bold"), width)
-        yield from tell_spans(detail, width, full=full)
+        yield from render_spans(detail, width, full=full)
 
 
-def tell_one(
+def render_one_turn(
     detail: RolloutDetail, index: int, width: int | None, *, tokens: bool
 ) -> Iterator[Text]:
     """One turn, whole."""
-    talk = Conversations(detail.turns)
-    yield heading(detail, width)
+    talk = Transcript(detail.turns)
+    yield rollout_title(detail, width)
     yield Text()
-    yield from tell_whole_turn(index, Telling(detail, talk, width, full=True, tokens=tokens))
+    yield from render_full_turn(index, TurnView(detail, talk, width, full=True, tokens=tokens))
 
 
-def heading(detail: RolloutDetail, width: int | None) -> Text:
+def rollout_title(detail: RolloutDetail, width: int | None) -> Text:
     """The rollout in one line."""
-    row = detail.row
+    row = detail.summary
     line = Text.assemble(("rollout ", "dim"), (one_line(row.rollout_id), "bold cyan"))
     for part in (task_text(row), outcome_text(row)):
         line.append(" · ").append_text(part)
     if row.reward is not None:
-        line.append(" · ").append(f"reward {number(row.reward)}", style="bold")
+        line.append(" · ").append(f"reward {format_number(row.reward)}", style="bold")
     if width is not None:
         line.truncate(width, overflow="ellipsis")
     return line
@@ -72,7 +74,7 @@ def _header(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
 
 
 def _rows(detail: RolloutDetail) -> Iterator[tuple[str, Text]]:
-    row = detail.row
+    row = detail.summary
     yield "rollout", Text(one_line(row.rollout_id), style="bold cyan")
     yield "task", Text(one_line(row.task_id or "untitled"))
     if detail.task is not None:
@@ -91,17 +93,17 @@ def _rows(detail: RolloutDetail) -> Iterator[tuple[str, Text]]:
 
 
 def _outcome(detail: RolloutDetail) -> Text:
-    row = detail.row
+    row = detail.summary
     text = outcome_text(row)
     if row.outcome is None or row.finished_at is None:
-        return Text.assemble(text, f" since {clock(row.opened_at)}")
-    took = duration(max(0.0, row.finished_at - row.opened_at))
-    return Text.assemble(text, f" in {took}, opened {clock(row.opened_at)}")
+        return Text.assemble(text, f" since {format_time(row.opened_at)}")
+    took = format_duration(max(0.0, row.finished_at - row.opened_at))
+    return Text.assemble(text, f" in {took}, opened {format_time(row.opened_at)}")
 
 
 def _rewards(detail: RolloutDetail) -> Iterator[tuple[str, Text]]:
     """Those of the whole rollout; a turn's stand with the turn."""
-    turns = len(known_to_agent(detail.turns))
+    turns = len(agent_turn_indices(detail.turns))
     beside = 0
     for reward in detail.rewards:
         if reward.turn is not None and -turns <= reward.turn < turns:
@@ -112,30 +114,30 @@ def _rewards(detail: RolloutDetail) -> Iterator[tuple[str, Text]]:
             text.append(f"  for turn {reward.turn}, which is not there", style="not strike red")
         yield "reward", text
     if beside:
-        yield "", Text(f"{count(beside, 'reward')} for turns, with them below", style="dim")
+        yield "", Text(f"{plural(beside, 'reward')} for turns, with them below", style="dim")
 
 
 def _shape(detail: RolloutDetail) -> str:
     turns = detail.turns
     if not turns:
-        return "none" + (f", {count(len(detail.spans), 'span')}" if detail.spans else "")
+        return "none" + (f", {plural(len(detail.spans), 'span')}" if detail.spans else "")
     children = children_of(turns)
     leaves = sum(not children[index] for index in range(len(turns)))
     sent = sum(len(turn.prompt_token_ids) for turn in turns)
     sampled = sum(len(turn.completion_token_ids) for turn in turns)
-    paths = f" on {count(leaves, 'path')}" if leaves > 1 else ""
+    paths = f" on {plural(leaves, 'path')}" if leaves > 1 else ""
     forks = sum(turn.fork_reason is not None for turn in turns)
-    tokens = f"{sent:,} prompt + {count(sampled, 'token')} sampled" if sent else "without tokens"
-    told = f", {count(forks, 'fork')}" if forks else ""
+    tokens = f"{sent:,} prompt + {plural(sampled, 'token')} sampled" if sent else "without tokens"
+    told = f", {plural(forks, 'fork')}" if forks else ""
     return f"{len(turns):,}{paths}, {tokens}{told}"
 
 
 def _training(detail: RolloutDetail) -> str:
-    row = detail.row
-    reasons = Counter(fate.skip_reason for fate in detail.fates.values() if fate.skip_reason)
+    row = detail.summary
+    reasons = Counter(fate.skip_reason for fate in detail.dispositions.values() if fate.skip_reason)
     each = ", ".join(f"{amount} {one_line(reason)}" for reason, amount in reasons.most_common())
     why = f", {reasons.total()} not: {each}" if each else ""
     if row.trained_turns:
-        turns = f"{row.trained_turns} of {count(row.turns, 'turn')}"
+        turns = f"{row.trained_turns} of {plural(row.turns, 'turn')}"
         return f"{turns} trained in step {row.consumed_step}{why}"
     return training_text(row) + (f" ({', '.join(map(one_line, reasons))})" if reasons else "")

@@ -8,53 +8,64 @@ from rich.text import Text
 
 from tracegrad.cli.render.format import (
     OUTCOME_STYLE,
-    age,
-    number,
+    format_age,
+    format_number,
     one_line,
     tag_text,
     training_text,
 )
-from tracegrad.cli.render.table import Column, table
-from tracegrad.store import RolloutRow
+from tracegrad.cli.render.table import TableColumn, render_table
+from tracegrad.store import RolloutSummary
 
 
-def rollout_table(rows: Sequence[RolloutRow], width: int | None) -> list[Text]:
-    return table(_columns(rows), rows, width)
+def render_rollouts(rows: Sequence[RolloutSummary], width: int | None) -> list[Text]:
+    return render_table(_columns(rows), rows, width)
 
 
-def _columns(rows: Sequence[RolloutRow]) -> list[Column[RolloutRow]]:
+def _columns(rows: Sequence[RolloutSummary]) -> list[TableColumn[RolloutSummary]]:
     short = short_id_width([row.rollout_id for row in rows])
-    columns: list[Column[RolloutRow]] = [
-        Column("id", lambda row: Text(one_line(row.rollout_id[:short]), style="cyan")),
-        Column("age", lambda row: Text(age(row.opened_at), style="dim"), "right", leave=2),
-        Column("task", task_text, least=8),
-        Column("outcome", outcome_text),
-        Column("reward", _reward, justify="right"),
-        Column("turns", lambda row: Text(f"{row.turns:,}"), justify="right", leave=1),
-        Column("tokens", lambda row: Text(f"{row.completion_tokens:,}"), justify="right", leave=5),
-        Column("training", lambda row: Text(training_text(row))),
+    columns: list[TableColumn[RolloutSummary]] = [
+        TableColumn("id", lambda row: Text(one_line(row.rollout_id[:short]), style="cyan")),
+        TableColumn(
+            "age", lambda row: Text(format_age(row.opened_at), style="dim"), "right", drop_order=2
+        ),
+        TableColumn("task", task_text, min_width=8),
+        TableColumn("outcome", outcome_text),
+        TableColumn("reward", _reward, justify="right"),
+        TableColumn("turns", lambda row: Text(f"{row.turns:,}"), justify="right", drop_order=1),
+        TableColumn(
+            "tokens", lambda row: Text(f"{row.completion_tokens:,}"), justify="right", drop_order=5
+        ),
+        TableColumn("training", lambda row: Text(training_text(row))),
     ]
     # What is the same everywhere tells nothing.
     if len({row.agent for row in rows}) > 1:
         columns.append(
-            Column("agent", lambda row: Text(one_line(row.agent or "")), least=6, leave=4)
+            TableColumn(
+                "agent", lambda row: Text(one_line(row.agent or "")), min_width=6, drop_order=4
+            )
         )
     if any(row.tags for row in rows):
         columns.append(
-            Column("tags", lambda row: Text(tag_text(row.tags), style="dim"), least=10, leave=3)
+            TableColumn(
+                "tags",
+                lambda row: Text(tag_text(row.tags), style="dim"),
+                min_width=10,
+                drop_order=3,
+            )
         )
     return columns
 
 
-def task_text(row: RolloutRow) -> Text:
+def task_text(row: RolloutSummary) -> Text:
     return Text(one_line(row.task_id)) if row.task_id else Text("untitled", style="dim")
 
 
-def _reward(row: RolloutRow) -> Text:
-    return Text("" if row.reward is None else number(row.reward))
+def _reward(row: RolloutSummary) -> Text:
+    return Text("" if row.reward is None else format_number(row.reward))
 
 
-def outcome_text(row: RolloutRow) -> Text:
+def outcome_text(row: RolloutSummary) -> Text:
     if row.outcome is None:
         return Text("open", style="bright_blue")
     return Text(row.outcome.value, style=OUTCOME_STYLE[row.outcome])

@@ -8,9 +8,16 @@ from typing import Any
 from rich.text import Text
 
 from tracegrad.cli.render.console import wrapped
-from tracegrad.cli.render.format import clip, count, duration, one_line, printable, ranges
-from tracegrad.events import SpanEnded
-from tracegrad.inspect.tree_layout import shortened
+from tracegrad.cli.render.format import (
+    clip,
+    format_duration,
+    format_ranges,
+    one_line,
+    plural,
+    printable,
+)
+from tracegrad.events import Span
+from tracegrad.inspect.tree_layout import shorten_guide
 from tracegrad.store import RolloutDetail
 from tracegrad.store.encoding.blobs import dump_json
 
@@ -29,13 +36,13 @@ _TOKENS_OUT = (
 _ERROR = ("otel.status_description", "exception.message", "error.type")
 
 
-def tell_spans(detail: RolloutDetail, width: int | None, *, full: bool) -> Iterator[Text]:
+def render_spans(detail: RolloutDetail, width: int | None, *, full: bool) -> Iterator[Text]:
     start = min(span.start_ns for span in detail.spans)
     calls: dict[str, list[int]] = {}
     for index, turn in enumerate(detail.turns):
         calls.setdefault(turn.parent_span_id or "", []).append(index)
     for span, *guides in _placed(detail.spans):
-        guide, under = (shortened(each, (width or _WIDE) // 2) for each in guides)
+        guide, under = (shorten_guide(each, (width or _WIDE) // 2) for each in guides)
         made = calls.get(span.span_id, [])
         line = Text.assemble((guide, "dim"), _line(span, start, made))
         yield _cut(line, width)
@@ -53,10 +60,10 @@ def _cut(line: Text, width: int | None) -> Text:
     return whole
 
 
-def _placed(spans: Sequence[SpanEnded]) -> Iterator[tuple[SpanEnded, str, str]]:
+def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, str, str]]:
     """Every span once, with what leads to it and what stands before further lines of it."""
     known = {span.span_id for span in spans}
-    children: dict[str | None, list[SpanEnded]] = {}
+    children: dict[str | None, list[Span]] = {}
     for span in spans:
         parent = span.parent_span_id if span.parent_span_id in known else None
         children.setdefault(parent, []).append(span)
@@ -82,27 +89,29 @@ def _placed(spans: Sequence[SpanEnded]) -> Iterator[tuple[SpanEnded, str, str]]:
         ]
 
 
-def _line(span: SpanEnded, start: int, turns: Sequence[int]) -> Text:
+def _line(span: Span, start: int, turns: Sequence[int]) -> Text:
     failed = span.status == "error"
     line = Text.assemble((one_line(span.name), "red" if failed else ""))
-    took = duration((span.end_ns - span.start_ns) / 1e9)
-    line.append(f"  {took} at +{duration((span.start_ns - start) / 1e9)}", style="dim")
+    took = format_duration((span.end_ns - span.start_ns) / 1e9)
+    line.append(f"  {took} at +{format_duration((span.start_ns - start) / 1e9)}", style="dim")
     if failed:
         why = _first(span.attributes, _ERROR)
         said = f": {one_line(_text(why))}" if why is not None else ""
         line.append(f"  error{said}", style="red")
     if turns:
-        line.append(f"  {'turn' if len(turns) == 1 else 'turns'} {ranges(turns)}", style="cyan")
+        line.append(
+            f"  {'turn' if len(turns) == 1 else 'turns'} {format_ranges(turns)}", style="cyan"
+        )
     facts = [_text(fact) for names in (_KIND, _MODEL) if (fact := _first(span.attributes, names))]
     tokens = [_first(span.attributes, names) for names in (_TOKENS_IN, _TOKENS_OUT)]
     if not turns and any(isinstance(each, int) for each in tokens):
-        facts.append(f"{tokens[0] or 0:,} prompt + {count(int(tokens[1] or 0), 'token')}")
+        facts.append(f"{tokens[0] or 0:,} prompt + {plural(int(tokens[1] or 0), 'token')}")
     if facts:
         line.append("  " + one_line(" · ".join(facts)), style="dim")
     return line
 
 
-def _texts(span: SpanEnded, *, full: bool) -> Iterator[Text]:
+def _texts(span: Span, *, full: bool) -> Iterator[Text]:
     for mark, names in (("→ ", _INPUT), ("← ", _OUTPUT)):
         found = _first(span.attributes, names)
         if found not in (None, ""):

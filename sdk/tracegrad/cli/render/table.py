@@ -14,19 +14,21 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class Column(Generic[R]):
+class TableColumn(Generic[R]):
     title: str
     cell: Callable[[R], Text]
     justify: Literal["left", "right"] = "left"
-    least: int | None = None  # may be cut to so many characters
-    most: int | None = None  # never wider, even in a pipe
-    leave: int = 0  # columns with a higher number leave a narrow terminal first; 0 stays
+    min_width: int | None = None  # may be cut to so many characters
+    max_width: int | None = None  # never wider, even in a pipe
+    drop_order: int = 0  # columns with a higher number leave a narrow terminal first; 0 stays
 
 
-def table(columns: Sequence[Column[R]], rows: Sequence[R], width: int | None) -> list[Text]:
+def render_table(
+    columns: Sequence[TableColumn[R]], rows: Sequence[R], width: int | None
+) -> list[Text]:
     """The titles, then a line for each row."""
     cells = {column.title: [column.cell(row) for row in rows] for column in columns}
-    widths = _fit(columns, cells, width)
+    widths = _column_widths(columns, cells, width)
     shown = [column for column in columns if column.title in widths]
     heads = [Text(column.title, style="bold") for column in shown]
     lines = [_line(shown, heads, widths)]
@@ -36,25 +38,25 @@ def table(columns: Sequence[Column[R]], rows: Sequence[R], width: int | None) ->
     return lines
 
 
-def _fit(
-    columns: Sequence[Column[R]], cells: Mapping[str, Sequence[Text]], width: int | None
+def _column_widths(
+    columns: Sequence[TableColumn[R]], cells: Mapping[str, Sequence[Text]], width: int | None
 ) -> dict[str, int]:
     """The width of each column that stays."""
     whole = {
         column.title: min(
             max(len(column.title), *(cell.cell_len for cell in cells[column.title]), 0),
-            column.most or 1 << 30,
+            column.max_width or 1 << 30,
         )
         for column in columns
     }
     if width is None:
         return whole
     least = {
-        column.title: min(whole[column.title], column.least or whole[column.title])
+        column.title: min(whole[column.title], column.min_width or whole[column.title])
         for column in columns
     }
-    for column in sorted(columns, key=lambda column: -column.leave):
-        if column.leave and _total(least) > width:
+    for column in sorted(columns, key=lambda column: -column.drop_order):
+        if column.drop_order and _total(least) > width:
             del least[column.title]
     # The last resort: what must stay is cut like the rest.
     while _total(least) > width and max(least.values()) > 4:
@@ -72,7 +74,9 @@ def _total(widths: Mapping[str, int]) -> int:
     return sum(widths.values()) + _GAP * (len(widths) - 1)
 
 
-def _line(columns: Sequence[Column[R]], cells: Sequence[Text], widths: Mapping[str, int]) -> Text:
+def _line(
+    columns: Sequence[TableColumn[R]], cells: Sequence[Text], widths: Mapping[str, int]
+) -> Text:
     line = Text()
     at = 0
     for column, cell in zip(columns, cells, strict=True):

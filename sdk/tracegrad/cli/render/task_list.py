@@ -11,17 +11,17 @@ from typing import Any
 from rich.text import Text
 from sqlalchemy import select
 
-from tracegrad.cli.render.format import OUTCOME_STYLE, age, number, one_line
-from tracegrad.cli.render.table import Column, table
+from tracegrad.cli.render.format import OUTCOME_STYLE, format_age, format_number, one_line
+from tracegrad.cli.render.table import TableColumn, render_table
 from tracegrad.events import Outcome
 from tracegrad.store import OPEN, RolloutFilter, Store
 from tracegrad.store.expressions import latest_reward
 from tracegrad.store.models import Rollouts
-from tracegrad.store.read.choosing import Order
+from tracegrad.store.read.choosing import RolloutOrder
 
 
 @dataclass(slots=True)
-class Task:
+class TaskSummary:
     """What is known of its rollouts; `task_id` is None for those without a task."""
 
     task_id: str | None
@@ -46,40 +46,45 @@ class Task:
         return math.sqrt(math.fsum(squares) / len(self.rewards))
 
 
-def tasks(store: Store, wanted: RolloutFilter, order: Order) -> list[Task]:
+def summarize_tasks(store: Store, wanted: RolloutFilter, order: RolloutOrder) -> list[TaskSummary]:
     """The task with the newest rollout first, or that with the highest mean reward."""
     query = (
         select(Rollouts.task_id, Rollouts.opened_at, Rollouts.outcome, latest_reward())
         .where(wanted.where())
         .order_by(Rollouts.opened_at.desc())
     )
-    found: dict[str | None, Task] = {}
+    found: dict[str | None, TaskSummary] = {}
     with store.reading() as connection:
         for task_id, opened_at, outcome, reward in connection.execute(query):
-            task = found.setdefault(task_id, Task(task_id, opened_at))
+            task = found.setdefault(task_id, TaskSummary(task_id, opened_at))
             task.outcomes[outcome or OPEN] += 1
             if reward is not None:
                 task.rewards.append(reward)
     every = list(found.values())
-    if order is Order.REWARD:
+    if order is RolloutOrder.REWARD:
         every.sort(key=lambda task: -math.inf if task.mean is None else task.mean, reverse=True)
     return every
 
 
-def task_table(rows: Sequence[Task], width: int | None) -> list[Text]:
-    columns: list[Column[Task]] = [
-        Column("task", _name, least=8),
-        Column("age", lambda task: Text(age(task.last_opened_at), style="dim"), "right", leave=2),
-        Column("rollouts", lambda task: Text(f"{task.rollouts:,}"), "right"),
-        Column("reward", _reward, "right"),
-        Column("from", lambda task: _bound(task, min), "right", leave=1),
-        Column("to", lambda task: _bound(task, max), "right", leave=1),
-        Column("outcomes", _outcomes, least=10),
+def render_tasks(rows: Sequence[TaskSummary], width: int | None) -> list[Text]:
+    columns: list[TableColumn[TaskSummary]] = [
+        TableColumn("task", _name, min_width=8),
+        TableColumn(
+            "age",
+            lambda task: Text(format_age(task.last_opened_at), style="dim"),
+            "right",
+            drop_order=2,
+        ),
+        TableColumn("rollouts", lambda task: Text(f"{task.rollouts:,}"), "right"),
+        TableColumn("reward", _reward, "right"),
+        TableColumn("from", lambda task: _bound(task, min), "right", drop_order=1),
+        TableColumn("to", lambda task: _bound(task, max), "right", drop_order=1),
+        TableColumn("outcomes", _outcomes, min_width=10),
     ]
-    return table(columns, rows, width)
+    return render_table(columns, rows, width)
 
 
-def task_object(task: Task) -> dict[str, Any]:
+def task_json(task: TaskSummary) -> dict[str, Any]:
     return {
         "task_id": task.task_id,
         "rollouts": task.rollouts,
@@ -93,22 +98,24 @@ def task_object(task: Task) -> dict[str, Any]:
     }
 
 
-def _name(task: Task) -> Text:
+def _name(task: TaskSummary) -> Text:
     return Text(one_line(task.task_id)) if task.task_id else Text("untitled", style="dim")
 
 
-def _reward(task: Task) -> Text:
-    text = Text("" if task.mean is None else number(task.mean))
+def _reward(task: TaskSummary) -> Text:
+    text = Text("" if task.mean is None else format_number(task.mean))
     if task.deviation is None:
         return text
-    return text.append(f" ± {number(task.deviation)}", style="dim" if task.deviation else "yellow")
+    return text.append(
+        f" ± {format_number(task.deviation)}", style="dim" if task.deviation else "yellow"
+    )
 
 
-def _bound(task: Task, which: Any) -> Text:
-    return Text(number(which(task.rewards)) if task.rewards else "", style="dim")
+def _bound(task: TaskSummary, which: Any) -> Text:
+    return Text(format_number(which(task.rewards)) if task.rewards else "", style="dim")
 
 
-def _outcomes(task: Task) -> Text:
+def _outcomes(task: TaskSummary) -> Text:
     parts = []
     for name, amount in task.outcomes.most_common():
         style = "bright_blue" if name == OPEN else OUTCOME_STYLE[Outcome(name)]

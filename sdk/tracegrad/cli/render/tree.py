@@ -9,15 +9,22 @@ from typing import Any
 
 from rich.text import Text
 
-from tracegrad.cli.render.format import count, ending, number, one_line
-from tracegrad.cli.render.rollout import heading
-from tracegrad.cli.render.table import Column, table
-from tracegrad.cli.render.turn import is_latest, known_tokens, rewards_for
+from tracegrad.cli.render.format import finish_reason_text, format_number, one_line, plural
+from tracegrad.cli.render.rollout import rollout_title
+from tracegrad.cli.render.table import TableColumn, render_table
+from tracegrad.cli.render.turn import is_latest_reward, parent_tokens, rewards_of_turn
 from tracegrad.events import Turn
-from tracegrad.inspect.forks import instead_of
-from tracegrad.inspect.reasons import untrained
-from tracegrad.inspect.transcript import Conversations
-from tracegrad.inspect.tree_layout import Branch, Place, forest, gathered, places, shortened
+from tracegrad.inspect.forks import expected_parent
+from tracegrad.inspect.reasons import untrained_reason
+from tracegrad.inspect.transcript import Transcript
+from tracegrad.inspect.tree_layout import (
+    PlacedTurn,
+    TurnChain,
+    group_samples,
+    place_turns,
+    shorten_guide,
+    turn_chains,
+)
 from tracegrad.store import RolloutDetail
 
 # At most so much of a line is what leads to a turn.
@@ -26,26 +33,26 @@ _GUIDE = 30
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    place: Place
+    place: PlacedTurn
     turn: Turn
     new: int | None  # prompt tokens that its parent lacks; None: the same prompt as the one above
     samples: int  # of its prompt, itself among them
 
 
-def draw(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
-    yield heading(detail, width)
+def render_tree(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
+    yield rollout_title(detail, width)
     if not detail.turns:
         yield Text("no turns" + (": its spans are in `rollouts show`" if detail.spans else ""))
         return
-    talk = Conversations(detail.turns)
-    roots = forest(detail.turns)
-    rows = _rows(gathered(roots, detail.turns), detail)
-    head, *lines = table(_columns(rows, detail, talk), rows, width)
+    talk = Transcript(detail.turns)
+    roots = turn_chains(detail.turns)
+    rows = _rows(group_samples(roots, detail.turns), detail)
+    head, *lines = render_table(_columns(rows, detail, talk), rows, width)
     yield Text()
     yield head
     for row, line in zip(rows, lines, strict=True):
         if row.place.first and (why := _why(row, roots, detail, talk)) is not None:
-            note = Text.assemble((shortened(row.place.above, _GUIDE), "dim"), why)
+            note = Text.assemble((shorten_guide(row.place.above, _GUIDE), "dim"), why)
             if width is not None:
                 note.truncate(width, overflow="ellipsis")
             yield note
@@ -54,10 +61,10 @@ def draw(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
     yield Text(_sum(roots, detail), style="dim")
 
 
-def tree_object(detail: RolloutDetail) -> dict[str, Any]:
+def tree_json(detail: RolloutDetail) -> dict[str, Any]:
     """Nested at forks only: a chain of turns is one list."""
-    talk = Conversations(detail.turns)
-    roots = forest(detail.turns)
+    talk = Transcript(detail.turns)
+    roots = turn_chains(detail.turns)
     made: dict[int, dict[str, Any]] = {}
     every = list(roots)
     for branch in every:
@@ -66,34 +73,34 @@ def tree_object(detail: RolloutDetail) -> dict[str, Any]:
         made[id(branch)] = {
             "turns": [_turn_object(index, detail) for index in branch.turns],
             "fork_reason": detail.turns[branch.turns[0]].fork_reason,
-            "instead_of": instead_of(branch.turns[0], talk) if branch in roots else None,
+            "instead_of": expected_parent(branch.turns[0], talk) if branch in roots else None,
             "branches": [made[id(child)] for child in branch.branches],
         }
     return {
-        "rollout_id": detail.row.rollout_id,
-        "task_id": detail.row.task_id,
-        "outcome": detail.row.outcome,
-        "reward": detail.row.reward,
+        "rollout_id": detail.summary.rollout_id,
+        "task_id": detail.summary.task_id,
+        "outcome": detail.summary.outcome,
+        "reward": detail.summary.reward,
         "roots": [made[id(root)] for root in roots],
     }
 
 
 def _turn_object(index: int, detail: RolloutDetail) -> dict[str, Any]:
     turn = detail.turns[index]
-    fate = detail.fates.get(turn.turn_id)
-    missing = untrained(turn, fate, detail.row)
+    fate = detail.dispositions.get(turn.turn_id)
+    missing = untrained_reason(turn, fate, detail.summary)
     return {
         "turn": index,
         "turn_id": turn.turn_id,
-        "new_prompt_tokens": len(turn.prompt_token_ids) - known_tokens(turn, detail.turns),
+        "new_prompt_tokens": len(turn.prompt_token_ids) - parent_tokens(turn, detail.turns),
         "prompt_tokens": len(turn.prompt_token_ids),
         "completion_tokens": len(turn.completion_token_ids),
         "finish_reason": turn.finish_reason,
         "policy_versions": turn.policy_versions,
         "rewards": {
             reward.name: reward.value
-            for reward in rewards_for(index, detail)
-            if is_latest(reward, detail)
+            for reward in rewards_of_turn(index, detail)
+            if is_latest_reward(reward, detail)
         },
         "parent_span_id": turn.parent_span_id,
         "trained_step": fate.step if fate else None,
@@ -101,14 +108,14 @@ def _turn_object(index: int, detail: RolloutDetail) -> dict[str, Any]:
     }
 
 
-def _rows(roots: Sequence[Branch], detail: RolloutDetail) -> list[_Row]:
+def _rows(roots: Sequence[TurnChain], detail: RolloutDetail) -> list[_Row]:
     prompts = Counter(map(_asked, detail.turns))
     seen: set[tuple[str | None, bytes]] = set()
     rows = []
-    for place in places(roots):
+    for place in place_turns(roots):
         turn = detail.turns[place.turn]
         prompt = _asked(turn)
-        new = len(turn.prompt_token_ids) - known_tokens(turn, detail.turns)
+        new = len(turn.prompt_token_ids) - parent_tokens(turn, detail.turns)
         rows.append(_Row(place, turn, None if prompt in seen else new, prompts[prompt]))
         seen.add(prompt)
     return rows
@@ -120,17 +127,19 @@ def _asked(turn: Turn) -> tuple[str | None, bytes]:
 
 
 def _columns(
-    rows: Sequence[_Row], detail: RolloutDetail, talk: Conversations
-) -> list[Column[_Row]]:
-    columns: list[Column[_Row]] = [
-        Column("turn", _index),
-        Column("new", _new, "right"),
-        Column("sampled", lambda row: Text(f"{len(row.turn.completion_token_ids):,}"), "right"),
-        Column("ended", _ended, least=10, leave=2),
-        Column("reward", lambda row: _reward(row, detail), least=12),
-        Column("version", _version, "right", leave=3),
-        Column("training", lambda row: _training(row, detail), least=14),
-        Column("said", lambda row: _said(row, talk), least=10, most=80, leave=4),
+    rows: Sequence[_Row], detail: RolloutDetail, talk: Transcript
+) -> list[TableColumn[_Row]]:
+    columns: list[TableColumn[_Row]] = [
+        TableColumn("turn", _index),
+        TableColumn("new", _new, "right"),
+        TableColumn(
+            "sampled", lambda row: Text(f"{len(row.turn.completion_token_ids):,}"), "right"
+        ),
+        TableColumn("ended", _ended, min_width=10, drop_order=2),
+        TableColumn("reward", lambda row: _reward(row, detail), min_width=12),
+        TableColumn("version", _version, "right", drop_order=3),
+        TableColumn("training", lambda row: _training(row, detail), min_width=14),
+        TableColumn("said", lambda row: _said(row, talk), min_width=10, max_width=80, drop_order=4),
     ]
     if not any(_reward(row, detail).plain for row in rows):
         columns = [column for column in columns if column.title != "reward"]
@@ -138,7 +147,7 @@ def _columns(
 
 
 def _index(row: _Row) -> Text:
-    guide = shortened(row.place.guide, _GUIDE)
+    guide = shorten_guide(row.place.guide, _GUIDE)
     return Text.assemble((guide, "dim"), (str(row.place.turn), "bold"))
 
 
@@ -149,15 +158,16 @@ def _new(row: _Row) -> Text:
 
 
 def _ended(row: _Row) -> Text:
-    ended = ending(row.turn)
+    ended = finish_reason_text(row.turn)
     style = "" if ended in ("stop", "tool_calls") else "yellow"
     return Text(one_line(ended), style=style)
 
 
 def _reward(row: _Row, detail: RolloutDetail) -> Text:
-    given = [r for r in rewards_for(row.place.turn, detail) if is_latest(r, detail)]
+    given = [r for r in rewards_of_turn(row.place.turn, detail) if is_latest_reward(r, detail)]
     named = (
-        number(r.value) + (f" {one_line(r.name)}" if r.name != "reward" else "") for r in given
+        format_number(r.value) + (f" {one_line(r.name)}" if r.name != "reward" else "")
+        for r in given
     )
     return Text(", ".join(named), style="bold")
 
@@ -171,14 +181,14 @@ def _version(row: _Row) -> Text:
 
 
 def _training(row: _Row, detail: RolloutDetail) -> Text:
-    fate = detail.fates.get(row.turn.turn_id)
-    missing = untrained(row.turn, fate, detail.row)
+    fate = detail.dispositions.get(row.turn.turn_id)
+    missing = untrained_reason(row.turn, fate, detail.summary)
     if missing is None:
         return Text(f"step {fate.step if fate else None}", style="green")
     return Text(one_line(missing.reason), style="yellow" if missing.final else "dim")
 
 
-def _said(row: _Row, talk: Conversations) -> Text:
+def _said(row: _Row, talk: Transcript) -> Text:
     reply = talk.reply(row.place.turn)
     if reply is None:
         return Text()
@@ -188,7 +198,7 @@ def _said(row: _Row, talk: Conversations) -> Text:
 
 
 def _why(
-    row: _Row, roots: Sequence[Branch], detail: RolloutDetail, talk: Conversations
+    row: _Row, roots: Sequence[TurnChain], detail: RolloutDetail, talk: Transcript
 ) -> Text | None:
     """What is to be said above a branch: why it begins here, and in which span."""
     turn, parts = row.turn, []
@@ -196,7 +206,7 @@ def _why(
         parts.append(f"{row.samples} samples of one prompt")
     if turn.fork_reason:
         parts.append(f"fork: {one_line(turn.fork_reason)}")
-        rival = instead_of(row.place.turn, talk)
+        rival = expected_parent(row.place.turn, talk)
         if rival is not None:
             parts.append(f"instead of continuing turn {rival}")
     if len(roots) > 1 and turn.parent_id is None and row.new is not None:
@@ -205,10 +215,10 @@ def _why(
     return Text(", ".join(parts), style="yellow") if parts else None
 
 
-def _sum(roots: Sequence[Branch], detail: RolloutDetail) -> str:
+def _sum(roots: Sequence[TurnChain], detail: RolloutDetail) -> str:
     every = list(roots)
     for branch in every:
         every += branch.branches
     leaves = sum(not branch.branches for branch in every)
-    parts = [count(len(detail.turns), "turn"), count(len(roots), "root"), count(leaves, "path")]
+    parts = [plural(len(detail.turns), "turn"), plural(len(roots), "root"), plural(leaves, "path")]
     return " · ".join(parts)

@@ -10,51 +10,51 @@ from rich.text import Text
 from tracegrad.cli.render.console import hanging, indented, rule
 from tracegrad.cli.render.format import (
     clip,
-    clock,
-    count,
-    duration,
-    ending,
-    number,
+    finish_reason_text,
+    format_duration,
+    format_number,
+    format_time,
     one_line,
+    plural,
     printable,
     training_text,
 )
-from tracegrad.events import RewardGiven, Turn
-from tracegrad.inspect.forks import instead_of
-from tracegrad.inspect.reasons import fork_words, training_words, untrained
-from tracegrad.inspect.transcript import Conversations, Known, Message
+from tracegrad.events import Reward, Turn
+from tracegrad.inspect.forks import expected_parent
+from tracegrad.inspect.reasons import fork_text, untrained_reason, untrained_text
+from tracegrad.inspect.transcript import Message, RepeatedMessages, Transcript
 from tracegrad.store import RolloutDetail
 from tracegrad.store.encoding.blobs import dump_json
-from tracegrad.store.read.training_samples import known_to_agent
+from tracegrad.store.read.training_samples import agent_turn_indices
 
 COLUMN = 11
 _MARGIN = 2
 _ROLE_STYLE = {"system": "dim", "developer": "dim", "user": "bold", "tool": "yellow",
                "reply": "green", "assistant": "green"}  # fmt: skip
 # Lines and characters of a message; the model's own words and the user's are what one reads for.
-_ROOM = {"system": (4, 400), "developer": (4, 400), "tool": (8, 800)}
-_MUCH = (16, 1200)
+_LIMITS_BY_ROLE = {"system": (4, 400), "developer": (4, 400), "tool": (8, 800)}
+_DEFAULT_LIMITS = (16, 1200)
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class TurnView:
     """How much: whole messages (`full`), token ids (`tokens`)."""
 
     detail: RolloutDetail
-    talk: Conversations
+    transcript: Transcript
     width: int | None
     full: bool = False
     tokens: bool = False
 
 
-def tell_turn(index: int, how: Telling) -> Iterator[Text]:
+def render_turn(index: int, how: TurnView) -> Iterator[Text]:
     """What is new in it: messages that an earlier turn had are only counted."""
     yield from _about(index, how)
-    if index == 0 or how.talk.tools(index) != how.talk.tools(index - 1):
+    if index == 0 or how.transcript.tools(index) != how.transcript.tools(index - 1):
         yield from _tools(index, how)
-    for news in how.talk.news(index):
-        if isinstance(news, Known):
-            elided = f"… {count(news.messages, 'message')} as in turn {news.of_turn}"
+    for news in how.transcript.new_messages(index):
+        if isinstance(news, RepeatedMessages):
+            elided = f"… {plural(news.messages, 'message')} as in turn {news.of_turn}"
             yield from _row("", Text(elided, style="dim italic"), how)
         else:
             yield from _message(news, how)
@@ -63,23 +63,23 @@ def tell_turn(index: int, how: Telling) -> Iterator[Text]:
         yield from _ids(index, how)
 
 
-def tell_whole_turn(index: int, how: Telling) -> Iterator[Text]:
+def render_full_turn(index: int, how: TurnView) -> Iterator[Text]:
     """All that is recorded of it, every message in full."""
     turn = how.detail.turns[index]
     yield from _about(index, how)
     yield from _row("id", Text(one_line(turn.turn_id)), how)
-    yield from _row("made", Text(f"{clock(turn.created_at)} in {turn.dialect}"), how)
+    yield from _row("made", Text(f"{format_time(turn.created_at)} in {turn.dialect}"), how)
     yield from _row("model", Text(one_line(turn.model)), how)
     if turn.sampling:
         settings = (f"{name}={_value(value)}" for name, value in turn.sampling.items())
         yield from _row("sampling", Text(one_line(" ".join(settings))), how)
-    versions = ", ".join(f"{count(n, 'token')} by {v}" for v, n in turn.policy_versions)
+    versions = ", ".join(f"{plural(n, 'token')} by {v}" for v, n in turn.policy_versions)
     if versions:
         yield from _row("versions", Text(versions), how)
     if turn.parent_span_id is not None:
         yield from _row("span", Text(_span_name(turn, how.detail)), how)
     yield from _tools(index, how)
-    for message in how.talk.messages(index):
+    for message in how.transcript.messages(index):
         yield from _message(message, how)
     yield from _reply(index, how)
     if turn.request is None:
@@ -88,20 +88,20 @@ def tell_whole_turn(index: int, how: Telling) -> Iterator[Text]:
         yield from _ids(index, how)
 
 
-def _about(index: int, how: Telling) -> Iterator[Text]:
+def _about(index: int, how: TurnView) -> Iterator[Text]:
     turn = how.detail.turns[index]
     yield rule(turn_title(index, how.detail), how.width)
     yield from indented(_facts(turn, how.detail), margin=_MARGIN, width=how.width)
     if turn.fork_reason:
-        rival = instead_of(index, how.talk)
+        rival = expected_parent(index, how.transcript)
         instead = f", instead of continuing turn {rival}" if rival is not None else ""
-        why = f"{one_line(turn.fork_reason)}{instead}: {fork_words(turn.fork_reason).meaning}"
+        why = f"{one_line(turn.fork_reason)}{instead}: {fork_text(turn.fork_reason).meaning}"
         yield from _row("fork", Text(why, style="yellow"), how)
-    missing = untrained(turn, how.detail.fates.get(turn.turn_id), how.detail.row)
+    missing = untrained_reason(turn, how.detail.dispositions.get(turn.turn_id), how.detail.summary)
     if missing is not None and missing.final:
-        why = f"{one_line(missing.reason)}: {training_words(missing.reason).meaning}"
+        why = f"{one_line(missing.reason)}: {untrained_text(missing.reason).meaning}"
         yield from _row("untrained", Text(why, style="yellow"), how)
-    for reward in rewards_for(index, how.detail):
+    for reward in rewards_of_turn(index, how.detail):
         yield from _row("reward", reward_text(reward, how.detail), how)
 
 
@@ -114,21 +114,21 @@ def turn_title(index: int, detail: RolloutDetail) -> Text:
         title.append(f"  continues turn {number_of.get(turn.parent_id, '?')}", style="not bold")
     elif turn.parent_id is None and index > 0:
         title.append("  starts afresh", style="not bold")
-    fate, style = fate_text(turn, detail)
+    fate, style = disposition_text(turn, detail)
     return title.append("  ").append(fate, style=f"not bold {style}")
 
 
 def _facts(turn: Turn, detail: RolloutDetail) -> Text:
     sampled = len(turn.completion_token_ids)
-    parts = [f"+{duration(max(0.0, turn.created_at - detail.row.opened_at))}"]
+    parts = [f"+{format_duration(max(0.0, turn.created_at - detail.summary.opened_at))}"]
     if sampled or turn.prompt_token_ids:
-        parts.append(f"{len(turn.prompt_token_ids):,} prompt + {count(sampled, 'token')}")
+        parts.append(f"{len(turn.prompt_token_ids):,} prompt + {plural(sampled, 'token')}")
     else:
         parts.append("no tokens")
     parts.append(versions_text(turn))
     if sampled:
         parts.append(f"logprob {sum(turn.completion_logprobs) / sampled:.3f}")
-    parts.append(ending(turn))
+    parts.append(finish_reason_text(turn))
     return Text(" · ".join(one_line(part) for part in parts if part), style="dim")
 
 
@@ -139,49 +139,49 @@ def versions_text(turn: Turn) -> str:
     return ", ".join(f"{amount} by version {version}" for version, amount in spans)
 
 
-def fate_text(turn: Turn, detail: RolloutDetail) -> tuple[str, str]:
+def disposition_text(turn: Turn, detail: RolloutDetail) -> tuple[str, str]:
     """What became of the turn, and a style."""
-    fate = detail.fates.get(turn.turn_id)
-    missing = untrained(turn, fate, detail.row)
+    fate = detail.dispositions.get(turn.turn_id)
+    missing = untrained_reason(turn, fate, detail.summary)
     if missing is None:
         return f"trained in step {fate.step if fate else None}", "green"
     if not missing.final:
-        return f"not trained yet: {training_text(detail.row)}", ""
+        return f"not trained yet: {training_text(detail.summary)}", ""
     how = "not trained" if fate is not None or not turn.untrainable else "not trainable"
     return f"{how}: {one_line(missing.reason)}", "yellow"
 
 
-def rewards_for(index: int, detail: RolloutDetail) -> list[RewardGiven]:
+def rewards_of_turn(index: int, detail: RolloutDetail) -> list[Reward]:
     """Given for this turn, in order of arrival."""
-    known = known_to_agent(detail.turns)
+    known = agent_turn_indices(detail.turns)
     return [r for r in detail.rewards if _turn_of(r, known) == index]
 
 
-def _turn_of(reward: RewardGiven, known: Sequence[int]) -> int | None:
+def _turn_of(reward: Reward, known: Sequence[int]) -> int | None:
     """The index of the turn that it is for; None: it is for none, or for one that is not there."""
     if reward.turn is None or not -len(known) <= reward.turn < len(known):
         return None
     return known[reward.turn]
 
 
-def reward_text(reward: RewardGiven, detail: RolloutDetail) -> Text:
+def reward_text(reward: Reward, detail: RolloutDetail) -> Text:
     """Struck through where a later one revises it."""
-    text = Text.assemble((number(reward.value), "bold"))
+    text = Text.assemble((format_number(reward.value), "bold"))
     if reward.name != "reward":
         text.append(f" {one_line(reward.name)}")
     text.append(f"  from {one_line(reward.source)}", style="dim")
     if reward.label:
         text.append(f" ({one_line(reward.label)})", style="dim")
-    if not is_latest(reward, detail):
+    if not is_latest_reward(reward, detail):
         text.stylize("strike")
         text.append("  revised", style="not strike dim")
     return text
 
 
-def is_latest(reward: RewardGiven, detail: RolloutDetail) -> bool:
-    turns = len(known_to_agent(detail.turns))
+def is_latest_reward(reward: Reward, detail: RolloutDetail) -> bool:
+    turns = len(agent_turn_indices(detail.turns))
 
-    def given_for(each: RewardGiven) -> tuple[str, int | None]:
+    def given_for(each: Reward) -> tuple[str, int | None]:
         behind = each.turn is not None and each.turn < 0
         return each.name, each.turn + turns if behind and each.turn is not None else each.turn
 
@@ -189,20 +189,20 @@ def is_latest(reward: RewardGiven, detail: RolloutDetail) -> bool:
     return [each for each in detail.rewards if given_for(each) == given_for(reward)][-1] is reward
 
 
-def _tools(index: int, how: Telling) -> Iterator[Text]:
+def _tools(index: int, how: TurnView) -> Iterator[Text]:
     """What the model was offered."""
-    if tools := how.talk.tools(index):
+    if tools := how.transcript.tools(index):
         names = ", ".join(one_line(name) for name in tools)
         yield from _row("tools", _clipped(names, "system", full=how.full), how, style="dim")
 
 
-def _reply(index: int, how: Telling) -> Iterator[Text]:
-    reply = how.talk.reply(index)
+def _reply(index: int, how: TurnView) -> Iterator[Text]:
+    reply = how.transcript.reply(index)
     if reply is not None:
         yield from _message(reply, how)
 
 
-def _message(message: Message, how: Telling) -> Iterator[Text]:
+def _message(message: Message, how: TurnView) -> Iterator[Text]:
     role = one_line(message.role)
     style = _ROLE_STYLE.get(message.role, "")
     if message.reasoning:
@@ -230,14 +230,14 @@ def _message(message: Message, how: Telling) -> Iterator[Text]:
 
 
 def _clipped(text: str, role: str, *, full: bool) -> Text:
-    lines, characters = _ROOM.get(role, _MUCH)
+    lines, characters = _LIMITS_BY_ROLE.get(role, _DEFAULT_LIMITS)
     text = printable(text).rstrip()
     return Text(text if full else clip(text, lines=lines, characters=characters))
 
 
-def _ids(index: int, how: Telling) -> Iterator[Text]:
+def _ids(index: int, how: TurnView) -> Iterator[Text]:
     turn = how.detail.turns[index]
-    new = turn.prompt_token_ids[known_tokens(turn, how.detail.turns) :]
+    new = turn.prompt_token_ids[parent_tokens(turn, how.detail.turns) :]
     shown = Text(" ".join(map(str, new)) or "none", style="dim")
     yield from _row(f"+{len(new)} ids", shown, how, style="dim")
     sampled = Text()
@@ -246,7 +246,7 @@ def _ids(index: int, how: Telling) -> Iterator[Text]:
     yield from _row("sampled", sampled, how, style="dim")
 
 
-def known_tokens(turn: Turn, turns: Sequence[Turn]) -> int:
+def parent_tokens(turn: Turn, turns: Sequence[Turn]) -> int:
     """How many of its prompt's tokens its parent has."""
     parent = next((t for t in turns if t.turn_id == turn.parent_id), None)
     return len(parent.prompt_token_ids) + len(parent.completion_token_ids) if parent else 0
@@ -265,5 +265,5 @@ def _value(value: object) -> str:
     return value if isinstance(value, str) else dump_json(value)
 
 
-def _row(label: str, body: Text, how: Telling, *, style: str = "dim") -> Iterator[Text]:
+def _row(label: str, body: Text, how: TurnView, *, style: str = "dim") -> Iterator[Text]:
     return hanging(Text(label, style=style), body, column=COLUMN, width=how.width, margin=_MARGIN)

@@ -29,14 +29,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tracegrad.events import Fact, SpanEnded
-from tracegrad.key_derivation import CALLS, EVENTS, SCOPES, KeyScope, derive_key, derived_for
-from tracegrad.proxy.auth.origin_check import Browsers
-from tracegrad.proxy.auth.rollout_attribution import ID_PATTERN
-from tracegrad.proxy.auth.rollout_keys import KEY_PREFIX, Keys, digest, rollout_named_by
+from tracegrad.events import Event, Span
+from tracegrad.key_derivation import CALLS, EVENTS, SCOPES, KeyScope, derive_key, verify_derived_key
+from tracegrad.proxy.auth.origin_check import OriginCheck
+from tracegrad.proxy.auth.rollout_attribution import ROLLOUT_ID_PATTERN
+from tracegrad.proxy.auth.rollout_keys import (
+    KEY_PREFIX,
+    RolloutKeyService,
+    hash_key,
+    rollout_in_key,
+)
 from tracegrad.proxy.http.errors import ApiError, BadRequest
-from tracegrad.proxy.http.request import ClientGone
-from tracegrad.proxy.http.request_body import Bodies
+from tracegrad.proxy.http.request import ClientDisconnected
+from tracegrad.proxy.http.request_body import BodyReader
 
 OPEN_PATHS = frozenset({"/healthz"})
 _PUSHES = "/api/push/"
@@ -58,8 +63,8 @@ _SPANS = "/v1/traces"
 _EVENTS = ("POST", "/api/events")
 _ALL = frozenset({CALLS, EVENTS})
 
-F = TypeVar("F", bound=Fact)
-RolloutId = Annotated[str, Path(pattern=ID_PATTERN)]
+F = TypeVar("F", bound=Event)
+RolloutId = Annotated[str, Path(pattern=ROLLOUT_ID_PATTERN)]
 
 _HOW = "send it as 'Authorization: Bearer <key>', x-api-key or x-goog-api-key"
 
@@ -82,7 +87,7 @@ class Caller:
     forward: str | None = None
 
     @property
-    def scores(self) -> bool:
+    def may_reward(self) -> bool:
         """Whether its rewards and ends are believed."""
         return EVENTS in self.scopes
 
@@ -101,7 +106,7 @@ def engine_headers(caller: Caller) -> dict[str, str]:
     return sent
 
 
-def owned(facts: Sequence[F], caller: Caller) -> Sequence[F]:
+def restrict_to_rollout(facts: Sequence[F], caller: Caller) -> Sequence[F]:
     """The facts as the caller may post them: spans that name no rollout are its own.
 
     Raises ApiError (403) when one belongs to another rollout than the caller's, and its key is
@@ -111,7 +116,7 @@ def owned(facts: Sequence[F], caller: Caller) -> Sequence[F]:
         return facts
     mine: list[F] = []
     for fact in facts:
-        if isinstance(fact, SpanEnded) and fact.rollout_id is None:
+        if isinstance(fact, Span) and fact.rollout_id is None:
             fact = replace(fact, rollout_id=caller.rollout_id)
         if caller.bound:
             _check_rollout(caller, fact.rollout_id)
@@ -119,24 +124,24 @@ def owned(facts: Sequence[F], caller: Caller) -> Sequence[F]:
     return mine
 
 
-class Access:
+class Authenticator:
     """Tells callers apart by the keys that they bring."""
 
     def __init__(
         self,
         admin_key: str | None,
-        keys: Keys,
-        browsers: Browsers | None = None,
+        keys: RolloutKeyService,
+        browsers: OriginCheck | None = None,
         *,
         control_key: str | None = None,
     ) -> None:
         self._admin_key = admin_key
-        self._admin = digest(admin_key) if admin_key is not None else None
-        self._control = digest(control_key) if control_key is not None else None
+        self._admin = hash_key(admin_key) if admin_key is not None else None
+        self._control = hash_key(control_key) if control_key is not None else None
         self._keys = keys
-        self._browsers = browsers or Browsers()
+        self._browsers = browsers or OriginCheck()
 
-    async def caller(
+    async def authenticate(
         self, method: str, headers: Sequence[tuple[bytes, bytes]], query: bytes
     ) -> Caller:
         """Raises ApiError: 401 when a key is needed and none of those given is one, 403 for a
@@ -149,13 +154,13 @@ class Access:
                 "the API key has control characters in it, which no header can carry", param="key"
             )
         if self._admin is None or self._admin_key is None:
-            return _in_the_open(found)
+            return _anonymous_caller(found)
         for each in found:
-            if hmac.compare_digest(digest(each.key), self._admin):
+            if hmac.compare_digest(hash_key(each.key), self._admin):
                 return Caller(admin=True)
-            if (derived := derived_for(each.key, self._admin_key)) is not None:
+            if (derived := verify_derived_key(each.key, self._admin_key)) is not None:
                 await self._keys.add(derived[0], each.key, derived[1])
-            if (granted := await self._keys.granted(each.key)) is not None:
+            if (granted := await self._keys.lookup(each.key)) is not None:
                 return Caller(
                     granted.rollout_id, bound=True, scopes=granted.scopes, source="events_key"
                 )
@@ -163,11 +168,11 @@ class Access:
 
     def may_push(self, headers: Sequence[tuple[bytes, bytes]], query: bytes) -> bool:
         """Whether the control key or the admin key is among those given."""
-        given = [digest(each.key) for each in _presented(headers, query)]
+        given = [hash_key(each.key) for each in _presented(headers, query)]
         known = [key for key in (self._control, self._admin) if key is not None]
         return any(hmac.compare_digest(one, key) for one in given for key in known)
 
-    def no_push(self) -> ApiError:
+    def push_refusal(self) -> ApiError:
         """What somebody is told who may not."""
         if self._control is None:
             return ApiError(
@@ -200,7 +205,7 @@ class Access:
         await self._keys.revoke(rollout_id)
 
 
-class Guard:
+class AuthMiddleware:
     """ASGI middleware: nobody gets past it without the right to, or with too large a body.
 
     Behind it a request's body is there as a whole. `shape` gives the body of an error for a path,
@@ -211,8 +216,8 @@ class Guard:
         self,
         app: ASGIApp,
         *,
-        access: Access,
-        bodies: Bodies,
+        access: Authenticator,
+        bodies: BodyReader,
         shape: Callable[[str, ApiError], bytes],
     ) -> None:
         self._app = app
@@ -236,7 +241,7 @@ class Guard:
         except ApiError as error:
             response = self._refusal(scope["path"], error)
             await response(scope, receive, send)
-        except ClientGone:
+        except ClientDisconnected:
             return
         finally:
             if lease is not None:
@@ -249,10 +254,10 @@ class Guard:
         headers, pushes = scope["headers"], path.startswith(_PUSHES)
         if pushes and self._access.may_push(headers, scope["query_string"]):
             return Caller()
-        caller = await self._access.caller(scope["method"], headers, scope["query_string"])
+        caller = await self._access.authenticate(scope["method"], headers, scope["query_string"])
         if pushes and not caller.bound:
-            raise self._access.no_push()
-        if caller.bound or not caller.scores:
+            raise self._access.push_refusal()
+        if caller.bound or not caller.may_reward:
             _check_place(caller, scope["method"], path, headers)
         return caller
 
@@ -287,7 +292,7 @@ class MintedKey(BaseModel):
     key: str | None
 
 
-def make_keys_router(access: Access) -> APIRouter:
+def make_keys_router(access: Authenticator) -> APIRouter:
     """For whoever has the admin key: the guard keeps everybody else from these routes."""
     router = APIRouter(prefix="/api/rollouts/{rollout_id}/keys")
 
@@ -334,11 +339,11 @@ def _in_header(name: bytes, value: str) -> _Presented:
     return _Presented(key.strip() if scheme.lower() == "bearer" else value, value)
 
 
-def _in_the_open(found: Sequence[_Presented]) -> Caller:
+def _anonymous_caller(found: Sequence[_Presented]) -> Caller:
     """Nobody is asked for a key: one of ours names a rollout, another one is the engine's."""
     rollout_id, forward, scopes = None, None, _ALL
     for each in found:
-        named = rollout_named_by(each.key)
+        named = rollout_in_key(each.key)
         if named is None:
             forward = forward or each.forward
         else:

@@ -23,7 +23,7 @@ _origin = re.compile(r"([a-z][a-z0-9+.-]*)://([^/]*)", re.IGNORECASE)
 _KEY = "set TRACEGRAD_API_KEY to serve it to those who have the key"
 
 
-class Browsers:
+class OriginCheck:
     """Raises ApiError (403) for requests that a page from elsewhere may have sent.
 
     `allowed_hosts`: names and addresses that this machine has beside loopback addresses and

@@ -17,9 +17,9 @@ from tracegrad.proxy.http.errors import BadRequest
 from tracegrad.task_ids import state_key
 
 BAGGAGE_KEY = "tracegrad.rollout"
-ID_PATTERN = r"^[A-Za-z0-9._:@-]{1,128}$"
+ROLLOUT_ID_PATTERN = r"^[A-Za-z0-9._:@-]{1,128}$"
 
-_id = re.compile(ID_PATTERN)
+_id = re.compile(ROLLOUT_ID_PATTERN)
 # All zeros and version ff are W3C's words for "none".
 _traceparent = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}"
@@ -27,7 +27,7 @@ _traceparent = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class CallOwner:
     """`rollout_id` is None for a call without a name, `state_key` for one without a state."""
 
     rollout_id: str | None
@@ -36,12 +36,12 @@ class Owner:
     state_key: str | None = None  # of the environment that the call is made in
 
 
-def attribute(
+def attribute_call(
     headers: Mapping[str, str],
     path_id: str | None,
     key_id: str | None,
-    traces: TraceMap,
-) -> Owner:
+    traces: TraceIndex,
+) -> CallOwner:
     """The owner of a request whose path names `path_id` and whose API key `key_id`.
 
     Headers have lower-case names. Raises BadRequest for an id that no rollout can have.
@@ -62,9 +62,9 @@ def attribute(
                     "digits and . _ : @ -",
                     param=where,
                 )
-            return Owner(rollout_id, trace_id, span_id, state)
+            return CallOwner(rollout_id, trace_id, span_id, state)
     known = traces.rollout_of(trace_id) if trace_id is not None else None
-    return Owner(known, trace_id, span_id, state)
+    return CallOwner(known, trace_id, span_id, state)
 
 
 def is_rollout_id(text: str) -> bool:
@@ -87,7 +87,7 @@ def _trace(traceparent: str | None) -> tuple[str | None, str | None]:
     return (match[1], match[2]) if match else (None, None)
 
 
-class TraceMap:
+class TraceIndex:
     """Which rollout each trace belongs to, for the traces seen last.
 
     A trace that is seen with two rollouts, as when one span of the user's goes around many,
@@ -98,7 +98,7 @@ class TraceMap:
         self._limit = limit
         self._rollouts: OrderedDict[str, str | None] = OrderedDict()
 
-    def learn(self, trace_id: str | None, rollout_id: str | None) -> None:
+    def add(self, trace_id: str | None, rollout_id: str | None) -> None:
         if trace_id is None or rollout_id is None:
             return
         known = self._rollouts.get(trace_id, rollout_id)

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from tracegrad.key_derivation import CALLS, KeyScope
 from tracegrad.proxy.http.errors import Unavailable
-from tracegrad.proxy.store_async import asked
+from tracegrad.proxy.store_async import run_in_thread
 from tracegrad.store.errors import StoreUnavailable
 from tracegrad.store.write.api_keys import KeyOwner
 
@@ -42,7 +42,7 @@ _minted = re.compile(r"tg-([A-Za-z0-9._:@-]{1,128})\.[A-Za-z0-9_-]{43}")
 T = TypeVar("T")
 
 
-class KeepsKeys(Protocol):
+class KeyStore(Protocol):
     """`tracegrad.store.Store`. Each of them may raise StoreUnavailable."""
 
     def add_key(self, rollout_id: str, key_hash: bytes, scope: str) -> object: ...
@@ -52,11 +52,11 @@ class KeepsKeys(Protocol):
     def revoke_keys(self, rollout_id: str) -> object: ...
 
 
-def digest(key: str) -> bytes:
+def hash_key(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def rollout_named_by(key: str) -> str | None:
+def rollout_in_key(key: str) -> str | None:
     """The rollout in `tg-<rollout>` or `tg-<rollout>.<secret>`, unproven; None for other keys."""
     if not key.startswith(KEY_PREFIX):
         return None
@@ -64,28 +64,28 @@ def rollout_named_by(key: str) -> str | None:
     return minted[1] if minted else key.removeprefix(KEY_PREFIX)
 
 
-class Granted(NamedTuple):
+class KeyGrant(NamedTuple):
     """What a key opens."""
 
     rollout_id: str
     scopes: frozenset[str]
 
 
-class Keys:
+class RolloutKeyService:
     """Makes keys, and tells whose they are; those seen lately without asking the store."""
 
-    def __init__(self, store: KeepsKeys, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: KeyStore, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock
-        self._owners = _Memory(REMEMBERED, REMEMBERED_S)
-        self._refused = _Memory(REFUSED, REFUSED_S)
+        self._owners = _TtlCache(REMEMBERED, REMEMBERED_S)
+        self._refused = _TtlCache(REFUSED, REFUSED_S)
         self._lookups = asyncio.Semaphore(LOOKUPS)
         self._revocations = 0
 
     async def mint(self, rollout_id: str, scopes: Collection[KeyScope] = (CALLS,)) -> str:
         """A new key; it is not to be had again. Raises Unavailable."""
         key = f"{KEY_PREFIX}{rollout_id}.{secrets.token_urlsafe(SECRET_BYTES)}"
-        hashed = digest(key)
+        hashed = hash_key(key)
         scope = " ".join(sorted(set(scopes)))
         await _stored(self._store.add_key, rollout_id, hashed, scope)
         self._owners.put(hashed, KeyOwner(rollout_id, scope), self._clock())
@@ -94,7 +94,7 @@ class Keys:
     async def add(self, rollout_id: str, key: str, scope: KeyScope) -> None:
         """Keep a key that was made elsewhere; again, or after its revocation, changes nothing.
         Raises Unavailable."""
-        hashed, now = digest(key), self._clock()
+        hashed, now = hash_key(key), self._clock()
         if self._owners.get(hashed, now) is None and self._refused.get(hashed, now) is None:
             await _stored(self._store.add_key, rollout_id, hashed, scope)
 
@@ -104,12 +104,12 @@ class Keys:
         self._revocations += 1
         self._owners.forget(rollout_id)
 
-    async def granted(self, key: str) -> Granted | None:
+    async def lookup(self, key: str) -> KeyGrant | None:
         """What the key was made for; None for any other key. Raises Unavailable."""
         named = _minted.fullmatch(key)
         if named is None:
             return None
-        hashed = digest(key)
+        hashed = hash_key(key)
         now = self._clock()
         owner = self._owners.get(hashed, now)
         if owner is None:
@@ -119,7 +119,7 @@ class Keys:
         if owner is None or not hmac.compare_digest(owner.rollout_id.encode(), named[1].encode()):
             self._refused.put(hashed, _NOBODY, now)
             return None
-        return Granted(owner.rollout_id, frozenset(owner.scope.split()))
+        return KeyGrant(owner.rollout_id, frozenset(owner.scope.split()))
 
     async def _looked_up(self, hashed: bytes) -> KeyOwner | None:
         async with self._lookups:
@@ -131,7 +131,7 @@ class Keys:
         return owner
 
 
-class _Memory:
+class _TtlCache:
     """The owners of the hashes seen last, each for a while."""
 
     def __init__(self, limit: int, seconds: float) -> None:
@@ -160,7 +160,7 @@ class _Memory:
 
 async def _stored(method: Callable[..., T], *args: object) -> T:
     try:
-        return await asked(method, *args)
+        return await run_in_thread(method, *args)
     except StoreUnavailable as error:
         raise Unavailable(
             f"the store's keys cannot be read or written: {error}", code="store_unavailable"

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
-from tracegrad.events import SpanEnded, Turn
+from tracegrad.events import Span, Turn
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -26,7 +26,7 @@ _DEEPEST = 1000
 _SEVERAL = "*"  # no rollout's id
 
 
-class Recent(Generic[K, V]):
+class LruMap(Generic[K, V]):
     """The latest so many of a dictionary's entries."""
 
     def __init__(self, limit: int) -> None:
@@ -43,19 +43,19 @@ class Recent(Generic[K, V]):
         return self._entries.get(key)
 
 
-class SeenCalls:
+class CallIndex:
     """Of the last `limit` calls and spans. To be used from one event loop."""
 
     def __init__(self, limit: int = 50_000) -> None:
         # By trace and span: the span around it, and whether a call was made inside it.
-        self._outer: Recent[tuple[str, str], str] = Recent(limit)
-        self._around: Recent[tuple[str, str], bool] = Recent(limit)
-        self._turns: Recent[tuple[str, str], bool] = Recent(limit)
-        self._turn_answers: Recent[tuple[str, str], str] = Recent(limit)
-        self._answers: Recent[str, str] = Recent(limit)
-        self._inferred: Recent[str, bool] = Recent(limit)
+        self._outer: LruMap[tuple[str, str], str] = LruMap(limit)
+        self._around: LruMap[tuple[str, str], bool] = LruMap(limit)
+        self._turns: LruMap[tuple[str, str], bool] = LruMap(limit)
+        self._turn_answers: LruMap[tuple[str, str], str] = LruMap(limit)
+        self._answers: LruMap[str, str] = LruMap(limit)
+        self._inferred: LruMap[str, bool] = LruMap(limit)
 
-    def began(self, trace_id: str | None, span_id: str | None) -> None:
+    def call_started(self, trace_id: str | None, span_id: str | None) -> None:
         """A call was made from inside a span.
 
         To be said when the call comes in: its client has no answer yet, so that its span is sent
@@ -69,21 +69,21 @@ class SeenCalls:
             self._around.put((trace_id, span_id), True)
             span_id = self._outer.get((trace_id, span_id))
 
-    def placed(self, trace_id: str, span_id: str, outer: str | None) -> None:
+    def span_received(self, trace_id: str, span_id: str, outer: str | None) -> None:
         """A span came, with the one around it."""
         if outer is not None:
             self._outer.put((trace_id, span_id), outer)
-            if self.contains(trace_id, span_id):
-                self.began(trace_id, outer)
+            if self.has_call_inside(trace_id, span_id):
+                self.call_started(trace_id, outer)
 
-    def became_turn(self, span: SpanEnded, response_id: str | None) -> None:
+    def turn_created(self, span: Span, response_id: str | None) -> None:
         """A span tells of a call that nobody else has told of."""
         self._turns.put((span.trace_id, span.span_id), True)
         if response_id is not None:
             self._turn_answers.put((span.trace_id, response_id), span.span_id)
-        self.began(span.trace_id, span.parent_span_id)
+        self.call_started(span.trace_id, span.parent_span_id)
 
-    def answered(self, turns: Sequence[Turn], *, inferred: bool) -> None:
+    def turns_answered(self, turns: Sequence[Turn], *, inferred: bool) -> None:
         """Turns are about to be recorded, and then seen by the client. `inferred`: nobody named
         their rollout."""
         for turn in turns:
@@ -97,11 +97,11 @@ class SeenCalls:
             if inferred:
                 self._inferred.put(turn.rollout_id, True)
 
-    def contains(self, trace_id: str, span_id: str) -> bool:
+    def has_call_inside(self, trace_id: str, span_id: str) -> bool:
         """Whether a call was made in the span, or in one inside it."""
         return self._around.get((trace_id, span_id)) is not None
 
-    def told_before(self, span: SpanEnded, response_id: str | None) -> bool:
+    def is_duplicate(self, span: Span, response_id: str | None) -> bool:
         """Whether another span of its trace became a turn for the same call: one around it, or
         one with the same answer. Two libraries tell of it."""
         trace_id = span.trace_id
@@ -118,7 +118,7 @@ class SeenCalls:
             outer = self._outer.get((trace_id, outer))
         return False
 
-    def rollout_of_answer(self, response_id: str | None) -> str | None:
+    def rollout_of_response(self, response_id: str | None) -> str | None:
         """The rollout of the turn that was answered with this id, or has it itself."""
         if response_id is None:
             return None
@@ -130,7 +130,7 @@ class SeenCalls:
         return self._inferred.get(rollout_id) is not None
 
 
-def turn_named_by(response_id: str | None) -> str | None:
+def turn_id_in_response(response_id: str | None) -> str | None:
     """The id of the turn that an answer's id may have been made of."""
     if response_id is None:
         return None

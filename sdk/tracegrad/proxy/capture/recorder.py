@@ -8,44 +8,51 @@ from dataclasses import replace
 from typing import Protocol
 
 from tracegrad.chat import sampling_params as sampling
-from tracegrad.events import Fact, Json, Turn, new_id
-from tracegrad.proxy.auth.rollout_attribution import Owner, TraceMap
-from tracegrad.proxy.capture.call_index import SeenCalls
+from tracegrad.events import Event, Json, Turn, new_id
+from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex
+from tracegrad.proxy.capture.call_index import CallIndex
 from tracegrad.proxy.capture.observation import observation_of
 from tracegrad.proxy.capture.redaction import REDACTED, Redactor
 from tracegrad.proxy.dialects.base import Call
-from tracegrad.proxy.dialects.history import NotRecorded, conversation_of
-from tracegrad.proxy.engine.completion import Reply
+from tracegrad.proxy.dialects.history import TurnNotRecorded, conversation_of
+from tracegrad.proxy.engine.completion import SampledCompletion
 from tracegrad.proxy.http.errors import ApiError, BadRequest, Unavailable
-from tracegrad.proxy.http.json_size import memory_of, punctuation
-from tracegrad.proxy.prompt_reuse import Continuation, Known, Place, Plan, ReadsTurns, known
-from tracegrad.proxy.prompt_reuse.fork_reasons import Reason
-from tracegrad.proxy.store_async import asked, written
-from tracegrad.store import Load, Submission
+from tracegrad.proxy.http.json_size import count_punctuation, parsed_memory
+from tracegrad.proxy.prompt_reuse import (
+    CachedTurn,
+    ContinuationPlan,
+    PromptReuse,
+    TreePosition,
+    TurnReader,
+    cached_turn,
+)
+from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
+from tracegrad.proxy.store_async import run_in_thread, wait_committed
+from tracegrad.store import Submission, WriterLoad
 from tracegrad.store.encoding.blobs import dump_json, encode_json
 from tracegrad.store.errors import ParentMissing, StoreError, StoreUnavailable
 
 log = logging.getLogger("tracegrad.proxy")
 
 
-class SubmitsFacts(Protocol):
+class EventWriter(Protocol):
     """`tracegrad.store.Writer`, or something that stands for it.
 
     What is submitted is written, whether or not anybody waits for it, unless it is withdrawn.
     """
 
-    def submit(self, facts: Sequence[Fact]) -> Submission: ...
+    def submit(self, facts: Sequence[Event]) -> Submission: ...
 
-    def load(self) -> Load: ...
+    def load(self) -> WriterLoad: ...
 
 
 class Recorder:
     def __init__(
         self,
-        writer: SubmitsFacts,
-        store: ReadsTurns,
-        continuation: Continuation,
-        traces: TraceMap,
+        writer: EventWriter,
+        store: TurnReader,
+        continuation: PromptReuse,
+        traces: TraceIndex,
         redactor: Redactor,
         *,
         patience_s: float | None = None,
@@ -58,27 +65,27 @@ class Recorder:
         self._traces = traces
         self._redactor = redactor
         self._failing = False
-        self.seen = SeenCalls()
+        self.call_index = CallIndex()
 
-    async def plan(self, call: Call, owner: Owner) -> Plan:
+    async def plan(self, call: Call, owner: CallOwner) -> ContinuationPlan:
         """A call begins: which turn it continues, with which tokens. Raises Unavailable."""
-        self._traces.learn(owner.trace_id, owner.rollout_id)
-        self.seen.began(owner.trace_id, owner.parent_span_id)
+        self._traces.add(owner.trace_id, owner.rollout_id)
+        self.call_index.call_started(owner.trace_id, owner.parent_span_id)
         try:
             return await self._continuation.plan(owner.rollout_id, call)
         except StoreUnavailable as error:
-            raise self.unavailable(error) from error
+            raise self.store_unavailable(error) from error
         except Exception:
             # A conversation that cannot be followed is still served, and kept.
             log.exception("a call of rollout %s is not continued", owner.rollout_id)
-            return Plan(owner.rollout_id, None)
+            return ContinuationPlan(owner.rollout_id, None)
 
     async def record(
         self,
         call: Call,
-        owner: Owner,
-        plan: Plan,
-        replies: Sequence[Reply],
+        owner: CallOwner,
+        plan: ContinuationPlan,
+        replies: Sequence[SampledCompletion],
         *,
         unknown_version: bool,
     ) -> list[str]:
@@ -90,7 +97,7 @@ class Recorder:
         try:
             places = await self._places(plan, replies)
             turns = _turns(call, owner, places, replies, unknown_version=unknown_version)
-            self.seen.answered(turns, inferred=owner.rollout_id is None)
+            self.call_index.turns_answered(turns, inferred=owner.rollout_id is None)
             try:
                 found = await self._committed(turns, plan)
             except ParentMissing:
@@ -99,30 +106,30 @@ class Recorder:
                 turns = [_root(turn) for turn in turns]
                 found = await self._committed(turns, plan)
         except StoreUnavailable as error:
-            raise self.unavailable(error) from error
+            raise self.store_unavailable(error) from error
         except StoreError as error:
             log.error("a turn of rollout %s is lost: %s", owner.rollout_id, error)
             raise ApiError(500, f"the turn was refused: {error}", kind="store_error") from error
-        self._traces.learn(owner.trace_id, turns[0].rollout_id)
+        self._traces.add(owner.trace_id, turns[0].rollout_id)
         for turn in found:
             self._continuation.add(turn)
         return [turn.turn_id for turn in turns]
 
-    async def _committed(self, turns: Sequence[Turn], plan: Plan) -> list[Known]:
+    async def _committed(self, turns: Sequence[Turn], plan: ContinuationPlan) -> list[CachedTurn]:
         committed = await self._submitted(turns)
         found = _known(turns, plan)  # while the disk works
         await self._settled(committed)
         return found
 
-    async def continued(self, call: Call, owner: Owner) -> tuple[Call, Owner]:
+    async def with_previous(self, call: Call, owner: CallOwner) -> tuple[Call, CallOwner]:
         """The call with the conversation that it only names. Raises BadRequest for one that is
         not in the store, Unavailable."""
         assert call.previous is not None
         try:
-            earlier, rollout_id, size = await asked(self._earlier, call.previous)
+            earlier, rollout_id, size = await run_in_thread(self._earlier, call.previous)
             if owner.rollout_id not in (None, rollout_id):
-                raise NotRecorded(call.previous)  # another rollout's is nobody else's to read
-        except NotRecorded as missing:
+                raise TurnNotRecorded(call.previous)  # another rollout's is nobody else's to read
+        except TurnNotRecorded as missing:
             why = " Its text is not stored: send the conversation." if missing.textless else ""
             raise BadRequest(
                 f"Previous response with id 'resp_{call.previous}' not found.{why}",
@@ -130,71 +137,75 @@ class Recorder:
                 code="previous_response_not_found",
             ) from None
         except StoreUnavailable as error:
-            raise self.unavailable(error) from error
+            raise self.store_unavailable(error) from error
         if owner.rollout_id is None:
             owner = replace(owner, rollout_id=rollout_id)
-        return replace(call.after(earlier), size=call.size + size), owner
+        return replace(call.continuing(earlier), size=call.size + size), owner
 
     def _earlier(self, turn_id: str) -> tuple[list[Json], str, int]:
         """The messages, whose they are, and the bytes of memory that they take."""
         turn = self._find(turn_id)
         if turn is None:
-            raise NotRecorded(turn_id)
+            raise TurnNotRecorded(turn_id)
         messages = conversation_of(turn_id, self._find)
         text = encode_json(messages)
-        return messages, turn.rollout_id, memory_of(text, *punctuation(text))
+        return messages, turn.rollout_id, parsed_memory(text, *count_punctuation(text))
 
     def _find(self, turn_id: str) -> Turn | None:
-        return self._store.find_turn(turn_id, routes=False)
+        return self._store.find_turn(turn_id, expert_routing=False)
 
-    async def read(self, turn_ids: Sequence[str]) -> list[Turn]:
+    async def recorded_turns(self, turn_ids: Sequence[str]) -> list[Turn]:
         """Recorded turns, as far as they are there, and as the client had them. Raises
         Unavailable."""
-        if self._redactor.changes:
+        if self._redactor.is_active:
             return []
         try:
-            found = [await asked(self._find, turn_id) for turn_id in turn_ids]
+            found = [await run_in_thread(self._find, turn_id) for turn_id in turn_ids]
         except StoreUnavailable as error:
-            raise self.unavailable(error) from error
+            raise self.store_unavailable(error) from error
         return [turn for turn in found if turn is not None and _is_as_it_was(turn)]
 
-    async def refused(self, call: Call, owner: Owner, plan: Plan, reason: str) -> None:
+    async def record_refusal(
+        self, call: Call, owner: CallOwner, plan: ContinuationPlan, reason: str
+    ) -> None:
         """Commit a turn without tokens: the engine would not answer, for this `reason`."""
-        refusal = Reply(finish_reason="refused")
-        refusal.drop(reason)
+        refusal = SampledCompletion(finish_reason="refused")
+        refusal.discard_tokens(reason)
         await self.record(call, owner, plan, [refusal], unknown_version=False)
 
-    async def _places(self, plan: Plan, replies: Sequence[Reply]) -> list[Place]:
+    async def _places(
+        self, plan: ContinuationPlan, replies: Sequence[SampledCompletion]
+    ) -> list[TreePosition]:
         """One for each reply; choices of one prompt share it."""
         if len(replies) == 1:
-            return [await self._continuation.place(plan, replies[0].prompt_token_ids)]
-        found: dict[bytes, Place] = {}
-        places: list[Place] = []
+            return [await self._continuation.position(plan, replies[0].prompt_token_ids)]
+        found: dict[bytes, TreePosition] = {}
+        places: list[TreePosition] = []
         for reply in replies:
             key = reply.prompt_token_ids.tobytes()
             if key not in found:
-                found[key] = await self._continuation.place(plan, reply.prompt_token_ids)
+                found[key] = await self._continuation.position(plan, reply.prompt_token_ids)
                 plan = replace(plan, rollout_id=found[key].rollout_id)
             places.append(found[key])
         return places
 
-    async def commit(self, facts: Sequence[Fact]) -> None:
+    async def commit(self, facts: Sequence[Event]) -> None:
         """Raises Unavailable; a fact that the store refuses raises its `FactRefused`."""
         try:
             await self._settled(await self._submitted(facts))
         except StoreUnavailable as error:
-            raise self.unavailable(error) from error
+            raise self.store_unavailable(error) from error
 
-    async def _submitted(self, facts: Sequence[Fact]) -> Submission:
-        return self._writer.submit(await self._redactor.facts(facts))
+    async def _submitted(self, facts: Sequence[Event]) -> Submission:
+        return self._writer.submit(await self._redactor.redact(facts))
 
     async def _settled(self, submission: Submission) -> None:
-        await written(submission, patience_s=self._patience_s)
+        await wait_committed(submission, patience_s=self._patience_s)
         if self._failing:
             self._failing = False
             log.warning("the store can be written again")
 
-    def unavailable(self, error: StoreUnavailable) -> Unavailable:
+    def store_unavailable(self, error: StoreUnavailable) -> Unavailable:
         """Says it once in the log, not once a call, until the store is back."""
         if not self._failing:
             self._failing = True
@@ -204,14 +215,14 @@ class Recorder:
 
 def _turns(
     call: Call,
-    owner: Owner,
-    places: Sequence[Place],
-    replies: Sequence[Reply],
+    owner: CallOwner,
+    places: Sequence[TreePosition],
+    replies: Sequence[SampledCompletion],
     *,
     unknown_version: bool,
 ) -> list[Turn]:
-    settings = sampling.settings_of(call.body)
-    reason = call.untrainable or sampling.untrainable(call.body, settings)
+    settings = sampling.sampling_params_of(call.body)
+    reason = call.untrainable or sampling.untrainable_reason(call.body, settings)
     observation = observation_of(call.own_messages)
     return [
         Turn(
@@ -245,22 +256,22 @@ def _is_as_it_was(turn: Turn) -> bool:
 
 
 def _root(turn: Turn) -> Turn:
-    return replace(turn, parent_id=None, fork_reason=Reason.REMOVED.value)
+    return replace(turn, parent_id=None, fork_reason=ForkReason.REMOVED.value)
 
 
-def _known(turns: Sequence[Turn], plan: Plan) -> list[Known]:
+def _known(turns: Sequence[Turn], plan: ContinuationPlan) -> list[CachedTurn]:
     """What later calls may continue."""
     try:
-        return [known(turn, plan.said) for turn in turns]
+        return [cached_turn(turn, plan.conversation) for turn in turns]
     except Exception:
         # As in `plan`: it is kept, and served, all the same.
         log.exception("turns of rollout %s will not be continued", turns[0].rollout_id)
         return []
 
 
-def _untrainable(reply: Reply, unknown_version: bool) -> str | None:
+def _untrainable(reply: SampledCompletion, unknown_version: bool) -> str | None:
     if reply.finish_reason is None or reply.finish_reason == "abort":
         return "aborted"
-    if reply.broken is not None or not reply.token_ids:
-        return reply.broken or "no_tokens"
+    if reply.discard_reason is not None or not reply.token_ids:
+        return reply.discard_reason or "no_tokens"
     return "version_unknown" if unknown_version else None

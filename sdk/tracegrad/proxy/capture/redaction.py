@@ -32,15 +32,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tracegrad.events import Fact, Json, RolloutFinished, RolloutOpened, SpanEnded, Turn
+from tracegrad.events import Event, Json, RolloutFinished, RolloutStarted, Span, Turn
 from tracegrad.store.encoding.blobs import dump_json
-from tracegrad.store.maintenance.drop_text import without_text
+from tracegrad.store.maintenance.drop_text import without_texts_of_event
 
 log = logging.getLogger("tracegrad.proxy")
 
 REDACTED = "[redacted]"
 
-Function = Callable[[Json], Json | None]
+HookFunction = Callable[[Json], Json | None]
 
 
 class HookError(ValueError):
@@ -50,7 +50,7 @@ class HookError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Hook:
     name: str
-    function: Function
+    function: HookFunction
 
 
 def load_hooks(names: Sequence[str]) -> list[Hook]:
@@ -68,23 +68,23 @@ class Redactor:
         self.failed = 0
 
     @property
-    def changes(self) -> bool:
+    def is_active(self) -> bool:
         """Whether what is stored may be something else than what was said."""
         return bool(self.hooks) or not self.keep_text
 
-    async def facts(self, facts: Sequence[Fact]) -> Sequence[Fact]:
+    async def redact(self, facts: Sequence[Event]) -> Sequence[Event]:
         """The facts as they may be stored; the very same where nothing is changed."""
-        if not self.changes:
+        if not self.is_active:
             return facts
         if not self.hooks:
-            return [without_text(fact) for fact in facts]
-        return await asyncio.to_thread(lambda: [self.fact(fact) for fact in facts])
+            return [without_texts_of_event(fact) for fact in facts]
+        return await asyncio.to_thread(lambda: [self.redact_event(fact) for fact in facts])
 
-    def fact(self, fact: Fact) -> Fact:
+    def redact_event(self, fact: Event) -> Event:
         cleaned = self._cleaned(fact)
-        return cleaned if self.keep_text else without_text(cleaned)
+        return cleaned if self.keep_text else without_texts_of_event(cleaned)
 
-    def _cleaned(self, fact: Fact) -> Fact:
+    def _cleaned(self, fact: Event) -> Event:
         texts = texts_of(fact)
         if texts is None:
             return fact
@@ -101,7 +101,7 @@ class Redactor:
             self._say(hook, fact, error)
             return with_texts(fact, {})
 
-    def _say(self, hook: Hook, fact: Fact, error: Exception) -> None:
+    def _say(self, hook: Hook, fact: Event, error: Exception) -> None:
         """Loudly, but not once a call for ever; and without the error's own words, which may be
         what was to be taken out."""
         self.failed += 1
@@ -118,7 +118,7 @@ class Redactor:
             )
 
 
-def texts_of(fact: Fact) -> Json | None:
+def texts_of(fact: Event) -> Json | None:
     """What hooks see of a fact; None for one that holds no texts."""
     match fact:
         case Turn():
@@ -129,16 +129,16 @@ def texts_of(fact: Fact) -> Json | None:
                 "response": fact.response,
                 "stop": stop,
             }
-        case SpanEnded():
+        case Span():
             return {"type": "span_ended", "name": fact.name, "attributes": fact.attributes}
-        case RolloutOpened():
+        case RolloutStarted():
             return {"type": "rollout_opened", "task": fact.task, "tags": dict(fact.tags)}
         case RolloutFinished():
             return {"type": "rollout_finished", "error": fact.error}
     return None
 
 
-def with_texts(fact: Fact, record: Json) -> Fact:
+def with_texts(fact: Event, record: Json) -> Event:
     """The fact with the record's texts; those that the record lacks are gone.
 
     Raises TypeError for a text that is not of its kind.
@@ -151,13 +151,13 @@ def with_texts(fact: Fact, record: Json) -> Fact:
                 response=_one_of(record, "response", dict),
                 sampling=_with_stop(fact.sampling, record.get("stop")),
             )
-        case SpanEnded():
+        case Span():
             return replace(
                 fact,
                 name=_one_of(record, "name", str) or REDACTED,
                 attributes=_one_of(record, "attributes", dict) or {},
             )
-        case RolloutOpened():
+        case RolloutStarted():
             tags = _one_of(record, "tags", dict) or {}
             if not all(isinstance(text, str) for pair in tags.items() for text in pair):
                 raise TypeError("tags")
@@ -249,7 +249,7 @@ def _one_of(record: Json, name: str, kind: type[Any]) -> Any:
     return value
 
 
-def _load(where: str, name: str) -> Function:
+def _load(where: str, name: str) -> HookFunction:
     module_name, _, function_name = name.partition(":")
     try:
         function: Any = getattr(importlib.import_module(module_name), function_name)

@@ -28,7 +28,7 @@ _MOST_ANSWERS = 2
 Fingerprint = tuple[int, int, int]
 
 
-def is_repeat(headers: Mapping[str, str]) -> bool:
+def is_retry(headers: Mapping[str, str]) -> bool:
     """Whether a library (openai, anthropic) says that it sends this call again."""
     count = headers.get("x-stainless-retry-count", "")
     return re.fullmatch("[0-9]{1,4}", count) is not None and int(count) > 0
@@ -40,7 +40,7 @@ def fingerprint(rollout_id: str | None, path: str, raw: bytes) -> Fingerprint:
 
 
 @dataclass(slots=True)
-class _Given:
+class _Outcomes:
     """What equal calls came to: answers, as the ids of their turns, and failures that nobody has
     asked again about."""
 
@@ -53,7 +53,7 @@ class _Given:
         return _CALL_BYTES + _ID_BYTES * sum(map(len, self.answers))
 
 
-class Repeats:
+class RetryCache:
     """What became of the calls seen last.
 
     Equal calls are not always repeats: agents sample one prompt several times side by side, and
@@ -62,10 +62,10 @@ class Repeats:
     """
 
     def __init__(self) -> None:
-        self._given: OrderedDict[Fingerprint, _Given] = OrderedDict()
+        self._given: OrderedDict[Fingerprint, _Outcomes] = OrderedDict()
         self.size = 0  # in bytes
 
-    def answered(self, call: Fingerprint, turn_ids: Sequence[str]) -> None:
+    def record_answer(self, call: Fingerprint, turn_ids: Sequence[str]) -> None:
         given = self._of(call)
         if len(given.answers) < _MOST_ANSWERS:
             # The second one's ids are never asked for.
@@ -73,11 +73,11 @@ class Repeats:
             self.size += _ID_BYTES * len(given.answers[-1])
             self._forget_oldest()
 
-    def failed(self, call: Fingerprint) -> None:
+    def record_failure(self, call: Fingerprint) -> None:
         """It was refused, or broke off, or its client left."""
         self._of(call).failed += 1
 
-    def recall(self, call: Fingerprint) -> tuple[str, ...]:
+    def lookup(self, call: Fingerprint) -> tuple[str, ...]:
         """The turns that answered the call which is now repeated; empty to sample anew."""
         given = self._given.get(call)
         if given is None or time.monotonic() - given.at > KEPT_S:
@@ -87,10 +87,10 @@ class Repeats:
             return ()
         return given.answers[0] if len(given.answers) == 1 else ()
 
-    def _of(self, call: Fingerprint) -> _Given:
+    def _of(self, call: Fingerprint) -> _Outcomes:
         given = self._given.get(call)
         if given is None:
-            given = self._given[call] = _Given()
+            given = self._given[call] = _Outcomes()
             self.size += given.size
         given.at = time.monotonic()
         self._given.move_to_end(call)
@@ -103,7 +103,7 @@ class Repeats:
             self.size -= oldest.size
 
 
-def answer_of(turns: Sequence[Turn], call: Call) -> Json:
+def recorded_answer(turns: Sequence[Turn], call: Call) -> Json:
     """The engine's whole answer, put together from what was recorded of its choices."""
     answer = dict(turns[0].response or {})
     answer["choices"] = [choice for turn in turns for choice in (turn.response or {})["choices"]]
@@ -115,7 +115,7 @@ def answer_of(turns: Sequence[Turn], call: Call) -> Json:
     return answer
 
 
-def chunks_of(answer: Json, call: Call) -> tuple[list[Json], list[Json]]:
+def recorded_chunks(answer: Json, call: Call) -> tuple[list[Json], list[Json]]:
     """The same as a stream: chunks that say something, and those that end it."""
     head = {key: answer.get(key) for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk" if call.path == CHAT_PATH else "text_completion"
@@ -134,6 +134,6 @@ def chunks_of(answer: Json, call: Call) -> tuple[list[Json], list[Json]]:
             whole["text"], end["text"] = choice["text"], ""
         said.append({**head, "choices": [whole]})
         ends.append({**head, "choices": [end]})
-    if call.shown.usage:
+    if call.visible.usage:
         ends.append({**head, "choices": [], "usage": answer.get("usage")})
     return said, ends

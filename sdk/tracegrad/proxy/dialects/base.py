@@ -20,7 +20,7 @@ CHAT_PATH = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class VisibleFields:
     """What the client asked to see of what the engine is always asked for."""
 
     ids: bool = False
@@ -38,7 +38,7 @@ class Call:
     request: Json
     body: Json
     stream: bool
-    shown: Shown = field(default_factory=Shown)
+    visible: VisibleFields = field(default_factory=VisibleFields)
     path: str = CHAT_PATH
     # The turn that this call makes (its first, where n > 1); ids that clients see are made of it.
     turn_id: str = field(default_factory=new_id)
@@ -66,7 +66,7 @@ class Call:
     def own_messages(self) -> list[Json]:
         return self.messages[self.instructions :]
 
-    def after(self, earlier: Sequence[Json]) -> Call:
+    def continuing(self, earlier: Sequence[Json]) -> Call:
         """The same call behind a conversation that the client left out."""
         lead = self.messages[: self.instructions]
         body = {**self.body, "messages": [*lead, *earlier, *self.own_messages]}

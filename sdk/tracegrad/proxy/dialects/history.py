@@ -11,7 +11,7 @@ from tracegrad.proxy.dialects.registry import call_of
 FindsTurn = Callable[[str], Turn | None]
 
 
-class NotRecorded(LookupError):
+class TurnNotRecorded(LookupError):
     """The turn that a call names is not in the store, or its texts are not (`textless`)."""
 
     def __init__(self, turn_id: str, *, textless: bool = False) -> None:
@@ -19,21 +19,21 @@ class NotRecorded(LookupError):
         self.textless = textless
 
 
-def reply_of(turn: Turn) -> Json | None:
+def recorded_reply(turn: Turn) -> Json | None:
     """The message that the model answered with."""
     choices: Sequence[Json] = (turn.response or {}).get("choices") or ()
     return choices[0].get("message") if choices else None
 
 
-def whole_call(turn: Turn, find: FindsTurn) -> Call | None:
+def recorded_call(turn: Turn, find: FindsTurn) -> Call | None:
     """The turn's call with the whole conversation, also where the client had left it out."""
     call = call_of(turn)
     if call is None:
         return None
     if call.previous is not None:
         try:
-            call = call.after(conversation_of(call.previous, find))
-        except NotRecorded:
+            call = call.continuing(conversation_of(call.previous, find))
+        except TurnNotRecorded:
             return None
     return call.with_one_system()
 
@@ -45,9 +45,9 @@ def conversation_of(turn_id: str, find: FindsTurn) -> list[Json]:
     while wanted is not None:
         turn = find(wanted)
         call = call_of(turn) if turn is not None else None
-        reply = reply_of(turn) if turn is not None else None
+        reply = recorded_reply(turn) if turn is not None else None
         if call is None or reply is None:
-            raise NotRecorded(wanted, textless=turn is not None)
+            raise TurnNotRecorded(wanted, textless=turn is not None)
         calls.append((call, reply))
         wanted = call.previous
     messages: list[Json] = []

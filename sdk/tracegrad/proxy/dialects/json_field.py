@@ -17,17 +17,17 @@ _TOO_LARGE = 2**63
 
 
 @dataclass(slots=True, eq=False)
-class Given:
+class JsonField:
     """One value of a request. Readers raise BadRequest that names it."""
 
     value: Any
-    up: Self | None = None
+    parent: Self | None = None
     key: str | int = ""  # a field's name, or an index
 
     @property
     def where(self) -> str:
         """`messages.0.content`: as Anthropic's API names fields."""
-        above = self.up.where if self.up else ""
+        above = self.parent.where if self.parent else ""
         return f"{above}.{self.key}" if above else str(self.key)
 
     def get(self, name: str) -> Self | None:
@@ -35,47 +35,47 @@ class Given:
         value = self.object().get(name)
         return None if value is None else type(self)(value, self, name)
 
-    def need(self, name: str) -> Self:
+    def require(self, name: str) -> Self:
         field = self.get(name)
         if field is None:
-            raise type(self)(None, self, name).wrong("is missing")
+            raise type(self)(None, self, name).error("is missing")
         return field
 
     def items(self) -> list[Self]:
         if not isinstance(self.value, list):
-            raise self.wrong("is not a list")
+            raise self.error("is not a list")
         return [type(self)(value, self, index) for index, value in enumerate(self.value)]
 
     def object(self) -> Json:
         if not isinstance(self.value, dict):
-            raise self.wrong("is not an object")
+            raise self.error("is not an object")
         return self.value
 
     def text(self) -> str:
         if not isinstance(self.value, str):
-            raise self.wrong("is not a string")
+            raise self.error("is not a string")
         return self.value
 
     def flag(self) -> bool:
         if not isinstance(self.value, bool):
-            raise self.wrong("is not true or false")
+            raise self.error("is not true or false")
         return self.value
 
     def number(self) -> float:
         # bool is an int to Python, not to JSON.
         if isinstance(self.value, bool) or not isinstance(self.value, int | float):
-            raise self.wrong("is not a number")
+            raise self.error("is not a number")
         return self.value
 
     def integer(self, least: int | None = None) -> int:
         """A number without a fraction, also where JSON has it as 64.0."""
         value = self.number()
         if value != int(value):
-            raise self.wrong("is not an integer")
+            raise self.error("is not an integer")
         if not -_TOO_LARGE < value < _TOO_LARGE:
-            raise self.wrong("is too large")
+            raise self.error("is too large")
         if least is not None and value < least:
-            raise self.wrong(f"is less than {least}")
+            raise self.error(f"is less than {least}")
         return int(value)
 
     def texts(self) -> list[str]:
@@ -84,10 +84,10 @@ class Given:
     def one_of(self, names: Iterable[str]) -> str:
         value = self.text()
         if value not in names:
-            raise self.wrong(f"is {_short(value)}; served are {', '.join(sorted(names))}")
+            raise self.error(f"is {_short(value)}; served are {', '.join(sorted(names))}")
         return value
 
-    def wrong(self, words: str, *, code: str | None = None) -> BadRequest:
+    def error(self, words: str, *, code: str | None = None) -> BadRequest:
         return BadRequest(f"{self.where}: {words}", param=self.where, code=code)
 
     def refuse_all_but(
@@ -99,7 +99,7 @@ class Given:
             if value is None or name in served or (name in refused and _empty(value)):
                 continue
             why = refused.get(name, "it is not known here; leave it out")
-            raise type(self)(value, self, spelled).wrong(f"is not served: {why}")
+            raise type(self)(value, self, spelled).error(f"is not served: {why}")
 
     def plain(self, spelled: str) -> str:
         """The name of a field that a client may spell in other ways."""

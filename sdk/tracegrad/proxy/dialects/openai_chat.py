@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 
-from tracegrad.chat.content_parts import media_in
+from tracegrad.chat.content_parts import media_untrainable_reason
 from tracegrad.chat.sampling_params import DEFAULTS
 from tracegrad.events import Json
-from tracegrad.proxy.dialects.base import Call, Shown
+from tracegrad.proxy.dialects.base import Call, VisibleFields
 from tracegrad.proxy.dialects.body_checks import (
     BOOL,
     INTEGER,
@@ -24,7 +24,7 @@ from tracegrad.proxy.http import sse
 from tracegrad.proxy.http.errors import ApiError, BadRequest
 
 # Fields whose type the proxy relies on; the engine judges the rest.
-KINDS = {
+FIELD_TYPES = {
     "model": STRING,
     "stream": BOOL,
     "logprobs": BOOL,
@@ -36,17 +36,17 @@ KINDS = {
     **dict.fromkeys(DEFAULTS, NUMBER),
 }
 # The proxy's own; an agent that sends one of them would choose its own prompt unseen.
-REFUSED = ("kv_transfer_params", "ec_transfer_params")
+REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _NOT_FOR_THE_ENGINE = ("stream", "stream_options", "return_token_ids")
 
 
-class Chat:
+class OpenAIChatDialect:
     name = "chat"
 
     def parse(self, raw: bytes, path: Mapping[str, Any], query: Mapping[str, str]) -> Call:
         request = json_object(raw)
         check_messages(request.get("messages"))
-        check_types(request, KINDS)
+        check_types(request, FIELD_TYPES)
         check_common(request)
         _check_tools(request.get("tools"))
         return Call(
@@ -54,26 +54,26 @@ class Chat:
             request=request,
             body={k: v for k, v in request.items() if k not in _NOT_FOR_THE_ENGINE},
             stream=bool(request.get("stream")),
-            shown=Shown(
+            visible=VisibleFields(
                 ids=bool(request.get("return_token_ids")),
                 logprobs=bool(request.get("logprobs")),
                 reasoning=request.get("include_reasoning") is not False,
                 usage=_wants_usage(request),
             ),
-            untrainable=media_in(request["messages"]),
+            untrainable=media_untrainable_reason(request["messages"]),
         )
 
     def answer(self, call: Call, answer: Json) -> bytes:
         return orjson.dumps(answer)
 
-    def writer(self, call: Call) -> Chunks:
-        return Chunks()
+    def writer(self, call: Call) -> ChatStreamWriter:
+        return ChatStreamWriter()
 
     def error(self, error: ApiError) -> bytes:
         return error.body()
 
 
-class Chunks:
+class ChatStreamWriter:
     """The engine's own chunks are the client's."""
 
     content_type = "text/event-stream; charset=utf-8"
@@ -88,7 +88,7 @@ class Chunks:
         return b"".join(map(self.chunk, chunks)) + sse.DONE_EVENT
 
     def error(self, error: ApiError) -> bytes:
-        return sse.event(error.body())
+        return sse.encode_event(error.body())
 
     def keepalive(self) -> bytes:
         return b": \n\n"
@@ -98,7 +98,7 @@ def check_common(request: Json) -> None:
     """What chat and text completions share. Raises BadRequest."""
     if (n := request.get("n")) is not None and n < 1:
         raise BadRequest("n is less than 1", param="n")
-    for name in REFUSED:
+    for name in REFUSED_FIELDS:
         if request.get(name) is not None:
             raise BadRequest(f"{name} is not served here; leave it out", param=name)
     options = request.get("stream_options")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tracegrad.chat.sampling_params import DEFAULTS
-from tracegrad.proxy.dialects.base import Call, Shown
+from tracegrad.proxy.dialects.base import Call, VisibleFields
 from tracegrad.proxy.dialects.body_checks import (
     BOOL,
     INTEGER,
@@ -15,12 +15,12 @@ from tracegrad.proxy.dialects.body_checks import (
     check_types,
     json_object,
 )
-from tracegrad.proxy.dialects.openai_chat import Chat, check_common
+from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect, check_common
 from tracegrad.proxy.http.errors import BadRequest
 
 PATH = "/v1/completions"
 
-KINDS = {
+FIELD_TYPES = {
     "model": STRING,
     "stream": BOOL,
     "echo": BOOL,
@@ -32,7 +32,7 @@ KINDS = {
 _NOT_FOR_THE_ENGINE = ("stream", "stream_options", "return_token_ids")
 
 
-class Completions(Chat):
+class OpenAICompletionsDialect(OpenAIChatDialect):
     """Answers and chunks go through as they are, like those of chat completions."""
 
     name = "completions"
@@ -40,7 +40,7 @@ class Completions(Chat):
     def parse(self, raw: bytes, path: Mapping[str, Any], query: Mapping[str, str]) -> Call:
         request = json_object(raw)
         _check_prompt(request.get("prompt"))
-        check_types(request, KINDS)
+        check_types(request, FIELD_TYPES)
         check_common(request)
         options = request.get("stream_options") or {}
         return Call(
@@ -48,7 +48,7 @@ class Completions(Chat):
             request=request,
             body={k: v for k, v in request.items() if k not in _NOT_FOR_THE_ENGINE},
             stream=bool(request.get("stream")),
-            shown=Shown(
+            visible=VisibleFields(
                 ids=bool(request.get("return_token_ids")),
                 logprobs=request.get("logprobs") is not None,
                 usage=bool(options.get("include_usage")),

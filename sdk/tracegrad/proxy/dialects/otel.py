@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tracegrad.proxy.dialects.openai_chat import Chat
+from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
 
 
-class Otel(Chat):
+class OtelDialect(OpenAIChatDialect):
     name = "otel"

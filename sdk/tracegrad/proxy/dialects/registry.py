@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from tracegrad.events import Turn
-from tracegrad.proxy.dialects.anthropic.request import Messages
+from tracegrad.proxy.dialects.anthropic.request import AnthropicDialect
 from tracegrad.proxy.dialects.base import Call, Dialect
-from tracegrad.proxy.dialects.gemini.request import WHOLE, Gemini
-from tracegrad.proxy.dialects.openai_chat import Chat
-from tracegrad.proxy.dialects.openai_completions import Completions
-from tracegrad.proxy.dialects.openai_responses.request import Responses
-from tracegrad.proxy.dialects.otel import Otel
+from tracegrad.proxy.dialects.gemini.request import WHOLE, GeminiDialect
+from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
+from tracegrad.proxy.dialects.openai_completions import OpenAICompletionsDialect
+from tracegrad.proxy.dialects.openai_responses.request import OpenAIResponsesDialect
+from tracegrad.proxy.dialects.otel import OtelDialect
 from tracegrad.proxy.http.errors import ApiError
 from tracegrad.store.encoding.blobs import dump_json
 
 DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect
-    for dialect in (Chat(), Completions(), Responses(), Messages(), Gemini(), Otel())
+    for dialect in (
+        OpenAIChatDialect(),
+        OpenAICompletionsDialect(),
+        OpenAIResponsesDialect(),
+        AnthropicDialect(),
+        GeminiDialect(),
+        OtelDialect(),
+    )
 }
 
 

@@ -7,15 +7,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from tracegrad.events import RolloutOpened
+from tracegrad.events import RolloutStarted
 from tracegrad.proxy.capture.redaction import Redactor
 from tracegrad.proxy.http.errors import ApiError, Unavailable
-from tracegrad.proxy.store_async import asked
-from tracegrad.store.anchors.anchor_store import Anchored, AnchorStore
+from tracegrad.proxy.store_async import run_in_thread
+from tracegrad.store.anchors.anchor_store import AnchorStore, RolloutFromAnchor
 from tracegrad.store.errors import StoreCorrupt, StoreUnavailable
 
 
-class Next(BaseModel):
+class NextRolloutRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     task_id: Annotated[str, Field(min_length=1)]
     agent: str | None = None
@@ -31,8 +31,8 @@ class AnchoredRollout(BaseModel):
     rollout_id: str
     task_id: str
     anchor: int
-    expert: str | None
-    expert_turns: int
+    demonstration: str | None
+    demonstration_turns: int
     request: dict[str, Any] | None
     responses: list[dict[str, Any] | None]
 
@@ -41,7 +41,7 @@ def make_anchors_router(anchors: AnchorStore | None, redactor: Redactor) -> APIR
     router = APIRouter(prefix="/api/anchors")
 
     @router.post("/next", status_code=201, summary="Open a task's next rollout at its anchor")
-    async def next_rollout(body: Next) -> AnchoredRollout:
+    async def next_rollout(body: NextRolloutRequest) -> AnchoredRollout:
         """The rollout is open, and has the expert's turns before the anchor. Bring a fresh
         environment behind the same calls; if it answers otherwise than it did the expert, finish
         the rollout as env_error. Then go on under `/rollouts/<rollout_id>/v1`."""
@@ -52,11 +52,11 @@ def make_anchors_router(anchors: AnchorStore | None, redactor: Redactor) -> APIR
                 kind="invalid_request_error",
                 code="no_anchors",
             )
-        said = RolloutOpened(rollout_id="", agent=body.agent, tags=body.tags, task=body.task)
-        [opened] = await redactor.facts([said])
-        assert isinstance(opened, RolloutOpened), "it stays what it was"
+        said = RolloutStarted(rollout_id="", agent=body.agent, tags=body.tags, task=body.task)
+        [opened] = await redactor.redact([said])
+        assert isinstance(opened, RolloutStarted), "it stays what it was"
         try:
-            [found] = await asked(
+            [found] = await run_in_thread(
                 anchors.next,
                 body.task_id,
                 counts=body.counts,
@@ -69,11 +69,11 @@ def make_anchors_router(anchors: AnchorStore | None, redactor: Redactor) -> APIR
             raise Unavailable(message, code="store_unavailable") from error
         except StoreCorrupt as error:
             raise ApiError(500, str(error), kind="store_error") from error
-        return _told(found)
+        return _to_response(found)
 
     return router
 
 
-def _told(found: Anchored) -> AnchoredRollout:
+def _to_response(found: RolloutFromAnchor) -> AnchoredRollout:
     names = AnchoredRollout.model_fields
     return AnchoredRollout(**{name: getattr(found, name) for name in names})

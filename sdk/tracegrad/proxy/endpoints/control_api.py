@@ -14,27 +14,27 @@ from starlette.responses import Response
 
 from tracegrad.events import (
     MAX_REWARD,
-    Fact,
+    Event,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
-    SpanEnded,
+    RolloutStarted,
+    Span,
     new_id,
 )
-from tracegrad.proxy.auth.middleware import Caller, caller_of, owned
-from tracegrad.proxy.auth.rollout_attribution import ID_PATTERN
+from tracegrad.proxy.auth.middleware import Caller, caller_of, restrict_to_rollout
+from tracegrad.proxy.auth.rollout_attribution import ROLLOUT_ID_PATTERN
 from tracegrad.proxy.capture.recorder import Recorder
-from tracegrad.proxy.endpoints.stated_times import believable
-from tracegrad.proxy.engine.weight_gate import Gate
+from tracegrad.proxy.endpoints.stated_times import clamp_stated_time
+from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.errors import ApiError, BadRequest
-from tracegrad.store.errors import FactRefused
+from tracegrad.store.errors import EventRejected
 
-RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
+RolloutId = Annotated[str, Field(pattern=ROLLOUT_ID_PATTERN)]
 Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0)]
 
 
-class _Event(BaseModel):
+class _EventBody(BaseModel):
     """What may be said of the record of the same name. `fact(caller, now)` is the record: of what
     decides something, who says it and when are the proxy's own to say."""
 
@@ -45,7 +45,7 @@ class _Event(BaseModel):
         return {name: value for name, value in self if name != "type"}
 
 
-class RolloutOpenedEvent(_Event):
+class RolloutStartedBody(_EventBody):
     type: Literal["rollout_opened"]
     task_id: str | None = None
     agent: str | None = None
@@ -53,22 +53,24 @@ class RolloutOpenedEvent(_Event):
     task: Any = None
     opened_at: Seconds | None = None
 
-    def fact(self, _: Caller, now: float) -> Fact:
-        return RolloutOpened(**{**self.fields(), "opened_at": believable(self.opened_at, now)})
+    def to_event(self, _: Caller, now: float) -> Event:
+        return RolloutStarted(
+            **{**self.fields(), "opened_at": clamp_stated_time(self.opened_at, now)}
+        )
 
 
-class RolloutFinishedEvent(_Event):
+class RolloutFinishedBody(_EventBody):
     type: Literal["rollout_finished"]
     outcome: Outcome = Outcome.COMPLETED
     error: str | None = None
     finished_at: Seconds | None = None
 
-    def fact(self, _: Caller, now: float) -> Fact:
+    def to_event(self, _: Caller, now: float) -> Event:
         stated = now if self.finished_at is None else self.finished_at
         return RolloutFinished(**{**self.fields(), "finished_at": stated}, recorded_at=now)
 
 
-class RewardEvent(_Event):
+class RewardBody(_EventBody):
     type: Literal["reward"]
     reward_id: str = Field(default_factory=new_id, min_length=1, max_length=128)
     value: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
@@ -80,11 +82,11 @@ class RewardEvent(_Event):
     )
     given_at: Seconds | None = Field(None, validation_alias=AliasChoices("given_at", "created_at"))
 
-    def fact(self, caller: Caller, now: float) -> Fact:
-        return RewardGiven(**self.fields(), source=caller.source, created_at=now)
+    def to_event(self, caller: Caller, now: float) -> Event:
+        return Reward(**self.fields(), source=caller.source, created_at=now)
 
 
-class SpanEndedEvent(BaseModel):
+class SpanBody(BaseModel):
     """A span that could not leave by OTLP, which is the ordinary way (`/v1/traces`)."""
 
     model_config = ConfigDict(extra="forbid")
@@ -100,31 +102,31 @@ class SpanEndedEvent(BaseModel):
     status: Literal["unset", "ok", "error"] = "unset"
     attributes: dict[str, Any] = {}
 
-    def fact(self, _: Caller, __: float) -> Fact:
-        return SpanEnded(**{name: value for name, value in self if name != "type"})
+    def to_event(self, _: Caller, __: float) -> Event:
+        return Span(**{name: value for name, value in self if name != "type"})
 
 
-Event = Annotated[
-    RolloutOpenedEvent | RolloutFinishedEvent | RewardEvent | SpanEndedEvent,
+EventBody = Annotated[
+    RolloutStartedBody | RolloutFinishedBody | RewardBody | SpanBody,
     Field(discriminator="type"),
 ]
 
 
-class Events(BaseModel):
-    events: list[Event]
+class EventsRequest(BaseModel):
+    events: list[EventBody]
 
 
-class Accepted(BaseModel):
+class EventsAccepted(BaseModel):
     accepted: int
 
 
-class Hold(BaseModel):
+class HoldRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     ttl_s: Annotated[float, Field(gt=0, le=3600)] = 120
     drain_s: Annotated[float, Field(ge=0, le=600)] = 2
 
 
-class Mark(BaseModel):
+class SetVersionRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     version: Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -140,34 +142,34 @@ class GateState(BaseModel):
     waiting: int
 
 
-def make_router(recorder: Recorder, gate: Gate) -> APIRouter:
+def make_control_router(recorder: Recorder, gate: WeightUpdateGate) -> APIRouter:
     router = APIRouter(prefix="/api")
 
     @router.post("/events", summary="Rollouts opened and finished, rewards given")
-    async def events(body: Events, request: Request) -> Accepted:
+    async def events(body: EventsRequest, request: Request) -> EventsAccepted:
         """Stored all together or not at all; the answer comes after the commit. Of several rewards
         of one name and turn the one that arrives last counts, whatever `given_at` says."""
         caller, now = caller_of(request.scope), time.time()
         try:
-            facts = [event.fact(caller, now) for event in body.events]
-            await recorder.commit(owned(facts, caller))
-        except FactRefused as error:
+            facts = [event.to_event(caller, now) for event in body.events]
+            await recorder.commit(restrict_to_rollout(facts, caller))
+        except EventRejected as error:
             raise BadRequest(str(error), status=422) from None
-        return Accepted(accepted=len(body.events))
+        return EventsAccepted(accepted=len(body.events))
 
     @router.get("/push", summary="Policy version and gate")
     async def push() -> GateState:
         return GateState.model_validate(gate.state())
 
     @router.post("/push/hold", summary="Before a weight push: new calls wait")
-    async def hold(body: Hold) -> InFlight:
+    async def hold(body: HoldRequest) -> InFlight:
         """Answers when calls that come in one piece have finished, or after `drain_s`."""
         return InFlight(in_flight=await gate.hold(ttl_s=body.ttl_s, drain_s=body.drain_s))
 
     @router.post("/push/mark", summary="Tokens from now on are of this policy version")
-    async def mark(body: Mark) -> GateState:
+    async def mark(body: SetVersionRequest) -> GateState:
         """To be sent while the engine is paused."""
-        await gate.mark(body.version)
+        await gate.set_version(body.version)
         return GateState.model_validate(gate.state())
 
     @router.post("/push/release", summary="Waiting calls go on, in order")

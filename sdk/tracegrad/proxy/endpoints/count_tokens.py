@@ -11,13 +11,13 @@ from starlette.types import Receive, Scope, Send
 
 from tracegrad.proxy.auth.middleware import caller_of, engine_headers
 from tracegrad.proxy.dialects.base import Call, Dialect
-from tracegrad.proxy.endpoints.llm_call import Rooms
+from tracegrad.proxy.endpoints.llm_call import ProxyServices
 from tracegrad.proxy.engine.response import read_error
 from tracegrad.proxy.http.errors import ApiError
 from tracegrad.proxy.http.request import (
-    ClientGone,
+    ClientDisconnected,
+    cancel_on_disconnect,
     read_body,
-    while_client_waits,
 )
 
 # vLLM's; it is not served to clients under this name.
@@ -26,13 +26,13 @@ PATH = "/tokenize"
 _RENDERING = ("messages", "tools", "model", "chat_template_kwargs")
 
 
-class Counts:
+class CountTokensEndpoint:
     """`parse` reads the client's request, `shape` makes its answer of the number."""
 
     def __init__(
         self,
         dialect: Dialect,
-        rooms: Rooms,
+        rooms: ProxyServices,
         *,
         parse: Callable[[bytes, Mapping[str, Any]], Call],
         shape: Callable[[int], bytes],
@@ -50,12 +50,12 @@ class Counts:
             caller = caller_of(scope)
             call = await run(size, self._rooms.rules.apply, call, admin=caller.admin)
             del raw
-            async with while_client_waits(receive):
+            async with cancel_on_disconnect(receive):
                 tokens = await self._count(call, size, engine_headers(caller))
             response = Response(self._shape(tokens), media_type="application/json")
         except ApiError as error:
             response = error.response(self._dialect.error(error))
-        except ClientGone:
+        except ClientDisconnected:
             return
         await response(scope, receive, send)
 

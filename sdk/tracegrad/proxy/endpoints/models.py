@@ -14,17 +14,19 @@ from tracegrad.proxy.http.errors import ApiError
 _METHODS = ["generateContent", "streamGenerateContent", "countTokens"]
 
 
-def models(raw: bytes, headers: Mapping[str, str], path: Mapping[str, Any]) -> bytes:
+def models_response(raw: bytes, headers: Mapping[str, str], path: Mapping[str, Any]) -> bytes:
     """`raw`: the engine's list. Anthropic's and Google's clients, known by their headers, get the
     shape that they read. Raises ApiError: 404 for a model that is not there."""
     if "x-goog-api-key" in headers:
-        return gemini_models(raw, headers, path)
+        return gemini_models_response(raw, headers, path)
     if "anthropic-version" in headers:
         return _shaped(raw, path, _anthropic, _anthropic_list)
     return _shaped(raw, path, lambda model: model, None)
 
 
-def gemini_models(raw: bytes, headers: Mapping[str, str], path: Mapping[str, Any]) -> bytes:
+def gemini_models_response(
+    raw: bytes, headers: Mapping[str, str], path: Mapping[str, Any]
+) -> bytes:
     return _shaped(raw, path, _gemini, lambda listed: {"models": listed})
 
 

@@ -12,26 +12,28 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 
 from tracegrad.events import Json
-from tracegrad.proxy.auth.rollout_attribution import ID_PATTERN
-from tracegrad.proxy.endpoints.openapi_schemas import SCHEMAS, STRING, listed, record
+from tracegrad.proxy.auth.rollout_attribution import ROLLOUT_ID_PATTERN
+from tracegrad.proxy.endpoints.openapi_schemas import SCHEMAS, STRING, array_of, object_schema
 from tracegrad.proxy.otel.receiver import PROTOBUF
-from tracegrad.store import Load
+from tracegrad.store import WriterLoad
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
 
 # What every whole answer of a kind has.
-_CHOICES = record("choices", choices=listed({"type": "object"}))
-_RESPONSE = record("id status output", id=STRING, status=STRING, output=listed({"type": "object"}))
-_MESSAGE = record("id content usage", id=STRING, content=listed({"type": "object"}))
-_CANDIDATES = record(candidates=listed({"type": "object"}))
-_CHUNKS = {"anyOf": [_CANDIDATES, listed(_CANDIDATES)]}
-_DATA = record("data", data=listed({"type": "object"}))
+_CHOICES = object_schema("choices", choices=array_of({"type": "object"}))
+_RESPONSE = object_schema(
+    "id status output", id=STRING, status=STRING, output=array_of({"type": "object"})
+)
+_MESSAGE = object_schema("id content usage", id=STRING, content=array_of({"type": "object"}))
+_CANDIDATES = object_schema(candidates=array_of({"type": "object"}))
+_CHUNKS = {"anyOf": [_CANDIDATES, array_of(_CANDIDATES)]}
+_DATA = object_schema("data", data=array_of({"type": "object"}))
 
 
 def _number(name: str) -> Json:
     number: dict[str, Json] = {name: {"type": "integer"}}
-    return record(name, **number)
+    return object_schema(name, **number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +118,14 @@ _CALLS: Sequence[_Operation] = (
         "get",
         "/v1beta/models",
         "The engine's models, as Google lists them",
-        record("models", models=listed({"type": "object"})),
+        object_schema("models", models=array_of({"type": "object"})),
     ),
     *_gemini("v1beta"),
     *_gemini("v1"),
 )
 
 
-def described(app: FastAPI) -> None:
+def extend_openapi(app: FastAPI) -> None:
     """From now on the application's OpenAPI document has all of its routes.
 
     To be called once, before the application is served.
@@ -186,7 +188,7 @@ def _identifier(text: str) -> str:
 def _parameters(path: str, *, in_rollout: bool) -> list[Json]:
     parameters: list[Json] = []
     if in_rollout:
-        rollout = {"type": "string", "pattern": ID_PATTERN}
+        rollout = {"type": "string", "pattern": ROLLOUT_ID_PATTERN}
         parameters.append({"name": "rollout", "in": "path", "required": True, "schema": rollout})
     if "{model}" in path:
         model = {"type": "string", "minLength": 1}
@@ -223,8 +225,8 @@ def _spans() -> Json:
 
 def _health() -> Json:
     number: Json = {"type": "integer"}
-    load = record(" ".join(Load._fields), **dict.fromkeys(Load._fields, number))
-    state = record("status version writer", status=STRING, version=number, writer=load)
+    load = object_schema(" ".join(WriterLoad._fields), **dict.fromkeys(WriterLoad._fields, number))
+    state = object_schema("status version writer", status=STRING, version=number, writer=load)
     return {
         "summary": "Whether the proxy serves",
         "operationId": "get_healthz",

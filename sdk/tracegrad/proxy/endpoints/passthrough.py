@@ -13,18 +13,18 @@ from tracegrad.proxy.engine.response import read_error
 from tracegrad.proxy.engine.upstreams import Upstream
 from tracegrad.proxy.http.errors import ApiError
 from tracegrad.proxy.http.request import (
-    ClientGone,
+    ClientDisconnected,
     Headers,
+    cancel_on_disconnect,
     headers_of,
     read_body,
-    while_client_waits,
 )
 
-Shape = Callable[[bytes, Headers, Mapping[str, Any]], bytes]
-Read = Callable[[bytes, Caller], Awaitable[bytes]]
+ShapeResponse = Callable[[bytes, Headers, Mapping[str, Any]], bytes]
+ReadRequest = Callable[[bytes, Caller], Awaitable[bytes]]
 
 
-class PassedOn:
+class PassthroughEndpoint:
     """One route of the engine's, without a record: nothing is sampled there.
 
     `read` makes the engine's body of the client's, or raises ApiError; `shape` makes the client's
@@ -37,8 +37,8 @@ class PassedOn:
         method: str,
         path: str,
         *,
-        read: Read | None = None,
-        shape: Shape | None = None,
+        read: ReadRequest | None = None,
+        shape: ShapeResponse | None = None,
     ) -> None:
         self._upstream = upstream
         self._method = method
@@ -51,7 +51,7 @@ class PassedOn:
             response = await self._answer(scope, receive)
         except ApiError as error:
             response = error.response()
-        except ClientGone:
+        except ClientDisconnected:
             return
         await response(scope, receive, send)
 
@@ -60,7 +60,7 @@ class PassedOn:
         if self._read is not None:
             body = await self._read(body, caller)
         async with (
-            while_client_waits(receive),
+            cancel_on_disconnect(receive),
             self._upstream.request(
                 self._method,
                 self._path,

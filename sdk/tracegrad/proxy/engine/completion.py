@@ -5,41 +5,41 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from tracegrad.events import Json, logprobs, token_ids
+from tracegrad.events import Json, logprob_array, token_id_array
 
 # What vLLM writes where it has no log-probability.
 MISSING_LOGPROB = -9999.0
 
 
 @dataclass(slots=True)
-class Reply:
+class SampledCompletion:
     """One choice of one call: T sampled tokens, their log-probabilities, and a version each.
 
     `finish_reason` is None for a reply that was cut off. `response` is the engine's answer with
     this choice alone, in canonical form.
     """
 
-    prompt_token_ids: array[int] = field(default_factory=token_ids)
-    token_ids: array[int] = field(default_factory=token_ids)
-    logprobs: array[float] = field(default_factory=logprobs)
+    prompt_token_ids: array[int] = field(default_factory=token_id_array)
+    token_ids: array[int] = field(default_factory=token_id_array)
+    logprobs: array[float] = field(default_factory=logprob_array)
     versions: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or token that hit
     response: Json = field(default_factory=dict)
     routed_experts: bytes | None = None  # as `Turn` has them
-    broken: str | None = None  # why its tokens cannot be trusted
+    discard_reason: str | None = None  # why its tokens cannot be trusted
 
     def add(self, ids: object, values: object, version: int) -> None:
         """Tokens that the engine sent together: ids, and as many log-probabilities.
 
         Anything that does not fit drops all tokens of the reply, which then says so.
         """
-        if self.broken is not None:
+        if self.discard_reason is not None:
             return
         if not ids and not values:
             return
         if not isinstance(ids, list | array) or not isinstance(values, list):
-            self.drop("no_tokens")
+            self.discard_tokens("no_tokens")
             return
         try:
             if len(ids) != len(values):
@@ -47,10 +47,10 @@ class Reply:
             self.logprobs.fromlist(values)
             self.token_ids.extend(ids)
         except (TypeError, ValueError, OverflowError):
-            self.drop("no_tokens")
+            self.discard_tokens("no_tokens")
             return
         if min(values) <= MISSING_LOGPROB:
-            self.drop("no_logprobs")
+            self.discard_tokens("no_logprobs")
             return
         count, versions = len(ids), self.versions
         if versions and versions[-1][0] == version:
@@ -58,21 +58,21 @@ class Reply:
         else:
             versions.append((version, count))
 
-    def drop(self, reason: str) -> None:
+    def discard_tokens(self, reason: str) -> None:
         """Forget the tokens; `reason` says why. The first reason stays."""
-        if self.broken is not None:
+        if self.discard_reason is not None:
             return
-        self.broken = reason
-        self.token_ids, self.logprobs, self.versions = token_ids(), logprobs(), []
+        self.discard_reason = reason
+        self.token_ids, self.logprobs, self.versions = token_id_array(), logprob_array(), []
 
 
-def prompt_of(value: object) -> array[int] | None:
+def prompt_token_ids_of(value: object) -> array[int] | None:
     """The engine's `prompt_token_ids`, or None when there is no such list of integers."""
     if isinstance(value, array):
         return value
     if not isinstance(value, list):
         return None
     try:
-        return token_ids(value)
+        return token_id_array(value)
     except (TypeError, OverflowError):
         return None

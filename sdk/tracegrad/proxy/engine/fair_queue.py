@@ -6,11 +6,11 @@ import asyncio
 from collections import OrderedDict, deque
 
 
-class NoRoom(Exception):
+class QueueFull(Exception):
     """There is no room for this call, or its room went to one of a rollout with fewer."""
 
 
-class WaitingCalls:
+class FairQueue:
     """First come first served within a rollout; rollouts take turns.
 
     Calls without a name (key None) share one place among the rollouts: a client must not get
@@ -52,11 +52,11 @@ class WaitingCalls:
         own = len(self._lanes.get(key, ()))
         greedy = max(self._lanes, key=lambda other: len(self._lanes[other]), default=key)
         if greedy == key or len(self._lanes[greedy]) <= own + 1:
-            raise NoRoom
+            raise QueueFull
         # The newest call of the rollout with the most: its older ones keep their places.
-        self._leave(self._lanes[greedy].pop(), NoRoom())
+        self._leave(self._lanes[greedy].pop(), QueueFull())
 
-    def _leave(self, place: asyncio.Future[None], reason: NoRoom | None) -> None:
+    def _leave(self, place: asyncio.Future[None], reason: QueueFull | None) -> None:
         self._count -= 1
         if place.done():  # cancelled in this very turn of the loop
             return

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from tracegrad.events import token_ids
+from tracegrad.events import token_id_array
 
 _PROMPT = b'"prompt_token_ids":['
 _TOKENS = b'"token_ids":['
@@ -36,31 +36,31 @@ class _Entry(msgspec.Struct, gc=False):
 _entries = msgspec.json.Decoder(list[_Entry])
 
 
-class Ids(NamedTuple):
+class TokenIdText(NamedTuple):
     values: array[int]
     text: bytes  # the list as it was written
 
 
-class CutChoice(NamedTuple):
-    tokens: Ids
+class ExtractedChoice(NamedTuple):
+    tokens: TokenIdText
     logprobs: list[float]
     logprobs_text: bytes  # the object that holds them
-    routes: bytes | None  # a JSON text of base64
+    routed_experts: bytes | None  # a JSON text of base64
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ExtractedTokens:
     """`rest` is the answer with null in place of what was cut out."""
 
     rest: bytes
-    prompt: Ids
-    choices: list[CutChoice]
+    prompt: TokenIdText
+    choices: list[ExtractedChoice]
 
 
-def cut_answer(raw: bytes, choices: int) -> Cut | None:
+def extract_tokens(raw: bytes, choices: int) -> ExtractedTokens | None:
     """None for an answer that is not written as vLLM writes one: read it as any other JSON."""
     rest: list[bytes] = []
-    found: list[CutChoice] = []
+    found: list[ExtractedChoice] = []
     at = 0
     try:
         for _ in range(choices):
@@ -71,15 +71,17 @@ def cut_answer(raw: bytes, choices: int) -> Cut | None:
             entries = _entries.decode(told[len(_LOGPROBS) - len(_KEY) - 1 : -1])
             tokens, at = _cut_ids(raw, _TOKENS, end, rest)
             routes, at = _cut_routes(raw, at, rest)
-            found.append(CutChoice(tokens, [entry.logprob for entry in entries], told, routes))
+            found.append(
+                ExtractedChoice(tokens, [entry.logprob for entry in entries], told, routes)
+            )
         prompt, at = _cut_ids(raw, _PROMPT, at, rest)
     except (ValueError, msgspec.DecodeError):
         return None
     rest.append(raw[at:])
-    return Cut(b"".join(rest), prompt, found)
+    return ExtractedTokens(b"".join(rest), prompt, found)
 
 
-def cut_prompt(raw: bytes) -> tuple[bytes, array[int] | None]:
+def extract_prompt(raw: bytes) -> tuple[bytes, array[int] | None]:
     """Only the prompt's ids, as in the first chunk of a stream; None where there are none."""
     rest: list[bytes] = []
     try:
@@ -89,13 +91,13 @@ def cut_prompt(raw: bytes) -> tuple[bytes, array[int] | None]:
     return b"".join((*rest, raw[at:])), prompt.values
 
 
-def _cut_ids(raw: bytes, key: bytes, at: int, rest: list[bytes]) -> tuple[Ids, int]:
+def _cut_ids(raw: bytes, key: bytes, at: int, rest: list[bytes]) -> tuple[TokenIdText, int]:
     """The list under `key`, and where it ends; `rest` gets what comes before it, and null."""
     start = raw.index(key, at) + len(key) - 1
     end = raw.index(b"]", start) + 1
     rest += (raw[at:start], b"null")
     text = raw[start:end]
-    return Ids(ids_in(text[1:-1]), text), end
+    return TokenIdText(parse_token_ids(text[1:-1]), text), end
 
 
 def _cut_routes(raw: bytes, at: int, rest: list[bytes]) -> tuple[bytes | None, int]:
@@ -107,12 +109,12 @@ def _cut_routes(raw: bytes, at: int, rest: list[bytes]) -> tuple[bytes | None, i
     return raw[start:end], end
 
 
-def ids_in(text: bytes) -> array[int]:
+def parse_token_ids(text: bytes) -> array[int]:
     """Token ids, written with commas between. Raises ValueError for anything else.
 
     NumPy reads ten thousand numbers twice as fast as a JSON parser and `array` together.
     """
-    ids = token_ids()
+    ids = token_id_array()
     if not text:
         return ids
     values = np.fromstring(text, dtype=np.int64, sep=",")

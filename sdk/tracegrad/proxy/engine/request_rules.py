@@ -49,16 +49,16 @@ _VLLMS = (
     *("stop_token_ids", "structured_outputs", "thinking_token_budget", "truncate_prompt_tokens"),
     *("truncation_side", "watermarking"),
 )
-PASSED = frozenset((*_OPENAI, *_VLLMS))
+ALLOWED_FIELDS = frozenset((*_OPENAI, *_VLLMS))
 # Of embeddings: OpenAI's, and vLLM's plain ones.
-PASSED_TO_EMBED = frozenset(
+ALLOWED_EMBEDDING_FIELDS = frozenset(
     (
         *("add_special_tokens", "dimensions", "embed_dtype", "encoding_format", "endianness"),
         *("input", "model", "normalize", "truncate_prompt_tokens", "truncation_side", "user"),
     )
 )
 # What each of them would let a client do to the engine, or to others.
-REFUSED = {
+REFUSED_FIELDS = {
     "cache_salt": "it decides whose cached prompts are shared",
     "chat_template": "it is a program that the engine runs",
     "guided_grammar": "a grammar may take the engine without end",
@@ -80,7 +80,7 @@ _TENSORS = frozenset(("audio_embeds", "image_embeds", "image_pil", "prompt_embed
 _MOST_CHOICES = 128
 _MOST_PROMPTS = 2048
 _FORMATS = ("json_object", "json_schema", "text")
-_MEND = "leave it out, send it with the admin key, or set pass_unknown_fields of [proxy]"
+_FIX = "leave it out, send it with the admin key, or set pass_unknown_fields of [proxy]"
 
 # URL parsers skip control characters and spaces before a scheme, and line breaks and tabs anywhere.
 _SKIPPED = "".join(map(chr, range(0x21)))
@@ -101,7 +101,7 @@ class RequestRules:
     def __init__(self, *, pass_unknown: bool, media_domains: frozenset[str]) -> None:
         self._pass_unknown = pass_unknown
         self._media_domains = media_domains
-        self.left_out: Counter[str] = Counter()
+        self.dropped_fields: Counter[str] = Counter()
 
     @classmethod
     def of(cls, settings: ProxySettings) -> Self:
@@ -117,7 +117,7 @@ class RequestRules:
         if admin or self._pass_unknown:
             return call
         _check_known(call)
-        body = self._known(call.body, PASSED)
+        body = self._known(call.body, ALLOWED_FIELDS)
         return call if body is call.body else replace(call, body=body)
 
     def embeddings(self, raw: bytes, *, admin: bool) -> bytes:
@@ -132,7 +132,7 @@ class RequestRules:
                 self._check_part(part, f"input[{number}]")
         if admin or self._pass_unknown:
             return raw
-        known = self._known(body, PASSED_TO_EMBED)
+        known = self._known(body, ALLOWED_EMBEDDING_FIELDS)
         return raw if known is body else orjson.dumps(known)
 
     def _known(self, body: Json, passed: frozenset[str]) -> Json:
@@ -140,17 +140,17 @@ class RequestRules:
         if not unknown:
             return body
         for name in unknown:
-            if name in REFUSED and body[name]:  # empty, it asks for nothing
-                raise _refused(name, REFUSED[name])
+            if name in REFUSED_FIELDS and body[name]:  # empty, it asks for nothing
+                raise _refused(name, REFUSED_FIELDS[name])
             self._count(name)
         return {name: value for name, value in body.items() if name in passed}
 
     def _count(self, name: str) -> None:
         name = name[:64]
-        if name not in self.left_out and len(self.left_out) >= _FIELDS_NAMED:
+        if name not in self.dropped_fields and len(self.dropped_fields) >= _FIELDS_NAMED:
             name = "(others)"
-        self.left_out[name] += 1
-        count = self.left_out[name]
+        self.dropped_fields[name] += 1
+        count = self.dropped_fields[name]
         if count in (1, 100, 10_000, 1_000_000):
             log.warning(
                 "the field %r of %d requests is not known and does not reach the engine"
@@ -228,7 +228,7 @@ def _check_known(call: Call) -> None:
 
 def _refused(name: str, why: str) -> BadRequest:
     return BadRequest(
-        f"{name} is not served: {why}; {_MEND}", param=name, code="unsupported_parameter"
+        f"{name} is not served: {why}; {_FIX}", param=name, code="unsupported_parameter"
     )
 
 

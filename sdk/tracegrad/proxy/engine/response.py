@@ -18,17 +18,21 @@ from msgspec import Raw, Struct
 from msgspec.json import Decoder, encode
 
 from tracegrad.events import Json
-from tracegrad.proxy.dialects.base import CHAT_PATH, Call, Shown
-from tracegrad.proxy.engine.completion import Reply
-from tracegrad.proxy.engine.fast_parse import cut_answer, ids_in
-from tracegrad.proxy.engine.routed_experts import ROUTES, START, take_routes
-from tracegrad.proxy.http.errors import TOO_LONG, ApiError
+from tracegrad.proxy.dialects.base import CHAT_PATH, Call, VisibleFields
+from tracegrad.proxy.engine.completion import SampledCompletion
+from tracegrad.proxy.engine.fast_parse import extract_tokens, parse_token_ids
+from tracegrad.proxy.engine.routed_experts import (
+    ROUTED_EXPERTS,
+    ROUTED_EXPERTS_START,
+    set_routed_experts,
+)
+from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 
 _TOO_LONG = re.compile(rb"maximum context length|context_length_exceeded|exceeds model's max")
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class EngineRequest:
     """How a call is put to the engine.
 
     `prompt_ids` takes the place of rendering the messages: vLLM uses these tokens as they are,
@@ -40,21 +44,21 @@ class Ask:
     stream: bool
     model: str | None = None
     prompt_ids: array[int] | None = None
-    capture: bool = True
-    routes_from: int = 0
+    return_tokens: bool = True
+    routed_experts_from: int = 0
 
 
-def request_body(call: Call, ask: Ask) -> bytes:
+def request_body(call: Call, ask: EngineRequest) -> bytes:
     """The engine's request, as bytes of JSON."""
     body = dict(call.body)
-    body.pop(START, None)  # ours alone to say: no client sees what it is about
+    body.pop(ROUTED_EXPERTS_START, None)  # ours alone to say: no client sees what it is about
     if ask.model is not None:
         body["model"] = ask.model
     if ask.stream:
         body["stream"] = True
-        if call.shown.usage or not call.stream:
+        if call.visible.usage or not call.stream:
             body["stream_options"] = {"include_usage": True}
-    if ask.capture:
+    if ask.return_tokens:
         body["return_token_ids"] = True
         if call.path == CHAT_PATH:
             body["logprobs"] = True
@@ -62,10 +66,10 @@ def request_body(call: Call, ask: Ask) -> bytes:
             body["logprobs"] = 0  # the sampled token's, and no others
         # With include_reasoning false the engine hides ids and log-probabilities too.
         body.pop("include_reasoning", None)
-        if not call.shown.logprobs:
+        if not call.visible.logprobs:
             body.pop("top_logprobs", None)
-        if ask.routes_from and not ask.stream:
-            body[START] = ask.routes_from
+        if ask.routed_experts_from and not ask.stream:
+            body[ROUTED_EXPERTS_START] = ask.routed_experts_from
     if ask.prompt_ids is not None:
         body["kv_transfer_params"] = {"prompt_token_ids": ask.prompt_ids.tolist()}
     return orjson.dumps(body)
@@ -93,7 +97,7 @@ def read_error(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
             error["message"],
             kind="invalid_request_error",
             param="messages",
-            code=TOO_LONG,
+            code=CONTEXT_LENGTH_EXCEEDED,
         )
     return ApiError(
         status,
@@ -107,11 +111,11 @@ def read_error(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EngineResponse:
     """`body` is what the client may see of it: canonical, or of text completions."""
 
     body: Json
-    replies: list[Reply]
+    completions: list[SampledCompletion]
 
 
 class _Entry(Struct, gc=False):
@@ -134,7 +138,7 @@ _LOGPROBS = Decoder(_Logprobs | None)
 _NULL = Raw(b"null")
 
 
-def read_answer(raw: bytes, call: Call, version: int) -> Answer:
+def read_response(raw: bytes, call: Call, version: int) -> EngineResponse:
     """The engine's whole answer. Raises ApiError (502) when it is none."""
     try:
         return _read_light(raw, call, version) or _read_any(raw, call, version)
@@ -144,33 +148,33 @@ def read_answer(raw: bytes, call: Call, version: int) -> Answer:
         ) from None
 
 
-def _read_light(raw: bytes, call: Call, version: int) -> Answer | None:
+def _read_light(raw: bytes, call: Call, version: int) -> EngineResponse | None:
     """A chat completion whose heavy parts are not parsed for its client; None for any other.
 
     A client of chat completions that asked for them gets them as the engine wrote them. Other
     dialects tell them in words of their own.
     """
-    shown = call.shown
+    shown = call.visible
     if call.path != CHAT_PATH or ((shown.ids or shown.logprobs) and call.dialect != "chat"):
         return None
-    parts = cut_answer(raw, call.n)
+    parts = extract_tokens(raw, call.n)
     if parts is None:
         return None
     body = orjson.loads(parts.rest)
     choices = body["choices"]
     if len(choices) != call.n or not _was_cut(body, "prompt_token_ids") or not parts.prompt.values:
         return None
-    replies: list[Reply] = []
+    replies: list[SampledCompletion] = []
     for choice, heavy in zip(choices, parts.choices, strict=True):
         if not (_was_cut(choice, "logprobs") and _was_cut(choice, "token_ids")):
             return None
-        reply = Reply(prompt_token_ids=parts.prompt.values)
+        reply = SampledCompletion(prompt_token_ids=parts.prompt.values)
         reply.add(heavy.tokens.values, heavy.logprobs, version)
         replies.append(reply)
-        if choice.get(ROUTES) is not None:
+        if choice.get(ROUTED_EXPERTS) is not None:
             return None
-        if heavy.routes is not None:
-            take_routes(reply, heavy.routes)
+        if heavy.routed_experts is not None:
+            set_routed_experts(reply, heavy.routed_experts)
         choice["logprobs"] = orjson.Fragment(heavy.logprobs_text)
         choice["token_ids"] = orjson.Fragment(heavy.tokens.text)
     body["prompt_token_ids"] = orjson.Fragment(parts.prompt.text)
@@ -182,19 +186,19 @@ def _was_cut(holder: Json, name: str) -> bool:
     return name in holder and holder[name] is None
 
 
-def _read_any(raw: bytes, call: Call, version: int) -> Answer:
+def _read_any(raw: bytes, call: Call, version: int) -> EngineResponse:
     fields = _FIELDS.decode(raw)
     prompt = _ids(fields, "prompt_token_ids")
     told = _CHOICES.decode(fields["choices"])
     replies = [_reply(choice, prompt, version) for choice in told]
-    return _closed(_without_tokens(fields, told, call.shown), replies, call)
+    return _closed(_without_tokens(fields, told, call.visible), replies, call)
 
 
-def _closed(body: Json, replies: list[Reply], call: Call) -> Answer:
+def _closed(body: Json, replies: list[SampledCompletion], call: Call) -> EngineResponse:
     for reply, choice in zip(replies, body["choices"], strict=True):
         _close(reply, body, choice)
-    strip(body, call.shown)
-    return Answer(body, replies)
+    strip_unrequested(body, call.visible)
+    return EngineResponse(body, replies)
 
 
 def _ids(fields: dict[str, Raw], name: str) -> array[int] | None:
@@ -203,17 +207,17 @@ def _ids(fields: dict[str, Raw], name: str) -> array[int] | None:
     if text[:1] != b"[":
         return None
     try:
-        return ids_in(text[1:-1])
+        return parse_token_ids(text[1:-1])
     except ValueError:
         return None
 
 
-def _reply(choice: dict[str, Raw], shared: array[int] | None, version: int) -> Reply:
+def _reply(choice: dict[str, Raw], shared: array[int] | None, version: int) -> SampledCompletion:
     """The tokens of one choice; text completions tell each choice's own prompt."""
-    reply = Reply()
+    reply = SampledCompletion()
     prompt = shared or _ids(choice, "prompt_token_ids")
     if not prompt:
-        reply.drop("no_tokens")
+        reply.discard_tokens("no_tokens")
         return reply
     reply.prompt_token_ids = prompt
     logprobs = _LOGPROBS.decode(choice.get("logprobs", _NULL)) or _Logprobs()
@@ -221,11 +225,13 @@ def _reply(choice: dict[str, Raw], shared: array[int] | None, version: int) -> R
     if logprobs.content is not None:
         values = [entry.logprob for entry in logprobs.content]
     reply.add(_ids(choice, "token_ids"), values, version)
-    take_routes(reply, bytes(choice.get(ROUTES, _NULL)))
+    set_routed_experts(reply, bytes(choice.get(ROUTED_EXPERTS, _NULL)))
     return reply
 
 
-def _without_tokens(fields: dict[str, Raw], choices: list[dict[str, Raw]], shown: Shown) -> Json:
+def _without_tokens(
+    fields: dict[str, Raw], choices: list[dict[str, Raw]], shown: VisibleFields
+) -> Json:
     """The answer as objects, without what neither the client sees nor the record needs."""
     if not shown.ids:
         fields.pop("prompt_token_ids", None)
@@ -235,13 +241,13 @@ def _without_tokens(fields: dict[str, Raw], choices: list[dict[str, Raw]], shown
             choice.pop("prompt_token_ids", None)
         if not shown.logprobs and "logprobs" in choice:
             choice["logprobs"] = _NULL
-        if ROUTES in choice:
-            choice[ROUTES] = _NULL
+        if ROUTED_EXPERTS in choice:
+            choice[ROUTED_EXPERTS] = _NULL
     body: Json = orjson.loads(encode({**fields, "choices": choices}))
     return body
 
 
-def strip(answer: Json, shown: Shown) -> None:
+def strip_unrequested(answer: Json, shown: VisibleFields) -> None:
     """Take out, in place, what the client did not ask for; of an answer or a chunk of one."""
     if not shown.ids:
         answer.pop("prompt_token_ids", None)
@@ -268,7 +274,7 @@ def logprobs_of(choice: Json) -> Any:
     return told.get("token_logprobs")
 
 
-def _close(reply: Reply, body: Json, choice: Json) -> None:
+def _close(reply: SampledCompletion, body: Json, choice: Json) -> None:
     """What ended the reply, and its canonical form."""
     reply.finish_reason = choice.get("finish_reason")
     reply.stop_reason = choice.get("stop_reason")

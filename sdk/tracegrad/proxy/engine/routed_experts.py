@@ -10,27 +10,27 @@ import logging
 from msgspec import DecodeError
 from msgspec.json import Decoder
 
-from tracegrad.proxy.engine.completion import Reply
-from tracegrad.store.encoding.routed_experts import check_routes
+from tracegrad.proxy.engine.completion import SampledCompletion
+from tracegrad.store.encoding.routed_experts import check_routing
 
 log = logging.getLogger("tracegrad.proxy")
 
-ROUTES = "routed_experts"
-START = "routed_experts_prompt_start"
+ROUTED_EXPERTS = "routed_experts"
+ROUTED_EXPERTS_START = "routed_experts_prompt_start"
 
 # Megabytes a call: no other decoder at hand is as fast.
 _base64 = Decoder(bytes | None)
 _said: set[str] = set()
 
 
-def take_routes(reply: Reply, told: bytes) -> None:
+def set_routed_experts(reply: SampledCompletion, told: bytes) -> None:
     """`told`: JSON. Routes of other tokens than the reply's are dropped, and its tokens stay."""
-    if reply.broken is not None or not reply.token_ids:
+    if reply.discard_reason is not None or not reply.token_ids:
         return
     try:
         file = _base64.decode(told)
         if file is not None:
-            check_routes(file, len(reply.prompt_token_ids) + len(reply.token_ids))
+            check_routing(file, len(reply.prompt_token_ids) + len(reply.token_ids))
     except (DecodeError, ValueError) as error:
         # Where an engine's are of no use once, none of them may be.
         _once("the engine's routed_experts cannot be read, and are not recorded: %s", error)
@@ -38,7 +38,7 @@ def take_routes(reply: Reply, told: bytes) -> None:
     reply.routed_experts = file
 
 
-def say_of_streams() -> None:
+def warn_streams_lack_experts() -> None:
     """To be called where a client streams and routes are wanted."""
     _once("a client streams, and vLLM tells no routed_experts in streams: such turns have none")
 

@@ -14,10 +14,10 @@ import orjson
 
 from tracegrad.events import Json
 from tracegrad.proxy.dialects.base import CHAT_PATH, Call
-from tracegrad.proxy.engine.completion import Reply, prompt_of
-from tracegrad.proxy.engine.fast_parse import cut_prompt
-from tracegrad.proxy.engine.response import logprobs_of, read_error, strip
-from tracegrad.proxy.engine.routed_experts import ROUTES
+from tracegrad.proxy.engine.completion import SampledCompletion, prompt_token_ids_of
+from tracegrad.proxy.engine.fast_parse import extract_prompt
+from tracegrad.proxy.engine.response import logprobs_of, read_error, strip_unrequested
+from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS
 from tracegrad.proxy.http import sse
 from tracegrad.proxy.http.errors import ApiError
 
@@ -40,7 +40,7 @@ class EngineStream:
         """The chunks that the client may see now; nothing more once there is an `error`."""
         out: list[Json] = []
         for event in self._events.feed(data):
-            payload = sse.payload(event)
+            payload = sse.event_data(event)
             if payload == sse.DONE:
                 self.done = True
             elif payload is not None and self.error is None:
@@ -55,11 +55,11 @@ class EngineStream:
                 return len(choice.reply.prompt_token_ids)
         return None
 
-    def replies(self) -> list[Reply]:
+    def completions(self) -> list[SampledCompletion]:
         """One for each choice, in order; those cut off have no finish reason."""
         return [self._choices[index].close(self._head, self._usage) for index in self._indexes()]
 
-    def whole(self) -> Json:
+    def assemble(self) -> Json:
         """What the engine would have answered had it not streamed, as the client may see it."""
         text = self._head.get("object") == "text_completion"
         answer: Json = {
@@ -69,7 +69,7 @@ class EngineStream:
         }
         if self._usage is not None:
             answer["usage"] = self._usage
-        if self._call.shown.ids and not text:
+        if self._call.visible.ids and not text:
             first = next(iter(self._choices.values()), None)
             answer["prompt_token_ids"] = first and first.reply.prompt_token_ids.tolist()
         return answer
@@ -92,9 +92,9 @@ class EngineStream:
 
     def _first(self, payload: bytes) -> Any:
         """The chunk that has the prompt's ids, which are most of it."""
-        if self._call.shown.ids or self._call.path != CHAT_PATH:
+        if self._call.visible.ids or self._call.path != CHAT_PATH:
             return orjson.loads(payload)
-        rest, prompt = cut_prompt(payload)
+        rest, prompt = extract_prompt(payload)
         chunk = orjson.loads(rest)
         if prompt is None:
             return chunk
@@ -112,9 +112,9 @@ class EngineStream:
             ends = ends or choice.get("finish_reason") is not None
         if usage := chunk.get("usage"):
             self._usage = usage
-        strip(chunk, self._call.shown)
+        strip_unrequested(chunk, self._call.visible)
         if ends:
-            if choices or self._call.shown.usage:
+            if choices or self._call.visible.usage:
                 self.tail.append(chunk)
         elif not _says_nothing(chunk):
             out.append(chunk)
@@ -128,7 +128,7 @@ class EngineStream:
             self._head = {key: chunk.get(key) for key in ("id", "created", "model", "object")}
         state.add(choice, version, self._call)
         ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
-        if ids and (prompt := prompt_of(ids)) is not None:
+        if ids and (prompt := prompt_token_ids_of(ids)) is not None:
             # In chat completions all choices share the prompt that comes with the first chunk.
             state.reply.prompt_token_ids = prompt
 
@@ -150,7 +150,7 @@ class _Choice:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.reply = Reply()
+        self.reply = SampledCompletion()
         self._role = "assistant"
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -159,7 +159,7 @@ class _Choice:
 
     def add(self, choice: Json, version: int, call: Call) -> None:
         self.reply.add(choice.get("token_ids"), logprobs_of(choice), version)
-        if call.shown.logprobs and choice.get("logprobs"):
+        if call.visible.logprobs and choice.get("logprobs"):
             self._logprobs.append(choice["logprobs"])
         if (text := choice.get("text")) is not None:
             self._content.append(text)
@@ -168,9 +168,9 @@ class _Choice:
         if (finish := choice.get("finish_reason")) is not None:
             self.reply.finish_reason = finish
             self.reply.stop_reason = choice.get("stop_reason")
-            choice.pop(ROUTES, None)  # no stream of vLLM's has them yet; no client may
+            choice.pop(ROUTED_EXPERTS, None)  # no stream of vLLM's has them yet; no client may
 
-    def close(self, head: Json, usage: Json | None) -> Reply:
+    def close(self, head: Json, usage: Json | None) -> SampledCompletion:
         self.reply.response = {
             **head,
             "object": "chat.completion",
@@ -186,21 +186,21 @@ class _Choice:
         if usage is not None:
             self.reply.response["usage"] = usage
         if not self.reply.prompt_token_ids:
-            self.reply.drop("no_tokens")
+            self.reply.discard_tokens("no_tokens")
         return self.reply
 
     def whole(self, call: Call) -> Json:
         choice: Json = {"index": self.index}
         if call.path.endswith("/chat/completions"):
             choice["message"] = self._message()
-            if not call.shown.reasoning:
+            if not call.visible.reasoning:
                 choice["message"].pop("reasoning", None)
         else:
             choice["text"] = "".join(self._content)
         choice["logprobs"] = _joined(self._logprobs) if self._logprobs else None
         choice["finish_reason"] = self.reply.finish_reason
         choice["stop_reason"] = self.reply.stop_reason
-        if call.shown.ids:
+        if call.visible.ids:
             choice["token_ids"] = self.reply.token_ids.tolist()
         return choice
 

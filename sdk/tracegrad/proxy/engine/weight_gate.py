@@ -16,7 +16,7 @@ import contextlib
 import logging
 from types import TracebackType
 
-from tracegrad.proxy.engine.fair_queue import NoRoom, WaitingCalls
+from tracegrad.proxy.engine.fair_queue import FairQueue, QueueFull
 from tracegrad.proxy.http.errors import Unavailable
 
 log = logging.getLogger("tracegrad.proxy")
@@ -27,31 +27,31 @@ SETTLE_TICK_S = 0.01
 SETTLE_LIMIT_S = 1.0
 
 
-class Passage:
+class Admission:
     """One call's way through the gate, as an async context manager.
 
     `version` is the policy version at the time of entry. `unknown` tells, after the call, that
     its tokens cannot be told apart by version.
     """
 
-    __slots__ = ("_gate", "admitted", "blocked", "key", "streaming", "unknown", "version")
+    __slots__ = ("_gate", "admitted", "blocked", "key", "streaming", "version", "version_unknown")
 
-    def __init__(self, gate: Gate, key: str | None, *, streaming: bool) -> None:
+    def __init__(self, gate: WeightUpdateGate, key: str | None, *, streaming: bool) -> None:
         self._gate = gate
         self.key = key
         self.streaming = streaming
         self.version = gate.version
         self.admitted = False  # let in, once
-        self.unknown = False
+        self.version_unknown = False
         # Set while the client does not take what is sent: tokens may wait unread behind it.
         self.blocked = False
 
-    def stamp(self) -> int:
+    def arrival_version(self) -> int:
         """The version of tokens that arrive now."""
         self._gate.arrivals += 1
         return self._gate.version
 
-    async def __aenter__(self) -> Passage:
+    async def __aenter__(self) -> Admission:
         await self._gate.enter(self)
         return self
 
@@ -64,7 +64,7 @@ class Passage:
         self._gate.leave(self)
 
 
-class Gate:
+class WeightUpdateGate:
     def __init__(
         self,
         version: int = 0,
@@ -79,16 +79,16 @@ class Gate:
         self.arrivals = 0
         self._held = held
         self.pushes = held  # whether weights are pushed to the engine
-        self._inside: set[Passage] = set()
-        self._waiting = WaitingCalls(max_waiting)
+        self._inside: set[Admission] = set()
+        self._waiting = FairQueue(max_waiting)
         self._max_wait_s = max_wait_s
         self._whole = 0  # calls inside whose body comes in one piece
         self._drained = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
-    def passage(self, key: str | None = None, *, streaming: bool) -> Passage:
+    def admission(self, key: str | None = None, *, streaming: bool) -> Admission:
         """`key`: the rollout, or None for a call without a name; rollouts take turns."""
-        return Passage(self, key, streaming=streaming)
+        return Admission(self, key, streaming=streaming)
 
     def state(self) -> dict[str, int | bool]:
         return {
@@ -98,7 +98,7 @@ class Gate:
             "waiting": len(self._waiting),
         }
 
-    async def enter(self, passage: Passage) -> None:
+    async def enter(self, passage: Admission) -> None:
         """Raises Unavailable when too many calls wait already, or this one has for too long."""
         deadline = asyncio.get_running_loop().time() + self._max_wait_s if self._held else 0.0
         while self._held:
@@ -109,17 +109,17 @@ class Gate:
         if not passage.streaming:
             self._whole += 1
 
-    async def _wait(self, passage: Passage, seconds: float) -> None:
+    async def _wait(self, passage: Admission, seconds: float) -> None:
         try:
             await self._waiting.wait(passage.key, seconds)
-        except NoRoom:
+        except QueueFull:
             waiting = f"{len(self._waiting)} calls wait already"
             raise Unavailable(f"weights are being pushed, and {waiting}", code="busy") from None
         except TimeoutError:
             waited = f"this call has waited {self._max_wait_s:g} s"
             raise Unavailable(f"weights are being pushed, and {waited}", code="busy") from None
 
-    def leave(self, passage: Passage) -> None:
+    def leave(self, passage: Admission) -> None:
         self._inside.discard(passage)
         if not passage.streaming:
             self._whole -= 1
@@ -137,11 +137,13 @@ class Gate:
                 await asyncio.wait_for(self._drained.wait(), drain_s)
         return len(self._inside)
 
-    async def mark(self, version: int) -> None:
+    async def set_version(self, version: int) -> None:
         """Tokens that arrive from now on are `version`. To be called while the engine is paused."""
         await self._settle()
         for passage in self._inside:
-            passage.unknown = passage.unknown or passage.blocked or not passage.streaming
+            passage.version_unknown = (
+                passage.version_unknown or passage.blocked or not passage.streaming
+            )
         self.version = version
 
     def release(self) -> None:

@@ -9,7 +9,7 @@ from tracegrad.store.encoding.blobs import dump_json
 # Seconds. Some clients give up at once on a 429 or 503 that does not say when to come back.
 RETRY_AFTER = "1"
 # OpenAI's code for a prompt that is too long; agents that can shorten theirs look for it.
-TOO_LONG = "context_length_exceeded"
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 class ApiError(Exception):

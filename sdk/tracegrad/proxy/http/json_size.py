@@ -17,7 +17,7 @@ VALUE_BYTES = 96
 _PIECE = 256 << 10
 
 
-def punctuation(raw: bytes) -> tuple[int, int]:
+def count_punctuation(raw: bytes) -> tuple[int, int]:
     """How many opening brackets, and how many commas and colons: also those inside of strings,
     so a value has at least one of these or is the only one."""
     opening = between = 0
@@ -31,7 +31,7 @@ def punctuation(raw: bytes) -> tuple[int, int]:
     return opening, between
 
 
-def exact_punctuation(raw: bytes, most: int) -> tuple[int, int]:
+def count_punctuation_outside_strings(raw: bytes, most: int) -> tuple[int, int]:
     """As `punctuation`, without what stands in strings: slower, for texts full of it. Ends at the
     first piece that makes it more than `most`."""
     opening = between = 0
@@ -43,7 +43,7 @@ def exact_punctuation(raw: bytes, most: int) -> tuple[int, int]:
     return opening, between
 
 
-def memory_of(raw: bytes, opening: int, between: int) -> int:
+def parsed_memory(raw: bytes, opening: int, between: int) -> int:
     """Bytes that a text takes as objects, and written as JSON once more, for the engine."""
     # One letter that is not Latin makes four bytes of every letter of its string; and what is
     # written of such a string is kept beside it.

@@ -19,7 +19,7 @@ OTHER_FILES = 192 + SPARE_CONNECTIONS
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ConnectionLimits:
     """Sizes in bytes, times in seconds.
 
     `idle_s` is the pause between two requests; `head_s` the time from the first byte of a

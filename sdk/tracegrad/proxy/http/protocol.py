@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tracegrad.proxy.http.errors import RETRY_AFTER
-from tracegrad.proxy.http.limits import SPARE_CONNECTIONS, Limits
+from tracegrad.proxy.http.limits import SPARE_CONNECTIONS, ConnectionLimits
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -40,12 +40,12 @@ _CONTINUE = b"HTTP/1.1 100"
 _IDLE, _HEAD, _BODY = range(3)
 
 
-def server_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
+def server_config(app: ASGIApp, limits: ConnectionLimits) -> uvicorn.Config:
     """How uvicorn serves the proxy."""
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http=type("BoundedConnection", (Connection,), {"limits": limits}),
+        http=type("BoundedConnection", (BoundedHttpProtocol,), {"limits": limits}),
         ws="none",
         log_level="warning",
         access_log=False,
@@ -56,7 +56,7 @@ def server_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
     )
 
 
-class Connection(HttpToolsProtocol):
+class BoundedHttpProtocol(HttpToolsProtocol):
     """uvicorn's connection, bounded.
 
     A request that is pipelined behind one in progress is not served: the connection is closed
@@ -64,7 +64,7 @@ class Connection(HttpToolsProtocol):
     that the client of the first one hangs up.
     """
 
-    limits: ClassVar[Limits]
+    limits: ClassVar[ConnectionLimits]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -137,7 +137,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(431, self._too_large())
         else:
             super().on_headers_complete()
-            self.cycle.transport = _Together(self.transport)  # type: ignore[assignment]
+            self.cycle.transport = HeadCoalescingTransport(self.transport)  # type: ignore[assignment]
             self._stage = _BODY
             self._wordless = 0
             self._due = self.loop.time() + self.limits.body_s
@@ -260,7 +260,7 @@ class Connection(HttpToolsProtocol):
             self._watch_sending()
 
 
-class _Together:
+class HeadCoalescingTransport:
     """A transport that writes the head of an answer with the first of its body.
 
     uvicorn writes them one after the other, at the price of two system calls and of waking the

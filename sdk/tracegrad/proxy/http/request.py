@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope
 Headers = Mapping[str, str]
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client hung up before its answer was complete."""
 
 
@@ -25,14 +25,14 @@ async def read_body(receive: Receive) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 @asynccontextmanager
-async def while_client_waits(receive: Receive) -> AsyncIterator[None]:
+async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
     """Ends what runs inside with ClientGone as soon as the client hangs up.
 
     To be entered after the body has been read.
@@ -54,7 +54,7 @@ async def while_client_waits(receive: Receive) -> AsyncIterator[None]:
     except asyncio.CancelledError:
         # A server that shuts down cancels too; that is not ours to swallow.
         if gone and task.uncancel() == 0:
-            raise ClientGone from None
+            raise ClientDisconnected from None
         raise
     finally:
         watcher.cancel()

@@ -18,9 +18,13 @@ from starlette.types import Message, Receive, Scope
 
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.http.errors import BadRequest, Unavailable
-from tracegrad.proxy.http.json_size import exact_punctuation, memory_of, punctuation
+from tracegrad.proxy.http.json_size import (
+    count_punctuation,
+    count_punctuation_outside_strings,
+    parsed_memory,
+)
 from tracegrad.proxy.http.request import read_body
-from tracegrad.proxy.http.worker_threads import Workers
+from tracegrad.proxy.http.worker_threads import WorkerThreads
 
 # Seconds that a body waits for memory, and how many wait at a time; the server's buffers hold some
 # 300 KiB of each meanwhile.
@@ -34,7 +38,7 @@ _STEP = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class BodyLimits:
+class RequestSizeLimits:
     """`body` and `api` (below /api) in bytes; `values` in a body; `memory` in bytes, of all."""
 
     body: int
@@ -52,7 +56,7 @@ class BodyLimits:
         )
 
 
-class Budget:
+class MemoryBudget:
     """Memory in bytes, for one event loop. `share`: the most that one client holds."""
 
     def __init__(self, total: int, *, share: int, wait_s: float = WAIT_S) -> None:
@@ -62,10 +66,10 @@ class Budget:
         self._held: Counter[str] = Counter()
         self._waiting: list[tuple[asyncio.Future[None], str, int]] = []
 
-    def lease(self, client: str) -> Lease:
-        return Lease(self, client)
+    def lease(self, client: str) -> MemoryLease:
+        return MemoryLease(self, client)
 
-    async def take(self, client: str, held: int, size: int) -> None:
+    async def acquire(self, client: str, held: int, size: int) -> None:
         """`held`: what the same request has already. Raises BadRequest (413) for what never
         fits, Unavailable for what does not fit soon."""
         if held + size > self._share:
@@ -86,7 +90,7 @@ class Budget:
                 await asyncio.wait([granted], timeout=self._wait_s)
             except asyncio.CancelledError:
                 if granted.done():
-                    self.give(client, size)
+                    self.give_back(client, size)
                 raise
             finally:
                 if waiter in self._waiting:
@@ -98,7 +102,7 @@ class Budget:
             code="bodies_full",
         )
 
-    def give(self, client: str, size: int) -> None:
+    def give_back(self, client: str, size: int) -> None:
         self.free += size
         self._held[client] -= size
         if not self._held[client]:
@@ -118,46 +122,46 @@ class Budget:
         self._held[client] += size
 
 
-class Lease:
+class MemoryLease:
     """What one request holds of the budget."""
 
     __slots__ = ("_budget", "_client", "_held")
 
-    def __init__(self, budget: Budget, client: str) -> None:
+    def __init__(self, budget: MemoryBudget, client: str) -> None:
         self._budget = budget
         self._client = client
         self._held = 0
 
-    async def take(self, size: int) -> None:
+    async def acquire(self, size: int) -> None:
         """As `Budget.take`."""
         if size > 0:
-            await self._budget.take(self._client, self._held, size)
+            await self._budget.acquire(self._client, self._held, size)
             self._held += size
 
     def release(self) -> None:
         if self._held:
-            self._budget.give(self._client, self._held)
+            self._budget.give_back(self._client, self._held)
             self._held = 0
 
 
-def lease_of(scope: Scope) -> Lease:
+def lease_of(scope: Scope) -> MemoryLease:
     """Behind the guard, the request's."""
-    lease: Lease = scope["tracegrad.lease"]
+    lease: MemoryLease = scope["tracegrad.lease"]
     return lease
 
 
-class Bodies:
+class BodyReader:
     """Reads every request's body, whatever its route."""
 
-    def __init__(self, limits: BodyLimits, workers: Workers) -> None:
+    def __init__(self, limits: RequestSizeLimits, workers: WorkerThreads) -> None:
         self._limits = limits
         self._workers = workers
-        self._budget = Budget(limits.memory, share=limits.memory // 2)
+        self._budget = MemoryBudget(limits.memory, share=limits.memory // 2)
 
-    def lease(self, client: str) -> Lease:
+    def lease(self, client: str) -> MemoryLease:
         return self._budget.lease(client)
 
-    async def read(self, scope: Scope, receive: Receive, lease: Lease) -> Receive:
+    async def read(self, scope: Scope, receive: Receive, lease: MemoryLease) -> Receive:
         """A `receive` that has the whole body in its first message.
 
         Raises BadRequest (413) for a body that is too large or holds too many values, Unavailable
@@ -172,29 +176,29 @@ class Bodies:
         if length is not None:
             if length > limit:
                 raise _too_large(limit, setting)
-            await lease.take(length)
+            await lease.acquire(length)
         if length == 0:
             return receive
         counted = receive if length is not None else _counted(receive, limit, setting, lease)
         body = await read_body(counted)
         if path != TRACES_PATH:
             most = self._limits.values // _API_SHARE if in_api else self._limits.values
-            await lease.take(await self._workers.run(len(body), weigh, body, most))
+            await lease.acquire(await self._workers.run(len(body), parsed_size, body, most))
         return _replayed(body, receive)
 
 
-def weigh(body: bytes, most_values: int) -> int:
+def parsed_size(body: bytes, most_values: int) -> int:
     """Bytes that a JSON text takes when it is parsed, beside its own. Raises BadRequest: 413 for
     too many values, 400 for a text that Python would read in another encoding than UTF-8, whose
     values nobody has counted then."""
     if not json.detect_encoding(body[:4]).startswith("utf-8"):
         raise BadRequest("the body is not UTF-8, which JSON is sent in")
-    found = punctuation(body)
+    found = count_punctuation(body)
     if sum(found) > most_values:
-        found = exact_punctuation(body, most_values)
+        found = count_punctuation_outside_strings(body, most_values)
     if sum(found) > most_values:
         raise too_many_values(most_values)
-    return memory_of(body, *found)
+    return parsed_memory(body, *found)
 
 
 def too_many_values(most: int) -> BadRequest:
@@ -222,7 +226,7 @@ def _length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
     return length
 
 
-def _counted(receive: Receive, limit: int, setting: str, lease: Lease) -> Receive:
+def _counted(receive: Receive, limit: int, setting: str, lease: MemoryLease) -> Receive:
     """Takes memory for what comes, step by step."""
     size = taken = 0
 
@@ -234,7 +238,7 @@ def _counted(receive: Receive, limit: int, setting: str, lease: Lease) -> Receiv
             raise _too_large(limit, setting)
         if size > taken:
             step = size - taken + _STEP
-            await lease.take(step)
+            await lease.acquire(step)
             taken += step
         return message
 

@@ -24,7 +24,7 @@ class EventBuffer:
         return events
 
 
-def first_ones_alone(data: bytes) -> Iterator[bytes]:
+def split_first_events(data: bytes) -> Iterator[bytes]:
     """`data` in up to three pieces, of which the first two end with an event.
 
     A stream's first words should not wait for the reading of all that arrived with them.
@@ -39,7 +39,7 @@ def first_ones_alone(data: bytes) -> Iterator[bytes]:
     yield data[start:]
 
 
-def payload(event: bytes) -> bytes | None:
+def event_data(event: bytes) -> bytes | None:
     """The data of an event; None for a comment, which servers send to keep a line open."""
     if event.startswith(b"data:"):
         return event[5:].strip()
@@ -47,5 +47,5 @@ def payload(event: bytes) -> bytes | None:
     return data.strip() if found else None
 
 
-def event(data: bytes) -> bytes:
+def encode_event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"

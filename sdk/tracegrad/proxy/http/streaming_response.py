@@ -10,7 +10,7 @@ from typing import Self
 from starlette.types import Send
 
 
-class Line:
+class StreamedResponse:
     """Bytes to one client, between `__enter__` and `__exit__`, on one event loop.
 
     After `every_s` seconds without a word it sends what `keepalive` returns, first of all the
@@ -45,7 +45,7 @@ class Line:
         if self._filler is not None:
             self._filler.cancel()
 
-    async def say(self, data: bytes, *, last: bool = False) -> None:
+    async def send(self, data: bytes, *, last: bool = False) -> None:
         """Send `data` now; `last` ends the response."""
         self._spoke_at = self._loop.time()
         if not self.begun:
@@ -67,6 +67,6 @@ class Line:
         silent_s = self._loop.time() - self._spoke_at
         # A hundredth early is early enough: timers are no better than that.
         if silent_s > self._every_s * 0.99 and (self._filler is None or self._filler.done()):
-            self._filler = asyncio.create_task(self.say(self._keepalive()))
+            self._filler = asyncio.create_task(self.send(self._keepalive()))
             silent_s = 0.0
         self._timer = self._loop.call_later(max(self._every_s - silent_s, 0.01), self._tick)

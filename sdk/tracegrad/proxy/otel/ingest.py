@@ -9,38 +9,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tracegrad.events import SpanEnded
-from tracegrad.proxy.auth.rollout_attribution import TraceMap
-from tracegrad.proxy.capture.call_index import Recent
+from tracegrad.events import Span
+from tracegrad.proxy.auth.rollout_attribution import TraceIndex
+from tracegrad.proxy.capture.call_index import LruMap
 from tracegrad.proxy.capture.recorder import Recorder
 from tracegrad.proxy.otel.commit import commit_each
-from tracegrad.proxy.otel.llm_span import Told
-from tracegrad.proxy.otel.rewards import KnowsOrder, Rewards
-from tracegrad.proxy.otel.rollout_assignment import KnowsTraces, Naming
-from tracegrad.proxy.otel.span_to_turn import KnowsTurns, LlmCalls, marked
-from tracegrad.proxy.otel.trace_summary import Notes, finished
-from tracegrad.proxy.prompt_reuse import Continuation
+from tracegrad.proxy.otel.llm_span import ReportedSpan
+from tracegrad.proxy.otel.rewards import SpanRewards, TurnOrder
+from tracegrad.proxy.otel.rollout_assignment import RolloutAssignment, TraceStore
+from tracegrad.proxy.otel.span_to_turn import LlmSpanConverter, TurnLookup, with_call_kind
+from tracegrad.proxy.otel.trace_summary import TraceSummary, rollout_finished
+from tracegrad.proxy.prompt_reuse import PromptReuse
 from tracegrad.store.errors import StoreUnavailable
 
 # Traces whose spans are still expected, at most.
 _TRACES = 10_000
 
 
-class Asked(KnowsTraces, KnowsTurns, KnowsOrder, Protocol):
+class SpanStore(TraceStore, TurnLookup, TurnOrder, Protocol):
     """What `tracegrad.store.Store` is asked here."""
 
 
-class Ingest:
+class SpanIngest:
     def __init__(
-        self, recorder: Recorder, continuation: Continuation, traces: TraceMap, store: Asked
+        self, recorder: Recorder, continuation: PromptReuse, traces: TraceIndex, store: SpanStore
     ) -> None:
         self._recorder = recorder
-        self._naming = Naming(traces, store)
-        self._calls = LlmCalls(recorder, continuation, self._naming, store)
-        self._rewards = Rewards(self._naming, recorder.seen, store)
-        self._notes: Recent[str, Notes] = Recent(_TRACES)
+        self._naming = RolloutAssignment(traces, store)
+        self._calls = LlmSpanConverter(recorder, continuation, self._naming, store)
+        self._rewards = SpanRewards(self._naming, recorder.call_index, store)
+        self._notes: LruMap[str, TraceSummary] = LruMap(_TRACES)
 
-    async def take(self, told: Sequence[Told]) -> str:
+    async def commit(self, told: Sequence[ReportedSpan]) -> str:
         """Commits all of it; what is wrong with some of it, empty where nothing is.
 
         Raises Unavailable when the store cannot be read or written; then it is to be sent again.
@@ -48,56 +48,58 @@ class Ingest:
         try:
             return await self._taken(told)
         except StoreUnavailable as error:
-            raise self._recorder.unavailable(error) from error
+            raise self._recorder.store_unavailable(error) from error
 
-    async def _taken(self, told: Sequence[Told]) -> str:
+    async def _taken(self, told: Sequence[ReportedSpan]) -> str:
         await self._naming.learn([each.span for each in told])
         self._note(told)
-        new = await self._calls.new(told)
+        new = await self._calls.find_new(told)
         roots = self._roots(told)
-        spans = self._naming.named([marked(each, new) for each in told])
-        opened = [self._notes_of(root.trace_id).opened(id, root) for id, root in roots]
+        spans = self._naming.with_rollouts([with_call_kind(each, new) for each in told])
+        opened = [self._notes_of(root.trace_id).rollout_started(id, root) for id, root in roots]
         problems = [each.problem for each in told]
         problems += (await commit_each(self._recorder, [*opened, *spans])).values()
         problems.append(await self._calls.commit(new, told))
-        rewards, problem = await self._rewards.given_by(told)
+        rewards, problem = await self._rewards.of_spans(told)
         # Whoever sees that a rollout has ended finds all of it.
-        ends = [finished(id, root) for id, root in roots]
+        ends = [rollout_finished(id, root) for id, root in roots]
         problems.append(problem)
         problems += (await commit_each(self._recorder, [*rewards, *ends])).values()
         return next(filter(None, problems), "")
 
-    def _note(self, told: Sequence[Told]) -> None:
+    def _note(self, told: Sequence[ReportedSpan]) -> None:
         for each in told:
             span = each.span
-            self._recorder.seen.placed(span.trace_id, span.span_id, span.parent_span_id)
-            if each.genai:
-                self._notes_of(span.trace_id).take(span)
+            self._recorder.call_index.span_received(
+                span.trace_id, span.span_id, span.parent_span_id
+            )
+            if each.is_genai:
+                self._notes_of(span.trace_id).add(span)
 
-    def _notes_of(self, trace_id: str) -> Notes:
+    def _notes_of(self, trace_id: str) -> TraceSummary:
         notes = self._notes.get(trace_id)
         if notes is None:
-            notes = Notes()
+            notes = TraceSummary()
             self._notes.put(trace_id, notes)
         return notes
 
-    def _roots(self, told: Sequence[Told]) -> list[tuple[str, SpanEnded]]:
+    def _roots(self, told: Sequence[ReportedSpan]) -> list[tuple[str, Span]]:
         """The rollouts that begin and end with a root span among these. One that somebody named
         is theirs to open and to finish."""
-        found: list[tuple[str, SpanEnded]] = []
+        found: list[tuple[str, Span]] = []
         for each in told:
             span = each.span
             if span.parent_span_id is not None or span.rollout_id is not None:
                 continue
-            if each.genai:
-                self._naming.own(span.trace_id)
+            if each.is_genai:
+                self._naming.rollout_or_new(span.trace_id)
             rollout_id = self._naming.rollout_of(span.trace_id)
             if rollout_id is not None and self._ends_with(rollout_id, each):
                 found.append((rollout_id, span))
         return found
 
-    def _ends_with(self, rollout_id: str, root: Told) -> bool:
+    def _ends_with(self, rollout_id: str, root: ReportedSpan) -> bool:
         if rollout_id == root.span.trace_id:
             return True
         # A call that lies in no agent's span is a trace of its own, and one of many.
-        return root.llm is None and self._recorder.seen.was_inferred(rollout_id)
+        return root.llm is None and self._recorder.call_index.was_inferred(rollout_id)

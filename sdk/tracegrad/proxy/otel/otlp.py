@@ -16,12 +16,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
-from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from tracegrad.events import Json, SpanEnded
+from tracegrad.events import Json, Span
 from tracegrad.proxy.auth.rollout_attribution import is_rollout_id
 from tracegrad.proxy.http.errors import BadRequest
-from tracegrad.proxy.http.request_body import too_many_values, weigh
+from tracegrad.proxy.http.request_body import parsed_size, too_many_values
 from tracegrad.proxy.otel.otlp_size import fields_in
 from tracegrad.proxy.otel.semconv.span_events import EVENTS, STATUS_MESSAGE, as_attribute
 
@@ -45,15 +46,15 @@ _LAST_NS = 2**63
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class OtlpExport:
     """`rejected` spans cannot be kept, `problem` says why, of the first that had one."""
 
-    spans: list[SpanEnded]
+    spans: list[Span]
     rejected: int = 0
     problem: str = ""
 
 
-def type_of(content_type: str) -> str:
+def encoding_of(content_type: str) -> str:
     """The encoding that a request has and its answer gets. Raises BadRequest (415)."""
     told = content_type.partition(";")[0].strip().lower()
     if told not in _KINDS:
@@ -66,29 +67,29 @@ def type_of(content_type: str) -> str:
     return _KINDS[told]
 
 
-def memory_of(data: bytes, kind: str, most_values: int) -> int:
+def export_memory(data: bytes, kind: str, most_values: int) -> int:
     """Bytes that an export takes when it is read, beside its own. Raises BadRequest (413) for one
     of too many values."""
     if kind == JSON:
-        return weigh(data, most_values)
+        return parsed_size(data, most_values)
     if len(data) <= _SMALL:
         return _SMALL_TIMES * len(data)
     try:
         fields = fields_in(data, most_values)
     except DecodeError as error:
-        raise no_export(error) from None
+        raise invalid_export(error) from None
     if fields > most_values:
         raise too_many_values(most_values)
     return fields * _FIELD_BYTES
 
 
-def read_export(data: bytes, kind: str, most_spans: int) -> Export:
+def read_export(data: bytes, kind: str, most_spans: int) -> OtlpExport:
     """Raises BadRequest for what is no OTLP export."""
     try:
         request = _from_json(data) if kind == JSON else ExportTraceServiceRequest.FromString(data)
     except (DecodeError, ParseError) as error:
-        raise no_export(error) from None
-    spans: list[SpanEnded] = []
+        raise invalid_export(error) from None
+    spans: list[Span] = []
     problems: list[str] = []
     rejected = 0
     for resource in request.resource_spans:
@@ -103,10 +104,10 @@ def read_export(data: bytes, kind: str, most_spans: int) -> Export:
                 problems.append(f"span {span.name[:100]!r}: {wrong}")
                 continue
             spans.append(_span(span, shared, problems))
-    return Export(spans, rejected, problems[0] if problems else "")
+    return OtlpExport(spans, rejected, problems[0] if problems else "")
 
 
-def answer(export: Export, kind: str) -> bytes:
+def export_response(export: OtlpExport, kind: str) -> bytes:
     """Says what was not taken, in the encoding of the request."""
     if kind == JSON:
         partial = {"rejectedSpans": str(export.rejected), "errorMessage": export.problem}
@@ -162,7 +163,7 @@ def _id(value: object) -> str:
         return ""
 
 
-class Unpacker:
+class Decompressor:
     """A packed body piece by piece, so that each may be paid for before there is another."""
 
     def __init__(self, raw: bytes, encoding: str) -> None:
@@ -177,7 +178,7 @@ class Unpacker:
         self._unpacker = zlib.decompressobj(wbits=bits)
         self._rest = raw
 
-    def piece(self, most: int) -> bytes:
+    def read(self, most: int) -> bytes:
         """At most so many bytes; empty at the end. Raises BadRequest."""
         if self._unpacker.eof:
             if self._unpacker.unused_data:
@@ -186,18 +187,18 @@ class Unpacker:
         try:
             data = self._unpacker.decompress(self._rest, most)
         except zlib.error as error:
-            raise no_export(error) from None
+            raise invalid_export(error) from None
         self._rest = self._unpacker.unconsumed_tail
         if not data and not self._unpacker.eof:
             raise BadRequest("the compressed body has no end")
         return data
 
 
-def no_export(error: Exception) -> BadRequest:
+def invalid_export(error: Exception) -> BadRequest:
     return BadRequest(f"the body is not an OTLP export: {error}")
 
 
-def _wrong(span: Span) -> str | None:
+def _wrong(span: OtlpSpan) -> str | None:
     """Why the span cannot be kept; None where it can."""
     if len(span.trace_id) != 16 or not any(span.trace_id):
         return "traceId is not 16 bytes (32 hexadecimal digits) other than zero"
@@ -208,7 +209,7 @@ def _wrong(span: Span) -> str | None:
     return None
 
 
-def _span(span: Span, shared: Mapping[str, Any], problems: list[str]) -> SpanEnded:
+def _span(span: OtlpSpan, shared: Mapping[str, Any], problems: list[str]) -> Span:
     """`shared` are the attributes of its resource; `problems` gets what is wrong with it."""
     own = attributes(span.attributes)
     named = own.get(ROLLOUT_ATTRIBUTE) or shared.get(ROLLOUT_ATTRIBUTE)
@@ -220,7 +221,7 @@ def _span(span: Span, shared: Mapping[str, Any], problems: list[str]) -> SpanEnd
         )
         rollout_id = None
     parent = span.parent_span_id
-    return SpanEnded(
+    return Span(
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),
         parent_span_id=parent.hex() if len(parent) == 8 and any(parent) else None,
@@ -235,11 +236,13 @@ def _span(span: Span, shared: Mapping[str, Any], problems: list[str]) -> SpanEnd
 
 
 def _kind(kind: int) -> str:
-    known = kind in Span.SpanKind.values()
-    return Span.SpanKind.Name(kind).removeprefix("SPAN_KIND_").lower() if known else "unspecified"
+    known = kind in OtlpSpan.SpanKind.values()
+    return (
+        OtlpSpan.SpanKind.Name(kind).removeprefix("SPAN_KIND_").lower() if known else "unspecified"
+    )
 
 
-def _beside(span: Span, shared: Mapping[str, Any]) -> Json:
+def _beside(span: OtlpSpan, shared: Mapping[str, Any]) -> Json:
     """What a span has beside its attributes, as attributes."""
     found: Json = {}
     service = shared.get(SERVICE)

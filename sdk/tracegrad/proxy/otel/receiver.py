@@ -7,26 +7,26 @@ from dataclasses import dataclass, replace
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tracegrad.proxy.auth.middleware import Caller, caller_of, owned
+from tracegrad.proxy.auth.middleware import Caller, caller_of, restrict_to_rollout
 from tracegrad.proxy.http.errors import ApiError, BadRequest
-from tracegrad.proxy.http.request import ClientGone, headers_of, read_body
-from tracegrad.proxy.http.request_body import Lease, lease_of
-from tracegrad.proxy.http.worker_threads import LARGE, Workers
-from tracegrad.proxy.otel.ingest import Ingest
-from tracegrad.proxy.otel.llm_span import Told, told_by, without_scores
+from tracegrad.proxy.http.request import ClientDisconnected, headers_of, read_body
+from tracegrad.proxy.http.request_body import MemoryLease, lease_of
+from tracegrad.proxy.http.worker_threads import LARGE_BODY_BYTES, WorkerThreads
+from tracegrad.proxy.otel.ingest import SpanIngest
+from tracegrad.proxy.otel.llm_span import ReportedSpan, read_span, without_evaluations
 from tracegrad.proxy.otel.otlp import (
     JSON,
     PROTOBUF,
     ROLLOUT_ATTRIBUTE,
-    Export,
-    Unpacker,
-    answer,
-    memory_of,
+    Decompressor,
+    OtlpExport,
+    encoding_of,
+    export_memory,
+    export_response,
     read_export,
-    type_of,
 )
 
-__all__ = ["JSON", "PROTOBUF", "ROLLOUT_ATTRIBUTE", "ExportLimits", "Ingest", "Traces"]
+__all__ = ["JSON", "PROTOBUF", "ROLLOUT_ATTRIBUTE", "ExportLimits", "OtlpReceiver", "SpanIngest"]
 
 # Bytes that are unpacked at a time.
 _PIECE = 4 << 20
@@ -41,8 +41,8 @@ class ExportLimits:
     spans: int
 
 
-class Traces:
-    def __init__(self, ingest: Ingest, limits: ExportLimits, workers: Workers) -> None:
+class OtlpReceiver:
+    def __init__(self, ingest: SpanIngest, limits: ExportLimits, workers: WorkerThreads) -> None:
         self._ingest = ingest
         self._limits = limits
         self._workers = workers
@@ -50,31 +50,31 @@ class Traces:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = headers_of(scope)
         try:
-            kind = type_of(headers.get("content-type", ""))
+            kind = encoding_of(headers.get("content-type", ""))
             encoding = headers.get("content-encoding", "identity")
             data = await read_body(receive)
             lease = lease_of(scope)
             if encoding != "identity":
                 data = await self._unpacked(data, encoding, lease)
             run, size = self._workers.run, len(data)
-            await lease.take(await run(size, memory_of, data, kind, self._limits.values))
+            await lease.acquire(await run(size, export_memory, data, kind, self._limits.values))
             # Always in a thread: a span is a hundred times the work of its bytes' parsing.
-            export, told = await run(LARGE + 1, self._read, data, kind, caller_of(scope))
-            problem = await self._ingest.take(told)
+            export, told = await run(LARGE_BODY_BYTES + 1, self._read, data, kind, caller_of(scope))
+            problem = await self._ingest.commit(told)
             export = replace(export, problem=export.problem or problem)
-            response = Response(answer(export, kind), media_type=kind)
+            response = Response(export_response(export, kind), media_type=kind)
         except ApiError as error:
             response = error.response()
-        except ClientGone:
+        except ClientDisconnected:
             return
         await response(scope, receive, send)
 
-    async def _unpacked(self, raw: bytes, encoding: str, lease: Lease) -> bytes:
+    async def _unpacked(self, raw: bytes, encoding: str, lease: MemoryLease) -> bytes:
         """Raises BadRequest (413) for more than the limit, Unavailable where memory is short."""
-        unpacker, limit = Unpacker(raw, encoding), self._limits.body
+        unpacker, limit = Decompressor(raw, encoding), self._limits.body
         pieces: list[bytes] = []
         size = 0
-        while piece := await self._workers.run(LARGE + 1, unpacker.piece, _PIECE):
+        while piece := await self._workers.run(LARGE_BODY_BYTES + 1, unpacker.read, _PIECE):
             size += len(piece)
             if size > limit:
                 raise BadRequest(
@@ -82,11 +82,13 @@ class Traces:
                     status=413,
                     code="body_too_large",
                 )
-            await lease.take(len(piece))
+            await lease.acquire(len(piece))
             pieces.append(piece)
         return b"".join(pieces)
 
-    def _read(self, data: bytes, kind: str, caller: Caller) -> tuple[Export, list[Told]]:
+    def _read(
+        self, data: bytes, kind: str, caller: Caller
+    ) -> tuple[OtlpExport, list[ReportedSpan]]:
         export = read_export(data, kind, self._limits.spans)
-        told = [told_by(span) for span in owned(export.spans, caller)]
-        return export, told if caller.scores else [without_scores(each) for each in told]
+        told = [read_span(span) for span in restrict_to_rollout(export.spans, caller)]
+        return export, told if caller.may_reward else [without_evaluations(each) for each in told]

@@ -4,37 +4,43 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from tracegrad.events import SpanEnded, Turn, logprobs, token_ids
+from tracegrad.events import Span, Turn, logprob_array, token_id_array
 from tracegrad.proxy.dialects.base import Call
-from tracegrad.proxy.dialects.otel import Otel
+from tracegrad.proxy.dialects.otel import OtelDialect
 from tracegrad.proxy.otel.semconv import LlmCall
-from tracegrad.proxy.prompt_reuse import Continuation, Known, Place, Plan, known
+from tracegrad.proxy.prompt_reuse import (
+    CachedTurn,
+    ContinuationPlan,
+    PromptReuse,
+    TreePosition,
+    cached_turn,
+)
 
-DIALECT = Otel.name
+DIALECT = OtelDialect.name
 
 
-def turn_id_of(span: SpanEnded) -> str:
+def turn_id_of(span: Span) -> str:
     """Always the same for a span: sending it twice makes one turn."""
     name = f"turn {span.trace_id} {span.span_id}"
     return blake2b(name.encode(), digest_size=16).hexdigest()
 
 
-def as_call(span: SpanEnded, llm: LlmCall) -> Call:
+def as_call(span: Span, llm: LlmCall) -> Call:
     return Call(DIALECT, llm.request, llm.request, stream=False, turn_id=turn_id_of(span))
 
 
-async def placed_turn(
-    continuation: Continuation, rollout_id: str, span: SpanEnded, llm: LlmCall
-) -> tuple[Turn, Known]:
+async def positioned_turn(
+    continuation: PromptReuse, rollout_id: str, span: Span, llm: LlmCall
+) -> tuple[Turn, CachedTurn]:
     """The turn, and what later turns need to know of it. Raises what the store raises.
 
     Its parent is the latest turn of the rollout whose words it goes on from; no tokens prove it.
     """
     call = as_call(span, llm)
     try:
-        plan, place = await continuation.follow(rollout_id, call)
+        plan, place = await continuation.position_reported(rollout_id, call)
     except RecursionError:  # the store says what is wrong with it
-        plan, place = Plan(rollout_id, None), Place(rollout_id, None, None)
+        plan, place = ContinuationPlan(rollout_id, None), TreePosition(rollout_id, None, None)
     turn = Turn(
         turn_id=call.turn_id,
         rollout_id=rollout_id,
@@ -42,9 +48,9 @@ async def placed_turn(
         fork_reason=place.fork_reason,
         dialect=DIALECT,
         model=llm.model,
-        prompt_token_ids=token_ids(),
-        completion_token_ids=token_ids(),
-        completion_logprobs=logprobs(),
+        prompt_token_ids=token_id_array(),
+        completion_token_ids=token_id_array(),
+        completion_logprobs=logprob_array(),
         policy_versions=(),
         sampling=llm.sampling,
         finish_reason=llm.finish_reason,
@@ -54,4 +60,4 @@ async def placed_turn(
         response=llm.response,
         created_at=span.start_ns / 1e9,
     )
-    return turn, known(turn, plan.said)
+    return turn, cached_turn(turn, plan.conversation)

@@ -6,43 +6,47 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from tracegrad.events import SpanEnded, Turn
-from tracegrad.proxy.capture.call_index import turn_named_by
+from tracegrad.events import Span, Turn
+from tracegrad.proxy.capture.call_index import turn_id_in_response
 from tracegrad.proxy.capture.recorder import Recorder
 from tracegrad.proxy.otel.commit import commit_each
-from tracegrad.proxy.otel.llm_span import Place, Told
-from tracegrad.proxy.otel.reported_call import DIALECT, as_call, placed_turn
-from tracegrad.proxy.otel.rollout_assignment import Naming
+from tracegrad.proxy.otel.llm_span import ReportedSpan, SpanKey
+from tracegrad.proxy.otel.reported_call import DIALECT, as_call, positioned_turn
+from tracegrad.proxy.otel.rollout_assignment import RolloutAssignment
 from tracegrad.proxy.otel.semconv import LlmCall
-from tracegrad.proxy.prompt_reuse import Continuation, Known
-from tracegrad.proxy.store_async import asked
+from tracegrad.proxy.prompt_reuse import CachedTurn, PromptReuse
+from tracegrad.proxy.store_async import run_in_thread
 
 # On LLM spans: whether the span made a turn ("turn"), or its call was one already ("recorded").
-CALL_ATTRIBUTE = "tracegrad.call.kind"
+CALL_KIND_ATTRIBUTE = "tracegrad.call.kind"
 # How far an agent's clock may be from ours.
-CLOCKS_S = 60.0
+MAX_CLOCK_SKEW_S = 60.0
 
 
-class KnowsTurns(Protocol):
+class TurnLookup(Protocol):
     """What `tracegrad.store.Store` does of it."""
 
-    def calling_spans(self, rollout_id: str, *, but: str) -> list[str]: ...
+    def calling_spans(self, rollout_id: str, *, except_dialect: str) -> list[str]: ...
     def rollout_of_turn(self, turn_id: str) -> str | None: ...
 
 
-class LlmCalls:
+class LlmSpanConverter:
     def __init__(
-        self, recorder: Recorder, continuation: Continuation, naming: Naming, store: KnowsTurns
+        self,
+        recorder: Recorder,
+        continuation: PromptReuse,
+        naming: RolloutAssignment,
+        store: TurnLookup,
     ) -> None:
         self._recorder = recorder
-        self._seen = recorder.seen
+        self._seen = recorder.call_index
         self._continuation = continuation
         self._naming = naming
         self._store = store
 
-    async def new(self, told: Sequence[Told]) -> dict[Place, str]:
+    async def find_new(self, told: Sequence[ReportedSpan]) -> dict[SpanKey, str]:
         """The rollouts of the calls that are no turns yet."""
-        new: dict[Place, str] = {}
+        new: dict[SpanKey, str] = {}
         read: set[str] = set()
         for each in sorted(told, key=_rank):
             span = each.span
@@ -50,56 +54,58 @@ class LlmCalls:
                 continue
             if await self._is_recorded(span, each.llm, read):
                 continue
-            new[each.place] = span.rollout_id or self._naming.own(span.trace_id)
-            self._seen.became_turn(span, each.llm.response_id)
+            new[each.key] = span.rollout_id or self._naming.rollout_or_new(span.trace_id)
+            self._seen.turn_created(span, each.llm.response_id)
         return new
 
-    async def _is_recorded(self, span: SpanEnded, llm: LlmCall, read: set[str]) -> bool:
+    async def _is_recorded(self, span: Span, llm: LlmCall, read: set[str]) -> bool:
         """`read`: the rollouts whose turns were looked through already for these spans."""
         if found := await self._answered_in(span, llm):
             if span.rollout_id is None and len(found) == 1:
-                self._naming.join(span.trace_id, *found)
+                self._naming.assign(span.trace_id, *found)
             return True
         named = span.rollout_id or self._naming.rollout_of(span.trace_id)
         if named is not None and named not in read:
             # By another proxy, or by this one before its start.
             read.add(named)
-            for span_id in await asked(self._store.calling_spans, named, but=DIALECT):
-                self._seen.began(span.trace_id, span_id)
-        if self._seen.contains(span.trace_id, span.span_id):
+            for span_id in await run_in_thread(
+                self._store.calling_spans, named, except_dialect=DIALECT
+            ):
+                self._seen.call_started(span.trace_id, span_id)
+        if self._seen.has_call_inside(span.trace_id, span.span_id):
             return True
-        return self._seen.told_before(span, llm.response_id)
+        return self._seen.is_duplicate(span, llm.response_id)
 
-    async def _answered_in(self, span: SpanEnded, llm: LlmCall) -> set[str]:
+    async def _answered_in(self, span: Span, llm: LlmCall) -> set[str]:
         """The rollout of the turn that the client had its answer from: by the answer's id, or,
         where the span tells none, by what was said meanwhile, which may be several."""
         if llm.response_id is None:
             return self._said_in(span, llm)
-        found = self._seen.rollout_of_answer(llm.response_id)
-        if found is None and (turn_id := turn_named_by(llm.response_id)) is not None:
-            found = await asked(self._store.rollout_of_turn, turn_id)
+        found = self._seen.rollout_of_response(llm.response_id)
+        if found is None and (turn_id := turn_id_in_response(llm.response_id)) is not None:
+            found = await run_in_thread(self._store.rollout_of_turn, turn_id)
         return {found} if found is not None else set()
 
-    def _said_in(self, span: SpanEnded, llm: LlmCall) -> set[str]:
+    def _said_in(self, span: Span, llm: LlmCall) -> set[str]:
         if llm.reply is None:
             return set()
-        begin, end = span.start_ns / 1e9 - CLOCKS_S, span.end_ns / 1e9 + CLOCKS_S
+        begin, end = span.start_ns / 1e9 - MAX_CLOCK_SKEW_S, span.end_ns / 1e9 + MAX_CLOCK_SKEW_S
         return {
             turn.rollout_id
-            for turn in self._continuation.same_words(as_call(span, llm), llm.reply)
+            for turn in self._continuation.find_same_words(as_call(span, llm), llm.reply)
             if begin <= turn.created_at <= end
-            and self._seen.rollout_of_answer(turn.turn.turn_id) is not None
+            and self._seen.rollout_of_response(turn.turn.turn_id) is not None
         }
 
-    async def commit(self, new: Mapping[Place, str], told: Sequence[Told]) -> str:
+    async def commit(self, new: Mapping[SpanKey, str], told: Sequence[ReportedSpan]) -> str:
         """What was wrong with one of them; empty where nothing was.
 
         In rounds of one a rollout: a call may continue the one before it, which has to be stored
         first.
         """
-        waiting: dict[str, list[Told]] = {}
+        waiting: dict[str, list[ReportedSpan]] = {}
         for each in sorted(told, key=lambda each: each.span.start_ns):
-            if (rollout_id := new.get(each.place)) is not None:
+            if (rollout_id := new.get(each.key)) is not None:
                 waiting.setdefault(rollout_id, []).append(each)
         problem = ""
         while waiting:
@@ -108,7 +114,7 @@ class LlmCalls:
             waiting = {id: calls[1:] for id, calls in waiting.items() if calls[1:]}
         return problem
 
-    async def _commit_round(self, calls: Mapping[str, Told]) -> str:
+    async def _commit_round(self, calls: Mapping[str, ReportedSpan]) -> str:
         placed = await self._placed(calls)
         refused = await commit_each(self._recorder, [turn for turn, _ in placed])
         stale = [placed[index][0] for index in refused if placed[index][0].parent_id is not None]
@@ -123,27 +129,27 @@ class LlmCalls:
                 self._continuation.add(known)
         return next(iter(refused.values()), "")
 
-    async def _placed(self, calls: Mapping[str, Told]) -> list[tuple[Turn, Known]]:
+    async def _placed(self, calls: Mapping[str, ReportedSpan]) -> list[tuple[Turn, CachedTurn]]:
         return [
-            await placed_turn(self._continuation, rollout_id, each.span, each.llm)
+            await positioned_turn(self._continuation, rollout_id, each.span, each.llm)
             for rollout_id, each in calls.items()
             if each.llm is not None
         ]
 
 
-def _rank(told: Told) -> tuple[bool, int, int]:
+def _rank(told: ReportedSpan) -> tuple[bool, int, int]:
     """Of several libraries that tell of one call, the one that counts comes first: who tells what
     was said; then who is nearer to the call."""
     silent = told.llm is not None and not told.llm.request["messages"]
     return silent, told.span.end_ns, -told.span.start_ns
 
 
-def marked(told: Told, new: Mapping[Place, str]) -> SpanEnded:
+def with_call_kind(told: ReportedSpan, new: Mapping[SpanKey, str]) -> Span:
     """An LLM span says in the store what became of it."""
     if told.llm is None:
         return told.span
-    rollout_id = new.get(told.place)
-    mark = {CALL_ATTRIBUTE: "recorded" if rollout_id is None else "turn"}
+    rollout_id = new.get(told.key)
+    mark = {CALL_KIND_ATTRIBUTE: "recorded" if rollout_id is None else "turn"}
     return replace(
         told.span,
         rollout_id=rollout_id or told.span.rollout_id,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tracegrad.events import Outcome, RolloutFinished, RolloutOpened, SpanEnded
+from tracegrad.events import Outcome, RolloutFinished, RolloutStarted, Span
 from tracegrad.proxy.otel.otlp import SERVICE
 from tracegrad.proxy.otel.semconv import openinference
 from tracegrad.proxy.otel.semconv.chat_completion import first, parsed
@@ -26,14 +26,14 @@ _TAGS = {
 
 
 @dataclass(slots=True)
-class Notes:
+class TraceSummary:
     """Of one trace, from all of its spans that came so far."""
 
     agent: str | None = None
     agent_ns: int = 0
     tags: dict[str, str] = field(default_factory=dict)
 
-    def take(self, span: SpanEnded) -> None:
+    def add(self, span: Span) -> None:
         told = span.attributes
         agent = first(told, _AGENT)
         # The outermost agent began first.
@@ -45,13 +45,13 @@ class Notes:
             if (value := first(told, names)) not in (None, ""):
                 self.tags.setdefault(tag, str(value))
 
-    def opened(self, rollout_id: str, root: SpanEnded) -> RolloutOpened:
+    def rollout_started(self, rollout_id: str, root: Span) -> RolloutStarted:
         """As the root tells it, which comes last."""
         told = root.attributes
         agent = self.agent or first(told, (SERVICE, _WORKFLOW))
         if agent is None and told.get(openinference.KIND) == "AGENT":
             agent = root.name
-        return RolloutOpened(
+        return RolloutStarted(
             rollout_id=rollout_id,
             agent=str(agent) if agent else None,
             tags=dict(self.tags),
@@ -59,7 +59,7 @@ class Notes:
         )
 
 
-def finished(rollout_id: str, root: SpanEnded) -> RolloutFinished:
+def rollout_finished(rollout_id: str, root: Span) -> RolloutFinished:
     """Where the root failed, the agent did. A rollout of calls that came through the proxy ended
     when we are told; one that spans alone tell of, when they say."""
     failed = root.status == "error"
@@ -78,7 +78,7 @@ def _by_now(ns: int) -> float:
     return min(ns / 1e9, now) if ns else now
 
 
-def _error(root: SpanEnded) -> str | None:
+def _error(root: Span) -> str | None:
     told: Any = root.attributes.get(STATUS_MESSAGE)
     if told:
         return str(told)

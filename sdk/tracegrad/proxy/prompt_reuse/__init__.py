@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from tracegrad.proxy.prompt_reuse.renderer_loader import EngineText
-from tracegrad.proxy.prompt_reuse.resolver import Continuation, Place, Plan
-from tracegrad.proxy.prompt_reuse.tree_cache import Known, ReadsTurns, known
+from tracegrad.proxy.prompt_reuse.renderer_loader import EngineRenderer
+from tracegrad.proxy.prompt_reuse.resolver import ContinuationPlan, PromptReuse, TreePosition
+from tracegrad.proxy.prompt_reuse.tree_cache import CachedTurn, TurnReader, cached_turn
 
-__all__ = ["Continuation", "EngineText", "Known", "Place", "Plan", "ReadsTurns", "known"]
+__all__ = [
+    "CachedTurn",
+    "ContinuationPlan",
+    "EngineRenderer",
+    "PromptReuse",
+    "TreePosition",
+    "TurnReader",
+    "cached_turn",
+]

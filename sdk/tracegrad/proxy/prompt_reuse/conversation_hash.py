@@ -18,13 +18,13 @@ from typing import Any
 from tracegrad.chat.messages import content_text, has_media, without_billing_line
 from tracegrad.chat.recorded_turn import RecordedTurn
 from tracegrad.events import Json
-from tracegrad.proxy.prompt_reuse.fork_reasons import Fork, Reason
+from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
 
 # Integers beyond this are not exact in JavaScript, whose clients print them otherwise.
 _EXACT = 2**53
 
 
-class Conversation:
+class HashedConversation:
     """Some messages, by what it takes to find the turn that they continue.
 
     `replies` are the positions of the model's own. `frame` is the key of tools and template
@@ -50,14 +50,18 @@ class Conversation:
         return len(self._marks) + len(self._unmarked)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Conversation):
+        if not isinstance(other, HashedConversation):
             return NotImplemented
-        return (self.frame, self.replies, self.marks) == (other.frame, other.replies, other.marks)
+        return (self.frame, self.replies, self.prefix_hashes) == (
+            other.frame,
+            other.replies,
+            other.prefix_hashes,
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
     @property
-    def marks(self) -> tuple[bytes, ...]:
+    def prefix_hashes(self) -> tuple[bytes, ...]:
         """`marks[i]` stands for the first `i + 1` messages, 16 bytes.
 
         Made when somebody asks: what has no reply continues nothing, and a call's first words
@@ -73,83 +77,87 @@ class Conversation:
     @property
     def key(self) -> bytes:
         """What a turn is filed under whose reply is the last of the messages."""
-        return self.frame + self.marks[-1]
+        return self.frame + self.prefix_hashes[-1]
 
-    def ends(self) -> Iterator[tuple[int, bytes]]:
+    def reply_keys(self) -> Iterator[tuple[int, bytes]]:
         """The position of each reply and the key at it, the last reply first."""
         for position in reversed(self.replies):
-            yield position, self.frame + self.marks[position]
+            yield position, self.frame + self.prefix_hashes[position]
 
-    def then(self, reply: Json) -> Conversation:
+    def with_reply(self, reply: Json) -> HashedConversation:
         """With the reply to it."""
-        mark = _mark(self.marks[-1] if self.marks else b"", reply)
-        return Conversation(self.frame, (*self.replies, len(self)), (*self.marks, mark))
+        mark = _mark(self.prefix_hashes[-1] if self.prefix_hashes else b"", reply)
+        return HashedConversation(
+            self.frame, (*self.replies, len(self)), (*self.prefix_hashes, mark)
+        )
 
 
-def conversation(messages: Sequence[Json], frame: bytes) -> Conversation:
+def hash_conversation(messages: Sequence[Json], frame: bytes) -> HashedConversation:
     """`messages` are canonical: roles, contents, tool calls as in a chat completion request."""
     replies = (i for i, message in enumerate(messages) if message["role"] == "assistant")
-    return Conversation(frame, tuple(replies), (), messages)
+    return HashedConversation(frame, tuple(replies), (), messages)
 
 
-def recorded_conversation(
+def with_recorded_replies(
     incoming: Sequence[Json], chain: Sequence[RecordedTurn]
-) -> list[Json] | Fork:
+) -> list[Json] | PromptFork:
     """`incoming` with the recorded replies of `chain` in place of what the client sent for them:
     reasoning that it dropped is back, and arguments are spelled as they were sampled. A fork
     where it sent another reply than was recorded."""
     messages = list(incoming)
     for turn in chain:
-        reason = same_reply(turn.reply, messages[turn.position])
+        reason = reply_difference(turn.reply, messages[turn.reply_index])
         if reason is not None:
-            return Fork(reason, f"message {turn.position}")
-        messages[turn.position] = turn.reply
+            return PromptFork(reason, f"message {turn.reply_index}")
+        messages[turn.reply_index] = turn.reply
     return messages
 
 
-def same_reply(recorded: Json, echoed: Json) -> Reason | None:
+def reply_difference(recorded: Json, echoed: Json) -> ForkReason | None:
     """None if a client that sent `echoed` can have meant `recorded`; else what is different.
 
     Equal: names and ids of calls; arguments as values; text, trimmed, which may be missing
     beside calls; reasoning, trimmed, which may be missing.
     """
     if echoed.get("role") != "assistant":
-        return Reason.EDITED_HISTORY
+        return ForkReason.EDITED_HISTORY
     said, calls = recorded.get("tool_calls") or [], echoed.get("tool_calls") or []
     if len(said) != len(calls) or not all(map(_same_call, said, calls)):
-        return Reason.EDITED_CALLS
+        return ForkReason.EDITED_CALLS
     content = _said(echoed)
     if content != _said(recorded) and not (calls and not content):
-        return Reason.EDITED_CONTENT
+        return ForkReason.EDITED_CONTENT
     reasoning = _reasoning(echoed)
     if reasoning and reasoning != _reasoning(recorded):
-        return Reason.EDITED_REASONING
+        return ForkReason.EDITED_REASONING
     return None
 
 
-def miss_reason(incoming: Conversation, recorded: Iterable[Conversation]) -> Reason | None:
+def fork_reason_of_miss(
+    incoming: HashedConversation, recorded: Iterable[HashedConversation]
+) -> ForkReason | None:
     """Why no key of `incoming` is filed; `recorded` are the rollout's conversations with their
     replies. None if there are none: the rollout's first turn has no reason to give."""
     recorded = list(recorded)
     if not recorded:
         return None
     if not incoming.replies:
-        return Reason.NEW_CONVERSATION
-    seen = {incoming.marks[position] for position in incoming.replies}
-    if any(known.marks[-1] in seen for known in recorded):
-        return Reason.TOOLS_CHANGED
-    closest = max(recorded, key=lambda known: (_shared(incoming, known), len(known.marks)))
-    shorter = len(incoming.marks) < len(closest.marks)
-    return Reason.COMPACTION if shorter else Reason.EDITED_HISTORY
+        return ForkReason.NEW_CONVERSATION
+    seen = {incoming.prefix_hashes[position] for position in incoming.replies}
+    if any(known.prefix_hashes[-1] in seen for known in recorded):
+        return ForkReason.TOOLS_CHANGED
+    closest = max(recorded, key=lambda known: (_shared(incoming, known), len(known.prefix_hashes)))
+    shorter = len(incoming.prefix_hashes) < len(closest.prefix_hashes)
+    return ForkReason.COMPACTION if shorter else ForkReason.EDITED_HISTORY
 
 
-def _shared(a: Conversation, b: Conversation) -> int:
+def _shared(a: HashedConversation, b: HashedConversation) -> int:
     """How many messages both begin with."""
-    low, high = 0, min(len(a.marks), len(b.marks))
+    low, high = 0, min(len(a.prefix_hashes), len(b.prefix_hashes))
     while low < high:
         middle = (low + high + 1) // 2
         # A mark stands for all the messages before it too.
-        if a.marks[middle - 1] == b.marks[middle - 1]:
+        if a.prefix_hashes[middle - 1] == b.prefix_hashes[middle - 1]:
             low = middle
         else:
             high = middle - 1

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Reason(StrEnum):
+class ForkReason(StrEnum):
     """Stable names, stored with the turn that forked; `meaning` is what a person is told."""
 
     meaning: str
 
-    def __new__(cls, name: str, meaning: str) -> Reason:
+    def __new__(cls, name: str, meaning: str) -> ForkReason:
         reason = str.__new__(cls, name)
         reason._value_ = name
         reason.meaning = meaning
@@ -128,16 +128,16 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
+class PromptFork:
     """The prompt must be rendered afresh. `detail` says more in one line, for people."""
 
-    reason: Reason
+    reason: ForkReason
     detail: str = ""
 
 
-class Forked(Exception):
+class PromptForked(Exception):
     """Carries a fork out of the middle of a proof."""
 
-    def __init__(self, reason: Reason, detail: str = "") -> None:
+    def __init__(self, reason: ForkReason, detail: str = "") -> None:
         super().__init__(reason, detail)
-        self.fork = Fork(reason, detail)
+        self.fork = PromptFork(reason, detail)

@@ -14,7 +14,7 @@ from tracegrad.events import Json
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class PlaceholderText:
     """Letters and digits only: no template trims, quotes or splits them. `length` characters."""
 
     salt: str
@@ -25,7 +25,7 @@ class Marks:
 
 
 @dataclass(slots=True)
-class Probe:
+class ReplyProbe:
     """A reply in marks: which mark stands for its content, its reasoning, its arguments.
 
     A reply without any text gets a mark for its content, `stand_in` says so.
@@ -38,7 +38,7 @@ class Probe:
     stand_in: bool = False
 
     @property
-    def marks(self) -> list[str]:
+    def placeholders(self) -> list[str]:
         return [mark for mark in (self.content, self.reasoning, *self.arguments) if mark]
 
 
@@ -51,9 +51,9 @@ def unused_salt(texts: Iterable[str]) -> str:
     return f"qx{number}v"
 
 
-def probe_reply(reply: Json, mark: Marks) -> Probe:
+def probe_reply(reply: Json, mark: PlaceholderText) -> ReplyProbe:
     """`reply` is a message as the template gets it (`messages.engine_message`)."""
-    probe = Probe({**reply})
+    probe = ReplyProbe({**reply})
     # Numbered 0, 1, then one for each string among the arguments, whatever is there: the same
     # place has the same number in every probe of a reply.
     if _has_text(reply.get("content")):
@@ -63,14 +63,14 @@ def probe_reply(reply: Json, mark: Marks) -> Probe:
         probe.message["reasoning"] = probe.message["reasoning_content"] = probe.reasoning
     if calls := reply.get("tool_calls"):
         probe.message["tool_calls"] = [_call(call, probe.arguments, mark) for call in calls]
-    if not probe.marks:
+    if not probe.placeholders:
         probe.content, probe.stand_in = mark(0), True
     if probe.content is not None:
         probe.message["content"] = _as(reply.get("content"), probe.content)
     return probe
 
 
-def probe_news(messages: Sequence[Json], mark: Marks) -> list[Json]:
+def probe_new_messages(messages: Sequence[Json], mark: PlaceholderText) -> list[Json]:
     """The messages after the reply, their contents replaced."""
     return [
         {**message, "content": _as(message.get("content"), mark(number))}
@@ -88,7 +88,7 @@ def _as(content: Any, text: str) -> str | list[Json]:
     return [{"type": "text", "text": text}] if isinstance(content, list) else text
 
 
-def _call(call: Json, used: list[str], mark: Marks) -> Json:
+def _call(call: Json, used: list[str], mark: PlaceholderText) -> Json:
     def replace(_: str) -> str:
         used.append(mark(2 + len(used)))
         return used[-1]

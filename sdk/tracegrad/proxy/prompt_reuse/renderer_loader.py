@@ -10,9 +10,9 @@ from pathlib import Path
 
 import orjson
 
-from tracegrad.chat.model import Inexact, ModelText, load_model_text
+from tracegrad.chat.model import ChatFormat, NotReproducible, load_chat_format
 from tracegrad.proxy.http.errors import ApiError
-from tracegrad.proxy.prompt_reuse.fork_reasons import Fork, Reason
+from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -23,18 +23,18 @@ CHECKED = 16
 ListsModels = Callable[[], Awaitable[bytes]]
 
 
-class EngineText:
+class EngineRenderer:
     """`folder`: of tokenizer and chat template; without one, what the engine calls its root."""
 
     def __init__(self, folder: Path | None, models: ListsModels) -> None:
         self._folder = folder
         self._models = models
-        self._found: ModelText | Fork | None = None
+        self._found: ChatFormat | PromptFork | None = None
         self._lock = asyncio.Lock()
         self._checked = 0
         self._said = False
 
-    async def get(self) -> ModelText | Fork:
+    async def get(self) -> ChatFormat | PromptFork:
         """The fork that every continuation meets where prompts cannot be reproduced exactly."""
         if self._found is None:
             async with self._lock:
@@ -42,7 +42,7 @@ class EngineText:
                     return await self._find()
         return self._found
 
-    def tokenizes(self, text: ModelText, prompt_ids: array[int]) -> bool:
+    def reproduces(self, text: ChatFormat, prompt_ids: array[int]) -> bool:
         """Whether the tokens that the engine made of a prompt are those that are made of it here.
 
         What is new in a prompt is tokenised here, and the engine takes whatever it is given: a
@@ -59,25 +59,25 @@ class EngineText:
             log.error("the engine's tokens of a prompt are not those of the tokenizer found here")
         return False
 
-    async def _find(self) -> ModelText | Fork:
+    async def _find(self) -> ChatFormat | PromptFork:
         try:
             folder = self._folder or await self._root()
-            self._found = await asyncio.to_thread(load_model_text, folder)
-        except Inexact as error:
+            self._found = await asyncio.to_thread(load_chat_format, folder)
+        except NotReproducible as error:
             log.warning("prompts are not continued token for token: %s", error)
-            self._found = Fork(Reason.TOKENIZER, str(error))
+            self._found = PromptFork(ForkReason.TOKENIZER, str(error))
         except ApiError as error:
             # The engine is away: it may be asked again with the next call.
-            return Fork(Reason.TOKENIZER, error.message)
+            return PromptFork(ForkReason.TOKENIZER, error.message)
         return self._found
 
     async def _root(self) -> Path:
         try:
             root = orjson.loads(await self._models())["data"][0].get("root")
         except (ValueError, KeyError, TypeError, LookupError, AttributeError) as error:
-            raise Inexact("the engine does not say where its model is") from error
+            raise NotReproducible("the engine does not say where its model is") from error
         if not isinstance(root, str) or not await asyncio.to_thread(Path(root).is_dir):
-            raise Inexact(
+            raise NotReproducible(
                 f"the engine's model is {root!r}, no folder here: give its tokenizer's folder "
                 "with --tokenizer"
             )

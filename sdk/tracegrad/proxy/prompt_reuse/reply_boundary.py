@@ -9,12 +9,17 @@ from tracegrad.chat.messages import content_text
 from tracegrad.chat.renderer import Renderer
 from tracegrad.chat.template import RenderError
 from tracegrad.events import Json
-from tracegrad.proxy.prompt_reuse.fork_reasons import Forked, Reason
-from tracegrad.proxy.prompt_reuse.probes import Marks, probe_news, probe_reply, unused_salt
+from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptForked
+from tracegrad.proxy.prompt_reuse.probes import (
+    PlaceholderText,
+    probe_new_messages,
+    probe_reply,
+    unused_salt,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Continued:
+class PromptPair:
     """A conversation as the template gets it, and the texts of its prompts: `before` of `earlier`
     alone, as it was sent; `whole` of all of it, which begins with `before`."""
 
@@ -31,7 +36,7 @@ class Continued:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ReplyBoundary:
     """`tail` is the end of `whole` from the reply's end on; it begins with an added token, the
     one that ended the reply if one did. `lossy`: the template shows less than the reply has."""
 
@@ -39,51 +44,51 @@ class Cut:
     lossy: bool
 
 
-def cut_after_stop(told: Continued, stop: str, sampled: Sequence[int]) -> Cut:
+def boundary_after_stop(told: PromptPair, stop: str, sampled: Sequence[int]) -> ReplyBoundary:
     """The reply was ended by the token with the text `stop`. Raises Forked."""
     before, whole = told.before, told.whole
-    views = _Views(told)
+    views = _ProbedRenderings(told)
     if not views.seen:
         return _cut_by_text(views, stop, sampled)
     at = views.shown.find(stop, views.seen[-1])
     if at < 0 and stop in views.shown[views.seen[0] : views.seen[-1]]:
-        raise Forked(Reason.TEMPLATE, "the reply is shown again behind its end")
+        raise PromptForked(ForkReason.TEMPLATE, "the reply is shown again behind its end")
     if at < 0:
-        raise Forked(Reason.STOP_NOT_RENDERED, f"no {stop} after the reply")
+        raise PromptForked(ForkReason.STOP_NOT_RENDERED, f"no {stop} after the reply")
     tail = views.shown[at:]
     if not told.ends_with(tail):
-        raise Forked(Reason.TEMPLATE, "what follows the reply depends on what it says")
+        raise PromptForked(ForkReason.TEMPLATE, "what follows the reply depends on what it says")
     said = whole[len(before) : len(whole) - len(tail)]
     if (said + stop).find(stop) != len(said):
-        raise Forked(Reason.TEMPLATE, f"the reply holds the text {stop} itself")
+        raise PromptForked(ForkReason.TEMPLATE, f"the reply holds the text {stop} itself")
     views.prove(at + len(stop), said + stop)
     if told.renderer.tokenizer.decode(sampled[:-1]).strip() != said.strip():
         views.prove_reply(at)
-    return Cut(tail, views.lost(at, said))
+    return ReplyBoundary(tail, views.lost(at, said))
 
 
-def cut_at_length(told: Continued, sampled: Sequence[int]) -> Cut:
+def boundary_at_length(told: PromptPair, sampled: Sequence[int]) -> ReplyBoundary:
     """The reply was cut short, so the template's own end of a reply is new. Raises Forked."""
     tokenizer = told.renderer.tokenizer
     said = tokenizer.decode(sampled)
     tail = told.whole[len(told.before) + len(said) :]
-    closer = tokenizer.added_at_start(tail)
+    closer = tokenizer.added_token_at_start(tail)
     if not told.whole.startswith(said, len(told.before)) or closer is None:
-        raise Forked(Reason.CUT_SHORT)
-    views = _Views(told)
+        raise PromptForked(ForkReason.CUT_SHORT)
+    views = _ProbedRenderings(told)
     if not views.seen or views.shown[views.seen[-1] :] != tail:
-        raise Forked(Reason.CUT_SHORT)
-    first = tokenizer.added(closer) or ""
+        raise PromptForked(ForkReason.CUT_SHORT)
+    first = tokenizer.added_token(closer) or ""
     views.prove(views.seen[-1] + len(first), said + first)
-    return Cut(tail, views.lost(views.seen[-1], said))
+    return ReplyBoundary(tail, views.lost(views.seen[-1], said))
 
 
-def _cut_by_text(views: _Views, stop: str, sampled: Sequence[int]) -> Cut:
+def _cut_by_text(views: _ProbedRenderings, stop: str, sampled: Sequence[int]) -> ReplyBoundary:
     """For templates that show nothing of such a reply (those that know no tool calls): it is
     rendered as a text, the very one that was sampled, whose end is then known."""
     told = views.told
     if told.reply.get("reasoning"):
-        raise Forked(Reason.REASONING_DROPPED)
+        raise PromptForked(ForkReason.REASONING_DROPPED)
     said = told.renderer.tokenizer.decode(sampled[:-1])
     message = told.renderer.message({"role": "assistant", "content": said})
     as_text = views.render(message, told.new)
@@ -93,36 +98,38 @@ def _cut_by_text(views: _Views, stop: str, sampled: Sequence[int]) -> Cut:
         and tail.startswith(stop)
         and told.ends_with(tail)
     ):
-        raise Forked(Reason.TEMPLATE, "the template shows nothing of the reply")
-    return Cut(tail, lossy=True)
+        raise PromptForked(ForkReason.TEMPLATE, "the template shows nothing of the reply")
+    return ReplyBoundary(tail, lossy=True)
 
 
-class _Views:
+class _ProbedRenderings:
     """The prompt with marks in place of what was said."""
 
-    def __init__(self, told: Continued) -> None:
+    def __init__(self, told: PromptPair) -> None:
         self.told = told
         salt = unused_salt([told.whole])
         # Of different lengths: a template that counts characters shows itself.
-        self._x, self._y = Marks(f"{salt}x", 16), Marks(f"{salt}y", 40)
-        self._others = probe_news(told.new, Marks(f"{salt}u", 24))
+        self._x, self._y = PlaceholderText(f"{salt}x", 16), PlaceholderText(f"{salt}y", 40)
+        self._others = probe_new_messages(told.new, PlaceholderText(f"{salt}u", 24))
         self._probe = probe_reply(told.reply, self._x)
         self.shown = self.render(self._probe.message, told.new)
         self.seen = self._edges()
 
     def render(self, reply: Json, new: Sequence[Json]) -> str:
         try:
-            text = self.told.renderer.text([*self.told.earlier, reply, *new])
+            text = self.told.renderer.render_as_tokenized([*self.told.earlier, reply, *new])
         except RenderError as error:
-            raise Forked(Reason.TEMPLATE, f"refuses a probe: {error}") from error
+            raise PromptForked(ForkReason.TEMPLATE, f"refuses a probe: {error}") from error
         if not text.startswith(self.told.before):
-            raise Forked(Reason.TEMPLATE, "what precedes the reply depends on what it says")
+            raise PromptForked(
+                ForkReason.TEMPLATE, "what precedes the reply depends on what it says"
+            )
         return text
 
     def _edges(self) -> list[int]:
         """Where in `shown` the reply's marks begin and end, in order; empty if none is shown."""
         edges: list[int] = []
-        for mark in self._probe.marks:
+        for mark in self._probe.placeholders:
             if (first := self.shown.find(mark, len(self.told.before))) >= 0:
                 edges += (first, self.shown.rfind(mark) + len(mark))
         return sorted(edges)
@@ -132,25 +139,29 @@ class _Views:
         same part of `whole`: both are still there when other messages follow."""
         other = probe_reply(self.told.reply, self._y)
         head = self.shown[:end]
-        for mark, mark_too in zip(self._probe.marks, other.marks, strict=True):
+        for mark, mark_too in zip(self._probe.placeholders, other.placeholders, strict=True):
             head = head.replace(mark, mark_too)
         if not self.render(other.message, self._others).startswith(head):
-            raise Forked(Reason.TEMPLATE, "where the reply ends depends on what follows it")
+            raise PromptForked(
+                ForkReason.TEMPLATE, "where the reply ends depends on what follows it"
+            )
         if not self.render(self.told.reply, self._others).startswith(said, len(self.told.before)):
-            raise Forked(Reason.TEMPLATE, "how the reply is shown depends on what follows it")
+            raise PromptForked(
+                ForkReason.TEMPLATE, "how the reply is shown depends on what follows it"
+            )
 
     def prove_reply(self, at: int) -> None:
         """That `shown` from the first mark to the end token, where this is not what was sampled,
         is all the reply: it is there also when nothing follows. (It might go on into a message
         that shows nothing new, after a reply without an end.)"""
         try:
-            alone = self.told.renderer.text(
+            alone = self.told.renderer.render_as_tokenized(
                 [*self.told.earlier, self._probe.message], add_generation_prompt=False
             )
         except RenderError as error:
-            raise Forked(Reason.TEMPLATE, f"refuses a probe: {error}") from error
+            raise PromptForked(ForkReason.TEMPLATE, f"refuses a probe: {error}") from error
         if self.shown[self.seen[0] : at] not in alone:
-            raise Forked(Reason.TEMPLATE, "what ends the reply is not the reply's")
+            raise PromptForked(ForkReason.TEMPLATE, "what ends the reply is not the reply's")
 
     def lost(self, end: int, said: str) -> bool:
         """Whether `said` lacks something of the reply. Raises Forked where what is shown is not
@@ -161,15 +172,15 @@ class _Views:
         if probe.reasoning is not None and (
             probe.reasoning not in region or not self._holds(said, reply["reasoning"])
         ):
-            raise Forked(Reason.REASONING_DROPPED)
+            raise PromptForked(ForkReason.REASONING_DROPPED)
         if probe.content is not None and not probe.stand_in:
             if probe.content not in region:
                 lost = True
             elif not self._holds(said, content_text(reply["content"], joint="")):
-                raise Forked(Reason.CONTENT_CHANGED)
+                raise PromptForked(ForkReason.CONTENT_CHANGED)
         names = [call["function"].get("name", "") for call in reply.get("tool_calls") or ()]
         return lost or any(name not in said for name in names)
 
     def _holds(self, said: str, text: str) -> bool:
         text = text.strip()
-        return text in said or self.told.renderer.tokenizer.as_read(text).strip() in said
+        return text in said or self.told.renderer.tokenizer.roundtrip(text).strip() in said

@@ -21,19 +21,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from tracegrad.chat.messages import Frame, has_media
-from tracegrad.chat.model import ModelText
+from tracegrad.chat.messages import RenderOptions, has_media
+from tracegrad.chat.model import ChatFormat
 from tracegrad.chat.recorded_turn import RecordedTurn
-from tracegrad.chat.renderer import Renderer, end_token, was_sent
+from tracegrad.chat.renderer import Renderer, stop_token_text, was_sent
 from tracegrad.chat.template import RenderError
-from tracegrad.chat.tokenizer import NotText
+from tracegrad.chat.tokenizer import UnencodableText
 from tracegrad.events import Json
-from tracegrad.proxy.prompt_reuse.fork_reasons import Fork, Forked, Reason
-from tracegrad.proxy.prompt_reuse.reply_boundary import Continued, cut_after_stop, cut_at_length
+from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork, PromptForked
+from tracegrad.proxy.prompt_reuse.reply_boundary import (
+    PromptPair,
+    boundary_after_stop,
+    boundary_at_length,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Spliced:
+class SplicedPrompt:
     """`ids` is the whole prompt; its last `new` tokens are the rendering of what is new. `lossy`
     if a prompt rendered afresh would lose something of the reply that this one keeps."""
 
@@ -42,13 +46,13 @@ class Spliced:
     lossy: bool = False
 
 
-def splice(
-    text: ModelText,
+def splice_prompt(
+    text: ChatFormat,
     chain: Sequence[RecordedTurn],
     messages: Sequence[Json],
-    frame: Frame,
+    frame: RenderOptions,
     now: datetime,
-) -> Spliced | Fork:
+) -> SplicedPrompt | PromptFork:
     """The prompt for `messages`, which continue the last turn of `chain`.
 
     `chain` is the path to that turn from its root: each turn's prompt begins with the prompt and
@@ -61,52 +65,56 @@ def splice(
     try:
         _accept(parent, messages)
         return _spliced(Renderer(text, frame, now), chain, messages)
-    except Forked as forked:
+    except PromptForked as forked:
         return forked.fork
     except RenderError as error:
-        return Fork(Reason.TEMPLATE_ERROR, str(error))
-    except NotText as error:
-        return Fork(Reason.TOKENS, str(error))
+        return PromptFork(ForkReason.TEMPLATE_ERROR, str(error))
+    except UnencodableText as error:
+        return PromptFork(ForkReason.TOKENS, str(error))
 
 
 def _accept(parent: RecordedTurn, messages: Sequence[Json]) -> None:
     if not parent.prompt_ids or not parent.completion_ids:
-        raise Forked(Reason.NO_TOKENS)
+        raise PromptForked(ForkReason.NO_TOKENS)
     if has_media(messages):
-        raise Forked(Reason.MEDIA)
+        raise PromptForked(ForkReason.MEDIA)
     if isinstance(parent.stop_reason, str):
-        raise Forked(Reason.STOP_STRING)
-    new = messages[parent.position + 1 :]
+        raise PromptForked(ForkReason.STOP_STRING)
+    new = messages[parent.reply_index + 1 :]
     if not new or any(message["role"] == "assistant" for message in new):
-        raise Forked(Reason.NOTHING_NEW)
+        raise PromptForked(ForkReason.NOTHING_NEW)
 
 
 def _spliced(
     renderer: Renderer, chain: Sequence[RecordedTurn], messages: Sequence[Json]
-) -> Spliced:
+) -> SplicedPrompt:
     parent, tokenizer = chain[-1], renderer.tokenizer
     shown = [renderer.message(message) for message in messages]
-    raw = renderer.raw(shown)
-    told = Continued(
+    raw = renderer.render(shown)
+    told = PromptPair(
         renderer,
-        earlier=shown[: parent.position],
-        reply=shown[parent.position],
-        new=shown[parent.position + 1 :],
-        before=_before(renderer, chain, shown[: parent.position]),
-        whole=tokenizer.as_read(raw),
+        earlier=shown[: parent.reply_index],
+        reply=shown[parent.reply_index],
+        new=shown[parent.reply_index + 1 :],
+        before=_before(renderer, chain, shown[: parent.reply_index]),
+        whole=tokenizer.roundtrip(raw),
     )
     if not told.whole.startswith(told.before):
         raise _rewritten(told)
-    stop = end_token(parent, tokenizer)
+    stop = stop_token_text(parent, tokenizer)
     sampled = parent.completion_ids
-    cut = cut_at_length(told, sampled) if stop is None else cut_after_stop(told, stop, sampled)
+    cut = (
+        boundary_at_length(told, sampled)
+        if stop is None
+        else boundary_after_stop(told, stop, sampled)
+    )
     new = tokenizer.encode_tail(cut.tail, raw)
     if stop is not None and new:
         # The end token is the model's: it is among the sampled ones already.
         new = new[1:] if new[0] == sampled[-1] else None
     if new is None:
-        raise Forked(Reason.TOKENS)
-    return Spliced(parent.prompt_ids + sampled + new, len(new), cut.lossy)
+        raise PromptForked(ForkReason.TOKENS)
+    return SplicedPrompt(parent.prompt_ids + sampled + new, len(new), cut.lossy)
 
 
 def _before(renderer: Renderer, chain: Sequence[RecordedTurn], earlier: Sequence[Json]) -> str:
@@ -114,26 +122,26 @@ def _before(renderer: Renderer, chain: Sequence[RecordedTurn], earlier: Sequence
     engine: its tokens are the text. Later ones hold replies as the model wrote them."""
     if len(chain) == 1:
         return renderer.tokenizer.decode(chain[0].prompt_ids)
-    before = renderer.text(earlier)
+    before = renderer.render_as_tokenized(earlier)
     if not was_sent(before, chain, renderer.tokenizer):
-        raise Forked(Reason.NOT_AS_SENT)
+        raise PromptForked(ForkReason.NOT_AS_SENT)
     return before
 
 
-def _rewritten(told: Continued) -> Forked:
+def _rewritten(told: PromptPair) -> PromptForked:
     """Why `whole` does not begin with `before`; renders again, there is no haste any more."""
-    if told.renderer.text(told.earlier) != told.before:
-        return Forked(Reason.NOT_AS_SENT)
+    if told.renderer.render_as_tokenized(told.earlier) != told.before:
+        return PromptForked(ForkReason.NOT_AS_SENT)
     try:
-        bare = told.renderer.text(told.earlier, add_generation_prompt=False)
+        bare = told.renderer.render_as_tokenized(told.earlier, add_generation_prompt=False)
     except RenderError:
         bare = ""
     if _common(told.whole, told.before) >= _common(bare, told.before):
-        return Forked(Reason.GENERATION_PROMPT)
-    return Forked(Reason.HISTORY_REWRITTEN, _what_was_dropped(told))
+        return PromptForked(ForkReason.GENERATION_PROMPT)
+    return PromptForked(ForkReason.HISTORY_REWRITTEN, _what_was_dropped(told))
 
 
-def _what_was_dropped(told: Continued) -> str:
+def _what_was_dropped(told: PromptPair) -> str:
     for message in told.earlier:
         reasoning = (message.get("reasoning") or "").strip()
         if reasoning and reasoning in told.before and reasoning not in told.whole:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from tracegrad.chat.messages import frame_of
+from tracegrad.chat.messages import render_options
 from tracegrad.chat.recorded_turn import RecordedTurn
 from tracegrad.events import Turn
 from tracegrad.proxy.dialects.base import CHAT_PATH, Call
-from tracegrad.proxy.dialects.history import reply_of, whole_call
-from tracegrad.proxy.prompt_reuse.conversation_hash import Conversation, conversation
-from tracegrad.proxy.store_async import in_time
+from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
+from tracegrad.proxy.prompt_reuse.conversation_hash import HashedConversation, hash_conversation
+from tracegrad.proxy.store_async import within_store_timeout
 
 # What Python needs around the tokens themselves.
 _TURN_BYTES = 1200
@@ -27,16 +27,16 @@ _MARK_BYTES = 60
 _TREE_BYTES = 500
 
 
-class ReadsTurns(Protocol):
+class TurnReader(Protocol):
     """What `tracegrad.store.Store` does of it."""
 
     def rollout_turns(
-        self, rollout_id: str, *, raw: bool = True, routes: bool = True
+        self, rollout_id: str, *, raw: bool = True, expert_routing: bool = True
     ) -> list[Turn]: ...
-    def find_turn(self, turn_id: str, *, routes: bool = True) -> Turn | None: ...
+    def find_turn(self, turn_id: str, *, expert_routing: bool = True) -> Turn | None: ...
 
 
-class Known(NamedTuple):
+class CachedTurn(NamedTuple):
     """A recorded turn without its texts but for the reply: those are large.
 
     `said` is its conversation with the reply; None where there was none, or no whole reply.
@@ -45,7 +45,7 @@ class Known(NamedTuple):
     rollout_id: str
     parent_id: str | None
     turn: RecordedTurn
-    said: Conversation | None
+    conversation: HashedConversation | None
     created_at: float
     has_text: bool = True  # whether its request is known
 
@@ -63,37 +63,39 @@ class Known(NamedTuple):
 
     @property
     def size(self) -> int:
-        marks = len(self.said) if self.said is not None else 0
+        marks = len(self.conversation) if self.conversation is not None else 0
         reply = sum(map(len, map(str, self.turn.reply.values())))
         return _TURN_BYTES + 4 * self.length + _MARK_BYTES * marks + reply
 
 
-def said_in(call: Call) -> Conversation | None:
+def hash_call(call: Call) -> HashedConversation | None:
     """The call's conversation; None for one without messages."""
     if call.path != CHAT_PATH:
         return None
-    return conversation(call.messages, frame_of(call.body).key)
+    return hash_conversation(call.messages, render_options(call.body).key)
 
 
-def known(turn: Turn, said: Conversation | None) -> Known:
+def cached_turn(turn: Turn, said: HashedConversation | None) -> CachedTurn:
     """`said`: the conversation that the turn answered."""
-    reply = reply_of(turn)
+    reply = recorded_reply(turn)
     choices = (turn.response or {}).get("choices") or [{}]
     recorded = RecordedTurn(
         turn_id=turn.turn_id,
         prompt_ids=turn.prompt_token_ids,
         completion_ids=turn.completion_token_ids,
         reply=reply or {},
-        position=len(said) if said is not None else 0,
+        reply_index=len(said) if said is not None else 0,
         finish_reason=turn.finish_reason,
         stop_reason=choices[0].get("stop_reason"),
     )
     whole = said is not None and reply is not None and turn.finish_reason is not None
-    return Known(
+    return CachedTurn(
         rollout_id=turn.rollout_id,
         parent_id=turn.parent_id,
         turn=recorded,
-        said=said.then(reply) if whole and said is not None and reply is not None else None,
+        conversation=said.with_reply(reply)
+        if whole and said is not None and reply is not None
+        else None,
         created_at=turn.created_at,
         has_text=turn.request is not None,
     )
@@ -103,30 +105,30 @@ def known(turn: Turn, said: Conversation | None) -> Known:
 class _Tree:
     """`whole`: nothing of the rollout is in the store alone."""
 
-    turns: dict[str, Known] = field(default_factory=dict)
+    turns: dict[str, CachedTurn] = field(default_factory=dict)
     whole: bool = False
     loading: asyncio.Task[None] | None = None
 
 
-class Trees:
+class TurnTreeCache:
     """To be used from one event loop. The store is read from another thread."""
 
-    def __init__(self, store: ReadsTurns, *, limit_bytes: int) -> None:
+    def __init__(self, store: TurnReader, *, limit_bytes: int) -> None:
         self._store = store
         self._limit = limit_bytes
         self._trees: OrderedDict[str, _Tree] = OrderedDict()
         # Ids of turns by the key of their conversations: there may be several equal ones.
-        self._keys: defaultdict[bytes, list[Known]] = defaultdict(list)
+        self._keys: defaultdict[bytes, list[CachedTurn]] = defaultdict(list)
         self._continued: set[str] = set()
         self.size = 0
 
-    async def turns(self, rollout_id: str, *, anew: bool = False) -> list[Known]:
+    async def turns(self, rollout_id: str, *, anew: bool = False) -> list[CachedTurn]:
         """All turns of a rollout, read from the store where they are not here.
 
         `anew`: read in any case; another proxy may have written some. Raises what the store
         raises.
         """
-        tree = self._trees.get(rollout_id) or self.plant(rollout_id, whole=False)
+        tree = self._trees.get(rollout_id) or self.create(rollout_id, whole=False)
         self._trees.move_to_end(rollout_id)
         tree.whole = tree.whole and not anew
         if not tree.whole and tree.loading is None:
@@ -135,27 +137,27 @@ class Trees:
             tree.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         if tree.loading is not None:
             # Others wait for the same reading: a call that is cancelled must not stop it.
-            await in_time(asyncio.shield(tree.loading))
+            await within_store_timeout(asyncio.shield(tree.loading))
         return list(tree.turns.values())
 
-    def here(self, rollout_id: str) -> list[Known]:
+    def in_memory(self, rollout_id: str) -> list[CachedTurn]:
         """The rollout's turns that are in memory."""
         tree = self._trees.get(rollout_id)
         return list(tree.turns.values()) if tree is not None else []
 
-    def recent(self, most: int) -> list[Known]:
+    def recent(self, most: int) -> list[CachedTurn]:
         """Turns of all rollouts, the latest first."""
         trees = reversed(self._trees.values())
-        every: Iterator[Known] = (t for tree in trees for t in reversed(tree.turns.values()))
+        every: Iterator[CachedTurn] = (t for tree in trees for t in reversed(tree.turns.values()))
         return list(islice(every, most))
 
-    def find(self, said: Conversation, rollout_id: str | None) -> Known | None:
+    def find(self, said: HashedConversation, rollout_id: str | None) -> CachedTurn | None:
         """The turn with the longest conversation that `said` begins with.
 
         Of equal ones the latest that nothing continues yet: samples of one prompt that came out
         equal are told apart by who continues them.
         """
-        for _, key in said.ends():
+        for _, key in said.reply_keys():
             found = [
                 each
                 for each in self._keys.get(key, ())
@@ -166,7 +168,7 @@ class Trees:
                 return (free or found)[-1]
         return None
 
-    def path(self, turn: Known) -> list[Known]:
+    def path(self, turn: CachedTurn) -> list[CachedTurn]:
         """From its root, as far as it is here, to the turn."""
         tree = self._trees[turn.rollout_id].turns
         path = [turn]
@@ -174,9 +176,9 @@ class Trees:
             path.append(tree[parent])
         return path[::-1]
 
-    def add(self, turn: Known) -> None:
+    def add(self, turn: CachedTurn) -> None:
         """A turn that the store has committed."""
-        tree = self._trees.get(turn.rollout_id) or self.plant(turn.rollout_id, whole=False)
+        tree = self._trees.get(turn.rollout_id) or self.create(turn.rollout_id, whole=False)
         self._trees.move_to_end(turn.rollout_id)
         self._file(tree, turn)
         self._evict()
@@ -186,20 +188,20 @@ class Trees:
         if rollout_id in self._trees:
             self._forget(rollout_id)
 
-    def plant(self, rollout_id: str, *, whole: bool) -> _Tree:
+    def create(self, rollout_id: str, *, whole: bool) -> _Tree:
         """`whole`: the store has nothing of this rollout yet."""
         tree = self._trees[rollout_id] = _Tree(whole=whole)
         self.size += _TREE_BYTES
         self._evict()
         return tree
 
-    def _file(self, tree: _Tree, turn: Known) -> None:
+    def _file(self, tree: _Tree, turn: CachedTurn) -> None:
         if turn.turn.turn_id in tree.turns:
             return
         tree.turns[turn.turn.turn_id] = turn
         self.size += turn.size
-        if turn.said is not None:
-            self._keys[turn.said.key].append(turn)
+        if turn.conversation is not None:
+            self._keys[turn.conversation.key].append(turn)
         if turn.parent_id is not None:
             self._continued.add(turn.parent_id)
 
@@ -220,15 +222,17 @@ class Trees:
             tree.turns |= already  # committed while the store was being read
             self._evict()
 
-    def _read(self, rollout_id: str) -> list[Known]:
-        turns = self._store.rollout_turns(rollout_id, routes=False)
+    def _read(self, rollout_id: str) -> list[CachedTurn]:
+        turns = self._store.rollout_turns(rollout_id, expert_routing=False)
         here = {turn.turn_id: turn for turn in turns}
 
         def find(turn_id: str) -> Turn | None:
-            return here.get(turn_id) or self._store.find_turn(turn_id, routes=False)
+            return here.get(turn_id) or self._store.find_turn(turn_id, expert_routing=False)
 
-        calls = [(turn, whole_call(turn, find)) for turn in turns]
-        return [known(turn, said_in(call) if call is not None else None) for turn, call in calls]
+        calls = [(turn, recorded_call(turn, find)) for turn in turns]
+        return [
+            cached_turn(turn, hash_call(call) if call is not None else None) for turn, call in calls
+        ]
 
     def _evict(self) -> None:
         while self.size > self._limit and len(self._trees) > 1:
@@ -240,10 +244,10 @@ class Trees:
         for turn in tree.turns.values():
             self.size -= turn.size
             self._continued.discard(turn.parent_id or "")
-            if turn.said is not None:
-                self._unfile(turn.said.key, turn)
+            if turn.conversation is not None:
+                self._unfile(turn.conversation.key, turn)
 
-    def _unfile(self, key: bytes, turn: Known) -> None:
+    def _unfile(self, key: bytes, turn: CachedTurn) -> None:
         others = [each for each in self._keys[key] if each is not turn]
         if others:
             self._keys[key] = others
@@ -251,6 +255,6 @@ class Trees:
             del self._keys[key]
 
 
-def longest_first(turns: Sequence[Known]) -> list[Known]:
+def longest_first(turns: Sequence[CachedTurn]) -> list[CachedTurn]:
     """The first that fits is then the parent; the rest are passed over by their length."""
     return sorted(turns, key=lambda turn: -turn.length)

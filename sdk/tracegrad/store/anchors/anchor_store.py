@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from sqlalchemy import Connection, select
 
-from tracegrad.events import UNACKNOWLEDGED, Fact, Json, RolloutOpened, Turn, new_id
+from tracegrad.events import UNACKNOWLEDGED, Event, Json, RolloutStarted, Turn, new_id
 from tracegrad.store.anchors import schedule
-from tracegrad.store.anchors.schedule import Anchors
+from tracegrad.store.anchors.schedule import AnchorState
 from tracegrad.store.databases import upsert
 from tracegrad.store.errors import StoreCorrupt
-from tracegrad.store.expressions import SCORED, chunks, latest_reward
+from tracegrad.store.expressions import SCORED_OUTCOMES, chunks, latest_reward
 from tracegrad.store.models import Rollouts, TaskAnchors, Turns
 from tracegrad.store.read.training_samples import deciding_turn
 from tracegrad.store.store import Store
@@ -31,40 +31,40 @@ if TYPE_CHECKING:
     from tracegrad.proxy.config import AnchorSettings
 
 # Rollouts of a task whose end is waited for. Agents that die leave theirs open for good.
-WAITED_FOR = 4096
+MAX_PENDING = 4096
 # A rollout that was given out and is not in the store: its opening is on the way, or was pruned.
-MISSING_S = 3600.0
+FORGET_MISSING_AFTER_S = 3600.0
 # Successes of a task among which its first expert is looked for, the newest ones.
-LOOKED_AT = 32
+MAX_CANDIDATES = 32
 
 
-class Coming(NamedTuple):
+class PendingRollout(NamedTuple):
     """A rollout that was given out and is not counted yet."""
 
     rollout_id: str
-    expert: str
+    demonstration: str
     anchor: int
     given_at: float
     counts: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class TaskState:
     """Where a task stands. `anchors` is None before it has an expert."""
 
-    expert: str | None = None
-    anchors: Anchors | None = None
+    demonstration: str | None = None
+    anchors: AnchorState | None = None
     queue: tuple[int, ...] = ()  # anchors of the rollouts that are next
-    coming: tuple[Coming, ...] = ()
+    pending: tuple[PendingRollout, ...] = ()
     counted: int = 0  # scored rollouts since the expert was chosen
     best: tuple[str, int] | None = None  # the best success since: its id and its turns
 
     def as_json(self) -> Json:
         return {
-            "expert": self.expert,
+            "expert": self.demonstration,
             "anchors": None if self.anchors is None else schedule.as_json(self.anchors),
             "queue": list(self.queue),
-            "coming": [list(one) for one in self.coming],
+            "coming": [list(one) for one in self.pending],
             "counted": self.counted,
             "best": None if self.best is None else list(self.best),
         }
@@ -73,17 +73,17 @@ class Standing:
     def from_json(cls, known: Json) -> Self:
         anchors, best = known["anchors"], known["best"]
         return cls(
-            expert=known["expert"],
+            demonstration=known["expert"],
             anchors=None if anchors is None else schedule.from_json(anchors),
             queue=tuple(known["queue"]),
-            coming=tuple(Coming(*one) for one in known["coming"]),
+            pending=tuple(PendingRollout(*one) for one in known["coming"]),
             counted=known["counted"],
             best=None if best is None else (best[0], best[1]),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Anchored:
+class RolloutFromAnchor:
     """A rollout that was opened from an anchor.
 
     `turns` are its first ones: the expert's before the anchor, and behind them the expert's turn
@@ -94,8 +94,8 @@ class Anchored:
     rollout_id: str
     task_id: str  # of the rollout: those from one anchor are compared with each other
     anchor: int
-    expert: str | None
-    expert_turns: int
+    demonstration: str | None
+    demonstration_turns: int
     turns: list[Turn] = field(default_factory=list)
     request: Json | None = None  # the expert's at the anchor: all that was said before it
     responses: list[Json | None] = field(default_factory=list)  # of the turns before it
@@ -108,7 +108,7 @@ class AnchorStore:
         self._store = store
         self._settings = settings
 
-    def standing(self, task_id: str) -> Standing:
+    def task_state(self, task_id: str) -> TaskState:
         """Where the task stands, without what ended since it was last asked for."""
         with self._store.reading() as connection:
             return _load(connection, task_id)
@@ -122,7 +122,7 @@ class AnchorStore:
         agent: str | None = None,
         tags: Mapping[str, str] | None = None,
         task: Any = None,
-    ) -> list[Anchored]:
+    ) -> list[RolloutFromAnchor]:
         """Open the task's next rollouts, with the turns that come before their anchors.
 
         Their tags say the task (`anchor_task`) and the anchor (`anchor`).
@@ -139,18 +139,18 @@ class AnchorStore:
             raise ValueError(f"count: {count}; open at least one rollout")
         with self._store.exclusive() as connection:
             standing = self._counted(connection, _load(connection, task_id))
-            standing = self._with_expert(connection, standing, task_id)
-            given, standing = self._given_out(standing, count, task_id, counts=counts)
+            standing = self._with_demonstration(connection, standing, task_id)
+            given, standing = self._allot(standing, count, task_id, counts=counts)
             _save(connection, task_id, standing)
         found = [self._opened(task_id, standing, *each) for each in given]
-        if standing.expert is not None:
-            expert = self._expert(standing.expert, found[0].expert_turns)
+        if standing.demonstration is not None:
+            expert = self._demonstration(standing.demonstration, found[0].demonstration_turns)
             found = [_with_turns(each, expert) for each in found]
-        facts: list[Fact] = []
+        facts: list[Event] = []
         for one in found:
             anchor_tags = {"anchor_task": task_id, "anchor": str(one.anchor)}
             facts.append(
-                RolloutOpened(
+                RolloutStarted(
                     rollout_id=one.rollout_id,
                     task_id=one.task_id,
                     agent=agent,
@@ -162,24 +162,26 @@ class AnchorStore:
         self._store.append(facts)
         return found
 
-    def _opened(self, task_id: str, standing: Standing, rollout_id: str, anchor: int) -> Anchored:
-        return Anchored(
+    def _opened(
+        self, task_id: str, standing: TaskState, rollout_id: str, anchor: int
+    ) -> RolloutFromAnchor:
+        return RolloutFromAnchor(
             rollout_id=rollout_id,
-            task_id=task_id if standing.expert is None else f"{task_id}@{anchor}",
+            task_id=task_id if standing.demonstration is None else f"{task_id}@{anchor}",
             anchor=anchor,
-            expert=standing.expert,
-            expert_turns=standing.anchors.turns if standing.anchors else 0,
+            demonstration=standing.demonstration,
+            demonstration_turns=standing.anchors.turns if standing.anchors else 0,
         )
 
-    def _counted(self, connection: Connection, standing: Standing) -> Standing:
+    def _counted(self, connection: Connection, standing: TaskState) -> TaskState:
         """What ended since, in the order in which it did."""
-        ended = _ended(connection, standing.coming)
+        ended = _ended(connection, standing.pending)
         now, gone = time.time(), set[str]()
-        for one in standing.coming:
-            if one.rollout_id not in ended and now - one.given_at > MISSING_S:
+        for one in standing.pending:
+            if one.rollout_id not in ended and now - one.given_at > FORGET_MISSING_AFTER_S:
                 gone.add(one.rollout_id)
         for one, end in sorted(
-            ((one, ended[one.rollout_id]) for one in standing.coming if one.rollout_id in ended),
+            ((one, ended[one.rollout_id]) for one in standing.pending if one.rollout_id in ended),
             key=lambda pair: (pair[1].finished_at or 0.0, pair[0].rollout_id),
         ):
             if end.finished_at is None or (end.scored and end.reward is None):
@@ -189,13 +191,13 @@ class AnchorStore:
                 standing = self._observed(
                     connection, standing, one, success=end.reward >= self._settings.success
                 )
-        coming = tuple(one for one in standing.coming if one.rollout_id not in gone)
-        return replace(standing, coming=coming)
+        coming = tuple(one for one in standing.pending if one.rollout_id not in gone)
+        return replace(standing, pending=coming)
 
     def _observed(
-        self, connection: Connection, standing: Standing, one: Coming, *, success: bool
-    ) -> Standing:
-        if standing.anchors is None or one.expert != standing.expert:
+        self, connection: Connection, standing: TaskState, one: PendingRollout, *, success: bool
+    ) -> TaskState:
+        if standing.anchors is None or one.demonstration != standing.demonstration:
             return standing  # of an expert that was replaced
         anchors = schedule.observe(standing.anchors, one.anchor, [success], self._settings)
         queue = standing.queue
@@ -211,35 +213,41 @@ class AnchorStore:
             return standing
         return replace(standing, best=(one.rollout_id, turns))
 
-    def _with_expert(self, connection: Connection, standing: Standing, task_id: str) -> Standing:
+    def _with_demonstration(
+        self, connection: Connection, standing: TaskState, task_id: str
+    ) -> TaskState:
         """With an expert that is there: the one so far, a better one, or the first."""
         refresh, anchors = self._settings.refresh, standing.anchors
         if refresh is not None and standing.best is not None and standing.counted >= refresh:
             expert, turns = standing.best
             if anchors is not None and _turns_taken(connection, expert) == turns:
-                return Standing(
-                    expert=expert,
-                    anchors=schedule.refreshed(anchors, turns),
-                    coming=standing.coming,
+                return TaskState(
+                    demonstration=expert,
+                    anchors=schedule.with_new_demonstration(anchors, turns),
+                    pending=standing.pending,
                 )
         if (
-            standing.expert is not None
+            standing.demonstration is not None
             and anchors is not None
-            and _turns_taken(connection, standing.expert) == anchors.turns
+            and _turns_taken(connection, standing.demonstration) == anchors.turns
         ):
             return standing
-        first = _first_expert(connection, task_id, self._settings.success)
+        first = _first_demonstration(connection, task_id, self._settings.success)
         if first is None:
-            return Standing(anchors=anchors, coming=standing.coming)
+            return TaskState(anchors=anchors, pending=standing.pending)
         expert, turns = first
-        begun = schedule.begin(turns) if anchors is None else schedule.refreshed(anchors, turns)
-        return Standing(expert=expert, anchors=begun, coming=standing.coming)
+        begun = (
+            schedule.start_at_last_turn(turns)
+            if anchors is None
+            else schedule.with_new_demonstration(anchors, turns)
+        )
+        return TaskState(demonstration=expert, anchors=begun, pending=standing.pending)
 
-    def _given_out(
-        self, standing: Standing, count: int, task_id: str, *, counts: bool
-    ) -> tuple[list[tuple[str, int]], Standing]:
+    def _allot(
+        self, standing: TaskState, count: int, task_id: str, *, counts: bool
+    ) -> tuple[list[tuple[str, int]], TaskState]:
         """New ids with their anchors."""
-        if standing.anchors is None or standing.expert is None:
+        if standing.anchors is None or standing.demonstration is None:
             return [(new_id(), 0) for _ in range(count)], standing
         anchors, queue = standing.anchors, list(standing.queue)
         while len(queue) < count:
@@ -248,18 +256,18 @@ class AnchorStore:
             for anchor, groups in quotas.items():
                 queue += [anchor] * (groups * settings.group_size)
         given = [
-            Coming(new_id(), standing.expert, anchor, time.time(), counts)
+            PendingRollout(new_id(), standing.demonstration, anchor, time.time(), counts)
             for anchor in queue[:count]
         ]
         standing = replace(
             standing,
             anchors=anchors,
             queue=tuple(queue[count:]),
-            coming=(*standing.coming, *given)[-WAITED_FOR:],
+            pending=(*standing.pending, *given)[-MAX_PENDING:],
         )
         return [(one.rollout_id, one.anchor) for one in given], standing
 
-    def _expert(self, rollout_id: str, turns: int) -> _Expert:
+    def _demonstration(self, rollout_id: str, turns: int) -> _Demonstration:
         every = self._store.rollout_turns(rollout_id)
         taken = [turn for turn in every if _taken(turn)]
         if len(taken) != turns:
@@ -272,16 +280,16 @@ class AnchorStore:
         decides = turns - 1
         if marked is not None and _taken(every[marked]):
             decides = taken.index(every[marked])
-        return _Expert(taken, decides, reward)
+        return _Demonstration(taken, decides, reward)
 
 
-class _Expert(NamedTuple):
+class _Demonstration(NamedTuple):
     turns: list[Turn]
     decides: int  # index of the deciding one
     reward: float | None
 
 
-def _with_turns(found: Anchored, expert: _Expert) -> Anchored:
+def _with_turns(found: RolloutFromAnchor, expert: _Demonstration) -> RolloutFromAnchor:
     """With copies of the expert's turns before the anchor, and of the one at it."""
     ids = {turn.turn_id: new_id() for turn in expert.turns[: found.anchor + 1]}
     turns = []
@@ -330,18 +338,18 @@ def _is_taken(sampling: Json, untrainable: str | None) -> bool:
     return sampling.get("taken") is not False and untrainable != UNACKNOWLEDGED
 
 
-def _load(connection: Connection, task_id: str) -> Standing:
+def _load(connection: Connection, task_id: str) -> TaskState:
     query = select(TaskAnchors.state).where(TaskAnchors.task_id == task_id)
     state = connection.scalar(query)
-    return Standing() if state is None else Standing.from_json(state)
+    return TaskState() if state is None else TaskState.from_json(state)
 
 
-def _save(connection: Connection, task_id: str, standing: Standing) -> None:
+def _save(connection: Connection, task_id: str, standing: TaskState) -> None:
     row = {"task_id": task_id, "state": standing.as_json(), "changed_at": time.time()}
     connection.execute(upsert(connection, TaskAnchors, "task_id"), row)
 
 
-def _ended(connection: Connection, coming: Sequence[Coming]) -> dict[str, _End]:
+def _ended(connection: Connection, coming: Sequence[PendingRollout]) -> dict[str, _End]:
     """Those that are in the store, ended or not."""
     found = {}
     for some in chunks([one.rollout_id for one in coming]):
@@ -349,7 +357,7 @@ def _ended(connection: Connection, coming: Sequence[Coming]) -> dict[str, _End]:
             Rollouts.rollout_id, Rollouts.finished_at, Rollouts.outcome, latest_reward()
         ).where(Rollouts.rollout_id.in_(some))
         for rollout_id, finished_at, outcome, reward in connection.execute(query):
-            found[rollout_id] = _End(finished_at, outcome in SCORED, reward)
+            found[rollout_id] = _End(finished_at, outcome in SCORED_OUTCOMES, reward)
     return found
 
 
@@ -368,14 +376,18 @@ def _turns_taken(connection: Connection, rollout_id: str) -> int | None:
     return turns or None
 
 
-def _first_expert(connection: Connection, task_id: str, success: float) -> tuple[str, int] | None:
+def _first_demonstration(
+    connection: Connection, task_id: str, success: float
+) -> tuple[str, int] | None:
     """Of the newest successes the one with the fewest turns, and how many those are."""
     reward = latest_reward()
     query = (
         select(Rollouts.rollout_id)
-        .where(Rollouts.task_id == task_id, Rollouts.outcome.in_(SCORED), reward >= success)
+        .where(
+            Rollouts.task_id == task_id, Rollouts.outcome.in_(SCORED_OUTCOMES), reward >= success
+        )
         .order_by(Rollouts.finished_at.desc(), Rollouts.rollout_id.desc())
-        .limit(LOOKED_AT)
+        .limit(MAX_CANDIDATES)
     )
     found: tuple[str, int] | None = None
     for rollout_id in connection.scalars(query).all():

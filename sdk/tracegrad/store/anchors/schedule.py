@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Anchors:
+class AnchorState:
     """Where one task stands. `results` are the latest ones by anchor, at most `window` of each."""
 
     turns: int  # of the expert
@@ -40,22 +40,22 @@ class Anchors:
         return sum(latest) / len(latest) if latest else None
 
 
-def begin(turns: int) -> Anchors:
+def start_at_last_turn(turns: int) -> AnchorState:
     """At the expert's last turn. ValueError: the expert had none."""
     if turns < 1:
         raise ValueError(f"turns: {turns}; an expert's trajectory has at least one")
-    return Anchors(turns=turns, at=turns - 1)
+    return AnchorState(turns=turns, at=turns - 1)
 
 
-def mastered(state: Anchors, anchor: int, settings: AnchorSettings) -> bool:
+def is_mastered(state: AnchorState, anchor: int, settings: AnchorSettings) -> bool:
     """Whether a whole window of rollouts from there is successful enough."""
     latest = state.results.get(anchor, ())
     return len(latest) == settings.window and sum(latest) >= settings.threshold * len(latest)
 
 
 def plan(
-    state: Anchors, budget: int, settings: AnchorSettings, *, task: str = ""
-) -> tuple[dict[int, int], Anchors]:
+    state: AnchorState, budget: int, settings: AnchorSettings, *, task: str = ""
+) -> tuple[dict[int, int], AnchorState]:
     """How many rollouts to sample from which anchors: `budget` in all. And the state after.
 
     Parallel shares the budget out evenly; what is left over goes to the anchors drawn first.
@@ -75,16 +75,16 @@ def plan(
     return {anchor: each + (i < over) for i, anchor in enumerate(drawn)}, after
 
 
-def _draw(state: Anchors, count: int, settings: AnchorSettings, task: str) -> list[int]:
+def _draw(state: AnchorState, count: int, settings: AnchorSettings, task: str) -> list[int]:
     rng = random.Random(f"{settings.seed} {task} {state.rounds}")
     order = rng.sample(range(state.turns), state.turns)
-    order.sort(key=lambda anchor: mastered(state, anchor, settings))
+    order.sort(key=lambda anchor: is_mastered(state, anchor, settings))
     return order[:count]
 
 
 def observe(
-    state: Anchors, anchor: int, successes: Sequence[bool], settings: AnchorSettings
-) -> Anchors:
+    state: AnchorState, anchor: int, successes: Sequence[bool], settings: AnchorSettings
+) -> AnchorState:
     """The state after rollouts from `anchor` ended, in the order in which they did.
 
     Rollback counts only what was sampled from where it stands: a rollout that was on its way when
@@ -96,23 +96,23 @@ def observe(
         return state
     latest = (*state.results.get(anchor, ()), *map(bool, successes))[-settings.window :]
     state = replace(state, results=state.results | {anchor: latest})
-    if settings.mode == "rollback" and state.at > 0 and mastered(state, state.at, settings):
+    if settings.mode == "rollback" and state.at > 0 and is_mastered(state, state.at, settings):
         return replace(state, at=state.at - 1, results={})
     return state
 
 
-def refreshed(state: Anchors, turns: int) -> Anchors:
+def with_new_demonstration(state: AnchorState, turns: int) -> AnchorState:
     """The state with another expert, who needed `turns`: as far from its end as before, and
     nothing known of its anchors. ValueError: the expert had none."""
     at = turns - (state.turns - state.at)
-    return replace(begin(turns), at=max(0, at), rounds=state.rounds)
+    return replace(start_at_last_turn(turns), at=max(0, at), rounds=state.rounds)
 
 
-def as_json(state: Anchors) -> Json:
+def as_json(state: AnchorState) -> Json:
     return asdict(state)
 
 
-def from_json(known: Json) -> Anchors:
+def from_json(known: Json) -> AnchorState:
     # JSON's keys are texts, and its sequences lists.
     results = {int(anchor): tuple(each) for anchor, each in known["results"].items()}
-    return Anchors(**{**known, "results": results})
+    return AnchorState(**{**known, "results": results})

@@ -12,8 +12,8 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, exists, select
 
-from tracegrad.events import RewardGiven, RolloutFinished, SpanEnded, Turn, is_reward
-from tracegrad.store.expressions import MAIN_REWARD, chunks
+from tracegrad.events import Reward, RolloutFinished, Span, Turn, is_reward
+from tracegrad.store.expressions import MAIN_REWARD_NAME, chunks
 from tracegrad.store.filters import ALL, RolloutFilter
 from tracegrad.store.models import (
     PolicyVersions,
@@ -23,8 +23,14 @@ from tracegrad.store.models import (
     TurnLedger,
     Turns,
 )
-from tracegrad.store.read.rollouts import outcomes_of, rewards_of, spans_of, tags_of, version_events
-from tracegrad.store.read.turns import turns_of
+from tracegrad.store.read.rollouts import (
+    load_outcomes,
+    load_rewards,
+    load_spans,
+    load_tags,
+    version_events,
+)
+from tracegrad.store.read.turns import load_turns
 from tracegrad.store.store import Store
 from tracegrad.store.types import PolicyVersion, StepRecord
 
@@ -33,7 +39,7 @@ _PAGE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class RecordedDisposition:
     """A turn's row in the ledger: trained by `step`, or skipped for `skip_reason`."""
 
     step: int | None
@@ -42,7 +48,7 @@ class Fate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutCopy:
+class RolloutRecord:
     """`outcome`, `error`, `finished_at` say how it stands, `outcomes` every end that was told."""
 
     rollout_id: str
@@ -58,10 +64,10 @@ class RolloutCopy:
     consumed_at: float | None = None
     consumed_step: int | None = None
     outcomes: Sequence[RolloutFinished] = ()  # in order of arrival
-    rewards: Sequence[RewardGiven] = ()  # in order of arrival
-    spans: Sequence[SpanEnded] = ()  # by start
+    rewards: Sequence[Reward] = ()  # in order of arrival
+    spans: Sequence[Span] = ()  # by start
     turns: Sequence[Turn] = ()  # in order of capture
-    fates: Mapping[str, Fate] = field(default_factory=dict)  # by turn id
+    dispositions: Mapping[str, RecordedDisposition] = field(default_factory=dict)  # by turn id
 
     @property
     def reward(self) -> float | None:
@@ -69,14 +75,14 @@ class RolloutCopy:
         events = [
             event.value
             for event in self.rewards
-            if event.name == MAIN_REWARD and event.turn is None and is_reward(event.value)
+            if event.name == MAIN_REWARD_NAME and event.turn is None and is_reward(event.value)
         ]
         return events[-1] if events else None
 
     @property
     def steps(self) -> set[int]:
         """That its ledger names."""
-        found = {fate.step for fate in self.fates.values() if fate.step is not None}
+        found = {fate.step for fate in self.dispositions.values() if fate.step is not None}
         return found if self.consumed_step is None else found | {self.consumed_step}
 
     @property
@@ -84,27 +90,27 @@ class RolloutCopy:
         """That sampled its tokens."""
         return {version for turn in self.turns for version, _ in turn.policy_versions}
 
-    def untrained(self) -> RolloutCopy:
+    def untrained(self) -> RolloutRecord:
         """Without what was done with it: all its turns wait."""
-        return replace(self, consumed_at=None, consumed_step=None, fates={})
+        return replace(self, consumed_at=None, consumed_step=None, dispositions={})
 
 
 @dataclass(frozen=True, slots=True)
-class VersionCopy:
+class VersionRecord:
     """How a policy version stands, and all that became of it, in order."""
 
-    now: PolicyVersion
+    current: PolicyVersion
     events: Sequence[PolicyVersion]
 
 
-def rollout_copies(
+def iter_rollouts(
     store: Store,
     wanted: RolloutFilter = ALL,
     *,
     trained: bool | None = None,
     raw: bool = True,
-    routes: bool = True,
-) -> Iterator[RolloutCopy]:
+    expert_routing: bool = True,
+) -> Iterator[RolloutRecord]:
     """In the order of their ids; a few in memory at once, so that a store may be of any size.
 
     `trained`: only those of which a turn was, or none was. `raw` asks for requests and responses,
@@ -114,13 +120,13 @@ def rollout_copies(
     where = [wanted.where(), *_trained(trained)]
     for ids in _pages(store, where):
         with store.reading() as connection:
-            copies = _copies_of(connection, ids, raw=raw, routes=routes)
+            copies = _load_records(connection, ids, raw=raw, routes=expert_routing)
         yield from copies
 
 
-def rollout_groups(
+def iter_task_groups(
     store: Store, wanted: RolloutFilter = ALL, *, trained: bool | None = None, raw: bool = True
-) -> Iterator[list[RolloutCopy]]:
+) -> Iterator[list[RolloutRecord]]:
     """Rollouts of one task, task by task in the order of their ids; those without one alone.
     Without routed experts."""
     where = [wanted.where(), *_trained(trained)]
@@ -131,14 +137,14 @@ def rollout_groups(
         pages = _pages(store, [*where, Rollouts.task_id == name])
         ids = [rollout_id for page in pages for rollout_id in page]
         with store.reading() as connection:
-            yield _copies_of(connection, ids, raw=raw, routes=False)
+            yield _load_records(connection, ids, raw=raw, routes=False)
     for ids in _pages(store, [*where, Rollouts.task_id.is_(None)]):
         with store.reading() as connection:
-            copies = _copies_of(connection, ids, raw=raw, routes=False)
+            copies = _load_records(connection, ids, raw=raw, routes=False)
         yield from ([copy] for copy in copies)
 
 
-def steps_of(store: Store, steps: Sequence[int] | None = None) -> list[StepRecord]:
+def load_steps(store: Store, steps: Sequence[int] | None = None) -> list[StepRecord]:
     """All steps, or those of these numbers that there are; by number."""
     query = select(*Steps.__table__.columns).order_by(Steps.step)
     queries = [query] if steps is None else [query.where(Steps.step.in_(s)) for s in chunks(steps)]
@@ -146,20 +152,20 @@ def steps_of(store: Store, steps: Sequence[int] | None = None) -> list[StepRecor
         return [StepRecord(**row) for q in queries for row in connection.execute(q).mappings()]
 
 
-def versions_of(store: Store, versions: Sequence[int] | None = None) -> list[VersionCopy]:
+def load_versions(store: Store, versions: Sequence[int] | None = None) -> list[VersionRecord]:
     """All policy versions, or those of these numbers that there are; by number."""
     now = select(*PolicyVersions.__table__.columns).order_by(PolicyVersions.version)
-    found: list[VersionCopy] = []
+    found: list[VersionRecord] = []
     with store.reading() as connection:
         for some in [None] if versions is None else chunks(versions):
             query = now if some is None else now.where(PolicyVersions.version.in_(some))
             for row in connection.execute(query).mappings().all():
                 version = PolicyVersion(**row)
-                found.append(VersionCopy(version, version_events(connection, version.version)))
+                found.append(VersionRecord(version, version_events(connection, version.version)))
     return found
 
 
-def lone_spans(store: Store) -> Iterator[list[SpanEnded]]:
+def iter_spans_without_rollout(store: Store) -> Iterator[list[Span]]:
     """Spans that belong to no rollout, some at a time."""
     after = ("", "")
     while True:
@@ -174,7 +180,7 @@ def lone_spans(store: Store) -> Iterator[list[SpanEnded]]:
             .limit(1000)
         )
         with store.reading() as connection:
-            spans = [SpanEnded(**row) for row in connection.execute(query).mappings()]
+            spans = [Span(**row) for row in connection.execute(query).mappings()]
         if not spans:
             return
         yield spans
@@ -205,33 +211,33 @@ def _pages(store: Store, where: Sequence[ColumnElement[bool]]) -> Iterator[list[
         page_query = query.where(Rollouts.rollout_id > page[-1])
 
 
-def _copies_of(
+def _load_records(
     connection: Connection, ids: Sequence[str], *, raw: bool, routes: bool
-) -> list[RolloutCopy]:
-    turns = turns_of(connection, ids, raw=raw, routes=routes)
-    rewards = rewards_of(connection, ids)
-    tags = tags_of(connection, ids)
-    outcomes = outcomes_of(connection, ids)
-    spans = spans_of(connection, ids)
-    fates = _fates_of(connection, ids)
+) -> list[RolloutRecord]:
+    turns = load_turns(connection, ids, raw=raw, expert_routing=routes)
+    rewards = load_rewards(connection, ids)
+    tags = load_tags(connection, ids)
+    outcomes = load_outcomes(connection, ids)
+    spans = load_spans(connection, ids)
+    fates = _load_dispositions(connection, ids)
     copies = []
     for row in _rollouts(connection, ids):
         name = row["rollout_id"]
         copies.append(
-            RolloutCopy(
+            RolloutRecord(
                 **row,
                 tags=tags[name],
                 outcomes=outcomes[name],
                 rewards=rewards[name],
                 spans=spans[name],
                 turns=turns[name],
-                fates=fates[name],
+                dispositions=fates[name],
             )
         )
     return copies
 
 
-_STANDING = (
+_ROLLOUT_COLUMNS = (
     Rollouts.rollout_id,
     Rollouts.opened,
     Rollouts.opened_at,
@@ -250,13 +256,15 @@ def _rollouts(connection: Connection, ids: Sequence[str]) -> list[Mapping[str, A
     """In the order of `ids`."""
     found: dict[str, Mapping[str, Any]] = {}
     for some in chunks(ids):
-        query = select(*_STANDING).where(Rollouts.rollout_id.in_(some))
+        query = select(*_ROLLOUT_COLUMNS).where(Rollouts.rollout_id.in_(some))
         found |= {row["rollout_id"]: row for row in connection.execute(query).mappings()}
     return [found[rollout_id] for rollout_id in ids if rollout_id in found]
 
 
-def _fates_of(connection: Connection, ids: Sequence[str]) -> dict[str, dict[str, Fate]]:
-    found: dict[str, dict[str, Fate]] = {rollout_id: {} for rollout_id in ids}
+def _load_dispositions(
+    connection: Connection, ids: Sequence[str]
+) -> dict[str, dict[str, RecordedDisposition]]:
+    found: dict[str, dict[str, RecordedDisposition]] = {rollout_id: {} for rollout_id in ids}
     for some in chunks(ids):
         query = (
             select(
@@ -271,6 +279,6 @@ def _fates_of(connection: Connection, ids: Sequence[str]) -> dict[str, dict[str,
             .order_by(Turns.seq)
         )
         for row in connection.execute(query):
-            fate = Fate(row.step, row.skip_reason, row.created_at)
+            fate = RecordedDisposition(row.step, row.skip_reason, row.created_at)
             found[row.rollout_id][row.turn_id] = fate
     return found

@@ -12,11 +12,11 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, exc, insert, select, update
 
-from tracegrad.events import Fact, RewardGiven, RolloutOpened, SpanEnded
-from tracegrad.store.copy.export_records import RolloutCopy, VersionCopy
+from tracegrad.events import Event, Reward, RolloutStarted, Span
+from tracegrad.store.copy.export_records import RolloutRecord, VersionRecord
 from tracegrad.store.databases import insert_new
 from tracegrad.store.encoding.blobs import ContextDigest
-from tracegrad.store.errors import FactRefused
+from tracegrad.store.errors import EventRejected
 from tracegrad.store.expressions import chunks
 from tracegrad.store.models import (
     PolicyVersions,
@@ -28,17 +28,17 @@ from tracegrad.store.models import (
     VersionEvents,
 )
 from tracegrad.store.read.rollouts import version_events
-from tracegrad.store.retry import again
+from tracegrad.store.retry import retry_on_conflict
 from tracegrad.store.store import Store
-from tracegrad.store.types import StepRecord, row_of
-from tracegrad.store.write.events import rows_by_what_is_stored, sort_facts, write_batch
-from tracegrad.store.write.turn_rows import Rows
+from tracegrad.store.types import StepRecord, column_values
+from tracegrad.store.write.events import rows_from_store, sort_events, write_batch
+from tracegrad.store.write.turn_rows import TurnRows
 
-_ELSEWHERE = "import it into a store of its own, or with --untrained"
+_IMPORT_ELSEWHERE = "import it into a store of its own, or with --untrained"
 
 
 @dataclass(slots=True)
-class Added:
+class ImportCounts:
     """How many were new; `known` rollouts were here before."""
 
     rollouts: int = 0
@@ -49,21 +49,21 @@ class Added:
     steps: int = 0
     versions: int = 0
 
-    def add(self, other: Added) -> None:
+    def add(self, other: ImportCounts) -> None:
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
-def add_rollouts(store: Store, copies: Sequence[RolloutCopy]) -> Added:
+def import_rollouts(store: Store, copies: Sequence[RolloutRecord]) -> ImportCounts:
     """All of them in one transaction. Raises `FactRefused`, and then stores none of them."""
     try:
-        return again(lambda: _add_rollouts(store, copies))
+        return retry_on_conflict(lambda: _add_rollouts(store, copies))
     except exc.IntegrityError as error:
         reason = " ".join(str(error.orig).split())
-        raise FactRefused(f"rollout_id: it refers to what is not stored ({reason})") from error
+        raise EventRejected(f"rollout_id: it refers to what is not stored ({reason})") from error
 
 
-def opened_at(store: Store, rollout_ids: Sequence[str]) -> dict[str, float]:
+def opening_times(store: Store, rollout_ids: Sequence[str]) -> dict[str, float]:
     """Of those rollouts that are here."""
     found: dict[str, float] = {}
     with store.reading() as connection:
@@ -74,7 +74,7 @@ def opened_at(store: Store, rollout_ids: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def add_steps(store: Store, steps: Sequence[StepRecord]) -> Added:
+def import_steps(store: Store, steps: Sequence[StepRecord]) -> ImportCounts:
     """Raises `FactRefused` where a step of the same number is another one; stores none then."""
     with store.exclusive() as connection:
         known: dict[int, tuple[Any, ...]] = {}
@@ -86,38 +86,40 @@ def add_steps(store: Store, steps: Sequence[StepRecord]) -> Added:
                 step.version,
                 step.created_at,
             ):
-                raise FactRefused(f"step: the store has another step {step.step}; {_ELSEWHERE}")
-        new = [row_of(step) for step in steps if step.step not in known]
+                raise EventRejected(
+                    f"step: the store has another step {step.step}; {_IMPORT_ELSEWHERE}"
+                )
+        new = [column_values(step) for step in steps if step.step not in known]
         if new:
             connection.execute(insert(Steps), new)
-    return Added(steps=len(new))
+    return ImportCounts(steps=len(new))
 
 
-def add_versions(store: Store, versions: Sequence[VersionCopy]) -> Added:
+def import_versions(store: Store, versions: Sequence[VersionRecord]) -> ImportCounts:
     """Raises `FactRefused` where a version of the same number is another one; stores none then."""
     with store.exclusive() as connection:
-        return Added(versions=sum(_add_version(connection, version) for version in versions))
+        return ImportCounts(versions=sum(_add_version(connection, version) for version in versions))
 
 
-def add_spans(store: Store, spans: Sequence[SpanEnded]) -> Added:
+def import_spans(store: Store, spans: Sequence[Span]) -> ImportCounts:
     """Spans that belong to no rollout."""
     with store.exclusive() as connection:
-        added = Added(spans=_new_spans(connection, spans))
-        write_batch(connection, sort_facts(spans), Rows(), [])
+        added = ImportCounts(spans=_new_spans(connection, spans))
+        write_batch(connection, sort_events(spans), TurnRows(), [])
     return added
 
 
-def _add_rollouts(store: Store, copies: Sequence[RolloutCopy]) -> Added:
-    batch = sort_facts(fact for copy in copies for fact in _facts(copy))
+def _add_rollouts(store: Store, copies: Sequence[RolloutRecord]) -> ImportCounts:
+    batch = sort_events(fact for copy in copies for fact in _events(copy))
     for copy in copies:
-        batch.saw(copy.rollout_id, copy.opened_at)
+        batch.note_rollout(copy.rollout_id, copy.opened_at)
     with store.exclusive() as connection:
         here = _known_rollouts(connection, copies)
         # Nobody removes turns meanwhile: that takes an exclusive transaction too.
-        rows, known = rows_by_what_is_stored(connection, batch)
+        rows, known = rows_from_store(connection, batch)
         _refuse_other_turns(copies, known)
         fresh = [copy for copy in copies if copy.rollout_id not in here]
-        added = Added(
+        added = ImportCounts(
             rollouts=len(fresh),
             known=len(copies) - len(fresh),
             turns=len(rows.turns),
@@ -125,15 +127,15 @@ def _add_rollouts(store: Store, copies: Sequence[RolloutCopy]) -> Added:
             spans=_new_spans(connection, batch.spans),
         )
         write_batch(connection, batch, rows, new_rollouts=())
-        _stand(connection, fresh)
+        _copy_rollout_columns(connection, fresh)
         _consume(connection, [copy for copy in copies if copy.rollout_id in here])
-        _insert_fates(connection, copies)
+        _insert_dispositions(connection, copies)
     return added
 
 
-def _facts(copy: RolloutCopy) -> list[Fact]:
+def _events(copy: RolloutRecord) -> list[Event]:
     """In the order in which they make sense: turns before ends, parents before children."""
-    opening = RolloutOpened(
+    opening = RolloutStarted(
         rollout_id=copy.rollout_id,
         task_id=copy.task_id,
         agent=copy.agent,
@@ -150,7 +152,7 @@ def _facts(copy: RolloutCopy) -> list[Fact]:
     ]
 
 
-def _known_rollouts(connection: Connection, copies: Sequence[RolloutCopy]) -> set[str]:
+def _known_rollouts(connection: Connection, copies: Sequence[RolloutRecord]) -> set[str]:
     """Raises FactRefused for one that is another rollout here."""
     openings = {copy.rollout_id: copy for copy in copies}
     known: set[str] = set()
@@ -163,26 +165,26 @@ def _known_rollouts(connection: Connection, copies: Sequence[RolloutCopy]) -> se
             known.add(row.rollout_id)
             same = (row.opened_at, row.task_id) == (copy.opened_at, copy.task_id)
             if row.opened and copy.opened and not same:
-                raise FactRefused(
+                raise EventRejected(
                     f"rollout_id: the store has another rollout {row.rollout_id} (of task "
                     f"{row.task_id}, opened at {row.opened_at}); give this one another id"
                 )
     return known
 
 
-def _refuse_other_turns(copies: Sequence[RolloutCopy], known: dict[str, Any]) -> None:
+def _refuse_other_turns(copies: Sequence[RolloutRecord], known: dict[str, Any]) -> None:
     for turn in (turn for copy in copies for turn in copy.turns):
         if (context := known.get(turn.turn_id)) is None:
             continue
         digest = ContextDigest().add(turn.prompt_token_ids).add(turn.completion_token_ids)
         if (context.rollout_id, context.digest) != (turn.rollout_id, digest.value()):
-            raise FactRefused(
+            raise EventRejected(
                 f"turn_id: the store has another turn {turn.turn_id} (of rollout "
                 f"{context.rollout_id}); give this one another id"
             )
 
 
-def _new_rewards(connection: Connection, rewards: Sequence[RewardGiven]) -> int:
+def _new_rewards(connection: Connection, rewards: Sequence[Reward]) -> int:
     ids = {reward.reward_id for reward in rewards}
     known: set[str] = set()
     for some in chunks(sorted(ids)):
@@ -191,7 +193,7 @@ def _new_rewards(connection: Connection, rewards: Sequence[RewardGiven]) -> int:
     return len(ids - known)
 
 
-def _new_spans(connection: Connection, spans: Sequence[SpanEnded]) -> int:
+def _new_spans(connection: Connection, spans: Sequence[Span]) -> int:
     ids = {(span.trace_id, span.span_id) for span in spans}
     known: set[tuple[str, str]] = set()
     for traces in chunks(sorted({trace_id for trace_id, _ in ids})):
@@ -200,7 +202,7 @@ def _new_spans(connection: Connection, spans: Sequence[SpanEnded]) -> int:
     return len(ids - known)
 
 
-def _stand(connection: Connection, copies: Sequence[RolloutCopy]) -> None:
+def _copy_rollout_columns(connection: Connection, copies: Sequence[RolloutRecord]) -> None:
     """How new rollouts stand: as they stood where they came from."""
     if not copies:
         return
@@ -221,7 +223,7 @@ def _stand(connection: Connection, copies: Sequence[RolloutCopy]) -> None:
     )
 
 
-def _consume(connection: Connection, copies: Sequence[RolloutCopy]) -> None:
+def _consume(connection: Connection, copies: Sequence[RolloutRecord]) -> None:
     """Rollouts that were here, and were consumed where the copy was made."""
     consumed = [
         {
@@ -237,7 +239,7 @@ def _consume(connection: Connection, copies: Sequence[RolloutCopy]) -> None:
         connection.execute(update(Rollouts).where(*here), consumed)
 
 
-def _insert_fates(connection: Connection, copies: Sequence[RolloutCopy]) -> None:
+def _insert_dispositions(connection: Connection, copies: Sequence[RolloutRecord]) -> None:
     rows = [
         {
             "turn_id": turn_id,
@@ -246,31 +248,31 @@ def _insert_fates(connection: Connection, copies: Sequence[RolloutCopy]) -> None
             "created_at": fate.created_at,
         }
         for copy in copies
-        for turn_id, fate in copy.fates.items()
+        for turn_id, fate in copy.dispositions.items()
     ]
     if rows:
         connection.execute(insert_new(connection, TurnLedger), rows)
 
 
-def _add_version(connection: Connection, version: VersionCopy) -> bool:
+def _add_version(connection: Connection, version: VersionRecord) -> bool:
     """Whether anything of it was new."""
-    number = version.now.version
+    number = version.current.version
     here = version_events(connection, number)
     standing = select(PolicyVersions.created_at).where(PolicyVersions.version == number)
     since = connection.scalar(standing)
     theirs = list(version.events)
     # One history goes on where the other ends, or it is another version's.
     if here[: len(theirs)] != theirs[: len(here)] or (
-        since is not None and not here and since != version.now.created_at
+        since is not None and not here and since != version.current.created_at
     ):
-        raise FactRefused(f"version: the store has another version {number}; {_ELSEWHERE}")
+        raise EventRejected(f"version: the store has another version {number}; {_IMPORT_ELSEWHERE}")
     new = theirs[len(here) :]
     if new:
-        connection.execute(insert(VersionEvents), [row_of(event) for event in new])
+        connection.execute(insert(VersionEvents), [column_values(event) for event in new])
     if since is None:
-        connection.execute(insert(PolicyVersions), row_of(version.now))
+        connection.execute(insert(PolicyVersions), column_values(version.current))
     elif new:
-        row = row_of(version.now)
+        row = column_values(version.current)
         connection.execute(
             update(PolicyVersions).where(PolicyVersions.version == number).values(row)
         )

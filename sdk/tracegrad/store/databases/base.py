@@ -21,7 +21,7 @@ from tracegrad.store.errors import StoreUnavailable
 BUSY_TIMEOUT_S = 30.0
 
 # Mistakes of ours, which must not look like a database that is away.
-_OURS = (exc.IntegrityError, exc.ProgrammingError, exc.DataError)
+_PROGRAMMING_ERRORS = (exc.IntegrityError, exc.ProgrammingError, exc.DataError)
 
 
 class Conflict(StoreUnavailable):
@@ -59,16 +59,16 @@ class Database(ABC):
         try:
             yield
         except exc.DBAPIError as error:
-            told = self.told(error)
+            told = self.translate_error(error)
             if told is None:
                 raise
             raise told from error
         except exc.TimeoutError as error:
             raise self.unavailable("no free connection") from error
 
-    def told(self, error: exc.DBAPIError) -> StoreUnavailable | None:
+    def translate_error(self, error: exc.DBAPIError) -> StoreUnavailable | None:
         """What `error` means to a caller; None: it is a mistake of ours."""
-        return None if isinstance(error, _OURS) else self.unavailable(str(error.orig))
+        return None if isinstance(error, _PROGRAMMING_ERRORS) else self.unavailable(str(error.orig))
 
     def unavailable(self, reason: str) -> StoreUnavailable:
         return StoreUnavailable(self.line(reason))

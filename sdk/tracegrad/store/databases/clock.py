@@ -13,7 +13,7 @@ from sqlalchemy import Connection, func, select
 _POSTGRESQL = select(func.extract("epoch", func.clock_timestamp()))
 
 
-def time_of(connection: Connection) -> float:
+def server_time(connection: Connection) -> float:
     """Seconds since the epoch, at this moment and not at the transaction's beginning."""
     if connection.dialect.name == "postgresql":
         return float(connection.execute(_POSTGRESQL).scalar_one())

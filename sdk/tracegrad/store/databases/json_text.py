@@ -8,10 +8,10 @@ from typing import Any
 from sqlalchemy.exc import DontWrapMixin
 
 from tracegrad.store.encoding.blobs import dump_json
-from tracegrad.store.errors import FactRefused
+from tracegrad.store.errors import EventRejected
 
 
-class NoJson(FactRefused, DontWrapMixin):
+class NotSerializable(EventRejected, DontWrapMixin):
     """A value that JSON cannot say at all."""
 
 
@@ -23,7 +23,7 @@ def json_text(value: Any) -> str:
     try:
         text = dump_json(value)
     except (RecursionError, TypeError, ValueError) as error:
-        raise NoJson(f"{value!r:.60}: it is no JSON ({error})") from error
+        raise NotSerializable(f"{value!r:.60}: it is no JSON ({error})") from error
     if "NaN" in text or "Infinity" in text:  # Python's own writer leaves them, PostgreSQL refuses
         return json.dumps(json.loads(text, parse_constant=lambda _: None))
     return text

@@ -14,7 +14,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, func,
 
 from tracegrad.store.databases.base import Conflict, Database
 from tracegrad.store.databases.json_text import json_text
-from tracegrad.store.databases.postgresql_fixes import mend
+from tracegrad.store.databases.postgresql_fixes import fix_for
 from tracegrad.store.errors import StoreUnavailable
 
 # Any number that other users of the same database are unlikely to choose: "tracegra".
@@ -133,14 +133,14 @@ class PostgreSQL(Database):
             connection.execute(select(func.pg_advisory_xact_lock(_EXCLUSIVE)))
             yield connection
 
-    def told(self, error: exc.DBAPIError) -> StoreUnavailable | None:
+    def translate_error(self, error: exc.DBAPIError) -> StoreUnavailable | None:
         state = getattr(error.orig, "sqlstate", None)
         if state is None:  # no answer of a server: the connection itself
             if not isinstance(error, exc.OperationalError | exc.InterfaceError):
-                return super().told(error)
+                return super().translate_error(error)
         elif not state.startswith(_SERVERS):
             return None
         reason = getattr(error.orig, "diag", None)
         said = (reason and reason.message_primary) or str(error.orig)
-        line = self.line(said + mend(said, self.url))
+        line = self.line(said + fix_for(said, self.url))
         return Conflict(line) if state in _CONFLICTS else StoreUnavailable(line)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from sqlalchemy import URL
 
 # Servers that speak another language than English are quoted without a mend.
-_MENDS: tuple[tuple[str, Callable[[re.Match[str], URL], str]], ...] = (
+_FIXES: tuple[tuple[str, Callable[[re.Match[str], URL], str]], ...] = (
     (
         r'database "(.+?)" does not exist',
         lambda found, url: f"make it: {_command('createdb', url)} {shlex.quote(found[1])}",
@@ -46,9 +46,9 @@ _MENDS: tuple[tuple[str, Callable[[re.Match[str], URL], str]], ...] = (
 )
 
 
-def mend(said: str, url: URL) -> str:
+def fix_for(said: str, url: URL) -> str:
     """To be put after what the server said; empty where nothing is known."""
-    for pattern, advice in _MENDS:
+    for pattern, advice in _FIXES:
         if found := re.search(pattern, said):
             return f"; {advice(found, url)}"
     return ""

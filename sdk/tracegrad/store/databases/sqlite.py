@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 
-from tracegrad.private_files import private_file, private_folder, tighten
+from tracegrad.private_files import private_file, private_folder, restrict_permissions
 from tracegrad.store.databases.base import BUSY_TIMEOUT_S, Database
 from tracegrad.store.databases.json_text import json_text
 from tracegrad.store.errors import StoreMissing, StoreUnavailable
@@ -47,9 +47,9 @@ class SQLite(Database):
         # another.
         for file in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
             with suppress(FileNotFoundError):
-                tighten(file)
+                restrict_permissions(file)
         if path.absolute().parent.name == STATE_FOLDER:
-            tighten(path.absolute().parent)
+            restrict_permissions(path.absolute().parent)
 
     def _make(self, path: Path) -> None:
         try:

@@ -20,7 +20,7 @@ from tracegrad.store.databases.sqlite import SQLite
 from tracegrad.store.models import Base
 
 # Of SQLite's file, what must be free before it is worth being written anew.
-_WORTHWHILE = 0.2
+_MIN_FREE_SHARE = 0.2
 # How long its log may take to be emptied, which needs a moment without readers.
 _EMPTIED_S = 10.0
 _FAULTS = 20
@@ -36,11 +36,11 @@ _TOTAL = "SELECT " + " + ".join(
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class DatabaseFault:
     """`broken`: what is stored cannot be trusted; else it is a risk."""
 
     what: str
-    mend: str
+    fix: str
     broken: bool
 
 
@@ -67,7 +67,7 @@ class Upkeep(ABC):
         """Bytes free where the files are; None: it cannot be seen from here."""
 
     @abstractmethod
-    def faults(self, connection: Connection) -> list[Fault]: ...
+    def faults(self, connection: Connection) -> list[DatabaseFault]: ...
 
     @abstractmethod
     def reclaim(self, *, whole: bool) -> Reclaimed:
@@ -110,13 +110,13 @@ class _SQLiteUpkeep(Upkeep):
     def disk_left(self) -> int:
         return shutil.disk_usage(self._path.absolute().parent).free
 
-    def faults(self, connection: Connection) -> list[Fault]:
+    def faults(self, connection: Connection) -> list[DatabaseFault]:
         told = connection.exec_driver_sql(f"PRAGMA integrity_check({_FAULTS})").scalars()
         mend = (
             "restore the last good copy; what can still be read of this one comes out with "
             f"sqlite3 {self._path} .recover"
         )
-        return [Fault(" ".join(line.split()), mend, True) for line in told if line != "ok"]
+        return [DatabaseFault(" ".join(line.split()), mend, True) for line in told if line != "ok"]
 
     def reclaim(self, *, whole: bool) -> Reclaimed:
         before = self._size()
@@ -124,16 +124,16 @@ class _SQLiteUpkeep(Upkeep):
         with _driver(self._database) as raw, closing(raw.cursor()) as cursor:
             try:
                 free, pages = _value(cursor, "freelist_count"), _value(cursor, "page_count")
-                if whole or free > _WORTHWHILE * pages:
-                    note = self._write_anew(cursor, pages - free)
+                if whole or free > _MIN_FREE_SHARE * pages:
+                    note = self._vacuum(cursor, pages - free)
                 else:
                     note = f"{free / max(pages, 1):.0%} of the file is free: it is used again"
-                note = note or _empty_log(cursor)
+                note = note or _truncate_wal(cursor)
             except sqlite3.OperationalError as error:
                 note = f"{error}; the room is used again all the same. Later: tracegrad prune"
         return Reclaimed(before, self._size(), note)
 
-    def _write_anew(self, cursor: sqlite3.Cursor, pages: int) -> str:
+    def _vacuum(self, cursor: sqlite3.Cursor, pages: int) -> str:
         # A copy beside the file, and once more in the log.
         needed = 2 * pages * _value(cursor, "page_size")
         if (left := self.disk_left()) < needed:
@@ -160,12 +160,12 @@ class _PostgreSQLUpkeep(Upkeep):
     def disk_left(self) -> None:
         return None
 
-    def faults(self, connection: Connection) -> list[Fault]:
+    def faults(self, connection: Connection) -> list[DatabaseFault]:
         faults = []
         for name, risk in _DURABLE.items():
             if connection.exec_driver_sql(f"SHOW {name}").scalar_one() == "off":
                 mend = f"ALTER SYSTEM SET {name} = on; SELECT pg_reload_conf();"
-                faults.append(Fault(f"{name} is off: {risk}", mend, False))
+                faults.append(DatabaseFault(f"{name} is off: {risk}", mend, False))
         return faults
 
     def reclaim(self, *, whole: bool) -> Reclaimed:
@@ -182,7 +182,7 @@ class _PostgreSQLUpkeep(Upkeep):
         return int(cursor.execute(_TOTAL).fetchone()[0])
 
 
-def _empty_log(cursor: sqlite3.Cursor) -> str:
+def _truncate_wal(cursor: sqlite3.Cursor) -> str:
     """What stands in the log goes into the file, whose end is cut off then."""
     deadline = time.monotonic() + _EMPTIED_S
     while True:

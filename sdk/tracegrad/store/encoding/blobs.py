@@ -33,7 +33,7 @@ from tracegrad.store.errors import StoreCorrupt
 _LEVEL, _SHORT_LEVEL = 1, 3
 _ITEM = 4  # bytes
 _LITTLE = sys.byteorder == "little"
-_ROUTES = 5
+_ROUTING = 5
 _JSON, _ODD, _SHORT = 0x10, 0x20, 0x40
 _FIRST_REVISION = 0x28
 _SHORT_TEXT = 8192  # bytes; longer ones compress better by themselves
@@ -80,36 +80,36 @@ class _Zstd(threading.local):
 _zstd = _Zstd()
 
 
-class Unpacked(NamedTuple):
+class BlobContent(NamedTuple):
     """What a blob is made of: `pack` turns many of them into blobs at once."""
 
     tag: int
     pieces: Sequence[bytes]
 
 
-def array_pieces(values: array[int] | array[float]) -> Unpacked:
+def array_content(values: array[int] | array[float]) -> BlobContent:
     raw = _little_endian(values)
     planes = [raw[i::_ITEM] for i in range(_ITEM)]
     while len(planes) > 1 and planes[-1].count(0) == len(values):
         planes.pop()
     pieces = [b"".join(planes[:-1]), planes[-1]]
-    return Unpacked(len(planes), [piece for piece in pieces if piece])
+    return BlobContent(len(planes), [piece for piece in pieces if piece])
 
 
-def routes_pieces(file: bytes) -> Unpacked:
+def routing_content(file: bytes) -> BlobContent:
     """ValueError: the file is none of `Turn.routed_experts`."""
-    return Unpacked(_ROUTES, to_planes(file))
+    return BlobContent(_ROUTING, to_planes(file))
 
 
-def json_pieces(value: Any) -> Unpacked:
+def json_content(value: Any) -> BlobContent:
     try:
         tag, text = _JSON, _orjson(value)
     except TypeError:
         tag, text = _JSON | _ODD, _any_json(value)
-    return Unpacked(tag | _SHORT if len(text) < _SHORT_TEXT else tag, [text])
+    return BlobContent(tag | _SHORT if len(text) < _SHORT_TEXT else tag, [text])
 
 
-def pack(contents: Sequence[Unpacked]) -> list[bytes]:
+def pack_blobs(contents: Sequence[BlobContent]) -> list[bytes]:
     """The blob of each; no bytes at all for an array without items."""
     packed = {
         short: _compress(compressor, [c for c in contents if bool(c.tag & _SHORT) == short])
@@ -124,7 +124,7 @@ def pack(contents: Sequence[Unpacked]) -> list[bytes]:
 
 
 def _compress(
-    compressor: zstandard.ZstdCompressor, contents: Sequence[Unpacked]
+    compressor: zstandard.ZstdCompressor, contents: Sequence[BlobContent]
 ) -> Iterator[bytes]:
     """The frames of all their pieces.
 
@@ -146,11 +146,11 @@ def unpack_logprobs(blob: bytes) -> array[float]:
     return _unpack_array("f", blob)
 
 
-def unpack_routes(blob: bytes | None) -> bytes | None:
+def unpack_routing(blob: bytes | None) -> bytes | None:
     """The very file that was packed."""
     if blob is None:
         return None
-    if blob[:1] != bytes((_ROUTES,)):
+    if blob[:1] != bytes((_ROUTING,)):
         raise StoreCorrupt(f"stored routes have the unknown tag {blob[:1].hex()}")
     try:
         return from_planes(_decompress(blob))

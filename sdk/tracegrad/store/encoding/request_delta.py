@@ -24,94 +24,103 @@ from tracegrad.store.encoding.blobs import dump_json
 from tracegrad.store.encoding.request_fingerprint import (
     TEXT,
     Encode,
-    Marks,
-    Part,
-    PartMarks,
-    Trail,
-    kinds_of,
+    PartFingerprint,
+    PrefixStates,
+    RequestFingerprint,
+    RequestPart,
+    encode_any,
+    encode_plain,
     long_strings,
-    outline,
-    patiently,
-    plainly,
-    positions,
+    part_kinds,
+    prefix_lengths,
+    prefix_states,
     skeleton_digest,
+    split_request,
     string_digest,
-    trail,
 )
 
-_WORTHWHILE = 64  # bytes that must be shared; below it a request is stored whole
+_MIN_SHARED_BYTES = 64  # bytes that must be shared; below it a request is stored whole
 
-Repeated = tuple[list[str | int], str]  # path from the part's key, digest in hex
+RepeatedString = tuple[list[str | int], str]  # path from the part's key, digest in hex
 
 
-class Earlier(NamedTuple):
+class BaseCandidate(NamedTuple):
     turn_id: str
-    marks: Marks
+    fingerprint: RequestFingerprint
 
 
-class Shared(NamedTuple):
+class RequestDelta(NamedTuple):
     """How a request is stored: `text` becomes JSON."""
 
     base: str | None
     text: Any
-    marks: bytes
+    fingerprint: bytes
 
 
-def share(request: Json, response: Any, earlier: Sequence[Earlier]) -> Shared:
+def make_delta(request: Json, response: Any, earlier: Sequence[BaseCandidate]) -> RequestDelta:
     """`request` told by the one of `earlier` that it shares most with, the first among equals.
 
     RecursionError: it is nested too deeply for JSON.
     """
     try:
-        return _share(request, response, earlier, plainly)
+        return _make_delta(request, response, earlier, encode_plain)
     except TypeError:
         # Not plain JSON. What JSON makes of it is what will be read, so that is compared.
-        return _share(json.loads(dump_json(request)), response, earlier, patiently)
+        return _make_delta(json.loads(dump_json(request)), response, earlier, encode_any)
 
 
-def _share(request: Json, response: Any, earlier: Sequence[Earlier], encode: Encode) -> Shared:
-    skeleton, parts = outline(request)
+def _make_delta(
+    request: Json, response: Any, earlier: Sequence[BaseCandidate], encode: Encode
+) -> RequestDelta:
+    skeleton, parts = split_request(request)
     trails = {key: _compared(key, part, earlier, encode) for key, part in parts.items()}
-    marks = Marks(
-        skeleton_digest(skeleton, kinds_of(parts), encode),
-        {key: _marks_of(part, trails[key]) for key, part in parts.items()},
+    marks = RequestFingerprint(
+        skeleton_digest(skeleton, part_kinds(parts), encode),
+        {key: _part_fingerprint(part, trails[key]) for key, part in parts.items()},
         frozenset(long_strings(parts, response)),
     )
     base, kept = _best(parts, trails, earlier)
     if base is None:
-        return Shared(None, request, marks.encode())
-    same = marks.skeleton == base.marks.skeleton
-    text = [None if same else skeleton, *_news(parts, kept, base.marks)]
-    return Shared(base.turn_id, text, marks.encode())
+        return RequestDelta(None, request, marks.encode())
+    same = marks.skeleton == base.fingerprint.skeleton
+    text = [None if same else skeleton, *_added_items(parts, kept, base.fingerprint)]
+    return RequestDelta(base.turn_id, text, marks.encode())
 
 
-def _compared(key: str, part: Part, earlier: Sequence[Earlier], encode: Encode) -> Trail:
+def _compared(
+    key: str, part: RequestPart, earlier: Sequence[BaseCandidate], encode: Encode
+) -> PrefixStates:
     """Its states wherever it, or the same part of an earlier request, has marks."""
     length = len(part.items)
-    at = set(positions(part.kind, length))
+    at = set(prefix_lengths(part.kind, length))
     for one in earlier:
-        theirs = one.marks.parts.get(key)
+        theirs = one.fingerprint.parts.get(key)
         if theirs is not None and theirs.kind == part.kind:
             at.update(position for position in theirs.digests if position <= length)
-    return trail(part, at, {}, encode)
+    return prefix_states(part, at, {}, encode)
 
 
-def _marks_of(part: Part, states: Trail) -> PartMarks:
+def _part_fingerprint(part: RequestPart, states: PrefixStates) -> PartFingerprint:
     length = len(part.items)
-    at = positions(part.kind, length)
-    return PartMarks(part.kind, length, {position: states[position].digest for position in at})
+    at = prefix_lengths(part.kind, length)
+    return PartFingerprint(
+        part.kind, length, {position: states[position].digest for position in at}
+    )
 
 
 def _best(
-    parts: Mapping[str, Part], trails: Mapping[str, Trail], earlier: Sequence[Earlier]
-) -> tuple[Earlier | None, Mapping[str, int]]:
+    parts: Mapping[str, RequestPart],
+    trails: Mapping[str, PrefixStates],
+    earlier: Sequence[BaseCandidate],
+) -> tuple[BaseCandidate | None, Mapping[str, int]]:
     """Who shares most bytes, and how many items of each part."""
-    best: Earlier | None = None
+    best: BaseCandidate | None = None
     best_kept: Mapping[str, int] = {}
-    most = _WORTHWHILE
+    most = _MIN_SHARED_BYTES
     for one in earlier:
         kept = {
-            key: _kept(part, trails[key], one.marks.parts.get(key)) for key, part in parts.items()
+            key: _kept(part, trails[key], one.fingerprint.parts.get(key))
+            for key, part in parts.items()
         }
         size = sum(trails[key][n].size for key, n in kept.items() if n)
         if size > most:
@@ -119,7 +128,7 @@ def _best(
     return best, best_kept
 
 
-def _kept(part: Part, states: Trail, theirs: PartMarks | None) -> int:
+def _kept(part: RequestPart, states: PrefixStates, theirs: PartFingerprint | None) -> int:
     if theirs is None or theirs.kind != part.kind:
         return 0
     for n, digest in theirs.digests.items():  # the largest first
@@ -128,11 +137,11 @@ def _kept(part: Part, states: Trail, theirs: PartMarks | None) -> int:
     return 0
 
 
-def _news(
-    parts: Mapping[str, Part], kept: Mapping[str, int], base: Marks
-) -> tuple[dict[str, tuple[int, Any]], list[Repeated]]:
+def _added_items(
+    parts: Mapping[str, RequestPart], kept: Mapping[str, int], base: RequestFingerprint
+) -> tuple[dict[str, tuple[int, Any]], list[RepeatedString]]:
     news: dict[str, tuple[int, Any]] = {}
-    repeated: list[Repeated] = []
+    repeated: list[RepeatedString] = []
     for key, part in parts.items():
         n = kept[key]
         if n == len(part.items) and n == base.parts[key].length:
@@ -145,7 +154,7 @@ def _news(
 
 
 def _without(
-    known: frozenset[bytes], value: Any, path: list[str | int], found: list[Repeated]
+    known: frozenset[bytes], value: Any, path: list[str | int], found: list[RepeatedString]
 ) -> Any:
     """`value` with "" for strings that are known; `found` gets where they stood."""
     if isinstance(value, str):

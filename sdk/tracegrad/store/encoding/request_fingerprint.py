@@ -21,48 +21,48 @@ import orjson
 from tracegrad.store.encoding.blobs import encode_json
 from tracegrad.store.errors import StoreCorrupt
 
-LIST, TEXT, ONE = "list", "text", "one"
+LIST, TEXT, VALUE = "list", "text", "one"
 
 _SIZE = 8  # bytes a digest
 _SMALL = 128  # a value of fewer characters, about, is no part
 _LONG = 200  # characters of a string that is worth a digest of its own
 _LAST_ITEMS = 4  # of a list, whose long strings are marked
 _STRINGS = 2_000  # values looked at for long strings: replies may hold many log-probabilities
-_STEP = {LIST: 1, TEXT: 64, ONE: 1}  # the unit of distances
+_STEP = {LIST: 1, TEXT: 64, VALUE: 1}  # the unit of distances
 
 # Items as a JSON array; each item alike whatever it stands with.
 Encode = Callable[[list[Any]], bytes]
 
 
-def plainly(items: list[Any]) -> bytes:
+def encode_plain(items: list[Any]) -> bytes:
     """TypeError: they are not plain JSON."""
     return orjson.dumps(items)
 
 
-def patiently(items: list[Any]) -> bytes:
+def encode_any(items: list[Any]) -> bytes:
     """Also integers beyond 64 bits and lone surrogates."""
     try:
-        return plainly(items)
+        return encode_plain(items)
     except TypeError:
         return b"[%b]" % b",".join(encode_json(item) for item in items)
 
 
-class Part(NamedTuple):
+class RequestPart(NamedTuple):
     kind: str
     items: Any  # a list, or for TEXT a string
 
 
 @dataclass(frozen=True, slots=True)
-class PartMarks:
+class PartFingerprint:
     kind: str
     length: int
     digests: Mapping[int, bytes]  # by position, the last first
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class RequestFingerprint:
     skeleton: bytes  # its digest
-    parts: Mapping[str, PartMarks]
+    parts: Mapping[str, PartFingerprint]
     strings: frozenset[bytes]  # digests of long strings near its end and in its reply
 
     def encode(self) -> bytes:
@@ -73,21 +73,23 @@ class Marks:
         )
 
     @classmethod
-    def decode(cls, blob: bytes) -> Marks:
+    def decode(cls, blob: bytes) -> RequestFingerprint:
         header, found, rest = blob.partition(b"\n")
         if not found or len(rest) % _SIZE or not rest:
             raise StoreCorrupt("the marks of a request cannot be read")
         digests = iter([rest[i : i + _SIZE] for i in range(0, len(rest), _SIZE)])
         skeleton = next(digests)
         parts = {
-            key: PartMarks(kind, length, dict(zip(positions(kind, length), digests, strict=False)))
+            key: PartFingerprint(
+                kind, length, dict(zip(prefix_lengths(kind, length), digests, strict=False))
+            )
             for key, kind, length in orjson.loads(header)
         }
         return cls(skeleton, parts, frozenset(digests))
 
 
 @dataclass(slots=True)
-class State:
+class PrefixState:
     """After some items: the hash of them all, and how many bytes they were."""
 
     hash: Any
@@ -101,10 +103,10 @@ class State:
         return self._digest
 
 
-Trail = Mapping[int, State]  # by position
+PrefixStates = Mapping[int, PrefixState]  # by position
 
 
-def outline(request: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Part]]:
+def split_request(request: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, RequestPart]]:
     """The skeleton, with None in the place of each part, and the parts."""
     parts = {
         key: _part(value)
@@ -114,7 +116,7 @@ def outline(request: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Part]
     return {key: None if key in parts else value for key, value in request.items()}, parts
 
 
-def positions(kind: str, length: int) -> list[int]:
+def prefix_lengths(kind: str, length: int) -> list[int]:
     """Where a part of this length has its marks, the last first; 0 needs none."""
     found, distance = [length], _STEP[kind]
     while distance < length:
@@ -123,9 +125,11 @@ def positions(kind: str, length: int) -> list[int]:
     return found
 
 
-def trail(part: Part, at: Iterable[int], known: Trail, encode: Encode) -> dict[int, State]:
+def prefix_states(
+    part: RequestPart, at: Iterable[int], known: PrefixStates, encode: Encode
+) -> dict[int, PrefixState]:
     """The states at these positions; what is `known` of them is not computed again."""
-    state = State(hashlib.blake2b(part.kind.encode(), digest_size=_SIZE), 0)
+    state = PrefixState(hashlib.blake2b(part.kind.encode(), digest_size=_SIZE), 0)
     position, found = 0, {}
     for following in sorted({*at, *known}):
         if following in known:
@@ -137,7 +141,7 @@ def trail(part: Part, at: Iterable[int], known: Trail, encode: Encode) -> dict[i
     return found
 
 
-def _after(state: State, kind: str, items: Any, encode: Encode) -> State:
+def _after(state: PrefixState, kind: str, items: Any, encode: Encode) -> PrefixState:
     hashed = state.hash.copy()
     data = items.encode() if kind == TEXT else encode(items)
     if kind == TEXT:
@@ -145,10 +149,10 @@ def _after(state: State, kind: str, items: Any, encode: Encode) -> State:
     else:  # without the array's brackets: so it is the same in one piece and in many
         hashed.update(memoryview(data)[1:-1])
         hashed.update(b",")
-    return State(hashed, state.size + len(data))
+    return PrefixState(hashed, state.size + len(data))
 
 
-def kinds_of(parts: Mapping[str, Part]) -> list[list[str]]:
+def part_kinds(parts: Mapping[str, RequestPart]) -> list[list[str]]:
     return [[key, part.kind] for key, part in parts.items()]
 
 
@@ -157,7 +161,7 @@ def skeleton_digest(skeleton: Mapping[str, Any], kinds: list[list[str]], encode:
 
 
 def long_strings(
-    parts: Mapping[str, Part], response: Any, most: int | None = _STRINGS
+    parts: Mapping[str, RequestPart], response: Any, most: int | None = _STRINGS
 ) -> dict[bytes, str]:
     """By digest: long strings of the last items of lists, and of the response.
 
@@ -189,12 +193,12 @@ def digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_SIZE).digest()
 
 
-def _part(value: Any) -> Part:
+def _part(value: Any) -> RequestPart:
     if isinstance(value, list):
-        return Part(LIST, value)
+        return RequestPart(LIST, value)
     if _is_unicode(value):
-        return Part(TEXT, value)
-    return Part(ONE, [value])
+        return RequestPart(TEXT, value)
+    return RequestPart(VALUE, [value])
 
 
 def _is_small(value: Any) -> bool:

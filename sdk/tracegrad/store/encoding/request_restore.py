@@ -9,16 +9,16 @@ from typing import Any
 
 from tracegrad.events import Json
 from tracegrad.store.encoding.request_fingerprint import (
-    ONE,
-    Marks,
-    Part,
-    Trail,
-    kinds_of,
+    VALUE,
+    PrefixStates,
+    RequestFingerprint,
+    RequestPart,
+    encode_any,
     long_strings,
-    patiently,
-    positions,
+    part_kinds,
+    prefix_lengths,
+    prefix_states,
     skeleton_digest,
-    trail,
 )
 from tracegrad.store.errors import StoreCorrupt
 
@@ -27,7 +27,7 @@ _NEAR, _EARLIER = 4, 16
 
 
 @dataclass(slots=True)
-class Rebuilt:
+class RestoredRequest:
     """A request as it was, and what the requests that are told by it need.
 
     They hold the very items of this one: read them, do not change them.
@@ -35,9 +35,9 @@ class Rebuilt:
 
     request: Json
     response: Any
-    marks: Marks
-    parts: Mapping[str, Part]
-    trails: Mapping[str, Trail]
+    fingerprint: RequestFingerprint
+    parts: Mapping[str, RequestPart]
+    prefix_states: Mapping[str, PrefixStates]
     _strings: Mapping[bytes, str] | None = None
 
     def string(self, digest: bytes) -> str:
@@ -46,23 +46,25 @@ class Rebuilt:
         return self._strings[digest]
 
 
-def rebuild(text: Any, response: Any, marks: bytes, base: Rebuilt | None) -> Rebuilt:
+def restore_request(
+    text: Any, response: Any, marks: bytes, base: RestoredRequest | None
+) -> RestoredRequest:
     """The inverse of `sharing.share`; all of a conversation takes time linear in its length.
 
     Raises StoreCorrupt where the result is not what was shared.
     """
-    known = Marks.decode(marks)
+    known = RequestFingerprint.decode(marks)
     try:
         if base is None:
             request, kept = text, dict.fromkeys(known.parts, 0)
         else:
-            request, kept = _told(text, known, base)
+            request, kept = _apply_delta(text, known, base)
         parts = {
-            key: Part(theirs.kind, [request[key]] if theirs.kind == ONE else request[key])
+            key: RequestPart(theirs.kind, [request[key]] if theirs.kind == VALUE else request[key])
             for key, theirs in known.parts.items()
         }
         trails = {
-            key: _proof(part, base.trails[key] if base and kept[key] else {}, kept[key])
+            key: _proof(part, base.prefix_states[key] if base and kept[key] else {}, kept[key])
             for key, part in parts.items()
         }
         proven = _proves(request, parts, trails, known)
@@ -70,10 +72,12 @@ def rebuild(text: Any, response: Any, marks: bytes, base: Rebuilt | None) -> Reb
         raise StoreCorrupt(f"its request cannot be rebuilt ({error!r})") from error
     if not proven:
         raise StoreCorrupt("its request is not the one that was stored")
-    return Rebuilt(request, response, known, parts, trails)
+    return RestoredRequest(request, response, known, parts, trails)
 
 
-def _told(text: Any, marks: Marks, base: Rebuilt) -> tuple[Json, dict[str, int]]:
+def _apply_delta(
+    text: Any, marks: RequestFingerprint, base: RestoredRequest
+) -> tuple[Json, dict[str, int]]:
     """The request, and how many items of each part are the base's."""
     skeleton, news, repeated = text
     for (key, *way, last), digest in repeated:
@@ -91,22 +95,27 @@ def _told(text: Any, marks: Marks, base: Rebuilt) -> tuple[Json, dict[str, int]]
             items = base.parts[key].items
             n = len(items)
         kept[key] = n
-        request[key] = items[0] if marks.parts[key].kind == ONE else items
+        request[key] = items[0] if marks.parts[key].kind == VALUE else items
     return request, kept
 
 
-def _proof(part: Part, earlier: Trail, kept: int) -> Trail:
+def _proof(part: RequestPart, earlier: PrefixStates, kept: int) -> PrefixStates:
     """From the last states of the earlier part on, so that nothing is hashed again."""
     shared = sorted((n for n in earlier if n <= kept), reverse=True)
     known = {n: earlier[n] for n in islice(shared, _EARLIER)}
-    return trail(part, positions(part.kind, len(part.items))[:_NEAR], known, patiently)
+    return prefix_states(
+        part, prefix_lengths(part.kind, len(part.items))[:_NEAR], known, encode_any
+    )
 
 
 def _proves(
-    request: Json, parts: Mapping[str, Part], trails: Mapping[str, Trail], marks: Marks
+    request: Json,
+    parts: Mapping[str, RequestPart],
+    trails: Mapping[str, PrefixStates],
+    marks: RequestFingerprint,
 ) -> bool:
     skeleton = {key: None if key in parts else value for key, value in request.items()}
-    return skeleton_digest(skeleton, kinds_of(parts), patiently) == marks.skeleton and all(
+    return skeleton_digest(skeleton, part_kinds(parts), encode_any) == marks.skeleton and all(
         len(parts[key].items) == theirs.length
         and trails[key][theirs.length].digest == theirs.digests[theirs.length]
         for key, theirs in marks.parts.items()

@@ -22,7 +22,7 @@ _ITEMS = {b"|u1": 1, b"<u2": 2, b"<i4": 4}
 _FRAME = 1024  # bytes of planes below which tables take more than they save
 
 
-class RoutesShape(NamedTuple):
+class RoutingShape(NamedTuple):
     """An array [tokens, layers, k] of items of so many bytes, that begins at byte `start`."""
 
     tokens: int
@@ -36,13 +36,13 @@ class RoutesShape(NamedTuple):
         return self.tokens * self.layers * self.k * self.item
 
 
-def routes_shape(file: bytes) -> RoutesShape:
+def routing_shape(file: bytes) -> RoutingShape:
     """ValueError: it is no such file."""
     header = _HEADER.match(file)
     if header is None or int.from_bytes(file[8:_PREAMBLE], "little") != header.end() - _PREAMBLE:
         raise ValueError("it is no .npy file of [tokens, layers, k] in uint8, uint16 or int32")
     tokens, layers, k = map(int, header.groups()[1:])
-    shape = RoutesShape(tokens, layers, k, _ITEMS[header[1]], header.end())
+    shape = RoutingShape(tokens, layers, k, _ITEMS[header[1]], header.end())
     if not shape.size:
         raise ValueError(f"[{tokens}, {layers}, {k}] is an array without items")
     if len(file) != shape.start + shape.size:
@@ -52,9 +52,9 @@ def routes_shape(file: bytes) -> RoutesShape:
     return shape
 
 
-def check_routes(file: bytes, tokens: int) -> RoutesShape:
+def check_routing(file: bytes, tokens: int) -> RoutingShape:
     """`tokens`: of the turn's prompt and completion. ValueError: the file cannot be theirs."""
-    shape = routes_shape(file)
+    shape = routing_shape(file)
     if shape.tokens >= tokens:
         raise ValueError(f"{shape.tokens} tokens of a turn of {tokens}, whose last was never read")
     return shape
@@ -65,7 +65,7 @@ def to_planes(file: bytes) -> list[bytes]:
     k. The pieces joined are what `from_planes` reads; ValueError: it is no such file."""
     import numpy as np  # late: only who has routes needs it
 
-    shape = routes_shape(file)
+    shape = routing_shape(file)
     items = np.frombuffer(file, np.uint8, offset=shape.start)
     planes = items.reshape(shape.tokens, shape.layers, shape.k, shape.item).transpose(1, 3, 0, 2)
     layer = shape.size // shape.layers
@@ -78,7 +78,7 @@ def from_planes(content: bytes) -> bytes:
     """The very file. ValueError: there is none in it."""
     import numpy as np
 
-    shape = routes_shape(content)
+    shape = routing_shape(content)
     planes = np.frombuffer(content, np.uint8, offset=shape.start)
     items = planes.reshape(shape.layers, shape.item, shape.tokens, shape.k).transpose(2, 0, 3, 1)
     return content[: shape.start] + items.tobytes()

@@ -30,14 +30,14 @@ from sqlalchemy import (
 )
 
 from tracegrad.store.databases import insert_new
-from tracegrad.store.encoding.blobs import Unpacked, json_pieces, unpack_json
+from tracegrad.store.encoding.blobs import BlobContent, json_content, unpack_json
 from tracegrad.store.errors import StoreCorrupt
 from tracegrad.store.expressions import chunks
-from tracegrad.store.models import Texts, TurnTexts
+from tracegrad.store.models import SharedTexts, TurnTexts
 
-LONG = 1024  # bytes of JSON below which a value is not worth a row
+MIN_CHARACTERS = 1024  # bytes of JSON below which a value is not worth a row
 _VALUES = 2_000  # looked at in one reply or item: replies may hold many log-probabilities
-_MOST = 50_000  # digests in memory, about 150 bytes each
+_MAX_DIGESTS = 50_000  # digests in memory, about 150 bytes each
 
 Path = tuple[str | int, ...]  # begins with "request" or "response"
 
@@ -47,16 +47,16 @@ def text_digest(json_text: bytes) -> bytes:
     return hashlib.blake2b(json_text, digest_size=16).digest()
 
 
-class Repeats:
+class TextSightings:
     """What was seen with which rollout: in memory, of the latest. Safe to use from many threads."""
 
-    def __init__(self, most: int = _MOST) -> None:
+    def __init__(self, most: int = _MAX_DIGESTS) -> None:
         self._most = most
         self._lock = threading.Lock()
         self._seen: OrderedDict[bytes, str] = OrderedDict()
         self._stored: set[bytes] = set()
 
-    def elsewhere(self, digest: bytes, rollout_id: str) -> bool:
+    def seen_elsewhere(self, digest: bytes, rollout_id: str) -> bool:
         """It was seen with another rollout before."""
         with self._lock:
             first = self._seen.setdefault(digest, rollout_id)
@@ -86,18 +86,18 @@ def _is_plain(key: Any) -> bool:
     return isinstance(key, str) and key.isprintable()
 
 
-class Lifting:
+class TextExtraction:
     """What one turn shares with other rollouts, taken out of its request and its reply.
 
     Values given are not changed; those returned share what stays, with None where a text was.
     """
 
-    def __init__(self, rollout_id: str, repeats: Repeats) -> None:
+    def __init__(self, rollout_id: str, repeats: TextSightings) -> None:
         self._rollout_id = rollout_id
         self._repeats = repeats
         self._left = _VALUES
         self.places: list[tuple[Path, bytes]] = []
-        self.texts: dict[bytes, Unpacked] = {}
+        self.texts: dict[bytes, BlobContent] = {}
 
     def links(self, turn_id: str) -> list[dict[str, Any]]:
         """Rows of `TurnTexts`."""
@@ -140,16 +140,16 @@ class Lifting:
     def _whole_or(self, value: Any, path: Path, inside: Callable[[Any, Path], Any]) -> Any:
         if not isinstance(value, list | dict):
             return self._strings(value, path)
-        text = json_pieces(value)
-        if len(text.pieces[0]) < LONG:
+        text = json_content(value)
+        if len(text.pieces[0]) < MIN_CHARACTERS:
             return value
         return None if self._repeated(text, path) else inside(value, path)
 
     def _strings(self, value: Any, path: Path) -> Any:
         self._left -= 1
         if isinstance(value, str):
-            long = len(value) >= LONG
-            return None if long and self._repeated(json_pieces(value), path) else value
+            long = len(value) >= MIN_CHARACTERS
+            return None if long and self._repeated(json_content(value), path) else value
         if self._left < 0:
             return value
         if isinstance(value, list):
@@ -161,9 +161,9 @@ class Lifting:
             }
         return value
 
-    def _repeated(self, text: Unpacked, path: Path) -> bool:
+    def _repeated(self, text: BlobContent, path: Path) -> bool:
         digest = text_digest(text.pieces[0])
-        if not self._repeats.elsewhere(digest, self._rollout_id):
+        if not self._repeats.seen_elsewhere(digest, self._rollout_id):
             return False
         self.places.append((path, digest))
         self.texts[digest] = text
@@ -173,17 +173,17 @@ class Lifting:
 # Reading
 
 # By turn: where which text belongs.
-Placed = Mapping[str, Sequence[tuple[list[str | int], bytes | None]]]
+SharedTextsByTurn = Mapping[str, Sequence[tuple[list[str | int], bytes | None]]]
 
 _OF_TURNS = (
-    select(TurnTexts.turn_id, TurnTexts.path, Texts.blob)
-    .outerjoin(Texts, Texts.digest == TurnTexts.digest)
+    select(TurnTexts.turn_id, TurnTexts.path, SharedTexts.blob)
+    .outerjoin(SharedTexts, SharedTexts.digest == TurnTexts.digest)
     .where(TurnTexts.turn_id.in_(bindparam("ids", expanding=True)))
     .order_by(TurnTexts.turn_id, TurnTexts.position)
 )
 
 
-def placed_texts(connection: Connection, turn_ids: Sequence[str]) -> Placed:
+def load_shared_texts(connection: Connection, turn_ids: Sequence[str]) -> SharedTextsByTurn:
     found: dict[str, list[tuple[list[str | int], bytes | None]]] = {}
     for ids in chunks(turn_ids):
         for turn_id, path, blob in connection.execute(_OF_TURNS, {"ids": ids}):
@@ -191,14 +191,14 @@ def placed_texts(connection: Connection, turn_ids: Sequence[str]) -> Placed:
     return found
 
 
-class Raw(NamedTuple):
+class TurnContent(NamedTuple):
     """What a turn's row has of its request and reply, with every text in its place."""
 
     request: Any
     response: Any
 
 
-def unpack_raw(row: Row[Any], placed: Placed) -> Raw:
+def unpack_turn_content(row: Row[Any], placed: SharedTextsByTurn) -> TurnContent:
     """Raises StoreCorrupt."""
     texts = {"request": unpack_json(row.request), "response": unpack_json(row.response)}
     for path, blob in placed.get(row.turn_id, ()):
@@ -213,7 +213,7 @@ def unpack_raw(row: Row[Any], placed: Placed) -> Raw:
             place[last] = unpack_json(blob)
         except (LookupError, TypeError) as error:
             raise StoreCorrupt(f"a text that it shares has no place in it ({error!r})") from error
-    return Raw(**texts)
+    return TurnContent(**texts)
 
 
 # Writing and removing, inside the caller's transaction
@@ -223,7 +223,7 @@ def add_texts(connection: Connection, texts: Mapping[bytes, bytes]) -> None:
     """Blobs by digest. In order: writers of the same ones do not wait for each other in a ring."""
     rows = [{"digest": digest, "blob": texts[digest]} for digest in sorted(texts)]
     if rows:
-        connection.execute(insert_new(connection, Texts), rows)
+        connection.execute(insert_new(connection, SharedTexts), rows)
 
 
 def add_links(connection: Connection, links: Sequence[Mapping[str, Any]]) -> None:
@@ -241,15 +241,15 @@ def remove_unused(connection: Connection, digests: Iterable[bytes]) -> int:
     """Those of the texts that no turn wants any more. Returns how many."""
     gone = 0
     for some in chunks(sorted(digests)):
-        here = Texts.digest.in_(some)
+        here = SharedTexts.digest.in_(some)
         # Who links one of them at this moment commits first; then the next statement sees it.
         connection.execute(
-            select(Texts.digest).where(here).order_by(Texts.digest).with_for_update()
+            select(SharedTexts.digest).where(here).order_by(SharedTexts.digest).with_for_update()
         )
-        gone += connection.execute(delete(Texts).where(here, unused())).rowcount
+        gone += connection.execute(delete(SharedTexts).where(here, is_unused())).rowcount
     return gone
 
 
-def unused() -> ColumnElement[bool]:
+def is_unused() -> ColumnElement[bool]:
     """Of `Texts`."""
-    return ~exists().where(TurnTexts.digest == Texts.digest)
+    return ~exists().where(TurnTexts.digest == SharedTexts.digest)

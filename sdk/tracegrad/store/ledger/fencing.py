@@ -43,7 +43,7 @@ def refuse_step(connection: Connection, step: StepRecord) -> None:
         )
 
 
-def refuse_known_turns(connection: Connection, turn_ids: Sequence[str]) -> None:
+def refuse_recorded_turns(connection: Connection, turn_ids: Sequence[str]) -> None:
     for ids in chunks(turn_ids):
         query = select(TurnLedger.turn_id, TurnLedger.step, TurnLedger.skip_reason).where(
             TurnLedger.turn_id.in_(ids)
@@ -53,7 +53,9 @@ def refuse_known_turns(connection: Connection, turn_ids: Sequence[str]) -> None:
             raise AlreadyTrained(f"turn {turn_id} was {was} already")
 
 
-def refuse_lost(connection: Connection, rollouts: Sequence[str], leases: Mapping[str, str]) -> None:
+def refuse_lost_leases(
+    connection: Connection, rollouts: Sequence[str], leases: Mapping[str, str]
+) -> None:
     """`leases`: rollout -> the lease that it was given out under; without one it must be free."""
     lost = lost_leases(connection, {name: leases.get(name) for name in rollouts})
     lost = [each for each in lost if each.state != "removed"]  # told with those that never were
@@ -96,7 +98,7 @@ def lost_leases(connection: Connection, leases: Mapping[str, str | None]) -> lis
                         lease_id=lease,
                         state=state,  # type: ignore[arg-type]
                         owner=row.lease_owner,
-                        until=row.leased_until,
+                        leased_until=row.leased_until,
                     )
                 )
     return lost

@@ -11,16 +11,22 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, func, insert, or_, select, update
 
-from tracegrad.store.expressions import SCORED, chunks, has_tags, latest_reward, training_state
+from tracegrad.store.expressions import (
+    SCORED_OUTCOMES,
+    chunks,
+    has_tags,
+    latest_reward,
+    training_state,
+)
 from tracegrad.store.models import Leases, Rollouts
-from tracegrad.store.read.training_samples import samples_of
-from tracegrad.store.types import Group, WaitingTask
+from tracegrad.store.read.training_samples import load_samples
+from tracegrad.store.types import Group, IncompleteGroup
 
-FREE = {"lease_id": None, "lease_owner": None, "leased_until": None}
+NO_LEASE = {"lease_id": None, "lease_owner": None, "leased_until": None}
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyRollout:
     rollout_id: str
     task_id: str | None
     finished_at: float
@@ -29,7 +35,7 @@ class Ready:
 
 def ready_rollouts(
     connection: Connection, tags: Mapping[str, str], now: float, *, alone: bool
-) -> list[Ready]:
+) -> list[ReadyRollout]:
     """The oldest first; rollouts without a task only if they may be a group `alone`."""
     reward = latest_reward()
     query = (
@@ -37,7 +43,7 @@ def ready_rollouts(
         .where(
             Rollouts.consumed_at.is_(None),
             Rollouts.finished_at.is_not(None),
-            Rollouts.outcome.in_(SCORED),
+            Rollouts.outcome.in_(SCORED_OUTCOMES),
             or_(Rollouts.leased_until.is_(None), Rollouts.leased_until <= now),
             reward.is_not(None),
             has_tags(tags),
@@ -46,19 +52,19 @@ def ready_rollouts(
     )
     if not alone:
         query = query.where(Rollouts.task_id.is_not(None))
-    return [Ready(**row) for row in connection.execute(query).mappings()]
+    return [ReadyRollout(**row) for row in connection.execute(query).mappings()]
 
 
-def groups_of(
+def load_groups(
     connection: Connection,
-    chosen: Sequence[Sequence[Ready]],
+    chosen: Sequence[Sequence[ReadyRollout]],
     lease_id: str,
     expires_at: float,
     *,
-    routes: bool,
+    expert_routing: bool,
 ) -> list[Group]:
     rewards = {rollout.rollout_id: rollout.reward for group in chosen for rollout in group}
-    samples = samples_of(connection, rewards, routes=routes)
+    samples = load_samples(connection, rewards, expert_routing=expert_routing)
     return [
         Group(
             group_id=group[0].task_id or group[0].rollout_id,
@@ -70,11 +76,11 @@ def groups_of(
     ]
 
 
-def waiting_tasks(
-    connection: Connection, alone: Sequence[Ready], tags: Mapping[str, str], now: float
-) -> list[WaitingTask]:
+def incomplete_groups(
+    connection: Connection, alone: Sequence[ReadyRollout], tags: Mapping[str, str], now: float
+) -> list[IncompleteGroup]:
     """Tasks of ready rollouts that are too few for a group, the longest waiting first."""
-    by_task: dict[str, list[Ready]] = {}
+    by_task: dict[str, list[ReadyRollout]] = {}
     for rollout in alone:
         by_task.setdefault(rollout.task_id or rollout.rollout_id, []).append(rollout)
     coming: dict[str, dict[str, int]] = {task_id: {} for task_id in by_task}
@@ -88,7 +94,7 @@ def waiting_tasks(
         for task_id, name, count in connection.execute(query):
             coming[str(task_id)][name] = count
     return [
-        WaitingTask(
+        IncompleteGroup(
             task_id=task_id,
             ready=[rollout.rollout_id for rollout in rollouts],
             since=min(rollout.finished_at for rollout in rollouts),
@@ -99,9 +105,9 @@ def waiting_tasks(
     ]
 
 
-def give_out(
+def grant(
     connection: Connection,
-    groups: Sequence[Sequence[Ready]],
+    groups: Sequence[Sequence[ReadyRollout]],
     lease_id: str,
     owner: str,
     now: float,
@@ -132,7 +138,7 @@ def extend(connection: Connection, leases: Mapping[str, str], until: float) -> N
             )
 
 
-def take_back(connection: Connection, group: Group, now: float) -> None:
+def release(connection: Connection, group: Group, now: float) -> None:
     """What the lease still holds of the group."""
     for ids in chunks([rollout.rollout_id for rollout in group.rollouts]):
         held = (Rollouts.rollout_id.in_(ids), Rollouts.lease_id == group.lease_id)
@@ -140,16 +146,16 @@ def take_back(connection: Connection, group: Group, now: float) -> None:
         query = select(Rollouts.rollout_id, Rollouts.consumed_at).where(*held)
         rows = connection.execute(query)
         still = [rollout_id for rollout_id, consumed_at in rows if consumed_at is None]
-        update_rollouts(connection, still, FREE)
+        update_rollouts(connection, still, NO_LEASE)
         mine = (Leases.rollout_id.in_(still), Leases.lease_id == group.lease_id)
         end_leases(connection, now, *mine)
 
 
-def take_back_all(connection: Connection, owner: str, now: float) -> int:
+def release_owner(connection: Connection, owner: str, now: float) -> int:
     """What `owner` has. Returns how many rollouts."""
     held = (Rollouts.consumed_at.is_(None), Rollouts.lease_owner == owner)
     rows = connection.execute(select(Rollouts.rollout_id, Rollouts.lease_id).where(*held)).all()
-    update_rollouts(connection, [rollout_id for rollout_id, _ in rows], FREE)
+    update_rollouts(connection, [rollout_id for rollout_id, _ in rows], NO_LEASE)
     leases = sorted({lease_id for _, lease_id in rows if lease_id is not None})
     for some in chunks(leases):
         end_leases(connection, now, Leases.lease_id.in_(some))
@@ -162,9 +168,11 @@ def end_leases(connection: Connection, now: float, *which: ColumnElement[bool]) 
     )
 
 
-def form_groups(ready: Sequence[Ready], size: int, stale_before: float) -> list[list[Ready]]:
+def form_groups(
+    ready: Sequence[ReadyRollout], size: int, stale_before: float
+) -> list[list[ReadyRollout]]:
     """Groups in the order in which their last rollout finished."""
-    by_task: dict[tuple[str, str], list[Ready]] = {}
+    by_task: dict[tuple[str, str], list[ReadyRollout]] = {}
     for rollout in ready:
         key = ("task", rollout.task_id) if rollout.task_id else ("rollout", rollout.rollout_id)
         by_task.setdefault(key, []).append(rollout)

@@ -24,31 +24,38 @@ from sqlalchemy import (
 from tracegrad.events import new_id
 from tracegrad.store.databases import clock
 from tracegrad.store.errors import LedgerError
-from tracegrad.store.expressions import SCORED, chunks, has_tags
+from tracegrad.store.expressions import SCORED_OUTCOMES, chunks, has_tags
 from tracegrad.store.ledger.fencing import (
     lost_leases,
     refuse_duplicates,
-    refuse_known_turns,
-    refuse_lost,
+    refuse_lost_leases,
+    refuse_recorded_turns,
     refuse_step,
 )
 from tracegrad.store.ledger.leases import (
-    Ready,
+    ReadyRollout,
     end_leases,
     extend,
     form_groups,
-    give_out,
-    groups_of,
+    grant,
+    incomplete_groups,
+    load_groups,
     ready_rollouts,
-    take_back,
-    take_back_all,
+    release,
+    release_owner,
     update_rollouts,
-    waiting_tasks,
 )
 from tracegrad.store.models import Leases, Rollouts, Steps, TurnLedger, Turns
-from tracegrad.store.retry import again
+from tracegrad.store.retry import retry_on_conflict
 from tracegrad.store.store import Store
-from tracegrad.store.types import Group, LeaseRecord, LostLease, Peek, StepRecord, row_of
+from tracegrad.store.types import (
+    Group,
+    LeasePreview,
+    LeaseRecord,
+    LostLease,
+    StepRecord,
+    column_values,
+)
 
 # A turn that came in after its rollout was leased; nobody trained on it.
 LATE = "late"
@@ -56,7 +63,7 @@ NO_LEASES: Mapping[str, str] = MappingProxyType({})
 
 T = TypeVar("T")
 
-_Fate = tuple[int | None, str | None]  # (step, None) or (None, reason)
+_Disposition = tuple[int | None, str | None]  # (step, None) or (None, reason)
 
 
 class Ledger:
@@ -95,50 +102,54 @@ class Ledger:
         _check(groups=groups, group_size=group_size, ttl_s=ttl_s)
         lease_id = new_id()
 
-        def take(connection: Connection) -> tuple[float, list[list[Ready]]]:
-            now = clock.time_of(connection)  # when its turn has come
+        def take(connection: Connection) -> tuple[float, list[list[ReadyRollout]]]:
+            now = clock.server_time(connection)  # when its turn has come
             _consume_unscored(connection, tags or {}, now)
             ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
             ready = [rollout for rollout in ready if rollout.rollout_id not in held]
             chosen = form_groups(ready, group_size, now - incomplete_after_s)[:groups]
             if len(chosen) < (groups if at_least is None else at_least):
                 return now, []
-            give_out(connection, chosen, lease_id, owner, now, now + ttl_s)
+            grant(connection, chosen, lease_id, owner, now, now + ttl_s)
             return now, chosen
 
         now, chosen = self._exclusively(take)
         with self._store.reading() as connection:
-            return groups_of(connection, chosen, lease_id, now + ttl_s, routes=routes)
+            return load_groups(connection, chosen, lease_id, now + ttl_s, expert_routing=routes)
 
     def ready(self, tags: Mapping[str, str] | None = None) -> int:
         """Rollouts that `lease` could take now: what a sender of tasks holds itself back by."""
         with self._store.reading() as connection:
-            now = clock.time_of(connection)
+            now = clock.server_time(connection)
             return len(ready_rollouts(connection, tags or {}, now, alone=True))
 
-    def peek(
+    def preview(
         self,
         *,
         groups: int,
         group_size: int,
         tags: Mapping[str, str] | None = None,
         incomplete_after_s: float = float("inf"),
-        routes: bool = True,
-    ) -> Peek:
+        expert_routing: bool = True,
+    ) -> LeasePreview:
         """What `lease` would give now, fewer than `groups` too, and who waits. Changes nothing."""
         _check(groups=groups, group_size=group_size, ttl_s=1.0)
         with self._store.reading() as connection:
-            now = clock.time_of(connection)
+            now = clock.server_time(connection)
             ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
             formed = form_groups(ready, group_size, now - incomplete_after_s)
             grouped = {rollout.rollout_id for group in formed for rollout in group}
             alone = [rollout for rollout in ready if rollout.rollout_id not in grouped]
-            return Peek(
-                groups=groups_of(
-                    connection, formed[:groups], lease_id="", expires_at=now, routes=routes
+            return LeasePreview(
+                groups=load_groups(
+                    connection,
+                    formed[:groups],
+                    lease_id="",
+                    expires_at=now,
+                    expert_routing=expert_routing,
                 ),
                 more=len(formed[groups:]),
-                waiting=waiting_tasks(connection, alone, tags or {}, now),
+                incomplete=incomplete_groups(connection, alone, tags or {}, now),
             )
 
     def renew(self, leases: Mapping[str, str], *, ttl_s: float) -> list[LostLease]:
@@ -153,7 +164,7 @@ class Ledger:
             lost = lost_leases(connection, leases)
             gone = {each.rollout_id for each in lost}
             kept = {name: lease for name, lease in leases.items() if name not in gone}
-            extend(connection, kept, clock.time_of(connection) + ttl_s)
+            extend(connection, kept, clock.server_time(connection) + ttl_s)
             return lost
 
         return self._exclusively(hold) if leases else []
@@ -162,9 +173,9 @@ class Ledger:
         """Give back groups that were not trained; others may lease them at once."""
 
         def give_back(connection: Connection) -> None:
-            now = clock.time_of(connection)
+            now = clock.server_time(connection)
             for group in groups:
-                take_back(connection, group, now)
+                release(connection, group, now)
 
         self._exclusively(give_back)
 
@@ -172,7 +183,7 @@ class Ledger:
         """Give back all that `owner`, who was killed, still has. Returns how many rollouts."""
 
         return self._exclusively(
-            lambda connection: take_back_all(connection, owner, clock.time_of(connection))
+            lambda connection: release_owner(connection, owner, clock.server_time(connection))
         )
 
     def leases(self, rollout_id: str) -> list[LeaseRecord]:
@@ -210,7 +221,7 @@ class Ledger:
 
         def commit(connection: Connection) -> None:
             refuse_step(connection, step)
-            connection.execute(insert(Steps), row_of(step))
+            connection.execute(insert(Steps), column_values(step))
             _record(connection, step.step, trained, skipped, rollouts, leases)
 
         self._exclusively(commit)
@@ -241,7 +252,7 @@ class Ledger:
             with self._store.exclusive() as connection:
                 return work(connection)
 
-        return again(once)
+        return retry_on_conflict(once)
 
 
 def _check(*, groups: int, group_size: int, ttl_s: float) -> None:
@@ -256,7 +267,7 @@ def _consume_unscored(connection: Connection, tags: Mapping[str, str], now: floa
     unscored = (
         Rollouts.consumed_at.is_(None),
         Rollouts.finished_at.is_not(None),
-        Rollouts.outcome.not_in(SCORED),
+        Rollouts.outcome.not_in(SCORED_OUTCOMES),
         has_tags(tags),
     )
     ids = list(connection.scalars(select(Rollouts.rollout_id).where(*unscored)))
@@ -283,13 +294,13 @@ def _record(
     refuse_duplicates("rollout", rollouts)
     if both := set(trained) & skipped.keys():
         raise LedgerError(f"turn {min(both)} is both trained and skipped")
-    fates: dict[str, _Fate] = dict.fromkeys(trained, (step, None))
+    fates: dict[str, _Disposition] = dict.fromkeys(trained, (step, None))
     fates |= {turn_id: (None, reason) for turn_id, reason in skipped.items()}
-    refuse_known_turns(connection, list(fates))
-    refuse_lost(connection, rollouts, leases)
-    now = clock.time_of(connection)
-    _insert_fates(connection, fates, now)
-    late: dict[str, _Fate] = {}
+    refuse_recorded_turns(connection, list(fates))
+    refuse_lost_leases(connection, rollouts, leases)
+    now = clock.server_time(connection)
+    _insert_dispositions(connection, fates, now)
+    late: dict[str, _Disposition] = {}
     for ids in chunks(list(rollouts)):
         query = (
             select(Turns.turn_id)
@@ -297,7 +308,7 @@ def _record(
             .where(Turns.rollout_id.in_(ids), TurnLedger.turn_id.is_(None))
         )
         late |= dict.fromkeys(connection.scalars(query), (None, LATE))
-    _insert_fates(connection, late, now)
+    _insert_dispositions(connection, late, now)
     values = {"consumed_at": now, "consumed_step": step, "leased_until": None}
     changed = update_rollouts(connection, list(rollouts), values)
     for ids in chunks(list(rollouts)):
@@ -306,7 +317,9 @@ def _record(
         raise LedgerError(f"{len(rollouts) - changed} of the step's rollouts are not stored")
 
 
-def _insert_fates(connection: Connection, fates: Mapping[str, _Fate], now: float) -> None:
+def _insert_dispositions(
+    connection: Connection, fates: Mapping[str, _Disposition], now: float
+) -> None:
     rows = [
         {"turn_id": turn_id, "step": step, "skip_reason": reason, "created_at": now}
         for turn_id, (step, reason) in fates.items()

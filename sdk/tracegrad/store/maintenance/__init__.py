@@ -1,29 +1,39 @@
 """Care of a store: what may go, what must not be readable any more, whether all is well."""
 
-from tracegrad.store.maintenance.doctor import Report, examine
-from tracegrad.store.maintenance.drop_text import TextRule, drop_text, preview_text, without_text
+from tracegrad.store.maintenance.doctor import DoctorReport, examine
+from tracegrad.store.maintenance.drop_text import (
+    TextRemovalRule,
+    drop_text,
+    preview_drop_text,
+    without_texts_of_event,
+)
 from tracegrad.store.maintenance.findings import Finding
-from tracegrad.store.maintenance.redaction import FIELDS, Redacted, Redaction, redact
-from tracegrad.store.maintenance.removal_log import removed_in_all
-from tracegrad.store.maintenance.retention import Preview, Retention, preview, prune
-from tracegrad.store.maintenance.selection import Selection
+from tracegrad.store.maintenance.redaction import (
+    REDACTABLE_FIELDS,
+    RedactionResult,
+    RedactionRule,
+    redact,
+)
+from tracegrad.store.maintenance.removal_log import total_removed
+from tracegrad.store.maintenance.retention import PrunePreview, RetentionRule, preview_prune, prune
+from tracegrad.store.maintenance.selection import RolloutSelection
 
 __all__ = [
-    "FIELDS",
+    "REDACTABLE_FIELDS",
+    "DoctorReport",
     "Finding",
-    "Preview",
-    "Redacted",
-    "Redaction",
-    "Report",
-    "Retention",
-    "Selection",
-    "TextRule",
+    "PrunePreview",
+    "RedactionResult",
+    "RedactionRule",
+    "RetentionRule",
+    "RolloutSelection",
+    "TextRemovalRule",
     "drop_text",
     "examine",
-    "preview",
-    "preview_text",
+    "preview_drop_text",
+    "preview_prune",
     "prune",
     "redact",
-    "removed_in_all",
-    "without_text",
+    "total_removed",
+    "without_texts_of_event",
 ]

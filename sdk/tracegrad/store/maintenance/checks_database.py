@@ -21,13 +21,13 @@ _BY_HAND = "the tables were changed by hand: restore the last good copy"
 def database_checks(connection: Connection, database: Database) -> Iterator[Finding]:
     upkeep = upkeep_of(database)
     for fault in upkeep.faults(connection):
-        yield Finding(check="database", message=fault.what, mend=fault.mend, broken=fault.broken)
+        yield Finding(check="database", message=fault.what, fix=fault.fix, broken=fault.broken)
     left = upkeep.disk_left()
     if left is not None and left < _LEAST_BYTES:
         yield Finding(
             check="disk",
             message=f"{left / (1 << 20):,.0f} MiB are left on the disk",
-            mend="make room, or let old rollouts go: tracegrad prune",
+            fix="make room, or let old rollouts go: tracegrad prune",
             broken=False,
         )
 
@@ -61,12 +61,12 @@ def _table_checks(inspector: Inspector, table: Table) -> Iterator[Finding]:
 
 
 def _schema(subject: str, message: str, mend: str) -> Finding:
-    return Finding(check="schema", subject=subject, message=message, mend=mend)
+    return Finding(check="schema", subject=subject, message=message, fix=mend)
 
 
 _RESTORE = "restore the last good copy of the store"
 _BARE = "tracegrad doctor --fix gives it a rollout without a name"
-_ORPHAN_MENDS = {
+_ORPHAN_FIXES = {
     ("turn_ledger", "turns"): "tracegrad doctor --fix takes it out: its turn is gone",
     **{
         (table.name, "rollouts"): _BARE
@@ -94,5 +94,5 @@ def orphan_checks(connection: Connection) -> Iterator[Finding]:
                     check="orphans",
                     subject=f"{table.name} {' '.join(map(str, subject))}",
                     message=f"{key.parent.name} is {missing}, and {key.column.table.name} has none",
-                    mend=_ORPHAN_MENDS.get((table.name, key.column.table.name), _RESTORE),
+                    fix=_ORPHAN_FIXES.get((table.name, key.column.table.name), _RESTORE),
                 )

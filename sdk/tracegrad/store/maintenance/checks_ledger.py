@@ -12,8 +12,8 @@ from sqlalchemy import ColumnElement, Connection, Select, exists, func, not_, se
 from tracegrad.events import MAX_REWARD, REWARD_RANGE
 from tracegrad.store.databases import clock
 from tracegrad.store.maintenance.findings import Finding
-from tracegrad.store.maintenance.removal_log import removed_in_all
-from tracegrad.store.maintenance.selection import last_sign
+from tracegrad.store.maintenance.removal_log import total_removed
+from tracegrad.store.maintenance.selection import last_activity
 from tracegrad.store.models import (
     PolicyVersions,
     Rewards,
@@ -35,7 +35,7 @@ _FIRST_VERSION = 0
 
 def ledger_checks(connection: Connection) -> Iterator[Finding]:
     now = time.time()
-    yield from _leases(connection, clock.time_of(connection))
+    yield from _leases(connection, clock.server_time(connection))
     yield from _unconsumed(connection)
     yield from _open_for_long(connection, now)
     yield from _keys(connection, now)
@@ -83,7 +83,7 @@ def _leases(connection: Connection, now: float) -> Iterator[Finding]:
             subject=f"lease {lease_id}",
             message=f"{owner} held {count} rollouts and let the lease run out "
             f"{_ago(now - (until or now))} ago: it ended, or is stuck",
-            mend="nothing is lost: others can lease them. tracegrad doctor --fix gives them back",
+            fix="nothing is lost: others can lease them. tracegrad doctor --fix gives them back",
             broken=False,
             count=count,
         )
@@ -96,12 +96,12 @@ def _unconsumed(connection: Connection) -> Iterator[Finding]:
             subject=f"rollout {rollout_id}",
             message="a step trained on its turns, and it waits to be trained: every step that "
             "takes it will be refused",
-            mend="tracegrad doctor --fix marks it as consumed",
+            fix="tracegrad doctor --fix marks it as consumed",
         )
 
 
 def _open_for_long(connection: Connection, now: float) -> Iterator[Finding]:
-    left = (Rollouts.finished_at.is_(None), Rollouts.opened, last_sign() < now - OPEN_S)
+    left = (Rollouts.finished_at.is_(None), Rollouts.opened, last_activity() < now - OPEN_S)
     count = connection.scalar(select(func.count()).select_from(Rollouts).where(*left)) or 0
     if count:
         oldest = select(Rollouts.rollout_id).where(*left).order_by(Rollouts.opened_at).limit(1)
@@ -109,7 +109,7 @@ def _open_for_long(connection: Connection, now: float) -> Iterator[Finding]:
             check="open",
             subject=f"rollout {connection.scalar(oldest)}",
             message=f"{count} rollouts have no end, and nothing happened in them for a day",
-            mend="their agents ended without saying so: finish them (POST /api/events), or "
+            fix="their agents ended without saying so: finish them (POST /api/events), or "
             "tracegrad prune --outcome open --older-than 1d --also-untrained",
             broken=False,
             count=count,
@@ -123,7 +123,7 @@ def _keys(connection: Connection, now: float) -> Iterator[Finding]:
         yield Finding(
             check="keys",
             message=f"{count} keys were made a week ago or earlier for rollouts that never came",
-            mend="tracegrad doctor --fix takes them out",
+            fix="tracegrad doctor --fix takes them out",
             broken=False,
             count=count,
         )
@@ -138,7 +138,7 @@ def _rewards(connection: Connection) -> Iterator[Finding]:
             check="rewards",
             subject=f"rollout {rollout_id}",
             message=f"reward {reward_id} is {value}: it does not count",
-            mend=f"give the rollout {REWARD_RANGE} in its place (POST /api/events)",
+            fix=f"give the rollout {REWARD_RANGE} in its place (POST /api/events)",
         )
 
 
@@ -151,7 +151,7 @@ def _gaps(connection: Connection, check: str, number: Any) -> Iterator[Finding]:
                 check=check,
                 subject=f"{check} {missing}",
                 message=f"{before} is followed by {after}",
-                mend="harmless after a rollback or a restore of the trainer's checkpoints; else "
+                fix="harmless after a rollback or a restore of the trainer's checkpoints; else "
                 "rows were deleted: restore the last good copy of the store",
                 broken=False,
             )
@@ -180,7 +180,7 @@ def _never_served(connection: Connection) -> Iterator[Finding]:
                 check="versions",
                 subject=f"version {version}",
                 message=f"{count} turns were sampled by it, and it never served",
-                mend="their log-probabilities may be another model's: train with a correction, or "
+                fix="their log-probabilities may be another model's: train with a correction, or "
                 f"let them go: tracegrad prune --min-version {version} --max-version {version} "
                 "--also-untrained",
                 count=count,
@@ -188,7 +188,7 @@ def _never_served(connection: Connection) -> Iterator[Finding]:
 
 
 def _steps_without_turns(connection: Connection) -> Iterator[Finding]:
-    removed = removed_in_all(connection).get("steps", {})
+    removed = total_removed(connection).get("steps", {})
     used = exists().where(Rollouts.consumed_step == Steps.step)
     query = (
         select(Steps.step, used)
@@ -203,14 +203,14 @@ def _steps_without_turns(connection: Connection) -> Iterator[Finding]:
                 subject=f"step {step}",
                 message="the ledger has none of the turns that it trained on, and their rollouts "
                 "are here",
-                mend="restore the last good copy of the store: which turns were trained is lost",
+                fix="restore the last good copy of the store: which turns were trained is lost",
             )
         elif str(step) not in removed:
             yield Finding(
                 check="steps",
                 subject=f"step {step}",
                 message="none of the turns that it trained on is here, and no removal took them",
-                mend="harmless if the store was imported from one that had been pruned; else rows "
+                fix="harmless if the store was imported from one that had been pruned; else rows "
                 "were deleted: restore the last good copy of the store",
                 broken=False,
             )
@@ -237,7 +237,7 @@ def _sums(connection: Connection) -> Iterator[Finding]:
             check="sums",
             message=f"{captured:,} turns are stored, and {trained:,} trained + {skipped:,} "
             f"skipped + {pending:,} pending are {trained + skipped + pending:,}",
-            mend="look at what else was found, orphans above all",
+            fix="look at what else was found, orphans above all",
         )
 
 

@@ -18,12 +18,12 @@ def secret_checks(connection: Connection) -> Iterator[Finding]:
             check="secrets",
             subject=f"step {step}",
             message="its settings hold the password of a URL",
-            mend="tracegrad doctor --fix takes it out; change the password too: whoever has read"
+            fix="tracegrad doctor --fix takes it out; change the password too: whoever has read"
             " the store, or has a copy, knows it",
         )
 
 
-def take_out_passwords(connection: Connection) -> int:
+def remove_passwords(connection: Connection) -> int:
     """Of how many steps."""
     if connection.dialect.name == "sqlite":
         # Else what was replaced stays readable in the file.

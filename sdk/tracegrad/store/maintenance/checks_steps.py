@@ -17,7 +17,7 @@ from typing import Any
 from sqlalchemy import Connection, func, select
 
 from tracegrad.events import Json
-from tracegrad.store.checkpoint_manifest import MANIFEST, manifest_digest
+from tracegrad.store.checkpoint_manifest import MANIFEST_NAME, manifest_digest
 from tracegrad.store.maintenance.findings import Finding
 from tracegrad.store.models import Rollouts, Steps
 
@@ -47,7 +47,7 @@ def step_checks(connection: Connection) -> Iterator[Finding]:
     trained: dict[str, int] = {}  # rollout -> the first step that names it
     for step, batch in _steps(connection):
         steps[step.step] = step
-        yield from _named_twice(step, batch, trained)
+        yield from _trained_twice(step, batch, trained)
     yield from _of_another(connection, steps)
     for step in steps.values():
         yield from _checkpoint(step)
@@ -73,7 +73,7 @@ def _steps(connection: Connection) -> Iterator[tuple[_Step, Json]]:
         yield step, batch
 
 
-def _named_twice(step: _Step, batch: Json, trained: dict[str, int]) -> Iterator[Finding]:
+def _trained_twice(step: _Step, batch: Json, trained: dict[str, int]) -> Iterator[Finding]:
     times: Counter[str] = Counter()
     turns: dict[str, int] = {}
     for group in batch.get("groups", ()):
@@ -88,7 +88,7 @@ def _named_twice(step: _Step, batch: Json, trained: dict[str, int]) -> Iterator[
             message=f"its batch names {len(twice)} rollouts more than once (the first: {twice[0]}, "
             f"{times[twice[0]]} times): it trained {sum(turns[name] for name in twice)} turns of "
             "theirs as often, and they weighed so much more",
-            mend=_WEIGHED,
+            fix=_WEIGHED,
             count=len(twice),
         )
     again = sorted(name for name in times if name in trained)
@@ -98,7 +98,7 @@ def _named_twice(step: _Step, batch: Json, trained: dict[str, int]) -> Iterator[
             subject=f"step {step.step}",
             message=f"its batch names {len(again)} rollouts that another step's names too (the "
             f"first: {again[0]}, of step {trained[again[0]]})",
-            mend=_WEIGHED,
+            fix=_WEIGHED,
             count=len(again),
         )
     trained |= {name: step.step for name in times if name not in trained}
@@ -130,7 +130,7 @@ def _of_another(connection: Connection, steps: dict[int, _Step]) -> Iterator[Fin
                 subject=f"step {number}",
                 message=f"it consumed {count} rollouts (the first: {first}) that {owner} had "
                 f"leased, and was made in {step.state_dir}: its own lease had run out",
-                mend="their turns were trained once; what the other trainer made of them was "
+                fix="their turns were trained once; what the other trainer made of them was "
                 "refused. Raise data.lease_ttl_s, or update the trainer, which renews its leases",
                 broken=False,
                 count=count,
@@ -149,7 +149,7 @@ def _checkpoint(step: _Step) -> Iterator[Finding]:
             subject=f"step {step.step}",
             message=f"{step.folder} is not the checkpoint that it was committed with (by {by}): "
             f"its manifest's digest is {found[:16]}…, not {step.digest[:16]}…",
-            mend=f"{_RESTORE}; no program of ours loads this one as step {step.step}'s",
+            fix=f"{_RESTORE}; no program of ours loads this one as step {step.step}'s",
         )
         return
     parent = told.get("parent") or {}
@@ -161,7 +161,7 @@ def _checkpoint(step: _Step) -> Iterator[Finding]:
             subject=f"step {step.step}",
             message=f"its checkpoint says that it is of step {told.get('step')} and began with the "
             f"weights of step {parent.get('step', 0)}, and the ledger says otherwise",
-            mend="the ledger was changed by hand: restore the last good copy of the store",
+            fix="the ledger was changed by hand: restore the last good copy of the store",
         )
 
 
@@ -189,7 +189,7 @@ def _parent(step: _Step, steps: dict[int, _Step]) -> Iterator[Finding]:
             subject=f"step {step.step}",
             message=f"it began with the weights of step {step.began}, so the updates of the steps "
             f"after that, up to {before}, are lost",
-            mend="right if it was gone on from there on purpose (checkpoint.resume_from)",
+            fix="right if it was gone on from there on purpose (checkpoint.resume_from)",
             broken=False,
         )
 
@@ -215,7 +215,7 @@ def _unchained(step: _Step, message: str) -> Finding:
         check="weights",
         subject=f"step {step.step}",
         message=message,
-        mend="its weights, and those of all later steps, are not what the ledger tells: go on "
+        fix="its weights, and those of all later steps, are not what the ledger tells: go on "
         "from a checkpoint before it (checkpoint.resume_from), in the state folder that made it",
     )
 
@@ -226,7 +226,7 @@ def _manifest(folder: Path | None) -> tuple[str, dict[str, Any]] | None:
     if folder is None or not os.path.isdir(folder):
         return None
     try:
-        content = (folder / MANIFEST).read_bytes()
+        content = (folder / MANIFEST_NAME).read_bytes()
         told = json.loads(content)
     except PermissionError:
         return None

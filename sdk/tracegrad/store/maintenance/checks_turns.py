@@ -16,24 +16,24 @@ from sqlalchemy import Connection, Row, func, select
 
 from tracegrad.store.encoding.blobs import (
     ContextDigest,
-    json_pieces,
+    json_content,
     unpack_ids,
     unpack_json,
     unpack_logprobs,
-    unpack_routes,
+    unpack_routing,
 )
-from tracegrad.store.encoding.request_restore import Rebuilt, rebuild
-from tracegrad.store.encoding.routed_experts import check_routes
+from tracegrad.store.encoding.request_restore import RestoredRequest, restore_request
+from tracegrad.store.encoding.routed_experts import check_routing
 from tracegrad.store.encoding.shared_texts import (
-    Placed,
-    placed_texts,
+    SharedTextsByTurn,
+    is_unused,
+    load_shared_texts,
     text_digest,
-    unpack_raw,
-    unused,
+    unpack_turn_content,
 )
 from tracegrad.store.errors import StoreCorrupt
 from tracegrad.store.maintenance.findings import Finding
-from tracegrad.store.models import Texts, Turns
+from tracegrad.store.models import SharedTexts, Turns
 
 _TOKENS = (
     "restore the last good copy; without one let the rollout go: "
@@ -51,12 +51,12 @@ class _Seen:
 
     lengths: dict[str, int] = field(default_factory=dict)  # of whole contexts
     digests: dict[str, ContextDigest] = field(default_factory=dict)
-    requests: dict[str, Rebuilt] = field(default_factory=dict)
+    requests: dict[str, RestoredRequest] = field(default_factory=dict)
     broken_tokens: set[str] = field(default_factory=set)
     broken_texts: set[str] = field(default_factory=set)
 
 
-Found = Callable[..., Finding]
+MakeFinding = Callable[..., Finding]
 
 
 def turn_checks(connection: Connection, rollout_ids: Iterable[str]) -> Iterator[Finding | int]:
@@ -66,20 +66,20 @@ def turn_checks(connection: Connection, rollout_ids: Iterable[str]) -> Iterator[
         query = select(*columns).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
         seen, turns = _Seen(), 0
         rows = connection.execute(query).all()
-        placed = placed_texts(connection, [row.turn_id for row in rows])
+        placed = load_shared_texts(connection, [row.turn_id for row in rows])
         for row in rows:
             turns += 1
             yield from _of_turn(row, seen, placed)
         yield turns
 
 
-def _of_turn(row: Row[Any], seen: _Seen, placed: Placed) -> Iterator[Finding]:
+def _of_turn(row: Row[Any], seen: _Seen, placed: SharedTextsByTurn) -> Iterator[Finding]:
     def broken(check: str, message: str, mend: str = _TOKENS) -> Finding:
         return Finding(
             check=check,
             subject=f"turn {row.turn_id}",
             message=f"{message} (rollout {row.rollout_id})",
-            mend=mend.format(rollout=row.rollout_id),
+            fix=mend.format(rollout=row.rollout_id),
         )
 
     completion = yield from _tokens(row, seen, broken)
@@ -89,7 +89,7 @@ def _of_turn(row: Row[Any], seen: _Seen, placed: Placed) -> Iterator[Finding]:
 
 
 def _tokens(
-    row: Row[Any], seen: _Seen, broken: Found
+    row: Row[Any], seen: _Seen, broken: MakeFinding
 ) -> Generator[Finding, None, array[int] | None]:
     """Returns the sampled ones; None where they cannot be read."""
     completion: array[int] | None = None
@@ -129,7 +129,9 @@ def _tokens(
     return completion
 
 
-def _sampled(row: Row[Any], completion: array[int] | None, broken: Found) -> Iterator[Finding]:
+def _sampled(
+    row: Row[Any], completion: array[int] | None, broken: MakeFinding
+) -> Iterator[Finding]:
     """One log-probability and one version for each sampled token."""
     try:
         logprobs = unpack_logprobs(row.logprobs)
@@ -155,18 +157,20 @@ def _sampled(row: Row[Any], completion: array[int] | None, broken: Found) -> Ite
         yield broken("spans", f"its last version is {last}, and {row.last_version} is told")
 
 
-def _routed(row: Row[Any], broken: Found) -> Iterator[Finding]:
+def _routed(row: Row[Any], broken: MakeFinding) -> Iterator[Finding]:
     """Experts of no more tokens than were read."""
     try:
-        if (file := unpack_routes(row.routed_experts)) is not None:
-            check_routes(file, row.prompt_tokens + row.completion_tokens)
+        if (file := unpack_routing(row.routed_experts)) is not None:
+            check_routing(file, row.prompt_tokens + row.completion_tokens)
     except (StoreCorrupt, ValueError) as error:
         yield broken("routes", f"its routed experts: {error}")
 
 
-def _texts(row: Row[Any], seen: _Seen, placed: Placed, broken: Found) -> Iterator[Finding]:
+def _texts(
+    row: Row[Any], seen: _Seen, placed: SharedTextsByTurn, broken: MakeFinding
+) -> Iterator[Finding]:
     try:
-        request, response = unpack_raw(row, placed)
+        request, response = unpack_turn_content(row, placed)
         if row.request_marks is None:
             return
         if row.request_base in seen.broken_texts:
@@ -174,7 +178,7 @@ def _texts(row: Row[Any], seen: _Seen, placed: Placed, broken: Found) -> Iterato
         base = seen.requests.get(row.request_base)
         if base is None and row.request_base is not None:
             raise StoreCorrupt(f"it is told by that of turn {row.request_base}, which is not here")
-        seen.requests[row.turn_id] = rebuild(request, response, row.request_marks, base)
+        seen.requests[row.turn_id] = restore_request(request, response, row.request_marks, base)
     except StoreCorrupt as error:
         seen.broken_texts.add(row.turn_id)
         yield broken("texts", str(error), _TEXT)
@@ -182,9 +186,9 @@ def _texts(row: Row[Any], seen: _Seen, placed: Placed, broken: Found) -> Iterato
 
 def shared_text_checks(connection: Connection) -> Iterator[Finding]:
     """Of texts that several rollouts have: that each is the one it was, and is wanted."""
-    for digest, blob in connection.execute(select(Texts.digest, Texts.blob)):
+    for digest, blob in connection.execute(select(SharedTexts.digest, SharedTexts.blob)):
         try:
-            whole = text_digest(json_pieces(unpack_json(blob)).pieces[0]) == digest
+            whole = text_digest(json_content(unpack_json(blob)).pieces[0]) == digest
         except StoreCorrupt:
             whole = False
         if not whole:
@@ -192,14 +196,14 @@ def shared_text_checks(connection: Connection) -> Iterator[Finding]:
                 check="texts",
                 subject=f"text {digest.hex()}",
                 message="a text that several rollouts have is not the one that was stored",
-                mend="their tokens are whole and can be trained; restore the last good copy, or "
+                fix="their tokens are whole and can be trained; restore the last good copy, or "
                 "drop the text of the rollouts that doctor names",
             )
-    if count := connection.scalar(select(func.count()).select_from(Texts).where(unused())):
+    if count := connection.scalar(select(func.count()).select_from(SharedTexts).where(is_unused())):
         yield Finding(
             check="texts",
             message=f"{count:,} shared texts that no turn wants",
-            mend="tracegrad doctor --fix takes them out",
+            fix="tracegrad doctor --fix takes them out",
             broken=False,
             count=count,
         )

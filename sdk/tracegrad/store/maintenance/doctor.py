@@ -18,9 +18,9 @@ from tracegrad.store.maintenance.checks_ledger import ledger_checks
 from tracegrad.store.maintenance.checks_secrets import secret_checks
 from tracegrad.store.maintenance.checks_steps import step_checks
 from tracegrad.store.maintenance.checks_turns import shared_text_checks, turn_checks
-from tracegrad.store.maintenance.findings import Finding, shortened
-from tracegrad.store.maintenance.repairs import mend
-from tracegrad.store.maintenance.selection import EVERYTHING, Key, Selection, following
+from tracegrad.store.maintenance.findings import Finding, truncate_findings
+from tracegrad.store.maintenance.repairs import repair
+from tracegrad.store.maintenance.selection import EVERYTHING, PageKey, RolloutSelection, next_page
 from tracegrad.store.models import Rollouts
 from tracegrad.store.store import Store
 
@@ -31,7 +31,7 @@ Progress = Callable[[str, int], None]  # what is being looked at, and how many t
 
 
 @dataclass(slots=True)
-class Report:
+class DoctorReport:
     """`rollouts` and `turns` are those whose contents were read."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -47,16 +47,16 @@ class Report:
 def examine(
     store: Store,
     *,
-    selection: Selection = EVERYTHING,
-    most: int | None = None,
+    selection: RolloutSelection = EVERYTHING,
+    max_rollouts: int | None = None,
     fix: bool = False,
     progress: Progress = lambda _what, _turns: None,
-) -> Report:
+) -> DoctorReport:
     """Database, tables, ledger and orphans of the whole store; contents of the turns of the
     selected rollouts, or of `most` of these by chance. `fix` mends first what can be."""
-    report = Report()
+    report = DoctorReport()
     if fix:
-        report.findings += mend(store)
+        report.findings += repair(store)
     for what, check in (
         ("database", lambda c: database_checks(c, store.database)),
         ("tables", schema_checks),
@@ -68,15 +68,15 @@ def examine(
     ):
         progress(what, 0)
         with _readable(report, what), store.reading() as connection:
-            report.findings += shortened(check(connection))
+            report.findings += truncate_findings(check(connection))
     with _readable(report, "turns"):
-        pages = _rollouts(store, selection, most)
-        report.findings += shortened(_turns(store, pages, report, progress))
+        pages = _rollouts(store, selection, max_rollouts)
+        report.findings += truncate_findings(_turns(store, pages, report, progress))
     return report
 
 
 @contextmanager
-def _readable(report: Report, what: str) -> Iterator[None]:
+def _readable(report: DoctorReport, what: str) -> Iterator[None]:
     """A database that cannot read its own pages ends one check, not all of them."""
     try:
         yield
@@ -86,14 +86,14 @@ def _readable(report: Report, what: str) -> Iterator[None]:
                 check="database",
                 subject=what,
                 message=f"not all could be looked at: {error}",
-                mend="if it is away, look again when it is back; if its files are damaged, restore "
+                fix="if it is away, look again when it is back; if its files are damaged, restore "
                 "the last good copy",
             )
         )
 
 
 def _turns(
-    store: Store, pages: Iterator[list[str]], report: Report, progress: Progress
+    store: Store, pages: Iterator[list[str]], report: DoctorReport, progress: Progress
 ) -> Iterator[Finding]:
     for ids in pages:
         with store.reading() as connection:
@@ -106,7 +106,7 @@ def _turns(
         progress("turns", report.turns)
 
 
-def _rollouts(store: Store, selection: Selection, most: int | None) -> Iterator[list[str]]:
+def _rollouts(store: Store, selection: RolloutSelection, most: int | None) -> Iterator[list[str]]:
     if most is not None:
         query = select(Rollouts.rollout_id).where(selection.where()).order_by(func.random())
         with store.reading() as connection:
@@ -114,12 +114,12 @@ def _rollouts(store: Store, selection: Selection, most: int | None) -> Iterator[
         for start in range(0, len(chosen), _AT_ONCE):
             yield chosen[start : start + _AT_ONCE]
         return
-    after: Key | None = None
+    after: PageKey | None = None
     while True:
         with store.reading() as connection:
             keys = [
-                Key(*row)
-                for row in connection.execute(following(selection.where(), after, _AT_ONCE))
+                PageKey(*row)
+                for row in connection.execute(next_page(selection.where(), after, _AT_ONCE))
             ]
         if not keys:
             return

@@ -9,11 +9,15 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, bindparam, exists, func, or_, select, update
 
-from tracegrad.events import Fact, Json, SpanEnded, Turn
-from tracegrad.store.encoding.shared_texts import Repeats, remove_links, remove_unused
-from tracegrad.store.maintenance.removal_log import TEXT, added, record
-from tracegrad.store.maintenance.rewrite_texts import Texts, rewrite, tell_anew
-from tracegrad.store.maintenance.selection import Key, Selection, locked
+from tracegrad.events import Event, Json, Span, Turn
+from tracegrad.store.encoding.shared_texts import TextSightings, remove_links, remove_unused
+from tracegrad.store.maintenance.removal_log import TEXT, add_counts, record_removal
+from tracegrad.store.maintenance.rewrite_texts import (
+    EditableTexts,
+    rewritten_turns,
+    write_rewritten,
+)
+from tracegrad.store.maintenance.selection import PageKey, RolloutSelection, lock_next_page
 from tracegrad.store.maintenance.sizes import text_bytes
 from tracegrad.store.models import Rollouts, Spans, Turns, TurnTexts
 from tracegrad.store.store import Store
@@ -23,7 +27,7 @@ AT_ONCE, _LONG = 100, 0.2
 # What is left of a text: that there was one.
 DROPPED = "[dropped]"
 # Attributes whose last word is one of these tell what a span is, not what was said in it.
-_TELLING = frozenset(
+_KEPT_ATTRIBUTES = frozenset(
     {"id", "kind", "model", "name", "operation", "provider", "reason", "role", "system", "type"}
     | {"rollout", "span_kind", "request_model", "response_model", "model_name", "finish_reasons"}
 )
@@ -32,15 +36,15 @@ Progress = Callable[[Json], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextRule:
+class TextRemovalRule:
     """Of the selected rollouts, the turns and spans from before that time."""
 
-    selection: Selection
+    selection: RolloutSelection
     before: float = float("inf")
 
-    def told(self) -> Json:
+    def describe(self) -> Json:
         more = {} if self.before == float("inf") else {"text_before": self.before}
-        return self.selection.told() | more
+        return self.selection.describe() | more
 
     def turns(self) -> ColumnElement[bool]:
         """Of `Turns`: those that have text which goes."""
@@ -61,17 +65,17 @@ class TextRule:
         return round(self.before * 1e9)
 
 
-def without_text(fact: Fact) -> Fact:
+def without_texts_of_event(fact: Event) -> Event:
     """What the store keeps of a fact where raw text is switched off."""
     match fact:
         case Turn():
             return replace(fact, request=None, response=None)
-        case SpanEnded():
-            return replace(fact, attributes=without_texts(fact.attributes))
+        case Span():
+            return replace(fact, attributes=without_attribute_texts(fact.attributes))
     return fact
 
 
-def without_texts(attributes: Json) -> Json:
+def without_attribute_texts(attributes: Json) -> Json:
     """A span's attributes; numbers and names stay, of each text only that it was there."""
     return {key: _kept(key, value) for key, value in attributes.items()}
 
@@ -79,10 +83,10 @@ def without_texts(attributes: Json) -> Json:
 def _kept(key: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
-    return value if key.rpartition(".")[2] in _TELLING else DROPPED
+    return value if key.rpartition(".")[2] in _KEPT_ATTRIBUTES else DROPPED
 
 
-def preview_text(store: Store, rule: TextRule) -> Json:
+def preview_drop_text(store: Store, rule: TextRemovalRule) -> Json:
     """What `drop_text` would remove of turns."""
     query = (
         select(func.count(), func.coalesce(func.sum(text_bytes()), 0))
@@ -96,7 +100,11 @@ def preview_text(store: Store, rule: TextRule) -> Json:
 
 
 def drop_text(
-    store: Store, rule: TextRule, *, progress: Progress = lambda _: None, at_once: int = AT_ONCE
+    store: Store,
+    rule: TextRemovalRule,
+    *,
+    progress: Progress = lambda _: None,
+    at_once: int = AT_ONCE,
 ) -> Json:
     """Drop requests, responses and the texts of spans. Returns the counts, as in `removals`.
 
@@ -104,39 +112,41 @@ def drop_text(
     a one cannot be read; what was done before stays done.
     """
     total: Json = {"rollouts": 0, "turns": 0, "spans": 0, "bytes": 0}
-    after: Key | None = None
-    repeats = Repeats()
+    after: PageKey | None = None
+    repeats = TextSightings()
     where = and_(rule.selection.where(), or_(_any_turn(rule), _any_span(rule)))
     while True:
         with store.exclusive() as connection:
-            keys = locked(connection, where, after, at_once)
+            keys = lock_next_page(connection, where, after, at_once)
             if not keys:
                 return total
             removed: Json = {}
             until = time.monotonic() + _LONG
             for after in keys:
-                removed = added(removed, _drop(connection, after.rollout_id, rule, repeats))
+                removed = add_counts(removed, _drop(connection, after.rollout_id, rule, repeats))
                 if time.monotonic() > until:
                     break
             if removed.get("rollouts"):
-                record(connection, TEXT, rule.told(), removed)
-        total = added(total, removed)
+                record_removal(connection, TEXT, rule.describe(), removed)
+        total = add_counts(total, removed)
         progress(total)
 
 
-def _any_turn(rule: TextRule) -> ColumnElement[bool]:
+def _any_turn(rule: TextRemovalRule) -> ColumnElement[bool]:
     return exists().where(Turns.rollout_id == Rollouts.rollout_id, rule.turns())
 
 
-def _any_span(rule: TextRule) -> ColumnElement[bool]:
+def _any_span(rule: TextRemovalRule) -> ColumnElement[bool]:
     return exists().where(Spans.rollout_id == Rollouts.rollout_id, rule.spans())
 
 
-def _drop(connection: Connection, rollout_id: str, rule: TextRule, repeats: Repeats) -> Json:
+def _drop(
+    connection: Connection, rollout_id: str, rule: TextRemovalRule, repeats: TextSightings
+) -> Json:
     here = and_(Turns.rollout_id == rollout_id, rule.turns())
     query = select(func.count(), func.coalesce(func.sum(text_bytes()), 0)).where(here)
     turns, size = connection.execute(query).one()
-    retold = _retold(connection, rollout_id, rule, repeats) if turns else 0
+    retold = _rewrite_dependents(connection, rollout_id, rule, repeats) if turns else 0
     if turns:
         nothing = {"request": None, "response": None, "request_base": None, "request_marks": None}
         its_links = TurnTexts.turn_id.in_(select(Turns.turn_id).where(here))
@@ -150,7 +160,9 @@ def _drop(connection: Connection, rollout_id: str, rule: TextRule, repeats: Repe
     return {"rollouts": 1, **counts}
 
 
-def _retold(connection: Connection, rollout_id: str, rule: TextRule, repeats: Repeats) -> int:
+def _rewrite_dependents(
+    connection: Connection, rollout_id: str, rule: TextRemovalRule, repeats: TextSightings
+) -> int:
     """Tell those anew that stay and are told by some that go."""
     stays = and_(Turns.rollout_id == rollout_id, Turns.created_at >= rule.before)
     if rule.before == float("inf") or not connection.scalar(
@@ -158,24 +170,24 @@ def _retold(connection: Connection, rollout_id: str, rule: TextRule, repeats: Re
     ):
         return 0
 
-    def dropped(texts: Texts) -> Texts:
+    def dropped(texts: EditableTexts) -> EditableTexts:
         if texts.created_at >= rule.before:
             return texts
         return replace(texts, request=None, response=None)
 
-    told = tell_anew(connection, rollout_id, dropped, repeats)
+    told = rewritten_turns(connection, rollout_id, dropped, repeats)
     stay = [one for one in told if not one.changed]
-    rewrite(connection, stay)
+    write_rewritten(connection, stay)
     return len(stay)
 
 
-def _drop_of_spans(connection: Connection, rollout_id: str, rule: TextRule) -> int:
+def _drop_of_spans(connection: Connection, rollout_id: str, rule: TextRemovalRule) -> int:
     query = select(Spans.trace_id, Spans.span_id, Spans.attributes).where(
         Spans.rollout_id == rollout_id, rule.spans()
     )
     rows = []
     for trace_id, span_id, attributes in connection.execute(query):
-        if (kept := without_texts(attributes)) != attributes:
+        if (kept := without_attribute_texts(attributes)) != attributes:
             rows.append({"which": trace_id, "what": span_id, "attributes": kept})
     if rows:
         its = (Spans.trace_id == bindparam("which"), Spans.span_id == bindparam("what"))

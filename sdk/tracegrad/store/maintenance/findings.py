@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 # Of one check so many findings are named; the rest are counted.
-NAMED = 10
+MAX_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,14 +17,14 @@ class Finding:
 
     check: str
     message: str
-    mend: str
+    fix: str
     subject: str = ""
     broken: bool = True
     count: int = 1
     fixed: bool = False
 
 
-def shortened(findings: Iterable[Finding], named: int = NAMED) -> Iterator[Finding]:
+def truncate_findings(findings: Iterable[Finding], named: int = MAX_NAMED) -> Iterator[Finding]:
     """The first of each check, and how many more there are."""
     seen: Counter[str] = Counter()
     more: dict[str, Finding] = {}
@@ -39,7 +39,7 @@ def shortened(findings: Iterable[Finding], named: int = NAMED) -> Iterator[Findi
         yield Finding(
             check=check,
             message=f"{count:,} more of these",
-            mend=finding.mend,
+            fix=finding.fix,
             broken=finding.broken,
             count=count,
         )

@@ -15,36 +15,36 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, bindparam, delete, insert, select, tuple_, update
 
 from tracegrad.events import (
-    Fact,
+    Event,
     Json,
     Outcome,
     RolloutFinished,
-    RolloutOpened,
-    SpanEnded,
+    RolloutStarted,
+    Span,
     Turn,
-    logprobs,
-    token_ids,
+    logprob_array,
+    token_id_array,
 )
 from tracegrad.store.encoding.blobs import ContextDigest
-from tracegrad.store.encoding.shared_texts import Repeats
+from tracegrad.store.encoding.shared_texts import TextSightings
 from tracegrad.store.errors import StoreCorrupt
-from tracegrad.store.maintenance.removal_log import REDACTION, added, record
+from tracegrad.store.maintenance.removal_log import REDACTION, add_counts, record_removal
 from tracegrad.store.maintenance.rewrite_texts import (
-    Change,
-    Texts,
-    Told,
+    EditableTexts,
+    RewrittenTurn,
+    TextEdit,
     Values,
-    rewrite,
-    tell_anew,
+    rewritten_turns,
+    write_rewritten,
 )
-from tracegrad.store.maintenance.selection import Key, Selection, following
+from tracegrad.store.maintenance.selection import PageKey, RolloutSelection, next_page
 from tracegrad.store.models import Outcomes, Rollouts, RolloutTags, Spans, Turns
-from tracegrad.store.read.rollouts import tags_of
+from tracegrad.store.read.rollouts import load_tags
 from tracegrad.store.store import Store
 
 # `Turn.untrainable` of a turn whose tokens were dropped.
 TOKENS_REDACTED = "redacted"
-FIELDS = ("request", "response", "span", "task", "error")
+REDACTABLE_FIELDS = ("request", "response", "span", "task", "error")
 
 _AT_ONCE = 100
 _NO_TOKENS: Values = {
@@ -61,26 +61,30 @@ _NO_TOKENS: Values = {
 }
 
 # The fact as it may be stored. What it raises ends the redaction.
-Clean = Callable[[Fact], Fact]
+Clean = Callable[[Event], Event]
 Progress = Callable[[Json], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Redaction:
+class RedactionRule:
     """`name` says what is taken out without saying it: it is stored."""
 
-    selection: Selection
+    selection: RolloutSelection
     clean: Clean
     name: str
-    fields: frozenset[str] = frozenset(FIELDS)
+    fields: frozenset[str] = frozenset(REDACTABLE_FIELDS)
     drop_tokens: bool = False
 
-    def told(self) -> Json:
+    def describe(self) -> Json:
         tokens = {"drop_tokens": True} if self.drop_tokens else {}
-        return {"redact": self.name, "fields": sorted(self.fields)} | tokens | self.selection.told()
+        return (
+            {"redact": self.name, "fields": sorted(self.fields)}
+            | tokens
+            | self.selection.describe()
+        )
 
 
-class Redacted(NamedTuple):
+class RedactionResult(NamedTuple):
     """`removed` as `removals` has it; `unreadable` says of each rollout why it stayed as it is."""
 
     removed: Json
@@ -88,14 +92,14 @@ class Redacted(NamedTuple):
 
 
 def redact(
-    store: Store, rule: Redaction, *, dry_run: bool = False, progress: Progress = lambda _: None
-) -> Redacted:
+    store: Store, rule: RedactionRule, *, dry_run: bool = False, progress: Progress = lambda _: None
+) -> RedactionResult:
     """Clean what the rule selects, one rollout a transaction. Doing it again changes nothing.
 
     `dry_run` only counts. What `rule.clean` raises goes on; what was done before stays done.
     """
     total: Json = {"rollouts": 0, "turns": 0, "spans": 0, "tasks": 0, "errors": 0}
-    repeats = Repeats()
+    repeats = TextSightings()
     unreadable: dict[str, str] = {}
     for rollout_id in _rollouts(store, rule):
         try:
@@ -106,19 +110,19 @@ def redact(
         except StoreCorrupt as error:
             unreadable[rollout_id] = str(error)
             continue
-        total = added(total, found)
+        total = add_counts(total, found)
         progress(total)
-    if "span" in rule.fields and rule.selection.all:
-        total = added(total, _loose_spans(store, rule, dry_run=dry_run))
-    return Redacted(total, unreadable)
+    if "span" in rule.fields and rule.selection.matches_all:
+        total = add_counts(total, _redact_spans_without_rollout(store, rule, dry_run=dry_run))
+    return RedactionResult(total, unreadable)
 
 
-def _rollouts(store: Store, rule: Redaction) -> Iterator[str]:
-    after: Key | None = None
+def _rollouts(store: Store, rule: RedactionRule) -> Iterator[str]:
+    after: PageKey | None = None
     while True:
         with store.reading() as connection:
-            query = following(rule.selection.where(), after, _AT_ONCE)
-            keys = [Key(*row) for row in connection.execute(query)]
+            query = next_page(rule.selection.where(), after, _AT_ONCE)
+            keys = [PageKey(*row) for row in connection.execute(query)]
         if not keys:
             return
         after = keys[-1]
@@ -129,12 +133,12 @@ def _rollouts(store: Store, rule: Redaction) -> Iterator[str]:
 class _Changes:
     """What of one rollout becomes another. None: it stays."""
 
-    turns: list[Told]
+    turns: list[RewrittenTurn]
     changed: int  # turns whose own texts are others
-    retold: int  # turns that were told by one of these
+    rewritten: int  # turns that were told by one of these
     dropped: int  # turns that lose their tokens
     spans: list[Values]
-    opened: RolloutOpened | None
+    opened: RolloutStarted | None
     errors: dict[int, str | None]  # of outcomes, by number
     error: tuple[str | None] | None
 
@@ -146,7 +150,7 @@ class _Changes:
         return {
             "rollouts": 1,
             "turns": self.changed,
-            "retold": self.retold,
+            "retold": self.rewritten,
             "tokens_dropped": self.dropped,
             "spans": len(self.spans),
             "tasks": tasks,
@@ -155,18 +159,18 @@ class _Changes:
 
 
 def _changes(
-    connection: Connection, rollout_id: str, rule: Redaction, repeats: Repeats
+    connection: Connection, rollout_id: str, rule: RedactionRule, repeats: TextSightings
 ) -> _Changes:
-    turns: list[Told] = []
+    turns: list[RewrittenTurn] = []
     if {"request", "response"} & rule.fields:
-        turns = [*tell_anew(connection, rollout_id, _change(rule), repeats)]
+        turns = [*rewritten_turns(connection, rollout_id, _change(rule), repeats)]
     own = {one.turn_id for one in turns if one.changed}
     dropped = _without_tokens(connection, rollout_id, own) if own and rule.drop_tokens else []
     errors, error = _errors(connection, rollout_id, rule)
     return _Changes(
         turns=[*turns, *dropped],
         changed=len(own),
-        retold=len(turns) - len(own),
+        rewritten=len(turns) - len(own),
         dropped=len(dropped),
         spans=_spans(connection, Spans.rollout_id == rollout_id, rule),
         opened=_opened(connection, rollout_id, rule),
@@ -175,7 +179,7 @@ def _changes(
     )
 
 
-def _apply(store: Store, rollout_id: str, rule: Redaction, repeats: Repeats) -> Json:
+def _apply(store: Store, rollout_id: str, rule: RedactionRule, repeats: TextSightings) -> Json:
     with store.exclusive() as connection:
         # Nobody adds to the rollout until the end; one at a time, so that nobody waits in a ring.
         here = Rollouts.rollout_id == rollout_id
@@ -184,7 +188,7 @@ def _apply(store: Store, rollout_id: str, rule: Redaction, repeats: Repeats) -> 
         counts = changes.counts()
         if not counts:
             return {}
-        rewrite(connection, changes.turns)
+        write_rewritten(connection, changes.turns)
         _write_spans(connection, changes.spans)
         if changes.opened is not None:
             _write_opened(connection, changes.opened)
@@ -192,12 +196,12 @@ def _apply(store: Store, rollout_id: str, rule: Redaction, repeats: Repeats) -> 
             connection.execute(update(Rollouts).where(here).values(error=changes.error[0]))
         for seq, error in changes.errors.items():
             connection.execute(update(Outcomes).where(Outcomes.seq == seq).values(error=error))
-        record(connection, REDACTION, rule.told(), counts)
+        record_removal(connection, REDACTION, rule.describe(), counts)
     return counts
 
 
-def _change(rule: Redaction) -> Change:
-    def change(texts: Texts) -> Texts:
+def _change(rule: RedactionRule) -> TextEdit:
+    def change(texts: EditableTexts) -> EditableTexts:
         if texts.request is None and texts.response is None:
             return texts
         fact = Turn(
@@ -205,9 +209,9 @@ def _change(rule: Redaction) -> Change:
             rollout_id="",
             dialect="",
             model="",
-            prompt_token_ids=token_ids(),
-            completion_token_ids=token_ids(),
-            completion_logprobs=logprobs(),
+            prompt_token_ids=token_id_array(),
+            completion_token_ids=token_id_array(),
+            completion_logprobs=logprob_array(),
             policy_versions=(),
             sampling=texts.sampling,
             request=texts.request,
@@ -224,7 +228,9 @@ def _change(rule: Redaction) -> Change:
     return change
 
 
-def _without_tokens(connection: Connection, rollout_id: str, dropped: set[str]) -> list[Told]:
+def _without_tokens(
+    connection: Connection, rollout_id: str, dropped: set[str]
+) -> list[RewrittenTurn]:
     """Of these turns and all that continue one of them: their rows without tokens of their own."""
     columns = (
         Turns.turn_id,
@@ -234,23 +240,23 @@ def _without_tokens(connection: Connection, rollout_id: str, dropped: set[str]) 
     )
     query = select(*columns).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
     contexts: dict[str | None, tuple[int, bytes]] = {None: (0, ContextDigest().value())}
-    without: dict[str, Told] = {}
+    without: dict[str, RewrittenTurn] = {}
     for turn_id, parent_id, length, digest in connection.execute(query):
         if turn_id in dropped or parent_id in without:
             length, digest = contexts[parent_id]
             row = {"prompt_tokens": length, "context_digest": digest, **_NO_TOKENS}
-            without[turn_id] = Told(turn_id, parent_id, turn_id in dropped, row)
+            without[turn_id] = RewrittenTurn(turn_id, parent_id, turn_id in dropped, row)
         contexts[turn_id] = (length, digest)
     return [*without.values()]
 
 
-def _spans(connection: Connection, where: Any, rule: Redaction) -> list[Values]:
+def _spans(connection: Connection, where: Any, rule: RedactionRule) -> list[Values]:
     if "span" not in rule.fields:
         return []
     columns = (Spans.trace_id, Spans.span_id, Spans.name, Spans.attributes)
     rows = []
     for trace_id, span_id, name, attributes in connection.execute(select(*columns).where(where)):
-        fact = SpanEnded(
+        fact = Span(
             trace_id=trace_id,
             span_id=span_id,
             name=name,
@@ -259,7 +265,7 @@ def _spans(connection: Connection, where: Any, rule: Redaction) -> list[Values]:
             attributes=attributes,
         )
         cleaned = rule.clean(fact)
-        assert isinstance(cleaned, SpanEnded)
+        assert isinstance(cleaned, Span)
         if (cleaned.name, cleaned.attributes) != (name, attributes):
             its = {"which": trace_id, "what": span_id}
             rows.append({**its, "name": cleaned.name, "attributes": cleaned.attributes})
@@ -272,20 +278,20 @@ def _write_spans(connection: Connection, rows: list[Values]) -> None:
         connection.execute(update(Spans).where(*its), rows)
 
 
-def _opened(connection: Connection, rollout_id: str, rule: Redaction) -> RolloutOpened | None:
+def _opened(connection: Connection, rollout_id: str, rule: RedactionRule) -> RolloutStarted | None:
     if "task" not in rule.fields:
         return None
     task = connection.scalar(select(Rollouts.task).where(Rollouts.rollout_id == rollout_id))
-    tags = tags_of(connection, [rollout_id])[rollout_id]
+    tags = load_tags(connection, [rollout_id])[rollout_id]
     if task is None and not tags:
         return None
-    fact = RolloutOpened(rollout_id=rollout_id, task=task, tags=tags)
+    fact = RolloutStarted(rollout_id=rollout_id, task=task, tags=tags)
     cleaned = rule.clean(fact)
-    assert isinstance(cleaned, RolloutOpened)
+    assert isinstance(cleaned, RolloutStarted)
     return cleaned if (cleaned.task, dict(cleaned.tags)) != (task, tags) else None
 
 
-def _write_opened(connection: Connection, fact: RolloutOpened) -> None:
+def _write_opened(connection: Connection, fact: RolloutStarted) -> None:
     here = Rollouts.rollout_id == fact.rollout_id
     connection.execute(update(Rollouts).where(here).values(task=fact.task))
     connection.execute(delete(RolloutTags).where(RolloutTags.rollout_id == fact.rollout_id))
@@ -298,7 +304,7 @@ def _write_opened(connection: Connection, fact: RolloutOpened) -> None:
 
 
 def _errors(
-    connection: Connection, rollout_id: str, rule: Redaction
+    connection: Connection, rollout_id: str, rule: RedactionRule
 ) -> tuple[dict[int, str | None], tuple[str | None] | None]:
     """Of every end that was told, and of the one that counts."""
     if "error" not in rule.fields:
@@ -326,7 +332,7 @@ def _errors(
     return errors, (new,)
 
 
-def _loose_spans(store: Store, rule: Redaction, *, dry_run: bool) -> Json:
+def _redact_spans_without_rollout(store: Store, rule: RedactionRule, *, dry_run: bool) -> Json:
     """Spans of no rollout."""
     total: Json = {}
     after = ("", "")
@@ -348,5 +354,5 @@ def _loose_spans(store: Store, rule: Redaction, *, dry_run: bool) -> Json:
             if not dry_run:
                 with store.exclusive() as connection:
                     _write_spans(connection, rows)
-                    record(connection, REDACTION, rule.told(), counts)
-            total = added(total, counts)
+                    record_removal(connection, REDACTION, rule.describe(), counts)
+            total = add_counts(total, counts)

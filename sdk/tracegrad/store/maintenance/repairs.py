@@ -19,35 +19,35 @@ from sqlalchemy import (
 )
 
 from tracegrad.store.databases import clock
-from tracegrad.store.encoding.shared_texts import unused
+from tracegrad.store.encoding.shared_texts import is_unused
 from tracegrad.store.expressions import chunks
-from tracegrad.store.ledger.leases import FREE
+from tracegrad.store.ledger.leases import NO_LEASE
 from tracegrad.store.maintenance.checks_ledger import expired, unconsumed, unknown_keys
-from tracegrad.store.maintenance.checks_secrets import take_out_passwords
+from tracegrad.store.maintenance.checks_secrets import remove_passwords
 from tracegrad.store.maintenance.findings import Finding
-from tracegrad.store.maintenance.removal_log import MENDS, record
+from tracegrad.store.maintenance.removal_log import REPAIRS, record_removal
 from tracegrad.store.models import (
     Base,
     Leases,
     RolloutKeys,
     Rollouts,
-    Texts,
+    SharedTexts,
     TurnLedger,
     Turns,
 )
 from tracegrad.store.store import Store
 
 
-def mend(store: Store) -> Iterator[Finding]:
+def repair(store: Store) -> Iterator[Finding]:
     """Mend, and tell what was. Each kind is one transaction, counted in `removals`."""
-    for check, done, one in _MENDS:
+    for check, done, one in _REPAIRS:
         with store.exclusive() as connection:
             count = one(connection)
             if count:
-                record(connection, MENDS, {"check": check}, {check: count})
+                record_removal(connection, REPAIRS, {"check": check}, {check: count})
         if count:
             message = done.format(count=f"{count:,}")
-            yield Finding(check=check, message=message, mend="", count=count, fixed=True)
+            yield Finding(check=check, message=message, fix="", count=count, fixed=True)
 
 
 def _indexes(connection: Connection) -> int:
@@ -103,7 +103,7 @@ def _consumed(connection: Connection) -> int:
 
 
 def _leases(connection: Connection) -> int:
-    now = clock.time_of(connection)
+    now = clock.server_time(connection)
     connection.execute(
         update(Leases)
         .where(Leases.released_at.is_(None), Leases.leased_until <= now)
@@ -112,7 +112,7 @@ def _leases(connection: Connection) -> int:
         )
         .values(released_at=now)
     )
-    return connection.execute(update(Rollouts).where(expired(now)).values(FREE)).rowcount
+    return connection.execute(update(Rollouts).where(expired(now)).values(NO_LEASE)).rowcount
 
 
 def _keys(connection: Connection) -> int:
@@ -121,10 +121,10 @@ def _keys(connection: Connection) -> int:
 
 
 def _texts(connection: Connection) -> int:
-    return connection.execute(delete(Texts).where(unused())).rowcount
+    return connection.execute(delete(SharedTexts).where(is_unused())).rowcount
 
 
-_MENDS: list[tuple[str, str, Callable[[Connection], int]]] = [
+_REPAIRS: list[tuple[str, str, Callable[[Connection], int]]] = [
     ("schema", "{count} missing indexes were made", _indexes),
     ("orphans", "{count} rollouts that were only spoken of got their row", _bare_rollouts),
     ("orphans", "{count} rows of the ledger whose turn is gone were taken out", _ledger),
@@ -134,7 +134,7 @@ _MENDS: list[tuple[str, str, Callable[[Connection], int]]] = [
     (
         "secrets",
         "the passwords in the settings of {count} steps were taken out",
-        take_out_passwords,
+        remove_passwords,
     ),
     ("texts", "{count} shared texts that no turn wants were taken out", _texts),
 ]

@@ -30,10 +30,15 @@ from sqlalchemy import (
 from tracegrad.events import Json
 from tracegrad.store.databases.upkeep import upkeep_of
 from tracegrad.store.encoding.shared_texts import remove_links, remove_unused
-from tracegrad.store.expressions import SCORED, chunks, training_state
+from tracegrad.store.expressions import SCORED_OUTCOMES, chunks, training_state
 from tracegrad.store.ledger.ledger import LATE
-from tracegrad.store.maintenance.removal_log import ROLLOUTS, added, record
-from tracegrad.store.maintenance.selection import Key, Selection, following, locked
+from tracegrad.store.maintenance.removal_log import ROLLOUTS, add_counts, record_removal
+from tracegrad.store.maintenance.selection import (
+    PageKey,
+    RolloutSelection,
+    lock_next_page,
+    next_page,
+)
 from tracegrad.store.maintenance.sizes import all_bytes, rollout_bytes
 from tracegrad.store.models import (
     Leases,
@@ -50,34 +55,34 @@ from tracegrad.store.models import (
 from tracegrad.store.store import Store
 
 # Rollouts of one transaction, and the bytes of which no more are added: proxies wait for it.
-AT_ONCE, _BYTES_AT_ONCE = 200, 16 << 20
+MAX_ROLLOUTS_PER_TRANSACTION, _BYTES_AT_ONCE = 200, 16 << 20
 _LOOKED_AT = 1000
 
 Progress = Callable[[Json], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
+class RetentionRule:
     """What may go. `max_bytes`: the oldest, until the store takes no more than that."""
 
-    selection: Selection
+    selection: RolloutSelection
     max_bytes: int | None = None
     also_untrained: bool = False
 
     def passes(self) -> Iterator[ColumnElement[bool]]:
         """Of `Rollouts`: what may go, and what only once none of that is left."""
         where = self.selection.where()
-        yield and_(where, done_with())
+        yield and_(where, training_is_done())
         if self.also_untrained:
-            yield and_(where, not_(done_with()))
+            yield and_(where, not_(training_is_done()))
 
-    def told(self) -> Json:
+    def describe(self) -> Json:
         more = {"max_bytes": self.max_bytes, "also_untrained": self.also_untrained or None}
-        return self.selection.told() | {k: v for k, v in more.items() if v is not None}
+        return self.selection.describe() | {k: v for k, v in more.items() if v is not None}
 
 
 @dataclass(frozen=True, slots=True)
-class Preview:
+class PrunePreview:
     """What would go, as `removed` is counted, and how many of the selection would stay because
     training is not done with them, by state."""
 
@@ -86,9 +91,9 @@ class Preview:
     used_bytes: int
 
 
-def done_with() -> ColumnElement[bool]:
+def training_is_done() -> ColumnElement[bool]:
     """Training will not ask for the rollout any more."""
-    never = and_(Rollouts.finished_at.is_not(None), Rollouts.outcome.not_in(SCORED))
+    never = and_(Rollouts.finished_at.is_not(None), Rollouts.outcome.not_in(SCORED_OUTCOMES))
     return or_(Rollouts.consumed_at.is_not(None), never)
 
 
@@ -98,24 +103,28 @@ def used_bytes(store: Store, connection: Connection) -> int:
     return all_bytes(connection) if told is None else told
 
 
-def preview(store: Store, rule: Retention) -> Preview:
+def preview_prune(store: Store, rule: RetentionRule) -> PrunePreview:
     removed: Json = _nothing()
     with store.reading() as connection:
         used = used_bytes(store, connection)
         left = _to_remove(connection, rule, used)
         for where in rule.passes():
-            for state, turns, size in _walk(connection, where):
+            for state, turns, size in _candidates(connection, where):
                 if left is not None and left <= 0:
                     break
                 left = None if left is None else left - size
                 one = {"rollouts": 1, "turns": turns, "by_state": {state: 1}, "bytes": size}
-                removed = added(removed, one)
+                removed = add_counts(removed, one)
         kept = {} if rule.also_untrained else _waiting(connection, rule)
-    return Preview(removed, kept, used)
+    return PrunePreview(removed, kept, used)
 
 
 def prune(
-    store: Store, rule: Retention, *, progress: Progress = lambda _: None, at_once: int = AT_ONCE
+    store: Store,
+    rule: RetentionRule,
+    *,
+    progress: Progress = lambda _: None,
+    at_once: int = MAX_ROLLOUTS_PER_TRANSACTION,
 ) -> Json:
     """Remove them, some at a time. Returns what went: what `removals` has, added up.
 
@@ -125,27 +134,27 @@ def prune(
         left = _to_remove(connection, rule, used_bytes(store, connection))
     total = _nothing()
     for where in rule.passes():
-        after: Key | None = None
+        after: PageKey | None = None
         while left is None or left > 0:
             with store.exclusive() as connection:
-                keys = locked(connection, where, after, at_once)
+                keys = lock_next_page(connection, where, after, at_once)
                 if not keys:
                     break
                 keys = _as_many(connection, keys, left)
                 removed = _remove(connection, [key.rollout_id for key in keys])
-                record(connection, ROLLOUTS, rule.told(), removed)
+                record_removal(connection, ROLLOUTS, rule.describe(), removed)
             after = keys[-1]
-            total = added(total, removed)
+            total = add_counts(total, removed)
             left = None if left is None else left - removed["bytes"]
             progress(total)
-    return added(total, _prune_loose_spans(store, rule, at_once))
+    return add_counts(total, _prune_spans_without_rollout(store, rule, at_once))
 
 
 def _nothing() -> Json:
     return {"rollouts": 0, "turns": 0, "bytes": 0}
 
 
-def _to_remove(connection: Connection, rule: Retention, used: int) -> int | None:
+def _to_remove(connection: Connection, rule: RetentionRule, used: int) -> int | None:
     """How many bytes, in the measure of `rollout_bytes`; None: all that may go."""
     if rule.max_bytes is None:
         return None
@@ -163,16 +172,18 @@ def _state() -> ColumnElement[str]:
     )
 
 
-def _walk(connection: Connection, where: ColumnElement[bool]) -> Iterator[tuple[str, int, int]]:
+def _candidates(
+    connection: Connection, where: ColumnElement[bool]
+) -> Iterator[tuple[str, int, int]]:
     """State, turns and bytes of each, the oldest first."""
-    after: Key | None = None
+    after: PageKey | None = None
     while True:
-        query = following(where, after, _LOOKED_AT).add_columns(
+        query = next_page(where, after, _LOOKED_AT).add_columns(
             _state().label("state"), _turns_of().label("turns"), rollout_bytes().label("size")
         )
         rows = connection.execute(query).all()
         for opened_at, rollout_id, state, turns, size in rows:
-            after = Key(opened_at, rollout_id)
+            after = PageKey(opened_at, rollout_id)
             yield state, int(turns), int(size)
         if len(rows) < _LOOKED_AT:
             return
@@ -183,8 +194,8 @@ def _turns_of() -> ColumnElement[int]:
     return turns.correlate(Rollouts).scalar_subquery()
 
 
-def _waiting(connection: Connection, rule: Retention) -> dict[str, int]:
-    where = and_(rule.selection.where(), not_(done_with()))
+def _waiting(connection: Connection, rule: RetentionRule) -> dict[str, int]:
+    where = and_(rule.selection.where(), not_(training_is_done()))
     return _grouped(connection, select(_state().label("what")).where(where))
 
 
@@ -195,7 +206,7 @@ def _grouped(connection: Connection, each: Select[Any]) -> dict[str, int]:
     return {str(what): count for what, count in connection.execute(query)}
 
 
-def _as_many(connection: Connection, keys: Sequence[Key], left: int | None) -> list[Key]:
+def _as_many(connection: Connection, keys: Sequence[PageKey], left: int | None) -> list[PageKey]:
     """The first that together are so many bytes, and no more than a transaction should remove."""
     room = _BYTES_AT_ONCE if left is None else min(left, _BYTES_AT_ONCE)
     ids = [key.rollout_id for key in keys]
@@ -259,10 +270,14 @@ def _counted(connection: Connection, ids: Sequence[str]) -> Json:
     }
 
 
-def _prune_loose_spans(store: Store, rule: Retention, at_once: int) -> Json:
+def _prune_spans_without_rollout(store: Store, rule: RetentionRule, at_once: int) -> Json:
     """Spans of no rollout, where age alone decides."""
     before = rule.selection.before
-    if before is None or rule.selection != Selection(before=before) or rule.max_bytes is not None:
+    if (
+        before is None
+        or rule.selection != RolloutSelection(before=before)
+        or rule.max_bytes is not None
+    ):
         return {}
     total: Json = {}
     where = and_(Spans.rollout_id.is_(None), Spans.start_ns < round(before * 1e9))
@@ -277,5 +292,5 @@ def _prune_loose_spans(store: Store, rule: Retention, at_once: int) -> Json:
                 for some in chunks(traces)
             )
             removed = {"loose_spans": gone}
-            record(connection, ROLLOUTS, rule.told(), removed)
-        total = added(total, removed)
+            record_removal(connection, ROLLOUTS, rule.describe(), removed)
+        total = add_counts(total, removed)

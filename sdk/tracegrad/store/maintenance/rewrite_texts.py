@@ -13,24 +13,24 @@ from typing import Any
 from sqlalchemy import Connection, Row, bindparam, select, update
 
 from tracegrad.events import Json
-from tracegrad.store.encoding.blobs import json_pieces, pack
-from tracegrad.store.encoding.request_delta import Earlier, share
-from tracegrad.store.encoding.request_fingerprint import Marks
-from tracegrad.store.encoding.request_restore import Rebuilt, rebuild
+from tracegrad.store.encoding.blobs import json_content, pack_blobs
+from tracegrad.store.encoding.request_delta import BaseCandidate, make_delta
+from tracegrad.store.encoding.request_fingerprint import RequestFingerprint
+from tracegrad.store.encoding.request_restore import RestoredRequest, restore_request
 from tracegrad.store.encoding.shared_texts import (
-    Lifting,
-    Placed,
-    Repeats,
+    SharedTextsByTurn,
+    TextExtraction,
+    TextSightings,
     add_links,
     add_texts,
-    placed_texts,
+    load_shared_texts,
     remove_links,
     remove_unused,
-    unpack_raw,
+    unpack_turn_content,
 )
 from tracegrad.store.errors import StoreCorrupt
 from tracegrad.store.models import Turns, TurnTexts
-from tracegrad.store.write.parent_cache import LATEST
+from tracegrad.store.write.parent_cache import RECENT_TURNS
 
 Values = dict[str, Any]
 
@@ -47,7 +47,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class EditableTexts:
     """Of one turn. Requests of one conversation hold the same items: replace, never change."""
 
     turn_id: str
@@ -58,50 +58,50 @@ class Texts:
     sampling: Json
 
 
-Change = Callable[[Texts], Texts]
+TextEdit = Callable[[EditableTexts], EditableTexts]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RewrittenTurn:
     """A turn whose row is to be another one. `changed`: its own texts are."""
 
     turn_id: str
     parent_id: str | None
     changed: bool
     row: Values
-    lifting: Lifting | None = None  # where its texts are told anew
+    extraction: TextExtraction | None = None  # where its texts are told anew
 
 
 @dataclass(slots=True)
 class _Earlier:
     """What the turns read so far mean to later ones."""
 
-    requests: dict[str, Rebuilt] = field(default_factory=dict)  # as they are stored
-    marks: dict[str, Earlier] = field(default_factory=dict)  # as they will be
+    requests: dict[str, RestoredRequest] = field(default_factory=dict)  # as they are stored
+    marks: dict[str, BaseCandidate] = field(default_factory=dict)  # as they will be
     changed: set[str] = field(default_factory=set)  # whose texts will be others
 
-    def candidates(self, texts: Texts) -> list[Earlier]:
-        latest = [*self.marks.values()][: -LATEST - 1 : -1]
+    def candidates(self, texts: EditableTexts) -> list[BaseCandidate]:
+        latest = [*self.marks.values()][: -RECENT_TURNS - 1 : -1]
         parent = self.marks.get(texts.parent_id or "")
         return [parent, *latest] if parent else latest
 
 
-def read_texts(connection: Connection, rollout_id: str) -> Iterator[Texts]:
+def read_texts(connection: Connection, rollout_id: str) -> Iterator[EditableTexts]:
     """In order of capture. Raises StoreCorrupt that names the turn."""
     earlier = _Earlier()
     rows = _rows(connection, rollout_id)
-    placed = placed_texts(connection, [row.turn_id for row in rows])
+    placed = load_shared_texts(connection, [row.turn_id for row in rows])
     for row in rows:
         yield _texts(row, earlier, placed)
 
 
-def tell_anew(
-    connection: Connection, rollout_id: str, change: Change, repeats: Repeats
-) -> Iterator[Told]:
+def rewritten_turns(
+    connection: Connection, rollout_id: str, change: TextEdit, repeats: TextSightings
+) -> Iterator[RewrittenTurn]:
     """The turns whose rows `change` makes other ones. Raises StoreCorrupt that names the turn."""
     earlier = _Earlier()
     rows = _rows(connection, rollout_id)
-    placed = placed_texts(connection, [row.turn_id for row in rows])
+    placed = load_shared_texts(connection, [row.turn_id for row in rows])
     for row in rows:
         old = _texts(row, earlier, placed)
         new = change(old)
@@ -109,26 +109,30 @@ def tell_anew(
         changed = not same or new.sampling != old.sampling
         if same and row.request_base not in earlier.changed:
             if row.request_marks is not None:
-                earlier.marks[row.turn_id] = Earlier(row.turn_id, Marks.decode(row.request_marks))
+                earlier.marks[row.turn_id] = BaseCandidate(
+                    row.turn_id, RequestFingerprint.decode(row.request_marks)
+                )
             if changed:
-                yield Told(row.turn_id, row.parent_id, True, {"sampling": new.sampling})
+                yield RewrittenTurn(row.turn_id, row.parent_id, True, {"sampling": new.sampling})
             continue
         if not same:
             earlier.changed.add(row.turn_id)
-        lifting = Lifting(rollout_id, repeats)
-        yield Told(row.turn_id, row.parent_id, changed, _told(new, earlier, lifting), lifting)
+        lifting = TextExtraction(rollout_id, repeats)
+        yield RewrittenTurn(
+            row.turn_id, row.parent_id, changed, _rewritten_columns(new, earlier, lifting), lifting
+        )
 
 
-def rewrite(connection: Connection, turns: Sequence[Told]) -> None:
+def write_rewritten(connection: Connection, turns: Sequence[RewrittenTurn]) -> None:
     unused: set[bytes] = set()
     for turn in turns:
         statement = update(Turns).where(Turns.turn_id == bindparam("which"))
         connection.execute(statement.values(**turn.row), {"which": turn.turn_id})
-        if turn.lifting is not None:
+        if turn.extraction is not None:
             unused |= remove_links(connection, TurnTexts.turn_id == turn.turn_id)
-            packed = pack([*turn.lifting.texts.values()])
-            add_texts(connection, dict(zip(turn.lifting.texts, packed, strict=True)))
-            add_links(connection, turn.lifting.links(turn.turn_id))
+            packed = pack_blobs([*turn.extraction.texts.values()])
+            add_texts(connection, dict(zip(turn.extraction.texts, packed, strict=True)))
+            add_links(connection, turn.extraction.links(turn.turn_id))
     remove_unused(connection, unused)
 
 
@@ -137,38 +141,42 @@ def _rows(connection: Connection, rollout_id: str) -> Sequence[Row[Any]]:
     return connection.execute(query).all()
 
 
-def _texts(row: Row[Any], earlier: _Earlier, placed: Placed) -> Texts:
+def _texts(row: Row[Any], earlier: _Earlier, placed: SharedTextsByTurn) -> EditableTexts:
     try:
-        request, response = unpack_raw(row, placed)
+        request, response = unpack_turn_content(row, placed)
         if row.request_marks is not None:
             base = earlier.requests.get(row.request_base or "")
             if base is None and row.request_base is not None:
                 raise StoreCorrupt(f"turn {row.request_base}, which it continues, is not stored")
-            rebuilt = rebuild(request, response, row.request_marks, base)
+            rebuilt = restore_request(request, response, row.request_marks, base)
             earlier.requests[row.turn_id] = rebuilt
             request = rebuilt.request
     except StoreCorrupt as error:
         raise StoreCorrupt(f"turn {row.turn_id}: {error}") from error
-    return Texts(row.turn_id, row.parent_id, row.created_at, request, response, dict(row.sampling))
+    return EditableTexts(
+        row.turn_id, row.parent_id, row.created_at, request, response, dict(row.sampling)
+    )
 
 
-def _told(texts: Texts, earlier: _Earlier, lifting: Lifting) -> Values:
+def _rewritten_columns(texts: EditableTexts, earlier: _Earlier, lifting: TextExtraction) -> Values:
     shared, request = None, None
     if texts.request is not None:
-        shared = share(texts.request, texts.response, earlier.candidates(texts))
-        earlier.marks[texts.turn_id] = Earlier(texts.turn_id, Marks.decode(shared.marks))
+        shared = make_delta(texts.request, texts.response, earlier.candidates(texts))
+        earlier.marks[texts.turn_id] = BaseCandidate(
+            texts.turn_id, RequestFingerprint.decode(shared.fingerprint)
+        )
         request = lifting.request(shared.text, whole=shared.base is None)
     return {
         "sampling": texts.sampling,
         "request": _packed(request),
         "response": _packed(lifting.response(texts.response)),
         "request_base": shared.base if shared else None,
-        "request_marks": shared.marks if shared else None,
+        "request_marks": shared.fingerprint if shared else None,
     }
 
 
 def _packed(value: Any) -> bytes | None:
     if value is None:
         return None
-    [blob] = pack([json_pieces(value)])
+    [blob] = pack_blobs([json_content(value)])
     return blob

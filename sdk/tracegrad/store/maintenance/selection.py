@@ -12,7 +12,7 @@ from tracegrad.store.filters import ALL, RolloutFilter
 from tracegrad.store.models import Rollouts, Turns
 
 
-class Key(NamedTuple):
+class PageKey(NamedTuple):
     """A rollout's place in the order."""
 
     opened_at: float
@@ -20,7 +20,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class RolloutSelection:
     """Rollouts that `wanted` describes; with `rollouts` only these, by their whole ids; with
     `before` only those that nothing has happened in since (seconds since the epoch)."""
 
@@ -29,9 +29,9 @@ class Selection:
     before: float | None = None
 
     @property
-    def all(self) -> bool:
+    def matches_all(self) -> bool:
         """Whether nothing is asked."""
-        return self == Selection()
+        return self == RolloutSelection()
 
     def where(self) -> ColumnElement[bool]:
         """Of `Rollouts`."""
@@ -39,19 +39,19 @@ class Selection:
         if self.rollouts:
             asked.append(Rollouts.rollout_id.in_(self.rollouts))
         if self.before is not None:
-            asked.append(last_sign() < self.before)
+            asked.append(last_activity() < self.before)
         return and_(*asked)
 
-    def told(self) -> Json:
+    def describe(self) -> Json:
         """As it was asked for, for `removals`."""
         asked = {**asdict(self.wanted), "rollouts": list(self.rollouts), "before": self.before}
         return {name: value for name, value in asked.items() if value not in (None, {}, [])}
 
 
-EVERYTHING = Selection()
+EVERYTHING = RolloutSelection()
 
 
-def last_sign() -> ColumnElement[float]:
+def last_activity() -> ColumnElement[float]:
     """When a rollout ended; of one that did not, when its last turn was captured."""
     last_turn = (
         select(func.max(Turns.created_at))
@@ -62,7 +62,7 @@ def last_sign() -> ColumnElement[float]:
     return func.coalesce(Rollouts.finished_at, last_turn, Rollouts.opened_at)
 
 
-def following(where: ColumnElement[bool], after: Key | None, limit: int) -> Select[float, str]:
+def next_page(where: ColumnElement[bool], after: PageKey | None, limit: int) -> Select[float, str]:
     """The keys of the next rollouts for which `where` holds."""
     query = select(Rollouts.opened_at, Rollouts.rollout_id).where(where)
     if after is not None:
@@ -70,13 +70,13 @@ def following(where: ColumnElement[bool], after: Key | None, limit: int) -> Sele
     return query.order_by(Rollouts.opened_at, Rollouts.rollout_id).limit(limit)
 
 
-def locked(
-    connection: Connection, where: ColumnElement[bool], after: Key | None, limit: int
-) -> list[Key]:
+def lock_next_page(
+    connection: Connection, where: ColumnElement[bool], after: PageKey | None, limit: int
+) -> list[PageKey]:
     """The next of them that nobody writes to now; nobody can until the transaction ends.
 
     Nothing that refers to a rollout can be added while its row is locked. Rollouts that somebody
     writes to at this moment are passed over, so that neither waits for the other.
     """
-    query = following(where, after, limit).with_for_update(of=Rollouts, skip_locked=True)
-    return [Key(*row) for row in connection.execute(query)]
+    query = next_page(where, after, limit).with_for_update(of=Rollouts, skip_locked=True)
+    return [PageKey(*row) for row in connection.execute(query)]

@@ -8,12 +8,12 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, func, select
 
-from tracegrad.store import RolloutFilter, RolloutRow, Store
+from tracegrad.store import RolloutFilter, RolloutSummary, Store
 from tracegrad.store.expressions import chunks, latest_reward
 from tracegrad.store.models import Rollouts, Turns
 
 
-class Order(StrEnum):
+class RolloutOrder(StrEnum):
     NEWEST = "newest"
     REWARD = "reward"
     TURNS = "turns"
@@ -21,16 +21,18 @@ class Order(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _These(RolloutFilter):
+class _WithIds(RolloutFilter):
     ids: tuple[str, ...]
 
     def where(self) -> ColumnElement[bool]:
         return Rollouts.rollout_id.in_(self.ids)
 
 
-def listed(store: Store, wanted: RolloutFilter, order: Order, limit: int) -> list[RolloutRow]:
+def list_ordered(
+    store: Store, wanted: RolloutFilter, order: RolloutOrder, limit: int
+) -> list[RolloutSummary]:
     """At most `limit`: the newest, or those with the most of what `order` names, first."""
-    if order is Order.NEWEST:
+    if order is RolloutOrder.NEWEST:
         return store.rollouts(wanted, limit=limit)
     # Their ids first: all else is asked for the few that are shown.
     by = _most(order)
@@ -45,7 +47,7 @@ def listed(store: Store, wanted: RolloutFilter, order: Order, limit: int) -> lis
     rows = {
         row.rollout_id: row
         for some in chunks(ids)
-        for row in store.rollouts(_These(ids=tuple(some)), limit=None)
+        for row in store.rollouts(_WithIds(ids=tuple(some)), limit=None)
     }
     return [rows[rollout_id] for rollout_id in ids if rollout_id in rows]
 
@@ -54,8 +56,8 @@ def listed(store: Store, wanted: RolloutFilter, order: Order, limit: int) -> lis
 _NOTHING = -1e308
 
 
-def _most(order: Order) -> ColumnElement[Any]:
-    if order is Order.REWARD:
+def _most(order: RolloutOrder) -> ColumnElement[Any]:
+    if order is RolloutOrder.REWARD:
         return latest_reward()
-    what = func.count() if order is Order.TURNS else func.sum(Turns.completion_tokens)
+    what = func.count() if order is RolloutOrder.TURNS else func.sum(Turns.completion_tokens)
     return select(what).where(Turns.rollout_id == Rollouts.rollout_id).scalar_subquery()

@@ -11,9 +11,9 @@ from rich.text import Text
 from sqlalchemy import Row, Select, Subquery, and_, case, func, literal, select
 
 from tracegrad.cli.render.console import indented, rule
-from tracegrad.cli.render.format import count, one_line
+from tracegrad.cli.render.format import one_line, plural
 from tracegrad.cli.render.rollout_list import short_id_width
-from tracegrad.inspect.reasons import WAITING, Words, fork_words, training_words
+from tracegrad.inspect.reasons import WAITING_TEXTS, ReasonText, fork_text, untrained_text
 from tracegrad.store import RolloutFilter, Store
 from tracegrad.store.expressions import training_state
 from tracegrad.store.ledger.ledger import LATE
@@ -23,7 +23,7 @@ _MARGIN = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class ReasonCount:
     """`example`: the newest rollout that has such turns. `final`: they will never be trained
     (of a fork: true)."""
 
@@ -35,24 +35,24 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class ReasonCounts:
     """`turns == trained + sum of the turns of not_trained`."""
 
     rollouts: int
     turns: int
     trained: int
-    not_trained: list[Counted]  # the most frequent first, like `forks`
-    forks: list[Counted]
+    not_trained: list[ReasonCount]  # the most frequent first, like `forks`
+    forks: list[ReasonCount]
 
 
-def reasons_in(store: Store, wanted: RolloutFilter) -> Counts:
+def count_reasons(store: Store, wanted: RolloutFilter) -> ReasonCounts:
     with store.reading() as connection:
-        fates = connection.execute(_by_fate(wanted)).all()
-        forks = connection.execute(_by_fork(wanted)).all()
+        fates = connection.execute(_not_trained_query(wanted)).all()
+        forks = connection.execute(_forks_query(wanted)).all()
         every = select(func.count()).select_from(Rollouts).where(wanted.where())
         rollouts = connection.scalar(every) or 0
     not_trained = [_counted(row) for row in fates if row.reason is not None]
-    return Counts(
+    return ReasonCounts(
         rollouts=rollouts,
         turns=sum(row.turns for row in fates),
         trained=sum(row.turns for row in fates if row.reason is None),
@@ -61,16 +61,16 @@ def reasons_in(store: Store, wanted: RolloutFilter) -> Counts:
     )
 
 
-def _by_fork(wanted: RolloutFilter) -> Select[Any]:
+def _forks_query(wanted: RolloutFilter) -> Select[Any]:
     query = select(
         Turns.rollout_id, Turns.fork_reason.label("reason"), literal(1).label("final")
     ).where(Turns.fork_reason.is_not(None))
-    if not wanted.all:
+    if not wanted.matches_all:
         query = query.join(Rollouts, Rollouts.rollout_id == Turns.rollout_id).where(wanted.where())
     return _counting(query.subquery())
 
 
-def _by_fate(wanted: RolloutFilter) -> Select[Any]:
+def _not_trained_query(wanted: RolloutFilter) -> Select[Any]:
     """As `reasons.untrained` has it for one turn; without a reason: it was trained."""
     # Once for each rollout: a turn only looks up how its rollout stands.
     stands = (
@@ -85,7 +85,7 @@ def _by_fate(wanted: RolloutFilter) -> Select[Any]:
         else_=stands.c.state,
     )
     undecided = and_(TurnLedger.turn_id.is_(None), Turns.untrainable.is_(None))
-    waits = and_(undecided, stands.c.state.in_(list(WAITING)))
+    waits = and_(undecided, stands.c.state.in_(list(WAITING_TEXTS)))
     final = case((waits, 0), else_=1)
     return _counting(
         select(Turns.rollout_id, reason.label("reason"), final.label("final"))
@@ -105,18 +105,18 @@ def _counting(turns: Subquery) -> Select[Any]:
     ).group_by(turns.c.reason, turns.c.final)
 
 
-def _counted(row: Row[Any]) -> Counted:
-    return Counted(row.reason, bool(row.final), row.turns, row.rollouts, row.example)
+def _counted(row: Row[Any]) -> ReasonCount:
+    return ReasonCount(row.reason, bool(row.final), row.turns, row.rollouts, row.example)
 
 
-def _most_first(found: list[Counted]) -> list[Counted]:
+def _most_first(found: list[ReasonCount]) -> list[ReasonCount]:
     return sorted(found, key=lambda each: (-each.turns, each.reason))
 
 
-def tell_counts(found: Counts, width: int | None) -> Iterator[Text]:
+def render_reason_counts(found: ReasonCounts, width: int | None) -> Iterator[Text]:
     waiting = sum(each.turns for each in found.not_trained if not each.final)
     lost = found.turns - found.trained - waiting
-    line = f"{count(found.turns, 'turn')} in {count(found.rollouts, 'rollout')}: "
+    line = f"{plural(found.turns, 'turn')} in {plural(found.rollouts, 'rollout')}: "
     line += f"{found.trained:,} trained, {lost:,} not, {waiting:,} wait"
     yield from indented(Text(line), margin=0, width=width)
     shown = short_id_width([each.example for each in (*found.not_trained, *found.forks)])
@@ -130,31 +130,31 @@ def tell_counts(found: Counts, width: int | None) -> Iterator[Text]:
         yield Text()
         yield rule(Text(title, style="bold"), width)
         for each in rows:
-            words = fork_words(each.reason) if rows is found.forks else training_words(each.reason)
+            words = fork_text(each.reason) if rows is found.forks else untrained_text(each.reason)
             yield from _tell(each, words, width, shown)
 
 
-def _tell(each: Counted, words: Words, width: int | None, shown: int) -> Iterator[Text]:
+def _tell(each: ReasonCount, words: ReasonText, width: int | None, shown: int) -> Iterator[Text]:
     head = Text.assemble(
         (f"{each.turns:,}", "bold"), (f"  {one_line(each.reason)}", "yellow" if each.final else "")
     )
-    example = f"  in {count(each.rollouts, 'rollout')}, newest {one_line(each.example[:shown])}"
+    example = f"  in {plural(each.rollouts, 'rollout')}, newest {one_line(each.example[:shown])}"
     head.append(example, style="dim")
     yield from indented(head, margin=_MARGIN, width=width)
-    for text, style in ((words.meaning, ""), (words.mend and f"→ {words.mend}", "dim")):
+    for text, style in ((words.meaning, ""), (words.fix and f"→ {words.fix}", "dim")):
         if text:
             yield from indented(Text(text, style=style), margin=_MARGIN + 3, width=width)
 
 
-def counts_object(found: Counts) -> dict[str, Any]:
+def reason_counts_json(found: ReasonCounts) -> dict[str, Any]:
     return {
         **asdict(found),
         "not_trained": [
-            asdict(each) | training_words(each.reason)._asdict() for each in found.not_trained
+            asdict(each) | untrained_text(each.reason)._asdict() for each in found.not_trained
         ],
         "forks": [
             {k: v for k, v in asdict(each).items() if k != "final"}
-            | fork_words(each.reason)._asdict()
+            | fork_text(each.reason)._asdict()
             for each in found.forks
         ],
     }

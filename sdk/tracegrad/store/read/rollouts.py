@@ -8,10 +8,10 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, func, select
 
-from tracegrad.events import Outcome, RewardGiven, RolloutFinished, SpanEnded
+from tracegrad.events import Outcome, Reward, RolloutFinished, Span
 from tracegrad.store.errors import AmbiguousRollout, UnknownRollout
 from tracegrad.store.expressions import (
-    SCORED,
+    SCORED_OUTCOMES,
     begins_with,
     chunks,
     has_tags,
@@ -29,20 +29,20 @@ from tracegrad.store.models import (
     Turns,
     VersionEvents,
 )
-from tracegrad.store.read.turns import turns_of
+from tracegrad.store.read.turns import load_turns
 from tracegrad.store.types import (
     PolicyVersion,
     RewardPoint,
     RolloutDetail,
-    RolloutRow,
+    RolloutSummary,
     TurnCounts,
-    TurnFate,
+    TurnDisposition,
 )
 
 
 def list_rollouts(
     connection: Connection, wanted: RolloutFilter = ALL, *, limit: int | None = 50
-) -> list[RolloutRow]:
+) -> list[RolloutSummary]:
     """The newest first."""
     query = (
         _rollout_query()
@@ -71,11 +71,11 @@ def _rollout_query() -> Select[Any]:
     )
 
 
-def _rollout_rows(connection: Connection, query: Select[Any]) -> list[RolloutRow]:
+def _rollout_rows(connection: Connection, query: Select[Any]) -> list[RolloutSummary]:
     rows = connection.execute(query).all()
-    tags = tags_of(connection, [row.rollout_id for row in rows])
+    tags = load_tags(connection, [row.rollout_id for row in rows])
     return [
-        RolloutRow(
+        RolloutSummary(
             rollout_id=row.rollout_id,
             task_id=row.task_id,
             agent=row.agent,
@@ -95,7 +95,7 @@ def _rollout_rows(connection: Connection, query: Select[Any]) -> list[RolloutRow
     ]
 
 
-def tags_of(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, dict[str, str]]:
+def load_tags(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {rollout_id: {} for rollout_id in rollout_ids}
     for ids in chunks(rollout_ids):
         query = (
@@ -141,20 +141,21 @@ def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
         .where(Turns.rollout_id == rollout_id)
     )
     return RolloutDetail(
-        row=row,
+        summary=row,
         task=connection.scalar(select(Rollouts.task).where(Rollouts.rollout_id == rollout_id)),
-        turns=turns_of(connection, [rollout_id], routes=False)[rollout_id],
-        rewards=rewards_of(connection, [rollout_id])[rollout_id],
-        spans=spans_of(connection, [rollout_id])[rollout_id],
-        fates={
-            turn_id: TurnFate(step, reason) for turn_id, step, reason in connection.execute(fates)
+        turns=load_turns(connection, [rollout_id], expert_routing=False)[rollout_id],
+        rewards=load_rewards(connection, [rollout_id])[rollout_id],
+        spans=load_spans(connection, [rollout_id])[rollout_id],
+        dispositions={
+            turn_id: TurnDisposition(step, reason)
+            for turn_id, step, reason in connection.execute(fates)
         },
     )
 
 
-def rewards_of(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, list[RewardGiven]]:
+def load_rewards(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, list[Reward]]:
     """Every reward event in order of arrival."""
-    found: dict[str, list[RewardGiven]] = {rollout_id: [] for rollout_id in rollout_ids}
+    found: dict[str, list[Reward]] = {rollout_id: [] for rollout_id in rollout_ids}
     names = [column.name for column in Rewards.__table__.columns if column.name != "seq"]
     for ids in chunks(rollout_ids):
         query = (
@@ -163,11 +164,11 @@ def rewards_of(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, 
             .order_by(Rewards.seq)
         )
         for row in connection.execute(query).mappings():
-            found[row["rollout_id"]].append(RewardGiven(**row))
+            found[row["rollout_id"]].append(Reward(**row))
     return found
 
 
-def outcomes_of(
+def load_outcomes(
     connection: Connection, rollout_ids: Sequence[str]
 ) -> dict[str, list[RolloutFinished]]:
     """Every end in order of arrival."""
@@ -181,9 +182,9 @@ def outcomes_of(
     return found
 
 
-def spans_of(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, list[SpanEnded]]:
+def load_spans(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, list[Span]]:
     """By start."""
-    found: dict[str, list[SpanEnded]] = {rollout_id: [] for rollout_id in rollout_ids}
+    found: dict[str, list[Span]] = {rollout_id: [] for rollout_id in rollout_ids}
     for ids in chunks(rollout_ids):
         query = (
             select(*Spans.__table__.columns)
@@ -191,7 +192,7 @@ def spans_of(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, li
             .order_by(Spans.start_ns, Spans.trace_id, Spans.span_id)
         )
         for row in connection.execute(query).mappings():
-            found[row["rollout_id"]].append(SpanEnded(**row))
+            found[row["rollout_id"]].append(Span(**row))
     return found
 
 
@@ -251,7 +252,7 @@ def reward_curve(
         select(Rollouts.finished_at, latest_reward(), version)
         .where(
             Rollouts.finished_at.is_not(None),
-            Rollouts.outcome.in_(SCORED),
+            Rollouts.outcome.in_(SCORED_OUTCOMES),
             latest_reward().is_not(None),
             has_tags(tags or {}),
         )

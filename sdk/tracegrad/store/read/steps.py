@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from sqlalchemy import Select, Text, cast, func, select
 
 from tracegrad.store.models import Rollouts, RolloutTags, Steps, TurnLedger
-from tracegrad.store.read.training_samples import samples_of
+from tracegrad.store.read.training_samples import load_samples
 from tracegrad.store.store import Store
 from tracegrad.store.types import RolloutSample, StepRecord
 
 # Settings and batches are large: a step trains on thousands of rollouts.
-_BRIEF = (
+_SUMMARY_COLUMNS = (
     Steps.step,
     Steps.version,
     Steps.created_at,
@@ -24,7 +24,7 @@ _BRIEF = (
 )
 
 
-class History:
+class StepHistory:
     """For those who look back. Steps without settings and batches, unless one is asked for."""
 
     def __init__(self, store: Store) -> None:
@@ -32,11 +32,11 @@ class History:
 
     def steps(self, limit: int | None = None) -> list[StepRecord]:
         """The last `limit` steps, the oldest of them first."""
-        return self._read(select(*_BRIEF).order_by(Steps.step.desc()).limit(limit))[::-1]
+        return self._read(select(*_SUMMARY_COLUMNS).order_by(Steps.step.desc()).limit(limit))[::-1]
 
-    def since(self, step: int) -> list[StepRecord]:
+    def after(self, step: int) -> list[StepRecord]:
         """The steps after this one, in order."""
-        return self._read(select(*_BRIEF).where(Steps.step > step).order_by(Steps.step))
+        return self._read(select(*_SUMMARY_COLUMNS).where(Steps.step > step).order_by(Steps.step))
 
     def count(self) -> int:
         with self._store.reading() as connection:
@@ -49,11 +49,13 @@ class History:
 
     def before(self, step: int) -> StepRecord | None:
         """The last step before it: whose weights it began with."""
-        query = select(*_BRIEF).where(Steps.step < step).order_by(Steps.step.desc()).limit(1)
+        query = (
+            select(*_SUMMARY_COLUMNS).where(Steps.step < step).order_by(Steps.step.desc()).limit(1)
+        )
         found = self._read(query)
         return found[0] if found else None
 
-    def recorded(self, limit: int) -> set[int]:
+    def steps_with_batch(self, limit: int) -> set[int]:
         """Which of the last `limit` steps say what they were made of."""
         # Nothing is stored as NULL or as JSON's null.
         known = func.length(cast(Steps.batch, Text)) > len("null")
@@ -79,12 +81,12 @@ class History:
         return {step: found.get(step, 0) for step in steps}
 
     def samples(
-        self, rewards: Mapping[str, float], *, routes: bool = True
+        self, rewards: Mapping[str, float], *, expert_routing: bool = True
     ) -> dict[str, RolloutSample]:
         """Finished rollouts by id, with these rewards; removed ones are gone. `routes`: with the
         routed experts of their turns."""
         with self._store.reading() as connection:
-            return samples_of(connection, rewards, routes=routes)
+            return load_samples(connection, rewards, expert_routing=expert_routing)
 
     def splits(self) -> list[str]:
         """The values of the tag `split`, "" first if finished rollouts have none."""

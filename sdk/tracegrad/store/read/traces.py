@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Sequence
 from sqlalchemy import Connection, bindparam, select, update
 from sqlalchemy.orm import aliased
 
-from tracegrad.events import SpanEnded
+from tracegrad.events import Span
 from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Spans, Turns
 
 
-def adopt(connection: Connection, spans: Iterable[SpanEnded]) -> None:
+def adopt_spans(connection: Connection, spans: Iterable[Span]) -> None:
     """Earlier spans of a trace that came before anybody knew its rollout join it now.
 
     Not where spans of the trace are in several rollouts: one of those around them all may be
@@ -50,12 +50,12 @@ def rollouts_of_traces(connection: Connection, trace_ids: Collection[str]) -> li
     return found
 
 
-def calling_spans(connection: Connection, rollout_id: str, *, but: str) -> list[str]:
+def calling_spans(connection: Connection, rollout_id: str, *, except_dialect: str) -> list[str]:
     """The spans that the rollout's turns were called from, but for turns of one dialect."""
     query = select(Turns.parent_span_id).where(
         Turns.rollout_id == rollout_id,
         Turns.parent_span_id.is_not(None),
-        Turns.dialect != but,
+        Turns.dialect != except_dialect,
     )
     return [span_id for span_id in connection.scalars(query) if span_id is not None]
 

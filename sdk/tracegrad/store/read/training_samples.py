@@ -6,19 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from sqlalchemy import Connection, select
 
-from tracegrad.events import UNACKNOWLEDGED, Outcome, RewardGiven, Turn, is_reward
-from tracegrad.store.expressions import MAIN_REWARD, chunks
+from tracegrad.events import UNACKNOWLEDGED, Outcome, Reward, Turn, is_reward
+from tracegrad.store.expressions import MAIN_REWARD_NAME, chunks
 from tracegrad.store.models import Rollouts
-from tracegrad.store.read.rollouts import rewards_of, tags_of
-from tracegrad.store.read.turns import turns_of
+from tracegrad.store.read.rollouts import load_rewards, load_tags
+from tracegrad.store.read.turns import load_turns
 from tracegrad.store.types import RolloutSample
 
 # The name of a reward that marks the turn which decided the outcome.
-DECIDING = "deciding"
+DECIDING_LABEL = "deciding"
 
 
-def samples_of(
-    connection: Connection, rewards: Mapping[str, float], *, routes: bool = True
+def load_samples(
+    connection: Connection, rewards: Mapping[str, float], *, expert_routing: bool = True
 ) -> dict[str, RolloutSample]:
     """Finished rollouts, by id, with the rewards given here; those that are gone are left out.
 
@@ -26,9 +26,9 @@ def samples_of(
     """
     ids = list(rewards)
     samples = {}
-    turns = turns_of(connection, ids, raw=False, routes=routes)
-    events = rewards_of(connection, ids)
-    tags = tags_of(connection, ids)
+    turns = load_turns(connection, ids, raw=False, expert_routing=expert_routing)
+    events = load_rewards(connection, ids)
+    tags = load_tags(connection, ids)
     for some in chunks(ids):
         query = select(
             Rollouts.rollout_id, Rollouts.task_id, Rollouts.agent, Rollouts.outcome
@@ -49,15 +49,15 @@ def samples_of(
     return samples
 
 
-def deciding_turn(events: Iterable[RewardGiven], turns: Sequence[Turn]) -> int | None:
+def deciding_turn(events: Iterable[Reward], turns: Sequence[Turn]) -> int | None:
     """The index of the turn that is marked as the one that decided the outcome, of several the
     last."""
-    marks = turn_rewards(events, turns, name=DECIDING)
+    marks = turn_rewards(events, turns, name=DECIDING_LABEL)
     return max((index for index, value in marks.items() if value > 0), default=None)
 
 
 def turn_rewards(
-    events: Iterable[RewardGiven], turns: Sequence[Turn], *, name: str = MAIN_REWARD
+    events: Iterable[Reward], turns: Sequence[Turn], *, name: str = MAIN_REWARD_NAME
 ) -> dict[int, float]:
     """By index in `turns`, its latest reward of that name; events for turns that are not there
     fall away.
@@ -65,7 +65,7 @@ def turn_rewards(
     `events` come in order of arrival. They count the turns that their giver knows of: a call that
     was refused and made again is one.
     """
-    known = known_to_agent(turns)
+    known = agent_turn_indices(turns)
     latest: dict[int, float] = {}
     for event in events:
         if event.name != name or event.turn is None or not is_reward(event.value):
@@ -75,6 +75,6 @@ def turn_rewards(
     return latest
 
 
-def known_to_agent(turns: Sequence[Turn]) -> list[int]:
+def agent_turn_indices(turns: Sequence[Turn]) -> list[int]:
     """The indices of the turns that `reward(turn=k)` counts."""
     return [i for i, turn in enumerate(turns) if turn.untrainable != UNACKNOWLEDGED]

@@ -17,10 +17,19 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Row, Select, bindparam, select
 from sqlalchemy.orm import aliased
 
-from tracegrad.events import Turn, token_ids
-from tracegrad.store.encoding.blobs import ContextDigest, unpack_ids, unpack_logprobs, unpack_routes
-from tracegrad.store.encoding.request_restore import Rebuilt, rebuild
-from tracegrad.store.encoding.shared_texts import Placed, placed_texts, unpack_raw
+from tracegrad.events import Turn, token_id_array
+from tracegrad.store.encoding.blobs import (
+    ContextDigest,
+    unpack_ids,
+    unpack_logprobs,
+    unpack_routing,
+)
+from tracegrad.store.encoding.request_restore import RestoredRequest, restore_request
+from tracegrad.store.encoding.shared_texts import (
+    SharedTextsByTurn,
+    load_shared_texts,
+    unpack_turn_content,
+)
 from tracegrad.store.errors import StoreCorrupt
 from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Turns
@@ -31,7 +40,7 @@ T = TypeVar("T")
 # threads that read would spend their time on passing it around: three quarters of it with 64.
 _one_at_a_time = threading.Lock()
 
-_ROUTES = (Turns.routed_experts,)
+_EXPERT_ROUTING = (Turns.routed_experts,)
 _RAW = (Turns.request, Turns.response, Turns.request_base, Turns.request_marks)
 _COLUMNS = (
     Turns.turn_id,
@@ -56,14 +65,16 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Context:
+class _TokenContext:
     """The tokens that a turn's children begin with: the first `length` of `ids`."""
 
     ids: array[int]
     length: int
     digest: ContextDigest
 
-    def followed(self, delta: array[int], completion: array[int]) -> tuple[array[int], _Context]:
+    def extended(
+        self, delta: array[int], completion: array[int]
+    ) -> tuple[array[int], _TokenContext]:
         """The prompt of a child, and its context.
 
         The first child's tokens are put behind these; other children start from a copy.
@@ -73,42 +84,48 @@ class _Context:
         prompt = ids[:]
         ids.extend(completion)
         digest = self.digest.copy().add(delta).add(completion)
-        return prompt, _Context(ids, len(ids), digest)
+        return prompt, _TokenContext(ids, len(ids), digest)
 
 
 @dataclass(frozen=True, slots=True)
-class _Earlier:
+class _RestoredSoFar:
     """What is known of the turns of a rollout that were read already, by id."""
 
-    contexts: dict[str, _Context] = field(default_factory=dict)
-    requests: dict[str, Rebuilt] = field(default_factory=dict)
+    contexts: dict[str, _TokenContext] = field(default_factory=dict)
+    requests: dict[str, RestoredRequest] = field(default_factory=dict)
 
 
-def turns_of(
-    connection: Connection, rollout_ids: Sequence[str], *, raw: bool = True, routes: bool = True
+def load_turns(
+    connection: Connection,
+    rollout_ids: Sequence[str],
+    *,
+    raw: bool = True,
+    expert_routing: bool = True,
 ) -> dict[str, list[Turn]]:
     """The turns of each rollout in order of capture; `raw` asks for requests and responses,
     `routes` for `routed_experts`, of which a turn may have megabytes."""
     found: dict[str, list[Turn]] = {rollout_id: [] for rollout_id in rollout_ids}
     for ids in chunks(rollout_ids):
-        rows = connection.execute(_OF_ROLLOUTS[raw, routes], {"ids": ids}).all()
-        placed = _placed(connection, rows, raw)
+        rows = connection.execute(_OF_ROLLOUTS[raw, expert_routing], {"ids": ids}).all()
+        placed = _shared_texts(connection, rows, raw)
         for rollout_id, of_rollout in groupby(rows, attrgetter("rollout_id")):
-            found[rollout_id] = _rebuild(of_rollout, placed, routes=routes)
+            found[rollout_id] = _restore_turns(of_rollout, placed, routes=expert_routing)
     return found
 
 
 def find_turn(
-    connection: Connection, turn_id: str, *, raw: bool = True, routes: bool = True
+    connection: Connection, turn_id: str, *, raw: bool = True, expert_routing: bool = True
 ) -> Turn | None:
-    rows = connection.execute(_WITH_NEEDED[raw, routes], {"id": turn_id}).all()
-    turns = _rebuild(rows, _placed(connection, rows, raw), routes=routes)
+    rows = connection.execute(_WITH_ANCESTORS[raw, expert_routing], {"id": turn_id}).all()
+    turns = _restore_turns(rows, _shared_texts(connection, rows, raw), routes=expert_routing)
     return turns[-1] if turns else None
 
 
-def _placed(connection: Connection, rows: Sequence[Row[Any]], raw: bool) -> Placed | None:
+def _shared_texts(
+    connection: Connection, rows: Sequence[Row[Any]], raw: bool
+) -> SharedTextsByTurn | None:
     """Texts that the turns share with other rollouts; None where none are asked for."""
-    return placed_texts(connection, [row.turn_id for row in rows]) if raw else None
+    return load_shared_texts(connection, [row.turn_id for row in rows]) if raw else None
 
 
 def _of_rollouts(raw: bool, routes: bool) -> Select[Any]:
@@ -116,7 +133,7 @@ def _of_rollouts(raw: bool, routes: bool) -> Select[Any]:
     return _select(raw, routes).where(wanted).order_by(Turns.rollout_id, Turns.seq)
 
 
-def _with_needed(raw: bool, routes: bool) -> Select[Any]:
+def _with_ancestors(raw: bool, routes: bool) -> Select[Any]:
     """A turn after all those that it is told by."""
     turn = select(Turns.turn_id, Turns.parent_id, Turns.request_base)
     chain = turn.where(Turns.turn_id == bindparam("id")).cte("chain", recursive=True)
@@ -132,20 +149,22 @@ def _with_needed(raw: bool, routes: bool) -> Select[Any]:
 
 
 def _select(raw: bool, routes: bool) -> Select[Any]:
-    return select(*_COLUMNS, *(_RAW if raw else ()), *(_ROUTES if routes else ()))
+    return select(*_COLUMNS, *(_RAW if raw else ()), *(_EXPERT_ROUTING if routes else ()))
 
 
 # Built once: making a statement costs more than running it.
 _ASKED = [*product((False, True), repeat=2)]  # raw, routes
 _OF_ROLLOUTS = {asked: _of_rollouts(*asked) for asked in _ASKED}
-_WITH_NEEDED = {asked: _with_needed(*asked) for asked in _ASKED}
+_WITH_ANCESTORS = {asked: _with_ancestors(*asked) for asked in _ASKED}
 
 
-def _rebuild(rows: Iterable[Row[Any]], placed: Placed | None, *, routes: bool) -> list[Turn]:
+def _restore_turns(
+    rows: Iterable[Row[Any]], placed: SharedTextsByTurn | None, *, routes: bool
+) -> list[Turn]:
     """`rows` are of one rollout, and hold every parent and every base before those who need it.
 
     Without `placed` requests and responses are left out, without `routes` routed experts."""
-    earlier = _Earlier()
+    earlier = _RestoredSoFar()
     turns = []
     with _one_at_a_time:
         for row in rows:
@@ -156,13 +175,15 @@ def _rebuild(rows: Iterable[Row[Any]], placed: Placed | None, *, routes: bool) -
     return turns
 
 
-def _turn(row: Row[Any], earlier: _Earlier, placed: Placed | None, *, routes: bool) -> Turn:
+def _turn(
+    row: Row[Any], earlier: _RestoredSoFar, placed: SharedTextsByTurn | None, *, routes: bool
+) -> Turn:
     completion = unpack_ids(row.completion)
     if row.parent_id is None:
-        parent = _Context(token_ids(), 0, ContextDigest())
+        parent = _TokenContext(token_id_array(), 0, ContextDigest())
     else:
-        parent = _needed(earlier.contexts, row.parent_id)
-    prompt, context = parent.followed(unpack_ids(row.delta), completion)
+        parent = _require(earlier.contexts, row.parent_id)
+    prompt, context = parent.extended(unpack_ids(row.delta), completion)
     if context.digest.value() != row.context_digest:
         raise StoreCorrupt("its tokens are not the ones that were stored")
     earlier.contexts[row.turn_id] = context
@@ -189,21 +210,23 @@ def _turn(row: Row[Any], earlier: _Earlier, placed: Placed | None, *, routes: bo
         response=response,
         state_key=row.state_key,
         observation=row.observation,
-        routed_experts=unpack_routes(row.routed_experts) if routes else None,
+        routed_experts=unpack_routing(row.routed_experts) if routes else None,
         created_at=row.created_at,
     )
 
 
-def _texts(row: Row[Any], requests: dict[str, Rebuilt], placed: Placed) -> tuple[Any, Any]:
-    request, response = unpack_raw(row, placed)
+def _texts(
+    row: Row[Any], requests: dict[str, RestoredRequest], placed: SharedTextsByTurn
+) -> tuple[Any, Any]:
+    request, response = unpack_turn_content(row, placed)
     if row.request_marks is None:
         return request, response
-    base = _needed(requests, row.request_base) if row.request_base is not None else None
-    requests[row.turn_id] = rebuilt = rebuild(request, response, row.request_marks, base)
+    base = _require(requests, row.request_base) if row.request_base is not None else None
+    requests[row.turn_id] = rebuilt = restore_request(request, response, row.request_marks, base)
     return rebuilt.request, response
 
 
-def _needed(earlier: Mapping[str, T], turn_id: str) -> T:
+def _require(earlier: Mapping[str, T], turn_id: str) -> T:
     if turn_id not in earlier:
         raise StoreCorrupt(f"turn {turn_id}, which it continues, is not stored")
     return earlier[turn_id]

@@ -13,26 +13,26 @@ from tracegrad.events import (
     OVER_LENGTH,
     REWARD_RANGE,
     UNACKNOWLEDGED,
-    Fact,
+    Event,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
-    SpanEnded,
+    RolloutStarted,
+    Span,
     Turn,
     is_reward,
 )
 from tracegrad.store.databases import Conflict, insert_new
 from tracegrad.store.encoding.shared_texts import add_links, add_texts
-from tracegrad.store.errors import FactRefused
+from tracegrad.store.errors import EventRejected
 from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Outcomes, Rewards, Rollouts, RolloutTags, Spans, Turns
-from tracegrad.store.read.traces import adopt
-from tracegrad.store.write.parent_cache import Context, Known, stored
-from tracegrad.store.write.turn_rows import Rows, Values, turn_rows
+from tracegrad.store.read.traces import adopt_spans
+from tracegrad.store.write.parent_cache import KnownParents, ParentInfo, load_parents
+from tracegrad.store.write.turn_rows import ColumnValues, TurnRows, make_turn_rows
 
 # PostgreSQL's indexes take rows of 2,700 bytes; one of ours holds a tag and its rollout's id.
-_MOST_OF_ID, _MOST_OF_NAME = 512, 2048  # bytes
+_MAX_ID_LENGTH, _MAX_NAME_LENGTH = 512, 2048  # bytes
 
 # Built once: making a statement costs more than running it.
 _HELD = (
@@ -47,66 +47,66 @@ _FINISHING = update(Rollouts).where(
 )
 
 
-class TurnKnown(Conflict):
+class TurnAlreadyStored(Conflict):
     """A turn that was to be new is stored already."""
 
 
 @dataclass
-class Batch:
+class EventBatch:
     """Facts by kind, in order; of turns with the same id the first."""
 
     first_seen: dict[str, float] = field(default_factory=dict)
-    opened: list[RolloutOpened] = field(default_factory=list)
+    opened: list[RolloutStarted] = field(default_factory=list)
     finished: list[RolloutFinished] = field(default_factory=list)
-    rewards: list[RewardGiven] = field(default_factory=list)
-    spans: list[SpanEnded] = field(default_factory=list)
+    rewards: list[Reward] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     turns: dict[str, Turn] = field(default_factory=dict)
 
-    def saw(self, rollout_id: str, at: float) -> None:
+    def note_rollout(self, rollout_id: str, at: float) -> None:
         if not rollout_id:
-            raise FactRefused("rollout_id: it is empty")
+            raise EventRejected("rollout_id: it is empty")
         check_length("rollout_id", rollout_id)
         self.first_seen[rollout_id] = min(at, self.first_seen.get(rollout_id, at))
 
 
-def sort_facts(facts: Iterable[Fact]) -> Batch:
+def sort_events(facts: Iterable[Event]) -> EventBatch:
     """Raises `FactRefused` for a fact without a rollout's name, or with names that are too long."""
-    batch = Batch()
+    batch = EventBatch()
     for fact in facts:
         match fact:
-            case RolloutOpened():
-                batch.saw(fact.rollout_id, fact.opened_at)
-                check_length("task_id", fact.task_id or "", _MOST_OF_NAME)
+            case RolloutStarted():
+                batch.note_rollout(fact.rollout_id, fact.opened_at)
+                check_length("task_id", fact.task_id or "", _MAX_NAME_LENGTH)
                 for key, value in fact.tags.items():
-                    check_length(f"tags: {key!r:.40}", f"{key}{value}", _MOST_OF_NAME)
+                    check_length(f"tags: {key!r:.40}", f"{key}{value}", _MAX_NAME_LENGTH)
                 batch.opened.append(fact)
             case RolloutFinished():
-                batch.saw(fact.rollout_id, _ended_at(fact))
+                batch.note_rollout(fact.rollout_id, _ended_at(fact))
                 batch.finished.append(fact)
-            case RewardGiven():
-                batch.saw(fact.rollout_id, fact.created_at)
+            case Reward():
+                batch.note_rollout(fact.rollout_id, fact.created_at)
                 check_length("reward_id", fact.reward_id)
                 batch.rewards.append(fact)
-            case SpanEnded():
+            case Span():
                 if fact.rollout_id is not None:
-                    batch.saw(fact.rollout_id, min(fact.start_ns / 1e9, time.time()))
+                    batch.note_rollout(fact.rollout_id, min(fact.start_ns / 1e9, time.time()))
                 check_length("trace_id", fact.trace_id)
                 check_length("span_id", fact.span_id)
                 batch.spans.append(fact)
             case Turn():
-                batch.saw(fact.rollout_id, fact.created_at)
+                batch.note_rollout(fact.rollout_id, fact.created_at)
                 check_length("turn_id", fact.turn_id)
                 batch.turns.setdefault(fact.turn_id, fact)
     return batch
 
 
-def check_length(field: str, name: str, most: int = _MOST_OF_ID) -> None:
+def check_length(field: str, name: str, most: int = _MAX_ID_LENGTH) -> None:
     """Of what is looked up in an index. Raises `FactRefused`."""
     if len(name) * 4 > most and (length := len(name.encode("utf-8", "replace"))) > most:
-        raise FactRefused(f"{field}: {length} bytes; give at most {most}")
+        raise EventRejected(f"{field}: {length} bytes; give at most {most}")
 
 
-def add_rollouts(connection: Connection, batch: Batch, rollout_ids: Iterable[str]) -> None:
+def add_rollouts(connection: Connection, batch: EventBatch, rollout_ids: Iterable[str]) -> None:
     """Those that are not stored yet, bare. In order: who adds some of them too waits, instead of
     being waited for."""
     _insert(
@@ -119,32 +119,34 @@ def add_rollouts(connection: Connection, batch: Batch, rollout_ids: Iterable[str
     )
 
 
-def hold_rollouts(connection: Connection, rollout_ids: Iterable[str]) -> None:
+def lock_rollouts(connection: Connection, rollout_ids: Iterable[str]) -> None:
     """Nobody else changes them, or adds turns to them, until the transaction ends."""
     for ids in chunks(sorted(rollout_ids)):
         query = select(Rollouts.rollout_id).where(Rollouts.rollout_id.in_(ids))
         connection.execute(query.order_by(Rollouts.rollout_id).with_for_update())
 
 
-def rows_by_what_is_stored(connection: Connection, batch: Batch) -> tuple[Rows, dict[str, Context]]:
+def rows_from_store(
+    connection: Connection, batch: EventBatch
+) -> tuple[TurnRows, dict[str, ParentInfo]]:
     """The rows of the batch's turns that are new, and the stored ones among its turns and their
     parents. Its rollouts are there, and held, from here to the end of the transaction.
 
     Raises FactRefused for a turn that contradicts its parent.
     """
     add_rollouts(connection, batch, batch.first_seen)
-    hold_rollouts(connection, batch.first_seen)
-    known = stored(connection, batch.turns)
+    lock_rollouts(connection, batch.first_seen)
+    known = load_parents(connection, batch.turns)
     new = [turn for turn_id, turn in batch.turns.items() if turn_id not in known]
-    known |= stored(connection, {turn.parent_id for turn in new if turn.parent_id})
-    rows, _ = turn_rows(new, Known(known))
+    known |= load_parents(connection, {turn.parent_id for turn in new if turn.parent_id})
+    rows, _ = make_turn_rows(new, KnownParents(known))
     return rows, known
 
 
 def write_batch(
     connection: Connection,
-    batch: Batch,
-    rows: Rows,
+    batch: EventBatch,
+    rows: TurnRows,
     new_rollouts: Iterable[str],
 ) -> None:
     """`rows` are those of the batch's turns that are new (`turn_rows.turn_rows`),
@@ -154,17 +156,17 @@ def write_batch(
     """
     add_rollouts(connection, batch, new_rollouts)
     changed = {f.rollout_id for f in batch.opened} | {f.rollout_id for f in batch.finished}
-    bare = _bare(connection, changed)
+    bare = _lock_unopened(connection, changed)
     _open(connection, batch.opened, bare)
     if _insert(connection, Turns, rows.turns) != len(rows.turns):
-        raise TurnKnown("turns of the batch are being written by others too; try again")
+        raise TurnAlreadyStored("turns of the batch are being written by others too; try again")
     # After the turns: who waits for a rollout holds no text that others wait for.
     add_texts(connection, rows.texts)
     add_links(connection, rows.links)
     _finish(connection, batch.finished)
     _reward(connection, batch.rewards)
     _insert(connection, Spans, [_span_row(span) for span in batch.spans])
-    adopt(connection, batch.spans)
+    adopt_spans(connection, batch.spans)
 
 
 def mark_unacknowledged(connection: Connection, turn_ids: Sequence[str]) -> int:
@@ -188,7 +190,7 @@ def clear_unacknowledged(connection: Connection, turn_ids: Sequence[str]) -> lis
     return cleared
 
 
-def _insert(connection: Connection, table: Any, rows: Sequence[Values]) -> int:
+def _insert(connection: Connection, table: Any, rows: Sequence[ColumnValues]) -> int:
     """How many were new."""
     if not rows:
         return 0
@@ -199,7 +201,7 @@ def _insert(connection: Connection, table: Any, rows: Sequence[Values]) -> int:
     ).rowcount
 
 
-def _bare(connection: Connection, rollout_ids: Iterable[str]) -> set[str]:
+def _lock_unopened(connection: Connection, rollout_ids: Iterable[str]) -> set[str]:
     """Those without an opening. All of them are held, in order: others that open or end some of
     them wait, and then see what we wrote."""
     bare: set[str] = set()
@@ -209,7 +211,7 @@ def _bare(connection: Connection, rollout_ids: Iterable[str]) -> set[str]:
     return bare
 
 
-def _open(connection: Connection, facts: Sequence[RolloutOpened], bare: set[str]) -> None:
+def _open(connection: Connection, facts: Sequence[RolloutStarted], bare: set[str]) -> None:
     # Of several openings of one rollout the first counts, here and in the table.
     first = {fact.rollout_id: fact for fact in reversed(facts)}
     new = [fact for fact in first.values() if fact.rollout_id in bare]
@@ -299,7 +301,7 @@ def _over_length(connection: Connection, rollout_ids: Sequence[str]) -> set[str]
     return full
 
 
-def _reward(connection: Connection, facts: Sequence[RewardGiven]) -> None:
+def _reward(connection: Connection, facts: Sequence[Reward]) -> None:
     rows = [_reward_row(fact) for fact in facts]
     if _insert(connection, Rewards, rows) == len(rows):
         return
@@ -309,15 +311,15 @@ def _reward(connection: Connection, facts: Sequence[RewardGiven]) -> None:
         query = select(Rewards.reward_id, Rewards.rollout_id).where(Rewards.reward_id.in_(ids))
         for reward_id, rollout_id in connection.execute(query):
             if whose[reward_id] != rollout_id:
-                raise FactRefused(
+                raise EventRejected(
                     f"reward_id: {reward_id} is a reward of rollout {rollout_id}; give the one of"
                     f" rollout {whose[reward_id]} another id"
                 )
 
 
-def _reward_row(fact: RewardGiven) -> Values:
+def _reward_row(fact: Reward) -> ColumnValues:
     if not is_reward(fact.value):
-        raise FactRefused(
+        raise EventRejected(
             f"value: reward {fact.name!r} of rollout {fact.rollout_id} is {fact.value}; "
             f"give {REWARD_RANGE}"
         )
@@ -338,10 +340,10 @@ def _reward_row(fact: RewardGiven) -> Values:
 
 def _check_integer(field: str, value: int) -> None:
     if not -(2**63) <= value < 2**63:
-        raise FactRefused(f"{field}: {value} is more than 64 bits")
+        raise EventRejected(f"{field}: {value} is more than 64 bits")
 
 
-def _span_row(fact: SpanEnded) -> Values:
+def _span_row(fact: Span) -> ColumnValues:
     _check_integer("start_ns", fact.start_ns)
     _check_integer("end_ns", fact.end_ns)
     return {

@@ -28,21 +28,21 @@ from typing import NamedTuple, Self
 
 from sqlalchemy import Connection
 
-from tracegrad.events import Fact, Turn
+from tracegrad.events import Event, Turn
 from tracegrad.store.errors import StoreBusy, StoreUnavailable
 from tracegrad.store.store import Store
 from tracegrad.store.write.events import clear_unacknowledged, mark_unacknowledged
-from tracegrad.store.write.memory import size_of
+from tracegrad.store.write.memory import estimate_bytes
 
 log = logging.getLogger("tracegrad.store")
 
 # So many submissions at most share a transaction: bounds what one commit may lose or delay.
-_MOST = 512
+_MAX_BATCH = 512
 # What waits or is being written, in all. More is refused at once instead of filling the memory.
 MAX_SUBMISSIONS = 4096
 MAX_BYTES = 256 << 20
 # Between two attempts to mark turns of which nobody knows whether they are stored.
-_DOUBT_S = 0.5
+_UNCERTAIN_RETRY_S = 0.5
 _TOO_LATE = "its caller had given up before it was stored"
 
 
@@ -61,13 +61,15 @@ class Submission(Future[None]):
     none of its turns will be trained.
     """
 
-    def __init__(self, facts: Sequence[Fact] = (), writer: Writer | None = None) -> None:
+    def __init__(
+        self, facts: Sequence[Event] = (), writer: GroupCommitWriter | None = None
+    ) -> None:
         super().__init__()
         # A future that runs cannot be cancelled: the thread is free to resolve it.
         self.set_running_or_notify_cancel()
         self.facts = tuple(facts)
         self._writer = writer
-        self._size = sum(map(size_of, self.facts)) if writer is not None else 0
+        self._size = sum(map(estimate_bytes, self.facts)) if writer is not None else 0
         self._stage = _Stage.WAITING
         self._given_up = self._abandoned = False
 
@@ -85,7 +87,7 @@ class Submission(Future[None]):
         return [fact.turn_id for fact in self.facts if isinstance(fact, Turn)]
 
 
-class Load(NamedTuple):
+class WriterLoad(NamedTuple):
     """What a writer has to do, and what it could not do so far."""
 
     submissions: int  # that wait, or are being written
@@ -94,7 +96,7 @@ class Load(NamedTuple):
     unacknowledged: int  # turns that were stored after their callers had given up
 
 
-class Writer:
+class GroupCommitWriter:
     """Writes facts to a store from one thread of its own.
 
     While one transaction commits, submissions gather; the next takes them all. The disk's
@@ -123,7 +125,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="tracegrad-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, facts: Sequence[Fact]) -> Submission:
+    def submit(self, facts: Sequence[Event]) -> Submission:
         """Raises `StoreBusy` at once when too much waits, StoreUnavailable after `close`.
 
         Cancelling a submission does not take it back: see `Submission.withdraw`.
@@ -144,9 +146,9 @@ class Writer:
             self._queue.put(submission)
         return submission
 
-    def load(self) -> Load:
+    def load(self) -> WriterLoad:
         with self._lock:
-            return Load(self._held, self._held_bytes, self._refused, self._unacknowledged)
+            return WriterLoad(self._held, self._held_bytes, self._refused, self._unacknowledged)
 
     def close(self) -> None:
         """Write what was submitted, then stop. The store stays open."""
@@ -172,7 +174,7 @@ class Writer:
     def _withdraw(self, submission: Submission, reason: str) -> None:
         with self._lock:
             if submission._stage is _Stage.WAITING:
-                self._let_go(submission)
+                self._release(submission)
             elif submission._stage is _Stage.WRITING:
                 submission._stage = _Stage.WITHDRAWN
             else:
@@ -185,7 +187,7 @@ class Writer:
             submission._given_up = submission._abandoned = True
             return submission._stage is _Stage.COMMITTING
 
-    def _let_go(self, submission: Submission) -> None:
+    def _release(self, submission: Submission) -> None:
         """With the lock held."""
         submission._stage = _Stage.SETTLED
         submission.facts = ()
@@ -198,10 +200,10 @@ class Writer:
         open_ = True
         while open_:
             batch, open_ = self._gather()
-            self._mark_doubtful()
+            self._mark_uncertain()
             if batch:
                 self._write(batch)
-        self._mark_doubtful()
+        self._mark_uncertain()
 
     def _gather(self) -> tuple[list[Submission], bool]:
         """What waits now; at least one submission, unless something is in doubt. False after the
@@ -212,7 +214,7 @@ class Writer:
                 if batch:
                     item = self._queue.get_nowait()
                 else:
-                    item = self._queue.get(timeout=_DOUBT_S if self._doubtful else None)
+                    item = self._queue.get(timeout=_UNCERTAIN_RETRY_S if self._doubtful else None)
             except queue.Empty:
                 return batch, True
             if item is None:
@@ -222,7 +224,7 @@ class Writer:
                     continue
                 item._stage = _Stage.WRITING
             batch.append(item)
-            if len(batch) == _MOST:
+            if len(batch) == _MAX_BATCH:
                 return batch, True
 
     def _write(self, batch: list[Submission]) -> None:
@@ -285,22 +287,22 @@ class Writer:
                     done.append(submission)
             acknowledged = _turn_ids(done)
             for submission in batch:
-                self._let_go(submission)
+                self._release(submission)
         self._doubtful -= acknowledged
         for submission in done:
             submission.set_result(None)
         _fail(late, StoreUnavailable(_TOO_LATE))
-        self._mark_doubtful()
+        self._mark_uncertain()
 
     def _failed(self, batch: list[Submission], error: Exception) -> None:
         if isinstance(error, StoreUnavailable):
             self._doubtful |= self._sent
         with self._lock:
             for submission in batch:
-                self._let_go(submission)
+                self._release(submission)
         _fail(batch, error)
 
-    def _mark_doubtful(self) -> None:
+    def _mark_uncertain(self) -> None:
         if not self._doubtful:
             return
         try:

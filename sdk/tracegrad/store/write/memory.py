@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from tracegrad.events import Fact
+from tracegrad.events import Event
 
 # Bytes of a value that holds no text; what is said of a fact with more values than are looked at.
 _VALUE = 64
@@ -15,7 +15,7 @@ _MOST_VALUES = 20_000
 _LARGE = 16 << 20
 
 
-def size_of(fact: Fact) -> int:
+def estimate_bytes(fact: Event) -> int:
     """In bytes. Texts and token arrays count as long as they are, everything else alike."""
     size, looked_at = 0, 0
     todo: list[Any] = [getattr(fact, each.name) for each in fields(fact)]

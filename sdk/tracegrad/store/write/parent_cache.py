@@ -19,102 +19,102 @@ from itertools import islice
 from sqlalchemy import Connection, bindparam, func, select
 
 from tracegrad.events import Turn
-from tracegrad.store.encoding.shared_texts import Repeats
+from tracegrad.store.encoding.shared_texts import TextSightings
 from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Removals, Turns
 
 # Turns in memory (about 600 bytes each), and how many of one rollout.
-_MOST = 20_000
-_MOST_OF_ROLLOUT = 256
+_MAX_TURNS = 20_000
+_MAX_TURNS_PER_ROLLOUT = 256
 # A request is compared with those of so many earlier turns of its rollout.
-LATEST = 8
+RECENT_TURNS = 8
 
-Reading = Callable[[], AbstractContextManager[Connection]]
+OpenReading = Callable[[], AbstractContextManager[Connection]]
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class ParentInfo:
     """A child's prompt begins with so many tokens of this digest, in this rollout."""
 
     turn_id: str
     rollout_id: str
     tokens: int
     digest: bytes
-    marks: bytes | None  # of its request; None where it cannot tell another one
+    fingerprint: bytes | None  # of its request; None where it cannot tell another one
 
 
 @dataclass(slots=True)
-class Known:
+class KnownParents:
     """What some turns to be written may refer to."""
 
-    turns: dict[str, Context] = field(default_factory=dict)  # by id
+    turns: dict[str, ParentInfo] = field(default_factory=dict)  # by id
     # By rollout, the newest first: what a turn without a parent may be told by.
-    latest: dict[str, list[Context]] = field(default_factory=dict)
-    repeats: Repeats = field(default_factory=Repeats)
+    recent: dict[str, list[ParentInfo]] = field(default_factory=dict)
+    sightings: TextSightings = field(default_factory=TextSightings)
     as_of: int = 0  # true while this is the last removal
 
 
-class Contexts:
+class ParentCache:
     """Safe to use from many threads."""
 
-    def __init__(self, most: int = _MOST) -> None:
+    def __init__(self, most: int = _MAX_TURNS) -> None:
         self._most = most
         self._lock = threading.Lock()
-        self._rollouts: OrderedDict[str, dict[str, Context]] = OrderedDict()
+        self._rollouts: OrderedDict[str, dict[str, ParentInfo]] = OrderedDict()
         self.size = 0  # turns in memory
         self._as_of = 0
-        self._repeats = Repeats()
+        self._sightings = TextSightings()
 
-    def known(self, turns: Iterable[Turn], reading: Reading) -> Known:
-        known = Known(repeats=self._repeats)
+    def lookup(self, turns: Iterable[Turn], reading: OpenReading) -> KnownParents:
+        known = KnownParents(sightings=self._sightings)
         missing = set()
         with self._lock:
             known.as_of = self._as_of
             for turn in turns:
                 mine = self._rollouts.get(turn.rollout_id, {})
                 if turn.parent_id is None:
-                    known.latest[turn.rollout_id] = [*islice(reversed(mine.values()), LATEST)]
+                    known.recent[turn.rollout_id] = [*islice(reversed(mine.values()), RECENT_TURNS)]
                 elif turn.parent_id in mine:
                     known.turns[turn.parent_id] = mine[turn.parent_id]
                 else:
                     missing.add(turn.parent_id)
         if missing:
             with reading() as connection:
-                known.turns |= stored(connection, missing)
+                known.turns |= load_parents(connection, missing)
         return known
 
-    def new(self, rollout_ids: Iterable[str]) -> list[str]:
+    def rollouts_not_cached(self, rollout_ids: Iterable[str]) -> list[str]:
         """Those that may not be stored yet: no turn of theirs is in memory."""
         with self._lock:
             return [rollout_id for rollout_id in rollout_ids if rollout_id not in self._rollouts]
 
     def remember(
-        self, contexts: Iterable[Context], texts: Iterable[bytes] = (), as_of: int = 0
+        self, contexts: Iterable[ParentInfo], texts: Iterable[bytes] = (), as_of: int = 0
     ) -> None:
         """Of turns, and shared texts, that are stored, and were so after this removal."""
         with self._lock:
             if as_of != self._as_of:
                 return
-            self._repeats.remember(texts)
+            self._sightings.remember(texts)
             for context in contexts:
                 mine = self._rollouts.setdefault(context.rollout_id, {})
                 self._rollouts.move_to_end(context.rollout_id)
                 self.size += context.turn_id not in mine
                 mine[context.turn_id] = context
-                if len(mine) > _MOST_OF_ROLLOUT:
+                if len(mine) > _MAX_TURNS_PER_ROLLOUT:
                     del mine[next(iter(mine))]
                     self.size -= 1
             while self.size > self._most and len(self._rollouts) > 1:
                 _, forgotten = self._rollouts.popitem(last=False)
                 self.size -= len(forgotten)
 
-    def renew(self, as_of: int) -> None:
+    def invalidate_before(self, as_of: int) -> None:
         """Give up what was known before this removal."""
         with self._lock:
             if as_of > self._as_of:
                 self._as_of = as_of
                 self._rollouts.clear()
-                self._repeats.forget()
+                self._sightings.forget()
                 self.size = 0
 
     def forget(self, rollout_ids: Iterable[str]) -> None:
@@ -140,10 +140,10 @@ _BY_ID = select(
 _LAST_REMOVAL = select(func.max(Removals.seq))
 
 
-def stored(connection: Connection, turn_ids: Iterable[str]) -> dict[str, Context]:
+def load_parents(connection: Connection, turn_ids: Iterable[str]) -> dict[str, ParentInfo]:
     """Those of the turns that are stored, by id."""
     found = {}
     for ids in chunks(sorted(turn_ids)):
         for row in connection.execute(_BY_ID, {"ids": ids}):
-            found[row.turn_id] = Context(*row)
+            found[row.turn_id] = ParentInfo(*row)
     return found

@@ -13,61 +13,61 @@ from typing import Any
 
 from tracegrad.events import Turn
 from tracegrad.store.encoding.blobs import (
+    BlobContent,
     ContextDigest,
-    Unpacked,
-    array_pieces,
-    json_pieces,
-    pack,
-    routes_pieces,
+    array_content,
+    json_content,
+    pack_blobs,
+    routing_content,
 )
-from tracegrad.store.encoding.request_delta import Earlier, Shared, share
-from tracegrad.store.encoding.request_fingerprint import Marks
-from tracegrad.store.encoding.routed_experts import check_routes
-from tracegrad.store.encoding.shared_texts import Lifting, Repeats
-from tracegrad.store.errors import FactRefused, ParentMissing
-from tracegrad.store.write.parent_cache import LATEST, Context, Known
+from tracegrad.store.encoding.request_delta import BaseCandidate, RequestDelta, make_delta
+from tracegrad.store.encoding.request_fingerprint import RequestFingerprint
+from tracegrad.store.encoding.routed_experts import check_routing
+from tracegrad.store.encoding.shared_texts import TextExtraction, TextSightings
+from tracegrad.store.errors import EventRejected, ParentMissing
+from tracegrad.store.write.parent_cache import RECENT_TURNS, KnownParents, ParentInfo
 
-Values = dict[str, Any]
+ColumnValues = dict[str, Any]
 
 _PACKED = ("delta", "completion", "logprobs", "request", "response", "routed_experts")
 
 # A turn without a parent is compared with the same few turns as the one before it.
-_marks = lru_cache(maxsize=1024)(Marks.decode)
+_decoded_fingerprint = lru_cache(maxsize=1024)(RequestFingerprint.decode)
 
 
 @dataclass(slots=True)
-class Rows:
+class TurnRows:
     """Of `Turns`, of the `Texts` that they share with other rollouts (blobs by digest), and of
     `TurnTexts`."""
 
-    turns: list[Values] = field(default_factory=list)
+    turns: list[ColumnValues] = field(default_factory=list)
     texts: dict[bytes, bytes] = field(default_factory=dict)
-    links: list[Values] = field(default_factory=list)
+    links: list[ColumnValues] = field(default_factory=list)
 
     def turn_ids(self) -> list[str]:
         return [row["turn_id"] for row in self.turns]
 
 
-def turn_rows(turns: Iterable[Turn], known: Known) -> tuple[Rows, list[Context]]:
+def make_turn_rows(turns: Iterable[Turn], known: KnownParents) -> tuple[TurnRows, list[ParentInfo]]:
     """The rows, and what their children will need of them.
 
     Raises FactRefused for a turn that contradicts its parent.
     """
-    rows = Rows()
-    texts: dict[bytes, Unpacked] = {}
-    made: dict[str, Context] = {}
-    of_rollout: dict[str, list[Context]] = {}
+    rows = TurnRows()
+    texts: dict[bytes, BlobContent] = {}
+    made: dict[str, ParentInfo] = {}
+    of_rollout: dict[str, list[ParentInfo]] = {}
     for turn in turns:
         parent = _parent_of(turn, known.turns, made)
         beside = of_rollout.setdefault(turn.rollout_id, [])
-        earlier = [*beside, *([parent] if parent else known.latest.get(turn.rollout_id, ()))]
-        row, lifting = _row(turn, parent, earlier[:LATEST], known.repeats)
-        context = Context(
+        earlier = [*beside, *([parent] if parent else known.recent.get(turn.rollout_id, ()))]
+        row, lifting = _row(turn, parent, earlier[:RECENT_TURNS], known.sightings)
+        context = ParentInfo(
             turn_id=turn.turn_id,
             rollout_id=turn.rollout_id,
             tokens=len(turn.prompt_token_ids) + len(turn.completion_token_ids),
             digest=row["context_digest"],
-            marks=row["request_marks"],
+            fingerprint=row["request_marks"],
         )
         made[turn.turn_id] = context
         beside.insert(0, context)
@@ -75,12 +75,14 @@ def turn_rows(turns: Iterable[Turn], known: Known) -> tuple[Rows, list[Context]]
         rows.links += lifting.links(turn.turn_id)
         texts |= lifting.texts
     _pack(rows.turns)
-    missing = known.repeats.missing(texts)
-    rows.texts = dict(zip(missing, pack([texts[digest] for digest in missing]), strict=True))
+    missing = known.sightings.missing(texts)
+    rows.texts = dict(zip(missing, pack_blobs([texts[digest] for digest in missing]), strict=True))
     return rows, list(made.values())
 
 
-def _parent_of(turn: Turn, known: dict[str, Context], made: dict[str, Context]) -> Context | None:
+def _parent_of(
+    turn: Turn, known: dict[str, ParentInfo], made: dict[str, ParentInfo]
+) -> ParentInfo | None:
     if turn.parent_id is None:
         return None
     parent = known.get(turn.parent_id) or made.get(turn.parent_id)
@@ -90,7 +92,7 @@ def _parent_of(turn: Turn, known: dict[str, Context], made: dict[str, Context]) 
             "write parents first"
         )
     if parent.rollout_id != turn.rollout_id:
-        raise FactRefused(
+        raise EventRejected(
             f"parent_id: turn {turn.parent_id} belongs to rollout {parent.rollout_id}, "
             f"its child {turn.turn_id} to {turn.rollout_id}"
         )
@@ -98,25 +100,27 @@ def _parent_of(turn: Turn, known: dict[str, Context], made: dict[str, Context]) 
 
 
 def _row(
-    turn: Turn, parent: Context | None, earlier: Sequence[Context], repeats: Repeats
-) -> tuple[Values, Lifting]:
+    turn: Turn, parent: ParentInfo | None, earlier: Sequence[ParentInfo], repeats: TextSightings
+) -> tuple[ColumnValues, TextExtraction]:
     known = parent.tokens if parent else 0
     prompt = turn.prompt_token_ids
     digest = ContextDigest().add(prompt[:known])
     if parent and (len(prompt) < known or digest.value() != parent.digest):
-        raise FactRefused(
+        raise EventRejected(
             f"parent_id: the prompt of turn {turn.turn_id} does not begin with the "
             f"prompt and completion of turn {turn.parent_id}"
         )
     delta = prompt[known:]
     digest.add(delta).add(turn.completion_token_ids)
     versions = turn.policy_versions
-    lifting = Lifting(turn.rollout_id, repeats)
+    lifting = TextExtraction(turn.rollout_id, repeats)
     with _not_too_deep("request", turn):
-        told = _told(turn, earlier)
-        request = json_pieces(lifting.request(told.text, whole=told.base is None)) if told else None
+        told = _request_delta(turn, earlier)
+        request = (
+            json_content(lifting.request(told.text, whole=told.base is None)) if told else None
+        )
     with _not_too_deep("response", turn):
-        response = None if turn.response is None else json_pieces(lifting.response(turn.response))
+        response = None if turn.response is None else json_content(lifting.response(turn.response))
     row = {
         "turn_id": turn.turn_id,
         "rollout_id": turn.rollout_id,
@@ -127,9 +131,9 @@ def _row(
         "prompt_tokens": len(prompt),
         "completion_tokens": len(turn.completion_token_ids),
         "context_digest": digest.value(),
-        "delta": array_pieces(delta),
-        "completion": array_pieces(turn.completion_token_ids),
-        "logprobs": array_pieces(turn.completion_logprobs),
+        "delta": array_content(delta),
+        "completion": array_content(turn.completion_token_ids),
+        "logprobs": array_content(turn.completion_logprobs),
         "policy_versions": [list(span) for span in versions],
         "last_version": versions[-1][0] if versions else None,
         "sampling": turn.sampling,
@@ -138,26 +142,26 @@ def _row(
         "parent_span_id": turn.parent_span_id,
         "request": request,
         "request_base": told.base if told else None,
-        "request_marks": told.marks if told else None,
+        "request_marks": told.fingerprint if told else None,
         "response": response,
         "created_at": turn.created_at,
         "state_key": turn.state_key,
         "observation": turn.observation,
-        "routed_experts": _routes(turn),
+        "routed_experts": _routing_content(turn),
     }
     return row, lifting
 
 
-def _routes(turn: Turn) -> Unpacked | None:
+def _routing_content(turn: Turn) -> BlobContent | None:
     if turn.routed_experts is None:
         return None
     try:
-        check_routes(
+        check_routing(
             turn.routed_experts, len(turn.prompt_token_ids) + len(turn.completion_token_ids)
         )
-        return routes_pieces(turn.routed_experts)
+        return routing_content(turn.routed_experts)
     except ValueError as error:
-        raise FactRefused(f"routed_experts: turn {turn.turn_id}: {error}") from error
+        raise EventRejected(f"routed_experts: turn {turn.turn_id}: {error}") from error
 
 
 @contextmanager
@@ -165,22 +169,24 @@ def _not_too_deep(field: str, turn: Turn) -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        raise FactRefused(
+        raise EventRejected(
             f"{field}: turn {turn.turn_id} has one that is nested too deeply for JSON"
         ) from None
 
 
-def _told(turn: Turn, earlier: Sequence[Context]) -> Shared | None:
+def _request_delta(turn: Turn, earlier: Sequence[ParentInfo]) -> RequestDelta | None:
     if turn.request is None:
         return None
     candidates = [
-        Earlier(context.turn_id, _marks(context.marks)) for context in earlier if context.marks
+        BaseCandidate(context.turn_id, _decoded_fingerprint(context.fingerprint))
+        for context in earlier
+        if context.fingerprint
     ]
-    return share(turn.request, turn.response, candidates)
+    return make_delta(turn.request, turn.response, candidates)
 
 
-def _pack(rows: Sequence[Values]) -> None:
-    cells = [(row, name) for row in rows for name in _PACKED if isinstance(row[name], Unpacked)]
-    blobs = pack([row[name] for row, name in cells])
+def _pack(rows: Sequence[ColumnValues]) -> None:
+    cells = [(row, name) for row in rows for name in _PACKED if isinstance(row[name], BlobContent)]
+    blobs = pack_blobs([row[name] for row, name in cells])
     for (row, name), blob in zip(cells, blobs, strict=True):
         row[name] = blob

@@ -11,7 +11,7 @@ from support.transfer.template_store import STOCK, TOOLS, fill
 from tracegrad.events import Turn
 from tracegrad.store import Store
 from tracegrad.transfer import jsonl, parquet
-from tracegrad.transfer.export_rollouts import Export
+from tracegrad.transfer.export_rollouts import RolloutExport
 from tracegrad.transfer.token_rows import token_rows
 from tracegrad_integrations.exports import slime
 
@@ -27,7 +27,7 @@ def turns(store: Store) -> dict[str, Turn]:
 
 
 def test_saved_rollouts_are_what_was_sampled(scene: Store, tmp_path: Path) -> None:
-    export = Export(store=scene)
+    export = RolloutExport(store=scene)
     path = tmp_path / "0.pt"
     with path.open("wb") as file:
         slime.save_samples(file, export.layout(slime.SAMPLES))
@@ -92,7 +92,7 @@ def test_saved_rollouts_are_what_was_sampled(scene: Store, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_prompts(scene: Store, tmp_path: Path, ending: str) -> None:
-    export = Export(store=scene)
+    export = RolloutExport(store=scene)
     rows = export.layout(slime.PROMPTS)
     path = tmp_path / f"prompts.{ending}"
     with path.open("wb") as file:

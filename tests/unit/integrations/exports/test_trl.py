@@ -24,12 +24,12 @@ from support.trainer.tiny_model import tiny_model
 from support.transfer.template_store import NEWLINE, TOKENIZER, fill
 from tracegrad.events import Turn
 from tracegrad.store import Store
-from tracegrad.transfer import Layout, jsonl, parquet
-from tracegrad.transfer.export_rollouts import Export
+from tracegrad.transfer import ExportLayout, jsonl, parquet
+from tracegrad.transfer.export_rollouts import RolloutExport
 from tracegrad_integrations.exports import trl as layouts
 
 # A layout's file as `datasets` loads it, and what has no row in it.
-Written = Callable[[Layout], tuple[Any, dict[str, int]]]
+Written = Callable[[ExportLayout], tuple[Any, dict[str, int]]]
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +46,9 @@ def scene(store: Store) -> Store:
 
 @pytest.fixture(params=["parquet", "jsonl"])
 def written(request: pytest.FixtureRequest, scene: Store, tmp_path: Path) -> Written:
-    def load(layout: Layout) -> tuple[Any, dict[str, int]]:
+    def load(layout: ExportLayout) -> tuple[Any, dict[str, int]]:
         path = tmp_path / f"{layout.name}.{request.param}"
-        export = Export(store=scene)
+        export = RolloutExport(store=scene)
         rows = export.layout(layout)
         with path.open("wb") as file:
             if request.param == "parquet":

@@ -18,8 +18,8 @@ from support.cli_agents.install import Pip, installed
 from support.readers import __file__ as readers
 from support.transfer.template_store import NEWLINE, TOKENIZER, fill
 from tracegrad.store import Store
-from tracegrad.transfer import Layout, parquet
-from tracegrad.transfer.export_rollouts import Export
+from tracegrad.transfer import ExportLayout, parquet
+from tracegrad.transfer.export_rollouts import RolloutExport
 from tracegrad_integrations.exports import verl, verl_dataset
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -30,9 +30,9 @@ CUSTOM = {"path": "pkg://tracegrad_integrations.exports.verl_dataset", "name": "
 
 
 def read(
-    kind: str, layout: Layout, store: Store, folder: Path, **settings: Any
+    kind: str, layout: ExportLayout, store: Store, folder: Path, **settings: Any
 ) -> tuple[Any, dict[str, int]]:
-    export = Export(store=store)
+    export = RolloutExport(store=store)
     path = folder / "rows.parquet"
     with path.open("wb") as file:
         parquet.write(file, export.layout(layout), layout.columns)

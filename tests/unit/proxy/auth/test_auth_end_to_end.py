@@ -14,13 +14,13 @@ import openai
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from support.engines.mock_engine import MODEL, MockEngine, Say
+from support.engines.mock_engine import MODEL, Answer, MockEngine
 from support.proxy.raw_http import bounded, connect
 from support.proxy.servers import HeldWriter, eventually, serving
 from tracegrad.events import Turn
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.proxy.http.limits import Limits
+from tracegrad.proxy.http.limits import ConnectionLimits
 from tracegrad.store import Store
 
 Turns = Callable[..., list[Turn]]
@@ -213,7 +213,7 @@ def test_a_body_of_any_kind_has_its_limit(
 def test_a_stream_that_nobody_reads_is_an_aborted_turn(
     engine_url: str, engine: MockEngine, store: Store, writer: HeldWriter, turns: Turns
 ) -> None:
-    engine.replies.append(Say("x" * 20_000))
+    engine.replies.append(Answer("x" * 20_000))
     engine.wait_before(4000)  # the engine is not done: more than that the client does not take
     app = create_app(ProxySettings(upstream=engine_url), store=store, writer=writer)
     body = json.dumps({**ASK, "stream": True})
@@ -222,7 +222,7 @@ def test_a_stream_that_nobody_reads_is_an_aborted_turn(
         f"content-length: {len(body)}\r\n\r\n"
     )
     with (
-        bounded(app, Limits(send_idle_s=0.3), send_buffer=8192) as url,
+        bounded(app, ConnectionLimits(send_idle_s=0.3), send_buffer=8192) as url,
         connect(url, receive_buffer=4096) as client,
     ):
         client.sendall((head + body).encode())
@@ -265,7 +265,7 @@ def said(text: str) -> dict[str, Any]:
 def test_the_model_and_the_client_see_what_the_store_does_not(
     redacting: httpx.Client, engine: MockEngine, turns: Turns
 ) -> None:
-    engine.replies.append(Say("it is geheim"))
+    engine.replies.append(Answer("it is geheim"))
     answer = redacting.post("/rollouts/r1/v1/chat/completions", json=said("geheim?"))
     assert answer.json()["choices"][0]["message"]["content"] == "it is geheim"
     assert engine.requests[0]["messages"][0]["content"] == "geheim?"
@@ -274,14 +274,14 @@ def test_the_model_and_the_client_see_what_the_store_does_not(
     assert turn.response is not None
     assert turn.request["messages"][0]["content"] == "***?"
     assert turn.response["choices"][0]["message"]["content"] == "it is ***"
-    assert turn.completion_token_ids.tolist() == Say("it is geheim").token_ids
+    assert turn.completion_token_ids.tolist() == Answer("it is geheim").token_ids
     assert turn.untrainable is None
 
 
 def test_a_second_turn_continues_the_first_as_it_was(
     redacting: httpx.Client, engine: MockEngine, turns: Turns
 ) -> None:
-    engine.replies += [Say("it is geheim"), Say("yes")]
+    engine.replies += [Answer("it is geheim"), Answer("yes")]
     redacting.post("/rollouts/r1/v1/chat/completions", json=said("geheim?")).raise_for_status()
     body = said("geheim?")
     body["messages"] += [

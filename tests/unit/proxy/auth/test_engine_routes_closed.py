@@ -19,8 +19,8 @@ from support.proxy.raw_http import Reader, bounded, connect
 from support.proxy.servers import serving
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.proxy.http.limits import Limits
-from tracegrad.store import Store, Writer
+from tracegrad.proxy.http.limits import ConnectionLimits
+from tracegrad.store import GroupCommitWriter, Store
 
 # What an agent may have of the engine, through the proxy's routes of the same names.
 SERVED = {
@@ -121,10 +121,11 @@ def served(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     url = f"sqlite:///{tmp_path_factory.mktemp('control')}/store.db"
     with (
         Store.open(url) as store,
-        Writer(store) as writer,
+        GroupCommitWriter(store) as writer,
         serving(engine, lifespan="off") as engine_url,
         bounded(
-            create_app(ProxySettings(upstream=engine_url), store=store, writer=writer), Limits()
+            create_app(ProxySettings(upstream=engine_url), store=store, writer=writer),
+            ConnectionLimits(),
         ) as front,
     ):
         yield front

@@ -10,10 +10,10 @@ from fastapi import FastAPI
 
 from support.proxy.guarded_app import ADMIN, LIMIT, a_proxy
 from support.proxy.key_store import SECRET, Cupboard
-from tracegrad.events import RewardGiven, RolloutOpened, SpanEnded
+from tracegrad.events import Reward, RolloutStarted, Span
 from tracegrad.proxy.auth.middleware import (
     Caller,
-    owned,
+    restrict_to_rollout,
 )
 from tracegrad.proxy.http.errors import ApiError
 
@@ -271,13 +271,13 @@ async def test_a_body_of_unknown_length_is_counted(open_: Client) -> None:
 
 def test_a_rollouts_key_posts_for_its_own_alone() -> None:
     caller = Caller("mine", bound=True)
-    span = SpanEnded(trace_id="1" * 32, span_id="1" * 16, name="s", start_ns=0, end_ns=1)
-    opened = RolloutOpened(rollout_id="mine")
-    theirs = RewardGiven(rollout_id="theirs", value=1.0)
-    kept = owned([opened, span], caller)
+    span = Span(trace_id="1" * 32, span_id="1" * 16, name="s", start_ns=0, end_ns=1)
+    opened = RolloutStarted(rollout_id="mine")
+    theirs = Reward(rollout_id="theirs", value=1.0)
+    kept = restrict_to_rollout([opened, span], caller)
     assert [fact.rollout_id for fact in kept] == ["mine", "mine"]
     with pytest.raises(ApiError, match="rollout theirs") as caught:
-        owned([opened, theirs], caller)
+        restrict_to_rollout([opened, theirs], caller)
     assert caught.value.status == 403
     anybody = [opened, span, theirs]
-    assert owned(anybody, Caller()) is anybody
+    assert restrict_to_rollout(anybody, Caller()) is anybody

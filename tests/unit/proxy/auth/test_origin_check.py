@@ -12,10 +12,10 @@ from support.engines.mock_engine import MODEL, MockEngine
 from support.proxy.raw_http import Reader, bounded, connect
 from support.proxy.servers import HeldWriter, serving
 from tracegrad.proxy import create_app
-from tracegrad.proxy.auth.origin_check import Browsers
+from tracegrad.proxy.auth.origin_check import OriginCheck
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.http.errors import ApiError
-from tracegrad.proxy.http.limits import Limits
+from tracegrad.proxy.http.limits import ConnectionLimits
 from tracegrad.store import Store
 
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
@@ -61,7 +61,7 @@ def check(
     *headers: tuple[str, str], method: str = "POST", allowed: list[str] | None = None
 ) -> None:
     given = [(name.encode(), value.encode()) for name, value in headers]
-    Browsers(allowed or []).check(method, given)
+    OriginCheck(allowed or []).check(method, given)
 
 
 @pytest.mark.parametrize("host", HERE)
@@ -191,7 +191,7 @@ def test_a_websocket_of_a_page_is_refused(
 ) -> None:
     """The proxy's own server takes it for an ordinary request; another hands it on."""
     app = create_app(ProxySettings(upstream=engine_url), store=store, writer=writer)
-    more = (Limits(),) if server is bounded else ()
+    more = (ConnectionLimits(),) if server is bounded else ()
     with server(app, *more) as url, connect(url) as client:
         client.sendall(
             b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\n"

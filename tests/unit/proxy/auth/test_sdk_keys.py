@@ -18,8 +18,8 @@ from support.proxy.key_store import Cupboard
 from support.proxy.servers import serving
 from tracegrad import exporter, rollout, telemetry, trace
 from tracegrad.exporter import EventExporter
-from tracegrad.key_derivation import derive_key, derived_for
-from tracegrad.transport import Refused, Transport, Unreachable
+from tracegrad.key_derivation import derive_key, verify_derived_key
+from tracegrad.transport import ProxyRefused, ProxyUnreachable, Transport
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
 
@@ -139,12 +139,12 @@ def test_a_key_is_there_at_once_and_opens_the_proxy_when_it_comes(
 
 def test_a_derived_key_is_its_rollouts_and_the_admin_keys() -> None:
     key = derive_key(ADMIN, "r.1")
-    assert derived_for(key, ADMIN) == ("r.1", "calls")
-    assert derived_for(derive_key(ADMIN, "r.1", "events"), ADMIN) == ("r.1", "events")
-    assert derived_for(key, "another-admin-key") is None
-    assert derived_for(key.replace("r.1", "r.2"), ADMIN) is None
-    assert derived_for(key[:-1], ADMIN) is None
-    assert derived_for("tg-r.1", ADMIN) is None
+    assert verify_derived_key(key, ADMIN) == ("r.1", "calls")
+    assert verify_derived_key(derive_key(ADMIN, "r.1", "events"), ADMIN) == ("r.1", "events")
+    assert verify_derived_key(key, "another-admin-key") is None
+    assert verify_derived_key(key.replace("r.1", "r.2"), ADMIN) is None
+    assert verify_derived_key(key[:-1], ADMIN) is None
+    assert verify_derived_key("tg-r.1", ADMIN) is None
     assert len({derive_key(ADMIN, f"r.{i}") for i in range(100)}) == 100
 
 
@@ -205,7 +205,7 @@ def test_facts_wait_for_the_right_key(
 ) -> None:
     monkeypatch.setenv("TRACEGRAD_API_KEY", "a-wrong-admin-key")
     box = Transport(proxy)
-    with caplog.at_level(logging.WARNING), pytest.raises(Unreachable):
+    with caplog.at_level(logging.WARNING), pytest.raises(ProxyUnreachable):
         box.post("/api/events", b"[1, 2]", "application/json")
     assert "it answers 401: set TRACEGRAD_API_KEY" in caplog.text
     assert "a-wrong-admin-key" not in caplog.text
@@ -216,5 +216,5 @@ def test_facts_wait_for_the_right_key(
 def test_what_a_key_may_not_do_is_not_tried_again(proxy: str) -> None:
     with rollout() as r, pytest.MonkeyPatch.context() as env:
         env.setenv("TRACEGRAD_API_KEY", r.api_key)
-        with pytest.raises(Refused, match="403"):
+        with pytest.raises(ProxyRefused, match="403"):
             Transport(proxy).post("/api/push/hold", json.dumps({}).encode(), "application/json")

@@ -13,7 +13,7 @@ from support.engines.mock_engine import MODEL
 from support.proxy.otlp_json import TRACE, Json, chat, export, send, span
 from support.proxy.servers import HeldWriter, serving
 from tracegrad import exporter, rollout
-from tracegrad.events import Outcome, RewardGiven
+from tracegrad.events import Outcome, Reward
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.store import Ledger, Store
@@ -95,7 +95,7 @@ def test_an_agent_posts_no_events(agent: httpx.Client, store: Store, event: Json
         assert error["code"] == "events_key_needed"
         assert "who is scored gives neither rewards nor ends" in error["message"]
     assert given(store) == []
-    row = store.rollout("mine").row
+    row = store.rollout("mine").summary
     assert (row.outcome, row.task_id, row.turns) == (None, None, 1)
 
 
@@ -130,7 +130,7 @@ def test_an_agents_spans_are_kept_and_their_scores_are_not_believed(
     assert "is no reward, since it came with the agent's own key" in told["errorMessage"]
     assert len(store.spans("mine")) == 1
     assert given(store) == given(store, TRACE) == []
-    assert store.rollout("mine").row.outcome is None, "nor does its root span end it"
+    assert store.rollout("mine").summary.outcome is None, "nor does its root span end it"
 
 
 def test_an_agent_scores_no_other_rollout(closed: httpx.Client, store: Store) -> None:
@@ -172,30 +172,30 @@ def test_the_score_of_anothers_trace_cannot_be_drawn_to_oneself(
 
 def test_the_score_of_anothers_answer_cannot_be_drawn_to_oneself(closed: httpx.Client) -> None:
     """Engines may take the answer's id from the request."""
-    from tracegrad.events import Turn, logprobs, token_ids
-    from tracegrad.proxy.capture.call_index import SeenCalls
+    from tracegrad.events import Turn, logprob_array, token_id_array
+    from tracegrad.proxy.capture.call_index import CallIndex
 
     def turn(rollout_id: str) -> Turn:
         return Turn(
             rollout_id=rollout_id,
             dialect="chat",
             model="m",
-            prompt_token_ids=token_ids(),
-            completion_token_ids=token_ids(),
-            completion_logprobs=logprobs(),
+            prompt_token_ids=token_id_array(),
+            completion_token_ids=token_id_array(),
+            completion_logprobs=logprob_array(),
             policy_versions=(),
             response={"id": "chatcmpl-1"},
         )
 
-    seen = SeenCalls()
+    seen = CallIndex()
     theirs, mine = turn("theirs"), turn("mine")
-    seen.answered([theirs, theirs], inferred=False)
-    assert seen.rollout_of_answer("chatcmpl-1") == "theirs"
-    seen.answered([mine], inferred=False)
-    assert seen.rollout_of_answer("chatcmpl-1") is None
-    seen.answered([mine], inferred=False)
-    assert seen.rollout_of_answer("chatcmpl-1") is None
-    assert seen.rollout_of_answer(theirs.turn_id) == "theirs"
+    seen.turns_answered([theirs, theirs], inferred=False)
+    assert seen.rollout_of_response("chatcmpl-1") == "theirs"
+    seen.turns_answered([mine], inferred=False)
+    assert seen.rollout_of_response("chatcmpl-1") is None
+    seen.turns_answered([mine], inferred=False)
+    assert seen.rollout_of_response("chatcmpl-1") is None
+    assert seen.rollout_of_response(theirs.turn_id) == "theirs"
 
 
 # Who may
@@ -234,7 +234,7 @@ def test_a_key_for_events_scores_and_calls_no_models(closed: httpx.Client, store
     score = span(9, "x", events=[("gen_ai.evaluation.result", EVALUATION)])
     closed.post("/v1/traces", json=export([score]), headers=key).raise_for_status()
     assert given(store) == [(1.0, "events_key"), (9.0, "otel")]
-    assert store.rollout("mine").row.outcome == Outcome.INFRA_ERROR
+    assert store.rollout("mine").summary.outcome == Outcome.INFRA_ERROR
     for path in ("/v1/chat/completions", "/rollouts/mine/v1/chat/completions"):
         answer = closed.post(path, json=ASK, headers=key)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_key_needed")
@@ -306,7 +306,7 @@ def test_the_later_arrival_counts_whatever_times_are_stated(
         for turn in (None, 0):
             event = {"type": "reward", "rollout_id": "r", "value": value, "given_at": at}
             post(http, event | {"turn": turn}).raise_for_status()
-        assert store.rollout("r").row.reward == value
+        assert store.rollout("r").summary.reward == value
     http.post("/rollouts/r/v1/chat/completions", json=ASK).raise_for_status()
     post(http, {"type": "rollout_finished", "rollout_id": "r"}).raise_for_status()
     [group] = Ledger(store).lease(groups=1, group_size=1, owner="t", ttl_s=60)
@@ -331,7 +331,7 @@ def test_stated_ends_order_and_lease_nothing(
     assert store.outcomes("second")[0].finished_at == stated, "as it was told"
     ledger = Ledger(store)
     # Were it believed, a group of two would look left over for long, or come last.
-    waiting = ledger.peek(groups=1, group_size=4, incomplete_after_s=3600)
+    waiting = ledger.preview(groups=1, group_size=4, incomplete_after_s=3600)
     assert waiting.groups == []
     [group] = ledger.lease(groups=1, group_size=3, owner="t", ttl_s=60)
     assert [rollout.rollout_id for rollout in group.rollouts] == ["first", "second", "third"]
@@ -341,7 +341,7 @@ def test_a_time_that_may_be_true_is_kept(http: httpx.Client, store: Store) -> No
     """As of events that waited until the proxy was there."""
     at = time.time() - 600
     post(http, {"type": "rollout_opened", "rollout_id": "r", "opened_at": at}).raise_for_status()
-    assert store.rollout("r").row.opened_at == at
+    assert store.rollout("r").summary.opened_at == at
 
 
 def test_a_rewards_id_that_another_rollout_has_is_refused(http: httpx.Client, store: Store) -> None:
@@ -370,7 +370,7 @@ def test_a_score_beyond_bounds_is_told_and_not_kept(http: httpx.Client, store: S
 def test_rewards_of_an_old_store_that_would_be_refused_do_not_count(
     http: httpx.Client, store: Store
 ) -> None:
-    store.append([RewardGiven(rollout_id="r", value=0.5), RewardGiven(rollout_id="r", value=0.75)])
+    store.append([Reward(rollout_id="r", value=0.5), Reward(rollout_id="r", value=0.75)])
     with store.appending() as connection:
         connection.exec_driver_sql("UPDATE rewards SET value = 1e308 WHERE value = 0.75")
-    assert store.rollout("r").row.reward == 0.5
+    assert store.rollout("r").summary.reward == 0.5

@@ -9,17 +9,17 @@ from typing import Any
 import httpx
 import pytest
 
-from support.engines.mock_engine import MockEngine, Say
+from support.engines.mock_engine import Answer, MockEngine
 from support.proxy.servers import HeldWriter, serving
-from tracegrad.cli.commands.cleaning import cleaner, pattern_hook
+from tracegrad.cli.commands.cleaning import make_cleaner, pattern_hook
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.store import Store
 from tracegrad.store.maintenance import (
-    Redaction,
-    Retention,
-    Selection,
-    TextRule,
+    RedactionRule,
+    RetentionRule,
+    RolloutSelection,
+    TextRemovalRule,
     drop_text,
     prune,
     redact,
@@ -28,7 +28,7 @@ from tracegrad.store.maintenance import (
 Json = dict[str, Any]
 
 CHAT = "/rollouts/r1/v1/chat/completions"
-EVERYTHING = Selection()
+EVERYTHING = RolloutSelection()
 
 
 @pytest.fixture
@@ -108,20 +108,20 @@ def test_a_response_that_never_was_is_not_told_to_lack_its_text(http: httpx.Clie
 
 
 def redacted(store: Store, text: str) -> None:
-    clean = cleaner([pattern_hook(text, literal=True)])
-    redact(store, Redaction(selection=EVERYTHING, clean=clean, name="a text"))
+    clean = make_cleaner([pattern_hook(text, literal=True)])
+    redact(store, RedactionRule(selection=EVERYTHING, clean=clean, name="a text"))
 
 
 @pytest.mark.parametrize("dropped", ["at capture", "since", "redacted"])
 def test_without_text_a_repeat_is_sampled_anew(
     engine: MockEngine, http: httpx.Client, textless: httpx.Client, store: Store, dropped: str
 ) -> None:
-    engine.replies += [Say("first"), Say("second")]
+    engine.replies += [Answer("first"), Answer("second")]
     client = textless if dropped == "at capture" else http
     body = {"messages": [user("hello")]}
     client.post(CHAT, json=body).raise_for_status()
     if dropped == "since":
-        drop_text(store, TextRule(selection=EVERYTHING))
+        drop_text(store, TextRemovalRule(selection=EVERYTHING))
     elif dropped == "redacted":
         redacted(store, "first")
     answer = client.post(CHAT, json=body, headers={"x-stainless-retry-count": "1"})
@@ -132,7 +132,7 @@ def test_without_text_a_repeat_is_sampled_anew(
 def test_a_response_whose_text_was_redacted_is_continued_as_a_fork(
     engine: MockEngine, http: httpx.Client, store: Store
 ) -> None:
-    engine.replies += [Say("the code is 1234"), Say("yes")]
+    engine.replies += [Answer("the code is 1234"), Answer("yes")]
     path = "/rollouts/r1/v1/responses"
     first = http.post(path, json={"model": "m", "input": "tell me"}).json()
     redacted(store, "1234")
@@ -147,7 +147,7 @@ def test_after_a_restart_a_conversation_without_text_is_continued_by_its_tokens(
     engine_url: str, http: httpx.Client, store: Store, writer: HeldWriter
 ) -> None:
     reply = said(http, user("hello"))
-    drop_text(store, TextRule(selection=EVERYTHING))
+    drop_text(store, TextRemovalRule(selection=EVERYTHING))
     with (
         serving(create_app(ProxySettings(upstream=engine_url), store=store, writer=writer)) as url,
         httpx.Client(base_url=url, timeout=20) as restarted,
@@ -168,7 +168,7 @@ def test_a_rollout_that_is_pruned_under_its_agent_goes_on_as_a_fork(
 ) -> None:
     reply = said(http, user("hello"))
     [first] = store.rollout_turns("r1")
-    prune(store, Retention(selection=Selection(rollouts=("r1",)), also_untrained=True))
+    prune(store, RetentionRule(selection=RolloutSelection(rollouts=("r1",)), also_untrained=True))
     messages = [user("hello"), reply, user("more")]
     answer = http.post(CHAT, json={"messages": messages, "stream": stream})
     assert answer.status_code == 200

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tracegrad.events import (
-    Fact,
+    Event,
     Json,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
-    SpanEnded,
+    RolloutStarted,
+    Span,
     Turn,
-    logprobs,
-    token_ids,
+    logprob_array,
+    token_id_array,
 )
 from tracegrad.proxy.capture.redaction import (
     Hook,
@@ -37,15 +37,15 @@ TURN = Turn(
     rollout_id="r",
     dialect="chat",
     model="m",
-    prompt_token_ids=token_ids([1, 2]),
-    completion_token_ids=token_ids([3]),
-    completion_logprobs=logprobs([-0.5]),
+    prompt_token_ids=token_id_array([1, 2]),
+    completion_token_ids=token_id_array([3]),
+    completion_logprobs=logprob_array([-0.5]),
     policy_versions=((0, 1),),
     sampling={"temperature": 1.0, "stop": ["geheim"]},
     request={"messages": [{"role": "user", "content": "geheim?"}]},
     response={"choices": [{"message": {"content": "geheim!"}}]},
 )
-SPAN = SpanEnded(
+SPAN = Span(
     trace_id="1" * 32,
     span_id="1" * 16,
     rollout_id="r",
@@ -54,10 +54,10 @@ SPAN = SpanEnded(
     end_ns=1,
     attributes={"tool.input": {"deep": ["geheim"]}},
 )
-OPENED = RolloutOpened(rollout_id="r", task_id="t", task={"q": "geheim"}, tags={"a": "geheim"})
+OPENED = RolloutStarted(rollout_id="r", task_id="t", task={"q": "geheim"}, tags={"a": "geheim"})
 FINISHED = RolloutFinished(rollout_id="r", outcome=Outcome.AGENT_ERROR, error="geheim")
-REWARD = RewardGiven(rollout_id="r", value=1.0)
-FACTS: list[Fact] = [TURN, SPAN, OPENED, FINISHED, REWARD]
+REWARD = Reward(rollout_id="r", value=1.0)
+FACTS: list[Event] = [TURN, SPAN, OPENED, FINISHED, REWARD]
 WITH_TEXTS = [fact for fact in FACTS if fact is not REWARD]
 
 
@@ -81,7 +81,7 @@ def clear_in_place(record: Json) -> Json:
 
 
 async def test_without_hooks_nothing_is_touched() -> None:
-    assert await Redactor([]).facts(FACTS) is FACTS
+    assert await Redactor([]).redact(FACTS) is FACTS
 
 
 async def test_a_hook_sees_every_text_of_every_fact() -> None:
@@ -91,16 +91,16 @@ async def test_a_hook_sees_every_text_of_every_fact() -> None:
         told.append(record["type"])
         return upper(record)
 
-    kept = await redactor(look).facts(FACTS)
+    kept = await redactor(look).redact(FACTS)
     assert told == ["turn", "span_ended", "rollout_opened", "rollout_finished"]
     assert "geheim" not in repr(kept)
     turn, span, opened, finished, reward = kept
     assert isinstance(turn, Turn)
     assert turn.request == {"messages": [{"role": "user", "content": "***?"}]}
     assert turn.sampling == {"temperature": 1.0, "stop": ["***"]}
-    assert isinstance(span, SpanEnded)
+    assert isinstance(span, Span)
     assert (span.name, span.attributes) == ("***", {"tool.input": {"deep": ["***"]}})
-    assert isinstance(opened, RolloutOpened)
+    assert isinstance(opened, RolloutStarted)
     assert (opened.task, opened.tags, opened.task_id) == ({"q": "***"}, {"a": "***"}, "t")
     assert isinstance(finished, RolloutFinished)
     assert (finished.error, finished.outcome) == ("***", Outcome.AGENT_ERROR)
@@ -108,7 +108,7 @@ async def test_a_hook_sees_every_text_of_every_fact() -> None:
 
 
 async def test_tokens_stay_as_they_were() -> None:
-    [turn] = await redactor(lambda record: None).facts([TURN])
+    [turn] = await redactor(lambda record: None).redact([TURN])
     assert isinstance(turn, Turn)
     assert (turn.request, turn.response, turn.sampling) == (None, None, {"temperature": 1.0})
     assert turn.prompt_token_ids == TURN.prompt_token_ids
@@ -122,7 +122,7 @@ async def test_a_hook_that_drops_all_is_the_last() -> None:
         raise AssertionError
 
     drops = redactor(lambda record: None, never)
-    kept = await drops.facts(WITH_TEXTS)
+    kept = await drops.redact(WITH_TEXTS)
     assert "geheim" not in repr(kept)
     assert drops.failed == 0
 
@@ -134,14 +134,14 @@ async def test_hooks_follow_one_another() -> None:
     def two(record: Json) -> Json:
         return {**record, "error": record["error"] + "2"}
 
-    [finished] = await redactor(one, two).facts([FINISHED])
+    [finished] = await redactor(one, two).redact([FINISHED])
     assert isinstance(finished, RolloutFinished)
     assert finished.error == "geheim12"
 
 
 async def test_a_hook_works_on_a_copy() -> None:
     before = repr(FACTS)
-    kept = await redactor(clear_in_place).facts(FACTS)
+    kept = await redactor(clear_in_place).redact(FACTS)
     assert repr(FACTS) == before
     assert kept[0].request == {}  # type: ignore[union-attr]
 
@@ -153,7 +153,7 @@ async def test_hooks_run_beside_the_event_loop() -> None:
         threads.append(threading.current_thread())
         return record
 
-    await redactor(where).facts([FINISHED])
+    await redactor(where).redact([FINISHED])
     assert threads != [threading.current_thread()]
 
 
@@ -187,7 +187,7 @@ async def test_where_a_hook_fails_no_text_is_stored(
     hook: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing = redactor(hook)
-    kept = await failing.facts(FACTS)
+    kept = await failing.redact(FACTS)
     assert "geheim" not in repr(kept)
     assert [type(fact) for fact in kept] == [type(fact) for fact in FACTS]
     assert kept[0].completion_token_ids == TURN.completion_token_ids  # type: ignore[union-attr]
@@ -203,14 +203,14 @@ async def test_where_a_hook_fails_no_text_is_stored(
 
 async def test_a_failure_concerns_its_own_fact_alone() -> None:
     failing = redactor(forgets_the_first)
-    turn, *_, finished, _ = await failing.facts(FACTS)
+    turn, *_, finished, _ = await failing.redact(FACTS)
     assert turn.request is None  # type: ignore[union-attr]
     assert finished.error == "***"  # type: ignore[union-attr]
     assert failing.failed == 2
 
 
 async def test_a_second_hook_that_fails_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    await redactor(upper, raises).facts([FINISHED])
+    await redactor(upper, raises).redact([FINISHED])
     assert "test:raises failed (KeyError at " in caplog.text
 
 
@@ -218,14 +218,14 @@ async def test_a_second_hook_that_fails_is_named(caplog: pytest.LogCaptureFixtur
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 ))  # fmt: skip
-def test_whatever_a_hook_returns_a_fact_comes_of_it(fact: Fact, returned: Any) -> None:
-    kept = redactor(lambda record: returned).fact(fact)
+def test_whatever_a_hook_returns_a_fact_comes_of_it(fact: Event, returned: Any) -> None:
+    kept = redactor(lambda record: returned).redact_event(fact)
     assert type(kept) is type(fact)
     assert "geheim" not in repr(kept)
 
 
 @pytest.mark.parametrize("fact", WITH_TEXTS)
-def test_what_a_hook_gives_back_unchanged_is_the_fact(fact: Fact) -> None:
+def test_what_a_hook_gives_back_unchanged_is_the_fact(fact: Event) -> None:
     texts = texts_of(fact)
     assert texts is not None
     assert with_texts(fact, texts) == fact

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.engines.mock_engine import MODEL, MockEngine, Say
+from support.engines.mock_engine import MODEL, Answer, MockEngine
 from support.proxy.servers import eventually
 from tracegrad.events import Turn
-from tracegrad.proxy.capture.retry_cache import Repeats, fingerprint
+from tracegrad.proxy.capture.retry_cache import RetryCache, fingerprint
 
 Turns = Callable[..., list[Turn]]
 
@@ -28,7 +28,7 @@ AGAIN = {"x-stainless-retry-count": "1"}
 def test_a_repeat_of_an_answered_call_gets_the_recorded_answer(
     engine: MockEngine, http: httpx.Client, turns: Turns, path: str, stream: bool
 ) -> None:
-    engine.replies += [Say("the first answer"), Say("another one")]
+    engine.replies += [Answer("the first answer"), Answer("another one")]
     body = {"messages": HELLO, "prompt": "Hello", "stream": stream}
     url = f"/rollouts/r1/v1/{path}"
     first = http.post(url, json=body)
@@ -43,7 +43,7 @@ def test_a_repeat_of_an_answered_call_gets_the_recorded_answer(
 def test_a_repeated_stream_says_the_same_with_its_tools(
     engine: MockEngine, client: openai.OpenAI, turns: Turns
 ) -> None:
-    engine.replies.append(Say("Look:", [("look", '{"a": 1}'), ("look", '{"a": 2}')], "Hm."))
+    engine.replies.append(Answer("Look:", [("look", '{"a": 1}'), ("look", '{"a": 2}')], "Hm."))
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     asked = {"model": MODEL, "messages": HELLO, "tools": tools}
     with client.chat.completions.stream(**asked) as events:
@@ -78,7 +78,7 @@ def test_a_repeat_of_one_of_several_equal_calls_is_sampled(
     engine: MockEngine, http: httpx.Client, turns: Turns
 ) -> None:
     """Nobody can tell which of them it repeats: no agent gets another's sample."""
-    engine.replies += [Say("one"), Say("two"), Say("three")]
+    engine.replies += [Answer("one"), Answer("two"), Answer("three")]
     for _ in range(2):
         http.post(CHAT, json={"messages": HELLO})
     again = http.post(CHAT, json={"messages": HELLO}, headers=AGAIN)
@@ -90,7 +90,7 @@ def test_a_repeat_of_one_of_several_equal_calls_is_sampled(
 def test_a_repeat_of_a_refused_call_does_not_get_anothers_answer(
     engine: MockEngine, http: httpx.Client, turns: Turns, stream: bool
 ) -> None:
-    engine.replies += [Say("another agent's"), Say("its own")]
+    engine.replies += [Answer("another agent's"), Answer("its own")]
     body = {"messages": HELLO, "stream": stream}
     http.post(CHAT, json=body)
     engine.failure = (500, {"error": {"message": "oh", "type": "x", "code": 500}}, {})
@@ -104,7 +104,7 @@ def test_a_repeat_of_a_refused_call_does_not_get_anothers_answer(
 def test_a_repeat_of_an_aborted_call_is_sampled_and_alone_trainable(
     engine: MockEngine, client: openai.OpenAI, http: httpx.Client, turns: Turns
 ) -> None:
-    engine.replies.append(Say("a long story that nobody waits for"))
+    engine.replies.append(Answer("a long story that nobody waits for"))
     body = {"messages": HELLO, "stream": True}
     never = engine.wait_before(1)
     with http.stream("POST", CHAT, json=body) as response:
@@ -117,7 +117,7 @@ def test_a_repeat_of_an_aborted_call_is_sampled_and_alone_trainable(
 
 def test_the_library_itself_repeats(engine: MockEngine, proxy: str, turns: Turns) -> None:
     """OpenAI's client, its connection broken after the answer was recorded, asks again."""
-    engine.replies += [Say("recorded"), Say("never asked for")]
+    engine.replies += [Answer("recorded"), Answer("never asked for")]
     tries: list[str] = []
 
     def breaks_once(request: httpx2.Request) -> httpx2.Response:
@@ -138,11 +138,11 @@ def test_the_library_itself_repeats(engine: MockEngine, proxy: str, turns: Turns
 
 
 def test_of_equal_calls_no_more_than_two_answers_are_kept() -> None:
-    repeats = Repeats()
+    repeats = RetryCache()
     call = fingerprint("r", "/", b"{}")
     for number in range(1000):
-        repeats.answered(call, [f"turn {number}"] * 100)
-    assert repeats.recall(call) == ()
+        repeats.record_answer(call, [f"turn {number}"] * 100)
+    assert repeats.lookup(call) == ()
     [kept] = repeats._given.values()
     assert len(kept.answers) == 2
     assert repeats.size < 20_000
@@ -152,19 +152,19 @@ def test_of_equal_calls_no_more_than_two_answers_are_kept() -> None:
 def test_what_is_kept_of_calls_is_bounded_in_bytes(deeds: list[tuple[int, int, bool]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tracegrad.proxy.capture.retry_cache.MOST_BYTES", 12_000)
-        repeats = Repeats()
+        repeats = RetryCache()
         for call, choices, fails in deeds:
             known = fingerprint("r", "/", str(call).encode())
             if fails:
-                repeats.failed(known)
+                repeats.record_failure(known)
             else:
-                repeats.answered(known, ["t"] * choices)
+                repeats.record_answer(known, ["t"] * choices)
             kept = repeats._given.values()
             assert repeats.size == sum(given.size for given in kept) <= 12_000
 
 
 def test_a_call_that_was_answered_once_is_remembered_behind_many_others() -> None:
-    repeats = Repeats()
+    repeats = RetryCache()
     for number in range(10_000):
-        repeats.answered(fingerprint("r", "/", str(number).encode()), [str(number)])
-    assert repeats.recall(fingerprint("r", "/", b"0")) == ("0",)
+        repeats.record_answer(fingerprint("r", "/", str(number).encode()), [str(number)])
+    assert repeats.lookup(fingerprint("r", "/", b"0")) == ("0",)

@@ -17,7 +17,7 @@ from support.proxy.servers import eventually, serving
 from tracegrad.events import Turn
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.store import Ledger, Store, Writer
+from tracegrad.store import GroupCommitWriter, Ledger, Store
 
 Turns = Callable[..., list[Turn]]
 
@@ -26,13 +26,13 @@ PATH = "/rollouts/r1/v1/chat/completions"
 
 
 @pytest.fixture
-def writer(store: Store) -> Iterator[Writer]:  # type: ignore[override]
-    with Writer(store, max_submissions=4) as writer:
+def writer(store: Store) -> Iterator[GroupCommitWriter]:  # type: ignore[override]
+    with GroupCommitWriter(store, max_submissions=4) as writer:
         yield writer
 
 
 @pytest.fixture
-def http(engine_url: str, store: Store, writer: Writer) -> Iterator[httpx.Client]:
+def http(engine_url: str, store: Store, writer: GroupCommitWriter) -> Iterator[httpx.Client]:
     """A proxy that waits for the store for as long as a test can."""
     app = create_app(ProxySettings(upstream=engine_url), store=store, writer=writer, patience_s=0.3)
     with serving(app) as url, httpx.Client(base_url=url, timeout=30) as client:
@@ -134,7 +134,7 @@ def test_events_that_were_refused_are_sent_again(http: httpx.Client, store: Stor
 
 
 def test_a_full_queue_is_a_503_at_once(
-    engine_url: str, store: Store, writer: Writer, turns: Turns
+    engine_url: str, store: Store, writer: GroupCommitWriter, turns: Turns
 ) -> None:
     """With all the patience that there is by default."""
     app = create_app(ProxySettings(upstream=engine_url), store=store, writer=writer)

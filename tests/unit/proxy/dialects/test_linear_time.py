@@ -10,18 +10,20 @@ import orjson
 import pytest
 
 from tracegrad.proxy.dialects.base import Call
-from tracegrad.proxy.dialects.gemini.request import Gemini
-from tracegrad.proxy.dialects.openai_responses.request import Responses
+from tracegrad.proxy.dialects.gemini.request import GeminiDialect
+from tracegrad.proxy.dialects.openai_responses.request import OpenAIResponsesDialect
 
 Json = dict[str, Any]
 
 
 def gemini(body: Json) -> Call:
-    return Gemini().parse(orjson.dumps(body), {"model": "m", "method": "generateContent"}, {})
+    return GeminiDialect().parse(
+        orjson.dumps(body), {"model": "m", "method": "generateContent"}, {}
+    )
 
 
 def responses(body: Json) -> Call:
-    return Responses().parse(orjson.dumps(body), {}, {})
+    return OpenAIResponsesDialect().parse(orjson.dumps(body), {}, {})
 
 
 def unanswered(count: int) -> Json:

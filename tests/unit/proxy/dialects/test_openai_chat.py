@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from support.engines.mock_engine import END, MODEL, MockEngine, Say, logprobs_of, render
+from support.engines.mock_engine import END, MODEL, Answer, MockEngine, logprobs_of, render
 from support.proxy.servers import HeldWriter, eventually, serving
 from tracegrad.events import Turn
 from tracegrad.proxy import create_app
@@ -34,7 +34,7 @@ def floats(values: list[float]) -> array[float]:
     return array("f", values)
 
 
-def assert_sampled(turn: Turn, say: Say, prompt: list[int]) -> None:
+def assert_sampled(turn: Turn, say: Answer, prompt: list[int]) -> None:
     assert turn.prompt_token_ids.tolist() == prompt
     assert turn.completion_token_ids.tolist() == say.token_ids
     assert turn.completion_logprobs == floats(logprobs_of(say.token_ids))
@@ -46,7 +46,7 @@ def assert_sampled(turn: Turn, say: Say, prompt: list[int]) -> None:
 def test_a_whole_answer_is_recorded_and_stripped(
     engine: MockEngine, client: openai.OpenAI, turns: Turns
 ) -> None:
-    say = Say("It is a fine day.")
+    say = Answer("It is a fine day.")
     engine.replies.append(say)
     answer = client.chat.completions.create(model=MODEL, messages=HELLO)
 
@@ -71,7 +71,7 @@ def test_a_whole_answer_is_recorded_and_stripped(
 def test_a_stream_comes_chunk_by_chunk_and_is_recorded(
     engine: MockEngine, client: openai.OpenAI, turns: Turns
 ) -> None:
-    say = Say("A stream of words, one after another.")
+    say = Answer("A stream of words, one after another.")
     engine.replies.append(say)
     later = engine.wait_before(3)
     stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
@@ -93,7 +93,7 @@ def test_a_stream_comes_chunk_by_chunk_and_is_recorded(
 def test_a_client_that_asks_for_ids_and_logprobs_gets_them(
     engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
 ) -> None:
-    say = Say("ids, please")
+    say = Answer("ids, please")
     engine.replies.append(say)
     answer = client.chat.completions.create(
         model=MODEL,
@@ -127,7 +127,7 @@ def test_tool_calls_arrive_whole(
     engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
 ) -> None:
     arguments = '{"city": "Ghent", "unit": "celsius"}'
-    say = Say("", [("look", arguments)])
+    say = Answer("", [("look", arguments)])
     engine.replies.append(say)
     if stream:
         with client.chat.completions.stream(model=MODEL, messages=HELLO, tools=TOOLS) as events:
@@ -146,15 +146,15 @@ def test_tool_calls_arrive_whole(
 
 
 async def test_the_async_client(engine: MockEngine, proxy: str, turns: Turns) -> None:
-    engine.replies += [Say("one"), Say("two")]
+    engine.replies += [Answer("one"), Answer("two")]
     async with openai.AsyncOpenAI(base_url=f"{proxy}/v1", api_key="tg-r1") as client:
         whole = await client.chat.completions.create(model=MODEL, messages=HELLO)
         stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
         text = "".join([c.choices[0].delta.content or "" async for c in stream])
     assert (whole.choices[0].message.content, text) == ("one", "two")
     assert [t.completion_token_ids.tolist() for t in turns()] == [
-        Say("one").token_ids,
-        Say("two").token_ids,
+        Answer("one").token_ids,
+        Answer("two").token_ids,
     ]
 
 
@@ -162,7 +162,7 @@ async def test_the_async_client(engine: MockEngine, proxy: str, turns: Turns) ->
 def test_every_choice_is_its_own_turn(
     engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
 ) -> None:
-    says = [Say("first"), Say("second, longer"), Say("third", cut=True)]
+    says = [Answer("first"), Answer("second, longer"), Answer("third", cut=True)]
     engine.replies += says
     answer = client.chat.completions.create(model=MODEL, messages=HELLO, n=3, stream=stream)
     if stream:
@@ -188,7 +188,7 @@ def test_usage_of_a_stream_comes_after_the_finish(
         )
     )
     assert [bool(c.usage) for c in chunks] == [False] * (len(chunks) - 1) + [True]
-    assert chunks[-1].usage.completion_tokens == len(Say().token_ids)
+    assert chunks[-1].usage.completion_tokens == len(Answer().token_ids)
     assert turns()[0].response["usage"] == chunks[-1].usage.model_dump(exclude_unset=True)
 
 
@@ -196,7 +196,7 @@ def test_usage_of_a_stream_comes_after_the_finish(
 def test_hidden_reasoning_is_still_recorded(
     engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
 ) -> None:
-    say = Say("Yes.", reasoning="Is it so? It is.")
+    say = Answer("Yes.", reasoning="Is it so? It is.")
     engine.replies.append(say)
     answer = client.chat.completions.create(
         model=MODEL, messages=HELLO, stream=stream, extra_body={"include_reasoning": False}
@@ -211,7 +211,7 @@ def test_hidden_reasoning_is_still_recorded(
 def test_the_end_waits_for_the_commit(
     engine: MockEngine, client: openai.OpenAI, writer: HeldWriter, turns: Turns, stream: bool
 ) -> None:
-    engine.replies.append(Say("Not yet."))
+    engine.replies.append(Answer("Not yet."))
     seen: list[str] = []
     ended = threading.Event()
 
@@ -265,7 +265,7 @@ def test_commit_is_before_done_on_the_wire(
 def test_a_cut_reply_has_no_end_token(
     engine: MockEngine, client: openai.OpenAI, turns: Turns
 ) -> None:
-    engine.replies.append(Say("cut off he", cut=True))
+    engine.replies.append(Answer("cut off he", cut=True))
     answer = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=10)
     assert answer.choices[0].finish_reason == "length"
     [turn] = turns()
@@ -335,7 +335,7 @@ def test_an_engine_without_ids_still_serves(
     engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
 ) -> None:
     engine.tell_ids = False
-    engine.replies.append(Say("no ids here"))
+    engine.replies.append(Answer("no ids here"))
     answer = client.chat.completions.create(model=MODEL, messages=HELLO, stream=stream)
     parts = list(answer) if stream else [answer]
     assert parts[-1].choices[0].finish_reason == "stop"

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from support.engines.mock_engine import MODEL, MockEngine, Say, logprobs_of
+from support.engines.mock_engine import MODEL, Answer, MockEngine, logprobs_of
 from tracegrad.events import Turn
 
 Turns = Callable[..., list[Turn]]
@@ -19,7 +19,7 @@ PATH = "/rollouts/r1/v1/completions"
 def test_a_completion_is_recorded_and_stripped(
     engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
 ) -> None:
-    say = Say(" upon a time")
+    say = Answer(" upon a time")
     engine.replies.append(say)
     answer = client.completions.create(model=MODEL, prompt="Once", stream=stream, max_tokens=9)
     parts = list(answer) if stream else [answer]
@@ -54,7 +54,7 @@ def test_a_completion_that_asks_for_ids_and_logprobs_gets_them(
 def test_each_prompt_of_a_list_is_its_own_turn(
     engine: MockEngine, client: openai.OpenAI, turns: Turns, prompt: object, stream: bool
 ) -> None:
-    engine.replies += [Say("one"), Say("two"), Say("three"), Say("four")]
+    engine.replies += [Answer("one"), Answer("two"), Answer("three"), Answer("four")]
     answer = client.completions.create(model=MODEL, prompt=prompt, n=2, stream=stream)
     if stream:
         list(answer)
@@ -67,7 +67,7 @@ def test_each_prompt_of_a_list_is_its_own_turn(
 def test_a_text_that_goes_on_is_a_child(
     engine: MockEngine, client: openai.OpenAI, turns: Turns
 ) -> None:
-    engine.replies += [Say(" upon", cut=True), Say(" a time")]
+    engine.replies += [Answer(" upon", cut=True), Answer(" a time")]
     client.completions.create(model=MODEL, prompt="Once")
     client.completions.create(model=MODEL, prompt="Once upon")
     first, second = turns()

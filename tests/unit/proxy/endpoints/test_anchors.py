@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from support.engines.mock_engine import MockEngine, Say
+from support.engines.mock_engine import Answer, MockEngine
 from support.proxy.servers import HeldWriter, serving
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import AnchorSettings, ProxySettings
@@ -48,7 +48,7 @@ def finish(http: httpx.Client, rollout_id: str, reward: float, task_id: str | No
 def test_an_agent_goes_on_behind_the_experts_turns(
     anchored: httpx.Client, engine: MockEngine, store: Store
 ) -> None:
-    engine.replies += [Say("left"), Say("right"), Say("straight on")]
+    engine.replies += [Answer("left"), Answer("right"), Answer("straight on")]
     messages: list[Json] = [{"role": "user", "content": "go"}]
     for seen in ("a door", "open"):
         messages += [say(anchored, "expert", messages), {"role": "user", "content": seen}]
@@ -69,7 +69,7 @@ def test_an_agent_goes_on_behind_the_experts_turns(
     assert extends(own.prompt_token_ids, prefix)
     assert own.observation is not None
     assert beside.sampling["taken"] is False
-    assert store.rollout(found["rollout_id"]).row.tags["split"] == "x"
+    assert store.rollout(found["rollout_id"]).summary.tags["split"] == "x"
 
     finish(anchored, found["rollout_id"], 1.0)
     moved = anchored.post("/api/anchors/next", json={"task_id": "maze"}).json()
@@ -111,4 +111,4 @@ def test_what_is_said_of_the_rollout_is_redacted(
         found = httpx.post(f"{url}/api/anchors/next", json=body, timeout=20).json()
     detail = store.rollout(found["rollout_id"])
     assert secret not in str(detail.task)
-    assert detail.row.tags["by"] == "[redacted]"
+    assert detail.summary.tags["by"] == "[redacted]"

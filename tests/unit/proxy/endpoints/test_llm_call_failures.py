@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from support.engines.mock_engine import MODEL, MockEngine, Say, logprobs_of, render
+from support.engines.mock_engine import MODEL, Answer, MockEngine, logprobs_of, render
 from support.proxy.servers import HeldWriter, eventually, serving
 from tracegrad.events import Turn
 from tracegrad.proxy import create_app
@@ -38,7 +38,7 @@ def dead_upstream(store: Store, writer: HeldWriter) -> Iterator[str]:
 def test_a_client_that_hangs_up_leaves_an_aborted_turn(
     engine: MockEngine, client: openai.OpenAI, turns: Turns
 ) -> None:
-    say = Say("a long story that nobody wants to hear")
+    say = Answer("a long story that nobody wants to hear")
     engine.replies.append(say)
     never = engine.wait_before(3)
     stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
@@ -135,7 +135,7 @@ def test_a_pooled_connection_that_went_stale_is_not_an_error(
 def test_a_stream_that_breaks_is_an_error_and_an_aborted_turn(
     engine: MockEngine, client: openai.OpenAI, turns: Turns
 ) -> None:
-    engine.replies.append(Say("a story that breaks off"))
+    engine.replies.append(Answer("a story that breaks off"))
     engine.break_at = 3
     stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
     with pytest.raises(openai.APIError, match="broke off"):
@@ -148,7 +148,7 @@ def test_a_stream_that_breaks_is_an_error_and_an_aborted_turn(
 def test_an_error_inside_a_stream_is_relayed(
     engine: MockEngine, client: openai.OpenAI, turns: Turns
 ) -> None:
-    engine.replies.append(Say("a story that goes wrong"))
+    engine.replies.append(Answer("a story that goes wrong"))
     engine.error_at = 2
     stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
     with pytest.raises(openai.APIError, match="EngineCore died"):

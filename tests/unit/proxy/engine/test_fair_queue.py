@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracegrad.proxy.engine.fair_queue import NoRoom, WaitingCalls
+from tracegrad.proxy.engine.fair_queue import FairQueue, QueueFull
 
 Key = str | None
 
@@ -18,7 +18,7 @@ class Crowd:
     """Calls in a line, and what became of each."""
 
     def __init__(self, longest: int) -> None:
-        self.waiting = WaitingCalls(longest)
+        self.waiting = FairQueue(longest)
         self.went: list[tuple[Key, int]] = []
         self.refused: list[tuple[Key, int]] = []
         self.late: list[tuple[Key, int]] = []
@@ -41,7 +41,7 @@ class Crowd:
         try:
             await self.waiting.wait(key, seconds)
             self.went.append((key, number))
-        except NoRoom:
+        except QueueFull:
             self.refused.append((key, number))
         except TimeoutError:
             self.late.append((key, number))
@@ -121,8 +121,8 @@ async def test_leaving_at_the_moment_of_release_costs_nobody_a_place() -> None:
 
 
 async def test_nobody_waits_where_there_are_no_places() -> None:
-    with pytest.raises(NoRoom):
-        await WaitingCalls(0).wait("a", 60)
+    with pytest.raises(QueueFull):
+        await FairQueue(0).wait("a", 60)
 
 
 @settings(deadline=None)

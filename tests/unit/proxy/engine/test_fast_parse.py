@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracegrad.events import Json, token_ids
+from tracegrad.events import Json, token_id_array
 from tracegrad.proxy.dialects.base import Call
-from tracegrad.proxy.dialects.openai_chat import Chat
+from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
 from tracegrad.proxy.engine import response as engine
-from tracegrad.proxy.engine.fast_parse import cut_answer, cut_prompt
+from tracegrad.proxy.engine.fast_parse import extract_prompt, extract_tokens
 from tracegrad.proxy.engine.stream import EngineStream
 from tracegrad.proxy.http import sse
 from tracegrad.proxy.http.errors import ApiError
@@ -29,7 +29,7 @@ TRAP += '"prompt_token_ids":[9] \\"'
 
 def a_call(**more: Any) -> Call:
     body = {"model": "m", "messages": [{"role": "user", "content": "go"}], **more}
-    return Chat().parse(orjson.dumps(body), {}, {})
+    return OpenAIChatDialect().parse(orjson.dumps(body), {}, {})
 
 
 def experts(tokens: int) -> str | None:
@@ -66,7 +66,7 @@ def an_answer(prompt: list[int], replies: list[list[tuple[int, float]]], text: s
 
 def read(raw: bytes, call: Call) -> Any:
     try:
-        return engine.read_answer(raw, call, VERSION)
+        return engine.read_response(raw, call, VERSION)
     except ApiError as error:
         return error.message
 
@@ -89,7 +89,7 @@ def test_both_ways_read_the_same(
 ) -> None:
     raw = orjson.dumps(an_answer(prompt, replies, text + TRAP))
     call = a_call(n=len(replies))
-    assert cut_answer(raw, len(replies)) is not None
+    assert extract_tokens(raw, len(replies)) is not None
     with pytest.MonkeyPatch.context() as monkeypatch:
         expected = read_whole(raw, call, monkeypatch)
     answer = read(raw, call)
@@ -100,9 +100,9 @@ def test_both_ways_read_the_same(
             parsed = read_whole(raw, seen, monkeypatch)
         light = read(raw, seen)
         assert light.replies == parsed.replies
-        assert orjson.loads(Chat().answer(seen, light.body)) == parsed.body
+        assert orjson.loads(OpenAIChatDialect().answer(seen, light.body)) == parsed.body
     for reply, told in zip(answer.replies, replies, strict=True):
-        assert reply.prompt_token_ids == token_ids(prompt)
+        assert reply.prompt_token_ids == token_id_array(prompt)
         assert reply.token_ids.tolist() == [token for token, _ in told]
         assert reply.logprobs.tolist() == [value for _, value in told]
         tokens = len(prompt) + len(told) - 1
@@ -183,11 +183,11 @@ def test_an_answer_that_breaks_off_is_none() -> None:
 
 def test_a_prompt_is_cut_out_of_a_streams_first_chunk() -> None:
     raw = orjson.dumps({"choices": [], "note": TRAP, "prompt_token_ids": [4, 5]})
-    rest, prompt = cut_prompt(raw)
+    rest, prompt = extract_prompt(raw)
     assert orjson.loads(rest) == {"choices": [], "note": TRAP, "prompt_token_ids": None}
-    assert prompt == token_ids([4, 5])
-    assert cut_prompt(b'{"prompt_token_ids":null}') == (b'{"prompt_token_ids":null}', None)
-    assert cut_prompt(b'{"prompt_token_ids":[1') == (b'{"prompt_token_ids":[1', None)
+    assert prompt == token_id_array([4, 5])
+    assert extract_prompt(b'{"prompt_token_ids":null}') == (b'{"prompt_token_ids":null}', None)
+    assert extract_prompt(b'{"prompt_token_ids":[1') == (b'{"prompt_token_ids":[1', None)
 
 
 def test_an_elsewhere_named_prompt_is_not_the_streams() -> None:
@@ -197,7 +197,7 @@ def test_an_elsewhere_named_prompt_is_not_the_streams() -> None:
     for own, tokens in (({"prompt_token_ids": [3, 4, 5]}, 3), ({}, None)):
         stream = EngineStream(a_call(stream=True), lambda: VERSION)
         chunk = {"id": "a", "choices": [choice], "extra": extra, **own}
-        [passed_on] = stream.feed(sse.event(orjson.dumps(chunk)))
+        [passed_on] = stream.feed(sse.encode_event(orjson.dumps(chunk)))
         assert stream.error is None
         assert stream.prompt_tokens == tokens
         assert passed_on["extra"] == extra
@@ -214,7 +214,7 @@ def test_an_answer_without_the_prompts_ids_is_an_answer_all_the_same() -> None:
 @given(st.lists(st.binary(max_size=6).filter(lambda part: b"\n" not in part), max_size=5))
 def test_first_events_come_alone_and_nothing_is_lost(parts: list[bytes]) -> None:
     data = b"\n\n".join(parts)
-    pieces = list(sse.first_ones_alone(data))
+    pieces = list(sse.split_first_events(data))
     assert b"".join(pieces) == data
     assert len(pieces) <= 3
     assert all(piece.count(b"\n\n") == 1 and piece.endswith(b"\n\n") for piece in pieces[:-1])

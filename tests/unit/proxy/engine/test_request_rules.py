@@ -15,7 +15,7 @@ from tracegrad.events import Turn
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.dialects.base import Call
-from tracegrad.proxy.engine.request_rules import PASSED, REFUSED, RequestRules
+from tracegrad.proxy.engine.request_rules import ALLOWED_FIELDS, REFUSED_FIELDS, RequestRules
 from tracegrad.proxy.http.errors import BadRequest
 from tracegrad.store import Store
 
@@ -61,10 +61,10 @@ def with_part(part: dict[str, Any]) -> Call:
 
 
 def test_no_field_is_both_passed_and_refused() -> None:
-    assert not PASSED & REFUSED.keys()
+    assert not ALLOWED_FIELDS & REFUSED_FIELDS.keys()
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(REFUSED_FIELDS))
 def test_a_dangerous_field_is_refused_by_name(name: str) -> None:
     with pytest.raises(BadRequest) as refused:
         rules().apply(call_of({**CHAT, name: {"a": 1}}), admin=False)
@@ -75,7 +75,9 @@ def test_a_dangerous_field_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize("nothing", [None, False, 0, "", {}, []], ids=str)
 def test_an_empty_one_asks_for_nothing(nothing: Any) -> None:
     """Libraries write their defaults out."""
-    applied = rules().apply(call_of({**CHAT, **dict.fromkeys(REFUSED, nothing)}), admin=False)
+    applied = rules().apply(
+        call_of({**CHAT, **dict.fromkeys(REFUSED_FIELDS, nothing)}), admin=False
+    )
     assert applied.body == CHAT
 
 
@@ -104,7 +106,12 @@ def test_what_a_field_must_not_hold_is_named(field: str, wrong: Any, named: str)
 
 @pytest.mark.parametrize("trusted", ["admin", "setting"])
 def test_whoever_may_sends_everything(trusted: str) -> None:
-    body = {**CHAT, **dict.fromkeys(REFUSED, 1), "newer": 2, "structured_outputs": {"regex": "a"}}
+    body = {
+        **CHAT,
+        **dict.fromkeys(REFUSED_FIELDS, 1),
+        "newer": 2,
+        "structured_outputs": {"regex": "a"},
+    }
     applied = rules(pass_unknown=trusted == "setting").apply(
         call_of(body), admin=trusted == "admin"
     )
@@ -156,9 +163,9 @@ def test_names_that_a_client_makes_up_are_counted_within_bounds() -> None:
     held = rules()
     for number in range(1000):
         held.apply(call_of({**CHAT, f"{number}" + "x" * 1000: 1}), admin=False)
-    assert sum(held.left_out.values()) == 1000
-    assert len(held.left_out) <= 201
-    assert max(map(len, held.left_out)) <= 64
+    assert sum(held.dropped_fields.values()) == 1000
+    assert len(held.dropped_fields) <= 201
+    assert max(map(len, held.dropped_fields)) <= 64
 
 
 def test_an_agents_key_is_no_admins(serve: Serve, engine: MockEngine) -> None:

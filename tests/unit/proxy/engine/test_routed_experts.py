@@ -16,15 +16,15 @@ import pytest
 from numpy.typing import NDArray
 
 from support.engines.byte_tokenizer import save_byte_tokenizer
-from support.engines.mock_engine import MODEL, MockEngine, Say, render
+from support.engines.mock_engine import MODEL, Answer, MockEngine, render
 from support.proxy.servers import CONTROL, CONTROL_KEY, HeldWriter, serving
-from support.trainer.routing_files import npy
-from tracegrad.events import Turn, token_ids
+from support.trainer.routing_files import routing_file
+from tracegrad.events import Turn, token_id_array
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.proxy.dialects.openai_chat import Chat
+from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
 from tracegrad.proxy.engine import routed_experts
-from tracegrad.proxy.engine.completion import Reply
+from tracegrad.proxy.engine.completion import SampledCompletion
 from tracegrad.proxy.engine.stream import EngineStream
 from tracegrad.proxy.http import sse
 from tracegrad.store import Store
@@ -99,7 +99,7 @@ def test_the_file_is_recorded_as_it_came_and_no_client_sees_it(
     assert choice["routed_experts"] is None, "as an engine answers that tells none"
     assert ("token_ids" in choice) == bool(shown)
     [turn] = turns()
-    assert turn.routed_experts == npy(by_token(read_by(turn)))
+    assert turn.routed_experts == routing_file(by_token(read_by(turn)))
     assert turn.untrainable is None
     assert "routed" not in str(turn.response)
 
@@ -107,7 +107,7 @@ def test_the_file_is_recorded_as_it_came_and_no_client_sees_it(
 def test_a_turn_that_goes_on_has_what_its_parent_has_not(
     engine: MockEngine, exact: httpx.Client, turns: Turns
 ) -> None:
-    engine.replies += [Say("first"), Say("second"), Say("third")]
+    engine.replies += [Answer("first"), Answer("second"), Answer("third")]
     talk = list(HELLO)
     for _ in range(3):
         # A start of the client's own is none of ours.
@@ -131,17 +131,17 @@ def test_a_fork_has_them_all(engine: MockEngine, exact: httpx.Client, turns: Tur
 
 
 def test_each_choice_has_its_own(engine: MockEngine, http: httpx.Client, turns: Turns) -> None:
-    engine.replies += [Say("one"), Say("other")]
+    engine.replies += [Answer("one"), Answer("other")]
     ask(http, HELLO, n=2)
     files = [turn.routed_experts for turn in turns()]
-    assert files == [npy(by_token([*render(HELLO), *b"one"])),
-                     npy(by_token([*render(HELLO), *b"other"]))]  # fmt: skip
+    assert files == [routing_file(by_token([*render(HELLO), *b"one"])),
+                     routing_file(by_token([*render(HELLO), *b"other"]))]  # fmt: skip
 
 
 def test_each_prompt_of_a_text_completion_has_its_own(
     engine: MockEngine, http: httpx.Client, turns: Turns
 ) -> None:
-    engine.replies += [Say("one"), Say("other")]
+    engine.replies += [Answer("one"), Answer("other")]
     body = {"model": MODEL, "prompt": ["a", "bc"], START: 1, "return_token_ids": True}
     answer = http.post("/rollouts/r1/v1/completions", json=body).json()
     assert [choice["routed_experts"] for choice in answer["choices"]] == [None, None]
@@ -191,10 +191,10 @@ def test_streams_have_none_and_that_is_said(
     [
         "no base64!",
         base64.b64encode(b"no file").decode(),
-        base64.b64encode(npy(by_token(range(20)))).decode(),  # of more tokens than it has
-        base64.b64encode(npy(by_token(range(4)).astype(np.float32))).decode(),
-        base64.b64encode(npy(by_token(range(4)))[:-1]).decode(),
-        base64.b64encode(npy(by_token([]))).decode(),
+        base64.b64encode(routing_file(by_token(range(20)))).decode(),  # of more tokens than it has
+        base64.b64encode(routing_file(by_token(range(4)).astype(np.float32))).decode(),
+        base64.b64encode(routing_file(by_token(range(4)))[:-1]).decode(),
+        base64.b64encode(routing_file(by_token([]))).decode(),
         7,
     ],
 )
@@ -212,27 +212,29 @@ def test_what_cannot_be_read_is_dropped_and_said_once(
             assert ask(http, HELLO)["choices"][0]["routed_experts"] is None
     for turn in turns():
         assert (turn.routed_experts, turn.untrainable) == (None, None)
-        assert turn.completion_token_ids.tolist() == Say().token_ids
+        assert turn.completion_token_ids.tolist() == Answer().token_ids
     assert len([r for r in caplog.records if "routed_experts" in r.message]) == 1
 
 
 def test_a_stream_that_ends_with_them_does_not_show_them() -> None:
     body = {"model": MODEL, "messages": HELLO, "stream": True, "return_token_ids": True}
-    stream = EngineStream(Chat().parse(orjson.dumps(body), {}, {}), lambda: 0)
+    stream = EngineStream(OpenAIChatDialect().parse(orjson.dumps(body), {}, {}), lambda: 0)
     choice = {"index": 0, "delta": {"content": "a"}, "token_ids": [97], "finish_reason": "stop"}
     last = {"id": "a", "choices": [{**choice, "routed_experts": "AAAA"}]}
-    assert stream.feed(sse.event(orjson.dumps(last))) == []
+    assert stream.feed(sse.encode_event(orjson.dumps(last))) == []
     assert stream.tail == [{"id": "a", "choices": [choice]}]
 
 
 @pytest.mark.usefixtures("said")
 def test_tokens_that_are_dropped_take_them_along(caplog: pytest.LogCaptureFixture) -> None:
-    reply = Reply(prompt_token_ids=token_ids(range(9)))
+    reply = SampledCompletion(prompt_token_ids=token_id_array(range(9)))
     reply.add([5], [-9999.0], 0)
-    told = orjson.dumps(base64.b64encode(npy(by_token(range(3)))).decode())
-    routed_experts.take_routes(reply, told)
-    assert (reply.broken, reply.routed_experts) == ("no_logprobs", None)
-    routed_experts.take_routes(whole := Reply(prompt_token_ids=token_ids(range(9))), told)
+    told = orjson.dumps(base64.b64encode(routing_file(by_token(range(3)))).decode())
+    routed_experts.set_routed_experts(reply, told)
+    assert (reply.discard_reason, reply.routed_experts) == ("no_logprobs", None)
+    routed_experts.set_routed_experts(
+        whole := SampledCompletion(prompt_token_ids=token_id_array(range(9))), told
+    )
     assert whole.routed_experts is None, "nothing was sampled"
     assert caplog.records == []
 

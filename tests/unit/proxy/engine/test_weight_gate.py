@@ -11,12 +11,12 @@ import httpx
 import openai
 import pytest
 
-from support.engines.mock_engine import MODEL, MockEngine, Say, logprobs_of, render
+from support.engines.mock_engine import MODEL, Answer, MockEngine, logprobs_of, render
 from support.proxy.servers import CONTROL, CONTROL_KEY, HeldWriter, eventually, serving
 from tracegrad.events import Turn
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.proxy.engine.weight_gate import Gate
+from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.store import PolicyVersion, Store
 
 Turns = Callable[..., list[Turn]]
@@ -46,7 +46,7 @@ def test_a_stream_across_two_marks_has_exact_spans(
     http: httpx.Client,
     turns: Turns,
 ) -> None:
-    engine.replies.append(Say("0123456789" * 3))  # 31 tokens with the end, by fours
+    engine.replies.append(Answer("0123456789" * 3))  # 31 tokens with the end, by fours
     gates = [engine.wait_before(3), engine.wait_before(5)]
     stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
     for _ in range(1 + 3):
@@ -77,7 +77,7 @@ def test_a_whole_answer_across_a_mark_has_exact_spans_too(
     """Where weights are pushed the engine streams to the proxy what the client gets whole."""
     push(http, "hold", ttl_s=60)
     push(http, "release")
-    say = Say("0123456789", [("look", '{"at": "it"}')], "Why not?")
+    say = Answer("0123456789", [("look", '{"at": "it"}')], "Why not?")
     engine.replies.append(say)
     gate = engine.wait_before(3)
     answer = pool.submit(
@@ -128,9 +128,9 @@ def test_a_whole_answer_across_the_first_mark_of_all_has_no_known_version(
     client.chat.completions.create(model=MODEL, messages=HELLO)
     across, after = turns()
     assert across.untrainable == "version_unknown"
-    assert across.policy_versions == ((0, len(Say().token_ids)),)
+    assert across.policy_versions == ((0, len(Answer().token_ids)),)
     assert after.untrainable is None
-    assert after.policy_versions == ((1, len(Say().token_ids)),)
+    assert after.policy_versions == ((1, len(Answer().token_ids)),)
 
 
 def test_a_hold_waits_for_whole_answers_and_only_so_long(
@@ -228,17 +228,17 @@ def test_wrong_bodies_name_the_field(
 async def test_a_hold_that_nobody_releases_opens_by_itself(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    gate = Gate()
+    gate = WeightUpdateGate()
     await gate.hold(ttl_s=0.02, drain_s=0)
     with caplog.at_level(logging.ERROR, "tracegrad.proxy"):
-        async with asyncio.timeout(5), gate.passage(streaming=False):
+        async with asyncio.timeout(5), gate.admission(streaming=False):
             pass
     assert not gate.state()["held"]
     assert "0.02 s without a release; 1 waiting" in caplog.text
 
 
 async def test_a_second_hold_renews_the_first() -> None:
-    gate = Gate()
+    gate = WeightUpdateGate()
     await gate.hold(ttl_s=0.05, drain_s=0)
     await gate.hold(ttl_s=60, drain_s=0)
     await asyncio.sleep(0.1)
@@ -248,11 +248,11 @@ async def test_a_second_hold_renews_the_first() -> None:
 
 
 async def test_release_lets_calls_in_in_their_order() -> None:
-    gate = Gate()
+    gate = WeightUpdateGate()
     entered: list[int] = []
 
     async def call(number: int) -> None:
-        async with gate.passage(streaming=True):
+        async with gate.admission(streaming=True):
             entered.append(number)
 
     await gate.hold(ttl_s=60, drain_s=0)
@@ -269,10 +269,10 @@ async def test_release_lets_calls_in_in_their_order() -> None:
 
 
 async def test_a_call_cancelled_as_it_is_let_in_leaves_nothing_behind() -> None:
-    gate = Gate()
+    gate = WeightUpdateGate()
 
     async def call() -> None:
-        async with gate.passage(streaming=False):
+        async with gate.admission(streaming=False):
             pass
 
     await gate.hold(ttl_s=60, drain_s=0)
@@ -287,47 +287,47 @@ async def test_a_call_cancelled_as_it_is_let_in_leaves_nothing_behind() -> None:
 
 
 async def test_tokens_under_way_before_the_mark_keep_their_version() -> None:
-    gate = Gate(version=1)
-    async with gate.passage(streaming=True) as passage:
-        marking = asyncio.create_task(gate.mark(2))
+    gate = WeightUpdateGate(version=1)
+    async with gate.admission(streaming=True) as passage:
+        marking = asyncio.create_task(gate.set_version(2))
         stamps = []
         for _ in range(5):  # still coming out of the socket, each within a tick of the last
             await asyncio.sleep(0.004)
-            stamps.append(passage.stamp())
+            stamps.append(passage.arrival_version())
         await marking
-        stamps.append(passage.stamp())
+        stamps.append(passage.arrival_version())
     assert stamps == [1, 1, 1, 1, 1, 2]
 
 
 async def test_a_client_that_does_not_read_makes_its_version_unknown() -> None:
-    gate = Gate()
-    async with gate.passage(streaming=True) as slow, gate.passage(streaming=True) as quick:
+    gate = WeightUpdateGate()
+    async with gate.admission(streaming=True) as slow, gate.admission(streaming=True) as quick:
         slow.blocked = True
-        await gate.mark(1)
-    assert slow.unknown
-    assert not quick.unknown
+        await gate.set_version(1)
+    assert slow.version_unknown
+    assert not quick.version_unknown
 
 
 async def test_calls_after_a_mark_are_certain() -> None:
-    gate = Gate()
-    await gate.mark(1)
-    async with gate.passage(streaming=False) as passage:
+    gate = WeightUpdateGate()
+    await gate.set_version(1)
+    async with gate.admission(streaming=False) as passage:
         assert passage.version == 1
-    assert not passage.unknown
+    assert not passage.version_unknown
 
 
 async def test_a_gate_that_begins_held_opens_with_the_first_release() -> None:
-    gate = Gate(version=3, held=True)
+    gate = WeightUpdateGate(version=3, held=True)
 
     async def call() -> int:
-        async with gate.passage(streaming=False) as passage:
+        async with gate.admission(streaming=False) as passage:
             return passage.version
 
     early = asyncio.create_task(call())
     await asyncio.sleep(0.02)
     assert gate.state() == {"version": 3, "held": True, "in_flight": 0, "waiting": 1}
     await gate.hold(ttl_s=60, drain_s=0)
-    await gate.mark(4)
+    await gate.set_version(4)
     gate.release()
     assert await early == 4, "the weights that it meets are the pushed ones"
 

@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.proxy.http.limits import OTHER_FILES, Limits, raise_file_limit
+from tracegrad.proxy.http.limits import OTHER_FILES, ConnectionLimits, raise_file_limit
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_limits_come_from_the_settings() -> None:
         send_timeout_s=3,
         idle_timeout_s=4,
     )
-    assert Limits.of(settings) == Limits(
+    assert ConnectionLimits.of(settings) == ConnectionLimits(
         head_bytes=2048,
         head_fields=9,
         head_s=1,
@@ -57,4 +57,6 @@ def test_limits_come_from_the_settings() -> None:
         connections=7,
         idle_s=4,
     )
-    assert Limits.of(ProxySettings()) == Limits(), "the same defaults in both places"
+    assert ConnectionLimits.of(ProxySettings()) == ConnectionLimits(), (
+        "the same defaults in both places"
+    )

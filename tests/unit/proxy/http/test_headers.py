@@ -14,7 +14,7 @@ from support.proxy.raw_http import Answer, Reader, bounded, connect
 from support.proxy.servers import HeldWriter
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.proxy.http.limits import Limits
+from tracegrad.proxy.http.limits import ConnectionLimits
 from tracegrad.store import Store
 
 ODD = ["\r\n", "\n", "\r", "\0", "\x01", "\x7f", "a\r\nx-evil: 1", "é", "\u2028", "😀", "\t"]
@@ -37,7 +37,7 @@ def url(
 ) -> Iterator[str]:
     given = {"admin_key": "the-admin's-own-key"} if request.param == "closed" else {}
     settings = ProxySettings(upstream=engine_url, **given)  # type: ignore[arg-type]
-    with bounded(create_app(settings, store=store, writer=writer), Limits()) as url:
+    with bounded(create_app(settings, store=store, writer=writer), ConnectionLimits()) as url:
         yield url
 
 

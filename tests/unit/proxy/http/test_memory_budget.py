@@ -17,10 +17,16 @@ from starlette.types import Message
 
 from tracegrad.proxy.http import json_size
 from tracegrad.proxy.http.errors import BadRequest, Unavailable
-from tracegrad.proxy.http.json_size import exact_punctuation, punctuation
-from tracegrad.proxy.http.request_body import TRACES_PATH, Bodies, BodyLimits, Budget, weigh
-from tracegrad.proxy.http.worker_threads import LARGE, Workers
-from tracegrad.proxy.otel.otlp import JSON, PROTOBUF, memory_of
+from tracegrad.proxy.http.json_size import count_punctuation, count_punctuation_outside_strings
+from tracegrad.proxy.http.request_body import (
+    TRACES_PATH,
+    BodyReader,
+    MemoryBudget,
+    RequestSizeLimits,
+    parsed_size,
+)
+from tracegrad.proxy.http.worker_threads import LARGE_BODY_BYTES, WorkerThreads
+from tracegrad.proxy.otel.otlp import JSON, PROTOBUF, export_memory
 from tracegrad.proxy.otel.otlp_size import fields_in
 
 # How large a JSON text is as objects
@@ -62,8 +68,8 @@ def test_values_are_counted_outside_of_strings(value: Any) -> None:
         for piece in (1, 2, 3, 7, 1 << 20):
             patch.setattr(json_size, "_PIECE", piece)
             for raw in (orjson.dumps(value), json.dumps(value, indent=1).encode()):
-                assert exact_punctuation(raw, 10**9) == counted(value)
-                least, most = counted(value), punctuation(raw)
+                assert count_punctuation_outside_strings(raw, 10**9) == counted(value)
+                least, most = counted(value), count_punctuation(raw)
                 assert most[0] >= least[0]
                 assert most[1] >= least[1]
 
@@ -96,14 +102,14 @@ def test_no_text_takes_more_memory_than_is_said(item: bytes) -> None:
     tracemalloc.stop()
     assert kept
     # The rest is for the same as text, for the engine.
-    assert taken <= weigh(raw, 10**9) - len(raw)
+    assert taken <= parsed_size(raw, 10**9) - len(raw)
 
 
 def test_text_full_of_commas_is_text() -> None:
     raw = json.dumps({"content": 'a,b:c[d]{e}\\"' * 1000}).encode()
-    assert weigh(raw, 10) == json_size.memory_of(raw, 1, 1)
+    assert parsed_size(raw, 10) == json_size.parsed_memory(raw, 1, 1)
     with pytest.raises(BadRequest, match="more than 2 values \\(max_values\\)") as refused:
-        weigh(b"[1,2,3]", 2)
+        parsed_size(b"[1,2,3]", 2)
     assert refused.value.status == 413
 
 
@@ -113,13 +119,13 @@ def test_a_text_that_cannot_be_counted_is_refused(encoding: str) -> None:
     raw = ('{"a":"\u2200","b":[' + ",".join(["{}"] * 100) + "]}").encode(encoding)
     assert len(json.loads(raw)["b"]) == 100, "the routes below /api would read it"
     with pytest.raises(BadRequest, match="not UTF-8") as refused:
-        weigh(raw, 10)
+        parsed_size(raw, 10)
     assert refused.value.status == 400
 
 
 def test_a_text_with_a_mark_of_its_order_is_counted() -> None:
     with pytest.raises(BadRequest, match="max_values"):
-        weigh(b"\xef\xbb\xbf[1,2,3]", 2)
+        parsed_size(b"\xef\xbb\xbf[1,2,3]", 2)
 
 
 # How many fields a protobuf has
@@ -188,38 +194,38 @@ def test_what_is_dense_is_refused_before_it_is_parsed(data: bytes) -> None:
     assert fields_in(data, 4999) == 5000
     assert 5000 <= fields_in(data, 10**6) <= 5010
     with pytest.raises(BadRequest, match="max_values"):
-        memory_of(data + ld(0x12, b"x" * LARGE), PROTOBUF, 4999)
+        export_memory(data + ld(0x12, b"x" * LARGE_BODY_BYTES), PROTOBUF, 4999)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_counted_or_refused(data: bytes) -> None:
     try:
-        memory_of(data + b"\x12\x80\x80\x08" + b"x" * (128 << 10), PROTOBUF, 1000)
+        export_memory(data + b"\x12\x80\x80\x08" + b"x" * (128 << 10), PROTOBUF, 1000)
     except BadRequest:
         return
 
 
 def test_spans_as_json_are_weighed_as_json() -> None:
     with pytest.raises(BadRequest, match="max_values"):
-        memory_of(b"[1,2,3]", JSON, 2)
+        export_memory(b"[1,2,3]", JSON, 2)
 
 
 # Who gets memory
 
 
-def budget(total: int = 100, share: int = 60, wait_s: float = 0.01) -> Budget:
-    return Budget(total, share=share, wait_s=wait_s)
+def budget(total: int = 100, share: int = 60, wait_s: float = 0.01) -> MemoryBudget:
+    return MemoryBudget(total, share=share, wait_s=wait_s)
 
 
 async def test_one_client_cannot_take_it_all() -> None:
     pool = budget()
     greedy, other = pool.lease("greedy"), pool.lease("other")
-    await greedy.take(60)
+    await greedy.acquire(60)
     with pytest.raises(Unavailable, match="max_bodies_mib") as full:
-        await pool.lease("greedy").take(1)
+        await pool.lease("greedy").acquire(1)
     assert full.value.status == 503
     assert full.value.headers()["retry-after"]
-    await other.take(40)
+    await other.acquire(40)
     assert pool.free == 0
     greedy.release()
     greedy.release()  # once is enough
@@ -228,17 +234,17 @@ async def test_one_client_cannot_take_it_all() -> None:
 
 async def test_what_never_fits_is_refused_at_once() -> None:
     lease = budget(wait_s=1000).lease("a")
-    await lease.take(50)
+    await lease.acquire(50)
     with pytest.raises(BadRequest) as refused:
-        await lease.take(11)
+        await lease.acquire(11)
     assert refused.value.status == 413
 
 
 async def test_a_body_waits_a_moment_for_memory() -> None:
     pool = budget(wait_s=1000)
     first, second, third = pool.lease("a"), pool.lease("b"), pool.lease("c")
-    await first.take(60)
-    waiting = [asyncio.create_task(second.take(50)), asyncio.create_task(third.take(50))]
+    await first.acquire(60)
+    waiting = [asyncio.create_task(second.acquire(50)), asyncio.create_task(third.acquire(50))]
     await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
     first.release()
@@ -249,9 +255,9 @@ async def test_a_body_waits_a_moment_for_memory() -> None:
 async def test_who_stops_waiting_keeps_nothing() -> None:
     pool = budget(wait_s=1000)
     first = pool.lease("a")
-    await first.take(60)
-    waiting = asyncio.create_task(pool.lease("b").take(50))
-    granted = asyncio.create_task(pool.lease("c").take(50))
+    await first.acquire(60)
+    waiting = asyncio.create_task(pool.lease("b").acquire(50))
+    granted = asyncio.create_task(pool.lease("c").acquire(50))
     await asyncio.sleep(0)
     waiting.cancel()
     first.release()
@@ -260,7 +266,7 @@ async def test_who_stops_waiting_keeps_nothing() -> None:
     assert pool.free == 100
 
 
-LIMITS = BodyLimits(body=1 << 20, api=1 << 10, values=100, memory=4 << 20)
+LIMITS = RequestSizeLimits(body=1 << 20, api=1 << 10, values=100, memory=4 << 20)
 
 
 async def read(path: str, parts: list[bytes], *, length: bool = True) -> tuple[bytes, int]:
@@ -275,8 +281,8 @@ async def read(path: str, parts: list[bytes], *, length: bool = True) -> tuple[b
 
     size = str(sum(map(len, parts))).encode()
     header = (b"content-length", size) if length else (b"transfer-encoding", b"chunked")
-    workers = Workers()
-    bodies = Bodies(LIMITS, workers)
+    workers = WorkerThreads()
+    bodies = BodyReader(LIMITS, workers)
     lease = bodies.lease("a")
     got = await bodies.read({"path": path, "headers": [header]}, receive, lease)
     message = await got()
@@ -298,7 +304,7 @@ async def test_a_body_is_read_as_a_whole(length: bool) -> None:
         ("/api/events", [b" " * (1 << 10), b" "], "max_api_body_mib"),
         ("/v1/x", [b"[" + b"1," * 200 + b"1]"], "max_values"),
         ("/api/events", [b"[" + b"1," * 20 + b"1]"], "max_values"),
-        ("/v1/x", [b" " * (LARGE + 1), b"[" + b"1," * 200 + b"1]"], "max_values"),
+        ("/v1/x", [b" " * (LARGE_BODY_BYTES + 1), b"[" + b"1," * 200 + b"1]"], "max_values"),
     ],
 )
 @pytest.mark.parametrize("length", [True, False])
@@ -318,11 +324,13 @@ async def test_spans_are_not_weighed_as_json() -> None:
 # Threads
 
 
-@pytest.mark.parametrize(("size", "elsewhere"), [(LARGE, False), (LARGE + 1, True)])
+@pytest.mark.parametrize(
+    ("size", "elsewhere"), [(LARGE_BODY_BYTES, False), (LARGE_BODY_BYTES + 1, True)]
+)
 async def test_large_work_is_done_in_a_thread(size: int, elsewhere: bool) -> None:
     import threading
 
-    workers = Workers()
+    workers = WorkerThreads()
     name: Callable[[], str] = lambda: threading.current_thread().name  # noqa: E731
     assert ((await workers.run(size, name)) != name()) is elsewhere
     workers.close()

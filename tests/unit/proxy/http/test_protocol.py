@@ -14,7 +14,7 @@ from support.proxy.bounded_server import reader as reader
 from support.proxy.bounded_server import server as server
 from support.proxy.raw_http import Reader, bounded, connect
 from support.proxy.servers import eventually
-from tracegrad.proxy.http.limits import SPARE_CONNECTIONS, Limits
+from tracegrad.proxy.http.limits import SPARE_CONNECTIONS, ConnectionLimits
 
 
 def still_serves(url: str) -> bool:
@@ -128,7 +128,7 @@ def test_a_head_that_does_not_come_is_a_408(client: socket.socket, reader: Reade
 
 
 def test_a_head_has_its_time_also_after_a_slow_body() -> None:
-    with bounded(Echo(), Limits(head_s=SHORT, body_s=5)) as url, connect(url) as client:
+    with bounded(Echo(), ConnectionLimits(head_s=SHORT, body_s=5)) as url, connect(url) as client:
         reader = Reader(client)
         client.sendall(b"POST / HTTP/1.1\r\ncontent-length: 3\r\n\r\na")
         time.sleep(SHORT + 0.1)
@@ -182,7 +182,7 @@ def test_an_absolute_url_is_a_path(client: socket.socket, reader: Reader) -> Non
 
 
 def test_connections_are_bounded() -> None:
-    limits = Limits(connections=3, head_s=30)
+    limits = ConnectionLimits(connections=3, head_s=30)
     with bounded(Echo(), limits) as url:
         first = [connect(url) for _ in range(3)]
         for client in first:

@@ -14,7 +14,7 @@ from support.proxy.bounded_server import reader as reader
 from support.proxy.bounded_server import server as server
 from support.proxy.raw_http import Reader, bounded, connect
 from support.proxy.servers import eventually
-from tracegrad.proxy.http.limits import Limits
+from tracegrad.proxy.http.limits import ConnectionLimits
 
 
 def test_trailers_without_end_are_not_gathered(client: socket.socket, reader: Reader) -> None:
@@ -54,7 +54,7 @@ def test_a_body_that_waits_for_us_is_not_late(client: socket.socket, reader: Rea
 
 def test_a_body_may_be_slow() -> None:
     """It takes many times the window, at the rate that is asked for."""
-    limits = Limits(body_s=SHORT, body_rate=1000)
+    limits = ConnectionLimits(body_s=SHORT, body_rate=1000)
     with bounded(Echo(), limits) as url, connect(url) as client:
         client.sendall(b"POST /s HTTP/1.1\r\ncontent-length: 3000\r\n\r\n")
         for _ in range(10):
@@ -68,7 +68,7 @@ def test_a_body_may_be_slow() -> None:
 @pytest.mark.parametrize("first", [0, 100_000])
 def test_a_body_that_trickles_ends(app: Echo, first: int) -> None:
     """A byte now and then is no progress, however fast the rest of it came."""
-    limits = Limits(body_s=SHORT, body_rate=1000)
+    limits = ConnectionLimits(body_s=SHORT, body_rate=1000)
     with bounded(app, limits) as url, connect(url) as client:
         client.sendall(b"POST /s HTTP/1.1\r\ncontent-length: 200000\r\n\r\n" + b"a" * first)
         sent = 0
@@ -82,7 +82,7 @@ def test_a_body_that_trickles_ends(app: Echo, first: int) -> None:
 
 
 def test_chunk_headers_are_no_progress(app: Echo) -> None:
-    limits = Limits(body_s=SHORT, body_rate=1000, head_bytes=1 << 20)
+    limits = ConnectionLimits(body_s=SHORT, body_rate=1000, head_bytes=1 << 20)
     with bounded(app, limits) as url, connect(url) as client:
         client.sendall(b"POST /s HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
         sent = 0

@@ -132,7 +132,7 @@ class Transport:
 
 def test_an_answers_head_leaves_with_its_body() -> None:
     transport = Transport()
-    together = protocol._Together(transport)  # type: ignore[arg-type]
+    together = protocol.HeadCoalescingTransport(transport)  # type: ignore[arg-type]
     together.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     together.write(b"HTTP/1.1 200 OK\r\n\r\n")
     together.write(b"HTTP/1.1 is a protocol")
@@ -148,7 +148,7 @@ def test_an_answers_head_leaves_with_its_body() -> None:
 @pytest.mark.parametrize("end", ["flush", "close"])
 def test_an_answer_without_a_body_has_its_head(end: str) -> None:
     transport = Transport()
-    together = protocol._Together(transport)  # type: ignore[arg-type]
+    together = protocol.HeadCoalescingTransport(transport)  # type: ignore[arg-type]
     together.write(b"HTTP/1.1 204 No Content\r\n\r\n")
     getattr(together, end)()
     together.flush()

@@ -11,12 +11,12 @@ import httpx
 import openai
 import pytest
 
-from support.engines.mock_engine import MODEL, MockEngine, Say
+from support.engines.mock_engine import MODEL, Answer, MockEngine
 from support.proxy.servers import CONTROL, CONTROL_KEY, HeldWriter, serving
 from tracegrad.events import Turn
 from tracegrad.proxy import app, create_app
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.proxy.http.streaming_response import Line
+from tracegrad.proxy.http.streaming_response import StreamedResponse
 from tracegrad.store import Store
 
 Turns = Callable[..., list[Turn]]
@@ -38,7 +38,7 @@ def impatient(
 def test_a_silent_engine_is_covered_by_comments(
     engine: MockEngine, impatient: str, turns: Turns
 ) -> None:
-    engine.replies.append(Say("At last, an answer."))
+    engine.replies.append(Answer("At last, an answer."))
     go = engine.wait_before(0)
     lines: list[str] = []
     body = {"messages": HELLO, "stream": True}
@@ -56,7 +56,7 @@ def test_a_silent_engine_is_covered_by_comments(
 def test_clients_do_not_see_what_keeps_them_alive(
     engine: MockEngine, impatient: str, turns: Turns
 ) -> None:
-    engine.replies.append(Say("At last, an answer."))
+    engine.replies.append(Answer("At last, an answer."))
     go = engine.wait_before(2)
     threading.Timer(0.3, go.set).start()
     with openai.OpenAI(base_url=f"{impatient}/v1", api_key="tg-r1", max_retries=0) as client:
@@ -98,10 +98,10 @@ async def test_a_line_that_speaks_is_not_filled() -> None:
     async def send(message: dict[str, object]) -> None:
         sent.append(message.get("body", b""))
 
-    with Line(send, "text/plain", lambda: b"filler", 0.1) as line:
+    with StreamedResponse(send, "text/plain", lambda: b"filler", 0.1) as line:
         for _ in range(12):
             await asyncio.sleep(0.02)
-            await line.say(b"word")
+            await line.send(b"word")
         assert b"filler" not in sent
         await asyncio.sleep(0.35)
     fillers = sent.count(b"filler")

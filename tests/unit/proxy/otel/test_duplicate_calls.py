@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from support.engines.mock_engine import MockEngine, Say
+from support.engines.mock_engine import Answer, MockEngine
 from support.proxy.otlp_json import AGENT, TRACE, Json, chat, send, span, span_id
 from support.proxy.servers import HeldWriter, eventually, serving
 from tracegrad.events import Outcome
@@ -98,7 +98,7 @@ def test_an_answer_with_another_id_is_another_call(http: httpx.Client, store: St
 def test_where_the_span_has_no_id_what_was_said_tells(
     http: httpx.Client, store: Store, engine: MockEngine
 ) -> None:
-    engine.replies.append(Say("Where?"))
+    engine.replies.append(Answer("Where?"))
     ask(http)
     [untitled] = store.rollouts()
     now = store.rollout_turns(untitled.rollout_id)[0].created_at
@@ -107,7 +107,7 @@ def test_where_the_span_has_no_id_what_was_said_tells(
     assert_one_turn(store, untitled.rollout_id)
     # The same words of another day are another call.
     send(http, call(trace=OTHER))
-    assert store.rollout(OTHER).row.turns == 1
+    assert store.rollout(OTHER).summary.turns == 1
 
 
 def test_an_llm_root_does_not_end_a_rollout_without_a_name(
@@ -168,7 +168,7 @@ def test_another_proxy_finds_it_in_the_store(
 def test_a_call_whose_client_went_away_is_one_turn(
     http: httpx.Client, store: Store, engine: MockEngine
 ) -> None:
-    engine.replies.append(Say("It rains and rains."))
+    engine.replies.append(Answer("It rains and rains."))
     gate = engine.wait_before(1)
     body = BODY | {"stream": True}
     headers = inside(2)

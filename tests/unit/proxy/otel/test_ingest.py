@@ -30,7 +30,7 @@ from tracegrad.events import Outcome
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.store import Store
-from tracegrad.store.maintenance import Retention, Selection, prune
+from tracegrad.store.maintenance import RetentionRule, RolloutSelection, prune
 
 
 def first(**more: Any) -> Json:
@@ -107,7 +107,7 @@ def test_a_store_that_was_full_has_all_in_the_end(
     send(http, *spans)
     one, two = store.rollout_turns(TRACE)
     assert two.parent_id == one.turn_id
-    assert store.rollout(TRACE).row.outcome == Outcome.COMPLETED
+    assert store.rollout(TRACE).summary.outcome == Outcome.COMPLETED
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,13 @@ def test_conversations_are_tags_and_the_service_is_the_agent(
     other = "f" * 32
     send(http, span(7, "chat", chat(1, **{"session.id": "s-1"}), trace=other))
     mine, theirs = store.rollout(TRACE), store.rollout(other)
-    assert mine.row.agent == "forecasts"
-    assert dict(mine.row.tags) == {
+    assert mine.summary.agent == "forecasts"
+    assert dict(mine.summary.tags) == {
         "gen_ai.conversation.id": "c-1",
         "session.id": "s-1",
         "thread_id": "t-1",
     }
-    assert (dict(theirs.row.tags), len(theirs.turns)) == ({"session.id": "s-1"}, 1)
+    assert (dict(theirs.summary.tags), len(theirs.turns)) == ({"session.id": "s-1"}, 1)
 
 
 def test_a_named_rollout_is_its_namers_to_finish(http: httpx.Client, store: Store) -> None:
@@ -220,7 +220,7 @@ def test_a_trace_goes_on_after_a_restart(
     one, two = store.rollout_turns(TRACE)
     assert two.parent_id == one.turn_id
     assert len(store.spans(TRACE)) == 4
-    assert store.rollout(TRACE).row.outcome == Outcome.COMPLETED
+    assert store.rollout(TRACE).summary.outcome == Outcome.COMPLETED
 
 
 def test_a_model_called_in_no_span_is_a_rollout_of_one_turn(
@@ -245,7 +245,7 @@ def test_texts_are_redacted_in_spans_turns_and_tags(
     assert turn.request is not None
     assert turn.request["messages"][0]["content"] == "My key is [redacted]"
     kept = store.rollout(TRACE)
-    assert kept.row.tags["session.id"] == "[redacted]"
+    assert kept.summary.tags["session.id"] == "[redacted]"
     assert key not in json.dumps([each.attributes for each in store.spans(TRACE)])
     store.close()
     assert key.encode() not in (tmp_path / "store.db").read_bytes()
@@ -267,7 +267,7 @@ def test_without_text_neither_turns_nor_spans_hold_what_was_said(
 
 def test_a_parent_that_was_removed_meanwhile_is_none(http: httpx.Client, store: Store) -> None:
     send(http, first())
-    prune(store, Retention(selection=Selection(), also_untrained=True))
+    prune(store, RetentionRule(selection=RolloutSelection(), also_untrained=True))
     assert store.rollouts() == []
     send(http, second())
     [turn] = store.rollout_turns(TRACE)
@@ -305,7 +305,7 @@ def test_scores_are_rewards_of_their_turn_or_rollout(http: httpx.Client, store: 
         ("reward", 1.0, None, "otel"),
     }
     assert len(store.rewards(TRACE)) == 4
-    assert store.rollout(TRACE).row.reward == 1.0
+    assert store.rollout(TRACE).summary.reward == 1.0
 
 
 def test_a_score_that_is_nobodys_is_told(http: httpx.Client, store: Store) -> None:

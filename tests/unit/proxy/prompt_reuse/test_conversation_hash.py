@@ -23,33 +23,33 @@ from support.chat.conversations import (
     says,
     user,
 )
-from tracegrad.chat.messages import Frame, frame_of, own_rendering
+from tracegrad.chat.messages import RenderOptions, custom_rendering_field, render_options
 from tracegrad.chat.recorded_turn import RecordedTurn
 from tracegrad.proxy.prompt_reuse.conversation_hash import (
-    Conversation,
-    conversation,
-    miss_reason,
-    recorded_conversation,
-    same_reply,
+    HashedConversation,
+    fork_reason_of_miss,
+    hash_conversation,
+    reply_difference,
+    with_recorded_replies,
 )
-from tracegrad.proxy.prompt_reuse.fork_reasons import Fork, Reason
+from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
 
 Json = dict[str, Any]
 
-FRAME = Frame(TOOLS).key
+FRAME = RenderOptions(TOOLS).key
 ASK = user("How many lamps?")
 
 
 def filed(*turns: tuple[list[Json], Json]) -> dict[bytes, str]:
     """A directory of turns named t0, t1, ... from their messages and replies."""
     return {
-        conversation(messages, FRAME).then(reply).key: f"t{number}"
+        hash_conversation(messages, FRAME).with_reply(reply).key: f"t{number}"
         for number, (messages, reply) in enumerate(turns)
     }
 
 
 def found(messages: Sequence[Json], turns: dict[bytes, str], frame: bytes = FRAME) -> Any:
-    ends = conversation(messages, frame).ends()
+    ends = hash_conversation(messages, frame).reply_keys()
     return next(((at, turns[key]) for at, key in ends if key in turns), None)
 
 
@@ -112,11 +112,11 @@ def test_tools_and_template_arguments_are_part_of_the_key() -> None:
     messages = [ASK, says("17"), user("And?")]
     assert found(messages, turns) == (1, "t0")
     frames = [
-        Frame(TOOLS),
-        Frame(None),
-        Frame([]),
-        Frame(TOOLS, {"enable_thinking": False}),
-        Frame(TOOLS, add_generation_prompt=False),
+        RenderOptions(TOOLS),
+        RenderOptions(None),
+        RenderOptions([]),
+        RenderOptions(TOOLS, {"enable_thinking": False}),
+        RenderOptions(TOOLS, add_generation_prompt=False),
     ]
     assert len({frame.key for frame in frames}) == len(frames)
     for frame in frames[1:]:
@@ -125,7 +125,11 @@ def test_tools_and_template_arguments_are_part_of_the_key() -> None:
 
 def test_frames_of_anything_that_json_can_hold_have_keys() -> None:
     huge = {"n": 2**70, "s": "\ud800"}
-    assert Frame(None, huge).key == Frame(None, dict(huge)).key != Frame(None, {"n": 2**70}).key
+    assert (
+        RenderOptions(None, huge).key
+        == RenderOptions(None, dict(huge)).key
+        != RenderOptions(None, {"n": 2**70}).key
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +174,10 @@ def test_a_line_that_changes_with_every_request_is_not_looked_at() -> None:
     ],
 )
 def test_fields_do_not_run_into_one_another(one: Json, other: Json) -> None:
-    assert conversation([one], FRAME).marks != conversation([other], FRAME).marks
+    assert (
+        hash_conversation([one], FRAME).prefix_hashes
+        != hash_conversation([other], FRAME).prefix_hashes
+    )
 
 
 TEXTS = st.text(alphabet="ab:1\x00é", max_size=4)
@@ -202,7 +209,7 @@ def _meant(messages: list[Json]) -> str:
 
 @given(MESSAGES, MESSAGES)
 def test_keys_are_equal_exactly_where_conversations_are(a: list[Json], b: list[Json]) -> None:
-    marks = conversation(a, FRAME).marks, conversation(b, FRAME).marks
+    marks = hash_conversation(a, FRAME).prefix_hashes, hash_conversation(b, FRAME).prefix_hashes
     for length in range(1, min(len(a), len(b)) + 1):
         same = _meant(a[:length]) == _meant(b[:length])
         assert (marks[0][length - 1] == marks[1][length - 1]) == same
@@ -211,7 +218,9 @@ def test_keys_are_equal_exactly_where_conversations_are(a: list[Json], b: list[J
 @given(MESSAGES)
 def test_a_conversation_grows_by_its_reply(messages: list[Json]) -> None:
     reply = says("17")
-    assert conversation(messages, FRAME).then(reply) == conversation([*messages, reply], FRAME)
+    assert hash_conversation(messages, FRAME).with_reply(reply) == hash_conversation(
+        [*messages, reply], FRAME
+    )
 
 
 CALLED = says("I look. ", [call(1, item="lamp", n=1, ok=True)], reasoning=" hm\n")
@@ -239,32 +248,32 @@ def respelled(arguments: Any) -> Json:
     ],
 )
 def test_a_reply_may_come_back_written_otherwise(echoed: Json) -> None:
-    assert same_reply(CALLED, echoed) is None
+    assert reply_difference(CALLED, echoed) is None
 
 
 @pytest.mark.parametrize(
     ("echoed", "reason"),
     [
-        (CALLED | {"content": "I looked."}, Reason.EDITED_CONTENT),
-        (CALLED | {"reasoning": "hm hm"}, Reason.EDITED_REASONING),
-        (CALLED | {"tool_calls": []}, Reason.EDITED_CALLS),
-        (CALLED | {"tool_calls": CALLED["tool_calls"] * 2}, Reason.EDITED_CALLS),
-        (respelled('{"ok":true,"n":1}'), Reason.EDITED_CALLS),
-        (respelled('{"ok":1,"n":1,"item":"lamp"}'), Reason.EDITED_CALLS),
-        (respelled('{"ok":true,"n":"1","item":"lamp"}'), Reason.EDITED_CALLS),
-        (respelled("{"), Reason.EDITED_CALLS),
-        (respelled(""), Reason.EDITED_CALLS),
-        (user("I look."), Reason.EDITED_HISTORY),
+        (CALLED | {"content": "I looked."}, ForkReason.EDITED_CONTENT),
+        (CALLED | {"reasoning": "hm hm"}, ForkReason.EDITED_REASONING),
+        (CALLED | {"tool_calls": []}, ForkReason.EDITED_CALLS),
+        (CALLED | {"tool_calls": CALLED["tool_calls"] * 2}, ForkReason.EDITED_CALLS),
+        (respelled('{"ok":true,"n":1}'), ForkReason.EDITED_CALLS),
+        (respelled('{"ok":1,"n":1,"item":"lamp"}'), ForkReason.EDITED_CALLS),
+        (respelled('{"ok":true,"n":"1","item":"lamp"}'), ForkReason.EDITED_CALLS),
+        (respelled("{"), ForkReason.EDITED_CALLS),
+        (respelled(""), ForkReason.EDITED_CALLS),
+        (user("I look."), ForkReason.EDITED_HISTORY),
     ],
 )
-def test_a_reply_that_says_something_else_is_told_apart(echoed: Json, reason: Reason) -> None:
-    assert same_reply(CALLED, echoed) == reason
+def test_a_reply_that_says_something_else_is_told_apart(echoed: Json, reason: ForkReason) -> None:
+    assert reply_difference(CALLED, echoed) == reason
 
 
 def test_a_text_must_come_back_where_there_is_no_call_to_know_it_by() -> None:
-    assert same_reply(SAID, says("17")) is None
-    assert same_reply(SAID, says(None)) == Reason.EDITED_CONTENT
-    assert same_reply(says(None), says("")) is None
+    assert reply_difference(SAID, says("17")) is None
+    assert reply_difference(SAID, says(None)) == ForkReason.EDITED_CONTENT
+    assert reply_difference(says(None), says("")) is None
 
 
 @pytest.mark.parametrize(
@@ -279,8 +288,8 @@ def test_a_text_must_come_back_where_there_is_no_call_to_know_it_by() -> None:
     ],
 )
 def test_arguments_are_compared_as_values(spelled: str, same: str, other: str) -> None:
-    assert same_reply(respelled(spelled), respelled(same)) is None
-    assert same_reply(respelled(spelled), respelled(other)) == Reason.EDITED_CALLS
+    assert reply_difference(respelled(spelled), respelled(same)) is None
+    assert reply_difference(respelled(spelled), respelled(other)) == ForkReason.EDITED_CALLS
 
 
 @pytest.mark.parametrize("field", ["id", "name"])
@@ -288,14 +297,14 @@ def test_ids_and_names_of_calls_must_be_the_same(field: str) -> None:
     echoed = deepcopy(CALLED)
     entry = echoed["tool_calls"][0]
     (entry if field == "id" else entry["function"])[field] = "another"
-    assert same_reply(CALLED, echoed) == Reason.EDITED_CALLS
+    assert reply_difference(CALLED, echoed) == ForkReason.EDITED_CALLS
 
 
 def test_the_conversation_goes_on_with_what_was_recorded() -> None:
     recorded = says("I look.", [CALL], reasoning="hm")
     final = says(" 17 ", reasoning="so")
     incoming = [ASK, says(None, [CALL]), FOUND, says("17"), user("And?")]
-    told = recorded_conversation(incoming, [turn(recorded, 1), turn(final, 3)])
+    told = with_recorded_replies(incoming, [turn(recorded, 1), turn(final, 3)])
     assert told == [ASK, recorded, FOUND, final, user("And?")]
     assert incoming[1] == says(None, [CALL])
 
@@ -303,11 +312,13 @@ def test_the_conversation_goes_on_with_what_was_recorded() -> None:
 def test_an_edited_reply_anywhere_in_the_chain_forks() -> None:
     incoming = [ASK, says(calls=[call(1, item="bulb")]), FOUND, says("17"), user("And?")]
     chain = [turn(says(calls=[call(1, item="lamp")]), 1), turn(says("17"), 3)]
-    assert recorded_conversation(incoming, chain) == Fork(Reason.EDITED_CALLS, "message 1")
+    assert with_recorded_replies(incoming, chain) == PromptFork(
+        ForkReason.EDITED_CALLS, "message 1"
+    )
 
 
-def known(*messages: Json, frame: bytes = FRAME) -> Conversation:
-    return conversation(list(messages), frame)
+def known(*messages: Json, frame: bytes = FRAME) -> HashedConversation:
+    return hash_conversation(list(messages), frame)
 
 
 def test_a_conversation_that_continues_nothing_says_why() -> None:
@@ -315,14 +326,14 @@ def test_a_conversation_that_continues_nothing_says_why() -> None:
     recorded = [known(SYSTEM, ASK, reply), known(SYSTEM, ASK, reply, FOUND, second)]
     more = user("And?")
     cases = {
-        Reason.NEW_CONVERSATION: known(SYSTEM, user("another task")),
-        Reason.TOOLS_CHANGED: known(SYSTEM, ASK, reply, FOUND, frame=Frame().key),
-        Reason.COMPACTION: known(SYSTEM, user("summary"), says("noted"), more),
-        Reason.EDITED_HISTORY: known(SYSTEM, user("other"), reply, FOUND, second, more),
+        ForkReason.NEW_CONVERSATION: known(SYSTEM, user("another task")),
+        ForkReason.TOOLS_CHANGED: known(SYSTEM, ASK, reply, FOUND, frame=RenderOptions().key),
+        ForkReason.COMPACTION: known(SYSTEM, user("summary"), says("noted"), more),
+        ForkReason.EDITED_HISTORY: known(SYSTEM, user("other"), reply, FOUND, second, more),
     }
     for reason, incoming in cases.items():
-        assert miss_reason(incoming, recorded) == reason
-    assert miss_reason(cases[Reason.COMPACTION], []) is None
+        assert fork_reason_of_miss(incoming, recorded) == reason
+    assert fork_reason_of_miss(cases[ForkReason.COMPACTION], []) is None
 
 
 @pytest.mark.parametrize(
@@ -337,12 +348,12 @@ def test_a_conversation_that_continues_nothing_says_why() -> None:
     ],
 )
 def test_requests_that_the_engine_renders_otherwise_are_known(body: Json, field: Any) -> None:
-    assert own_rendering(body) == field
+    assert custom_rendering_field(body) == field
 
 
 def test_a_frame_is_made_of_a_request_and_the_engines_defaults() -> None:
     body = {"tools": TOOLS, "reasoning_effort": "low", "chat_template_kwargs": {"style": "x"}}
-    frame = frame_of(body, {"style": "default", "enable_thinking": False})
+    frame = render_options(body, {"style": "default", "enable_thinking": False})
     assert frame.kwargs == {"style": "x", "enable_thinking": True, "reasoning_effort": "low"}
     assert frame.tools == TOOLS
     assert frame.add_generation_prompt

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from support.trainer.char_model import char_tokenizer
-from tracegrad.chat.model import ModelText
-from tracegrad.events import token_ids
+from tracegrad.chat.model import ChatFormat
+from tracegrad.events import token_id_array
 from tracegrad.proxy.http.errors import Unavailable
-from tracegrad.proxy.prompt_reuse.fork_reasons import Fork, Reason
-from tracegrad.proxy.prompt_reuse.renderer_loader import CHECKED, EngineText
+from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
+from tracegrad.proxy.prompt_reuse.renderer_loader import CHECKED, EngineRenderer
 
 
 @pytest.fixture(scope="module")
@@ -40,55 +40,55 @@ def root(path: object) -> object:
 
 async def test_the_folder_is_the_one_that_the_engine_serves(folder: Path) -> None:
     engine = Engine(root(folder))
-    text = EngineText(None, engine.models)
+    text = EngineRenderer(None, engine.models)
     found = await text.get()
-    assert isinstance(found, ModelText)
+    assert isinstance(found, ChatFormat)
     assert found.tokenizer.decode(found.tokenizer.encode("hello")) == "hello"
     assert await text.get() is found
     assert engine.answers == [], "asked once"
 
 
 async def test_a_folder_that_is_given_needs_no_engine(folder: Path) -> None:
-    assert isinstance(await EngineText(folder, Engine().models).get(), ModelText)
+    assert isinstance(await EngineRenderer(folder, Engine().models).get(), ChatFormat)
 
 
 @pytest.mark.parametrize("answer", [root("org/name"), {"data": []}, {"data": [{}]}, [], 3])
 async def test_without_a_folder_nothing_is_continued(
     answer: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = EngineText(None, Engine(answer).models)
+    text = EngineRenderer(None, Engine(answer).models)
     found = await text.get()
-    assert isinstance(found, Fork)
-    assert found.reason is Reason.TOKENIZER
+    assert isinstance(found, PromptFork)
+    assert found.reason is ForkReason.TOKENIZER
     assert await text.get() is found
     assert len(caplog.records) == 1, "said once"
 
 
 async def test_an_engine_that_is_away_is_asked_again(folder: Path) -> None:
     away = Unavailable("nobody there", code="upstream_unreachable")
-    text = EngineText(None, Engine(away, root(folder)).models)
-    assert isinstance(await text.get(), Fork)
-    assert isinstance(await text.get(), ModelText)
+    text = EngineRenderer(None, Engine(away, root(folder)).models)
+    assert isinstance(await text.get(), PromptFork)
+    assert isinstance(await text.get(), ChatFormat)
 
 
 async def test_other_tokens_than_the_engines_are_not_continued(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = EngineText(folder, Engine().models)
+    text = EngineRenderer(folder, Engine().models)
     found = await text.get()
-    assert isinstance(found, ModelText)
+    assert isinstance(found, ChatFormat)
     right = found.tokenizer.encode("<|im_start|>user\nhello<|im_end|>\n")
-    assert text.tokenizes(found, right)
+    assert text.reproduces(found, right)
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
-            assert not text.tokenizes(found, token_ids([*right, 100_000]))
+            assert not text.reproduces(found, token_id_array([*right, 100_000]))
     assert len(caplog.records) == 1, "said once"
 
 
 async def test_a_tokenizer_that_was_right_often_is_believed(folder: Path) -> None:
-    text = EngineText(folder, Engine().models)
+    text = EngineRenderer(folder, Engine().models)
     found = await text.get()
-    assert isinstance(found, ModelText)
+    assert isinstance(found, ChatFormat)
     for _ in range(CHECKED):
-        assert text.tokenizes(found, found.tokenizer.encode("hello"))
-    assert text.tokenizes(found, token_ids([100_000])), "not looked at any more"
+        assert text.reproduces(found, found.tokenizer.encode("hello"))
+    assert text.reproduces(found, token_id_array([100_000])), "not looked at any more"

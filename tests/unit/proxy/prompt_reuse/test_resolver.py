@@ -11,14 +11,14 @@ import httpx
 import openai
 import pytest
 
-from support.engines.mock_engine import MODEL, MockEngine, Say, render
+from support.engines.mock_engine import MODEL, Answer, MockEngine, render
 from support.proxy.servers import HeldWriter, serving
-from tracegrad.events import Turn, logprobs, token_ids
+from tracegrad.events import Turn, logprob_array, token_id_array
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.dialects.base import Call
-from tracegrad.proxy.dialects.openai_chat import Chat
-from tracegrad.proxy.prompt_reuse import Continuation, Place, known
+from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
+from tracegrad.proxy.prompt_reuse import PromptReuse, TreePosition, cached_turn
 from tracegrad.store import Store
 from tracegrad.turn_tree import extends
 
@@ -57,9 +57,9 @@ def test_a_tool_conversation_is_one_path(
 ) -> None:
     """As an agent's loop does it: append the reply, append the tool's answer, call again."""
     engine.replies += [
-        Say("", [("look", '{"q": 1}'), ("look", '{"q": 2}')]),
-        Say("Let me see. ", [("look", '{"q": 3}')]),
-        Say("It is 7."),
+        Answer("", [("look", '{"q": 1}'), ("look", '{"q": 2}')]),
+        Answer("Let me see. ", [("look", '{"q": 3}')]),
+        Answer("It is 7."),
     ]
     tools: Any = [{"type": "function", "function": {"name": "look"}}]
     messages: list[Any] = [user("What is it?")]
@@ -91,7 +91,7 @@ def test_a_tool_conversation_is_one_path(
 def test_a_continued_choice_is_the_parent(
     engine: MockEngine, client: openai.OpenAI, turns: Turns
 ) -> None:
-    engine.replies += [Say("left"), Say("right"), Say("done")]
+    engine.replies += [Answer("left"), Answer("right"), Answer("done")]
     answer = client.chat.completions.create(model=MODEL, messages=[user("go")], n=2)
     second = {"role": "assistant", "content": answer.choices[1].message.content}
     client.chat.completions.create(model=MODEL, messages=[user("go"), second, user("on")])
@@ -104,7 +104,13 @@ def test_forks_say_why(engine: MockEngine, client: openai.OpenAI, turns: Turns) 
         answer = client.chat.completions.create(model=MODEL, messages=list(messages))
         return answer.choices[0].message
 
-    engine.replies += [Say("", [("look", '{"q": 1}')]), Say("b"), Say("c"), Say("d"), Say("e")]
+    engine.replies += [
+        Answer("", [("look", '{"q": 1}')]),
+        Answer("b"),
+        Answer("c"),
+        Answer("d"),
+        Answer("e"),
+    ]
     go = user("go")
     call = ask(go).tool_calls[0].model_dump()
     call["function"]["arguments"] = '{"q":1}'
@@ -127,7 +133,7 @@ def test_forks_say_why(engine: MockEngine, client: openai.OpenAI, turns: Turns) 
 def test_reasoning_that_the_template_drops_forks(
     engine: MockEngine, client: openai.OpenAI, turns: Turns
 ) -> None:
-    engine.replies += [Say("Yes.", reasoning="Is it? It is."), Say("Sure.")]
+    engine.replies += [Answer("Yes.", reasoning="Is it? It is."), Answer("Sure.")]
     client.chat.completions.create(model=MODEL, messages=[user("Is it?")])
     reply = {"role": "assistant", "content": "Yes."}
     client.chat.completions.create(model=MODEL, messages=[user("Is it?"), reply, user("Sure?")])
@@ -137,7 +143,7 @@ def test_reasoning_that_the_template_drops_forks(
 def test_a_branch_off_an_earlier_turn_has_it_as_parent(
     engine: MockEngine, client: openai.OpenAI, turns: Turns
 ) -> None:
-    engine.replies += [Say("a"), Say("b"), Say("b2")]
+    engine.replies += [Answer("a"), Answer("b"), Answer("b2")]
     start = [user("go"), {"role": "assistant", "content": "a"}]
     for messages in ([user("go")], [*start, user("this way")], [*start, user("that way")]):
         client.chat.completions.create(model=MODEL, messages=messages)
@@ -148,7 +154,7 @@ def test_a_branch_off_an_earlier_turn_has_it_as_parent(
 def test_untitled_calls_find_their_conversation(
     http: httpx.Client, engine: MockEngine, store: Store
 ) -> None:
-    engine.replies += [Say("alpha"), Say("beta"), Say("more alpha"), Say("more beta")]
+    engine.replies += [Answer("alpha"), Answer("beta"), Answer("more alpha"), Answer("more beta")]
 
     def ask(*messages: Json) -> None:
         http.post(CHAT, json={"messages": messages}).raise_for_status()
@@ -166,7 +172,7 @@ def test_untitled_calls_find_their_conversation(
 def test_an_untitled_call_joins_the_titled_rollout_that_it_continues(
     http: httpx.Client, engine: MockEngine, turns: Turns
 ) -> None:
-    engine.replies.append(Say("mine"))
+    engine.replies.append(Answer("mine"))
     http.post(f"/rollouts/r1{CHAT}", json={"messages": [user("go")]})
     messages = [user("go"), {"role": "assistant", "content": "mine"}, user("on")]
     http.post(CHAT, json={"messages": messages})
@@ -177,7 +183,7 @@ def test_an_untitled_call_joins_the_titled_rollout_that_it_continues(
 def test_a_conversation_goes_on_after_a_restart(
     engine: MockEngine, engine_url: str, store: Store, writer: HeldWriter
 ) -> None:
-    engine.replies += [Say("before"), Say("after")]
+    engine.replies += [Answer("before"), Answer("after")]
     settings = ProxySettings(upstream=engine_url)
     for messages in (
         [user("go")],
@@ -212,49 +218,51 @@ def a_turn(rollout_id: str, prompt: list[int], completion: list[int]) -> Turn:
         rollout_id=rollout_id,
         dialect="chat",
         model=MODEL,
-        prompt_token_ids=token_ids(prompt),
-        completion_token_ids=token_ids(completion),
-        completion_logprobs=logprobs([-1.0] * len(completion)),
+        prompt_token_ids=token_id_array(prompt),
+        completion_token_ids=token_id_array(completion),
+        completion_logprobs=logprob_array([-1.0] * len(completion)),
         policy_versions=((0, len(completion)),),
     )
 
 
 def a_call(*messages: Json) -> Call:
-    return Chat().parse(json.dumps({"messages": messages or [user("go")]}).encode(), {}, {})
+    return OpenAIChatDialect().parse(
+        json.dumps({"messages": messages or [user("go")]}).encode(), {}, {}
+    )
 
 
-async def placed(continuation: Continuation, rollout_id: str, prompt: list[int]) -> Place:
+async def placed(continuation: PromptReuse, rollout_id: str, prompt: list[int]) -> TreePosition:
     said = {"role": "assistant", "content": "something"}
     plan = await continuation.plan(rollout_id, a_call(user("go"), said, user("on")))
-    return await continuation.place(plan, token_ids(prompt))
+    return await continuation.position(plan, token_id_array(prompt))
 
 
 async def test_the_cache_is_bounded_and_falls_back_to_the_store() -> None:
     old = a_turn("old", [1] * 1000, [2])
     store = CountingStore({"old": [old]})
-    continuation = Continuation(store, limit_bytes=30_000)
+    continuation = PromptReuse(store, limit_bytes=30_000)
     for _ in range(2):
         assert (await placed(continuation, "old", [1] * 1000 + [2, 3])).parent_id == old.turn_id
     assert store.reads == 2, "another proxy may have written what is missing"
     for number in range(10):
         rollout = f"new{number}"
         plan = await continuation.plan(rollout, a_call())
-        await continuation.place(plan, token_ids([number]))
-        continuation.add(known(a_turn(rollout, [number] * 1000, [5]), plan.said))
+        await continuation.position(plan, token_id_array([number]))
+        continuation.add(cached_turn(a_turn(rollout, [number] * 1000, [5]), plan.conversation))
     assert continuation._trees.size <= 30_000
     assert (await placed(continuation, "old", [1] * 1000 + [2, 3])).parent_id == old.turn_id
     assert store.reads == 3, "rollouts that begin are not looked for in the store"
 
 
 async def test_what_is_forgotten_leaves_nothing_behind() -> None:
-    continuation = Continuation(CountingStore({}), limit_bytes=20_000)
+    continuation = PromptReuse(CountingStore({}), limit_bytes=20_000)
     for number in range(50):
         plan = await continuation.plan(f"r{number}", a_call(user(f"task {number}")))
-        await continuation.place(plan, token_ids([number]))
+        await continuation.position(plan, token_id_array([number]))
         turn = a_turn(f"r{number}", [number] * 500, [5])
         response = {"choices": [{"message": {"role": "assistant", "content": "ok"}}]}
         turn = replace(turn, response=response, finish_reason="stop")
-        continuation.add(known(turn, plan.said))
+        continuation.add(cached_turn(turn, plan.conversation))
     trees = continuation._trees
     assert len(trees._trees) < 10
     assert len(trees._keys) == sum(len(tree.turns) for tree in trees._trees.values())
@@ -263,7 +271,7 @@ async def test_what_is_forgotten_leaves_nothing_behind() -> None:
 
 async def test_a_failed_reading_is_tried_again() -> None:
     store = CountingStore({})
-    continuation = Continuation(store, limit_bytes=1000)
+    continuation = PromptReuse(store, limit_bytes=1000)
     broken, store.rollout_turns = store.rollout_turns, lambda *_, **__: 1 / 0  # type: ignore
     with pytest.raises(ZeroDivisionError):
         await placed(continuation, "r", [1])
@@ -272,8 +280,8 @@ async def test_a_failed_reading_is_tried_again() -> None:
 
 
 async def test_a_turn_without_a_prompt_is_nobodys_parent() -> None:
-    continuation = Continuation(CountingStore({"r": [a_turn("r", [], [])]}), limit_bytes=1000)
+    continuation = PromptReuse(CountingStore({"r": [a_turn("r", [], [])]}), limit_bytes=1000)
     plan = await continuation.plan("r", a_call())
-    assert await continuation.place(plan, token_ids([1, 2])) == ("r", None, None)
-    continuation.add(known(a_turn("r", [], []), plan.said))
+    assert await continuation.position(plan, token_id_array([1, 2])) == ("r", None, None)
+    continuation.add(cached_turn(a_turn("r", [], []), plan.conversation))
     assert (await placed(continuation, "r", [1, 2])).parent_id is None

@@ -11,11 +11,11 @@ from support.chat.conversations import CALL, CALL_TOO, FOUND, FOUND_TOO, call, r
 from support.chat.generated_templates import friendly, model_of
 from support.chat.real_templates import fresh_ids
 from support.proxy.splice import ASK, MORE, NOW, Json, continued, new_text, reason
-from tracegrad.chat.messages import Frame
+from tracegrad.chat.messages import RenderOptions
 from tracegrad.chat.recorded_turn import RecordedTurn
-from tracegrad.proxy.prompt_reuse.fork_reasons import Fork, Reason
-from tracegrad.proxy.prompt_reuse.probes import Marks
-from tracegrad.proxy.prompt_reuse.splice import Spliced, splice
+from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
+from tracegrad.proxy.prompt_reuse.probes import PlaceholderText
+from tracegrad.proxy.prompt_reuse.splice import SplicedPrompt, splice_prompt
 
 # Endings.
 
@@ -27,8 +27,8 @@ def test_the_end_token_is_the_models_and_what_follows_it_is_new() -> None:
 
 def test_an_end_token_that_the_template_does_not_render_forks() -> None:
     done = continued(friendly(), says("17"), [MORE], "17<|system|>")
-    assert reason(done) == Reason.STOP_NOT_RENDERED
-    assert isinstance(done[0], Fork)
+    assert reason(done) == ForkReason.STOP_NOT_RENDERED
+    assert isinstance(done[0], PromptFork)
     assert done[0].detail == "no <|system|> after the reply"
 
 
@@ -41,13 +41,13 @@ def test_the_next_role_must_be_the_one_that_was_sampled() -> None:
     parts, reply = friendly(end="next_role"), says(calls=[CALL])
     for sampled, new in (("<|user|>", [FOUND]), ("<|tool|>", [MORE]), ("<|user|>", [FOUND, MORE])):
         forked = reason(continued(parts, reply, new, "<tool_call>{}" + sampled))
-        assert forked in (Reason.STOP_NOT_RENDERED, Reason.TEMPLATE)
+        assert forked in (ForkReason.STOP_NOT_RENDERED, ForkReason.TEMPLATE)
     assert new_text(continued(parts, reply, [FOUND], "<tool_call>{}<|tool|>")).startswith("17 ")
 
 
 def test_a_stop_string_forks() -> None:
     done = continued(friendly(), says("17"), [MORE], "17 lamps###", stop_reason="###")
-    assert reason(done) == Reason.STOP_STRING
+    assert reason(done) == ForkReason.STOP_STRING
 
 
 def test_a_stop_token_id_is_an_end_like_any_other() -> None:
@@ -74,14 +74,14 @@ def test_a_reply_at_its_length_limit_is_closed_by_the_template() -> None:
 )
 def test_a_reply_cut_where_the_template_shows_it_otherwise_forks(reply: Json, sampled: str) -> None:
     done = continued(friendly(text="trimmed"), reply, [MORE], sampled, finish_reason="length")
-    assert reason(done) == Reason.CUT_SHORT
+    assert reason(done) == ForkReason.CUT_SHORT
 
 
 def test_calls_that_hit_the_limit_are_recognised_by_their_last_token() -> None:
     """vLLM reports `tool_calls` also for a reply that was cut behind a whole call."""
     sampled = '<tool_call>{"name": "stock", "arguments": {"item": "lamp", "city": "Oslo"}}'
     done = continued(friendly(), says(calls=[CALL]), [FOUND], sampled, finish_reason="tool_calls")
-    assert reason(done) == Reason.CUT_SHORT  # the template has "}" after the last argument
+    assert reason(done) == ForkReason.CUT_SHORT  # the template has "}" after the last argument
     bare = continued(
         friendly(calls="bare"),
         says(calls=[call(1, item="x")]),
@@ -89,7 +89,7 @@ def test_calls_that_hit_the_limit_are_recognised_by_their_last_token() -> None:
         "item=x;",
         finish_reason="tool_calls",
     )
-    assert reason(bare) == Reason.CUT_SHORT
+    assert reason(bare) == ForkReason.CUT_SHORT
 
 
 # What the model wrote stays as it wrote it.
@@ -109,13 +109,13 @@ def test_calls_without_any_text_are_cut_all_the_same() -> None:
 
 def test_tokens_that_no_encoding_gives_are_kept() -> None:
     text = model_of(friendly().source)
-    prompt = fresh_ids(text, [ASK], Frame(), NOW)
+    prompt = fresh_ids(text, [ASK], RenderOptions(), NOW)
     sampled = array("i", [i for char in "17 lamps" for i in text.tokenizer.encode(char)])
     assert sampled != text.tokenizer.encode("17 lamps")
     sampled += text.tokenizer.encode("<|end|>")
     turn = RecordedTurn("t", prompt, sampled, says("17 lamps"), 1, "stop")
-    spliced = splice(text, [turn], [ASK, says("17 lamps"), MORE], Frame(), NOW)
-    assert isinstance(spliced, Spliced)
+    spliced = splice_prompt(text, [turn], [ASK, says("17 lamps"), MORE], RenderOptions(), NOW)
+    assert isinstance(spliced, SplicedPrompt)
     assert spliced.ids[len(prompt) : len(prompt) + len(sampled)] == sampled
 
 
@@ -136,7 +136,7 @@ def test_what_a_fresh_prompt_would_lose_is_told(changed: Any, reply: Json, lossy
     new = [FOUND] if "tool_calls" in reply else [MORE]
     done = continued(friendly(**changed), reply, new, "see <tool_call>{}<|end|>")
     assert new_text(done).endswith("<|end|><|assistant|>")
-    assert isinstance(done[0], Spliced)
+    assert isinstance(done[0], SplicedPrompt)
     assert done[0].lossy == lossy
 
 
@@ -151,12 +151,12 @@ def test_the_end_tokens_text_in_a_new_message_is_only_text(where: str) -> None:
 
 def test_the_end_tokens_text_in_the_reply_forks() -> None:
     done = continued(friendly(), says("write <|end|> here"), [MORE], "write <|end|> here<|end|>")
-    assert reason(done) == Reason.TEMPLATE
+    assert reason(done) == ForkReason.TEMPLATE
 
 
 def test_text_that_looks_like_a_mark_changes_nothing() -> None:
     mark = "qx0vx0000zzzzzzz"
-    assert Marks("qx0vx", 16)(0) == mark
+    assert PlaceholderText("qx0vx", 16)(0) == mark
     done = continued(friendly(), says("17"), [user(f"{mark} qx1v")], "17<|end|>")
     assert new_text(done) == f"<|user|>{mark} qx1v<|end|><|assistant|>"
 
@@ -167,13 +167,13 @@ def test_text_that_looks_like_a_mark_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("new", "expected"),
     [
-        ([], Reason.NOTHING_NEW),
-        ([MORE, says("again")], Reason.NOTHING_NEW),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], Reason.MEDIA),
-        ([user("a\ud800")], Reason.TOKENS),
+        ([], ForkReason.NOTHING_NEW),
+        ([MORE, says("again")], ForkReason.NOTHING_NEW),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], ForkReason.MEDIA),
+        ([user("a\ud800")], ForkReason.TOKENS),
     ],
 )
-def test_an_odd_request_forks(new: list[Json], expected: Reason) -> None:
+def test_an_odd_request_forks(new: list[Json], expected: ForkReason) -> None:
     assert reason(continued(friendly(), says("17"), new, "17<|end|>")) == expected
 
 
@@ -181,17 +181,19 @@ def test_media_anywhere_forks() -> None:
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     text = model_of(friendly().source)
     turn = RecordedTurn("t", array("i", [1]), array("i", [2]), says("17"), 1)
-    fork = splice(text, [turn], [picture, says("17"), MORE], Frame(), NOW)
-    assert fork == Fork(Reason.MEDIA)
+    fork = splice_prompt(text, [turn], [picture, says("17"), MORE], RenderOptions(), NOW)
+    assert fork == PromptFork(ForkReason.MEDIA)
 
 
 @pytest.mark.parametrize("missing", ["prompt_ids", "completion_ids"])
 def test_a_turn_without_tokens_forks(missing: str) -> None:
     ids: Any = {"prompt_ids": array("i", [1]), "completion_ids": array("i", [1])}
     ids[missing] = array("i")
-    turn = RecordedTurn(turn_id="t", reply=says("17"), position=1, **ids)
-    fork = splice(model_of(friendly().source), [turn], [ASK, says("17"), MORE], Frame(), NOW)
-    assert fork == Fork(Reason.NO_TOKENS)
+    turn = RecordedTurn(turn_id="t", reply=says("17"), reply_index=1, **ids)
+    fork = splice_prompt(
+        model_of(friendly().source), [turn], [ASK, says("17"), MORE], RenderOptions(), NOW
+    )
+    assert fork == PromptFork(ForkReason.NO_TOKENS)
 
 
 def test_parts_of_text_are_text() -> None:
@@ -207,17 +209,17 @@ def test_parts_of_text_are_text() -> None:
 def test_a_system_message_in_the_middle_goes_where_the_template_puts_it() -> None:
     source = friendly().source.replace("m.role == 'user' %}<", "m.role in ('user', 'system') %}<")
     text = model_of(source)
-    prompt = fresh_ids(text, [ASK], Frame(), NOW)
+    prompt = fresh_ids(text, [ASK], RenderOptions(), NOW)
     turn = RecordedTurn("t", prompt, text.tokenizer.encode("17<|end|>"), says("17"), 1, "stop")
     messages = [ASK, says("17"), {"role": "system", "content": "Hurry."}, MORE]
-    spliced = splice(text, [turn], messages, Frame(), NOW)
-    assert isinstance(spliced, Spliced)
-    assert spliced.ids == fresh_ids(text, messages, Frame(), NOW)
+    spliced = splice_prompt(text, [turn], messages, RenderOptions(), NOW)
+    assert isinstance(spliced, SplicedPrompt)
+    assert spliced.ids == fresh_ids(text, messages, RenderOptions(), NOW)
 
 
 def test_every_reason_has_a_stable_name_and_a_sentence() -> None:
-    assert len({reason.value for reason in Reason}) == len(Reason)
-    for known in Reason:
+    assert len({reason.value for reason in ForkReason}) == len(ForkReason)
+    for known in ForkReason:
         assert str(known) == known.value == known.name.lower()
         assert known.meaning.endswith(".")
     assert CALL_TOO["id"] != CALL["id"]

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from support.chat.conversations import call, result, says, user
 from support.chat.generated_templates import SEAM, Parts, friendly, grown, model_of
 from support.chat.tokenizers import KINDS
-from tracegrad.chat.messages import Frame, engine_message
-from tracegrad.chat.model import ModelText
+from tracegrad.chat.messages import RenderOptions, engine_message
+from tracegrad.chat.model import ChatFormat
 from tracegrad.chat.recorded_turn import RecordedTurn
-from tracegrad.proxy.prompt_reuse.splice import Spliced, splice
+from tracegrad.proxy.prompt_reuse.splice import SplicedPrompt, splice_prompt
 
 Json = dict[str, Any]
 
@@ -63,7 +63,7 @@ def answers(draw: st.DrawFn, reply: Json) -> list[Json]:
 class Episode:
     """What a proxy and an engine do with one conversation."""
 
-    text: ModelText
+    text: ChatFormat
     messages: list[Json]
     chain: list[RecordedTurn] = field(default_factory=list)
 
@@ -82,13 +82,13 @@ class Episode:
 
     def go_on(
         self, prompt: array[int], sampled: array[int], reply: Json, new: list[Json], ended: str
-    ) -> Spliced | None:
+    ) -> SplicedPrompt | None:
         position = len(self.messages)
         self.chain.append(RecordedTurn("t", prompt, sampled, reply, position, ended))
         before = self.rendered(self.messages)
         self.messages = [*self.messages, reply, *new]
-        spliced = splice(self.text, self.chain, self.messages, Frame(), NOW)
-        if not isinstance(spliced, Spliced):
+        spliced = splice_prompt(self.text, self.chain, self.messages, RenderOptions(), NOW)
+        if not isinstance(spliced, SplicedPrompt):
             return None
         context = prompt + sampled
         assert spliced.ids[: len(context)] == context
@@ -100,8 +100,8 @@ class Episode:
         # With the end token before it: some tokenizers take white space off the beginning.
         news = tokenizer.decode(sampled[-1:] + spliced.ids[len(context) :])
         if ended == "stop":
-            assert news == tokenizer.as_read(whole)[-len(news) :]
-            assert tokenizer.as_read(whole[end:]) in (news, tokenizer.as_read(news))
+            assert news == tokenizer.roundtrip(whole)[-len(news) :]
+            assert tokenizer.roundtrip(whole[end:]) in (news, tokenizer.roundtrip(news))
             assert whole[end:].startswith(stop)
         else:
             assert whole == before + tokenizer.decode(sampled) + whole[end:]

@@ -17,10 +17,10 @@ from jinja2 import TemplateError
 
 from support.chat.conversations import CELLS, Cell, call, result, says
 from support.chat.real_templates import FAMILIES, NOW, engine_text, model
-from tracegrad.chat.messages import Frame
+from tracegrad.chat.messages import RenderOptions
 from tracegrad.chat.recorded_turn import RecordedTurn
-from tracegrad.proxy.prompt_reuse.fork_reasons import Reason
-from tracegrad.proxy.prompt_reuse.splice import Spliced, splice
+from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
+from tracegrad.proxy.prompt_reuse.splice import SplicedPrompt, splice_prompt
 
 #                     text  text,tools  call  parallel  R call  R loop  loop  R→user  calls→user
 #                     loop→user  R loop→user
@@ -57,11 +57,11 @@ ROWS = {
     for row in ([part.strip() for part in line.split("|")] for line in EXPECTED.split("\n") if line)
 }
 REASONS = {
-    "g": Reason.GENERATION_PROMPT,
-    "h": Reason.HISTORY_REWRITTEN,
-    "r": Reason.REASONING_DROPPED,
-    "s": Reason.STOP_NOT_RENDERED,
-    "x": Reason.TEMPLATE_ERROR,
+    "g": ForkReason.GENERATION_PROMPT,
+    "h": ForkReason.HISTORY_REWRITTEN,
+    "r": ForkReason.REASONING_DROPPED,
+    "s": ForkReason.STOP_NOT_RENDERED,
+    "x": ForkReason.TEMPLATE_ERROR,
 }
 
 
@@ -105,13 +105,13 @@ def test_a_cell_of_the_table(name: str, shape: str) -> None:
     turn = RecordedTurn(
         "t", encode(before), encode(said) + encode(stop), cell.reply, len(cell.before), "stop"
     )
-    spliced = splice(text, [turn], messages, Frame(cell.tools, family.kwargs), NOW)
+    spliced = splice_prompt(text, [turn], messages, RenderOptions(cell.tools, family.kwargs), NOW)
 
     if expected in REASONS:
-        assert not isinstance(spliced, Spliced)
+        assert not isinstance(spliced, SplicedPrompt)
         assert spliced.reason == REASONS[expected], spliced.detail
         return
-    assert isinstance(spliced, Spliced), spliced
+    assert isinstance(spliced, SplicedPrompt), spliced
     context = turn.prompt_ids + turn.completion_ids
     assert spliced.ids[: len(context)] == context
     assert len(spliced.ids) == len(context) + spliced.new
@@ -132,7 +132,7 @@ def test_a_cell_of_the_table(name: str, shape: str) -> None:
 def test_a_tool_loop_goes_on_for_as_long_as_it_likes(name: str) -> None:
     """The model writes its calls otherwise than the template does; its own tokens stay."""
     cell, family, text = CELLS["call"], FAMILIES[name], model(name)
-    frame = Frame(cell.tools, family.kwargs)
+    frame = RenderOptions(cell.tools, family.kwargs)
     messages, chain = list(cell.before), []
     prompt = text.tokenizer.encode(engine_text(name, messages, cell.tools))
     for step in range(5):
@@ -140,8 +140,8 @@ def test_a_tool_loop_goes_on_for_as_long_as_it_likes(name: str) -> None:
         reply = says(calls=[call(step, item="lamp", city=f"town {step}")])
         chain.append(RecordedTurn(f"t{step}", prompt, sampled, reply, len(messages), "tool_calls"))
         messages += [reply, result(step, f"{step} pieces")]
-        spliced = splice(text, chain, messages, frame, NOW)
-        assert isinstance(spliced, Spliced), (step, spliced)
+        spliced = splice_prompt(text, chain, messages, frame, NOW)
+        assert isinstance(spliced, SplicedPrompt), (step, spliced)
         context = prompt + sampled
         assert spliced.ids[: len(context)] == context
         new = text.tokenizer.decode(spliced.ids[len(context) :])

@@ -11,19 +11,19 @@ import pytest
 from sqlalchemy import update
 
 from tracegrad.events import (
-    Fact,
+    Event,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
+    RolloutStarted,
     Turn,
-    logprobs,
-    token_ids,
+    logprob_array,
+    token_id_array,
 )
 from tracegrad.proxy.config import AnchorSettings
 from tracegrad.store import Store
-from tracegrad.store.anchors.anchor_store import Anchored, AnchorStore
-from tracegrad.store.maintenance import Retention, Selection, prune
+from tracegrad.store.anchors.anchor_store import AnchorStore, RolloutFromAnchor
+from tracegrad.store.maintenance import RetentionRule, RolloutSelection, prune
 from tracegrad.store.models import TaskAnchors
 from tracegrad.turn_tree import extends
 
@@ -32,16 +32,18 @@ def turns_of(rollout_id: str, count: int, *, parent: Turn | None = None) -> list
     """A conversation, or how it goes on behind `parent`."""
     turns: list[Turn] = []
     for index in range(count):
-        before = parent.prompt_token_ids + parent.completion_token_ids if parent else token_ids()
+        before = (
+            parent.prompt_token_ids + parent.completion_token_ids if parent else token_id_array()
+        )
         parent = Turn(
             turn_id=f"{rollout_id}.{index}",
             rollout_id=rollout_id,
             parent_id=parent.turn_id if parent else None,
             dialect="chat",
             model="m",
-            prompt_token_ids=before + token_ids([index + 1]),
-            completion_token_ids=token_ids([100 + index, 7]),
-            completion_logprobs=logprobs([-0.5, -0.5]),
+            prompt_token_ids=before + token_id_array([index + 1]),
+            completion_token_ids=token_id_array([100 + index, 7]),
+            completion_logprobs=logprob_array([-0.5, -0.5]),
             policy_versions=((3, 2),),
             request={"messages": [{"role": "user", "content": f"ask {index}"}]},
             response={"said": f"answer {index}"},
@@ -52,10 +54,10 @@ def turns_of(rollout_id: str, count: int, *, parent: Turn | None = None) -> list
 
 def ended(
     rollout_id: str, reward: float | None, outcome: Outcome = Outcome.COMPLETED, at: float = 0
-) -> list[Fact]:
-    given: list[Fact] = []
+) -> list[Event]:
+    given: list[Event] = []
     if reward is not None:
-        given = [RewardGiven(rollout_id=rollout_id, value=reward)]
+        given = [Reward(rollout_id=rollout_id, value=reward)]
     finished_at = time.time() + at
     return [
         *given,
@@ -64,7 +66,7 @@ def ended(
 
 
 def add_expert(store: Store, rollout_id: str = "e", turns: int = 3, reward: float = 1.0) -> None:
-    opened = RolloutOpened(rollout_id=rollout_id, task_id="t")
+    opened = RolloutStarted(rollout_id=rollout_id, task_id="t")
     store.append([opened, *turns_of(rollout_id, turns), *ended(rollout_id, reward)])
 
 
@@ -73,7 +75,7 @@ def anchors(store: Store, **settings: Any) -> AnchorStore:
     return AnchorStore(store, AnchorSettings(**(defaults | settings)))
 
 
-def end(store: Store, found: Anchored, reward: float | None, **how: Any) -> None:
+def end(store: Store, found: RolloutFromAnchor, reward: float | None, **how: Any) -> None:
     """The policy takes a turn from the anchor and is done."""
     parent = found.turns[found.anchor - 1] if found.anchor else None
     store.append(
@@ -84,22 +86,24 @@ def end(store: Store, found: Anchored, reward: float | None, **how: Any) -> None
 def test_without_an_expert_a_task_is_sampled_from_its_beginning(store: Store) -> None:
     mine = anchors(store)
     [found] = mine.next("t", tags={"split": "train"}, agent="a")
-    assert (found.task_id, found.anchor, found.expert, found.turns) == ("t", 0, None, [])
-    row = store.rollout(found.rollout_id).row
+    assert (found.task_id, found.anchor, found.demonstration, found.turns) == ("t", 0, None, [])
+    row = store.rollout(found.rollout_id).summary
     assert row.tags == {"split": "train", "anchor_task": "t", "anchor": "0"}
     assert row.agent == "a"
     add_expert(store, "failed", reward=0.5)
-    assert mine.next("t")[0].expert is None
+    assert mine.next("t")[0].demonstration is None
     end(store, found, 1.0)
     [after] = mine.next("t")
-    assert (after.expert, after.expert_turns) == (found.rollout_id, 1), "it is its own expert now"
+    assert (after.demonstration, after.demonstration_turns) == (found.rollout_id, 1), (
+        "it is its own expert now"
+    )
 
 
 def test_an_anchored_rollout_begins_with_the_experts_turns(store: Store) -> None:
     add_expert(store)
-    store.append([RewardGiven(rollout_id="e", value=1.0, turn=1, name="deciding")])
+    store.append([Reward(rollout_id="e", value=1.0, turn=1, name="deciding")])
     [found] = anchors(store).next("t")
-    assert (found.task_id, found.anchor, found.expert) == ("t@2", 2, "e")
+    assert (found.task_id, found.anchor, found.demonstration) == ("t@2", 2, "e")
     stored = store.rollout_turns(found.rollout_id)
     assert stored == found.turns
     first, second, beside = stored
@@ -125,11 +129,11 @@ def test_an_anchored_rollout_begins_with_the_experts_turns(store: Store) -> None
 def test_of_several_successes_the_shortest_with_tokens_is_the_expert(store: Store) -> None:
     add_expert(store, "long", turns=5)
     add_expert(store, "short", turns=2)
-    textual = RolloutOpened(rollout_id="text", task_id="t")
+    textual = RolloutStarted(rollout_id="text", task_id="t")
     [turn] = turns_of("text", 1)
-    none = {"completion_token_ids": token_ids(), "completion_logprobs": logprobs()}
+    none = {"completion_token_ids": token_id_array(), "completion_logprobs": logprob_array()}
     store.append([textual, replace(turn, policy_versions=(), **none), *ended("text", 1.0)])  # type: ignore[arg-type]
-    assert anchors(store).next("t")[0].expert == "short"
+    assert anchors(store).next("t")[0].demonstration == "short"
 
 
 def test_rollback_moves_when_what_was_given_out_succeeded_and_counts_it_once(store: Store) -> None:
@@ -141,11 +145,11 @@ def test_rollback_moves_when_what_was_given_out_succeeded_and_counts_it_once(sto
     for each in (one, other, one, other):
         assert each.next("t", counts=False)[0].anchor == 2, "one success is counted once"
     end(store, first[1], 1.0)
-    standing = other.standing("t").anchors
+    standing = other.task_state("t").anchors
     assert standing is not None
     assert standing.results == {2: (True,)}
     one.next("t")  # hears of it
-    moved = other.standing("t").anchors
+    moved = other.task_state("t").anchors
     assert moved is not None
     assert (moved.at, moved.results) == (1, {})
 
@@ -173,15 +177,15 @@ def test_failures_that_are_not_the_policys_and_those_that_explore_do_not_count(
     end(store, late, None)
     end(store, counted, 0.0, at=5)
     mine.next("t")
-    standing = mine.standing("t")
+    standing = mine.task_state("t")
     assert standing.anchors is not None
     assert standing.anchors.results == {2: (False,)}
-    waiting = {one.rollout_id for one in standing.coming}
+    waiting = {one.rollout_id for one in standing.pending}
     assert late.rollout_id in waiting, "its reward may still come"
     assert not waiting & {broken.rollout_id, explored.rollout_id, counted.rollout_id}
-    store.append([RewardGiven(rollout_id=late.rollout_id, value=1.0)])
+    store.append([Reward(rollout_id=late.rollout_id, value=1.0)])
     mine.next("t")
-    after = mine.standing("t").anchors
+    after = mine.task_state("t").anchors
     assert after is not None
     assert after.results == {2: (False, True)}
 
@@ -205,8 +209,8 @@ def test_the_expert_is_refreshed_by_the_policys_own_success_if_it_is_no_longer(
     for found, reward in zip(given, (0.0, 1.0, 1.0, 0.0), strict=True):
         end(store, found, reward)  # 3 turns of the expert's, and one of its own
     fresh = mine.next("t")[0]
-    assert fresh.expert == given[2].rollout_id, "the newest of the successes"
-    assert fresh.expert_turns == 4, "the turn that was not taken is none of them"
+    assert fresh.demonstration == given[2].rollout_id, "the newest of the successes"
+    assert fresh.demonstration_turns == 4, "the turn that was not taken is none of them"
     assert fresh.anchor == 3
     taken = [turn for turn in store.rollout_turns(given[2].rollout_id)
              if turn.sampling.get("taken", True)]  # fmt: skip
@@ -216,7 +220,7 @@ def test_the_expert_is_refreshed_by_the_policys_own_success_if_it_is_no_longer(
     for found in later:
         parent = found.turns[found.anchor - 1]
         store.append([*turns_of(found.rollout_id, 2, parent=parent), *ended(found.rollout_id, 1.0)])
-    assert mine.next("t")[0].expert == fresh.expert
+    assert mine.next("t")[0].demonstration == fresh.demonstration
 
 
 def test_without_refresh_the_first_expert_stays(store: Store) -> None:
@@ -224,32 +228,34 @@ def test_without_refresh_the_first_expert_stays(store: Store) -> None:
     mine = anchors(store)
     for _ in range(4):
         end(store, mine.next("t")[0], 1.0)
-    assert mine.next("t")[0].expert == "e"
+    assert mine.next("t")[0].demonstration == "e"
 
 
 def test_an_expert_that_was_removed_is_replaced_or_done_without(store: Store) -> None:
     add_expert(store, "first", turns=4)
     mine = anchors(store)
-    assert mine.next("t")[0].expert == "first"
-    prune(store, Retention(selection=Selection(rollouts=("first",)), also_untrained=True))
+    assert mine.next("t")[0].demonstration == "first"
+    prune(
+        store, RetentionRule(selection=RolloutSelection(rollouts=("first",)), also_untrained=True)
+    )
     [found] = mine.next("t")
-    assert (found.expert, found.task_id, found.turns) == (None, "t", [])
+    assert (found.demonstration, found.task_id, found.turns) == (None, "t", [])
     add_expert(store, "second", turns=2)
     [found] = mine.next("t")
-    assert (found.expert, found.anchor) == ("second", 1)
+    assert (found.demonstration, found.anchor) == ("second", 1)
 
 
 def test_tasks_stand_apart_and_state_survives(store: Store) -> None:
     add_expert(store)
     mine = anchors(store)
     mine.next("t", count=3)
-    assert mine.next("other")[0].expert is None
-    standing = anchors(store).standing("t")
-    assert len(standing.coming) == 3
+    assert mine.next("other")[0].demonstration is None
+    standing = anchors(store).task_state("t")
+    assert len(standing.pending) == 3
     assert standing.queue == (2,)
     with store.exclusive() as connection:
         connection.execute(update(TaskAnchors).values(state=standing.as_json()))
-    assert mine.standing("t") == standing
+    assert mine.task_state("t") == standing
 
 
 def test_what_makes_no_sense_is_refused(store: Store) -> None:
@@ -261,11 +267,11 @@ def test_a_turn_that_the_experts_client_never_got_is_no_step_of_its(store: Store
     first, refused, _ = turns_of("e", 3)
     retry, last = (replace(turn, turn_id=f"{turn.turn_id}.again") for turn in turns_of("e", 3)[1:])
     last = replace(last, parent_id=retry.turn_id)
-    store.append([RolloutOpened(rollout_id="e", task_id="t"), first, refused])
+    store.append([RolloutStarted(rollout_id="e", task_id="t"), first, refused])
     assert store.mark_unacknowledged([refused.turn_id]) == 1
     store.append([retry, last, *ended("e", 1.0)])
     [found] = anchors(store).next("t")
-    assert (found.expert_turns, found.anchor) == (3, 2)
+    assert (found.demonstration_turns, found.anchor) == (3, 2)
     assert [turn.untrainable for turn in found.turns] == [None] * 3
     for turn, after in pairwise(found.turns):
         assert after.parent_id == turn.turn_id

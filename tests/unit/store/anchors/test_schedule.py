@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tracegrad.proxy.config import AnchorSettings
 from tracegrad.store.anchors.schedule import (
-    Anchors,
+    AnchorState,
     as_json,
-    begin,
     from_json,
-    mastered,
+    is_mastered,
     observe,
     plan,
-    refreshed,
+    start_at_last_turn,
+    with_new_demonstration,
 )
 
 ROLLBACK = AnchorSettings(mode="rollback", window=4, threshold=0.75)
@@ -40,7 +40,7 @@ luck = st.lists(st.booleans(), min_size=1, max_size=60)
 
 
 def test_rollback_begins_at_the_experts_last_turn_and_moves_back_when_it_is_mastered() -> None:
-    state = begin(3)
+    state = start_at_last_turn(3)
     quotas, state = plan(state, 8, ROLLBACK)
     assert quotas == {2: 8}
     state = observe(state, 2, [True, True, True], ROLLBACK)
@@ -52,7 +52,7 @@ def test_rollback_begins_at_the_experts_last_turn_and_moves_back_when_it_is_mast
 
 
 def test_rollback_counts_only_the_latest_rollouts_of_where_it_stands() -> None:
-    state = observe(begin(3), 2, [False] * 10, ROLLBACK)
+    state = observe(start_at_last_turn(3), 2, [False] * 10, ROLLBACK)
     assert observe(state, 2, [True, True], ROLLBACK).at == 2
     assert observe(state, 2, [True, True, True], ROLLBACK).at == 1
     late = observe(state, 1, [True] * 4, ROLLBACK)  # from elsewhere: nothing said of 2
@@ -60,15 +60,15 @@ def test_rollback_counts_only_the_latest_rollouts_of_where_it_stands() -> None:
 
 
 def test_rollback_stays_at_the_beginning_once_it_is_there() -> None:
-    state = begin(1)
-    assert not mastered(state, 0, ROLLBACK)
+    state = start_at_last_turn(1)
+    assert not is_mastered(state, 0, ROLLBACK)
     state = observe(state, 0, [True] * 4, ROLLBACK)
     assert state.at == 0
-    assert mastered(state, 0, ROLLBACK)
+    assert is_mastered(state, 0, ROLLBACK)
 
 
 def test_parallel_draws_several_anchors_and_leaves_out_those_that_are_mastered() -> None:
-    state = begin(4)
+    state = start_at_last_turn(4)
     for anchor in (1, 2):
         state = observe(state, anchor, [True] * 4, PARALLEL)
     for _ in range(10):
@@ -78,13 +78,13 @@ def test_parallel_draws_several_anchors_and_leaves_out_those_that_are_mastered()
 
 
 def test_parallel_fills_up_with_mastered_anchors_where_too_few_are_left() -> None:
-    state = begin(2)
+    state = start_at_last_turn(2)
     state = observe(state, 1, [True] * 4, PARALLEL)
     assert set(plan(state, 4, PARALLEL)[0]) == {0, 1}
 
 
 def test_parallel_sees_every_anchor_about_as_often() -> None:
-    state, drawn = begin(6), [0] * 6
+    state, drawn = start_at_last_turn(6), [0] * 6
     for _ in range(600):
         quotas, state = plan(state, 2, PARALLEL, task="a")
         for anchor, count in quotas.items():
@@ -96,7 +96,7 @@ def test_parallel_sees_every_anchor_about_as_often() -> None:
 def test_plans_keep_their_budget_and_anchors_stay_within_the_experts_turns(
     settings: AnchorSettings, turns: int, budget: int, results: list[bool]
 ) -> None:
-    state = begin(turns)
+    state = start_at_last_turn(turns)
     place = 0
     for _ in range(6):
         quotas, after = plan(state, budget, settings, task="t")
@@ -120,13 +120,13 @@ def test_plans_keep_their_budget_and_anchors_stay_within_the_experts_turns(
 def test_a_schedule_that_goes_on_from_json_plans_what_it_would_have_planned(
     settings: AnchorSettings, results: list[bool]
 ) -> None:
-    def round_of(state: Anchors, came: bool) -> Anchors:
+    def round_of(state: AnchorState, came: bool) -> AnchorState:
         quotas, state = plan(state, 4, settings, task="a")
         for anchor, count in quotas.items():
             state = observe(state, anchor, [came] * count, settings)
         return state
 
-    one = begin(5)
+    one = start_at_last_turn(5)
     for came in results[:5]:
         one = round_of(one, came)
     other = from_json(json.loads(json.dumps(as_json(one))))
@@ -137,19 +137,19 @@ def test_a_schedule_that_goes_on_from_json_plans_what_it_would_have_planned(
 
 
 def test_a_new_expert_keeps_how_far_from_the_end_the_anchor_stood() -> None:
-    state = observe(begin(6), 5, [True] * 4, ROLLBACK)
+    state = observe(start_at_last_turn(6), 5, [True] * 4, ROLLBACK)
     state = observe(state, 4, [True], ROLLBACK)
     assert state.at == 4
-    shorter = refreshed(state, 4)
+    shorter = with_new_demonstration(state, 4)
     assert (shorter.at, shorter.turns, shorter.results) == (2, 4, {})
-    assert refreshed(state, 1).at == 0
-    assert refreshed(state, 9).at == 7
+    assert with_new_demonstration(state, 1).at == 0
+    assert with_new_demonstration(state, 9).at == 7
 
 
 def test_seeds_and_tasks_draw_apart_and_equal_ones_alike() -> None:
     def drawn(seed: int, task: str) -> list[list[int]]:
         settings = PARALLEL.model_copy(update={"seed": seed})
-        state, found = begin(8), []
+        state, found = start_at_last_turn(8), []
         for _ in range(10):
             quotas, state = plan(state, 2, settings, task=task)
             found.append(sorted(quotas))
@@ -162,18 +162,18 @@ def test_seeds_and_tasks_draw_apart_and_equal_ones_alike() -> None:
 
 def test_what_makes_no_sense_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="turns: 0"):
-        begin(0)
+        start_at_last_turn(0)
     with pytest.raises(ValueError, match="budget: 0"):
-        plan(begin(2), 0, ROLLBACK)
+        plan(start_at_last_turn(2), 0, ROLLBACK)
     with pytest.raises(ValueError, match="anchor: 2; the expert has turns 0 to 1"):
-        observe(begin(2), 2, [True], ROLLBACK)
+        observe(start_at_last_turn(2), 2, [True], ROLLBACK)
     with pytest.raises(ValueError, match="turns: 0"):
-        refreshed(begin(2), 0)
+        with_new_demonstration(start_at_last_turn(2), 0)
 
 
 def test_rollback_goes_over_later_anchors_again_where_that_is_asked() -> None:
     settings = AnchorSettings(mode="rollback", window=4, threshold=0.75, review=0.5)
-    state = begin(4)
+    state = start_at_last_turn(4)
     assert plan(state, 8, settings)[0] == {3: 8}  # nothing is mastered yet
     for anchor in (3, 2):
         state = observe(state, anchor, [True] * 4, settings)

@@ -14,13 +14,13 @@ from sqlalchemy import Connection, exc, insert, select
 from support.store import postgres_server as postgres
 from support.store.events import make_turn
 from support.store.query_plans import uses_index
-from tracegrad.events import RolloutOpened
+from tracegrad.events import RolloutStarted
 from tracegrad.store import (
+    GroupCommitWriter,
     Ledger,
     Store,
     StoreMissing,
     StoreUnavailable,
-    Writer,
 )
 from tracegrad.store.databases import Conflict, database_at
 from tracegrad.store.expressions import begins_with
@@ -152,9 +152,9 @@ def test_ids_are_found_by_their_beginning_whatever_the_databases_language(
     )
     try:
         with Store.open(url) as store:
-            store.append([RolloutOpened(rollout_id=name) for name in ("Ab", "ab", "äb", "b")])
+            store.append([RolloutStarted(rollout_id=name) for name in ("Ab", "ab", "äb", "b")])
             assert [row.rollout_id for row in store.rollouts()] != []
-            assert store.rollout("A").row.rollout_id == "Ab"
+            assert store.rollout("A").summary.rollout_id == "Ab"
             query = select(Rollouts.rollout_id).where(begins_with(Rollouts.rollout_id, "a"))
             assert uses_index(store, query)
     finally:
@@ -170,7 +170,7 @@ def test_a_server_that_is_restarted_costs_errors_and_nothing_else(
     own_server: postgres.Server,
 ) -> None:
     url = own_server.new_database()
-    with Store.open(url) as store, Writer(store) as writer:
+    with Store.open(url) as store, GroupCommitWriter(store) as writer:
         writer.submit([make_turn("before")]).result(timeout=30)
         postgres.stop(own_server)
         for _ in range(2):
@@ -282,7 +282,7 @@ def test_a_mistake_of_ours_does_not_look_like_a_server_that_is_away(
     original = psycopg.errors.lookup(state)("what\nit says")
     error = exc.DBAPIError.instance("SELECT 1", {}, original, psycopg.Error)
     assert isinstance(error, exc.DBAPIError)
-    told = database_at(f"postgres://u:{SECRET}@h/db").told(error)
+    told = database_at(f"postgres://u:{SECRET}@h/db").translate_error(error)
     assert (told and type(told)) == kind
     assert told is None or str(told) == "store postgresql://u:***@h/db: what it says"
 
@@ -313,5 +313,5 @@ def test_the_environments_encoding_does_not_matter(
 ) -> None:
     monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
     with Store.open(postgres_url) as store:
-        store.append([RolloutOpened(rollout_id="€")])
-        assert store.rollout("€").row.rollout_id == "€"
+        store.append([RolloutStarted(rollout_id="€")])
+        assert store.rollout("€").summary.rollout_id == "€"

@@ -11,12 +11,12 @@ import pytest
 from sqlalchemy import Connection, insert, select, text, update
 
 from support.store import postgres_server as postgres
-from support.store.events import make_turn, whole_rollout
-from tracegrad.events import Fact, RewardGiven, RolloutFinished, RolloutOpened
-from tracegrad.store import FactRefused, Ledger, Store
+from support.store.events import make_turn, rollout_events
+from tracegrad.events import Event, Reward, RolloutFinished, RolloutStarted
+from tracegrad.store import EventRejected, Ledger, Store
 from tracegrad.store.models import Rewards, Rollouts
 from tracegrad.store.write import parent_cache
-from tracegrad.store.write.parent_cache import Context
+from tracegrad.store.write.parent_cache import ParentInfo
 
 
 def test_appending_transactions_run_side_by_side(postgres_url: str) -> None:
@@ -24,7 +24,7 @@ def test_appending_transactions_run_side_by_side(postgres_url: str) -> None:
         with one.appending() as connection:
             row = {"rollout_id": "mine", "opened": False, "opened_at": 1.0}
             connection.execute(insert(Rollouts), row)
-            other.append(whole_rollout("theirs"))
+            other.append(rollout_events("theirs"))
             assert [row.rollout_id for row in other.rollouts()] == ["theirs"]
         assert {row.rollout_id for row in other.rollouts()} == {"mine", "theirs"}
 
@@ -55,12 +55,12 @@ def waiting_for_a_lock(server: postgres.Server, url: str, many: int = 1) -> None
 class Aside:
     """An append in a thread of its own."""
 
-    def __init__(self, store: Store, facts: Sequence[Fact]) -> None:
+    def __init__(self, store: Store, facts: Sequence[Event]) -> None:
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(store, facts))
         self._thread.start()
 
-    def _run(self, store: Store, facts: Sequence[Fact]) -> None:
+    def _run(self, store: Store, facts: Sequence[Event]) -> None:
         try:
             store.append(facts)
         except BaseException as error:
@@ -80,9 +80,9 @@ def test_a_turn_that_another_is_just_writing_counts_as_that_one_wrote_it(
     first = make_turn("t0", new=theirs)
     mine = make_turn("t0", new=[1, 2, 3])
     child = make_turn("t1", parent=mine)
-    given = RewardGiven(rollout_id="r", value=1.0)
+    given = Reward(rollout_id="r", value=1.0)
     with Store.open(postgres_url) as store, Store.open(postgres_url) as other:
-        store.append([RolloutOpened(rollout_id="r")])
+        store.append([RolloutStarted(rollout_id="r")])
         with store.appending() as connection:
             row = {"reward_id": given.reward_id, "rollout_id": "r", "value": 0.0}
             row |= {"name": "n", "source": "s", "created_at": 0.0}
@@ -96,7 +96,7 @@ def test_a_turn_that_another_is_just_writing_counts_as_that_one_wrote_it(
             second.result()
             assert [turn.turn_id for turn in store.rollout_turns("r")] == ["t0", "t1"]
         else:
-            with pytest.raises(FactRefused, match="t1 does not begin with"):
+            with pytest.raises(EventRejected, match="t1 does not begin with"):
                 second.result()
             assert [turn.prompt_token_ids for turn in store.rollout_turns("r")] == [
                 first.prompt_token_ids
@@ -110,8 +110,8 @@ def test_nobody_comes_between_reading_what_is_stored_and_writing_by_it(
         store.append([make_turn("t0")])
         asides: list[Aside] = []
 
-        def read(connection: Connection, turn_ids: Iterable[str]) -> dict[str, Context]:
-            found = parent_cache.stored(connection, turn_ids)
+        def read(connection: Connection, turn_ids: Iterable[str]) -> dict[str, ParentInfo]:
+            found = parent_cache.load_parents(connection, turn_ids)
             if not asides:
                 asides.append(Aside(other, [make_turn("t1")]))
                 waiting_for_a_lock(postgres_server, postgres_url)
@@ -126,8 +126,8 @@ def test_nobody_comes_between_reading_what_is_stored_and_writing_by_it(
 def test_of_two_openings_at_once_one_counts_with_all_its_tags(
     postgres_server: postgres.Server, postgres_url: str
 ) -> None:
-    first = RolloutOpened(rollout_id="r", task_id="first", tags={"a": "1"})
-    second = RolloutOpened(rollout_id="r", task_id="second", tags={"b": "2"})
+    first = RolloutStarted(rollout_id="r", task_id="first", tags={"a": "1"})
+    second = RolloutStarted(rollout_id="r", task_id="second", tags={"b": "2"})
     with Store.open(postgres_url) as store, Store.open(postgres_url) as other:
         store.append([make_turn("t")])
         with store.appending() as connection:
@@ -138,7 +138,7 @@ def test_of_two_openings_at_once_one_counts_with_all_its_tags(
             waiting_for_a_lock(postgres_server, postgres_url, 2)
         for aside in asides:
             aside.result()
-        row = store.rollout("r").row
+        row = store.rollout("r").summary
         assert (row.task_id, row.tags) in [("first", {"a": "1"}), ("second", {"b": "2"})]
 
 
@@ -147,7 +147,7 @@ def test_transactions_that_lock_each_other_out_are_tried_again(
 ) -> None:
     """Held in one order by us, wanted in the other by an append, which PostgreSQL then ends."""
     with Store.open(postgres_url) as store, Store.open(postgres_url) as other:
-        store.append([RolloutOpened(rollout_id="a"), RolloutOpened(rollout_id="b")])
+        store.append([RolloutStarted(rollout_id="a"), RolloutStarted(rollout_id="b")])
         with store.appending() as connection:
             connection.execute(
                 text("SET LOCAL deadlock_timeout = '60s'")
@@ -167,7 +167,7 @@ def test_a_lease_that_is_locked_out_is_tried_again(
 ) -> None:
     with Store.open(postgres_url) as store, Store.open(postgres_url) as other:
         for name in "ab":
-            store.append(whole_rollout(name))
+            store.append(rollout_events(name))
         with store.appending() as connection, ThreadPoolExecutor(1) as pool:
             connection.execute(text("SET LOCAL deadlock_timeout = '60s'"))
             hold = update(Rollouts).values(agent="me")

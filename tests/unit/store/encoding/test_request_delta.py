@@ -16,9 +16,9 @@ from tracegrad.events import Json
 from tracegrad.store import StoreCorrupt
 from tracegrad.store.encoding import request_restore
 from tracegrad.store.encoding.blobs import dump_json
-from tracegrad.store.encoding.request_delta import Earlier, Shared, share
-from tracegrad.store.encoding.request_fingerprint import Marks, positions
-from tracegrad.store.encoding.request_restore import Rebuilt, rebuild
+from tracegrad.store.encoding.request_delta import BaseCandidate, RequestDelta, make_delta
+from tracegrad.store.encoding.request_fingerprint import RequestFingerprint, prefix_lengths
+from tracegrad.store.encoding.request_restore import RestoredRequest, restore_request
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=8)  # lone surrogates, NUL
 LONG_TEXT = st.builds(
@@ -79,7 +79,7 @@ def rollouts(draw: st.DrawFn) -> list[tuple[Json, Any]]:
     return made
 
 
-def stored(shared: Shared) -> Any:
+def stored(shared: RequestDelta) -> Any:
     return json.loads(dump_json(shared.text))
 
 
@@ -87,32 +87,32 @@ class Told:
     """Shares requests with all earlier ones, and rebuilds them from nothing but what is stored."""
 
     def __init__(self) -> None:
-        self.shared: list[Shared] = []
-        self._rebuilt: dict[str, Rebuilt] = {}
+        self.shared: list[RequestDelta] = []
+        self._rebuilt: dict[str, RestoredRequest] = {}
 
     def tell(self, request: Json, response: Any = None) -> Json:
         earlier = [
-            Earlier(str(number), Marks.decode(shared.marks))
+            BaseCandidate(str(number), RequestFingerprint.decode(shared.fingerprint))
             for number, shared in reversed(list(enumerate(self.shared)))
         ]
         before = copy.deepcopy(request)
-        shared = share(request, response, earlier)
+        shared = make_delta(request, response, earlier)
         assert dump_json(request) == dump_json(before), "the caller's request is as it was"
         base = self._rebuilt[shared.base] if shared.base is not None else None
         response = json.loads(dump_json(response))
-        found = rebuild(stored(shared), response, shared.marks, base)
+        found = restore_request(stored(shared), response, shared.fingerprint, base)
         self._rebuilt[str(len(self.shared))] = found
         self.shared.append(shared)
         return found.request
 
     @property
-    def last(self) -> Shared:
+    def last(self) -> RequestDelta:
         return self.shared[-1]
 
     @property
     def size(self) -> int:
         """Bytes that the last request costs."""
-        return len(dump_json(self.last.text)) + len(self.last.marks)
+        return len(dump_json(self.last.text)) + len(self.last.fingerprint)
 
 
 @settings(max_examples=150, deadline=None)
@@ -188,7 +188,7 @@ def test_a_later_turn_costs_its_new_messages_without_the_reply_it_repeats() -> N
 
 
 def test_a_very_long_conversation_has_small_marks() -> None:
-    marks = share({"messages": [{"content": prose(0, 100)}] * 10_000}, None, []).marks
+    marks = make_delta({"messages": [{"content": prose(0, 100)}] * 10_000}, None, []).fingerprint
     assert len(marks) < 250
 
 
@@ -277,7 +277,7 @@ def test_a_request_without_anything_in_common_is_whole() -> None:
 
 def test_a_conversation_is_rebuilt_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = 0
-    plainly = request_restore.patiently
+    plainly = request_restore.encode_any
 
     def counting(items: list[Any]) -> bytes:
         nonlocal hashed
@@ -300,15 +300,15 @@ def test_a_conversation_is_rebuilt_in_linear_time(monkeypatch: pytest.MonkeyPatc
 def rebuilt_after(change: Any, number: int = 2) -> Json:
     """The conversation's last request, after `change` to what is stored of request `number`."""
     made = conversation(4)
-    base: Rebuilt | None = None
-    earlier: list[Earlier] = []
+    base: RestoredRequest | None = None
+    earlier: list[BaseCandidate] = []
     for index, (request, response) in enumerate(made):
-        shared = share(request, response, earlier)
-        text, marks = stored(shared), shared.marks
+        shared = make_delta(request, response, earlier)
+        text, marks = stored(shared), shared.fingerprint
         if index == number:
             text, marks = change(text, marks)
-        base = rebuild(text, response, marks, base)
-        earlier = [Earlier("b", Marks.decode(shared.marks))]
+        base = restore_request(text, response, marks, base)
+        earlier = [BaseCandidate("b", RequestFingerprint.decode(shared.fingerprint))]
     assert base is not None
     return base.request
 
@@ -354,7 +354,7 @@ def test_a_changed_request_is_noticed(change: Any) -> None:
 @given(st.sampled_from(["list", "text", "one"]), st.integers(1, 10**6))
 @example("text", 64)
 def test_positions_reach_back_by_doubling(kind: str, length: int) -> None:
-    found = positions(kind, length)
+    found = prefix_lengths(kind, length)
     assert found[0] == length
     assert found == sorted(set(found), reverse=True)
     assert found[-1] > 0

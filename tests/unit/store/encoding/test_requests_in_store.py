@@ -14,8 +14,8 @@ from sqlalchemy.exc import IntegrityError
 
 from support.store.english_text import prose
 from support.store.events import make_turn
-from tracegrad.events import Json, Turn, logprobs, new_id, token_ids
-from tracegrad.store import FactRefused, Store, StoreCorrupt
+from tracegrad.events import Json, Turn, logprob_array, new_id, token_id_array
+from tracegrad.store import EventRejected, Store, StoreCorrupt
 from tracegrad.store.databases import database_at
 from tracegrad.store.models import Turns
 
@@ -145,7 +145,7 @@ def test_turns_that_were_deleted_meanwhile_are_not_relied_on(store: Store, url: 
     delete_unchecked(url, "r.001")
     store.append([turns[2]])
     assert column(store, "request_base")["r.002"] is None
-    with pytest.raises(FactRefused, match=r"turn r\.001, parent of child, is not stored"):
+    with pytest.raises(EventRejected, match=r"turn r\.001, parent of child, is not stored"):
         store.append([make_turn("child", parent=turns[1])])
     store.append([turns[3]])
     assert store.rollout_turns("r") == [turns[0], *turns[2:]]
@@ -174,9 +174,9 @@ def test_a_request_nested_too_deeply_is_refused_by_name(store: Store) -> None:
     deep: Any = "x" * 300
     for _ in range(100_000):
         deep = [deep]
-    with pytest.raises(FactRefused, match="request: turn t has one that is nested too deeply"):
+    with pytest.raises(EventRejected, match="request: turn t has one that is nested too deeply"):
         store.append([make_turn("t", request={"messages": deep})])
-    with pytest.raises(FactRefused, match="response: turn t has one that is nested too"):
+    with pytest.raises(EventRejected, match="response: turn t has one that is nested too"):
         store.append([make_turn("t", response={"choices": deep})])
 
 
@@ -275,7 +275,7 @@ class Speaker:
                 {"role": "system", "content": self.text(1500)},
                 {"role": "user", "content": self.text(new - 1500)},
             ]
-            known = token_ids()
+            known = token_id_array()
         else:
             messages = [
                 *earlier.request["messages"],
@@ -290,9 +290,9 @@ class Speaker:
             parent_id=earlier.turn_id if earlier else None,
             dialect="chat",
             model="Qwen/Qwen3-8B",
-            prompt_token_ids=known + token_ids(self.ids(new)),
-            completion_token_ids=token_ids(self.ids(sampled)),
-            completion_logprobs=logprobs(
+            prompt_token_ids=known + token_id_array(self.ids(new)),
+            completion_token_ids=token_id_array(self.ids(sampled)),
+            completion_logprobs=logprob_array(
                 [-(self._random.expovariate(1.5) ** 2) for _ in range(sampled)]
             ),
             policy_versions=((7, sampled),),

@@ -14,26 +14,33 @@ from hypothesis import strategies as st
 from sqlalchemy import inspect, text
 
 from support.store.doctor_findings import found
-from support.store.events import make_turn, whole_rollout
+from support.store.events import make_turn, rollout_events
 from support.store.old_stores import insert_row, old_row, upgraded
-from support.trainer.routing_files import experts_of, npy
-from tracegrad.events import RolloutOpened, Turn
-from tracegrad.store import FactRefused, Ledger, Store, StoreCorrupt
-from tracegrad.store.copy.export_records import rollout_copies, rollout_groups
+from support.trainer.routing_files import experts_of, routing_file
+from tracegrad.events import RolloutStarted, Turn
+from tracegrad.store import EventRejected, Ledger, Store, StoreCorrupt
+from tracegrad.store.copy.export_records import iter_rollouts, iter_task_groups
 from tracegrad.store.databases import database_at
-from tracegrad.store.encoding.blobs import json_pieces, pack, routes_pieces, unpack_routes
-from tracegrad.store.encoding.routed_experts import check_routes, routes_shape
-from tracegrad.store.maintenance import Redaction, Selection, TextRule, drop_text, examine, redact
+from tracegrad.store.encoding.blobs import json_content, pack_blobs, routing_content, unpack_routing
+from tracegrad.store.encoding.routed_experts import check_routing, routing_shape
+from tracegrad.store.maintenance import (
+    RedactionRule,
+    RolloutSelection,
+    TextRemovalRule,
+    drop_text,
+    examine,
+    redact,
+)
 from tracegrad.store.maintenance.sizes import all_bytes
 from tracegrad.store.models import Base
-from tracegrad.store.read.steps import History
+from tracegrad.store.read.steps import StepHistory
 
 KINDS = st.sampled_from(["|u1", "<u2", "<i4"])
 SIDE = st.integers(1, 70)
 
 
 def packed(file: bytes) -> bytes:
-    [blob] = pack([routes_pieces(file)])
+    [blob] = pack_blobs([routing_content(file)])
     return blob
 
 
@@ -41,15 +48,15 @@ def packed(file: bytes) -> bytes:
 def test_a_file_comes_back_to_the_byte(n: int, layers: int, k: int, kind: str, seed: int) -> None:
     chance = np.random.default_rng(seed)
     items = chance.integers(0, 1 << 31, (n, layers, k)).astype(kind)
-    file = npy(items)
-    assert unpack_routes(packed(file)) == file
-    assert routes_shape(file)[:4] == (n, layers, k, items.itemsize)
+    file = routing_file(items)
+    assert unpack_routing(packed(file)) == file
+    assert routing_shape(file)[:4] == (n, layers, k, items.itemsize)
 
 
 def test_many_are_packed_at_once_with_what_else_there_is() -> None:
     files = [experts_of(n, layers=16) for n in (3, 700, 40)]
-    blobs = pack([*map(routes_pieces, files), json_pieces({"a": 1})])
-    assert [unpack_routes(blob) for blob in blobs[:3]] == files
+    blobs = pack_blobs([*map(routing_content, files), json_content({"a": 1})])
+    assert [unpack_routing(blob) for blob in blobs[:3]] == files
 
 
 def test_a_layers_favourites_make_it_smaller() -> None:
@@ -67,12 +74,12 @@ def test_what_is_no_such_file_is_refused() -> None:
     arrays = [np.zeros((4, 3)), np.zeros((4, 3, 2)), np.zeros((0, 3, 2), np.uint8),
               np.zeros((4, 3, 2), np.int64), np.zeros((4, 3, 2), ">i4"),
               np.asfortranarray(np.zeros((4, 3, 2), np.uint8))]  # fmt: skip
-    for bad in (b"", b"x" * 200, good[:-1], good + b"\0", good[:40], *map(npy, arrays)):
+    for bad in (b"", b"x" * 200, good[:-1], good + b"\0", good[:40], *map(routing_file, arrays)):
         with pytest.raises(ValueError, match=r"array|file"):
-            routes_shape(bad)
+            routing_shape(bad)
     with pytest.raises(ValueError, match="4 tokens of a turn of 4"):
-        check_routes(good, 4)
-    assert check_routes(good, 5).tokens == 4
+        check_routing(good, 4)
+    assert check_routing(good, 5).tokens == 4
 
 
 def routed(turn: Turn, tokens: int, seed: int = 0) -> Turn:
@@ -93,27 +100,30 @@ def test_they_are_read_where_they_are_asked_for(store: Store, url: str) -> None:
     bare = [replace(turn, routed_experts=None) for turn in turns]
     with Store.open(url) as again:
         assert again.rollout_turns("r") == turns
-        assert again.rollout_turns("r", routes=False) == bare
-        assert (again.find_turn("t1"), again.find_turn("t1", routes=False)) == (turns[1], bare[1])
-        assert next(rollout_copies(again)).turns == turns
-        assert next(rollout_copies(again, routes=False)).turns == bare
-        assert next(rollout_groups(again))[0].turns == bare
+        assert again.rollout_turns("r", expert_routing=False) == bare
+        assert (again.find_turn("t1"), again.find_turn("t1", expert_routing=False)) == (
+            turns[1],
+            bare[1],
+        )
+        assert next(iter_rollouts(again)).turns == turns
+        assert next(iter_rollouts(again, expert_routing=False)).turns == bare
+        assert next(iter_task_groups(again))[0].turns == bare
         assert again.rollout("r").turns == bare
-        again.append([RolloutOpened(rollout_id="r", task_id="g")])
-        assert next(rollout_groups(again))[0].turns == bare
+        again.append([RolloutStarted(rollout_id="r", task_id="g")])
+        assert next(iter_task_groups(again))[0].turns == bare
 
 
 def test_the_trainer_gets_them(store: Store) -> None:
-    _, root, child, *rest = whole_rollout("r")
+    _, root, child, *rest = rollout_events("r")
     assert isinstance(root, Turn)
     assert isinstance(child, Turn)
     turns = [routed(root, 4), routed(child, 5)]
     store.append([*turns, *rest])
-    ledger, history = Ledger(store), History(store)
+    ledger, history = Ledger(store), StepHistory(store)
     for routes in (True, False):
         expected = [turn.routed_experts if routes else None for turn in turns]
-        found = [ledger.peek(groups=1, group_size=1, routes=routes).groups[0].rollouts[0],
-                 history.samples({"r": 1.0}, routes=routes)["r"]]  # fmt: skip
+        found = [ledger.preview(groups=1, group_size=1, expert_routing=routes).groups[0].rollouts[0],
+                 history.samples({"r": 1.0}, expert_routing=routes)["r"]]  # fmt: skip
         assert [[turn.routed_experts for turn in one.turns] for one in found] == [expected] * 2
     [group] = ledger.lease(groups=1, group_size=1, owner="me", ttl_s=60)
     assert group.rollouts[0].turns[1].routed_experts == turns[1].routed_experts
@@ -121,7 +131,7 @@ def test_the_trainer_gets_them(store: Store) -> None:
 
 @pytest.mark.parametrize("file", [b"no file", experts_of(5), experts_of(4)[:-1]])
 def test_those_of_other_tokens_are_not_stored(store: Store, file: bytes) -> None:
-    with pytest.raises(FactRefused, match="routed_experts: turn t: "):
+    with pytest.raises(EventRejected, match="routed_experts: turn t: "):
         store.append([replace(make_turn("t"), routed_experts=file)])
     assert store.rollout_turns("r") == []
 
@@ -129,7 +139,7 @@ def test_those_of_other_tokens_are_not_stored(store: Store, file: bytes) -> None
 def test_dropped_text_leaves_them(store: Store) -> None:
     turns = two()
     store.append(turns)
-    drop_text(store, TextRule(selection=Selection(), before=1.5))
+    drop_text(store, TextRemovalRule(selection=RolloutSelection(), before=1.5))
     assert store.rollout_turns("r") == [replace(turns[0], request=None), turns[1]]
 
 
@@ -141,7 +151,7 @@ def test_they_go_with_the_tokens(store: Store) -> None:
         gone = fact.request == turns[1].request
         return replace(fact, request={}) if gone else fact
 
-    rule = Redaction(selection=Selection(), clean=clean, name="n", drop_tokens=True)  # type: ignore[arg-type]
+    rule = RedactionRule(selection=RolloutSelection(), clean=clean, name="n", drop_tokens=True)  # type: ignore[arg-type]
     redact(store, rule)
     kept = store.rollout_turns("r")
     assert [turn.routed_experts for turn in kept] == [turns[0].routed_experts, None]
@@ -169,7 +179,7 @@ def test_the_doctor_finds_broken_ones(store: Store) -> None:
         [finding] = found(store, "routes")
         assert finding.subject == "turn t1"
         assert re.search(why, finding.message), finding.message
-        assert len(store.rollout_turns("r", routes=False)) == 2
+        assert len(store.rollout_turns("r", expert_routing=False)) == 2
 
 
 def test_broken_ones_are_not_given_out(store: Store) -> None:

@@ -13,26 +13,26 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import func, select
 
-from support.store.corruption import damage
+from support.store.corruption import corrupt
 from support.store.doctor_findings import found
 from support.store.english_text import prose
 from support.store.events import make_turn
-from tracegrad.cli.commands.cleaning import cleaner, pattern_hook
+from tracegrad.cli.commands.cleaning import make_cleaner, pattern_hook
 from tracegrad.events import RolloutFinished, Turn
 from tracegrad.store import Store
-from tracegrad.store.encoding.blobs import Unpacked, json_pieces, pack, unpack_json
-from tracegrad.store.encoding.shared_texts import LONG, Lifting, Repeats
+from tracegrad.store.encoding.blobs import BlobContent, json_content, pack_blobs, unpack_json
+from tracegrad.store.encoding.shared_texts import MIN_CHARACTERS, TextExtraction, TextSightings
 from tracegrad.store.maintenance import (
-    Redaction,
-    Retention,
-    Selection,
-    TextRule,
+    RedactionRule,
+    RetentionRule,
+    RolloutSelection,
+    TextRemovalRule,
     drop_text,
     examine,
     prune,
     redact,
 )
-from tracegrad.store.models import Texts, Turns, TurnTexts
+from tracegrad.store.models import SharedTexts, Turns, TurnTexts
 
 SYSTEM = {"role": "system", "content": prose(1, 6_000)}
 TOOLS = [
@@ -71,7 +71,7 @@ def shared(store: Store) -> tuple[int, int]:
     with store.reading() as connection:
         return tuple(  # type: ignore[return-value]
             connection.scalar(select(func.count()).select_from(table))
-            for table in (Texts, TurnTexts)
+            for table in (SharedTexts, TurnTexts)
         )
 
 
@@ -80,7 +80,7 @@ def raw_bytes(store: Store) -> int:
         func.length(Turns.response), 0
     )
     with store.reading() as connection:
-        blobs = connection.scalar(select(func.coalesce(func.sum(func.length(Texts.blob)), 0)))
+        blobs = connection.scalar(select(func.coalesce(func.sum(func.length(SharedTexts.blob)), 0)))
         return int(connection.scalar(select(func.sum(size))) or 0) + int(blobs or 0)
 
 
@@ -138,8 +138,8 @@ def test_a_long_reply_that_comes_again_is_stored_once(store: Store) -> None:
 
 
 def test_texts_that_json_says_in_its_own_way(store: Store) -> None:
-    odd = {"role": "user", "content": "\ud800 \x00 é" + "x" * LONG, "n": 2**80}
-    request = {"messages": [odd, {"\udc00": "y" * LONG, "k\n": "z" * LONG}]}
+    odd = {"role": "user", "content": "\ud800 \x00 é" + "x" * MIN_CHARACTERS, "n": 2**80}
+    request = {"messages": [odd, {"\udc00": "y" * MIN_CHARACTERS, "k\n": "z" * MIN_CHARACTERS}]}
     for name in ("a", "b", "c"):
         store.append([make_turn(f"{name}.0", name, request=request)])
     assert shared(store)[0] == 1
@@ -153,8 +153,8 @@ def test_a_text_goes_with_the_last_rollout_that_has_it(store: Store) -> None:
         store.append([*conversation(name), RolloutFinished(rollout_id=name, finished_at=1.0)])
     assert shared(store) == (3, 6)
     for name, left in (("b", (3, 3)), ("c", (0, 0)), ("a", (0, 0))):
-        selection = Selection(rollouts=(name,))
-        prune(store, Retention(selection=selection, also_untrained=True))
+        selection = RolloutSelection(rollouts=(name,))
+        prune(store, RetentionRule(selection=selection, also_untrained=True))
         assert shared(store) == left
     assert store.rollouts() == []
 
@@ -164,7 +164,7 @@ def test_writers_go_on_after_a_text_was_taken_out(store: Store, url: str) -> Non
     for name in ("a", "b", "c"):
         store.append(conversation(name))
     with Store.open(url) as care:
-        prune(care, Retention(selection=Selection(), also_untrained=True))
+        prune(care, RetentionRule(selection=RolloutSelection(), also_untrained=True))
         assert shared(care) == (0, 0)
     for name in ("d", "e"):
         store.append(conversation(name))
@@ -175,7 +175,7 @@ def test_writers_go_on_after_a_text_was_taken_out(store: Store, url: str) -> Non
 def test_dropped_texts_take_the_shared_ones_along(store: Store) -> None:
     for name in ("a", "b", "c"):
         store.append(conversation(name))
-    drop_text(store, TextRule(selection=Selection(), before=1500.0))
+    drop_text(store, TextRemovalRule(selection=RolloutSelection(), before=1500.0))
     # The last request of each is told anew: what it shares with the others is shared again.
     for name in ("a", "b", "c"):
         *dropped, last = store.rollout_turns(name)
@@ -183,7 +183,7 @@ def test_dropped_texts_take_the_shared_ones_along(store: Store) -> None:
         assert last == conversation(name)[-1]
     assert found(store, "texts") == []
     assert shared(store)[0] == 3
-    drop_text(store, TextRule(selection=Selection()))
+    drop_text(store, TextRemovalRule(selection=RolloutSelection()))
     assert shared(store) == (0, 0)
 
 
@@ -191,21 +191,21 @@ def test_redaction_reaches_shared_texts(store: Store) -> None:
     secret = SYSTEM["content"][100:160]
     for name in ("a", "b", "c", "d"):
         store.append(conversation(name))
-    clean = cleaner([pattern_hook(secret, literal=True)])
+    clean = make_cleaner([pattern_hook(secret, literal=True)])
 
-    def redacted(selection: Selection) -> None:
-        redact(store, Redaction(selection=selection, clean=clean, name="a literal"))
+    def redacted(selection: RolloutSelection) -> None:
+        redact(store, RedactionRule(selection=selection, clean=clean, name="a literal"))
 
-    redacted(Selection(rollouts=("b",)))
+    redacted(RolloutSelection(rollouts=("b",)))
     # Of the others nobody spoke: they keep the text that they have.
     assert store.rollout_turns("c") == conversation("c")
     assert secret not in str(store.rollout_turns("b"))
-    redacted(Selection())
+    redacted(RolloutSelection())
     for turns in stored(store, "a", "b", "c", "d").values():
         assert secret not in str(turns)
         assert FILE in str(turns)
     with store.reading() as connection:
-        blobs = connection.execute(select(Texts.blob)).scalars().all()
+        blobs = connection.execute(select(SharedTexts.blob)).scalars().all()
     assert blobs
     assert secret not in str([unpack_json(blob) for blob in blobs])
     assert found(store, "texts") == []
@@ -223,7 +223,7 @@ def test_the_doctor_names_damaged_and_missing_texts(
 ) -> None:
     for name in ("a", "b"):
         store.append(conversation(name))
-    damage(url, statement, b"\x10garbage" if "UPDATE" in statement else 0)
+    corrupt(url, statement, b"\x10garbage" if "UPDATE" in statement else 0)
     report = examine(store)
     assert not report.ok
     assert any(check in finding.message for finding in report.findings if finding.check == "texts")
@@ -233,8 +233,8 @@ def test_the_doctor_names_damaged_and_missing_texts(
 def test_the_doctor_takes_out_texts_that_nobody_wants(store: Store, url: str) -> None:
     for name in ("a", "b"):
         store.append(conversation(name))
-    damage(url, "DELETE FROM turn_texts")
-    damage(url, "UPDATE turns SET request = NULL, request_base = NULL, request_marks = NULL")
+    corrupt(url, "DELETE FROM turn_texts")
+    corrupt(url, "UPDATE turns SET request = NULL, request_base = NULL, request_marks = NULL")
     [finding] = found(store, "texts")
     assert "3 shared texts that no turn wants" in finding.message
     assert found(store, "texts", fix=True)[0].fixed
@@ -269,7 +269,7 @@ def test_a_turn_written_twice_shares_once(store: Store) -> None:
 
 # What is taken out, and put back, without a database.
 
-_words = st.sampled_from([prose(n, LONG + 10 * n) for n in range(4)] + ["short", ""])
+_words = st.sampled_from([prose(n, MIN_CHARACTERS + 10 * n) for n in range(4)] + ["short", ""])
 _values = st.recursive(
     st.one_of(
         _words,
@@ -288,13 +288,13 @@ _requests = st.dictionaries(st.sampled_from(["messages", "tools", "model"]), _va
 
 
 @given(st.lists(st.tuples(_requests, _values), min_size=2, max_size=5))
-@example([({}, {"": [prose(1, LONG), 1 - 2**63 - 2]})] * 2)
+@example([({}, {"": [prose(1, MIN_CHARACTERS), 1 - 2**63 - 2]})] * 2)
 @settings(deadline=None, max_examples=200)
 def test_whatever_is_lifted_is_put_back(calls: list[tuple[dict[str, Any], Any]]) -> None:
-    repeats = Repeats()
+    repeats = TextSightings()
     for number, (request, response) in enumerate(calls):
         given_ = copy.deepcopy((request, response))
-        lifting = Lifting(f"r{number}", repeats)
+        lifting = TextExtraction(f"r{number}", repeats)
         kept = {"request": lifting.request(request, whole=True)}
         kept["response"] = lifting.response(response)
         assert (request, response) == given_
@@ -307,9 +307,9 @@ def test_whatever_is_lifted_is_put_back(calls: list[tuple[dict[str, Any], Any]])
             place[path[-1]] = _read(lifting.texts[digest])
         assert back == {"request": request, "response": response}
         # Nothing that repeats and is long stays, but for what is not looked at.
-        again = Lifting("again", repeats)
+        again = TextExtraction("again", repeats)
         left = {"request": again.request(request, whole=True)}
-        assert not any(len(text) >= LONG for text in _texts(left["request"]))
+        assert not any(len(text) >= MIN_CHARACTERS for text in _texts(left["request"]))
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -324,20 +324,20 @@ def _texts(value: Any) -> Iterator[str]:
                 yield from _texts(item)
 
 
-def _read(text: Unpacked) -> Any:
-    value = unpack_json(pack([text])[0])
-    assert json_pieces(value) == text
+def _read(text: BlobContent) -> Any:
+    value = unpack_json(pack_blobs([text])[0])
+    assert json_content(value) == text
     return value
 
 
 def test_memory_of_what_was_seen_is_bounded() -> None:
-    repeats = Repeats(most=10)
+    repeats = TextSightings(most=10)
     digests = [bytes([n]) for n in range(40)]
-    assert not any(repeats.elsewhere(digest, "a") for digest in digests)
-    assert [repeats.elsewhere(digest, "b") for digest in digests[-10:]] == [True] * 10
+    assert not any(repeats.seen_elsewhere(digest, "a") for digest in digests)
+    assert [repeats.seen_elsewhere(digest, "b") for digest in digests[-10:]] == [True] * 10
     repeats.remember(digests[-10:])
     assert repeats.missing(digests[-10:]) == set()
-    assert not repeats.elsewhere(digests[0], "b")
+    assert not repeats.seen_elsewhere(digests[0], "b")
     assert repeats.missing(digests[-10:]) == {digests[-10]}
     repeats.forget()
     assert repeats.missing(digests[-10:]) == set(digests[-10:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.store.events import make_turn, whole_rollout
+from support.store.events import make_turn, rollout_events
 from support.store.ledger_fixtures import FakeClock, fill, ids, lease, turn_ids
 from support.store.ledger_fixtures import fake_clock as fake_clock
 from support.store.ledger_fixtures import ledger as ledger
@@ -16,7 +16,7 @@ from tracegrad.store import (
     StepRecord,
     Store,
     TurnCounts,
-    leases_of,
+    lease_by_rollout,
 )
 
 
@@ -31,13 +31,13 @@ def test_a_step_commits_with_its_turns(store: Store, ledger: Ledger) -> None:
         trained=turn_ids(used),
         skipped=dict.fromkeys(turn_ids(dropped), "equal_rewards"),
         rollouts=[r.rollout_id for group in (used, dropped) for r in group.rollouts],
-        leases=leases_of([used, dropped]),
+        leases=lease_by_rollout([used, dropped]),
     )
     assert ledger.last_step() == step
     assert store.turn_counts() == TurnCounts(8, 4, {"equal_rewards": 4}, {})
     detail = store.rollout("t0.0")
-    assert {fate.step for fate in detail.fates.values()} == {7}
-    assert (detail.row.state, detail.row.consumed_step, detail.row.trained_turns) == (
+    assert {fate.step for fate in detail.dispositions.values()} == {7}
+    assert (detail.summary.state, detail.summary.consumed_step, detail.summary.trained_turns) == (
         "consumed",
         7,
         2,
@@ -59,7 +59,7 @@ def test_a_turn_is_trained_once_and_a_second_step_leaves_no_trace(
         trained=turn_ids(quick),
         skipped={},
         rollouts=names,
-        leases=leases_of([quick]),
+        leases=lease_by_rollout([quick]),
     )
     [other] = lease(ledger)
     before = (store.turn_counts(), store.rollouts(), ledger.steps())
@@ -69,7 +69,7 @@ def test_a_turn_is_trained_once_and_a_second_step_leaves_no_trace(
             trained=[*turn_ids(other), *turn_ids(slow)],
             skipped={},
             rollouts=["t1.0", "t1.1", *names],
-            leases=leases_of([other, slow]),
+            leases=lease_by_rollout([other, slow]),
         )
     assert (store.turn_counts(), store.rollouts(), ledger.steps()) == before
     with pytest.raises(AlreadyTrained, match="trained by step 1"):
@@ -102,7 +102,7 @@ def test_turns_that_come_late_are_counted(store: Store, ledger: Ledger) -> None:
         trained=turn_ids(group),
         skipped={},
         rollouts=["t0.0", "t0.1"],
-        leases=leases_of([group]),
+        leases=lease_by_rollout([group]),
     )
     store.append([make_turn("after", "t0.1")])
     assert store.turn_counts() == TurnCounts(6, 4, {"late": 2}, {})
@@ -111,17 +111,17 @@ def test_turns_that_come_late_are_counted(store: Store, ledger: Ledger) -> None:
 def test_the_counts_always_add_up(store: Store, ledger: Ledger) -> None:
     train = {"split": "train"}
     fill(store, tasks=3, size=2, tags=train)
-    store.append(whole_rollout("o", tags=train, outcome=None, turns=1))
-    store.append(whole_rollout("n", tags=train, reward=None, turns=3))
-    store.append(whole_rollout("h", tags={"split": "held_out"}, turns=5))
-    store.append(whole_rollout("e", tags=train, outcome=Outcome.ENV_ERROR, turns=1))
+    store.append(rollout_events("o", tags=train, outcome=None, turns=1))
+    store.append(rollout_events("n", tags=train, reward=None, turns=3))
+    store.append(rollout_events("h", tags={"split": "held_out"}, turns=5))
+    store.append(rollout_events("e", tags=train, outcome=Outcome.ENV_ERROR, turns=1))
     first = lease(ledger, tags=train)
     ledger.commit_step(
         StepRecord(step=1, version=1),
         trained=turn_ids(first[0])[:3],
         skipped={turn_ids(first[0])[3]: "greedy"},
         rollouts=ids(first)[0],
-        leases=leases_of(first),
+        leases=lease_by_rollout(first),
     )
     lease(ledger, tags=train)
     counts = store.turn_counts(train)
@@ -140,7 +140,7 @@ def test_skipped_groups_need_no_step(store: Store, ledger: Ledger) -> None:
     fill(store, tasks=1, size=2)
     [group] = lease(ledger)
     fates = dict.fromkeys(turn_ids(group), "equal_rewards")
-    ledger.commit_skipped(fates, ids([group])[0], leases_of([group]))
+    ledger.commit_skipped(fates, ids([group])[0], lease_by_rollout([group]))
     assert ledger.last_step() is None
     assert store.turn_counts() == TurnCounts(4, 0, {"equal_rewards": 4}, {})
 

@@ -18,7 +18,7 @@ from tracegrad.store import (
     LedgerError,
     StepRecord,
     Store,
-    leases_of,
+    lease_by_rollout,
 )
 from tracegrad.store.databases import clock
 
@@ -28,7 +28,7 @@ def commit(ledger: Ledger, groups: list[Group], step: int = 1, **more: Any) -> N
         "trained": [turn for group in groups for turn in turn_ids(group)],
         "skipped": {},
         "rollouts": [rollout for group in ids(groups) for rollout in group],
-        "leases": leases_of(groups),
+        "leases": lease_by_rollout(groups),
     }
     ledger.commit_step(StepRecord(step=step, version=step), **{**given, **more})
 
@@ -47,7 +47,7 @@ def test_a_lease_that_is_renewed_outlives_its_time(
     groups = lease(ledger, ttl_s=10)
     for _ in range(5):
         fake_clock.advance(9)
-        assert ledger.renew(leases_of(groups), ttl_s=10) == []
+        assert ledger.renew(lease_by_rollout(groups), ttl_s=10) == []
         assert lease(ledger, owner="other") == []
     [held] = ledger.leases("t0.0")
     assert held.leased_until == fake_clock.now + 10
@@ -61,7 +61,7 @@ def test_a_lease_that_nobody_renews_ends(
     """A dead process' leases expire, however long it had renewed them."""
     fill(store, tasks=1, size=2)
     groups = lease(ledger, ttl_s=10)
-    ledger.renew(leases_of(groups), ttl_s=10)
+    ledger.renew(lease_by_rollout(groups), ttl_s=10)
     fake_clock.advance(10)
     assert ids(lease(ledger, owner="other")) == ids(groups)
 
@@ -72,7 +72,7 @@ def test_a_lease_that_ran_out_and_that_nobody_took_is_its_holders_still(
     fill(store, tasks=1, size=2)
     groups = lease(ledger, ttl_s=10)
     fake_clock.advance(1000)
-    assert ledger.renew(leases_of(groups), ttl_s=10) == []
+    assert ledger.renew(lease_by_rollout(groups), ttl_s=10) == []
     assert lease(ledger, owner="other") == []
 
 
@@ -81,7 +81,7 @@ def test_renewing_names_what_is_lost_and_renews_the_rest(
 ) -> None:
     fill(store, tasks=4, size=2)
     groups = lease(ledger, groups=4, ttl_s=10)
-    leases = leases_of(groups)
+    leases = lease_by_rollout(groups)
     ledger.release(groups[1:2])
     commit(ledger, groups[2:3])
     fake_clock.advance(11)
@@ -133,7 +133,7 @@ def test_a_commit_past_a_lease_that_another_has_is_refused_whole(
     with pytest.raises(LeaseLost, match=r"rollout t0\.0 is no longer under .*: quick has it now"):
         commit(ledger, groups)
     with pytest.raises(LeaseLost, match="quick has it now"):
-        ledger.commit_skipped({}, ids(groups)[0], leases_of(groups))
+        ledger.commit_skipped({}, ids(groups)[0], lease_by_rollout(groups))
     assert everything(store, ledger) == before
     commit(ledger, [taken])
     with pytest.raises(AlreadyTrained):
@@ -175,7 +175,7 @@ def test_a_rollout_is_consumed_once(store: Store, ledger: Ledger) -> None:
     commit(ledger, groups)
     with pytest.raises(AlreadyTrained, match=r"rollout t0\.0 was consumed by step 1 already"):
         commit(ledger, groups, step=2, trained=[])
-    assert store.rollout("t0.0").row.consumed_step == 1
+    assert store.rollout("t0.0").summary.consumed_step == 1
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_trainer_whose_clock_is_an_hour_ahead_takes_nothing_from_others(
             assert ledger.ready() == 0
         with monkeypatch.context() as behind:
             behind.setattr(time, "time", lambda: real() - 3600)
-            ledger.renew(leases_of(groups), ttl_s=600)
+            ledger.renew(lease_by_rollout(groups), ttl_s=600)
         assert lease(ledger, owner="other") == []
         assert abs(ledger.leases("t0.0")[0].leased_at - real()) < 600
         commit(ledger, groups)
@@ -269,7 +269,7 @@ def test_a_clock_that_jumps_costs_work_and_trains_nothing_twice(
 
 def test_the_databases_clock_is_read_at_that_moment(store: Store) -> None:
     with store.exclusive() as connection:
-        first = clock.time_of(connection)
-        while (second := clock.time_of(connection)) == first:
+        first = clock.server_time(connection)
+        while (second := clock.server_time(connection)) == first:
             pass
         assert second > first, "not the transaction's beginning"

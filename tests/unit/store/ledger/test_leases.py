@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from support.store.events import make_turn, whole_rollout
+from support.store.events import make_turn, rollout_events
 from support.store.ledger_fixtures import FakeClock, fill, ids, lease, turn_ids
 from support.store.ledger_fixtures import fake_clock as fake_clock
 from support.store.ledger_fixtures import ledger as ledger
-from tracegrad.cli.render.turn import rewards_for
-from tracegrad.events import Outcome, RewardGiven, RolloutFinished
-from tracegrad.store import Ledger, Store, TurnCounts, leases_of
+from tracegrad.cli.render.turn import rewards_of_turn
+from tracegrad.events import Outcome, Reward, RolloutFinished
+from tracegrad.store import Ledger, Store, TurnCounts, lease_by_rollout
 from tracegrad.store.read.training_samples import deciding_turn, turn_rewards
 
 
 def test_a_lease_holds_the_oldest_groups_with_all_they_need(store: Store, ledger: Ledger) -> None:
     fill(store, tasks=3, size=2, tags={"split": "train"})
-    store.append([RewardGiven(rollout_id="t0.1", value=0.25, turn=-1)])
+    store.append([Reward(rollout_id="t0.1", value=0.25, turn=-1)])
     groups = lease(ledger, groups=2, tags={"split": "train"})
     assert [group.group_id for group in groups] == ["t0", "t1"]
     assert ids(groups) == [["t0.0", "t0.1"], ["t1.0", "t1.1"]]
@@ -48,29 +48,29 @@ def test_what_is_not_ready_is_not_leased(store: Store, ledger: Ledger) -> None:
     }
     for name, more in unready.items():
         for n in range(2):
-            store.append(whole_rollout(f"{name}{n}", task=name, **more))
+            store.append(rollout_events(f"{name}{n}", task=name, **more))
     assert lease(ledger, tags={"split": "train"}) == []
     assert ledger.ready({"split": "train"}) == 0
-    store.append([RewardGiven(rollout_id=f"unrewarded{n}", value=0.0) for n in range(2)])
+    store.append([Reward(rollout_id=f"unrewarded{n}", value=0.0) for n in range(2)])
     assert ledger.ready({"split": "train"}) == 2
     assert ids(lease(ledger, tags={"split": "train"})) == [["unrewarded0", "unrewarded1"]]
     assert ledger.ready({"split": "train"}) == 0, "leased"
 
 
 def test_scored_failures_are_trained_on(store: Store, ledger: Ledger) -> None:
-    store.append(whole_rollout("a", outcome=Outcome.AGENT_ERROR, reward=0.0))
-    store.append(whole_rollout("b", outcome=Outcome.BUDGET, reward=0.0))
+    store.append(rollout_events("a", outcome=Outcome.AGENT_ERROR, reward=0.0))
+    store.append(rollout_events("b", outcome=Outcome.BUDGET, reward=0.0))
     assert [r.outcome for r in lease(ledger)[0].rollouts] == [Outcome.AGENT_ERROR, Outcome.BUDGET]
 
 
 def test_unscored_rollouts_are_consumed_with_their_outcome(store: Store, ledger: Ledger) -> None:
-    store.append(whole_rollout("a", outcome=Outcome.ENV_ERROR))
-    store.append(whole_rollout("b", outcome=Outcome.ABORTED, turns=1))
-    store.append(whole_rollout("c", outcome=Outcome.ABORTED, tags={"split": "other"}, turns=3))
+    store.append(rollout_events("a", outcome=Outcome.ENV_ERROR))
+    store.append(rollout_events("b", outcome=Outcome.ABORTED, turns=1))
+    store.append(rollout_events("c", outcome=Outcome.ABORTED, tags={"split": "other"}, turns=3))
     assert store.turn_counts().pending == {"env_error": 2, "aborted": 4}
     assert lease(ledger) == []
     assert store.turn_counts() == TurnCounts(6, 0, {"env_error": 2, "aborted": 4}, {})
-    assert store.rollout("a").row.state == "consumed"
+    assert store.rollout("a").summary.state == "consumed"
 
 
 def test_a_task_may_fill_several_groups(store: Store, ledger: Ledger) -> None:
@@ -82,16 +82,16 @@ def test_a_task_may_fill_several_groups(store: Store, ledger: Ledger) -> None:
 def test_an_incomplete_group_waits_then_goes_smaller(store: Store, ledger: Ledger) -> None:
     now = time.time()
     for n in range(3):
-        store.append(whole_rollout(f"r{n}", at=now - 11 + n))
-    store.append(whole_rollout("lonely", task="alone", at=now - 1000))
+        store.append(rollout_events(f"r{n}", at=now - 11 + n))
+    store.append(rollout_events("lonely", task="alone", at=now - 1000))
     assert lease(ledger, size=4, incomplete_after_s=60) == []
     assert ids(lease(ledger, size=4, incomplete_after_s=5)) == [["r0", "r1", "r2"]]
     assert lease(ledger, size=4, incomplete_after_s=5) == [], "one rollout is no group"
 
 
 def test_a_rollout_without_a_task_is_a_group_of_one(store: Store, ledger: Ledger) -> None:
-    store.append(whole_rollout("solo", task=None))
-    store.append(whole_rollout("duo", task=None))
+    store.append(rollout_events("solo", task=None))
+    store.append(rollout_events("duo", task=None))
     assert lease(ledger, size=2, incomplete_after_s=0) == []
     assert [group.group_id for group in lease(ledger, groups=2, size=1)] == ["duo", "solo"]
 
@@ -130,7 +130,7 @@ def test_a_leases_history_tells_who_had_what(
     [third] = lease(ledger, owner="c")
     fake_clock.advance(1)
     fates = dict.fromkeys(turn_ids(third), "stale")
-    ledger.commit_skipped(fates, ids([third])[0], leases_of([third]))
+    ledger.commit_skipped(fates, ids([third])[0], lease_by_rollout([third]))
     ledger.release([third])
     fake_clock.advance(1)
     after = fake_clock.now
@@ -145,7 +145,9 @@ def test_a_leases_history_tells_who_had_what(
         assert expired.released_at is None
         assert released.leased_at < (released.released_at or 0) < consumed.leased_at
         assert consumed.leased_at < (consumed.released_at or 0) < after
-    assert store.rollout("t0.0").row.state == "consumed", "giving it back does not open it again"
+    assert store.rollout("t0.0").summary.state == "consumed", (
+        "giving it back does not open it again"
+    )
     assert ledger.leases("nobody") == []
 
 
@@ -176,8 +178,8 @@ THREE = [make_turn(f"t{number}") for number in range(3)]
 
 
 def test_turn_rewards_resolve_and_revise() -> None:
-    def given(value: float, turn: int | None, at: float, name: str = "reward") -> RewardGiven:
-        return RewardGiven(rollout_id="r", value=value, turn=turn, created_at=at, name=name)
+    def given(value: float, turn: int | None, at: float, name: str = "reward") -> Reward:
+        return Reward(rollout_id="r", value=value, turn=turn, created_at=at, name=name)
 
     events = [
         given(1, 0, 5),
@@ -201,12 +203,12 @@ def test_a_turn_that_its_client_never_got_is_not_counted_by_rewards(store: Store
     assert store.mark_unacknowledged(["t1"]) == 1
     ended = RolloutFinished(rollout_id="r", outcome=Outcome.COMPLETED)
     given = [
-        RewardGiven(rollout_id="r", value=1.0),
-        RewardGiven(rollout_id="r", value=0.1, turn=0),
-        RewardGiven(rollout_id="r", value=0.2, turn=1),
-        RewardGiven(rollout_id="r", value=0.3, turn=-1),
-        RewardGiven(rollout_id="r", value=0.4, turn=3),  # which is not there
-        RewardGiven(rollout_id="r", value=1.0, turn=-2, name="deciding"),
+        Reward(rollout_id="r", value=1.0),
+        Reward(rollout_id="r", value=0.1, turn=0),
+        Reward(rollout_id="r", value=0.2, turn=1),
+        Reward(rollout_id="r", value=0.3, turn=-1),
+        Reward(rollout_id="r", value=0.4, turn=3),  # which is not there
+        Reward(rollout_id="r", value=1.0, turn=-2, name="deciding"),
     ]
     store.append([retry, last, *given, ended])
     [group] = Ledger(store).lease(groups=1, group_size=1, owner="me", ttl_s=60)
@@ -214,7 +216,7 @@ def test_a_turn_that_its_client_never_got_is_not_counted_by_rewards(store: Store
     assert rollout.turn_rewards == {0: 0.1, 2: 0.2, 3: 0.3}
     assert rollout.deciding_turn == 2
     detail = store.rollout("r")
-    assert [[r.value for r in rewards_for(index, detail)] for index in range(4)] == [
+    assert [[r.value for r in rewards_of_turn(index, detail)] for index in range(4)] == [
         [0.1],
         [],
         [0.2, 1.0],
@@ -223,8 +225,8 @@ def test_a_turn_that_its_client_never_got_is_not_counted_by_rewards(store: Store
 
 
 def test_the_deciding_turn_is_the_last_one_that_is_marked() -> None:
-    def marked(turn: int | None, value: float = 1.0, name: str = "deciding") -> RewardGiven:
-        return RewardGiven(rollout_id="r", value=value, turn=turn, name=name)
+    def marked(turn: int | None, value: float = 1.0, name: str = "deciding") -> Reward:
+        return Reward(rollout_id="r", value=value, turn=turn, name=name)
 
     assert deciding_turn([], THREE) is None
     assert deciding_turn([marked(None), marked(2, name="reward"), marked(7)], THREE) is None
@@ -233,14 +235,14 @@ def test_the_deciding_turn_is_the_last_one_that_is_marked() -> None:
 
 
 def test_finish_without_an_opening_can_be_trained(store: Store, ledger: Ledger) -> None:
-    store.append([make_turn("t", "r"), RewardGiven(rollout_id="r", value=math.pi)])
+    store.append([make_turn("t", "r"), Reward(rollout_id="r", value=math.pi)])
     store.append([RolloutFinished(rollout_id="r")])
     assert ids(lease(ledger, size=1)) == [["r"]]
 
 
 def test_leases_of_an_owner_who_was_killed_are_free_at_once(store: Store) -> None:
     for name in ("a", "b", "c", "d"):
-        store.append(whole_rollout(name))
+        store.append(rollout_events(name))
     ledger = Ledger(store)
     first = ledger.lease(groups=2, group_size=1, owner="killed", ttl_s=600)
     ledger.lease(groups=1, group_size=1, owner="alive", ttl_s=600)

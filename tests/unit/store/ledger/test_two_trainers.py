@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import select
 
-from support.store.events import whole_rollout
+from support.store.events import rollout_events
 from tracegrad.store import (
     AlreadyTrained,
     Group,
@@ -29,7 +29,7 @@ from tracegrad.store import (
     LedgerError,
     StepRecord,
     Store,
-    leases_of,
+    lease_by_rollout,
 )
 from tracegrad.store.databases import clock
 from tracegrad.store.models import Rollouts, TurnLedger, Turns
@@ -82,7 +82,7 @@ class Ledgers(RuleBasedStateMachine):
 
     @rule(one=groups)
     def renew(self, one: tuple[str, Group]) -> None:
-        leases = leases_of([one[1]])
+        leases = lease_by_rollout([one[1]])
         lost = {each.rollout_id for each in self.ledger.renew(leases, ttl_s=TTL_S)}
         mine = {name for name, lease in self._leases().items() if lease == one[1].lease_id}
         assert lost.isdisjoint(mine)
@@ -104,7 +104,7 @@ class Ledgers(RuleBasedStateMachine):
         rollouts = [each.rollout_id for group in given for each in group.rollouts]
         turns = [turn.turn_id for g in given for r in g.rollouts for turn in r.turns]
         stored = self._leases()
-        ours = all(stored.get(name) == leases_of(given)[name] for name in rollouts)
+        ours = all(stored.get(name) == lease_by_rollout(given)[name] for name in rollouts)
         whole = len(set(rollouts)) == len(rollouts)
         before = self._ledger()
         last = self.ledger.last_step()
@@ -112,11 +112,15 @@ class Ledgers(RuleBasedStateMachine):
         try:
             if skip:
                 skipped = dict.fromkeys(turns, "stale")
-                self.ledger.commit_skipped(skipped, rollouts, leases_of(given))
+                self.ledger.commit_skipped(skipped, rollouts, lease_by_rollout(given))
             else:
                 step = StepRecord(step=number, version=number)
                 self.ledger.commit_step(
-                    step, trained=turns, skipped={}, rollouts=rollouts, leases=leases_of(given)
+                    step,
+                    trained=turns,
+                    skipped={},
+                    rollouts=rollouts,
+                    leases=lease_by_rollout(given),
                 )
         except (AlreadyTrained, LeaseLost, LedgerError):
             assert not (ours and whole), "a holder's commit is never refused"
@@ -162,7 +166,7 @@ def test_two_trainers_in_any_order_train_nothing_twice(
     with Store.open(f"sqlite:///{Ledgers.filled}") as store:
         for task in range(TASKS):
             for n in range(SIZE):
-                store.append(whole_rollout(f"t{task}.{n}", task=f"t{task}", turns=1))
+                store.append(rollout_events(f"t{task}.{n}", task=f"t{task}", turns=1))
     monkeypatch.setattr(clock, "time_of", lambda _connection: 1.8e9 + Ledgers.now)
     run_state_machine_as_test(
         Ledgers,

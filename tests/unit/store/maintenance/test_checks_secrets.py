@@ -26,7 +26,7 @@ def test_a_password_in_a_steps_settings_is_found_and_taken_out(store: Store, url
     report = examine(store)
     [finding] = [each for each in report.findings if each.check == "secrets"]
     assert (finding.subject, finding.broken) == ("step 2", True)
-    assert "doctor --fix" in finding.mend
+    assert "doctor --fix" in finding.fix
     assert WORD not in repr(report)
 
     fixed = examine(store, fix=True)

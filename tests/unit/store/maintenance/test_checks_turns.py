@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from support.store.conversations import conversation
-from support.store.corruption import damage
+from support.store.corruption import corrupt
 from support.store.doctor_findings import found
 from support.store.events import make_turn
-from tracegrad.events import logprobs, token_ids
+from tracegrad.events import logprob_array, token_id_array
 from tracegrad.store import Store
-from tracegrad.store.encoding.blobs import array_pieces, pack
+from tracegrad.store.encoding.blobs import array_content, pack_blobs
 from tracegrad.store.maintenance import (
-    Selection,
-    TextRule,
+    RolloutSelection,
+    TextRemovalRule,
     drop_text,
 )
 
@@ -26,22 +26,22 @@ Breaks = Callable[..., None]
 
 @pytest.fixture
 def breaks(url: str) -> Breaks:
-    return lambda statement, *values: damage(url, statement, *values)
+    return lambda statement, *values: corrupt(url, statement, *values)
 
 
 def blob(values: Any) -> bytes:
-    [found] = pack([array_pieces(values)])
+    [found] = pack_blobs([array_content(values)])
     return found
 
 
 def test_tokens_that_are_not_the_stored_ones(store: Store, breaks: Breaks) -> None:
     turns = conversation()
     store.append(turns)
-    breaks("UPDATE turns SET delta = ? WHERE turn_id = 'r.1'", blob(token_ids([1, 2, 4])))
+    breaks("UPDATE turns SET delta = ? WHERE turn_id = 'r.1'", blob(token_id_array([1, 2, 4])))
     first, *after = found(store, "tokens")
     assert first.subject == "turn r.1"
     assert "are not the ones that were stored (rollout r)" in first.message
-    assert "prune --rollout r --also-untrained" in first.mend
+    assert "prune --rollout r --also-untrained" in first.fix
     assert [f.message for f in after] == [
         "it continues turn r.1, whose tokens are broken (rollout r)",
         "it continues turn r.2, whose tokens are broken (rollout r)",
@@ -61,7 +61,7 @@ def test_tokens_that_cannot_be_unpacked(store: Store, breaks: Breaks) -> None:
     [
         ("prompt_tokens", 9, "3 prompt tokens, and 9 are told"),
         ("completion_tokens", 9, "2 sampled tokens, and 9 are told"),
-        ("logprobs", blob(logprobs([-1.0])), "1 log-probabilities for 2 sampled tokens"),
+        ("logprobs", blob(logprob_array([-1.0])), "1 log-probabilities for 2 sampled tokens"),
         ("logprobs", b"\x02garbage", "its log-probabilities: a stored blob cannot be read"),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_log_probability_that_is_no_number(store: Store, breaks: Breaks) -> No
     for name in ("t", "known"):
         breaks(
             f"UPDATE turns SET logprobs = ? WHERE turn_id = '{name}'",
-            blob(logprobs([-1.0, math.nan])),
+            blob(logprob_array([-1.0, math.nan])),
         )
     [finding] = found(store, "logprobs")
     assert finding.subject == "turn t"
@@ -103,11 +103,11 @@ def test_a_request_that_cannot_be_rebuilt(store: Store, breaks: Breaks) -> None:
            "WHERE turn_id = 'r.1'")  # fmt: skip
     first, *after = found(store, "texts")
     assert first.subject == "turn r.1"
-    assert "its tokens are whole" in first.mend
+    assert "its tokens are whole" in first.fix
     assert [f.message for f in after] == [
         "it is told by that of turn r.1, which is broken (rollout r)",
         "it is told by that of turn r.2, which is broken (rollout r)",
     ]
     # The mend that it names does it.
-    drop_text(store, TextRule(selection=Selection(rollouts=("r",))))
+    drop_text(store, TextRemovalRule(selection=RolloutSelection(rollouts=("r",))))
     assert found(store, "texts") == []

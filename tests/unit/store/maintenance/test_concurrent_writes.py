@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from support.store.conversations import request
-from support.store.events import make_turn, whole_rollout
+from support.store.events import make_turn, rollout_events
 from support.store.redactions import SECRET, WORDS, conversation, rule, without
 from tracegrad.events import Outcome, Turn
 from tracegrad.store import Store
 from tracegrad.store import store as store_module
 from tracegrad.store.encoding.blobs import dump_json
 from tracegrad.store.maintenance import (
-    Retention,
-    Selection,
-    TextRule,
+    RetentionRule,
+    RolloutSelection,
+    TextRemovalRule,
     drop_text,
     examine,
     prune,
@@ -114,7 +114,7 @@ def test_after_all_kinds_of_care_beside_busy_writers_the_doctor_finds_nothing(ur
                     names = [f"shared{(number + n) % 4}" for n in range(3)]
                     made = [longer(latest.get(name), name, f"{writer}.{number}") for name in names]
                     latest |= {turn.rollout_id: turn for turn in made}
-                    writing.append([*made, *whole_rollout(f"{writer}.{number}", outcome=ABORTED)])
+                    writing.append([*made, *rollout_events(f"{writer}.{number}", outcome=ABORTED)])
 
         def longer(parent: Turn | None, name: str, turn_id: str) -> Turn:
             said = parent.request["messages"][1:] if parent and parent.request else []
@@ -136,13 +136,15 @@ def test_after_all_kinds_of_care_beside_busy_writers_the_doctor_finds_nothing(ur
         removed = 0
         while any(thread.is_alive() for thread in threads):
             redact(caring, rule(drop_tokens=True))
-            drop_text(caring, TextRule(selection=Selection(rollouts=("shared0",))))
-            removed += prune(caring, Retention(selection=Selection()), at_once=3)["rollouts"]
+            drop_text(caring, TextRemovalRule(selection=RolloutSelection(rollouts=("shared0",))))
+            removed += prune(caring, RetentionRule(selection=RolloutSelection()), at_once=3)[
+                "rollouts"
+            ]
         for thread in threads:
             thread.join()
         assert not failures
         redact(caring, rule())
-        removed += prune(caring, Retention(selection=Selection()))["rollouts"]
+        removed += prune(caring, RetentionRule(selection=RolloutSelection()))["rollouts"]
         assert removed == 75
         assert [f for f in examine(caring).findings if f.check != "database"] == []
         turns = [turn for n in range(4) for turn in caring.rollout_turns(f"shared{n}")]

@@ -10,31 +10,31 @@ from pathlib import Path
 import pytest
 
 from support.store.conversations import conversation
-from support.store.corruption import damage
+from support.store.corruption import corrupt
 from support.store.doctor_findings import found, healthy, look
-from support.store.events import make_turn, whole_rollout
-from tracegrad.cli.commands.cleaning import cleaner, pattern_hook
-from tracegrad.events import RewardGiven, RolloutOpened
+from support.store.events import make_turn, rollout_events
+from tracegrad.cli.commands.cleaning import make_cleaner, pattern_hook
+from tracegrad.events import Reward, RolloutStarted
 from tracegrad.store import Ledger, PolicyVersion, RolloutFilter, StepRecord, Store
 from tracegrad.store.maintenance import (
     Finding,
-    Redaction,
-    Retention,
-    Selection,
-    TextRule,
+    RedactionRule,
+    RetentionRule,
+    RolloutSelection,
+    TextRemovalRule,
     drop_text,
     examine,
     prune,
     redact,
 )
-from tracegrad.store.maintenance.findings import shortened
+from tracegrad.store.maintenance.findings import truncate_findings
 
 Breaks = Callable[..., None]
 
 
 @pytest.fixture
 def breaks(url: str) -> Breaks:
-    return lambda statement, *values: damage(url, statement, *values)
+    return lambda statement, *values: corrupt(url, statement, *values)
 
 
 def test_a_healthy_store_is_silent(store: Store) -> None:
@@ -50,13 +50,15 @@ def test_an_empty_store_is_silent(store: Store) -> None:
 
 def test_a_store_that_was_taken_care_of_is_silent(store: Store) -> None:
     healthy(store)
-    drop_text(store, TextRule(selection=Selection(rollouts=("r0",))))
-    clean = cleaner([pattern_hook("message 2", literal=True)])
-    only = Selection(rollouts=("told",))
-    found = redact(store, Redaction(selection=only, clean=clean, name="x", drop_tokens=True))
+    drop_text(store, TextRemovalRule(selection=RolloutSelection(rollouts=("r0",))))
+    clean = make_cleaner([pattern_hook("message 2", literal=True)])
+    only = RolloutSelection(rollouts=("told",))
+    found = redact(store, RedactionRule(selection=only, clean=clean, name="x", drop_tokens=True))
     assert found.removed["tokens_dropped"] == 2
     # Step 0 has no turns any more, and that is known.
-    assert prune(store, Retention(selection=Selection(rollouts=("r0",))))["steps"] == {"0": 2}
+    assert prune(store, RetentionRule(selection=RolloutSelection(rollouts=("r0",))))["steps"] == {
+        "0": 2
+    }
     assert look(store).findings == []
 
 
@@ -78,12 +80,12 @@ def test_a_store_that_was_taken_care_of_is_silent(store: Store) -> None:
 def test_rows_that_refer_to_nothing(
     store: Store, breaks: Breaks, statement: str, subject: str, missing: str
 ) -> None:
-    store.append([make_turn("t"), RewardGiven(rollout_id="r", value=1.0)])
+    store.append([make_turn("t"), Reward(rollout_id="r", value=1.0)])
     breaks(statement)
     orphans = [f for f in look(store).findings if f.check == "orphans"]
     assert subject in [f.subject for f in orphans]
     assert any(missing in f.message for f in orphans)
-    assert all(f.broken and f.mend for f in orphans)
+    assert all(f.broken and f.fix for f in orphans)
 
 
 def test_counts_that_do_not_add_up(store: Store, breaks: Breaks) -> None:
@@ -98,7 +100,7 @@ def test_gaps_in_steps_and_versions(store: Store, breaks: Breaks) -> None:
     ledger = Ledger(store)
     for step in (2, 3):
         name = f"more{step}"
-        store.append(whole_rollout(name, turns=1, at=time.time() - 9))
+        store.append(rollout_events(name, turns=1, at=time.time() - 9))
         ledger.commit_step(
             StepRecord(step=step, version=step + 1),
             trained=[f"{name}.0"],
@@ -121,7 +123,7 @@ def test_gaps_in_steps_and_versions(store: Store, breaks: Breaks) -> None:
 def test_turns_of_a_version_that_never_served(store: Store) -> None:
     healthy(store)
     store.record_version(PolicyVersion(version=4, step=3, state="failed"))
-    store.append([make_turn("late", "r2", version=4), *whole_rollout("skipped", version=4)])
+    store.append([make_turn("late", "r2", version=4), *rollout_events("skipped", version=4)])
     fates = {turn.turn_id: "failed_push" for turn in store.rollout_turns("skipped")}
     Ledger(store).commit_skipped(fates, ["skipped"])
     [finding] = found(store, "versions")
@@ -146,12 +148,12 @@ def test_a_trained_rollout_that_waits(store: Store, breaks: Breaks) -> None:
     assert finding.subject == "rollout r0"
     [mended] = found(store, "consumed", fix=True)
     assert mended.fixed
-    assert store.rollout("r0").row.consumed_step == 0
+    assert store.rollout("r0").summary.consumed_step == 0
     assert found(store, "consumed") == []
 
 
 def test_a_lease_that_ran_out(store: Store) -> None:
-    store.append(whole_rollout("r", at=time.time() - 9))
+    store.append(rollout_events("r", at=time.time() - 9))
     Ledger(store).lease(groups=1, group_size=1, owner="trainer-1", ttl_s=0.001)
     time.sleep(0.01)
     [finding] = found(store, "leases")
@@ -166,8 +168,8 @@ def test_a_lease_that_ran_out(store: Store) -> None:
 
 def test_rollouts_that_are_open_for_long(store: Store) -> None:
     day = 86_400
-    store.append([RolloutOpened(rollout_id="idle", opened_at=time.time() - 2 * day)])
-    store.append([RolloutOpened(rollout_id="busy", opened_at=time.time() - 2 * day)])
+    store.append([RolloutStarted(rollout_id="idle", opened_at=time.time() - 2 * day)])
+    store.append([RolloutStarted(rollout_id="busy", opened_at=time.time() - 2 * day)])
     store.append([make_turn("b", "busy"), make_turn("u", "untitled", created_at=1000.0)])
     [finding] = found(store, "open")
     assert (finding.count, finding.subject) == (1, "rollout idle")
@@ -175,7 +177,7 @@ def test_rollouts_that_are_open_for_long(store: Store) -> None:
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e+308"])
 def test_a_reward_that_is_no_finite_number(store: Store, breaks: Breaks, value: str) -> None:
-    store.append([RewardGiven(reward_id="w", rollout_id="r", value=1.0)])
+    store.append([Reward(reward_id="w", rollout_id="r", value=1.0)])
     if value == "nan" and store.database.url.get_backend_name() == "sqlite":
         return  # which stores it as NULL, and refuses it
     breaks("UPDATE rewards SET value = ?", float(value))
@@ -197,7 +199,7 @@ def test_keys_of_rollouts_that_never_came(store: Store, breaks: Breaks) -> None:
 
 def test_a_missing_index_is_named_and_made(empty_url: str) -> None:
     with Store.open(empty_url) as store:
-        damage(empty_url, "DROP INDEX ix_turns_parent_id")
+        corrupt(empty_url, "DROP INDEX ix_turns_parent_id")
         [finding] = found(store, "schema")
         assert "ix_turns_parent_id" in finding.message
         [mended] = found(store, "schema", fix=True)
@@ -207,7 +209,7 @@ def test_a_missing_index_is_named_and_made(empty_url: str) -> None:
 
 def test_a_missing_column_is_named(empty_url: str) -> None:
     with Store.open(empty_url) as store:
-        damage(empty_url, "ALTER TABLE spans DROP COLUMN status")
+        corrupt(empty_url, "ALTER TABLE spans DROP COLUMN status")
         [finding] = found(store, "schema")
     assert finding.message == "the column spans.status is missing"
 
@@ -216,7 +218,7 @@ def test_what_only_refers_to_something_gone_is_mended_without_a_loss(
     store: Store, breaks: Breaks
 ) -> None:
     turns = conversation()
-    store.append([*turns, RewardGiven(rollout_id="r", value=1.0)])
+    store.append([*turns, Reward(rollout_id="r", value=1.0)])
     breaks("DELETE FROM rollouts")
     breaks("INSERT INTO turn_ledger VALUES ('x', NULL, 'late', 1)")
     assert not look(store).ok
@@ -226,13 +228,13 @@ def test_what_only_refers_to_something_gone_is_mended_without_a_loss(
     assert all(f.fixed for f in report.findings)
     assert look(store).findings == []
     assert store.rollout_turns("r") == turns
-    assert store.rollout("r").row.reward == 1.0
+    assert store.rollout("r").summary.reward == 1.0
 
 
 def test_a_damaged_file_is_told(sqlite_url: str) -> None:
     with Store.open(sqlite_url) as store:
         for number in range(40):
-            store.append(whole_rollout(f"r{number}", at=time.time() - 9, turns=3))
+            store.append(rollout_events(f"r{number}", at=time.time() - 9, turns=3))
     path = Path(sqlite_url.removeprefix("sqlite:///"))
     content = path.read_bytes()
     # An index loses its order: two of its keys change places.
@@ -241,13 +243,13 @@ def test_a_damaged_file_is_told(sqlite_url: str) -> None:
     with Store.open(sqlite_url) as store:
         faults = [f for f in examine(store).findings if f.check == "database"]
     assert faults
-    assert all(f.broken and ".recover" in f.mend for f in faults)
+    assert all(f.broken and ".recover" in f.fix for f in faults)
 
 
 def test_pages_that_cannot_be_read_end_one_check_and_not_the_others(sqlite_url: str) -> None:
     with Store.open(sqlite_url) as store:
         for number in range(40):
-            store.append(whole_rollout(f"r{number}", at=time.time() - 9, turns=3))
+            store.append(rollout_events(f"r{number}", at=time.time() - 9, turns=3))
         with store.reading() as connection:
             page: int = connection.exec_driver_sql(
                 "SELECT rootpage FROM sqlite_master WHERE name = 'rewards'"
@@ -270,7 +272,7 @@ def test_a_server_that_may_lose_what_it_acknowledged_is_told(postgres_url: str) 
     messages = [f.message for f in report.findings]
     assert [m.partition(" ")[0] for m in messages] == ["fsync", "full_page_writes"]
     assert report.ok
-    assert report.findings[0].mend.startswith("ALTER SYSTEM SET fsync = on")
+    assert report.findings[0].fix.startswith("ALTER SYSTEM SET fsync = on")
 
 
 def test_a_disk_that_is_nearly_full_is_told(
@@ -285,20 +287,20 @@ def test_a_disk_that_is_nearly_full_is_told(
 
 def test_some_rollouts_are_enough_where_that_is_asked(store: Store, breaks: Breaks) -> None:
     for number in range(5):
-        store.append(whole_rollout(f"r{number}", at=time.time() - 9, task=str(number)))
+        store.append(rollout_events(f"r{number}", at=time.time() - 9, task=str(number)))
     breaks("UPDATE turns SET prompt_tokens = 9 WHERE rollout_id = 'r3' AND parent_id IS NULL")
     assert look(store, most=2).rollouts == 2
-    chosen = look(store, selection=Selection(wanted=RolloutFilter(task="3")))
+    chosen = look(store, selection=RolloutSelection(wanted=RolloutFilter(task="3")))
     assert (chosen.rollouts, len(chosen.findings)) == (1, 1)
-    other = look(store, selection=Selection(wanted=RolloutFilter(task="2")))
+    other = look(store, selection=RolloutSelection(wanted=RolloutFilter(task="2")))
     assert (other.rollouts, other.ok) == (1, True)
 
 
 def test_many_findings_of_one_kind_are_counted() -> None:
     many = (
-        Finding(check="a", message=str(n), mend="m", subject=str(n), broken=True) for n in range(25)
+        Finding(check="a", message=str(n), fix="m", subject=str(n), broken=True) for n in range(25)
     )
-    told = list(shortened(many))
+    told = list(truncate_findings(many))
     assert [f.message for f in told] == [*map(str, range(10)), "15 more of these"]
     assert told[-1].count == 15
     assert told[-1].broken

@@ -5,10 +5,16 @@ from __future__ import annotations
 from sqlalchemy import func, select
 
 from support.store.conversations import bases, conversation
-from support.store.events import whole_rollout
-from tracegrad.events import SpanEnded
+from support.store.events import rollout_events
+from tracegrad.events import Span
 from tracegrad.store import Ledger, RolloutFilter, StepRecord, Store
-from tracegrad.store.maintenance import Selection, TextRule, drop_text, preview_text, without_text
+from tracegrad.store.maintenance import (
+    RolloutSelection,
+    TextRemovalRule,
+    drop_text,
+    preview_drop_text,
+    without_texts_of_event,
+)
 from tracegrad.store.models import Removals
 
 ATTRIBUTES = {
@@ -21,18 +27,18 @@ ATTRIBUTES = {
 
 
 def test_texts_go_and_tokens_rewards_and_ledger_stay(store: Store) -> None:
-    store.append([*conversation(), *whole_rollout("r", turns=0)])
+    store.append([*conversation(), *rollout_events("r", turns=0)])
     before = store.rollout_turns("r", raw=False)
     Ledger(store).commit_step(
         StepRecord(step=1, version=1), trained=["r.0"], skipped={}, rollouts=["r"]
     )
-    removed = drop_text(store, TextRule(selection=Selection()))
+    removed = drop_text(store, TextRemovalRule(selection=RolloutSelection()))
     assert (removed["rollouts"], removed["turns"], removed["retold"]) == (1, 4, 0)
     assert removed["bytes"] > 0
     assert store.rollout_turns("r") == before
     detail = store.rollout("r")
-    assert detail.row.reward == 1.0
-    assert detail.fates["r.0"].step == 1
+    assert detail.summary.reward == 1.0
+    assert detail.dispositions["r.0"].step == 1
 
 
 def test_only_turns_from_before_lose_their_text_and_later_ones_stay_readable(
@@ -42,7 +48,7 @@ def test_only_turns_from_before_lose_their_text_and_later_ones_stay_readable(
     for turn in turns:
         store.append([turn])
     assert bases(store) == {"r.0": None, "r.1": "r.0", "r.2": "r.1", "r.3": "r.2"}
-    removed = drop_text(store, TextRule(selection=Selection(), before=2500.0))
+    removed = drop_text(store, TextRemovalRule(selection=RolloutSelection(), before=2500.0))
     assert (removed["turns"], removed["retold"]) == (2, 1)
     assert bases(store) == {"r.0": None, "r.1": None, "r.2": None, "r.3": "r.2"}
     kept = store.rollout_turns("r")
@@ -53,10 +59,10 @@ def test_only_turns_from_before_lose_their_text_and_later_ones_stay_readable(
 
 def test_doing_it_again_changes_and_records_nothing(store: Store) -> None:
     store.append(conversation())
-    rule = TextRule(selection=Selection(), before=2500.0)
-    assert preview_text(store, rule)["turns"] == 2
+    rule = TextRemovalRule(selection=RolloutSelection(), before=2500.0)
+    assert preview_drop_text(store, rule)["turns"] == 2
     drop_text(store, rule)
-    assert preview_text(store, rule) == {"turns": 0, "bytes": 0}
+    assert preview_drop_text(store, rule) == {"turns": 0, "bytes": 0}
     assert drop_text(store, rule) == {"rollouts": 0, "turns": 0, "spans": 0, "bytes": 0}
     with store.reading() as connection:
         assert connection.scalar(select(func.count()).select_from(Removals)) == 1
@@ -64,8 +70,8 @@ def test_doing_it_again_changes_and_records_nothing(store: Store) -> None:
 
 def test_filters_choose_the_rollouts(store: Store) -> None:
     for name in ("a", "b"):
-        store.append([*whole_rollout(name, turns=0, task=name), *conversation(name)])
-    drop_text(store, TextRule(selection=Selection(wanted=RolloutFilter(task="a"))))
+        store.append([*rollout_events(name, turns=0, task=name), *conversation(name)])
+    drop_text(store, TextRemovalRule(selection=RolloutSelection(wanted=RolloutFilter(task="a"))))
     assert [turn.request is None for turn in store.rollout_turns("a")] == [True] * 4
     assert [turn.request is None for turn in store.rollout_turns("b")] == [False] * 4
 
@@ -73,14 +79,16 @@ def test_filters_choose_the_rollouts(store: Store) -> None:
 def test_many_rollouts_go_in_several_transactions(store: Store) -> None:
     for number in range(7):
         store.append(conversation(f"r{number}", turns=2))
-    assert drop_text(store, TextRule(selection=Selection()), at_once=3)["rollouts"] == 7
+    assert (
+        drop_text(store, TextRemovalRule(selection=RolloutSelection()), at_once=3)["rollouts"] == 7
+    )
     with store.reading() as connection:
         kinds = list(connection.scalars(select(Removals.kind)))
     assert kinds == ["text"] * 3
 
 
 def test_spans_keep_numbers_and_names_and_lose_what_was_said(store: Store) -> None:
-    span = SpanEnded(
+    span = Span(
         trace_id="0" * 32,
         span_id="0" * 16,
         rollout_id="r",
@@ -90,8 +98,12 @@ def test_spans_keep_numbers_and_names_and_lose_what_was_said(store: Store) -> No
         attributes=ATTRIBUTES,
     )
     store.append([span])
-    assert drop_text(store, TextRule(selection=Selection(), before=999.0))["spans"] == 0
-    assert drop_text(store, TextRule(selection=Selection(), before=1001.0))["spans"] == 1
+    assert (
+        drop_text(store, TextRemovalRule(selection=RolloutSelection(), before=999.0))["spans"] == 0
+    )
+    assert (
+        drop_text(store, TextRemovalRule(selection=RolloutSelection(), before=1001.0))["spans"] == 1
+    )
     kept = {
         "gen_ai.request.model": "m",
         "gen_ai.usage.input_tokens": 12,
@@ -100,14 +112,14 @@ def test_spans_keep_numbers_and_names_and_lose_what_was_said(store: Store) -> No
         "openinference.span.kind": "TOOL",
     }
     assert store.spans("r")[0].attributes == kept
-    assert without_text(span).attributes == kept  # type: ignore[union-attr]
-    assert drop_text(store, TextRule(selection=Selection()))["spans"] == 0
+    assert without_texts_of_event(span).attributes == kept  # type: ignore[union-attr]
+    assert drop_text(store, TextRemovalRule(selection=RolloutSelection()))["spans"] == 0
 
 
 def test_a_conversation_goes_on_under_a_writer_that_remembers_the_text(store: Store) -> None:
     turns = conversation(turns=3)
     store.append(turns[:2])
-    drop_text(store, TextRule(selection=Selection()))
+    drop_text(store, TextRemovalRule(selection=RolloutSelection()))
     # In memory the writer still has what the second turn's request was told by.
     store.append([turns[2]])
     assert store.rollout_turns("r")[2] == turns[2]

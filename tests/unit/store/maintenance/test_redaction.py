@@ -11,22 +11,22 @@ from hypothesis import strategies as st
 from sqlalchemy import func, select
 
 from support.store.conversations import bases, request, response
-from support.store.events import make_turn, whole_rollout
+from support.store.events import make_turn, rollout_events
 from support.store.redactions import SECRET, WORDS, conversation, rule, without
-from tracegrad.cli.commands.cleaning import CleaningFailed, cleaner
+from tracegrad.cli.commands.cleaning import HookFailed, make_cleaner
 from tracegrad.events import (
-    Fact,
+    Event,
     Json,
     Outcome,
     RolloutFinished,
-    RolloutOpened,
-    SpanEnded,
+    RolloutStarted,
+    Span,
     Turn,
 )
 from tracegrad.proxy.capture.redaction import Hook, secrets
 from tracegrad.store import RolloutFilter, Store
 from tracegrad.store.encoding.blobs import dump_json
-from tracegrad.store.maintenance import Redacted, Redaction, Selection, redact
+from tracegrad.store.maintenance import RedactionResult, RedactionRule, RolloutSelection, redact
 from tracegrad.store.models import Removals, Turns
 
 
@@ -78,7 +78,7 @@ def test_doing_it_again_changes_and_records_nothing(store: Store) -> None:
 
 def test_the_record_of_it_does_not_say_what_it_was(store: Store) -> None:
     conversation(store, SECRET)
-    redact(store, rule(selection=Selection(wanted=RolloutFilter(outcome="open"))))
+    redact(store, rule(selection=RolloutSelection(wanted=RolloutFilter(outcome="open"))))
     with store.reading() as connection:
         [row] = connection.execute(select(Removals.kind, Removals.rule, Removals.removed)).all()
     assert row.kind == "redaction"
@@ -95,10 +95,10 @@ def test_a_dry_run_counts_the_same_and_changes_nothing(store: Store) -> None:
     assert counted == redact(store, rule())
 
 
-def everywhere(rollout_id: str = "r") -> list[Fact]:
+def everywhere(rollout_id: str = "r") -> list[Event]:
     span: dict[str, Any] = {"trace_id": "1" * 32, "start_ns": 0, "end_ns": 1}
     return [
-        RolloutOpened(
+        RolloutStarted(
             rollout_id=rollout_id, task={"q": SECRET}, tags={"k": SECRET, "split": "train"}
         ),
         make_turn(
@@ -108,14 +108,14 @@ def everywhere(rollout_id: str = "r") -> list[Fact]:
             response={"choices": [SECRET]},
             sampling={"temperature": 1.0, "stop": [SECRET]},
         ),
-        SpanEnded(
+        Span(
             span_id="1" * 16,
             rollout_id=rollout_id,
             name=f"a {SECRET}",
             attributes={"x": [SECRET]},
             **span,
         ),
-        SpanEnded(span_id="2" * 16, name="loose", attributes={"y": SECRET}, **span),
+        Span(span_id="2" * 16, name="loose", attributes={"y": SECRET}, **span),
         RolloutFinished(
             rollout_id=rollout_id, outcome=Outcome.AGENT_ERROR, error=f"E: {SECRET}", finished_at=2
         ),
@@ -134,7 +134,7 @@ def everything(store: Store) -> str:
         spans = connection.execute(select(Spans.name, Spans.attributes)).all()
         ends = connection.execute(select(Outcomes.error)).all()
     texts = [
-        (detail.task, detail.row.tags, detail.row.error),
+        (detail.task, detail.summary.tags, detail.summary.error),
         [(turn.request, turn.response, turn.sampling) for turn in detail.turns],
         [tuple(row) for row in (*spans, *ends)],
     ]
@@ -166,9 +166,9 @@ def test_only_the_chosen_fields_lose_it(store: Store, field: str) -> None:
 
 def test_other_rollouts_than_the_selected_stay_as_they_are(store: Store) -> None:
     for name in ("a", "b"):
-        store.append(whole_rollout(name, task=name, turns=0))
+        store.append(rollout_events(name, task=name, turns=0))
         conversation(store, SECRET, rollout_id=name)
-    redact(store, rule(selection=Selection(rollouts=("a",))))
+    redact(store, rule(selection=RolloutSelection(rollouts=("a",))))
     assert SECRET not in dump_json(store.rollout_turns("a")[0].request)
     assert SECRET in dump_json(store.rollout_turns("b")[0].request)
 
@@ -176,8 +176,8 @@ def test_other_rollouts_than_the_selected_stay_as_they_are(store: Store) -> None
 def test_secrets_of_known_forms_are_found_as_at_capture(store: Store) -> None:
     key = "ghp_" + "a1B2" * 9
     conversation(store, f"use {key}", "then")
-    clean = cleaner([Hook("secrets", secrets)])
-    redact(store, Redaction(selection=Selection(), clean=clean, name="secrets"))
+    clean = make_cleaner([Hook("secrets", secrets)])
+    redact(store, RedactionRule(selection=RolloutSelection(), clean=clean, name="secrets"))
     assert key not in dump_json([turn.request for turn in store.rollout_turns("r")])
 
 
@@ -187,8 +187,10 @@ def test_a_hook_that_fails_stops_it_and_destroys_nothing(store: Store) -> None:
     def fails(record: Json) -> Json:
         raise RuntimeError(SECRET)
 
-    failing = Redaction(selection=Selection(), clean=cleaner([Hook("m:f", fails)]), name="m:f")
-    with pytest.raises(CleaningFailed, match=r"m:f failed on a turn \(RuntimeError\)") as raised:
+    failing = RedactionRule(
+        selection=RolloutSelection(), clean=make_cleaner([Hook("m:f", fails)]), name="m:f"
+    )
+    with pytest.raises(HookFailed, match=r"m:f failed on a turn \(RuntimeError\)") as raised:
         redact(store, failing)
     assert SECRET not in str(raised.value)
     assert store.rollout_turns("r") == turns
@@ -222,7 +224,7 @@ def test_a_rollout_that_begins_with_the_text_keeps_no_tokens_at_all(store: Store
     redact(store, rule(drop_tokens=True))
     turns = store.rollout_turns("r")
     assert [len(turn.prompt_token_ids) for turn in turns] == [0, 0, 0]
-    assert store.rollout("r").row.completion_tokens == 0
+    assert store.rollout("r").summary.completion_tokens == 0
 
 
 def test_a_conversation_goes_on_under_a_writer_that_remembers_what_was_redacted(
@@ -242,7 +244,7 @@ def test_a_rollout_that_cannot_be_read_is_told_and_the_others_are_done(store: St
         conversation(store, SECRET, rollout_id=name)
     with store.exclusive() as connection:
         connection.exec_driver_sql("UPDATE turns SET request = NULL WHERE turn_id = 'a.0'")
-    found: Redacted = redact(store, rule())
+    found: RedactionResult = redact(store, rule())
     assert found.removed["rollouts"] == 1
     assert list(found.unreadable) == ["a"]
     assert "turn a.0" in found.unreadable["a"]
@@ -275,7 +277,7 @@ def test_whatever_changes_every_request_reads_as_it_would_have_been_stored(
     for turn in turns:
         sqlite_store.append([turn])
 
-    def clean(fact: Fact) -> Fact:
+    def clean(fact: Event) -> Event:
         assert isinstance(fact, Turn)
         if fact.turn_id == f"{name}.{drop}":
             return replace(fact, request=None)
@@ -283,8 +285,8 @@ def test_whatever_changes_every_request_reads_as_it_would_have_been_stored(
 
     found = redact(
         sqlite_store,
-        Redaction(
-            selection=Selection(rollouts=(name,)),
+        RedactionRule(
+            selection=RolloutSelection(rollouts=(name,)),
             clean=clean,
             name="x",
             fields=frozenset(["request", "response"]),

@@ -10,28 +10,28 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select
 
-from support.store.events import make_turn, whole_rollout
-from tracegrad.events import Outcome, RewardGiven, RolloutFinished, RolloutOpened, SpanEnded
+from support.store.events import make_turn, rollout_events
+from tracegrad.events import Outcome, Reward, RolloutFinished, RolloutStarted, Span
 from tracegrad.store import Ledger, ParentMissing, RolloutFilter, StepRecord, Store
 from tracegrad.store.databases.upkeep import upkeep_of
 from tracegrad.store.maintenance import (
-    Preview,
-    Retention,
-    Selection,
-    preview,
+    PrunePreview,
+    RetentionRule,
+    RolloutSelection,
+    preview_prune,
     prune,
-    removed_in_all,
     retention,
+    total_removed,
 )
 from tracegrad.store.maintenance.retention import used_bytes
 from tracegrad.store.models import Base, Removals, Steps
 
-OLD = Retention(selection=Selection(before=5000.0))
+OLD = RetentionRule(selection=RolloutSelection(before=5000.0))
 GONE = 0
 
 
-def span(rollout_id: str | None, number: int, start_s: float = 1000.0) -> SpanEnded:
-    return SpanEnded(
+def span(rollout_id: str | None, number: int, start_s: float = 1000.0) -> Span:
+    return Span(
         trace_id=f"{number:032x}",
         span_id=f"{number:016x}",
         rollout_id=rollout_id,
@@ -43,7 +43,7 @@ def span(rollout_id: str | None, number: int, start_s: float = 1000.0) -> SpanEn
 
 def trained(store: Store, *rollouts: str, step: int = 1, at: float = 1000.0) -> None:
     for rollout_id in rollouts:
-        store.append([*whole_rollout(rollout_id, at=at), span(rollout_id, abs(hash(rollout_id)))])
+        store.append([*rollout_events(rollout_id, at=at), span(rollout_id, abs(hash(rollout_id)))])
         store.add_key(rollout_id, rollout_id.encode().ljust(32, b"k"))
     turns = [turn.turn_id for name in rollouts for turn in store.rollout_turns(name)]
     Ledger(store).commit_step(
@@ -90,60 +90,60 @@ def test_all_of_a_trained_rollout_goes_and_its_step_stays(store: Store) -> None:
         "bytes": removed["bytes"],
     }
     with store.reading() as connection:
-        assert removed_in_all(connection) == removed
+        assert total_removed(connection) == removed
 
 
 def test_what_waits_is_leased_or_open_stays_until_it_is_asked_for(store: Store) -> None:
     trained(store, "done")
-    store.append(whole_rollout("broken", outcome=Outcome.INFRA_ERROR))
-    store.append(whole_rollout("leased", task="other"))
+    store.append(rollout_events("broken", outcome=Outcome.INFRA_ERROR))
+    store.append(rollout_events("leased", task="other"))
     [group] = Ledger(store).lease(groups=1, group_size=1, owner="trainer", ttl_s=60)
     assert [rollout.rollout_id for rollout in group.rollouts] == ["leased"]
-    store.append(whole_rollout("waiting"))
-    store.append(whole_rollout("unrewarded", reward=None))
-    store.append(whole_rollout("open", outcome=None))
+    store.append(rollout_events("waiting"))
+    store.append(rollout_events("unrewarded", reward=None))
+    store.append(rollout_events("open", outcome=None))
 
-    found = preview(store, OLD)
+    found = preview_prune(store, OLD)
     assert found.removed["by_state"] == {"trained": 1, "skipped": 1}
     assert found.kept == {"leased": 1, "waiting": 1, "no_reward": 1, "open": 1}
     prune(store, OLD)
     assert ids(store) == {"leased", "waiting", "unrewarded", "open"}
 
-    all_of_it = Retention(selection=Selection(before=5000.0), also_untrained=True)
+    all_of_it = RetentionRule(selection=RolloutSelection(before=5000.0), also_untrained=True)
     prune(store, all_of_it)
     assert ids(store) == set()
     with store.reading() as connection:
-        pending = removed_in_all(connection)["pending"]
+        pending = total_removed(connection)["pending"]
     assert pending == {"leased": 2, "waiting": 2, "no_reward": 2, "open": 2}
 
 
 def test_age_counts_from_the_end_and_of_open_rollouts_from_the_last_turn(store: Store) -> None:
     trained(store, "old", step=1, at=1000.0)
     trained(store, "young", step=2, at=4999.5)  # it ended at 5000.5
-    store.append([RolloutOpened(rollout_id="idle", opened_at=1000.0)])
+    store.append([RolloutStarted(rollout_id="idle", opened_at=1000.0)])
     store.append(
         [
-            RolloutOpened(rollout_id="busy", opened_at=1000.0),
+            RolloutStarted(rollout_id="busy", opened_at=1000.0),
             make_turn("b", "busy", created_at=9000.0),
         ]
     )
-    prune(store, Retention(selection=OLD.selection, also_untrained=True))
+    prune(store, RetentionRule(selection=OLD.selection, also_untrained=True))
     assert ids(store) == {"young", "busy"}
 
 
 def test_filters_choose_among_the_old(store: Store) -> None:
     trained(store, "a", "b")
-    only = Selection(wanted=RolloutFilter(task="task"), rollouts=("a",), before=5000.0)
-    prune(store, Retention(selection=only))
+    only = RolloutSelection(wanted=RolloutFilter(task="task"), rollouts=("a",), before=5000.0)
+    prune(store, RetentionRule(selection=only))
     assert ids(store) == {"b"}
-    prune(store, Retention(selection=Selection(wanted=RolloutFilter(task="nothing"))))
+    prune(store, RetentionRule(selection=RolloutSelection(wanted=RolloutFilter(task="nothing"))))
     assert ids(store) == {"b"}
 
 
 def test_a_preview_tells_what_the_run_removes_and_changes_nothing(store: Store) -> None:
     trained(store, "a", "b")
     before = rows(store)
-    found: Preview = preview(store, OLD)
+    found: PrunePreview = preview_prune(store, OLD)
     assert rows(store) == before
     removed = prune(store, OLD)
     assert {name: removed[name] for name in found.removed} == found.removed
@@ -157,15 +157,20 @@ def test_the_oldest_go_until_the_store_is_small_enough(store: Store) -> None:
         name = f"r{number:02}"
         store.append(
             [
-                RolloutOpened(rollout_id=name, opened_at=1000.0 + number),
+                RolloutStarted(rollout_id=name, opened_at=1000.0 + number),
                 make_turn(f"{name}.0", name, request=text, new=ids_, created_at=1000.0),
                 RolloutFinished(rollout_id=name, outcome=Outcome.ABORTED, finished_at=2000.0),
             ]
         )
     with store.reading() as connection:
         used = used_bytes(store, connection)
-    assert prune(store, Retention(selection=Selection(), max_bytes=used))["rollouts"] == GONE
-    removed = prune(store, Retention(selection=Selection(), max_bytes=used // 2), at_once=3)
+    assert (
+        prune(store, RetentionRule(selection=RolloutSelection(), max_bytes=used))["rollouts"]
+        == GONE
+    )
+    removed = prune(
+        store, RetentionRule(selection=RolloutSelection(), max_bytes=used // 2), at_once=3
+    )
     left = sorted(ids(store))
     assert left == [f"r{number:02}" for number in range(20 - len(left), 20)]
     assert 9 <= removed["rollouts"] <= 12
@@ -174,17 +179,19 @@ def test_the_oldest_go_until_the_store_is_small_enough(store: Store) -> None:
         # Several transactions, and a row for each.
         assert connection.scalar(select(func.count()).select_from(Removals)) == 4
     # Room that is free inside the files is not counted as taken again.
-    again = prune(store, Retention(selection=Selection(), max_bytes=used // 2))
+    again = prune(store, RetentionRule(selection=RolloutSelection(), max_bytes=used // 2))
     assert again["rollouts"] <= 2
 
 
 def test_of_what_may_go_by_size_the_trained_go_before_the_older_untrained(store: Store) -> None:
-    store.append(whole_rollout("older", at=10.0))
+    store.append(rollout_events("older", at=10.0))
     trained(store, "younger", at=20.0)
-    rule = Retention(selection=Selection(), max_bytes=1, also_untrained=True)
+    rule = RetentionRule(selection=RolloutSelection(), max_bytes=1, also_untrained=True)
     with store.reading() as connection:
         used = used_bytes(store, connection)
-    prune(store, Retention(selection=Selection(), max_bytes=used - 1, also_untrained=True))
+    prune(
+        store, RetentionRule(selection=RolloutSelection(), max_bytes=used - 1, also_untrained=True)
+    )
     assert ids(store) == {"older"}
     prune(store, rule)
     assert ids(store) == set()
@@ -192,7 +199,10 @@ def test_of_what_may_go_by_size_the_trained_go_before_the_older_untrained(store:
 
 def test_spans_of_no_rollout_go_by_age_alone(store: Store) -> None:
     store.append([span(None, 1, 1000.0), span(None, 2, 9000.0)])
-    prune(store, Retention(selection=Selection(wanted=RolloutFilter(task="x"), before=5000.0)))
+    prune(
+        store,
+        RetentionRule(selection=RolloutSelection(wanted=RolloutFilter(task="x"), before=5000.0)),
+    )
     assert rows(store)["spans"] == 2
     assert prune(store, OLD)["loose_spans"] == 1
     assert rows(store)["spans"] == 1
@@ -206,7 +216,7 @@ def test_totals_add_up_with_what_was_removed(store: Store) -> None:
     prune(store, OLD)
     now = store.turn_counts()
     with store.reading() as connection:
-        removed = removed_in_all(connection)
+        removed = total_removed(connection)
     assert now.captured + removed["turns"] == before.captured == 6
     assert now.trained + removed["trained"] == before.trained
     skipped = now.skipped.get("over_budget", 0) + removed["skipped"]["over_budget"]
@@ -215,18 +225,18 @@ def test_totals_add_up_with_what_was_removed(store: Store) -> None:
 
 def test_a_rollout_that_is_pruned_under_a_writer_begins_again_bare(store: Store) -> None:
     root = make_turn("root", "r", created_at=1000.0)
-    store.append([*whole_rollout("r", turns=0, outcome=Outcome.ABORTED), root])
+    store.append([*rollout_events("r", turns=0, outcome=Outcome.ABORTED), root])
     prune(store, OLD)
     # The writer still has the rollout and the turn in memory.
     store.append([make_turn("fresh", "r", created_at=6000.0)])
-    store.append([RewardGiven(rollout_id="r", value=1.0)])
+    store.append([Reward(rollout_id="r", value=1.0)])
     [row] = store.rollouts()
     assert (row.rollout_id, row.task_id, row.turns, row.reward) == ("r", None, 1, 1.0)
 
 
 def test_a_turn_whose_parent_was_pruned_is_refused_by_that_name(store: Store) -> None:
     root = make_turn("root", "r", created_at=1000.0)
-    store.append([*whole_rollout("r", turns=0, outcome=Outcome.ABORTED), root])
+    store.append([*rollout_events("r", turns=0, outcome=Outcome.ABORTED), root])
     prune(store, OLD)
     for _ in range(2):  # from memory, and from what is stored
         with pytest.raises(ParentMissing, match="turn root"):
@@ -237,7 +247,7 @@ def test_a_turn_whose_parent_was_pruned_is_refused_by_that_name(store: Store) ->
 def test_writers_go_on_while_rollouts_are_pruned(url: str) -> None:
     with Store.open(url) as store, Store.open(url) as writing:
         for number in range(60):
-            store.append(whole_rollout(f"old{number}", outcome=Outcome.ABORTED, turns=3))
+            store.append(rollout_events(f"old{number}", outcome=Outcome.ABORTED, turns=3))
         failures: list[BaseException] = []
         done = threading.Event()
 
@@ -291,7 +301,7 @@ def test_the_file_becomes_smaller(tmp_path: Path) -> None:
         for number in range(30):
             text = {"messages": [f"{number}.{n}" for n in range(20_000)]}
             turn = make_turn(f"t{number}", f"r{number}", request=text, created_at=1.0)
-            store.append([turn, *whole_rollout(f"r{number}", turns=0, outcome=Outcome.ABORTED)])
+            store.append([turn, *rollout_events(f"r{number}", turns=0, outcome=Outcome.ABORTED)])
         upkeep = upkeep_of(store.database)
         first = upkeep.reclaim(whole=False)
         assert first.note == "0% of the file is free: it is used again"
@@ -316,7 +326,7 @@ def test_a_transaction_is_bounded_by_what_it_removes(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(5):
-        store.append(whole_rollout(f"r{number}", outcome=Outcome.ABORTED))
+        store.append(rollout_events(f"r{number}", outcome=Outcome.ABORTED))
     monkeypatch.setattr(retention, "_BYTES_AT_ONCE", 1)
     assert prune(store, OLD)["rollouts"] == 5
     assert rows(store)["removals"] == 5

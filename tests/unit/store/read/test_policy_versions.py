@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.store.events import whole_rollout
+from support.store.events import rollout_events
 from tracegrad.events import Outcome
 from tracegrad.store import PolicyVersion, Store
 
@@ -37,9 +37,9 @@ def test_all_that_became_of_a_version_is_kept_in_order(store: Store) -> None:
 
 
 def test_the_reward_curve_shows_scored_rollouts_by_finish(store: Store) -> None:
-    store.append(whole_rollout("b", at=20, reward=0.5, version=3, tags={"split": "train"}))
-    store.append(whole_rollout("a", at=10, reward=0.25, version=2, tags={"split": "train"}))
-    store.append(whole_rollout("x", at=5, reward=1.0, outcome=Outcome.INFRA_ERROR))
-    store.append(whole_rollout("y", at=6, reward=1.0, turns=0))
+    store.append(rollout_events("b", at=20, reward=0.5, version=3, tags={"split": "train"}))
+    store.append(rollout_events("a", at=10, reward=0.25, version=2, tags={"split": "train"}))
+    store.append(rollout_events("x", at=5, reward=1.0, outcome=Outcome.INFRA_ERROR))
+    store.append(rollout_events("y", at=6, reward=1.0, turns=0))
     assert store.reward_curve({"split": "train"}) == [(11, 0.25, 2), (21, 0.5, 3)]
     assert store.reward_curve() == [(7, 1.0, None), (11, 0.25, 2), (21, 0.5, 3)]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from support.store.events import make_turn
-from tracegrad.events import SpanEnded
+from tracegrad.events import Span
 from tracegrad.store import Store
 
 TRACE, OTHER = "a" * 32, "b" * 32
 
 
-def span(number: int, rollout_id: str | None = None, trace_id: str = TRACE) -> SpanEnded:
-    return SpanEnded(
+def span(number: int, rollout_id: str | None = None, trace_id: str = TRACE) -> Span:
+    return Span(
         trace_id=trace_id,
         span_id=f"{number:016x}",
         rollout_id=rollout_id,
@@ -52,7 +52,7 @@ def test_turns_are_asked_for_by_their_spans_and_order(store: Store) -> None:
     one = make_turn("t1", "r1", parent_span_id="0a")
     two = make_turn("t2", "r1", parent_span_id="0b", dialect="otel")
     store.append([one, two, make_turn("t3", "r1"), make_turn("t4", "r2")])
-    assert store.calling_spans("r1", but="otel") == ["0a"]
+    assert store.calling_spans("r1", except_dialect="otel") == ["0a"]
     assert store.turn_order("r1") == ["t1", "t2", "t3"]
     assert store.rollout_of_turn("t4") == "r2"
     assert store.rollout_of_turn("t5") is None

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select, update
 
-from tracegrad.events import Turn, logprobs, new_id, token_ids
+from tracegrad.events import Turn, logprob_array, new_id, token_id_array
 from tracegrad.store import Store, StoreCorrupt
 from tracegrad.store.encoding.blobs import unpack_ids
 from tracegrad.store.models import Turns
@@ -35,9 +35,9 @@ def trees(draw: st.DrawFn) -> list[Turn]:
                 parent_id=parent.turn_id if parent else None,
                 dialect="chat",
                 model=draw(st.text(max_size=5)).replace("\0", ""),
-                prompt_token_ids=known + token_ids(draw(TOKENS)),
-                completion_token_ids=token_ids(sampled),
-                completion_logprobs=logprobs(
+                prompt_token_ids=known + token_id_array(draw(TOKENS)),
+                completion_token_ids=token_id_array(sampled),
+                completion_logprobs=logprob_array(
                     draw(
                         st.lists(
                             st.floats(width=32, allow_nan=False),
@@ -93,16 +93,16 @@ def test_a_random_tree_comes_back_identical(
 def test_a_long_conversation_costs_its_length_once(store: Store) -> None:
     turn: Turn | None = None
     for number in range(200):
-        known = turn.prompt_token_ids + turn.completion_token_ids if turn else token_ids()
+        known = turn.prompt_token_ids + turn.completion_token_ids if turn else token_id_array()
         turn = Turn(
             turn_id=f"t{number:03d}",
             rollout_id="r",
             parent_id=turn.turn_id if turn else None,
             dialect="chat",
             model="m",
-            prompt_token_ids=known + token_ids(range(100)),
-            completion_token_ids=token_ids(range(50)),
-            completion_logprobs=logprobs([-1.0] * 50),
+            prompt_token_ids=known + token_id_array(range(100)),
+            completion_token_ids=token_id_array(range(50)),
+            completion_logprobs=logprob_array([-1.0] * 50),
             policy_versions=((0, 50),),
         )
         store.append([turn])
@@ -118,9 +118,9 @@ def test_tokens_that_changed_in_the_store_are_noticed(store: Store) -> None:
         rollout_id="r",
         dialect="chat",
         model="m",
-        prompt_token_ids=token_ids([1]),
-        completion_token_ids=token_ids(),
-        completion_logprobs=logprobs(),
+        prompt_token_ids=token_id_array([1]),
+        completion_token_ids=token_id_array(),
+        completion_logprobs=logprob_array(),
         policy_versions=(),
     )
     store.append([first])

@@ -9,10 +9,10 @@ import pytest
 from sqlalchemy import update
 
 from support.store.events import make_turn
-from tracegrad.events import Turn, token_ids
+from tracegrad.events import Turn, token_id_array
 from tracegrad.store import Store, StoreCorrupt
 from tracegrad.store.encoding import blobs
-from tracegrad.store.encoding.blobs import ContextDigest, array_pieces, pack
+from tracegrad.store.encoding.blobs import ContextDigest, array_content, pack_blobs
 from tracegrad.store.models import Turns
 from tracegrad.store.read import turns as reading
 
@@ -68,7 +68,7 @@ def test_rollouts_that_were_written_in_turns_are_read_each_in_order(store: Store
     for number in range(5):
         store.append([turns[number] for turns in rollouts.values()])
     with store.reading() as connection:
-        found = reading.turns_of(connection, ["c", "none", "a", "b"])
+        found = reading.load_turns(connection, ["c", "none", "a", "b"])
     assert found == {**rollouts, "none": []}
     assert list(found) == ["c", "none", "a", "b"]
 
@@ -77,7 +77,7 @@ def test_rollouts_that_were_written_in_turns_are_read_each_in_order(store: Store
 def test_a_change_within_a_path_is_noticed_where_it_is(store: Store, column: str) -> None:
     turns = chain(4)
     store.append(turns)
-    [blob] = pack([array_pieces(token_ids(range(1, 31 if column == "delta" else 11)))])
+    [blob] = pack_blobs([array_content(token_id_array(range(1, 31 if column == "delta" else 11)))])
     with store.appending() as connection:
         # As many tokens as before, but others.
         connection.execute(update(Turns).where(Turns.turn_id == "r.2").values({column: blob}))
@@ -88,10 +88,10 @@ def test_a_change_within_a_path_is_noticed_where_it_is(store: Store, column: str
 
 
 def test_a_digest_goes_on_from_a_copy_and_leaves_the_first_as_it_was() -> None:
-    first = ContextDigest().add(token_ids([1, 2]))
+    first = ContextDigest().add(token_id_array([1, 2]))
     value = first.value()
-    followed = first.copy().add(token_ids([3]))
-    assert followed.value() == ContextDigest().add(token_ids([1, 2, 3])).value()
+    followed = first.copy().add(token_id_array([3]))
+    assert followed.value() == ContextDigest().add(token_id_array([1, 2, 3])).value()
     assert first.value() == value
 
 

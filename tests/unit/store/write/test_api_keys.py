@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import select, text
 
 from support.store.query_plans import uses_index
-from tracegrad.events import RolloutOpened
+from tracegrad.events import RolloutStarted
 from tracegrad.store import Store
 from tracegrad.store.models import RolloutKeys
 
@@ -28,7 +28,7 @@ def test_a_key_names_its_rollout_until_it_is_revoked(store: Store, url: str) -> 
         None,
     ]
     assert store.rollouts() == [], "a key makes no rollout"
-    store.append([RolloutOpened(rollout_id="r1")])
+    store.append([RolloutStarted(rollout_id="r1")])
     with Store.open(url) as other:
         assert other.key_owner(hashed("a")) == ("r1", "calls")
         assert other.revoke_keys("r1") == 2

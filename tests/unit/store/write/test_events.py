@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from support.store.events import make_turn, whole_rollout
+from support.store.events import make_turn, rollout_events
 from support.store.query_plans import uses_index
 from tracegrad.events import (
     OVER_LENGTH,
-    Fact,
+    Event,
     Outcome,
-    RewardGiven,
+    Reward,
     RolloutFinished,
-    RolloutOpened,
-    SpanEnded,
+    RolloutStarted,
+    Span,
     Turn,
 )
 from tracegrad.store import (
     AmbiguousRollout,
-    FactRefused,
+    EventRejected,
     Ledger,
     RolloutFilter,
     Store,
@@ -36,7 +36,7 @@ from tracegrad.store.models import Rollouts
 
 
 def test_every_field_of_every_fact_comes_back(store: Store) -> None:
-    opened = RolloutOpened(
+    opened = RolloutStarted(
         rollout_id="r", task_id="t", agent="a", tags={"z": "1", "a": "2"}, task={"q": [1, None]}
     )
     root = make_turn("t0", request={"messages": [{"role": "user", "content": "hi é \0"}]})
@@ -51,8 +51,8 @@ def test_every_field_of_every_fact_comes_back(store: Store) -> None:
         response={"choices": []},
     )
     turn = replace(turn, policy_versions=((3, 1), (4, 1)))
-    reward = RewardGiven(rollout_id="r", value=0.1, name="format", turn=-1, source="person")
-    span = SpanEnded(
+    reward = Reward(rollout_id="r", value=0.1, name="format", turn=-1, source="person")
+    span = Span(
         trace_id="0" * 32,
         span_id="1" * 16,
         parent_span_id="2" * 16,
@@ -72,7 +72,7 @@ def test_every_field_of_every_fact_comes_back(store: Store) -> None:
     assert detail.rewards == [reward] == store.rewards("r")
     assert detail.spans == [span] == store.spans("r")
     assert detail.task == opened.task
-    row = detail.row
+    row = detail.summary
     assert (row.task_id, row.agent, row.opened_at) == ("t", "a", opened.opened_at)
     assert list(row.tags.items()) == [("z", "1"), ("a", "2")]
     assert (row.outcome, row.error, row.finished_at) == (
@@ -85,7 +85,7 @@ def test_every_field_of_every_fact_comes_back(store: Store) -> None:
 
 
 def test_writing_again_changes_nothing(store: Store) -> None:
-    facts = whole_rollout("r")
+    facts = rollout_events("r")
     store.append(facts)
     before = store.rollout("r")
     store.append(facts)
@@ -93,7 +93,7 @@ def test_writing_again_changes_nothing(store: Store) -> None:
     assert store.outcomes("r") == [RolloutFinished(rollout_id="r", finished_at=1001.0)]
     store.append(
         [
-            RolloutOpened(rollout_id="r", task_id="other", tags={"late": "yes"}),
+            RolloutStarted(rollout_id="r", task_id="other", tags={"late": "yes"}),
             RolloutFinished(rollout_id="r", outcome=Outcome.ABORTED),
         ]
     )
@@ -111,51 +111,51 @@ def test_every_end_is_kept_and_the_first_counts(store: Store) -> None:
     store.append([ends[2], ends[0]])  # told later, of an earlier time; and one told twice
     store.append([ends[3]])
     assert store.outcomes("r") == ends
-    row = store.rollout("r").row
+    row = store.rollout("r").summary
     assert (row.outcome, row.error, row.finished_at) == (Outcome.BUDGET, None, 20.0)
     assert store.outcomes("nobody") == []
 
 
 def test_ends_that_come_after_training_are_kept(store: Store) -> None:
-    store.append(whole_rollout("r"))
+    store.append(rollout_events("r"))
     Ledger(store).commit_skipped({"r.0": "stale", "r.1": "stale"}, ["r"])
     store.append([RolloutFinished(rollout_id="r", outcome=Outcome.INFRA_ERROR, finished_at=2e9)])
     assert [end.outcome for end in store.outcomes("r")] == ["completed", "infra_error"]
-    row = store.rollout("r").row
+    row = store.rollout("r").summary
     assert (row.outcome, row.state) == (Outcome.COMPLETED, "consumed")
 
 
 def test_a_crash_over_a_full_context_is_told_as_it_was(store: Store) -> None:
     store.append([refused("a"), crash()])
-    assert store.rollout("r").row.outcome == Outcome.BUDGET
+    assert store.rollout("r").summary.outcome == Outcome.BUDGET
     assert [end.outcome for end in store.outcomes("r")] == [Outcome.AGENT_ERROR]
 
 
 def test_facts_may_come_in_any_order(store: Store) -> None:
     """Whatever comes first makes a bare rollout; the opening fills it in."""
-    facts: list[Fact] = [
-        RolloutOpened(rollout_id="?", task_id="t", agent="a", tags={"k": "v"}, opened_at=5.0),
+    facts: list[Event] = [
+        RolloutStarted(rollout_id="?", task_id="t", agent="a", tags={"k": "v"}, opened_at=5.0),
         make_turn("?.t", "?", created_at=7.0),
-        RewardGiven(rollout_id="?", value=1.0),
-        SpanEnded(trace_id="?", span_id="s", rollout_id="?", name="n", start_ns=0, end_ns=1),
+        Reward(rollout_id="?", value=1.0),
+        Span(trace_id="?", span_id="s", rollout_id="?", name="n", start_ns=0, end_ns=1),
         RolloutFinished(rollout_id="?", finished_at=9.0),
     ]
     orders = {f"r{n:03d}": order for n, order in enumerate(itertools.permutations(facts))}
     for each in range(len(facts)):
         store.append([_renamed(order[each], name) for name, order in orders.items()])
     for name in orders:
-        row = store.rollout(name).row
+        row = store.rollout(name).summary
         assert (row.task_id, row.agent, row.tags, row.opened_at) == ("t", "a", {"k": "v"}, 5.0)
         assert (row.reward, row.turns, row.outcome) == (1.0, 1, Outcome.COMPLETED)
 
 
-def _renamed(fact: Fact, name: str) -> Fact:
+def _renamed(fact: Event, name: str) -> Event:
     match fact:
         case Turn():
             return replace(fact, rollout_id=name, turn_id=f"{name}.t")
-        case SpanEnded():
+        case Span():
             return replace(fact, rollout_id=name, trace_id=name)
-        case RewardGiven():
+        case Reward():
             return replace(fact, rollout_id=name, reward_id=f"{name}.w")
         case _:
             return replace(fact, rollout_id=name)
@@ -173,14 +173,14 @@ def test_a_bare_rollout_is_listed_untitled(store: Store) -> None:
 
 
 def test_a_span_without_a_rollout_is_kept(store: Store) -> None:
-    store.append([SpanEnded(trace_id="t", span_id="s", name="n", start_ns=0, end_ns=1)])
+    store.append([Span(trace_id="t", span_id="s", name="n", start_ns=0, end_ns=1)])
     assert store.rollouts() == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_reward_must_be_finite(store: Store, value: float) -> None:
-    with pytest.raises(FactRefused, match="value: reward 'reward' of rollout r"):
-        store.append([make_turn("t"), RewardGiven(rollout_id="r", value=value)])
+    with pytest.raises(EventRejected, match="value: reward 'reward' of rollout r"):
+        store.append([make_turn("t"), Reward(rollout_id="r", value=value)])
     assert store.rollouts() == [], "nothing of the batch was stored"
 
 
@@ -189,11 +189,11 @@ def test_a_child_must_continue_its_parent(store: Store) -> None:
     store.append([root])
     for prompt in ([1, 2], [1, 2, 9], [9, 2, 3, 4], []):
         child = replace(make_turn("t1", new=prompt), parent_id="t0")
-        with pytest.raises(FactRefused, match="the prompt of turn t1 does not begin with"):
+        with pytest.raises(EventRejected, match="the prompt of turn t1 does not begin with"):
             store.append([child])
-    with pytest.raises(FactRefused, match="parent_id: turn nobody"):
+    with pytest.raises(EventRejected, match="parent_id: turn nobody"):
         store.append([replace(make_turn("t1"), parent_id="nobody")])
-    with pytest.raises(FactRefused, match="belongs to rollout r"):
+    with pytest.raises(EventRejected, match="belongs to rollout r"):
         store.append([make_turn("t1", "other", parent=root)])
     assert store.rollout_turns("r") == [root]
 
@@ -203,7 +203,7 @@ def test_what_the_database_could_not_hold_is_made_fit(store: Store) -> None:
     store.append(
         [
             RolloutFinished(rollout_id="r", error="bad \ud800 \0 text"),
-            SpanEnded(
+            Span(
                 trace_id="t",
                 span_id="s",
                 rollout_id="r",
@@ -212,11 +212,11 @@ def test_what_the_database_could_not_hold_is_made_fit(store: Store) -> None:
                 end_ns=1,
                 attributes={"big": 2**70, "odd": object, "half": "\ud800\0", 3: math.nan},  # type: ignore[dict-item]
             ),
-            RolloutOpened(rollout_id="r", task=[math.inf, "NaN", "\0", -math.inf]),
+            RolloutStarted(rollout_id="r", task=[math.inf, "NaN", "\0", -math.inf]),
         ]
     )
     detail = store.rollout("r")
-    assert detail.row.error == "bad ? \ufffd text"
+    assert detail.summary.error == "bad ? \ufffd text"
     assert detail.spans[0].attributes == {
         "big": 2**70, "odd": str(object), "half": "\ud800\0", "3": None
     }  # fmt: skip
@@ -226,20 +226,20 @@ def test_what_the_database_could_not_hold_is_made_fit(store: Store) -> None:
 @pytest.mark.parametrize(
     ("fact", "field"),
     [
-        (RolloutOpened(rollout_id="é" * 257), "rollout_id: 514 bytes; give at most 512"),
-        (RolloutOpened(rollout_id="r", task_id="t" * 2049), "task_id: 2049 bytes"),
-        (RolloutOpened(rollout_id="r", tags={"k": "v" * 2048}), "tags: 'k': 2049 bytes"),
-        (RewardGiven(rollout_id="r", value=1.0, turn=2**63), "turn: 9223372036854775808 is more"),
+        (RolloutStarted(rollout_id="é" * 257), "rollout_id: 514 bytes; give at most 512"),
+        (RolloutStarted(rollout_id="r", task_id="t" * 2049), "task_id: 2049 bytes"),
+        (RolloutStarted(rollout_id="r", tags={"k": "v" * 2048}), "tags: 'k': 2049 bytes"),
+        (Reward(rollout_id="r", value=1.0, turn=2**63), "turn: 9223372036854775808 is more"),
         (
-            SpanEnded(trace_id="t", span_id="s", name="n", start_ns=0, end_ns=2**63),
+            Span(trace_id="t", span_id="s", name="n", start_ns=0, end_ns=2**63),
             "end_ns: 9223372036854775808 is more than 64 bits",
         ),
         (make_turn("t" * 513), "turn_id: 513 bytes"),
     ],
     ids=lambda value: value.partition(":")[0] if isinstance(value, str) else "",
 )
-def test_what_no_database_can_find_again_is_refused(store: Store, fact: Fact, field: str) -> None:
-    with pytest.raises(FactRefused, match=field):
+def test_what_no_database_can_find_again_is_refused(store: Store, fact: Event, field: str) -> None:
+    with pytest.raises(EventRejected, match=field):
         store.append([make_turn("good"), fact])
     assert store.rollouts() == [], "nothing of the batch was stored"
 
@@ -253,10 +253,10 @@ def test_the_longest_names_are_stored_and_found(store: Store) -> None:
     rollout, task, tag = name(512), name(2048), (name(1000), name(1048))
     store.append(
         [
-            RolloutOpened(rollout_id=rollout, task_id=task, tags=dict([tag])),
+            RolloutStarted(rollout_id=rollout, task_id=task, tags=dict([tag])),
             make_turn(name(512), rollout),
-            RewardGiven(rollout_id=rollout, value=1.0, reward_id=name(512)),
-            SpanEnded(
+            Reward(rollout_id=rollout, value=1.0, reward_id=name(512)),
+            Span(
                 trace_id=name(512), span_id=name(512), rollout_id=rollout, name="n",
                 start_ns=0, end_ns=1,
             ),
@@ -269,15 +269,15 @@ def test_the_longest_names_are_stored_and_found(store: Store) -> None:
 def test_a_value_that_is_no_json_is_refused(store: Store) -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(FactRefused, match="it is no JSON"):
-        store.append([RolloutOpened(rollout_id="r", task=endless)])
+    with pytest.raises(EventRejected, match="it is no JSON"):
+        store.append([RolloutStarted(rollout_id="r", task=endless)])
     assert store.rollouts() == []
 
 
 def test_rollouts_filter_and_order(store: Store) -> None:
-    store.append(whole_rollout("a", at=10, task="x", tags={"split": "train", "k": "1"}))
-    store.append(whole_rollout("b", at=20, task="y", tags={"split": "train"}, reward=None))
-    store.append(whole_rollout("c", at=30, task="y", tags={"split": "held_out"}, outcome=None))
+    store.append(rollout_events("a", at=10, task="x", tags={"split": "train", "k": "1"}))
+    store.append(rollout_events("b", at=20, task="y", tags={"split": "train"}, reward=None))
+    store.append(rollout_events("c", at=30, task="y", tags={"split": "held_out"}, outcome=None))
 
     def ids(limit: int | None = 50, **wanted: Any) -> str:
         rows = store.rollouts(RolloutFilter(**wanted), limit=limit)
@@ -297,10 +297,10 @@ def test_rollouts_filter_and_order(store: Store) -> None:
 
 def test_a_rollout_is_found_by_the_beginning_of_its_id(store: Store) -> None:
     for name in ("abc1", "abc2", "abc", "x_y", "xzy"):
-        store.append([RolloutOpened(rollout_id=name)])
-    assert store.rollout("abc1").row.rollout_id == "abc1"
-    assert store.rollout("abc").row.rollout_id == "abc", "an exact id beats longer ones"
-    assert store.rollout("x_").row.rollout_id == "x_y", "no wildcard"
+        store.append([RolloutStarted(rollout_id=name)])
+    assert store.rollout("abc1").summary.rollout_id == "abc1"
+    assert store.rollout("abc").summary.rollout_id == "abc", "an exact id beats longer ones"
+    assert store.rollout("x_").summary.rollout_id == "x_y", "no wildcard"
     with pytest.raises(AmbiguousRollout, match="abc, abc1, abc2"):
         store.rollout("ab")
     for nobody in ("q", ""):
@@ -315,15 +315,15 @@ def test_the_beginning_of_an_id_is_found_through_an_index(store: Store) -> None:
 
 def test_beginnings_are_told_by_case_and_by_accent(store: Store) -> None:
     names = {"A": "Abc", "abd": "abd", "á": "ábe", "ab\U0001f600": "ab\U0001f600z", "%": "%%"}
-    store.append([RolloutOpened(rollout_id=name) for name in names.values()])
+    store.append([RolloutStarted(rollout_id=name) for name in names.values()])
     for prefix, name in names.items():
-        assert store.rollout(prefix).row.rollout_id == name
+        assert store.rollout(prefix).summary.rollout_id == name
     with pytest.raises(UnknownRollout):
         store.rollout("AB")
 
 
 def test_a_rollouts_reward_is_the_last_to_arrive(store: Store) -> None:
-    store.append([*whole_rollout("r", reward=None)])
+    store.append([*rollout_events("r", reward=None)])
     for value, at, name, turn in [
         (0.1, 10.0, "reward", None),
         (0.9, 30.0, "reward", None),
@@ -331,14 +331,12 @@ def test_a_rollouts_reward_is_the_last_to_arrive(store: Store) -> None:
         (0.5, 40.0, "format", None),
         (0.6, 40.0, "reward", 0),
     ]:
-        store.append(
-            [RewardGiven(rollout_id="r", value=value, created_at=at, name=name, turn=turn)]
-        )
-    assert store.rollout("r").row.reward == 0.2
-    store.append([RewardGiven(rollout_id="r", value=0.3, created_at=1e11)])
-    store.append([RewardGiven(rollout_id="r", value=0.4, created_at=0.0)])
-    store.append([RewardGiven(rollout_id="r", value=v, created_at=5.0) for v in (0.7, 0.3)])
-    assert store.rollout("r").row.reward == 0.3
+        store.append([Reward(rollout_id="r", value=value, created_at=at, name=name, turn=turn)])
+    assert store.rollout("r").summary.reward == 0.2
+    store.append([Reward(rollout_id="r", value=0.3, created_at=1e11)])
+    store.append([Reward(rollout_id="r", value=0.4, created_at=0.0)])
+    store.append([Reward(rollout_id="r", value=v, created_at=5.0) for v in (0.7, 0.3)])
+    assert store.rollout("r").summary.reward == 0.3
     assert [point.reward for point in store.reward_curve()] == [0.3]
 
 
@@ -365,11 +363,11 @@ def crash(rollout_id: str = "r") -> RolloutFinished:
     ids=["one by one", "one batch", "end first in the batch", "told twice"],
 )
 def test_a_crash_over_a_full_context_is_the_budgets_end(
-    store: Store, batches: list[list[Fact]]
+    store: Store, batches: list[list[Event]]
 ) -> None:
     for batch in batches:
         store.append(batch)
-    row = store.rollout("r").row
+    row = store.rollout("r").summary
     assert (row.outcome, row.error) == (Outcome.BUDGET, "400: long")
 
 
@@ -390,13 +388,13 @@ def test_a_crash_over_a_full_context_is_the_budgets_end(
     ids=str.split("bare trained went-on aborted other-rollout completed env-error"),
 )
 def test_other_ends_stay_what_they_were_called(
-    store: Store, facts: list[Fact], outcome: Outcome
+    store: Store, facts: list[Event], outcome: Outcome
 ) -> None:
     store.append(facts)
-    assert store.rollout("r").row.outcome == outcome
+    assert store.rollout("r").summary.outcome == outcome
 
 
 def test_an_end_that_is_stored_is_not_changed_by_a_later_turn(store: Store) -> None:
     store.append([make_turn("a"), crash()])
     store.append([refused("b")])
-    assert store.rollout("r").row.outcome == Outcome.AGENT_ERROR
+    assert store.rollout("r").summary.outcome == Outcome.AGENT_ERROR

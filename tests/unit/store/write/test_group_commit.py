@@ -18,8 +18,8 @@ from sqlalchemy import Connection, text
 from support.proxy.servers import eventually
 from support.store.events import make_turn
 from support.system.module_environment import environment
-from tracegrad.events import Fact, RewardGiven, Turn
-from tracegrad.store import FactRefused, Store, StoreBusy, StoreUnavailable, Writer
+from tracegrad.events import Event, Reward, Turn
+from tracegrad.store import EventRejected, GroupCommitWriter, Store, StoreBusy, StoreUnavailable
 
 # Writes rollouts of chained turns; prints each turn's id once it is acknowledged.
 _WRITE_FOR_EVER = """
@@ -56,7 +56,7 @@ def test_many_threads_share_transactions(store: Store, monkeypatch: pytest.Monke
     commits = []
     append = store.append
 
-    def counting(facts: Sequence[Fact], **more: Any) -> None:
+    def counting(facts: Sequence[Event], **more: Any) -> None:
         commits.append(len(facts))
         append(facts, **more)
 
@@ -70,7 +70,7 @@ def test_many_threads_share_transactions(store: Store, monkeypatch: pytest.Monke
             writer.submit([turns[-1]]).result(timeout=30)
         return turns
 
-    with Writer(store) as writer, ThreadPoolExecutor(16) as pool:
+    with GroupCommitWriter(store) as writer, ThreadPoolExecutor(16) as pool:
         done = list(pool.map(agent, [f"r{n}" for n in range(16)]))
     for turns in done:
         assert store.rollout_turns(turns[0].rollout_id) == turns
@@ -79,7 +79,7 @@ def test_many_threads_share_transactions(store: Store, monkeypatch: pytest.Monke
 
 
 def test_done_means_committed(store: Store, url: str) -> None:
-    with Writer(store) as writer, Store.open(url) as other:
+    with GroupCommitWriter(store) as writer, Store.open(url) as other:
         for index in range(5):
             writer.submit([make_turn(f"t{index}")]).result(timeout=30)
             assert other.find_turn(f"t{index}") is not None
@@ -93,7 +93,7 @@ class _Held:
         self.inside = threading.Event()
         append = store.append
 
-        def held(facts: Sequence[Fact], **more: Any) -> None:
+        def held(facts: Sequence[Event], **more: Any) -> None:
             self.inside.set()
             assert self.go.wait(30)
             append(facts, **more)
@@ -103,22 +103,22 @@ class _Held:
 
 def test_a_bad_fact_fails_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     held = _Held(store, monkeypatch)
-    with Writer(store) as writer:
+    with GroupCommitWriter(store) as writer:
         first = writer.submit([make_turn("first")])
         assert held.inside.wait(30)
-        bad = writer.submit([make_turn("x"), RewardGiven(rollout_id="r", value=float("nan"))])
+        bad = writer.submit([make_turn("x"), Reward(rollout_id="r", value=float("nan"))])
         good = [writer.submit([make_turn(f"g{n}")]) for n in range(3)]
         held.go.set()
         for future in (first, *good):
             future.result(timeout=30)
-        with pytest.raises(FactRefused):
+        with pytest.raises(EventRejected):
             bad.result(timeout=30)
     assert {turn.turn_id for turn in store.rollout_turns("r")} == {"first", "g0", "g1", "g2"}
 
 
 def test_close_writes_what_was_submitted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     held = _Held(store, monkeypatch)
-    writer = Writer(store)
+    writer = GroupCommitWriter(store)
     futures = [writer.submit([make_turn("t0")])]
     assert held.inside.wait(30)
     futures += [writer.submit([make_turn(f"t{n}")]) for n in range(1, 20)]
@@ -133,7 +133,7 @@ def test_close_writes_what_was_submitted(store: Store, monkeypatch: pytest.Monke
 
 def test_cancelling_takes_nothing_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     held = _Held(store, monkeypatch)
-    with Writer(store) as writer:
+    with GroupCommitWriter(store) as writer:
         writer.submit([make_turn("t0")])
         assert held.inside.wait(30)
         submission = writer.submit([make_turn("t1")])
@@ -182,7 +182,7 @@ class _Watched:
         self.go.set()
         append = store.append
 
-        def watched(facts: Sequence[Fact], *, before_commit: Any) -> None:
+        def watched(facts: Sequence[Event], *, before_commit: Any) -> None:
             def last(connection: Connection, new: Sequence[str]) -> None:
                 before_commit(connection, new)
                 self.committing.set()
@@ -202,7 +202,7 @@ def test_what_was_refused_while_it_waited_is_never_written(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = _Held(store, monkeypatch)
-    with Writer(store) as writer:
+    with GroupCommitWriter(store) as writer:
         first = writer.submit([make_turn("first")])
         assert held.inside.wait(30)
         waiting = writer.submit([make_turn("waiting")])
@@ -221,7 +221,7 @@ def test_what_was_refused_in_a_locked_store_is_not_trained_when_it_is_free(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = _Watched(store, monkeypatch)
-    with Writer(store) as writer:
+    with GroupCommitWriter(store) as writer:
         with _locked(store):
             refused = writer.submit(
                 [make_turn("refused"), make_turn("greedy", untrainable="greedy")]
@@ -250,7 +250,7 @@ def test_the_mark_is_in_the_transaction_that_writes_the_turn(
     """A crash right after the commit leaves nothing to train."""
     watched = _Watched(store, monkeypatch)
     watched.go.clear()
-    with Writer(store) as writer, Store.open(url) as other:
+    with GroupCommitWriter(store) as writer, Store.open(url) as other:
         with _locked(store):
             refused = writer.submit([make_turn("refused")])
             assert watched.began.wait(30)
@@ -264,7 +264,7 @@ def test_the_mark_is_in_the_transaction_that_writes_the_turn(
 def test_a_commit_on_its_way_is_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = _Watched(store, monkeypatch)
     watched.go.clear()
-    with Writer(store) as writer:
+    with GroupCommitWriter(store) as writer:
         submission = writer.submit([make_turn("t")])
         assert watched.committing.wait(30)
         submission.withdraw("too late")
@@ -279,7 +279,7 @@ def test_who_does_not_wait_for_the_commit_has_nothing_trained(
 ) -> None:
     watched = _Watched(store, monkeypatch)
     watched.go.clear()
-    with Writer(store) as writer:
+    with GroupCommitWriter(store) as writer:
         submission = writer.submit([make_turn("t")])
         assert watched.committing.wait(30)
         submission.withdraw("too late")
@@ -295,12 +295,15 @@ def test_a_connection_that_breaks_in_the_commit_leaves_nothing_to_train(
     """The commit arrived, its answer did not: who asks is refused, and the turn is there."""
     append = store.append
 
-    def broken(facts: Sequence[Fact], **more: Any) -> None:
+    def broken(facts: Sequence[Event], **more: Any) -> None:
         append(facts, **more)
         raise StoreUnavailable("server closed the connection unexpectedly")
 
     monkeypatch.setattr(store, "append", broken)
-    with Writer(store) as writer, pytest.raises(StoreUnavailable, match="closed the connection"):
+    with (
+        GroupCommitWriter(store) as writer,
+        pytest.raises(StoreUnavailable, match="closed the connection"),
+    ):
         writer.submit([make_turn("t")]).result(timeout=30)
     assert _reasons(store) == {"t": "unacknowledged"}
 
@@ -313,7 +316,7 @@ def test_who_writes_a_refused_turn_again_and_is_told_so_has_it_trained(
     append, mark = store.append, store.mark_unacknowledged
     commits = iter([StoreUnavailable("server closed the connection unexpectedly")])
 
-    def breaks_once(facts: Sequence[Fact], **more: Any) -> None:
+    def breaks_once(facts: Sequence[Event], **more: Any) -> None:
         append(facts, **more)
         for error in commits:
             raise error
@@ -324,7 +327,7 @@ def test_who_writes_a_refused_turn_again_and_is_told_so_has_it_trained(
     monkeypatch.setattr(store, "append", breaks_once)
     if down_meanwhile:
         monkeypatch.setattr(store, "mark_unacknowledged", unavailable)
-    with Writer(store) as writer:
+    with GroupCommitWriter(store) as writer:
         with pytest.raises(StoreUnavailable, match="closed the connection"):
             writer.submit([make_turn("t")]).result(timeout=30)
         if not down_meanwhile:
@@ -338,7 +341,7 @@ def test_a_repeat_that_is_refused_takes_nothing_from_who_was_told(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = _Watched(store, monkeypatch)
-    with Writer(store) as writer:
+    with GroupCommitWriter(store) as writer:
         writer.submit([make_turn("t")]).result(timeout=30)
         watched.committing.clear()
         watched.go.clear()
@@ -354,14 +357,14 @@ def test_what_is_withdrawn_from_a_batch_with_a_bad_fact_is_not_written(
 ) -> None:
     held = _Held(store, monkeypatch)
     second = threading.Event()
-    with Writer(store) as writer:
+    with GroupCommitWriter(store) as writer:
         writer.submit([make_turn("first")])
         assert held.inside.wait(30)
-        bad = writer.submit([RewardGiven(rollout_id="r", value=float("nan"))])
+        bad = writer.submit([Reward(rollout_id="r", value=float("nan"))])
         refused, good = writer.submit([make_turn("refused")]), writer.submit([make_turn("good")])
         append = store.append
 
-        def once_refused(facts: Sequence[Fact], **more: Any) -> None:
+        def once_refused(facts: Sequence[Event], **more: Any) -> None:
             if len(facts) > 1 and not second.is_set():
                 second.set()
                 refused.withdraw("too late")
@@ -378,7 +381,7 @@ def test_what_is_withdrawn_from_a_batch_with_a_bad_fact_is_not_written(
 
 def test_a_full_queue_refuses_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     held = _Held(store, monkeypatch)
-    with Writer(store, max_submissions=2) as writer:
+    with GroupCommitWriter(store, max_submissions=2) as writer:
         one = writer.submit([make_turn("one")])
         assert held.inside.wait(30)
         two = writer.submit([make_turn("two")])
@@ -399,7 +402,7 @@ def test_bytes_are_bounded_too_and_one_may_be_of_any_size(
 ) -> None:
     held = _Held(store, monkeypatch)
     large = {"messages": [{"role": "user", "content": "x" * 300_000}]}
-    with Writer(store, max_bytes=100_000) as writer:
+    with GroupCommitWriter(store, max_bytes=100_000) as writer:
         first = writer.submit([make_turn("large", request=large)])
         assert writer.load().bytes > 300_000
         assert held.inside.wait(30)

@@ -12,11 +12,11 @@ from sqlalchemy import Connection
 from support.store.events import make_turn
 from tracegrad.events import Turn
 from tracegrad.store import Store
-from tracegrad.store.write.parent_cache import LATEST, Context, Contexts
+from tracegrad.store.write.parent_cache import RECENT_TURNS, ParentCache, ParentInfo
 
 
-def context(turn: str, rollout: str) -> Context:
-    return Context(turn, rollout, 1, b"", None)
+def context(turn: str, rollout: str) -> ParentInfo:
+    return ParentInfo(turn, rollout, 1, b"", None)
 
 
 @contextmanager
@@ -42,29 +42,29 @@ def test_a_conversation_is_continued_without_reading(
 
 
 def test_the_latest_of_a_rollout_come_newest_first() -> None:
-    contexts = Contexts()
+    contexts = ParentCache()
     contexts.remember(context(f"t{n}", "r") for n in range(20))
-    latest = contexts.known(turns("r", None), no_reading).latest["r"]
-    assert [one.turn_id for one in latest] == [f"t{n}" for n in range(19, 19 - LATEST, -1)]
+    latest = contexts.lookup(turns("r", None), no_reading).recent["r"]
+    assert [one.turn_id for one in latest] == [f"t{n}" for n in range(19, 19 - RECENT_TURNS, -1)]
 
 
 def test_memory_is_bounded_by_forgetting_the_rollouts_not_written_longest() -> None:
-    contexts = Contexts(most=100)
+    contexts = ParentCache(most=100)
     for rollout in range(50):
         contexts.remember(context(f"{rollout}.{n}", str(rollout)) for n in range(10))
         contexts.remember([context("first", "kept")])
     assert contexts.size <= 100
-    assert "49.9" in contexts.known(turns("49", "49.9"), no_reading).turns
-    assert "first" in contexts.known(turns("kept", "first"), no_reading).turns
+    assert "49.9" in contexts.lookup(turns("49", "49.9"), no_reading).turns
+    assert "first" in contexts.lookup(turns("kept", "first"), no_reading).turns
     with pytest.raises(AssertionError, match="it was read"):
-        contexts.known(turns("1", "1.0"), no_reading)
+        contexts.lookup(turns("1", "1.0"), no_reading)
     contexts.forget(str(rollout) for rollout in [*range(50), "kept", "nobody"])
     assert contexts.size == 0
 
 
 def test_one_endless_rollout_is_remembered_by_its_latest_turns() -> None:
-    contexts = Contexts()
+    contexts = ParentCache()
     for n in range(5_000):
         contexts.remember([context(f"t{n}", "r")])
     assert contexts.size < 300
-    assert "t4999" in contexts.known(turns("r", "t4999"), no_reading).turns
+    assert "t4999" in contexts.lookup(turns("r", "t4999"), no_reading).turns

@@ -16,16 +16,16 @@ from support.trainer.row_samples import turn
 from tracegrad.events import Turn
 from tracegrad_trainer.batches import (
     BatchSettings,
-    Layout,
+    RoutingLayout,
     Row,
-    Selection,
+    TrainingSelection,
     micro_batch,
-    ones,
     rows_of,
     select,
+    unit_advantages,
 )
-from tracegrad_trainer.batches.expert_routing import OPEN, Routes
-from tracegrad_trainer.batches.rows import Source
+from tracegrad_trainer.batches.expert_routing import UNROUTED, ExpertRouting
+from tracegrad_trainer.batches.rows import RowSource
 from tracegrad_trainer.batches.tree_rows import tree_rows
 
 SETTINGS = BatchSettings(drop_equal_reward=False, max_staleness=None)
@@ -40,14 +40,14 @@ def rows(turns: list[Turn], skipped: set[str] | None = None) -> list[Row]:
 
 
 def one_tree(turns: list[Turn]) -> Row:
-    source = Source.of(Told("r", 1.0, turns), "g", [1.0] * len(turns), (), LAYOUT)
+    source = RowSource.of(Told("r", 1.0, turns), "g", [1.0] * len(turns), (), LAYOUT)
     ((row,), _) = tree_rows(source, limit=10**6)
     return row
 
 
-def routes_of(row: Row) -> Routes:
-    assert row.routes is not None
-    return row.routes
+def routes_of(row: Row) -> ExpertRouting:
+    assert row.expert_routing is not None
+    return row.expert_routing
 
 
 def first_choice(row: Row) -> list[int]:
@@ -56,11 +56,13 @@ def first_choice(row: Row) -> list[int]:
     return choice
 
 
-def selected(turns: list[Turn], layout: Layout | None = LAYOUT, **changes: Any) -> Selection:
+def selected(
+    turns: list[Turn], layout: RoutingLayout | None = LAYOUT, **changes: Any
+) -> TrainingSelection:
     return select(
         [Task("g", [Told("r", 1.0, turns)])],
         SETTINGS.model_copy(update=changes),
-        advantages=ones,
+        advantages=unit_advantages,
         current_version=1,
         routes=layout,
     )
@@ -81,14 +83,14 @@ def test_a_path_puts_together_what_each_turn_adds() -> None:
     # As the engine is asked: from the last token of the turn before, which nobody forwarded.
     (row,) = rows([told(a, whole), told(b, whole, start=4), told(c, whole, start=8)])
     assert np.array_equal(routes_of(row)[:-1], whole[:-1, [1, 2]])
-    assert (routes_of(row)[-1] == OPEN).all()
+    assert (routes_of(row)[-1] == UNROUTED).all()
     assert routes_of(row).dtype == np.int8
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
 def test_experts_keep_their_numbers_whatever_they_are_written_as(dtype: Any) -> None:
-    many = Layout(layers=2, routed=(0, 1), experts=256, k=4)
-    (a, _, _), found = chain(), drawn(5, layout=Layout(2, (0, 1), 256, 4))
+    many = RoutingLayout(layers=2, routed=(0, 1), experts=256, k=4)
+    (a, _, _), found = chain(), drawn(5, layout=RoutingLayout(2, (0, 1), 256, 4))
     found[0, 0] = [255, 128, 127, 0]
     rollout = Told("r", 1.0, [told(a, found, dtype=dtype)])
     (row,) = rows_of(rollout, group_id="g", advantages=[1.0], layout=many)
@@ -98,15 +100,15 @@ def test_experts_keep_their_numbers_whatever_they_are_written_as(dtype: Any) -> 
 def test_of_what_two_turns_say_the_first_is_believed() -> None:
     a, b, c = chain()
     (row,) = rows([by_expert(a, 1), by_expert(b, 2), by_expert(c, 3, start=8)])
-    assert first_choice(row) == [1] * 4 + [2] * 4 + [3] * 3 + [OPEN]
+    assert first_choice(row) == [1] * 4 + [2] * 4 + [3] * 3 + [UNROUTED]
 
 
 def test_a_turn_without_routes_leaves_its_tokens_to_those_that_continue_it() -> None:
     a, b, c = chain()
     (row,) = rows([a, by_expert(b, 2), c])
-    assert first_choice(row) == [2] * 8 + [OPEN] * 4
+    assert first_choice(row) == [2] * 8 + [UNROUTED] * 4
     (row,) = rows([by_expert(a, 1), b, by_expert(c, 3, start=8)])
-    assert first_choice(row) == [1] * 4 + [OPEN] * 4 + [3] * 3 + [OPEN]
+    assert first_choice(row) == [1] * 4 + [UNROUTED] * 4 + [3] * 3 + [UNROUTED]
 
 
 def test_context_that_is_not_trained_keeps_its_routes() -> None:
@@ -114,7 +116,7 @@ def test_context_that_is_not_trained_keeps_its_routes() -> None:
     turns = [by_expert(a, 1), by_expert(b, 2, start=4), by_expert(c, 3, start=8)]
     (row,) = rows(turns, skipped={"a"})
     assert row.turn_ids == ("a", "b", "c")
-    assert first_choice(row) == [1] * 4 + [2] * 4 + [3] * 3 + [OPEN]
+    assert first_choice(row) == [1] * 4 + [2] * 4 + [3] * 3 + [UNROUTED]
 
 
 def test_a_branch_has_the_routes_of_the_trunk_that_another_row_owns() -> None:
@@ -122,9 +124,9 @@ def test_a_branch_has_the_routes_of_the_trunk_that_another_row_owns() -> None:
     other = turn("d", [6], [7, 1], parent=a)
     turns = [by_expert(a, 1), by_expert(b, 2, start=4), by_expert(other, 3, start=4)]
     first, second = rows(turns)
-    assert first_choice(first) == [1] * 4 + [2] * 4 + [OPEN]
+    assert first_choice(first) == [1] * 4 + [2] * 4 + [UNROUTED]
     assert second.loss_mask[:5].sum() == 0
-    assert first_choice(second) == [1] * 4 + [3] * 3 + [OPEN]
+    assert first_choice(second) == [1] * 4 + [3] * 3 + [UNROUTED]
 
 
 def test_a_row_that_is_cut_ends_with_what_is_known_before_the_cut() -> None:
@@ -133,25 +135,25 @@ def test_a_row_that_is_cut_ends_with_what_is_known_before_the_cut() -> None:
     chosen = selected(turns, max_row_tokens=10)
     assert chosen.skipped == {"c": "over_long"}
     [row] = chosen.rows
-    assert first_choice(row) == [1] * 4 + [2] * 4 + [OPEN]
+    assert first_choice(row) == [1] * 4 + [2] * 4 + [UNROUTED]
 
 
 def test_an_experts_turn_gets_routes_from_the_policys_turn_behind_it() -> None:
     a = turn("a", [1, 2, 3], [4, 5], sampling={"source": "expert"})
     b = turn("b", [6], [7, 8], parent=a)
     (row,) = rows([a, by_expert(b, 2)])
-    assert row.expert[3:5].all()
-    assert first_choice(row) == [2] * 7 + [OPEN]
+    assert row.demonstration[3:5].all()
+    assert first_choice(row) == [2] * 7 + [UNROUTED]
 
 
 def test_rows_of_which_nothing_is_known_have_no_routes() -> None:
-    assert rows(list(chain()))[0].routes is None
+    assert rows(list(chain()))[0].expert_routing is None
     (known,) = rows([by_expert(chain()[0], 1)])
     made = micro_batch([*rows(list(chain())), known], [0, 1])
-    assert made.routes is not None
-    assert (made.routes[:12] == OPEN).all()
-    assert made.routes[12:, 0, 0].tolist() == [1] * 4 + [OPEN]
-    assert made.routes.dtype == np.int8
+    assert made.expert_routing is not None
+    assert (made.expert_routing[:12] == UNROUTED).all()
+    assert made.expert_routing[12:, 0, 0].tolist() == [1] * 4 + [UNROUTED]
+    assert made.expert_routing.dtype == np.int8
 
 
 # Trees
@@ -164,7 +166,7 @@ def test_a_trees_branches_have_their_own_routes_behind_those_of_the_trunk(start:
     c = turn("c", [5, 6], [7, 9], parent=a)
     row = one_tree([by_expert(a, 1), by_expert(b, 2, start=start), by_expert(c, 3, start=start)])
     assert row.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 7, 9]
-    assert first_choice(row) == [1] * 3 + [2] * 4 + [OPEN] + [3, OPEN]
+    assert first_choice(row) == [1] * 3 + [2] * 4 + [UNROUTED] + [3, UNROUTED]
 
 
 def test_what_only_one_branch_knows_of_the_trunk_all_have() -> None:
@@ -172,7 +174,7 @@ def test_what_only_one_branch_knows_of_the_trunk_all_have() -> None:
     b = turn("b", [5, 6], [7, 8], parent=a)
     c = turn("c", [5, 6], [7, 9], parent=a)
     row = one_tree([a, b, by_expert(c, 3)])
-    assert first_choice(row) == [3] * 6 + [OPEN] * 2 + [3, OPEN]
+    assert first_choice(row) == [3] * 6 + [UNROUTED] * 2 + [3, UNROUTED]
 
 
 def test_a_turn_that_sampled_nothing_still_tells_of_its_prompt() -> None:
@@ -181,7 +183,7 @@ def test_a_turn_that_sampled_nothing_still_tells_of_its_prompt() -> None:
     c = turn("c", [8, 6], [7], parent=a)
     row = one_tree([by_expert(a, 1), by_expert(b, 2, start=2), by_expert(c, 3, start=2)])
     assert row.input_ids.tolist() == [1, 2, 3, 5, 6, 7, 8, 6, 7]
-    assert first_choice(row) == [1, 1] + [2] * 3 + [OPEN] + [3, 3, OPEN]
+    assert first_choice(row) == [1, 1] + [2] * 3 + [UNROUTED] + [3, 3, UNROUTED]
 
 
 @settings(max_examples=100, deadline=None)
@@ -201,13 +203,17 @@ def test_trees_know_at_least_what_paths_know(turns: list[Turn], data: st.DataObj
         return told(one, np.array([[[e, e + 1]] * 3 for e in first]), start=start)
 
     rollout = Told("r", 1.0, [with_routes(one) for one in turns])
-    source = Source.of(rollout, "g", [1.0] * len(turns), (), LAYOUT)
+    source = RowSource.of(rollout, "g", [1.0] * len(turns), (), LAYOUT)
 
     def known(made: list[Row]) -> dict[tuple[str, int], list[int]]:
         """By sampled token: of all that it sees, the experts."""
         found = {}
         for row in made:
-            routes = np.full(len(row), OPEN) if row.routes is None else row.routes[:, 0, 0]
+            routes = (
+                np.full(len(row), UNROUTED)
+                if row.expert_routing is None
+                else row.expert_routing[:, 0, 0]
+            )
             for t in np.flatnonzero(row.loss_mask).tolist():
                 turn_id = row.turn_ids[row.turn_index[t]]
                 place = int(row.positions[t])
@@ -216,7 +222,7 @@ def test_trees_know_at_least_what_paths_know(turns: list[Turn], data: st.DataObj
                     seen.append(before)
                 for at in seen:
                     expected = choice(row.input_ids[seen[seen.index(at) :]][::-1].tolist())
-                    assert routes[at] in (OPEN, expected)
+                    assert routes[at] in (UNROUTED, expected)
                 found[turn_id, place] = routes[seen].tolist()
         return found
 
@@ -224,7 +230,7 @@ def test_trees_know_at_least_what_paths_know(turns: list[Turn], data: st.DataObj
     assert shared.keys() == apart.keys()
     for target, experts in apart.items():
         pairs = zip(shared[target], experts, strict=True)
-        assert all(mine == theirs or theirs == OPEN for mine, theirs in pairs)
+        assert all(mine == theirs or theirs == UNROUTED for mine, theirs in pairs)
 
 
 # Selection
@@ -244,7 +250,7 @@ def test_without_routing_replay_nothing_reads_the_routes() -> None:
     a, _, _ = chain()
     chosen = selected([replace(a, routed_experts=b"no file")], layout=None)
     assert "routes_known_share" not in chosen.stats
-    assert chosen.rows[0].routes is None
+    assert chosen.rows[0].expert_routing is None
 
 
 def test_of_turns_that_are_in_no_row_the_routes_are_not_read() -> None:

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from support.trainer.batch_samples import Task, Told, selected
 from support.trainer.row_samples import turn
 from tracegrad.events import Outcome, Turn
-from tracegrad_trainer.batches import BatchSettings, Selection, rows_of
-from tracegrad_trainer.batches.turn_access import digests_of
-from tracegrad_trainer.losses import Memory, advantages, preset
+from tracegrad_trainer.batches import BatchSettings, TrainingSelection, rows_of
+from tracegrad_trainer.batches.turn_access import token_digests
+from tracegrad_trainer.losses import AdvantageMemory, compute_advantages, preset
 
 
 def one(name: str, **changes: object) -> Turn:
@@ -23,8 +23,8 @@ def one(name: str, **changes: object) -> Turn:
 
 
 def centred() -> partial[list[np.ndarray]]:
-    memory: Memory = {}
-    return partial(advantages, preset("grpo", advantage="dr_grpo"), memory=memory)
+    memory: AdvantageMemory = {}
+    return partial(compute_advantages, preset("grpo", advantage="dr_grpo"), memory=memory)
 
 
 def test_outcomes_that_are_left_out_still_count_in_the_baseline() -> None:
@@ -256,7 +256,7 @@ def test_equal_rollouts_whose_turns_differ_are_trained_by_what_looks_at_turns() 
         better = Told("r0", 0.1, [one("a")], turn_rewards={0: 1.0})
         return Task("g", [better, Told("r1", 0.1, [one("b")]), Told("r2", 0.1, [one("c")])])
 
-    by_turn = partial(advantages, preset("grpo", advantage="turn_return"), memory={})
+    by_turn = partial(compute_advantages, preset("grpo", advantage="turn_return"), memory={})
     assert selected([task()], advantages=by_turn, drop_equal_reward=True).skipped == {}
     # These compare rollouts: all that is left of 0.1 three times is the rounding of its mean.
     chosen = selected([task()], advantages=centred(), drop_equal_reward=True)
@@ -265,12 +265,12 @@ def test_equal_rollouts_whose_turns_differ_are_trained_by_what_looks_at_turns() 
 
 def test_a_rollout_by_itself_is_compared_with_nobody() -> None:
     alone = [Task(f"r{i}", [Told(f"r{i}", 1.0, [one(name)])]) for i, name in enumerate("ab")]
-    running = partial(advantages, preset("grpo", advantage="running"), memory={})
+    running = partial(compute_advantages, preset("grpo", advantage="running"), memory={})
     chosen = selected(alone, advantages=running, drop_equal_reward=True, group_size=1)
     assert (chosen.trained, chosen.stats["groups_equal_reward"]) == (["a", "b"], 0)
 
 
-def same(a: Selection, b: Selection) -> bool:
+def same(a: TrainingSelection, b: TrainingSelection) -> bool:
     return (
         [(row.rollout_id, row.advantage.tolist(), row.reward.tolist()) for row in a.rows]
         == [(row.rollout_id, row.advantage.tolist(), row.reward.tolist()) for row in b.rows]
@@ -307,7 +307,9 @@ def test_a_turn_reward_that_is_no_number_is_refused_by_name() -> None:
 def test_rows_that_leave_take_their_pairs_along() -> None:
     a, b = (rows_of(Told(n, 1.0, [one(n)]), group_id="g", advantages=[1.0])[0] for n in "ab")
     rows = [replace(row, pair=pair) for pair, row in [(0, a), (0, b), (1, b), (-1, a)]]
-    chosen = Selection(rows=rows, trained=["a", "b"], skipped={}, rollouts=["a", "b"], stats={})
+    chosen = TrainingSelection(
+        rows=rows, trained=["a", "b"], skipped={}, rollouts=["a", "b"], stats={}
+    )
     left = chosen.without_rows([1], "non_finite")
     # Both turns are still in rows of their own.
     assert [row.pair for row in left.rows] == [1, -1]
@@ -321,10 +323,10 @@ def test_equal_tokens_have_equal_digests_however_they_were_chained() -> None:
     a = one("a")
     b = turn("b", [6, 7], [8], parent=a)
     alone = replace(b, parent_id=None)
-    early = digests_of([b, a])[0]
-    assert digests_of([a, b])[1] == digests_of([alone])[0] == early
+    early = token_digests([b, a])[0]
+    assert token_digests([a, b])[1] == token_digests([alone])[0] == early
     sibling = turn("c", [6, 7], [8], parent=a)
-    assert digests_of([a, b, sibling])[2] == early
+    assert token_digests([a, b, sibling])[2] == early
     shorter = replace(b, prompt_token_ids=b.prompt_token_ids[:-1], parent_id=None)
     longer = replace(
         shorter,
@@ -332,5 +334,5 @@ def test_equal_tokens_have_equal_digests_however_they_were_chained() -> None:
         completion_logprobs=array("f", [0, 0]),
         policy_versions=((1, 2),),
     )
-    assert digests_of([longer])[0].whole == early.whole
-    assert digests_of([longer])[0] != early
+    assert token_digests([longer])[0].whole == early.whole
+    assert token_digests([longer])[0] != early

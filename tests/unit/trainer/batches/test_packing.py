@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.trainer.row_samples import rows
-from tracegrad_trainer.batches import MicroBatch, micro_batch, pack, packing_stats, plan
-from tracegrad_trainer.batches.packing import cost
+from tracegrad_trainer.batches import MicroBatch, micro_batch, pack, packing_stats, plan_packing
+from tracegrad_trainer.batches.packing import row_cost
 
 
 @st.composite
@@ -31,7 +31,7 @@ def test_a_plan_holds_every_row_once_within_the_budget(
     made: tuple[list[int], list[int], int, int],
 ) -> None:
     lengths, pairs, ranks, budget = made
-    planned = plan(lengths, ranks=ranks, budget=budget, pairs=pairs)
+    planned = plan_packing(lengths, ranks=ranks, budget=budget, pairs=pairs)
     assert len(planned) == ranks
     placed = [i for bins in planned for bin_ in bins for i in bin_]
     assert sorted(placed) == list(range(len(lengths)))
@@ -50,7 +50,7 @@ def test_a_plan_holds_every_row_once_within_the_budget(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 4))
 def test_loads_differ_by_no_more_than_the_costliest_row(lengths: list[int], ranks: int) -> None:
-    assert max(loads := loads_of(lengths, ranks)) - min(loads) <= cost(max(lengths)) + 1e-9
+    assert max(loads := loads_of(lengths, ranks)) - min(loads) <= row_cost(max(lengths)) + 1e-9
 
 
 @settings(max_examples=150, deadline=None)
@@ -58,7 +58,7 @@ def test_loads_differ_by_no_more_than_the_costliest_row(lengths: list[int], rank
 def test_the_fullest_rank_is_near_the_best_there_is(lengths: list[int], ranks: int) -> None:
     best = min(
         max(
-            sum(cost(n) for n, at in zip(lengths, places, strict=True) if at == rank)
+            sum(row_cost(n) for n, at in zip(lengths, places, strict=True) if at == rank)
             for rank in range(ranks)
         )
         for places in product(range(ranks), repeat=len(lengths))
@@ -74,35 +74,35 @@ def test_exchanges_mend_what_longest_first_gets_wrong() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(50, 120))
 def test_no_two_micro_batches_of_a_rank_would_fit_into_one(lengths: list[int], budget: int) -> None:
-    (bins,) = plan(lengths, ranks=1, budget=budget)
+    (bins,) = plan_packing(lengths, ranks=1, budget=budget)
     totals = sorted(sum(lengths[i] for i in bin_) for bin_ in bins)
     assert len(totals) < 2 or totals[0] + totals[1] > budget
 
 
 def loads_of(lengths: list[int], ranks: int) -> list[float]:
-    planned = plan(lengths, ranks=ranks, budget=sum(lengths))
-    return [sum(cost(lengths[i]) for b in bins for i in b) for bins in planned]
+    planned = plan_packing(lengths, ranks=ranks, budget=sum(lengths))
+    return [sum(row_cost(lengths[i]) for b in bins for i in b) for bins in planned]
 
 
 def test_ranks_run_their_costliest_micro_batches_at_the_same_time() -> None:
     lengths = [60, 60, 100, 100, 30, 30]
-    planned = plan(lengths, ranks=2, budget=100)
+    planned = plan_packing(lengths, ranks=2, budget=100)
     assert [[sum(lengths[i] for i in b) for b in bins] for bins in planned] == [[100, 90]] * 2
     # First fit opens with the longest row, which is less than the two that come next.
-    assert plan([55, 50, 50], ranks=1, budget=100) == [[[1, 2], [0]]]
+    assert plan_packing([55, 50, 50], ranks=1, budget=100) == [[[1, 2], [0]]]
 
 
 def test_a_pair_beyond_the_budget_is_one_clear_error() -> None:
     with pytest.raises(ValueError, match=r"a pair of 2 rows of 12 tokens exceeds tokens_per_mic"):
-        plan([6, 6, 1], ranks=1, budget=10, pairs=[4, 4, -1])
-    assert plan([6, 6], ranks=1, budget=10) == [[[0], [1]]]
+        plan_packing([6, 6, 1], ranks=1, budget=10, pairs=[4, 4, -1])
+    assert plan_packing([6, 6], ranks=1, budget=10) == [[[0], [1]]]
 
 
 def test_a_pairs_rows_are_in_one_micro_batch() -> None:
     made = [replace(row, pair=i % 2, label=1 - 2 * (i // 2)) for i, row in enumerate(rows(4))]
     (bins,) = pack(made, ranks=1, budget=80)
     assert sorted(batch.pair.tolist() for batch in bins) == [[0, 0], [1, 1]]
-    left, targets = bins[0].without([int(bins[0].row_keys[1])])
+    left, targets = bins[0].without_rows([int(bins[0].row_keys[1])])
     # What is left of a pair compares nothing.
     assert (left.row_keys.tolist(), targets.any()) == ([-1], np.False_)
 
@@ -116,7 +116,7 @@ def test_the_pack_says_how_full_and_how_even_it_is() -> None:
     assert stats["micro_batches"] == 2
     assert stats["pack_fill"] == sum(lengths) / (4 * budget)  # one of the four is filling
     # Side by side: the longest beside the second, the third beside filling.
-    third, second, longest = map(cost, lengths)
+    third, second, longest = map(row_cost, lengths)
     assert stats["pack_balance"] == pytest.approx(
         (longest + second + third) / 2 / (max(longest, second) + third)
     )
@@ -125,7 +125,7 @@ def test_the_pack_says_how_full_and_how_even_it_is() -> None:
 
 def test_a_row_beyond_the_budget_names_the_setting() -> None:
     with pytest.raises(ValueError, match="tokens_per_micro_batch"):
-        plan([5, 11], ranks=1, budget=10)
+        plan_packing([5, 11], ranks=1, budget=10)
 
 
 def test_a_micro_batch_says_what_its_rows_say() -> None:
@@ -139,14 +139,14 @@ def test_a_micro_batch_says_what_its_rows_say() -> None:
 def test_without_takes_whole_rows_out() -> None:
     made = rows(5)
     batch = micro_batch(made, [7, 8, 9, 10, 11])
-    left, targets = batch.without([8, 11])
+    left, targets = batch.without_rows([8, 11])
     check(left, [made[0], made[2], made[3]])
     assert left.row_keys.tolist() == [7, 9, 10]
-    assert left.mu.tolist() == batch.mu[targets].tolist()
-    same, every = batch.without([3])
+    assert left.rollout_logprobs.tolist() == batch.rollout_logprobs[targets].tolist()
+    same, every = batch.without_rows([3])
     assert same is batch
     assert every.all()
-    filling, nothing = batch.without([7, 8, 9, 10, 11])
+    filling, nothing = batch.without_rows([7, 8, 9, 10, 11])
     assert (filling.tokens, len(filling.target), nothing.any()) == (2, 0, np.False_)
 
 

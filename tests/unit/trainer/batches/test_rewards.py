@@ -11,7 +11,7 @@ from support.trainer.batch_samples import Task, Told, selected
 from support.trainer.row_samples import turn
 from tracegrad.events import Turn
 from tracegrad_trainer.batches import BatchSettings, micro_batch, rows_of, turn_reason
-from tracegrad_trainer.batches.select import scored
+from tracegrad_trainer.batches.select import rollout_rewards_of
 
 
 def three() -> list[Turn]:
@@ -78,19 +78,21 @@ def test_an_experts_turn_is_trained_whatever_is_recorded_with_it() -> None:
     chosen = selected([Task("g", [Told("r", 1.0, [expert(), mine])])], version=7, max_staleness=0)
     assert chosen.trained == ["x", "m"]
     (row,) = chosen.rows
-    assert row.expert.tolist() == [False, False, True, True, False, False]
+    assert row.demonstration.tolist() == [False, False, True, True, False, False]
     assert row.policy_version.tolist() == [-1, -1, -1, -1, -1, 7]
     assert row.rollout_logprobs.tolist() == pytest.approx([0, 0, 0, 0, 0, -0.1])
     assert row.temperature.tolist() == [1, 1, 1, 1, 1, 0.5]
     batch = micro_batch(chosen.rows, [0])
-    assert batch.expert.tolist() == [True, True, False]
-    assert np.isfinite(batch.mu).all()
+    assert batch.demonstration.tolist() == [True, True, False]
+    assert np.isfinite(batch.rollout_logprobs).all()
 
 
 def test_an_experts_tokens_are_not_sampled_ones() -> None:
     """No penalty of over-long rollouts, and no weight by length, is for what an expert wrote."""
     mine = turn("m", [5], [6, 7, 8], parent=expert())
-    assert scored(Told("r", 1.0, [expert(), mine]), group=0, task="t").tokens.tolist() == [0, 3]
+    assert rollout_rewards_of(
+        Told("r", 1.0, [expert(), mine]), group=0, task="t"
+    ).tokens.tolist() == [0, 3]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.trainer.row_samples import Group, Sample, turn
 from tracegrad.events import Turn
 from tracegrad_trainer.batches import BatchSettings, rows_of, select
-from tracegrad_trainer.losses import advantages, preset
+from tracegrad_trainer.losses import compute_advantages, preset
 
 
 def chain() -> list[Turn]:
@@ -140,7 +140,7 @@ def test_selection_gives_every_turn_one_answer() -> None:
     selection = select(
         [group, equal],
         BatchSettings(tokens_per_micro_batch=10, max_staleness=3),
-        advantages=partial(advantages, preset("grpo", advantage="dr_grpo"), memory={}),
+        advantages=partial(compute_advantages, preset("grpo", advantage="dr_grpo"), memory={}),
         current_version=9,
         failed_versions={8},
     )

@@ -9,12 +9,12 @@ from support.trainer.batch_samples import Task, Told, selected, trees
 from support.trainer.row_samples import turn
 from tracegrad.events import Turn
 from tracegrad_trainer.batches import Row, micro_batch, rows_of
-from tracegrad_trainer.batches.rows import Source
+from tracegrad_trainer.batches.rows import RowSource
 from tracegrad_trainer.batches.tree_rows import tree_rows
 
 
 def as_trees(turns: list[Turn], skipped: set[str] | None = None, limit: int = 10**6) -> list[Row]:
-    source = Source.of(Told("r", 0.5, turns), "g", [1.0] * len(turns), skipped or set())
+    source = RowSource.of(Told("r", 0.5, turns), "g", [1.0] * len(turns), skipped or set())
     return tree_rows(source, limit=limit)[0]
 
 
@@ -173,7 +173,7 @@ def test_trees_and_paths_say_the_same_of_every_target(
     skipped = {t.turn_id for t in turns if data.draw(st.booleans())}
     rollout = Told("r", 0.5, turns, turn_rewards={0: 2.0, len(turns) - 1: -1.0})
     values = [float(i + 1) for i in range(len(turns))]
-    source = Source.of(rollout, "g", values, skipped)
+    source = RowSource.of(rollout, "g", values, skipped)
 
     def targets(rows: list[Row]) -> list[tuple[object, ...]]:
         return sorted(
@@ -212,7 +212,7 @@ def test_in_a_micro_batch_trees_and_paths_keep_to_themselves(
     assert batch.subtree_end is not None
     ends = np.concatenate([s + np.array(ends_of(r)) for s, r in zip(starts, rows, strict=True)])
     assert batch.subtree_end.tolist() == ends.tolist()
-    left, _ = batch.without([0])
+    left, _ = batch.without_rows([0])
     if len(rows) > 1 and left.subtree_end is not None:
         expected = ends[len(rows[0]) :] - len(rows[0])
         assert left.subtree_end.tolist() == expected.tolist()

@@ -12,12 +12,12 @@ from support.trainer.batch_samples import Task, Told, selected
 from support.trainer.row_samples import turn
 from tracegrad.events import Turn
 from tracegrad_trainer.batches.select import AdvantageFunction
-from tracegrad_trainer.batches.turn_access import demonstrated, state_of
-from tracegrad_trainer.losses import advantages, preset
+from tracegrad_trainer.batches.turn_access import demonstration_outcomes, state_before
+from tracegrad_trainer.losses import compute_advantages, preset
 
 
 def objective(name: str, **changes: Any) -> AdvantageFunction:
-    return partial(advantages, preset(name, **changes), memory={})
+    return partial(compute_advantages, preset(name, **changes), memory={})
 
 
 def one(name: str, **changes: Any) -> Turn:
@@ -38,11 +38,11 @@ def rollouts(*turns: Sequence[Turn], rewards: Sequence[float]) -> Task:
 def test_turns_are_compared_by_the_key_that_was_given_else_by_what_was_observed() -> None:
     seen = "0f" * 16
     keys = [
-        state_of(one("a", state_key=seen)),
-        state_of(one("b", observation=seen)),
-        state_of(one("c", state_key=seen, observation="aa" * 16)),
-        state_of(one("d")),
-        state_of(expert("e")),
+        state_before(one("a", state_key=seen)),
+        state_before(one("b", observation=seen)),
+        state_before(one("c", state_key=seen, observation="aa" * 16)),
+        state_before(one("d")),
+        state_before(expert("e")),
     ]
     assert keys[0] == keys[2] != keys[1]
     assert keys[1] is not None
@@ -67,8 +67,8 @@ def test_a_state_is_not_the_prompt_that_led_to_it() -> None:
 
 def test_an_experts_turn_says_what_the_expert_came_to() -> None:
     turns = [expert("a"), expert("b", reward=0.5, distance=7), one("c"), expert("d")]
-    assert demonstrated(turns) == {0: (1.0, 3), 1: (0.5, 7), 3: (1.0, 0)}
-    assert demonstrated([one("a")]) == {}
+    assert demonstration_outcomes(turns) == {0: (1.0, 3), 1: (0.5, 7), 3: (1.0, 0)}
+    assert demonstration_outcomes([one("a")]) == {}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_an_experts_turn_says_what_the_expert_came_to() -> None:
 )
 def test_what_an_expert_cannot_have_come_to_is_refused(said: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        demonstrated([expert("a", **said)])
+        demonstration_outcomes([expert("a", **said)])
 
 
 @pytest.mark.parametrize("centre", [False, True])

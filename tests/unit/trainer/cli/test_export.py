@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from support.trainer.prepared_run import save_smallest_model, settings_of
 from support.trainer.tiny_model import load_model
-from tracegrad_trainer.cli.export import Request, export
+from tracegrad_trainer.cli.export import ExportRequest, export
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import full_tensors
-from tracegrad_trainer.engine.checkpoint.save_load import Saver
+from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.model.lora import merged_tensors
 from tracegrad_trainer.rl.build_learner import build_learner
 
@@ -48,7 +48,7 @@ def checkpointed(settings: TrainerSettings) -> dict[str, Tensor]:
             if parameter.requires_grad:
                 assert isinstance(parameter, DTensor)
                 parameter.to_local().add_(0.1 * torch.randn(parameter.shape))
-    saver = Saver(settings.checkpoints)
+    saver = CheckpointSaver(settings.checkpoints)
     saver.start(learner, 1, {})
     saver.wait()
     named = merged_tensors if settings.fsdp.lora else full_tensors
@@ -56,7 +56,7 @@ def checkpointed(settings: TrainerSettings) -> dict[str, Tensor]:
 
 
 def exported(settings: TrainerSettings, out: Path, **changes: object) -> Path:
-    request = Request(**({"out": out, "step": 1, "dtype": "float32"} | changes))  # type: ignore[arg-type]
+    request = ExportRequest(**({"out": out, "step": 1, "dtype": "float32"} | changes))  # type: ignore[arg-type]
     assert export(settings, request, Console(quiet=True)) == 0
     return out
 
@@ -109,7 +109,7 @@ def test_a_folder_that_holds_something_else_is_not_touched(model: Path, tmp_path
     checkpointed(settings)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("irreplaceable")
-    request = Request(out=tmp_path / "mine", step=1)
+    request = ExportRequest(out=tmp_path / "mine", step=1)
     assert export(settings, request, Console(quiet=True)) == 1
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "irreplaceable"
     # A folder of settings that are named as a model's are is no model.
@@ -139,6 +139,6 @@ def test_the_model_that_training_begins_with_is_not_replaced(
     before = {path.name: path.read_bytes() for path in mine.iterdir()}
     for out in (mine, tmp_path / "link"):
         shown = Console(file=StringIO(), width=500)
-        assert export(settings, Request(out=out, step=1), shown) == 1
+        assert export(settings, ExportRequest(out=out, step=1), shown) == 1
         assert "training begins with the model in it" in shown.file.getvalue()  # type: ignore[attr-defined]
     assert {path.name: path.read_bytes() for path in mine.iterdir()} == before

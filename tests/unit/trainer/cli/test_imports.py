@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.trainer.prepared_run import save_smallest_model
-from tracegrad_trainer.losses import evaluate
+from tracegrad_trainer.losses import compute_loss
 from tracegrad_trainer.losses.advantages import ADVANTAGES
 from tracegrad_trainer.losses.aggregation import AGGREGATIONS
 from tracegrad_trainer.losses.corrections import CORRECTIONS, LEVELS
@@ -69,7 +69,7 @@ def test_who_only_waits_for_ranks_imports_no_torch(module: str, tmp_path: Path) 
 
 
 def test_the_registries_hold_exactly_the_names_that_settings_know() -> None:
-    assert callable(evaluate), "all parts are imported"
+    assert callable(compute_loss), "all parts are imported"
     every = (ADVANTAGES, RATIOS, SURROGATES, CORRECTIONS, LEVELS, AGGREGATIONS)
     assert {registry.kind: set(registry) for registry in every} == {
         kind: set(names) for kind, names in PARTS.items()

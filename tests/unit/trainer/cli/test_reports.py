@@ -17,12 +17,12 @@ from support.trainer.step_samples import SEVERAL, fill, rollout, train, trainer_
 from tracegrad.events import Turn
 from tracegrad.store import StepRecord, Store
 from tracegrad_trainer.cli import dry_run
-from tracegrad_trainer.cli.render_status import _cell, step_line
-from tracegrad_trainer.replay.load import candidates
-from tracegrad_trainer.replay.render import render_list
-from tracegrad_trainer.replay.replay import Asked, replay
-from tracegrad_trainer.sft.report import Report
-from tracegrad_trainer.utils.console import print_json, print_report, table
+from tracegrad_trainer.cli.render_status import _cell, format_step_line
+from tracegrad_trainer.replay.load import list_candidates
+from tracegrad_trainer.replay.render import render_candidates
+from tracegrad_trainer.replay.replay import ReplayRequest, replay
+from tracegrad_trainer.sft.report import SftReport
+from tracegrad_trainer.utils.console import plain_table, print_json, print_report
 
 BRACKETS = "fix [easy] the [/bold] parser, and whatever else is in this very long name of a task"
 
@@ -36,7 +36,7 @@ def test_names_of_tasks_are_no_markup_and_a_pipe_cuts_nothing(
         for n in range(2):
             store.append(rollout(f"r{n}", BRACKETS, reward=float(n), seed=n))
         store.append(rollout("alone", f"{BRACKETS}, too", reward=1.0, seed=9))
-    assert dry_run.show(settings, Console(file=sys.stdout), False) == 0
+    assert dry_run.show_dry_run(settings, Console(file=sys.stdout), False) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith(BRACKETS)]
     assert [line for line in lines if line.startswith(f"{BRACKETS}, too")]
@@ -44,7 +44,7 @@ def test_names_of_tasks_are_no_markup_and_a_pipe_cuts_nothing(
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_a_narrow_terminal_breaks_words_and_no_number(width: int) -> None:
-    shown = table("task", "reward", "turns", "why", words=["why"])
+    shown = plain_table("task", "reward", "turns", "why", words=["why"])
     shown.add_row(BRACKETS, "0.123456789", "17", BRACKETS)
     out = io.StringIO()
     print_report(shown, Console(file=out, width=width, force_terminal=True, color_system=None))
@@ -59,20 +59,20 @@ def test_a_step_of_several_passes_says_how_many_turns_it_trained(tmp_path: Path)
     with Store.open(settings.proxy.store) as store:
         fill(store, 2)
         train(settings, 1)
-        [found] = candidates(store, settings.state_dir, limit=9)
+        [found] = list_candidates(store, settings.state_dir, limit=9)
     assert found.step.metrics["turns_trained"] > 12, "they count in every pass"
     assert found.problem is None
-    assert "4 rollouts, 12 turns trained" in step_line(found.step)
+    assert "4 rollouts, 12 turns trained" in format_step_line(found.step)
     out = io.StringIO()
-    Console(file=out, width=80).print(render_list([found]))
+    Console(file=out, width=80).print(render_candidates([found]))
     assert out.getvalue().splitlines()[1].split()[-3] == "12"
 
 
 def test_a_gap_of_no_tokens_is_not_told() -> None:
     metrics: dict[str, Any] = {"gap_max": 0.0, "gap_tokens": 0.0, "rollouts": 4.0}
-    assert "gap" not in step_line(StepRecord(step=1, version=1, metrics=metrics))
+    assert "gap" not in format_step_line(StepRecord(step=1, version=1, metrics=metrics))
     known = metrics | {"gap_tokens": 3.0}
-    assert "gap 0.0e+00" in step_line(StepRecord(step=1, version=1, metrics=known))
+    assert "gap 0.0e+00" in format_step_line(StepRecord(step=1, version=1, metrics=known))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_an_experts_turn_has_no_ratio_to_what_sampled_it(tmp_path: Path) -> None
             facts = rollout(f"r{n}", f"t{n // 2}", reward=float(n % 2), seed=n, at=1000.0 + n)
             store.append([_by_an_expert(fact) for fact in facts])
         train(settings, 1)
-        found = replay(store, settings.state_dir, Asked())
+        found = replay(store, settings.state_dir, ReplayRequest())
     ratios = {turn.turn_id: turn.ratio for turn in found.replayed.turns}
     assert len(ratios) == 12
     assert all((ratio == 1.0) == name.endswith(".0") for name, ratio in ratios.items())
@@ -109,10 +109,10 @@ def _by_an_expert(fact: Any) -> Any:
 
 @pytest.mark.parametrize(("taken", "kept"), [(0, []), (1, [0, 1]), (2, [0, 1, 2])])
 def test_a_run_that_goes_on_says_nothing_twice(tmp_path: Path, taken: int, kept: list[int]) -> None:
-    report = Report(tmp_path, tmp_path / "told")
+    report = SftReport(tmp_path, tmp_path / "told")
     lines = [json.dumps({"event": "step", "step": step}) + "\n" for step in (0, 1, 2)]
     report.file.write_text("".join(lines) + '{"event": "step", "st')  # the disk was full
-    report.resumes(taken)
+    report.run_resumed(taken)
     found = [json.loads(line)["step"] for line in report.file.read_text().splitlines()]
     assert found == kept
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
-from tracegrad_trainer.cli.render_status import step_line
-from tracegrad_trainer.cli.status import status
-from tracegrad_trainer.launch.run_state import RunState, forget_state, read_state
-from tracegrad_trainer.launch.step_feed import News
-from tracegrad_trainer.launch.torchrun import Ranks
-from tracegrad_trainer.utils.subprocesses import Child, ChildError
+from tracegrad_trainer.cli.render_status import format_step_line
+from tracegrad_trainer.cli.status import collect_status
+from tracegrad_trainer.launch.run_state import RunState, delete_state, read_state
+from tracegrad_trainer.launch.step_feed import StepFeed
+from tracegrad_trainer.launch.torchrun import RankProcesses
+from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess
 
 
 def test_the_newest_steps_come_first(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_the_newest_steps_come_first(tmp_path: Path) -> None:
             )
             Ledger(store).commit_step(record, trained=[], skipped={}, rollouts=[])
             store.record_version(PolicyVersion(number, number, "serving"))
-        found = status(store, tmp_path, tags={})
+        found = collect_status(store, tmp_path, tags={})
     assert [step["step"] for step in found.steps] == list(range(12, 2, -1))
     assert found.steps_total == found.version == 12
     assert found.seconds == {"train": 12.0}
@@ -43,18 +43,18 @@ def test_each_step_is_news_once_however_many_come_between(tmp_path: Path) -> Non
                 Ledger(store).commit_step(record, trained=[], skipped={}, rollouts=[])
 
         commit(1, 2)
-        news = News(store)
-        assert news.steps() == []
+        news = StepFeed(store)
+        assert news.new_steps() == []
         commit(*range(3, 53))
-        assert [step.step for step in news.steps()] == [*range(3, 53)]
-        assert news.steps() == []
+        assert [step.step for step in news.new_steps()] == [*range(3, 53)]
+        assert news.new_steps() == []
 
 
 def test_a_mismatch_after_a_push_is_loud() -> None:
     step = StepRecord(step=7, version=8, metrics={"gap_max": 4.6, "mismatch": 1.0})
-    assert "gap 4.6e+00 TOO LARGE: serving and training engine disagree" in step_line(step)
+    assert "gap 4.6e+00 TOO LARGE: serving and training engine disagree" in format_step_line(step)
     quiet = StepRecord(step=7, version=8, metrics={"gap_max": 3e-6, "mismatch": 0.0})
-    assert "TOO LARGE" not in step_line(quiet)
+    assert "TOO LARGE" not in format_step_line(quiet)
 
 
 def test_a_process_that_is_gone_does_not_run(tmp_path: Path) -> None:
@@ -63,10 +63,10 @@ def test_a_process_that_is_gone_does_not_run(tmp_path: Path) -> None:
     state = RunState(tmp_path, "serve")
     state.update(pid=gone.pid, stage="serving")
     with Store.open(f"sqlite:///{tmp_path}/store.db") as store:
-        assert status(store, tmp_path, tags={}).stage == "stopped"
+        assert collect_status(store, tmp_path, tags={}).stage == "stopped"
         state.update(pid=os.getpid())
-        assert status(store, tmp_path, tags={}).stage == "serving"
-    forget_state(tmp_path, "serve")
+        assert collect_status(store, tmp_path, tags={}).stage == "serving"
+    delete_state(tmp_path, "serve")
     assert read_state(tmp_path, "serve") is None
 
 
@@ -100,10 +100,10 @@ Root Cause (first observed failure):
     ],
 )
 def test_the_rank_that_was_killed_is_named(tmp_path: Path, code: int, words: str) -> None:
-    ranks = Ranks.__new__(Ranks)  # as it is, but for what it runs
+    ranks = RankProcesses.__new__(RankProcesses)  # as it is, but for what it runs
     said = LAUNCHER_SAYS.format(code=code)
     command = [sys.executable, "-c", f"print({said!r}); raise SystemExit(1)"]
-    Child.__init__(ranks, "ranks", command, log=tmp_path / "ranks.log")
+    ChildProcess.__init__(ranks, "ranks", command, log=tmp_path / "ranks.log")
     ranks.start()
     ranks._process.wait()  # type: ignore[union-attr]
     with pytest.raises(ChildError, match=words):

@@ -11,11 +11,11 @@ from rich.console import Console
 from sqlalchemy import event
 
 from support.trainer.step_samples import rollout
-from tracegrad.events import Fact, RolloutOpened
+from tracegrad.events import Event, RolloutStarted
 from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
-from tracegrad.store.maintenance import Retention, Selection, prune
+from tracegrad.store.maintenance import RetentionRule, RolloutSelection, prune
 from tracegrad_trainer.cli import render_status
-from tracegrad_trainer.cli.status import RECENT_STEPS, Status, status
+from tracegrad_trainer.cli.status import RECENT_STEPS, RunStatus, collect_status
 
 METRICS: dict[str, Any] = {
     "seconds": {"train": 1.0, "wait": 3.0},
@@ -40,9 +40,9 @@ def store(tmp_path: Path) -> Any:
         yield opened
 
 
-def tagged(name: str, split: str, **more: Any) -> list[Fact]:
+def tagged(name: str, split: str, **more: Any) -> list[Event]:
     facts = rollout(name, name, **more)
-    opened = RolloutOpened(rollout_id=name, task_id=name, tags={"split": split}, opened_at=1000.0)
+    opened = RolloutStarted(rollout_id=name, task_id=name, tags={"split": split}, opened_at=1000.0)
     return [opened, *facts[1:]]
 
 
@@ -51,9 +51,9 @@ def commit(store: Store, step: int, **more: Any) -> None:
     Ledger(store).commit_step(record, **({"trained": [], "skipped": {}, "rollouts": []} | more))
 
 
-def printed(found: Status, width: int) -> str:
+def printed(found: RunStatus, width: int) -> str:
     file = io.StringIO()
-    Console(file=file, width=width).print(render_status.render(found))
+    Console(file=file, width=width).print(render_status.render_status(found))
     return file.getvalue()
 
 
@@ -68,7 +68,7 @@ def test_a_long_run_is_counted_whole_and_read_in_part(store: Store, tmp_path: Pa
         said.append(str(arguments[2]).lower())
 
     event.listen(store._engine, "before_cursor_execute", listen)
-    found = status(store, tmp_path, tags={})
+    found = collect_status(store, tmp_path, tags={})
     assert (found.steps_total, len(found.steps), found.steps[0]["step"]) == (steps, 10, steps)
     assert found.seconds == {"train": float(RECENT_STEPS), "wait": 3.0 * RECENT_STEPS}
     assert found.seconds_steps == RECENT_STEPS
@@ -85,7 +85,7 @@ def test_success_is_that_of_each_split(store: Store, tmp_path: Path) -> None:
     for n in range(4):
         store.append(tagged(f"a{n}", "train", reward=float(n % 2), seed=n))
         store.append(tagged(f"b{n}", "held_out", reward=1.0, seed=n))
-    found = status(store, tmp_path, tags={})
+    found = collect_status(store, tmp_path, tags={})
     assert found.success["train"] == {
         "mean": 0.5,
         "error": pytest.approx((1 / 3) ** 0.5 / 2),
@@ -100,11 +100,11 @@ def test_removed_turns_are_told_apart_from_those_that_are_there(
 ) -> None:
     for n in range(3):
         store.append(rollout(f"r{n}", "t", reward=1.0, seed=n, at=1000.0 + 100 * n))
-    assert status(store, tmp_path, tags={}).removed == {}
+    assert collect_status(store, tmp_path, tags={}).removed == {}
     trained = [f"r0.{i}" for i in range(2)]
     commit(store, 1, trained=trained, skipped={"r0.2": "greedy"}, rollouts=["r0"])
-    prune(store, Retention(selection=Selection(before=1050.0)))
-    found = status(store, tmp_path, tags={})
+    prune(store, RetentionRule(selection=RolloutSelection(before=1050.0)))
+    found = collect_status(store, tmp_path, tags={})
     assert found.removed == {"rollouts": 1, "turns": 3, "trained": 2}
     assert (found.turns_captured, found.turns_trained) == (6, 0)
     assert "turns removed" in printed(found, 80)
@@ -114,7 +114,7 @@ def test_the_gap_of_the_last_push_that_serves_is_told(store: Store, tmp_path: Pa
     gap = {"tokens": 64, "mean": 1e-6, "max": 4e-6}
     store.record_version(PolicyVersion(1, 1, "serving", detail={"gap": gap}))
     store.record_version(PolicyVersion(2, 2, "failed", detail={"gap": None, "error": "x"}))
-    found = status(store, tmp_path, tags={})
+    found = collect_status(store, tmp_path, tags={})
     assert (found.version, found.failed_versions) == (1, [2])
     assert found.push == {"version": 1, "gap": gap}
     assert "1.0e-06 on average, 4.0e-06 at most" in printed(found, 120)
@@ -123,7 +123,7 @@ def test_the_gap_of_the_last_push_that_serves_is_told(store: Store, tmp_path: Pa
 @pytest.mark.parametrize("width", [80, 120])
 def test_its_tables_fit_a_terminal(store: Store, tmp_path: Path, width: int) -> None:
     commit(store, 1)
-    text = printed(status(store, tmp_path, tags={}), width)
+    text = printed(collect_status(store, tmp_path, tags={}), width)
     [head, line] = [each.split() for each in text.splitlines() if " ess" in each or "12k" in each]
     told = dict(zip(head, line, strict=False))
     assert (told["ess"], told["clip"], told["ent."], told["grad"]) == (

@@ -20,12 +20,17 @@ from typer.testing import CliRunner
 
 from support.trainer.prepared_run import SMALL, fill, save_smallest_model, settings_of, steps_of
 from support.trainer.tiny_model import load_model
-from tracegrad.events import RewardGiven, RolloutFinished, RolloutOpened
+from tracegrad.events import Reward, RolloutFinished, RolloutStarted
 from tracegrad.store import Store, StoreTooNew
 from tracegrad_trainer.cli.app import app
-from tracegrad_trainer.config.trainer import SettingsError, TrainerSettings, load, without_unused
-from tracegrad_trainer.engine import CheckpointError, checkpoints
-from tracegrad_trainer.rl.preflight import check_before_training, check_groups
+from tracegrad_trainer.config.trainer import (
+    SettingsError,
+    TrainerSettings,
+    load_settings,
+    without_unused,
+)
+from tracegrad_trainer.engine import CheckpointError, list_checkpoints
+from tracegrad_trainer.rl.preflight import check_before_training, check_store_has_groups
 from tracegrad_trainer.rl.rank_main import read_settings
 
 
@@ -153,7 +158,7 @@ def checked(settings: TrainerSettings) -> None:
     settings.state_dir.mkdir(exist_ok=True)
     with Store.open(settings.proxy.store) as store:
         check_before_training(settings, store)
-        check_groups(settings, store)
+        check_store_has_groups(settings, store)
 
 
 def test_a_run_that_is_in_order_is_let_through(run: Path, model: Path) -> None:
@@ -165,7 +170,7 @@ def test_a_missing_part_of_the_last_checkpoint_is_one_line_and_nothing_starts(
 ) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(run, broken)
-    part = checkpoints(broken / "checkpoints")[-1] / "__1_0.distcp"
+    part = list_checkpoints(broken / "checkpoints")[-1] / "__1_0.distcp"
     part.unlink()
     done = trainer("step", *options(model, broken))
     assert done.returncode == 1
@@ -182,7 +187,7 @@ def test_a_missing_part_of_the_last_checkpoint_is_one_line_and_nothing_starts(
 def test_a_damaged_checkpoint_is_not_loaded(run: Path, model: Path, tmp_path: Path) -> None:
     settings = settings_of(model, tmp_path / "broken")
     shutil.copytree(run, settings.state_dir)
-    part = checkpoints(settings.checkpoints)[-1] / ".metadata"
+    part = list_checkpoints(settings.checkpoints)[-1] / ".metadata"
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=rf"{part} has \d+ bytes, not"):
         checked(settings)
@@ -221,8 +226,8 @@ def test_rollouts_without_tasks_are_no_groups(model: Path, tmp_path: Path) -> No
     with Store.open(settings.proxy.store) as store:
         store.append(
             [
-                RolloutOpened(rollout_id="alone"),
-                RewardGiven(rollout_id="alone", value=1.0),
+                RolloutStarted(rollout_id="alone"),
+                Reward(rollout_id="alone", value=1.0),
                 RolloutFinished(rollout_id="alone"),
             ]
         )
@@ -272,7 +277,7 @@ def test_the_reference_is_the_model_unless_another_is_named(model: Path, tmp_pat
     compared = settings_of(model, tmp_path, reference=other, objective__kl="k3")
     assert compared.reference_folder == other
     with pytest.raises(SettingsError, match=r"reference: /nowhere has no config\.json"):
-        load(None, [f"model={model}", "reference=/nowhere"])
+        load_settings(None, [f"model={model}", "reference=/nowhere"])
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from support.trainer.prepared_run import save_smallest_model
-from tracegrad_trainer.config.trainer import SettingsError, load
-from tracegrad_trainer.launch.session import ServeError, lock
+from tracegrad_trainer.config.trainer import SettingsError, load_settings
+from tracegrad_trainer.launch.session import StartError, lock_state_folder
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_file_of_settings_that_is_none_is_named(
     else:
         file.write_bytes(content)
     with pytest.raises(SettingsError) as error:
-        load(file)
+        load_settings(file)
     assert str(error.value).startswith(f"{file}: ")
     assert said in str(error.value)
     assert "\n" not in str(error.value)
@@ -37,11 +37,11 @@ def test_a_file_of_settings_that_is_none_is_named(
 def test_a_value_where_a_table_belongs_says_how_to_write_it(tmp_path: Path) -> None:
     model = save_smallest_model(tmp_path / "model")
     with pytest.raises(SettingsError, match=r"^optim: is a table of settings, not 3: .*\[optim\]"):
-        load(None, [f"model={model}", f"state_dir={tmp_path}", "optim=3"])
+        load_settings(None, [f"model={model}", f"state_dir={tmp_path}", "optim=3"])
 
 
 def test_a_state_folder_that_is_a_file_names_the_setting(tmp_path: Path) -> None:
     file = tmp_path / "state"
     file.touch()
-    with pytest.raises(ServeError, match=rf"^state_dir: {file} cannot be written: Not a directory"):
-        lock(file)
+    with pytest.raises(StartError, match=rf"^state_dir: {file} cannot be written: Not a directory"):
+        lock_state_folder(file)

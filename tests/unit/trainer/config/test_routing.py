@@ -15,11 +15,11 @@ from support.trainer.step_samples import fill, trainer_settings
 from support.trainer.tiny_model import tiny_sizes
 from tracegrad.store import ALL, Store
 from tracegrad_trainer.cli import dry_run
-from tracegrad_trainer.cli.serve import ServeError, check, proxy_child
+from tracegrad_trainer.cli.serve import StartError, check_startup, proxy_process
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import FsdpSettings
 from tracegrad_trainer.engine.model import memory
-from tracegrad_trainer.sft.config import settings_of
+from tracegrad_trainer.sft.config import load_sft_settings
 
 FLAG = "--enable-return-routed-experts"
 
@@ -44,7 +44,7 @@ def test_vllm_and_the_proxy_are_asked_for_routes_that_are_replayed(
 ) -> None:
     settings = settings_with(tmp_path, routing, device="cuda")
     assert (FLAG in settings.vllm.arguments()) == asked
-    wanted = proxy_child(settings).env.get("TRACEGRAD_PROXY_ROUTED_EXPERTS")
+    wanted = proxy_process(settings).env.get("TRACEGRAD_PROXY_ROUTED_EXPERTS")
     assert (str(wanted).lower() in ("true", "1")) == asked
 
 
@@ -52,9 +52,9 @@ def test_an_engine_on_a_cpu_is_refused_before_it_starts(tmp_path: Path) -> None:
     settings = settings_with(tmp_path, "r3")
     with (
         Store.open(settings.proxy.store) as store,
-        pytest.raises(ServeError, match=r"fsdp\.routing = 'r3': vLLM.*on GPUs only.*'r2'"),
+        pytest.raises(StartError, match=r"fsdp\.routing = 'r3': vLLM.*on GPUs only.*'r2'"),
     ):
-        check(settings, store)
+        check_startup(settings, store)
 
 
 @pytest.mark.parametrize("routing", ["r2", "r3"])
@@ -64,9 +64,9 @@ def test_a_model_without_experts_is_refused_before_it_is_read(tmp_path: Path, ro
         folder = settings.model if name == "model" else mixture(tmp_path / name)
         (folder / "model.safetensors").unlink()
 
-    def asked(folder: Path) -> memory.Estimate:
+    def asked(folder: Path) -> memory.MemoryEstimate:
         wanted = FsdpSettings.model_validate({"device": "cpu", "routing": routing})
-        return memory.check(folder, wanted, ranks=1, local_ranks=1, tokens=64)
+        return memory.check_fits_memory(folder, wanted, ranks=1, local_ranks=1, tokens=64)
 
     assert asked(tmp_path / "mixture").parameters > 0
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM has no routers.*fsdp.routing = 'own'"):
@@ -77,7 +77,7 @@ def test_traces_that_are_imitated_have_no_engines_routes(tmp_path: Path) -> None
     learned = trainer_settings(tmp_path, objective={"preset": "sft"}).objective
     replayed = settings_with(tmp_path, "r3").model_copy(update={"objective": learned})
     with pytest.raises(ValueError, match=r"fsdp\.routing = 'r3' .*trainer sft set it to 'own'"):
-        settings_of(replayed, ALL, preset="sft")
+        load_sft_settings(replayed, ALL, preset="sft")
 
 
 def test_a_dry_run_says_that_no_route_is_known(tmp_path: Path) -> None:
@@ -86,9 +86,11 @@ def test_a_dry_run_says_that_no_route_is_known(tmp_path: Path) -> None:
     with Store.open(settings.proxy.store) as store:
         fill(store, 2)
     out = StringIO()
-    assert dry_run.show(settings, Console(file=out, width=300), as_json=False) == 0
+    assert dry_run.show_dry_run(settings, Console(file=out, width=300), as_json=False) == 0
     assert "told the experts of none of these tokens: they would be routed" in out.getvalue()
     assert FLAG in out.getvalue()
     out = StringIO()
-    assert dry_run.show(settings_with(tmp_path, "r2"), Console(file=out), as_json=False) == 0
+    assert (
+        dry_run.show_dry_run(settings_with(tmp_path, "r2"), Console(file=out), as_json=False) == 0
+    )
     assert "experts" not in out.getvalue()

@@ -62,7 +62,7 @@ def test_layers_of_one_model_may_differ() -> None:
     # Forward and backward: 12 operations a head's width and token seen; 4 heads of 8, 4 of 16.
     seen = float((one.position_ids + 1).sum())
     assert flops(model, twice) - flops(model, one) == pytest.approx(12 * 4 * (8 + 16) * seen)
-    found = memory.estimate(model, FsdpSettings(device="cpu"), ranks=1, tokens=1)
+    found = memory.estimate_memory(model, FsdpSettings(device="cpu"), ranks=1, tokens=1)
     kept = [8 * 32 + 4 * heads + 4 * 48 for heads in (8 * (4 + 2 * 2), 16 * (4 + 2 * 1))]
     assert found.activations == 4 * sum(kept)
 

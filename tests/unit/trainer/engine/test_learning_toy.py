@@ -15,8 +15,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from support.trainer.row_samples import Group, Sample, tiny_model, turn
-from tracegrad_trainer.batches import BatchSettings, Selection, micro_batch, rows_of, select
-from tracegrad_trainer.batches.preferences import labels_of, mismatched, pairs_of
+from tracegrad_trainer.batches import BatchSettings, TrainingSelection, micro_batch, rows_of, select
+from tracegrad_trainer.batches.preferences import labelled_rows, mismatched_rows, preference_pairs
 from tracegrad_trainer.engine import (
     FsdpSettings,
     Learner,
@@ -28,7 +28,13 @@ from tracegrad_trainer.engine import (
 from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.forward import to_inputs
 from tracegrad_trainer.engine.model.reference import build_reference
-from tracegrad_trainer.losses import PRESETS, Memory, ObjectiveSettings, advantages, preset
+from tracegrad_trainer.losses import (
+    PRESETS,
+    AdvantageMemory,
+    ObjectiveSettings,
+    compute_advantages,
+    preset,
+)
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -70,7 +76,7 @@ def learner_of(folder: Path, seed: int, objective: ObjectiveSettings, lr: float)
     tiny_model(folder, seed=seed)
     model = build_model(folder, settings)
     if "value" in objective.needs:
-        value_head.attach(model)
+        value_head.attach_value_head(model)
     needs_reference = "reference" in objective.needs
     return Learner(
         shard(model, mesh, settings),
@@ -82,21 +88,21 @@ def learner_of(folder: Path, seed: int, objective: ObjectiveSettings, lr: float)
 
 
 def chosen(
-    groups: list[Group], objective: ObjectiveSettings, version: int, memory: Memory
-) -> Selection:
+    groups: list[Group], objective: ObjectiveSettings, version: int, memory: AdvantageMemory
+) -> TrainingSelection:
     """What of a batch the objective trains on; of texts to imitate, the successes."""
     settings = BatchSettings(tokens_per_micro_batch=64)
     if objective.surrogate == "dpo":
-        return pairs_of(groups, settings, current_version=version, choose="all", most=4)
+        return preference_pairs(groups, settings, current_version=version, choose="all", most=4)
     if objective.surrogate == "kto":
-        return labels_of(groups, settings, current_version=version)
+        return labelled_rows(groups, settings, current_version=version)
     if objective.surrogate == "sft":
         groups = [Group(g.group_id, [s for s in g.rollouts if s.reward > 0]) for g in groups]
         settings = settings.model_copy(update={"drop_equal_reward": False})
     return select(
         [group for group in groups if group.rollouts],
         settings,
-        advantages=partial(advantages, objective, memory=memory),
+        advantages=partial(compute_advantages, objective, memory=memory),
         current_version=version,
     )
 
@@ -116,7 +122,7 @@ def train(
     order = np.random.default_rng(seed)
     learner = learner_of(folder, seed, preset(name), lr)
     learner.optim = learner.optim.model_copy(update={"minibatches": minibatches, "epochs": epochs})
-    memory: Memory = {}
+    memory: AdvantageMemory = {}
     means = []
     for version in range(STEPS):
         groups = act(learner, version)
@@ -128,7 +134,7 @@ def train(
                     sample.reward = next(mixed)
         selection = chosen(groups, learner.objective, version, memory)
         if selection.rows:
-            others = mismatched(selection.rows, limit=64) if name == "kto" else []
+            others = mismatched_rows(selection.rows, limit=64) if name == "kto" else []
             result = train_batch(
                 learner, selection.rows, version=version, budget=64, mismatched=others
             )

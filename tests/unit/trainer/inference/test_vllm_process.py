@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from tracegrad.private_files import is_private
 from tracegrad_trainer.inference.vllm_process import VllmProcess, VllmSettings
-from tracegrad_trainer.utils.network import is_closed, prepare_socket
+from tracegrad_trainer.utils.network import is_port_closed, prepare_socket_folder
 from tracegrad_trainer.utils.subprocesses import ChildError
 
 
@@ -105,11 +105,11 @@ def test_a_path_too_long_for_a_socket_has_a_short_one(
         assert settings(tmp_path, socket=deep).socket == path
         assert settings(tmp_path, socket=path).socket == path, "resolved settings are read again"
         assert settings(tmp_path, socket=deep.with_name("other.sock")).socket != path
-        prepare_socket(path)
+        prepare_socket_folder(path)
         assert is_private(path.parent)
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(str(path))
-        prepare_socket(path)
+        prepare_socket_folder(path)
         assert not path.exists(), "what a killed server left is no obstacle"
 
 
@@ -143,10 +143,10 @@ def test_a_socket_that_somebody_listens_on_is_refused_and_stays(tmp_path: Path) 
         with pytest.raises(ChildError, match=r"vllm\.sock is in use"):
             VllmProcess(settings(tmp_path)).start()
         assert path.exists()
-        assert not is_closed(f"unix://{path}")
-    assert is_closed(f"unix://{path}")
+        assert not is_port_closed(f"unix://{path}")
+    assert is_port_closed(f"unix://{path}")
     path.unlink()
-    assert is_closed(f"unix://{path}")
+    assert is_port_closed(f"unix://{path}")
 
 
 def test_an_early_death_names_the_cause_and_the_log(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tracegrad_trainer.inference.vllm_process import free_port
-from tracegrad_trainer.inference.weight_push import EngineLost, PushFailed, WeightPusher
+from tracegrad_trainer.inference.vllm_process import find_free_port
+from tracegrad_trainer.inference.weight_push import EngineLostError, PushError, WeightPusher
 
 Refusal = Callable[[str, dict[str, Any]], bool]
 
@@ -114,7 +114,7 @@ def test_a_refused_update_puts_the_checkpoint_back(peers: Peers, pusher: WeightP
         return path == "/update_weights" and updates == 1
 
     peers.refuse = refuse_first_update
-    with pytest.raises(PushFailed, match=r"version 1 is not served, version 0 still is.*not today"):
+    with pytest.raises(PushError, match=r"version 1 is not served, version 0 still is.*not today"):
         pusher.push(1, weights(1.0))
     assert peers.loaded == [0.5]
     finished = [body for path, body in peers.calls if path == "/finish_weight_update"]
@@ -139,7 +139,7 @@ def test_the_version_before_is_put_back_not_the_checkpoint(
         return path == "/api/push/mark" and marks == 1
 
     peers.refuse = refuse_first_mark
-    with pytest.raises(PushFailed, match="the proxy refused /api/push/mark"):
+    with pytest.raises(PushError, match="the proxy refused /api/push/mark"):
         pusher.push(2, weights(2.0))
     assert peers.loaded == [1.0, 2.0, 1.0]
     assert peers.calls[-3] == ("/api/push/mark", {"version": 1})
@@ -151,7 +151,7 @@ def test_a_failed_verification_puts_the_old_weights_back(
     def verify() -> None:
         raise ArithmeticError("off by 3 nats")
 
-    with pytest.raises(PushFailed, match="served wrongly, version 0 is back: off by 3 nats"):
+    with pytest.raises(PushError, match="served wrongly, version 0 is back: off by 3 nats"):
         pusher.push(1, weights(1.0), verify)
     assert peers.loaded == [1.0, 0.5]
     back = ["/pause", *LOAD, "/api/push/mark", "/resume", "/api/push/release"]
@@ -161,7 +161,7 @@ def test_a_failed_verification_puts_the_old_weights_back(
 
 def test_an_engine_without_weights_is_not_resumed(peers: Peers, pusher: WeightPusher) -> None:
     peers.refuse = lambda path, body: path == "/update_weights"
-    with pytest.raises(EngineLost, match="paused without usable weights, restart it"):
+    with pytest.raises(EngineLostError, match="paused without usable weights, restart it"):
         pusher.push(1, weights(1.0))
     assert "/resume" not in peers.paths
     assert peers.paths[-1] == "/api/push/release"
@@ -201,7 +201,7 @@ def test_what_was_served_returns_after_a_finish_that_failed(
     peers: Peers, pusher: WeightPusher
 ) -> None:
     peers.refuse = OpenUpdate(active=False, failing=1)
-    with pytest.raises(PushFailed, match=r"version 1 is not served, version 0 still is.*finish"):
+    with pytest.raises(PushError, match=r"version 1 is not served, version 0 still is.*finish"):
         pusher.push(1, weights(1.0))
     assert peers.loaded == [1.0, 0.5]
     assert peers.paths[-2:] == ["/resume", "/api/push/release"]
@@ -210,7 +210,7 @@ def test_what_was_served_returns_after_a_finish_that_failed(
 def test_nothing_is_held_for_weights_that_are_not_finite(
     peers: Peers, pusher: WeightPusher
 ) -> None:
-    with pytest.raises(PushFailed, match="w holds values that are not finite"):
+    with pytest.raises(PushError, match="w holds values that are not finite"):
         pusher.push(1, weights(float("nan")))
     assert peers.calls == []
 
@@ -222,10 +222,10 @@ def test_a_version_is_pushed_once(pusher: WeightPusher) -> None:
 
 
 def test_a_dead_engine_is_one_line(peers: Peers, tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{find_free_port()}"
     with (
         WeightPusher(url, peers.url, directory=tmp_path) as pusher,
-        pytest.raises(EngineLost, match=f"vLLM at {url} does not answer /pause") as caught,
+        pytest.raises(EngineLostError, match=f"vLLM at {url} does not answer /pause") as caught,
     ):
         pusher.push(1, weights(1.0))
     assert "\n" not in str(caught.value)

@@ -10,7 +10,7 @@ import pytest
 
 from support.trainer.prepared_run import fill, save_smallest_model, settings_of, steps_of
 from tracegrad_trainer.launch import folder_lock
-from tracegrad_trainer.launch.folder_lock import FolderInUse, claim_command, claim_ranks
+from tracegrad_trainer.launch.folder_lock import FolderLockedError, lock_for_command, lock_for_ranks
 from tracegrad_trainer.launch.run_state import RunState, read_state
 
 
@@ -21,22 +21,24 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_command_at_a_time(tmp_path: Path) -> None:
     with (
-        claim_command(tmp_path),
-        pytest.raises(FolderInUse, match=rf"^state_dir: {tmp_path} is in use by .*\(pid \d+\)"),
+        lock_for_command(tmp_path),
+        pytest.raises(
+            FolderLockedError, match=rf"^state_dir: {tmp_path} is in use by .*\(pid \d+\)"
+        ),
     ):
-        claim_command(tmp_path)
-    claim_command(tmp_path).close()
+        lock_for_command(tmp_path)
+    lock_for_command(tmp_path).close()
 
 
 def test_a_command_does_not_start_beside_ranks_that_were_started_by_hand(tmp_path: Path) -> None:
-    with claim_ranks(tmp_path), pytest.raises(FolderInUse, match="take another folder"):
-        claim_command(tmp_path)
-    claim_command(tmp_path).close()
+    with lock_for_ranks(tmp_path), pytest.raises(FolderLockedError, match="take another folder"):
+        lock_for_command(tmp_path)
+    lock_for_command(tmp_path).close()
 
 
 def test_a_command_and_its_ranks_share_the_folder(tmp_path: Path) -> None:
-    with claim_command(tmp_path), claim_ranks(tmp_path), pytest.raises(FolderInUse):
-        claim_ranks(tmp_path)
+    with lock_for_command(tmp_path), lock_for_ranks(tmp_path), pytest.raises(FolderLockedError):
+        lock_for_ranks(tmp_path)
 
 
 def test_ranks_started_by_hand_leave_a_folder_in_use_as_it_is(tmp_path: Path) -> None:
@@ -54,7 +56,7 @@ def test_ranks_started_by_hand_leave_a_folder_in_use_as_it_is(tmp_path: Path) ->
         "--steps",
         "1",
     ]
-    with claim_ranks(settings.state_dir):
+    with lock_for_ranks(settings.state_dir):
         second = subprocess.run(command, capture_output=True, text=True, check=False)
     assert second.returncode == 1
     [line] = [line for line in second.stderr.splitlines() if "in use" in line]

@@ -12,19 +12,19 @@ from pydantic import SecretStr
 from rich.console import Console
 from typer.testing import CliRunner
 
-from support.system.shadowing_modules import plant, ran
+from support.system.shadowing_modules import modules_run, write_modules
 from tracegrad.cli.app import app as tracegrad
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.store import Store, StoreError
 from tracegrad_trainer.cli import app
-from tracegrad_trainer.cli.serve import Stack, proxy_child, with_control_key
-from tracegrad_trainer.config.trainer import SettingsError, TrainerSettings, load
+from tracegrad_trainer.cli.serve import ServeStack, proxy_process, with_control_key
+from tracegrad_trainer.config.trainer import SettingsError, TrainerSettings, load_settings
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.launch import run_state
-from tracegrad_trainer.launch.session import write_resolved
-from tracegrad_trainer.launch.torchrun import Ranks
+from tracegrad_trainer.launch.session import write_resolved_settings
+from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.rl.rank_main import read_settings
-from tracegrad_trainer.utils.subprocesses import Child, ChildError
+from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess
 
 PASSWORD = "db-pass:word"
 STORE = f"postgresql://me:{PASSWORD}@127.0.0.1:1/traces"
@@ -55,7 +55,7 @@ def settings(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tr
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "state" / "run").mkdir(parents=True, mode=0o700)
-    return with_control_key(load(None, [f"model={model}", f"state_dir={tmp_path}/state"]))
+    return with_control_key(load_settings(None, [f"model={model}", f"state_dir={tmp_path}/state"]))
 
 
 def control_key_of(settings: TrainerSettings) -> str:
@@ -67,7 +67,7 @@ def control_key_of(settings: TrainerSettings) -> str:
 def test_each_start_has_a_control_key_of_its_own_unless_one_is_set(
     settings: TrainerSettings,
 ) -> None:
-    bare = load(None, [f"model={settings.model}", "proxy.port=4142"])
+    bare = load_settings(None, [f"model={settings.model}", "proxy.port=4142"])
     one, other = (control_key_of(with_control_key(bare)) for _ in range(2))
     assert one != other
     assert len(one) == 64
@@ -78,13 +78,13 @@ def test_each_start_has_a_control_key_of_its_own_unless_one_is_set(
 def test_what_is_stored_shown_and_written_has_none_of_them(
     settings: TrainerSettings, tmp_path: Path
 ) -> None:
-    stack = Stack(settings, Console(quiet=True))
+    stack = ServeStack(settings, Console(quiet=True))
     stack.state = run_state.RunState(settings.state_dir, "serve")
-    stack.say("starting", store=str(settings.proxy.store))
+    stack.report_stage("starting", store=str(settings.proxy.store))
     sets = [f"--set={name}={tmp_path / name}" for name in ("model", "state_dir")]
     dry = CliRunner().invoke(app.app, ["serve", "--dry-run", *sets])
     assert dry.exit_code == 0, dry.output
-    written = write_resolved(settings).read_text()
+    written = write_resolved_settings(settings).read_text()
     files = "".join(p.read_text() for p in (settings.state_dir / "run").iterdir() if p.is_file())
     shown = [json.dumps(settings.stored()), dry.output, written, files, repr(settings)]
     for text in shown:
@@ -96,8 +96,8 @@ def test_what_is_stored_shown_and_written_has_none_of_them(
 def test_ranks_read_the_same_settings_from_file_and_environment(
     settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = write_resolved(settings)
-    ranks = Ranks(settings, file)
+    file = write_resolved_settings(settings)
+    ranks = RankProcesses(settings, file)
     assert not {*VARIABLES} - {"TRACEGRAD_STORE", "VLLM_API_KEY"} & ranks.env.keys()
     for name in VARIABLES:
         monkeypatch.delenv(name)
@@ -117,10 +117,10 @@ def test_each_child_holds_what_it_needs_and_its_command_line_nothing(
     settings: TrainerSettings,
 ) -> None:
     control = control_key_of(settings)
-    children: dict[str, Child] = {
+    children: dict[str, ChildProcess] = {
         "vllm": VllmProcess(settings.vllm),
-        "proxy": proxy_child(settings),
-        "ranks": Ranks(settings, Path("settings.json")),
+        "proxy": proxy_process(settings),
+        "ranks": RankProcesses(settings, Path("settings.json")),
     }
     holds = {
         name: {secret for secret in (STORE, ADMIN, ENGINE, control, "a-providers-key")
@@ -141,7 +141,7 @@ def test_each_child_holds_what_it_needs_and_its_command_line_nothing(
 def test_status_asks_for_the_password_that_no_file_holds(
     settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_resolved(settings)
+    write_resolved_settings(settings)
     command = ["status", "--state-dir", str(settings.state_dir)]
     whole = CliRunner().invoke(app.app, command)
     assert "Connection refused" in whole.output or "connection" in whole.output
@@ -178,20 +178,20 @@ def test_a_planted_module_runs_in_no_child_and_parts_of_ones_own_are_found(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that gets as far as the model, which is none."""
-    here = plant(tmp_path / "here", keep="def keep(turn, rollout): return True")
+    here = write_modules(tmp_path / "here", keep="def keep(turn, rollout): return True")
     monkeypatch.chdir(here)
     file = tmp_path / "settings.json"
     table: dict[str, Any] = {"model": str(model), "state_dir": str(tmp_path / "state")}
     file.write_text(json.dumps(table | {"batches": {"predicate": "keep:keep"}}))
     command = [sys.executable, "-m", "tracegrad_trainer.rl.offline_worker", str(file)]
-    child = Child("ranks", command, log=tmp_path / "log")
+    child = ChildProcess("ranks", command, log=tmp_path / "log")
     child.start()
     try:
         with pytest.raises(ChildError, match=r"model = .*: its tokenizer cannot be loaded"):
-            child.wait_ready(lambda: False, timeout_s=240)
+            child.wait_until_ready(lambda: False, timeout_s=240)
     finally:
         child.stop()
-    assert ran(here) == ""
+    assert modules_run(here) == ""
 
 
 def test_a_url_with_a_password_is_shown_without() -> None:

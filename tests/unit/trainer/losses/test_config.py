@@ -14,12 +14,12 @@ from torch import Tensor
 from support.trainer.loss_tokens import made, tokens
 from tracegrad_trainer.losses import (
     PRESETS,
-    Memory,
+    AdvantageMemory,
     ObjectiveSettings,
-    Scored,
+    RolloutRewards,
     Tokens,
-    advantages,
-    evaluate,
+    compute_advantages,
+    compute_loss,
     preset,
 )
 from tracegrad_trainer.losses.part_names import PARTS
@@ -144,41 +144,41 @@ def test_what_is_of_rows_or_rollouts_says_so() -> None:
 
 
 def own_advantage(
-    rollouts: Sequence[Scored], settings: ObjectiveSettings, memory: Memory
+    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
 ) -> list[Any]:
     return [np.full(len(r.tokens), r.reward * settings.options["times"]) for r in rollouts]
 
 
 def one_rollout_too_few(
-    rollouts: Sequence[Scored], settings: ObjectiveSettings, memory: Memory
+    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
 ) -> list[Any]:
     return own_advantage(rollouts[1:], settings, memory)
 
 
 def one_turn_too_many(
-    rollouts: Sequence[Scored], settings: ObjectiveSettings, memory: Memory
+    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
 ) -> list[Any]:
     return [np.ones(len(r.tokens) + 1) for r in rollouts]
 
 
 def not_a_number(
-    rollouts: Sequence[Scored], settings: ObjectiveSettings, memory: Memory
+    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
 ) -> list[Any]:
     return [np.full(len(r.tokens), np.nan) for r in rollouts]
 
 
 def own_ratio(tokens: Tokens, settings: ObjectiveSettings) -> Tensor:
-    return (tokens.logp - tokens.old) * settings.options["times"]
+    return (tokens.policy_logprobs - tokens.old_logprobs) * settings.options["times"]
 
 
 def own_surrogate(
     tokens: Tokens, log_ratios: Tensor, settings: ObjectiveSettings
 ) -> tuple[Tensor, Tensor]:
-    return -log_ratios * tokens.advantage, torch.zeros_like(tokens.expert)
+    return -log_ratios * tokens.advantage, torch.zeros_like(tokens.demonstration)
 
 
 def own_correction(tokens: Tokens, shared: Any, settings: ObjectiveSettings) -> Any:
-    weight = shared(tokens.mu)
+    weight = shared(tokens.rollout_logprobs)
     return weight, weight > 0
 
 
@@ -187,7 +187,7 @@ def own_level(values: Tensor, tokens: Tokens, settings: ObjectiveSettings) -> Te
 
 
 def own_aggregation(tokens: Tokens, settings: ObjectiveSettings) -> tuple[Tensor, Tensor]:
-    return 3 * torch.ones_like(tokens.mu), tokens.mu.new_tensor(7.0)
+    return 3 * torch.ones_like(tokens.rollout_logprobs), tokens.rollout_logprobs.new_tensor(7.0)
 
 
 def a_scalar(*anything: Any) -> Tensor:
@@ -199,11 +199,11 @@ def whole_numbers(tokens: Tokens, settings: ObjectiveSettings) -> Tensor:
 
 
 def alone(tokens: Tokens, *rest: Any) -> Tensor:
-    return tokens.mu
+    return tokens.rollout_logprobs
 
 
 def no_truths(tokens: Tokens, *rest: Any) -> tuple[Tensor, Tensor]:
-    return tokens.mu, tokens.mu
+    return tokens.rollout_logprobs, tokens.rollout_logprobs
 
 
 NOTHING = 3
@@ -222,17 +222,17 @@ def test_parts_of_ones_own_are_import_paths() -> None:
         options={"times": 2.0},
     )
     given = tokens([-1.0, -1.0], old=[-1.5, -2.0], mu=[1.0, 3.0])
-    done = evaluate(settings, given)
+    done = compute_loss(settings, given)
     assert done.total.item() == pytest.approx(-(1.0 + 2.0) * 2.0 * 3.0)
     assert done.units.item() == 7
     done.total.backward()
-    assert given.logp.grad is not None
-    assert given.logp.grad.tolist() == pytest.approx([-12.0, -12.0])
-    assert [list(v) for v in advantages(settings, [rollout()], {})] == [[4.0, 4.0]]
+    assert given.policy_logprobs.grad is not None
+    assert given.policy_logprobs.grad.tolist() == pytest.approx([-12.0, -12.0])
+    assert [list(v) for v in compute_advantages(settings, [rollout()], {})] == [[4.0, 4.0]]
 
 
-def rollout() -> Scored:
-    return Scored(
+def rollout() -> RolloutRewards:
+    return RolloutRewards(
         rollout_id="r1",
         task="t",
         agent="",
@@ -281,7 +281,7 @@ def test_what_a_part_returns_is_looked_at(field: str, part: str, message: str) -
     settings = preset("grpo", **{field: f"{HERE}:{part}"})
     message = message.replace("(n,", f"({len(given)},")
     with pytest.raises(ValueError, match=f"{field} '{HERE}:{part}' {message}"):
-        evaluate(settings, given)
+        compute_loss(settings, given)
 
 
 @pytest.mark.parametrize(
@@ -296,4 +296,4 @@ def test_what_a_part_returns_is_looked_at(field: str, part: str, message: str) -
 def test_what_an_advantage_returns_is_looked_at(part: str, message: str) -> None:
     settings = preset("grpo", advantage=f"{HERE}:{part}", options={"times": 1.0})
     with pytest.raises(ValueError, match=f"advantage '{HERE}:{part}' {message}"):
-        advantages(settings, [rollout()], {})
+        compute_advantages(settings, [rollout()], {})

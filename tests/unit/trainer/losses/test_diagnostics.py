@@ -13,18 +13,18 @@ from support.trainer.loss_tokens import made, tokens
 from tracegrad_trainer.losses import (
     ObjectiveSettings,
     Tokens,
-    evaluate,
-    maxima,
+    compute_loss,
+    diagnostic_maxima,
+    diagnostic_sums,
     preset,
-    summarise,
-    sums,
+    summarise_diagnostics,
 )
 
 
 def metrics_of(settings: ObjectiveSettings, given: Tokens, version: int = 4) -> dict[str, float]:
-    done = evaluate(settings, given)
-    added = numbers(sums(given, done, torch.zeros(len(given)), version))
-    return summarise(added, numbers(maxima(given, done, version)))
+    done = compute_loss(settings, given)
+    added = numbers(diagnostic_sums(given, done, torch.zeros(len(given)), version))
+    return summarise_diagnostics(added, numbers(diagnostic_maxima(given, done, version)))
 
 
 def numbers(values: dict[str, Tensor]) -> dict[str, float]:
@@ -38,9 +38,9 @@ def test_diagnostics_by_hand() -> None:
         turn=[0, 0, 1],
         version=[4, 4, 2],
     )
-    done = evaluate(preset("grpo", correction_level="token", correction_cap=1.2), given)
-    added = numbers(sums(given, done, torch.tensor([1.0, 2.0, 3.0]), 4))
-    metrics = summarise(added, numbers(maxima(given, done, 4)))
+    done = compute_loss(preset("grpo", correction_level="token", correction_cap=1.2), given)
+    added = numbers(diagnostic_sums(given, done, torch.tensor([1.0, 2.0, 3.0]), 4))
+    metrics = summarise_diagnostics(added, numbers(diagnostic_maxima(given, done, 4)))
     d = np.array([0.0, 0.5, -0.2])  # log old/mu
     w = np.exp(d)
     assert metrics["k1"] == pytest.approx(-d.mean())
@@ -61,11 +61,11 @@ def test_diagnostics_by_hand() -> None:
 
 def test_diagnostics_of_nothing_are_zero() -> None:
     given = tokens([])
-    done = evaluate(preset("grpo"), given)
-    added = numbers(sums(given, done, torch.zeros(0), 4))
+    done = compute_loss(preset("grpo"), given)
+    added = numbers(diagnostic_sums(given, done, torch.zeros(0), 4))
     assert set(added.values()) == {0.0}
-    assert set(numbers(maxima(given, done, 4)).values()) == {0.0}
-    assert summarise(added, {})["loss"] == 0
+    assert set(numbers(diagnostic_maxima(given, done, 4)).values()) == {0.0}
+    assert summarise_diagnostics(added, {})["loss"] == 0
 
 
 def test_shares_are_of_tokens_and_of_turns() -> None:
@@ -147,8 +147,8 @@ def test_explained_variance_is_numpys() -> None:
     given = made(8, rows=40)
     assert given.value is not None
     assert given.returns is not None
-    value = given.value.detach().numpy()[~given.expert.numpy()]
-    returns = given.returns.numpy()[~given.expert.numpy()]
+    value = given.value.detach().numpy()[~given.demonstration.numpy()]
+    returns = given.returns.numpy()[~given.demonstration.numpy()]
     metrics = metrics_of(preset("ppo"), given)
     expected = 1 - (returns - value).var() / returns.var()
     assert metrics["explained_variance"] == pytest.approx(expected)

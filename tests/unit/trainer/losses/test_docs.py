@@ -14,11 +14,11 @@ from support.trainer.loss_tokens import tokens
 from tracegrad_trainer.losses import (
     PRESETS,
     ObjectiveSettings,
-    evaluate,
-    maxima,
+    compute_loss,
+    diagnostic_maxima,
+    diagnostic_sums,
     preset,
-    summarise,
-    sums,
+    summarise_diagnostics,
 )
 from tracegrad_trainer.losses.part_names import PARTS
 
@@ -82,9 +82,13 @@ def test_every_metric_is_named() -> None:
         pair=[0, 0],
         label=[1, -1],
     )
-    done = evaluate(preset("ppo"), given)
-    totals = {k: float(v) for k, v in sums(given, done, given.mu, 1).items()}
-    found = summarise(totals, {k: float(v) for k, v in maxima(given, done, 1).items()})
+    done = compute_loss(preset("ppo"), given)
+    totals = {
+        k: float(v) for k, v in diagnostic_sums(given, done, given.rollout_logprobs, 1).items()
+    }
+    found = summarise_diagnostics(
+        totals, {k: float(v) for k, v in diagnostic_maxima(given, done, 1).items()}
+    )
     for name in found:
         short = re.sub(r"_gap_\d$", "_gap_", name).replace("_turn_share", "_share")
         assert short in PAGE or name == "gap_tokens", f"{name} is not in the page"
@@ -98,5 +102,5 @@ def test_the_example_of_a_part_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch)
     first, second = (tomllib.loads(x) for x in re.findall(r"```toml\n(.*?)```", PAGE, re.S))
     assert ObjectiveSettings.model_validate(first["objective"]).clip_high == 5e-4
     settings = ObjectiveSettings.model_validate(second["objective"])
-    done = evaluate(settings, tokens([-1.0], old=[-1.5], advantage=[2.0]))
+    done = compute_loss(settings, tokens([-1.0], old=[-1.5], advantage=[2.0]))
     assert done.total.item() == pytest.approx(2.0 + 0.05 * 0.25)

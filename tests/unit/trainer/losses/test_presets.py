@@ -16,11 +16,11 @@ from tracegrad_trainer.losses import (
     PRESETS,
     ObjectiveSettings,
     Tokens,
-    evaluate,
-    maxima,
+    compute_loss,
+    diagnostic_maxima,
+    diagnostic_sums,
     preset,
-    summarise,
-    sums,
+    summarise_diagnostics,
 )
 from tracegrad_trainer.losses.part_names import PARTS
 
@@ -56,7 +56,7 @@ def numbers(values: dict[str, Tensor]) -> dict[str, float]:
 
 
 def entropies(given: Tokens) -> Tensor:
-    return -given.logp.detach()
+    return -given.policy_logprobs.detach()
 
 
 def test_all_presets_are_there_and_print_all_they_choose() -> None:
@@ -71,15 +71,16 @@ def test_all_presets_are_there_and_print_all_they_choose() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_evaluates_and_differentiates(name: str) -> None:
     given = made(0)
-    done = evaluate(settings_of(name), given)
+    done = compute_loss(settings_of(name), given)
     done.total.backward()
     assert done.total.isfinite()
     assert done.units > 0
-    assert given.logp.grad is not None
-    assert given.logp.grad.isfinite().all()
-    assert (given.logp.grad[given.sampled] != 0).sum() > 0
-    metrics = summarise(
-        numbers(sums(given, done, entropies(given), 4)), numbers(maxima(given, done, 4))
+    assert given.policy_logprobs.grad is not None
+    assert given.policy_logprobs.grad.isfinite().all()
+    assert (given.policy_logprobs.grad[given.sampled] != 0).sum() > 0
+    metrics = summarise_diagnostics(
+        numbers(diagnostic_sums(given, done, entropies(given), 4)),
+        numbers(diagnostic_maxima(given, done, 4)),
     )
     assert all(value == value for value in metrics.values())
 
@@ -87,22 +88,24 @@ def test_every_preset_evaluates_and_differentiates(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_only_ipa_sft_and_preferences_learn_from_an_expert(name: str) -> None:
     given = made(0)
-    evaluate(settings_of(name), given).total.backward()
-    assert given.logp.grad is not None
-    learnt = bool((given.logp.grad[given.expert] != 0).any())
+    compute_loss(settings_of(name), given).total.backward()
+    assert given.policy_logprobs.grad is not None
+    learnt = bool((given.policy_logprobs.grad[given.demonstration] != 0).any())
     assert learnt == (name in ("ipa", "sft", "dpo", "kto"))
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("sft", "dpo", "kto")])
 def test_what_stands_for_an_experts_mu_changes_nothing(name: str) -> None:
     given = made(0)
-    moved = replace(given, mu=torch.where(given.expert, -37.0, given.mu))
+    moved = replace(given, mu=torch.where(given.demonstration, -37.0, given.rollout_logprobs))
     found = []
     for each in (given, moved):
-        done = evaluate(settings_of(name), each)
-        (gradient,) = torch.autograd.grad(done.total, each.logp)
+        done = compute_loss(settings_of(name), each)
+        (gradient,) = torch.autograd.grad(done.total, each.policy_logprobs)
         found.append(
-            numbers(sums(each, done, entropies(each), 4) | maxima(each, done, 4))
+            numbers(
+                diagnostic_sums(each, done, entropies(each), 4) | diagnostic_maxima(each, done, 4)
+            )
             | {"gradient": gradient.abs().sum().item(), "first": gradient[0].item()}
         )
     assert found[0] == found[1]
@@ -123,20 +126,20 @@ def split(rows: list[int], given: Tokens, ways: list[int]) -> list[list[int]]:
 def test_a_micro_batch_split_changes_nothing(name: str, seed: int, ways: list[int]) -> None:
     settings = settings_of(name)
     whole = made(seed)
-    done = evaluate(settings, whole)
-    (expected,) = torch.autograd.grad(done.total, whole.logp)
-    total = numbers(sums(whole, done, entropies(whole), 4))
-    largest = numbers(maxima(whole, done, 4))
+    done = compute_loss(settings, whole)
+    (expected,) = torch.autograd.grad(done.total, whole.policy_logprobs)
+    total = numbers(diagnostic_sums(whole, done, entropies(whole), 4))
+    largest = numbers(diagnostic_maxima(whole, done, 4))
 
     found: dict[str, float] = {}
     highest: dict[str, float] = {}
     gradient = torch.zeros_like(expected)
     for one in micro_batches(settings, whole, split(list(range(whole.rows)), whole, ways)):
-        partly = evaluate(settings, one)
-        gradient += torch.autograd.grad(partly.total, whole.logp)[0]
-        for key, value in numbers(sums(one, partly, entropies(one), 4)).items():
+        partly = compute_loss(settings, one)
+        gradient += torch.autograd.grad(partly.total, whole.policy_logprobs)[0]
+        for key, value in numbers(diagnostic_sums(one, partly, entropies(one), 4)).items():
             found[key] = found.get(key, 0.0) + value
-        for key, value in numbers(maxima(one, partly, 4)).items():
+        for key, value in numbers(diagnostic_maxima(one, partly, 4)).items():
             highest[key] = max(highest.get(key, 0.0), value)
     torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
     assert found == pytest.approx(total, rel=1e-10, abs=1e-10)
@@ -147,10 +150,10 @@ def test_a_micro_batch_split_changes_nothing(name: str, seed: int, ways: list[in
 def test_a_micro_batch_without_targets_is_nothing(name: str) -> None:
     none = tokens([], reference=[], value=[], old_value=[], returns=[], kto_z=0.0)
     filling = replace(none, rows=1, pair=torch.tensor([-1]), label=torch.tensor([0]))
-    done = evaluate(settings_of(name), filling)
+    done = compute_loss(settings_of(name), filling)
     done.total.backward()
-    assert set(numbers(sums(filling, done, torch.zeros(0), 4)).values()) == {0.0}
-    assert set(numbers(maxima(filling, done, 4)).values()) == {0.0}
+    assert set(numbers(diagnostic_sums(filling, done, torch.zeros(0), 4)).values()) == {0.0}
+    assert set(numbers(diagnostic_maxima(filling, done, 4)).values()) == {0.0}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -160,8 +163,8 @@ def test_one_group_is_not_another(name: str) -> None:
     """
     settings = settings_of(name)
     whole = made(7, rows=6)
-    alone = evaluate(settings, whole)
-    both = evaluate(settings, doubled(whole))
+    alone = compute_loss(settings, whole)
+    both = compute_loss(settings, doubled(whole))
     assert both.total.item() == pytest.approx(2 * alone.total.item())
     assert both.units.item() == pytest.approx(2 * alone.units.item())
     assert both.log_ratio.tolist() == pytest.approx(alone.log_ratio.tolist() * 2)
@@ -190,16 +193,16 @@ def doubled(given: Tokens) -> Tokens:
 def test_single_precision_keeps_six_digits_whatever_the_split(name: str) -> None:
     settings = settings_of(name)
     whole = single(made(9, rows=40))
-    done = evaluate(settings, whole)
-    (expected,) = torch.autograd.grad(done.total, whole.logp)
+    done = compute_loss(settings, whole)
+    (expected,) = torch.autograd.grad(done.total, whole.policy_logprobs)
     assert expected.dtype is torch.float32
     total = units = 0.0
     gradient = torch.zeros_like(expected)
     parts = split(list(range(whole.rows)), whole, list(range(40)))
     for one in micro_batches(settings, whole, parts):
-        partly = evaluate(settings, one)
+        partly = compute_loss(settings, one)
         total, units = total + partly.total.item(), units + partly.units.item()
-        gradient += torch.autograd.grad(partly.total, whole.logp)[0]
+        gradient += torch.autograd.grad(partly.total, whole.policy_logprobs)[0]
     assert units == pytest.approx(done.units.item(), rel=1e-6)
     assert total == pytest.approx(done.total.item(), rel=1e-6)
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-8)
@@ -228,9 +231,11 @@ def test_no_host_waits_for_its_device(name: str) -> None:
     }
     changed["logp"].requires_grad_()
     there = replace(given, **changed)  # type: ignore[arg-type]
-    done = evaluate(settings_of(name), there)
+    done = compute_loss(settings_of(name), there)
     done.total.backward()
-    logged = sums(there, done, there.mu, 4) | maxima(there, done, 4)
+    logged = diagnostic_sums(there, done, there.rollout_logprobs, 4) | diagnostic_maxima(
+        there, done, 4
+    )
     assert {value.device.type for value in logged.values()} == {"meta"}
-    assert there.logp.grad is not None
-    assert there.logp.grad.device.type == "meta"
+    assert there.policy_logprobs.grad is not None
+    assert there.policy_logprobs.grad.device.type == "meta"

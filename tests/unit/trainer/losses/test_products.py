@@ -20,16 +20,16 @@ from support.trainer.loss_tokens import made as made_tokens
 from support.trainer.loss_tokens import micro_batches, tokens
 from support.trainer.row_samples import tiny_model
 from tracegrad_trainer.batches import pack
-from tracegrad_trainer.engine.model.forward import Before
+from tracegrad_trainer.engine.model.forward import TargetContext
 from tracegrad_trainer.engine.step.rollout_sums import with_rollout_sums
 from tracegrad_trainer.losses import (
     ObjectiveSettings,
     Tokens,
-    evaluate,
-    maxima,
+    compute_loss,
+    diagnostic_maxima,
+    diagnostic_sums,
     preset,
-    summarise,
-    sums,
+    summarise_diagnostics,
 )
 
 
@@ -38,12 +38,12 @@ def metrics_of(chosen: ObjectiveSettings, *parts: Tokens) -> dict[str, float]:
     added: dict[str, float] = {}
     highest: dict[str, float] = {}
     for one in parts:
-        done = evaluate(chosen, one)
-        for name, value in sums(one, done, torch.zeros(len(one)), 4).items():
+        done = compute_loss(chosen, one)
+        for name, value in diagnostic_sums(one, done, torch.zeros(len(one)), 4).items():
             added[name] = added.get(name, 0.0) + float(value)
-        for name, value in maxima(one, done, 4).items():
+        for name, value in diagnostic_maxima(one, done, 4).items():
             highest[name] = max(highest.get(name, 0.0), float(value))
-    return summarise(added, highest)
+    return summarise_diagnostics(added, highest)
 
 
 def one_bad_token(off: float, **more: Any) -> Tokens:
@@ -57,15 +57,15 @@ def one_bad_token(off: float, **more: Any) -> Tokens:
 
 def test_a_single_token_off_shows_in_a_product_and_not_in_a_mean() -> None:
     bad = one_bad_token(6.0)
-    mean = evaluate(preset("grpo", correction_level="turn"), bad)
+    mean = compute_loss(preset("grpo", correction_level="turn"), bad)
     assert float(mean.weight.max()) == pytest.approx(math.exp(6 / 200), rel=1e-6)
     assert not mean.corrected.any()
-    product = evaluate(preset("grpo", correction_level="turn_product"), bad)
+    product = compute_loss(preset("grpo", correction_level="turn_product"), bad)
     assert product.weight.tolist() == [1.0] * 600 + [2.0] * 200
     assert product.corrected.tolist() == [False] * 600 + [True] * 200
     assert product.log_w[-1].item() == pytest.approx(6.0)
     rejected = preset("grpo", correction="reject", correction_level="turn_product")
-    assert evaluate(rejected, bad).masked.tolist() == [False] * 600 + [True] * 200
+    assert compute_loss(rejected, bad).masked.tolist() == [False] * 600 + [True] * 200
 
 
 def test_its_sample_size_and_variance_are_reported() -> None:
@@ -85,9 +85,9 @@ def test_its_sample_size_and_variance_are_reported() -> None:
 
 
 def test_a_token_that_mu_thought_too_likely_takes_its_turn_down() -> None:
-    done = evaluate(preset("grpo", correction_level="turn_product"), one_bad_token(-6.0))
+    done = compute_loss(preset("grpo", correction_level="turn_product"), one_bad_token(-6.0))
     assert done.weight[-1].item() == pytest.approx(math.exp(-6))
-    mean = evaluate(preset("grpo", correction_level="turn"), one_bad_token(-6.0))
+    mean = compute_loss(preset("grpo", correction_level="turn"), one_bad_token(-6.0))
     assert mean.weight[-1].item() > 0.97
 
 
@@ -103,7 +103,7 @@ def test_the_product_over_a_rollout_is_of_all_its_rows() -> None:
     )
     settings = preset("grpo", correction_level="sequence_product", correction_cap=10.0)
     w = math.exp(0.8), math.exp(-0.5)
-    done = evaluate(settings, given)
+    done = compute_loss(settings, given)
     assert done.weight.tolist() == pytest.approx([w[0]] * 3 + [w[1]])
     found = metrics_of(settings, given)
     assert found["weight_ess"] == pytest.approx(sum(w) ** 2 / (2 * (w[0] ** 2 + w[1] ** 2)))
@@ -113,7 +113,7 @@ def test_the_product_over_a_rollout_is_of_all_its_rows() -> None:
 def test_products_are_bounded_however_long_a_turn_is() -> None:
     """5,000 tokens at w = e, one after the other, are no infinity."""
     n = 5000
-    done = evaluate(
+    done = compute_loss(
         preset("grpo", correction_level="turn_product", correction_cap=1e30),
         tokens([-1.0] * n, mu=[-2.0] * n),
     )
@@ -132,7 +132,7 @@ def test_what_is_rejected_by_a_sum_has_no_bound_of_its_own(
         # below the logs' own bound and above it
         for times in (1, 3):
             many = given if times == 1 else tokens([-1.0] * 120, mu=[0.0] * 120)
-            done = evaluate(preset("grpo", **chosen, correction_cap=cap * times), many)
+            done = compute_loss(preset("grpo", **chosen, correction_cap=cap * times), many)
             assert done.masked.tolist() == [masked] * len(many)
 
 
@@ -157,16 +157,16 @@ def test_a_rollout_with_a_demonstration_is_one_weight_like_the_others(level: str
 def test_weights_are_numpys_and_no_split_moves_them(seed: int, level: str) -> None:
     whole = made_tokens(seed, rows=8)
     chosen = preset("grpo", correction_level=level, aggregation="group_mean")
-    done = evaluate(chosen, whole)
-    expert = whole.expert.numpy()
-    log_w = np.where(expert, 0, (whole.old - whole.mu).detach().numpy())
+    done = compute_loss(chosen, whole)
+    expert = whole.demonstration.numpy()
+    log_w = np.where(expert, 0, (whole.old_logprobs - whole.rollout_logprobs).detach().numpy())
     of = (whole.turn if level == "turn_product" else whole.rollout).numpy()
     product = np.exp([log_w[of == k].sum() for k in of])
     expected = np.where(expert, 1, np.minimum(product, 2.0))
     np.testing.assert_allclose(done.weight.numpy(), expected, rtol=1e-9)
     found = metrics_of(chosen, whole)
     parts = micro_batches(chosen, whole, [[0, 3, 4], [1], [2, 5, 6, 7]])
-    split = [evaluate(chosen, one).total for one in parts]
+    split = [compute_loss(chosen, one).total for one in parts]
     assert sum(one.item() for one in split) == pytest.approx(done.total.item(), rel=1e-9, abs=1e-12)
     other = metrics_of(chosen, *parts)
     for name in ("weight_ess", "weight_variance", "product_ess", "product_max_w", "ess"):
@@ -183,12 +183,12 @@ def test_weights_are_numpys_and_no_split_moves_them(seed: int, level: str) -> No
 def test_no_gradient_flows_through_the_weight() -> None:
     whole = made_tokens(3)
     chosen = preset("grpo", correction_level="turn_product", surrogate="reinforce")
-    assert not evaluate(chosen, whole).weight.requires_grad
+    assert not compute_loss(chosen, whole).weight.requires_grad
 
     def loss(logp: Tensor) -> Tensor:
-        return evaluate(chosen, replace(whole, logp=logp)).total
+        return compute_loss(chosen, replace(whole, logp=logp)).total
 
-    assert torch.autograd.gradcheck(loss, (whole.logp,))
+    assert torch.autograd.gradcheck(loss, (whole.policy_logprobs,))
 
 
 @pytest.mark.parametrize("given_old", [False, True])
@@ -211,7 +211,10 @@ def test_each_rollout_is_added_up_over_rows_and_micro_batches(
     batches = pack(rows, ranks=1, budget=BUDGET)[0]
     assert len(batches) > 3
     engine = learner.engine
-    known = [Before(old=o) if given_old else Before() for o in learner.logprobs(batches)]
+    known = [
+        TargetContext(old_logprobs=o) if given_old else TargetContext()
+        for o in learner.logprobs(batches)
+    ]
     summed = with_rollout_sums(engine, learner.objective, engine.inputs(batches), known)
     for batch, before in zip(batches, summed, strict=True):
         assert before.rollout_sums is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.trainer.loss_tokens import made, tokens
-from tracegrad_trainer.losses import Tokens, evaluate, preset
+from tracegrad_trainer.losses import Tokens, compute_loss, preset
 from tracegrad_trainer.losses.ratios import RATIOS
 
 PLAIN = preset("grpo", correction="none")
@@ -29,7 +29,7 @@ def ratios(name: str, given: Tokens) -> list[float]:
 
 def slopes(name: str, given: Tokens) -> list[float]:
     """d(sum of ratios) / d log pi."""
-    found = torch.autograd.grad(RATIOS[name](given, PLAIN).exp().sum(), given.logp)[0]
+    found = torch.autograd.grad(RATIOS[name](given, PLAIN).exp().sum(), given.policy_logprobs)[0]
     return found.tolist()
 
 
@@ -60,7 +60,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
         found = RATIOS[name](_with(given, logp), PLAIN)
         return found.sum() if name == "product" else found
 
-    assert torch.autograd.gradcheck(of, (given.logp,))
+    assert torch.autograd.gradcheck(of, (given.policy_logprobs,))
 
 
 def _with(given: Tokens, logp: torch.Tensor) -> Tokens:
@@ -100,10 +100,10 @@ def weights(correction: str, level: str, **changes: Any) -> tuple[list[float], l
     chosen = {"correction": correction}
     if correction != "none":
         chosen["correction_level"] = level
-    done = evaluate(preset("grpo", surrogate="reinforce", **chosen, **changes), given)
+    done = compute_loss(preset("grpo", surrogate="reinforce", **chosen, **changes), given)
     done.total.backward()
-    assert given.logp.grad is not None
-    return (-given.logp.grad).tolist(), done.corrected.tolist()
+    assert given.policy_logprobs.grad is not None
+    return (-given.policy_logprobs.grad).tolist(), done.corrected.tolist()
 
 
 TURN = math.sqrt(4 * 0.5)
@@ -166,11 +166,11 @@ def test_an_experts_tokens_have_no_mismatch(level: str) -> None:
         expert=[False, False, True],
     )
     settings = preset("ipa", correction="tis", correction_level=level, imitation=1.0)
-    done = evaluate(settings, given)
+    done = compute_loss(settings, given)
     done.total.backward()
     w = [1.5, 1.0] if level == "token" else [math.sqrt(1.5)] * 2
-    assert given.logp.grad is not None
-    assert (-given.logp.grad).tolist() == pytest.approx([*w, 1.0])
+    assert given.policy_logprobs.grad is not None
+    assert (-given.policy_logprobs.grad).tolist() == pytest.approx([*w, 1.0])
     assert done.log_w.exp().tolist() == pytest.approx([*w, 1.0])
     assert done.corrected.tolist() == [False] * 3
     assert done.masked.tolist() == [False] * 3
@@ -179,10 +179,10 @@ def test_an_experts_tokens_have_no_mismatch(level: str) -> None:
 def test_a_turn_is_masked_whole_and_neighbours_do_not_merge() -> None:
     """Two turns without a token between them: one is rejected, all of it, and not the other."""
     given = tokens([0.0] * 4, mu=[-3.0, 0.0, 0.0, 0.0], turn=[0, 0, 1, 1])
-    done = evaluate(preset("ipa"), given)
+    done = compute_loss(preset("ipa"), given)
     done.total.backward()
-    assert given.logp.grad is not None
-    assert given.logp.grad.tolist() == [0, 0, -1, -1]
+    assert given.policy_logprobs.grad is not None
+    assert given.policy_logprobs.grad.tolist() == [0, 0, -1, -1]
     assert done.masked.tolist() == [True, True, False, False]
     # What is masked stays in the denominator.
     assert done.units.item() == 4
@@ -192,15 +192,15 @@ def test_a_mask_of_tokens_does_not_change_the_ratio_of_their_turn() -> None:
     """The second token is rejected by itself; its turn's ratio is of both all the same."""
     given = tokens([0.2, 0.4], old=[0.0, 0.0], mu=[0.0, -3.0])
     settings = preset("grpo", ratio="turn", correction="reject", correction_level="token")
-    done = evaluate(settings, given)
+    done = compute_loss(settings, given)
     assert done.masked.tolist() == [False, True]
     assert done.log_ratio.tolist() == pytest.approx([0.3, 0.3])
     done.total.backward()
-    assert given.logp.grad is not None
+    assert given.policy_logprobs.grad is not None
     # The clip at 1.2 holds the first token's turn, whose ratio is exp(0.3); below it, half each.
-    assert given.logp.grad.tolist() == [0, 0]
-    wide = evaluate(
+    assert given.policy_logprobs.grad.tolist() == [0, 0]
+    wide = compute_loss(
         preset("grpo", **settings.model_dump(exclude={"preset", "clip_high"}), clip_high=1.0), given
     )
-    (slope,) = torch.autograd.grad(wide.total, given.logp)
+    (slope,) = torch.autograd.grad(wide.total, given.policy_logprobs)
     assert slope.tolist() == pytest.approx([-math.exp(0.3) / 2] * 2)

@@ -24,10 +24,10 @@ from tracegrad_trainer.losses import (
     PRESETS,
     ObjectiveSettings,
     Tokens,
-    evaluate,
-    maxima,
+    compute_loss,
+    diagnostic_maxima,
+    diagnostic_sums,
     preset,
-    sums,
 )
 from tracegrad_trainer.losses.part_names import PARTS
 
@@ -96,7 +96,7 @@ def laid_out(given: Tokens, rng: np.random.Generator) -> tuple[Tokens, Tensor]:
 def gradient(
     settings: ObjectiveSettings, given: list[Tokens], logp: Tensor
 ) -> tuple[Tensor, float]:
-    done = [evaluate(settings, one) for one in given]
+    done = [compute_loss(settings, one) for one in given]
     total = torch.stack([one.total for one in done]).sum()
     (slope,) = torch.autograd.grad(total + 0 * logp.sum(), [logp], retain_graph=True)
     return slope, float(sum(one.units for one in done))
@@ -114,13 +114,13 @@ def dealt(given: Tokens, ways: list[int]) -> list[list[int]]:
 
 def check(settings: ObjectiveSettings, seed: int, ways: list[int]) -> None:
     whole = chained(made(seed, rows=6))
-    whole = replace(whole, entropy=whole.logp.square())
-    expected, units = gradient(settings, [whole], whole.logp)
-    assert expected.abs().sum() > 0 or units == 0 or not settings.learns_from_experts
+    whole = replace(whole, entropy=whole.policy_logprobs.square())
+    expected, units = gradient(settings, [whole], whole.policy_logprobs)
+    assert expected.abs().sum() > 0 or units == 0 or not settings.learns_from_demonstrations
     fallen, _ = laid_out(whole, np.random.default_rng(seed))
     split = micro_batches(settings, fallen, dealt(fallen, ways))
     for batches in ([fallen], split):
-        slope, found = gradient(settings, batches, whole.logp)
+        slope, found = gradient(settings, batches, whole.policy_logprobs)
         assert found == pytest.approx(units, rel=1e-10)
         torch.testing.assert_close(slope, expected, rtol=1e-9, atol=1e-12)
 
@@ -156,13 +156,13 @@ def test_all_parts_are_among_the_combinations() -> None:
 def test_what_is_logged_is_blind_to_rows(name: str) -> None:
     settings = settings_of(name)
     whole = chained(made(3, rows=8))
-    whole = replace(whole, entropy=whole.logp.square())
+    whole = replace(whole, entropy=whole.policy_logprobs.square())
     fallen, where = laid_out(whole, np.random.default_rng(3))
     logged = []
     for one in (whole, fallen):
-        done = evaluate(settings, one)
-        entropy = -one.logp.detach()
-        found = sums(one, done, entropy, 4) | maxima(one, done, 4)
+        done = compute_loss(settings, one)
+        entropy = -one.policy_logprobs.detach()
+        found = diagnostic_sums(one, done, entropy, 4) | diagnostic_maxima(one, done, 4)
         logged.append({key: float(value) for key, value in found.items()})
     assert logged[1] == pytest.approx(logged[0], rel=1e-9, abs=1e-12)
     assert not torch.equal(where, torch.arange(len(whole)))
@@ -173,8 +173,8 @@ def test_on_policy_rloo_pulls_at_each_token_alike(rows: int) -> None:
     """Twenty tokens of one rollout, of advantage 1, in so many rows: 1 a token."""
     row = [i // (20 // rows) for i in range(20)]
     given = tokens([-1.0] * 20, row=row, turn=row, rollout=[0] * 20)
-    done = evaluate(preset("rloo"), given)
-    (slope,) = torch.autograd.grad(done.total / done.units, given.logp)
+    done = compute_loss(preset("rloo"), given)
+    (slope,) = torch.autograd.grad(done.total / done.units, given.policy_logprobs)
     assert slope.tolist() == pytest.approx([-1.0] * 20)
 
 
@@ -189,8 +189,8 @@ def test_topr_tapers_a_failure_by_its_whole_ratio(rows: int) -> None:
         turn=row,
         rollout=[0] * 20,
     )
-    done = evaluate(preset("topr"), given)
-    (slope,) = torch.autograd.grad(done.total, given.logp)
+    done = compute_loss(preset("topr"), given)
+    (slope,) = torch.autograd.grad(done.total, given.policy_logprobs)
     assert slope.tolist() == pytest.approx([0.2 * np.exp(-10)] * 20)
 
 
@@ -255,10 +255,10 @@ def test_gradients_are_those_of_the_papers(name: str, seed: int) -> None:
     """Of the product with one advantage a rollout, which is what its paper has."""
     settings, reference = REFERENCES[name]
     given = made(seed, rows=30, experts=False, spread=0.15)
-    off = given.mu.clone()
+    off = given.rollout_logprobs.clone()
     off[::40] -= 6.0  # single tokens 6 nats off, either way
     off[20::40] += 6.0
-    given = replace(given, mu=off, entropy=given.logp.square())
+    given = replace(given, mu=off, entropy=given.policy_logprobs.square())
     if name == "rloo":
         drawn = np.random.default_rng(seed).normal(size=given.rollouts)
         given = replace(given, advantage=torch.from_numpy(drawn)[given.rollout])
@@ -268,7 +268,7 @@ def test_gradients_are_those_of_the_papers(name: str, seed: int) -> None:
     for number in range(given.rollouts):
         here = given.rollout.numpy() == number
         expected[here] = reference(x, here)
-    slope, _ = gradient(settings, [given], given.logp)
+    slope, _ = gradient(settings, [given], given.policy_logprobs)
     np.testing.assert_allclose(slope.numpy(), expected, rtol=1e-10, atol=1e-14)
     assert np.count_nonzero(expected) > 0
 
@@ -289,7 +289,7 @@ def test_preferences_have_the_gradients_of_their_papers(seed: int) -> None:
         right = 1 / (1 + np.exp(-beta * of * (gain[here].sum() - z)))
         kto[here] = -beta * of * right * (1 - right)
     for name, expected, units in (("dpo", dpo, len(set(pair) - {-1})), ("kto", kto, None)):
-        slope, found = gradient(preset(name), [given], given.logp)
+        slope, found = gradient(preset(name), [given], given.policy_logprobs)
         np.testing.assert_allclose(slope.numpy(), expected, rtol=1e-10, atol=1e-14)
         assert found == pytest.approx(given.rollouts if units is None else units)
 
@@ -309,6 +309,8 @@ def test_an_experts_tokens_thin_out_nothing(name: str) -> None:
     alone = tokens([-1.0], turn=[0])
     found = []
     for given in (long, alone):
-        done = evaluate(settings, given)
-        found.append(float(torch.autograd.grad(done.total / done.units, given.logp)[0][-1]))
+        done = compute_loss(settings, given)
+        found.append(
+            float(torch.autograd.grad(done.total / done.units, given.policy_logprobs)[0][-1])
+        )
     assert found[0] == pytest.approx(found[1])

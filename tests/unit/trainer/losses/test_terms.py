@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from support.trainer.loss_tokens import made, part, tokens
-from tracegrad_trainer.losses import Tokens, evaluate, preset
+from tracegrad_trainer.losses import Tokens, compute_loss, preset
 from tracegrad_trainer.losses.kl import kl_to_reference
 from tracegrad_trainer.losses.value_loss import value_loss
 
@@ -40,7 +40,7 @@ def fan_out() -> Tokens:
 )
 def test_aggregation_by_hand(name: str, total: float, units: float) -> None:
     changes = {"constant": 10.0} if name == "sum_constant" else {}
-    done = evaluate(preset("sft", aggregation=name, **changes), fan_out())
+    done = compute_loss(preset("sft", aggregation=name, **changes), fan_out())
     assert done.total.item() == pytest.approx(total)
     assert done.units.item() == pytest.approx(units)
 
@@ -48,9 +48,9 @@ def test_aggregation_by_hand(name: str, total: float, units: float) -> None:
 def test_the_mean_over_groups_by_hand() -> None:
     """Groups of 3 and 1 tokens, whatever their rollouts: 1/2 (0+1+2)/3 + 1/2 x 3."""
     given = tokens([0.0, -1.0, -2.0, -3.0], rollout=[0, 1, 1, 2], group=[0, 0, 0, 1])
-    done = evaluate(preset("sft", aggregation="group_mean"), given)
+    done = compute_loss(preset("sft", aggregation="group_mean"), given)
     assert (done.total / done.units).item() == pytest.approx((1 + 3) / 2)
-    assert evaluate(preset("sft"), given).total.item() / 4 == pytest.approx(6 / 4)
+    assert compute_loss(preset("sft"), given).total.item() / 4 == pytest.approx(6 / 4)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_the_mean_over_groups_by_hand() -> None:
 )
 def test_a_rollouts_weight_does_not_hang_on_where_its_rows_are(name: str) -> None:
     settings = preset("sft", aggregation=name)
-    whole = evaluate(settings, fan_out())
-    parts = [evaluate(settings, part(fan_out(), rows)) for rows in ([1], [0, 2])]
+    whole = compute_loss(settings, fan_out())
+    parts = [compute_loss(settings, part(fan_out(), rows)) for rows in ([1], [0, 2])]
     assert sum(p.total.item() for p in parts) == pytest.approx(whole.total.item())
     assert sum(p.units.item() for p in parts) == pytest.approx(whole.units.item())
 
@@ -68,7 +68,7 @@ def test_a_masked_token_leaves_the_numerator_and_stays_in_the_denominator() -> N
     """Losses 1, 1, 1 and a rejected 100: their mean is 3/4, and not 103/4."""
     given = tokens([-1.0, -1.0, -1.0, -100.0], mu=[-1.0, -1.0, -1.0, -105.0], turn=[0, 1, 2, 3])
     settings = preset("grpo", surrogate="reinforce", correction="reject", correction_level="token")
-    done = evaluate(settings, given)
+    done = compute_loss(settings, given)
     assert (done.total / done.units).item() == pytest.approx(0.75)
     assert done.masked.tolist() == [False, False, False, True]
 
@@ -86,12 +86,12 @@ D = [math.log(2), -math.log(2), 0.0]  # log pi - log reference
 )
 def test_kl_by_hand(name: str, values: list[float], slopes: list[float]) -> None:
     given = tokens([d - 1 for d in D], reference=[-1.0] * 3, advantage=[0.0] * 3)
-    done = evaluate(preset("grpo", kl=name, kl_coef=0.5), given)
+    done = compute_loss(preset("grpo", kl=name, kl_coef=0.5), given)
     assert done.kl.item() == pytest.approx(0.5 * sum(values))
     assert done.total.item() == pytest.approx(0.5 * sum(values))
     done.total.backward()
-    assert given.logp.grad is not None
-    assert given.logp.grad.tolist() == pytest.approx([0.5 * s for s in slopes])
+    assert given.policy_logprobs.grad is not None
+    assert given.policy_logprobs.grad.tolist() == pytest.approx([0.5 * s for s in slopes])
 
 
 def test_the_unbiased_form_is_times_pi_over_mu() -> None:
@@ -104,11 +104,11 @@ def test_the_unbiased_form_is_times_pi_over_mu() -> None:
         advantage=[0.0],
     )
     settings = preset("grpo", kl="k3", kl_coef=1.0, kl_unbiased=True)
-    done = evaluate(settings, given)
+    done = compute_loss(settings, given)
     assert done.kl.item() == pytest.approx(3 * (0.5 - 1 + math.log(2)))
     done.total.backward()
-    assert given.logp.grad is not None
-    assert given.logp.grad.item() == pytest.approx(3 * math.log(2))
+    assert given.policy_logprobs.grad is not None
+    assert given.policy_logprobs.grad.item() == pytest.approx(3 * math.log(2))
 
 
 Form = tuple[str, bool]
@@ -173,10 +173,12 @@ def test_the_unbiased_kl_is_right_on_an_older_policys_tokens() -> None:
 
 def test_kl_is_aggregated_like_the_loss_and_can_only_be_watched() -> None:
     d = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
-    given = replace(fan_out(), reference=fan_out().logp.detach() - torch.tensor(d).double())
+    given = replace(
+        fan_out(), reference=fan_out().policy_logprobs.detach() - torch.tensor(d).double()
+    )
     settings = preset("grpo", kl="k1", kl_coef=2.0, aggregation="rollout_mean")
-    assert evaluate(settings, given).kl.item() == pytest.approx(2 * (1.0 / 4 + 1.1 / 2))
-    watched = evaluate(preset("grpo", kl="k1"), given)
+    assert compute_loss(settings, given).kl.item() == pytest.approx(2 * (1.0 / 4 + 1.1 / 2))
+    watched = compute_loss(preset("grpo", kl="k1"), given)
     assert watched.total.item() == watched.policy.item()
 
 
@@ -201,7 +203,7 @@ def test_value_loss_by_hand() -> None:
 def test_the_value_loss_is_part_of_the_total_with_its_share() -> None:
     given = made(1, experts=False)
     settings = preset("ppo", value_coef=0.3, aggregation="turn_mean")
-    done = evaluate(settings, given)
+    done = compute_loss(settings, given)
     expected = (0.3 * value_loss(given, 0.2) / given.turn_tokens).sum()
     assert done.value.item() == pytest.approx(expected.item())
     assert done.total.item() == pytest.approx((done.policy + done.value).item())
@@ -226,4 +228,4 @@ def test_gradients_of_the_terms_are_those_of_finite_differences() -> None:
             moved = replace(given, logp=logp)
             return kl_to_reference(moved, name, unbiased=unbiased)  # type: ignore[arg-type]
 
-        assert torch.autograd.gradcheck(kl, (given.logp,))
+        assert torch.autograd.gradcheck(kl, (given.policy_logprobs,))

@@ -17,13 +17,13 @@ from support.trainer.loss_tokens import made, tokens
 from tracegrad_trainer.losses import (
     PRESETS,
     ObjectiveSettings,
-    Scored,
+    RolloutRewards,
     Tokens,
-    advantages,
-    evaluate,
+    compute_advantages,
+    compute_loss,
     preset,
 )
-from tracegrad_trainer.losses.config import without_unused
+from tracegrad_trainer.losses.config import drop_unused
 from tracegrad_trainer.losses.entropy import next_coef
 from tracegrad_trainer.losses.gae import first_of_turns, gae, gae_of_turns
 from tracegrad_trainer.losses.part_names import CHOICES, PARTS, WHERE_SET
@@ -76,7 +76,7 @@ def longest(group: Any) -> list[float]:
     return [float(len(rollout)) for rollout in group.rollouts]
 
 
-def batch() -> tuple[list[Scored], Tokens]:
+def batch() -> tuple[list[RolloutRewards], Tokens]:
     """Rollouts in groups of two and their tokens: with turn rewards, an expert's turn, states that
     are met twice, ratios and mismatches on all sides of every bound."""
     whole = made(11, rows=60, spread=1.2)
@@ -87,7 +87,7 @@ def batch() -> tuple[list[Scored], Tokens]:
         own = np.unique(turn[rollout == number])
         sizes = np.array([(turn == t).sum() for t in own])
         rollouts.append(
-            Scored(
+            RolloutRewards(
                 rollout_id=str(number),
                 task=f"t{number // 2}",
                 agent="",
@@ -97,7 +97,7 @@ def batch() -> tuple[list[Scored], Tokens]:
                 tokens=sizes,
                 parents=np.arange(len(own)) - 1,
                 states=[bytes([k % 2]) for k in range(len(own))],
-                deciding=0,
+                deciding_turn=0,
             )
         )
     entropy = torch.from_numpy(rng.uniform(0.1, 2.0, len(whole)))
@@ -112,7 +112,7 @@ def outcome(settings: ObjectiveSettings) -> list[Tensor]:
     given = WHOLE
     # A running mean that is known already, and rewards of an agent that was seen.
     memory = {"running": {"tasks": {"t0": 0.3}, "agents": {"": 0.7}}}
-    found = advantages(settings, ROLLOUTS, memory)
+    found = compute_advantages(settings, ROLLOUTS, memory)
     memory_after = [float(x) for kind in memory["running"].values() for x in kind.values()]
     advantage = torch.from_numpy(np.concatenate(found))[_turn_of_token()]
     value = given.value
@@ -123,7 +123,7 @@ def outcome(settings: ObjectiveSettings) -> list[Tensor]:
     elif "value" in settings.needs:
         a, r = gae(
             value.detach(),
-            given.mu,
+            given.rollout_logprobs,
             given.rollout,
             gamma=settings.gamma,
             lam=settings.gae_lambda,
@@ -132,9 +132,9 @@ def outcome(settings: ObjectiveSettings) -> list[Tensor]:
     if settings.whitens:
         a = changes["advantage"]
         changes["advantage"] = torch.where(given.sampled, (a - a.mean()) / a.std(), a)
-    done = evaluate(settings, replace(given, **changes))
+    done = compute_loss(settings, replace(given, **changes))
     slopes = torch.autograd.grad(
-        done.total + 0 * (given.logp.sum() + value.sum()), [given.logp, value]
+        done.total + 0 * (given.policy_logprobs.sum() + value.sum()), [given.policy_logprobs, value]
     )
     read = settings.surrogate not in ("sft", "dpo", "kto")
     after = torch.tensor(memory_after if read and settings.advantage == "running" else [0.0])
@@ -147,7 +147,7 @@ def _valued_by_turn(settings: ObjectiveSettings) -> dict[str, Any]:
     first = first_of_turns(WHOLE.turn, WHOLE.turns)
     found = gae_of_turns(
         WHOLE.value.detach()[first].numpy(),
-        WHOLE.mu[first].numpy(),
+        WHOLE.rollout_logprobs[first].numpy(),
         WHOLE.rollout[first].numpy(),
         WHOLE.turn[first].numpy(),
         gamma=settings.gamma,
@@ -231,14 +231,14 @@ def test_what_earlier_versions_recorded_can_be_read_without_what_was_ignored() -
     old = preset("ppo").model_dump() | {"over_length_budget": 9, "clip_low": 0.1, "beta": 0.3}
     with pytest.raises(ValidationError, match=r"beta = 0\.3: nothing in this objective uses it"):
         ObjectiveSettings.model_validate(old)
-    assert ObjectiveSettings.model_validate(without_unused(old)) == preset("ppo", clip_low=0.1)
+    assert ObjectiveSettings.model_validate(drop_unused(old)) == preset("ppo", clip_low=0.1)
 
 
 @pytest.mark.parametrize("field", ["preset", "surrogate", "advantage"])
 def test_a_name_of_another_version_is_left_for_validation_to_refuse(field: str) -> None:
     old = preset("grpo").model_dump() | {field: "of_later"}
     with pytest.raises(ValidationError, match=r"unknown .*'of_later': use one of"):
-        ObjectiveSettings.model_validate(without_unused(old))
+        ObjectiveSettings.model_validate(drop_unused(old))
 
 
 def test_the_judge_is_read_where_rewards_are() -> None:
@@ -248,11 +248,11 @@ def test_the_judge_is_read_where_rewards_are() -> None:
 
 
 def quiet(tokens: Tokens, ratio: Tensor, settings: ObjectiveSettings) -> tuple[Tensor, Tensor]:
-    return ratio, torch.zeros_like(tokens.expert)
+    return ratio, torch.zeros_like(tokens.demonstration)
 
 
 def telling(tokens: Tokens, ratio: Tensor, settings: ObjectiveSettings) -> tuple[Tensor, Tensor]:
-    return ratio * settings.beta, torch.zeros_like(tokens.expert)
+    return ratio * settings.beta, torch.zeros_like(tokens.demonstration)
 
 
 telling.reads = ("beta", "options")  # type: ignore[attr-defined]
@@ -267,7 +267,7 @@ def test_a_part_of_ones_own_may_read_anything_unless_it_says_what() -> None:
         ValidationError, match=r"imitation = 0\.3: nothing in this objective uses it"
     ):
         preset("grpo", **told, imitation=0.3)
-    assert evaluate(preset("grpo", **told), tokens([-1.0])).units == 1
+    assert compute_loss(preset("grpo", **told), tokens([-1.0])).units == 1
 
 
 def test_a_judge_needs_no_settings() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from support.trainer.step_samples import fill, train, trainer_settings
-from tracegrad.store import History, Store
-from tracegrad_trainer.cli.status import status
-from tracegrad_trainer.metrics import METRICS, metric, of_speed
+from tracegrad.store import StepHistory, Store
+from tracegrad_trainer.cli.status import collect_status
+from tracegrad_trainer.metrics import METRICS, find_metric, throughput_metrics
 from tracegrad_trainer.metrics.names import SECTIONS
-from tracegrad_trainer.metrics.points import of_step
+from tracegrad_trainer.metrics.points import step_point
 
 DOCS = Path(__file__).parents[4] / "docs" / "metrics.md"
 
@@ -41,14 +41,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
             update={"batches": settings.batches.model_copy(update={"groups": 3})}
         )
         train(settings, 1)
-        found = status(store, settings.state_dir, tags={})
+        found = collect_status(store, settings.state_dir, tags={})
         assert found.not_trained == {"equal_reward": 6}
-        [step] = History(store).steps()
-    return of_step(step).values
+        [step] = StepHistory(store).steps()
+    return step_point(step).values
 
 
 def test_every_recorded_number_is_in_the_table(recorded: dict[str, float]) -> None:
-    assert [name for name in recorded if metric(name) is None] == []
+    assert [name for name in recorded if find_metric(name) is None] == []
 
 
 def test_every_metric_of_the_table_is_recorded(recorded: dict[str, float]) -> None:
@@ -87,14 +87,16 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_a_name_of_a_family_has_its_unit() -> None:
-    found = [metric(name) for name in ("skipped_stale", "k3_gap_2", "seconds/push", "nonsense")]
+    found = [
+        find_metric(name) for name in ("skipped_stale", "k3_gap_2", "seconds/push", "nonsense")
+    ]
     assert [one and one.unit for one in found] == ["turns", "nats", "s", None]
     assert [one.clock for one in found if one] == [False, False, True]
 
 
 def test_speed_is_tokens_over_time_and_mfu_flops_over_the_peak() -> None:
-    assert of_speed(300.0, 1.5) == {"tokens_per_second": 200.0}
-    assert of_speed(300.0, 1.5, flops=6e9, peak=None) == {"tokens_per_second": 200.0}
-    told = of_speed(300.0, 1.5, flops=6e9, peak=2 * 5e9)
+    assert throughput_metrics(300.0, 1.5) == {"tokens_per_second": 200.0}
+    assert throughput_metrics(300.0, 1.5, flops=6e9, peak=None) == {"tokens_per_second": 200.0}
+    told = throughput_metrics(300.0, 1.5, flops=6e9, peak=2 * 5e9)
     assert told == {"tokens_per_second": 200.0, "mfu": pytest.approx(0.4)}
-    assert of_speed(300.0, 0.0) == {}
+    assert throughput_metrics(300.0, 0.0) == {}

@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from support.proxy.servers import eventually
 from tracegrad.store import PolicyVersion, StepRecord
-from tracegrad_trainer.metrics import MetricsSettings, Sinks, WandbSettings
-from tracegrad_trainer.metrics.points import Point, of_push, of_step
-from tracegrad_trainer.metrics.prometheus import Prometheus
+from tracegrad_trainer.metrics import MetricSinks, MetricsSettings, WandbSettings
+from tracegrad_trainer.metrics.points import MetricPoint, push_point, step_point
+from tracegrad_trainer.metrics.prometheus import PrometheusSink
 
 METRICS: dict[str, Any] = {
     "loss": -0.25,
@@ -37,8 +37,8 @@ def record(step: int, **changes: Any) -> StepRecord:
     return StepRecord(step=step, version=step + 1, created_at=1000.0 + step, metrics=metrics)
 
 
-def scraped(sinks: Sinks) -> dict[str, float]:
-    [prometheus] = [sink for sink in sinks.sinks if isinstance(sink, Prometheus)]
+def scraped(sinks: MetricSinks) -> dict[str, float]:
+    [prometheus] = [sink for sink in sinks.sinks if isinstance(sink, PrometheusSink)]
     url = f"http://127.0.0.1:{prometheus.port}/metrics"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=5) as response:
@@ -51,7 +51,7 @@ def scraped(sinks: Sinks) -> dict[str, float]:
 
 
 def test_a_step_is_flat_numbers() -> None:
-    assert of_step(record(3)) == Point(
+    assert step_point(record(3)) == MetricPoint(
         3,
         1003.0,
         {
@@ -69,16 +69,16 @@ def test_a_step_is_flat_numbers() -> None:
 
 def test_a_push_is_told_with_its_gap() -> None:
     detail = {"seconds": {"send": 1.5, "pause": 0.5}, "gap": {"tokens": 8, "mean": 0.1, "max": 0.2}}
-    served = of_push(PolicyVersion(4, 3, "serving", 7.0, detail))
-    assert served == Point(
+    served = push_point(PolicyVersion(4, 3, "serving", 7.0, detail))
+    assert served == MetricPoint(
         3, 7.0, {"push/failed": 0, "push/seconds": 2.0, "push/gap_mean": 0.1, "push/gap_max": 0.2}
     )
-    failed = of_push(PolicyVersion(4, None, "failed", 7.0, {"error": "x", "gap": None}))
-    assert failed == Point(0, 7.0, {"push/failed": 1, "push/seconds": 0})
+    failed = push_point(PolicyVersion(4, None, "failed", 7.0, {"error": "x", "gap": None}))
+    assert failed == MetricPoint(0, 7.0, {"push/failed": 1, "push/seconds": 0})
 
 
 def test_prometheus_is_scraped_over_http(tmp_path: Path) -> None:
-    sinks = Sinks.open(MetricsSettings(prometheus_port=0), tmp_path)
+    sinks = MetricSinks.open(MetricsSettings(prometheus_port=0), tmp_path)
     try:
         sinks.step(record(1))
         sinks.step(record(2, loss=0.75))
@@ -98,20 +98,20 @@ def test_prometheus_is_scraped_over_http(tmp_path: Path) -> None:
 
 
 def test_the_port_is_free_again_after_close(tmp_path: Path) -> None:
-    first = Sinks.open(MetricsSettings(prometheus_port=0), tmp_path)
+    first = MetricSinks.open(MetricsSettings(prometheus_port=0), tmp_path)
     [prometheus] = first.sinks
-    assert isinstance(prometheus, Prometheus)
+    assert isinstance(prometheus, PrometheusSink)
     port = prometheus.port
     with pytest.raises(ValueError, match=r"^metrics\.prometheus_port: .*in use"):
-        Sinks.open(MetricsSettings(prometheus_port=port), tmp_path)
+        MetricSinks.open(MetricsSettings(prometheus_port=port), tmp_path)
     first.close()
-    Sinks.open(MetricsSettings(prometheus_port=port), tmp_path).close()
+    MetricSinks.open(MetricsSettings(prometheus_port=port), tmp_path).close()
 
 
 def test_prometheus_listens_on_loopback_unless_told_otherwise(tmp_path: Path) -> None:
-    sinks = Sinks.open(MetricsSettings(prometheus_port=0), tmp_path)
+    sinks = MetricSinks.open(MetricsSettings(prometheus_port=0), tmp_path)
     [prometheus] = sinks.sinks
-    assert isinstance(prometheus, Prometheus)
+    assert isinstance(prometheus, PrometheusSink)
     assert prometheus._server.server_address[0] == "127.0.0.1"
     sinks.close()
     with socket.socket() as probe:
@@ -120,7 +120,7 @@ def test_prometheus_listens_on_loopback_unless_told_otherwise(tmp_path: Path) ->
 
 def test_tensorboards_event_file_is_read_back(tmp_path: Path) -> None:
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    sinks = Sinks.open(MetricsSettings(tensorboard=Path("board")), tmp_path)
+    sinks = MetricSinks.open(MetricsSettings(tensorboard=Path("board")), tmp_path)
     for step in (1, 2):
         sinks.step(record(step, loss=step / 8))
     sinks.close()
@@ -138,7 +138,7 @@ def test_a_wandb_run_is_written_and_gone_on_with(
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     settings = MetricsSettings(wandb=WandbSettings(project="p", mode="offline"))
     for step in (1, 2):  # as by two processes, one after the other
-        sinks = Sinks.open(settings, tmp_path)
+        sinks = MetricSinks.open(settings, tmp_path)
         sinks.step(record(step, loss=step / 8))
         sinks.close()
         assert not sinks.failures
@@ -187,7 +187,7 @@ def log_records(file: bytes) -> Iterator[bytes]:
 class Broken:
     name = "broken"
 
-    def write(self, point: Point) -> None:
+    def write(self, point: MetricPoint) -> None:
         raise ConnectionError("no such host")
 
     def close(self) -> None:
@@ -196,8 +196,8 @@ class Broken:
 
 def test_a_sink_that_fails_is_counted_and_said_once(tmp_path: Path) -> None:
     said = io.StringIO()
-    prometheus = Prometheus("127.0.0.1", 0)
-    sinks = Sinks([Broken(), prometheus], said_to=said)
+    prometheus = PrometheusSink("127.0.0.1", 0)
+    sinks = MetricSinks([Broken(), prometheus], said_to=said)
     for step in (1, 2, 3):
         sinks.step(record(step))
     found = scraped(sinks)
@@ -223,11 +223,11 @@ def test_a_folder_that_cannot_be_written_is_a_wrong_setting(tmp_path: Path) -> N
     pytest.importorskip("tensorboard")
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"^metrics\.tensorboard: .*file"):
-        Sinks.open(MetricsSettings(tensorboard=Path("file/board")), tmp_path)
+        MetricSinks.open(MetricsSettings(tensorboard=Path("file/board")), tmp_path)
 
 
 def test_nothing_is_opened_where_nothing_is_asked_for(tmp_path: Path) -> None:
-    sinks = Sinks.open(MetricsSettings(), tmp_path)
+    sinks = MetricSinks.open(MetricsSettings(), tmp_path)
     sinks.step(record(1))
     sinks.close()
     assert (sinks.sinks, list(tmp_path.iterdir())) == ([], [])

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from support.trainer.step_samples import fill, train, trainer_settings
-from tracegrad.store import History, Store
-from tracegrad_trainer.replay.replay import Asked, replay
+from tracegrad.store import StepHistory, Store
+from tracegrad_trainer.replay.replay import ReplayRequest, replay
 
 OBJECTIVE = {"preset": "grpo", "entropy_coef": 0.05, "entropy_target": 3.0, "entropy_rate": 0.5}
 
@@ -19,8 +19,8 @@ def taken(folder: Path, *parts: int) -> list[dict[str, Any]]:
         fill(store, 6)
         for steps in parts:
             train(settings, steps)
-        found = sorted(History(store).steps(), key=lambda one: one.step)
-        again = replay(store, settings.state_dir, Asked(step=3))
+        found = sorted(StepHistory(store).steps(), key=lambda one: one.step)
+        again = replay(store, settings.state_dir, ReplayRequest(step=3))
         assert again.equal, again.differing
         assert "entropy_coef" in again.compared
     clock = ("seconds", "tokens_per_second", "mfu")

@@ -15,14 +15,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from support.trainer.row_samples import POISON, VOCABULARY, tiny_model
 from support.trainer.step_samples import SEVERAL, fill, rollout, train, trainer_settings
 from support.trainer.torchrun import torchrun
-from tracegrad.events import Turn, token_ids
+from tracegrad.events import Turn, token_id_array
 from tracegrad.store import Store
-from tracegrad.store.maintenance import Retention, Selection, prune
+from tracegrad.store.maintenance import RetentionRule, RolloutSelection, prune
 from tracegrad.store.models import Steps
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.replay import render
-from tracegrad_trainer.replay.load import ReplayError, candidates
-from tracegrad_trainer.replay.replay import Asked, Replay, replay
+from tracegrad_trainer.replay.load import ReplayError, list_candidates
+from tracegrad_trainer.replay.replay import ReplayRequest, ReplayResult, replay
 
 
 @pytest.fixture
@@ -35,14 +35,14 @@ def settings(tmp_path: Path) -> TrainerSettings:
     return made
 
 
-def replayed(settings: TrainerSettings, **asked: object) -> Replay:
+def replayed(settings: TrainerSettings, **asked: object) -> ReplayResult:
     with Store.open(settings.proxy.store, create=False) as store:
-        return replay(store, settings.state_dir, Asked(**asked))  # type: ignore[arg-type]
+        return replay(store, settings.state_dir, ReplayRequest(**asked))  # type: ignore[arg-type]
 
 
 def problems(settings: TrainerSettings) -> list[str | None]:
     with Store.open(settings.proxy.store, create=False) as store:
-        return [one.problem for one in candidates(store, settings.state_dir, limit=9)]
+        return [one.problem for one in list_candidates(store, settings.state_dir, limit=9)]
 
 
 def test_a_batch_of_several_updates_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_batch_of_several_updates_of_two_ranks_is_replayed_by_two(tmp_path: Pa
     assert found.other is not None
     assert found.other.metrics["loss"] != found.replayed.metrics["loss"]
     assert {turn.turn_id for turn in found.replayed.turns} == found.recorded.trained
-    assert sum(abs(turn.pull) for turn in found.replayed.turns) == pytest.approx(1)
+    assert sum(abs(turn.gradient_share) for turn in found.replayed.turns) == pytest.approx(1)
     # An error of the ranks is one line too.
     other_model(tmp_path / "model")
     with pytest.raises(ReplayError, match=r"^12 of the 12 turns .* tokens that this model does"):
@@ -91,7 +91,7 @@ def test_rows_that_were_not_finite_leave_the_replay_too(tmp_path: Path) -> None:
 
 
 def _poisoned(turn: Turn) -> Turn:
-    prompt = token_ids(turn.prompt_token_ids)
+    prompt = token_id_array(turn.prompt_token_ids)
     prompt[1] = POISON
     return Turn(
         **{
@@ -108,7 +108,7 @@ def _poisoned(turn: Turn) -> Turn:
 def test_removed_rollouts_are_told(settings: TrainerSettings) -> None:
     assert problems(settings) == [None]
     with Store.open(settings.proxy.store) as store:
-        prune(store, Retention(selection=Selection(before=time.time())))
+        prune(store, RetentionRule(selection=RolloutSelection(before=time.time())))
     with pytest.raises(ReplayError, match=r"^4 of the 4 rollouts of step 1 were removed"):
         replayed(settings)
     assert problems(settings) == ["12 of its turns were removed"]
@@ -156,7 +156,7 @@ def test_state_that_was_moved_is_found(tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     settings.state_dir.rename(moved)
     with Store.open(f"sqlite:///{moved}/store.db", create=False) as store:
-        found = replay(store, moved, Asked())
+        found = replay(store, moved, ReplayRequest())
     assert found.recorded.checkpoint == moved / "checkpoints" / "step-00000001"
     assert found.equal
 
@@ -193,5 +193,5 @@ def test_another_torch_is_named_where_numbers_differ(settings: TrainerSettings) 
         changed = {"batch": {**batch, "torch": "1.0"}, "metrics": {**metrics, "loss": 9.0}}
         connection.execute(update(Steps).values(**changed))
     shown = Console(width=100, record=True, file=StringIO())
-    shown.print(render.render(replayed(settings)))
+    shown.print(render.render_replay(replayed(settings)))
     assert "The step was made with torch 1.0, this is" in shown.export_text()

@@ -10,7 +10,7 @@ import pytest
 
 from support.trainer.step_samples import fill, train, trainer_settings
 from tracegrad.store import Store
-from tracegrad_trainer.replay.replay import Asked, replay
+from tracegrad_trainer.replay.replay import ReplayRequest, replay
 
 SEVERAL = {"lr": 1e-2, "minibatches": 2, "epochs": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -44,5 +44,5 @@ def test_a_step_is_made_again(tmp_path: Path, name: str) -> None:
         fill(store, 4)
         train(settings, 2)
         for step in (1, 2):
-            again = replay(store, settings.state_dir, Asked(step=step))
+            again = replay(store, settings.state_dir, ReplayRequest(step=step))
             assert again.equal, again.differing

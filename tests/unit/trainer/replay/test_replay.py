@@ -13,12 +13,18 @@ import pytest
 from rich.console import Console
 
 from support.trainer.step_samples import fill, rollout, train, trainer_settings
-from tracegrad.events import RewardGiven, Turn, logprobs, token_ids
+from tracegrad.events import Reward, Turn, logprob_array, token_id_array
 from tracegrad.store import Store
-from tracegrad_trainer.cli.replay import Request, show, show_list
+from tracegrad_trainer.cli.replay import ReplayOptions, show_candidates, show_replay
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.replay.load import ReplayError, candidates
-from tracegrad_trainer.replay.replay import Asked, Replay, by_pull, changed, replay
+from tracegrad_trainer.replay.load import ReplayError, list_candidates
+from tracegrad_trainer.replay.replay import (
+    ReplayRequest,
+    ReplayResult,
+    by_gradient_share,
+    replay,
+    with_other_objective,
+)
 
 STEPS = 3
 
@@ -32,9 +38,9 @@ class Run:
     def state_dir(self) -> Path:
         return self.settings.state_dir
 
-    def replay(self, **asked: object) -> Replay:
+    def replay(self, **asked: object) -> ReplayResult:
         with Store.open(self.url, create=False) as store:
-            return replay(store, self.state_dir, Asked(**asked))  # type: ignore[arg-type]
+            return replay(store, self.state_dir, ReplayRequest(**asked))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +99,13 @@ def test_rewards_and_turns_that_came_later_do_not_matter(run: Run) -> None:
             rollout_id="t4r0",
             dialect="chat",
             model="m",
-            prompt_token_ids=token_ids([1, 2]),
-            completion_token_ids=token_ids([3]),
-            completion_logprobs=logprobs([-1.0]),
+            prompt_token_ids=token_id_array([1, 2]),
+            completion_token_ids=token_id_array([3]),
+            completion_logprobs=logprob_array([-1.0]),
             policy_versions=((0, 1),),
         )
-        store.append([late, RewardGiven(rollout_id="t4r0", value=0.25)])
-        store.append([RewardGiven(rollout_id="t4r1", value=7.0, turn=0)])
+        store.append([late, Reward(rollout_id="t4r0", value=0.25)])
+        store.append([Reward(rollout_id="t4r1", value=7.0, turn=0)])
     found = run.replay(step=3)
     assert found.equal
     assert {rollout.reward for rollout in found.recorded.rollouts} == {0.0, 1.0}
@@ -128,9 +134,13 @@ def test_a_preset_is_taken_whole_and_settings_change_the_recorded_one() -> None:
         "objective": {"preset": "grpo", "clip_high": 0.3, "judge": None},
         "optim": {"lr": 1},
     }
-    preset = changed(stored, Asked(preset="gspo", sets=["objective.clip_low=0.1"]))
+    preset = with_other_objective(
+        stored, ReplayRequest(preset="gspo", overrides=["objective.clip_low=0.1"])
+    )
     assert preset["objective"] == {"preset": "gspo", "clip_low": 0.1}
-    kept = changed(stored, Asked(sets=["optim.lr=0.25", "objective.ratio=turn"]))
+    kept = with_other_objective(
+        stored, ReplayRequest(overrides=["optim.lr=0.25", "objective.ratio=turn"])
+    )
     assert kept["objective"] == stored["objective"] | {"ratio": "turn"}
     assert kept["optim"] == {"lr": 0.25}
     assert stored["optim"] == {"lr": 1}, "the record stays as it is"
@@ -140,9 +150,9 @@ def test_pulls_say_what_the_step_does_to_each_turn(run: Run) -> None:
     found = run.replay(step=3)
     turns = found.replayed.turns
     assert {turn.turn_id for turn in turns} == found.recorded.trained
-    assert sum(abs(turn.pull) for turn in turns) == pytest.approx(1)  # shares in double
+    assert sum(abs(turn.gradient_share) for turn in turns) == pytest.approx(1)  # shares in double
     # By the first gradient of a policy everything that was better is made likelier.
-    assert all(turn.pull * turn.advantage > 0 for turn in turns)
+    assert all(turn.gradient_share * turn.advantage > 0 for turn in turns)
     # Parts of both signs, each added up in float32, in whatever order a processor's kernels take.
     size = sum(abs(turn.loss) for turn in turns)
     rounding = sum(turn.tokens for turn in turns) * 2**-23 * size
@@ -154,7 +164,7 @@ def test_pulls_say_what_the_step_does_to_each_turn(run: Run) -> None:
     assert {turn.staleness for turn in turns} == {2.0}
     first = next(turn for turn in turns if turn.turn_id == "t4r1.2")
     assert (first.rollout_id, first.index, first.reward) == ("t4r1", 2, 0.0)
-    ordered = [abs(turn.pull) for turn in by_pull(turns)]
+    ordered = [abs(turn.gradient_share) for turn in by_gradient_share(turns)]
     assert ordered == sorted(ordered, reverse=True)
 
 
@@ -187,8 +197,8 @@ def test_the_first_step_begins_with_the_model_folder(tmp_path: Path) -> None:
     with Store.open(settings.proxy.store) as store:
         fill(store, 2)
         train(settings, 1)
-        found = replay(store, settings.state_dir, Asked(step=1))
-        valued = replay(store, settings.state_dir, Asked(step=1, preset="ppo"))
+        found = replay(store, settings.state_dir, ReplayRequest(step=1))
+        valued = replay(store, settings.state_dir, ReplayRequest(step=1, preset="ppo"))
     assert found.equal
     assert valued.other is not None
     assert valued.other.metrics["value_loss"] > 0
@@ -200,14 +210,16 @@ def test_the_list_says_which_steps_can_be_replayed_and_why_others_cannot(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Store.open(run.url, create=False) as store:
-        listed = candidates(store, run.state_dir, limit=10)
+        listed = list_candidates(store, run.state_dir, limit=10)
     assert [(one.step.step, one.problem) for one in listed] == [
         (3, None),
         (2, "the checkpoint before it is gone"),
         (1, None),
     ]
-    request = Request(store=run.url, state_dir=run.state_dir, asked=Asked(), as_json=True)
-    assert show_list(request, Console()) == 0
+    request = ReplayOptions(
+        store=run.url, state_dir=run.state_dir, request=ReplayRequest(), as_json=True
+    )
+    assert show_candidates(request, Console()) == 0
     [newest, *_] = json.loads(capsys.readouterr().out)
     assert (newest["step"], newest["problem"]) == (3, None)
 
@@ -216,7 +228,7 @@ def test_a_store_without_steps_says_so(tmp_path: Path) -> None:
     with Store.open(f"sqlite:///{tmp_path}/store.db") as store:
         store.append(rollout("r", "t", reward=1.0, seed=0))
         with pytest.raises(ReplayError, match="nothing was trained yet"):
-            replay(store, tmp_path, Asked())
+            replay(store, tmp_path, ReplayRequest())
 
 
 def test_exit_codes_mean_something(
@@ -226,11 +238,14 @@ def test_exit_codes_mean_something(
     monkeypatch.setenv("COLUMNS", "80")
     console = Console(file=sys.stdout)
     codes = [
-        show(Request(store=run.url, state_dir=run.state_dir, asked=asked, turns=turns), console)
+        show_replay(
+            ReplayOptions(store=run.url, state_dir=run.state_dir, request=asked, turns=turns),
+            console,
+        )
         for asked, turns in (
-            (Asked(step=3), 2),
-            (Asked(step=3, checkpoint=wrong), None),
-            (Asked(step=9), None),
+            (ReplayRequest(step=3), 2),
+            (ReplayRequest(step=3, checkpoint=wrong), None),
+            (ReplayRequest(step=9), None),
         )
     ]
     assert codes == [0, 1, 2]

@@ -20,14 +20,14 @@ from tracegrad_trainer.batches import BatchSettings, select
 from tracegrad_trainer.cli.export import ExportError, checkpoint_to_export
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError
-from tracegrad_trainer.engine.checkpoint.manifest import discard, read_manifest
+from tracegrad_trainer.engine.checkpoint.manifest import discard_checkpoint, read_manifest
 from tracegrad_trainer.launch.run_state import run_id
-from tracegrad_trainer.replay.load import ReplayError, candidates, read
-from tracegrad_trainer.rl.committed_checkpoint import checkpoint_of
-from tracegrad_trainer.rl.coordinator import Coordinator, Supply, resume_point
-from tracegrad_trainer.rl.train_loop import Training
+from tracegrad_trainer.replay.load import ReplayError, list_candidates, load_recorded_step
+from tracegrad_trainer.rl.committed_checkpoint import committed_checkpoint_of
+from tracegrad_trainer.rl.coordinator import Coordinator, RolloutSupply, resume_point
+from tracegrad_trainer.rl.train_loop import TrainLoop
 
-OFFLINE = Supply(grows=False)
+OFFLINE = RolloutSupply(is_open=False)
 
 
 def folder(settings: TrainerSettings, step: int) -> Path:
@@ -63,10 +63,10 @@ def weighed(settings: TrainerSettings, **more: Any) -> list[Finding]:
 def killed_before_the_commit(settings: TrainerSettings) -> None:
     """Its checkpoint is whole, and has its name."""
     with ExitStack() as stack:
-        training = Training(settings, stack, stopping=lambda: False, supply=OFFLINE)
+        training = TrainLoop(settings, stack, stopping=lambda: False, supply=OFFLINE)
         training.resume()
-        assert training.next() == "train"
-        assert training.train()
+        assert training.next_action() == "train"
+        assert training.train_batch()
         training.saver.wait()
 
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_in_another_users_folder_is_told_in_one_line(
             step=1, version=1, checkpoint=str(theirs), run_id="r", manifest_digest=digest
         )
         with pytest.raises(CheckpointError, match=f"{theirs}.* cannot be read: OSError"):
-            read_manifest(checkpoint_of(made, one.checkpoints).folder)
+            read_manifest(committed_checkpoint_of(made, one.checkpoints).folder)
     with Store.open(one.proxy.store) as store:
         Ledger(store).commit_step(made, trained=[], skipped={}, rollouts=[])
         with pytest.raises(CheckpointError, match="cannot be read"):
@@ -124,10 +124,10 @@ def test_a_refused_steps_checkpoint_is_removed_and_the_run_goes_on_from_the_comm
 ) -> None:
     one, other = two
     with ExitStack() as stack:
-        slow = Training(other, stack, stopping=lambda: False, supply=OFFLINE)
+        slow = TrainLoop(other, stack, stopping=lambda: False, supply=OFFLINE)
         slow.resume()
-        assert slow.next() == "train"
-        assert slow.train()
+        assert slow.next_action() == "train"
+        assert slow.train_batch()
         # The first trainer's step comes in between; both ran in this process' one group.
         with Store.open(one.proxy.store) as store:
             shutil.copytree(one.model, folder(one, 1))  # any weights but those
@@ -145,7 +145,7 @@ def test_a_refused_steps_checkpoint_is_removed_and_the_run_goes_on_from_the_comm
                 rollouts=[],
             )
         with pytest.raises(LedgerError, match="step 1 is in the ledger already: run a committed"):
-            slow.settle()
+            slow.commit_pending()
     assert list(other.checkpoints.iterdir()) == []
     with Store.open(other.proxy.store) as store:
         assert Ledger(store).ready() == 20, "its turns are free"
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_was_never_committed_is_not_loaded_as_the_committed_st
     assert second.parent_digest == first.manifest_digest
     assert second.checkpoint == str(folder(other, 2))
     with Store.open(one.proxy.store) as store:
-        assert read(store, 2, other.state_dir).checkpoint == folder(one, 1)
+        assert load_recorded_step(store, 2, other.state_dir).checkpoint == folder(one, 1)
     assert checkpoint_to_export(other, 1).folder == folder(one, 1)
     assert weighed(one) == []
 
@@ -212,8 +212,8 @@ def test_a_replay_does_not_begin_with_anothers_weights(
     shutil.rmtree(folder(one, 1))
     with Store.open(one.proxy.store) as store:
         with pytest.raises(ReplayError, match="is not the one that step 1 was committed with"):
-            read(store, 2, other.state_dir)
-        problems = [each.problem for each in candidates(store, other.state_dir, limit=9)]
+            load_recorded_step(store, 2, other.state_dir)
+        problems = [each.problem for each in list_candidates(store, other.state_dir, limit=9)]
         assert problems == ["the checkpoint before it is not the one that was committed", None]
 
 
@@ -327,7 +327,7 @@ def test_the_doctor_finds_a_step_that_began_with_a_refused_steps_weights(
     [finding] = weighed(one)
     assert (finding.check, finding.subject, finding.broken) == ("weights", "step 2", True)
     assert f"has a step-00000001 of its own, other than {folder(one, 1)}" in finding.message
-    assert "resume_from" in finding.mend
+    assert "resume_from" in finding.fix
 
 
 def test_the_doctor_finds_weights_that_are_no_chain(
@@ -358,7 +358,7 @@ def test_the_doctor_finds_what_one_step_trained_twice(
     assert found["step 1"].message.startswith("its batch names 2 rollouts more than once")
     assert "it trained 6 turns of theirs as often" in found["step 1"].message
     assert "of step 1)" in found["step 2"].message
-    assert all(f.broken and "cannot be taken back" in f.mend for f in found.values())
+    assert all(f.broken and "cannot be taken back" in f.fix for f in found.values())
 
 
 def test_the_doctor_finds_rollouts_that_were_consumed_under_anothers_lease(
@@ -389,8 +389,8 @@ def test_what_is_discarded_loses_its_name(tmp_path: Path) -> None:
     where = tmp_path / "step-00000001"
     where.mkdir()
     (where / "part").touch()
-    discard(where)
-    discard(where)
+    discard_checkpoint(where)
+    discard_checkpoint(where)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -399,7 +399,7 @@ def test_a_turn_that_is_in_a_batch_twice_is_not_selected(
 ) -> None:
     one, _ = two
     with Store.open(one.proxy.store) as store:
-        groups = Ledger(store).peek(groups=2, group_size=2).groups
+        groups = Ledger(store).preview(groups=2, group_size=2).groups
         with pytest.raises(ValueError, match=r"turn t0r0\.0 of rollout t0r0 is in the batch twice"):
             select(
                 [*groups, groups[0]],

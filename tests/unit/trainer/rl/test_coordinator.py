@@ -11,11 +11,11 @@ import pytest
 from support.trainer.prepared_run import fill
 from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
 from tracegrad.store.checkpoint_manifest import manifest_digest
-from tracegrad_trainer.config.trainer import TrainerSettings, load
+from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
 from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.engine.checkpoint.manifest import write_manifest
-from tracegrad_trainer.rl.coordinator import Batch, Coordinator, Supply
-from tracegrad_trainer.rl.step_inputs import BatchRecord
+from tracegrad_trainer.rl.coordinator import Coordinator, LeasedBatch, RolloutSupply
+from tracegrad_trainer.rl.step_inputs import StepInputs
 
 Make = Callable[..., Coordinator]
 
@@ -27,7 +27,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         (tmp_path / name).touch()
     made: list[Coordinator] = []
 
-    def coordinator(supply: Supply | None = None, **changes: Any) -> Coordinator:
+    def coordinator(supply: RolloutSupply | None = None, **changes: Any) -> Coordinator:
         sets = {
             "model": tmp_path,
             "state_dir": tmp_path,
@@ -36,7 +36,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
             "batches__max_staleness": "null",
             **changes,
         }
-        settings = load(None, [f"{k.replace('__', '.')}={v}" for k, v in sets.items()])
+        settings = load_settings(None, [f"{k.replace('__', '.')}={v}" for k, v in sets.items()])
         store = Store.open(settings.proxy.store)
         made.append(Coordinator(settings, store, stopping=lambda: False, supply=supply))
         return made[-1]
@@ -52,7 +52,7 @@ def coordinator(make: Make) -> Coordinator:
     return make()
 
 
-OFFLINE = Supply(grows=False)
+OFFLINE = RolloutSupply(is_open=False)
 
 
 def checkpoint(settings: TrainerSettings, step: int) -> Path:
@@ -82,7 +82,7 @@ def began(coordinator: Coordinator) -> tuple[int, int, str | None]:
     return point.step, point.version, None if point.weights is None else str(point.weights.folder)
 
 
-def groups_of(batch: Batch | None) -> list[str]:
+def groups_of(batch: LeasedBatch | None) -> list[str]:
     assert batch is not None
     return [group.group_id for group in batch.groups]
 
@@ -171,7 +171,7 @@ def test_a_store_that_does_not_grow_gives_what_it_has(
 
 
 def test_a_store_that_grows_is_waited_for_until_the_batch_is_whole(make: Make) -> None:
-    coordinator = make(supply=Supply(patience_s=0.3))
+    coordinator = make(supply=RolloutSupply(patience_s=0.3))
     fill(coordinator.settings.proxy.store, groups=1)
     assert coordinator.next_batch(0) is None
     fill(coordinator.settings.proxy.store, groups=1, first=1)
@@ -184,7 +184,7 @@ def test_a_batch_of_nothing_but_equal_rewards_is_consumed_and_costs_no_step(make
     assert coordinator.next_batch(0) is None
     counts = coordinator.store.turn_counts()
     assert counts.skipped == {"equal_reward": len(turns)}
-    assert f"{len(turns)} skipped ({len(turns)} equal_reward)" in coordinator.why_nothing()
+    assert f"{len(turns)} skipped ({len(turns)} equal_reward)" in coordinator.explain_no_batch()
 
 
 def test_refilled_groups_are_replaced_within_the_same_batch(make: Make) -> None:
@@ -208,7 +208,7 @@ def test_a_refill_that_finds_no_more_goes_on_with_what_there_is(make: Make) -> N
 
 
 def test_a_refill_that_waits_keeps_what_it_has(make: Make) -> None:
-    coordinator = make(supply=Supply(patience_s=0.3), data__refill="true")
+    coordinator = make(supply=RolloutSupply(patience_s=0.3), data__refill="true")
     fill(coordinator.settings.proxy.store, groups=3, first=2)
     assert coordinator.next_batch(0) is None
     fill(coordinator.settings.proxy.store, groups=1, first=5)
@@ -241,7 +241,7 @@ def test_only_a_step_moves_what_advantages_remember(make: Make) -> None:
     assert first is not None
     assert first.memory_before == {}
     assert coordinator.memory != {}
-    coordinator.give_up(first, "non_finite_step")
+    coordinator.discard_batch(first, "non_finite_step")
     assert coordinator.memory == {}
     assert coordinator.next_batch(0) is None, "two groups of equal rewards"
     assert coordinator.memory == {}
@@ -258,7 +258,7 @@ def test_a_step_records_what_it_was_made_of(make: Make) -> None:
     )
     step = Ledger(coordinator.store).last_step()
     assert step is not None
-    record = BatchRecord.model_validate(step.batch)
+    record = StepInputs.model_validate(step.batch)
     assert record.version == 9
     assert record.failed_versions == [7]
     assert record.dropped_rows == [1]
@@ -269,7 +269,7 @@ def test_a_step_records_what_it_was_made_of(make: Make) -> None:
             assert seen[rollout.rollout_id].reward == rollout.reward
             assert seen[rollout.rollout_id].turns == len(rollout.turns)
     lost = batch.selection.rows[1].kept_turn_ids
-    fates = coordinator.store.rollout(batch.selection.rows[1].rollout_id).fates
+    fates = coordinator.store.rollout(batch.selection.rows[1].rollout_id).dispositions
     assert {fates[turn].skip_reason for turn in lost} == {"non_finite"}
 
 

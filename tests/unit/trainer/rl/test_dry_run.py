@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 from support.trainer.step_samples import fill, rollout, train, trainer_settings
-from tracegrad.events import Fact, RolloutOpened, Turn
-from tracegrad.store import History, Ledger, PolicyVersion, Store
+from tracegrad.events import Event, RolloutStarted, Turn
+from tracegrad.store import Ledger, PolicyVersion, StepHistory, Store
 from tracegrad_trainer.cli import dry_run
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.losses import preset
-from tracegrad_trainer.rl.dry_run import Plan, plan_step
+from tracegrad_trainer.rl.dry_run import StepPlan, plan_step
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def settings(tmp_path: Path) -> TrainerSettings:
     return trainer_settings(tmp_path)
 
 
-def planned(settings: TrainerSettings) -> Plan:
+def planned(settings: TrainerSettings) -> StepPlan:
     with Store.open(settings.proxy.store) as store:
         return plan_step(settings, store)
 
@@ -42,7 +42,7 @@ def test_the_plan_is_what_is_trained_then(settings: TrainerSettings) -> None:
         assert Ledger(store).ready() == 6, "nothing is leased"
         assert store.turn_counts().pending == {"waiting": 18}
         train(settings, 1)
-        [step] = History(store).steps()
+        [step] = StepHistory(store).steps()
     assert (plan.step, plan.version, plan.more) == (1, 0, 1)
     assert plan.stats.items() <= step.metrics.items()
     assert plan.trained == step.metrics["turns_trained"] == 12
@@ -97,7 +97,7 @@ def test_what_is_not_trained_is_told_by_reason(settings: TrainerSettings) -> Non
 def test_tasks_that_lack_rollouts_are_told(settings: TrainerSettings) -> None:
     with Store.open(settings.proxy.store) as store:
         store.append(rollout("alone", "lonely", reward=1.0, seed=1))
-        store.append([RolloutOpened(rollout_id="open", task_id="lonely")])
+        store.append([RolloutStarted(rollout_id="open", task_id="lonely")])
         store.append(rollout("other", "x", reward=1.0, seed=1)[:2])
         plan = plan_step(settings, store)
     assert (plan.groups, plan.loads, plan.trained) == ([], [], 0)
@@ -133,18 +133,18 @@ def test_it_is_told_in_the_width_of_a_terminal_and_as_json(
     settings: TrainerSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     console = Console(file=sys.stdout, width=80, force_terminal=True, color_system=None)
-    assert dry_run.show(settings, console, False) == 2
+    assert dry_run.show_dry_run(settings, console, False) == 2
     assert "no store at" in capsys.readouterr().err
     with Store.open(settings.proxy.store) as store:
-        assert dry_run.show(settings, console, False) == 3
+        assert dry_run.show_dry_run(settings, console, False) == 3
         assert "nothing to train" in capsys.readouterr().out
         fill(store, 3)
         equal_rewards(store, "same", at=1004.0)
-    assert dry_run.show(settings, console, False) == 0
+    assert dry_run.show_dry_run(settings, console, False) == 0
     told = capsys.readouterr().out
     assert max(len(line) for line in told.splitlines()) <= 80
     assert "6 equal_reward" in told
-    assert dry_run.show(settings, console, True) == 0
+    assert dry_run.show_dry_run(settings, console, True) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(asdict(planned(settings))))
 
 
@@ -158,10 +158,10 @@ def test_it_says_by_which_states_turns_would_be_compared(
         store.append([_at(fact, state_key="door") for fact in keyed])
         store.append([_at(fact, observation="0f" * 16) for fact in seen])
     console = Console(file=sys.stdout, width=200, color_system=None)
-    dry_run.show(settings, console, False)
+    dry_run.show_dry_run(settings, console, False)
     assert "equal states" not in capsys.readouterr().out
     compared = settings.model_copy(update={"objective": preset("gigpo")})
-    dry_run.show(compared, console, False)
+    dry_run.show_dry_run(compared, console, False)
     told = " ".join(capsys.readouterr().out.split())
     counts = planned(compared).stats
     given, observed, unknown = (counts[f"states_{name}"] for name in KNOWN)
@@ -175,5 +175,5 @@ def test_it_says_by_which_states_turns_would_be_compared(
 KNOWN = ("given", "observed", "unknown")
 
 
-def _at(fact: Fact, **state: Any) -> Fact:
+def _at(fact: Event, **state: Any) -> Event:
     return replace(fact, **state) if isinstance(fact, Turn) else fact

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from support.trainer.step_samples import fill, trainer_settings
-from tracegrad.store import Group, LeaseLost, Ledger, LedgerError, Store, leases_of
+from tracegrad.store import Group, LeaseLost, Ledger, LedgerError, Store, lease_by_rollout
 from tracegrad.store.databases import clock
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.engine.checkpoint.save_load import Saver
+from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.rl import train_loop as training_module
-from tracegrad_trainer.rl.coordinator import Coordinator, Supply
+from tracegrad_trainer.rl.coordinator import Coordinator, RolloutSupply
 from tracegrad_trainer.rl.lease_renewal import HeldLeases
-from tracegrad_trainer.rl.train_loop import Training
+from tracegrad_trainer.rl.train_loop import TrainLoop
 
-OFFLINE = Supply(grows=False)
+OFFLINE = RolloutSupply(is_open=False)
 TTL_S = 1800.0
 PATIENCE_S = 60.0  # for what comes at once on a machine that is not overloaded
 
@@ -143,7 +143,7 @@ def test_groups_that_are_held_for_a_refill_are_not_leased_into_the_same_batch(
     """Their lease ran out while the batch waited for more."""
     settings = trainer_settings(tmp_path, data={"lease_ttl_s": TTL_S, "refill": True})
     with Store.open(settings.proxy.store) as store:
-        supply = Supply(patience_s=0.0)
+        supply = RolloutSupply(patience_s=0.0)
         coordinator = Coordinator(settings, store, stopping=lambda: False, supply=supply)
         fill(store, 1)
         assert coordinator.next_batch(0) is None
@@ -178,7 +178,7 @@ def test_groups_that_were_lost_are_left_out_of_the_batch_with_one_line(
     assert line.startswith("1 of 2 groups are left out of the batch: rollout t0r0 is no longer ")
     assert line.endswith("thief has it now")
     assert coordinator.leases.rollouts == names(batch.groups)
-    assert store.rollout("t0r0").row.state == "leased"
+    assert store.rollout("t0r0").summary.state == "leased"
     assert theirs.group_id == "t0"
 
 
@@ -193,7 +193,7 @@ def test_a_batch_of_which_nothing_can_be_trained_is_left_to_whom_it_is(
     assert batch is not None
     fake_clock.advance(TTL_S + 1)
     stolen(store)
-    coordinator.give_up(batch, "non_finite_step")
+    coordinator.discard_batch(batch, "non_finite_step")
     assert "thief has it now" in capsys.readouterr().err
     assert store.turn_counts().skipped == {}
     assert coordinator.leases.rollouts == set()
@@ -204,20 +204,20 @@ def test_a_batch_of_which_nothing_can_be_trained_is_left_to_whom_it_is(
 
 
 @pytest.fixture
-def one_rank(settings: TrainerSettings, store: Store) -> Iterator[Training]:
+def one_rank(settings: TrainerSettings, store: Store) -> Iterator[TrainLoop]:
     """That has leased a batch of two groups of three."""
     fill(store, 3)
     with ExitStack() as stack:
-        training = Training(settings, stack, stopping=lambda: False, supply=OFFLINE)
+        training = TrainLoop(settings, stack, stopping=lambda: False, supply=OFFLINE)
         assert training.coordinator is not None
         training.coordinator.leases = HeldLeases(training.coordinator.ledger, TTL_S, every_s=0.01)
         training.resume()
-        assert training.next() == "train"
+        assert training.next_action() == "train"
         yield training
 
 
 def test_a_step_longer_than_its_lease_is_committed(
-    one_rank: Training, store: Store, fake_clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    one_rank: TrainLoop, store: Store, fake_clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train_batch = training_module.train_batch
     tried: list[list[Group]] = []
@@ -228,12 +228,12 @@ def test_a_step_longer_than_its_lease_is_committed(
         return train_batch(*args, **more)
 
     monkeypatch.setattr(training_module, "train_batch", slow)
-    assert one_rank.train()
+    assert one_rank.train_batch()
     # Pending: nor is it leased to ourselves, into the next batch.
     pass_time(fake_clock, store, "t0r0", 2 * TTL_S)
-    assert one_rank.next() == "train"
+    assert one_rank.next_action() == "train"
     assert one_rank.batch is not None
-    one_rank.settle()
+    one_rank.commit_pending()
     assert [names(groups) for groups in tried] == [{"t2r0", "t2r1"}]
     [step] = Ledger(store).steps()
     assert step.step == 1
@@ -241,7 +241,7 @@ def test_a_step_longer_than_its_lease_is_committed(
 
 
 def test_a_step_whose_batch_was_lost_is_given_up_before_anything_of_it_is_written(
-    one_rank: Training, store: Store, monkeypatch: pytest.MonkeyPatch
+    one_rank: TrainLoop, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train_batch = training_module.train_batch
 
@@ -253,30 +253,30 @@ def test_a_step_whose_batch_was_lost_is_given_up_before_anything_of_it_is_writte
 
     monkeypatch.setattr(training_module, "train_batch", suspended)
     with pytest.raises(LeaseLost, match=r"thief has it now; nothing of the step is kept"):
-        one_rank.train()
+        one_rank.train_batch()
     assert not one_rank.settings.checkpoints.exists()
     assert Ledger(store).steps() == []
     assert store.turn_counts().trained == 0
 
 
 def test_a_step_that_the_ledger_refuses_leaves_no_checkpoint(
-    one_rank: Training, store: Store, monkeypatch: pytest.MonkeyPatch
+    one_rank: TrainLoop, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = Saver.start
+    start = CheckpointSaver.start
 
-    def lost(self: Saver, *args: Any, **more: Any) -> Path:
+    def lost(self: CheckpointSaver, *args: Any, **more: Any) -> Path:
         """After the check, before the commit."""
         assert one_rank.batch is not None
         Ledger(store).release(one_rank.batch.groups)
         stolen(store)
         return start(self, *args, **more)
 
-    monkeypatch.setattr(Saver, "start", lost)
-    assert one_rank.train()
+    monkeypatch.setattr(CheckpointSaver, "start", lost)
+    assert one_rank.train_batch()
     with pytest.raises(
         LeaseLost, match=r"thief has it now.*; this run's step 1 is given up"
     ) as error:
-        one_rank.settle()
+        one_rank.commit_pending()
     assert "\n" not in str(error.value)
     assert list(one_rank.settings.checkpoints.iterdir()) == []
     assert Ledger(store).steps() == []
@@ -285,4 +285,4 @@ def test_a_step_that_the_ledger_refuses_leaves_no_checkpoint(
 def test_leases_of_groups_are_their_rollouts(store: Store) -> None:
     fill(store, 1)
     [group] = stolen(store)
-    assert leases_of([group]) == {"t0r0": group.lease_id, "t0r1": group.lease_id}
+    assert lease_by_rollout([group]) == {"t0r0": group.lease_id, "t0r1": group.lease_id}

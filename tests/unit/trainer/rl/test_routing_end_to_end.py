@@ -23,21 +23,21 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from support.engines.byte_tokenizer import save_byte_tokenizer
-from support.engines.mock_engine import MODEL, MockEngine, Say
+from support.engines.mock_engine import MODEL, Answer, MockEngine
 from support.proxy.servers import serving
 from support.trainer.step_samples import trainer_settings
 from support.trainer.tiny_model import tiny_sizes
-from tracegrad.events import Outcome, RewardGiven, RolloutFinished, RolloutOpened
+from tracegrad.events import Outcome, Reward, RolloutFinished, RolloutStarted
 from tracegrad.proxy import create_app
-from tracegrad.store import History, Store, Writer
+from tracegrad.store import GroupCommitWriter, StepHistory, Store
 from tracegrad_trainer.batches import Row, pack
-from tracegrad_trainer.batches.expert_routing import OPEN
+from tracegrad_trainer.batches.expert_routing import UNROUTED
 from tracegrad_trainer.cli import dry_run
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.model import router_replay
-from tracegrad_trainer.replay.replay import Asked, replay
-from tracegrad_trainer.rl.coordinator import Supply
-from tracegrad_trainer.rl.train_loop import Training
+from tracegrad_trainer.replay.replay import ReplayRequest, replay
+from tracegrad_trainer.rl.coordinator import RolloutSupply
+from tracegrad_trainer.rl.train_loop import TrainLoop
 
 VOCABULARY = 264  # the mock engine's bytes, roles and end
 LAYERS, DENSE = 3, 0
@@ -69,10 +69,10 @@ def engine(policy: nn.Module) -> MockEngine:
             if name.endswith("gate.weight"):
                 noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
                 weight += noise * weight.std()
-    router_replay.install(policy)
+    router_replay.install_replay(policy)
 
     def choices(ids: Sequence[int]) -> NDArray[Any]:
-        with torch.no_grad(), router_replay.recording(policy) as seen:
+        with torch.no_grad(), router_replay.recording_routing(policy) as seen:
             policy(torch.tensor([ids]), use_cache=False)
         told = np.zeros((len(ids), LAYERS, 2), np.uint8)
         told[:, DENSE + 1 :] = seen[0]
@@ -108,21 +108,21 @@ SAID = "ok"
 @pytest.fixture
 def captured(settings: TrainerSettings, engine: MockEngine, tmp_path: Path) -> Iterator[Store]:
     """Two rollouts of one task, the second of which streamed, so that it has no routes."""
-    engine.replies.extend(Say(SAID) for _ in range(4))
+    engine.replies.extend(Answer(SAID) for _ in range(4))
     with ExitStack() as stack:
         store = stack.enter_context(Store.open(settings.proxy.store))
-        writer = stack.enter_context(Writer(store))
+        writer = stack.enter_context(GroupCommitWriter(store))
         upstream = stack.enter_context(serving(engine.app(), lifespan="off"))
         proxy = settings.proxy.model_copy(
             update={"upstream": upstream, "tokenizer": tmp_path / "model"}
         )
         url = stack.enter_context(serving(create_app(proxy, store=store, writer=writer)))
         for number, name in enumerate(("told", "streamed")):
-            store.append([RolloutOpened(rollout_id=name, task_id="task")])
+            store.append([RolloutStarted(rollout_id=name, task_id="task")])
             agent(url, name, stream=name == "streamed")
             store.append(
                 [
-                    RewardGiven(rollout_id=name, value=float(number)),
+                    Reward(rollout_id=name, value=float(number)),
                     RolloutFinished(rollout_id=name, outcome=Outcome.COMPLETED),
                 ]
             )
@@ -137,27 +137,27 @@ def test_what_the_engine_chose_is_what_is_trained(
     assert asked[0] == 0 < asked[1]
 
     out = StringIO()
-    assert dry_run.show(settings, Console(file=out, width=200), as_json=False) == 0
+    assert dry_run.show_dry_run(settings, Console(file=out, width=200), as_json=False) == 0
     rows, taken = trained(settings)
-    [step] = History(captured).steps()
+    [step] = StepHistory(captured).steps()
     share = step.metrics["routes_known_share"]
     assert f"the serving engine told the experts of {share:.1%} of these tokens" in out.getvalue()
 
     told, streamed = sorted(rows, key=lambda row: row.rollout_id, reverse=True)
-    assert streamed.routes is None
-    assert told.routes is not None
+    assert streamed.expert_routing is None
+    assert told.expert_routing is not None
     assert engine.routes is not None
     chosen = engine.routes(told.input_ids.tolist())[:, DENSE + 1 :]
-    assert np.array_equal(told.routes[:-1], chosen[:-1])
+    assert np.array_equal(told.expert_routing[:-1], chosen[:-1])
     assert share == (len(told) - 1) / (len(told) + len(streamed))
 
     [batch] = pack(rows, ranks=1, budget=1024)[0]
-    assert batch.routes is not None
-    known = batch.routes != OPEN
-    assert np.array_equal(taken[known], batch.routes[known])
+    assert batch.expert_routing is not None
+    known = batch.expert_routing != UNROUTED
+    assert np.array_equal(taken[known], batch.expert_routing[known])
 
     # A replay has them from the store again; without them its own routers choose otherwise.
-    done = replay(captured, settings.state_dir, Asked(sets=["fsdp.routing=own"]))
+    done = replay(captured, settings.state_dir, ReplayRequest(overrides=["fsdp.routing=own"]))
     assert done.equal
     assert done.other is not None
     assert done.other.metrics["k3"] != done.replayed.metrics["k3"]
@@ -167,14 +167,16 @@ def test_what_the_engine_chose_is_what_is_trained(
 def trained(settings: TrainerSettings) -> tuple[list[Row], NDArray[np.int16]]:
     """One step: its rows, and the experts that its forward went to."""
     with ExitStack() as stack:
-        training = Training(settings, stack, stopping=lambda: False, supply=Supply(grows=False))
+        training = TrainLoop(
+            settings, stack, stopping=lambda: False, supply=RolloutSupply(is_open=False)
+        )
         training.resume()
-        assert training.next() == "train"
+        assert training.next_action() == "train"
         assert training.batch is not None
         rows = training.batch.selection.rows
-        with router_replay.recording(training.learner.model) as seen:
-            assert training.train()
-        training.settle()
+        with router_replay.recording_routing(training.learner.model) as seen:
+            assert training.train_batch()
+        training.commit_pending()
     [taken] = seen
     return rows, taken
 
@@ -188,5 +190,5 @@ def test_routes_of_another_model_are_one_error_and_nothing_is_trained(
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=r"another model's, of 3 layers.*this one has 2 and 2"):
         trained(settings)
-    assert History(captured).steps() == []
+    assert StepHistory(captured).steps() == []
     assert captured.turn_counts().pending == {"waiting": 4}

@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from support.trainer.step_samples import fill, train, trainer_settings
-from tracegrad.store import History, Store
+from tracegrad.store import StepHistory, Store
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.rl.serve_worker import Worker
+from tracegrad_trainer.rl.serve_worker import ServeWorker
 
 
 def settings_of(tmp_path: Path, **optim: Any) -> TrainerSettings:
@@ -28,7 +28,7 @@ def test_versions_stay_while_the_policy_does(tmp_path: Path) -> None:
     with Store.open(settings.proxy.store) as store:
         fill(store, 6)
         train(settings, 3)
-        steps = sorted(History(store).steps(), key=lambda one: one.step)
+        steps = sorted(StepHistory(store).steps(), key=lambda one: one.step)
     assert [(one.step, one.version) for one in steps] == [(1, 0), (2, 0), (3, 1)]
     assert [one.metrics["updates_value_only"] for one in steps] == [1, 1, 0]
 
@@ -52,7 +52,7 @@ def test_what_did_not_change_is_not_pushed() -> None:
         def train(self) -> bool:
             return True
 
-    worker = object.__new__(Worker)
+    worker = object.__new__(ServeWorker)
     pushes: list[bool] = []
     worker.training = Training()  # type: ignore[assignment]
     worker._await_endpoints = lambda: None  # type: ignore[method-assign]

@@ -10,24 +10,24 @@ import pytest
 from sqlalchemy import text
 
 from support.trainer.sft_samples import char_model, rollout, said, store_at, teach
-from tracegrad.events import Outcome, SpanEnded, Turn
+from tracegrad.events import Outcome, Span, Turn
 from tracegrad.store import ALL, RolloutFilter, Store
-from tracegrad_trainer.batches import BatchSettings, Row, ones, select
-from tracegrad_trainer.sft.dataset import Chosen, choose
-from tracegrad_trainer.sft.tokenize import writer_of
+from tracegrad_trainer.batches import BatchSettings, Row, select, unit_advantages
+from tracegrad_trainer.sft.dataset import ChosenExamples, choose_examples
+from tracegrad_trainer.sft.tokenize import load_reply_tokenizer
 
 TWO = [([5, 6], [8, 2]), ([1], [9, 2])]
 
 
-def chosen(store: Store, which: RolloutFilter = ALL, **changes: Any) -> Chosen:
-    return choose(store, which, **({"writer": None, "compared": False} | changes))
+def chosen(store: Store, which: RolloutFilter = ALL, **changes: Any) -> ChosenExamples:
+    return choose_examples(store, which, **({"writer": None, "compared": False} | changes))
 
 
-def why(found: Chosen) -> dict[str, str | None]:
+def why(found: ChosenExamples) -> dict[str, str | None]:
     """By turn id."""
     return {
         turn.turn_id: turn.untrainable
-        for task in found.tasks
+        for task in found.groups
         for example in task.rollouts
         for turn in example.turns
     }
@@ -44,7 +44,7 @@ def test_the_stores_filter_chooses_and_the_rest_is_counted(tmp_path: Path) -> No
         everything = chosen(store)
         good = chosen(store, RolloutFilter(min_reward=1, task="a"))
         compared = chosen(store, compared=True)
-    assert [[r.rollout_id for r in task.rollouts] for task in everything.tasks] == [
+    assert [[r.rollout_id for r in task.rollouts] for task in everything.groups] == [
         ["bad", "good"],
         ["unscored"],
     ]
@@ -52,7 +52,7 @@ def test_the_stores_filter_chooses_and_the_rest_is_counted(tmp_path: Path) -> No
     assert everything.reasons == Counter(
         {"rollouts: open": 1, "rollouts: env_error": 1, "rollouts: no_turns": 1}
     )
-    assert [r.rollout_id for task in good.tasks for r in task.rollouts] == ["good"]
+    assert [r.rollout_id for task in good.groups for r in task.rollouts] == ["good"]
     assert compared.reasons["rollouts: no_reward"] == 1
 
 
@@ -67,13 +67,13 @@ def test_what_is_imitated_may_have_been_sampled_in_any_way(tmp_path: Path) -> No
     assert [row.keep.sum() for row in rows] == [4, 2]
     for row in rows:
         assert row.temperature.tolist() == [1.0] * len(row)
-        assert row.expert.tolist() == row.loss_mask.tolist()
+        assert row.demonstration.tolist() == row.loss_mask.tolist()
         assert set(row.policy_version.tolist()) == {-1}
 
 
 def test_turns_that_went_wrong_are_context_where_that_is_asked(tmp_path: Path) -> None:
     three = [*TWO, ([1], [7, 2])]
-    failed = SpanEnded(
+    failed = Span(
         trace_id="1" * 32, span_id="2" * 16, rollout_id="tool", name="search",
         start_ns=1_001_500_000_000, end_ns=1_001_600_000_000, status="error",
     )  # fmt: skip
@@ -117,10 +117,10 @@ def test_nothing_of_the_store_is_leased_or_marked(tmp_path: Path) -> None:
         store.append(rollout("a", TWO))
         teach(store, {"messages": said("hi", "ho")})
         before = rows(store)
-        chosen(store, writer=lambda: writer_of(char_model(tmp_path / "model")))
+        chosen(store, writer=lambda: load_reply_tokenizer(char_model(tmp_path / "model")))
         assert rows(store) == before
 
 
-def _rows(found: Chosen) -> list[Row]:
+def _rows(found: ChosenExamples) -> list[Row]:
     settings = BatchSettings(tokens_per_micro_batch=64, drop_equal_reward=False)
-    return select(found.tasks, settings, advantages=ones, current_version=0).rows
+    return select(found.groups, settings, advantages=unit_advantages, current_version=0).rows

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from support.trainer.sft_samples import char_model, rollout, settings, store_at
 from tracegrad_trainer.sft.config import SftSettings
-from tracegrad_trainer.sft.dataset import choose
-from tracegrad_trainer.sft.schedule import Data, Unit, data_of, digest_of, split, steps_of
+from tracegrad_trainer.sft.dataset import choose_examples
+from tracegrad_trainer.sft.schedule import (
+    SftData,
+    TrainingUnit,
+    build_data,
+    data_digest,
+    plan_epoch,
+    split_held_out,
+)
 
 TWO = [([5, 6], [8, 2]), ([1], [9, 2])]
 
@@ -23,10 +30,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return char_model(tmp_path_factory.mktemp("plan") / "model")
 
 
-def data(folder: Path, asked: SftSettings) -> Data:
+def data(folder: Path, asked: SftSettings) -> SftData:
     with store_at(folder) as store:
-        found = choose(store, asked.wanted, writer=None, compared=asked.compared)
-    return data_of(found, asked)
+        found = choose_examples(
+            store, asked.rollout_filter, writer=None, compared=asked.compares_rollouts
+        )
+    return build_data(found, asked)
 
 
 def fill(folder: Path, *rollouts: tuple[str, str, float]) -> None:
@@ -61,18 +70,18 @@ def test_only_a_model_is_written_over_and_never_the_one_that_it_begins_with(
 def test_an_epoch_sees_each_unit_once_and_no_step_is_fuller_than_asked(
     sizes: list[int], budget: int, seed: int, epoch: int
 ) -> None:
-    steps = steps_of(sizes, budget, seed=seed, epoch=epoch)
+    steps = plan_epoch(sizes, budget, seed=seed, epoch=epoch)
     assert sorted(unit for step in steps for unit in step) == list(range(len(sizes)))
     for step, later in zip(steps, [*steps[1:], None], strict=True):
         total = sum(sizes[unit] for unit in step)
         assert len(step) == 1 or total <= budget
         if later is not None:  # full: the next one had no room
             assert total + sizes[later[0]] > budget
-    assert steps == steps_of(sizes, budget, seed=seed, epoch=epoch)
+    assert steps == plan_epoch(sizes, budget, seed=seed, epoch=epoch)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    orders = {str(steps_of([1] * 20, 4, seed=s, epoch=e)) for s in (0, 1) for e in (0, 1)}
+    orders = {str(plan_epoch([1] * 20, 4, seed=s, epoch=e)) for s in (0, 1) for e in (0, 1)}
     assert len(orders) == 4
 
 
@@ -80,8 +89,8 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 def test_whole_tasks_are_held_out_in_the_share_that_was_asked(
     tasks: list[int], share: float, seed: int
 ) -> None:
-    units = [Unit(f"task {task}", ()) for task in tasks]
-    learnt, out = split(units, share, seed)
+    units = [TrainingUnit(f"task {task}", ()) for task in tasks]
+    learnt, out = split_held_out(units, share, seed)
     assert len(learnt) + len(out) == len(units)
     assert not {u.group_id for u in learnt} & {u.group_id for u in out}
     assert len({u.group_id for u in out}) == int(len(set(tasks)) * share)
@@ -90,8 +99,8 @@ def test_whole_tasks_are_held_out_in_the_share_that_was_asked(
 
 def test_a_task_that_is_held_out_stays_so_when_more_tasks_come() -> None:
     def held(count: int) -> set[str]:
-        units = [Unit(str(task), ()) for task in range(count)]
-        return {unit.group_id for unit in split(units, 0.2, seed=1)[1]}
+        units = [TrainingUnit(str(task), ()) for task in range(count)]
+        return {unit.group_id for unit in split_held_out(units, 0.2, seed=1)[1]}
 
     before, after = held(50), held(60)
     assert len(before & after) >= 8
@@ -103,15 +112,15 @@ def test_sft_learns_every_token_that_was_said_and_dpo_pairs_of_one_task(
 ) -> None:
     fill(tmp_path, ("a", "t", 1.0), ("b", "t", 0.0), ("c", "t", 0.5), ("d", "u", 1.0))
     sft = data(tmp_path, settings(model, tmp_path, held_out=0))
-    assert [len(unit.rows) for unit in sft.learnt] == [1, 1, 1, 1]
-    assert sum(unit.targets for unit in sft.learnt) == 16
+    assert [len(unit.rows) for unit in sft.train] == [1, 1, 1, 1]
+    assert sum(unit.targets for unit in sft.train) == 16
     dpo = data(tmp_path, settings(model, tmp_path, preset="dpo", held_out=0))
-    [pair] = dpo.learnt
+    [pair] = dpo.train
     assert [(row.rollout_id, row.label) for row in pair.rows] == [("a", 1), ("b", -1)]
     assert dpo.pairs == 1
     assert dpo.reasons == {"turns: unpaired": 2, "turns: equal_reward": 2}
     every = data(tmp_path, settings(model, tmp_path, preset="dpo", pairs="all", held_out=0))
-    assert [[row.rollout_id for row in unit.rows] for unit in every.learnt] == [
+    assert [[row.rollout_id for row in unit.rows] for unit in every.train] == [
         ["a", "b"],
         ["a", "c"],
         ["c", "b"],
@@ -121,7 +130,7 @@ def test_sft_learns_every_token_that_was_said_and_dpo_pairs_of_one_task(
 def test_kto_labels_each_row_by_its_tasks_mean(tmp_path: Path, model: Path) -> None:
     fill(tmp_path, ("a", "t", 1.0), ("b", "t", 0.0), ("c", "t", 0.8))
     found = data(tmp_path, settings(model, tmp_path, preset="kto", held_out=0))
-    assert {unit.rows[0].rollout_id: unit.rows[0].label for unit in found.learnt} == {
+    assert {unit.rows[0].rollout_id: unit.rows[0].label for unit in found.train} == {
         "a": 1,
         "b": -1,
         "c": 1,
@@ -152,22 +161,22 @@ def test_turns_that_fit_into_no_row_are_counted(tmp_path: Path, model: Path) -> 
     small = {"tokens_per_micro_batch": 5}
     found = data(tmp_path, settings(model, tmp_path, batches=small, held_out=0))
     assert found.reasons == {"turns: over_long": 1}
-    assert [unit.targets for unit in found.learnt] == [2]
+    assert [unit.targets for unit in found.train] == [2]
 
 
 def test_a_run_is_named_by_all_that_decides_its_weights(tmp_path: Path, model: Path) -> None:
     fill(tmp_path, ("a", "t", 1.0), ("b", "u", 1.0))
     plain = settings(model, tmp_path, held_out=0.5)
     found = data(tmp_path, plain)
-    name = digest_of(found, plain)
-    assert name == digest_of(data(tmp_path, plain), plain)
+    name = data_digest(found, plain)
+    assert name == data_digest(data(tmp_path, plain), plain)
     other_rate = settings(model, tmp_path, held_out=0.5, optim={"lr": 2e-2})
     more_ranks = settings(model, tmp_path, held_out=0.5, ranks=2)
     saved_often = settings(model, tmp_path, held_out=0.5, save_every=1)
-    assert name != digest_of(found, other_rate)
-    assert name == digest_of(found, more_ranks) == digest_of(found, saved_often)
+    assert name != data_digest(found, other_rate)
+    assert name == data_digest(found, more_ranks) == data_digest(found, saved_often)
     fill(tmp_path / "more", ("a", "t", 1.0), ("b", "u", 1.0), ("c", "v", 1.0))
-    assert name != digest_of(data(tmp_path / "more", plain), plain)
+    assert name != data_digest(data(tmp_path / "more", plain), plain)
 
 
 def test_wrong_settings_are_named(tmp_path: Path, model: Path) -> None:
@@ -185,6 +194,6 @@ def test_wrong_settings_are_named(tmp_path: Path, model: Path) -> None:
 def test_rows_do_not_depend_on_which_rank_asks(tmp_path: Path, model: Path) -> None:
     fill(tmp_path, ("a", "t", 1.0), ("b", "u", 1.0))
     one, two = (data(tmp_path, settings(model, tmp_path)) for _ in range(2))
-    for left, right in zip(one.learnt, two.learnt, strict=True):
+    for left, right in zip(one.train, two.train, strict=True):
         for a, b in zip(left.rows, right.rows, strict=True):
             assert np.array_equal(a.input_ids, b.input_ids)

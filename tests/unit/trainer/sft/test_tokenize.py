@@ -12,9 +12,9 @@ from support.trainer.char_model import char_tokenizer
 from support.trainer.sft_samples import char_model, said, store_at, teach
 from tracegrad.events import Turn
 from tracegrad.store import Store
-from tracegrad_trainer.batches import BatchSettings, Row, ones, select
-from tracegrad_trainer.sft.dataset import Chosen, choose
-from tracegrad_trainer.sft.tokenize import writer_of, written
+from tracegrad_trainer.batches import BatchSettings, Row, select, unit_advantages
+from tracegrad_trainer.sft.dataset import ChosenExamples, choose_examples
+from tracegrad_trainer.sft.tokenize import load_reply_tokenizer, tokenize_replies
 
 TOKENIZER = char_tokenizer()
 TOOL = {
@@ -36,15 +36,15 @@ def with_template(model: Path, folder: Path, template: str) -> Path:
     return folder
 
 
-def taught(store: Store, model: Path) -> Chosen:
+def taught(store: Store, model: Path) -> ChosenExamples:
     from tracegrad.store import ALL
 
-    return choose(store, ALL, writer=lambda: writer_of(model), compared=False)
+    return choose_examples(store, ALL, writer=lambda: load_reply_tokenizer(model), compared=False)
 
 
-def rows_of(found: Chosen) -> list[Row]:
+def rows_of(found: ChosenExamples) -> list[Row]:
     settings = BatchSettings(tokens_per_micro_batch=2048, drop_equal_reward=False)
-    return select(found.tasks, settings, advantages=ones, current_version=0).rows
+    return select(found.groups, settings, advantages=unit_advantages, current_version=0).rows
 
 
 def learnt(row: Row) -> list[str]:
@@ -76,7 +76,7 @@ def test_what_leads_to_a_reply_is_the_prompt_that_the_engine_would_be_given(
     with store_at(tmp_path) as store:
         teach(store, {"messages": messages})
         turns = store.rollout_turns(store.rollouts()[0].rollout_id)
-    made, _ = written(turns, writer_of(model))
+    made, _ = tokenize_replies(turns, load_reply_tokenizer(model))
     for place, turn in zip((1, 3), made, strict=True):
         prompt = TOKENIZER.apply_chat_template(
             messages[:place], add_generation_prompt=True, return_dict=False
@@ -171,7 +171,7 @@ def test_an_end_token_within_a_reply_is_no_reply(tmp_path: Path, model: Path) ->
 
 def test_of_a_captured_call_only_the_answer_is_learnt(tmp_path: Path, model: Path) -> None:
     captured = _captured("captured", said("a", "mine", "b"), "theirs")
-    made, left_out = written([captured], writer_of(model))
+    made, left_out = tokenize_replies([captured], load_reply_tokenizer(model))
     assert [TOKENIZER.decode(t.completion_token_ids) for t in made] == ["theirs<|im_end|>"]
     assert not left_out
     assert made[0].sampling == {"source": "expert"}
@@ -179,7 +179,7 @@ def test_of_a_captured_call_only_the_answer_is_learnt(tmp_path: Path, model: Pat
 
 def test_calls_that_continue_each_other_are_one_path(tmp_path: Path, model: Path) -> None:
     calls = [_captured("1", said("a"), "b"), _captured("2", said("a", "b", "c"), "d")]
-    made, _ = written(calls, writer_of(model))
+    made, _ = tokenize_replies(calls, load_reply_tokenizer(model))
     assert made[1].parent_id == made[0].turn_id
 
 
@@ -191,7 +191,7 @@ def test_a_call_that_replaces_the_template_or_shows_pictures_is_not_guessed_at(
         _captured("1", said("a"), "b", chat_template="{{ 1 }}"),
         _captured("2", [{"role": "user", "content": picture}], "b"),
     ]
-    made, left_out = written(calls, writer_of(model))
+    made, left_out = tokenize_replies(calls, load_reply_tokenizer(model))
     assert made == []
     assert left_out == {"own_rendering": 1, "media": 1}
 
@@ -210,16 +210,16 @@ def test_text_needs_a_chat_template(tmp_path: Path, model: Path) -> None:
 
 def _captured(turn_id: str, messages: list[dict[str, Any]], reply: str, **body: Any) -> Turn:
     """As the proxy stores a call to a provider that tells no tokens."""
-    from tracegrad.events import logprobs, token_ids
+    from tracegrad.events import logprob_array, token_id_array
 
     return Turn(
         turn_id=turn_id,
         rollout_id="r",
         dialect="chat",
         model="m",
-        prompt_token_ids=token_ids(),
-        completion_token_ids=token_ids(),
-        completion_logprobs=logprobs(),
+        prompt_token_ids=token_id_array(),
+        completion_token_ids=token_id_array(),
+        completion_logprobs=logprob_array(),
         policy_versions=(),
         untrainable="no_tokens",
         request={"model": "m", "messages": messages, **body},

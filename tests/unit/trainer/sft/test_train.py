@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from support.trainer.sft_samples import char_model, rollout, said, settings, store_at, teach
 from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.sft.config import SftSettings
-from tracegrad_trainer.sft.train import Sft
+from tracegrad_trainer.sft.train import SftTrainer
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -38,15 +38,15 @@ def fill(folder: Path) -> None:
 
 def run(asked: SftSettings, *, ranks: int = 1, **env: str) -> list[dict[str, Any]]:
     """One run in processes of its own -> what it told."""
-    asked.told.parent.mkdir(parents=True, exist_ok=True)
-    asked.told.write_text("")
-    file = asked.told.with_suffix(".json")
+    asked.progress_file.parent.mkdir(parents=True, exist_ok=True)
+    asked.progress_file.write_text("")
+    file = asked.progress_file.with_suffix(".json")
     file.write_text(asked.model_dump_json())
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     start = [*launcher, "-m"] if ranks > 1 else ["-m"]
     command = [sys.executable, *start, "tracegrad_trainer.sft.train", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    told = [json.loads(line) for line in asked.told.read_text().splitlines()]
+    told = [json.loads(line) for line in asked.progress_file.read_text().splitlines()]
     assert done.returncode == 0 or told[-1]["event"] == "failed", done.stderr
     return told
 
@@ -66,15 +66,15 @@ def test_a_model_that_does_not_fit_with_its_reference_is_refused(
     """DPO holds a second model: what is enough for `sft` is not for it."""
     fill(tmp_path)
     alone = settings(model, tmp_path)
-    one_model = memory.estimate(
-        memory.skeleton(model), alone.trainer.fsdp, ranks=1, tokens=256, reference=False
+    one_model = memory.estimate_memory(
+        memory.meta_model(model), alone.trainer.fsdp, ranks=1, tokens=256, reference=False
     )
     monkeypatch.setattr(memory, "free_memory", lambda: one_model.on_device)
     with ExitStack() as stack:
-        Sft(alone, stack, lambda: False)
+        SftTrainer(alone, stack, lambda: False)
     asked = settings(model, tmp_path, preset="dpo")
     with ExitStack() as stack, pytest.raises(ValueError, match="does not fit"):
-        Sft(asked, stack, lambda: False)
+        SftTrainer(asked, stack, lambda: False)
 
 
 def test_it_learns_what_was_said_and_writes_a_model_that_transformers_loads(

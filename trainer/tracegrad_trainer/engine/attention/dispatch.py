@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from tracegrad_trainer.batches import MicroBatch
-from tracegrad_trainer.engine.attention.masked import Scores
-from tracegrad_trainer.engine.attention.packed import PackedRows
-from tracegrad_trainer.engine.attention.tree import TreeRows
-from tracegrad_trainer.engine.attention.varlen import VarlenRows
+from tracegrad_trainer.engine.attention.masked import ScoreTransform
+from tracegrad_trainer.engine.attention.packed import PackedRowAttention
+from tracegrad_trainer.engine.attention.tree import TreeRowAttention
+from tracegrad_trainer.engine.attention.varlen import VarlenRowAttention
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.model import router_replay
 
@@ -29,10 +29,10 @@ VARLEN = "tracegrad_varlen"
 OURS = {"packed": PACKED, "varlen": VARLEN}
 
 
-class Rows(Protocol):
+class RowAttention(Protocol):
     """Where the rows of a pack are, and how their tokens attend."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreTransform) -> Tensor:
         """[1, heads, T, d] -> [1, T, heads, d]; key and value may have fewer heads."""
         ...
 
@@ -45,7 +45,7 @@ def attention_of_rows(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed_rows: Rows | None = None,
+    packed_rows: RowAttention | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -68,7 +68,7 @@ def attention_of_rows(
     if unknown is not None:
         raise ValueError(f"fsdp.attention: this model {unknown}; set attention = 'eager'")
     assert packed_rows is not None
-    scores = Scores(scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
+    scores = ScoreTransform(scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     return packed_rows.attend(query, key, value, scores), None
 
 
@@ -76,7 +76,7 @@ for _name in OURS.values():
     AttentionInterface.register(_name, attention_of_rows)
 
 
-def chosen(settings: FsdpSettings, device: torch.device) -> str:
+def choose_attention(settings: FsdpSettings, device: torch.device) -> str:
     """The setting as transformers knows it; "auto" is varlen where there is that, else packed.
 
     Raises:
@@ -98,7 +98,7 @@ def chosen(settings: FsdpSettings, device: torch.device) -> str:
     return OURS.get(name, name)
 
 
-def arguments(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+def model_arguments(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
     """Keyword arguments of the model's forward: what keeps a micro-batch's rows apart, and routes.
 
     transformers' own attentions find the rows by the position ids, which start again with each;
@@ -108,9 +108,9 @@ def arguments(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict
         ValueError: rows are trees, and the model's attention cannot have branches.
     """
     routes: dict[str, Any] = {}
-    if router_replay.installed(model) and batch.routes is not None:
+    if router_replay.is_installed(model) and batch.expert_routing is not None:
         # As narrow as they came: a step's micro-batches are on the device all at once.
-        routes = {"routes": torch.from_numpy(batch.routes).to(device)}
+        routes = {"routes": torch.from_numpy(batch.expert_routing).to(device)}
     return routes | _apart(model, batch, device)
 
 
@@ -131,14 +131,14 @@ def _apart(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict[st
     return {"attention_mask": _tree_mask(ends, name, model, device)}
 
 
-def _rows(name: str, batch: MicroBatch, device: torch.device) -> Rows:
+def _rows(name: str, batch: MicroBatch, device: torch.device) -> RowAttention:
     if batch.subtree_end is not None:
-        return TreeRows(
+        return TreeRowAttention(
             batch.subtree_end, batch.position_ids[0], batch.row_lengths.tolist(), device
         )
     if name == VARLEN:
-        return VarlenRows(batch.row_lengths.tolist(), device)
-    return PackedRows(batch.row_lengths.tolist(), device)
+        return VarlenRowAttention(batch.row_lengths.tolist(), device)
+    return PackedRowAttention(batch.row_lengths.tolist(), device)
 
 
 def _tree_mask(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Scores:
+class ScoreTransform:
     """How a layer turns query times key into weights."""
 
     scale: float | None = None  # None: 1 / sqrt(head dimension)
@@ -25,7 +25,7 @@ class Scores:
 
 
 def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, scores: ScoreTransform, mask: Tensor | None
 ) -> Tensor:
     """[rows, heads, L, d] -> [rows, heads, L, d of values]; `mask` bool, true where i sees j.
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracegrad_trainer.engine.attention.masked import Scores, causal_mask, masked_attention
+from tracegrad_trainer.engine.attention.masked import ScoreTransform, causal_mask, masked_attention
 
 # Rows shorter than this share of the longest in their block start a block of their own.
 _ALIKE = 0.6
 
 
-class PackedRows:
+class PackedRowAttention:
     """Rows in padded blocks [rows, longest].
 
     Rows of about the same length are laid side by side, padded on the right, and attended
@@ -40,7 +40,7 @@ class PackedRows:
             offset += len(block) * longest
         self.back = torch.from_numpy(back).to(device)  # [T] places in the flattened blocks
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreTransform) -> Tensor:
         heads, tokens, _ = query.shape[1:]
         assert query.shape[0] == 1
         assert self.back.shape == (tokens,)

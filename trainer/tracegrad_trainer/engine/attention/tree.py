@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from tracegrad_trainer.engine.attention.masked import Scores, masked_attention
+from tracegrad_trainer.engine.attention.masked import ScoreTransform, masked_attention
 
 # Of compiled flex attention: heads narrower than this it refuses; and graphs of it.
 _NARROWEST_HEAD = 16
 _GRAPHS = 64
 
 
-class TreeRows:
+class TreeRowAttention:
     """Rows that are trees: FlexAttention on CUDA, masked SDPA row by row elsewhere.
 
     FlexAttention skips blocks that nobody sees; on a CPU it has no backward.
@@ -43,13 +43,13 @@ class TreeRows:
         self._masks: dict[int | None, list[Tensor]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreTransform) -> Tensor:
         narrow = min(query.shape[-1], value.shape[-1]) < _NARROWEST_HEAD
         if query.is_cuda and scores.sinks is None and not narrow:
             return self.flex(query, key, value, scores, compiled=True)
         return self.exact(query, key, value, scores)
 
-    def exact(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    def exact(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreTransform) -> Tensor:
         q, k, v = (torch.split(x, self.row_lengths, 2) for x in (query, key, value))
         masks = self._row_masks(scores.window)
         parts = [
@@ -59,7 +59,7 @@ class TreeRows:
         return torch.cat(parts, 2).transpose(1, 2)
 
     def flex(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, compiled: bool
+        self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreTransform, *, compiled: bool
     ) -> Tensor:
         cap = scores.softcap
 

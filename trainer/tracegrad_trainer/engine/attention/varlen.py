@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracegrad_trainer.engine.attention.masked import Scores
-from tracegrad_trainer.engine.attention.packed import PackedRows
+from tracegrad_trainer.engine.attention.masked import ScoreTransform
+from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 
 # The flash kernels' widest head; they also want a multiple of 8.
 _WIDEST_HEAD = 256
 
 
-class VarlenRows:
+class VarlenRowAttention:
     """Where each row of a pack begins."""
 
     def __init__(self, row_lengths: Sequence[int], device: torch.device | str) -> None:
@@ -28,7 +28,7 @@ class VarlenRows:
         lengths = torch.tensor([0, *row_lengths])
         self.starts = lengths.cumsum(0, dtype=torch.int32).to(device)  # [rows + 1]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreTransform) -> Tensor:
         """Layers that the kernel has not (soft caps, sinks, odd heads) go in padded blocks."""
         width = query.shape[-1]
         fits = width == value.shape[-1] and width <= _WIDEST_HEAD and width % 8 == 0
@@ -39,7 +39,7 @@ class VarlenRows:
         before = -1 if scores.window is None else scores.window - 1
         if before >= self.longest:
             before = -1  # with which the kernel knows that it is plainly causal
-        out = kernel(
+        out = varlen_kernel(
             q,
             k,
             v,
@@ -54,11 +54,11 @@ class VarlenRows:
         return out[None]
 
     @cached_property
-    def _blocks(self) -> PackedRows:
-        return PackedRows(self.row_lengths, self.starts.device)
+    def _blocks(self) -> PackedRowAttention:
+        return PackedRowAttention(self.row_lengths, self.starts.device)
 
 
-def kernel(*args: Any, **kwargs: Any) -> Tensor:
+def varlen_kernel(*args: Any, **kwargs: Any) -> Tensor:
     """torch's `varlen_attn`, imported where it is used: older releases have none."""
     from torch.nn.attention.varlen import varlen_attn
 

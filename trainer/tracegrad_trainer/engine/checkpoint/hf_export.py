@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from tracegrad_trainer.engine.model.lora import merged_tensors
-from tracegrad_trainer.engine.model.parallelize import blocks
+from tracegrad_trainer.engine.model.parallelize import transformer_blocks
 
 # Beside the weights in a model folder, and not the trainer's to change.
 _COMPANIONS = (
@@ -48,7 +48,7 @@ def full_tensors(
                 yield name, buffer.to(dtype) if dtype is not None and floats else buffer
 
 
-def as_in_files(
+def as_hf_tensors(
     model: nn.Module, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """`full_tensors`, under the names and in the pieces that the model's folder has them in.
@@ -56,7 +56,7 @@ def as_in_files(
     transformers stacks a mixture's experts when it loads them, and names parts of some models
     anew; vLLM reads some of that, and what folders hold always. Not a collective.
     """
-    kept = {id(block) for block in blocks(model)}
+    kept = {id(block) for block in transformer_blocks(model)}
     prefixes = tuple(f"{name}." for name, module in model.named_modules() if id(module) in kept)
 
     def block_of(pair: tuple[str, Tensor]) -> str:
@@ -91,7 +91,7 @@ def save_hf(
         # Only now may anything fail: the other ranks are out of the collectives.
         config: Any = copy.deepcopy(model.config)
         config.dtype = next(iter(weights.values())).dtype
-        _write(Path(folder), dict(as_in_files(model, weights.items())), config, companions_from)
+        _write(Path(folder), dict(as_hf_tensors(model, weights.items())), config, companions_from)
 
 
 def _write(
@@ -103,13 +103,13 @@ def _write(
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(partial)
     if companions_from is not None:
-        copy_companions(companions_from, partial)
+        copy_tokenizer_files(companions_from, partial)
     if folder.exists():
         shutil.rmtree(folder)
     os.replace(partial, folder)
 
 
-def copy_companions(folder: Path | str, into: Path) -> None:
+def copy_tokenizer_files(folder: Path | str, into: Path) -> None:
     """Tokenizer, chat template and generation settings of a model folder."""
     for pattern in _COMPANIONS:
         for file in Path(folder).glob(pattern):

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tracegrad.store.checkpoint_manifest import MANIFEST, manifest_digest
+from tracegrad.store.checkpoint_manifest import MANIFEST_NAME, manifest_digest
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PIECE = 1 << 24
@@ -23,14 +23,14 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message is one line with its path."""
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints in a folder that were finished, oldest first; none where it is not there, or is
     another user's."""
     try:
         found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
     except OSError:
         return []
-    return sorted(found, key=step_of)
+    return sorted(found, key=checkpoint_step)
 
 
 def may_exist(folder: Path) -> bool:
@@ -44,24 +44,24 @@ def may_exist(folder: Path) -> bool:
     return True
 
 
-def step_of(folder: Path) -> int:
+def checkpoint_step(folder: Path) -> int:
     """The optimizer step that a checkpoint's folder is named after."""
     return int(folder.name.partition("-")[2])
 
 
-def digests(folder: Path, pattern: str) -> dict[str, list[int]]:
+def file_digests(folder: Path, pattern: str) -> dict[str, list[int]]:
     """File name -> [bytes, CRC-32] of the files that match."""
     return {file.name: _digest(file) for file in sorted(folder.glob(pattern))}
 
 
 def write_manifest(folder: Path, own: dict[str, Any], files: dict[str, list[int]]) -> None:
     """`own` is what belongs to the run as a whole; torch's own table of contents is added."""
-    files = files | digests(folder, ".metadata")
-    with (folder / MANIFEST).open("w") as file:
+    files = files | file_digests(folder, ".metadata")
+    with (folder / MANIFEST_NAME).open("w") as file:
         json.dump({**own, "files": files}, file)
         file.flush()
         os.fsync(file.fileno())
-    sync(folder)
+    fsync_folder(folder)
 
 
 def read_manifest(folder: Path, *, digest: str | None = None) -> dict[str, Any]:
@@ -72,34 +72,36 @@ def read_manifest(folder: Path, *, digest: str | None = None) -> dict[str, Any]:
         CheckpointError: something is not; names the file, and an older checkpoint that is whole.
     """
     if problem := _missing(folder):
-        raise CheckpointError(problem + older(folder))
+        raise CheckpointError(problem + older_checkpoint_hint(folder))
     if digest is not None and manifest_digest(folder) != digest:
         raise CheckpointError(
-            f"checkpoint {folder} is not the one that was committed: the digest of its {MANIFEST}"
+            f"checkpoint {folder} is not the one that was committed: the digest of its {MANIFEST_NAME}"
             f" is {manifest_digest(folder)}, not {digest}"
         )
-    found: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    found: dict[str, Any] = json.loads((folder / MANIFEST_NAME).read_text())
     return found
 
 
-def verify(folder: Path, *, share: tuple[int, int] = (0, 1)) -> None:
+def verify_contents(folder: Path, *, share: tuple[int, int] = (0, 1)) -> None:
     """Compare contents with the manifest; with `share` (i, n) every n-th file from the i-th.
 
     Raises:
         CheckpointError: a file is damaged; names it, and an older checkpoint that is whole.
     """
     first, step = share
-    files: dict[str, list[int]] = json.loads((folder / MANIFEST).read_text())["files"]
+    files: dict[str, list[int]] = json.loads((folder / MANIFEST_NAME).read_text())["files"]
     for name in sorted(files)[first::step]:
         try:
             damaged = _digest(folder / name) != files[name]
         except OSError as error:
             raise CheckpointError(f"checkpoint {folder} not read: {error}") from error
         if damaged:
-            raise CheckpointError(f"checkpoint part {folder / name} is damaged" + older(folder))
+            raise CheckpointError(
+                f"checkpoint part {folder / name} is damaged" + older_checkpoint_hint(folder)
+            )
 
 
-def discard(folder: Path) -> None:
+def discard_checkpoint(folder: Path) -> None:
     """A checkpoint that nobody may go on from; it loses its name before its files."""
     gone = folder.with_name(f".{folder.name}.refused")
     shutil.rmtree(gone, ignore_errors=True)
@@ -107,11 +109,11 @@ def discard(folder: Path) -> None:
         os.replace(folder, gone)
     except FileNotFoundError:
         return
-    sync(folder.parent)
+    fsync_folder(folder.parent)
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def sync(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Names in a folder onto the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -122,7 +124,7 @@ def sync(folder: Path) -> None:
 
 def _missing(folder: Path) -> str | None:
     """What of a checkpoint is not there; None: it is whole, as far as names and sizes tell."""
-    manifest = folder / MANIFEST
+    manifest = folder / MANIFEST_NAME
     try:
         files = _FILES.validate_python(json.loads(manifest.read_text())["files"])
     except FileNotFoundError:
@@ -139,18 +141,20 @@ def _missing(folder: Path) -> str | None:
     return None
 
 
-def older(folder: Path) -> str:
+def older_checkpoint_hint(folder: Path) -> str:
     """What can be done about it."""
     whole = [
         one
-        for one in checkpoints(folder.parent)
-        if _NAME.fullmatch(folder.name) and step_of(one) < step_of(folder) and not _missing(one)
+        for one in list_checkpoints(folder.parent)
+        if _NAME.fullmatch(folder.name)
+        and checkpoint_step(one) < checkpoint_step(folder)
+        and not _missing(one)
     ]
     if not whole:
         return "; there is no older whole checkpoint: put the part back from a copy"
     return (
         f"; put it back from a copy, or go on from {whole[-1]}, which is whole:"
-        f" checkpoint.resume_from={step_of(whole[-1])}"
+        f" checkpoint.resume_from={checkpoint_step(whole[-1])}"
     )
 
 

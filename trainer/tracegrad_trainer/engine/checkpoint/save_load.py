@@ -34,12 +34,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from tracegrad_trainer.engine import random_state
 from tracegrad_trainer.engine.checkpoint.manifest import (
     CheckpointError,
-    checkpoints,
-    digests,
+    checkpoint_step,
+    file_digests,
+    fsync_folder,
+    list_checkpoints,
     read_manifest,
-    step_of,
-    sync,
-    verify,
+    verify_contents,
     write_manifest,
 )
 from tracegrad_trainer.engine.step.learner import Learner
@@ -54,7 +54,7 @@ _COPIES = StagingOptions(
 )
 
 
-class Saver:
+class CheckpointSaver:
     """Writes checkpoints into `root`; one is being written at a time. On every rank."""
 
     def __init__(self, root: Path) -> None:
@@ -84,7 +84,7 @@ class Saver:
         assert self._writing is None, "await the one before"
         self._folder = self.root / f"step-{step:08d}"
         state = _state(learner)
-        state[f"random-{dist.get_rank()}"] = random_state.captured()
+        state[f"random-{dist.get_rank()}"] = random_state.capture_rng_state()
         copied = self._stager.stage(state)
         assert isinstance(copied, dict)
         # Copied too: the caller goes on counting while this is written.
@@ -132,10 +132,14 @@ class Saver:
         if not self._first:
             return
         stay = set(but)
-        last = None if self._folder == self.root else step_of(self._folder)
-        made = [one for one in checkpoints(self.root) if last is None or step_of(one) <= last]
+        last = None if self._folder == self.root else checkpoint_step(self._folder)
+        made = [
+            one
+            for one in list_checkpoints(self.root)
+            if last is None or checkpoint_step(one) <= last
+        ]
         for old in made[:-keep]:
-            step = step_of(old)
+            step = checkpoint_step(old)
             if step not in stay and not (keep_every and step % keep_every == 0):
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -147,7 +151,7 @@ class Saver:
             try:
                 save(state, checkpoint_id=partial, process_group=self._group)
             except CheckpointException as caught:
-                error = cause_of(caught)
+                error = root_cause(caught)
         if error is None:
             files = self._all_digests(partial)
             error = self._on_first(lambda: _finish(partial, self._folder, own, files))
@@ -159,7 +163,7 @@ class Saver:
 
     def _all_digests(self, folder: Path) -> dict[str, list[int]]:
         """Of every rank's files; each reads its own."""
-        mine = digests(folder, f"__{dist.get_rank()}_*")
+        mine = file_digests(folder, f"__{dist.get_rank()}_*")
         everyone: list[dict[str, list[int]]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine, group=self._group)
         return {name: found for one in everyone for name, found in one.items()}
@@ -184,7 +188,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: as `Saver.wait`.
     """
-    saver = Saver(root)
+    saver = CheckpointSaver(root)
     folder = saver.start(learner, step, counters)
     saver.wait()
     saver.prune(keep=keep)
@@ -206,7 +210,7 @@ def load_checkpoint(
     """
     folder = Path(folder)
     own = read_manifest(folder, digest=digest)
-    verify(folder, share=(dist.get_rank(), dist.get_world_size()))
+    verify_contents(folder, share=(dist.get_rank(), dist.get_world_size()))
     state = _state(learner)
     template = {**state, (key := f"random-{dist.get_rank()}"): ""}
     try:
@@ -214,7 +218,7 @@ def load_checkpoint(
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"checkpoint {folder} not read: {error}") from error
     except CheckpointException as error:
-        raise CheckpointError(f"checkpoint {folder} not read: {cause_of(error)}") from error
+        raise CheckpointError(f"checkpoint {folder} not read: {root_cause(error)}") from error
     set_state_dict(
         learner.model,
         learner.optimizer,
@@ -223,7 +227,7 @@ def load_checkpoint(
         options=_OPTIONS,
     )
     if template[key]:
-        random_state.restore(template[key])
+        random_state.restore_rng_state(template[key])
     learner.steps = own["optimizer_steps"]
     if learner.adapted_entropy_coef is not None:
         # None: that run had no target, so it begins here.
@@ -240,7 +244,7 @@ def load_weights(state: dict[str, Any], folder: Path, *, digest: str | None = No
         CheckpointError: as `load_checkpoint`.
     """
     read_manifest(folder, digest=digest)
-    verify(folder)
+    verify_contents(folder)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose
@@ -248,7 +252,7 @@ def load_weights(state: dict[str, Any], folder: Path, *, digest: str | None = No
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"checkpoint {folder} not read: {error}") from error
     except CheckpointException as error:
-        raise CheckpointError(f"checkpoint {folder} not read: {cause_of(error)}") from error
+        raise CheckpointError(f"checkpoint {folder} not read: {root_cause(error)}") from error
 
 
 class _Strict(DefaultLoadPlanner):
@@ -265,7 +269,7 @@ class _Strict(DefaultLoadPlanner):
         return super().create_local_plan()
 
 
-def cause_of(error: CheckpointException) -> str:
+def root_cause(error: CheckpointException) -> str:
     causes = {
         str(cause[0] if isinstance(cause, tuple) else cause) for cause in error.failures.values()
     }
@@ -287,7 +291,7 @@ def _finish(partial: Path, folder: Path, own: dict[str, Any], files: dict[str, l
     if folder.exists():  # of a step that was killed before it was committed
         shutil.rmtree(folder)
     os.replace(partial, folder)
-    sync(folder.parent)
+    fsync_folder(folder.parent)
 
 
 def _refuse_full_disk(root: Path, weights: int) -> None:
@@ -296,4 +300,10 @@ def _refuse_full_disk(root: Path, weights: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
 
 
-__all__ = ["CheckpointError", "Saver", "checkpoints", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "CheckpointError",
+    "CheckpointSaver",
+    "list_checkpoints",
+    "load_checkpoint",
+    "save_checkpoint",
+]

@@ -16,11 +16,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 # Logits held at a time: 128 MB of float32, or 512 MB where memory is a GPU's.
-ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
+MAX_LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LogitTransform:
     """What a model makes of x = hidden @ weight.T + bias: cap * tanh(scale * x / cap)."""
 
     scale: float = 1.0
@@ -35,17 +35,17 @@ class Shape:
         return x
 
 
-PLAIN = Shape()
+IDENTITY = LogitTransform()
 
 
-def log_probs(
+def chunked_logprobs(
     hidden: Float[Tensor, "n hidden"],
     weight: Float[Tensor, "vocabulary hidden"],
     bias: Float[Tensor, " vocabulary"] | None,
     labels: Int[Tensor, " n"],
     temperature: Float[Tensor, " n"] | None,
     *,
-    shape: Shape = PLAIN,
+    shape: LogitTransform = IDENTITY,
     elements: int | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
@@ -56,7 +56,11 @@ def log_probs(
     Matrix products are made in the inputs' type, everything behind them in float32. A gradient of
     the entropy has the logits multiplied again in backward, whatever fits into one chunk.
     """
-    most = ELEMENTS.get(hidden.device.type, ELEMENTS["cpu"]) if elements is None else elements
+    most = (
+        MAX_LOGIT_ELEMENTS.get(hidden.device.type, MAX_LOGIT_ELEMENTS["cpu"])
+        if elements is None
+        else elements
+    )
     # hidden, weight and bias first: `backward` counts on it
     apply: Any = _LogProbs.apply
     logp, entropy = apply(hidden, weight, bias, labels, temperature, shape, most, entropy_gradient)
@@ -72,7 +76,7 @@ class _LogProbs(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         temperature: Tensor | None,
-        shape: Shape,
+        shape: LogitTransform,
         elements: int,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -191,7 +195,7 @@ def _log_shares(
     bias: Tensor | None,
     temperature: Tensor | None,
     log_z: Tensor,
-    shape: Shape,
+    shape: LogitTransform,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of the whole vocabulary, [rows, V], and the slope of the cap."""
     logits = shape.apply_(_product(hidden, weight, bias))

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.model import value_head as value
-from tracegrad_trainer.engine.model.chunked_logprobs import Shape, log_probs
+from tracegrad_trainer.engine.model.chunked_logprobs import LogitTransform, chunked_logprobs
 from tracegrad_trainer.losses import Tokens
 
 T = TypeVar("T")
@@ -27,24 +27,26 @@ _TO_TOKENS = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Inputs:
+class ModelInputs:
     """A micro-batch as tensors on the rank's device."""
 
     batch: MicroBatch
     model: dict[str, Any]  # keyword arguments of the model's forward
     labels: Tensor  # i64[n]
     temperature: Tensor  # f32[n]
-    heated: bool  # some temperature is not 1
+    has_temperature: bool  # some temperature is not 1
     tensors: dict[str, Tensor]  # fields of `Tokens`, [n] or [rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Before:
+class TargetContext:
     """What is known of a micro-batch's targets before its forward with gradient; f32[n] each."""
 
-    old: Tensor | None = None  # None: the current ones, which they are at a batch's first step
-    current: Tensor | None = None  # the policy's as it is; None: a forward says
-    reference: Tensor | None = None
+    old_logprobs: Tensor | None = (
+        None  # None: the current ones, which they are at a batch's first step
+    )
+    current_logprobs: Tensor | None = None  # the policy's as it is; None: a forward says
+    reference_logprobs: Tensor | None = None
     old_value: Tensor | None = None
     returns: Tensor | None = None
     advantage: Tensor | None = None  # where it depends on values: instead of the batch's own
@@ -52,24 +54,24 @@ class Before:
     rollout_sums: tuple[Tensor, ...] | None = None  # f64[rollouts]; None: they are whole here
     complete: bool = False  # nothing that the objective needs is missing
 
-    def of(self, stay: Tensor) -> Before:
+    def select(self, stay: Tensor) -> TargetContext:
         """What is known of the targets that stay, bool[n]."""
-        known = {name: getattr(self, name) for name in OF_TARGETS}
+        known = {name: getattr(self, name) for name in TARGET_FIELDS}
         return replace(self, **{k: v[stay.to(v.device)] for k, v in known.items() if v is not None})
 
 
 # Fields of `Before` that have one number a target.
-OF_TARGETS = ("old", "current", "reference", "old_value", "returns", "advantage")
+TARGET_FIELDS = ("old", "current", "reference", "old_value", "returns", "advantage")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Forward:
-    logp: Tensor  # f32[n], with gradient
+class ForwardOutput:
+    policy_logprobs: Tensor  # f32[n], with gradient
     entropy: Tensor  # f32[n], with gradient where asked for
     value: Tensor | None = None  # f32[n], with gradient
 
 
-def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> Inputs:
+def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> ModelInputs:
     def move(values: Any) -> Tensor:
         return torch.from_numpy(values).to(device)
 
@@ -80,30 +82,32 @@ def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> Inpu
         # Logits only where a target is predicted from.
         "logits_to_keep": move(batch.source),
     }
-    arguments |= dispatch.arguments(model, batch, device)
-    return Inputs(
+    arguments |= dispatch.model_arguments(model, batch, device)
+    return ModelInputs(
         batch=batch,
         model=arguments,
         labels=move(batch.input_ids[0, batch.target]),
         temperature=move(batch.temperature),
-        heated=bool((batch.temperature != 1).any()),
+        has_temperature=bool((batch.temperature != 1).any()),
         tensors={name: move(getattr(batch, name)) for name in _TO_TOKENS},
     )
 
 
-def tokens_of(inputs: Inputs, now: Forward, before: Before) -> Tokens:
+def loss_tokens_of(inputs: ModelInputs, now: ForwardOutput, before: TargetContext) -> Tokens:
     given = inputs.tensors
     if before.advantage is not None:
         given = given | {"advantage": before.advantage}
     batch = inputs.batch
     return Tokens(
-        logp=now.logp,
-        old=now.logp.detach() if before.old is None else before.old,
+        policy_logprobs=now.policy_logprobs,
+        old_logprobs=now.policy_logprobs.detach()
+        if before.old_logprobs is None
+        else before.old_logprobs,
         turns=batch.turns,
         rows=len(batch.row_lengths),
         rollouts=batch.rollouts,
         groups=batch.groups,
-        reference=before.reference,
+        reference_logprobs=before.reference_logprobs,
         value=now.value,
         old_value=before.old_value,
         returns=before.returns,
@@ -116,13 +120,13 @@ def tokens_of(inputs: Inputs, now: Forward, before: Before) -> Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class LmHead:
     """How log-probabilities are made of what a model's body says; see `head_choice.choose`.
 
     Without a `shape` the model makes full logits itself: `reason` says why.
     """
 
-    shape: Shape | None
+    shape: LogitTransform | None
     reason: str = ""
     elements: int | None = None  # most logits held at a time; None: by the device
     dtype: torch.dtype = torch.float32  # of its matrix products
@@ -130,12 +134,12 @@ class Head:
 
 def forward(
     model: nn.Module,
-    inputs: Inputs,
-    head: Head,
+    inputs: ModelInputs,
+    head: LmHead,
     *,
     values: bool = False,
     entropy_gradient: bool = False,
-) -> Forward:
+) -> ForwardOutput:
     """The targets' log-probabilities at their temperatures, and with `values` their values. The
     entropy, at the same temperatures, has a gradient only where one is asked for.
 
@@ -144,18 +148,20 @@ def forward(
     """
     make = _by_model if head.shape is None else _by_body
     # What passes through FSDP must be plain tensors: it hangs its backward on them.
-    logp, entropy, found = inside(
+    logp, entropy, found = run_inside_forward(
         model, lambda whole: make(whole, inputs, head, values, entropy_gradient)
     )
-    return Forward(logp=logp, entropy=entropy, value=found)
+    return ForwardOutput(policy_logprobs=logp, entropy=entropy, value=found)
 
 
-def values_of(model: nn.Module, inputs: Inputs) -> Tensor:
+def values_of(model: nn.Module, inputs: ModelInputs) -> Tensor:
     """Values of the targets alone, f32[n]; no logits are made."""
-    return inside(model, lambda whole: value.of(whole, _hidden(whole, inputs)))
+    return run_inside_forward(
+        model, lambda whole: value.predict_values(whole, _hidden(whole, inputs))
+    )
 
 
-def inside(model: nn.Module, work: Callable[[nn.Module], T]) -> T:
+def run_inside_forward(model: nn.Module, work: Callable[[nn.Module], T]) -> T:
     """`work(model)` as if it were the model's forward: under FSDP the root's parameters are
     whole meanwhile, and their gradients are reduced as ever."""
     if not isinstance(model, FSDPModule):
@@ -171,33 +177,33 @@ def inside(model: nn.Module, work: Callable[[nn.Module], T]) -> T:
 _WORK = "tracegrad_work"
 
 
-def _hidden(model: Any, inputs: Inputs) -> Tensor:
+def _hidden(model: Any, inputs: ModelInputs) -> Tensor:
     arguments = {name: given for name, given in inputs.model.items() if name != "logits_to_keep"}
     hidden: Tensor = model.base_model(**arguments).last_hidden_state[0]
     return hidden.index_select(0, inputs.model["logits_to_keep"])
 
 
 def _by_body(
-    model: Any, inputs: Inputs, head: Head, values: bool, entropy_gradient: bool
+    model: Any, inputs: ModelInputs, head: LmHead, values: bool, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     assert head.shape is not None
     hidden = _hidden(model, inputs)
     last: nn.Linear = model.get_output_embeddings()
-    logp, entropy = log_probs(
+    logp, entropy = chunked_logprobs(
         hidden,
         last.weight,
         last.bias,
         inputs.labels,
-        inputs.temperature if inputs.heated else None,
+        inputs.temperature if inputs.has_temperature else None,
         shape=head.shape,
         elements=head.elements,
         entropy_gradient=entropy_gradient,
     )
-    return logp, entropy, value.of(model, hidden) if values else None
+    return logp, entropy, value.predict_values(model, hidden) if values else None
 
 
 def _by_model(
-    model: Any, inputs: Inputs, head: Head, values: bool, entropy_gradient: bool
+    model: Any, inputs: ModelInputs, head: LmHead, values: bool, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """By full logits, as the model makes them."""
     seen: list[Tensor] = []
@@ -210,11 +216,11 @@ def _by_model(
     if logits.shape[0] != len(inputs.labels):
         raise ValueError(f"{type(model).__name__} does not support logits_to_keep")
     logits = logits.float()
-    if inputs.heated:
+    if inputs.has_temperature:
         logits = logits / inputs.temperature[:, None]
     log_z = torch.logsumexp(logits, -1)
     chosen = logits.gather(-1, inputs.labels[:, None])[:, 0] - log_z
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         log_share = logits - log_z[:, None]
         entropy = -torch.linalg.vecdot(log_share.exp(), log_share)
-    return chosen, entropy, value.of(model, seen[0][0]) if values else None
+    return chosen, entropy, value.predict_values(model, seen[0][0]) if values else None

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tracegrad_trainer.batches.micro_batch import filling
+from tracegrad_trainer.batches.micro_batch import empty_micro_batch
 from tracegrad_trainer.engine.attention import dispatch
-from tracegrad_trainer.engine.model.chunked_logprobs import Shape
-from tracegrad_trainer.engine.model.forward import Head, inside
+from tracegrad_trainer.engine.model.chunked_logprobs import LogitTransform
+from tracegrad_trainer.engine.model.forward import LmHead, run_inside_forward
 
 _TOKENS = 2  # of the forward that is tried
 _LOUD = 100.0  # the largest logit of it, scaled
@@ -38,17 +38,19 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma; RecurrentGemma
 
 
 @torch.no_grad()
-def choose(model: nn.Module, device: torch.device, *, elements: int | None = None) -> Head:
+def choose_lm_head(
+    model: nn.Module, device: torch.device, *, elements: int | None = None
+) -> LmHead:
     """The model's head, tried; on all ranks at once. `elements` as in `log_probs`."""
-    shape = shape_of(model)
+    shape = logit_transform_of(model)
     why = _unusual(model)
-    dtype, difference = inside(
+    dtype, difference = run_inside_forward(
         model, lambda whole: (_dtype(whole), why or _difference(whole, shape, device))
     )
-    return Head(None if difference else shape, difference or "", elements, dtype)
+    return LmHead(None if difference else shape, difference or "", elements, dtype)
 
 
-def shape_of(model: Any) -> Shape:
+def logit_transform_of(model: Any) -> LogitTransform:
     """What the model's config says is done to its logits."""
     config = model.config.get_text_config()
     scale, cap = 1.0, None
@@ -58,7 +60,7 @@ def shape_of(model: Any) -> Shape:
     for name in _CAPS:
         if given := getattr(config, name, None):
             cap = float(given)
-    return Shape(scale, cap)
+    return LogitTransform(scale, cap)
 
 
 def _dtype(model: Any) -> torch.dtype:
@@ -78,11 +80,11 @@ def _unusual(model: Any) -> str | None:
     return None
 
 
-def _difference(model: Any, shape: Shape, device: torch.device) -> str | None:
+def _difference(model: Any, shape: LogitTransform, device: torch.device) -> str | None:
     """What the model does between body and logits that `shape` does not say; None: nothing."""
     ids = torch.arange(_TOKENS, device=device)[None]
     given = {"input_ids": ids, "position_ids": ids, "use_cache": False}
-    given |= dispatch.arguments(model, filling(), device)
+    given |= dispatch.model_arguments(model, empty_micro_batch(), device)
     body = model.base_model(**given).last_hidden_state
     last = model.get_output_embeddings()
     if isinstance(last.weight, DTensor):

@@ -31,7 +31,7 @@ _ADAPTER = "default"
 _BASE = "base_layer."
 
 
-def attach(model: nn.Module, settings: LoraSettings) -> nn.Module:
+def attach_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
     """Put an adapter beside each targeted layer, and freeze all else. In place.
 
     As they start, adapters change nothing. They are the same on every rank.
@@ -92,7 +92,7 @@ def _names(targets: str | tuple[str, ...]) -> str | list[str]:
     return targets if isinstance(targets, str) else list(targets)
 
 
-def attached(model: nn.Module) -> bool:
+def has_adapters(model: nn.Module) -> bool:
     return any(True for _ in _layers(model))
 
 
@@ -130,7 +130,7 @@ def merged_tensors(
     """
     layers = dict(_layers(model))
     for name, parameter in model.named_parameters():
-        if ".lora_" in name or value_head.owns(name):
+        if ".lora_" in name or value_head.is_value_parameter(name):
             continue
         tensor = _whole(parameter)
         owner, _, leaf = name.rpartition("." + _BASE)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tracegrad_trainer.engine.attention import dispatch
-from tracegrad_trainer.engine.attention.packed import PackedRows
+from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.model import router_replay
 from tracegrad_trainer.engine.model.hf_config import experts_per_token, layer_configs, query_heads
@@ -30,7 +30,7 @@ _MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "a
 _OURS_PREFIX = "tracegrad_"
 
 
-def refuse_unfit(model: nn.Module) -> None:
+def check_supported(model: nn.Module) -> None:
     """Raises ValueError: rows packed for this model would see each other, or would see wrongly."""
     config: Any = model.config
     name: str = config._attn_implementation
@@ -78,7 +78,7 @@ def _rows_see_each_other(model: nn.Module) -> bool:
         positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
         rows: dict[str, Any] = {}
         if config._attn_implementation == dispatch.PACKED:
-            rows = {"packed_rows": PackedRows(lengths, device)}
+            rows = {"packed_rows": PackedRowAttention(lengths, device)}
         tokens = torch.tensor([ids], device=device)
         out = backbone(input_ids=tokens, position_ids=positions, use_cache=False, **rows)
         last: torch.Tensor = out.last_hidden_state[0, -3:]
@@ -93,7 +93,7 @@ def _rows_see_each_other(model: nn.Module) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class MemoryEstimate:
     """Bytes of one rank. `state`: weights (a reference's too), gradients and optimizer; in the
     host's memory if they are offloaded. Activations are an estimate, good to a factor of two."""
 
@@ -114,7 +114,7 @@ class Estimate:
         )
 
 
-def check(
+def check_fits_memory(
     folder: Path | str,
     settings: FsdpSettings,
     *,
@@ -124,7 +124,7 @@ def check(
     vocabulary: int | None = None,
     free: int | None = None,
     reference: bool = False,
-) -> Estimate:
+) -> MemoryEstimate:
     """Whether a model can be trained here; reads its config only.
 
     Args:
@@ -138,7 +138,7 @@ def check(
         ValueError: there is no such model, its vocabulary is too small, it does not fit, or it
             has no routes that could be replayed.
     """
-    model = skeleton(folder)
+    model = meta_model(folder)
     embedded: int = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if vocabulary is not None and vocabulary > embedded:
         raise ValueError(
@@ -146,11 +146,11 @@ def check(
             f" {embedded}: they do not belong together"
         )
     if settings.routing != "own":
-        router_replay.check(model, settings.routing)
-    found = estimate(model, settings, ranks=ranks, tokens=tokens, reference=reference)
+        router_replay.check_replay(model, settings.routing)
+    found = estimate_memory(model, settings, ranks=ranks, tokens=tokens, reference=reference)
     device = "cpu" if settings.device == "cpu" or not torch.cuda.is_available() else "cuda"
     if free is None:
-        free = gpu_memory() if device == "cuda" else free_memory() // local_ranks
+        free = free_gpu_memory() if device == "cuda" else free_host_memory() // local_ranks
     # A CPU's memory is the host's: offloading moves nothing there.
     wanted = found.on_device if device == "cuda" else found.on_device + _moved(found)
     if wanted > free:
@@ -162,7 +162,7 @@ def check(
     return found
 
 
-def skeleton(folder: Path | str) -> nn.Module:
+def meta_model(folder: Path | str) -> nn.Module:
     """The model without storage for its weights.
 
     Raises:
@@ -177,11 +177,13 @@ def skeleton(folder: Path | str) -> nn.Module:
     return model
 
 
-def estimate(
+def estimate_memory(
     model: nn.Module, settings: FsdpSettings, *, ranks: int, tokens: int, reference: bool = False
-) -> Estimate:
+) -> MemoryEstimate:
     """What one rank will hold, from the shapes alone; `model` may be on the meta device."""
-    from tracegrad_trainer.engine.model.parallelize import blocks  # it asks this module too
+    from tracegrad_trainer.engine.model.parallelize import (
+        transformer_blocks,  # it asks this module too
+    )
 
     count = sum(p.numel() for p in model.parameters())
     trained = count
@@ -189,8 +191,8 @@ def estimate(
         trained = _adapter_parameters(model, settings.lora.rank)
     computed = 4 if settings.compute_dtype == "float32" else 2
     state = (4 * count * (2 if reference else 1) + 12 * trained) // ranks
-    largest = max(sum(p.numel() for p in block.parameters()) for block in blocks(model))
-    root = count - sum(p.numel() for block in blocks(model) for p in block.parameters())
+    largest = max(sum(p.numel() for p in block.parameters()) for block in transformer_blocks(model))
+    root = count - sum(p.numel() for block in transformer_blocks(model) for p in block.parameters())
     # The next block is gathered early. One rank's shards are the whole in fp32 already, if they
     # are where it computes.
     gathered = root + 2 * largest if settings.reshard else count
@@ -198,7 +200,7 @@ def estimate(
     whole = 0 if there else gathered * computed
     if not settings.reshard:
         whole += 4 * trained
-    return Estimate(
+    return MemoryEstimate(
         parameters=count,
         state=state,
         whole=whole,
@@ -239,7 +241,7 @@ def _adapter_parameters(model: nn.Module, rank: int) -> int:
     return sum(rank * (m.in_features + m.out_features) for m in linear)
 
 
-def gpu_memory() -> int:
+def free_gpu_memory() -> int:
     """Bytes that the GPU has left.
 
     Where this process does not use it, another one asks: a context would hold hundreds of MB of
@@ -256,7 +258,7 @@ def gpu_memory() -> int:
     return int(asked.stdout)
 
 
-def free_memory() -> int:
+def free_host_memory() -> int:
     """Bytes that this machine, or the container we are in, has left."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
@@ -265,11 +267,11 @@ def free_memory() -> int:
                 available = int(line.split()[1]) * 1024
     except (OSError, ValueError):
         pass  # not Linux
-    left = group_memory(Path("/sys/fs/cgroup"))
+    left = free_cgroup_memory(Path("/sys/fs/cgroup"))
     return available if left is None else min(available, left)
 
 
-def group_memory(group: Path) -> int | None:
+def free_cgroup_memory(group: Path) -> int | None:
     """Bytes that a control group (v2) has left, caches of files counted as free; None: no limit."""
     try:
         limit = (group / "memory.max").read_text().strip()
@@ -282,7 +284,7 @@ def group_memory(group: Path) -> int | None:
         return None  # not Linux, or no such limits
 
 
-def _moved(found: Estimate) -> int:
+def _moved(found: MemoryEstimate) -> int:
     return found.state if found.offloaded else 0
 
 

@@ -43,17 +43,17 @@ def build_model(folder: Path | str, settings: FsdpSettings) -> nn.Module:
     Raises:
         ValueError: there is no such model, or the settings are not for it.
     """
-    name = dispatch.chosen(settings, pick_device(settings))
+    name = dispatch.choose_attention(settings, pick_device(settings))
     try:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=name, local_files_only=True
         )
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
-    return prepare(model, settings)
+    return prepare_model(model, settings)
 
 
-def prepare(model: nn.Module, settings: FsdpSettings) -> nn.Module:
+def prepare_model(model: nn.Module, settings: FsdpSettings) -> nn.Module:
     """Make a causal LM as the settings want it, in place; see `build_model`."""
     # Dropout would make the three log-probability sets differ for no reason, and so would a
     # router's noise: the model never leaves evaluation mode, and cannot drop if one puts it there.
@@ -63,13 +63,13 @@ def prepare(model: nn.Module, settings: FsdpSettings) -> nn.Module:
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 - a number, not a module
-    memory.refuse_unfit(model)
+    memory.check_supported(model)
     if settings.routing != "own":
-        router_replay.install(model)
+        router_replay.install_replay(model)
     if settings.lora is not None:
-        lora.attach(model, settings.lora)
+        lora.attach_adapters(model, settings.lora)
     if settings.gradient_checkpointing:
-        for block in blocks(model):
+        for block in transformer_blocks(model):
             # Not transformers' own, which works in training mode only; not torch's wrapper
             # module, which changes the parameters' names.
             block.forward = MethodType(_recomputed, block)
@@ -99,13 +99,13 @@ def shard(model: nn.Module, mesh: DeviceMesh, settings: FsdpSettings) -> nn.Modu
         # Without an accelerator nothing can be pinned, and there is nowhere to copy from.
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
-    for block in blocks(model):
+    for block in transformer_blocks(model):
         fully_shard(block, reshard_after_forward=settings.reshard, **common)
     fully_shard(model, reshard_after_forward=False, **common)
     return model
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """The transformer blocks, in order; sharded or not.
 
     Raises:
@@ -132,7 +132,7 @@ def compute_device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def between_micro_batches(model: nn.Module, *, last: bool, reshard: bool) -> None:
+def set_gradient_sync(model: nn.Module, *, last: bool, reshard: bool) -> None:
     """Before a forward: whether its backward reduces gradients and frees parameters."""
     assert isinstance(model, FSDPModule)
     model.set_is_last_backward(last)

@@ -12,20 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.model import lora
-from tracegrad_trainer.engine.model.forward import Head
-from tracegrad_trainer.engine.model.lm_head import choose
+from tracegrad_trainer.engine.model.forward import LmHead
+from tracegrad_trainer.engine.model.lm_head import choose_lm_head
 from tracegrad_trainer.engine.model.parallelize import build_model, shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reference:
+class ReferencePolicy:
     """`model` says the reference's log-probabilities within `speaking()`."""
 
     model: nn.Module
-    head: Head
+    head: LmHead
     adapted: bool = False  # the policy's own model, its adapters put aside
 
-    def speaking(self) -> AbstractContextManager[None]:
+    def active(self) -> AbstractContextManager[None]:
         return lora.without_adapters(self.model) if self.adapted else nullcontext()
 
 
@@ -43,18 +43,18 @@ def build_reference(folder: Path | str, mesh: DeviceMesh, settings: FsdpSettings
 
 
 def reference_of(
-    policy: nn.Module, head: Head, given: nn.Module | None, device: torch.device
-) -> Reference:
+    policy: nn.Module, head: LmHead, given: nn.Module | None, device: torch.device
+) -> ReferencePolicy:
     """`given`, or else the policy's base under its adapters.
 
     Raises:
         ValueError: there is neither.
     """
     if given is not None:
-        return Reference(given, choose(given, device, elements=head.elements))
-    if not lora.attached(policy):
+        return ReferencePolicy(given, choose_lm_head(given, device, elements=head.elements))
+    if not lora.has_adapters(policy):
         raise ValueError(
             "this objective compares with a reference policy: give its model's folder, or train"
             " adapters (fsdp.lora), whose base is the reference"
         )
-    return Reference(policy, head, adapted=True)
+    return ReferencePolicy(policy, head, adapted=True)

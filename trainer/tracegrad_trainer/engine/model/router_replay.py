@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.return_types import topk as TopK
 
-from tracegrad_trainer.batches import Layout, MicroBatch, Routes
-from tracegrad_trainer.batches.expert_routing import OPEN
+from tracegrad_trainer.batches import ExpertRouting, MicroBatch, RoutingLayout
+from tracegrad_trainer.batches.expert_routing import UNROUTED
 
 
 class _Choice(TorchFunctionMode):
@@ -49,13 +49,13 @@ class _Choice(TorchFunctionMode):
             return answer
         if self.given is not None:
             assert self.given.shape == chosen.shape, "one choice for each token"
-            chosen = torch.where(self.given == OPEN, chosen, self.given)
+            chosen = torch.where(self.given == UNROUTED, chosen, self.given)
             values = scores.gather(1, chosen)
         self.taken = chosen
         return TopK((values, chosen))
 
 
-def install(model: nn.Module) -> None:
+def install_replay(model: nn.Module) -> None:
     """Make the model's forward take the keyword `routes`, i[T, routers, k] or None. In place.
 
     What was given holds until the next forward: a checkpointed block runs again in backward.
@@ -79,7 +79,7 @@ def install(model: nn.Module) -> None:
     model.tracegrad_routers = routers  # type: ignore[assignment]
 
 
-def installed(model: nn.Module) -> bool:
+def is_installed(model: nn.Module) -> bool:
     return hasattr(model, "tracegrad_routers")
 
 
@@ -99,11 +99,11 @@ def _follow(router: nn.Module, layer: int, state: dict[str, Tensor | None]) -> N
 
 
 @contextmanager
-def recording(model: nn.Module) -> Iterator[list[Routes]]:
+def recording_routing(model: nn.Module) -> Iterator[list[ExpertRouting]]:
     """Fills the list with the choices of each forward of the model within, [T, routers, k]; of a
     model whose routes are not replayed it stays empty."""
-    seen: list[Routes] = []
-    if not installed(model):
+    seen: list[ExpertRouting] = []
+    if not is_installed(model):
         yield seen
         return
     backbone: Any = model.base_model
@@ -120,10 +120,13 @@ def recording(model: nn.Module) -> Iterator[list[Routes]]:
         hook.remove()
 
 
-def routed(micro_batches: Sequence[MicroBatch], seen: Sequence[Routes]) -> list[MicroBatch]:
+def with_routing(
+    micro_batches: Sequence[MicroBatch], seen: Sequence[ExpertRouting]
+) -> list[MicroBatch]:
     """The micro-batches with what was recorded of a forward of each."""
     return [
-        replace(batch, routes=routes) for batch, routes in zip(micro_batches, seen, strict=True)
+        replace(batch, expert_routing=routes)
+        for batch, routes in zip(micro_batches, seen, strict=True)
     ]
 
 
@@ -143,15 +146,15 @@ def _routers(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def check(model: nn.Module, setting: str) -> None:
+def check_replay(model: nn.Module, setting: str) -> None:
     """Raises ValueError: the model's routes cannot be replayed like that, r2 or r3."""
     if setting == "r3":
-        layout_of(model)
+        routing_layout_of(model)
     else:
         _routers(model)
 
 
-def layout_of(model: nn.Module) -> Layout:
+def routing_layout_of(model: nn.Module) -> RoutingLayout:
     """What an engine's routes of this model must look like; it may be on the meta device.
 
     Raises:
@@ -169,4 +172,4 @@ def layout_of(model: nn.Module) -> Layout:
         )
     [(experts, k)] = shapes
     routed = tuple(i for i, found in enumerate(inside) if found)
-    return Layout(layers=len(layers), routed=routed, experts=experts, k=k)
+    return RoutingLayout(layers=len(layers), routed=routed, experts=experts, k=k)

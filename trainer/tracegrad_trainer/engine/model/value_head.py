@@ -11,35 +11,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NAME = "value_head"
+VALUE_HEAD = "value_head"
 
 
-def attach(model: nn.Module) -> nn.Module:
+def attach_value_head(model: nn.Module) -> nn.Module:
     """Put a value head on the model, before sharding. In place.
 
     It starts at zero: values of 0, whatever the hidden state, and the same on every rank.
     """
-    assert not attached(model)
+    assert not has_value_head(model)
     last: Any = model.get_output_embeddings()  # type: ignore[operator]
     head = nn.Linear(last.weight.shape[1], 1)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    model.add_module(NAME, head.to(last.weight))
+    model.add_module(VALUE_HEAD, head.to(last.weight))
     return model
 
 
-def attached(model: nn.Module) -> bool:
-    return hasattr(model, NAME)
+def has_value_head(model: nn.Module) -> bool:
+    return hasattr(model, VALUE_HEAD)
 
 
-def owns(parameter: str) -> bool:
+def is_value_parameter(parameter: str) -> bool:
     """Whether a parameter of this name is the value head's."""
-    return parameter.startswith(NAME + ".")
+    return parameter.startswith(VALUE_HEAD + ".")
 
 
-def of(model: nn.Module, hidden: Tensor) -> Tensor:
+def predict_values(model: nn.Module, hidden: Tensor) -> Tensor:
     """[n, hidden] -> f32[n]"""
-    head: nn.Linear = getattr(model, NAME)
+    head: nn.Linear = getattr(model, VALUE_HEAD)
     found: Tensor = head(hidden)[:, 0]
     # No view: FSDP hangs its backward on what leaves the model.
     return found.to(torch.promote_types(hidden.dtype, torch.float32), copy=True)

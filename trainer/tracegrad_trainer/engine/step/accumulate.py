@@ -10,23 +10,34 @@ import torch
 from torch import Tensor
 
 from tracegrad_trainer.batches import MicroBatch
-from tracegrad_trainer.engine.model.forward import Before, Inputs, forward, tokens_of
-from tracegrad_trainer.engine.model.parallelize import between_micro_batches
-from tracegrad_trainer.engine.step.rank_context import Engine
-from tracegrad_trainer.engine.step.reduce import Totals
-from tracegrad_trainer.losses import ObjectiveSettings, Tokens, evaluate, maxima, sums
+from tracegrad_trainer.engine.model.forward import (
+    ModelInputs,
+    TargetContext,
+    forward,
+    loss_tokens_of,
+)
+from tracegrad_trainer.engine.model.parallelize import set_gradient_sync
+from tracegrad_trainer.engine.step.rank_context import RankContext
+from tracegrad_trainer.engine.step.reduce import LossTotals
+from tracegrad_trainer.losses import (
+    ObjectiveSettings,
+    Tokens,
+    compute_loss,
+    diagnostic_maxima,
+    diagnostic_sums,
+)
 
 
 @dataclass(slots=True)
 class Accumulated:
     """`wrong`: of each micro-batch the targets, bool[n], of which some number is not finite."""
 
-    totals: Totals = field(default_factory=Totals)
-    wrong: list[Tensor] = field(default_factory=list)
+    totals: LossTotals = field(default_factory=LossTotals)
+    non_finite: list[Tensor] = field(default_factory=list)
 
 
-def rows_with(
-    engine: Engine,
+def rows_to_drop(
+    engine: RankContext,
     objective: ObjectiveSettings,
     wrong: Sequence[Tensor],
     micro_batches: Sequence[MicroBatch],
@@ -37,21 +48,21 @@ def rows_with(
     rollouts: list[int] = []
     if objective.sums_rollouts:
         mine = [batch.rollout_keys[row] for row, batch in zip(rows, micro_batches, strict=True)]
-        rollouts = engine.gather(np.concatenate([*mine, np.zeros(0, np.int64)]).tolist())
+        rollouts = engine.gather_unique(np.concatenate([*mine, np.zeros(0, np.int64)]).tolist())
     found: set[int] = set()
     for row, batch in zip(rows, micro_batches, strict=True):
         keys = batch.row_keys
         gone = np.union1d(keys[row], keys[np.isin(batch.rollout_keys, rollouts)])
-        left, _ = batch.without(gone.tolist())
+        left, _ = batch.without_rows(gone.tolist())
         found |= set(keys.tolist()) - set(left.row_keys.tolist())
-    return engine.gather(sorted(found))
+    return engine.gather_unique(sorted(found))
 
 
 def accumulate(
-    engine: Engine,
+    engine: RankContext,
     objective: ObjectiveSettings,
-    inputs: Sequence[Inputs],
-    before: Sequence[Before],
+    inputs: Sequence[ModelInputs],
+    before: Sequence[TargetContext],
     *,
     version: int,
     reshard: bool,
@@ -62,7 +73,7 @@ def accumulate(
     done = Accumulated()
     values = "value" in objective.needs
     for i, one in enumerate(inputs):
-        between_micro_batches(engine.model, last=i == len(inputs) - 1, reshard=reshard)
+        set_gradient_sync(engine.model, last=i == len(inputs) - 1, reshard=reshard)
         now = forward(
             engine.model,
             one,
@@ -70,24 +81,28 @@ def accumulate(
             values=values,
             entropy_gradient=objective.has_entropy,
         )
-        tokens = tokens_of(one, now, before[i])
-        loss = evaluate(objective, tokens, entropy_coef=entropy_coef)
+        tokens = loss_tokens_of(one, now, before[i])
+        loss = compute_loss(objective, tokens, entropy_coef=entropy_coef)
         assert objective.sums_rollouts or not loss.rollout_sums
         # Where nothing is learnt there is a backward too, for the collectives.
-        total = loss.total if loss.total.requires_grad else loss.total + now.logp.sum() * 0
+        total = (
+            loss.total if loss.total.requires_grad else loss.total + now.policy_logprobs.sum() * 0
+        )
         torch.autograd.backward(total)
         with torch.no_grad():
             wrong = not_finite(_given(tokens))
-            more = sums(tokens, loss, now.entropy.detach(), version) | {"wrong": wrong.sum()}
-            done.totals.add(more, maxima(tokens, loss, version))
-            done.wrong.append(wrong)
+            more = diagnostic_sums(tokens, loss, now.entropy.detach(), version) | {
+                "wrong": wrong.sum()
+            }
+            done.totals.add(more, diagnostic_maxima(tokens, loss, version))
+            done.non_finite.append(wrong)
     return done
 
 
 def _given(tokens: Tokens) -> list[Tensor | None]:
     """What a forward or an engine said of the targets."""
-    known = [tokens.logp, tokens.old, tokens.mu]
-    return [*known, tokens.reference, tokens.value, tokens.old_value]
+    known = [tokens.policy_logprobs, tokens.old_logprobs, tokens.rollout_logprobs]
+    return [*known, tokens.reference_logprobs, tokens.value, tokens.old_value]
 
 
 def not_finite(given: Sequence[Tensor | None]) -> Tensor:

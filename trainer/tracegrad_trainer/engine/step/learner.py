@@ -18,22 +18,22 @@ from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.engine.config import OptimSettings
 from tracegrad_trainer.engine.flops import flops
 from tracegrad_trainer.engine.model import value_head
-from tracegrad_trainer.engine.model.forward import Before, forward
-from tracegrad_trainer.engine.model.lm_head import choose
+from tracegrad_trainer.engine.model.forward import TargetContext, forward
+from tracegrad_trainer.engine.model.lm_head import choose_lm_head
 from tracegrad_trainer.engine.model.parallelize import compute_device
 from tracegrad_trainer.engine.model.reference import reference_of
-from tracegrad_trainer.engine.step.accumulate import Accumulated, accumulate, rows_with
+from tracegrad_trainer.engine.step.accumulate import Accumulated, accumulate, rows_to_drop
 from tracegrad_trainer.engine.step.optimizer import (
+    learning_rate,
     local_gradients,
     make_optimizer,
-    parameters_of,
-    rate,
     squared_norm,
-    value_rate,
+    trained_parameters,
+    value_learning_rate,
 )
 from tracegrad_trainer.engine.step.prepass import prepass
-from tracegrad_trainer.engine.step.rank_context import Engine
-from tracegrad_trainer.engine.step.result import StepResult, Update, result_of
+from tracegrad_trainer.engine.step.rank_context import RankContext
+from tracegrad_trainer.engine.step.result import StepResult, UpdateResult, result_of
 from tracegrad_trainer.engine.step.rollout_sums import with_rollout_sums
 from tracegrad_trainer.losses import ObjectiveSettings
 from tracegrad_trainer.losses.entropy import next_coef
@@ -69,26 +69,26 @@ class Learner:
         self.entropy_coef = objective.entropy_coef  # adapted where the entropy has a target
         self.device = compute_device(mesh)
         self.optimizer = make_optimizer(model, optim)
-        self.policy, self.critic = parameters_of(model)
-        if "value" in objective.needs and not value_head.attached(model):
+        self.policy, self.critic = trained_parameters(model)
+        if "value" in objective.needs and not value_head.has_value_head(model):
             raise ValueError("this objective learns values: put a value head on before `shard`")
-        head = choose(model, self.device, elements=head_elements)
+        head = choose_lm_head(model, self.device, elements=head_elements)
         needs_reference = "reference" in objective.needs
-        self.engine = Engine(
+        self.engine = RankContext(
             model,
             head,
             mesh,
             self.device,
             reference_of(model, head, reference, self.device) if needs_reference else None,
         )
-        self.engine.rest()
+        self.engine.reshard()
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The training engine's log-probabilities, f32[n] of each micro-batch's targets."""
         inputs = self.engine.inputs(micro_batches)
-        found = [forward(self.model, one, self.engine.head).logp for one in inputs]
-        self.engine.rest()
+        found = [forward(self.model, one, self.engine.head).policy_logprobs for one in inputs]
+        self.engine.reshard()
         return found
 
     def train(
@@ -96,7 +96,7 @@ class Learner:
         micro_batches: Sequence[MicroBatch],
         *,
         version: int,
-        before: Sequence[Before] | None = None,
+        before: Sequence[TargetContext] | None = None,
         mismatched: Sequence[MicroBatch] = (),
     ) -> StepResult:
         """One optimizer step: `update`, and what came of it."""
@@ -108,9 +108,9 @@ class Learner:
         micro_batches: Sequence[MicroBatch],
         *,
         version: int,
-        before: Sequence[Before] | None = None,
+        before: Sequence[TargetContext] | None = None,
         mismatched: Sequence[MicroBatch] = (),
-    ) -> Update:
+    ) -> UpdateResult:
         """One optimizer step; as many micro-batches on every rank, mismatched ones likewise.
 
         Args:
@@ -120,17 +120,17 @@ class Learner:
             mismatched: of KTO, rows whose targets answer another row; only looked at.
         """
         watch = Stopwatch()
-        known = [Before()] * len(micro_batches) if before is None else before
+        known = [TargetContext()] * len(micro_batches) if before is None else before
         done = self._gradients(micro_batches, version, known, mismatched, watch)
-        sums, maxima = done.totals.reduced(self.engine)
+        sums, maxima = done.totals.all_reduced(self.engine)
         dropped: list[int] = []
         if sums["wrong"]:
             # Some row is not finite, and through the shared weights' gradients it spoilt the
             # rest: once more without such rows. Ranks without one repeat too.
-            dropped = rows_with(self.engine, self.objective, done.wrong, micro_batches)
-            left, known = without(dropped, micro_batches, known)
+            dropped = rows_to_drop(self.engine, self.objective, done.non_finite, micro_batches)
+            left, known = without_rows(dropped, micro_batches, known)
             done = self._gradients(left, version, known, mismatched, watch)
-            sums, maxima = done.totals.reduced(self.engine)
+            sums, maxima = done.totals.all_reduced(self.engine)
         # FSDP has averaged over ranks; what is wanted is the sum over the denominator.
         scale = self.mesh.size() / max(sums["units"], 1e-9)
         norm = sums["grad_squared"] ** 0.5 * scale
@@ -143,7 +143,7 @@ class Learner:
                 self.entropy_coef = next_coef(self.objective, coef, mean)
         self.optimizer.zero_grad()
         self._lap(watch, "apply")
-        return Update(
+        return UpdateResult(
             applied=applied,
             sums=sums,
             maxima=maxima,
@@ -160,7 +160,7 @@ class Learner:
         self,
         micro_batches: Sequence[MicroBatch],
         version: int,
-        known: Sequence[Before],
+        known: Sequence[TargetContext],
         mismatched: Sequence[MicroBatch],
         watch: Stopwatch,
     ) -> Accumulated:
@@ -205,8 +205,8 @@ class Learner:
     def _rates(self) -> tuple[float, float]:
         """Of the policy and of the value head."""
         before = self.optim.value_warmup_steps if self.critic else 0
-        own = 0.0 if self.steps < before else rate(self.optim, self.steps - before)
-        return own, value_rate(self.optim, self.steps)
+        own = 0.0 if self.steps < before else learning_rate(self.optim, self.steps - before)
+        return own, value_learning_rate(self.optim, self.steps)
 
     def _apply(self, scale: float, lrs: tuple[float, float]) -> None:
         alone = self._critic_alone
@@ -230,12 +230,12 @@ class Learner:
         watch.lap(stage)
 
 
-def without(
-    keys: Sequence[int], micro_batches: Sequence[MicroBatch], known: Sequence[Before]
-) -> tuple[list[MicroBatch], list[Before]]:
+def without_rows(
+    keys: Sequence[int], micro_batches: Sequence[MicroBatch], known: Sequence[TargetContext]
+) -> tuple[list[MicroBatch], list[TargetContext]]:
     """Both less the rows of these keys, and less those that they are paired with."""
-    left = [batch.without(keys) for batch in micro_batches]
+    left = [batch.without_rows(keys) for batch in micro_batches]
     return (
         [batch for batch, _ in left],
-        [one.of(torch.from_numpy(stay)) for one, (_, stay) in zip(known, left, strict=True)],
+        [one.select(torch.from_numpy(stay)) for one, (_, stay) in zip(known, left, strict=True)],
     )

@@ -17,7 +17,7 @@ def make_optimizer(model: nn.Module, optim: OptimSettings) -> torch.optim.AdamW:
     """For what is trained of a sharded model; a value head has groups of its own. Only matrices
     decay: a norm's gain or a bias has no scale of its own that decay could undo (as in GPT-3,
     arXiv 2005.14165)."""
-    policy, critic = parameters_of(model)
+    policy, critic = trained_parameters(model)
     groups = [
         {"params": some, "weight_decay": decay}
         for parameters in (policy, critic)
@@ -35,17 +35,17 @@ def make_optimizer(model: nn.Module, optim: OptimSettings) -> torch.optim.AdamW:
     )
 
 
-def parameters_of(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def trained_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """What is trained: of the policy, and of the value head."""
     policy: list[nn.Parameter] = []
     critic: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (critic if value_head.owns(name) else policy).append(parameter)
+            (critic if value_head.is_value_parameter(name) else policy).append(parameter)
     return policy, critic
 
 
-def rate(optim: OptimSettings, steps: int) -> float:
+def learning_rate(optim: OptimSettings, steps: int) -> float:
     """The learning rate of the step that follows `steps` optimizer steps of the policy.
 
     By optimizer steps, never by rows or batches: how much a step holds may change.
@@ -53,7 +53,7 @@ def rate(optim: OptimSettings, steps: int) -> float:
     return optim.lr * _schedule(optim, steps)
 
 
-def value_rate(optim: OptimSettings, steps: int) -> float:
+def value_learning_rate(optim: OptimSettings, steps: int) -> float:
     """The same of the value head, by its optimizer steps."""
     return (optim.lr if optim.value_lr is None else optim.value_lr) * _schedule(optim, steps)
 

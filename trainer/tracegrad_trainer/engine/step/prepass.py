@@ -13,8 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tracegrad_trainer.batches import MicroBatch
-from tracegrad_trainer.engine.model.forward import Before, Inputs, forward, to_inputs, values_of
-from tracegrad_trainer.engine.step.rank_context import Engine
+from tracegrad_trainer.engine.model.forward import (
+    ModelInputs,
+    TargetContext,
+    forward,
+    to_inputs,
+    values_of,
+)
+from tracegrad_trainer.engine.step.rank_context import RankContext
 from tracegrad_trainer.losses import ObjectiveSettings
 from tracegrad_trainer.losses.gae import first_of_turns, gae, gae_of_turns
 
@@ -24,21 +30,21 @@ _EPSILON = 1e-8
 
 @torch.no_grad()
 def prepass(
-    engine: Engine,
+    engine: RankContext,
     objective: ObjectiveSettings,
-    inputs: Sequence[Inputs],
-    known: Sequence[Before],
+    inputs: Sequence[ModelInputs],
+    known: Sequence[TargetContext],
     mismatched: Sequence[MicroBatch],
-) -> list[Before]:
+) -> list[TargetContext]:
     """Of each micro-batch what is missing of it, by `ObjectiveSettings.needs`; a collective."""
     if all(one.complete for one in known):
         return list(known)
     needs = objective.needs
     if "reference" in needs:
         said = reference_logprobs(engine, inputs)
-        known = [replace(k, reference=v) for k, v in zip(known, said, strict=True)]
+        known = [replace(k, reference_logprobs=v) for k, v in zip(known, said, strict=True)]
     if "value" in needs:
-        valued = valued_by_turn if objective.gae_level == "turn" else valued_by_token
+        valued = gae_by_turn if objective.gae_level == "turn" else gae_by_token
         known = valued(engine, objective, inputs, known)
     if "kto_z" in needs:
         z = kto_z(engine, engine.inputs(mismatched))
@@ -46,28 +52,31 @@ def prepass(
     if objective.whitens:
         known = whiten(engine, inputs, known)
     if needs:
-        engine.rest()
+        engine.reshard()
     return [replace(k, complete=True) for k in known]
 
 
-def reference_logprobs(engine: Engine, inputs: Sequence[Inputs]) -> list[Tensor]:
+def reference_logprobs(engine: RankContext, inputs: Sequence[ModelInputs]) -> list[Tensor]:
     reference = engine.reference
     assert reference is not None
     model = reference.model
     # Its own arguments: it may attend, or route, in another way than the policy.
     asked = [to_inputs(one.batch, model, engine.device) for one in inputs]
-    with reference.speaking():
-        return [forward(model, one, reference.head).logp for one in asked]
+    with reference.active():
+        return [forward(model, one, reference.head).policy_logprobs for one in asked]
 
 
-def valued_by_token(
-    engine: Engine, objective: ObjectiveSettings, inputs: Sequence[Inputs], known: Sequence[Before]
-) -> list[Before]:
+def gae_by_token(
+    engine: RankContext,
+    objective: ObjectiveSettings,
+    inputs: Sequence[ModelInputs],
+    known: Sequence[TargetContext],
+) -> list[TargetContext]:
     """Advantages along each rollout, in the order that it sampled its tokens, whatever rows and
     micro-batches they are in; its reward is given at the last of them."""
     values = [values_of(engine.model, one) for one in inputs]
     mine = [_Targets.of(one, value) for one, value in zip(inputs, values, strict=True)]
-    everyone = engine.all_of(mine)
+    everyone = engine.all_gather(mine)
     every = _Targets(*(np.concatenate(each) for each in zip(*chain(*everyone), strict=True)))
     order = np.lexsort((every.place, every.row, every.turn, every.rollout))
     in_order = _Targets(*(each[order] for each in every))
@@ -105,7 +114,7 @@ class _Targets(NamedTuple):
     value: NDArray[np.float32]
 
     @classmethod
-    def of(cls, one: Inputs, value: Tensor) -> _Targets:
+    def of(cls, one: ModelInputs, value: Tensor) -> _Targets:
         batch = one.batch
         return cls(
             rollout=batch.rollout_keys[batch.row],
@@ -118,9 +127,12 @@ class _Targets(NamedTuple):
         )
 
 
-def valued_by_turn(
-    engine: Engine, objective: ObjectiveSettings, inputs: Sequence[Inputs], known: Sequence[Before]
-) -> list[Before]:
+def gae_by_turn(
+    engine: RankContext,
+    objective: ObjectiveSettings,
+    inputs: Sequence[ModelInputs],
+    known: Sequence[TargetContext],
+) -> list[TargetContext]:
     """Of each target its turn's value, advantage and return: over the rollout's turns in all rows,
     micro-batches and ranks; the rollout's reward is given at the last of them."""
     values = [values_of(engine.model, one).double().cpu().numpy() for one in inputs]
@@ -137,7 +149,7 @@ def valued_by_turn(
         )
         for value, at, b in zip(values, first, (one.batch for one in inputs), strict=True)
     ]
-    everyone = engine.all_of([np.concatenate(each) for each in zip(*mine, strict=True)])
+    everyone = engine.all_gather([np.concatenate(each) for each in zip(*mine, strict=True)])
     value, reward, score, rollout, number = (
         np.concatenate(each) for each in zip(*everyone, strict=True)
     )
@@ -158,25 +170,27 @@ def valued_by_turn(
     return completed
 
 
-def kto_z(engine: Engine, inputs: Sequence[Inputs]) -> Tensor:
+def kto_z(engine: RankContext, inputs: Sequence[ModelInputs]) -> Tensor:
     """max(0, mean over rollouts of log pi - log reference of their mismatched rows), of all ranks
     (KTO, arXiv 2402.01306). Rows that are not finite are left out; without any row it is 0."""
     theirs = reference_logprobs(engine, inputs)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     rollouts: set[int] = set()
     for one, reference in zip(inputs, theirs, strict=True):
-        ours = forward(engine.model, one, engine.head).logp
+        ours = forward(engine.model, one, engine.head).policy_logprobs
         rows = one.tensors["row"]
         count = len(one.batch.row_lengths)
         gain = ours.new_zeros(count).index_add(0, rows, ours - reference)
         whole = torch.isfinite(gain) & (torch.bincount(rows, minlength=count) > 0)
         total += gain[whole].double().sum()
         rollouts |= set(one.batch.rollout_keys[whole.cpu().numpy()].tolist())
-    counted = len(engine.gather(sorted(rollouts)))
-    return (engine.add_up(total) / max(counted, 1)).clamp(min=0).float()
+    counted = len(engine.gather_unique(sorted(rollouts)))
+    return (engine.all_reduce_sum(total) / max(counted, 1)).clamp(min=0).float()
 
 
-def whiten(engine: Engine, inputs: Sequence[Inputs], known: Sequence[Before]) -> list[Before]:
+def whiten(
+    engine: RankContext, inputs: Sequence[ModelInputs], known: Sequence[TargetContext]
+) -> list[TargetContext]:
     """Advantages of the whole step's sampled tokens to mean 0 and variance 1.
 
     An expert's keep theirs: that of what is imitated must not turn negative.
@@ -189,13 +203,13 @@ def whiten(engine: Engine, inputs: Sequence[Inputs], known: Sequence[Before]) ->
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for values, here in zip(given, sampled, strict=True):
         total += torch.stack([values[here].double().sum(), here.sum().double()])
-    added, count = engine.add_up(total).unbind()
+    added, count = engine.all_reduce_sum(total).unbind()
     mean = added / count.clamp(min=1)
     # Around the mean, not by the difference of two large sums.
     spread = torch.zeros((), dtype=torch.float64, device=engine.device)
     for values, here in zip(given, sampled, strict=True):
         spread += (values[here].double() - mean).square().sum()
-    std = (engine.add_up(spread) / count.clamp(min=1)).sqrt()
+    std = (engine.all_reduce_sum(spread) / count.clamp(min=1)).sqrt()
     return [
         replace(
             k,

@@ -13,41 +13,43 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from tracegrad_trainer.batches import MicroBatch
-from tracegrad_trainer.engine.model.forward import Head, Inputs, to_inputs
-from tracegrad_trainer.engine.model.reference import Reference
+from tracegrad_trainer.engine.model.forward import LmHead, ModelInputs, to_inputs
+from tracegrad_trainer.engine.model.reference import ReferencePolicy
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Engine:
+class RankContext:
     model: nn.Module
-    head: Head
+    head: LmHead
     mesh: DeviceMesh
     device: torch.device
-    reference: Reference | None = None
+    reference: ReferencePolicy | None = None
 
-    def inputs(self, micro_batches: Sequence[MicroBatch]) -> list[Inputs]:
+    def inputs(self, micro_batches: Sequence[MicroBatch]) -> list[ModelInputs]:
         return [to_inputs(batch, self.model, self.device) for batch in micro_batches]
 
-    def add_up(self, values: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduce_sum(
+        self, values: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Tensor:
         """Over all ranks, in place."""
         dist.all_reduce(values, how, group=self.mesh.get_group())
         return values
 
-    def gather(self, mine: list[int]) -> list[int]:
+    def gather_unique(self, mine: list[int]) -> list[int]:
         """Everyone's, without doubles, in order."""
         everyone: list[list[int]] = [[] for _ in range(self.mesh.size())]
         dist.all_gather_object(everyone, mine, group=self.mesh.get_group())
         return sorted({one for some in everyone for one in some})
 
-    def all_of(self, mine: T) -> list[T]:
+    def all_gather(self, mine: T) -> list[T]:
         """Every rank's, by rank."""
         everyone: list[Any] = [None] * self.mesh.size()
         dist.all_gather_object(everyone, mine, group=self.mesh.get_group())
         return everyone
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """After forwards without gradient: the root's parameters go back into shards.
 
         Whole ones would stay, and be what the next forward uses, whatever a step, a checkpoint

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tracegrad_trainer.engine.step.rank_context import Engine
+from tracegrad_trainer.engine.step.rank_context import RankContext
 
 
 @dataclass(slots=True)
-class Totals:
+class LossTotals:
     """In double precision: what is added must not depend on how rows were packed."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -27,10 +27,10 @@ class Totals:
             known = self.maxima.get(name)
             self.maxima[name] = value if known is None else torch.maximum(known, value)
 
-    def reduced(self, engine: Engine) -> tuple[dict[str, float], dict[str, float]]:
+    def all_reduced(self, engine: RankContext) -> tuple[dict[str, float], dict[str, float]]:
         """Over all ranks. A step whose rows all are finite reads nothing else off its device."""
-        added = engine.add_up(torch.stack(list(self.sums.values())))
-        highest = engine.add_up(torch.stack(list(self.maxima.values())), dist.ReduceOp.MAX)
+        added = engine.all_reduce_sum(torch.stack(list(self.sums.values())))
+        highest = engine.all_reduce_sum(torch.stack(list(self.maxima.values())), dist.ReduceOp.MAX)
         return (
             dict(zip(self.sums, added.tolist(), strict=True)),
             dict(zip(self.maxima, highest.tolist(), strict=True)),

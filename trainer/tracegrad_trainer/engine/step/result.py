@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tracegrad_trainer.losses import summarise
+from tracegrad_trainer.losses import summarise_diagnostics
 
 # Mean |log old - log mu| (nats a token) from which the two engines do not agree on the weights
 # that were just pushed. In float32 they are 1e-5 apart, in bfloat16 some hundredths.
@@ -15,7 +15,7 @@ MISMATCH = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class UpdateResult:
     """One optimizer step. `sums` and `maxima` are over all micro-batches of all ranks; `seconds`
     this rank's, by stage. `value_only`: the value head alone learnt."""
 
@@ -53,7 +53,7 @@ class StepResult:
 
 
 def result_of(
-    updates: Sequence[Update], *, dtype: torch.dtype, dropped: Sequence[int]
+    updates: Sequence[UpdateResult], *, dtype: torch.dtype, dropped: Sequence[int]
 ) -> StepResult:
     """Of all optimizer steps on one batch, at least one; `dtype` is the engine's.
 
@@ -62,7 +62,7 @@ def result_of(
     """
     sums = _together([update.sums for update in updates], sum)
     maxima = _together([update.maxima for update in updates], max)
-    metrics = summarise(sums, maxima)
+    metrics = summarise_diagnostics(sums, maxima)
     mismatch = _mismatch(metrics, MISMATCH.get(dtype, MISMATCH[torch.float32]))
     applied = [update for update in updates if update.applied]
     norms = [update.grad_norm for update in applied or updates]

@@ -17,15 +17,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tracegrad_trainer.batches import MicroBatch
-from tracegrad_trainer.engine.model.forward import Before, Forward, Inputs, forward, tokens_of
-from tracegrad_trainer.engine.step.rank_context import Engine
-from tracegrad_trainer.losses import ObjectiveSettings, evaluate
+from tracegrad_trainer.engine.model.forward import (
+    ForwardOutput,
+    ModelInputs,
+    TargetContext,
+    forward,
+    loss_tokens_of,
+)
+from tracegrad_trainer.engine.step.rank_context import RankContext
+from tracegrad_trainer.losses import ObjectiveSettings, compute_loss
 
 
 @torch.no_grad()
 def with_rollout_sums(
-    engine: Engine, objective: ObjectiveSettings, inputs: Sequence[Inputs], known: Sequence[Before]
-) -> list[Before]:
+    engine: RankContext,
+    objective: ObjectiveSettings,
+    inputs: Sequence[ModelInputs],
+    known: Sequence[TargetContext],
+) -> list[TargetContext]:
     """What is known of each micro-batch and the sums over its rollouts; a collective.
 
     Nothing is computed where the objective sums over none, or where each rollout is in one
@@ -38,14 +47,14 @@ def with_rollout_sums(
     if max(counts.values(), default=1) == 1:
         return list(known)
     partial = [_partial(engine, objective, i, k) for i, k in zip(inputs, known, strict=True)]
-    engine.rest()
+    engine.reshard()
     order = torch.tensor(sorted(counts), device=engine.device)
     places = [torch.searchsorted(order, torch.from_numpy(k).to(engine.device)) for k in keys]
     total = torch.zeros((len(partial[0]), len(order)), dtype=torch.float64, device=engine.device)
     for place, sums in zip(places, partial, strict=True):
         for row, values in zip(total, sums, strict=True):
             row.index_add_(0, place, values)
-    engine.add_up(total)
+    engine.all_reduce_sum(total)
     return [
         replace(one, rollout_sums=tuple(row[place] for row in total))
         for one, place in zip(known, places, strict=True)
@@ -59,7 +68,7 @@ def keys_of(batch: MicroBatch) -> NDArray[np.int64]:
     return keys
 
 
-def _counts(engine: Engine, keys: Sequence[NDArray[np.int64]]) -> Counter[int]:
+def _counts(engine: RankContext, keys: Sequence[NDArray[np.int64]]) -> Counter[int]:
     """In how many micro-batches each rollout is, over all ranks."""
     mine = Counter(key for some in keys for key in np.unique(some).tolist())
     everyone: list[Counter[int]] = [Counter()] * engine.mesh.size()
@@ -68,12 +77,16 @@ def _counts(engine: Engine, keys: Sequence[NDArray[np.int64]]) -> Counter[int]:
 
 
 def _partial(
-    engine: Engine, objective: ObjectiveSettings, one: Inputs, known: Before
+    engine: RankContext, objective: ObjectiveSettings, one: ModelInputs, known: TargetContext
 ) -> tuple[Tensor, ...]:
-    if known.current is None or objective.has_own_parts:
+    if known.current_logprobs is None or objective.has_custom_parts:
         values = "value" in objective.needs
         now = forward(engine.model, one, engine.head, values=values)
     else:
         # No part of ours sums entropies or values: what they are does not matter here.
-        now = Forward(logp=known.current, entropy=known.current, value=known.old_value)
-    return evaluate(objective, tokens_of(one, now, known)).rollout_sums
+        now = ForwardOutput(
+            policy_logprobs=known.current_logprobs,
+            entropy=known.current_logprobs,
+            value=known.old_value,
+        )
+    return compute_loss(objective, loss_tokens_of(one, now, known)).rollout_sums

@@ -8,25 +8,25 @@ from tracegrad_trainer.losses.advantages import group_relative, per_turn, runnin
 from tracegrad_trainer.losses.advantages.base import (
     ADVANTAGES,
     Advantage,
-    Demonstrated,
-    Memory,
+    AdvantageMemory,
+    DemonstrationOutcome,
     Numbers,
-    Scored,
+    RolloutRewards,
 )
 
 # They compare a group's rollouts: 0 for one that is alone, and for all of equal rewards.
-COMPARING = frozenset(
+GROUP_RELATIVE = frozenset(
     {"grpo", "dr_grpo", "rloo", "reinforce++", "opo", "max_rl", "turn_return", "gigpo"}
 )
 
 __all__ = [
     "ADVANTAGES",
-    "COMPARING",
+    "GROUP_RELATIVE",
     "Advantage",
-    "Demonstrated",
-    "Memory",
+    "AdvantageMemory",
+    "DemonstrationOutcome",
     "Numbers",
-    "Scored",
+    "RolloutRewards",
     "group_relative",
     "per_turn",
     "running_mean",

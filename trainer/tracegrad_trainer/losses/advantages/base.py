@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 Numbers = NDArray[np.float64]
 Whole = NDArray[np.int64]
 # JSON-able; kept in checkpoints, so that a run that goes on remembers.
-Memory = dict[str, Any]
+AdvantageMemory = dict[str, Any]
 
 
-class Demonstrated(NamedTuple):
+class DemonstrationOutcome(NamedTuple):
     """An expert's turn, by what the expert's own attempt came to."""
 
     reward: float
@@ -28,7 +28,7 @@ class Demonstrated(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Scored:
+class RolloutRewards:
     """A rollout with K turns, in the order in which it took them: that of capture."""
 
     rollout_id: str
@@ -40,14 +40,18 @@ class Scored:
     tokens: Whole  # [K] sampled ones
     parents: Whole  # [K] the turn that it continues; -1: none
     states: Sequence[bytes | None]  # [K] of the environment; equal ones are equal; None: unknown
-    deciding: int | None = None  # the turn that decided the outcome; None: nobody said
-    demonstrated: Mapping[int, Demonstrated] = field(default_factory=dict)  # turns of an expert
+    deciding_turn: int | None = None  # the turn that decided the outcome; None: nobody said
+    demonstrations: Mapping[int, DemonstrationOutcome] = field(
+        default_factory=dict
+    )  # turns of an expert
 
     def __post_init__(self) -> None:
         turns = len(self.tokens)
         assert len(self.turn_rewards) == len(self.parents) == len(self.states) == turns
 
 
-Advantage = Callable[[Sequence[Scored], "ObjectiveSettings", Memory], list[Numbers]]
+Advantage = Callable[
+    [Sequence[RolloutRewards], "ObjectiveSettings", AdvantageMemory], list[Numbers]
+]
 
 ADVANTAGES: Registry[Advantage] = Registry("advantage")

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tracegrad_trainer.losses.advantages import ADVANTAGES, Memory, Numbers, Scored
-from tracegrad_trainer.losses.advantages.over_length import over_length
+from tracegrad_trainer.losses.advantages import ADVANTAGES, AdvantageMemory, Numbers, RolloutRewards
+from tracegrad_trainer.losses.advantages.over_length import apply_overlong_penalty
 from tracegrad_trainer.losses.config import ObjectiveSettings
 
 
-def advantages(
-    settings: ObjectiveSettings, rollouts: Sequence[Scored], memory: Memory
+def compute_advantages(
+    settings: ObjectiveSettings, rollouts: Sequence[RolloutRewards], memory: AdvantageMemory
 ) -> list[Numbers]:
     """For each rollout of a batch f64[K], one entry a turn; `memory` is changed in place.
 
@@ -20,7 +20,7 @@ def advantages(
         ValueError: a part of the user's own returned something else, or a number is not finite.
     """
     name = settings.advantage
-    found = ADVANTAGES[name](over_length(rollouts, settings), settings, memory)
+    found = ADVANTAGES[name](apply_overlong_penalty(rollouts, settings), settings, memory)
     if not isinstance(found, Sequence) or len(found) != len(rollouts):
         raise ValueError(f"advantage {name!r} must return one array a rollout ({len(rollouts)})")
     for rollout, values in zip(rollouts, found, strict=True):

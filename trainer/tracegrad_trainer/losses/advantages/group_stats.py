@@ -9,25 +9,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tracegrad_trainer.losses.advantages.base import Numbers, Scored, Whole
+from tracegrad_trainer.losses.advantages.base import Numbers, RolloutRewards, Whole
 
 STD_EPSILON = 1e-6
 
 
-def groups_of(rollouts: Sequence[Scored]) -> Whole:
+def groups_of(rollouts: Sequence[RolloutRewards]) -> Whole:
     return np.array([rollout.group for rollout in rollouts], np.int64)
 
 
-def rewards_of(rollouts: Sequence[Scored]) -> Numbers:
+def rewards_of(rollouts: Sequence[RolloutRewards]) -> Numbers:
     return np.array([rollout.reward for rollout in rollouts], np.float64)
 
 
-def over_turns(rollouts: Sequence[Scored], values: Numbers) -> list[Numbers]:
+def over_turns(rollouts: Sequence[RolloutRewards], values: Numbers) -> list[Numbers]:
     """One number a rollout, the same for each of its turns."""
     return [np.full(len(r.tokens), value) for r, value in zip(rollouts, values, strict=True)]
 
 
-def per_rollout(rollouts: Sequence[Scored], values: Numbers) -> list[Numbers]:
+def per_rollout(rollouts: Sequence[RolloutRewards], values: Numbers) -> list[Numbers]:
     """Numbers of all turns, one rollout's behind the other's, as one array a rollout."""
     ends = np.cumsum([len(rollout.tokens) for rollout in rollouts], dtype=np.int64)
     return np.split(values, ends[:-1]) if len(rollouts) else []

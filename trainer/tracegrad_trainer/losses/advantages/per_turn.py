@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tracegrad_trainer.losses.advantages.base import ADVANTAGES, Memory, Numbers, Scored, Whole
+from tracegrad_trainer.losses.advantages.base import (
+    ADVANTAGES,
+    AdvantageMemory,
+    Numbers,
+    RolloutRewards,
+    Whole,
+)
 from tracegrad_trainer.losses.advantages.group_stats import (
     centred,
     groups_of,
@@ -21,7 +27,7 @@ if TYPE_CHECKING:
     from tracegrad_trainer.losses.config import ObjectiveSettings
 
 
-def returns(rollout: Scored, gamma: float) -> Numbers:
+def returns(rollout: RolloutRewards, gamma: float) -> Numbers:
     """G_k = r_k + gamma G_{k+1}, f64[K]; of the last turn r_k and the rollout's reward.
 
     k counts the turns in the order in which the rollout took them, whichever turn's tokens each
@@ -38,7 +44,7 @@ def returns(rollout: Scored, gamma: float) -> Numbers:
 
 @ADVANTAGES.register("turn_return")
 def turn_return(
-    rollouts: Sequence[Scored], settings: ObjectiveSettings, memory: Memory
+    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
 ) -> list[Numbers]:
     """G_k (see `returns`) less the group's mean at the same turn index.
 
@@ -62,7 +68,9 @@ def turn_return(
 
 
 @ADVANTAGES.register("gigpo")
-def gigpo(rollouts: Sequence[Scored], settings: ObjectiveSettings, memory: Memory) -> list[Numbers]:
+def gigpo(
+    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
+) -> list[Numbers]:
     """A(rollout) + turn_weight x A(turn) (GiGPO, arXiv 2505.10978), each (x - mean) / (std + 1e-6).
 
     A rollout is worth its reward and its turns' together, compared within the group; a turn its
@@ -79,7 +87,7 @@ def gigpo(rollouts: Sequence[Scored], settings: ObjectiveSettings, memory: Memor
     return [a + settings.turn_weight * b for a, b in zip(whole, turns, strict=True)]
 
 
-def _states(rollouts: Sequence[Scored]) -> Whole:
+def _states(rollouts: Sequence[RolloutRewards]) -> Whole:
     """For each turn the number of its state within its group; an unknown one is like no other."""
     numbers: dict[tuple[int, bytes | int], int] = {}
     found: list[int] = []
@@ -91,7 +99,9 @@ def _states(rollouts: Sequence[Scored]) -> Whole:
 
 
 @ADVANTAGES.register("ipa")
-def ipa(rollouts: Sequence[Scored], settings: ObjectiveSettings, memory: Memory) -> list[Numbers]:
+def ipa(
+    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
+) -> list[Numbers]:
     """G_k = gamma^|j - k| x R, j the deciding turn (IPA, arXiv 2512.24873, equation 7).
 
     j is what `deciding` says. With rewards in {0, 1} failures carry no gradient;
@@ -107,27 +117,29 @@ def ipa(rollouts: Sequence[Scored], settings: ObjectiveSettings, memory: Memory)
     ]
 
 
-def _ipa(rollout: Scored, reward: float, settings: ObjectiveSettings) -> Numbers:
+def _ipa(rollout: RolloutRewards, reward: float, settings: ObjectiveSettings) -> Numbers:
     turns = len(rollout.tokens)
     values = reward * settings.gamma ** np.abs(np.arange(turns) - deciding(rollout, settings))
-    for k, shown in rollout.demonstrated.items():
+    for k, shown in rollout.demonstrations.items():
         values[k] = shown.reward * settings.gamma**shown.distance if settings.imitation else 0.0
     return np.asarray(values, np.float64)
 
 
-def deciding(rollout: Scored, settings: ObjectiveSettings) -> int:
+def deciding(rollout: RolloutRewards, settings: ObjectiveSettings) -> int:
     """The turn that decided the outcome: the marked one, the last one with a reward of its own
     above 0, or the last one (`settings.deciding_turn`; the last one too where none of those is)."""
     last = len(rollout.tokens) - 1
-    if settings.deciding_turn == "marked" and rollout.deciding is not None:
-        return rollout.deciding
+    if settings.deciding_turn == "marked" and rollout.deciding_turn is not None:
+        return rollout.deciding_turn
     if settings.deciding_turn == "rewarded":
         return int(max(np.flatnonzero(rollout.turn_rewards > 0), default=last))
     return last
 
 
 @ADVANTAGES.register("gae")
-def gae(rollouts: Sequence[Scored], settings: ObjectiveSettings, memory: Memory) -> list[Numbers]:
+def gae(
+    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
+) -> list[Numbers]:
     """Zeros: these hang on values, and are known after a forward (`losses/gae.py`)."""
     return over_turns(rollouts, np.zeros(len(rollouts)))
 

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tracegrad_trainer.losses.advantages.base import ADVANTAGES, Memory, Numbers, Scored
+from tracegrad_trainer.losses.advantages.base import (
+    ADVANTAGES,
+    AdvantageMemory,
+    Numbers,
+    RolloutRewards,
+)
 from tracegrad_trainer.losses.advantages.group_stats import over_turns
 
 if TYPE_CHECKING:
@@ -15,12 +20,12 @@ if TYPE_CHECKING:
 
 # Means that are kept; those that were not used for longest go first. Where every call is a task
 # of its own, nothing else would bound the memory.
-KEPT = 10_000
+MAX_KEPT = 10_000
 
 
 @ADVANTAGES.register("running")
 def running(
-    rollouts: Sequence[Scored], settings: ObjectiveSettings, memory: Memory
+    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
 ) -> list[Numbers]:
     """R - the task's running mean; for a task never seen before the agent's; 0 for a new agent.
 
@@ -52,5 +57,5 @@ def _update(
         mean, stays = float(np.mean(some)), decay ** len(some)
         before = known.pop(name, mean)  # taken out and put last: the newest
         known[name] = stays * before + (1 - stays) * mean
-    for name in list(known)[: max(0, len(known) - KEPT)]:
+    for name in list(known)[: max(0, len(known) - MAX_KEPT)]:
         del known[name]

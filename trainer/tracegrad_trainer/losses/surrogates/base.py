@@ -18,7 +18,7 @@ Losses = tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]
 SURROGATES: Registry[Surrogate] = Registry("surrogate")
 
 
-def of_sampled(part: Surrogate) -> Surrogate:
+def sampled_only(part: Surrogate) -> Surrogate:
     """A policy gradient, which is over what the policy sampled: nothing at an expert's tokens."""
 
     @functools.wraps(part)
@@ -26,6 +26,6 @@ def of_sampled(part: Surrogate) -> Surrogate:
         tokens: Tokens, log_ratios: Tensor, settings: ObjectiveSettings
     ) -> tuple[Tensor, Tensor]:
         loss, clipped = part(tokens, log_ratios, settings)
-        return loss.masked_fill(tokens.expert, 0.0), clipped & tokens.sampled
+        return loss.masked_fill(tokens.demonstration, 0.0), clipped & tokens.sampled
 
     return masked

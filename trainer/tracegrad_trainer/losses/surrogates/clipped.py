@@ -7,12 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracegrad_trainer.losses.config import ObjectiveSettings
-from tracegrad_trainer.losses.surrogates.base import SURROGATES, Losses, of_sampled
+from tracegrad_trainer.losses.surrogates.base import SURROGATES, Losses, sampled_only
 from tracegrad_trainer.losses.tokens import Tokens
 
 
 @SURROGATES.register("ppo")
-@of_sampled
+@sampled_only
 def ppo(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
     """-min(r A, [r]_{1-low}^{1+high} A) (PPO, arXiv 1707.06347).
 
@@ -32,29 +32,29 @@ def ppo(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSett
 
 
 @SURROGATES.register("cispo")
-@of_sampled
+@sampled_only
 def cispo(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
     """-sg[min(r, 1 + high)] A log pi: a bounded weight, and no token without a gradient
     (CISPO, arXiv 2506.13585).
     """
     ratio, cap = log_ratios.detach().exp(), 1 + settings.clip_high
-    return -ratio.clamp(max=cap) * tokens.advantage * tokens.logp, ratio > cap
+    return -ratio.clamp(max=cap) * tokens.advantage * tokens.policy_logprobs, ratio > cap
 
 
 @SURROGATES.register("reinforce")
-@of_sampled
+@sampled_only
 def reinforce(
     tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings
 ) -> Losses:
     """-A log pi."""
-    return -tokens.advantage * tokens.logp, torch.zeros_like(tokens.expert)
+    return -tokens.advantage * tokens.policy_logprobs, torch.zeros_like(tokens.demonstration)
 
 
 @SURROGATES.register("tis_surrogate")
-@of_sampled
+@sampled_only
 def tis_surrogate(
     tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings
 ) -> Losses:
     """-sg[r]_0^1 A log pi: no token weighs more than when it was sampled."""
     ratio = log_ratios.detach().exp()
-    return -ratio.clamp(max=1) * tokens.advantage * tokens.logp, ratio > 1
+    return -ratio.clamp(max=1) * tokens.advantage * tokens.policy_logprobs, ratio > 1

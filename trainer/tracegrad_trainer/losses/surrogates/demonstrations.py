@@ -23,11 +23,11 @@ def ipa(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSett
     ratio, returns = log_ratios.detach().exp(), tokens.advantage
     good = returns > 0
     weight = settings.reinforcement * torch.where(good, 1.0, ratio.clamp(max=1))
-    weight = torch.where(tokens.expert, settings.imitation * good, weight)
-    return -weight * returns * tokens.logp, ~good & (ratio > 1) & tokens.sampled
+    weight = torch.where(tokens.demonstration, settings.imitation * good, weight)
+    return -weight * returns * tokens.policy_logprobs, ~good & (ratio > 1) & tokens.sampled
 
 
 @SURROGATES.register("sft")
 def sft(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
     """-log pi, sampled or an expert's."""
-    return -tokens.logp, torch.zeros_like(tokens.expert)
+    return -tokens.policy_logprobs, torch.zeros_like(tokens.demonstration)

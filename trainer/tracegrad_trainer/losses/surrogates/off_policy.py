@@ -7,14 +7,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracegrad_trainer.losses.config import ObjectiveSettings
-from tracegrad_trainer.losses.ratios import against
-from tracegrad_trainer.losses.surrogates.base import SURROGATES, Losses, of_sampled
+from tracegrad_trainer.losses.ratios import ratio_to
+from tracegrad_trainer.losses.surrogates.base import SURROGATES, Losses, sampled_only
 from tracegrad_trainer.losses.surrogates.clipped import ppo
 from tracegrad_trainer.losses.tokens import Tokens, log_ratio
 
 
 @SURROGATES.register("topr")
-@of_sampled
+@sampled_only
 def topr(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
     """-A log pi where A > 0, else -sg[pi/mu]_0^1 A log pi (TOPR, arXiv 2503.14286); pi/mu at the
     chosen ratio's granularity, by default the whole rollout's.
@@ -22,14 +22,14 @@ def topr(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSet
     The paper's rewards are 1 and -1. A graded one that falls below the baseline is a failure, also
     above 0: what is pushed down without a taper has no bound.
     """
-    ratio = against(tokens.mu, tokens, settings).detach().exp()
+    ratio = ratio_to(tokens.rollout_logprobs, tokens, settings).detach().exp()
     good = tokens.advantage > 0
     weight = torch.where(good, 1.0, ratio.clamp(max=1))
-    return -weight * tokens.advantage * tokens.logp, ~good & (ratio > 1)
+    return -weight * tokens.advantage * tokens.policy_logprobs, ~good & (ratio > 1)
 
 
 @SURROGATES.register("decoupled_ppo")
-@of_sampled
+@sampled_only
 def decoupled_ppo(
     tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings
 ) -> Losses:
@@ -40,12 +40,14 @@ def decoupled_ppo(
     one share for all tokens, where A-3PO (arXiv 2512.06547) takes 1 - 1 / lag in versions.
     """
     if settings.prox == "old":
-        prox = tokens.old
+        prox = tokens.old_logprobs
     else:
-        prox = torch.lerp(tokens.mu, tokens.logp.detach(), settings.prox_weight)
-        log_ratios = against(prox, tokens, settings)
+        prox = torch.lerp(
+            tokens.rollout_logprobs, tokens.policy_logprobs.detach(), settings.prox_weight
+        )
+        log_ratios = ratio_to(prox, tokens, settings)
     loss, clipped = ppo(tokens, log_ratios, settings)
-    w = log_ratio(prox, tokens.mu).exp()
+    w = log_ratio(prox, tokens.rollout_logprobs).exp()
     over = w > settings.correction_cap
     if settings.over_cap == "clamp":
         return w.clamp(max=settings.correction_cap) * loss, clipped
@@ -53,7 +55,7 @@ def decoupled_ppo(
 
 
 @SURROGATES.register("minirl")
-@of_sampled
+@sampled_only
 def minirl(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
     """-M min(sg[pi/mu], cap) A log pi (MiniRL, arXiv 2512.01374; cap is `correction_cap`).
 
@@ -62,20 +64,24 @@ def minirl(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveS
     advantage, ratio = tokens.advantage, log_ratios.detach().exp()
     masked = (advantage > 0) & (ratio > settings.mask_high)
     masked |= (advantage < 0) & (ratio < settings.mask_low)
-    weight = log_ratio(tokens.logp.detach(), tokens.mu).exp().clamp(max=settings.correction_cap)
-    return -weight.masked_fill(masked, 0.0) * advantage * tokens.logp, masked
+    weight = (
+        log_ratio(tokens.policy_logprobs.detach(), tokens.rollout_logprobs)
+        .exp()
+        .clamp(max=settings.correction_cap)
+    )
+    return -weight.masked_fill(masked, 0.0) * advantage * tokens.policy_logprobs, masked
 
 
 @SURROGATES.register("signed_prob_mask")
-@of_sampled
+@sampled_only
 def signed_prob_mask(
     tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings
 ) -> Losses:
     """-(pi/mu) A + `prob_penalty` (log pi/mu)^2; without the first term where A > 0 and
     p_pi - p_mu > `prob_bound`, or A <= 0 and p_pi - p_mu < -`prob_bound` (as in prime-rl).
     """
-    log_moved = log_ratio(tokens.logp, tokens.mu)
-    more = tokens.logp.detach().exp() - tokens.mu.exp()
+    log_moved = log_ratio(tokens.policy_logprobs, tokens.rollout_logprobs)
+    more = tokens.policy_logprobs.detach().exp() - tokens.rollout_logprobs.exp()
     good = tokens.advantage > 0
     masked = torch.where(good, more > settings.prob_bound, more < -settings.prob_bound)
     gain = (log_moved.exp() * tokens.advantage).masked_fill(masked, 0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tracegrad_trainer.losses.config import ObjectiveSettings
-from tracegrad_trainer.losses.pairs import pairs_of
+from tracegrad_trainer.losses.pairs import pairs_of_tokens
 from tracegrad_trainer.losses.surrogates.base import SURROGATES, Losses
 from tracegrad_trainer.losses.tokens import Tokens, rollout_sum, segment_sum
 
@@ -20,10 +20,10 @@ def dpo(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSett
     """-log sigmoid(beta [(log pi - ref)_chosen - (log pi - ref)_rejected]) of each pair
     (DPO, arXiv 2305.18290). A side may have several rows; a pair without both sides has no loss.
     """
-    pairs = pairs_of(tokens)
+    pairs = pairs_of_tokens(tokens)
     margin = segment_sum(pairs.side * _gain(tokens), pairs.of_token, tokens.rows)
     loss = -logsigmoid(settings.beta * margin).masked_fill(~pairs.whole, 0.0)
-    return _spread(loss, pairs.of_token, tokens), torch.zeros_like(tokens.expert)
+    return _spread(loss, pairs.of_token, tokens), torch.zeros_like(tokens.demonstration)
 
 
 @SURROGATES.register("kto")
@@ -38,17 +38,19 @@ def kto(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSett
     loss = torch.sigmoid(-pull * (gain - tokens.kto_z.detach()))
     # The sum has no gradient: each token is given the loss's by the sum.
     slope = -pull * loss * (1 - loss)
-    loss = loss / tokens.rollout_tokens + slope * (tokens.logp - tokens.logp.detach())
-    return loss.masked_fill(pull == 0, 0.0), torch.zeros_like(tokens.expert)
+    loss = loss / tokens.rollout_tokens + slope * (
+        tokens.policy_logprobs - tokens.policy_logprobs.detach()
+    )
+    return loss.masked_fill(pull == 0, 0.0), torch.zeros_like(tokens.demonstration)
 
 
 def _gain(tokens: Tokens) -> Float[Tensor, " n"]:
-    assert tokens.reference is not None, "the step brings what `needs` asks for"
-    return tokens.logp - tokens.reference
+    assert tokens.reference_logprobs is not None, "the step brings what `needs` asks for"
+    return tokens.policy_logprobs - tokens.reference_logprobs
 
 
 def _spread(
     loss: Float[Tensor, " rows"], segment: Int[Tensor, " n"], tokens: Tokens
 ) -> Float[Tensor, " n"]:
-    sizes = segment_sum(torch.ones_like(tokens.mu), segment, len(loss))
+    sizes = segment_sum(torch.ones_like(tokens.rollout_logprobs), segment, len(loss))
     return (loss / sizes.clamp(min=1))[segment]

@@ -15,8 +15,8 @@ from itertools import groupby
 from tracegrad.chat.content_parts import content_of, media_part, text_part
 from tracegrad.events import Json
 from tracegrad.proxy.dialects import tool_arguments
-from tracegrad.proxy.dialects.anthropic.tools import Tools
-from tracegrad.proxy.dialects.json_field import Given
+from tracegrad.proxy.dialects.anthropic.tools import AnthropicTools
+from tracegrad.proxy.dialects.json_field import JsonField
 from tracegrad.proxy.http.errors import BadRequest
 
 # Codes that Claude Code knows: it sends the same in another form, and goes on.
@@ -36,17 +36,17 @@ _BELONGS = {
 }
 
 
-def system_of(given: Given | None) -> list[Json]:
+def system_of(given: JsonField | None) -> list[Json]:
     """The system message of the field `system`; none where it says nothing."""
     text = _system_text(given) if given else ""
     return [{"role": "system", "content": text}] if text else []
 
 
-def messages_of(given: Given, tools: Tools) -> list[Json]:
+def messages_of(given: JsonField, tools: AnthropicTools) -> list[Json]:
     messages: list[Json] = []
     items = given.items()
     if not items:
-        raise given.wrong("is empty")
+        raise given.error("is empty")
     for role, turn in groupby(items, key=_role):
         if role == "assistant":
             messages.append(_assistant(_blocks(turn, role)))
@@ -57,43 +57,43 @@ def messages_of(given: Given, tools: Tools) -> list[Json]:
     return messages
 
 
-def refuse_prefill(given: Given) -> None:
+def refuse_prefill(given: JsonField) -> None:
     """A conversation that is to be answered ends with a user's message, or system text."""
     last = given.items()[-1]
     if _role(last) == "assistant":
-        raise last.wrong(
+        raise last.error(
             "is an assistant message, and it is the last: assistant message prefill is not "
             "supported; the conversation must end with a user message"
         )
 
 
-def _role(message: Given) -> str:
-    return message.need("role").one_of(("user", "assistant", "system"))
+def _role(message: JsonField) -> str:
+    return message.require("role").one_of(("user", "assistant", "system"))
 
 
-def _blocks(turn: Iterator[Given], role: str) -> Iterator[tuple[str, Given]]:
+def _blocks(turn: Iterator[JsonField], role: str) -> Iterator[tuple[str, JsonField]]:
     """The turn's content blocks, each with its type."""
     for message in turn:
-        content = message.need("content")
+        content = message.require("content")
         if isinstance(content.value, str):
-            yield "text", Given({"text": content.value}, message, "content")
+            yield "text", JsonField({"text": content.value}, message, "content")
             continue
         for block in content.items():
-            kind = block.need("type").text()
+            kind = block.require("type").text()
             if (owner := _BELONGS.get(kind, role)) != role:
-                raise block.wrong(f"is of type {kind!r}, which belongs in messages of the {owner}")
+                raise block.error(f"is of type {kind!r}, which belongs in messages of the {owner}")
             yield kind, block
 
 
-def _assistant(blocks: Iterator[tuple[str, Given]]) -> Json:
+def _assistant(blocks: Iterator[tuple[str, JsonField]]) -> Json:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Json] = []
     for kind, block in blocks:
         if kind == "text":
-            texts.append(block.need("text").text())
+            texts.append(block.require("text").text())
         elif kind == "thinking":
-            thoughts.append(block.need("thinking").text())
+            thoughts.append(block.require("thinking").text())
         elif kind == "tool_use":
             calls.append(_call(block))
         elif kind != "redacted_thinking":
@@ -106,21 +106,21 @@ def _assistant(blocks: Iterator[tuple[str, Given]]) -> Json:
     return message
 
 
-def _call(block: Given) -> Json:
+def _call(block: JsonField) -> Json:
     # The vendor takes objects alone; its own SDK makes other things of what models write.
     if "input" not in block.object():
-        raise Given(None, block, "input").wrong("is missing")
+        raise JsonField(None, block, "input").error("is missing")
     return {
-        "id": block.need("id").text(),
+        "id": block.require("id").text(),
         "type": "function",
         "function": {
-            "name": block.need("name").text(),
+            "name": block.require("name").text(),
             "arguments": tool_arguments.as_text(block.object()["input"]),
         },
     }
 
 
-def _user(blocks: Iterator[tuple[str, Given]], tools: Tools) -> Iterator[Json]:
+def _user(blocks: Iterator[tuple[str, JsonField]], tools: AnthropicTools) -> Iterator[Json]:
     results: list[Json] = []
     parts: list[Json] = []
     for kind, block in blocks:
@@ -133,7 +133,7 @@ def _user(blocks: Iterator[tuple[str, Given]], tools: Tools) -> Iterator[Json]:
         yield {"role": "user", "content": content_of(parts)}
 
 
-def _result(block: Given, tools: Tools) -> Json:
+def _result(block: JsonField, tools: AnthropicTools) -> Json:
     if (failed := block.get("is_error")) is not None:
         failed.flag()
     content = block.get("content")
@@ -142,59 +142,59 @@ def _result(block: Given, tools: Tools) -> Json:
         parts = [text_part(content.value)]
     elif content is not None:
         for inner in content.items():
-            kind = inner.need("type").text()
+            kind = inner.require("type").text()
             is_reference = kind == "tool_reference"
             parts.append(text_part(tools.definition(inner)) if is_reference else _part(kind, inner))
     return {
         "role": "tool",
-        "tool_call_id": block.need("tool_use_id").text(),
+        "tool_call_id": block.require("tool_use_id").text(),
         "content": content_of(parts),
     }
 
 
-def _part(kind: str, block: Given) -> Json:
+def _part(kind: str, block: JsonField) -> Json:
     if kind == "text":
-        return text_part(block.need("text").text())
+        return text_part(block.require("text").text())
     if kind == "image":
-        return media_part("image", _image(block.need("source")))
+        return media_part("image", _image(block.require("source")))
     raise _not_served(block, kind)
 
 
-def _image(source: Given) -> str:
-    kind = source.need("type").text()
+def _image(source: JsonField) -> str:
+    kind = source.require("type").text()
     if kind == "url":
-        return source.need("url").text()
+        return source.require("url").text()
     if kind == "base64":
-        data, media_type = source.need("data").text(), source.need("media_type").text()
+        data, media_type = source.require("data").text(), source.require("media_type").text()
         return f"data:{media_type};base64,{data}"
-    raise source.wrong(f"is of type {kind[:60]!r}; served are base64 and url")
+    raise source.error(f"is of type {kind[:60]!r}; served are base64 and url")
 
 
-def _system_inside(message: Given) -> Json | None:
+def _system_inside(message: JsonField) -> Json | None:
     """Where it stands: a template that knows no such place refuses it, and the client is told."""
     if (clear_at := message.get("clear_at")) is not None:
         clear_at.one_of(("never",))
     message.refuse_all_but(
         ("role", "content", "clear_at"), {"output_config": "set it for the whole request"}
     )
-    text = _system_text(message.need("content"))
+    text = _system_text(message.require("content"))
     return {"role": "system", "content": text} if text else None
 
 
-def _system_text(given: Given) -> str:
+def _system_text(given: JsonField) -> str:
     if isinstance(given.value, str):
         return _without_billing(given.value)
     texts = []
     for block in given.items():
-        kind = block.need("type").text()
+        kind = block.require("type").text()
         if kind in ("tool_addition", "tool_removal"):
-            raise block.wrong(
+            raise block.error(
                 f"is of type {kind!r}, which is not served: change tools instead",
                 code=_NO_TOOL_CHANGES,
             )
         if kind != "text":
             raise _not_served(block, kind)
-        texts.append(_without_billing(block.need("text").text()))
+        texts.append(_without_billing(block.require("text").text()))
     return "\n".join(text for text in texts if text)
 
 
@@ -202,5 +202,5 @@ def _without_billing(text: str) -> str:
     return text.partition("\n")[2] if text.startswith(_BILLING) else text
 
 
-def _not_served(block: Given, kind: str) -> BadRequest:
-    return block.wrong(f"is of type {kind[:60]!r}, and blocks of that type are not served here")
+def _not_served(block: JsonField, kind: str) -> BadRequest:
+    return block.error(f"is of type {kind[:60]!r}, and blocks of that type are not served here")

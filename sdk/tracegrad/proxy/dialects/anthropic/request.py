@@ -12,15 +12,15 @@ from typing import Any
 
 import orjson
 
-from tracegrad.chat.content_parts import media_in
+from tracegrad.chat.content_parts import media_untrainable_reason
 from tracegrad.events import Json
 from tracegrad.proxy.dialects.anthropic import response as output
 from tracegrad.proxy.dialects.anthropic.conversation import messages_of, refuse_prefill, system_of
-from tracegrad.proxy.dialects.anthropic.stream import MessageEvents
+from tracegrad.proxy.dialects.anthropic.stream import AnthropicStreamWriter
 from tracegrad.proxy.dialects.anthropic.tools import read_choice, read_tools
-from tracegrad.proxy.dialects.base import Call, Shown
+from tracegrad.proxy.dialects.base import Call, VisibleFields
 from tracegrad.proxy.dialects.body_checks import json_object
-from tracegrad.proxy.dialects.json_field import Given
+from tracegrad.proxy.dialects.json_field import JsonField
 from tracegrad.proxy.http.errors import ApiError
 
 NAME = "messages"
@@ -71,23 +71,23 @@ _REFUSED = {
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
-class Messages:
+class AnthropicDialect:
     name = NAME
 
     def parse(self, raw: bytes, path: Mapping[str, Any], query: Mapping[str, str]) -> Call:
         request = json_object(raw)
-        given = Given(request)
+        given = JsonField(request)
         body = _conversation(given)
-        refuse_prefill(given.need("messages"))
-        body["max_tokens"] = given.need("max_tokens").integer(1)
+        refuse_prefill(given.require("messages"))
+        body["max_tokens"] = given.require("max_tokens").integer(1)
         body.update(_sampling(given))
         return _call(request, body, given)
 
     def answer(self, call: Call, answer: Json) -> bytes:
-        return output.whole(call, answer)
+        return output.whole_message(call, answer)
 
-    def writer(self, call: Call) -> MessageEvents:
-        return MessageEvents(call)
+    def writer(self, call: Call) -> AnthropicStreamWriter:
+        return AnthropicStreamWriter(call)
 
     def error(self, error: ApiError) -> bytes:
         return output.error_body(error)
@@ -99,7 +99,7 @@ def count_request(raw: bytes, path: Mapping[str, Any]) -> Call:
     Raises BadRequest.
     """
     request = json_object(raw)
-    given = Given(request)
+    given = JsonField(request)
     return _call(request, _conversation(given), given)
 
 
@@ -107,31 +107,31 @@ def count_answer(tokens: int) -> bytes:
     return orjson.dumps({"input_tokens": tokens})
 
 
-def _call(request: Json, body: Json, given: Given) -> Call:
+def _call(request: Json, body: Json, given: JsonField) -> Call:
     stream = given.get("stream")
     return Call(
         dialect=NAME,
         request=request,
         body=body,
         stream=stream is not None and stream.flag(),
-        shown=Shown(reasoning=_thinking(given) != "disabled"),
-        untrainable=media_in(body["messages"]),
+        visible=VisibleFields(reasoning=_thinking(given) != "disabled"),
+        untrainable=media_untrainable_reason(body["messages"]),
     )
 
 
-def _conversation(given: Given) -> Json:
+def _conversation(given: JsonField) -> Json:
     """What the prompt is made of."""
     given.refuse_all_but(_SERVED, _REFUSED)
-    model = given.need("model")
+    model = given.require("model")
     if not model.text():
-        raise model.wrong("is empty")
+        raise model.error("is empty")
     tools = read_tools(given.get("tools"))
     body: Json = {
         "model": model.text(),
-        "messages": system_of(given.get("system")) + messages_of(given.need("messages"), tools),
+        "messages": system_of(given.get("system")) + messages_of(given.require("messages"), tools),
     }
-    if tools.shown:
-        body["tools"] = tools.shown
+    if tools.visible:
+        body["tools"] = tools.visible
     body.update(read_choice(given.get("tool_choice"), tools))
     body.update(_effort(given))
     if (kwargs := given.get("chat_template_kwargs")) is not None:
@@ -141,7 +141,7 @@ def _conversation(given: Given) -> Json:
     return body
 
 
-def _thinking(given: Given) -> str | None:
+def _thinking(given: JsonField) -> str | None:
     """The type of `thinking`.
 
     Thoughts are shown unless it is "disabled": clients may send them back, and those that chose
@@ -151,13 +151,13 @@ def _thinking(given: Given) -> str | None:
     thinking = given.get("thinking")
     if thinking is None:
         return None
-    kind = thinking.need("type").one_of(("adaptive", "disabled", "enabled"))
+    kind = thinking.require("type").one_of(("adaptive", "disabled", "enabled"))
     if kind == "enabled":
-        thinking.need("budget_tokens").integer(0)
+        thinking.require("budget_tokens").integer(0)
     return kind
 
 
-def _effort(given: Given) -> Json:
+def _effort(given: JsonField) -> Json:
     """`output_config`, and thinking that is turned off, in vLLM's fields."""
     body: Json = {}
     config = given.get("output_config")
@@ -170,8 +170,8 @@ def _effort(given: Given) -> Json:
     if _thinking(given) == "disabled":
         body["reasoning_effort"] = "none"
     if output_format is not None:
-        output_format.need("type").one_of(("json_schema",))
-        schema = output_format.need("schema").object()
+        output_format.require("type").one_of(("json_schema",))
+        schema = output_format.require("schema").object()
         body["response_format"] = {
             "type": "json_schema",
             "json_schema": {"name": "answer", "schema": schema},
@@ -179,7 +179,7 @@ def _effort(given: Given) -> Json:
     return body
 
 
-def _sampling(given: Given) -> Json:
+def _sampling(given: JsonField) -> Json:
     body: Json = {}
     for name in ("temperature", "top_p"):
         if (field := given.get(name)) is not None:
@@ -188,7 +188,7 @@ def _sampling(given: Given) -> Json:
         body["top_k"] = top_k.integer()
     if (stops := given.get("stop_sequences")) is not None and stops.texts():
         if "" in stops.texts():
-            raise stops.wrong("has an empty string in it")
+            raise stops.error("has an empty string in it")
         body["stop"] = stops.texts()
     for name in _VLLMS:
         if (field := given.get(name)) is not None:
@@ -196,13 +196,13 @@ def _sampling(given: Given) -> Json:
     return body
 
 
-def _check_edits(management: Given) -> None:
+def _check_edits(management: JsonField) -> None:
     """Of earlier thoughts a chat template keeps what it keeps; other edits are the client's."""
     edits = management.get("edits")
     for edit in edits.items() if edits else ():
-        kind = edit.need("type")
+        kind = edit.require("type")
         if not kind.text().startswith("clear_thinking_"):
-            raise kind.wrong(
+            raise kind.error(
                 f"is {kind.text()[:60]!r}, which is not served; the client has to shorten its "
                 "conversation itself"
             )

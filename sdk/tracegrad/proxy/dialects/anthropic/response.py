@@ -12,7 +12,7 @@ from tracegrad.events import Json
 from tracegrad.proxy.dialects import tool_arguments
 from tracegrad.proxy.dialects.anthropic.conversation import NO_SYSTEM_INSIDE
 from tracegrad.proxy.dialects.base import Call
-from tracegrad.proxy.http.errors import TOO_LONG, ApiError
+from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -36,7 +36,7 @@ _NO_SYSTEM_HERE = re.compile(
 )
 
 
-def whole(call: Call, answer: Json) -> bytes:
+def whole_message(call: Call, answer: Json) -> bytes:
     choice = answer["choices"][0]
     message = choice["message"]
     calls = message.get("tool_calls") or []
@@ -44,7 +44,7 @@ def whole(call: Call, answer: Json) -> bytes:
     reason, sequence = stop_reason(choice, arguments)
     return orjson.dumps(
         {
-            **opening(call),
+            **message_start(call),
             "content": _content(call, message),
             "stop_reason": reason,
             "stop_sequence": sequence,
@@ -53,7 +53,7 @@ def whole(call: Call, answer: Json) -> bytes:
     )
 
 
-def opening(call: Call) -> Json:
+def message_start(call: Call) -> Json:
     """A message with nothing in it, under the name that the client gave the model."""
     return {
         "id": f"msg_{call.turn_id}",
@@ -109,7 +109,7 @@ def error_object(error: ApiError) -> Json:
     if kind is None:
         kind = "invalid_request_error" if error.status < 500 else "api_error"
     message, code = error.message, error.code
-    if code == TOO_LONG:
+    if code == CONTEXT_LENGTH_EXCEEDED:
         message = _too_long(message)
     elif error.status == 400 and _NO_SYSTEM_HERE.search(message):
         code = NO_SYSTEM_INSIDE
@@ -130,7 +130,7 @@ def _too_long(message: str) -> str:
 
 def _content(call: Call, message: Json) -> list[Json]:
     blocks: list[Json] = []
-    if call.shown.reasoning and (thought := message.get("reasoning")):
+    if call.visible.reasoning and (thought := message.get("reasoning")):
         blocks.append({"type": "thinking", "thinking": thought, "signature": signature(call)})
     if text := message.get("content"):
         blocks.append({"type": "text", "text": text})

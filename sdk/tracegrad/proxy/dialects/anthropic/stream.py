@@ -22,7 +22,7 @@ from tracegrad.proxy.http.errors import ApiError
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
-class MessageEvents:
+class AnthropicStreamWriter:
     content_type = "text/event-stream; charset=utf-8"
 
     def __init__(self, call: Call) -> None:
@@ -31,7 +31,7 @@ class MessageEvents:
 
     def begin(self, prompt_tokens: int | None) -> bytes:
         usage = output.usage_of({"prompt_tokens": prompt_tokens})
-        return _event("message_start", message={**output.opening(self._call), "usage": usage})
+        return _event("message_start", message={**output.message_start(self._call), "usage": usage})
 
     def chunk(self, chunk: Json) -> bytes:
         return b"".join(self._delta(choice["delta"]) for choice in chunk["choices"])
@@ -62,7 +62,7 @@ class MessageEvents:
 
     def _delta(self, delta: Json) -> bytes:
         out = []
-        if self._call.shown.reasoning and (thought := delta.get("reasoning")):
+        if self._call.visible.reasoning and (thought := delta.get("reasoning")):
             out.append(self._blocks.say("thinking", thought))
         if text := delta.get("content"):
             out.append(self._blocks.say("text", text))

@@ -17,59 +17,59 @@ from dataclasses import dataclass
 import orjson
 
 from tracegrad.events import Json
-from tracegrad.proxy.dialects.json_field import Given
+from tracegrad.proxy.dialects.json_field import JsonField
 
 # Types begin with one of these; a date follows.
 _ON_THE_SERVER = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_", "advisor")
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class AnthropicTools:
     """`shown`: canonical tools, in order. `by_name`: those, and the deferred ones."""
 
-    shown: list[Json]
+    visible: list[Json]
     by_name: Mapping[str, Json]
 
-    def definition(self, reference: Given) -> str:
+    def definition(self, reference: JsonField) -> str:
         """The text that a `tool_reference` block stands for."""
-        name = reference.need("tool_name")
+        name = reference.require("tool_name")
         tool = self.by_name.get(name.text())
         if tool is None:
-            raise name.wrong(f"is {name.text()!r}, which is not among the tools")
+            raise name.error(f"is {name.text()!r}, which is not among the tools")
         return orjson.dumps(tool).decode()
 
 
-def read_tools(given: Given | None) -> Tools:
+def read_tools(given: JsonField | None) -> AnthropicTools:
     shown: list[Json] = []
     by_name: dict[str, Json] = {}
     for tool in given.items() if given else ():
         function = _function(tool)
         canonical = {"type": "function", "function": function}
         if function["name"] in by_name:
-            raise tool.need("name").wrong("is the name of another tool too")
+            raise tool.require("name").error("is the name of another tool too")
         by_name[function["name"]] = canonical
         deferred = tool.get("defer_loading")
         if deferred is None or not deferred.flag():
             shown.append(canonical)
-    return Tools(shown, by_name)
+    return AnthropicTools(shown, by_name)
 
 
-def read_choice(given: Given | None, tools: Tools) -> Json:
+def read_choice(given: JsonField | None, tools: AnthropicTools) -> Json:
     """The canonical fields that `tool_choice` stands for."""
     if given is None:
         return {}
-    kind = given.need("type").one_of(("auto", "any", "tool", "none"))
+    kind = given.require("type").one_of(("auto", "any", "tool", "none"))
     if not tools.by_name:
-        raise given.wrong("is set, but there are no tools")
-    if not tools.shown:
+        raise given.error("is set, but there are no tools")
+    if not tools.visible:
         if kind in ("auto", "none"):
             return {}
-        raise given.wrong("asks for a tool, but all of them have defer_loading")
+        raise given.error("asks for a tool, but all of them have defer_loading")
     fields: Json = {"tool_choice": {"any": "required"}.get(kind, kind)}
     if kind == "tool":
-        name = given.need("name")
-        if name.text() not in (tool["function"]["name"] for tool in tools.shown):
-            raise name.wrong("is not the name of one of the tools")
+        name = given.require("name")
+        if name.text() not in (tool["function"]["name"] for tool in tools.visible):
+            raise name.error("is not the name of one of the tools")
         fields["tool_choice"] = {"type": "function", "function": {"name": name.text()}}
     one_only = given.get("disable_parallel_tool_use")
     if one_only is not None and one_only.flag():
@@ -77,31 +77,31 @@ def read_choice(given: Given | None, tools: Tools) -> Json:
     return fields
 
 
-def _function(tool: Given) -> Json:
+def _function(tool: JsonField) -> Json:
     kind = tool.get("type")
     if kind is not None and kind.text() != "custom":
         _refuse(tool, kind.text())
-    name = tool.need("name")
+    name = tool.require("name")
     if not name.text():
-        raise name.wrong("is empty")
+        raise name.error("is empty")
     examples = tool.get("input_examples")
     if examples is not None and examples.items():
-        raise examples.wrong("is not served; put the examples in the description")
+        raise examples.error("is not served; put the examples in the description")
     callers = tool.get("allowed_callers")
     if callers is not None and "direct" not in callers.texts():
-        raise callers.wrong("has no 'direct': there is no code execution here to call the tool")
+        raise callers.error("has no 'direct': there is no code execution here to call the tool")
     function: Json = {"name": name.text()}
     if (description := tool.get("description")) is not None:
         function["description"] = description.text()
-    function["parameters"] = tool.need("input_schema").object()
+    function["parameters"] = tool.require("input_schema").object()
     if (strict := tool.get("strict")) is not None and strict.flag():
         function["strict"] = True
     return function
 
 
-def _refuse(tool: Given, kind: str) -> None:
+def _refuse(tool: JsonField, kind: str) -> None:
     if kind.startswith(_ON_THE_SERVER):
         why = "runs on Anthropic's servers, and there is nothing here that does what it does"
     else:
         why = "has a schema that only Anthropic's models know; give it an input_schema of its own"
-    raise tool.wrong(f"is of type {kind[:60]!r}, which is not served: it {why}")
+    raise tool.error(f"is of type {kind[:60]!r}, which is not served: it {why}")

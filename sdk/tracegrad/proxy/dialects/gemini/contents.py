@@ -22,7 +22,7 @@ import orjson
 from tracegrad.chat.content_parts import content_of, media_part, text_part
 from tracegrad.events import Json
 from tracegrad.proxy.dialects import tool_arguments
-from tracegrad.proxy.dialects.gemini.json_field import GeminiGiven
+from tracegrad.proxy.dialects.gemini.json_field import GeminiJsonField
 
 # What a part may have beside its data.
 _BESIDE = ("thought", "thoughtSignature", "partMetadata")
@@ -34,18 +34,18 @@ _KINDS: dict[str, Literal["image", "audio", "video"]] = {
 }
 
 
-def system_of(given: GeminiGiven | None) -> list[Json]:
+def system_of(given: GeminiJsonField | None) -> list[Json]:
     """The system message of `systemInstruction`; none where it says nothing. Its role is not
     read: clients write all sorts of things there."""
     parts = given.get("parts") if given else None
-    texts = [part.need("text").text() for part in parts.items()] if parts else []
+    texts = [part.require("text").text() for part in parts.items()] if parts else []
     return [{"role": "system", "content": "\n".join(texts)}] if any(texts) else []
 
 
-def messages_of(given: GeminiGiven) -> list[Json]:
+def messages_of(given: GeminiJsonField) -> list[Json]:
     contents = given.items()
     if not contents:
-        raise given.wrong("is empty")
+        raise given.error("is empty")
     messages: list[Json] = []
     calls = _Calls()
     for role, turn in groupby(contents, key=_role):
@@ -57,11 +57,11 @@ def messages_of(given: GeminiGiven) -> list[Json]:
     return messages
 
 
-def refuse_open_end(given: GeminiGiven) -> None:
+def refuse_open_end(given: GeminiJsonField) -> None:
     """Contents that are to be answered end with the user's."""
     last = given.items()[-1]
     if _role(last) == "model":
-        raise last.wrong(
+        raise last.error(
             "is of role 'model', and it is the last; contents must end with a user turn or with "
             "function responses"
         )
@@ -87,7 +87,7 @@ class _Calls:
             self._by_name.setdefault(key, deque()).append(place)
         return call_id
 
-    def answer(self, response: GeminiGiven) -> str:
+    def answer(self, response: GeminiJsonField) -> str:
         """The id of the call that this is the response of."""
         given_id = response.get("id")
         name = response.get("name")
@@ -100,10 +100,10 @@ class _Calls:
             if place not in self._answered:
                 self._answered.add(place)
                 return self._ids[place]
-        raise response.wrong("answers no functionCall before it")
+        raise response.error("answers no functionCall before it")
 
 
-def _role(content: GeminiGiven) -> str:
+def _role(content: GeminiJsonField) -> str:
     role = content.get("role")
     if role is None or not role.text():
         return "user"
@@ -111,24 +111,24 @@ def _role(content: GeminiGiven) -> str:
     return "user" if known == "function" else known
 
 
-def _parts(content: GeminiGiven) -> list[GeminiGiven]:
+def _parts(content: GeminiJsonField) -> list[GeminiJsonField]:
     content.refuse_all_but(("role", "parts"))
     parts = content.get("parts")
     if parts is None and _role(content) == "user":
-        raise content.wrong("has no parts")
+        raise content.error("has no parts")
     return parts.items() if parts else []
 
 
-def _data(part: GeminiGiven) -> GeminiGiven:
+def _data(part: GeminiJsonField) -> GeminiJsonField:
     """The one field of a part that is its data."""
     part.refuse_all_but((*_BESIDE, *_DATA))
     found = [field for name in _DATA if (field := part.get(name)) is not None]
     if len(found) != 1:
-        raise part.wrong(f"has not exactly one of {', '.join(_DATA)}")
+        raise part.error(f"has not exactly one of {', '.join(_DATA)}")
     return found[0]
 
 
-def _assistant(parts: list[GeminiGiven], calls: _Calls) -> Json:
+def _assistant(parts: list[GeminiJsonField], calls: _Calls) -> Json:
     texts: list[str] = []
     thoughts: list[str] = []
     called: list[Json] = []
@@ -141,7 +141,7 @@ def _assistant(parts: list[GeminiGiven], calls: _Calls) -> Json:
         elif data.named("functionCall"):
             called.append(_call(data, calls))
         else:
-            raise data.wrong("is not served in a turn of the model")
+            raise data.error("is not served in a turn of the model")
     message: Json = {"role": "assistant", "content": "".join(texts) or None}
     if reasoning := "".join(thoughts):
         message["reasoning"] = reasoning
@@ -150,11 +150,11 @@ def _assistant(parts: list[GeminiGiven], calls: _Calls) -> Json:
     return message
 
 
-def _call(call: GeminiGiven, calls: _Calls) -> Json:
+def _call(call: GeminiJsonField, calls: _Calls) -> Json:
     call.refuse_all_but(
         ("id", "name", "args"), {"partialArgs": "send args", "willContinue": "send args"}
     )
-    name = call.need("name").text()
+    name = call.require("name").text()
     given_id = call.get("id")
     args = call.get("args")
     return {
@@ -167,7 +167,7 @@ def _call(call: GeminiGiven, calls: _Calls) -> Json:
     }
 
 
-def _user(parts: list[GeminiGiven], calls: _Calls) -> Iterator[Json]:
+def _user(parts: list[GeminiJsonField], calls: _Calls) -> Iterator[Json]:
     results: list[Json] = []
     said: list[Json] = []
     for part in parts:
@@ -177,7 +177,7 @@ def _user(parts: list[GeminiGiven], calls: _Calls) -> Iterator[Json]:
         elif data.named("text"):
             said.append(text_part(data.text()))
         elif data.named("functionCall"):
-            raise data.wrong("is not served in a turn of the user")
+            raise data.error("is not served in a turn of the user")
         else:
             said.append(_media(data))
     yield from results
@@ -185,7 +185,7 @@ def _user(parts: list[GeminiGiven], calls: _Calls) -> Iterator[Json]:
         yield {"role": "user", "content": content_of(said)}
 
 
-def _response(response: GeminiGiven, calls: _Calls) -> Json:
+def _response(response: GeminiJsonField, calls: _Calls) -> Json:
     response.refuse_all_but(
         ("id", "name", "response", "parts", "scheduling"),
         {"willContinue": "a response is sent whole here"},
@@ -197,7 +197,7 @@ def _response(response: GeminiGiven, calls: _Calls) -> Json:
     media = response.get("parts")
     for part in media.items() if media else ():
         part.refuse_all_but(("inlineData", "fileData"))
-        said.append(_media(part.get("inlineData") or part.need("fileData")))
+        said.append(_media(part.get("inlineData") or part.require("fileData")))
     return {"role": "tool", "tool_call_id": calls.answer(response), "content": content_of(said)}
 
 
@@ -209,29 +209,29 @@ def _told(response: Json) -> str:
     return orjson.dumps(response).decode()
 
 
-def _media(data: GeminiGiven) -> Json:
+def _media(data: GeminiJsonField) -> Json:
     """`inlineData` or `fileData`."""
-    mime_type = data.need("mimeType")
+    mime_type = data.require("mimeType")
     kind = _KINDS.get(mime_type.text().partition("/")[0])
     if kind is None:
-        raise mime_type.wrong("is not of an image, audio or video; no other data is served")
+        raise mime_type.error("is not of an image, audio or video; no other data is served")
     if data.named("fileData"):
-        uri = data.need("fileUri")
+        uri = data.require("fileUri")
         if not uri.text().startswith(("http://", "https://")) or "googleapis.com/" in uri.text():
-            raise uri.wrong("is not a plain http(s) address; files at Google cannot be read here")
+            raise uri.error("is not a plain http(s) address; files at Google cannot be read here")
         return media_part(kind, uri.text())
-    encoded = _base64(data.need("data"))
+    encoded = _base64(data.require("data"))
     return media_part(kind, f"data:{mime_type.text()};base64,{encoded}")
 
 
-def _base64(data: GeminiGiven) -> str:
+def _base64(data: GeminiJsonField) -> str:
     """In the standard alphabet: Google's clients also write the one for URLs."""
     text = data.text().translate(_STANDARD)
     text += "=" * (-len(text) % 4)
     try:
         binascii.a2b_base64(text, strict_mode=True)
     except (binascii.Error, ValueError):
-        raise data.wrong("is not base64") from None
+        raise data.error("is not base64") from None
     return text
 
 

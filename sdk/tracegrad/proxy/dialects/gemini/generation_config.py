@@ -7,8 +7,8 @@ thinking off.
 from __future__ import annotations
 
 from tracegrad.events import Json
-from tracegrad.proxy.dialects.base import Shown
-from tracegrad.proxy.dialects.gemini.json_field import GeminiGiven
+from tracegrad.proxy.dialects.base import VisibleFields
+from tracegrad.proxy.dialects.gemini.json_field import GeminiJsonField
 from tracegrad.proxy.dialects.gemini.schema import json_schema
 
 _NUMBERS = {
@@ -41,10 +41,10 @@ _LEVELS = ("MINIMAL", "LOW", "MEDIUM", "HIGH", "XHIGH")
 _UNSPECIFIED = "THINKING_LEVEL_UNSPECIFIED"
 
 
-def read_config(config: GeminiGiven | None) -> tuple[Json, Shown]:
+def read_config(config: GeminiJsonField | None) -> tuple[Json, VisibleFields]:
     """Canonical fields, and what the client asked to see. Thoughts are shown on request only."""
     if config is None:
-        return {}, Shown(reasoning=False)
+        return {}, VisibleFields(reasoning=False)
     config.refuse_all_but(_SERVED)
     body: Json = {}
     for name, engine_name in _NUMBERS.items():
@@ -55,27 +55,27 @@ def read_config(config: GeminiGiven | None) -> tuple[Json, Shown]:
             body[engine_name] = field.integer(least)
     if (stops := config.get("stopSequences")) is not None and stops.texts():
         if "" in stops.texts():
-            raise stops.wrong("has an empty string in it")
+            raise stops.error("has an empty string in it")
         body["stop"] = stops.texts()
     if (modalities := config.get("responseModalities")) is not None:
         for modality in modalities.items():
             modality.one_of(("TEXT", "MODALITY_UNSPECIFIED"))
     body.update(_format(config))
     logprobs = _logprobs(config, body)
-    return body, Shown(logprobs=logprobs, reasoning=_thinking(config, body))
+    return body, VisibleFields(logprobs=logprobs, reasoning=_thinking(config, body))
 
 
-def _logprobs(config: GeminiGiven, body: Json) -> bool:
+def _logprobs(config: GeminiJsonField, body: Json) -> bool:
     asked = config.get("responseLogprobs")
     shown = asked is not None and asked.flag()
     if (most := config.get("logprobs")) is not None:
         if not shown:
-            raise most.wrong("is set, but responseLogprobs is not true")
+            raise most.error("is set, but responseLogprobs is not true")
         body["top_logprobs"] = most.integer(0)
     return shown
 
 
-def _thinking(config: GeminiGiven, body: Json) -> bool:
+def _thinking(config: GeminiJsonField, body: Json) -> bool:
     thinking = config.get("thinkingConfig")
     if thinking is None:
         return False
@@ -90,14 +90,14 @@ def _thinking(config: GeminiGiven, body: Json) -> bool:
     return shown is not None and shown.flag()
 
 
-def _format(config: GeminiGiven) -> Json:
+def _format(config: GeminiJsonField) -> Json:
     mime = config.get("responseMimeType")
     kinds = ("text/plain", "application/json", "text/x.enum")
     kind = mime.one_of(kinds) if mime and mime.value else "text/plain"
     schema = config.get("responseSchema")
     plain = config.get("responseJsonSchema") or config.get("_responseJsonSchema")
     if schema is not None and plain is not None:
-        raise plain.wrong("is set, and responseSchema too; leave one of them out")
+        raise plain.error("is set, and responseSchema too; leave one of them out")
     wanted = json_schema(schema) if schema else plain.object() if plain else None
     if kind == "application/json":
         if wanted is None:
@@ -106,8 +106,8 @@ def _format(config: GeminiGiven) -> Json:
         return {"response_format": {"type": "json_schema", "json_schema": named}}
     given = schema or plain
     if kind == "text/x.enum":
-        choices = (given or config.need("responseSchema")).need("enum").texts()
+        choices = (given or config.require("responseSchema")).require("enum").texts()
         return {"structured_outputs": {"choice": choices}}
     if given is not None:
-        raise given.wrong("is set, but responseMimeType is not application/json")
+        raise given.error("is set, but responseMimeType is not application/json")
     return {}

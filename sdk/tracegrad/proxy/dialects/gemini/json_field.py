@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Self
 
-from tracegrad.proxy.dialects.json_field import Given
+from tracegrad.proxy.dialects.json_field import JsonField
 
 
 @dataclass(slots=True, eq=False)
-class GeminiGiven(Given):
+class GeminiJsonField(JsonField):
     """Names are asked for in camelCase."""
 
     @property
     def where(self) -> str:
         """`contents[0].parts`: as Google's API names fields."""
-        above = self.up.where if self.up else ""
+        above = self.parent.where if self.parent else ""
         if isinstance(self.key, int):
             return f"{above}[{self.key}]"
         return f"{above}.{self.key}" if above else self.key
@@ -32,7 +32,7 @@ class GeminiGiven(Given):
     def items(self) -> list[Self]:
         if isinstance(self.value, dict):
             return [self]
-        return Given.items(self)
+        return JsonField.items(self)
 
     def plain(self, spelled: str) -> str:
         return camel(spelled)

@@ -12,15 +12,15 @@ from typing import Any
 
 import orjson
 
-from tracegrad.chat.content_parts import media_in
+from tracegrad.chat.content_parts import media_untrainable_reason
 from tracegrad.events import Json
-from tracegrad.proxy.dialects.base import Call, Shown
+from tracegrad.proxy.dialects.base import Call, VisibleFields
 from tracegrad.proxy.dialects.body_checks import json_object
 from tracegrad.proxy.dialects.gemini import response as output
 from tracegrad.proxy.dialects.gemini.contents import messages_of, refuse_open_end, system_of
 from tracegrad.proxy.dialects.gemini.generation_config import read_config
-from tracegrad.proxy.dialects.gemini.json_field import GeminiGiven
-from tracegrad.proxy.dialects.gemini.stream import ResponseStream
+from tracegrad.proxy.dialects.gemini.json_field import GeminiJsonField
+from tracegrad.proxy.dialects.gemini.stream import GeminiStreamWriter
 from tracegrad.proxy.dialects.gemini.tools import read_choice, read_tools
 from tracegrad.proxy.http.errors import ApiError, BadRequest
 
@@ -63,7 +63,7 @@ class GeminiCall(Call):
     sse: bool = True  # a stream of server-sent events; else one JSON array, element by element
 
 
-class Gemini:
+class GeminiDialect:
     """`path` has `model` and `method`, from `/v1beta/models/{model}:{method}`."""
 
     name = NAME
@@ -76,17 +76,17 @@ class Gemini:
         if alt not in ("json", "sse"):
             raise BadRequest(f"alt is {alt!r}; served are json and sse", param="alt")
         request = json_object(raw)
-        given = GeminiGiven(request)
+        given = GeminiJsonField(request)
         body = _conversation(given, path["model"])
-        refuse_open_end(given.need("contents"))
+        refuse_open_end(given.require("contents"))
         settings, shown = read_config(given.get("generationConfig"))
         return _call(request, body | settings, shown, stream=method == STREAMED, sse=alt == "sse")
 
     def answer(self, call: Call, answer: Json) -> bytes:
-        return output.whole(call, answer)
+        return output.whole_response(call, answer)
 
-    def writer(self, call: Call) -> ResponseStream:
-        return ResponseStream(call, array=isinstance(call, GeminiCall) and not call.sse)
+    def writer(self, call: Call) -> GeminiStreamWriter:
+        return GeminiStreamWriter(call, array=isinstance(call, GeminiCall) and not call.sse)
 
     def error(self, error: ApiError) -> bytes:
         return output.error_body(error)
@@ -99,7 +99,7 @@ def count_request(raw: bytes, path: Mapping[str, Any]) -> Call:
     Raises BadRequest.
     """
     request = json_object(raw)
-    given = GeminiGiven(request)
+    given = GeminiJsonField(request)
     inner = given.get("generateContentRequest")
     if inner is not None:
         given.refuse_all_but(("generateContentRequest",))
@@ -113,19 +113,21 @@ def count_answer(tokens: int) -> bytes:
     return orjson.dumps({"totalTokens": tokens})
 
 
-def _call(request: Json, body: Json, shown: Shown, *, stream: bool, sse: bool) -> GeminiCall:
+def _call(
+    request: Json, body: Json, shown: VisibleFields, *, stream: bool, sse: bool
+) -> GeminiCall:
     return GeminiCall(
         dialect=NAME,
         request=request,
         body=body,
         stream=stream,
-        shown=shown,
-        untrainable=media_in(body["messages"]),
+        visible=shown,
+        untrainable=media_untrainable_reason(body["messages"]),
         sse=sse,
     )
 
 
-def _conversation(given: GeminiGiven, model: str) -> Json:
+def _conversation(given: GeminiJsonField, model: str) -> Json:
     """What the prompt is made of."""
     given.refuse_all_but(_SERVED, _REFUSED)
     tools = read_tools(given.get("tools"))
@@ -133,7 +135,7 @@ def _conversation(given: GeminiGiven, model: str) -> Json:
         "model": model.removeprefix("models/"),
         "messages": [
             *system_of(given.get("systemInstruction")),
-            *messages_of(given.need("contents")),
+            *messages_of(given.require("contents")),
         ],
     }
     if tools:

@@ -35,11 +35,11 @@ _STATUSES = {
 }
 
 
-def whole(call: Call, answer: Json) -> bytes:
+def whole_response(call: Call, answer: Json) -> bytes:
     candidates = []
     for choice in answer["choices"]:
         message = choice["message"]
-        parts = said(call, message) + [
+        parts = text_parts(call, message) + [
             function_call(tool["id"], tool["function"]) for tool in message.get("tool_calls") or ()
         ]
         candidates.append(candidate(choice, parts))
@@ -74,10 +74,10 @@ def candidate(choice: Json, parts: Sequence[Json]) -> Json:
     return told
 
 
-def said(call: Call, message: Json) -> list[Json]:
+def text_parts(call: Call, message: Json) -> list[Json]:
     """The parts of a message or delta that are text."""
     parts: list[Json] = []
-    if call.shown.reasoning and (thought := message.get("reasoning")):
+    if call.visible.reasoning and (thought := message.get("reasoning")):
         parts.append({"text": thought, "thought": True})
     if text := message.get("content"):
         parts.append({"text": text})

@@ -17,7 +17,7 @@ from tracegrad.proxy.http import sse as events
 from tracegrad.proxy.http.errors import ApiError
 
 
-class ResponseStream:
+class GeminiStreamWriter:
     def __init__(self, call: Call, *, array: bool) -> None:
         self._call = call
         self._array = array
@@ -37,7 +37,7 @@ class ResponseStream:
         candidates = []
         for choice in chunk["choices"]:
             self._collect(choice)
-            if (parts := output.said(self._call, choice["delta"])) or choice.get("logprobs"):
+            if (parts := output.text_parts(self._call, choice["delta"])) or choice.get("logprobs"):
                 candidates.append(output.candidate(choice, parts))
         return self._send(output.response(self._call, candidates)) if candidates else b""
 
@@ -71,12 +71,12 @@ class ResponseStream:
         """The candidate that ends a choice: what its last chunk says, and its calls."""
         self._collect(choice)
         calls = self._calls.pop(choice["index"]).values()
-        parts = output.said(self._call, choice["delta"])
+        parts = output.text_parts(self._call, choice["delta"])
         return output.candidate(choice, parts + [call.part() for call in calls])
 
     def _send(self, response: Json) -> bytes:
         body = orjson.dumps(response)
-        return self._comma() + body if self._array else events.event(_one_line(body))
+        return self._comma() + body if self._array else events.encode_event(_one_line(body))
 
     def _comma(self) -> bytes:
         first, self._first = self._first, False

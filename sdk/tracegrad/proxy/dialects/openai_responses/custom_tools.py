@@ -62,11 +62,11 @@ def as_arguments(text: str) -> str:
 
 def as_text(arguments: str) -> str:
     """The input in a call's whole arguments."""
-    reader = TextReader()
+    reader = CustomInputReader()
     return reader.feed(arguments) + reader.finish()
 
 
-class TextReader:
+class CustomInputReader:
     """The input in a call's arguments, piece by piece.
 
     Nothing that the model wrote is lost: arguments that do not begin as they should are the

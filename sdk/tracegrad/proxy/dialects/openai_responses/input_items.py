@@ -31,7 +31,7 @@ _DETAILS = ("auto", "low", "high")
 
 
 @dataclass(slots=True)
-class Conversation:
+class InputMessages:
     """`lead`: how many messages are the call's own instructions, which nothing may join: a later
     call continues the conversation without them."""
 
@@ -39,7 +39,7 @@ class Conversation:
     messages: list[Json] = field(default_factory=list)
     _turn: _Turn | None = None  # the assistant message that more items may join
 
-    def say(self, role: str, content: Any) -> None:
+    def add_message(self, role: str, content: Any) -> None:
         """A message of somebody else than the assistant."""
         if role == "system" and _is_text(self.messages[self.lead :], content):
             # What developers say before the conversation is one message: many templates take
@@ -49,7 +49,7 @@ class Conversation:
         self.messages.append({"role": role, "content": content})
         self._turn = None
 
-    def answer(self, call_id: str, content: Any) -> None:
+    def add_tool_result(self, call_id: str, content: Any) -> None:
         """A tool's result."""
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         if self._turn is not None:
@@ -107,14 +107,14 @@ class _Turn:
         )
 
 
-def read_input(value: object, instructions: str | None) -> Conversation:
+def read_input(value: object, instructions: str | None) -> InputMessages:
     """Raises BadRequest that names the item."""
-    conversation = Conversation()
+    conversation = InputMessages()
     if instructions:
-        conversation.say("system", instructions)
+        conversation.add_message("system", instructions)
         conversation.lead = 1
     if isinstance(value, str):
-        conversation.say("user", value)
+        conversation.add_message("user", value)
         return conversation
     if not isinstance(value, list):
         raise refusal(
@@ -129,7 +129,7 @@ def read_input(value: object, instructions: str | None) -> Conversation:
     return conversation
 
 
-Reader = Callable[[Conversation, Json, str], None]
+Reader = Callable[[InputMessages, Json, str], None]
 
 
 def _reader(item: Json, where: str) -> Reader:
@@ -154,7 +154,7 @@ def _reader(item: Json, where: str) -> Reader:
     return reader
 
 
-def _message(conversation: Conversation, item: Json, where: str) -> None:
+def _message(conversation: InputMessages, item: Json, where: str) -> None:
     required(item, "role", STRING, where)
     role = one_of(item, "role", _ROLES, where)
     content = item.get("content")
@@ -163,37 +163,37 @@ def _message(conversation: Conversation, item: Json, where: str) -> None:
         conversation.turn(item, "message").add_text("".join(texts))
         return
     role = "system" if role == "developer" else role
-    conversation.say(role, _content(content, f"{where}.content"))
+    conversation.add_message(role, _content(content, f"{where}.content"))
 
 
-def _function_call(conversation: Conversation, item: Json, where: str) -> None:
+def _function_call(conversation: InputMessages, item: Json, where: str) -> None:
     arguments = required(item, "arguments", STRING, where)
     _call(conversation, item, where, arguments)
 
 
-def _custom_call(conversation: Conversation, item: Json, where: str) -> None:
+def _custom_call(conversation: InputMessages, item: Json, where: str) -> None:
     _call(conversation, item, where, custom.as_arguments(required(item, "input", STRING, where)))
 
 
-def _call(conversation: Conversation, item: Json, where: str, arguments: str) -> None:
+def _call(conversation: InputMessages, item: Json, where: str, arguments: str) -> None:
     call_id = required(item, "call_id", STRING, where)
     name = required(item, "name", STRING, where)
     namespace = optional(item, "namespace", STRING, where)
     conversation.turn(item, "call").add_call(call_id, flat_name(name, namespace), arguments)
 
 
-def _call_output(conversation: Conversation, item: Json, where: str) -> None:
+def _call_output(conversation: InputMessages, item: Json, where: str) -> None:
     call_id = required(item, "call_id", STRING, where)
-    conversation.answer(call_id, _content(item.get("output"), f"{where}.output"))
+    conversation.add_tool_result(call_id, _content(item.get("output"), f"{where}.output"))
 
 
-def _reasoning(conversation: Conversation, item: Json, where: str) -> None:
+def _reasoning(conversation: InputMessages, item: Json, where: str) -> None:
     # Without a text it says nothing; a client that dropped it is no worse off.
     if text := reasoning.text_of(item, where):
         conversation.turn(item, "reasoning").add_reasoning(text)
 
 
-def _additional_tools(conversation: Conversation, item: Json, where: str) -> None:
+def _additional_tools(conversation: InputMessages, item: Json, where: str) -> None:
     """Read with the other tools (`responses_tools`); it says nothing."""
 
 

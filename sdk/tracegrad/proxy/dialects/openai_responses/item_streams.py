@@ -11,12 +11,16 @@ from typing import Protocol
 from tracegrad.events import Json
 from tracegrad.proxy.dialects.openai_responses import custom_tools as custom
 from tracegrad.proxy.dialects.openai_responses.logprobs import in_event
-from tracegrad.proxy.dialects.openai_responses.response import Items, reasoning_part, text_part
+from tracegrad.proxy.dialects.openai_responses.response import (
+    OutputItems,
+    reasoning_part,
+    text_part,
+)
 
 Events = list[Json]
 
 
-class Growing(Protocol):
+class ItemStream(Protocol):
     """An item from its beginning to its end."""
 
     def begin(self) -> Events: ...
@@ -26,8 +30,8 @@ class Growing(Protocol):
         ...
 
 
-class GrowingReasoning:
-    def __init__(self, items: Items, position: int) -> None:
+class ReasoningItemStream:
+    def __init__(self, items: OutputItems, position: int) -> None:
         self._items = items
         self._id = items.new_id("rs")
         self._place = {"item_id": self._id, "output_index": position}
@@ -62,8 +66,8 @@ class GrowingReasoning:
         return [done, part, _done(item, self._place)], item
 
 
-class GrowingMessage:
-    def __init__(self, items: Items, position: int) -> None:
+class MessageItemStream:
+    def __init__(self, items: OutputItems, position: int) -> None:
         self._items = items
         self._id = items.new_id("msg")
         self._place = {"item_id": self._id, "output_index": position}
@@ -99,10 +103,10 @@ class GrowingMessage:
         return [done, _part("done", self._place, part), _done(item, self._place)], item
 
 
-class GrowingCall:
+class FunctionCallItemStream:
     """A call of a function."""
 
-    def __init__(self, items: Items, position: int, call_id: str, name: str) -> None:
+    def __init__(self, items: OutputItems, position: int, call_id: str, name: str) -> None:
         self._items = items
         self._id = items.new_id("fc")
         self._call = (call_id, name)
@@ -133,15 +137,15 @@ class GrowingCall:
         return [done, _done(item, self._place)], item
 
 
-class GrowingCustomCall:
+class CustomToolCallItemStream:
     """A call of a custom tool: its input is read from the arguments as they come."""
 
-    def __init__(self, items: Items, position: int, call_id: str, name: str) -> None:
+    def __init__(self, items: OutputItems, position: int, call_id: str, name: str) -> None:
         self._items = items
         self._id = items.new_id("ctc")
         self._call = (call_id, name)
         self._place = {"item_id": self._id, "output_index": position}
-        self._reader = custom.TextReader()
+        self._reader = custom.CustomInputReader()
         self._input: list[str] = []
 
     def begin(self) -> Events:

@@ -13,7 +13,7 @@ from typing import Any
 from tracegrad.events import Json
 
 
-class TextTokens:
+class TextLogprobs:
     """Tokens whose text has not been told yet."""
 
     def __init__(self) -> None:

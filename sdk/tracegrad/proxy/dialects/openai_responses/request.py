@@ -11,10 +11,10 @@ from typing import Any
 
 import orjson
 
-from tracegrad.chat.content_parts import media_in
+from tracegrad.chat.content_parts import media_untrainable_reason
 from tracegrad.chat.sampling_params import DEFAULTS
 from tracegrad.events import Json
-from tracegrad.proxy.dialects.base import Call, Shown
+from tracegrad.proxy.dialects.base import Call, VisibleFields
 from tracegrad.proxy.dialects.body_checks import (
     BOOL,
     INTEGER,
@@ -36,7 +36,7 @@ from tracegrad.proxy.dialects.openai_responses.field_checks import (
 from tracegrad.proxy.dialects.openai_responses.input_items import read_input
 from tracegrad.proxy.dialects.openai_responses.response import whole_response
 from tracegrad.proxy.dialects.openai_responses.response_ids import turn_of_response
-from tracegrad.proxy.dialects.openai_responses.stream import ResponseEvents, error_type
+from tracegrad.proxy.dialects.openai_responses.stream import ResponsesStreamWriter, error_type
 from tracegrad.proxy.dialects.openai_responses.tools import choose, tools_of
 from tracegrad.proxy.http.errors import ApiError, BadRequest
 
@@ -131,7 +131,7 @@ _CLIENTS_NAMES = {
 _KNOWN = {"input", "tool_choice", "include_reasoning", *_READ, *_NO_EFFECT, *_REFUSED, *_PASSED_ON}
 
 
-class Responses:
+class OpenAIResponsesDialect:
     name = "responses"
 
     def parse(self, raw: bytes, path: Mapping[str, Any], query: Mapping[str, str]) -> Call:
@@ -145,20 +145,20 @@ class Responses:
             request=request,
             body={"messages": conversation.messages, **_settings(request, include)},
             stream=bool(request.get("stream")),
-            shown=Shown(
+            visible=VisibleFields(
                 logprobs=_LOGPROBS in include,
                 reasoning=request.get("include_reasoning") is not False,
             ),
             previous=previous,
             instructions=conversation.lead,
-            untrainable=media_in(conversation.messages),
+            untrainable=media_untrainable_reason(conversation.messages),
         )
 
     def answer(self, call: Call, answer: Json) -> bytes:
         return whole_response(call, answer)
 
-    def writer(self, call: Call) -> ResponseEvents:
-        return ResponseEvents(call)
+    def writer(self, call: Call) -> ResponsesStreamWriter:
+        return ResponsesStreamWriter(call)
 
     def error(self, error: ApiError) -> bytes:
         """OpenAI's shape, whatever shape the engine's own refusal has."""

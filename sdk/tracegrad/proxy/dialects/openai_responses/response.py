@@ -13,7 +13,7 @@ from tracegrad.events import Json
 from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.dialects.openai_responses import custom_tools as custom
 from tracegrad.proxy.dialects.openai_responses import reasoning as reasoning
-from tracegrad.proxy.dialects.openai_responses.logprobs import TextTokens, entries_of, in_item
+from tracegrad.proxy.dialects.openai_responses.logprobs import TextLogprobs, entries_of, in_item
 from tracegrad.proxy.dialects.openai_responses.response_ids import item_id, response_id
 from tracegrad.proxy.dialects.openai_responses.tools import tools_of
 
@@ -32,7 +32,7 @@ _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"
 ABORTED = "the engine gave up this answer before its end; send the request again"
 
 
-class Envelope:
+class ResponseEnvelope:
     """The `response` object of one call, but for what changes while it is answered.
 
     What repeats the request is encoded once: a stream tells it three times, and tools are long.
@@ -101,7 +101,7 @@ def incomplete_reason(finish_reason: str | None) -> str | None:
     return _INCOMPLETE.get(finish_reason or "")
 
 
-class Items:
+class OutputItems:
     """Makes the output items of one call."""
 
     def __init__(self, call: Call) -> None:
@@ -172,7 +172,7 @@ def whole_response(call: Call, answer: Json) -> bytes:
     choice = answer["choices"][0]
     finish_reason = choice.get("finish_reason")
     items = _items_of(call, choice, cut=incomplete_reason(finish_reason) is not None)
-    response = Envelope(call).ended(
+    response = ResponseEnvelope(call).ended(
         finish_reason, items, usage=answer.get("usage"), model=answer.get("model")
     )
     return orjson.dumps(response)
@@ -180,7 +180,7 @@ def whole_response(call: Call, answer: Json) -> bytes:
 
 def _items_of(call: Call, choice: Json, *, cut: bool) -> list[Json]:
     """The items of a whole answer; of an answer that was cut the last one is incomplete."""
-    items = Items(call)
+    items = OutputItems(call)
     message = choice["message"]
     thought = message.get("reasoning") or ""
     text = message.get("content") or ""
@@ -191,8 +191,8 @@ def _items_of(call: Call, choice: Json, *, cut: bool) -> list[Json]:
     def status(position: int) -> str:
         return "incomplete" if cut and position == last else "completed"
 
-    tokens = TextTokens()
-    if call.shown.logprobs:
+    tokens = TextLogprobs()
+    if call.visible.logprobs:
         tokens.add(entries_of(choice))
     output: list[Json] = []
     if thought:

@@ -18,40 +18,47 @@ import orjson
 from tracegrad.events import Json
 from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.dialects.openai_responses.item_streams import (
-    Growing,
-    GrowingCall,
-    GrowingCustomCall,
-    GrowingMessage,
-    GrowingReasoning,
+    CustomToolCallItemStream,
+    FunctionCallItemStream,
+    ItemStream,
+    MessageItemStream,
+    ReasoningItemStream,
 )
-from tracegrad.proxy.dialects.openai_responses.logprobs import TextTokens, entries_of
+from tracegrad.proxy.dialects.openai_responses.logprobs import TextLogprobs, entries_of
 from tracegrad.proxy.dialects.openai_responses.response import (
-    Envelope,
-    Items,
+    OutputItems,
+    ResponseEnvelope,
     call_id_of,
     incomplete_reason,
 )
-from tracegrad.proxy.http.errors import TOO_LONG, ApiError
+from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 
 # Codes that clients act on when a response fails; all else is the server's fault.
-_FAILURE_CODES = (TOO_LONG, "rate_limit_exceeded", "insufficient_quota", "invalid_prompt")
+_FAILURE_CODES = (
+    CONTEXT_LENGTH_EXCEEDED,
+    "rate_limit_exceeded",
+    "insufficient_quota",
+    "invalid_prompt",
+)
 
 
-class ResponseEvents:
+class ResponsesStreamWriter:
     """The StreamWriter of one call."""
 
     content_type = "text/event-stream; charset=utf-8"
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._envelope = Envelope(call)
-        self._items = Items(call)
+        self._envelope = ResponseEnvelope(call)
+        self._items = OutputItems(call)
         self._sequence = 0
         self._begun = False
-        self._growing: Growing | None = None
-        self._calls: dict[int, GrowingCall | GrowingCustomCall] = {}  # by the engine's index
+        self._growing: ItemStream | None = None
+        self._calls: dict[
+            int, FunctionCallItemStream | CustomToolCallItemStream
+        ] = {}  # by the engine's index
         self._output: list[Json] = []
-        self._tokens = TextTokens()
+        self._tokens = TextLogprobs()
         self._finish_reason: str | None = None
         self._usage: Any = None
         self._model: str | None = None
@@ -121,7 +128,7 @@ class ResponseEvents:
         self._model = chunk.get("model") or self._model
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk.get("choices") or ():
-            if self._call.shown.logprobs:
+            if self._call.visible.logprobs:
                 self._tokens.add(entries_of(choice))
             self._tell(choice.get("delta") or {}, events)
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
@@ -138,26 +145,28 @@ class ResponseEvents:
             if arguments := function.get("arguments"):
                 events += growing.add(arguments)
 
-    def _reasoning(self, events: list[Json]) -> GrowingReasoning:
-        if not isinstance(self._growing, GrowingReasoning):
-            self._open(GrowingReasoning(self._items, self._next()), events)
-        assert isinstance(self._growing, GrowingReasoning)
+    def _reasoning(self, events: list[Json]) -> ReasoningItemStream:
+        if not isinstance(self._growing, ReasoningItemStream):
+            self._open(ReasoningItemStream(self._items, self._next()), events)
+        assert isinstance(self._growing, ReasoningItemStream)
         return self._growing
 
-    def _message(self, events: list[Json]) -> GrowingMessage:
-        if not isinstance(self._growing, GrowingMessage):
-            self._open(GrowingMessage(self._items, self._next()), events)
-        assert isinstance(self._growing, GrowingMessage)
+    def _message(self, events: list[Json]) -> MessageItemStream:
+        if not isinstance(self._growing, MessageItemStream):
+            self._open(MessageItemStream(self._items, self._next()), events)
+        assert isinstance(self._growing, MessageItemStream)
         return self._growing
 
     def _called(
         self, call: Json, function: Json, events: list[Json]
-    ) -> GrowingCall | GrowingCustomCall:
+    ) -> FunctionCallItemStream | CustomToolCallItemStream:
         index = call["index"]
         known = self._calls.get(index)
         if known is None:
             name = function.get("name") or ""
-            kind = GrowingCustomCall if self._items.is_custom(name) else GrowingCall
+            kind = (
+                CustomToolCallItemStream if self._items.is_custom(name) else FunctionCallItemStream
+            )
             call_id = call_id_of(call, self._call.turn_id, index)
             known = self._calls[index] = kind(self._items, self._next(), call_id, name)
             self._open(known, events)
@@ -171,7 +180,7 @@ class ResponseEvents:
         """The position of an item that is to be opened."""
         return len(self._output) + (self._growing is not None)
 
-    def _open(self, item: Growing, events: list[Json]) -> None:
+    def _open(self, item: ItemStream, events: list[Json]) -> None:
         self._close(events, "completed")
         self._growing = item
         events += item.begin()

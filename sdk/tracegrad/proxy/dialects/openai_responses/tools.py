@@ -24,7 +24,7 @@ from tracegrad.proxy.dialects.openai_responses.field_checks import (
 )
 from tracegrad.proxy.http.errors import BadRequest
 
-_MEND = {
+_FIX = {
     "web_search": ' (Codex: web_search = "disabled" in config.toml)',
     "local_shell": "; a function that takes the command does the same",
     "shell": "; a function that takes the command does the same",
@@ -33,7 +33,7 @@ _MEND = {
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class ResponsesTool:
     """`name` and `namespace` are the client's, `function` is canonical."""
 
     name: str
@@ -51,13 +51,13 @@ def flat_name(name: str, namespace: str | None) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def tools_of(request: Json) -> dict[str, Tool]:
+def tools_of(request: Json) -> dict[str, ResponsesTool]:
     """All tools of a request by the engine's names, in order. Raises BadRequest.
 
     `additional_tools` are items of the input (Codex has them with OpenAI's newest models);
     an engine's prompt has one place for tools, so they are among the others there.
     """
-    tools: dict[str, Tool] = {}
+    tools: dict[str, ResponsesTool] = {}
     for tool, where in _all(request):
         if tool.flat_name in tools:
             raise refusal(f"'{where}': there is a tool called '{tool.flat_name}' before it.", where)
@@ -65,11 +65,11 @@ def tools_of(request: Json) -> dict[str, Tool]:
     return tools
 
 
-def canonical(tool: Tool) -> Json:
+def canonical(tool: ResponsesTool) -> Json:
     return {"type": "function", "function": tool.function}
 
 
-def choose(request: Json, tools: Mapping[str, Tool]) -> tuple[list[Json], Any]:
+def choose(request: Json, tools: Mapping[str, ResponsesTool]) -> tuple[list[Json], Any]:
     """The canonical `tools` and `tool_choice`; the choice is None where none is to be sent.
 
     Raises BadRequest.
@@ -90,7 +90,7 @@ def choose(request: Json, tools: Mapping[str, Tool]) -> tuple[list[Json], Any]:
     return shown, {"type": "function", "function": {"name": tool.flat_name}}
 
 
-def _allowed(choice: Json, tools: Mapping[str, Tool]) -> tuple[list[Json], str]:
+def _allowed(choice: Json, tools: Mapping[str, ResponsesTool]) -> tuple[list[Json], str]:
     """The engine is shown only what it may call: it has no other way to forbid the rest."""
     required(choice, "mode", STRING, "tool_choice")
     mode: str = one_of(choice, "mode", ("auto", "required"), "tool_choice")
@@ -106,16 +106,19 @@ def _allowed(choice: Json, tools: Mapping[str, Tool]) -> tuple[list[Json], str]:
     return shown, mode
 
 
-def _by_own_name(tools: Mapping[str, Tool]) -> Mapping[str, list[Tool]]:
-    found: dict[str, list[Tool]] = {}
+def _by_own_name(tools: Mapping[str, ResponsesTool]) -> Mapping[str, list[ResponsesTool]]:
+    found: dict[str, list[ResponsesTool]] = {}
     for tool in tools.values():
         found.setdefault(tool.name, []).append(tool)
     return found
 
 
 def _find(
-    named: Json, tools: Mapping[str, Tool], own_names: Mapping[str, list[Tool]], where: str
-) -> Tool:
+    named: Json,
+    tools: Mapping[str, ResponsesTool],
+    own_names: Mapping[str, list[ResponsesTool]],
+    where: str,
+) -> ResponsesTool:
     """The tool that a choice means: by the engine's name, or by its own where that is enough."""
     name = required(named, "name", STRING, where)
     if name in tools:
@@ -127,7 +130,7 @@ def _find(
     raise refusal(f"'{where}.name': '{name}' {problem} of this request.", f"{where}.name")
 
 
-def _all(request: Json) -> Iterator[tuple[Tool, str]]:
+def _all(request: Json) -> Iterator[tuple[ResponsesTool, str]]:
     yield from _listed(request, "")
     items = request.get("input")
     for index, item in enumerate(items if isinstance(items, list) else ()):
@@ -135,7 +138,7 @@ def _all(request: Json) -> Iterator[tuple[Tool, str]]:
             yield from _listed(item, f"input[{index}]")
 
 
-def _listed(owner: Json, where: str) -> Iterator[tuple[Tool, str]]:
+def _listed(owner: Json, where: str) -> Iterator[tuple[ResponsesTool, str]]:
     listed = optional(owner, "tools", LIST, where) or []
     for index, entry in enumerate(listed):
         name = f"{where}.tools[{index}]" if where else f"tools[{index}]"
@@ -146,7 +149,7 @@ def _listed(owner: Json, where: str) -> Iterator[tuple[Tool, str]]:
             yield _tool(tool, name, None), name
 
 
-def _namespace(space: Json, where: str) -> Iterator[tuple[Tool, str]]:
+def _namespace(space: Json, where: str) -> Iterator[tuple[ResponsesTool, str]]:
     namespace = required(space, "name", STRING, where)
     # Said once: with its first tool.
     about = optional(space, "description", STRING, where)
@@ -156,7 +159,7 @@ def _namespace(space: Json, where: str) -> Iterator[tuple[Tool, str]]:
         about = None
 
 
-def _tool(tool: Json, where: str, namespace: str | None, about: str | None = None) -> Tool:
+def _tool(tool: Json, where: str, namespace: str | None, about: str | None = None) -> ResponsesTool:
     kind = required(tool, "type", STRING, where)
     if kind not in ("function", "custom"):
         raise _not_served(kind, where)
@@ -180,7 +183,7 @@ def _tool(tool: Json, where: str, namespace: str | None, about: str | None = Non
         function["parameters"] = schema or {"type": "object", "properties": {}}
         if optional(tool, "strict", BOOL, where):
             function["strict"] = True
-    return Tool(name, namespace, kind == "custom", function)
+    return ResponsesTool(name, namespace, kind == "custom", function)
 
 
 def _grammar(tool: Json, where: str) -> tuple[str, str] | None:
@@ -216,7 +219,7 @@ def _check_how_it_runs(tool: Json, where: str) -> None:
 def _not_served(kind: str, where: str) -> BadRequest:
     return refusal(
         f"'{where}': tools of type '{kind}' are not served, only 'function', 'custom' and "
-        f"'namespace' are. Take it out of the request{_MEND.get(kind, '')}.",
+        f"'namespace' are. Take it out of the request{_FIX.get(kind, '')}.",
         where,
         code="unsupported_value",
     )

@@ -1,6 +1,19 @@
 """Who answers the calls: engines over HTTP, or any provider through litellm."""
 
-from tracegrad.proxy.engine.upstreams.base import Capabilities, Incoming, Queue, Timeouts, Upstream
-from tracegrad.proxy.engine.upstreams.pool import Upstreams
+from tracegrad.proxy.engine.upstreams.base import (
+    Capabilities,
+    QueueLimits,
+    Upstream,
+    UpstreamResponse,
+    UpstreamTimeouts,
+)
+from tracegrad.proxy.engine.upstreams.pool import UpstreamPool
 
-__all__ = ["Capabilities", "Incoming", "Queue", "Timeouts", "Upstream", "Upstreams"]
+__all__ = [
+    "Capabilities",
+    "QueueLimits",
+    "Upstream",
+    "UpstreamPool",
+    "UpstreamResponse",
+    "UpstreamTimeouts",
+]

@@ -27,7 +27,7 @@ TEXT_ONLY = Capabilities(tokens=False, exact_prompts=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Timeouts:
+class UpstreamTimeouts:
     """Seconds. `read_s` is the longest silence, before an answer and inside one: an answer that
     does not stream is silent until it is complete."""
 
@@ -36,14 +36,14 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
+class QueueLimits:
     """How many calls wait at most while no server is there, and for how many seconds each."""
 
     max_waiting: int = 4096
     max_wait_s: float = 300.0
 
 
-class Incoming:
+class UpstreamResponse:
     """An answer that is coming in, its first bytes here already; to be read once, either way.
 
     Reading raises ApiError: 502 when the answer breaks off, 504 when it stops coming.
@@ -59,7 +59,7 @@ class Incoming:
         self._chunks = chunks
 
     @property
-    def content(self) -> Incoming:
+    def content(self) -> UpstreamResponse:
         """Where aiohttp's responses have their `iter_any`."""
         return self
 
@@ -89,7 +89,7 @@ class Upstream(Protocol):
         body: bytes | None,
         headers: Mapping[str, str],
         sticky: str | None = None,
-    ) -> AbstractAsyncContextManager[Incoming]:
+    ) -> AbstractAsyncContextManager[UpstreamResponse]:
         """The answer, whatever its status. Leaving early hangs up, which ends the work up there.
 
         `sticky`: the rollout, or None for a call without a name. Raises ApiError.

@@ -25,15 +25,15 @@ from tracegrad.proxy.engine.upstreams.base import (
     MODELS_PATH,
     TEXT_ONLY,
     Capabilities,
-    Incoming,
-    Timeouts,
+    UpstreamResponse,
+    UpstreamTimeouts,
 )
 from tracegrad.proxy.http import sse
-from tracegrad.proxy.http.errors import TOO_LONG, ApiError, BadRequest
+from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, BadRequest
 
 # 1.82.7 and 1.82.8 were somebody else's, made to steal keys.
 OLDEST = (1, 83, 0)
-MEND = "pip install 'tracegrad[litellm]'"
+FIX = "pip install 'tracegrad[litellm]'"
 
 # Read at its import and later. No look-up of prices or of Anthropic's headers on the network, no
 # .env file of whatever folder this runs in. Over aiohttp it neither hangs up on a provider when a
@@ -54,7 +54,7 @@ _KINDS = {
 }
 
 
-class LiteLLM:
+class LiteLLMUpstream:
     """Models by litellm's names (`anthropic/claude-…`), for chat completions.
 
     Its failures come with the provider's status; nothing is tried again here.
@@ -66,19 +66,19 @@ class LiteLLM:
         model: str | None = None,
         api_base: str | None = None,
         api_key: str | None = None,
-        timeouts: Timeouts | None = None,
+        timeouts: UpstreamTimeouts | None = None,
     ) -> None:
         """`model` is named in the list of models, and serves calls that name none. `api_base`
         and `api_key`: without them litellm's own places, such as OPENAI_API_KEY."""
         self.capabilities: Capabilities = TEXT_ONLY
         self._model = model
         self._endpoint = {"api_base": api_base, "api_key": api_key}
-        self._silence_s = (timeouts or Timeouts()).read_s
+        self._silence_s = (timeouts or UpstreamTimeouts()).read_s
         self._litellm: Any = None
 
     def open(self) -> None:
         """Raises ValueError that says what to install."""
-        self._litellm = load()
+        self._litellm = import_litellm()
 
     async def close(self) -> None:
         if self._litellm is None:
@@ -98,7 +98,7 @@ class LiteLLM:
         body: bytes | None,
         headers: Mapping[str, str],
         sticky: str | None = None,
-    ) -> AsyncIterator[Incoming]:
+    ) -> AsyncIterator[UpstreamResponse]:
         """As `Upstream.request`. The client's own key goes nowhere: it is this proxy's.
         Raises BadRequest for what litellm cannot be asked, ApiError for the provider's refusal."""
         if (method, path) == ("GET", MODELS_PATH):
@@ -110,11 +110,11 @@ class LiteLLM:
             )
         said = await self._ask(orjson.loads(body or b"{}"))
         if not hasattr(said, "__aiter__"):
-            yield _incoming(orjson.dumps(shapes.whole(said.model_dump())))
+            yield _incoming(orjson.dumps(shapes.chat_completion(said.model_dump())))
             return
         events = self._events(said)
         try:
-            yield Incoming(200, {"content-type": "text/event-stream"}, events)
+            yield UpstreamResponse(200, {"content-type": "text/event-stream"}, events)
         finally:
             await events.aclose()
             await _hang_up(said)
@@ -136,7 +136,7 @@ class LiteLLM:
                 "model: name one as litellm does, with its provider: anthropic/claude-…",
                 param="model",
             )
-        keywords = shapes.keywords(body)
+        keywords = shapes.completion_kwargs(body)
         with self._told():
             async with asyncio.timeout(self._silence_s):
                 return await self._litellm.acompletion(
@@ -163,7 +163,7 @@ class LiteLLM:
                 raise ApiError(
                     502, "the provider broke off its answer: it has no end", kind="upstream_error"
                 )
-            yield sse.event(orjson.dumps(shapes.chunk(told)))
+            yield sse.encode_event(orjson.dumps(shapes.chat_completion_chunk(told)))
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -178,17 +178,17 @@ class LiteLLM:
             raise _api_error(error, self._litellm, self._silence_s) from error
 
 
-def load() -> Any:
+def import_litellm() -> Any:
     """The litellm package, told to keep to itself. Raises ValueError that says what to install."""
     try:
         version = importlib.metadata.version("litellm")
     except importlib.metadata.PackageNotFoundError:
-        raise ValueError(f"upstream_kind: litellm is not installed: {MEND}") from None
+        raise ValueError(f"upstream_kind: litellm is not installed: {FIX}") from None
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise ValueError(
             f"upstream_kind: litellm {version} is older than {oldest}, and two versions before"
-            f" that steal keys: {MEND}"
+            f" that steal keys: {FIX}"
         )
     os.environ.update(_ENVIRONMENT)
     litellm: Any = importlib.import_module("litellm")
@@ -200,11 +200,11 @@ def load() -> Any:
     return litellm
 
 
-def _incoming(answer: bytes) -> Incoming:
+def _incoming(answer: bytes) -> UpstreamResponse:
     async def once() -> AsyncIterator[bytes]:
         yield answer
 
-    return Incoming(200, {"content-type": "application/json"}, once())
+    return UpstreamResponse(200, {"content-type": "application/json"}, once())
 
 
 async def _hang_up(stream: Any) -> None:
@@ -219,7 +219,7 @@ async def _hang_up(stream: Any) -> None:
 def _api_error(error: Exception, litellm: Any, silence_s: float) -> ApiError:
     message = str(getattr(error, "message", None) or error)
     if isinstance(error, litellm.ContextWindowExceededError):
-        return BadRequest(message, param="messages", code=TOO_LONG)
+        return BadRequest(message, param="messages", code=CONTEXT_LENGTH_EXCEEDED)
     if isinstance(error, litellm.Timeout):
         return _silent(silence_s)
     status = getattr(error, "status_code", None)

@@ -46,7 +46,7 @@ _USAGE = (
 _HEAD = ("id", "object", "created", "model")
 
 
-def keywords(body: Json) -> Json:
+def completion_kwargs(body: Json) -> Json:
     """A canonical body as keywords of `litellm.acompletion`. Raises BadRequest for others."""
     given: Json = {}
     for name, value in body.items():
@@ -62,7 +62,7 @@ def keywords(body: Json) -> Json:
     return {**given, "messages": [_sent(message) for message in body["messages"]]}
 
 
-def whole(answer: Json) -> Json:
+def chat_completion(answer: Json) -> Json:
     """A `chat.completion` in canonical form."""
     choices = [
         {**_rest_of(choice), "message": _said(choice["message"])} for choice in answer["choices"]
@@ -70,7 +70,7 @@ def whole(answer: Json) -> Json:
     return {**_head(answer), "choices": choices, "usage": _usage(answer.get("usage"))}
 
 
-def chunk(part: Json) -> Json:
+def chat_completion_chunk(part: Json) -> Json:
     """A `chat.completion.chunk` in canonical form; usage comes in one without choices."""
     usage = _usage(part.get("usage"))
     choices = [

@@ -9,18 +9,18 @@ from typing import Any, Literal
 
 import aiohttp
 
-from tracegrad.proxy.engine.fair_queue import NoRoom, WaitingCalls
+from tracegrad.proxy.engine.fair_queue import FairQueue, QueueFull
 from tracegrad.proxy.engine.upstreams.base import (
     MODELS_PATH,
     TEXT_ONLY,
     VLLM,
     Capabilities,
-    Incoming,
-    Queue,
-    Timeouts,
+    QueueLimits,
+    UpstreamResponse,
+    UpstreamTimeouts,
 )
-from tracegrad.proxy.engine.upstreams.replica import Admit, Dropped, Refused, Replica
-from tracegrad.proxy.engine.upstreams.router import Placement
+from tracegrad.proxy.engine.upstreams.replica import Admit, Replica, ReplicaDropped, ReplicaRefused
+from tracegrad.proxy.engine.upstreams.router import UpstreamRouter
 from tracegrad.proxy.engine.upstreams.session import session_to
 from tracegrad.proxy.http.errors import ApiError, Unavailable
 
@@ -32,7 +32,7 @@ KEEPALIVE_S = 3.0
 DROPS = 3
 
 
-class Upstreams:
+class UpstreamPool:
     """One or several servers of the same model, with one key.
 
     Nothing of an answer has been seen before its first byte, so until then a call may go to
@@ -45,8 +45,8 @@ class Upstreams:
         *,
         kind: Literal["vllm", "openai"] = "vllm",
         api_key: str | None = None,
-        timeouts: Timeouts | None = None,
-        queue: Queue | None = None,
+        timeouts: UpstreamTimeouts | None = None,
+        queue: QueueLimits | None = None,
         admit: Admit | None = None,
     ) -> None:
         """`urls`: base URLs without `/v1`. `kind`: openai for any compatible server but vLLM.
@@ -59,12 +59,12 @@ class Upstreams:
         self._urls = urls
         self._health = "/health" if kind == "vllm" else MODELS_PATH
         self._own = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._timeouts = timeouts or Timeouts()
-        self._queue = queue or Queue()
+        self._timeouts = timeouts or UpstreamTimeouts()
+        self._queue = queue or QueueLimits()
         self._admit = admit
-        self._waiting = WaitingCalls(self._queue.max_waiting)
+        self._waiting = FairQueue(self._queue.max_waiting)
         self._replicas: list[Replica] = []
-        self._placement = Placement[Replica]([])
+        self._placement = UpstreamRouter[Replica]([])
 
     def open(self) -> None:
         # No limit on the whole: an answer takes as long as it takes, and a client that no longer
@@ -83,7 +83,7 @@ class Upstreams:
             )
             for url in self._urls
         ]
-        self._placement = Placement(self._replicas)
+        self._placement = UpstreamRouter(self._replicas)
 
     async def close(self) -> None:
         for replica in self._replicas:
@@ -103,7 +103,7 @@ class Upstreams:
         body: bytes | None,
         headers: Mapping[str, str],
         sticky: str | None = None,
-    ) -> AsyncIterator[Incoming]:
+    ) -> AsyncIterator[UpstreamResponse]:
         """As `Upstream.request`. Raises ApiError: Unavailable when nobody answers in time, 504
         for a silent server, 502 for a broken one."""
         if self._own:
@@ -133,7 +133,7 @@ class Upstreams:
         headers: Mapping[str, str],
         sticky: str | None,
         patience_s: float,
-    ) -> tuple[Replica, aiohttp.ClientResponse, Incoming]:
+    ) -> tuple[Replica, aiohttp.ClientResponse, UpstreamResponse]:
         deadline: float | None = None
         drops = 0
         while True:
@@ -144,11 +144,11 @@ class Upstreams:
                 await self._wait(sticky, deadline - now)
                 continue
             try:
-                response, answer = await replica.ask(method, path, body, headers)
+                response, answer = await replica.request(method, path, body, headers)
                 return replica, response, answer
-            except Refused as error:
+            except ReplicaRefused as error:
                 replica.mark_down(str(error))
-            except Dropped as error:
+            except ReplicaDropped as error:
                 drops += 1
                 if drops == DROPS:
                     raise _given_up(replica, error) from error
@@ -160,7 +160,7 @@ class Upstreams:
             raise self._unavailable()
         try:
             await self._waiting.wait(sticky, seconds)
-        except NoRoom as error:
+        except QueueFull as error:
             raise self._unavailable(f"{len(self._waiting)} calls wait for it already") from error
         except TimeoutError as error:
             raise self._unavailable() from error
@@ -170,6 +170,6 @@ class Upstreams:
         return Unavailable("; ".join([*faults, *more]), code="upstream_unreachable")
 
 
-def _given_up(replica: Replica, error: Dropped) -> ApiError:
+def _given_up(replica: Replica, error: ReplicaDropped) -> ApiError:
     message = f"{DROPS} times an engine took this call and gave no answer, last {replica.url}"
     return ApiError(502, f"{message}: {error}", kind="upstream_error", code="upstream_dropped")

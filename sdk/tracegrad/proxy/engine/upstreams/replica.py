@@ -10,16 +10,16 @@ from functools import lru_cache
 import aiohttp
 from yarl import URL
 
-from tracegrad.proxy.engine.upstreams.base import Incoming
+from tracegrad.proxy.engine.upstreams.base import UpstreamResponse
 from tracegrad.proxy.http.errors import ApiError
 from tracegrad.urls import http_base
 
 log = logging.getLogger("tracegrad.proxy")
 
 # Seconds between looks at a server that is down: doubling, up to the longest.
-FIRST_LOOK_S = 0.1
-LONGEST_LOOK_S = 2.0
-LOOK_TIMEOUT_S = 5.0
+FIRST_PROBE_S = 0.1
+MAX_PROBE_INTERVAL_S = 2.0
+PROBE_TIMEOUT_S = 5.0
 
 # What vLLM says when its engine process has died under the server, which then shuts down.
 ENGINE_DIED = b"EngineCore encountered an issue"
@@ -27,11 +27,11 @@ ENGINE_DIED = b"EngineCore encountered an issue"
 Admit = Callable[[str], Awaitable[bool]]
 
 
-class Refused(Exception):
+class ReplicaRefused(Exception):
     """Nobody took the request."""
 
 
-class Dropped(Exception):
+class ReplicaDropped(Exception):
     """The server took the request and went away without a byte of an answer."""
 
 
@@ -66,9 +66,9 @@ class Replica:
     def up(self) -> bool:
         return self.fault is None
 
-    async def ask(
+    async def request(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
-    ) -> tuple[aiohttp.ClientResponse, Incoming]:
+    ) -> tuple[aiohttp.ClientResponse, UpstreamResponse]:
         """The response, to be closed, and what there is to read of it: its first bytes are here.
 
         A stream's headers come before its engine has done anything, so they do not count.
@@ -101,7 +101,7 @@ class Replica:
 
     async def _ask(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
-    ) -> tuple[aiohttp.ClientResponse, Incoming]:
+    ) -> tuple[aiohttp.ClientResponse, UpstreamResponse]:
         # Not followed: a redirect would take the call, and the key, to a server nobody named.
         response = await self._session.request(
             method, _join(self._base, path), data=body, headers=headers, allow_redirects=False
@@ -114,8 +114,10 @@ class Replica:
         if _says_engine_died(response.status, first):
             response.close()
             self.mark_down("its engine process died")
-            raise Dropped("its engine process died")
-        return response, Incoming(response.status, response.headers, self._rest(response, first))
+            raise ReplicaDropped("its engine process died")
+        return response, UpstreamResponse(
+            response.status, response.headers, self._rest(response, first)
+        )
 
     async def _rest(self, response: aiohttp.ClientResponse, chunk: bytes) -> AsyncIterator[bytes]:
         read = response.content.readany
@@ -133,13 +135,13 @@ class Replica:
             # Waiting mends no certificate.
             return _upstream_error(f"the engine at {self.url} cannot be trusted: {reason}")
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-            return Refused(reason)
+            return ReplicaRefused(reason)
         if isinstance(error, TimeoutError):
             # Overloaded or hanging? A look will tell.
             self.mark_down(reason)
             return self._silent()
         if isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError):
-            return Dropped(reason)
+            return ReplicaDropped(reason)
         return _upstream_error(f"the engine at {self.url} does not speak HTTP: {reason}")
 
     def _broken_off(self, error: Exception) -> ApiError:
@@ -155,16 +157,16 @@ class Replica:
 
     async def _look_until_back(self) -> None:
         loop = asyncio.get_running_loop()
-        since, pause = loop.time(), FIRST_LOOK_S
+        since, pause = loop.time(), FIRST_PROBE_S
         while not await self._is_back():
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_LOOK_S)
+            pause = min(2 * pause, MAX_PROBE_INTERVAL_S)
         self.fault = None
         log.warning("the engine at %s is back after %.1f s", self.url, loop.time() - since)
         self._on_return()
 
     async def _is_back(self) -> bool:
-        timeout = aiohttp.ClientTimeout(total=LOOK_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
         url = _join(self._base, self._health)
         try:
             async with self._session.get(url, headers=self._headers, timeout=timeout) as answer:

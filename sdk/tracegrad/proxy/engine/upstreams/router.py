@@ -23,7 +23,7 @@ REMEMBERED = 16_384
 MARGIN = 8
 
 
-class Server(Protocol):
+class RoutedServer(Protocol):
     @property
     def up(self) -> bool: ...
 
@@ -31,10 +31,10 @@ class Server(Protocol):
     def in_flight(self) -> int: ...
 
 
-ServerT = TypeVar("ServerT", bound=Server)
+ServerT = TypeVar("ServerT", bound=RoutedServer)
 
 
-class Placement(Generic[ServerT]):
+class UpstreamRouter(Generic[ServerT]):
     def __init__(self, servers: Sequence[ServerT], remembered: int = REMEMBERED) -> None:
         self._servers = servers
         self._remembered = remembered

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tracegrad.events import SpanEnded
+from tracegrad.events import Span
 from tracegrad.proxy.otel.semconv import openinference, opentelemetry, traceloop
 from tracegrad.proxy.otel.semconv.chat_completion import LlmCall
 
@@ -12,7 +12,7 @@ _MODEL = "gen_ai.request.model"
 _PREFIXES = ("gen_ai.", "openinference.", "traceloop.", "llm.")
 
 
-def llm_call(span: SpanEnded) -> LlmCall | None:
+def llm_call(span: Span) -> LlmCall | None:
     """The call that the span tells of; None for a span that is none.
 
     Many spans carry names of several conventions. The one that its library wrote for decides.
@@ -33,6 +33,6 @@ def llm_call(span: SpanEnded) -> LlmCall | None:
     return traceloop.read(span) if flat else opentelemetry.read(span)
 
 
-def is_genai(span: SpanEnded) -> bool:
+def is_genai(span: Span) -> bool:
     """Whether the span is an agent's at all: a model's call, a tool, a chain, a retriever."""
     return any(name.startswith(_PREFIXES) for name in span.attributes)

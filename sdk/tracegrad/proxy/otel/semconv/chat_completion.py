@@ -12,7 +12,7 @@ import orjson
 from tracegrad.chat.content_parts import content_of, media_part, text_part
 from tracegrad.events import Json
 from tracegrad.proxy.dialects.body_checks import check_types
-from tracegrad.proxy.dialects.openai_chat import KINDS, check_common
+from tracegrad.proxy.dialects.openai_chat import FIELD_TYPES, check_common
 from tracegrad.proxy.http.errors import BadRequest
 from tracegrad.store.encoding.blobs import dump_json
 
@@ -80,7 +80,7 @@ def _can_be(name: str, value: Any) -> bool:
     if value is None:
         return False
     try:
-        check_types({name: value}, KINDS)
+        check_types({name: value}, FIELD_TYPES)
         check_common({name: value})
     except BadRequest:
         return False
@@ -162,7 +162,7 @@ def message_of(role: object, content: Any, calls: Sequence[Json] = (), **more: A
     """A message of any role. `content` as chat completions, or vendors, spell it; `more`:
     tool_call_id, name, reasoning."""
     name = role_of(role)
-    said = spelled(content)
+    said = canonical_content(content)
     if name == "assistant":
         return reply(said, calls, str(more.get("reasoning") or ""))
     if name == "tool":
@@ -178,7 +178,7 @@ def role_of(told: object) -> str:
     )
 
 
-def spelled(content: Any) -> str | list[Json]:
+def canonical_content(content: Any) -> str | list[Json]:
     """A content as canonical messages have it: a text, or parts where there is more than text."""
     if content is None:
         return ""

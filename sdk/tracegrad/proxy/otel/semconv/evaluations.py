@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tracegrad.events import SpanEnded
-from tracegrad.proxy.otel.semconv.flat_attributes import in_order, nested
+from tracegrad.events import Span
+from tracegrad.proxy.otel.semconv.flat_attributes import in_index_order, unflatten
 from tracegrad.proxy.otel.semconv.span_events import events_of
 
 _RESULT = "gen_ai.evaluation.result"
@@ -24,7 +24,7 @@ _FLAT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class Evaluation:
     """`key` tells it from the span's others. `whole`: of the whole trace, not of the span.
     `response_id`: the answer that it is of, where it says so."""
 
@@ -35,11 +35,11 @@ class Score:
     response_id: str | None = None
 
 
-def scores_of(span: SpanEnded) -> list[Score]:
+def evaluations_of(span: Span) -> list[Evaluation]:
     return [*_from_events(span), *_from_attributes(span)]
 
 
-def _from_events(span: SpanEnded) -> Iterator[Score]:
+def _from_events(span: Span) -> Iterator[Evaluation]:
     results = (event for event in events_of(span) if event.name == _RESULT)
     for number, (_, told) in enumerate(results):
         value = _value(told, "gen_ai.evaluation.score.value")
@@ -47,20 +47,20 @@ def _from_events(span: SpanEnded) -> Iterator[Score]:
         if value is None or not name:
             continue
         answer = told.get("gen_ai.response.id")
-        yield Score(
+        yield Evaluation(
             f"event.{number}", str(name), value, response_id=str(answer) if answer else None
         )
 
 
-def _from_attributes(span: SpanEnded) -> Iterator[Score]:
+def _from_attributes(span: Span) -> Iterator[Evaluation]:
     for prefix, word, whole in _FLAT:
-        for number, branch in enumerate(in_order(nested(span.attributes, prefix))):
+        for number, branch in enumerate(in_index_order(unflatten(span.attributes, prefix))):
             told = branch.get(word)
             if not isinstance(told, Mapping):
                 continue
             value, name = _value(told, "score"), told.get("name")
             if value is not None and name:
-                yield Score(f"{prefix}.{number}", str(name), value, whole=whole)
+                yield Evaluation(f"{prefix}.{number}", str(name), value, whole=whole)
 
 
 def _value(told: Mapping[str, Any], name: str) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 from tracegrad.events import Json
 
 
-def nested(attributes: Mapping[str, Any], prefix: str) -> Json:
+def unflatten(attributes: Mapping[str, Any], prefix: str) -> Json:
     """What stands below `prefix`, by the parts of its name. A name that is both a value and the
     beginning of others keeps the others."""
     tree: Json = {}
@@ -28,7 +28,7 @@ def nested(attributes: Mapping[str, Any], prefix: str) -> Json:
     return tree
 
 
-def in_order(tree: Any) -> list[Json]:
+def in_index_order(tree: Any) -> list[Json]:
     """The branches named by numbers, by their numbers; however far apart these are."""
     numbered = sorted(_numbered(tree), key=lambda pair: pair[0])
     return [branch for _, branch in numbered if isinstance(branch, dict)]

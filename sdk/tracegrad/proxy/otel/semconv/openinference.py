@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tracegrad.events import Json, SpanEnded
+from tracegrad.events import Json, Span
 from tracegrad.proxy.otel.semconv.chat_completion import (
     LlmCall,
     first,
@@ -24,7 +24,7 @@ from tracegrad.proxy.otel.semconv.chat_completion import (
     url_part,
     usage_of,
 )
-from tracegrad.proxy.otel.semconv.flat_attributes import in_order, nested
+from tracegrad.proxy.otel.semconv.flat_attributes import in_index_order, unflatten
 
 KIND = "openinference.span.kind"
 
@@ -38,7 +38,7 @@ _SETTINGS = (
 )
 
 
-def read(span: SpanEnded) -> LlmCall:
+def read(span: Span) -> LlmCall:
     told = span.attributes
     asked, answered = _object(told.get("input.value")), _object(told.get("output.value"))
     wished = _object(told.get("llm.invocation_parameters"))
@@ -64,19 +64,19 @@ def read(span: SpanEnded) -> LlmCall:
 
 
 def _flat(told: Mapping[str, Any], prefix: str) -> list[Json]:
-    branches = in_order(nested(told, prefix))
+    branches = in_index_order(unflatten(told, prefix))
     return [each["message"] for each in branches if isinstance(each.get("message"), dict)]
 
 
 def _message(told: Json) -> Json:
     calls: list[Json] = []
-    for each in in_order(told.get("tool_calls")):
+    for each in in_index_order(told.get("tool_calls")):
         call = _branch(each, "tool_call")
         function = _branch(call, "function")
         calls.append(tool_call(call.get("id"), function.get("name"), function.get("arguments")))
     if not calls and (name := told.get("function_call_name")):
         calls.append(tool_call(None, name, told.get("function_call_arguments_json")))
-    contents = [_branch(each, "message_content") for each in in_order(told.get("contents"))]
+    contents = [_branch(each, "message_content") for each in in_index_order(told.get("contents"))]
     thought = [_text(each) for each in contents if each.get("type") == "reasoning"]
     parts = [_part(each) for each in contents if each.get("type") not in ("reasoning", "tool_use")]
     return message_of(
@@ -108,7 +108,7 @@ def _branch(tree: Any, name: str) -> Json:
 
 
 def _tools(told: Mapping[str, Any], wished: Json) -> list[Json]:
-    branches = [_branch(each, "tool") for each in in_order(nested(told, "llm.tools"))]
+    branches = [_branch(each, "tool") for each in in_index_order(unflatten(told, "llm.tools"))]
     found = (function_tool(parsed(each.get("json_schema"))) for each in branches)
     return [tool for tool in found if tool is not None] or function_tools(wished.get("tools"))
 
@@ -118,7 +118,8 @@ def _asked(asked: Json, told: Mapping[str, Any]) -> list[Json]:
     if messages := objects(asked.get("messages")):
         return [_of_chat(each) for each in messages]
     prompts = [
-        _branch(each, "prompt").get("text") for each in in_order(nested(told, "llm.prompts"))
+        _branch(each, "prompt").get("text")
+        for each in in_index_order(unflatten(told, "llm.prompts"))
     ]
     if prompts:
         return [message_of("user", text) for text in prompts]
@@ -131,7 +132,8 @@ def _choices_of(answered: Json, told: Mapping[str, Any]) -> list[Json]:
     if choices:
         return [_of_chat(each) for each in choices if isinstance(each, dict)]
     flat = (
-        _branch(each, "completion").get("text") for each in in_order(nested(told, "llm.choices"))
+        _branch(each, "completion").get("text")
+        for each in in_index_order(unflatten(told, "llm.choices"))
     )
     if texts := [text for text in flat if text is not None]:
         return [message_of("assistant", text) for text in texts]

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tracegrad.events import Json, SpanEnded
+from tracegrad.events import Json, Span
 from tracegrad.proxy.otel.semconv.chat_completion import (
     LlmCall,
+    canonical_content,
     first,
     function_tools,
     message_of,
@@ -23,13 +24,12 @@ from tracegrad.proxy.otel.semconv.chat_completion import (
     request_of,
     response_of,
     role_of,
-    spelled,
     tool_call,
     tool_message,
     url_part,
     usage_of,
 )
-from tracegrad.proxy.otel.semconv.span_events import Event, events_of
+from tracegrad.proxy.otel.semconv.span_events import SpanEvent, events_of
 
 OPERATION = "gen_ai.operation.name"
 LLM_OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
@@ -59,7 +59,7 @@ _REASONING = ("gen_ai.usage.reasoning.output_tokens", "gen_ai.usage.reasoning_to
 _FINISH = ("gen_ai.response.finish_reasons", "gen_ai.response.finish_reason")
 
 
-def read(span: SpanEnded) -> LlmCall:
+def read(span: Span) -> LlmCall:
     """Of an LLM span."""
     events = list(events_of(span))
     details = [event.attributes for event in events if event.name == _DETAILS]
@@ -122,7 +122,7 @@ def _input(told: Json) -> list[Json]:
         return [_plain(told)]
     parts = [part for part in told["parts"] if _kind(part) != "tool_call_response"]
     results = [part for part in told["parts"] if _kind(part) == "tool_call_response"]
-    messages = [tool_message(each.get("id"), spelled(_result(each))) for each in results]
+    messages = [tool_message(each.get("id"), canonical_content(_result(each))) for each in results]
     if role_of(told.get("role")) == "assistant":
         return [*messages, _reply({**told, "parts": parts})]
     content, _, _ = _taken_apart(parts)
@@ -156,7 +156,7 @@ def _taken_apart(parts: list[Any]) -> tuple[str | list[Json], list[Json], str]:
             content.append(url_part(part.get("modality"), data))
         else:
             content.append(part)
-    return spelled(content), calls, "\n".join(filter(None, reasoning))
+    return canonical_content(content), calls, "\n".join(filter(None, reasoning))
 
 
 def _kind(part: Any) -> str | None:
@@ -192,7 +192,7 @@ def _plain_call(told: Json) -> Json:
     return tool_call(told.get("id"), inner.get("name"), inner.get("arguments"))
 
 
-def _told_by_events(events: Iterable[Event]) -> list[Json]:
+def _told_by_events(events: Iterable[SpanEvent]) -> list[Json]:
     messages: list[Json] = []
     for name, told in events:
         if name in _MESSAGES:
@@ -202,7 +202,7 @@ def _told_by_events(events: Iterable[Event]) -> list[Json]:
     return messages
 
 
-def _choices(events: Iterable[Event]) -> list[Json]:
+def _choices(events: Iterable[SpanEvent]) -> list[Json]:
     """Messages with their `finish_reason`."""
     found: list[Json] = []
     for name, told in events:

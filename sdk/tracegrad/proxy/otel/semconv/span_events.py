@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tracegrad.events import Json, SpanEnded
+from tracegrad.events import Json, Span
 from tracegrad.proxy.otel.semconv.chat_completion import parsed
 
 # OpenTelemetry's own names for what formats without a place of its own write into attributes;
@@ -14,7 +14,7 @@ STATUS_MESSAGE = "otel.status_description"
 EVENTS = "otel.events"
 
 
-class Event(NamedTuple):
+class SpanEvent(NamedTuple):
     name: str
     attributes: Json
 
@@ -24,7 +24,7 @@ def as_attribute(name: str, time_ns: int, attributes: Mapping[str, Any]) -> Json
     return {"name": name, "time_ns": time_ns, "attributes": dict(attributes)}
 
 
-def events_of(span: SpanEnded) -> Iterator[Event]:
+def events_of(span: Span) -> Iterator[SpanEvent]:
     """In order. An event's body, which some libraries write as JSON into one attribute, stands
     beside its other attributes."""
     kept = span.attributes.get(EVENTS)
@@ -35,4 +35,4 @@ def events_of(span: SpanEnded) -> Iterator[Event]:
         body = parsed(attributes.get("gen_ai.event.content", attributes.get("event_body")))
         if isinstance(body, Mapping):
             attributes = {**body, **attributes}
-        yield Event(str(event.get("name")), attributes)
+        yield SpanEvent(str(event.get("name")), attributes)

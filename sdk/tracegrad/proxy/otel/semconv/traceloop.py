@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tracegrad.events import Json, SpanEnded
+from tracegrad.events import Json, Span
 from tracegrad.proxy.otel.semconv import opentelemetry
 from tracegrad.proxy.otel.semconv.chat_completion import (
     LlmCall,
@@ -19,7 +19,7 @@ from tracegrad.proxy.otel.semconv.chat_completion import (
     parsed,
     tool_call,
 )
-from tracegrad.proxy.otel.semconv.flat_attributes import in_order, nested
+from tracegrad.proxy.otel.semconv.flat_attributes import in_index_order, unflatten
 
 REQUEST_TYPE = "llm.request.type"
 LLM_TYPES = frozenset({"chat", "completion"})
@@ -33,13 +33,13 @@ def is_flat(attributes: Mapping[str, Any]) -> bool:
     return any(name.startswith((_PROMPT + ".0", _COMPLETION + ".0")) for name in attributes)
 
 
-def read(span: SpanEnded) -> LlmCall:
+def read(span: Span) -> LlmCall:
     told = span.attributes
-    completions = in_order(nested(told, _COMPLETION))
-    tools = (function_tool(each) for each in in_order(nested(told, _FUNCTIONS)))
+    completions = in_index_order(unflatten(told, _COMPLETION))
+    tools = (function_tool(each) for each in in_index_order(unflatten(told, _FUNCTIONS)))
     return opentelemetry.call_of(
         told,
-        messages=[_message(each) for each in in_order(nested(told, _PROMPT))],
+        messages=[_message(each) for each in in_index_order(unflatten(told, _PROMPT))],
         tools=[tool for tool in tools if tool is not None],
         replies=[_message({**each, "role": "assistant"}) for each in completions],
         finish_reasons=[each.get("finish_reason") for each in completions],
@@ -49,7 +49,7 @@ def read(span: SpanEnded) -> LlmCall:
 def _message(told: Json) -> Json:
     calls = [
         tool_call(each.get("id"), each.get("name"), each.get("arguments"))
-        for each in in_order(told.get("tool_calls"))
+        for each in in_index_order(told.get("tool_calls"))
     ]
     content = told.get("content")
     if isinstance(content, str) and content.startswith("[{") and objects(content):

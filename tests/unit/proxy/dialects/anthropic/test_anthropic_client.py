@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import anthropic
 import pytest
 
-from support.engines.mock_engine import MODEL, MockEngine, Say, logprobs_of, render
+from support.engines.mock_engine import MODEL, Answer, MockEngine, logprobs_of, render
 from tracegrad.events import Turn
 
 Turns = Callable[..., list[Turn]]
@@ -28,7 +28,7 @@ def claude(proxy: str) -> Iterator[anthropic.Anthropic]:
 def test_a_message_is_recorded_with_its_tokens(
     engine: MockEngine, claude: anthropic.Anthropic, turns: Turns, stream: bool
 ) -> None:
-    say = Say("It is fine.", [("look", '{"at": "it"}')], "Hm.")
+    say = Answer("It is fine.", [("look", '{"at": "it"}')], "Hm.")
     engine.replies.append(say)
     asked = {"model": MODEL, "max_tokens": 99, "system": "Be brief.", "messages": HELLO}
     if stream:

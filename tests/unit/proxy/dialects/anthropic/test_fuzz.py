@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from support.proxy.corrupted_bodies import mangled
-from tracegrad.proxy.dialects.anthropic.request import Messages, count_request
+from support.proxy.corrupted_bodies import corrupted
+from tracegrad.proxy.dialects.anthropic.request import AnthropicDialect, count_request
 from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.http.errors import BadRequest
 
@@ -76,9 +76,9 @@ PLAIN: Json = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "con
 
 def check(raw: bytes) -> Call | BadRequest:
     try:
-        call = Messages().parse(raw, {}, {})
+        call = AnthropicDialect().parse(raw, {}, {})
     except BadRequest as error:
-        body = orjson.loads(Messages().error(error))
+        body = orjson.loads(AnthropicDialect().error(error))
         assert body["error"]["type"] == "invalid_request_error"
         return error
     orjson.dumps(call.body)
@@ -101,7 +101,7 @@ def test_the_body_that_is_mangled_is_served() -> None:
 
 
 @settings(max_examples=400, deadline=None)
-@given(mangled([FULL, PLAIN]))
+@given(corrupted([FULL, PLAIN]))
 def test_a_mangled_body_is_served_or_refused_by_name(body: Any) -> None:
     raw = json.dumps(body).encode()
     outcome = check(raw)

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from tracegrad.proxy.dialects.anthropic.request import Messages, count_answer, count_request
+from tracegrad.proxy.dialects.anthropic.request import AnthropicDialect, count_answer, count_request
 from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.http.errors import BadRequest
 
@@ -23,7 +23,7 @@ LOOK_CANONICAL = {
 
 def parse(**fields: Any) -> Call:
     request = {"model": "m", "max_tokens": 9, "messages": [USER], **fields}
-    return Messages().parse(orjson.dumps(request), {}, {})
+    return AnthropicDialect().parse(orjson.dumps(request), {}, {})
 
 
 def refused(**fields: Any) -> BadRequest:
@@ -299,7 +299,7 @@ def test_thoughts_are_shown_unless_thinking_is_disabled(
 ) -> None:
     call = parse(thinking=thinking)
     assert call.body.get("reasoning_effort") == effort
-    assert call.shown.reasoning is shown
+    assert call.visible.reasoning is shown
     assert "thinking_token_budget" not in call.body
 
 
@@ -343,7 +343,7 @@ def test_a_body_that_nests_deeper_than_it_can_be_passed_on_is_refused() -> None:
     raw = b'{"model":"m","max_tokens":1,"messages":[{"role":"user","content":"x"}],"tools":['
     raw += b'{"name":"a","input_schema":' + str(schema).replace("'", '"').encode() + b"}]}"
     with pytest.raises(BadRequest, match="nests too deep"):
-        Messages().parse(raw, {}, {})
+        AnthropicDialect().parse(raw, {}, {})
 
 
 def test_tokens_are_counted_of_what_would_be_rendered() -> None:

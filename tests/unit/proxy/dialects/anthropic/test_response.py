@@ -24,9 +24,9 @@ from support.engines.engine_answers import (
     texts,
     whole,
 )
-from tracegrad.proxy.dialects.anthropic.request import Messages
+from tracegrad.proxy.dialects.anthropic.request import AnthropicDialect
 from tracegrad.proxy.dialects.base import Call
-from tracegrad.proxy.http.errors import TOO_LONG, ApiError, BadRequest, Unavailable
+from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, BadRequest, Unavailable
 
 Json = dict[str, Any]
 
@@ -36,17 +36,17 @@ TWO_CALLS = Said("I look.", "Hm.", [("look", '{"at": 1}'), ("see", '{\n "b": {}}
 
 
 def call_of(**fields: Any) -> Call:
-    return Messages().parse(orjson.dumps({**ASKED, **fields}), {}, {})
+    return AnthropicDialect().parse(orjson.dumps({**ASKED, **fields}), {}, {})
 
 
 def answered(one: Said, **fields: Any) -> Json:
-    body: Json = orjson.loads(Messages().answer(call_of(**fields), whole(one)))
+    body: Json = orjson.loads(AnthropicDialect().answer(call_of(**fields), whole(one)))
     Message.model_validate(body)
     return body
 
 
 def stream_of(one: Said, *, size: int = 4, call: Call | None = None) -> bytes:
-    writer = Messages().writer(call or call_of(stream=True))
+    writer = AnthropicDialect().writer(call or call_of(stream=True))
     going_on, ending = streamed(one, size=size)
     begun = writer.keepalive() + writer.begin(one.prompt_tokens)
     pieces = [writer.chunk(chunk) + writer.keepalive() for chunk in going_on]
@@ -97,7 +97,7 @@ def history(content: object) -> Json:
 
 def test_a_whole_answer_has_blocks_in_the_vendors_order() -> None:
     call = call_of()
-    body = orjson.loads(Messages().answer(call, whole(TWO_CALLS)))
+    body = orjson.loads(AnthropicDialect().answer(call, whole(TWO_CALLS)))
     Message.model_validate(body)
     assert body == {
         "id": f"msg_{call.turn_id}",
@@ -130,10 +130,10 @@ def test_an_empty_answer_has_no_blocks() -> None:
 def test_tokens_from_the_engines_cache_are_told_apart() -> None:
     answer = whole(Said("ok"))
     answer["usage"]["prompt_tokens_details"] = {"cached_tokens": 4}
-    usage = orjson.loads(Messages().answer(call_of(), answer))["usage"]
+    usage = orjson.loads(AnthropicDialect().answer(call_of(), answer))["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (7, 4)
     del answer["usage"]
-    assert orjson.loads(Messages().answer(call_of(), answer))["usage"]["input_tokens"] == 0
+    assert orjson.loads(AnthropicDialect().answer(call_of(), answer))["usage"]["input_tokens"] == 0
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_stream_has_the_vendors_events_in_order() -> None:
 
 
 def test_text_between_pieces_of_a_tool_call_waits_for_its_end() -> None:
-    writer = Messages().writer(call_of())
+    writer = AnthropicDialect().writer(call_of())
     head = {"index": 0, "id": "c", "function": {"name": "look", "arguments": '{"a"'}}
     writer.begin(None)
     out = writer.chunk(chunk({"tool_calls": [head]}))
@@ -267,7 +267,7 @@ def test_a_call_that_was_cut_short_goes_out_as_it_is() -> None:
     ],
 )
 def test_errors_have_the_vendors_types(error: ApiError, kind: str, raised: type) -> None:
-    body = Messages().error(error)
+    body = AnthropicDialect().error(error)
     assert orjson.loads(body) == {
         "type": "error",
         "error": {"type": kind, "message": error.message},
@@ -299,19 +299,19 @@ def test_errors_have_the_vendors_types(error: ApiError, kind: str, raised: type)
     ],
 )
 def test_an_overlong_prompt_is_told_as_claude_code_reads_it(engine: str, message: str) -> None:
-    error = ApiError(400, engine, kind="invalid_request_error", code=TOO_LONG)
-    assert orjson.loads(Messages().error(error))["error"]["message"] == message
+    error = ApiError(400, engine, kind="invalid_request_error", code=CONTEXT_LENGTH_EXCEEDED)
+    assert orjson.loads(AnthropicDialect().error(error))["error"]["message"] == message
 
 
 def test_a_template_without_system_text_inside_is_told_as_claude_code_reads_it() -> None:
     error = ApiError(400, "System message must be at the beginning.", kind="BadRequestError")
-    told = orjson.loads(Messages().error(error))["error"]
+    told = orjson.loads(AnthropicDialect().error(error))["error"]
     assert told["details"] == {"error_code": "mid_conversation_system_not_supported"}
     assert "role 'system' inside messages is not supported" in told["message"]
 
 
 def test_an_error_in_the_midst_of_a_stream_is_raised() -> None:
-    writer = Messages().writer(call_of())
+    writer = AnthropicDialect().writer(call_of())
     stream = writer.begin(1) + writer.chunk(chunk({"content": "a"}))
     stream += writer.error(ApiError(503, "the engine is gone", kind="x"))
     assert events_of(stream)[-1] == {

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from support.proxy.corrupted_bodies import mangled
+from support.proxy.corrupted_bodies import corrupted
 from support.proxy.gemini_requests import HI, STREAMED, Json
 from tracegrad.proxy.dialects.base import Call
-from tracegrad.proxy.dialects.gemini.request import Gemini, count_request
+from tracegrad.proxy.dialects.gemini.request import GeminiDialect, count_request
 from tracegrad.proxy.http.errors import BadRequest
 
 PNG = {"inlineData": {"mimeType": "image/png", "data": "QQ=="}}
@@ -88,9 +88,9 @@ PLAIN: Json = {"contents": [HI]}
 
 def check(raw: bytes) -> Call | BadRequest:
     try:
-        call = Gemini().parse(raw, STREAMED, {})
+        call = GeminiDialect().parse(raw, STREAMED, {})
     except BadRequest as error:
-        body = orjson.loads(Gemini().error(error))
+        body = orjson.loads(GeminiDialect().error(error))
         assert body["error"]["status"] == "INVALID_ARGUMENT"
         return error
     orjson.dumps(call.body)
@@ -106,7 +106,7 @@ def test_the_body_that_is_mangled_is_served() -> None:
 
 
 @settings(max_examples=400, deadline=None)
-@given(mangled([FULL, PLAIN]))
+@given(corrupted([FULL, PLAIN]))
 def test_a_mangled_body_is_served_or_refused_by_name(body: Any) -> None:
     raw = json.dumps(body).encode()
     outcome = check(raw)

@@ -8,7 +8,7 @@ import pytest
 from google import genai
 from google.genai import errors, types
 
-from support.engines.mock_engine import MODEL, MockEngine, Say, logprobs_of, render
+from support.engines.mock_engine import MODEL, Answer, MockEngine, logprobs_of, render
 from tracegrad.events import Turn
 
 Turns = Callable[..., list[Turn]]
@@ -32,7 +32,7 @@ def google(proxy: str, request: pytest.FixtureRequest) -> Iterator[genai.Client]
 def test_contents_are_recorded_with_their_tokens(
     engine: MockEngine, google: genai.Client, turns: Turns, stream: bool
 ) -> None:
-    say = Say("It is fine.", [("look", '{"at": "it"}')])
+    say = Answer("It is fine.", [("look", '{"at": "it"}')])
     engine.replies.append(say)
     asked = {"model": MODEL, "contents": "How is it?", "config": ASKED}
     if stream:
@@ -55,7 +55,7 @@ def test_contents_are_recorded_with_their_tokens(
 
 
 def test_a_chat_goes_on(engine: MockEngine, google: genai.Client, turns: Turns) -> None:
-    engine.replies += [Say("One."), Say("Two.")]
+    engine.replies += [Answer("One."), Answer("Two.")]
     chat = google.chats.create(model=MODEL)
     chat.send_message("Count!")
     assert chat.send_message("Go on.").text == "Two."

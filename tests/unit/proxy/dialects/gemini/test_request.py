@@ -9,7 +9,7 @@ import pytest
 from google.genai import types
 
 from support.proxy.gemini_requests import HI, STREAMED, USER, WHOLE, Json, parse, refused
-from tracegrad.proxy.dialects.gemini.request import Gemini, count_answer, count_request
+from tracegrad.proxy.dialects.gemini.request import GeminiDialect, count_answer, count_request
 from tracegrad.proxy.http.errors import BadRequest
 
 
@@ -68,8 +68,8 @@ def test_a_plain_request_is_a_chat_completion() -> None:
 def test_the_path_and_the_query_say_how_the_answer_comes() -> None:
     assert parse(STREAMED).stream
     assert parse({"model": "models/m", "method": "generateContent"}).body["model"] == "m"
-    array = Gemini().writer(parse(STREAMED))
-    events = Gemini().writer(parse(STREAMED, {"alt": "sse"}))
+    array = GeminiDialect().writer(parse(STREAMED))
+    events = GeminiDialect().writer(parse(STREAMED, {"alt": "sse"}))
     assert array.content_type == "application/json; charset=utf-8"
     assert events.content_type == "text/event-stream; charset=utf-8"
     with pytest.raises(BadRequest) as unknown:
@@ -87,7 +87,7 @@ def test_names_may_be_in_snake_case_and_lists_of_one_left_out() -> None:
         "tools": {"function_declarations": {"name": "look"}},
         "tool_config": {"function_calling_config": {"mode": "ANY"}},
     }
-    body = Gemini().parse(orjson.dumps(raw), WHOLE, {}).body
+    body = GeminiDialect().parse(orjson.dumps(raw), WHOLE, {}).body
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QQ=="}}
     assert body == {
         "model": "m",
@@ -270,13 +270,13 @@ def test_response_formats() -> None:
 def test_thoughts_are_shown_on_request(thinking: Json, effort: str | None, shown: bool) -> None:
     call = parse(generationConfig={"thinkingConfig": thinking})
     assert call.body.get("reasoning_effort") == effort
-    assert call.shown.reasoning is shown
+    assert call.visible.reasoning is shown
 
 
 def test_log_probabilities_are_shown_on_request() -> None:
     call = parse(generationConfig={"responseLogprobs": True, "logprobs": 3})
-    assert (call.shown.logprobs, call.body["top_logprobs"]) == (True, 3)
-    assert not parse().shown.logprobs
+    assert (call.visible.logprobs, call.body["top_logprobs"]) == (True, 3)
+    assert not parse().visible.logprobs
 
 
 def test_tokens_are_counted_of_what_would_be_rendered() -> None:

@@ -25,7 +25,7 @@ from support.engines.engine_answers import (
 )
 from support.proxy.gemini_requests import HI, STREAMED, Json, parse
 from tracegrad.proxy.dialects.base import Call
-from tracegrad.proxy.dialects.gemini.request import Gemini
+from tracegrad.proxy.dialects.gemini.request import GeminiDialect
 from tracegrad.proxy.http.errors import ApiError, BadRequest, Unavailable
 
 THOUGHTS = {"thinkingConfig": {"includeThoughts": True}}
@@ -39,13 +39,13 @@ def call_of(alt: str = "sse", config: Json = THOUGHTS) -> Call:
 
 
 def answered(*each: Said, call: Call | None = None) -> Json:
-    body: Json = orjson.loads(Gemini().answer(call or call_of(), whole(*each)))
+    body: Json = orjson.loads(GeminiDialect().answer(call or call_of(), whole(*each)))
     types.GenerateContentResponse.model_validate(body)
     return body
 
 
 def pieces_of(one: Said, *, size: int = 4, call: Call | None = None) -> list[bytes]:
-    writer = Gemini().writer(call or call_of())
+    writer = GeminiDialect().writer(call or call_of())
     going_on, ending = streamed(one, size=size)
     pieces = [writer.keepalive(), writer.begin(one.prompt_tokens)]
     for each in going_on:
@@ -161,7 +161,7 @@ def test_each_choice_is_a_candidate() -> None:
 def test_choices_that_are_streamed_side_by_side_stay_apart() -> None:
     calls = [Said(calls=[("look", '{"a": 1}')]), Said("so", calls=[("look", '{"b": 2}')])]
     plans = [streamed(one, index=index) for index, one in enumerate(calls)]
-    writer = Gemini().writer(call_of())
+    writer = GeminiDialect().writer(call_of())
     longest = max(len(going_on) for going_on, _ in plans)
     chunks = [going_on[i] for i in range(longest) for going_on, _ in plans if i < len(going_on)]
     ending = [plans[1][1][0], plans[0][1][0], plans[0][1][1]]
@@ -193,7 +193,7 @@ def test_usage_tells_thoughts_and_cached_tokens_apart() -> None:
     answer = whole(Said("ok"))
     answer["usage"]["completion_tokens_details"] = {"reasoning_tokens": 3}
     answer["usage"]["prompt_tokens_details"] = {"cached_tokens": 4}
-    usage = orjson.loads(Gemini().answer(call_of(), answer))["usageMetadata"]
+    usage = orjson.loads(GeminiDialect().answer(call_of(), answer))["usageMetadata"]
     assert usage == {
         "promptTokenCount": 11,
         "candidatesTokenCount": 4,
@@ -211,7 +211,7 @@ def test_log_probabilities_are_in_the_vendors_shape() -> None:
     ]
     answer = whole(Said("ac"))
     answer["choices"][0]["logprobs"] = {"content": entries}
-    body = orjson.loads(Gemini().answer(call_of(), answer))
+    body = orjson.loads(GeminiDialect().answer(call_of(), answer))
     types.GenerateContentResponse.model_validate(body)
     [candidate] = body["candidates"]
     assert candidate["avgLogprobs"] == -1
@@ -225,7 +225,7 @@ def test_log_probabilities_are_in_the_vendors_shape() -> None:
             {"candidates": []},
         ],
     }
-    writer = Gemini().writer(call_of())
+    writer = GeminiDialect().writer(call_of())
     piece = chunk({"content": "a"})
     piece["choices"][0]["logprobs"] = {"content": entries[:1]}
     [event] = events_of([writer.chunk(piece)])
@@ -314,7 +314,7 @@ def test_an_empty_answer_has_a_candidate_without_parts() -> None:
     ],
 )
 def test_errors_have_the_vendors_names(error: ApiError, status: str) -> None:
-    body = Gemini().error(error)
+    body = GeminiDialect().error(error)
     told = {"code": error.status, "message": error.message, "status": status}
     assert orjson.loads(body) == {"error": told}
     with pytest.raises(errors.APIError) as caught:
@@ -325,7 +325,7 @@ def test_errors_have_the_vendors_names(error: ApiError, status: str) -> None:
 
 def test_a_refusal_names_the_field_as_google_does() -> None:
     error = BadRequest("contents: is missing", param="contents")
-    [detail] = orjson.loads(Gemini().error(error))["error"]["details"]
+    [detail] = orjson.loads(GeminiDialect().error(error))["error"]["details"]
     assert detail == {
         "@type": "type.googleapis.com/google.rpc.BadRequest",
         "fieldViolations": [{"field": "contents", "description": "contents: is missing"}],
@@ -334,7 +334,7 @@ def test_a_refusal_names_the_field_as_google_does() -> None:
 
 def test_an_error_in_the_midst_of_a_stream_is_raised() -> None:
     gone = ApiError(503, "the engine is gone", kind="x")
-    writer = Gemini().writer(call_of())
+    writer = GeminiDialect().writer(call_of())
     begun = writer.begin(1) + writer.chunk(chunk({"content": "a"}))
     stream = client(begun + writer.error(gone)).models.generate_content_stream(
         model="m", contents="hi"
@@ -348,7 +348,7 @@ def test_an_error_in_the_midst_of_a_stream_is_raised() -> None:
 
 @pytest.mark.parametrize("said_before", [True, False])
 def test_an_error_in_the_midst_of_an_array_is_its_last_element(said_before: bool) -> None:
-    writer = Gemini().writer(call_of("json"))
+    writer = GeminiDialect().writer(call_of("json"))
     out = writer.begin(1)
     if said_before:
         out += writer.chunk(chunk({"content": "a"}))

@@ -9,7 +9,7 @@ from google.genai import types
 from pydantic import BaseModel
 
 from support.proxy.gemini_requests import WHOLE, Json, parse, refused
-from tracegrad.proxy.dialects.gemini.request import Gemini
+from tracegrad.proxy.dialects.gemini.request import GeminiDialect
 
 LOOK = {"name": "look", "parametersJsonSchema": {"type": "object"}}
 SEE = {"name": "see", "description": "Sees."}
@@ -168,7 +168,7 @@ def test_what_the_vendors_client_sends_is_served() -> None:
         ),
     )
     assert sent[0].url.path.endswith("/models/m:generateContent")
-    call = Gemini().parse(sent[0].content, WHOLE, {})
+    call = GeminiDialect().parse(sent[0].content, WHOLE, {})
     assert [m["role"] for m in call.messages] == ["system", "user", "assistant", "tool"]
     url = call.messages[1]["content"][1]["image_url"]["url"]
     assert url == "data:image/png;base64,+/8="

@@ -9,12 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracegrad.proxy.dialects.openai_responses.custom_tools import TextReader, as_arguments, as_text
+from tracegrad.proxy.dialects.openai_responses.custom_tools import (
+    CustomInputReader,
+    as_arguments,
+    as_text,
+)
 
 
 def in_pieces(arguments: str, cuts: list[int]) -> tuple[str, str]:
     """What is told while the pieces come, and what at the end."""
-    reader = TextReader()
+    reader = CustomInputReader()
     places = sorted({cut % (len(arguments) + 1) for cut in cuts})
     edges = [0, *places, len(arguments)]
     early = "".join(reader.feed(arguments[start:end]) for start, end in pairwise(edges))
@@ -78,7 +82,7 @@ def test_nothing_that_a_model_writes_is_lost(arguments: str, text: str) -> None:
 
 
 def test_text_is_told_before_its_end_has_come() -> None:
-    reader = TextReader()
+    reader = CustomInputReader()
     assert reader.feed('{"inp') == ""
     assert reader.feed('ut": "*** Be') == "*** Be"
     assert reader.feed("gin\\") == "gin"

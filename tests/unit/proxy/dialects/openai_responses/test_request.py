@@ -329,16 +329,16 @@ def test_plain_text_needs_no_response_format(form: Json, canonical: Json | None)
 
 def test_logprobs_are_shown_to_those_who_include_them() -> None:
     asked = ask(include=["message.output_text.logprobs"], top_logprobs=3)
-    assert asked.shown.logprobs
+    assert asked.visible.logprobs
     assert asked.body["top_logprobs"] == 3
     silent = ask(top_logprobs=3)
-    assert not silent.shown.logprobs
+    assert not silent.visible.logprobs
     assert "top_logprobs" not in silent.body
 
 
 def test_reasoning_is_hidden_from_those_who_say_so() -> None:
     read = ask(include_reasoning=False)
-    assert not read.shown.reasoning
+    assert not read.visible.reasoning
     assert "include_reasoning" not in read.body
 
 

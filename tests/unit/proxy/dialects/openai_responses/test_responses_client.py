@@ -7,7 +7,7 @@ from collections.abc import Callable
 import openai
 import pytest
 
-from support.engines.mock_engine import MODEL, MockEngine, Say, logprobs_of, render
+from support.engines.mock_engine import MODEL, Answer, MockEngine, logprobs_of, render
 from tracegrad.events import Turn
 
 Turns = Callable[..., list[Turn]]
@@ -24,7 +24,7 @@ TOOL = {
 def test_a_response_is_recorded_with_its_tokens(
     engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
 ) -> None:
-    say = Say("It is fine.", [("look", '{"at": "it"}')], "Hm.")
+    say = Answer("It is fine.", [("look", '{"at": "it"}')], "Hm.")
     engine.replies.append(say)
     asked = {"model": MODEL, "input": "How is it?", "instructions": "Be brief.", "tools": [TOOL]}
     if stream:
@@ -54,7 +54,7 @@ def test_a_response_is_recorded_with_its_tokens(
 def test_what_came_before_need_not_be_sent_again(
     engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
 ) -> None:
-    engine.replies += [Say("One."), Say("Two."), Say("Three.")]
+    engine.replies += [Answer("One."), Answer("Two."), Answer("Three.")]
     first = client.responses.create(model=MODEL, input="Count!", instructions="Be brief.")
     second = client.responses.create(
         model=MODEL, input="Go on.", previous_response_id=first.id, instructions="Be quick."

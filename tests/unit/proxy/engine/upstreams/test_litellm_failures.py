@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from support.engines.raw_http_engine import Asked, Line
+from support.engines.raw_http_engine import ReceivedRequest, ServerConnection
 from support.proxy.litellm_provider import (
     AGENT,
     ANTHROPIC_STREAM,
@@ -24,7 +24,7 @@ from support.proxy.litellm_provider import (
     chunks,
     whole,
 )
-from tracegrad.proxy.engine.upstreams import Timeouts
+from tracegrad.proxy.engine.upstreams import UpstreamTimeouts
 from tracegrad.proxy.http.errors import ApiError, BadRequest
 
 # Without importing it: that is the adapter's, which sees to it that it keeps to itself.
@@ -79,7 +79,7 @@ async def test_a_stream_without_an_end_is_not_taken_for_a_whole_one(
 
 async def test_a_provider_that_is_silent_is_a_504(provider: Provider, teacher: Teacher) -> None:
     provider.hang.clear()
-    upstream = teacher(timeouts=Timeouts(read_s=0.2))
+    upstream = teacher(timeouts=UpstreamTimeouts(read_s=0.2))
     for stream in ({}, STREAM):
         with pytest.raises(ApiError, match=r"sent nothing for 0\.2 s") as caught:
             await whole(upstream, call(provider, **stream))
@@ -96,7 +96,7 @@ async def test_a_provider_that_is_not_there_is_an_error_to_try_again(
 
 
 async def test_who_leaves_a_stream_hangs_up(provider: Provider, teacher: Teacher) -> None:
-    async def endless(asked: Asked, line: Line) -> None:
+    async def endless(asked: ReceivedRequest, line: ServerConnection) -> None:
         pieces = OPENAI_STREAM if provider.name == "openai" else ANTHROPIC_STREAM
         await line.begin()
         for number in range(10_000):

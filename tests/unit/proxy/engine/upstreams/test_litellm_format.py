@@ -16,7 +16,7 @@ from support.proxy.litellm_provider import (
     call,
     whole,
 )
-from tracegrad.proxy.engine.upstreams.litellm_format import keywords
+from tracegrad.proxy.engine.upstreams.litellm_format import completion_kwargs
 from tracegrad.proxy.http.errors import ApiError, BadRequest
 
 # Without importing it: that is the adapter's, which sees to it that it keeps to itself.
@@ -37,9 +37,9 @@ if importlib.util.find_spec("litellm") is None:
 )
 def test_fields_that_are_litellms_own_or_vllms_are_refused(field: str, value: object) -> None:
     with pytest.raises(BadRequest, match=field) as caught:
-        keywords({"messages": [USER], field: value})
+        completion_kwargs({"messages": [USER], field: value})
     assert (caught.value.status, caught.value.param) == (400, field)
-    assert keywords({"messages": [USER], field: None}) == {"messages": [USER]}
+    assert completion_kwargs({"messages": [USER], field: None}) == {"messages": [USER]}
 
 
 async def test_what_a_model_cannot_do_is_refused_not_dropped(

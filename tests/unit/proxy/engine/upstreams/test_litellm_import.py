@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tracegrad.proxy.engine.upstreams.litellm import LiteLLM
+from tracegrad.proxy.engine.upstreams.litellm import LiteLLMUpstream
 
 # Without importing it: that is the adapter's, which sees to it that it keeps to itself.
 if importlib.util.find_spec("litellm") is None:
@@ -27,7 +27,7 @@ def test_a_litellm_from_before_the_break_in_is_not_imported(
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     monkeypatch.setattr(importlib, "import_module", pytest.fail)
     with pytest.raises(ValueError, match=f"litellm {version} is older"):
-        LiteLLM().open()
+        LiteLLMUpstream().open()
 
 
 def test_without_litellm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def test_without_litellm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(ValueError, match=r"pip install 'tracegrad\[litellm\]'"):
-        LiteLLM().open()
+        LiteLLMUpstream().open()
 
 
 ALONE = """

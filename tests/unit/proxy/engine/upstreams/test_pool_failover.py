@@ -8,15 +8,15 @@ from collections import Counter
 
 import pytest
 
-from support.engines.raw_http_engine import Asked, Line, PlainEngine
+from support.engines.raw_http_engine import RawHttpEngine, ReceivedRequest, ServerConnection
 from support.proxy.upstream_pool import CHAT, JSON, Held, Pool, ask, until
-from tracegrad.proxy.engine.upstreams import Upstreams
+from tracegrad.proxy.engine.upstreams import UpstreamPool
 from tracegrad.proxy.engine.upstreams.replica import ENGINE_DIED
 from tracegrad.proxy.http.errors import ApiError
 
 
 async def test_rollouts_stick_and_calls_without_a_name_are_spread(
-    engines: list[PlainEngine], pool: Pool
+    engines: list[RawHttpEngine], pool: Pool
 ) -> None:
     mine = pool(2)
     for _ in range(3):
@@ -37,15 +37,15 @@ async def test_rollouts_stick_and_calls_without_a_name_are_spread(
 
 @pytest.mark.parametrize("politely", [False, True])
 async def test_a_server_dies_under_load_and_only_answers_that_had_begun_are_lost(
-    engines: list[PlainEngine], pool: Pool, politely: bool
+    engines: list[RawHttpEngine], pool: Pool, politely: bool
 ) -> None:
     go = asyncio.Event()
 
-    async def behave(asked: Asked, line: Line) -> None:
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
         kind = asked.json["kind"]
         if kind == "whole":
             await go.wait()
-            await line.say(asked.body)
+            await line.answer(asked.body)
             return
         await line.begin()
         if kind == "begun":
@@ -95,14 +95,14 @@ async def test_a_server_dies_under_load_and_only_answers_that_had_begun_are_lost
     assert [s["in_flight"] for s in mine.state()["servers"]] == [0, 0]
 
 
-def _is_begun_at(engine: PlainEngine, number: int) -> bool:
+def _is_begun_at(engine: RawHttpEngine, number: int) -> bool:
     return any(
         asked.json["n"] == number and asked.json["kind"] == "begun" for asked in engine.asked
     )
 
 
 async def test_a_server_that_comes_back_gets_calls_again(
-    engines: list[PlainEngine], pool: Pool, caplog: pytest.LogCaptureFixture
+    engines: list[RawHttpEngine], pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = pool(2)
     engines[0].kill()
@@ -124,7 +124,7 @@ async def test_a_server_that_comes_back_gets_calls_again(
 
 
 async def test_a_server_that_is_alive_but_not_well_gets_no_calls(
-    engines: list[PlainEngine], pool: Pool
+    engines: list[RawHttpEngine], pool: Pool
 ) -> None:
     mine = pool(2)
     engines[0].kill()
@@ -138,7 +138,7 @@ async def test_a_server_that_is_alive_but_not_well_gets_no_calls(
 
 
 async def test_other_servers_are_looked_at_by_their_models_and_with_the_key(
-    engines: list[PlainEngine], pool: Pool
+    engines: list[RawHttpEngine], pool: Pool
 ) -> None:
     mine = pool(kind="openai", api_key="k")
     engines[0].kill()
@@ -152,15 +152,15 @@ async def test_other_servers_are_looked_at_by_their_models_and_with_the_key(
 
 
 async def test_an_engine_that_died_under_its_server_is_left_too(
-    engines: list[PlainEngine], pool: Pool
+    engines: list[RawHttpEngine], pool: Pool
 ) -> None:
     """vLLM's server outlives its engine for a moment, and says so: before a stream or in it."""
     said = b'{"error":{"message":"%b. See stack trace","code":500}}' % ENGINE_DIED
 
-    async def before(asked: Asked, line: Line) -> None:
-        await line.say(said, 500)
+    async def before(asked: ReceivedRequest, line: ServerConnection) -> None:
+        await line.answer(said, 500)
 
-    async def inside(asked: Asked, line: Line) -> None:
+    async def inside(asked: ReceivedRequest, line: ServerConnection) -> None:
         await line.begin()
         await line.piece(b"data: " + said + b"\n\n")
         await line.end()
@@ -174,9 +174,9 @@ async def test_an_engine_that_died_under_its_server_is_left_too(
     assert len(engines[0].asked) == 2
 
 
-async def test_any_other_500_is_relayed(engines: list[PlainEngine], pool: Pool) -> None:
-    async def behave(asked: Asked, line: Line) -> None:
-        await line.say(b'{"error":{"message":"bad luck"}}', 500)
+async def test_any_other_500_is_relayed(engines: list[RawHttpEngine], pool: Pool) -> None:
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
+        await line.answer(b'{"error":{"message":"bad luck"}}', 500)
 
     engines[0].behave = behave
     mine = pool(2)
@@ -186,10 +186,10 @@ async def test_any_other_500_is_relayed(engines: list[PlainEngine], pool: Pool) 
 
 
 async def test_a_server_that_hangs_up_on_every_call_is_left(
-    engines: list[PlainEngine], pool: Pool
+    engines: list[RawHttpEngine], pool: Pool
 ) -> None:
-    async def behave(asked: Asked, line: Line) -> None:
-        line.hang_up()
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
+        line.close()
 
     engines[0].behave = behave
     mine = pool(2)
@@ -198,13 +198,13 @@ async def test_a_server_that_hangs_up_on_every_call_is_left(
 
 
 async def test_a_call_that_servers_die_of_does_not_take_them_all(
-    engines: list[PlainEngine], pool: Pool
+    engines: list[RawHttpEngine], pool: Pool
 ) -> None:
-    async def behave(asked: Asked, line: Line) -> None:
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
         if asked.body == b"poison":
-            line.break_off()
+            line.reset()
         else:
-            await line.say()
+            await line.answer()
 
     engines[0].behave = engines[1].behave = behave
     mine = pool(2)
@@ -215,12 +215,12 @@ async def test_a_call_that_servers_die_of_does_not_take_them_all(
     assert (await ask(mine, "r2"))[0] == 200
 
 
-async def test_closing_ends_the_looks_and_the_connections(engines: list[PlainEngine]) -> None:
+async def test_closing_ends_the_looks_and_the_connections(engines: list[RawHttpEngine]) -> None:
     def looking() -> list[str]:
         running = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]
         return [name for name in running if name.startswith("Replica.")]
 
-    pool = Upstreams([engine.url for engine in engines])
+    pool = UpstreamPool([engine.url for engine in engines])
     pool.open()
     engines[0].kill()
     assert (await ask(pool))[0] == 200

@@ -6,17 +6,19 @@ import asyncio
 
 import pytest
 
-from support.engines.raw_http_engine import Asked, Line, PlainEngine
+from support.engines.raw_http_engine import RawHttpEngine, ReceivedRequest, ServerConnection
 from support.proxy.upstream_pool import CHAT, JSON, Pool, ask, until
-from tracegrad.proxy.engine.upstreams import Upstreams
+from tracegrad.proxy.engine.upstreams import UpstreamPool
 from tracegrad.proxy.engine.upstreams.base import TEXT_ONLY, VLLM
 
 
 async def test_request_and_answer_go_through_as_they_are(
-    engines: list[PlainEngine], pool: Pool
+    engines: list[RawHttpEngine], pool: Pool
 ) -> None:
-    async def behave(asked: Asked, line: Line) -> None:
-        await line.say(b'{"detail":"no"}', 418, {"content-type": "application/json", "x-own": "1"})
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
+        await line.answer(
+            b'{"detail":"no"}', 418, {"content-type": "application/json", "x-own": "1"}
+        )
 
     engines[0].behave = behave
     headers = {**JSON, "authorization": "Bearer agent"}
@@ -30,13 +32,13 @@ async def test_request_and_answer_go_through_as_they_are(
 
 
 async def test_one_clients_cookies_are_not_sent_with_anothers_call(
-    engines: list[PlainEngine],
+    engines: list[RawHttpEngine],
 ) -> None:
-    async def behave(asked: Asked, line: Line) -> None:
-        await line.say(headers={"set-cookie": "session=of-the-first; Path=/"})
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
+        await line.answer(headers={"set-cookie": "session=of-the-first; Path=/"})
 
     engines[0].behave = behave
-    pool = Upstreams([engines[0].url.replace("127.0.0.1", "localhost")])
+    pool = UpstreamPool([engines[0].url.replace("127.0.0.1", "localhost")])
     pool.open()
     await ask(pool)
     await ask(pool)
@@ -45,7 +47,7 @@ async def test_one_clients_cookies_are_not_sent_with_anothers_call(
 
 
 async def test_the_pools_own_key_takes_the_place_of_the_clients(
-    engines: list[PlainEngine], pool: Pool
+    engines: list[RawHttpEngine], pool: Pool
 ) -> None:
     headers = {**JSON, "authorization": "Bearer agent"}
     own = pool(api_key="engine-key")
@@ -54,10 +56,12 @@ async def test_the_pools_own_key_takes_the_place_of_the_clients(
     assert engines[0].asked[0].headers["authorization"] == "Bearer engine-key"
 
 
-async def test_a_stream_is_passed_on_piece_by_piece(engines: list[PlainEngine], pool: Pool) -> None:
+async def test_a_stream_is_passed_on_piece_by_piece(
+    engines: list[RawHttpEngine], pool: Pool
+) -> None:
     taken = asyncio.Event()
 
-    async def behave(asked: Asked, line: Line) -> None:
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
         await line.begin()
         await line.piece(b"one")
         await taken.wait()
@@ -73,8 +77,8 @@ async def test_a_stream_is_passed_on_piece_by_piece(engines: list[PlainEngine], 
     assert seen == [b"one", b"two"]
 
 
-async def test_who_leaves_early_hangs_up(engines: list[PlainEngine], pool: Pool) -> None:
-    async def behave(asked: Asked, line: Line) -> None:
+async def test_who_leaves_early_hangs_up(engines: list[RawHttpEngine], pool: Pool) -> None:
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
         await line.begin()
         await line.piece(b"one")
         await asyncio.Event().wait()
@@ -93,13 +97,13 @@ async def test_who_leaves_early_hangs_up(engines: list[PlainEngine], pool: Pool)
 
 
 async def test_a_pooled_connection_that_the_server_closed_meanwhile_is_no_error(
-    engines: list[PlainEngine], pool: Pool, caplog: pytest.LogCaptureFixture
+    engines: list[RawHttpEngine], pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def behave(asked: Asked, line: Line) -> None:
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
         if len(engines[0].asked) % 2 == 0:  # a second call over a connection gets a hang-up
-            line.hang_up()
+            line.close()
         else:
-            await line.say()
+            await line.answer()
 
     engines[0].behave = behave
     mine = pool()
@@ -110,9 +114,9 @@ async def test_a_pooled_connection_that_the_server_closed_meanwhile_is_no_error(
     assert caplog.records == []
 
 
-async def test_redirects_are_not_followed(engines: list[PlainEngine], pool: Pool) -> None:
-    async def behave(asked: Asked, line: Line) -> None:
-        await line.say(b"", 307, {"location": engines[1].url + CHAT})
+async def test_redirects_are_not_followed(engines: list[RawHttpEngine], pool: Pool) -> None:
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
+        await line.answer(b"", 307, {"location": engines[1].url + CHAT})
 
     engines[0].behave = behave
     assert await ask(pool(api_key="secret")) == (307, b"")
@@ -120,7 +124,7 @@ async def test_redirects_are_not_followed(engines: list[PlainEngine], pool: Pool
 
 
 def test_capabilities_are_those_of_the_kind_of_server() -> None:
-    assert Upstreams(["http://a"]).capabilities == VLLM
-    assert Upstreams(["http://a"], kind="openai").capabilities == TEXT_ONLY
+    assert UpstreamPool(["http://a"]).capabilities == VLLM
+    assert UpstreamPool(["http://a"], kind="openai").capabilities == TEXT_ONLY
     with pytest.raises(ValueError, match="upstream: no URL"):
-        Upstreams([])
+        UpstreamPool([])

@@ -8,15 +8,15 @@ from contextlib import ExitStack
 
 import pytest
 
-from support.engines.raw_http_engine import Asked, Line, PlainEngine
+from support.engines.raw_http_engine import RawHttpEngine, ReceivedRequest, ServerConnection
 from support.proxy.upstream_pool import CHAT, JSON, Held, Pool, ask, until
-from tracegrad.proxy.engine.upstreams import Queue, Timeouts, Upstreams
+from tracegrad.proxy.engine.upstreams import QueueLimits, UpstreamPool, UpstreamTimeouts
 from tracegrad.proxy.http.errors import ApiError, Unavailable
 
 
-async def test_a_server_that_is_silent_is_a_504(engines: list[PlainEngine], pool: Pool) -> None:
+async def test_a_server_that_is_silent_is_a_504(engines: list[RawHttpEngine], pool: Pool) -> None:
     held = engines[0].behave = Held()
-    mine = pool(timeouts=Timeouts(read_s=0.1))
+    mine = pool(timeouts=UpstreamTimeouts(read_s=0.1))
     with pytest.raises(ApiError, match=r"sent nothing for 0\.1 s") as caught:
         await ask(mine)
     assert (caught.value.status, caught.value.code) == (504, "upstream_timeout")
@@ -26,8 +26,10 @@ async def test_a_server_that_is_silent_is_a_504(engines: list[PlainEngine], pool
     assert await ask(mine) == (200, b"held")
 
 
-async def test_a_stream_that_falls_silent_is_a_504(engines: list[PlainEngine], pool: Pool) -> None:
-    async def behave(asked: Asked, line: Line) -> None:
+async def test_a_stream_that_falls_silent_is_a_504(
+    engines: list[RawHttpEngine], pool: Pool
+) -> None:
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
         await line.begin()
         for _ in range(6):  # longer than the limit altogether
             await line.piece(b"one")
@@ -35,7 +37,7 @@ async def test_a_stream_that_falls_silent_is_a_504(engines: list[PlainEngine], p
         await asyncio.Event().wait()
 
     engines[0].behave = behave
-    mine = pool(timeouts=Timeouts(read_s=0.3))
+    mine = pool(timeouts=UpstreamTimeouts(read_s=0.3))
     async with mine.request("POST", CHAT, body=b"{}", headers=JSON) as answer:
         stream = answer.iter_any()
         assert b"".join([await anext(stream) for _ in range(6)]) == b"one" * 6
@@ -52,8 +54,10 @@ async def test_a_server_that_does_not_accept_is_as_good_as_dead() -> None:
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex((host, port))
-        timeouts = Timeouts(connect_s=0.1)
-        pool = Upstreams([f"http://{host}:{port}"], timeouts=timeouts, queue=Queue(max_wait_s=0))
+        timeouts = UpstreamTimeouts(connect_s=0.1)
+        pool = UpstreamPool(
+            [f"http://{host}:{port}"], timeouts=timeouts, queue=QueueLimits(max_wait_s=0)
+        )
         pool.open()
         with pytest.raises(Unavailable, match="Connection timeout"):
             await ask(pool)
@@ -61,9 +65,9 @@ async def test_a_server_that_does_not_accept_is_as_good_as_dead() -> None:
 
 
 async def test_a_server_of_another_protocol_is_a_502(
-    engines: list[PlainEngine], pool: Pool
+    engines: list[RawHttpEngine], pool: Pool
 ) -> None:
-    async def behave(asked: Asked, line: Line) -> None:
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
         line._writer.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
 
     engines[0].behave = behave

@@ -6,13 +6,15 @@ import asyncio
 
 import pytest
 
-from support.engines.raw_http_engine import PlainEngine, answers_ok
+from support.engines.raw_http_engine import RawHttpEngine, answers_ok
 from support.proxy.upstream_pool import Held, Pool, ask, until
-from tracegrad.proxy.engine.upstreams import Queue
+from tracegrad.proxy.engine.upstreams import QueueLimits
 from tracegrad.proxy.http.errors import Unavailable
 
 
-async def test_calls_wait_until_the_server_is_back(engines: list[PlainEngine], pool: Pool) -> None:
+async def test_calls_wait_until_the_server_is_back(
+    engines: list[RawHttpEngine], pool: Pool
+) -> None:
     mine = pool()
     assert (await ask(mine))[0] == 200
     held = engines[0].behave = Held()
@@ -30,7 +32,7 @@ async def test_calls_wait_until_the_server_is_back(engines: list[PlainEngine], p
 
 
 async def test_a_proxy_may_be_there_before_its_server(
-    engines: list[PlainEngine], pool: Pool
+    engines: list[RawHttpEngine], pool: Pool
 ) -> None:
     engines[0].kill()
     call = asyncio.create_task(ask(pool()))
@@ -41,9 +43,9 @@ async def test_a_proxy_may_be_there_before_its_server(
 
 
 async def test_one_rollouts_crowd_does_not_go_before_the_others(
-    engines: list[PlainEngine], pool: Pool
+    engines: list[RawHttpEngine], pool: Pool
 ) -> None:
-    mine = pool(queue=Queue(max_waiting=60))
+    mine = pool(queue=QueueLimits(max_waiting=60))
     engines[0].kill()
     crowd = [asyncio.create_task(ask(mine, "crowd", b"crowd")) for _ in range(100)]
     await until(lambda: sum(call.done() for call in crowd) == 40)
@@ -64,8 +66,8 @@ async def test_one_rollouts_crowd_does_not_go_before_the_others(
     assert max(n for n, body in enumerate(order) if body == b"few") < 20
 
 
-async def test_a_wait_has_an_end(engines: list[PlainEngine], pool: Pool) -> None:
-    mine = pool(2, queue=Queue(max_wait_s=0.15))
+async def test_a_wait_has_an_end(engines: list[RawHttpEngine], pool: Pool) -> None:
+    mine = pool(2, queue=QueueLimits(max_wait_s=0.15))
     for engine in engines:
         engine.kill()
     started = asyncio.get_running_loop().time()
@@ -79,11 +81,11 @@ async def test_a_wait_has_an_end(engines: list[PlainEngine], pool: Pool) -> None
 
 
 async def test_a_server_that_keeps_going_away_does_not_prolong_the_wait(
-    engines: list[PlainEngine], pool: Pool
+    engines: list[RawHttpEngine], pool: Pool
 ) -> None:
-    restarts: list[asyncio.Task[PlainEngine]] = []
+    restarts: list[asyncio.Task[RawHttpEngine]] = []
 
-    async def restart() -> PlainEngine:
+    async def restart() -> RawHttpEngine:
         await asyncio.sleep(0.01)
         return await engines[0].start()
 
@@ -92,7 +94,7 @@ async def test_a_server_that_keeps_going_away_does_not_prolong_the_wait(
         restarts.append(asyncio.create_task(restart()))
         return True
 
-    mine = pool(queue=Queue(max_wait_s=0.5), admit=looks_well_and_dies)
+    mine = pool(queue=QueueLimits(max_wait_s=0.5), admit=looks_well_and_dies)
     engines[0].kill()
     restarts.append(asyncio.create_task(restart()))
     started = asyncio.get_running_loop().time()
@@ -106,16 +108,16 @@ async def test_a_server_that_keeps_going_away_does_not_prolong_the_wait(
 
 
 async def test_no_call_waits_where_waiting_is_switched_off(
-    engines: list[PlainEngine], pool: Pool
+    engines: list[RawHttpEngine], pool: Pool
 ) -> None:
-    mine = pool(queue=Queue(max_wait_s=0))
+    mine = pool(queue=QueueLimits(max_wait_s=0))
     engines[0].kill()
     with pytest.raises(Unavailable, match="does not answer"):
         await ask(mine)
 
 
 async def test_the_list_of_models_is_there_or_not_at_once(
-    engines: list[PlainEngine], pool: Pool
+    engines: list[RawHttpEngine], pool: Pool
 ) -> None:
     mine = pool(api_key="k")
     assert await mine.models() == b"{}"
@@ -127,7 +129,7 @@ async def test_the_list_of_models_is_there_or_not_at_once(
 
 
 async def test_who_hangs_up_while_waiting_leaves_the_line(
-    engines: list[PlainEngine], pool: Pool
+    engines: list[RawHttpEngine], pool: Pool
 ) -> None:
     mine = pool()
     engines[0].kill()
@@ -138,7 +140,7 @@ async def test_who_hangs_up_while_waiting_leaves_the_line(
 
 
 async def test_a_server_with_the_weights_of_its_start_may_be_kept_out(
-    engines: list[PlainEngine], pool: Pool, caplog: pytest.LogCaptureFixture
+    engines: list[RawHttpEngine], pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers: list[bool | Exception] = [False, RuntimeError("no idea"), True]
     asked_of: list[str] = []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracegrad.proxy.engine.upstreams.router import MARGIN, Placement
+from tracegrad.proxy.engine.upstreams.router import MARGIN, UpstreamRouter
 
 
 @dataclass(eq=False)
@@ -24,7 +24,7 @@ def some(count: int) -> list[Server]:
 
 def test_a_rollout_keeps_its_server() -> None:
     servers = some(3)
-    placement = Placement(servers)
+    placement = UpstreamRouter(servers)
     first = {f"r{n}": placement.choose(f"r{n}") for n in range(30)}
     for server in servers:
         server.in_flight = 5
@@ -33,14 +33,14 @@ def test_a_rollout_keeps_its_server() -> None:
 
 
 def test_rollouts_are_spread_evenly_also_while_nothing_runs() -> None:
-    placement = Placement(some(4))
+    placement = UpstreamRouter(some(4))
     counts = Counter(placement.choose(f"r{n}").name for n in range(40))  # type: ignore[union-attr]
     assert counts == {"A": 10, "B": 10, "C": 10, "D": 10}
 
 
 def test_a_new_rollout_and_a_call_without_a_name_go_to_the_least_busy() -> None:
     servers = some(3)
-    placement = Placement(servers)
+    placement = UpstreamRouter(servers)
     for server, busy in zip(servers, (3, 1, 2), strict=True):
         server.in_flight = busy
     assert placement.choose("r1") is servers[1]
@@ -52,7 +52,7 @@ def test_a_new_rollout_and_a_call_without_a_name_go_to_the_least_busy() -> None:
 
 def test_a_rollout_whose_server_is_down_moves_and_stays_there() -> None:
     servers = some(2)
-    placement = Placement(servers)
+    placement = UpstreamRouter(servers)
     home = placement.choose("r1")
     assert home is servers[0]
     servers[0].up = False
@@ -63,7 +63,7 @@ def test_a_rollout_whose_server_is_down_moves_and_stays_there() -> None:
 
 def test_a_rollout_that_did_not_call_meanwhile_returns() -> None:
     servers = some(2)
-    placement = Placement(servers)
+    placement = UpstreamRouter(servers)
     placement.choose("r1")
     servers[0].up = False
     placement.choose("r2")
@@ -73,7 +73,7 @@ def test_a_rollout_that_did_not_call_meanwhile_returns() -> None:
 
 def test_rollouts_leave_a_server_that_is_far_busier() -> None:
     servers = some(2)
-    placement = Placement(servers)
+    placement = UpstreamRouter(servers)
     placement.choose("r1")
     servers[1].in_flight = 10
     servers[0].in_flight = 20 + MARGIN
@@ -86,7 +86,7 @@ def test_rollouts_leave_a_server_that_is_far_busier() -> None:
 def test_while_all_are_down_there_is_no_server() -> None:
     for count in (1, 2):
         servers = some(count)
-        placement = Placement(servers)
+        placement = UpstreamRouter(servers)
         placement.choose("r1")
         for server in servers:
             server.up = False
@@ -96,7 +96,7 @@ def test_while_all_are_down_there_is_no_server() -> None:
 
 def test_only_so_many_rollouts_are_remembered() -> None:
     servers = some(2)
-    placement = Placement(servers, remembered=4)
+    placement = UpstreamRouter(servers, remembered=4)
     for n in range(5):
         placement.choose(f"r{n}")
     servers[0].in_flight = 1
@@ -112,7 +112,7 @@ def test_the_counts_of_rollouts_are_those_of_the_homes(
     count: int, steps: list[tuple[int, int, int]]
 ) -> None:
     servers = some(count)
-    placement = Placement(servers, remembered=6)
+    placement = UpstreamRouter(servers, remembered=6)
     for rollout, number, busy in steps:
         server = servers[number % count]
         server.in_flight = busy

@@ -16,11 +16,11 @@ import pytest
 import uvicorn
 from pydantic import ValidationError
 
-from support.engines.mock_engine import MODEL, MockEngine, Say
+from support.engines.mock_engine import MODEL, Answer, MockEngine
 from support.proxy.servers import HeldWriter, serving
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.proxy.engine.upstreams import Queue, Upstreams
+from tracegrad.proxy.engine.upstreams import QueueLimits, UpstreamPool
 from tracegrad.proxy.engine.upstreams.weight_version import weight_version
 from tracegrad.store import Store
 
@@ -51,7 +51,7 @@ def test_calls_reach_it_and_are_recorded(
     stream: bool, tmp_path: Path, store: Store, writer: HeldWriter
 ) -> None:
     engine = MockEngine()
-    engine.replies.append(Say("At the other end of a socket."))
+    engine.replies.append(Answer("At the other end of a socket."))
     with on_a_socket(engine, tmp_path / "engine.sock") as upstream:
         settings = ProxySettings(upstream=upstream)
         assert settings.upstreams == (upstream,)
@@ -75,7 +75,7 @@ def test_calls_reach_it_and_are_recorded(
 async def test_one_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "engine.sock"
     url = f"unix://{path}"
-    gone = Upstreams([url], queue=Queue(max_wait_s=0))
+    gone = UpstreamPool([url], queue=QueueLimits(max_wait_s=0))
     gone.open()
     with pytest.raises(Exception, match="does not answer") as caught:
         async with gone.request("GET", "/v1/models", body=None, headers={}):

@@ -20,9 +20,9 @@ from support.proxy.genai_spans import (
     WHOLE,
     span,
 )
-from tracegrad.events import SpanEnded
+from tracegrad.events import Span
 from tracegrad.proxy.otel.semconv import is_genai, llm_call
-from tracegrad.proxy.otel.semconv.flat_attributes import in_order, nested
+from tracegrad.proxy.otel.semconv.flat_attributes import in_index_order, unflatten
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ from tracegrad.proxy.otel.semconv.flat_attributes import in_order, nested
         pytest.param(span(WHOLE), id="OpenInference, request and response whole"),
     ],
 )
-def test_every_library_tells_of_the_same_call(told: SpanEnded) -> None:
+def test_every_library_tells_of_the_same_call(told: Span) -> None:
     call = llm_call(told)
     assert call is not None
     assert call.request == REQUEST
@@ -159,6 +159,6 @@ def test_texts_that_are_no_json_are_what_was_said() -> None:
 
 
 def test_numbers_in_names_are_an_order_and_nothing_else() -> None:
-    tree = nested({"a.10.x": 1, "a.9.x": 2, "a.999999999.x": 3, "a.b": 4, "a.9": 5}, "a")
-    assert in_order(tree) == [{"x": 2}, {"x": 1}, {"x": 3}]
-    assert in_order({"9" * 5000: {"x": 1}}) == []
+    tree = unflatten({"a.10.x": 1, "a.9.x": 2, "a.999999999.x": 3, "a.b": 4, "a.9": 5}, "a")
+    assert in_index_order(tree) == [{"x": 2}, {"x": 1}, {"x": 3}]
+    assert in_index_order({"9" * 5000: {"x": 1}}) == []

@@ -18,7 +18,7 @@ from support.proxy.genai_spans import (
     WHOLE,
     span,
 )
-from tracegrad.events import Turn, logprobs, token_ids
+from tracegrad.events import Turn, logprob_array, token_id_array
 from tracegrad.proxy.dialects.registry import call_of
 from tracegrad.proxy.otel.semconv import llm_call
 from tracegrad.proxy.otel.semconv.span_events import EVENTS
@@ -68,9 +68,9 @@ def test_whatever_a_span_holds_is_read_as_messages_that_can_be_read_again(
         rollout_id="r",
         dialect="otel",
         model=call.model,
-        prompt_token_ids=token_ids(),
-        completion_token_ids=token_ids(),
-        completion_logprobs=logprobs(),
+        prompt_token_ids=token_id_array(),
+        completion_token_ids=token_id_array(),
+        completion_logprobs=logprob_array(),
         policy_versions=(),
         request=call.request,
         response=call.response,

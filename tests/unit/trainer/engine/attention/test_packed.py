@@ -16,9 +16,9 @@ from support.trainer.row_samples import rows, tiny_model
 from support.trainer.tiny_models import logprobs
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine import FsdpSettings, build_model
-from tracegrad_trainer.engine.attention.dispatch import attention_of_rows, chosen
-from tracegrad_trainer.engine.attention.masked import Scores, causal_mask, masked_attention
-from tracegrad_trainer.engine.attention.packed import PackedRows
+from tracegrad_trainer.engine.attention.dispatch import attention_of_rows, choose_attention
+from tracegrad_trainer.engine.attention.masked import ScoreTransform, causal_mask, masked_attention
+from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,18 @@ def test_packed_equals_unpacked(folder: Path, attention: str) -> None:
     ("arguments", "reason"),
     [
         ({}, "keyword arguments"),
-        ({"packed_rows": PackedRows([6]), "position_bias": torch.zeros(1)}, "position biases"),
-        ({"packed_rows": PackedRows([6]), "is_causal": False}, "attends to what comes later"),
-        ({"packed_rows": PackedRows([6]), "attention_mask": torch.zeros(1)}, "masks of its own"),
+        (
+            {"packed_rows": PackedRowAttention([6]), "position_bias": torch.zeros(1)},
+            "position biases",
+        ),
+        (
+            {"packed_rows": PackedRowAttention([6]), "is_causal": False},
+            "attends to what comes later",
+        ),
+        (
+            {"packed_rows": PackedRowAttention([6]), "attention_mask": torch.zeros(1)},
+            "masks of its own",
+        ),
     ],
 )
 def test_models_that_need_more_of_attention_are_refused(
@@ -70,7 +79,7 @@ def test_models_that_need_more_of_attention_are_refused(
 def test_the_attention_is_chosen_by_device_and_precision(
     settings: dict[str, Any], device: str, name: str
 ) -> None:
-    assert chosen(FsdpSettings(**settings), torch.device(device)) == name
+    assert choose_attention(FsdpSettings(**settings), torch.device(device)) == name
 
 
 @pytest.mark.parametrize(
@@ -85,7 +94,7 @@ def test_attentions_that_are_not_here_are_refused(
     settings: dict[str, Any], device: str, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        chosen(FsdpSettings(**settings), torch.device(device))
+        choose_attention(FsdpSettings(**settings), torch.device(device))
 
 
 def test_a_model_that_is_not_there_is_named() -> None:
@@ -117,7 +126,7 @@ def test_keys_are_repeated_for_kernels_of_a_gpu_that_want_as_many_heads(
         query = torch.empty(1, 4, 8, 16, device="cuda", dtype=dtype)
         key = torch.empty(1, 2, 8, 16, device="cuda", dtype=dtype)
         mask = torch.empty(8, 8, device="cuda", dtype=torch.bool) if masked else None
-        assert masked_attention(query, key, key, Scores(), mask).shape == query.shape
+        assert masked_attention(query, key, key, ScoreTransform(), mask).shape == query.shape
     assert seen == [(heads, heads, heads == 2)]
 
 
@@ -129,7 +138,7 @@ def test_repeated_keys_are_the_same_attention(
     query = torch.randn(2, 4, 8, 16, generator=made)
     key, value = torch.randn(2, 2, 2, 8, 16, generator=made)
     mask = None if window is None else causal_mask(8, window, query.device)
-    shared = masked_attention(query, key, value, Scores(), mask)
+    shared = masked_attention(query, key, value, ScoreTransform(), mask)
     monkeypatch.setattr("tracegrad_trainer.engine.attention.masked._groups_fused", lambda *_: False)
-    repeated = masked_attention(query, key, value, Scores(), mask)
+    repeated = masked_attention(query, key, value, ScoreTransform(), mask)
     torch.testing.assert_close(repeated, shared)

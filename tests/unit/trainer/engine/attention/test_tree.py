@@ -19,11 +19,11 @@ from support.trainer.forward_checks import agree, gradients
 from support.trainer.row_samples import rows, turn
 from support.trainer.tiny_models import VOCABULARY, logprobs, make
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch
-from tracegrad_trainer.batches.rows import Source, path_rows
+from tracegrad_trainer.batches.rows import RowSource, path_rows
 from tracegrad_trainer.batches.tree_rows import tree_rows
 from tracegrad_trainer.engine.attention import tree as tree_attention
-from tracegrad_trainer.engine.attention.masked import Scores
-from tracegrad_trainer.engine.attention.tree import TreeRows
+from tracegrad_trainer.engine.attention.masked import ScoreTransform
+from tracegrad_trainer.engine.attention.tree import TreeRowAttention
 from tracegrad_trainer.engine.model.forward import to_inputs
 
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def row(ids: Any, keep: Sequence[bool] | None = None, **changes: Any) -> Row:
         temperature=zeros + 1,
         advantage=zeros,
         reward=zeros,
-        expert=np.zeros(count, np.bool_),
+        demonstration=np.zeros(count, np.bool_),
         rollout_id="r",
         group_id="g",
         turn_ids=("t",),
@@ -141,7 +141,7 @@ def test_turns_that_fork_train_alike_as_trees_and_as_paths(name: str) -> None:
         turn("d", ids(2), ids(3), parent=again),
         turn("e", ids(2), ids(8), parent=again),
     ]
-    source = Source.of(Told("r", 1.0, turns), "g", [1.0] * len(turns), ())
+    source = RowSource.of(Told("r", 1.0, turns), "g", [1.0] * len(turns), ())
     ((whole,), _), separate = tree_rows(source, limit=10**6), path_rows(turns, source)
     assert len(separate) == 3
     assert len(whole) < sum(len(path) for path in separate)
@@ -168,12 +168,16 @@ def test_trees_within_a_window_are_refused_where_there_is_one_mask_for_all() -> 
         to_inputs(batches()[0], model, CPU)
 
 
-@pytest.mark.parametrize("scores", [Scores(), Scores(window=4), Scores(softcap=2.0, scale=0.7)])
-def test_flex_attention_is_masked_attention(scores: Scores) -> None:
+@pytest.mark.parametrize(
+    "scores", [ScoreTransform(), ScoreTransform(window=4), ScoreTransform(softcap=2.0, scale=0.7)]
+)
+def test_flex_attention_is_masked_attention(scores: ScoreTransform) -> None:
     """Its forward: on a CPU it has no backward."""
     batch = batches()[0]
     assert batch.subtree_end is not None
-    tree_rows = TreeRows(batch.subtree_end, batch.position_ids[0], batch.row_lengths.tolist())
+    tree_rows = TreeRowAttention(
+        batch.subtree_end, batch.position_ids[0], batch.row_lengths.tolist()
+    )
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 4, batch.tokens, 16, generator=generator)
     k, v = (torch.randn(1, 2, batch.tokens, 16, generator=generator) for _ in range(2))
@@ -198,12 +202,12 @@ def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_traced")
 def test_every_form_of_scores_is_compiled_and_packs_of_any_size_share_it() -> None:
     """Beyond dynamo's own limit of eight graphs attention would write out all scores."""
-    forms = [Scores(window=w, softcap=c, scale=s) for w, c, s in product(*_FORMS)]
+    forms = [ScoreTransform(window=w, softcap=c, scale=s) for w, c, s in product(*_FORMS)]
     graphs = []
     counters.clear()
     for tokens in (100, 300, 90, 470):  # of one block, of several
         ends, depth = np.full(tokens, tokens), np.arange(tokens)
-        tree = TreeRows(ends, depth, [tokens])
+        tree = TreeRowAttention(ends, depth, [tokens])
         q, k, v = torch.randn(3, 1, 2, tokens, 16, generator=torch.Generator().manual_seed(0))
         for scores in forms:
             found = tree.flex(q, k, v, scores, compiled=True)
@@ -223,10 +227,12 @@ def test_a_gpu_takes_flex_attention_where_heads_are_wide_enough(
     """Its kernel wants 16 numbers a head."""
     called = []
     for name in ("flex", "exact"):
-        monkeypatch.setattr(TreeRows, name, lambda *_, _name=name, **__: called.append(_name))
-    tree = TreeRows(np.full(4, 4), np.arange(4), [4])
+        monkeypatch.setattr(
+            TreeRowAttention, name, lambda *_, _name=name, **__: called.append(_name)
+        )
+    tree = TreeRowAttention(np.full(4, 4), np.arange(4), [4])
     with FakeTensorMode():
         q = torch.empty(1, 2, 4, width, device="cuda")
-        tree.attend(q, q, q, Scores())
-        tree.attend(q, q, q, Scores(sinks=q))
+        tree.attend(q, q, q, ScoreTransform())
+        tree.attend(q, q, q, ScoreTransform(sinks=q))
     assert called == [kernel, "exact"]

@@ -16,7 +16,7 @@ from support.trainer.forward_checks import ROWS, agree, gradients
 from support.trainer.tiny_models import logprobs, make
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.attention import varlen
-from tracegrad_trainer.engine.attention.masked import Scores
+from tracegrad_trainer.engine.attention.masked import ScoreTransform
 
 
 def reference(*args: Any, **kwargs: Any) -> Tensor:
@@ -80,14 +80,14 @@ def test_heads_that_the_kernel_refuses_go_in_padded_blocks(
         return reference(*args, **kwargs)
 
     monkeypatch.setattr(varlen, "kernel", counted)
-    rows = varlen.VarlenRows([3, 5], "cpu")
-    assert rows.attend(*torch.ones(3, 1, 2, 8, width), Scores()).shape == (1, 8, 2, width)
+    rows = varlen.VarlenRowAttention([3, 5], "cpu")
+    assert rows.attend(*torch.ones(3, 1, 2, 8, width), ScoreTransform()).shape == (1, 8, 2, width)
     assert bool(calls) == taken
 
 
 def test_torch_takes_the_call_as_it_is_made() -> None:
     """Shapes only, without a device."""
-    rows = varlen.VarlenRows([3, 5], "meta")
+    rows = varlen.VarlenRowAttention([3, 5], "meta")
     q = torch.empty(1, 4, 8, 16, dtype=torch.bfloat16, device="meta")
     kv = torch.empty(1, 2, 8, 16, dtype=torch.bfloat16, device="meta")
-    assert rows.attend(q, kv, kv, Scores(window=2)).shape == (1, 8, 4, 16)
+    assert rows.attend(q, kv, kv, ScoreTransform(window=2)).shape == (1, 8, 4, 16)

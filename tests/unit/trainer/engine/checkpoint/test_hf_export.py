@@ -16,13 +16,13 @@ from support.trainer.tiny_model import save_tiny_model
 from support.trainer.tiny_models import CONFIGS, MIXTURES, plain
 from tracegrad_trainer.engine import (
     FsdpSettings,
-    as_in_files,
+    as_hf_tensors,
     build_model,
+    destroy_process_group,
     full_tensors,
+    init_process_group,
     save_hf,
     shard,
-    start_ranks,
-    stop_ranks,
 )
 from tracegrad_trainer.engine.config import LoraSettings
 from tracegrad_trainer.engine.model.lora import merged_tensors
@@ -32,9 +32,9 @@ SETTINGS = FsdpSettings(device="cpu", threads=1, attention="eager")
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
-    start_ranks(SETTINGS)
+    init_process_group(SETTINGS)
     yield
-    stop_ranks()
+    destroy_process_group()
 
 
 def saved(name: str, folder: Path) -> dict[str, Tensor]:
@@ -59,7 +59,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def test_what_was_loaded_goes_back_as_it_was_in_its_folder(name: str, tmp_path: Path) -> None:
     file = saved(name, tmp_path)
     model = loaded(tmp_path)
-    found = as_in_files(model, full_tensors(model))
+    found = as_hf_tensors(model, full_tensors(model))
     # A tied head is in the file of some models; it is the embedding.
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     assert_equal(dict(found), {n: t for n, t in file.items() if n not in tied})
@@ -86,7 +86,7 @@ def test_a_sharded_mixture_with_adapters_goes_back_merged(tmp_path: Path) -> Non
             if ".lora_B." in name:
                 parameter.to_local().fill_(0.01)  # type: ignore[attr-defined]
     merged = {name: tensor.clone() for name, tensor in merged_tensors(model)}
-    found = dict(as_in_files(model, full_tensors(model)))
+    found = dict(as_hf_tensors(model, full_tensors(model)))
     file = load_file(folder / "model.safetensors")
     assert found.keys() == file.keys()
     changed = {name for name in file if not torch.equal(found[name], file[name])}

@@ -21,15 +21,15 @@ from support.trainer.torchrun import torchrun
 from tracegrad_trainer.engine import (
     CheckpointError,
     FsdpSettings,
-    checkpoints,
+    destroy_process_group,
+    init_process_group,
+    list_checkpoints,
     load_checkpoint,
-    start_ranks,
-    stop_ranks,
 )
 from tracegrad_trainer.engine.checkpoint import save_load as module
-from tracegrad_trainer.engine.checkpoint.save_load import Saver, save_checkpoint
+from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver, save_checkpoint
 from tracegrad_trainer.engine.config import LoraSettings
-from tracegrad_trainer.engine.random_state import captured, restore, seed_all
+from tracegrad_trainer.engine.random_state import capture_rng_state, restore_rng_state, seed_all
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank(folder: Path) -> Iterator[None]:
-    start_ranks(FsdpSettings(device="cpu", threads=1))
+    init_process_group(FsdpSettings(device="cpu", threads=1))
     yield
-    stop_ranks()
+    destroy_process_group()
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -85,13 +85,13 @@ def test_training_goes_on_while_what_was_copied_is_written(
     one = learner(folder / "model")
     step(one, 1)
     before = weights(one)
-    saver = Saver(tmp_path)
+    saver = CheckpointSaver(tmp_path)
     counters: dict[str, Any] = {"memory": {"task": [1]}}
     saver.start(one, 1, counters)
     step(one, 2)
     counters["memory"]["task"].append(2)
     assert saver.busy
-    assert checkpoints(tmp_path) == [], "what is not whole has no name yet"
+    assert list_checkpoints(tmp_path) == [], "what is not whole has no name yet"
     assert not equal(weights(one), before)
     may_write.set()
     saver.wait()
@@ -111,8 +111,8 @@ def test_the_newest_stay_and_every_so_many(
     for number in range(1, 7):
         (tmp_path / f"step-{number:08d}").mkdir()
     (tmp_path / ".step-00000007.partial").mkdir()
-    Saver(tmp_path).prune(keep=keep, keep_every=keep_every)
-    assert checkpoints(tmp_path) == [tmp_path / f"step-{number:08d}" for number in kept]
+    CheckpointSaver(tmp_path).prune(keep=keep, keep_every=keep_every)
+    assert list_checkpoints(tmp_path) == [tmp_path / f"step-{number:08d}" for number in kept]
 
 
 def test_what_another_store_left_does_not_push_out_what_was_just_made(
@@ -124,7 +124,7 @@ def test_what_another_store_left_does_not_push_out_what_was_just_made(
     step(one, 1)
     for number in (1, 2):
         made = save_checkpoint(one, tmp_path, number, {}, keep=1)
-    assert checkpoints(tmp_path) == [made, *(tmp_path / f"step-0000000{n}" for n in (8, 9))]
+    assert list_checkpoints(tmp_path) == [made, *(tmp_path / f"step-0000000{n}" for n in (8, 9))]
 
 
 def test_a_value_head_and_adapters_come_back(folder: Path, tmp_path: Path) -> None:
@@ -152,10 +152,10 @@ def test_a_value_head_and_adapters_come_back(folder: Path, tmp_path: Path) -> No
 def test_every_random_number_generator_goes_on_where_it_was() -> None:
     seed_all(3)
     drawn()
-    state = captured()
+    state = capture_rng_state()
     expected = [drawn() for _ in range(3)]
     seed_all(4)
-    restore(state)
+    restore_rng_state(state)
     assert [drawn() for _ in range(3)] == expected
 
 
@@ -249,16 +249,16 @@ def test_a_writer_that_dies_of_what_nobody_foresaw_has_written_nothing(
         raise MemoryError
 
     one = learner(folder / "model")
-    saver = Saver(tmp_path)
+    saver = CheckpointSaver(tmp_path)
     monkeypatch.setattr(module, "digests", dies)
     saver.start(one, 1, {})
     with pytest.raises(CheckpointError, match="step-00000001 not written: its writer ended early"):
         saver.wait()
-    assert checkpoints(tmp_path) == []
+    assert list_checkpoints(tmp_path) == []
     monkeypatch.undo()
     saver.start(one, 1, {})
     saver.wait()
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
 
 
 def test_a_folder_left_by_a_step_that_was_never_committed_is_replaced(

@@ -12,7 +12,7 @@ from support.trainer.tiny_model import tiny_sizes
 from support.trainer.tiny_models import CONFIGS, REFUSED, VOCABULARY, logprobs, make, plain
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.config import FsdpSettings
-from tracegrad_trainer.engine.model.parallelize import prepare
+from tracegrad_trainer.engine.model.parallelize import prepare_model
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -68,7 +68,7 @@ def test_a_checkpointed_block_keeps_its_input_only() -> None:
 def test_nothing_is_dropped_whatever_the_config_says() -> None:
     config = CONFIGS["gpt2"]()
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.5
-    model = prepare(
+    model = prepare_model(
         AutoModelForCausalLM.from_config(config, attn_implementation="eager"),
         FsdpSettings(device="cpu"),
     )
@@ -82,4 +82,4 @@ def test_models_whose_layers_carry_a_state_are_refused() -> None:
     config = Lfm2Config(**tiny_sizes(VOCABULARY, layer_types=["conv", "full_attention"]))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with pytest.raises(ValueError, match="has conv, which carry a state from one row"):
-        prepare(model, FsdpSettings(device="cpu"))
+        prepare_model(model, FsdpSettings(device="cpu"))

@@ -9,16 +9,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.trainer.logprob_head import HIDDEN, Case, Peak, close
-from tracegrad_trainer.engine.model.chunked_logprobs import ELEMENTS, PLAIN, Shape, log_probs
+from tracegrad_trainer.engine.model.chunked_logprobs import (
+    IDENTITY,
+    MAX_LOGIT_ELEMENTS,
+    LogitTransform,
+    chunked_logprobs,
+)
 
 
 @pytest.mark.parametrize("elements", [None, 1000, 37, 1])
-@pytest.mark.parametrize("shape", [PLAIN, Shape(scale=0.3), Shape(cap=2.0), Shape(2.0, 3.0)])
+@pytest.mark.parametrize(
+    "shape",
+    [IDENTITY, LogitTransform(scale=0.3), LogitTransform(cap=2.0), LogitTransform(2.0, 3.0)],
+)
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6)], ids=["f64", "f32"]
 )
 def test_numbers_and_gradients_are_those_of_full_logits(
-    elements: int | None, shape: Shape, dtype: torch.dtype, bound: float
+    elements: int | None, shape: LogitTransform, dtype: torch.dtype, bound: float
 ) -> None:
     case = Case(29, 37, dtype, bias=True)
     logp, entropy = case.ours(elements, shape)
@@ -50,13 +58,13 @@ def test_chunks_of_any_size_change_nothing(
         torch.testing.assert_close(mine, full, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [PLAIN, Shape(0.5, 2.0)])
+@pytest.mark.parametrize("shape", [IDENTITY, LogitTransform(0.5, 2.0)])
 @pytest.mark.parametrize("elements", [None, 20])
-def test_finite_differences_agree(shape: Shape, elements: int | None) -> None:
+def test_finite_differences_agree(shape: LogitTransform, elements: int | None) -> None:
     case = Case(5, 7, torch.float64, bias=True)
 
     def logp(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        found, _ = log_probs(
+        found, _ = chunked_logprobs(
             hidden, weight, bias, case.labels, case.temperature, shape=shape, elements=elements
         )
         return found
@@ -69,7 +77,9 @@ def test_finite_differences_agree(shape: Shape, elements: int | None) -> None:
 
 def test_numbers_by_hand() -> None:
     hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [2.0]]).log1p()
-    logp, entropy = log_probs(hidden, weight, None, torch.tensor([0, 1]), torch.tensor([1.0, 0.5]))
+    logp, entropy = chunked_logprobs(
+        hidden, weight, None, torch.tensor([0, 1]), torch.tensor([1.0, 0.5])
+    )
     # logits 0 and log 3: probabilities 1/4, 3/4; at temperature 1/2 1/10, 9/10
     torch.testing.assert_close(logp.exp(), torch.tensor([0.25, 0.9]))
     quarter = 0.25 * torch.tensor(4.0).log() + 0.75 * torch.tensor(4 / 3).log()
@@ -149,4 +159,4 @@ def test_memory_does_not_grow_with_vocabulary_times_tokens() -> None:
     # 256 times as many logits: only what is there once a token, or once a word, may grow.
     assert large < small + 64 * 640 + 8 * 16_000 + HIDDEN * 16_000 * 4
     assert large < whole / 20
-    assert max(ELEMENTS.values()) * 4 <= 1 << 30
+    assert max(MAX_LOGIT_ELEMENTS.values()) * 4 <= 1 << 30

@@ -25,25 +25,34 @@ from support.trainer.tiny_model import tiny_sizes
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine import FsdpSettings, build_model, shard
 from tracegrad_trainer.engine.model import value_head as value_head
-from tracegrad_trainer.engine.model.chunked_logprobs import PLAIN, Shape
-from tracegrad_trainer.engine.model.forward import Forward, Head, forward, to_inputs, values_of
-from tracegrad_trainer.engine.model.lm_head import choose
+from tracegrad_trainer.engine.model.chunked_logprobs import IDENTITY, LogitTransform
+from tracegrad_trainer.engine.model.forward import (
+    ForwardOutput,
+    LmHead,
+    forward,
+    to_inputs,
+    values_of,
+)
+from tracegrad_trainer.engine.model.lm_head import choose_lm_head
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 CPU = torch.device("cpu")
 TINY = tiny_sizes(VOCABULARY, initializer_range=0.02, pad_token_id=0)
 MODELS = {
-    "llama": (LlamaConfig(**TINY), PLAIN),
-    "tied": (LlamaConfig(**TINY, tie_word_embeddings=True), PLAIN),
-    "gemma2": (Gemma2Config(**TINY, head_dim=8, final_logit_softcapping=30.0), Shape(cap=30.0)),
-    "cohere": (CohereConfig(**TINY, logit_scale=0.0625), Shape(scale=0.0625)),
-    "granite": (GraniteConfig(**TINY, logits_scaling=8.0), Shape(scale=0.125)),
+    "llama": (LlamaConfig(**TINY), IDENTITY),
+    "tied": (LlamaConfig(**TINY, tie_word_embeddings=True), IDENTITY),
+    "gemma2": (
+        Gemma2Config(**TINY, head_dim=8, final_logit_softcapping=30.0),
+        LogitTransform(cap=30.0),
+    ),
+    "cohere": (CohereConfig(**TINY, logit_scale=0.0625), LogitTransform(scale=0.0625)),
+    "granite": (GraniteConfig(**TINY, logits_scaling=8.0), LogitTransform(scale=0.125)),
     "moe": (
         Qwen3MoeConfig(
             **TINY, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
         ),
-        PLAIN,
+        IDENTITY,
     ),
     "opt": (
         OPTConfig(
@@ -55,7 +64,7 @@ MODELS = {
             ffn_dim=48,
             word_embed_proj_dim=16,
         ),
-        PLAIN,
+        IDENTITY,
     ),
 }
 
@@ -74,9 +83,9 @@ def batch() -> Any:
     return micro_batch(made_rows, range(5))
 
 
-def both(model: nn.Module, head: Head) -> tuple[Forward, Forward]:
+def both(model: nn.Module, head: LmHead) -> tuple[ForwardOutput, ForwardOutput]:
     inputs = to_inputs(batch(), model, CPU)
-    return forward(model, inputs, head), forward(model, inputs, Head(None, "to compare"))
+    return forward(model, inputs, head), forward(model, inputs, LmHead(None, "to compare"))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -86,10 +95,10 @@ def test_the_head_that_is_chosen_says_what_the_model_says(name: str, sharded: bo
     model = made(config, loud=name == "gemma2")
     if sharded:
         model = shard(model, init_device_mesh("cpu", (1,)), FsdpSettings(device="cpu"))
-    head = choose(model, CPU)
+    head = choose_lm_head(model, CPU)
     assert (head.shape, head.reason) == (shape, "")
     ours, plain = both(model, head)
-    torch.testing.assert_close(ours.logp, plain.logp, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(ours.policy_logprobs, plain.policy_logprobs, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(ours.entropy, plain.entropy, rtol=2e-5, atol=2e-5)
 
 
@@ -103,8 +112,8 @@ def gradients(model: nn.Module, logp: Tensor) -> dict[str, Tensor]:
 def test_gradients_reach_every_weight_alike(name: str) -> None:
     config, _ = MODELS[name]
     model = made(config, loud=name == "gemma2").double()
-    ours, plain = both(model, choose(model, CPU))
-    mine, expected = gradients(model, ours.logp), gradients(model, plain.logp)
+    ours, plain = both(model, choose_lm_head(model, CPU))
+    mine, expected = gradients(model, ours.policy_logprobs), gradients(model, plain.policy_logprobs)
     assert list(mine) == list(expected)
     for key in expected:
         torch.testing.assert_close(mine[key], expected[key], rtol=1e-4, atol=1e-6)
@@ -120,13 +129,13 @@ def test_a_model_that_does_something_else_to_its_logits_makes_them_itself() -> N
         return said
 
     model.forward = capped
-    head = choose(model, CPU)
+    head = choose_lm_head(model, CPU)
     assert head.shape is None
     assert head.reason == "it does something to its logits that is not known here"
     inputs = to_inputs(batch(), model, CPU)
     expected = capped(**inputs.model).logits[0] / inputs.temperature[:, None]
     expected = expected.log_softmax(-1).gather(-1, inputs.labels[:, None])[:, 0]
-    torch.testing.assert_close(forward(model, inputs, head).logp, expected)
+    torch.testing.assert_close(forward(model, inputs, head).policy_logprobs, expected)
 
 
 def test_a_model_that_changes_hidden_states_before_its_head_makes_logits_itself() -> None:
@@ -143,19 +152,19 @@ def test_a_model_that_changes_hidden_states_before_its_head_makes_logits_itself(
             hook.remove()
 
     model.forward = dimmed
-    assert choose(model, CPU).reason == "it changes what its body says before the head"
+    assert choose_lm_head(model, CPU).reason == "it changes what its body says before the head"
 
 
 def test_a_config_that_lies_about_its_scale_is_found_out() -> None:
     model: Any = made(LlamaConfig(**TINY))
     model.config.logit_scale = 0.5
-    assert choose(model, CPU).shape is None
+    assert choose_lm_head(model, CPU).shape is None
 
 
 def test_an_adapted_head_is_asked_through_the_model(tmp_path: Path) -> None:
     settings = FsdpSettings(device="cpu", lora={"rank": 2, "targets": ("q_proj", "lm_head")})  # type: ignore[arg-type]
     model: Any = build_model(tiny_model(tmp_path), settings)
-    head = choose(model, CPU)
+    head = choose_lm_head(model, CPU)
     assert head.shape is None
     assert "not a linear layer" in head.reason
     with torch.no_grad():
@@ -163,19 +172,19 @@ def test_an_adapted_head_is_asked_through_the_model(tmp_path: Path) -> None:
     inputs = to_inputs(batch(), model, CPU)
     logits = model(**inputs.model).logits[0] / inputs.temperature[:, None]
     expected = logits.log_softmax(-1).gather(-1, inputs.labels[:, None])[:, 0]
-    torch.testing.assert_close(forward(model, inputs, head).logp, expected)
+    torch.testing.assert_close(forward(model, inputs, head).policy_logprobs, expected)
 
 
 def test_half_precision_is_told_apart_from_another_head(tmp_path: Path) -> None:
     settings = FsdpSettings(device="cpu", compute_dtype="bfloat16")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    head = choose(shard(build_model(tiny_model(tmp_path), settings), mesh, settings), CPU)
-    assert (head.shape, head.dtype) == (PLAIN, torch.bfloat16)
+    head = choose_lm_head(shard(build_model(tiny_model(tmp_path), settings), mesh, settings), CPU)
+    assert (head.shape, head.dtype) == (IDENTITY, torch.bfloat16)
 
 
-@pytest.mark.parametrize("head", [Head(PLAIN), Head(None)])
-def test_values_come_from_the_hidden_state_that_predicts_the_target(head: Head) -> None:
-    model: Any = value_head.attach(made(LlamaConfig(**TINY)))
+@pytest.mark.parametrize("head", [LmHead(IDENTITY), LmHead(None)])
+def test_values_come_from_the_hidden_state_that_predicts_the_target(head: LmHead) -> None:
+    model: Any = value_head.attach_value_head(made(LlamaConfig(**TINY)))
     inputs = to_inputs(batch(), model, CPU)
     assert not values_of(model, inputs).any()  # as it starts
     with torch.no_grad():

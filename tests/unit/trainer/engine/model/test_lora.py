@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 from support.trainer.row_samples import rows, tiny_model
 from support.trainer.tiny_models import logprobs, make
 from tracegrad_trainer.batches import micro_batch
-from tracegrad_trainer.engine.attention.packed import PackedRows
+from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings
 from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.lora import (
     adapter_tensors,
-    attached,
+    has_adapters,
     merged_tensors,
     save_adapter,
     without_adapters,
@@ -48,8 +48,8 @@ def moved(model: nn.Module) -> nn.Module:
 def test_fresh_adapters_change_nothing_and_alone_are_trained(folder: Path) -> None:
     plain = build_model(folder, FsdpSettings(device="cpu"))
     model = build_model(folder, FsdpSettings(device="cpu", lora=LORA))
-    assert attached(model)
-    assert not attached(plain)
+    assert has_adapters(model)
+    assert not has_adapters(plain)
     assert torch.equal(logprobs(model, BATCH), logprobs(plain, BATCH))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained
@@ -120,7 +120,7 @@ def test_vllm_reads_the_adapter_folder(folder: Path, tmp_path: Path) -> None:
 
 def test_merged_weights_are_a_model_without_adapters(folder: Path) -> None:
     model = moved(build_model(folder, FsdpSettings(device="cpu", lora=LORA)))
-    value_head.attach(model)
+    value_head.attach_value_head(model)
     merged = dict(merged_tensors(model))
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert list(merged) == [name for name, _ in plain.named_parameters()]
@@ -175,5 +175,5 @@ def test_a_head_of_its_own_can_have_an_adapter() -> None:
 
 
 def _alone(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model(ids, packed_rows=PackedRows([ids.shape[1]])).logits
+    logits: torch.Tensor = model(ids, packed_rows=PackedRowAttention([ids.shape[1]])).logits
     return logits

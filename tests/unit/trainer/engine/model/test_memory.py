@@ -15,7 +15,7 @@ from support.trainer.tiny_models import logprobs, make
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings
 from tracegrad_trainer.engine.model import memory
-from tracegrad_trainer.engine.model.parallelize import blocks, build_model
+from tracegrad_trainer.engine.model.parallelize import build_model, transformer_blocks
 
 CPU = FsdpSettings(device="cpu")
 GIB = 1024**3
@@ -44,9 +44,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def asked(folder: Path, settings: FsdpSettings = CPU, **changes: int) -> memory.Estimate:
+def asked(folder: Path, settings: FsdpSettings = CPU, **changes: int) -> memory.MemoryEstimate:
     given = {"ranks": 1, "local_ranks": 1, "tokens": 4096} | changes
-    return memory.check(folder, settings, **given)  # type: ignore[arg-type]
+    return memory.check_fits_memory(folder, settings, **given)  # type: ignore[arg-type]
 
 
 def test_a_model_that_does_not_fit_is_refused_with_its_figures(large: Path) -> None:
@@ -85,7 +85,7 @@ def test_ranks_share_weights_but_not_activations(large: Path) -> None:
     ],
 )
 def test_what_is_advised_helps(
-    large: Path, changes: dict[str, object], smaller: Callable[[memory.Estimate], int]
+    large: Path, changes: dict[str, object], smaller: Callable[[memory.MemoryEstimate], int]
 ) -> None:
     plain = asked(large, free=2**60)
     helped = asked(large, CPU.model_copy(update=changes), free=2**60)
@@ -113,7 +113,7 @@ def test_activations_are_estimated_within_a_factor_of_two(name: str) -> None:
     ):
         out = logprobs(model, batch)
     assert out.requires_grad
-    estimated = memory.estimate(model, CPU, ranks=1, tokens=batch.tokens).activations
+    estimated = memory.estimate_memory(model, CPU, ranks=1, tokens=batch.tokens).activations
     assert 0.5 < estimated / sum(kept.values()) < 2
 
 
@@ -122,7 +122,7 @@ class _Inside:
 
     def __init__(self, model: nn.Module) -> None:
         self.now = False
-        for block in blocks(model):
+        for block in transformer_blocks(model):
             block.register_forward_pre_hook(lambda *_: self._set(True))
             block.register_forward_hook(lambda *_: self._set(False))
 
@@ -152,7 +152,7 @@ def test_memory_is_shared_by_the_ranks_of_a_machine(
 
 
 def test_free_memory_is_some_of_the_machine_s() -> None:
-    assert 2**20 < memory.free_memory() < 2**50
+    assert 2**20 < memory.free_host_memory() < 2**50
 
 
 def test_what_a_container_keeps_of_files_counts_as_free(tmp_path: Path) -> None:
@@ -160,10 +160,10 @@ def test_what_a_container_keeps_of_files_counts_as_free(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(f"{8 * GIB}\n")
     (tmp_path / "memory.current").write_text(f"{7 * GIB}\n")
     (tmp_path / "memory.stat").write_text(f"anon {GIB}\nfile {6 * GIB}\ninactive_file {5 * GIB}\n")
-    assert memory.group_memory(tmp_path) == 6 * GIB
+    assert memory.free_cgroup_memory(tmp_path) == 6 * GIB
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.group_memory(tmp_path) is None
-    assert memory.group_memory(tmp_path / "nowhere") is None
+    assert memory.free_cgroup_memory(tmp_path) is None
+    assert memory.free_cgroup_memory(tmp_path / "nowhere") is None
 
 
 def test_a_gpu_that_this_process_does_not_use_is_asked_by_another(
@@ -191,8 +191,10 @@ def test_offloaded_parameters_are_gathered_on_the_device_by_one_rank_too(large: 
 
 
 def test_a_reference_is_a_second_model_s_weights(large: Path) -> None:
-    plain = memory.check(large, CPU, ranks=2, local_ranks=2, tokens=1, free=2**60)
-    beside = memory.check(large, CPU, ranks=2, local_ranks=2, tokens=1, free=2**60, reference=True)
+    plain = memory.check_fits_memory(large, CPU, ranks=2, local_ranks=2, tokens=1, free=2**60)
+    beside = memory.check_fits_memory(
+        large, CPU, ranks=2, local_ranks=2, tokens=1, free=2**60, reference=True
+    )
     assert beside.state - plain.state == 4 * plain.parameters // 2
 
 
@@ -203,7 +205,7 @@ def test_an_offloaded_model_still_needs_the_host_s_memory_on_a_cpu(large: Path) 
 
 def test_a_model_without_named_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Linear names no blocks.*cannot be sharded"):
-        blocks(nn.Linear(2, 2))
+        transformer_blocks(nn.Linear(2, 2))
 
 
 def test_settings_that_are_not_for_the_model_are_refused_before_training(folder: Path) -> None:

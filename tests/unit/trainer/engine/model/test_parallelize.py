@@ -17,8 +17,8 @@ from support.trainer.row_samples import rows
 from support.trainer.tiny_models import logprobs, make
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.config import FsdpSettings
-from tracegrad_trainer.engine.distributed import start_ranks, stop_ranks
-from tracegrad_trainer.engine.model.parallelize import blocks, compute_device, shard
+from tracegrad_trainer.engine.distributed import destroy_process_group, init_process_group
+from tracegrad_trainer.engine.model.parallelize import compute_device, shard, transformer_blocks
 
 MADE = rows(5)
 BATCH = micro_batch(MADE, range(len(MADE)))
@@ -26,8 +26,8 @@ BATCH = micro_batch(MADE, range(len(MADE)))
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    yield start_ranks(FsdpSettings(device="cpu", threads=1))
-    stop_ranks()
+    yield init_process_group(FsdpSettings(device="cpu", threads=1))
+    destroy_process_group()
     assert not dist.is_initialized()
 
 
@@ -48,7 +48,7 @@ def test_sharded_blocks_have_the_gradients_of_the_whole(name: str, mesh: DeviceM
     expected = gradients(make(name))
     model = shard(make(name), mesh, FsdpSettings(device="cpu"))
     assert isinstance(model, FSDPModule)
-    assert [isinstance(block, FSDPModule) for block in blocks(model)] == [True, True]
+    assert [isinstance(block, FSDPModule) for block in transformer_blocks(model)] == [True, True]
     agree(gradients(model), expected)
 
 
@@ -74,7 +74,7 @@ def test_bfloat16_is_of_the_computation_only(mesh: DeviceMesh) -> None:
     settings = FsdpSettings(device="cpu", compute_dtype="bfloat16")
     model = shard(make("qwen3"), mesh, settings)
     seen: set[torch.dtype] = set()
-    blocks(model)[0].register_forward_hook(lambda m, args, out: seen.add(out.dtype))
+    transformer_blocks(model)[0].register_forward_hook(lambda m, args, out: seen.add(out.dtype))
     found = gradients(model)
     assert seen == {torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -16,14 +16,25 @@ from support.trainer.forward_checks import agree, gradients
 from support.trainer.routing_samples import drawn, told
 from support.trainer.row_samples import rows, turn
 from support.trainer.tiny_models import MIXTURES, logprobs, make, plain
-from tracegrad_trainer.batches import Layout, MicroBatch, Routes, micro_batch, pack
-from tracegrad_trainer.batches.expert_routing import OPEN, of_path
-from tracegrad_trainer.engine import Learner, OptimSettings, shard, start_ranks, stop_ranks
-from tracegrad_trainer.engine.attention.packed import PackedRows
+from tracegrad_trainer.batches import ExpertRouting, MicroBatch, RoutingLayout, micro_batch, pack
+from tracegrad_trainer.batches.expert_routing import UNROUTED, routing_of_path
+from tracegrad_trainer.engine import (
+    Learner,
+    OptimSettings,
+    destroy_process_group,
+    init_process_group,
+    shard,
+)
+from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 from tracegrad_trainer.engine.config import FsdpSettings
-from tracegrad_trainer.engine.model.forward import Before
-from tracegrad_trainer.engine.model.parallelize import prepare
-from tracegrad_trainer.engine.model.router_replay import check, layout_of, recording, routed
+from tracegrad_trainer.engine.model.forward import TargetContext
+from tracegrad_trainer.engine.model.parallelize import prepare_model
+from tracegrad_trainer.engine.model.router_replay import (
+    check_replay,
+    recording_routing,
+    routing_layout_of,
+    with_routing,
+)
 from tracegrad_trainer.losses import preset
 
 ROWS = rows(4)
@@ -35,18 +46,18 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def batch(routes: Routes | None = None) -> MicroBatch:
+def batch(routes: ExpertRouting | None = None) -> MicroBatch:
     return replace(micro_batch(ROWS, range(len(ROWS))), routes=routes)
 
 
-def recorded(model: nn.Module) -> tuple[Tensor, Routes]:
-    with torch.no_grad(), recording(model) as seen:
+def recorded(model: nn.Module) -> tuple[Tensor, ExpertRouting]:
+    with torch.no_grad(), recording_routing(model) as seen:
         logp = logprobs(model, batch())
     (routes,) = seen
     return logp, routes
 
 
-def shifted(routes: Routes) -> Routes:
+def shifted(routes: ExpertRouting) -> ExpertRouting:
     """Other experts, each token's still distinct."""
     return ((routes + 1) % EXPERTS).astype(np.int16)
 
@@ -78,7 +89,7 @@ def test_a_changed_policy_keeps_the_choice_and_its_own_gates(name: str) -> None:
             weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     _, free = recorded(model)
     assert (free != routes).any()
-    with recording(model) as seen:
+    with recording_routing(model) as seen:
         logprobs(model, batch(routes)).sum().backward()
     assert np.array_equal(seen[0], routes)
     for router in routers(model):
@@ -100,7 +111,7 @@ def test_gates_are_softmax_over_the_given_experts() -> None:
         torch.arange(5)[None],
         use_cache=False,
         routes=torch.stack([given, given], 1),
-        packed_rows=PackedRows([5]),
+        packed_rows=PackedRowAttention([5]),
     )
     _, scores, chosen = output[0]
     assert torch.equal(chosen, given)
@@ -118,8 +129,8 @@ def test_tokens_without_a_record_are_routed_by_the_router() -> None:
     model = make("qwen3_moe", routing="r3")
     _, routes = recorded(model)
     partly = shifted(routes)
-    partly[::2] = OPEN
-    with recording(model) as seen:
+    partly[::2] = UNROUTED
+    with recording_routing(model) as seen:
         logprobs(model, batch(partly))
     first_layer = seen[0][:, 0]
     assert np.array_equal(first_layer[1::2], partly[1::2, 0])
@@ -138,8 +149,8 @@ def test_a_checkpointed_block_replays_the_same_routes_in_backward(name: str) -> 
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    yield start_ranks(FsdpSettings(device="cpu", threads=1))
-    stop_ranks()
+    yield init_process_group(FsdpSettings(device="cpu", threads=1))
+    destroy_process_group()
 
 
 def test_updates_of_one_batch_keep_the_choice_of_before_it(mesh: DeviceMesh) -> None:
@@ -150,14 +161,14 @@ def test_updates_of_one_batch_keep_the_choice_of_before_it(mesh: DeviceMesh) -> 
     learner = Learner(model, mesh, preset("grpo"), OptimSettings(lr=0.05))
     (batches,) = pack(ROWS, ranks=1, budget=60)
     assert len(batches) > 1
-    with recording(model) as before:
-        old = [Before(old=logp) for logp in learner.logprobs(batches)]
-    given = routed(batches, before)
+    with recording_routing(model) as before:
+        old = [TargetContext(old_logprobs=logp) for logp in learner.logprobs(batches)]
+    given = with_routing(batches, before)
     assert learner.train(given, version=3, before=old).metrics["policy_k3"] == 0
-    with recording(model) as free:
+    with recording_routing(model) as free:
         learner.logprobs(batches)
     assert any((a != b).any() for a, b in zip(free, before, strict=True))
-    with recording(model) as during:
+    with recording_routing(model) as during:
         moved = learner.train(given, version=3, before=old)
     assert moved.metrics["policy_k3"] > 0
     assert all(np.array_equal(a, b) for a, b in zip(during, before, strict=True))
@@ -170,12 +181,12 @@ def test_routes_travel_with_their_rows() -> None:
     first = replace(ROWS[0], routes=routes[: ends[0]])
     third = replace(ROWS[2], routes=routes[ends[1] : ends[2]])
     made = micro_batch([third, ROWS[1], first], [2, 1, 0])
-    assert made.routes is not None
-    assert np.array_equal(made.routes[: len(third)], routes[ends[1] : ends[2]])
-    assert (made.routes[len(third) : len(third) + len(ROWS[1])] == OPEN).all()
-    left, _ = made.without([2])
-    assert left.routes is not None
-    assert np.array_equal(left.routes[len(ROWS[1]) :], routes[: ends[0]])
+    assert made.expert_routing is not None
+    assert np.array_equal(made.expert_routing[: len(third)], routes[ends[1] : ends[2]])
+    assert (made.expert_routing[len(third) : len(third) + len(ROWS[1])] == UNROUTED).all()
+    left, _ = made.without_rows([2])
+    assert left.expert_routing is not None
+    assert np.array_equal(left.expert_routing[len(ROWS[1]) :], routes[: ends[0]])
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -183,16 +194,18 @@ def test_routes_of_the_serving_engine_are_replayed(name: str) -> None:
     """R3, with routes recorded from a transformers forward and told in vLLM's format."""
     engine = make(name, routing="r2")
     logp, routes = recorded(engine)
-    layout, ends = layout_of(engine), np.cumsum([len(row) for row in ROWS])
+    layout, ends = routing_layout_of(engine), np.cumsum([len(row) for row in ROWS])
     rows_told = []
     for row, end in zip(ROWS, ends, strict=True):
         asked = turn("t", row.input_ids[:5].tolist(), row.input_ids[5:].tolist())
         path = [told(asked, routes[end - len(row) : end])]
-        rows_told.append(replace(row, routes=of_path(path, len(row), layout)))
+        rows_told.append(replace(row, routes=routing_of_path(path, len(row), layout)))
     model = make(name, routing="r3")
     made = micro_batch(rows_told, range(len(rows_told)))
-    assert made.routes is not None
-    assert np.array_equal(np.delete(made.routes, ends - 1, 0), np.delete(routes, ends - 1, 0))
+    assert made.expert_routing is not None
+    assert np.array_equal(
+        np.delete(made.expert_routing, ends - 1, 0), np.delete(routes, ends - 1, 0)
+    )
     now = logprobs(model, made)
     assert torch.equal(now, logp)
     now.sum().backward()
@@ -204,30 +217,30 @@ def test_an_engine_counts_layers_without_a_router_too() -> None:
     config.mlp_only_layers = [0]
     with torch.device("meta"):
         dense = type(plain("qwen3_moe", "tracegrad_packed"))(config)
-    assert layout_of(dense) == Layout(layers=2, routed=(1,), experts=EXPERTS, k=2)
-    model = prepare(type(dense)(config), FsdpSettings(device="cpu", routing="r3"))
+    assert routing_layout_of(dense) == RoutingLayout(layers=2, routed=(1,), experts=EXPERTS, k=2)
+    model = prepare_model(type(dense)(config), FsdpSettings(device="cpu", routing="r3"))
     (row,) = ROWS[:1]
     asked = turn("t", row.input_ids[:5].tolist(), row.input_ids[5:].tolist())
-    layers = drawn(len(row), layout=layout_of(model))
-    routes = of_path([told(asked, layers)], len(row), layout_of(model))
+    layers = drawn(len(row), layout=routing_layout_of(model))
+    routes = routing_of_path([told(asked, layers)], len(row), routing_layout_of(model))
     assert routes is not None
-    with torch.no_grad(), recording(model) as seen:
+    with torch.no_grad(), recording_routing(model) as seen:
         logprobs(model, micro_batch([replace(row, routes=routes)], [0]))
     assert np.array_equal(seen[0][:-1], layers[:-1, 1:])
 
 
 @pytest.mark.parametrize("setting", ["r2", "r3"])
 def test_before_anything_starts_a_model_is_asked_whether_it_has_routes(setting: str) -> None:
-    check(plain("mixtral", "sdpa"), setting)
+    check_replay(plain("mixtral", "sdpa"), setting)
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM has no routers.*set fsdp.routing"):
-        check(plain("qwen3", "sdpa"), setting)
+        check_replay(plain("qwen3", "sdpa"), setting)
 
 
 def test_two_routers_in_a_layer_are_not_taken_for_one() -> None:
     model: Any = plain("mixtral", "sdpa")
     model.model.layers[0].second = type(model.model.layers[0].mlp.gate)(model.config)
     with pytest.raises(ValueError, match=r"MixtralForCausalLM are not one in a layer.*'r2'"):
-        layout_of(model)
+        routing_layout_of(model)
 
 
 def test_a_model_without_routers_is_refused() -> None:

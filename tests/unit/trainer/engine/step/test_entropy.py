@@ -19,14 +19,18 @@ from support.trainer.logprob_head import Case, Peak, close
 from support.trainer.loss_tokens import made, part, tokens
 from support.trainer.row_samples import tiny_model
 from tracegrad_trainer.engine import load_checkpoint, save_checkpoint
-from tracegrad_trainer.engine.model.chunked_logprobs import PLAIN, Shape, log_probs
-from tracegrad_trainer.engine.model.forward import Head, forward
-from tracegrad_trainer.losses import Tokens, evaluate, preset
+from tracegrad_trainer.engine.model.chunked_logprobs import (
+    IDENTITY,
+    LogitTransform,
+    chunked_logprobs,
+)
+from tracegrad_trainer.engine.model.forward import LmHead, forward
+from tracegrad_trainer.losses import Tokens, compute_loss, preset
 from tracegrad_trainer.losses.entropy import HIGHEST, LOWEST, next_coef
 
 
-def both(case: Case, elements: int | None, shape: Shape) -> tuple[Tensor, Tensor]:
-    return log_probs(
+def both(case: Case, elements: int | None, shape: LogitTransform) -> tuple[Tensor, Tensor]:
+    return chunked_logprobs(
         case.hidden,
         case.weight,
         case.bias,
@@ -39,11 +43,14 @@ def both(case: Case, elements: int | None, shape: Shape) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("elements", [None, 1000, 37, 1])
-@pytest.mark.parametrize("shape", [PLAIN, Shape(scale=0.3), Shape(cap=2.0), Shape(2.0, 3.0)])
+@pytest.mark.parametrize(
+    "shape",
+    [IDENTITY, LogitTransform(scale=0.3), LogitTransform(cap=2.0), LogitTransform(2.0, 3.0)],
+)
 @pytest.mark.parametrize("heat", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 4e-6)])
 def test_gradients_of_the_entropy_are_those_of_full_logits(
-    elements: int | None, shape: Shape, heat: bool, dtype: torch.dtype, bound: float
+    elements: int | None, shape: LogitTransform, heat: bool, dtype: torch.dtype, bound: float
 ) -> None:
     """Of a mixture of both terms, and of the entropy alone."""
     case = Case(29, 37, dtype, bias=True, heat=heat)
@@ -66,7 +73,7 @@ def test_by_hand_of_two_words() -> None:
     weight = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
     heat = torch.tensor([1.0, 0.5], dtype=torch.float64)
     labels = torch.tensor([0, 1])
-    _, entropy = log_probs(x, weight, None, labels, heat, entropy_gradient=True)
+    _, entropy = chunked_logprobs(x, weight, None, labels, heat, entropy_gradient=True)
     (slope,) = torch.autograd.grad(entropy.sum(), x)
     y = x.detach()[:, 0] / heat
     p = torch.sigmoid(y)
@@ -75,12 +82,12 @@ def test_by_hand_of_two_words() -> None:
 
 
 @pytest.mark.parametrize("elements", [None, 20])
-@pytest.mark.parametrize("shape", [PLAIN, Shape(0.5, 2.0)])
-def test_finite_differences_agree(elements: int | None, shape: Shape) -> None:
+@pytest.mark.parametrize("shape", [IDENTITY, LogitTransform(0.5, 2.0)])
+def test_finite_differences_agree(elements: int | None, shape: LogitTransform) -> None:
     case = Case(5, 7, torch.float64, bias=True)
 
     def found(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        return log_probs(
+        return chunked_logprobs(
             hidden,
             weight,
             bias,
@@ -100,7 +107,7 @@ def test_certain_words_have_a_gradient_that_is_a_number() -> None:
     case = Case(9, 21, torch.float32)
     with torch.no_grad():
         case.hidden.mul_(1000)
-    logp, entropy = both(case, 50, PLAIN)
+    logp, entropy = both(case, 50, IDENTITY)
     slopes = torch.autograd.grad(logp.sum() + entropy.sum(), case.parameters)
     assert all(torch.isfinite(slope).all() for slope in slopes)
 
@@ -110,7 +117,7 @@ def test_logits_are_never_held_whole() -> None:
     n, vocabulary, elements = 640, 4000, 40_000
     case = Case(n, vocabulary, torch.float32)
     with Peak() as seen:
-        logp, entropy = both(case, elements, PLAIN)
+        logp, entropy = both(case, elements, IDENTITY)
         torch.autograd.backward([logp, entropy], [case.factor, case.factor])
     gradients = sum(p.numel() * p.element_size() for p in case.parameters)
     assert seen.most - gradients < n * vocabulary * 4 / 4
@@ -137,27 +144,29 @@ def test_the_bonus_by_hand() -> None:
         entropy=torch.tensor([1.0, 2.0, 4.0, 9.0], dtype=torch.float64, requires_grad=True),
     )
     settings = preset("grpo", entropy_coef=0.1, aggregation="turn_mean")
-    done = evaluate(settings, some)
+    done = compute_loss(settings, some)
     assert done.entropy.item() == pytest.approx(-0.1 * (1.5 + 4))
     assert done.total.item() == pytest.approx(done.policy.item() + done.entropy.item())
     assert some.entropy is not None
     (slope,) = torch.autograd.grad(done.total, some.entropy, retain_graph=True)
     assert slope.tolist() == pytest.approx([-0.05, -0.05, -0.1, 0.0])
-    assert evaluate(settings, some, entropy_coef=0.2).entropy.item() == pytest.approx(-1.1)
+    assert compute_loss(settings, some, entropy_coef=0.2).entropy.item() == pytest.approx(-1.1)
 
 
 def test_no_split_moves_it() -> None:
     whole = given(3)
     settings = preset("grpo", entropy_coef=0.1, aggregation="rollout_mean")
-    parts = [evaluate(settings, part(whole, rows)) for rows in ([0, 5], [1, 2, 3, 4], range(6, 12))]
-    expected = evaluate(settings, whole)
+    parts = [
+        compute_loss(settings, part(whole, rows)) for rows in ([0, 5], [1, 2, 3, 4], range(6, 12))
+    ]
+    expected = compute_loss(settings, whole)
     assert sum(one.entropy.item() for one in parts) == pytest.approx(expected.entropy.item())
     assert sum(one.total.item() for one in parts) == pytest.approx(expected.total.item())
 
 
 def test_without_a_coefficient_it_costs_nothing() -> None:
     whole = given(1)
-    done = evaluate(preset("grpo"), whole)
+    done = compute_loss(preset("grpo"), whole)
     assert done.entropy.item() == 0
     done.total.backward()
     assert whole.entropy is not None
@@ -224,10 +233,10 @@ def test_full_logits_have_the_same_gradient(folder: Path, one_rank: None) -> Non
     found = []
     for whole in (False, True):
         learner = layout_ranks.learner(folder, "turn_mean")
-        head = Head(None, "as the model makes them") if whole else learner.engine.head
+        head = LmHead(None, "as the model makes them") if whole else learner.engine.head
         [first, *_] = learner.engine.inputs(share("turn_mean", Layout()))
         now = forward(learner.model, first, head, entropy_gradient=True)
-        (now.entropy.sum() + now.logp.sum()).backward()
+        (now.entropy.sum() + now.policy_logprobs.sum()).backward()
         found.append([p.grad.full_tensor().clone() for p in learner.model.parameters()])  # type: ignore[union-attr]
         assert not forward(learner.model, first, head).entropy.requires_grad
     for a, b in zip(*found, strict=True):

@@ -22,7 +22,7 @@ from tracegrad_trainer.engine import (
     OptimSettings,
     train_batch,
 )
-from tracegrad_trainer.engine.step.epochs import begin
+from tracegrad_trainer.engine.step.epochs import prepare_batch
 from tracegrad_trainer.sft.config import SftSettings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -97,7 +97,7 @@ def test_the_first_of_them_is_the_step_it_would_be_alone(folder: Path) -> None:
     [first, _] = mini_batches(everything, 2, seed="0 step 0")
     part = pack([everything[i] for i in first], ranks=1, budget=100, keys=first)[0]
     expected = alone.update(part, version=VERSION)
-    start = begin(more, part)
+    start = prepare_batch(more, part)
     found = more.update(start.micro_batches, version=VERSION, before=start.before)
     assert found == expected
 
@@ -124,7 +124,7 @@ def test_values_and_their_advantages_stay_those_of_the_batchs_start(
     update = one.update
     monkeypatch.setattr(one, "update", lambda *a, **k: seen.append(k["before"]) or update(*a, **k))
     everything = made("ppo")
-    at_start = begin(of("ppo", folder), pack(everything, ranks=1, budget=1000)[0])
+    at_start = prepare_batch(of("ppo", folder), pack(everything, ranks=1, budget=1000)[0])
     assert train_batch(one, everything, version=VERSION, budget=1000).applied
     for name in ("old", "old_value", "returns", "advantage", "reference"):
         [whole] = [getattr(known, name) for known in at_start.before]
@@ -145,7 +145,7 @@ def test_advantages_are_whitened_over_the_whole_batch(folder: Path) -> None:
     packed = [
         pack([everything[i] for i in part], ranks=1, budget=100, keys=part)[0] for part in parts
     ]
-    start = begin(one, [batch for part in packed for batch in part])
+    start = prepare_batch(one, [batch for part in packed for batch in part])
     found = torch.cat([known.advantage for known in start.before if known.advantage is not None])
     assert float(found.mean()) == pytest.approx(0, abs=1e-5)
     assert float(found.std(unbiased=False)) == pytest.approx(1, abs=1e-4)
@@ -171,7 +171,7 @@ def test_a_row_that_is_not_finite_leaves_no_trace(folder: Path, name: str) -> No
     packed = [
         pack([everything[i] for i in part], ranks=1, budget=100, keys=part)[0] for part in parts
     ]
-    start = begin(other, [batch for part in packed for batch in part])
+    start = prepare_batch(other, [batch for part in packed for batch in part])
     for part in range(4):
         here = slice(0, len(packed[0])) if part % 2 == 0 else slice(len(packed[0]), None)
         other.update(start.micro_batches[here], version=VERSION, before=start.before[here])

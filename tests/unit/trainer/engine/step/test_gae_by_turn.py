@@ -21,9 +21,9 @@ from support.trainer.row_samples import tiny_model, turn
 from tracegrad.events import Turn
 from tracegrad_trainer.batches import Row, pack
 from tracegrad_trainer.engine import train_batch
-from tracegrad_trainer.engine.model.forward import Before
+from tracegrad_trainer.engine.model.forward import TargetContext
 from tracegrad_trainer.engine.step.prepass import prepass
-from tracegrad_trainer.losses import evaluate, preset
+from tracegrad_trainer.losses import compute_loss, preset
 from tracegrad_trainer.losses.gae import at_turn_starts, gae, gae_of_turns
 
 TURNS, LENGTH, LAMBDA = 5, 200, 0.95
@@ -156,7 +156,9 @@ def credited(folder: Path, rows: list[Row], level: str, budget: int = 20) -> dic
     objective = preset("ppo", gae_level=level, whiten=False, gae_lambda=1.0)
     batches = pack(rows, ranks=1, budget=budget)[0]
     engine = learner.engine
-    before = prepass(engine, objective, engine.inputs(batches), [Before()] * len(batches), ())
+    before = prepass(
+        engine, objective, engine.inputs(batches), [TargetContext()] * len(batches), ()
+    )
     found: dict[int, float] = {}
     for batch, known in zip(batches, before, strict=True):
         assert known.returns is not None
@@ -185,7 +187,7 @@ def test_the_value_loss_is_of_turns() -> None:
         returns=[3.0, 3.0, 4.0],
     )
     chosen = preset("ppo", gae_level="turn", value_coef=1.0, value_clip=None)
-    done = evaluate(chosen, given_)
+    done = compute_loss(chosen, given_)
     assert done.value.item() == pytest.approx(2 * 0.5 * 4)
     assert done.values is not None
     assert done.values.tolist() == [1, 1, 4]
@@ -214,7 +216,9 @@ def looked_at(folder: Path, budget: int) -> dict[tuple[int, int], tuple[float, f
     objective = preset("ppo", gae_level="turn", whiten=False, gamma=0.9, gae_lambda=0.5)
     batches = pack(made("by_turn"), ranks=1, budget=budget)[0]
     engine = learner.engine
-    before = prepass(engine, objective, engine.inputs(batches), [Before()] * len(batches), ())
+    before = prepass(
+        engine, objective, engine.inputs(batches), [TargetContext()] * len(batches), ()
+    )
     found: dict[tuple[int, int], tuple[float, float, float]] = {}
     for batch, known in zip(batches, before, strict=True):
         columns = (known.old_value, known.advantage, known.returns)
@@ -264,7 +268,7 @@ def test_a_whole_tree_can_be_credited_by_turn(folder: Path, one_rank: None) -> N
         rows = selected([task], shared_prefix=layout).rows
         [batch] = pack(rows, ranks=1, budget=100)[0]
         engine = learner.engine
-        [known] = prepass(engine, objective, engine.inputs([batch]), [Before()], ())
+        [known] = prepass(engine, objective, engine.inputs([batch]), [TargetContext()], ())
         assert known.advantage is not None
         by_turn = dict(zip(batch.turn_number.tolist(), known.advantage.tolist(), strict=True))
         assert by_turn == pytest.approx({0: 0.25, 1: 0.5, 2: 1.0})

@@ -11,16 +11,16 @@ from torch import nn
 
 from tracegrad_trainer.engine import OptimSettings
 from tracegrad_trainer.engine.step.optimizer import (
+    learning_rate,
     local_gradients,
     make_optimizer,
-    rate,
     squared_norm,
 )
 
 
 def rates(count: int, **settings: Any) -> list[float]:
     optim = OptimSettings(lr=2.0, **settings)
-    return [rate(optim, steps) for steps in range(count)]
+    return [learning_rate(optim, steps) for steps in range(count)]
 
 
 def test_the_rate_stays_without_a_schedule() -> None:

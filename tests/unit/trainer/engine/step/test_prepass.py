@@ -20,7 +20,7 @@ from support.trainer.fsdp_ranks import VERSION
 from support.trainer.layout_ranks import Layout, made, others, share
 from support.trainer.row_samples import VOCABULARY, Group, Sample, rows, tiny_model, turn
 from support.trainer.tiny_model import tiny_sizes
-from tracegrad_trainer.batches import BatchSettings, micro_batch, mismatched, pack, select
+from tracegrad_trainer.batches import BatchSettings, micro_batch, mismatched_rows, pack, select
 from tracegrad_trainer.engine import (
     FsdpSettings,
     Learner,
@@ -30,9 +30,9 @@ from tracegrad_trainer.engine import (
     shard,
 )
 from tracegrad_trainer.engine.flops import flops
-from tracegrad_trainer.engine.model.forward import Before
+from tracegrad_trainer.engine.model.forward import TargetContext
 from tracegrad_trainer.engine.step.prepass import kto_z, prepass
-from tracegrad_trainer.losses import ObjectiveSettings, advantages, preset
+from tracegrad_trainer.losses import ObjectiveSettings, compute_advantages, preset
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -61,7 +61,7 @@ def before(name: str, learner: Learner, batches: Any, objective: Any = None) -> 
         engine,
         objective or learner.objective,
         engine.inputs(batches),
-        [Before()] * len(batches),
+        [TargetContext()] * len(batches),
         others(name, Layout()),
     )
 
@@ -118,7 +118,7 @@ def test_what_an_objective_needs_must_be_there(folder: Path) -> None:
 def test_kto_z_is_the_mean_gain_of_mismatched_rollouts_and_never_negative(folder: Path) -> None:
     """Two rows a rollout, in whatever micro-batches: a rollout's gain is their sum."""
     learner = layout_ranks.learner(folder, "kto")
-    looked_at = sorted(mismatched(made("kto"), limit=100), key=lambda row: row.rollout_id)
+    looked_at = sorted(mismatched_rows(made("kto"), limit=100), key=lambda row: row.rollout_id)
     gains = [
         float((row_logprobs(folder / "model", r) - row_logprobs(folder / "other", r)).sum())
         for r in looked_at
@@ -178,7 +178,7 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_the_whole_step(
     known = before("ipa", learner, batches, objective)
     found = np.concatenate([k.advantage.numpy() for k in known])
     given = np.concatenate([b.advantage for b in batches])
-    expert = np.concatenate([b.expert for b in batches])
+    expert = np.concatenate([b.demonstration for b in batches])
     assert expert.any()
     np.testing.assert_array_equal(found[expert], given[expert])
     sampled = given[~expert].astype(np.float64)
@@ -201,13 +201,13 @@ def test_reinforce_plus_plus_whitens_what_is_trained(folder: Path) -> None:
     chosen = select(
         groups,
         BatchSettings(),
-        advantages=lambda some: advantages(objective, some, {}),
+        advantages=lambda some: compute_advantages(objective, some, {}),
         current_version=1,
     )
     assert set(chosen.skipped.values()) == {"equal_reward"}
     batches = pack(chosen.rows, ranks=1, budget=20)[0]
     inputs = learner.engine.inputs(batches)
-    known = prepass(learner.engine, objective, inputs, [Before()] * len(batches), ())
+    known = prepass(learner.engine, objective, inputs, [TargetContext()] * len(batches), ())
     found = torch.cat([k.advantage for k in known if k.advantage is not None]).double()
     assert float(found.mean()) == pytest.approx(0, abs=1e-6)
     assert float(found.std(unbiased=False)) == pytest.approx(1, abs=1e-6)

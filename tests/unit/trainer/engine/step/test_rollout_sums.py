@@ -19,10 +19,10 @@ from support.trainer.fsdp_ranks import VERSION, step, weights
 from support.trainer.layout_ranks import OBJECTIVES, Layout, learner, made, others
 from support.trainer.row_samples import VOCABULARY, tiny_model, turn
 from tracegrad_trainer.batches import Row, pack
-from tracegrad_trainer.batches.rows import Source, path_rows
+from tracegrad_trainer.batches.rows import RowSource, path_rows
 from tracegrad_trainer.batches.tree_rows import tree_rows
 from tracegrad_trainer.engine import train_batch
-from tracegrad_trainer.engine.model.forward import Before
+from tracegrad_trainer.engine.model.forward import TargetContext
 from tracegrad_trainer.engine.step.rollout_sums import with_rollout_sums
 from tracegrad_trainer.losses import Tokens, preset
 from tracegrad_trainer.losses.tokens import rollout_mean
@@ -71,7 +71,7 @@ def by_turn(rows: Sequence[Row]) -> list[Row]:
                     policy_version=np.where(here, row.policy_version, -1)[:end].astype(np.int32),
                     turn_index=np.where(here, 0, -1)[:end].astype(np.int32),
                     temperature=np.where(here, row.temperature, 1)[:end].astype(np.float32),
-                    expert=(row.expert & here)[:end],
+                    expert=(row.demonstration & here)[:end],
                     turn_ids=(row.turn_ids[number],),
                     turn_numbers=(number,),
                 )
@@ -88,7 +88,7 @@ def one_step(folder: Path, name: str, rows: list[Row], budget: int) -> Any:
         off = 0.2 * np.cos(
             batch.input_ids[0, batch.target] * 7.0 + batch.position_ids[0, batch.target]
         )
-        known.append(Before(old=logp + torch.from_numpy(off).float()))
+        known.append(TargetContext(old_logprobs=logp + torch.from_numpy(off).float()))
     looked_at = others(name, Layout())
     return step(one, batches, before=known, mismatched=looked_at)
 
@@ -122,7 +122,7 @@ def test_a_batch_of_several_steps_is_blind_to_rows(folder: Path, name: str) -> N
     assert apart(learnt[1], learnt[0]) < 1e-5
 
 
-def forked(number: int) -> Source:
+def forked(number: int) -> RowSource:
     """A rollout of three turns, two of which continue the first; one turn has a reward."""
     rng = np.random.default_rng(number)
 
@@ -133,7 +133,7 @@ def forked(number: int) -> Source:
     b = turn(f"{number}.b", ids(2), ids(4), parent=a)
     c = turn(f"{number}.c", ids(3), ids(5), parent=a)
     rollout = Told(f"r{number}", 1.0 - number, [a, b, c], turn_rewards={1: 0.5})
-    return Source.of(rollout, f"g{number // 2}", [1.5 - number] * 3, set())
+    return RowSource.of(rollout, f"g{number // 2}", [1.5 - number] * 3, set())
 
 
 @pytest.mark.parametrize("name", ["gspo", "rloo", "topr", "ppo"])
@@ -163,10 +163,10 @@ def test_a_forward_is_made_only_where_rollouts_are_split(
     real = rollout_sums.forward
     monkeypatch.setattr(forward, counted)
 
-    def sums(objective: str, rows: list[Row], **known: Any) -> list[Before]:
+    def sums(objective: str, rows: list[Row], **known: Any) -> list[TargetContext]:
         batches = pack(rows, ranks=1, budget=60)[0]
         logp = one.logprobs(batches)
-        before = [Before(**dict.fromkeys(known, value)) for value in logp]
+        before = [TargetContext(**dict.fromkeys(known, value)) for value in logp]
         inputs = one.engine.inputs(batches)
         return with_rollout_sums(one.engine, OBJECTIVES[objective], inputs, before)
 
@@ -186,8 +186,8 @@ def by_uncertainty(tokens: Tokens, ratio: Tensor, settings: Any) -> tuple[Tensor
     assert tokens.entropy is not None
     assert tokens.value is not None
     weight = rollout_mean(tokens.entropy, tokens) + rollout_mean(tokens.value, tokens).abs()
-    loss = -weight[tokens.rollout] * tokens.advantage * tokens.logp
-    return loss, torch.zeros_like(tokens.expert)
+    loss = -weight[tokens.rollout] * tokens.advantage * tokens.policy_logprobs
+    return loss, torch.zeros_like(tokens.demonstration)
 
 
 def test_what_a_part_of_ones_own_sums_is_of_the_policy_as_it_is(

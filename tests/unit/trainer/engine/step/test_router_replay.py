@@ -14,7 +14,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from support.trainer.row_samples import VOCABULARY, rows
 from support.trainer.tiny_model import tiny_sizes
 from tracegrad_trainer.batches import pack
-from tracegrad_trainer.batches.expert_routing import OPEN
+from tracegrad_trainer.batches.expert_routing import UNROUTED
 from tracegrad_trainer.engine import (
     FsdpSettings,
     Learner,
@@ -22,7 +22,7 @@ from tracegrad_trainer.engine import (
     build_model,
     shard,
 )
-from tracegrad_trainer.engine.step.epochs import begin, several
+from tracegrad_trainer.engine.step.epochs import prepare_batch, train_epochs
 from tracegrad_trainer.losses import preset
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -42,20 +42,22 @@ def learner(tmp_path: Path) -> Learner:
 
 def test_choices_of_before_the_batch_hold_while_the_router_moves(learner: Learner) -> None:
     batches: Any = pack(rows(6), ranks=1, budget=100)[0]
-    start = begin(learner, batches)
+    start = prepare_batch(learner, batches)
     routed = start.micro_batches
-    assert [batch.routes.shape for batch in routed if batch.routes is not None] == [
+    assert [batch.expert_routing.shape for batch in routed if batch.expert_routing is not None] == [
         (b.tokens, 2, 2) for b in batches
     ]
     for known, free, replayed in zip(
         start.before, learner.logprobs(batches), learner.logprobs(routed), strict=True
     ):
-        torch.testing.assert_close(known.old, free)
-        torch.testing.assert_close(known.old, replayed)
-    done = several(learner, [batches], epochs=3, version=3)
+        torch.testing.assert_close(known.old_logprobs, free)
+        torch.testing.assert_close(known.old_logprobs, replayed)
+    done = train_epochs(learner, [batches], epochs=3, version=3)
     assert done.metrics["updates"] == 3
-    now = begin(learner, batches).micro_batches
-    moved = [bool((a.routes != b.routes).any()) for a, b in zip(now, routed, strict=True)]
+    now = prepare_batch(learner, batches).micro_batches
+    moved = [
+        bool((a.expert_routing != b.expert_routing).any()) for a, b in zip(now, routed, strict=True)
+    ]
     assert any(moved)
     free, held = learner.logprobs(batches), learner.logprobs(routed)
     assert max(float((a - b).abs().max()) for a, b in zip(free, held, strict=True)) > 1e-3
@@ -64,26 +66,26 @@ def test_choices_of_before_the_batch_hold_while_the_router_moves(learner: Learne
 def test_what_the_engine_told_stays_and_the_router_fills_the_rest(learner: Learner) -> None:
     """R3 with several steps on a batch."""
     batches: Any = pack(rows(6), ranks=1, budget=100)[0]
-    own = begin(learner, batches).micro_batches
+    own = prepare_batch(learner, batches).micro_batches
     told = []
     for batch in own:
-        routes = (7 - batch.routes).copy()
-        routes[::2] = OPEN
+        routes = (7 - batch.expert_routing).copy()
+        routes[::2] = UNROUTED
         told.append(replace(batch, routes=routes))
-    for batch, given in zip(begin(learner, told).micro_batches, told, strict=True):
-        assert batch.routes is not None
-        assert (batch.routes[1::2] == given.routes[1::2]).all()
-        assert (batch.routes != OPEN).all()
+    for batch, given in zip(prepare_batch(learner, told).micro_batches, told, strict=True):
+        assert batch.expert_routing is not None
+        assert (batch.expert_routing[1::2] == given.routes[1::2]).all()
+        assert (batch.expert_routing != UNROUTED).all()
 
 
 def test_all_steps_on_a_batch_take_the_same_experts(
     learner: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches: Any = pack(rows(6), ranks=1, budget=100)[0]
-    expected = [batch.routes for batch in begin(learner, batches).micro_batches]
+    expected = [batch.expert_routing for batch in prepare_batch(learner, batches).micro_batches]
     update, seen = learner.update, []
     monkeypatch.setattr(learner, "update", lambda b, **k: seen.append(b) or update(b, **k))
-    several(learner, [batches], epochs=2, version=3)
+    train_epochs(learner, [batches], epochs=2, version=3)
     assert len(seen) == 2
     for micro_batches in seen:
         for batch, routes in zip(micro_batches, expected, strict=True):

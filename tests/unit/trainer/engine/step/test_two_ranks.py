@@ -20,7 +20,7 @@ from tracegrad_trainer.engine import (
     load_checkpoint,
     save_hf,
 )
-from tracegrad_trainer.engine.model.forward import Before
+from tracegrad_trainer.engine.model.forward import TargetContext
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,7 @@ def test_old_is_what_the_policy_said_at_the_start_of_the_batch(
 ) -> None:
     learner: Learner = fsdp_ranks.learner(folder / "model")
     batches = pack(rows(6), ranks=1, budget=100)[0]
-    old = [Before(old=logp) for logp in learner.logprobs(batches)]
+    old = [TargetContext(old_logprobs=logp) for logp in learner.logprobs(batches)]
     first = learner.train(batches, version=3, before=old).metrics
     second = learner.train(batches, version=3, before=old).metrics
     assert first["ratio_max"] == pytest.approx(1, abs=1e-5)

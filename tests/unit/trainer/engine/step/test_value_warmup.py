@@ -14,7 +14,7 @@ from support.trainer.fsdp_ranks import VERSION
 from support.trainer.layout_ranks import Layout, share
 from support.trainer.row_samples import tiny_model
 from tracegrad_trainer.engine import Learner, OptimSettings, load_checkpoint, save_checkpoint
-from tracegrad_trainer.engine.step.optimizer import rate, value_rate
+from tracegrad_trainer.engine.step.optimizer import learning_rate, value_learning_rate
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +36,9 @@ def test_the_rates_by_hand() -> None:
     optim = OptimSettings(
         lr=2.0, value_lr=10.0, warmup_steps=2, schedule="linear", decay_steps=4, lr_floor=0.0
     )
-    assert [rate(optim, n) for n in range(5)] == pytest.approx([1, 2, 2, 1, 0])
-    assert [value_rate(optim, n) for n in range(5)] == pytest.approx([5, 10, 10, 5, 0])
-    assert value_rate(OptimSettings(lr=2.0), 7) == 2.0
+    assert [learning_rate(optim, n) for n in range(5)] == pytest.approx([1, 2, 2, 1, 0])
+    assert [value_learning_rate(optim, n) for n in range(5)] == pytest.approx([5, 10, 10, 5, 0])
+    assert value_learning_rate(OptimSettings(lr=2.0), 7) == 2.0
 
 
 def test_each_learns_at_its_own_rate(folder: Path, one_rank: None) -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.trainer.advantage_samples import batches, flat, scored, values
-from tracegrad_trainer.losses import Scored, advantages, preset
-from tracegrad_trainer.losses.advantages import ADVANTAGES, Demonstrated
+from tracegrad_trainer.losses import RolloutRewards, compute_advantages, preset
+from tracegrad_trainer.losses.advantages import ADVANTAGES, DemonstrationOutcome
 
 ALL = [name for name in ADVANTAGES if name != "gae"]
 OUTCOMES = ["grpo", "dr_grpo", "rloo", "reinforce++", "opo", "max_rl", "running"]
@@ -107,7 +107,7 @@ def test_time_is_the_rollouts_own_whatever_continues_what(parents: list[int]) ->
 @settings(max_examples=50, deadline=None)
 @given(rollouts=batches(), data=st.data())
 def test_what_continues_what_changes_no_advantage(
-    name: str, rollouts: list[Scored], data: st.DataObject
+    name: str, rollouts: list[RolloutRewards], data: st.DataObject
 ) -> None:
     other = [
         replace(
@@ -191,12 +191,12 @@ def test_where_no_turn_is_named_the_last_one_decides(chosen: str) -> None:
 @pytest.mark.parametrize("reward", [0.0, 1.0])
 @pytest.mark.parametrize("centre", [False, True])
 def test_an_experts_turn_has_the_experts_own_return(reward: float, centre: bool) -> None:
-    shown = {0: Demonstrated(1.0, 4), 1: Demonstrated(2.0, 0)}
+    shown = {0: DemonstrationOutcome(1.0, 4), 1: DemonstrationOutcome(2.0, 0)}
     rollouts = [scored(reward, turns=3, demonstrated=shown), scored(0.0)]
     imitating = preset("ipa", gamma=0.5, centre=centre)
-    found, _ = advantages(imitating, rollouts, {})
+    found, _ = compute_advantages(imitating, rollouts, {})
     assert found.tolist()[:2] == [0.0625, 2.0]
-    found, _ = advantages(imitating.model_copy(update={"imitation": 0.0}), rollouts, {})
+    found, _ = compute_advantages(imitating.model_copy(update={"imitation": 0.0}), rollouts, {})
     assert found.tolist()[:2] == [0.0, 0.0]
 
 

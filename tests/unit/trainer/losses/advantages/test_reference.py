@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.trainer.advantage_samples import batches, flat, scored, values
-from tracegrad_trainer.losses import Scored
+from tracegrad_trainer.losses import RolloutRewards
 
 GAMMA, WEIGHT = 0.75, 0.5
 SETTINGS = {
@@ -21,7 +21,7 @@ SETTINGS = {
     "gigpo": {"gamma": GAMMA, "turn_weight": WEIGHT},
     "ipa": {"gamma": GAMMA, "centre": True},
 }
-Reference = Callable[[list[Scored], int], list[float]]
+Reference = Callable[[list[RolloutRewards], int], list[float]]
 
 
 def near(a: list[list[float]], b: list[list[float]]) -> None:
@@ -29,7 +29,7 @@ def near(a: list[list[float]], b: list[list[float]]) -> None:
     np.testing.assert_allclose(flat(a), flat(b), rtol=1e-9, atol=1e-9)
 
 
-def rewards_beside(all_: list[Scored], i: int) -> list[float]:
+def rewards_beside(all_: list[RolloutRewards], i: int) -> list[float]:
     return [r.reward for r in all_ if r.group == all_[i].group]
 
 
@@ -37,22 +37,22 @@ def spread(values: list[float]) -> float:
     return (statistics.stdev(values) if len(values) > 1 else 0.0) + 1e-6
 
 
-def grpo(all_: list[Scored], i: int) -> list[float]:
+def grpo(all_: list[RolloutRewards], i: int) -> list[float]:
     beside = rewards_beside(all_, i)
     return [(all_[i].reward - statistics.fmean(beside)) / spread(beside)] * len(all_[i].tokens)
 
 
-def dr_grpo(all_: list[Scored], i: int) -> list[float]:
+def dr_grpo(all_: list[RolloutRewards], i: int) -> list[float]:
     return [all_[i].reward - statistics.fmean(rewards_beside(all_, i))] * len(all_[i].tokens)
 
 
-def rloo(all_: list[Scored], i: int) -> list[float]:
+def rloo(all_: list[RolloutRewards], i: int) -> list[float]:
     others = [r.reward for j, r in enumerate(all_) if j != i and r.group == all_[i].group]
     value = all_[i].reward - statistics.fmean(others) if others else 0.0
     return [value] * len(all_[i].tokens)
 
 
-def opo(all_: list[Scored], i: int) -> list[float]:
+def opo(all_: list[RolloutRewards], i: int) -> list[float]:
     per_token = [
         r.reward for r in all_ if r.group == all_[i].group for _ in range(int(r.tokens.sum()))
     ]
@@ -61,13 +61,13 @@ def opo(all_: list[Scored], i: int) -> list[float]:
     )
 
 
-def returns(rollout: Scored, k: int, gamma: float = GAMMA) -> float:
+def returns(rollout: RolloutRewards, k: int, gamma: float = GAMMA) -> float:
     behind = rollout.turn_rewards[k:].tolist()
     last = gamma ** (len(behind) - 1) * rollout.reward
     return sum(gamma**n * reward for n, reward in enumerate(behind)) + last
 
 
-def turn_return(all_: list[Scored], i: int) -> list[float]:
+def turn_return(all_: list[RolloutRewards], i: int) -> list[float]:
     found = []
     for k in range(len(all_[i].tokens)):
         standing = []
@@ -80,8 +80,8 @@ def turn_return(all_: list[Scored], i: int) -> list[float]:
     return found
 
 
-def gigpo(all_: list[Scored], i: int) -> list[float]:
-    def total(rollout: Scored) -> float:
+def gigpo(all_: list[RolloutRewards], i: int) -> list[float]:
+    def total(rollout: RolloutRewards) -> float:
         return rollout.reward + sum(rollout.turn_rewards.tolist())
 
     group = [r for r in all_ if r.group == all_[i].group]
@@ -97,7 +97,7 @@ def gigpo(all_: list[Scored], i: int) -> list[float]:
     return found
 
 
-def ipa(all_: list[Scored], i: int) -> list[float]:
+def ipa(all_: list[RolloutRewards], i: int) -> list[float]:
     own = all_[i]
     centred = replace(
         own,
@@ -107,7 +107,7 @@ def ipa(all_: list[Scored], i: int) -> list[float]:
     return [returns(centred, k) for k in range(len(own.tokens))]
 
 
-def max_rl(all_: list[Scored], i: int) -> list[float]:
+def max_rl(all_: list[RolloutRewards], i: int) -> list[float]:
     """As an estimator: the mean of the successes' scores less the mean of all, times n."""
     beside = rewards_beside(all_, i)
     successes = sum(beside)
@@ -130,21 +130,23 @@ REFERENCES: dict[str, Reference] = {
 @pytest.mark.parametrize("name", REFERENCES)
 @settings(max_examples=50, deadline=None)
 @given(rollouts=batches())
-def test_equals_a_plain_loop(name: str, rollouts: list[Scored]) -> None:
+def test_equals_a_plain_loop(name: str, rollouts: list[RolloutRewards]) -> None:
     expected = [REFERENCES[name](rollouts, i) for i in range(len(rollouts))]
     near(values(name, rollouts, **SETTINGS.get(name, {})), expected)
 
 
 @settings(max_examples=50, deadline=None)
 @given(rollouts=batches(smallest=0.0))
-def test_max_rl_equals_a_plain_loop(rollouts: list[Scored]) -> None:
+def test_max_rl_equals_a_plain_loop(rollouts: list[RolloutRewards]) -> None:
     near(values("max_rl", rollouts), [max_rl(rollouts, i) for i in range(len(rollouts))])
 
 
 @pytest.mark.parametrize("name", [*REFERENCES, "max_rl", "running"])
 @settings(max_examples=50, deadline=None)
 @given(rollouts=batches(smallest=0.0), chance=st.randoms(use_true_random=False))
-def test_the_order_of_rollouts_does_not_matter(name: str, rollouts: list[Scored], chance) -> None:  # type: ignore[no-untyped-def]
+def test_the_order_of_rollouts_does_not_matter(
+    name: str, rollouts: list[RolloutRewards], chance
+) -> None:  # type: ignore[no-untyped-def]
     order = list(range(len(rollouts)))
     chance.shuffle(order)
     # Two batches: what is remembered of the first must not depend on the order either.
@@ -161,7 +163,7 @@ def test_the_order_of_rollouts_does_not_matter(name: str, rollouts: list[Scored]
 @settings(max_examples=50, deadline=None)
 @given(rollouts=batches(), shift=st.sampled_from([-8.0, 0.5, 100.0]))
 def test_a_constant_added_to_a_group_changes_nothing(
-    name: str, rollouts: list[Scored], shift: float
+    name: str, rollouts: list[RolloutRewards], shift: float
 ) -> None:
     # With a discount below 1 a constant of the outcome weighs more at the end: not promised.
     chosen = SETTINGS.get(name, {}) | ({"gamma": 1.0} if name == "turn_return" else {})
@@ -172,7 +174,7 @@ def test_a_constant_added_to_a_group_changes_nothing(
 @settings(max_examples=50, deadline=None)
 @given(rollouts=batches(), shift=st.sampled_from([-8.0, 0.5, 100.0]))
 def test_gigpo_without_a_discount_does_not_see_a_constant(
-    rollouts: list[Scored], shift: float
+    rollouts: list[RolloutRewards], shift: float
 ) -> None:
     moved = [replace(r, reward=r.reward + shift) for r in rollouts]
     first, second = (values("gigpo", some, gamma=1.0) for some in (rollouts, moved))
@@ -181,7 +183,9 @@ def test_gigpo_without_a_discount_does_not_see_a_constant(
 
 @settings(max_examples=50, deadline=None)
 @given(rollouts=batches())
-def test_turn_return_without_discount_and_turn_rewards_is_dr_grpo(rollouts: list[Scored]) -> None:
+def test_turn_return_without_discount_and_turn_rewards_is_dr_grpo(
+    rollouts: list[RolloutRewards],
+) -> None:
     plain = [replace(r, turn_rewards=np.zeros(len(r.tokens))) for r in rollouts]
     near(values("turn_return", plain, gamma=1.0), values("dr_grpo", plain))
 
@@ -189,7 +193,7 @@ def test_turn_return_without_discount_and_turn_rewards_is_dr_grpo(rollouts: list
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo"])
 @settings(max_examples=50, deadline=None)
 @given(rollouts=batches())
-def test_a_groups_advantages_sum_to_nothing(name: str, rollouts: list[Scored]) -> None:
+def test_a_groups_advantages_sum_to_nothing(name: str, rollouts: list[RolloutRewards]) -> None:
     with_turns = [replace(r, **_one_turn(r)) for r in rollouts]
     found = values(name, with_turns)
     for group in {r.group for r in rollouts}:
@@ -197,6 +201,6 @@ def test_a_groups_advantages_sum_to_nothing(name: str, rollouts: list[Scored]) -
         assert math.fsum(one) == pytest.approx(0.0, abs=1e-9)
 
 
-def _one_turn(rollout: Scored) -> dict[str, object]:
+def _one_turn(rollout: RolloutRewards) -> dict[str, object]:
     one = scored(rollout.reward, rollout.group)
     return {k: getattr(one, k) for k in ("turn_rewards", "tokens", "parents", "states")}

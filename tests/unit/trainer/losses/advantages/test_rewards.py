@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.trainer.advantage_samples import scored
 from support.trainer.row_samples import Group, Sample
 from tracegrad_trainer.losses import preset
-from tracegrad_trainer.losses.advantages.over_length import over_length, penalty
-from tracegrad_trainer.losses.judge import judge_group, load_judge
+from tracegrad_trainer.losses.advantages.over_length import apply_overlong_penalty, overlong_penalty
+from tracegrad_trainer.losses.judge import judge_rewards, load_judge
 
 DAPO = {
     "over_length_budget": 20_480,
@@ -45,7 +45,7 @@ class Says:
 
 def test_a_judge_is_found_by_its_import_path_and_sees_the_whole_group() -> None:
     judge = load_judge("test_advantages_rewards:ranks")
-    assert judge_group(judge, group(0.5, 0.1, 7.0)) == [1.0, 0.0, 2.0]
+    assert judge_rewards(judge, group(0.5, 0.1, 7.0)) == [1.0, 0.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -86,26 +86,26 @@ def test_wrong_answers_of_a_judge_are_refused(answer: Any, wrong: str) -> None:
     judge = Says(answer)
     compared = group(0.0, 1.0)
     with pytest.raises(ValueError, match=wrong):
-        judge_group(judge, compared)
+        judge_rewards(judge, compared)
     assert judge.asked == [compared]
 
 
 def test_the_penalty_rises_over_the_last_part_of_the_budget() -> None:
     chosen = preset("grpo", **DAPO)
     lengths = [0, 16_384, 17_408, 18_432, 20_480, 90_000]
-    assert [penalty(n, chosen) for n in lengths] == [0, 0, 0.25, 0.5, 1, 1]
+    assert [overlong_penalty(n, chosen) for n in lengths] == [0, 0, 0.25, 0.5, 1, 1]
     halved = preset("grpo", **DAPO | {"over_length_penalty": 0.5})
-    assert [penalty(n, halved) for n in lengths] == [0, 0, 0.125, 0.25, 0.5, 0.5]
+    assert [overlong_penalty(n, halved) for n in lengths] == [0, 0, 0.125, 0.25, 0.5, 0.5]
 
 
 def test_without_a_budget_rewards_are_as_they_were_given() -> None:
-    [same] = over_length([scored(0.7, tokens=[10**6])], preset("grpo"))
+    [same] = apply_overlong_penalty([scored(0.7, tokens=[10**6])], preset("grpo"))
     assert same.reward == 0.7
 
 
 def test_all_sampled_tokens_of_a_rollout_count() -> None:
     chosen = preset("grpo", over_length_budget=10, over_length_part=4)
-    found = over_length([scored(1.0, tokens=[3, 4]), scored(1.0, tokens=[3, 3])], chosen)
+    found = apply_overlong_penalty([scored(1.0, tokens=[3, 4]), scored(1.0, tokens=[3, 3])], chosen)
     assert [rollout.reward for rollout in found] == [0.75, 1.0]
 
 
@@ -123,4 +123,4 @@ def reference(tokens: int, budget: int, part: int) -> float:
 def test_the_penalty_is_the_papers(tokens: int, free: int, part: int) -> None:
     budget = free + part
     chosen = preset("grpo", over_length_budget=budget, over_length_part=part)
-    assert penalty(tokens, chosen) == pytest.approx(-reference(tokens, budget, part))
+    assert overlong_penalty(tokens, chosen) == pytest.approx(-reference(tokens, budget, part))

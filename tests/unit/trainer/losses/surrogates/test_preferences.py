@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from support.trainer.loss_tokens import made, part, tokens
-from tracegrad_trainer.losses import Tokens, evaluate, maxima, preset, summarise, sums
+from tracegrad_trainer.losses import (
+    Tokens,
+    compute_loss,
+    diagnostic_maxima,
+    diagnostic_sums,
+    preset,
+    summarise_diagnostics,
+)
 
 
 def sigmoid(x: float) -> float:
@@ -35,24 +42,24 @@ def two_pairs() -> Tokens:
 
 def test_dpo_by_hand() -> None:
     given = two_pairs()
-    done = evaluate(preset("dpo"), given)
+    done = compute_loss(preset("dpo"), given)
     margins = [1.0 - -2.0, -0.5 - 0.5]
     assert done.units.item() == 2
     assert done.total.item() == pytest.approx(sum(-math.log(sigmoid(0.1 * m)) for m in margins))
     done.total.backward()
     push = [0.1 * sigmoid(-0.1 * m) for m in margins]
-    assert given.logp.grad is not None
+    assert given.policy_logprobs.grad is not None
     expected = [-push[0]] * 2 + [push[1], -push[1]] + [push[0]] * 3
-    assert given.logp.grad.tolist() == pytest.approx(expected)
+    assert given.policy_logprobs.grad.tolist() == pytest.approx(expected)
 
 
 def test_a_pair_that_lost_a_row_is_no_pair() -> None:
     """A row leaves a step when its numbers are not finite; its partner must not stay alone."""
     given = part(two_pairs(), [0, 1, 2])
-    done = evaluate(preset("dpo"), given)
+    done = compute_loss(preset("dpo"), given)
     assert done.units.item() == 1
     assert done.total.item() == pytest.approx(-math.log(sigmoid(-0.1)))
-    alone = evaluate(preset("dpo"), part(two_pairs(), [0]))
+    alone = compute_loss(preset("dpo"), part(two_pairs(), [0]))
     assert (alone.units.item(), alone.total.item()) == (0, 0)
 
 
@@ -67,14 +74,14 @@ def test_a_side_of_several_rows_is_their_sum() -> None:
         pair=[0, 0, 0],
         label=[1, 1, -1],
     )
-    done = evaluate(preset("dpo", beta=0.5), given)
+    done = compute_loss(preset("dpo", beta=0.5), given)
     assert done.total.item() == pytest.approx(-math.log(sigmoid(0.5 * (1 + 1 - 3))))
     assert done.units.item() == 1
 
 
 def test_kto_by_hand() -> None:
     given = replace(two_pairs(), kto_z=torch.tensor(0.4, dtype=torch.float64))
-    done = evaluate(preset("kto"), given)
+    done = compute_loss(preset("kto"), given)
     gains, labels = [1.0, 0.5, -0.5, -2.0], [1, -1, 1, -1]
     losses = [
         1 - sigmoid(0.1 * (gain - 0.4) * label) for gain, label in zip(gains, labels, strict=True)
@@ -83,9 +90,9 @@ def test_kto_by_hand() -> None:
     assert done.total.item() == pytest.approx(sum(losses))
     done.total.backward()
     slopes = [-0.1 * label * x * (1 - x) for label, x in zip(labels, losses, strict=True)]
-    assert given.logp.grad is not None
+    assert given.policy_logprobs.grad is not None
     expected = [slopes[0]] * 2 + slopes[1:3] + [slopes[3]] * 3
-    assert given.logp.grad.tolist() == pytest.approx(expected)
+    assert given.policy_logprobs.grad.tolist() == pytest.approx(expected)
 
 
 def test_kto_leaves_rows_without_a_label_alone() -> None:
@@ -94,11 +101,19 @@ def test_kto_leaves_rows_without_a_label_alone() -> None:
         kto_z=torch.tensor(0.0, dtype=torch.float64),
         label=torch.tensor([1, 0, 0, -1]),
     )
-    done = evaluate(preset("kto"), given)
+    done = compute_loss(preset("kto"), given)
     done.total.backward()
     assert done.units.item() == 2
-    assert given.logp.grad is not None
-    assert (given.logp.grad != 0).tolist() == [True, True, False, False, True, True, True]
+    assert given.policy_logprobs.grad is not None
+    assert (given.policy_logprobs.grad != 0).tolist() == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto", "sft"])
@@ -106,16 +121,18 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
     given = made(4, rows=6)
 
     def of(logp: Tensor) -> Tensor:
-        return evaluate(preset(name), replace(given, logp=logp)).total
+        return compute_loss(preset(name), replace(given, logp=logp)).total
 
-    assert torch.autograd.gradcheck(of, (given.logp,))
+    assert torch.autograd.gradcheck(of, (given.policy_logprobs,))
 
 
 def test_what_became_likelier_is_logged() -> None:
     given = two_pairs()
-    done = evaluate(preset("dpo"), given)
-    totals = {k: float(v) for k, v in sums(given, done, torch.zeros(7), 1).items()}
-    metrics = summarise(totals, {k: float(v) for k, v in maxima(given, done, 1).items()})
+    done = compute_loss(preset("dpo"), given)
+    totals = {k: float(v) for k, v in diagnostic_sums(given, done, torch.zeros(7), 1).items()}
+    metrics = summarise_diagnostics(
+        totals, {k: float(v) for k, v in diagnostic_maxima(given, done, 1).items()}
+    )
     assert metrics["chosen_gain"] == pytest.approx((1.0 - 0.5) / 2)
     assert metrics["rejected_gain"] == pytest.approx((0.5 - 2.0) / 2)
     assert metrics["pair_accuracy"] == 0.5

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from support.trainer.loss_tokens import made, tokens
-from tracegrad_trainer.losses import ObjectiveSettings, Tokens, evaluate, preset
+from tracegrad_trainer.losses import ObjectiveSettings, Tokens, compute_loss, preset
 from tracegrad_trainer.losses.ratios import RATIOS
 from tracegrad_trainer.losses.surrogates import SURROGATES
 
@@ -25,7 +25,7 @@ def run(settings: ObjectiveSettings, given: Tokens) -> tuple[list[float], list[f
     """Losses, their sum's gradient by log pi, and where the clip acted."""
     logs = RATIOS[settings.ratio](given, settings)
     loss, clipped = SURROGATES[settings.surrogate](given, logs, settings)
-    (gradient,) = torch.autograd.grad(loss.sum(), given.logp)
+    (gradient,) = torch.autograd.grad(loss.sum(), given.policy_logprobs)
     return loss.tolist(), gradient.tolist(), clipped.tolist()
 
 
@@ -231,7 +231,7 @@ def test_loss_and_gradient_are_the_references(name: str, dual_clip: float | None
     x = {field: getattr(given, field).detach().numpy() for field in fields}
     x["r"] = np.exp(x["logp"] - x["old"])
     expected, slope = REFERENCES[name](settings, x)
-    expert = given.expert.numpy()
+    expert = given.demonstration.numpy()
     np.testing.assert_allclose(loss, np.where(expert, 0, expected), rtol=1e-12)
     np.testing.assert_allclose(gradient, np.where(expert, 0, slope), rtol=1e-12, atol=1e-15)
     assert 50 < expert.sum() < 400
@@ -251,7 +251,7 @@ def test_ppo_has_the_gradient_of_finite_differences_at_every_granularity(name: s
         moved = replace(given, logp=logp)
         return SURROGATES["ppo"](moved, RATIOS[name](moved, settings), settings)[0].sum()
 
-    assert torch.autograd.gradcheck(of, (given.logp,))
+    assert torch.autograd.gradcheck(of, (given.policy_logprobs,))
 
 
 def test_gspo_is_the_papers_gradient() -> None:
@@ -264,12 +264,12 @@ def test_gspo_is_the_papers_gradient() -> None:
         row=[0, 0, 0, 1],
     )
     settings = preset("gspo", clip_low=0.5, clip_high=0.5, correction="none")
-    done = evaluate(settings, given)
+    done = compute_loss(settings, given)
     (done.total / done.units).backward()
     first, second = math.exp(0.2 / 3), math.exp(0.05)
-    assert given.logp.grad is not None
+    assert given.policy_logprobs.grad is not None
     expected = [-first * 2 / 3 / 2] * 3 + [second / 2]
-    assert given.logp.grad.tolist() == pytest.approx(expected)
+    assert given.policy_logprobs.grad.tolist() == pytest.approx(expected)
     assert done.total.item() / 2 == pytest.approx((-first * 2 + second) / 2)
 
 
@@ -281,8 +281,8 @@ def test_gspo_clips_rows_whole_at_its_narrow_bounds() -> None:
         turn=[0, 0, 1, 2, 3, 4],
         row=[0, 0, 1, 2, 3, 4],
     )
-    done = evaluate(preset("gspo"), given)
+    done = compute_loss(preset("gspo"), given)
     done.total.backward()
     assert done.clipped.tolist() == [False, False, False, True, False, True]
-    assert given.logp.grad is not None
-    assert (given.logp.grad != 0).tolist() == [True, True, True, False, True, False]
+    assert given.policy_logprobs.grad is not None
+    assert (given.policy_logprobs.grad != 0).tolist() == [True, True, True, False, True, False]
