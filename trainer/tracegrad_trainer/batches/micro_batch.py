@@ -20,7 +20,7 @@ Unit = Literal["unit", "group_id"]
 
 _NUMBERS = ("target", "source", "row", "turn", "turn_number", "rollout", "group", "version")
 # What a row says of each token, and a micro-batch of each target.
-_OF_TARGETS = ("rollout_logprobs", "advantage", "temperature", "reward", "expert")
+_OF_TARGETS = ("rollout_logprobs", "advantage", "temperature", "reward", "demonstration")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -39,8 +39,8 @@ class MicroBatch:
     `subtree_end`, where a row is a tree of branches: the place behind the last token that may
     attend to this one; None: every row is one sequence.
 
-    `routes`, of a mixture of experts: which ones a token goes to in each layer; -1: its router
-    says; None: the routers say for all.
+    `expert_routing`, of a mixture of experts: which ones a token goes to in each layer; -1: its
+    router says; None: the routers say for all.
     """
 
     input_ids: Longs  # [1, T]
@@ -118,7 +118,7 @@ class MicroBatch:
         changed["row"] = (np.cumsum(stay) - 1)[changed["row"]]
         changed |= {name: _numbered(changed[name]) for name in ("turn", "rollout", "group")}
         if self.expert_routing is not None:
-            changed["routes"] = self.expert_routing[tokens]
+            changed["expert_routing"] = self.expert_routing[tokens]
         if self.subtree_end is not None:
             # Ends stand behind a row's last token: of what stays, that many come before.
             changed["subtree_end"] = np.cumsum([0, *tokens])[self.subtree_end[tokens]]
@@ -136,7 +136,7 @@ ROW_FIELDS = ("row_lengths", "row_keys", "rollout_keys", "pair", "label")
 TARGET_FIELDS = tuple(
     field.name
     for field in fields(MicroBatch)
-    if field.name not in ("input_ids", "position_ids", "subtree_end", "routes", *ROW_FIELDS)
+    if field.name not in ("input_ids", "position_ids", "subtree_end", "expert_routing", *ROW_FIELDS)
 )
 
 
@@ -198,7 +198,7 @@ def micro_batch(
         score=of_rows([row.score for row in rows], np.float32),
         temperature=found["temperature"],
         version=of_targets("policy_version").astype(np.int64),
-        demonstration=found["expert"],
+        demonstration=found["demonstration"],
         turn_tokens=np.bincount(turn)[turn].astype(np.float32) if len(turn) else _no_floats(),
         rollout_tokens=of_rows([counts[row.unit] for row in rows], np.float32),
         rollout_sampled=of_rows([sampled[row.unit] for row in rows], np.float32),
@@ -249,7 +249,7 @@ def empty_micro_batch() -> MicroBatch:
             "pair": np.array([-1]),
             "label": np.array([0]),
             **none,
-            "expert": np.zeros(0, np.bool_),
+            "demonstration": np.zeros(0, np.bool_),
         }
     )
 

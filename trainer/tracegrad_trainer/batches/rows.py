@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.events import Turn
-from tracegrad.turn_tree import paths
+from tracegrad.turn_tree import paths, with_ancestors
 from tracegrad_trainer.batches.expert_routing import ExpertRouting, RoutingLayout, routing_of_path
 from tracegrad_trainer.batches.turn_access import (
     Bools,
@@ -25,7 +25,6 @@ from tracegrad_trainer.batches.turn_access import (
     credited_rewards,
     is_demonstration,
     temperature_of,
-    with_ancestors,
 )
 
 
@@ -113,7 +112,7 @@ PER_TOKEN = (
     "temperature",
     "advantage",
     "reward",
-    "expert",
+    "demonstration",
 )
 # What these arrays say of tokens that are no targets, where it is not 0.
 CONTEXT = {"policy_version": -1, "turn_index": -1, "temperature": 1}

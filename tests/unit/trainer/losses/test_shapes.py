@@ -30,7 +30,7 @@ from tracegrad_trainer.losses import evaluate, preset
 def test_wrong_shapes_are_refused():
     given = made(0)
     with pytest.raises(TypeCheckError):
-        replace(given, mu=given.mu[1:])
+        replace(given, rollout_logprobs=given.mu[1:])
     with pytest.raises(TypeCheckError):
         replace(given, turn=given.turn.double())
     from tracegrad_trainer.losses.ratios import against

@@ -1,9 +1,9 @@
 """Attention over packed rows: no row sees another, and no [T, T] mask where none is needed.
 
 transformers hands the keyword arguments of a model's forward on to the attention of each layer.
-`arguments` makes of a micro-batch the one that says where its rows are, and the attention that
-is registered here under our names leaves the work to it: `PackedRows`, `VarlenRows` or
-`TreeRows`.
+`row_arguments` makes of a micro-batch the one that says where its rows are, and the attention that
+is registered here under our names leaves the work to it: `PackedRowAttention`,
+`VarlenRowAttention` or `TreeRowAttention`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 from tracegrad_trainer.engine.attention.tree import TreeRowAttention
 from tracegrad_trainer.engine.attention.varlen import VarlenRowAttention
 from tracegrad_trainer.engine.config import FsdpSettings
-from tracegrad_trainer.engine.model import router_replay
 
 PACKED = "tracegrad_packed"
 VARLEN = "tracegrad_varlen"
@@ -98,23 +97,15 @@ def choose_attention(settings: FsdpSettings, device: torch.device) -> str:
     return OURS.get(name, name)
 
 
-def model_arguments(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of the model's forward: what keeps a micro-batch's rows apart, and routes.
+def row_arguments(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of the model's forward that keep a micro-batch's rows apart.
 
     transformers' own attentions find the rows by the position ids, which start again with each;
-    only branches of a tree have to be told to them.
+    only branches of a tree have to be named to them.
 
     Raises:
         ValueError: rows are trees, and the model's attention cannot have branches.
     """
-    routes: dict[str, Any] = {}
-    if router_replay.is_installed(model) and batch.expert_routing is not None:
-        # As narrow as they came: a step's micro-batches are on the device all at once.
-        routes = {"routes": torch.from_numpy(batch.expert_routing).to(device)}
-    return routes | _apart(model, batch, device)
-
-
-def _apart(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
     config: Any = model.config
     name: str = config._attn_implementation
     ends = batch.subtree_end

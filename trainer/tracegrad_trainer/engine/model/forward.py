@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.engine.attention import dispatch
+from tracegrad_trainer.engine.model import router_replay
 from tracegrad_trainer.engine.model import value_head as value
 from tracegrad_trainer.engine.model.chunked_logprobs import LogitTransform, chunked_logprobs
 from tracegrad_trainer.losses import Tokens
@@ -20,8 +21,8 @@ T = TypeVar("T")
 
 # What of a micro-batch an objective sees as it is.
 _TO_TOKENS = (
-    *("mu", "advantage", "score", "version", "expert", "turn", "row", "rollout", "group"),
-    *("turn_tokens", "rollout_tokens", "rollout_sampled", "group_tokens"),
+    *("rollout_logprobs", "advantage", "score", "version", "demonstration", "turn", "row"),
+    *("rollout", "group", "turn_tokens", "rollout_tokens", "rollout_sampled", "group_tokens"),
     *("group_sampled", "pair", "label"),
 )
 
@@ -42,9 +43,8 @@ class ModelInputs:
 class TargetContext:
     """What is known of a micro-batch's targets before its forward with gradient; f32[n] each."""
 
-    old_logprobs: Tensor | None = (
-        None  # None: the current ones, which they are at a batch's first step
-    )
+    # None: the current ones, which they are at a batch's first step
+    old_logprobs: Tensor | None = None
     current_logprobs: Tensor | None = None  # the policy's as it is; None: a forward says
     reference_logprobs: Tensor | None = None
     old_value: Tensor | None = None
@@ -60,8 +60,11 @@ class TargetContext:
         return replace(self, **{k: v[stay.to(v.device)] for k, v in known.items() if v is not None})
 
 
-# Fields of `Before` that have one number a target.
-TARGET_FIELDS = ("old", "current", "reference", "old_value", "returns", "advantage")
+# Fields of `TargetContext` that have one number a target.
+TARGET_FIELDS = (
+    *("old_logprobs", "current_logprobs", "reference_logprobs"),
+    *("old_value", "returns", "advantage"),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -82,7 +85,7 @@ def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> Mode
         # Logits only where a target is predicted from.
         "logits_to_keep": move(batch.source),
     }
-    arguments |= dispatch.model_arguments(model, batch, device)
+    arguments |= model_arguments(model, batch, device)
     return ModelInputs(
         batch=batch,
         model=arguments,
@@ -91,6 +94,16 @@ def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> Mode
         has_temperature=bool((batch.temperature != 1).any()),
         tensors={name: move(getattr(batch, name)) for name in _TO_TOKENS},
     )
+
+
+def model_arguments(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of the model's forward: what keeps a micro-batch's rows apart, and the
+    experts that its tokens go to."""
+    routes: dict[str, Any] = {}
+    if router_replay.is_installed(model) and batch.expert_routing is not None:
+        # As narrow as they came: a step's micro-batches are on the device all at once.
+        routes = {"routes": torch.from_numpy(batch.expert_routing).to(device)}
+    return routes | dispatch.row_arguments(model, batch, device)
 
 
 def loss_tokens_of(inputs: ModelInputs, now: ForwardOutput, before: TargetContext) -> Tokens:
@@ -121,7 +134,7 @@ def loss_tokens_of(inputs: ModelInputs, now: ForwardOutput, before: TargetContex
 
 @dataclass(frozen=True, slots=True)
 class LmHead:
-    """How log-probabilities are made of what a model's body says; see `head_choice.choose`.
+    """How log-probabilities are made of what a model's body says; see `lm_head.choose_lm_head`.
 
     Without a `shape` the model makes full logits itself: `reason` says why.
     """

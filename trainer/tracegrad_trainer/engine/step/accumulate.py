@@ -30,7 +30,7 @@ from tracegrad_trainer.losses import (
 
 @dataclass(slots=True)
 class Accumulated:
-    """`wrong`: of each micro-batch the targets, bool[n], of which some number is not finite."""
+    """`non_finite`: bool[n] of each micro-batch, true where a target has a number that is not."""
 
     totals: LossTotals = field(default_factory=LossTotals)
     non_finite: list[Tensor] = field(default_factory=list)

@@ -84,8 +84,8 @@ def _looked_at(learner: Learner, micro_batches: Sequence[MicroBatch]) -> BatchSt
 
 def _wrong(batch: MicroBatch, known: TargetContext) -> torch.Tensor:
     assert known.old_logprobs is not None
-    mu = torch.from_numpy(batch.rollout_logprobs).to(known.old_logprobs.device)
-    return not_finite([known.old_logprobs, mu, known.reference_logprobs, known.old_value])
+    rollout = torch.from_numpy(batch.rollout_logprobs).to(known.old_logprobs.device)
+    return not_finite([known.old_logprobs, rollout, known.reference_logprobs, known.old_value])
 
 
 def _keys(micro_batches: Sequence[MicroBatch]) -> set[int]:

@@ -199,7 +199,7 @@ def whiten(
         one.tensors["advantage"] if k.advantage is None else k.advantage
         for one, k in zip(inputs, known, strict=True)
     ]
-    sampled = [~one.tensors["expert"] for one in inputs]
+    sampled = [~one.tensors["demonstration"] for one in inputs]
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for values, here in zip(given, sampled, strict=True):
         total += torch.stack([values[here].double().sum(), here.sum().double()])

@@ -1,6 +1,6 @@
 """What an objective sums over whole rollouts, where their rows are in several micro-batches.
 
-These sums enter the gradients as numbers (`objectives.tokens.rollout_sum`), so they are added up
+These sums enter the gradients as numbers (`losses.tokens.rollout_sum`), so they are added up
 before the first backward of an optimizer step: over this rank's micro-batches, then over all.
 """
 
@@ -38,7 +38,8 @@ def with_rollout_sums(
     """What is known of each micro-batch and the sums over its rollouts; a collective.
 
     Nothing is computed where the objective sums over none, or where each rollout is in one
-    micro-batch. `Before.current` saves the forward, but for parts of the user's own.
+    micro-batch. `TargetContext.current_logprobs` saves the forward, but for
+    parts of the user's own.
     """
     if not objective.sums_rollouts:
         return list(known)

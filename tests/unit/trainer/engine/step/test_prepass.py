@@ -234,7 +234,7 @@ def told(folder: Path, apart: float, *, version: int = VERSION, dtype: Any = "fl
     layout = Layout(settings={"compute_dtype": dtype})
     learner = layout_ranks.learner(folder, "turn_mean", layout)
     batches = [
-        replace(batch, mu=logp.numpy() + np.float32(apart))
+        replace(batch, rollout_logprobs=logp.numpy() + np.float32(apart))
         for batch, logp in zip(
             share("grpo", layout), learner.logprobs(share("grpo", layout)), strict=True
         )

@@ -71,7 +71,7 @@ def by_turn(rows: Sequence[Row]) -> list[Row]:
                     policy_version=np.where(here, row.policy_version, -1)[:end].astype(np.int32),
                     turn_index=np.where(here, 0, -1)[:end].astype(np.int32),
                     temperature=np.where(here, row.temperature, 1)[:end].astype(np.float32),
-                    expert=(row.demonstration & here)[:end],
+                    demonstration=(row.demonstration & here)[:end],
                     turn_ids=(row.turn_ids[number],),
                     turn_numbers=(number,),
                 )
