@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
+from jaxtyping import Bool, Float32, Int64, Integer
 from numpy.typing import NDArray
 
 from tracegrad_trainer.batches.expert_routing import UNROUTED, ExpertRouting
@@ -43,34 +44,34 @@ class MicroBatch:
     router says; None: the routers say for all.
     """
 
-    input_ids: Longs  # [1, T]
-    position_ids: Longs  # [1, T]
-    subtree_end: Longs | None  # [T]
-    row_lengths: Longs  # [R]
-    row_keys: Longs  # [R]
-    rollout_keys: Longs  # [R] the same for all rows of a rollout, in whatever micro-batch
-    pair: Longs  # [R] rows of one preference pair share a number; -1: none
-    label: Longs  # [R] 1 chosen, -1 rejected, 0 neither
-    target: Longs  # [n]
-    source: Longs  # [n]
-    row: Longs  # [n]
-    turn: Longs  # [n]
-    turn_number: Longs  # [n] the turn's place in its rollout
-    rollout: Longs  # [n]
-    group: Longs  # [n]
-    rollout_logprobs: Floats  # [n] rollout log-probabilities
-    advantage: Floats  # [n]
-    reward: Floats  # [n] of turns: each at its last token
-    score: Floats  # [n] the rollout's reward as it was given
-    temperature: Floats  # [n]
-    version: Longs  # [n] -1: an expert's
-    demonstration: Bools  # [n] an expert's, not sampled by a policy
-    turn_tokens: Floats  # [n]
-    rollout_tokens: Floats  # [n]
-    rollout_sampled: Floats  # [n] of these the sampled ones
-    group_tokens: Floats  # [n]
-    group_sampled: Floats  # [n]
-    expert_routing: ExpertRouting | None = None  # [T, routers, k]
+    input_ids: Int64[Longs, "1 tokens"]
+    position_ids: Int64[Longs, "1 tokens"]
+    subtree_end: Int64[Longs, " tokens"] | None
+    row_lengths: Int64[Longs, " rows"]
+    row_keys: Int64[Longs, " rows"]
+    rollout_keys: Int64[Longs, " rows"]  # the same for a rollout's rows, in whatever micro-batch
+    pair: Int64[Longs, " rows"]  # rows of one preference pair share a number; -1: none
+    label: Int64[Longs, " rows"]  # 1 chosen, -1 rejected, 0 neither
+    target: Int64[Longs, " n"]
+    source: Int64[Longs, " n"]
+    row: Int64[Longs, " n"]
+    turn: Int64[Longs, " n"]
+    turn_number: Int64[Longs, " n"]  # the turn's place in its rollout
+    rollout: Int64[Longs, " n"]
+    group: Int64[Longs, " n"]
+    rollout_logprobs: Float32[Floats, " n"]
+    advantage: Float32[Floats, " n"]
+    reward: Float32[Floats, " n"]  # of turns: each at its last token
+    score: Float32[Floats, " n"]  # the rollout's reward as it was given
+    temperature: Float32[Floats, " n"]
+    version: Int64[Longs, " n"]  # -1: an expert's
+    demonstration: Bool[Bools, " n"]  # an expert's, not sampled by a policy
+    turn_tokens: Float32[Floats, " n"]
+    rollout_tokens: Float32[Floats, " n"]
+    rollout_sampled: Float32[Floats, " n"]  # of these the sampled ones
+    group_tokens: Float32[Floats, " n"]
+    group_sampled: Float32[Floats, " n"]
+    expert_routing: Integer[ExpertRouting, "tokens routers k"] | None = None
 
     def __post_init__(self) -> None:
         tokens, targets, rows = int(self.row_lengths.sum()), len(self.target), len(self.row_lengths)

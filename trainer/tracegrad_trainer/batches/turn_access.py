@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ Bools = NDArray[np.bool_]
 DEMONSTRATION_SOURCES = ("demonstration", "expert")
 
 
+@runtime_checkable
 class RolloutLike(Protocol):
     """What a row needs of a rollout; the store's `RolloutSample` has it.
 

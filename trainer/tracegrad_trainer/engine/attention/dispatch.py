@@ -8,10 +8,11 @@ is registered here under our names leaves the work to it: `PackedRowAttention`,
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64, Shaped
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -28,19 +29,24 @@ VARLEN = "tracegrad_varlen"
 OURS = {"packed": PACKED, "varlen": VARLEN}
 
 
+@runtime_checkable
 class RowAttention(Protocol):
     """Where the rows of a pack are, and how their tokens attend."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreTransform) -> Tensor:
-        """[1, heads, T, d] -> [1, T, heads, d]; key and value may have fewer heads."""
-        ...
+    def attend(
+        self,
+        query: Float[Tensor, "1 heads tokens width"],
+        key: Float[Tensor, "1 kv_heads tokens width"],
+        value: Float[Tensor, "1 kv_heads tokens value_width"],
+        scores: ScoreTransform,
+    ) -> Float[Tensor, "1 tokens heads value_width"]: ...
 
 
 def attention_of_rows(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "1 heads tokens width"],
+    key: Float[Tensor, "1 kv_heads tokens width"],
+    value: Float[Tensor, "1 kv_heads tokens value_width"],
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -49,8 +55,8 @@ def attention_of_rows(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface: [1, heads, T, d] -> [1, T, heads, d].
+) -> tuple[Float[Tensor, "1 tokens heads value_width"], None]:
+    """transformers' attention interface.
 
     Raises:
         ValueError: the model needs something of its attention that this one has not.
@@ -133,9 +139,9 @@ def _rows(name: str, batch: MicroBatch, device: torch.device) -> RowAttention:
 
 
 def _tree_mask(
-    ends: NDArray[np.int64], name: str, model: nn.Module, device: torch.device
-) -> Tensor:
-    """[1, 1, T, T]: what sdpa (bool) and eager (added to the scores) take as it is."""
+    ends: Int64[NDArray[np.int64], " tokens"], name: str, model: nn.Module, device: torch.device
+) -> Shaped[Tensor, "1 1 tokens tokens"]:
+    """What sdpa (bool) and eager (added to the scores) take as it is."""
     place = np.arange(len(ends))
     sees = torch.from_numpy((place[None] <= place[:, None]) & (place[:, None] < ends[None]))
     mask = sees.to(device)[None, None]

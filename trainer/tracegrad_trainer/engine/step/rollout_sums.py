@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Float64, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -62,7 +63,7 @@ def with_rollout_sums(
     ]
 
 
-def keys_of(batch: MicroBatch) -> NDArray[np.int64]:
+def keys_of(batch: MicroBatch) -> Int64[NDArray[np.int64], " rollouts"]:
     """Of each of the micro-batch's rollouts its key, by its number there."""
     keys = np.zeros(batch.rollouts, np.int64)
     keys[batch.rollout] = batch.rollout_keys[batch.row]
@@ -79,7 +80,7 @@ def _counts(engine: RankContext, keys: Sequence[NDArray[np.int64]]) -> Counter[i
 
 def _partial(
     engine: RankContext, objective: ObjectiveSettings, one: ModelInputs, known: TargetContext
-) -> tuple[Tensor, ...]:
+) -> tuple[Float64[Tensor, " rollouts"], ...]:
     if known.current_logprobs is None or objective.has_custom_parts:
         values = "value" in objective.needs
         now = forward(engine.model, one, engine.head, values=values)

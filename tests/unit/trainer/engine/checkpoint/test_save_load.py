@@ -251,7 +251,7 @@ def test_a_writer_that_dies_of_what_nobody_foresaw_has_written_nothing(
 
     one = learner(folder / "model")
     saver = CheckpointSaver(tmp_path)
-    monkeypatch.setattr(module, "digests", dies)
+    monkeypatch.setattr(module, "file_digests", dies)
     saver.start(one, 1, {})
     with pytest.raises(CheckpointError, match="step-00000001 not written: its writer ended early"):
         saver.wait()

@@ -146,7 +146,7 @@ def test_memory_is_shared_by_the_ranks_of_a_machine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = asked(folder).on_device
-    monkeypatch.setattr(memory, "free_memory", lambda: 2 * needed)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 2 * needed)
     asked(folder, local_ranks=2)
     with pytest.raises(ValueError, match="does not fit"):
         asked(folder, local_ranks=3)

@@ -174,7 +174,9 @@ def test_a_forward_is_made_only_where_rollouts_are_split(
     for objective, rows in (("grpo", split), ("gspo", rollouts("gspo"))):
         assert all(found.rollout_sums is None for found in sums(objective, rows))
     assert not asked
-    assert all(found.rollout_sums is not None for found in sums("gspo", split, current=True))
+    assert all(
+        found.rollout_sums is not None for found in sums("gspo", split, current_logprobs=True)
+    )
     assert not asked
     assert all(found.rollout_sums is not None for found in sums("gspo", split))
     assert len(asked) > 1
