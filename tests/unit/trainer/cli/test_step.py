@@ -312,7 +312,7 @@ def test_what_was_recorded_before_that_was_an_error_can_be_read(
     old["batches"] |= {"stale": "weight", "stale_decay": 0.5}
     old["data"]["refill"] = True
     old["reference"] = str(model)
-    with pytest.raises(ValueError, match="nothing in this objective uses it"):
+    with pytest.raises(ValueError, match="over_length_budget"):
         TrainerSettings.model_validate(old)
     read = TrainerSettings.model_validate(without_unused(old))
     assert read.objective == TrainerSettings.model_validate(stored).objective
@@ -344,7 +344,8 @@ def test_tables_that_were_left_out_can_be_set(model: Path, tmp_path: Path) -> No
 def test_a_part_of_ones_own_lies_where_the_command_is_run(model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def loss(tokens, log_ratio, settings):\n"
-        "    return -tokens.advantage * tokens.logp * settings.options['times'], tokens.expert\n"
+        "    loss = -tokens.advantage * tokens.policy_logprobs * settings.options['times']\n"
+        "    return loss, tokens.demonstration\n"
     )
     fill(f"sqlite:///{tmp_path}/store.db", groups=2)
     own = {"objective.surrogate": "mine:loss", "objective.options": '{"times": 3}'}
