@@ -34,7 +34,7 @@ from tracegrad_trainer.inference.logprob_probe import (
 )
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.inference.weight_push import PushError, WeightPusher
-from tracegrad_trainer.utils.client import http_client
+from tracegrad_trainer.utils.network import http_client
 
 pytestmark = pytest.mark.vllm
 TOLERANCE = 1e-4  # nats, the largest difference over all tokens

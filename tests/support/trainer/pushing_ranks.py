@@ -22,9 +22,9 @@ from tracegrad_trainer.cli.export import load_checkpoint_model
 from tracegrad_trainer.cli.serve import proxy_process, with_control_key
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.inference.logprob_probe import LogprobGap, compare_logprobs, sample_probe
-from tracegrad_trainer.inference.vllm_process import VllmProcess, find_free_port
+from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.launch.torchrun import secret_variables
-from tracegrad_trainer.utils.client import http_client
+from tracegrad_trainer.utils.network import find_free_port, http_client
 from tracegrad_trainer.utils.subprocesses import is_responding
 
 KILLED = -9

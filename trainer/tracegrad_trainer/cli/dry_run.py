@@ -11,11 +11,11 @@ from rich.console import Group as Lines
 from rich.text import Text
 
 from tracegrad.store import IncompleteGroup, Store, StoreError
-from tracegrad_trainer.cli.render_status import format_age
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.rl.dry_run import GroupPlan, MicroBatchLoad, StepPlan, plan_step
 from tracegrad_trainer.utils.console import (
     PlainTable,
+    format_age,
     format_count,
     plain_table,
     print_json,

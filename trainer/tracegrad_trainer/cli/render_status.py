@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
@@ -12,7 +11,7 @@ from tracegrad.events import Json
 from tracegrad.store import StepRecord
 from tracegrad_trainer.cli.status import RunStatus
 from tracegrad_trainer.metrics.reading import has_gap, trained_turns
-from tracegrad_trainer.utils.console import PlainTable, format_count, plain_table
+from tracegrad_trainer.utils.console import PlainTable, format_age, format_count, plain_table
 
 # What the trainer's log says in full: see `StepResult.mismatch`.
 MISMATCH = " TOO LARGE: serving and training engine disagree (ranks.log)"
@@ -143,11 +142,3 @@ def _cell(value: float | None, how: str) -> str:
         if value < 999.5 * size:
             return f"{value / size:.{int(value < 9.95 * size)}f}{unit}"
     return f"{value / 1e9:.0f}G"
-
-
-def format_age(moment: float) -> str:
-    seconds = max(0.0, time.time() - moment)
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -30,13 +30,13 @@ from tracegrad_trainer.launch.session import (
     RANKS_GRACE_S,
     STOP_SIGNALS,
     StartError,
+    StepFeed,
     StopRequested,
     lock_state_folder,
     open_store,
     raising_on_stop_signals,
     write_resolved_settings,
 )
-from tracegrad_trainer.launch.step_feed import StepFeed
 from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.rl.preflight import check_before_training
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding

@@ -17,13 +17,13 @@ from tracegrad_trainer.launch.run_state import delete_state, read_state
 from tracegrad_trainer.launch.session import (
     RANKS_GRACE_S,
     StartError,
+    StepFeed,
     StopRequested,
     lock_state_folder,
     open_store,
     raising_on_stop_signals,
     write_resolved_settings,
 )
-from tracegrad_trainer.launch.step_feed import StepFeed
 from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.utils.console import print_json
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess

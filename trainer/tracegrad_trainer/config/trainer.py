@@ -32,8 +32,8 @@ from tracegrad.events import Json
 from tracegrad.proxy.config import SETTINGS_FILE, ProxySettings, SecretUrl
 from tracegrad.urls import masked
 from tracegrad_trainer.batches import BatchSettings
+from tracegrad_trainer.config.vllm import VllmSettings
 from tracegrad_trainer.engine import CheckpointSettings, FsdpSettings, OptimSettings
-from tracegrad_trainer.inference.vllm_process import VllmSettings
 from tracegrad_trainer.losses import ObjectiveSettings
 from tracegrad_trainer.losses.compatibility import SUPERVISED
 from tracegrad_trainer.losses.config import drop_unused as objective_without_unused

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tracegrad_trainer.utils.client import http_client
+from tracegrad_trainer.utils.network import http_client
 
 
 class ProbeMismatchError(RuntimeError):

@@ -14,7 +14,7 @@ from typing import IO, NoReturn
 
 from tracegrad.private_files import private_file
 from tracegrad.proxy.config import SecretUrl
-from tracegrad.store import Store
+from tracegrad.store import StepHistory, StepRecord, Store
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.folder_lock import FolderLockedError, lock_for_command
 
@@ -72,3 +72,19 @@ def lock_state_folder(state_dir: Path) -> IO[bytes]:
             f"state_dir: {state_dir} cannot be written: {error.strerror}; take another folder"
             " (--state-dir ...)"
         ) from None
+
+
+class StepFeed:
+    """Each step that is committed from now on, once."""
+
+    def __init__(self, store: Store) -> None:
+        self._history = StepHistory(store)
+        last = self._history.steps(limit=1)
+        self._last = last[0].step if last else 0
+
+    def new_steps(self) -> list[StepRecord]:
+        """Those that were committed since the last call, in order."""
+        found = self._history.after(self._last)
+        if found:
+            self._last = found[-1].step
+        return found

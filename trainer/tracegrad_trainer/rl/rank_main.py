@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -19,8 +18,7 @@ from tracegrad_trainer.inference.weight_push import PushError
 from tracegrad_trainer.launch.folder_lock import lock_for_ranks
 from tracegrad_trainer.launch.run_state import RunState
 from tracegrad_trainer.utils.distributed import RankZeroError
-
-PR_SET_PDEATHSIG = 1
+from tracegrad_trainer.utils.subprocesses import die_with_parent
 
 
 class StopFlag:
@@ -78,7 +76,7 @@ def run_as_rank(
     set_private_umask()  # a torchrun of one's own has the shell's umask
     # The launcher may be killed; a rank that waits in a collective would notice neither that nor
     # a SIGTERM, whose handler Python runs only when the collective is over.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     stop = StopFlag()
     try:
         with ExitStack() as stack:
