@@ -38,7 +38,7 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
     "before the commit": (Ledger, "commit_step", True),
     "after the commit": (Ledger, "commit_step", False),
     "before old ones go": (save_load.CheckpointSaver, "prune", True),
-    "leased, not trained": (TrainLoop, "train", True),
+    "leased, not trained": (TrainLoop, "train_batch", True),
     "skipped groups consumed": (Ledger, "commit_skipped", False),
 }
 # The same of a push; a fourth part is an argument that the call must have.
@@ -47,8 +47,8 @@ PUSH_POINTS: dict[str, tuple[Any, ...]] = {
     "files written": (weight_files.WeightFiles, "write", False),
     "engine paused": (weight_push.WeightPusher, "_load", True),
     "engine without weights": (weight_push._Peer, "post", True, "/finish_weight_update"),
-    "loaded, not marked": (weight_push.WeightPusher, "_mark", True),
-    "marked, not resumed": (weight_push._Peer, "post", True, "/resume"),
+    "loaded, version not set": (weight_push.WeightPusher, "_set_version", True),
+    "version set, not resumed": (weight_push._Peer, "post", True, "/resume"),
     "served, not proven": (weight_push.WeightPusher, "_verify", True),
     "proven, calls still wait": (weight_push._Peer, "try_post", True),
     "pushed, not recorded": (WeightPublisher, "publish", False),

@@ -65,8 +65,8 @@ def _facts(status: RunStatus) -> PlainTable:
         version += f"  (failed pushes: {', '.join(map(str, status.failed_versions))})"
     shown.add_row("policy version", version)
     if status.push is not None and (gap := status.push["gap"]):
-        told = f"{gap['mean']:.1e} on average, {gap['max']:.1e} at most"
-        shown.add_row("gap after push", f"{told} (nats, served against trained)")
+        sizes = f"{gap['mean']:.1e} on average, {gap['max']:.1e} at most"
+        shown.add_row("gap after push", f"{sizes} (nats, served against trained)")
     shown.add_row("turns captured", str(status.turns_captured))
     shown.add_row(
         "turns trained", f"{status.turns_trained}  in {format_count(status.steps_total, 'step')}"
@@ -118,12 +118,12 @@ def _steps(steps: list[Json]) -> PlainTable:
         lines.add_column(name, justify="right")
     for step in steps:
         m = step["metrics"]
-        cells = [_cell(_told(m, name), how) for _, name, how in shown]
+        cells = [_cell(_value(m, name), how) for _, name, how in shown]
         lines.add_row(str(step["step"]), *cells, format_age(step["created_at"]))
     return lines
 
 
-def _told(metrics: Mapping[str, float], name: str) -> float | None:
+def _value(metrics: Mapping[str, float], name: str) -> float | None:
     """None: it says nothing of this step."""
     if name == "turns_trained":
         return trained_turns(metrics)

@@ -55,8 +55,8 @@ def show_candidates(request: ReplayOptions, console: Console) -> int:
     except (StoreError, ValueError) as error:
         return _refuse(error)
     if request.as_json:
-        told = [asdict(one.step) | {"problem": one.problem} for one in found]
-        print_json([{k: v for k, v in one.items() if k not in _LARGE} for one in told])
+        steps = [asdict(one.step) | {"problem": one.problem} for one in found]
+        print_json([{k: v for k, v in one.items() if k not in _LARGE} for one in steps])
     else:
         print_report(render_candidates(found), console)
     return EQUAL

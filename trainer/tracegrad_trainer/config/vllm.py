@@ -54,7 +54,7 @@ class VllmSettings(BaseModel):
     kv_cache_memory_bytes: int | None = Field(default=None, ge=1 << 20)
     routed_experts: bool = Field(
         default=False,
-        description="tell which experts of a mixture each token went to, on GPUs only; set where"
+        description="return which experts of a mixture each token went to, on GPUs only; set where"
         " fsdp.routing = 'r3'",
     )
     tool_call_parser: str | None = "hermes"

@@ -46,7 +46,7 @@ class VllmProcess(ChildProcess):
             command,
             log=settings.log,
             env=settings.environment(),
-            # Told to stop in the middle of a push, it ends its engine and then waits for the
+            # Asked to stop in the middle of a push, it ends its engine and then waits for the
             # pusher to hang up, who waits for the engine. It has nothing to save.
             orphaned=signal.SIGKILL,
         )
@@ -86,8 +86,8 @@ class VllmProcess(ChildProcess):
         return seconds
 
     def check(self) -> None:
-        """As `Child.check`. A server whose engine has died closes its door and then waits, perhaps
-        for minutes, for callers who wait for the engine: that counts as its end."""
+        """As `ChildProcess.check`. A server whose engine has died closes its socket and then waits,
+        perhaps for minutes, for callers who wait for the engine: that counts as its end."""
         super().check()
         if self._was_ready and is_port_closed(self.url):
             raise ChildError(f"vllm (pid {self.pid}) takes no calls any more{self._last_words()}")

@@ -46,7 +46,7 @@ class PushReport:
 class WeightPusher:
     """Pushes from the one process that holds whole tensors (the trainer's rank 0).
 
-    `version` and `checkpoint` tell what is served now: what a failed first push returns to.
+    `version` and `checkpoint` are what is served now: what a failed first push returns to.
     `directory` is where the weight files go (see `WeightFiles`). Without `proxy_url`, only the
     engine's own queue holds calls; `proxy_key` is the proxy's control key, or its admin key.
     """
@@ -82,7 +82,8 @@ class WeightPusher:
         """Serves `tensors`, (checkpoint name, whole tensor) pairs, as policy `version`.
 
         `verify` runs on the new weights while other calls still wait; if it raises, the old
-        weights return. Raises PushFailed (then `self.version` is still served) or EngineLost.
+        weights return. Raises PushError (then `self.version` is still served) or
+        EngineLostError.
         """
         if version == self.version:
             raise ValueError(f"version: {version} is served already; give new weights a new number")
@@ -135,7 +136,7 @@ class WeightPusher:
                 self._proxy.try_post("/api/push/release")
 
     def _swap(self, version: int, paths: list[Path], watch: Stopwatch) -> None:
-        """Pause, load, set the version, resume. On failure the previous weights are loaded before resume."""
+        """Pause, load, set the version, resume; after a failure with the previous weights."""
         with watch.stage("pause"):
             # keep: running requests are frozen, not aborted; with the cache cleared they are
             # computed again under the new weights when they go on.
@@ -220,7 +221,7 @@ class _Peer:
         self._client = http_client(url, timeout_s=timeout_s, key=key)
 
     def post(self, path: str, **request: Any) -> None:
-        """EngineLost if nobody answers, PushFailed with the server's own words if it refuses."""
+        """EngineLostError if nobody answers, PushError with the server's words if it refuses."""
         try:
             response = self._client.post(path, **request)
         except httpx.TransportError as error:

@@ -32,7 +32,7 @@ class StartError(RuntimeError):
 
 @contextmanager
 def raising_on_stop_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM raise Stopped, until the stack begins to stop."""
+    """SIGINT and SIGTERM raise StopRequested, until the stack begins to stop."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise StopRequested
@@ -46,7 +46,7 @@ def raising_on_stop_signals() -> Iterator[None]:
 
 
 def write_resolved_settings(settings: TrainerSettings) -> Path:
-    """The resolved settings as the ranks read them, less what is secret (see `Ranks`)."""
+    """The resolved settings as the ranks read them, less what is secret (see `RankProcesses`)."""
     path = settings.state_dir / "run" / "settings.json"
     private_file(path)
     path.write_text(settings.model_dump_json(indent=2))
@@ -54,7 +54,7 @@ def write_resolved_settings(settings: TrainerSettings) -> Path:
 
 
 def open_store(url: SecretUrl) -> Store:
-    """Raises ServeError, StoreError."""
+    """Raises StartError, StoreError."""
     try:
         return Store.open(url)
     except ValueError as error:
@@ -62,7 +62,7 @@ def open_store(url: SecretUrl) -> Store:
 
 
 def lock_state_folder(state_dir: Path) -> IO[bytes]:
-    """The folder is ours while the file that this returns is open. Raises ServeError."""
+    """The folder is ours while the file that this returns is open. Raises StartError."""
     try:
         return lock_for_command(state_dir)
     except FolderLockedError as error:

@@ -344,7 +344,8 @@ def test_tables_that_were_left_out_can_be_set(model: Path, tmp_path: Path) -> No
 def test_a_part_of_ones_own_lies_where_the_command_is_run(model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def loss(tokens, log_ratio, settings):\n"
-        "    return -tokens.advantage * tokens.logp * settings.options['times'], tokens.expert\n"
+        "    loss = -tokens.advantage * tokens.policy_logprobs * settings.options['times']\n"
+        "    return loss, tokens.demonstration\n"
     )
     fill(f"sqlite:///{tmp_path}/store.db", groups=2)
     own = {"objective.surrogate": "mine:loss", "objective.options": '{"times": 3}'}

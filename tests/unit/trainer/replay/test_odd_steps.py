@@ -162,7 +162,7 @@ def test_state_that_was_moved_is_found(tmp_path: Path) -> None:
 
 
 def test_a_step_that_other_settings_leave_nothing_of_is_shown(settings: TrainerSettings) -> None:
-    found = replayed(settings, sets=["batches.max_row_tokens=2", "batches.over_long=drop"])
+    found = replayed(settings, overrides=["batches.max_row_tokens=2", "batches.over_long=drop"])
     assert found.equal
     assert found.other is not None
     assert found.other.turns == []
