@@ -139,7 +139,7 @@ def test_a_stream_in_flight_goes_on_with_the_new_weights(
 ) -> None:
     stream = Stream()
     at_mark: list[int] = []
-    monkeypatch.setattr(pusher, "_mark", lambda version: at_mark.append(len(stream.tokens)))
+    monkeypatch.setattr(pusher, "_set_version", lambda version: at_mark.append(len(stream.tokens)))
     reader = threading.Thread(target=stream.read, args=(vllm_server, 500))
     reader.start()
     deadline = time.monotonic() + 30

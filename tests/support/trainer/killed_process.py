@@ -1,10 +1,10 @@
-"""Ranks of `trainer step` and of `trainer serve` that are killed: a process that has read torch
-and forks them.
+"""Ranks of `trainer step`, `serve` and `sft`, which may be killed: a process that has read torch
+forks them.
 
-Orders come as JSON lines, one run each: {"settings": FILE, "serve": BOOL, "ranks": N,
+Orders come as JSON lines, one run each: {"settings": FILE, "program": NAME, "ranks": N,
 "steps": N or null, "after_s": SECONDS or null, "at": POINT or null, "nth": N, "linger_s": SECONDS,
-"alone": BOOL, "env": {NAME: VALUE}}. With `serve` they are the ranks that push to an engine, which
-runs already. A run is killed `after_s` seconds after it began, or it kills itself `at` a point, the
+"alone": BOOL, "env": {NAME: VALUE}}. Those of `serve` push to an engine, which runs
+already. A run is killed `after_s` seconds after it began, or it kills itself `at` a point, the
 `nth` time that it gets there, after it lingered there; `alone`: only one of its ranks, and the
 others are ended as the launcher would. The answer is one line, the exit statuses.
 """
@@ -28,6 +28,9 @@ from tracegrad_trainer.inference import weight_files, weight_push
 from tracegrad_trainer.inference.publish import WeightPublisher
 from tracegrad_trainer.rl import offline_worker, serve_worker
 from tracegrad_trainer.rl.train_loop import TrainLoop
+from tracegrad_trainer.sft import train as sft
+
+PROGRAMS = {"step": offline_worker.main, "serve": serve_worker.main, "sft": sft.main}
 
 # Where a run may be killed: (owner, name of the function, whether before it runs).
 POINTS: dict[str, tuple[Any, str, bool]] = {
@@ -89,8 +92,7 @@ def fork(order: dict[str, Any], rank: int, port: int) -> int:
         if order["at"] is not None:
             arm(order["at"], order["nth"], order["linger_s"])
         steps = [] if order["steps"] is None else ["--steps", str(order["steps"])]
-        program = serve_worker.main if order["serve"] else offline_worker.main
-        code = program([order["settings"], *steps])
+        code = PROGRAMS[order["program"]]([order["settings"], *steps])
     finally:
         os._exit(code)
 

@@ -53,7 +53,7 @@ class PushingRanks:
         limited = self.settings.model_copy(update={"max_steps": until})
         self.file.write_text(limited.model_dump_json())
         env = secret_variables(self.settings)
-        statuses = self.runs.run(self.file, serve=True, ranks=self.ranks, env=env, **order)
+        statuses = self.runs.run(self.file, program="serve", ranks=self.ranks, env=env, **order)
         assert set(statuses) == {0} or KILLED in statuses, log_of(self.file)
         return set(statuses) == {0}
 

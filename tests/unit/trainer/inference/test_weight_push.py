@@ -100,7 +100,7 @@ def test_a_push_walks_in_order(peers: Peers, pusher: WeightPusher) -> None:
     assert calls["/api/push/mark"] == {"version": 1}
     assert peers.loaded == [1.0]
     assert pusher.version == 1
-    stages = ["write", "hold", "pause", "load", "mark", "resume", "verify", "release"]
+    stages = ["write", "hold", "pause", "load", "set_version", "resume", "verify", "release"]
     assert list(report.seconds) == stages
     assert report.total == pytest.approx(sum(report.seconds.values()))
 

@@ -39,7 +39,7 @@ class FakeClock:
 @pytest.fixture
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     made = FakeClock()
-    monkeypatch.setattr(clock, "time_of", lambda _connection: made.now)
+    monkeypatch.setattr(clock, "server_time", lambda _connection: made.now)
     return made
 
 
