@@ -15,7 +15,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from tracegrad_trainer.inference.publish import WeightPublisher
 from tracegrad_trainer.rl import offline_worker, serve_worker
 from tracegrad_trainer.rl.train_loop import TrainLoop
 from tracegrad_trainer.sft import train as sft
+from tracegrad_trainer.utils.network import find_free_port
 
 PROGRAMS = {"step": offline_worker.main, "serve": serve_worker.main, "sft": sft.main}
 
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def run(order: dict[str, Any]) -> list[int]:
-    port = free_port()
+    port = find_free_port()
     ranks = [fork(order, rank, port) for rank in range(order["ranks"])]
     deadline = None if order["after_s"] is None else time.monotonic() + order["after_s"]
     return wait(ranks, deadline, alone=order["alone"])
@@ -139,13 +139,6 @@ def wait(ranks: list[int], deadline: float | None, *, alone: bool) -> list[int]:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
     return list(statuses.values())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":
