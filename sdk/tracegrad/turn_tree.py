@@ -8,7 +8,7 @@ runs from a root to a leaf. Nothing here looks at text: equal tokens are the onl
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 
@@ -68,3 +68,15 @@ def paths(turns: Sequence[P]) -> Iterator[list[P]]:
             path.append(by_id[parent_id])
             assert len(path) <= len(turns), "a turn is not its own ancestor"
         yield path[::-1]
+
+
+def with_ancestors(turns: Sequence[P], skipped: Collection[str]) -> list[P]:
+    """The turns that are not skipped (ids), and those that they continue."""
+    by_id = {turn.turn_id: turn for turn in turns}
+    needed: set[str] = set()
+    for turn in turns:
+        current = None if turn.turn_id in skipped else turn
+        while current is not None and current.turn_id not in needed:
+            needed.add(current.turn_id)
+            current = by_id.get(current.parent_id or "")
+    return [turn for turn in turns if turn.turn_id in needed]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from tracegrad.events import Turn, logprob_array
-from tracegrad.turn_tree import paths
+from tracegrad.turn_tree import paths, with_ancestors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +35,11 @@ class TokenRow:
 def token_rows(turns: Sequence[Turn], left_out: Collection[str] = ()) -> Iterator[TokenRow]:
     """`left_out` (turn ids) are owned by no row, and are context of turns that are."""
     owned: set[str] = set()
-    for path in paths(_needed(turns, left_out)):
+    for path in paths(with_ancestors(turns, left_out)):
         own = [t for t in path if t.turn_id not in owned and t.turn_id not in left_out]
         owned |= {turn.turn_id for turn in own}
         if own:
             yield _row(path, own)
-
-
-def _needed(turns: Sequence[Turn], left_out: Collection[str]) -> list[Turn]:
-    """Those that rows own, and their ancestors."""
-    by_id = {turn.turn_id: turn for turn in turns}
-    needed: set[str] = set()
-    for turn in turns:
-        current = None if turn.turn_id in left_out else turn
-        while current is not None and current.turn_id not in needed:
-            needed.add(current.turn_id)
-            current = by_id.get(current.parent_id or "")
-    return [turn for turn in turns if turn.turn_id in needed]
 
 
 def _row(path: Sequence[Turn], own: Sequence[Turn]) -> TokenRow:

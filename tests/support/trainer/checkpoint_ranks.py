@@ -1,12 +1,8 @@
-"""Learners, and the two ranks that `test_checkpoints.py` starts.
-
-`python checkpoint_scene.py FOLDER` under torch.distributed's launcher.
-"""
+"""Learners, and what each of the two ranks does that `test_save_load` starts."""
 
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +85,3 @@ def main(folder: Path) -> None:
     if dist.get_rank() == 0:
         torch.save(everyone, folder / "two.pt")
     destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,11 +1,10 @@
-"""What each of two ranks does in `test_fsdp_ranks`; started by torchrun, once for all tests.
+"""What each of two ranks does in `test_two_ranks`, once for all tests.
 
 Everything that the tests look at goes into `<folder>/ranks.pt`, written by rank 0.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +153,3 @@ def error_of(action: Any) -> str:
     except CheckpointError as error:
         return str(error)
     return "no error"
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

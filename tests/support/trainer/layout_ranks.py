@@ -1,11 +1,10 @@
-"""One optimizer step of several objectives, laid out in many ways; for `test_exactness`.
+"""One optimizer step of several objectives, laid out in many ways; for `test_layout_invariance`.
 
-By itself it is what each of several ranks does: `<folder>/<ranks>.pt` gets what rank 0 saw.
+`main` is what each of several ranks does: `<folder>/<ranks>.pt` gets what rank 0 saw.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -75,7 +74,7 @@ def made(name: str, *, padded: bool = False) -> list[Row]:
         # Of either sign, but not so that they cancel: a loss near 0 has no relative accuracy.
         changes["advantage"] = np.where(row.keep, row.advantage + 1.2, 0).astype(np.float32)
         if name == "ipa" and i % 4 == 3:
-            changes["expert"] = row.loss_mask.copy()
+            changes["demonstration"] = row.loss_mask.copy()
             changes["rollout_logprobs"] = np.zeros_like(row.rollout_logprobs)
             changes["policy_version"] = np.full_like(row.policy_version, -1)
         if name == "by_turn":
@@ -108,7 +107,7 @@ def _padded(row: Row, length: int) -> Row:
         temperature=longer(row.temperature, 1),
         advantage=longer(row.advantage, 0),
         reward=longer(row.reward, 0),
-        expert=longer(row.demonstration, False),
+        demonstration=longer(row.demonstration, False),
     )
 
 
@@ -189,7 +188,9 @@ def run(folder: Path, name: str, layout: Layout = Layout()) -> Any:
     known = before(one, batches)
     if OBJECTIVES[name].correction_level == "sequence_product":
         # The engines nearly agree: of some forty tokens that do not, a product says nothing.
-        batches = [replace(b, mu=_near(b, k)) for b, k in zip(batches, known, strict=True)]
+        batches = [
+            replace(b, rollout_logprobs=_near(b, k)) for b, k in zip(batches, known, strict=True)
+        ]
     return step(one, batches, before=known, mismatched=others(name, layout))
 
 
@@ -247,7 +248,3 @@ def main(folder: Path) -> None:
     if dist.get_rank() == 0:
         torch.save(out, folder / f"{dist.get_world_size()}.pt")
     destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

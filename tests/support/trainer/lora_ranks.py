@@ -1,8 +1,7 @@
-"""What each rank does in `test_lora_ranks`; writes what rank 0 saw to `<folder>/<ranks>.pt`."""
+"""What each rank does in `test_lora_two_ranks`; writes what rank 0 saw to `<folder>/<ranks>.pt`."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,3 @@ def _asked(model: torch.nn.Module, batch: Any) -> Tensor:
 
 def _cloned(tensors: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors}
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -12,6 +12,16 @@ from torch import Tensor
 
 from tracegrad_trainer.losses import ObjectiveSettings, Tokens, compute_loss
 
+# The symbols of papers, which closed forms in tests use.
+FIELDS = {
+    "logp": "policy_logprobs",
+    "old": "old_logprobs",
+    "mu": "rollout_logprobs",
+    "reference": "reference_logprobs",
+    "advantage": "advantage",
+    "score": "score",
+}
+
 
 def tokens(
     logp: Sequence[float],
@@ -23,7 +33,8 @@ def tokens(
     rollout: Sequence[int] | None = None,
     group: Sequence[int] | None = None,
     version: Sequence[int] | None = None,
-    expert: Sequence[bool] | None = None,
+    demonstration: Sequence[bool] | None = None,
+    reference: Sequence[float] | None = None,
     score: Sequence[float] | None = None,
     pair: Sequence[int] | None = None,
     label: Sequence[int] | None = None,
@@ -32,7 +43,7 @@ def tokens(
     """`turn` defaults to one turn, `row` and `rollout` to one row of it, `group` to one group."""
     n = len(logp)
     turns, rows = _whole(turn, n), _whole(row, n)
-    experts = torch.tensor(expert or [False] * n, dtype=torch.bool)
+    shown = torch.tensor(demonstration or [False] * n, dtype=torch.bool)
     rollouts, groups = _whole(rollout if rollout is not None else row, n), _whole(group, n)
     count = _count(rows)
     return Tokens(
@@ -42,7 +53,7 @@ def tokens(
         advantage=_floats(advantage or [1.0] * n),
         score=_floats(score or [0.0] * n),
         version=_whole(version, n, 1),
-        demonstration=experts,
+        demonstration=shown,
         turn=turns,
         row=rows,
         rollout=rollouts,
@@ -53,11 +64,12 @@ def tokens(
         groups=_count(groups),
         turn_tokens=_sizes(turns),
         rollout_tokens=_sizes(rollouts),
-        rollout_sampled=_sizes(rollouts, ~experts),
+        rollout_sampled=_sizes(rollouts, ~shown),
         group_tokens=_sizes(groups),
-        group_sampled=_sizes(groups, ~experts),
+        group_sampled=_sizes(groups, ~shown),
         pair=_whole(pair, count, -1),
         label=_whole(label, count),
+        reference_logprobs=None if reference is None else _floats(reference),
         **{k: _floats(v) if isinstance(v, list | float) else v for k, v in more.items()},
     )
 
@@ -113,7 +125,7 @@ def made(seed: int = 0, *, rows: int = 12, experts: bool = True, spread: float =
         rollout=rollout.tolist(),
         group=(rollout // 2).tolist(),
         version=np.where(expert, -1, rng.integers(1, 5, n)).tolist(),
-        expert=expert.tolist(),
+        demonstration=expert.tolist(),
         score=rng.integers(-1, 2, rows)[rollout].astype(float).tolist(),
         pair=pair.tolist(),
         label=label.tolist(),

@@ -126,9 +126,9 @@ def prepare(
     noise = torch.randn(old.shape, generator=generator).double() * 0.02
     return {
         "advantage": advantage,
-        "old": old,
-        "mu": old + noise,
-        "reference": reference.log_softmax(-1)[task].gather(-1, said[..., None])[..., 0],
+        "old_logprobs": old,
+        "rollout_logprobs": old + noise,
+        "reference_logprobs": reference.log_softmax(-1)[task].gather(-1, said[..., None])[..., 0],
         "old_value": value.clone(),
         "returns": returns,
         "score": rewards[:, None].expand(-1, LENGTH),
@@ -172,7 +172,7 @@ def now(policy: Policy, task: Tensor, said: Tensor, batch: dict[str, Any]) -> To
     ones = torch.ones(count * LENGTH, dtype=torch.float64)
     logp = policy.logp(task, said)
     flat = {name: x.flatten() for name, x in batch.items() if name not in ("pair", "label")}
-    gain = (logp.detach() - batch["reference"]).sum(1)
+    gain = (logp.detach() - batch["reference_logprobs"]).sum(1)
     return Tokens(
         policy_logprobs=logp.flatten(),
         version=torch.ones(count * LENGTH, dtype=torch.int64),

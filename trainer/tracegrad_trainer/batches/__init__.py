@@ -4,8 +4,7 @@ from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.expert_routing import ExpertRouting, RoutingLayout
 from tracegrad_trainer.batches.filters import turn_reason
 from tracegrad_trainer.batches.micro_batch import MicroBatch, micro_batch
-from tracegrad_trainer.batches.mini_batches import mini_batches
-from tracegrad_trainer.batches.packing import pack, packing_stats, plan_packing
+from tracegrad_trainer.batches.packing import mini_batches, pack, packing_stats, plan_packing
 from tracegrad_trainer.batches.preferences import (
     Pairing,
     labelled_rows,

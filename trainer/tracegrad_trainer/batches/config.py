@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tracegrad_trainer.batches import predicate
+from tracegrad.import_path import import_part
 
 ScoredOutcome = Literal["completed", "agent_error", "budget"]
 
@@ -84,7 +84,7 @@ class BatchSettings(BaseModel):
     @classmethod
     def _importable(cls, value: str | None) -> str | None:
         if value is not None:
-            predicate.load_predicate(value)
+            import_part("predicate", value)
         return value
 
     @model_validator(mode="after")

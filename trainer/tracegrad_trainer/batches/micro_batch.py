@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
+from jaxtyping import Bool, Float32, Int64, Integer
 from numpy.typing import NDArray
 
 from tracegrad_trainer.batches.expert_routing import UNROUTED, ExpertRouting
@@ -20,7 +21,7 @@ Unit = Literal["unit", "group_id"]
 
 _NUMBERS = ("target", "source", "row", "turn", "turn_number", "rollout", "group", "version")
 # What a row says of each token, and a micro-batch of each target.
-_OF_TARGETS = ("rollout_logprobs", "advantage", "temperature", "reward", "expert")
+_OF_TARGETS = ("rollout_logprobs", "advantage", "temperature", "reward", "demonstration")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -39,38 +40,38 @@ class MicroBatch:
     `subtree_end`, where a row is a tree of branches: the place behind the last token that may
     attend to this one; None: every row is one sequence.
 
-    `routes`, of a mixture of experts: which ones a token goes to in each layer; -1: its router
-    says; None: the routers say for all.
+    `expert_routing`, of a mixture of experts: which ones a token goes to in each layer; -1: its
+    router says; None: the routers say for all.
     """
 
-    input_ids: Longs  # [1, T]
-    position_ids: Longs  # [1, T]
-    subtree_end: Longs | None  # [T]
-    row_lengths: Longs  # [R]
-    row_keys: Longs  # [R]
-    rollout_keys: Longs  # [R] the same for all rows of a rollout, in whatever micro-batch
-    pair: Longs  # [R] rows of one preference pair share a number; -1: none
-    label: Longs  # [R] 1 chosen, -1 rejected, 0 neither
-    target: Longs  # [n]
-    source: Longs  # [n]
-    row: Longs  # [n]
-    turn: Longs  # [n]
-    turn_number: Longs  # [n] the turn's place in its rollout
-    rollout: Longs  # [n]
-    group: Longs  # [n]
-    rollout_logprobs: Floats  # [n] rollout log-probabilities
-    advantage: Floats  # [n]
-    reward: Floats  # [n] of turns: each at its last token
-    score: Floats  # [n] the rollout's reward as it was given
-    temperature: Floats  # [n]
-    version: Longs  # [n] -1: an expert's
-    demonstration: Bools  # [n] an expert's, not sampled by a policy
-    turn_tokens: Floats  # [n]
-    rollout_tokens: Floats  # [n]
-    rollout_sampled: Floats  # [n] of these the sampled ones
-    group_tokens: Floats  # [n]
-    group_sampled: Floats  # [n]
-    expert_routing: ExpertRouting | None = None  # [T, routers, k]
+    input_ids: Int64[Longs, "1 tokens"]
+    position_ids: Int64[Longs, "1 tokens"]
+    subtree_end: Int64[Longs, " tokens"] | None
+    row_lengths: Int64[Longs, " rows"]
+    row_keys: Int64[Longs, " rows"]
+    rollout_keys: Int64[Longs, " rows"]  # the same for a rollout's rows, in whatever micro-batch
+    pair: Int64[Longs, " rows"]  # rows of one preference pair share a number; -1: none
+    label: Int64[Longs, " rows"]  # 1 chosen, -1 rejected, 0 neither
+    target: Int64[Longs, " n"]
+    source: Int64[Longs, " n"]
+    row: Int64[Longs, " n"]
+    turn: Int64[Longs, " n"]
+    turn_number: Int64[Longs, " n"]  # the turn's place in its rollout
+    rollout: Int64[Longs, " n"]
+    group: Int64[Longs, " n"]
+    rollout_logprobs: Float32[Floats, " n"]
+    advantage: Float32[Floats, " n"]
+    reward: Float32[Floats, " n"]  # of turns: each at its last token
+    score: Float32[Floats, " n"]  # the rollout's reward as it was given
+    temperature: Float32[Floats, " n"]
+    version: Int64[Longs, " n"]  # -1: an expert's
+    demonstration: Bool[Bools, " n"]  # an expert's, not sampled by a policy
+    turn_tokens: Float32[Floats, " n"]
+    rollout_tokens: Float32[Floats, " n"]
+    rollout_sampled: Float32[Floats, " n"]  # of these the sampled ones
+    group_tokens: Float32[Floats, " n"]
+    group_sampled: Float32[Floats, " n"]
+    expert_routing: Integer[ExpertRouting, "tokens routers k"] | None = None
 
     def __post_init__(self) -> None:
         tokens, targets, rows = int(self.row_lengths.sum()), len(self.target), len(self.row_lengths)
@@ -118,7 +119,7 @@ class MicroBatch:
         changed["row"] = (np.cumsum(stay) - 1)[changed["row"]]
         changed |= {name: _numbered(changed[name]) for name in ("turn", "rollout", "group")}
         if self.expert_routing is not None:
-            changed["routes"] = self.expert_routing[tokens]
+            changed["expert_routing"] = self.expert_routing[tokens]
         if self.subtree_end is not None:
             # Ends stand behind a row's last token: of what stays, that many come before.
             changed["subtree_end"] = np.cumsum([0, *tokens])[self.subtree_end[tokens]]
@@ -136,7 +137,7 @@ ROW_FIELDS = ("row_lengths", "row_keys", "rollout_keys", "pair", "label")
 TARGET_FIELDS = tuple(
     field.name
     for field in fields(MicroBatch)
-    if field.name not in ("input_ids", "position_ids", "subtree_end", "routes", *ROW_FIELDS)
+    if field.name not in ("input_ids", "position_ids", "subtree_end", "expert_routing", *ROW_FIELDS)
 )
 
 
@@ -198,7 +199,7 @@ def micro_batch(
         score=of_rows([row.score for row in rows], np.float32),
         temperature=found["temperature"],
         version=of_targets("policy_version").astype(np.int64),
-        demonstration=found["expert"],
+        demonstration=found["demonstration"],
         turn_tokens=np.bincount(turn)[turn].astype(np.float32) if len(turn) else _no_floats(),
         rollout_tokens=of_rows([counts[row.unit] for row in rows], np.float32),
         rollout_sampled=of_rows([sampled[row.unit] for row in rows], np.float32),
@@ -249,7 +250,7 @@ def empty_micro_batch() -> MicroBatch:
             "pair": np.array([-1]),
             "label": np.array([0]),
             **none,
-            "expert": np.zeros(0, np.bool_),
+            "demonstration": np.zeros(0, np.bool_),
         }
     )
 

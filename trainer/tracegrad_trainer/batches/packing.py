@@ -1,4 +1,4 @@
-"""Rows into packed micro-batches, shared out over ranks.
+"""Rows into optimizer steps, and those into packed micro-batches, shared out over ranks.
 
 Packing never changes what is computed: attention is blocked between rows, and every
 denominator is counted over the whole optimizer step. It only decides how long that takes.
@@ -7,6 +7,7 @@ denominator is counted over the whole optimizer step. It only decides how long t
 from __future__ import annotations
 
 import heapq
+import random
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -24,6 +25,31 @@ from tracegrad_trainer.batches.rows import Row
 _QUADRATIC_TOKENS = 8192
 # Exchanges between ranks after the first shares: a few dozen bring all the gain there is.
 _EXCHANGES = 64
+
+
+def mini_batches(rows: Sequence[Row], parts: int, *, seed: str) -> list[list[int]]:
+    """Row numbers of at most `parts` optimizer steps, each row in one; none is empty, but the
+    only one of no rows.
+
+    Rollouts are shuffled and cut into parts of about as many targets. A rollout's rows stay
+    together: what is counted by rollout is counted over one optimizer step.
+    """
+    if parts == 1:
+        return [list(range(len(rows)))]
+    of_rollout: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        assert row.pair < 0, "pairs are of several rollouts"
+        of_rollout.setdefault(row.rollout_id, []).append(number)
+    rollouts = list(of_rollout.values())
+    random.Random(seed).shuffle(rollouts)
+    weights = [sum(int(rows[i].keep.sum()) for i in numbers) for numbers in rollouts]
+    total, passed = max(sum(weights), 1), 0
+    found: list[list[int]] = [[] for _ in range(parts)]
+    for numbers, weight in zip(rollouts, weights, strict=True):
+        middle = passed + weight / 2
+        found[min(int(parts * middle / total), parts - 1)] += numbers
+        passed += weight
+    return [sorted(numbers) for numbers in found if numbers] or [[]]
 
 
 def row_cost(tokens: int) -> float:

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
-
 import numpy as np
 
 from tracegrad.events import Turn
+from tracegrad.import_path import import_part
 from tracegrad_trainer.batches.turn_access import RolloutLike
-from tracegrad_trainer.losses.registry import import_part, is_import_path
-
-Predicate = Callable[[Turn, RolloutLike], Any]
-
-
-def load_predicate(path: str) -> Predicate:
-    """The function at `package.module:function`.
-
-    Raises:
-        ValueError: there is none, or its module cannot be imported.
-    """
-    if not is_import_path(path):
-        raise ValueError(f"predicate {path!r}: write package.module:function")
-    return cast(Predicate, import_part("predicate", path))
 
 
 def apply_predicate(path: str, turn: Turn, rollout: RolloutLike) -> str | None:
@@ -33,7 +17,7 @@ def apply_predicate(path: str, turn: Turn, rollout: RolloutLike) -> str | None:
     """
     where = f"predicate {path!r} on turn {turn.turn_id} of rollout {rollout.rollout_id}"
     try:
-        answer = load_predicate(path)(turn, rollout)
+        answer = import_part("predicate", path)(turn, rollout)
     except Exception as error:
         raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
     if isinstance(answer, bool | np.bool_):

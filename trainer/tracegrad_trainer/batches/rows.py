@@ -11,10 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Bool, Float32, Int32, Integer
 from numpy.typing import NDArray
 
 from tracegrad.events import Turn
-from tracegrad.turn_tree import paths
+from tracegrad.turn_tree import paths, with_ancestors
 from tracegrad_trainer.batches.expert_routing import ExpertRouting, RoutingLayout, routing_of_path
 from tracegrad_trainer.batches.turn_access import (
     Bools,
@@ -25,7 +26,6 @@ from tracegrad_trainer.batches.turn_access import (
     credited_rewards,
     is_demonstration,
     temperature_of,
-    with_ancestors,
 )
 
 
@@ -41,16 +41,17 @@ class Row:
     behind the tokens it continues. Token j is attended to by the tokens j <= i < subtree_end[j].
     """
 
-    input_ids: Ints
-    loss_mask: Bools  # sampled, and owned by this row
-    keep: Bools  # what the filters leave of loss_mask
-    rollout_logprobs: Floats  # as the serving engine recorded them; 0 on context and an expert's
-    policy_version: Ints  # -1 on context and an expert's
-    turn_index: Ints  # -1 on context
-    temperature: Floats  # 1 on context
-    advantage: Floats  # 0 on context
-    reward: Floats  # of turns: each at its last token; the rollout's is `score`
-    demonstration: Bools  # an expert's token, not sampled by a policy
+    input_ids: Int32[Ints, " tokens"]
+    loss_mask: Bool[Bools, " tokens"]  # sampled, and owned by this row
+    keep: Bool[Bools, " tokens"]  # what the filters leave of loss_mask
+    # As the serving engine recorded them; 0 on context and an expert's.
+    rollout_logprobs: Float32[Floats, " tokens"]
+    policy_version: Int32[Ints, " tokens"]  # -1 on context and an expert's
+    turn_index: Int32[Ints, " tokens"]  # -1 on context
+    temperature: Float32[Floats, " tokens"]  # 1 on context
+    advantage: Float32[Floats, " tokens"]  # 0 on context
+    reward: Float32[Floats, " tokens"]  # of turns: each at its last token; the rollout's is `score`
+    demonstration: Bool[Bools, " tokens"]  # an expert's token, not sampled by a policy
     rollout_id: str
     group_id: str
     turn_ids: tuple[str, ...]
@@ -58,10 +59,12 @@ class Row:
     score: float = 0.0  # the rollout's reward as it was given
     pair: int = -1  # of a preference pair; its rows share a micro-batch
     label: int = 0  # 1 chosen, -1 rejected
-    position: Ints | None = None  # [T]; None: 0, 1, 2, ...
-    previous: Ints | None = None  # [T] the token that t is predicted from; None: t - 1
-    subtree_end: Ints | None = None  # [T]
-    expert_routing: ExpertRouting | None = None  # [T, routers, k] experts it went to; -1: not known
+    position: Int32[Ints, " tokens"] | None = None  # None: 0, 1, 2, ...
+    # The token that t is predicted from; None: t - 1.
+    previous: Int32[Ints, " tokens"] | None = None
+    subtree_end: Int32[Ints, " tokens"] | None = None
+    # Experts that it went to; -1: not known.
+    expert_routing: Integer[ExpertRouting, "tokens routers k"] | None = None
 
     def __post_init__(self) -> None:
         tokens = len(self.input_ids)
@@ -113,7 +116,7 @@ PER_TOKEN = (
     "temperature",
     "advantage",
     "reward",
-    "expert",
+    "demonstration",
 )
 # What these arrays say of tokens that are no targets, where it is not 0.
 CONTEXT = {"policy_version": -1, "turn_index": -1, "temperature": 1}

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.events import Turn
+from tracegrad.turn_tree import with_ancestors
 from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.expert_routing import RoutingLayout
 from tracegrad_trainer.batches.filters import length_reason, reasons_of, staleness_weights
@@ -34,7 +35,6 @@ from tracegrad_trainer.batches.turn_access import (
     is_demonstration,
     state_before,
     turn_rewards,
-    with_ancestors,
 )
 from tracegrad_trainer.losses.advantages import RolloutRewards
 

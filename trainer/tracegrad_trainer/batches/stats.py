@@ -9,14 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.events import Turn
-from tracegrad.turn_tree import paths
+from tracegrad.turn_tree import paths, with_ancestors
 from tracegrad_trainer.batches.expert_routing import known_tokens
 from tracegrad_trainer.batches.rows import Row
 from tracegrad_trainer.batches.turn_access import (
     RolloutLike,
     is_demonstration,
     length_of,
-    with_ancestors,
 )
 
 Numbers = NDArray[np.float64]
@@ -78,11 +77,12 @@ def row_stats(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def routing_stats(rows: Sequence[Row]) -> dict[str, float]:
-    """`routes_known_share`: of the tokens that are computed, those whose experts the serving
-    engine told. A row's last token is never among them, nor is it used."""
+    """`expert_routing_known_share`: of the tokens that are computed, those whose experts the
+    serving engine reported. A row's last token is never among them, nor is it used."""
     tokens = sum(len(row) for row in rows)
     return {
-        "routes_known_share": sum(known_tokens(row.expert_routing) for row in rows) / max(tokens, 1)
+        "expert_routing_known_share": sum(known_tokens(row.expert_routing) for row in rows)
+        / max(tokens, 1)
     }
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tracegrad.events import Turn
-from tracegrad.turn_tree import paths
+from tracegrad.turn_tree import paths, with_ancestors
 from tracegrad_trainer.batches.expert_routing import (
     ExpertRouting,
     RoutingLayout,
@@ -26,7 +26,7 @@ from tracegrad_trainer.batches.expert_routing import (
     routing_of_turn,
 )
 from tracegrad_trainer.batches.rows import Row, RowDraft, RowSource, path_rows
-from tracegrad_trainer.batches.turn_access import Ints, as_int_array, length_of, with_ancestors
+from tracegrad_trainer.batches.turn_access import Ints, as_int_array, length_of
 
 
 @dataclass(slots=True, eq=False)

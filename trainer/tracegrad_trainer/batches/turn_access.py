@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,11 @@ Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 
+# `sampling.source` of a demonstrated turn; "expert" is what stores before 0.1 hold.
+DEMONSTRATION_SOURCES = ("demonstration", "expert")
+
+
+@runtime_checkable
 class RolloutLike(Protocol):
     """What a row needs of a rollout; the store's `RolloutSample` has it.
 
@@ -35,7 +40,7 @@ class RolloutLike(Protocol):
 
 def is_demonstration(turn: Turn) -> bool:
     """Whether an expert wrote the turn: no policy sampled it, whatever is recorded with it."""
-    return turn.sampling.get("source") == "expert"
+    return turn.sampling.get("source") in DEMONSTRATION_SOURCES
 
 
 def temperature_of(turn: Turn) -> float:
@@ -74,8 +79,8 @@ def demonstration_outcomes(turns: Sequence[Turn]) -> dict[int, DemonstrationOutc
     experts = [index for index, turn in enumerate(turns) if is_demonstration(turn)]
     found = {}
     for index in experts:
-        told = turns[index].sampling
-        reward, distance = told.get("reward"), told.get("distance")
+        sampling = turns[index].sampling
+        reward, distance = sampling.get("reward"), sampling.get("distance")
         reward = 1.0 if reward is None else reward
         distance = experts[-1] - index if distance is None else distance
         if not isinstance(reward, int | float) or not np.isfinite(reward):
@@ -120,18 +125,6 @@ def token_digests(turns: Sequence[Turn]) -> list[TokenDigests]:
         known[turn.turn_id] = (whole, length_of(turn))
         made.append(TokenDigests(prompt.digest(), whole.digest()))
     return made
-
-
-def with_ancestors(turns: Sequence[Turn], skipped: Collection[str]) -> list[Turn]:
-    """The turns that are not skipped, and those that they continue."""
-    by_id = {turn.turn_id: turn for turn in turns}
-    needed: set[str] = set()
-    for turn in turns:
-        current: Turn | None = None if turn.turn_id in skipped else turn
-        while current is not None and current.turn_id not in needed:
-            needed.add(current.turn_id)
-            current = by_id.get(current.parent_id or "")
-    return [turn for turn in turns if turn.turn_id in needed]
 
 
 def credited_rewards(rollout: RolloutLike, skipped: Collection[str]) -> dict[str, float]:

@@ -51,7 +51,7 @@ def render_plan(plan: StepPlan) -> RenderableType:
         parts += [Text(), _groups(plan.groups)]
     if plan.loads:
         parts += [Text(), _loads(plan.loads, plan.budget)]
-    if (share := plan.stats.get("routes_known_share")) is not None and plan.trained:
+    if (share := plan.stats.get("expert_routing_known_share")) is not None and plan.trained:
         parts += [Text(), _routes(share)]
     if plan.compares_states and plan.groups:
         parts += [Text(), _states(plan.stats)]

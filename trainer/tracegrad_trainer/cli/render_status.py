@@ -10,7 +10,7 @@ from rich.text import Text
 from tracegrad.events import Json
 from tracegrad.store import StepRecord
 from tracegrad_trainer.cli.status import RunStatus
-from tracegrad_trainer.metrics.reading import has_gap, trained_turns
+from tracegrad_trainer.metrics.points import has_gap, trained_turns
 from tracegrad_trainer.utils.console import PlainTable, format_age, format_count, plain_table
 
 # What the trainer's log says in full: see `StepResult.mismatch`.

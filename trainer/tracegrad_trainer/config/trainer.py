@@ -35,8 +35,8 @@ from tracegrad_trainer.batches import BatchSettings
 from tracegrad_trainer.config.vllm import VllmSettings
 from tracegrad_trainer.engine import CheckpointSettings, FsdpSettings, OptimSettings
 from tracegrad_trainer.losses import ObjectiveSettings
-from tracegrad_trainer.losses.compatibility import SUPERVISED
 from tracegrad_trainer.losses.config import drop_unused as objective_without_unused
+from tracegrad_trainer.losses.part_names import SUPERVISED
 from tracegrad_trainer.metrics import MetricsSettings
 
 

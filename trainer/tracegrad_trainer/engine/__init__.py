@@ -15,23 +15,25 @@ if TYPE_CHECKING:
     from tracegrad_trainer.engine.distributed import (
         destroy_process_group,
         init_process_group,
-        train_batch,
+        pick_device,
     )
-    from tracegrad_trainer.engine.model.parallelize import build_model, pick_device, shard
+    from tracegrad_trainer.engine.model.parallelize import build_model, shard
     from tracegrad_trainer.engine.model.reference import build_reference
     from tracegrad_trainer.engine.step.learner import Learner
     from tracegrad_trainer.engine.step.result import StepResult
+    from tracegrad_trainer.engine.step.train_batch import train_batch
 else:
     __getattr__ = lazy_getattr(
         __name__,
         {
             "checkpoint.save_load": ("load_checkpoint", "save_checkpoint"),
-            "checkpoint.hf_export": ("as_in_files", "full_tensors", "save_hf"),
-            "distributed": ("start_ranks", "stop_ranks", "train_batch"),
+            "checkpoint.hf_export": ("as_hf_tensors", "full_tensors", "save_hf"),
+            "distributed": ("destroy_process_group", "init_process_group", "pick_device"),
+            "step.train_batch": ("train_batch",),
             "model.reference": ("build_reference",),
             "step.result": ("StepResult",),
             "step.learner": ("Learner",),
-            "model.parallelize": ("build_model", "pick_device", "shard"),
+            "model.parallelize": ("build_model", "shard"),
         },
     )
 

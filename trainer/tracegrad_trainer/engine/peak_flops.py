@@ -1,4 +1,5 @@
-"""What a device can do at most, where its maker says it: dense bfloat16, without sparsity."""
+"""What a device can do at most, where its maker says it (dense bfloat16, without sparsity), and
+what share of that a step was."""
 
 from __future__ import annotations
 
@@ -28,3 +29,19 @@ def peak_flops(device: torch.device, compute_dtype: str) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for known, peak in _BFLOAT16.items() if known in name), None)
+
+
+def throughput_metrics(
+    tokens: float, seconds: float, *, flops: float | None = None, peak: float | None = None
+) -> dict[str, float]:
+    """Tokens a second of training, and the share of the hardware's peak that this was.
+
+    `flops` are those of the step on all ranks together, `peak` (a second) of all of them; without
+    both there is no `mfu`.
+    """
+    if seconds <= 0:
+        return {}
+    found = {"tokens_per_second": tokens / seconds}
+    if flops is not None and peak:
+        found["mfu"] = flops / seconds / peak
+    return found

@@ -23,8 +23,8 @@ else:
     __getattr__ = lazy_getattr(
         __name__,
         {
-            "diagnostics": ("maxima", "summarise", "sums"),
-            "loss": ("Evaluated", "evaluate"),
+            "diagnostics": ("diagnostic_maxima", "diagnostic_sums", "summarise_diagnostics"),
+            "loss": ("LossOutput", "compute_loss"),
             "tokens": ("Tokens",),
         },
     )

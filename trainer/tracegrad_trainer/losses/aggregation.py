@@ -15,9 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracegrad_trainer.losses.config import ObjectiveSettings
-from tracegrad_trainer.losses.pairs import pairs_of_tokens
 from tracegrad_trainer.losses.registry import Registry
-from tracegrad_trainer.losses.tokens import Tokens
+from tracegrad_trainer.losses.tokens import Tokens, pairs_of_tokens
 
 Aggregation = Callable[[Tokens, ObjectiveSettings], tuple[Tensor, Tensor]]
 Shares = tuple[Float[Tensor, " n"], Float[Tensor, ""]]

@@ -5,31 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tracegrad.import_path import import_part, is_import_path
 from tracegrad_trainer.losses.entropy import HIGHEST, LOWEST
 from tracegrad_trainer.losses.part_names import (
     OF_ANY_SURROGATE,
     PARTS,
+    PREFERENCES,
+    SUPERVISED,
+    USE_ROLLOUT_LOGPROBS,
+    WEIGHTS,
     Reads,
     readers_of,
     used_settings,
 )
 from tracegrad_trainer.losses.presets import PRESETS
-from tracegrad_trainer.losses.registry import import_part, is_import_path
 
 if TYPE_CHECKING:
     from tracegrad_trainer.losses.config import ObjectiveSettings
 
-# They weigh tokens by pi/mu themselves.
-USE_ROLLOUT_LOGPROBS = ("topr", "decoupled_ppo", "minirl", "signed_prob_mask")
-# They are of whole rollouts against a reference, or of texts: no policy gradient.
-PREFERENCES = ("dpo", "kto")
-SUPERVISED = (*PREFERENCES, "sft")
-WEIGHTS = ("tis", "mis")
-LEARN_FROM_DEMONSTRATIONS = (*SUPERVISED, "ipa")
-
 
 def check_compatible(settings: ObjectiveSettings) -> None:
-    """Raises ValueError: the first thing that does not fit, and its mend.
+    """Raises ValueError: the first thing that does not fit, and what to do about it.
 
     Of a user's own parts nothing is known, so nothing is held against them.
     """
@@ -84,9 +80,9 @@ def _bounds(settings: ObjectiveSettings) -> str | None:
     floor, cap = settings.correction_floor, settings.correction_cap
     if settings.correction in ("mis", "reject") and floor >= cap:
         return f"correction_floor {floor:g}: must be below correction_cap ({cap:g})"
-    budget, part = settings.overlong_budget, settings.overlong_buffer
-    if budget is not None and part > budget:
-        return f"over_length_part {part}: must not exceed over_length_budget ({budget})"
+    budget, buffer = settings.overlong_budget, settings.overlong_buffer
+    if budget is not None and buffer > budget:
+        return f"overlong_buffer {buffer}: must not exceed overlong_budget ({budget})"
     return None
 
 

@@ -13,16 +13,17 @@ from pydantic import (
     model_validator,
 )
 
-from tracegrad_trainer.losses.advantages import GROUP_RELATIVE
-from tracegrad_trainer.losses.compatibility import (
-    LEARN_FROM_DEMONSTRATIONS,
-    check_compatible,
-    custom_part_reads,
-)
+from tracegrad.import_path import is_import_path
+from tracegrad_trainer.losses.compatibility import check_compatible, custom_part_reads
 from tracegrad_trainer.losses.judge import load_judge
-from tracegrad_trainer.losses.part_names import PARTS, used_settings
+from tracegrad_trainer.losses.part_names import (
+    GROUP_RELATIVE,
+    LEARN_FROM_DEMONSTRATIONS,
+    PARTS,
+    used_settings,
+)
 from tracegrad_trainer.losses.presets import PRESETS
-from tracegrad_trainer.losses.registry import check_part, is_import_path
+from tracegrad_trainer.losses.registry import check_part
 
 Need = Literal["reference", "value", "kto_z"]
 
@@ -222,9 +223,18 @@ def preset(name: str, **changes: Any) -> ObjectiveSettings:
     return ObjectiveSettings.model_validate({"preset": name, **changes})
 
 
+# Names that were recorded before 0.1.
+_EARLIER_NAMES = {
+    "over_length_budget": "overlong_budget",
+    "over_length_part": "overlong_buffer",
+    "over_length_penalty": "overlong_penalty",
+}
+
+
 def drop_unused(given: dict[str, Any]) -> dict[str, Any]:
-    """Settings as they are stored, less what nothing in the objective reads: before that was an
-    error, it was recorded. As they are where a part or preset is none of ours."""
+    """Stored settings under today's names, less what nothing in the objective reads: before that
+    was an error, it was recorded. All of them where a part or preset is none of ours."""
+    given = {_EARLIER_NAMES.get(name, name): value for name, value in given.items()}
     known = PRESETS.get(given.get("preset", "grpo"), {}) | given
     if any(known.get(kind) not in PARTS[kind] for kind in PARTS):
         return given

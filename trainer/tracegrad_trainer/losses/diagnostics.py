@@ -1,9 +1,9 @@
 """What is always logged, whatever objective is chosen.
 
-Sums and maxima of one micro-batch, which add up over micro-batches and ranks; `summarise` makes
-the step's metrics of the totals. Estimators of KL(mu || old) from tokens sampled by mu: k1 is
-unbiased, k3 also and never negative (Schulman, "Approximating KL divergence"). An expert's tokens
-were sampled by no policy: of ratios and mismatch they are no part.
+Sums and maxima of one micro-batch, which add up over micro-batches and ranks;
+`summarise_diagnostics` makes the step's metrics of the totals. Estimators of KL(mu || old) from
+tokens sampled by mu: k1 is unbiased, k3 also and never negative (Schulman, "Approximating KL
+divergence"). An expert's tokens were sampled by no policy: of ratios and mismatch they are no part.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tracegrad_trainer.losses.loss import LossOutput
-from tracegrad_trainer.losses.pairs import pairs_of_tokens
 from tracegrad_trainer.losses.tokens import (
     LOG_RATIO_LIMIT,
     Tokens,
     log_mismatch,
     log_ratio,
+    pairs_of_tokens,
     segment_mean,
     segment_sum,
 )
@@ -67,7 +67,7 @@ def diagnostic_sums(
         touched = getattr(done, name) & sampled
         values[name] = touched.sum()
         values[f"{name}_turns"] = _turns_with(touched, tokens)
-    values |= _by_gap(tokens, done, log_w, version)
+    values |= _by_lag(tokens, done, log_w, version)
     if tokens.reference_logprobs is not None:
         values |= _to_reference(tokens, tokens.reference_logprobs)
     if done.values is not None and tokens.returns is not None:
@@ -97,19 +97,19 @@ def _products(log_w: Float[Tensor, " n"], tokens: Tokens) -> Float[Tensor, " tur
     return total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().double()
 
 
-def _by_gap(
+def _by_lag(
     tokens: Tokens, done: LossOutput, log_w: Float[Tensor, " n"], version: int
 ) -> dict[str, Tensor]:
-    gap = (version - tokens.version).clamp(0, LAGS[-1])
+    lag = (version - tokens.version).clamp(0, LAGS[-1])
     difference, k3 = (tokens.old_logprobs - tokens.rollout_logprobs).abs(), _k3(log_w)
     values = {}
     for g in LAGS:
-        here = (gap == g) & tokens.sampled
-        values[f"tokens_gap_{g}"] = here.sum()
-        values[f"difference_gap_{g}"] = (difference * here).sum()
-        values[f"k1_gap_{g}"] = -(log_w * here).sum()
-        values[f"k3_gap_{g}"] = (k3 * here).sum()
-        values[f"clipped_gap_{g}"] = (done.clipped & here).sum()
+        here = (lag == g) & tokens.sampled
+        values[f"tokens_lag_{g}"] = here.sum()
+        values[f"difference_lag_{g}"] = (difference * here).sum()
+        values[f"k1_lag_{g}"] = -(log_w * here).sum()
+        values[f"k3_lag_{g}"] = (k3 * here).sum()
+        values[f"clipped_lag_{g}"] = (done.clipped & here).sum()
     return values
 
 
@@ -195,8 +195,8 @@ def summarise_diagnostics(
     }
     metrics |= {
         "entropy": total["entropy"] / max(total["tokens"], 1.0),
-        "gap_mean": total["difference_gap_0"] / max(total["tokens_gap_0"], 1.0),
-        "gap_tokens": total["tokens_gap_0"],
+        "gap_mean": total["difference_lag_0"] / max(total["tokens_lag_0"], 1.0),
+        "gap_tokens": total["tokens_lag_0"],
         "k1": total["k1"] / n,
         "k3": total["k3"] / n,
         "ess": _ess(total["w"], total["w_squared"], n),
@@ -206,7 +206,7 @@ def summarise_diagnostics(
         "no_signal_share": total["no_signal"] / n,
         "tokens_trained": total["tokens"],
         "turns_trained": total["turns"],
-        "expert_tokens": total["tokens"] - total["sampled"],
+        "demonstration_tokens": total["tokens"] - total["sampled"],
         "staleness_mean": total["staleness"] / n,
         **largest,
     }
@@ -214,10 +214,10 @@ def summarise_diagnostics(
         metrics[f"{name}_share"] = total[name] / n
         metrics[f"{name}_turn_share"] = total[f"{name}_turns"] / turns
     for g in LAGS:
-        if count := total[f"tokens_gap_{g}"]:
-            metrics[f"tokens_gap_{g}"] = count
+        if count := total[f"tokens_lag_{g}"]:
+            metrics[f"tokens_lag_{g}"] = count
             for name in ("difference", "k1", "k3", "clipped"):
-                metrics[f"{name}_gap_{g}"] = total[f"{name}_gap_{g}"] / count
+                metrics[f"{name}_lag_{g}"] = total[f"{name}_lag_{g}"] / count
     return metrics | _of_reference(total, n) | _explained(total)
 
 

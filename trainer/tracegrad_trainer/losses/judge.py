@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from tracegrad.events import REWARD_RANGE, is_reward
-from tracegrad_trainer.losses.registry import import_part, is_import_path
+from tracegrad.import_path import import_part
 
 
 class JudgedGroup(Protocol):
@@ -27,16 +27,14 @@ def load_judge(path: str) -> Judge:
     Raises:
         ValueError: there is no such function.
     """
-    if not is_import_path(path):
-        raise ValueError(f"judge {path!r}: write package.module:function")
-    return cast(Judge, import_part("judge", path))
+    return import_part("judge", path)
 
 
 def judge_rewards(judge: Judge, group: JudgedGroup) -> list[float]:
     """One reward for each of the group's rollouts, instead of those they came with.
 
     Raises:
-        ValueError: not one number within bounds (`records.MAX_REWARD`) for each rollout.
+        ValueError: not one number within bounds (`events.MAX_REWARD`) for each rollout.
     """
     given = judge(group)
     wanted = len(group.rollouts)

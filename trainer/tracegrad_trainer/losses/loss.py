@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from tracegrad_trainer.losses.aggregation import AGGREGATIONS
@@ -45,8 +45,8 @@ class LossOutput:
     each_policy: Float[Tensor, " n"]  # each token's part of `policy`
     kl: Float[Tensor, ""]
     value: Float[Tensor, ""]
-    # What parts summed over rollouts, of the tokens that are here; f64[rollouts] each.
-    rollout_sums: tuple[Tensor, ...]
+    # What parts summed over rollouts, of the tokens that are here.
+    rollout_sums: tuple[Float64[Tensor, " rollouts"], ...]
     entropy: Float[Tensor, ""]  # 0 or below: a bonus
     values: Float[Tensor, " n"] | None  # that the value loss is of
 

@@ -9,7 +9,7 @@ from typing import Any
 Reads = tuple[str, ...]
 
 # Of a rollout's reward.
-_REWARD: Reads = ("judge", "over_length_budget", "whiten")
+_REWARD: Reads = ("judge", "overlong_budget", "whiten")
 # Of a policy gradient.
 _POLICY: Reads = ("advantage", "correction", "kl", "aggregation", "entropy_coef")
 _CLIP: Reads = ("clip_low", "clip_high", "dual_clip")
@@ -20,7 +20,7 @@ PARTS: dict[str, dict[str, Reads]] = {
         "dr_grpo": _REWARD,
         "grpo": _REWARD,
         "rloo": _REWARD,
-        "reinforce++": ("judge", "over_length_budget"),  # whitened anyway
+        "reinforce++": ("judge", "overlong_budget"),  # whitened anyway
         "opo": _REWARD,
         "max_rl": _REWARD,
         "running": (*_REWARD, "running_decay"),
@@ -79,8 +79,19 @@ WHERE_SET: dict[str, Reads] = {
     "kl_coef": ("kl_unbiased",),
     "entropy_coef": ("entropy_target",),
     "entropy_target": ("entropy_rate",),
-    "over_length_budget": ("over_length_part", "over_length_penalty"),
+    "overlong_budget": ("overlong_buffer", "overlong_penalty"),
 }
+# Advantages that compare a group's rollouts: 0 for one that is alone, and for all of equal rewards.
+GROUP_RELATIVE = frozenset(
+    {"grpo", "dr_grpo", "rloo", "reinforce++", "opo", "max_rl", "turn_return", "gigpo"}
+)
+# Surrogates of whole rollouts against a reference, or of texts: no policy gradient.
+PREFERENCES = ("dpo", "kto")
+SUPERVISED = (*PREFERENCES, "sft")
+LEARN_FROM_DEMONSTRATIONS = (*SUPERVISED, "ipa")
+# Surrogates that weigh tokens by pi/mu themselves, and corrections that are such weights.
+USE_ROLLOUT_LOGPROBS = ("topr", "decoupled_ppo", "minirl", "signed_prob_mask")
+WEIGHTS = ("tis", "mis")
 # Of a surrogate of the user's own, whatever else it reads.
 OF_ANY_SURROGATE: Reads = (*_POLICY, "ratio")
 # Whoever asks for a loss.

@@ -39,9 +39,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dapo": _GRPO
     | {
         "clip_high": 0.28,
-        "over_length_budget": 20_480,
-        "over_length_part": 4096,
-        "over_length_penalty": 1.0,
+        "overlong_budget": 20_480,
+        "overlong_buffer": 4096,
+        "overlong_penalty": 1.0,
     },
     # arXiv 2507.18071. Mismatch at the level of its ratio.
     "gspo": _GRPO

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar, cast
 
+from tracegrad.import_path import import_part, is_import_path
 from tracegrad_trainer.losses.part_names import PARTS
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -22,7 +21,9 @@ class Registry(Generic[F]):
 
     def register(self, name: str) -> Callable[[F], F]:
         def add(part: F) -> F:
-            assert name in PARTS[self.kind], f"{self.kind} {name!r}: name it in names.PARTS too"
+            assert name in PARTS[self.kind], (
+                f"{self.kind} {name!r}: name it in part_names.PARTS too"
+            )
             assert name not in self._parts, f"{self.kind} {name!r} is taken"
             self._parts[name] = part
             return part
@@ -55,24 +56,3 @@ def check_part(kind: str, name: str) -> None:
             f"unknown {kind} {name!r}: use one of {', '.join(PARTS[kind])},"
             " or package.module:function"
         )
-
-
-def is_import_path(name: str) -> bool:
-    """Whether a part is a user's own, of which nothing is known but its signature."""
-    return ":" in name
-
-
-@functools.cache
-def import_part(kind: str, path: str) -> Callable[..., object]:
-    """The function at `package.module:function`.
-
-    Raises:
-        ValueError: it cannot be imported, or called.
-    """
-    try:
-        found = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{kind} {path!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise ValueError(f"{kind} {path!r} is a {type(found).__name__}, not a function")
-    return cast(Callable[..., object], found)

@@ -16,10 +16,11 @@ LOG_RATIO_LIMIT = 20.0
 class Tokens:
     """The n trained tokens of a micro-batch. Three log-probability sets, kept apart.
 
-    Only `logp` (the policy being trained) and `value` carry a gradient; `old` is the training
-    engine's at the start of the batch, `mu` what the serving engine recorded. All at the
-    temperature that the token was sampled with. A row is never split, a pair of rows neither; a
-    rollout may be: what is summed over one is `rollout_sum`.
+    Only `policy_logprobs` (the policy being trained) and `value` carry a gradient;
+    `old_logprobs` are the training engine's at the start of the batch, `rollout_logprobs` what the
+    serving engine recorded: pi, old and mu in formulas. All at the temperature that the token was
+    sampled with. A row is never split, a pair of rows neither; a rollout may be: what is summed
+    over one is `rollout_sum`.
     """
 
     policy_logprobs: Float[Tensor, " n"]
@@ -51,9 +52,9 @@ class Tokens:
     returns: Float[Tensor, " n"] | None = None
     kto_z: Float[Tensor, ""] | None = None
     entropy: Float[Tensor, " n"] | None = None  # of the policy; with gradient where it is a term
-    # What `Evaluated.rollout_sums` add up to over the step; None: every rollout is whole here.
+    # What `LossOutput.rollout_sums` add up to over the step; None: every rollout is whole here.
     rollout_sums: Sequence[Tensor] | None = None
-    asked: list[Tensor] | None = None  # `evaluate` notes here what parts sum over rollouts
+    asked: list[Tensor] | None = None  # `compute_loss` notes here what parts sum over rollouts
 
     def __len__(self) -> int:
         return int(self.policy_logprobs.shape[0])
@@ -121,3 +122,26 @@ def segment_mean(
     """Mean over the counted tokens of each segment; 0 where none is."""
     total = segment_sum(values.masked_fill(~counted, 0.0), segment, segments)
     return total / segment_sum(counted.to(values.dtype), segment, segments).clamp(min=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreferencePairs:
+    """The pairs of a micro-batch, each numbered by its first row; of the other numbers, and of rows
+    without a pair, none is whole.
+
+    Whole is a pair that has targets of both labels. A row may have left the step because its
+    numbers were not finite: what is left of its pair compares nothing, and is not counted.
+    """
+
+    of_token: Int[Tensor, " n"]
+    side: Float[Tensor, " n"]  # 1 chosen, -1 rejected, 0 neither
+    whole: Bool[Tensor, " rows"]
+
+
+def pairs_of_tokens(tokens: Tokens) -> PreferencePairs:
+    # Not by `unique`, for which a host would wait for its device.
+    first = (tokens.pair[:, None] == tokens.pair[None]).int().argmax(1)
+    of_token, side = first[tokens.row], tokens.label[tokens.row].to(tokens.policy_logprobs.dtype)
+    chosen = segment_sum((side > 0).to(side.dtype), of_token, tokens.rows)
+    rejected = segment_sum((side < 0).to(side.dtype), of_token, tokens.rows)
+    return PreferencePairs(of_token, side, (tokens.pair >= 0) & (chosen > 0) & (rejected > 0))

@@ -1,6 +1,5 @@
 """Metrics: their names and units, and where they go besides the store."""
 
-from tracegrad_trainer.engine.speed import throughput_metrics
 from tracegrad_trainer.metrics.config import MetricsSettings, WandbSettings
 from tracegrad_trainer.metrics.names import METRICS, Metric, find_metric
 from tracegrad_trainer.metrics.sinks import MetricSinks
@@ -12,5 +11,4 @@ __all__ = [
     "MetricsSettings",
     "WandbSettings",
     "find_metric",
-    "throughput_metrics",
 ]

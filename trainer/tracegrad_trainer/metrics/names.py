@@ -1,7 +1,7 @@
 """Every metric of a step: its name, its unit and what it says. docs/metrics.md has this table.
 
 Names are those of `StepRecord.metrics`. A name that ends in … stands for several: `skipped_…` for
-one a reason, `k3_gap_…` for one a version of lag, `seconds/…` for the table `seconds`, which is
+one a reason, `k3_lag_…` for one a version of lag, `seconds/…` for the table `seconds`, which is
 flat everywhere but in the store.
 """
 
@@ -45,7 +45,9 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "tokens_saved": Metric("tokens", "that paths would have had more than trees"),
         "target_tokens": Metric("tokens", "of the rows that are trained"),
         "target_share": Metric("share", "of the rows' tokens that are trained"),
-        "routes_known_share": Metric("share", "of row_tokens whose experts the engine told (r3)"),
+        "expert_routing_known_share": Metric(
+            "share", "of row_tokens whose experts the engine told (r3)"
+        ),
         "micro_batches": Metric("forwards", "of a rank"),
         "pack_fill": Metric("share", "of the token budgets that rows fill"),
         "pack_balance": Metric("share", "of the ranks' time that none waits for another"),
@@ -66,7 +68,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "entropy": Metric("nats", "of the policy at the trained tokens, mean"),
         "tokens_trained": Metric("tokens", "that carried the loss, in all passes"),
         "turns_trained": Metric("turns", "that carried the loss, in all passes"),
-        "expert_tokens": Metric("tokens", "of these, that an expert wrote"),
+        "demonstration_tokens": Metric("tokens", "of these, that an expert wrote"),
         "no_signal_share": Metric("share", "of sampled tokens whose advantage is 0"),
         "rows_dropped": Metric("rows", "that left the step: their numbers were not finite"),
         "step_skipped": Metric("0 or 1", "1: the weights were left as they were"),
@@ -108,11 +110,11 @@ SECTIONS: dict[str, dict[str, Metric]] = {
     "Staleness": {
         "staleness_mean": Metric("versions", "current version less the token's, mean"),
         "staleness_max": Metric("versions", "current version less the token's, largest"),
-        "tokens_gap_…": Metric("tokens", "that lag so many versions (4: 4 and more)"),
-        "difference_gap_…": Metric("nats", "|log old - log mu| of those, mean"),
-        "k1_gap_…": Metric("nats", "k1 of those, mean"),
-        "k3_gap_…": Metric("nats", "k3 of those, mean"),
-        "clipped_gap_…": Metric("share", "of those that the clip holds"),
+        "tokens_lag_…": Metric("tokens", "that lag so many versions (4: 4 and more)"),
+        "difference_lag_…": Metric("nats", "|log old - log mu| of those, mean"),
+        "k1_lag_…": Metric("nats", "k1 of those, mean"),
+        "k3_lag_…": Metric("nats", "k3 of those, mean"),
+        "clipped_lag_…": Metric("share", "of those that the clip holds"),
         "policy_version": Metric("version", "that the step's weights became"),
     },
     "Time": {
@@ -131,7 +133,7 @@ METRICS: dict[str, Metric] = {
 
 
 def find_metric(name: str) -> Metric | None:
-    """Of `skipped_stale`, `k3_gap_2` and `seconds/train` too."""
+    """Of `skipped_stale`, `k3_lag_2` and `seconds/train` too."""
     if name in METRICS:
         return METRICS[name]
     families = (known[:-1] for known in METRICS if known.endswith("…"))

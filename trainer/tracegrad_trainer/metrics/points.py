@@ -1,7 +1,8 @@
-"""A step's metrics as flat numbers, which every sink writes in its own words."""
+"""A step's metrics: as flat numbers, which every sink writes in its own words, and read again."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,12 @@ from tracegrad.store import PolicyVersion, StepRecord
 # The version that a step's weights became, beside its metrics.
 VERSION = "policy_version"
 PUSH = "push"
+# Names that were recorded before 0.1.
+_EARLIER = {
+    "expert_tokens": "demonstration_tokens",
+    "routes_known_share": "expert_routing_known_share",
+}
+_EARLIER_GAP = re.compile(r"^(tokens|difference|k1|k3|clipped)_gap_(?=\d)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +37,13 @@ def step_point(record: StepRecord) -> MetricPoint:
 def push_point(version: PolicyVersion) -> MetricPoint:
     """What the check of a push found: how far served and trained log-probabilities are apart."""
     gap = version.detail.get("gap") or {}
-    told = {
+    found = {
         "failed": float(version.state == "failed"),
         "seconds": sum(version.detail.get("seconds", {}).values()),
         "gap_mean": gap.get("mean"),
         "gap_max": gap.get("max"),
     }
-    values = {f"{PUSH}/{name}": value for name, value in told.items() if value is not None}
+    values = {f"{PUSH}/{name}": value for name, value in found.items() if value is not None}
     return MetricPoint(version.step or 0, version.created_at, values)
 
 
@@ -46,3 +53,19 @@ def _numbers(prefix: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, flo
             yield from _numbers(f"{prefix}{name}/", value)
         elif isinstance(value, int | float):
             yield prefix + name, float(value)
+
+
+def trained_turns(metrics: Mapping[str, float]) -> int:
+    """Turns that the step trained, each once; `turns_trained` counts them in every pass."""
+    trained = metrics.get("turns", metrics.get("turns_trained", 0.0))
+    return int(trained - metrics.get("turns_skipped", 0.0))
+
+
+def has_gap(metrics: Mapping[str, float]) -> bool:
+    """Whether the step had tokens of the current version; without any, a gap of 0 says nothing."""
+    return "gap_max" in metrics and metrics.get("gap_tokens", 1.0) > 0
+
+
+def current_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded step's metrics under today's names; stores from before 0.1 have others."""
+    return {_EARLIER_GAP.sub(r"\1_lag_", _EARLIER.get(n, n)): v for n, v in metrics.items()}

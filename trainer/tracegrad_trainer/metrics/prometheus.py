@@ -58,6 +58,6 @@ class PrometheusSink:
         if name not in self._gauges:
             known = find_metric(name)
             words = f"{known.what} ({known.unit})" if known else name
-            told = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-            self._gauges[name] = Gauge(told, words, registry=self.registry)
+            exported = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            self._gauges[name] = Gauge(exported, words, registry=self.registry)
         return self._gauges[name]

@@ -18,7 +18,7 @@ from tracegrad_trainer.engine.checkpoint.manifest import (
     list_checkpoints,
     may_exist,
 )
-from tracegrad_trainer.metrics.reading import trained_turns
+from tracegrad_trainer.metrics.points import current_names, trained_turns
 from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint, committed_checkpoint_of
 from tracegrad_trainer.rl.step_inputs import RolloutInputs, StepInputs
 
@@ -78,7 +78,7 @@ def load_recorded_step(
     elif not checkpoint.is_dir():
         raise ReplayError(f"--checkpoint {checkpoint}: there is no such folder")
     return RecordedStep(
-        step=record,
+        step=replace(record, metrics=current_names(record.metrics)),
         batch=batch,
         groups=_groups(history, record.step, batch),
         trained=frozenset(history.turns_trained(record.step)),

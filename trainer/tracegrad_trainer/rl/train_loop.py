@@ -30,11 +30,11 @@ from tracegrad_trainer.engine import (
 )
 from tracegrad_trainer.engine.checkpoint.manifest import discard_checkpoint
 from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
-from tracegrad_trainer.engine.peak_flops import peak_flops
+from tracegrad_trainer.engine.peak_flops import peak_flops, throughput_metrics
 from tracegrad_trainer.engine.random_state import seed_all
 from tracegrad_trainer.engine.step.result import StepResult
 from tracegrad_trainer.launch.run_state import RunState
-from tracegrad_trainer.metrics import MetricSinks, throughput_metrics
+from tracegrad_trainer.metrics import MetricSinks
 from tracegrad_trainer.rl.build_learner import build_learner, model_vocab_size
 from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint
 from tracegrad_trainer.rl.coordinator import Coordinator, LeasedBatch, ResumePoint, RolloutSupply

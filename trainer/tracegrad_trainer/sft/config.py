@@ -16,9 +16,9 @@ from pydantic import (
     model_validator,
 )
 
+from tracegrad.import_path import import_part
 from tracegrad.store import RolloutFilter
 from tracegrad_trainer.batches import Pairing
-from tracegrad_trainer.batches.predicate import load_predicate as load_predicate
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch import output_dir
 
@@ -57,7 +57,7 @@ class SftSettings(BaseModel):
     @classmethod
     def _importable(cls, value: str | None) -> str | None:
         if value is not None:
-            load_predicate(value)
+            import_part("predicate", value)
         return value
 
     @field_validator("out")

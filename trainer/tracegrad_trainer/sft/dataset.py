@@ -135,7 +135,7 @@ def _is_text(turn: Turn) -> bool:
 
 def _demonstrated(turn: Turn, why: str | None) -> Turn:
     """Without its texts, which are what is large."""
-    sampling = {"source": "expert"}
+    sampling = {"source": "demonstration"}
     return replace(turn, sampling=sampling, untrainable=why, request=None, response=None)
 
 

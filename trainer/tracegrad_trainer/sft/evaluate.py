@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tracegrad_trainer.batches import MicroBatch, Row
 from tracegrad_trainer.engine import Learner
-from tracegrad_trainer.engine.distributed import deal_rows
 from tracegrad_trainer.engine.step.prepass import reference_logprobs
+from tracegrad_trainer.engine.step.train_batch import deal_rows
 from tracegrad_trainer.sft.config import Preset
 
 

@@ -187,7 +187,7 @@ def _turn(
         completion_token_ids=token_id_array(reply),
         completion_logprobs=logprob_array([0.0] * len(reply)),
         policy_versions=((-1, len(reply)),),
-        sampling={"source": "expert"},
+        sampling={"source": "demonstration"},
         finish_reason=turn.finish_reason,
         created_at=turn.created_at,
     )

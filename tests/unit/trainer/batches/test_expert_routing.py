@@ -241,15 +241,15 @@ def test_a_selection_says_of_how_many_tokens_the_routes_are_known(shape: str) ->
     a, b, c = chain()
     turns = [by_expert(a, 1), b, by_expert(c, 3, start=8)]
     chosen = selected(turns, shared_prefix=shape)
-    assert chosen.stats["routes_known_share"] == 7 / 12
-    assert selected([a, b, c], shared_prefix=shape).stats["routes_known_share"] == 0
-    assert selected([], shared_prefix=shape).stats["routes_known_share"] == 0
+    assert chosen.stats["expert_routing_known_share"] == 7 / 12
+    assert selected([a, b, c], shared_prefix=shape).stats["expert_routing_known_share"] == 0
+    assert selected([], shared_prefix=shape).stats["expert_routing_known_share"] == 0
 
 
 def test_without_routing_replay_nothing_reads_the_routes() -> None:
     a, _, _ = chain()
     chosen = selected([replace(a, routed_experts=b"no file")], layout=None)
-    assert "routes_known_share" not in chosen.stats
+    assert "expert_routing_known_share" not in chosen.stats
     assert chosen.rows[0].expert_routing is None
 
 

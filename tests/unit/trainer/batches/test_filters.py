@@ -126,7 +126,7 @@ def test_stale_turns_count_less_and_too_stale_ones_nothing() -> None:
         one("new", version=9),
         turn("mixed", [1], [2, 3], policy_versions=((7, 1), (9, 1))),
         one("old", version=5),
-        one("expert", sampling={"source": "expert"}),
+        one("expert", sampling={"source": "demonstration"}),
     ]
     task = Task("g", [Told("r0", 1.0, turns), Told("r1", 0.0, [one("e", version=9)])])
     chosen = selected(

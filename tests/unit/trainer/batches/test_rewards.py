@@ -68,7 +68,7 @@ def expert(**changes: object) -> Turn:
     nothing = {
         "completion_logprobs": array("f", [float("nan")] * 2),
         "policy_versions": ((3, 2),),
-        "sampling": {"source": "expert", "temperature": 0.0},
+        "sampling": {"source": "demonstration", "temperature": 0.0},
     }
     return turn("x", [1, 2], [3, 4], **(nothing | changes))  # type: ignore[arg-type]
 

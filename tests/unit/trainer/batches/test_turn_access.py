@@ -12,7 +12,11 @@ from support.trainer.batch_samples import Task, Told, selected
 from support.trainer.row_samples import turn
 from tracegrad.events import Turn
 from tracegrad_trainer.batches.select import AdvantageFunction
-from tracegrad_trainer.batches.turn_access import demonstration_outcomes, state_before
+from tracegrad_trainer.batches.turn_access import (
+    demonstration_outcomes,
+    is_demonstration,
+    state_before,
+)
 from tracegrad_trainer.losses import compute_advantages, preset
 
 
@@ -25,7 +29,13 @@ def one(name: str, **changes: Any) -> Turn:
 
 
 def expert(name: str, **said: Any) -> Turn:
-    return one(name, sampling={"source": "expert", **said})
+    return one(name, sampling={"source": "demonstration", **said})
+
+
+def test_a_demonstration_is_one_in_the_words_of_earlier_stores_too() -> None:
+    assert is_demonstration(expert("a"))
+    assert is_demonstration(one("b", sampling={"source": "expert"}))
+    assert not is_demonstration(one("c", sampling={"source": "engine"}))
 
 
 def rollouts(*turns: Sequence[Turn], rewards: Sequence[float]) -> Task:

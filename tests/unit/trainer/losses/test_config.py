@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from pydantic import ValidationError
-from torch import Tensor
 
+from support.trainer import own_parts
 from support.trainer.loss_tokens import made, tokens
 from tracegrad_trainer.losses import (
     PRESETS,
-    AdvantageMemory,
     ObjectiveSettings,
     RolloutRewards,
-    Tokens,
     compute_advantages,
     compute_loss,
     preset,
 )
 from tracegrad_trainer.losses.part_names import PARTS
+
+HERE = own_parts.__name__
 
 
 def test_settings_print_every_default_and_name_what_is_wrong() -> None:
@@ -87,7 +85,7 @@ def test_what_the_step_must_bring(name: str, changes: dict[str, Any], needs: set
         ("grpo", {"kl_unbiased": True}, "kl_unbiased: choose an estimator"),
         ("dpo", {"kl": "k3"}, "'dpo' has the reference in it"),
         ("grpo", {"correction": "mis", "correction_floor": 2.0}, "must be below correction_cap"),
-        ("dapo", {"over_length_budget": 9, "over_length_part": 10}, "must not exceed"),
+        ("dapo", {"overlong_budget": 9, "overlong_buffer": 10}, "must not exceed"),
         ("sft", {"whiten": True}, "has no advantages"),
         ("sft", {"advantage": "gae"}, "use 'dr_grpo'"),
         (
@@ -102,10 +100,10 @@ def test_what_the_step_must_bring(name: str, changes: dict[str, Any], needs: set
         ),
         (
             "ppo",
-            {"over_length_budget": 9},
-            "over_length_budget = 9: nothing in this objective uses",
+            {"overlong_budget": 9},
+            "overlong_budget = 9: nothing in this objective uses",
         ),
-        ("grpo", {"over_length_part": 2}, "(it is of over_length_budget)"),
+        ("grpo", {"overlong_buffer": 2}, "(it is of overlong_budget)"),
         ("grpo", {"options": {"tau": 1}}, "options: they are for parts of your own"),
         ("reinforce++", {"whiten": True}, "whiten = True: nothing in this objective uses it"),
         ("grpo", {"judge": "no_such_module:judge"}, "judge 'no_such_module:judge' cannot be"),
@@ -138,76 +136,6 @@ def test_what_is_of_rows_or_rollouts_says_so() -> None:
     assert preset("grpo", correction_level="sequence").sums_rollouts
     assert preset("grpo", ratio=f"{HERE}:own_ratio").sums_rollouts
     assert not preset("grpo", advantage=f"{HERE}:own_advantage").sums_rollouts
-
-
-# Parts of one's own, found by this module's name.
-
-
-def own_advantage(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
-) -> list[Any]:
-    return [np.full(len(r.tokens), r.reward * settings.options["times"]) for r in rollouts]
-
-
-def one_rollout_too_few(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
-) -> list[Any]:
-    return own_advantage(rollouts[1:], settings, memory)
-
-
-def one_turn_too_many(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
-) -> list[Any]:
-    return [np.ones(len(r.tokens) + 1) for r in rollouts]
-
-
-def not_a_number(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
-) -> list[Any]:
-    return [np.full(len(r.tokens), np.nan) for r in rollouts]
-
-
-def own_ratio(tokens: Tokens, settings: ObjectiveSettings) -> Tensor:
-    return (tokens.policy_logprobs - tokens.old_logprobs) * settings.options["times"]
-
-
-def own_surrogate(
-    tokens: Tokens, log_ratios: Tensor, settings: ObjectiveSettings
-) -> tuple[Tensor, Tensor]:
-    return -log_ratios * tokens.advantage, torch.zeros_like(tokens.demonstration)
-
-
-def own_correction(tokens: Tokens, shared: Any, settings: ObjectiveSettings) -> Any:
-    weight = shared(tokens.rollout_logprobs)
-    return weight, weight > 0
-
-
-def own_level(values: Tensor, tokens: Tokens, settings: ObjectiveSettings) -> Tensor:
-    return values.mean().expand_as(values)
-
-
-def own_aggregation(tokens: Tokens, settings: ObjectiveSettings) -> tuple[Tensor, Tensor]:
-    return 3 * torch.ones_like(tokens.rollout_logprobs), tokens.rollout_logprobs.new_tensor(7.0)
-
-
-def a_scalar(*anything: Any) -> Tensor:
-    return torch.tensor(1.0)
-
-
-def whole_numbers(tokens: Tokens, settings: ObjectiveSettings) -> Tensor:
-    return tokens.turn
-
-
-def alone(tokens: Tokens, *rest: Any) -> Tensor:
-    return tokens.rollout_logprobs
-
-
-def no_truths(tokens: Tokens, *rest: Any) -> tuple[Tensor, Tensor]:
-    return tokens.rollout_logprobs, tokens.rollout_logprobs
-
-
-NOTHING = 3
-HERE = __name__
 
 
 def test_parts_of_ones_own_are_import_paths() -> None:

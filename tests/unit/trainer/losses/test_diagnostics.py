@@ -51,8 +51,8 @@ def test_diagnostics_by_hand() -> None:
     assert metrics["gap_mean"] == pytest.approx(0.25)  # the two on-policy tokens
     assert metrics["gap_max"] == pytest.approx(0.5)
     assert metrics["gap_tokens"] == 2
-    assert metrics["difference_gap_2"] == pytest.approx(0.2)
-    assert "difference_gap_1" not in metrics
+    assert metrics["difference_lag_2"] == pytest.approx(0.2)
+    assert "difference_lag_1" not in metrics
     assert metrics["corrected_share"] == pytest.approx(1 / 3)
     assert metrics["entropy"] == pytest.approx(2.0)
     assert (metrics["staleness_mean"], metrics["staleness_max"]) == (pytest.approx(2 / 3), 2)
@@ -93,13 +93,13 @@ def test_shares_are_of_tokens_and_of_turns() -> None:
 def test_an_experts_tokens_are_counted_and_not_diagnosed() -> None:
     logp, mu = [-1.0, -1.0, -1.0], [-1.0, -1.5, 0.0]
     with_expert = tokens(
-        logp, mu=mu, turn=[0, 0, 1], version=[4, 4, -1], expert=[False, False, True]
+        logp, mu=mu, turn=[0, 0, 1], version=[4, 4, -1], demonstration=[False, False, True]
     )
     without = tokens(logp[:2], mu=mu[:2], turn=[0, 0], version=[4, 4])
     found = metrics_of(preset("ipa"), with_expert)
     expected = metrics_of(preset("ipa"), without)
-    assert found.pop("expert_tokens") == 1
-    assert expected.pop("expert_tokens") == 0
+    assert found.pop("demonstration_tokens") == 1
+    assert expected.pop("demonstration_tokens") == 0
     assert (found.pop("tokens_trained"), found.pop("turns_trained")) == (3, 2)
     of_loss = {"loss", "policy_loss", "tokens_trained", "turns_trained"}
     assert {k: v for k, v in found.items() if k not in of_loss} == pytest.approx(
@@ -116,11 +116,11 @@ def test_by_policy_version_gap() -> None:
         version=[3, 3, 4],
     )
     metrics = metrics_of(preset("grpo"), given)
-    assert metrics["k1_gap_1"] == pytest.approx(-0.2)
-    assert metrics["k1_gap_0"] == pytest.approx(0.3)
-    assert metrics["clipped_gap_1"] == 0.5
-    assert metrics["clipped_gap_0"] == 0
-    assert metrics["tokens_gap_1"] == 2
+    assert metrics["k1_lag_1"] == pytest.approx(-0.2)
+    assert metrics["k1_lag_0"] == pytest.approx(0.3)
+    assert metrics["clipped_lag_1"] == 0.5
+    assert metrics["clipped_lag_0"] == 0
+    assert metrics["tokens_lag_1"] == 2
 
 
 def test_the_terms_of_the_loss_are_told_apart() -> None:

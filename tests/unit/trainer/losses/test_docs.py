@@ -90,7 +90,7 @@ def test_every_metric_is_named() -> None:
         totals, {k: float(v) for k, v in diagnostic_maxima(given, done, 1).items()}
     )
     for name in found:
-        short = re.sub(r"_gap_\d$", "_gap_", name).replace("_turn_share", "_share")
+        short = re.sub(r"_lag_\d$", "_lag_", name).replace("_turn_share", "_share")
         assert short in PAGE or name == "gap_tokens", f"{name} is not in the page"
 
 

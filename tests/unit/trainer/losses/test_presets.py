@@ -97,7 +97,9 @@ def test_only_ipa_sft_and_preferences_learn_from_an_expert(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("sft", "dpo", "kto")])
 def test_what_stands_for_an_experts_mu_changes_nothing(name: str) -> None:
     given = made(0)
-    moved = replace(given, mu=torch.where(given.demonstration, -37.0, given.rollout_logprobs))
+    moved = replace(
+        given, rollout_logprobs=torch.where(given.demonstration, -37.0, given.rollout_logprobs)
+    )
     found = []
     for each in (given, moved):
         done = compute_loss(settings_of(name), each)
@@ -175,9 +177,10 @@ def doubled(given: Tokens) -> Tokens:
     twice = {
         name: torch.cat([getattr(given, name)] * 2)
         for name in (
-            *("logp", "old", "mu", "advantage", "score", "version", "expert", "turn_tokens"),
+            *("policy_logprobs", "old_logprobs", "rollout_logprobs", "advantage", "score"),
+            *("version", "demonstration", "turn_tokens"),
             *("rollout_tokens", "rollout_sampled", "group_tokens", "group_sampled", "label"),
-            *("reference", "value", "old_value", "returns"),
+            *("reference_logprobs", "value", "old_value", "returns"),
         )
     }
     for name in ("turn", "row", "rollout", "group"):
@@ -215,7 +218,7 @@ def single(given: Tokens) -> Tokens:
         for field in fields(Tokens)
         if isinstance(value := getattr(given, field.name), Tensor) and value.is_floating_point()
     }
-    changed["logp"].requires_grad_()
+    changed["policy_logprobs"].requires_grad_()
     changed["value"].requires_grad_()
     return replace(given, **changed)  # type: ignore[arg-type]
 
@@ -229,7 +232,7 @@ def test_no_host_waits_for_its_device(name: str) -> None:
         for field in fields(Tokens)
         if isinstance(value := getattr(given, field.name), Tensor)
     }
-    changed["logp"].requires_grad_()
+    changed["policy_logprobs"].requires_grad_()
     there = replace(given, **changed)  # type: ignore[arg-type]
     done = compute_loss(settings_of(name), there)
     done.total.backward()

@@ -145,7 +145,7 @@ def test_a_rollout_with_a_demonstration_is_one_weight_like_the_others(level: str
         turn=[0] + [1] * 9 + [2],
         row=[0] + [1] * 10,
         rollout=[0] + [1] * 10,
-        expert=[False] + [True] * 9 + [False],
+        demonstration=[False] + [True] * 9 + [False],
     )
     found = metrics_of(preset("grpo", correction_level=level, correction_cap=10.0), given)
     assert found["weight_ess"] == pytest.approx(2.5**2 / (2 * 4.25))
@@ -186,7 +186,7 @@ def test_no_gradient_flows_through_the_weight() -> None:
     assert not compute_loss(chosen, whole).weight.requires_grad
 
     def loss(logp: Tensor) -> Tensor:
-        return compute_loss(chosen, replace(whole, logp=logp)).total
+        return compute_loss(chosen, replace(whole, policy_logprobs=logp)).total
 
     assert torch.autograd.gradcheck(loss, (whole.policy_logprobs,))
 

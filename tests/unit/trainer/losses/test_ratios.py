@@ -64,7 +64,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
 
 
 def _with(given: Tokens, logp: torch.Tensor) -> Tokens:
-    return replace(given, logp=logp)
+    return replace(given, policy_logprobs=logp)
 
 
 @pytest.mark.parametrize("name", list(RATIOS))
@@ -77,7 +77,7 @@ def test_no_ratio_leaves_what_exp_can_hold(name: str) -> None:
 @pytest.mark.parametrize("name", list(RATIOS))
 def test_an_experts_tokens_enter_no_ratio(name: str) -> None:
     """The second turn is the expert's: the others' ratios are as if it were not there."""
-    odd = four(expert=[False, False, True, False])
+    odd = four(demonstration=[False, False, True, False])
     without = tokens(
         [math.log(R[0]), math.log(R[1]), math.log(R[3])],
         old=[0.0] * 3,
@@ -163,7 +163,7 @@ def test_an_experts_tokens_have_no_mismatch(level: str) -> None:
         [-1.0] * 3,
         mu=[-1.0 - math.log(1.5), -1.0, -90.0],
         turn=[0, 0, 1],
-        expert=[False, False, True],
+        demonstration=[False, False, True],
     )
     settings = preset("ipa", correction="tis", correction_level=level, imitation=1.0)
     done = compute_loss(settings, given)

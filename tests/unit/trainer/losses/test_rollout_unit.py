@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from torch import Tensor
 
-from support.trainer.loss_tokens import made, micro_batches, tokens
+from support.trainer.loss_tokens import FIELDS, made, micro_batches, tokens
 from tracegrad_trainer.losses import (
     PRESETS,
     ObjectiveSettings,
@@ -245,8 +245,7 @@ REFERENCES: dict[str, tuple[ObjectiveSettings, Callable[..., Numbers]]] = {
 
 
 def arrays(given: Tokens) -> dict[str, Numbers]:
-    names = ("logp", "old", "mu", "advantage", "reference")
-    return {name: getattr(given, name).detach().numpy() for name in names}
+    return {name: getattr(given, field).detach().numpy() for name, field in FIELDS.items()}
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -258,7 +257,7 @@ def test_gradients_are_those_of_the_papers(name: str, seed: int) -> None:
     off = given.rollout_logprobs.clone()
     off[::40] -= 6.0  # single tokens 6 nats off, either way
     off[20::40] += 6.0
-    given = replace(given, mu=off, entropy=given.policy_logprobs.square())
+    given = replace(given, rollout_logprobs=off, entropy=given.policy_logprobs.square())
     if name == "rloo":
         drawn = np.random.default_rng(seed).normal(size=given.rollouts)
         given = replace(given, advantage=torch.from_numpy(drawn)[given.rollout])
@@ -304,7 +303,7 @@ def test_an_experts_tokens_thin_out_nothing(name: str) -> None:
         turn=[0] * 9 + [1],
         row=[0] * 10,
         rollout=[0] * 10,
-        expert=[True] * 9 + [False],
+        demonstration=[True] * 9 + [False],
     )
     alone = tokens([-1.0], turn=[0])
     found = []

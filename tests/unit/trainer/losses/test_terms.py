@@ -129,7 +129,8 @@ def kl_gradients(
     for name, unbiased in FORMS:
         logs = logits.log_softmax(0)
         given = replace(
-            tokens(logs.tolist(), mu=told.tolist(), reference=reference.tolist()), logp=logs
+            tokens(logs.tolist(), mu=told.tolist(), reference=reference.tolist()),
+            policy_logprobs=logs,
         )
         each = kl_to_reference(given, name, unbiased=unbiased)  # type: ignore[arg-type]
         (found[name, unbiased],) = torch.autograd.grad((mu.exp() * each).sum(), logits)
@@ -174,7 +175,7 @@ def test_the_unbiased_kl_is_right_on_an_older_policys_tokens() -> None:
 def test_kl_is_aggregated_like_the_loss_and_can_only_be_watched() -> None:
     d = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     given = replace(
-        fan_out(), reference=fan_out().policy_logprobs.detach() - torch.tensor(d).double()
+        fan_out(), reference_logprobs=fan_out().policy_logprobs.detach() - torch.tensor(d).double()
     )
     settings = preset("grpo", kl="k1", kl_coef=2.0, aggregation="rollout_mean")
     assert compute_loss(settings, given).kl.item() == pytest.approx(2 * (1.0 / 4 + 1.1 / 2))
@@ -189,7 +190,7 @@ def test_value_loss_by_hand() -> None:
         value=torch.tensor([1.0, 1.0, 0.1, 1.0], dtype=torch.float64, requires_grad=True),
         old_value=[0.0] * 4,
         returns=[2.0, -1.0, 0.5, 2.0],
-        expert=[False, False, False, True],
+        demonstration=[False, False, False, True],
     )
     assert given.value is not None
     clipped = value_loss(given, 0.2)
@@ -225,7 +226,7 @@ def test_gradients_of_the_terms_are_those_of_finite_differences() -> None:
     for name, unbiased in forms:  # the ratio of the unbiased k2 is no part of its gradient
 
         def kl(logp: Tensor, name: str = name, unbiased: bool = unbiased) -> Tensor:
-            moved = replace(given, logp=logp)
+            moved = replace(given, policy_logprobs=logp)
             return kl_to_reference(moved, name, unbiased=unbiased)  # type: ignore[arg-type]
 
         assert torch.autograd.gradcheck(kl, (given.policy_logprobs,))

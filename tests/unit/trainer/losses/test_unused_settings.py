@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from support.trainer import own_parts
 from support.trainer.loss_tokens import made, tokens
 from tracegrad_trainer.losses import (
     PRESETS,
@@ -64,16 +65,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "value_coef": (0.1,),
     "value_clip": (0.01,),
     "whiten": (True,),
-    "over_length_budget": (10,),
-    "over_length_part": (5,),
-    "over_length_penalty": (9.0,),
+    "overlong_budget": (10,),
+    "overlong_buffer": (5,),
+    "overlong_penalty": (9.0,),
     **{kind: tuple(names) for kind, names in PARTS.items()},
 }
-JUDGE = f"{__name__}:longest"
-
-
-def longest(group: Any) -> list[float]:
-    return [float(len(rollout)) for rollout in group.rollouts]
+JUDGE = f"{own_parts.__name__}:longest"
 
 
 def batch() -> tuple[list[RolloutRewards], Tokens]:
@@ -173,7 +170,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 def usual(name: str) -> ObjectiveSettings:
     """The preset; DAPO with a budget that is met by rollouts as short as these."""
-    short = {"over_length_budget": 14, "over_length_part": 9} if name == "dapo" else {}
+    short = {"overlong_budget": 14, "overlong_buffer": 9} if name == "dapo" else {}
     return preset(name, **short)
 
 
@@ -228,10 +225,19 @@ def test_a_dump_of_any_settings_is_valid_again() -> None:
 
 
 def test_what_earlier_versions_recorded_can_be_read_without_what_was_ignored() -> None:
-    old = preset("ppo").model_dump() | {"over_length_budget": 9, "clip_low": 0.1, "beta": 0.3}
+    old = preset("ppo").model_dump() | {"overlong_budget": 9, "clip_low": 0.1, "beta": 0.3}
     with pytest.raises(ValidationError, match=r"beta = 0\.3: nothing in this objective uses it"):
         ObjectiveSettings.model_validate(old)
     assert ObjectiveSettings.model_validate(drop_unused(old)) == preset("ppo", clip_low=0.1)
+
+
+def test_what_was_recorded_under_earlier_names_is_read() -> None:
+    dapo = preset("dapo", overlong_buffer=7).model_dump()
+    old = {name.replace("overlong_", "over_length_"): value for name, value in dapo.items()}
+    old["over_length_part"] = old.pop("over_length_buffer")
+    with pytest.raises(ValidationError, match="over_length_part"):
+        ObjectiveSettings.model_validate(old)
+    assert ObjectiveSettings.model_validate(drop_unused(old)).model_dump() == dapo
 
 
 @pytest.mark.parametrize("field", ["preset", "surrogate", "advantage"])
@@ -247,28 +253,17 @@ def test_the_judge_is_read_where_rewards_are() -> None:
         preset("dpo", judge=JUDGE)
 
 
-def quiet(tokens: Tokens, ratio: Tensor, settings: ObjectiveSettings) -> tuple[Tensor, Tensor]:
-    return ratio, torch.zeros_like(tokens.demonstration)
-
-
-def telling(tokens: Tokens, ratio: Tensor, settings: ObjectiveSettings) -> tuple[Tensor, Tensor]:
-    return ratio * settings.beta, torch.zeros_like(tokens.demonstration)
-
-
-telling.reads = ("beta", "options")  # type: ignore[attr-defined]
-
-
 def test_a_part_of_ones_own_may_read_anything_unless_it_says_what() -> None:
-    own = {"surrogate": f"{__name__}:quiet"}
+    own = {"surrogate": f"{own_parts.__name__}:quiet"}
     assert preset("grpo", **own, beta=0.5, imitation=0.3).beta == 0.5
-    told = {"surrogate": f"{__name__}:telling", "options": {"a": 1}}
-    assert preset("grpo", **told, beta=0.5).beta == 0.5
+    said = {"surrogate": f"{own_parts.__name__}:telling", "options": {"a": 1}}
+    assert preset("grpo", **said, beta=0.5).beta == 0.5
     with pytest.raises(
         ValidationError, match=r"imitation = 0\.3: nothing in this objective uses it"
     ):
-        preset("grpo", **told, imitation=0.3)
-    assert compute_loss(preset("grpo", **told), tokens([-1.0])).units == 1
+        preset("grpo", **said, imitation=0.3)
+    assert compute_loss(preset("grpo", **said), tokens([-1.0])).units == 1
 
 
 def test_a_judge_needs_no_settings() -> None:
-    assert longest(SimpleNamespace(rollouts=[[1], [1, 2]])) == [1.0, 2.0]
+    assert own_parts.longest(SimpleNamespace(rollouts=[[1], [1, 2]])) == [1.0, 2.0]

@@ -9,9 +9,10 @@ import pytest
 from support.trainer.step_samples import fill, train, trainer_settings
 from tracegrad.store import StepHistory, Store
 from tracegrad_trainer.cli.status import collect_status
-from tracegrad_trainer.metrics import METRICS, find_metric, throughput_metrics
+from tracegrad_trainer.engine.peak_flops import throughput_metrics
+from tracegrad_trainer.metrics import METRICS, find_metric
 from tracegrad_trainer.metrics.names import SECTIONS
-from tracegrad_trainer.metrics.points import step_point
+from tracegrad_trainer.metrics.points import current_names, step_point
 
 DOCS = Path(__file__).parents[4] / "docs" / "metrics.md"
 
@@ -24,7 +25,7 @@ SOMETIMES = {
         "value_lr",
         "updates_value_only",
         "mfu",
-        "routes_known_share",
+        "expert_routing_known_share",
     ),
     *("push/gap_mean", "push/gap_max", "push/failed", "push/seconds"),
 }
@@ -88,7 +89,7 @@ def test_the_page_has_the_table() -> None:
 
 def test_a_name_of_a_family_has_its_unit() -> None:
     found = [
-        find_metric(name) for name in ("skipped_stale", "k3_gap_2", "seconds/push", "nonsense")
+        find_metric(name) for name in ("skipped_stale", "k3_lag_2", "seconds/push", "nonsense")
     ]
     assert [one and one.unit for one in found] == ["turns", "nats", "s", None]
     assert [one.clock for one in found if one] == [False, False, True]
@@ -100,3 +101,14 @@ def test_speed_is_tokens_over_time_and_mfu_flops_over_the_peak() -> None:
     told = throughput_metrics(300.0, 1.5, flops=6e9, peak=2 * 5e9)
     assert told == {"tokens_per_second": 200.0, "mfu": pytest.approx(0.4)}
     assert throughput_metrics(300.0, 0.0) == {}
+
+
+def test_recorded_metrics_are_read_under_todays_names() -> None:
+    old = {"k3_gap_4": 0.5, "gap_mean": 0.1, "expert_tokens": 3.0, "routes_known_share": 0.5}
+    new = {
+        "k3_lag_4": 0.5,
+        "gap_mean": 0.1,
+        "demonstration_tokens": 3.0,
+        "expert_routing_known_share": 0.5,
+    }
+    assert current_names(old) == current_names(new) == new

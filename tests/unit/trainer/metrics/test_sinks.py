@@ -23,7 +23,7 @@ from tracegrad_trainer.metrics.prometheus import PrometheusSink
 METRICS: dict[str, Any] = {
     "loss": -0.25,
     "reward_mean": 0.5,
-    "k3_gap_1": 0.125,
+    "k3_lag_1": 0.125,
     "seconds": {"wait": 3.0, "train": 1.0},
     "skipped_stale": 2.0,
     "skipped_equal_reward": 4.0,
@@ -57,7 +57,7 @@ def test_a_step_is_flat_numbers() -> None:
             "policy_version": 4.0,
             "loss": -0.25,
             "reward_mean": 0.5,
-            "k3_gap_1": 0.125,
+            "k3_lag_1": 0.125,
             "seconds/wait": 3.0,
             "seconds/train": 1.0,
             "skipped_stale": 2.0,
@@ -89,7 +89,7 @@ def test_prometheus_is_scraped_over_http(tmp_path: Path) -> None:
     assert found[f"{prefix}step"] == 2
     assert found[f"{prefix}policy_version"] == 3
     assert found[f"{prefix}loss"] == 0.75
-    assert found[f"{prefix}k3_gap_1"] == 0.125
+    assert found[f"{prefix}k3_lag_1"] == 0.125
     assert found[f"{prefix}push_gap_max"] == 0.2
     assert found[f"{prefix}seconds_total[wait]"] == 6.0, "counted over the steps"
     assert found[f"{prefix}turns_not_trained_total[equal_reward]"] == 8.0

@@ -140,10 +140,9 @@ def test_what_the_engine_chose_is_what_is_trained(
     assert dry_run.show_dry_run(settings, Console(file=out, width=200), as_json=False) == 0
     rows, taken = trained(settings)
     [step] = StepHistory(captured).steps()
-    share = step.metrics["routes_known_share"]
-    assert (
-        f"the serving engine recorded the experts of {share:.1%} of these tokens" in out.getvalue()
-    )
+    share = step.metrics["expert_routing_known_share"]
+    words = f"the serving engine recorded the experts of {share:.1%} of these tokens"
+    assert words in out.getvalue()
 
     told, streamed = sorted(rows, key=lambda row: row.rollout_id, reverse=True)
     assert streamed.expert_routing is None
@@ -163,7 +162,7 @@ def test_what_the_engine_chose_is_what_is_trained(
     assert done.equal
     assert done.other is not None
     assert done.other.metrics["k3"] != done.replayed.metrics["k3"]
-    assert "routes_known_share" not in done.other.metrics
+    assert "expert_routing_known_share" not in done.other.metrics
 
 
 def trained(settings: TrainerSettings) -> tuple[list[Row], NDArray[np.int16]]:

@@ -174,7 +174,7 @@ def test_of_a_captured_call_only_the_answer_is_learnt(tmp_path: Path, model: Pat
     made, left_out = tokenize_replies([captured], load_reply_tokenizer(model))
     assert [TOKENIZER.decode(t.completion_token_ids) for t in made] == ["theirs<|im_end|>"]
     assert not left_out
-    assert made[0].sampling == {"source": "expert"}
+    assert made[0].sampling == {"source": "demonstration"}
 
 
 def test_calls_that_continue_each_other_are_one_path(tmp_path: Path, model: Path) -> None:

@@ -1,17 +1,18 @@
 """Attention over packed rows: no row sees another, and no [T, T] mask where none is needed.
 
 transformers hands the keyword arguments of a model's forward on to the attention of each layer.
-`arguments` makes of a micro-batch the one that says where its rows are, and the attention that
-is registered here under our names leaves the work to it: `PackedRows`, `VarlenRows` or
-`TreeRows`.
+`row_arguments` makes of a micro-batch the one that says where its rows are, and the attention that
+is registered here under our names leaves the work to it: `PackedRowAttention`,
+`VarlenRowAttention` or `TreeRowAttention`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64, Shaped
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -22,26 +23,30 @@ from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 from tracegrad_trainer.engine.attention.tree import TreeRowAttention
 from tracegrad_trainer.engine.attention.varlen import VarlenRowAttention
 from tracegrad_trainer.engine.config import FsdpSettings
-from tracegrad_trainer.engine.model import router_replay
 
 PACKED = "tracegrad_packed"
 VARLEN = "tracegrad_varlen"
 OURS = {"packed": PACKED, "varlen": VARLEN}
 
 
+@runtime_checkable
 class RowAttention(Protocol):
     """Where the rows of a pack are, and how their tokens attend."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreTransform) -> Tensor:
-        """[1, heads, T, d] -> [1, T, heads, d]; key and value may have fewer heads."""
-        ...
+    def attend(
+        self,
+        query: Float[Tensor, "1 heads tokens width"],
+        key: Float[Tensor, "1 kv_heads tokens width"],
+        value: Float[Tensor, "1 kv_heads tokens value_width"],
+        scores: ScoreTransform,
+    ) -> Float[Tensor, "1 tokens heads value_width"]: ...
 
 
 def attention_of_rows(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "1 heads tokens width"],
+    key: Float[Tensor, "1 kv_heads tokens width"],
+    value: Float[Tensor, "1 kv_heads tokens value_width"],
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -50,8 +55,8 @@ def attention_of_rows(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface: [1, heads, T, d] -> [1, T, heads, d].
+) -> tuple[Float[Tensor, "1 tokens heads value_width"], None]:
+    """transformers' attention interface.
 
     Raises:
         ValueError: the model needs something of its attention that this one has not.
@@ -98,23 +103,15 @@ def choose_attention(settings: FsdpSettings, device: torch.device) -> str:
     return OURS.get(name, name)
 
 
-def model_arguments(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of the model's forward: what keeps a micro-batch's rows apart, and routes.
+def row_arguments(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of the model's forward that keep a micro-batch's rows apart.
 
     transformers' own attentions find the rows by the position ids, which start again with each;
-    only branches of a tree have to be told to them.
+    only branches of a tree have to be named to them.
 
     Raises:
         ValueError: rows are trees, and the model's attention cannot have branches.
     """
-    routes: dict[str, Any] = {}
-    if router_replay.is_installed(model) and batch.expert_routing is not None:
-        # As narrow as they came: a step's micro-batches are on the device all at once.
-        routes = {"routes": torch.from_numpy(batch.expert_routing).to(device)}
-    return routes | _apart(model, batch, device)
-
-
-def _apart(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
     config: Any = model.config
     name: str = config._attn_implementation
     ends = batch.subtree_end
@@ -142,9 +139,9 @@ def _rows(name: str, batch: MicroBatch, device: torch.device) -> RowAttention:
 
 
 def _tree_mask(
-    ends: NDArray[np.int64], name: str, model: nn.Module, device: torch.device
-) -> Tensor:
-    """[1, 1, T, T]: what sdpa (bool) and eager (added to the scores) take as it is."""
+    ends: Int64[NDArray[np.int64], " tokens"], name: str, model: nn.Module, device: torch.device
+) -> Shaped[Tensor, "1 1 tokens tokens"]:
+    """What sdpa (bool) and eager (added to the scores) take as it is."""
     place = np.arange(len(ends))
     sees = torch.from_numpy((place[None] <= place[:, None]) & (place[:, None] < ends[None]))
     mask = sees.to(device)[None, None]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
@@ -16,7 +17,8 @@ class ScoreTransform:
     scale: float | None = None  # None: 1 / sqrt(head dimension)
     window: int | None = None  # a token sees itself and the window - 1 tokens before it
     softcap: float | None = None  # c tanh(score / c) (Gemma 2, arXiv 2408.00118)
-    sinks: Tensor | None = None  # [heads] logits that take weight and give nothing (GPT-OSS)
+    # Logits that take weight and give nothing (GPT-OSS).
+    sinks: Float[Tensor, " heads"] | None = None
 
     @property
     def plain(self) -> bool:
@@ -25,9 +27,13 @@ class ScoreTransform:
 
 
 def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, scores: ScoreTransform, mask: Tensor | None
-) -> Tensor:
-    """[rows, heads, L, d] -> [rows, heads, L, d of values]; `mask` bool, true where i sees j.
+    query: Float[Tensor, "rows heads length width"],
+    key: Float[Tensor, "rows kv_heads length width"],
+    value: Float[Tensor, "rows kv_heads length value_width"],
+    scores: ScoreTransform,
+    mask: Bool[Tensor, "length length"] | None,
+) -> Float[Tensor, "rows heads length value_width"]:
+    """`mask` is true where token i sees token j.
 
     Without a mask: causal. The window is the caller's, in the mask. Key and value may have
     fewer heads than the query; each query must see some key.
@@ -71,7 +77,9 @@ def _groups_fused(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     return mask is None and half and query.shape[-1] == value.shape[-1] <= 256
 
 
-def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """bool[length, length], true where row i may see column j."""
+def causal_mask(
+    length: int, window: int | None, device: torch.device
+) -> Bool[Tensor, "length length"]:
+    """True where row i may see column j."""
     mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return mask if window is None else mask.triu(1 - window)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from tracegrad_trainer.engine.attention.masked import ScoreTransform, causal_mask, masked_attention
@@ -40,7 +41,13 @@ class PackedRowAttention:
             offset += len(block) * longest
         self.back = torch.from_numpy(back).to(device)  # [T] places in the flattened blocks
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreTransform) -> Tensor:
+    def attend(
+        self,
+        query: Float[Tensor, "1 heads tokens width"],
+        key: Float[Tensor, "1 kv_heads tokens width"],
+        value: Float[Tensor, "1 kv_heads tokens value_width"],
+        scores: ScoreTransform,
+    ) -> Float[Tensor, "1 tokens heads value_width"]:
         heads, tokens, _ = query.shape[1:]
         assert query.shape[0] == 1
         assert self.back.shape == (tokens,)
@@ -67,7 +74,8 @@ def _alike(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     return blocks
 
 
-def _spread(x: Tensor, place: Tensor) -> Tensor:
-    """[1, heads, T, d] -> [rows, heads, longest, d]"""
+def _spread(
+    x: Float[Tensor, "1 heads tokens width"], place: Int64[Tensor, "rows longest"]
+) -> Float[Tensor, "rows heads longest width"]:
     spread = x[0].index_select(1, place.view(-1))
     return spread.view(x.shape[1], *place.shape, x.shape[-1]).transpose(0, 1)

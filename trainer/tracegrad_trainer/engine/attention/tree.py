@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -32,8 +33,8 @@ class TreeRowAttention:
 
     def __init__(
         self,
-        subtree_end: NDArray[np.int64],
-        depth: NDArray[np.int64],
+        subtree_end: Int64[NDArray[np.int64], " tokens"],
+        depth: Int64[NDArray[np.int64], " tokens"],
         row_lengths: Sequence[int],
         device: torch.device | str = "cpu",
     ) -> None:
@@ -43,13 +44,25 @@ class TreeRowAttention:
         self._masks: dict[int | None, list[Tensor]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreTransform) -> Tensor:
+    def attend(
+        self,
+        query: Float[Tensor, "1 heads tokens width"],
+        key: Float[Tensor, "1 kv_heads tokens width"],
+        value: Float[Tensor, "1 kv_heads tokens value_width"],
+        scores: ScoreTransform,
+    ) -> Float[Tensor, "1 tokens heads value_width"]:
         narrow = min(query.shape[-1], value.shape[-1]) < _NARROWEST_HEAD
         if query.is_cuda and scores.sinks is None and not narrow:
             return self.flex(query, key, value, scores, compiled=True)
         return self.exact(query, key, value, scores)
 
-    def exact(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreTransform) -> Tensor:
+    def exact(
+        self,
+        query: Float[Tensor, "1 heads tokens width"],
+        key: Float[Tensor, "1 kv_heads tokens width"],
+        value: Float[Tensor, "1 kv_heads tokens value_width"],
+        scores: ScoreTransform,
+    ) -> Float[Tensor, "1 tokens heads value_width"]:
         q, k, v = (torch.split(x, self.row_lengths, 2) for x in (query, key, value))
         masks = self._row_masks(scores.window)
         parts = [
@@ -59,8 +72,14 @@ class TreeRowAttention:
         return torch.cat(parts, 2).transpose(1, 2)
 
     def flex(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreTransform, *, compiled: bool
-    ) -> Tensor:
+        self,
+        query: Float[Tensor, "1 heads tokens width"],
+        key: Float[Tensor, "1 kv_heads tokens width"],
+        value: Float[Tensor, "1 kv_heads tokens value_width"],
+        scores: ScoreTransform,
+        *,
+        compiled: bool,
+    ) -> Float[Tensor, "1 tokens heads value_width"]:
         cap = scores.softcap
 
         def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -75,8 +75,8 @@ def read_manifest(folder: Path, *, digest: str | None = None) -> dict[str, Any]:
         raise CheckpointError(problem + older_checkpoint_hint(folder))
     if digest is not None and manifest_digest(folder) != digest:
         raise CheckpointError(
-            f"checkpoint {folder} is not the one that was committed: the digest of its {MANIFEST_NAME}"
-            f" is {manifest_digest(folder)}, not {digest}"
+            f"checkpoint {folder} is not the one that was committed: the digest of its"
+            f" {MANIFEST_NAME} is {manifest_digest(folder)}, not {digest}"
         )
     found: dict[str, Any] = json.loads((folder / MANIFEST_NAME).read_text())
     return found

@@ -26,7 +26,7 @@ class LogitTransform:
     scale: float = 1.0
     cap: float | None = None
 
-    def apply_(self, x: Tensor) -> Tensor:
+    def apply_(self, x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
         """In place."""
         if self.scale != 1:
             x.mul_(self.scale)
@@ -71,15 +71,15 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        temperature: Tensor | None,
+        hidden: Float[Tensor, "n hidden"],
+        weight: Float[Tensor, "vocabulary hidden"],
+        bias: Float[Tensor, " vocabulary"] | None,
+        labels: Int[Tensor, " n"],
+        temperature: Float[Tensor, " n"] | None,
         shape: LogitTransform,
         elements: int,
         entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
         logp, entropy, log_z = (
             hidden.new_empty(len(hidden), dtype=_exact(hidden)) for _ in range(3)
         )
@@ -143,7 +143,11 @@ class _Sums:
     """Gradients of hidden states, weight and bias, as far as they are wanted."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]
+        self,
+        hidden: Float[Tensor, "rows hidden"],
+        weight: Float[Tensor, "vocabulary hidden"],
+        bias: Float[Tensor, " vocabulary"] | None,
+        wanted: tuple[bool, ...],
     ) -> None:
         self.inputs = hidden, weight, bias
         self.wanted = wanted
@@ -151,8 +155,8 @@ class _Sums:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
-    def add(self, rows: slice, slope: Tensor) -> None:
-        """`slope` [rows, V]: the loss's, by x (see `Shape`)."""
+    def add(self, rows: slice, slope: Float[Tensor, "rows vocabulary"]) -> None:
+        """`slope`: the loss's, by x (see `LogitTransform`)."""
         hidden, weight, _ = self.inputs
         if self.wanted[2]:
             part = slope.sum(0)
@@ -178,9 +182,13 @@ class _Sums:
 
 
 def _slope(
-    logits: Tensor, temperature: Tensor | None, log_z: Tensor, labels: Tensor, cap: float | None
-) -> Tensor:
-    """(1 at the label - probability) x the slope of the cap, [rows, V]; of `logits` in place."""
+    logits: Float[Tensor, "rows vocabulary"],
+    temperature: Float[Tensor, "rows 1"] | None,
+    log_z: Float[Tensor, "rows 1"],
+    labels: Int[Tensor, "rows 1"],
+    cap: float | None,
+) -> Float[Tensor, "rows vocabulary"]:
+    """(1 at the label - probability) x the slope of the cap; of `logits` in place."""
     steepness = None if cap is None else 1 - (logits / cap).square_()
     if temperature is not None:
         logits.div_(temperature)
@@ -190,14 +198,14 @@ def _slope(
 
 
 def _log_shares(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    temperature: Tensor | None,
-    log_z: Tensor,
+    hidden: Float[Tensor, "rows hidden"],
+    weight: Float[Tensor, "vocabulary hidden"],
+    bias: Float[Tensor, " vocabulary"] | None,
+    temperature: Float[Tensor, "rows 1"] | None,
+    log_z: Float[Tensor, "rows 1"],
     shape: LogitTransform,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of the whole vocabulary, [rows, V], and the slope of the cap."""
+) -> tuple[Float[Tensor, "rows vocabulary"], Float[Tensor, "rows vocabulary"] | None]:
+    """Log-probabilities of the whole vocabulary, and the slope of the cap."""
     logits = shape.apply_(_product(hidden, weight, bias))
     steepness = None if shape.cap is None else 1 - (logits / shape.cap).square_()
     if temperature is not None:
@@ -207,9 +215,13 @@ def _log_shares(
 
 
 def _slope_of_both(
-    log_p: Tensor, labels: Tensor, factor: Tensor, pull: Tensor, entropy: Tensor
-) -> Tensor:
-    """factor (1 at the label - p) - pull p (log p + entropy), [rows, V]; of `log_p` in place."""
+    log_p: Float[Tensor, "rows vocabulary"],
+    labels: Int[Tensor, "rows 1"],
+    factor: Float[Tensor, "rows 1"],
+    pull: Float[Tensor, "rows 1"],
+    entropy: Float[Tensor, "rows 1"],
+) -> Float[Tensor, "rows vocabulary"]:
+    """factor (1 at the label - p) - pull p (log p + entropy); of `log_p` in place."""
     p = log_p.exp()
     slope = log_p.add_(entropy).mul_(-pull).sub_(factor).mul_(p)
     return slope.scatter_add_(1, labels, factor.to(slope.dtype))
@@ -223,12 +235,16 @@ def _chunks(rows: int, vocabulary: int, elements: int) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size or 1)]
 
 
-def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _product(
+    hidden: Float[Tensor, "rows hidden"],
+    weight: Float[Tensor, "vocabulary hidden"],
+    bias: Float[Tensor, " vocabulary"] | None,
+) -> Float[Tensor, "rows vocabulary"]:
     x = _mm(hidden, weight.t())
     return x if bias is None else x.add_(bias)
 
 
-def _mm(a: Tensor, b: Tensor) -> Tensor:
+def _mm(a: Float[Tensor, "i j"], b: Float[Tensor, "j k"]) -> Float[Tensor, "i k"]:
     """a @ b in their type, the sums in float32 (float64 of float64)."""
     if a.dtype == _exact(a):
         return a @ b

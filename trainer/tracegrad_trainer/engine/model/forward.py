@@ -7,21 +7,25 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.engine.attention import dispatch
+from tracegrad_trainer.engine.model import router_replay
 from tracegrad_trainer.engine.model import value_head as value
 from tracegrad_trainer.engine.model.chunked_logprobs import LogitTransform, chunked_logprobs
 from tracegrad_trainer.losses import Tokens
 
 T = TypeVar("T")
+# Log-probabilities, entropy and values of targets.
+_Outputs = tuple[Float[Tensor, " n"], Float[Tensor, " n"], Float[Tensor, " n"] | None]
 
 # What of a micro-batch an objective sees as it is.
 _TO_TOKENS = (
-    *("mu", "advantage", "score", "version", "expert", "turn", "row", "rollout", "group"),
-    *("turn_tokens", "rollout_tokens", "rollout_sampled", "group_tokens"),
+    *("rollout_logprobs", "advantage", "score", "version", "demonstration", "turn", "row"),
+    *("rollout", "group", "turn_tokens", "rollout_tokens", "rollout_sampled", "group_tokens"),
     *("group_sampled", "pair", "label"),
 )
 
@@ -32,43 +36,49 @@ class ModelInputs:
 
     batch: MicroBatch
     model: dict[str, Any]  # keyword arguments of the model's forward
-    labels: Tensor  # i64[n]
-    temperature: Tensor  # f32[n]
+    labels: Int64[Tensor, " n"]
+    temperature: Float[Tensor, " n"]
     has_temperature: bool  # some temperature is not 1
     tensors: dict[str, Tensor]  # fields of `Tokens`, [n] or [rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TargetContext:
-    """What is known of a micro-batch's targets before its forward with gradient; f32[n] each."""
+    """What is known of a micro-batch's targets before its forward with gradient."""
 
-    old_logprobs: Tensor | None = (
-        None  # None: the current ones, which they are at a batch's first step
+    # None: the current ones, which they are at a batch's first step
+    old_logprobs: Float[Tensor, " n"] | None = None
+    current_logprobs: Float[Tensor, " n"] | None = (
+        None  # the policy's as it is; None: a forward says
     )
-    current_logprobs: Tensor | None = None  # the policy's as it is; None: a forward says
-    reference_logprobs: Tensor | None = None
-    old_value: Tensor | None = None
-    returns: Tensor | None = None
-    advantage: Tensor | None = None  # where it depends on values: instead of the batch's own
-    kto_z: Tensor | None = None  # scalar
-    rollout_sums: tuple[Tensor, ...] | None = None  # f64[rollouts]; None: they are whole here
+    reference_logprobs: Float[Tensor, " n"] | None = None
+    old_value: Float[Tensor, " n"] | None = None
+    returns: Float[Tensor, " n"] | None = None
+    # Where it depends on values: instead of the batch's own.
+    advantage: Float[Tensor, " n"] | None = None
+    kto_z: Float[Tensor, ""] | None = None
+    # None: they are whole here.
+    rollout_sums: tuple[Float64[Tensor, " rollouts"], ...] | None = None
     complete: bool = False  # nothing that the objective needs is missing
 
-    def select(self, stay: Tensor) -> TargetContext:
-        """What is known of the targets that stay, bool[n]."""
+    def select(self, stay: Bool[Tensor, " n"]) -> TargetContext:
+        """What is known of the targets that stay."""
         known = {name: getattr(self, name) for name in TARGET_FIELDS}
         return replace(self, **{k: v[stay.to(v.device)] for k, v in known.items() if v is not None})
 
 
-# Fields of `Before` that have one number a target.
-TARGET_FIELDS = ("old", "current", "reference", "old_value", "returns", "advantage")
+# Fields of `TargetContext` that have one number a target.
+TARGET_FIELDS = (
+    *("old_logprobs", "current_logprobs", "reference_logprobs"),
+    *("old_value", "returns", "advantage"),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ForwardOutput:
-    policy_logprobs: Tensor  # f32[n], with gradient
-    entropy: Tensor  # f32[n], with gradient where asked for
-    value: Tensor | None = None  # f32[n], with gradient
+    policy_logprobs: Float[Tensor, " n"]  # with gradient
+    entropy: Float[Tensor, " n"]  # with gradient where asked for
+    value: Float[Tensor, " n"] | None = None  # with gradient
 
 
 def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> ModelInputs:
@@ -82,7 +92,7 @@ def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> Mode
         # Logits only where a target is predicted from.
         "logits_to_keep": move(batch.source),
     }
-    arguments |= dispatch.model_arguments(model, batch, device)
+    arguments |= model_arguments(model, batch, device)
     return ModelInputs(
         batch=batch,
         model=arguments,
@@ -91,6 +101,16 @@ def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> Mode
         has_temperature=bool((batch.temperature != 1).any()),
         tensors={name: move(getattr(batch, name)) for name in _TO_TOKENS},
     )
+
+
+def model_arguments(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of the model's forward: what keeps a micro-batch's rows apart, and the
+    experts that its tokens go to."""
+    routes: dict[str, Any] = {}
+    if router_replay.is_installed(model) and batch.expert_routing is not None:
+        # As narrow as they came: a step's micro-batches are on the device all at once.
+        routes = {"routes": torch.from_numpy(batch.expert_routing).to(device)}
+    return routes | dispatch.row_arguments(model, batch, device)
 
 
 def loss_tokens_of(inputs: ModelInputs, now: ForwardOutput, before: TargetContext) -> Tokens:
@@ -121,7 +141,7 @@ def loss_tokens_of(inputs: ModelInputs, now: ForwardOutput, before: TargetContex
 
 @dataclass(frozen=True, slots=True)
 class LmHead:
-    """How log-probabilities are made of what a model's body says; see `head_choice.choose`.
+    """How log-probabilities are made of what a model's body says; see `lm_head.choose_lm_head`.
 
     Without a `shape` the model makes full logits itself: `reason` says why.
     """
@@ -154,8 +174,8 @@ def forward(
     return ForwardOutput(policy_logprobs=logp, entropy=entropy, value=found)
 
 
-def values_of(model: nn.Module, inputs: ModelInputs) -> Tensor:
-    """Values of the targets alone, f32[n]; no logits are made."""
+def values_of(model: nn.Module, inputs: ModelInputs) -> Float[Tensor, " n"]:
+    """Values of the targets alone; no logits are made."""
     return run_inside_forward(
         model, lambda whole: value.predict_values(whole, _hidden(whole, inputs))
     )
@@ -177,7 +197,7 @@ def run_inside_forward(model: nn.Module, work: Callable[[nn.Module], T]) -> T:
 _WORK = "tracegrad_work"
 
 
-def _hidden(model: Any, inputs: ModelInputs) -> Tensor:
+def _hidden(model: Any, inputs: ModelInputs) -> Float[Tensor, "n hidden"]:
     arguments = {name: given for name, given in inputs.model.items() if name != "logits_to_keep"}
     hidden: Tensor = model.base_model(**arguments).last_hidden_state[0]
     return hidden.index_select(0, inputs.model["logits_to_keep"])
@@ -185,7 +205,7 @@ def _hidden(model: Any, inputs: ModelInputs) -> Tensor:
 
 def _by_body(
     model: Any, inputs: ModelInputs, head: LmHead, values: bool, entropy_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> _Outputs:
     assert head.shape is not None
     hidden = _hidden(model, inputs)
     last: nn.Linear = model.get_output_embeddings()
@@ -204,7 +224,7 @@ def _by_body(
 
 def _by_model(
     model: Any, inputs: ModelInputs, head: LmHead, values: bool, entropy_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> _Outputs:
     """By full logits, as the model makes them."""
     seen: list[Tensor] = []
     last: nn.Module = model.get_output_embeddings()

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tracegrad_trainer.batches.micro_batch import empty_micro_batch
-from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.model.chunked_logprobs import LogitTransform
-from tracegrad_trainer.engine.model.forward import LmHead, run_inside_forward
+from tracegrad_trainer.engine.model.forward import LmHead, model_arguments, run_inside_forward
 
 _TOKENS = 2  # of the forward that is tried
 _LOUD = 100.0  # the largest logit of it, scaled
@@ -41,7 +40,7 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma; RecurrentGemma
 def choose_lm_head(
     model: nn.Module, device: torch.device, *, elements: int | None = None
 ) -> LmHead:
-    """The model's head, tried; on all ranks at once. `elements` as in `log_probs`."""
+    """The model's head, tried; on all ranks at once. `elements` as in `chunked_logprobs`."""
     shape = logit_transform_of(model)
     why = _unusual(model)
     dtype, difference = run_inside_forward(
@@ -84,7 +83,7 @@ def _difference(model: Any, shape: LogitTransform, device: torch.device) -> str 
     """What the model does between body and logits that `shape` does not say; None: nothing."""
     ids = torch.arange(_TOKENS, device=device)[None]
     given = {"input_ids": ids, "position_ids": ids, "use_cache": False}
-    given |= dispatch.model_arguments(model, empty_micro_batch(), device)
+    given |= model_arguments(model, empty_micro_batch(), device)
     body = model.base_model(**given).last_hidden_state
     last = model.get_output_embeddings()
     if isinstance(last.weight, DTensor):

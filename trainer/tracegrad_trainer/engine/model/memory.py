@@ -21,6 +21,7 @@ from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.model import router_replay
+from tracegrad_trainer.engine.model.blocks import transformer_blocks
 from tracegrad_trainer.engine.model.hf_config import experts_per_token, layer_configs, query_heads
 
 _GIB = 1024**3
@@ -181,18 +182,15 @@ def estimate_memory(
     model: nn.Module, settings: FsdpSettings, *, ranks: int, tokens: int, reference: bool = False
 ) -> MemoryEstimate:
     """What one rank will hold, from the shapes alone; `model` may be on the meta device."""
-    from tracegrad_trainer.engine.model.parallelize import (
-        transformer_blocks,  # it asks this module too
-    )
-
+    blocks = transformer_blocks(model)
     count = sum(p.numel() for p in model.parameters())
     trained = count
     if settings.lora is not None:
         trained = _adapter_parameters(model, settings.lora.rank)
     computed = 4 if settings.compute_dtype == "float32" else 2
     state = (4 * count * (2 if reference else 1) + 12 * trained) // ranks
-    largest = max(sum(p.numel() for p in block.parameters()) for block in transformer_blocks(model))
-    root = count - sum(p.numel() for block in transformer_blocks(model) for p in block.parameters())
+    largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
+    root = count - sum(p.numel() for block in blocks for p in block.parameters())
     # The next block is gathered early. One rank's shards are the whole in fp32 already, if they
     # are where it computes.
     gathered = root + 2 * largest if settings.reshard else count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -22,17 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.config import FsdpSettings
+from tracegrad_trainer.engine.distributed import pick_device
 from tracegrad_trainer.engine.model import lora, memory, router_replay
-
-
-def pick_device(settings: FsdpSettings) -> torch.device:
-    """This rank's device: of the GPUs the one numbered LOCAL_RANK."""
-    kind = settings.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+from tracegrad_trainer.engine.model.blocks import transformer_blocks
 
 
 def build_model(folder: Path | str, settings: FsdpSettings) -> nn.Module:
@@ -103,33 +94,6 @@ def shard(model: nn.Module, mesh: DeviceMesh, settings: FsdpSettings) -> nn.Modu
         fully_shard(block, reshard_after_forward=settings.reshard, **common)
     fully_shard(model, reshard_after_forward=False, **common)
     return model
-
-
-def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, in order; sharded or not.
-
-    Raises:
-        ValueError: the model's class does not say what they are.
-    """
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    # FSDP gives modules a class of its own, above theirs.
-    found = [
-        module
-        for module in model.modules()
-        if names & {kind.__name__ for kind in type(module).__mro__}
-    ]
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} names no blocks (_no_split_modules): it cannot be sharded"
-        )
-    return found
-
-
-def compute_device(mesh: DeviceMesh) -> torch.device:
-    """Where this rank computes; with `cpu_offload` its parameters are elsewhere between steps."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def set_gradient_sync(model: nn.Module, *, last: bool, reshard: bool) -> None:

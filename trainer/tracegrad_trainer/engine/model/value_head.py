@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 VALUE_HEAD = "value_head"
@@ -37,8 +38,7 @@ def is_value_parameter(parameter: str) -> bool:
     return parameter.startswith(VALUE_HEAD + ".")
 
 
-def predict_values(model: nn.Module, hidden: Tensor) -> Tensor:
-    """[n, hidden] -> f32[n]"""
+def predict_values(model: nn.Module, hidden: Float[Tensor, "n hidden"]) -> Float[Tensor, " n"]:
     head: nn.Linear = getattr(model, VALUE_HEAD)
     found: Tensor = head(hidden)[:, 0]
     # No view: FSDP hangs its backward on what leaves the model.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tracegrad_trainer.batches import MicroBatch
@@ -30,16 +31,16 @@ from tracegrad_trainer.losses import (
 
 @dataclass(slots=True)
 class Accumulated:
-    """`wrong`: of each micro-batch the targets, bool[n], of which some number is not finite."""
+    """`non_finite`: of each micro-batch where a target has a number that is not finite."""
 
     totals: LossTotals = field(default_factory=LossTotals)
-    non_finite: list[Tensor] = field(default_factory=list)
+    non_finite: list[Bool[Tensor, " _"]] = field(default_factory=list)
 
 
 def rows_to_drop(
     engine: RankContext,
     objective: ObjectiveSettings,
-    wrong: Sequence[Tensor],
+    wrong: Sequence[Bool[Tensor, " _"]],
     micro_batches: Sequence[MicroBatch],
 ) -> list[int]:
     """Keys of the rows, on any rank, that hold such targets, and of those paired with them. Where
@@ -99,14 +100,14 @@ def accumulate(
     return done
 
 
-def _given(tokens: Tokens) -> list[Tensor | None]:
+def _given(tokens: Tokens) -> list[Float[Tensor, " n"] | None]:
     """What a forward or an engine said of the targets."""
     known = [tokens.policy_logprobs, tokens.old_logprobs, tokens.rollout_logprobs]
     return [*known, tokens.reference_logprobs, tokens.value, tokens.old_value]
 
 
-def not_finite(given: Sequence[Tensor | None]) -> Tensor:
-    """Where any of these, [n] each, is no finite number; the first is there. bool[n]."""
+def not_finite(given: Sequence[Float[Tensor, " n"] | None]) -> Bool[Tensor, " n"]:
+    """Where any of these is no finite number; the first is there."""
     assert given[0] is not None
     finite = torch.ones_like(given[0], dtype=torch.bool)
     for values in given:

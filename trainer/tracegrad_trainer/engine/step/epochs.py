@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.engine.model import router_replay
@@ -82,10 +84,10 @@ def _looked_at(learner: Learner, micro_batches: Sequence[MicroBatch]) -> BatchSt
     return BatchStart(list(micro_batches), before)
 
 
-def _wrong(batch: MicroBatch, known: TargetContext) -> torch.Tensor:
+def _wrong(batch: MicroBatch, known: TargetContext) -> Bool[Tensor, " n"]:
     assert known.old_logprobs is not None
-    mu = torch.from_numpy(batch.rollout_logprobs).to(known.old_logprobs.device)
-    return not_finite([known.old_logprobs, mu, known.reference_logprobs, known.old_value])
+    rollout = torch.from_numpy(batch.rollout_logprobs).to(known.old_logprobs.device)
+    return not_finite([known.old_logprobs, rollout, known.reference_logprobs, known.old_value])
 
 
 def _keys(micro_batches: Sequence[MicroBatch]) -> set[int]:

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.engine.config import OptimSettings
+from tracegrad_trainer.engine.distributed import compute_device
 from tracegrad_trainer.engine.flops import flops
 from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.forward import TargetContext, forward
 from tracegrad_trainer.engine.model.lm_head import choose_lm_head
-from tracegrad_trainer.engine.model.parallelize import compute_device
 from tracegrad_trainer.engine.model.reference import reference_of
 from tracegrad_trainer.engine.step.accumulate import Accumulated, accumulate, rows_to_drop
 from tracegrad_trainer.engine.step.optimizer import (

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Float, Float32, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -56,7 +57,9 @@ def prepass(
     return [replace(k, complete=True) for k in known]
 
 
-def reference_logprobs(engine: RankContext, inputs: Sequence[ModelInputs]) -> list[Tensor]:
+def reference_logprobs(
+    engine: RankContext, inputs: Sequence[ModelInputs]
+) -> list[Float[Tensor, " _"]]:
     reference = engine.reference
     assert reference is not None
     model = reference.model
@@ -103,18 +106,18 @@ def gae_by_token(
 
 
 class _Targets(NamedTuple):
-    """A micro-batch's targets, for what looks at whole rollouts; [n] each."""
+    """A micro-batch's targets, for what looks at whole rollouts."""
 
-    rollout: NDArray[np.int64]
-    turn: NDArray[np.int64]
-    row: NDArray[np.int64]
-    place: NDArray[np.int64]
-    reward: NDArray[np.float32]
-    score: NDArray[np.float32]
-    value: NDArray[np.float32]
+    rollout: Int64[NDArray[np.int64], " n"]
+    turn: Int64[NDArray[np.int64], " n"]
+    row: Int64[NDArray[np.int64], " n"]
+    place: Int64[NDArray[np.int64], " n"]
+    reward: Float32[NDArray[np.float32], " n"]
+    score: Float32[NDArray[np.float32], " n"]
+    value: Float32[NDArray[np.float32], " n"]
 
     @classmethod
-    def of(cls, one: ModelInputs, value: Tensor) -> _Targets:
+    def of(cls, one: ModelInputs, value: Float[Tensor, " n"]) -> _Targets:
         batch = one.batch
         return cls(
             rollout=batch.rollout_keys[batch.row],
@@ -170,7 +173,7 @@ def gae_by_turn(
     return completed
 
 
-def kto_z(engine: RankContext, inputs: Sequence[ModelInputs]) -> Tensor:
+def kto_z(engine: RankContext, inputs: Sequence[ModelInputs]) -> Float[Tensor, ""]:
     """max(0, mean over rollouts of log pi - log reference of their mismatched rows), of all ranks
     (KTO, arXiv 2402.01306). Rows that are not finite are left out; without any row it is 0."""
     theirs = reference_logprobs(engine, inputs)
@@ -199,7 +202,7 @@ def whiten(
         one.tensors["advantage"] if k.advantage is None else k.advantage
         for one, k in zip(inputs, known, strict=True)
     ]
-    sampled = [~one.tensors["expert"] for one in inputs]
+    sampled = [~one.tensors["demonstration"] for one in inputs]
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for values, here in zip(given, sampled, strict=True):
         total += torch.stack([values[here].double().sum(), here.sum().double()])

@@ -1,6 +1,6 @@
 """What an objective sums over whole rollouts, where their rows are in several micro-batches.
 
-These sums enter the gradients as numbers (`objectives.tokens.rollout_sum`), so they are added up
+These sums enter the gradients as numbers (`losses.tokens.rollout_sum`), so they are added up
 before the first backward of an optimizer step: over this rank's micro-batches, then over all.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Float64, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -38,7 +39,8 @@ def with_rollout_sums(
     """What is known of each micro-batch and the sums over its rollouts; a collective.
 
     Nothing is computed where the objective sums over none, or where each rollout is in one
-    micro-batch. `Before.current` saves the forward, but for parts of the user's own.
+    micro-batch. `TargetContext.current_logprobs` saves the forward, but for
+    parts of the user's own.
     """
     if not objective.sums_rollouts:
         return list(known)
@@ -61,7 +63,7 @@ def with_rollout_sums(
     ]
 
 
-def keys_of(batch: MicroBatch) -> NDArray[np.int64]:
+def keys_of(batch: MicroBatch) -> Int64[NDArray[np.int64], " rollouts"]:
     """Of each of the micro-batch's rollouts its key, by its number there."""
     keys = np.zeros(batch.rollouts, np.int64)
     keys[batch.rollout] = batch.rollout_keys[batch.row]
@@ -78,7 +80,7 @@ def _counts(engine: RankContext, keys: Sequence[NDArray[np.int64]]) -> Counter[i
 
 def _partial(
     engine: RankContext, objective: ObjectiveSettings, one: ModelInputs, known: TargetContext
-) -> tuple[Tensor, ...]:
+) -> tuple[Float64[Tensor, " rollouts"], ...]:
     if known.current_logprobs is None or objective.has_custom_parts:
         values = "value" in objective.needs
         now = forward(engine.model, one, engine.head, values=values)

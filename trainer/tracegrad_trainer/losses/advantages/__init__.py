@@ -14,14 +14,8 @@ from tracegrad_trainer.losses.advantages.base import (
     RolloutRewards,
 )
 
-# They compare a group's rollouts: 0 for one that is alone, and for all of equal rewards.
-GROUP_RELATIVE = frozenset(
-    {"grpo", "dr_grpo", "rloo", "reinforce++", "opo", "max_rl", "turn_return", "gigpo"}
-)
-
 __all__ = [
     "ADVANTAGES",
-    "GROUP_RELATIVE",
     "Advantage",
     "AdvantageMemory",
     "DemonstrationOutcome",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tracegrad_trainer.losses.advantages import ADVANTAGES, AdvantageMemory, Numbers, RolloutRewards
-from tracegrad_trainer.losses.advantages.over_length import apply_overlong_penalty
-from tracegrad_trainer.losses.config import ObjectiveSettings
+
+if TYPE_CHECKING:
+    from tracegrad_trainer.losses.config import ObjectiveSettings
 
 
 def compute_advantages(
@@ -34,3 +37,28 @@ def compute_advantages(
                 f"advantage {name!r} of rollout {rollout.rollout_id} is not finite: {values}"
             )
     return found
+
+
+def apply_overlong_penalty(
+    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings
+) -> list[RolloutRewards]:
+    """The rollouts with their rewards less `overlong_penalty`; unchanged without a budget."""
+    return [
+        replace(
+            rollout, reward=rollout.reward - overlong_penalty(int(rollout.tokens.sum()), settings)
+        )
+        for rollout in rollouts
+    ]
+
+
+def overlong_penalty(tokens: int, settings: ObjectiveSettings) -> float:
+    """What a rollout of so many sampled tokens loses (DAPO, arXiv 2503.14476, equation 13).
+
+    Nothing up to `overlong_budget - overlong_buffer`, all of `overlong_penalty` from the budget
+    on, and a straight line between.
+    """
+    budget, buffer = settings.overlong_budget, settings.overlong_buffer
+    if budget is None:
+        return 0.0
+    share = (tokens - (budget - buffer)) / buffer
+    return settings.overlong_penalty * min(max(share, 0.0), 1.0)

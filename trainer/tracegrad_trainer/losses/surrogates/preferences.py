@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tracegrad_trainer.losses.config import ObjectiveSettings
-from tracegrad_trainer.losses.pairs import pairs_of_tokens
 from tracegrad_trainer.losses.surrogates.base import SURROGATES, Losses
-from tracegrad_trainer.losses.tokens import Tokens, rollout_sum, segment_sum
+from tracegrad_trainer.losses.tokens import Tokens, pairs_of_tokens, rollout_sum, segment_sum
 
 
 @SURROGATES.register("dpo")

@@ -55,7 +55,7 @@ def test_the_kernel_is_told_rows_heads_scale_and_window(
         calls.append(args)
         return reference(*args, **kwargs)
 
-    monkeypatch.setattr(varlen, "kernel", counted)
+    monkeypatch.setattr(varlen, "varlen_kernel", counted)
     seen = []
     for attention in ("packed", "varlen"):
         model = make(name, attention)
@@ -79,7 +79,7 @@ def test_heads_that_the_kernel_refuses_go_in_padded_blocks(
         calls.append(args)
         return reference(*args, **kwargs)
 
-    monkeypatch.setattr(varlen, "kernel", counted)
+    monkeypatch.setattr(varlen, "varlen_kernel", counted)
     rows = varlen.VarlenRowAttention([3, 5], "cpu")
     assert rows.attend(*torch.ones(3, 1, 2, 8, width), ScoreTransform()).shape == (1, 8, 2, width)
     assert bool(calls) == taken

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from support.trainer import checkpoint_ranks
 from support.trainer.checkpoint_ranks import drawn, learner, saved, step, weights
+from support.trainer.ranks import run_on_ranks
 from support.trainer.row_samples import tiny_model
-from support.trainer.torchrun import torchrun
 from tracegrad_trainer.engine import (
     CheckpointError,
     FsdpSettings,
@@ -250,7 +251,7 @@ def test_a_writer_that_dies_of_what_nobody_foresaw_has_written_nothing(
 
     one = learner(folder / "model")
     saver = CheckpointSaver(tmp_path)
-    monkeypatch.setattr(module, "digests", dies)
+    monkeypatch.setattr(module, "file_digests", dies)
     saver.start(one, 1, {})
     with pytest.raises(CheckpointError, match="step-00000001 not written: its writer ended early"):
         saver.wait()
@@ -283,7 +284,7 @@ def two(folder: Path) -> list[dict[str, Any]]:
     seed_all(0)
     step(one, 1)
     saved(one, folder / "by-one", 1, who="one")
-    torchrun("support.trainer.checkpoint_ranks", 2, folder)
+    run_on_ranks(checkpoint_ranks.main, 2, folder)
     found: list[dict[str, Any]] = torch.load(folder / "two.pt", weights_only=False)
     return found
 

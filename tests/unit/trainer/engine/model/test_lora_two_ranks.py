@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from support.trainer import lora_ranks
+from support.trainer.ranks import run_on_ranks
 from support.trainer.row_samples import rows, tiny_model
 from support.trainer.tiny_models import logprobs
-from support.trainer.torchrun import torchrun
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.model.parallelize import build_model
@@ -23,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora-ranks")
     tiny_model(folder / "model")
     for ranks in (1, 2):
-        torchrun("support.trainer.lora_ranks", ranks, folder)
+        run_on_ranks(lora_ranks.main, ranks, folder)
     return folder
 
 

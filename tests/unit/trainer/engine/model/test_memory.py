@@ -15,7 +15,8 @@ from support.trainer.tiny_models import logprobs, make
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings
 from tracegrad_trainer.engine.model import memory
-from tracegrad_trainer.engine.model.parallelize import build_model, transformer_blocks
+from tracegrad_trainer.engine.model.blocks import transformer_blocks
+from tracegrad_trainer.engine.model.parallelize import build_model
 
 CPU = FsdpSettings(device="cpu")
 GIB = 1024**3
@@ -145,7 +146,7 @@ def test_memory_is_shared_by_the_ranks_of_a_machine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = asked(folder).on_device
-    monkeypatch.setattr(memory, "free_memory", lambda: 2 * needed)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 2 * needed)
     asked(folder, local_ranks=2)
     with pytest.raises(ValueError, match="does not fit"):
         asked(folder, local_ranks=3)

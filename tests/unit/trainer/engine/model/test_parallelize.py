@@ -17,8 +17,13 @@ from support.trainer.row_samples import rows
 from support.trainer.tiny_models import logprobs, make
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.config import FsdpSettings
-from tracegrad_trainer.engine.distributed import destroy_process_group, init_process_group
-from tracegrad_trainer.engine.model.parallelize import compute_device, shard, transformer_blocks
+from tracegrad_trainer.engine.distributed import (
+    compute_device,
+    destroy_process_group,
+    init_process_group,
+)
+from tracegrad_trainer.engine.model.blocks import transformer_blocks
+from tracegrad_trainer.engine.model.parallelize import shard
 
 MADE = rows(5)
 BATCH = micro_batch(MADE, range(len(MADE)))

@@ -47,7 +47,7 @@ def _one_thread() -> None:
 
 
 def batch(routes: ExpertRouting | None = None) -> MicroBatch:
-    return replace(micro_batch(ROWS, range(len(ROWS))), routes=routes)
+    return replace(micro_batch(ROWS, range(len(ROWS))), expert_routing=routes)
 
 
 def recorded(model: nn.Module) -> tuple[Tensor, ExpertRouting]:
@@ -178,8 +178,8 @@ def test_routes_travel_with_their_rows() -> None:
     model = make("mixtral", routing="r3")
     _, routes = recorded(model)
     ends = np.cumsum([len(row) for row in ROWS])
-    first = replace(ROWS[0], routes=routes[: ends[0]])
-    third = replace(ROWS[2], routes=routes[ends[1] : ends[2]])
+    first = replace(ROWS[0], expert_routing=routes[: ends[0]])
+    third = replace(ROWS[2], expert_routing=routes[ends[1] : ends[2]])
     made = micro_batch([third, ROWS[1], first], [2, 1, 0])
     assert made.expert_routing is not None
     assert np.array_equal(made.expert_routing[: len(third)], routes[ends[1] : ends[2]])
@@ -199,7 +199,7 @@ def test_routes_of_the_serving_engine_are_replayed(name: str) -> None:
     for row, end in zip(ROWS, ends, strict=True):
         asked = turn("t", row.input_ids[:5].tolist(), row.input_ids[5:].tolist())
         path = [told(asked, routes[end - len(row) : end])]
-        rows_told.append(replace(row, routes=routing_of_path(path, len(row), layout)))
+        rows_told.append(replace(row, expert_routing=routing_of_path(path, len(row), layout)))
     model = make(name, routing="r3")
     made = micro_batch(rows_told, range(len(rows_told)))
     assert made.expert_routing is not None
@@ -225,7 +225,7 @@ def test_an_engine_counts_layers_without_a_router_too() -> None:
     routes = routing_of_path([told(asked, layers)], len(row), routing_layout_of(model))
     assert routes is not None
     with torch.no_grad(), recording_routing(model) as seen:
-        logprobs(model, micro_batch([replace(row, routes=routes)], [0]))
+        logprobs(model, micro_batch([replace(row, expert_routing=routes)], [0]))
     assert np.array_equal(seen[0][:-1], layers[:-1, 1:])
 
 

@@ -139,7 +139,7 @@ def test_the_bonus_by_hand() -> None:
     some = tokens(
         [-1.0] * 4,
         turn=[0, 0, 1, 2],
-        expert=[False, False, False, True],
+        demonstration=[False, False, False, True],
         advantage=[0.0] * 4,
         entropy=torch.tensor([1.0, 2.0, 4.0, 9.0], dtype=torch.float64, requires_grad=True),
     )

@@ -126,7 +126,7 @@ def test_values_and_their_advantages_stay_those_of_the_batchs_start(
     everything = made("ppo")
     at_start = prepare_batch(of("ppo", folder), pack(everything, ranks=1, budget=1000)[0])
     assert train_batch(one, everything, version=VERSION, budget=1000).applied
-    for name in ("old", "old_value", "returns", "advantage", "reference"):
+    for name in ("old_logprobs", "old_value", "returns", "advantage", "reference_logprobs"):
         [whole] = [getattr(known, name) for known in at_start.before]
         parts = [[getattr(known, name) for known in update] for update in seen]
         if whole is None:

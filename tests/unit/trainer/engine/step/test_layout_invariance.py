@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.trainer import layout_ranks
 from support.trainer.layout_ranks import BATCHES, OBJECTIVES, VARIANTS, Layout, batch, run, without
+from support.trainer.ranks import run_on_ranks
 from support.trainer.row_samples import tiny_model
-from support.trainer.torchrun import torchrun
 
 EXACT = 1e-6
 # A product over a rollout's tokens, some sixty, multiplies the roundings of their log-probabilities
@@ -41,7 +42,7 @@ def several(folder: Path) -> dict[int, dict[str, Any]]:
     """What 2 and 4 ranks found."""
     found = {}
     for ranks in (2, 4):
-        torchrun("support.trainer.layout_ranks", ranks, folder)
+        run_on_ranks(layout_ranks.main, ranks, folder)
         found[ranks] = torch.load(folder / f"{ranks}.pt", weights_only=False)
     return found
 
@@ -152,7 +153,7 @@ def test_these_steps_exercise_what_they_are_about(one: dict[str, Any]) -> None:
     assert 0.05 < metrics["grpo"]["clipped_share"] < 0.95
     assert metrics["grpo"]["kl_loss"] > 0.01
     assert metrics["ppo"]["value_loss"] > 0.01
-    assert metrics["ipa"]["expert_tokens"] > 10
+    assert metrics["ipa"]["demonstration_tokens"] > 10
     assert all(result.metrics["grad_norm"] > 1e-3 for result, _ in one.values())
     assert {"value_head.weight", "value_head.bias"} <= set(one["ppo"][1])
     assert float(one["ppo"][1]["value_head.weight"].norm()) > 1e-3

@@ -73,7 +73,7 @@ def test_the_reference_is_the_other_model(folder: Path) -> None:
     for batch, known in zip(batches, before("dpo", learner, batches), strict=True):
         for number, key in enumerate(batch.row_keys.tolist()):
             expected = row_logprobs(folder / "other", everything[key])
-            found = known.reference[torch.from_numpy(batch.row == number)]
+            found = known.reference_logprobs[torch.from_numpy(batch.row == number)]
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     reference = learner.engine.reference
     assert reference is not None
@@ -96,7 +96,7 @@ def test_under_adapters_the_base_is_the_reference(folder: Path) -> None:
     for one, mine, base in zip(
         known, learner.logprobs(batches), plain.logprobs(batches), strict=True
     ):
-        torch.testing.assert_close(one.reference, base, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one.reference_logprobs, base, rtol=1e-5, atol=1e-5)
         assert (mine - base).abs().mean() > 0.05
     assert learner.train(batches, version=VERSION).metrics["kl_loss"] > 0
 
@@ -234,7 +234,7 @@ def told(folder: Path, apart: float, *, version: int = VERSION, dtype: Any = "fl
     layout = Layout(settings={"compute_dtype": dtype})
     learner = layout_ranks.learner(folder, "turn_mean", layout)
     batches = [
-        replace(batch, mu=logp.numpy() + np.float32(apart))
+        replace(batch, rollout_logprobs=logp.numpy() + np.float32(apart))
         for batch, logp in zip(
             share("grpo", layout), learner.logprobs(share("grpo", layout)), strict=True
         )
@@ -318,4 +318,4 @@ def test_a_reference_is_built_without_adapters(folder: Path) -> None:
     (known, *_) = before("dpo", learner, batches)
     theirs = layout_ranks.learner(folder, "dpo")
     (expected, *_) = before("dpo", theirs, batches)
-    torch.testing.assert_close(known.reference, expected.reference)
+    torch.testing.assert_close(known.reference_logprobs, expected.reference_logprobs)

@@ -71,7 +71,7 @@ def by_turn(rows: Sequence[Row]) -> list[Row]:
                     policy_version=np.where(here, row.policy_version, -1)[:end].astype(np.int32),
                     turn_index=np.where(here, 0, -1)[:end].astype(np.int32),
                     temperature=np.where(here, row.temperature, 1)[:end].astype(np.float32),
-                    expert=(row.demonstration & here)[:end],
+                    demonstration=(row.demonstration & here)[:end],
                     turn_ids=(row.turn_ids[number],),
                     turn_numbers=(number,),
                 )
@@ -174,7 +174,9 @@ def test_a_forward_is_made_only_where_rollouts_are_split(
     for objective, rows in (("grpo", split), ("gspo", rollouts("gspo"))):
         assert all(found.rollout_sums is None for found in sums(objective, rows))
     assert not asked
-    assert all(found.rollout_sums is not None for found in sums("gspo", split, current=True))
+    assert all(
+        found.rollout_sums is not None for found in sums("gspo", split, current_logprobs=True)
+    )
     assert not asked
     assert all(found.rollout_sums is not None for found in sums("gspo", split))
     assert len(asked) > 1

@@ -71,10 +71,10 @@ def test_what_the_engine_told_stays_and_the_router_fills_the_rest(learner: Learn
     for batch in own:
         routes = (7 - batch.expert_routing).copy()
         routes[::2] = UNROUTED
-        told.append(replace(batch, routes=routes))
+        told.append(replace(batch, expert_routing=routes))
     for batch, given in zip(prepare_batch(learner, told).micro_batches, told, strict=True):
         assert batch.expert_routing is not None
-        assert (batch.expert_routing[1::2] == given.routes[1::2]).all()
+        assert (batch.expert_routing[1::2] == given.expert_routing[1::2]).all()
         assert (batch.expert_routing != UNROUTED).all()
 
 
@@ -89,4 +89,4 @@ def test_all_steps_on_a_batch_take_the_same_experts(
     assert len(seen) == 2
     for micro_batches in seen:
         for batch, routes in zip(micro_batches, expected, strict=True):
-            assert (batch.routes == routes).all()
+            assert (batch.expert_routing == routes).all()

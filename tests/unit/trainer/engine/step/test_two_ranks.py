@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from support.trainer import fsdp_ranks
+from support.trainer.ranks import run_on_ranks
 from support.trainer.row_samples import rows, tiny_model
-from support.trainer.torchrun import torchrun
 from tracegrad_trainer.batches import Row, pack
 from tracegrad_trainer.engine import (
     Learner,
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
     """What both ranks saw."""
-    torchrun("support.trainer.fsdp_ranks", 2, folder)
+    run_on_ranks(fsdp_ranks.main, 2, folder)
     seen: list[dict[str, Any]] = torch.load(folder / "ranks.pt", weights_only=False)
     return seen
 

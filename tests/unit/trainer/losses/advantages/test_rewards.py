@@ -10,26 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.trainer import own_parts
 from support.trainer.advantage_samples import scored
 from support.trainer.row_samples import Group, Sample
 from tracegrad_trainer.losses import preset
-from tracegrad_trainer.losses.advantages.over_length import apply_overlong_penalty, overlong_penalty
+from tracegrad_trainer.losses.advantages.compute import apply_overlong_penalty, overlong_penalty
 from tracegrad_trainer.losses.judge import judge_rewards, load_judge
 
 DAPO = {
-    "over_length_budget": 20_480,
-    "over_length_part": 4_096,
-    "over_length_penalty": 1.0,
+    "overlong_budget": 20_480,
+    "overlong_buffer": 4_096,
+    "overlong_penalty": 1.0,
 }
 
 
 def group(*rewards: float) -> Group:
     return Group("g", [Sample(f"r{i}", reward) for i, reward in enumerate(rewards)])
-
-
-def ranks(compared: Group) -> list[float]:
-    order = sorted(rollout.reward for rollout in compared.rollouts)
-    return [float(order.index(rollout.reward)) for rollout in compared.rollouts]
 
 
 @dataclass
@@ -44,7 +40,7 @@ class Says:
 
 
 def test_a_judge_is_found_by_its_import_path_and_sees_the_whole_group() -> None:
-    judge = load_judge("test_advantages_rewards:ranks")
+    judge = load_judge(f"{own_parts.__name__}:ranks")
     assert judge_rewards(judge, group(0.5, 0.1, 7.0)) == [1.0, 0.0, 2.0]
 
 
@@ -53,8 +49,8 @@ def test_a_judge_is_found_by_its_import_path_and_sees_the_whole_group() -> None:
     [
         ("ranks", "judge 'ranks': write package.module:function"),
         ("no_such_module_here:ranks", "cannot be imported: No module named"),
-        ("test_advantages_rewards:nothing", "cannot be imported"),
-        ("test_advantages_rewards:DAPO", "is a dict, not a function"),
+        (f"{own_parts.__name__}:nothing", "cannot be imported"),
+        (f"{own_parts.__name__}:NOTHING", "is a int, not a function"),
     ],
 )
 def test_a_judge_that_is_not_there_is_one_clear_error(path: str, wrong: str) -> None:
@@ -94,7 +90,7 @@ def test_the_penalty_rises_over_the_last_part_of_the_budget() -> None:
     chosen = preset("grpo", **DAPO)
     lengths = [0, 16_384, 17_408, 18_432, 20_480, 90_000]
     assert [overlong_penalty(n, chosen) for n in lengths] == [0, 0, 0.25, 0.5, 1, 1]
-    halved = preset("grpo", **DAPO | {"over_length_penalty": 0.5})
+    halved = preset("grpo", **DAPO | {"overlong_penalty": 0.5})
     assert [overlong_penalty(n, halved) for n in lengths] == [0, 0, 0.125, 0.25, 0.5, 0.5]
 
 
@@ -104,7 +100,7 @@ def test_without_a_budget_rewards_are_as_they_were_given() -> None:
 
 
 def test_all_sampled_tokens_of_a_rollout_count() -> None:
-    chosen = preset("grpo", over_length_budget=10, over_length_part=4)
+    chosen = preset("grpo", overlong_budget=10, overlong_buffer=4)
     found = apply_overlong_penalty([scored(1.0, tokens=[3, 4]), scored(1.0, tokens=[3, 3])], chosen)
     assert [rollout.reward for rollout in found] == [0.75, 1.0]
 
@@ -122,5 +118,5 @@ def reference(tokens: int, budget: int, part: int) -> float:
 @given(st.integers(0, 200), st.integers(0, 100), st.integers(1, 100))
 def test_the_penalty_is_the_papers(tokens: int, free: int, part: int) -> None:
     budget = free + part
-    chosen = preset("grpo", over_length_budget=budget, over_length_part=part)
+    chosen = preset("grpo", overlong_budget=budget, overlong_buffer=part)
     assert overlong_penalty(tokens, chosen) == pytest.approx(-reference(tokens, budget, part))

@@ -68,7 +68,7 @@ def test_one_by_one_it_is_the_exponential_mean(rewards: list[float]) -> None:
 def test_the_memory_is_bounded_and_the_longest_unused_go_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(running_mean, "KEPT", 3)
+    monkeypatch.setattr(running_mean, "MAX_KEPT", 3)
     memory: AdvantageMemory = {}
     for task in ("a", "b", "c", "a", "d"):
         values("running", of(1.0, task=task), memory)

@@ -121,7 +121,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
     given = made(4, rows=6)
 
     def of(logp: Tensor) -> Tensor:
-        return compute_loss(preset(name), replace(given, logp=logp)).total
+        return compute_loss(preset(name), replace(given, policy_logprobs=logp)).total
 
     assert torch.autograd.gradcheck(of, (given.policy_logprobs,))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from support.trainer.loss_tokens import made, tokens
+from support.trainer.loss_tokens import FIELDS, made, tokens
 from tracegrad_trainer.losses import ObjectiveSettings, Tokens, compute_loss, preset
 from tracegrad_trainer.losses.ratios import RATIOS
 from tracegrad_trainer.losses.surrogates import SURROGATES
@@ -145,7 +145,7 @@ def test_ipa_by_hand() -> None:
         old=[-1 - LN(x) for x in ratios],
         advantage=[1.0, -1.0, -1.0, 0.0, 1.0, -1.0],
         turn=[0, 1, 2, 3, 4, 5],
-        expert=[False] * 4 + [True] * 2,
+        demonstration=[False] * 4 + [True] * 2,
     )
     _, gradient, clipped = run(preset("ipa", imitation=0.3, reinforcement=0.5), given)
     assert gradient == pytest.approx([-0.5, 0.5, 0.25, 0, -0.3, 0])
@@ -161,7 +161,7 @@ def test_ipa_truncates_the_ratio_of_the_whole_turn() -> None:
 
 def test_sft_by_hand() -> None:
     loss, gradient, _ = run(
-        preset("sft"), tokens([-1.0, -3.0], advantage=[5.0, -5.0], expert=[True, False])
+        preset("sft"), tokens([-1.0, -3.0], advantage=[5.0, -5.0], demonstration=[True, False])
     )
     assert loss == [1, 3]
     assert gradient == [-1, -1]
@@ -227,8 +227,7 @@ def test_loss_and_gradient_are_the_references(name: str, dual_clip: float | None
     given = made(5, rows=200, spread=0.6)
     settings = plain(name, dual_clip=dual_clip)
     loss, gradient, clipped = run(settings, given)
-    fields = ("logp", "old", "mu", "advantage", "score")
-    x = {field: getattr(given, field).detach().numpy() for field in fields}
+    x = {name: getattr(given, field).detach().numpy() for name, field in FIELDS.items()}
     x["r"] = np.exp(x["logp"] - x["old"])
     expected, slope = REFERENCES[name](settings, x)
     expert = given.demonstration.numpy()
@@ -248,7 +247,7 @@ def test_ppo_has_the_gradient_of_finite_differences_at_every_granularity(name: s
     settings = plain("ppo", ratio=name, clip_low=0.9, clip_high=9.0)
 
     def of(logp: torch.Tensor) -> torch.Tensor:
-        moved = replace(given, logp=logp)
+        moved = replace(given, policy_logprobs=logp)
         return SURROGATES["ppo"](moved, RATIOS[name](moved, settings), settings)[0].sum()
 
     assert torch.autograd.gradcheck(of, (given.policy_logprobs,))

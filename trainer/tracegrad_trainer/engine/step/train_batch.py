@@ -1,0 +1,77 @@
+"""A whole batch on all ranks: rank 0's rows shared out, and the optimizer steps on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch.distributed as dist
+
+from tracegrad_trainer.batches import MicroBatch, Row, mini_batches, pack, packing_stats
+from tracegrad_trainer.engine.step.epochs import train_epochs
+from tracegrad_trainer.engine.step.learner import Learner
+from tracegrad_trainer.engine.step.result import StepResult
+
+
+def train_batch(
+    learner: Learner,
+    rows: Sequence[Row] | None,
+    *,
+    version: int,
+    budget: int,
+    mismatched: Sequence[Row] = (),
+    seed: int = 0,
+) -> StepResult:
+    """The optimizer steps on rank 0's `rows` (None on the others), packed to `budget` tokens:
+    one, or as many as `optim.minibatches` and `optim.epochs` ask for, `seed` deciding which.
+
+    `mismatched` (rank 0's too, for one step only) as in `Learner.update`. `StepResult.dropped`
+    are indices into `rows`; the metrics say how well they were packed, too.
+    """
+    optim = learner.optim
+    parts: list[list[int]] | None = None
+    if rows is not None:
+        # By the number of optimizer steps so far, not by a generator's state: what was done for
+        # a batch that changed nothing must leave no trace.
+        parts = mini_batches(rows, optim.minibatches, seed=f"{seed} step {learner.steps}")
+    own, how_packed = _deal(rows, parts, budget=budget)
+    if len(own) * optim.epochs > 1:
+        done = train_epochs(learner, own, epochs=optim.epochs, version=version)
+    else:
+        looked_at: list[MicroBatch] = []
+        if "kto_z" in learner.objective.needs:
+            looked_at, _ = deal_rows(mismatched, budget=budget)
+        [only] = own
+        done = learner.train(only, version=version, mismatched=looked_at)
+    return replace(done, metrics=how_packed | done.metrics)
+
+
+def deal_rows(
+    rows: Sequence[Row] | None, *, budget: int
+) -> tuple[list[MicroBatch], dict[str, float]]:
+    """This rank's share of rank 0's `rows` (None on the others), and how well all were packed."""
+    [own], stats = _deal(rows, None if rows is None else [list(range(len(rows)))], budget=budget)
+    return own, stats
+
+
+def _deal(
+    rows: Sequence[Row] | None, parts: Sequence[Sequence[int]] | None, *, budget: int
+) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+    """The same of each part of the rows, by their numbers."""
+    shares: list[tuple[list[list[MicroBatch]], dict[str, float]]] | None = None
+    if dist.get_rank() == 0:
+        assert rows is not None
+        assert parts is not None
+        ranks = dist.get_world_size()
+        packed = [
+            pack([rows[i] for i in part], ranks=ranks, budget=budget, keys=part) for part in parts
+        ]
+        by_rank = list(zip(*packed, strict=True))
+        stats = packing_stats([[*chain(*of_parts)] for of_parts in by_rank], budget=budget)
+        shares = [(list(of_parts), stats) for of_parts in by_rank]
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, shares, src=0)
+    found: tuple[list[list[MicroBatch]], dict[str, float]] = received[0]
+    return found
