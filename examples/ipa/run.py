@@ -83,7 +83,7 @@ def run(plan: Plan) -> Curve:
     """Trains in `plan.folder`, which holds model, store and checkpoints afterwards."""
     model = warm_start(plan.folder / "model", seed=plan.seed)
     with ExitStack() as stack:
-        return _Run(plan, settings_of(plan, model), stack).all()
+        return Run(plan, settings_of(plan, model), stack).all()
 
 
 def settings_of(plan: Plan, model: Path) -> TrainerSettings:
@@ -106,7 +106,7 @@ def settings_of(plan: Plan, model: Path) -> TrainerSettings:
     return TrainerSettings.model_validate(values)
 
 
-class _Run:
+class Run:
     def __init__(self, plan: Plan, settings: TrainerSettings, stack: ExitStack) -> None:
         self.plan = plan
         # What is ready is all there is: nobody else brings rollouts.

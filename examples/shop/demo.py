@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from shop.screen import Screen
-from tracegrad_trainer.inference.vllm_process import find_free_port
+from tracegrad_trainer.utils.network import find_free_port
 from tracegrad_trainer.utils.subprocesses import ChildError
 
 if TYPE_CHECKING:

@@ -15,7 +15,9 @@ from support.cli_agents.scene import ROLLOUT, play
 from support.trainer.tiny_model import load_model
 from tracegrad.events import Turn
 from tracegrad.turn_tree import extends, paths
-from tracegrad_trainer.inference.vllm_process import VllmProcess, VllmSettings, find_free_port
+from tracegrad_trainer.config.vllm import VllmSettings
+from tracegrad_trainer.inference.vllm_process import VllmProcess
+from tracegrad_trainer.utils.network import find_free_port
 
 pytestmark = [
     pytest.mark.agents,

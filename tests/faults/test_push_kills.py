@@ -121,7 +121,7 @@ def test_a_killed_push_and_its_restart(
     same(found["state"], unkilled["state"])
 
 
-@pytest.mark.parametrize("point", ["pushed, not recorded", "marked, not resumed"])
+@pytest.mark.parametrize("point", ["pushed, not recorded", "version set, not resumed"])
 def test_what_agents_sampled_meanwhile_is_trained_once(
     point: str, runs: Runs, engine: VllmProcess, model: Path, tmp_path: Path
 ) -> None:

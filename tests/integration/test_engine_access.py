@@ -15,7 +15,7 @@ from support.engines.vllm_server import VllmServer
 from support.system.shadowing_modules import modules_run
 from tracegrad.private_files import is_private
 from tracegrad.urls import unix_socket
-from tracegrad_trainer.utils.client import http_client
+from tracegrad_trainer.utils.network import http_client
 
 pytestmark = pytest.mark.vllm
 NOBODY = 65534

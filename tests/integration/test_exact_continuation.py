@@ -25,7 +25,9 @@ from support.trainer.tiny_model import load_model, reference_logprobs, tiny_mode
 from tracegrad.events import Turn
 from tracegrad.store import Store
 from tracegrad.turn_tree import extends, paths
-from tracegrad_trainer.inference.vllm_process import VllmProcess, VllmSettings, find_free_port
+from tracegrad_trainer.config.vllm import VllmSettings
+from tracegrad_trainer.inference.vllm_process import VllmProcess
+from tracegrad_trainer.utils.network import find_free_port
 from tracegrad_trainer.utils.subprocesses import ChildProcess, is_responding
 
 pytestmark = pytest.mark.vllm

@@ -16,8 +16,8 @@ from support.proxy.servers import CONTROL_KEY
 from support.trainer.tiny_model import load_model, perturb, reference_logprobs
 from tracegrad.store import Store
 from tracegrad_trainer.inference.logprob_probe import compare_logprobs
-from tracegrad_trainer.inference.vllm_process import find_free_port
 from tracegrad_trainer.inference.weight_push import WeightPusher
+from tracegrad_trainer.utils.network import find_free_port
 from tracegrad_trainer.utils.subprocesses import ChildProcess
 
 pytestmark = pytest.mark.vllm

@@ -34,7 +34,7 @@ from tracegrad_trainer.inference.logprob_probe import (
 )
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.inference.weight_push import PushError, WeightPusher
-from tracegrad_trainer.utils.client import http_client
+from tracegrad_trainer.utils.network import http_client
 
 pytestmark = pytest.mark.vllm
 TOLERANCE = 1e-4  # nats, the largest difference over all tokens
@@ -139,7 +139,7 @@ def test_a_stream_in_flight_goes_on_with_the_new_weights(
 ) -> None:
     stream = Stream()
     at_mark: list[int] = []
-    monkeypatch.setattr(pusher, "_mark", lambda version: at_mark.append(len(stream.tokens)))
+    monkeypatch.setattr(pusher, "_set_version", lambda version: at_mark.append(len(stream.tokens)))
     reader = threading.Thread(target=stream.read, args=(vllm_server, 500))
     reader.start()
     deadline = time.monotonic() + 30

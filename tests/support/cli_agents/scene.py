@@ -13,7 +13,7 @@ from support.cli_agents.loopback import Loopback, loopback
 from support.cli_agents.recipes import MODEL, Agent, Launch
 from tracegrad.events import Turn
 from tracegrad.store import Store
-from tracegrad_trainer.inference.vllm_process import find_free_port
+from tracegrad_trainer.utils.network import find_free_port
 from tracegrad_trainer.utils.subprocesses import ChildProcess, is_responding
 
 ROLLOUT = "this-run"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracegrad_trainer.inference.vllm_process import VllmProcess, VllmSettings
+from tracegrad_trainer.config.vllm import VllmSettings
+from tracegrad_trainer.inference.vllm_process import VllmProcess
 
 
 @dataclass(frozen=True)

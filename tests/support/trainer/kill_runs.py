@@ -1,4 +1,4 @@
-"""The test's side of `step_victim`: runs of `trainer step` that are killed, and what they left."""
+"""The test's side of `killed_process`: killed runs and what they left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tracegrad_trainer.metrics import find_metric
 
 
 class Runs:
-    """Makes one run of `trainer step`'s ranks after the other."""
+    """Makes one run of a program's ranks after the other."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -37,7 +37,14 @@ class Runs:
         """-> the exit status of each rank; negative: the signal."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        every = {"serve": False, "ranks": 1, "steps": None, "after_s": None, "at": None, "nth": 1}
+        every = {
+            "program": "step",
+            "ranks": 1,
+            "steps": None,
+            "after_s": None,
+            "at": None,
+            "nth": 1,
+        }
         every |= {"linger_s": 0.0, "alone": False, "settings": str(settings), "env": {}}
         self._process.stdin.write(json.dumps(every | order) + "\n")
         self._process.stdin.flush()

@@ -1,10 +1,10 @@
-"""Ranks of `trainer step` and of `trainer serve` that are killed: a process that has read torch
-and forks them.
+"""Ranks of `trainer step`, `serve` and `sft`, which may be killed: a process that has read torch
+forks them.
 
-Orders come as JSON lines, one run each: {"settings": FILE, "serve": BOOL, "ranks": N,
+Orders come as JSON lines, one run each: {"settings": FILE, "program": NAME, "ranks": N,
 "steps": N or null, "after_s": SECONDS or null, "at": POINT or null, "nth": N, "linger_s": SECONDS,
-"alone": BOOL, "env": {NAME: VALUE}}. With `serve` they are the ranks that push to an engine, which
-runs already. A run is killed `after_s` seconds after it began, or it kills itself `at` a point, the
+"alone": BOOL, "env": {NAME: VALUE}}. Those of `serve` push to an engine, which runs
+already. A run is killed `after_s` seconds after it began, or it kills itself `at` a point, the
 `nth` time that it gets there, after it lingered there; `alone`: only one of its ranks, and the
 others are ended as the launcher would. The answer is one line, the exit statuses.
 """
@@ -15,7 +15,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +27,10 @@ from tracegrad_trainer.inference import weight_files, weight_push
 from tracegrad_trainer.inference.publish import WeightPublisher
 from tracegrad_trainer.rl import offline_worker, serve_worker
 from tracegrad_trainer.rl.train_loop import TrainLoop
+from tracegrad_trainer.sft import train as sft
+from tracegrad_trainer.utils.network import find_free_port
+
+PROGRAMS = {"step": offline_worker.main, "serve": serve_worker.main, "sft": sft.main}
 
 # Where a run may be killed: (owner, name of the function, whether before it runs).
 POINTS: dict[str, tuple[Any, str, bool]] = {
@@ -38,7 +41,7 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
     "before the commit": (Ledger, "commit_step", True),
     "after the commit": (Ledger, "commit_step", False),
     "before old ones go": (save_load.CheckpointSaver, "prune", True),
-    "leased, not trained": (TrainLoop, "train", True),
+    "leased, not trained": (TrainLoop, "train_batch", True),
     "skipped groups consumed": (Ledger, "commit_skipped", False),
 }
 # The same of a push; a fourth part is an argument that the call must have.
@@ -47,8 +50,8 @@ PUSH_POINTS: dict[str, tuple[Any, ...]] = {
     "files written": (weight_files.WeightFiles, "write", False),
     "engine paused": (weight_push.WeightPusher, "_load", True),
     "engine without weights": (weight_push._Peer, "post", True, "/finish_weight_update"),
-    "loaded, not marked": (weight_push.WeightPusher, "_mark", True),
-    "marked, not resumed": (weight_push._Peer, "post", True, "/resume"),
+    "loaded, version not set": (weight_push.WeightPusher, "_set_version", True),
+    "version set, not resumed": (weight_push._Peer, "post", True, "/resume"),
     "served, not proven": (weight_push.WeightPusher, "_verify", True),
     "proven, calls still wait": (weight_push._Peer, "try_post", True),
     "pushed, not recorded": (WeightPublisher, "publish", False),
@@ -63,7 +66,7 @@ def main() -> None:
 
 
 def run(order: dict[str, Any]) -> list[int]:
-    port = free_port()
+    port = find_free_port()
     ranks = [fork(order, rank, port) for rank in range(order["ranks"])]
     deadline = None if order["after_s"] is None else time.monotonic() + order["after_s"]
     return wait(ranks, deadline, alone=order["alone"])
@@ -89,8 +92,7 @@ def fork(order: dict[str, Any], rank: int, port: int) -> int:
         if order["at"] is not None:
             arm(order["at"], order["nth"], order["linger_s"])
         steps = [] if order["steps"] is None else ["--steps", str(order["steps"])]
-        program = serve_worker.main if order["serve"] else offline_worker.main
-        code = program([order["settings"], *steps])
+        code = PROGRAMS[order["program"]]([order["settings"], *steps])
     finally:
         os._exit(code)
 
@@ -137,13 +139,6 @@ def wait(ranks: list[int], deadline: float | None, *, alone: bool) -> list[int]:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
     return list(statuses.values())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

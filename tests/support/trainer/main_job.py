@@ -20,7 +20,7 @@ from support.trainer.trainer_serve import Ended, TrainerServe, cli, cli_json
 from tracegrad import flush, rollout
 from tracegrad.store import Ledger, RolloutDetail, StepRecord, Store
 from tracegrad_trainer.inference.logprob_probe import sample_probe
-from tracegrad_trainer.utils.client import http_client
+from tracegrad_trainer.utils.network import http_client
 
 PROMPT = [5 + 7 * i % 90 for i in range(40)]
 

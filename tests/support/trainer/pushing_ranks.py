@@ -22,9 +22,9 @@ from tracegrad_trainer.cli.export import load_checkpoint_model
 from tracegrad_trainer.cli.serve import proxy_process, with_control_key
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.inference.logprob_probe import LogprobGap, compare_logprobs, sample_probe
-from tracegrad_trainer.inference.vllm_process import VllmProcess, find_free_port
+from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.launch.torchrun import secret_variables
-from tracegrad_trainer.utils.client import http_client
+from tracegrad_trainer.utils.network import find_free_port, http_client
 from tracegrad_trainer.utils.subprocesses import is_responding
 
 KILLED = -9
@@ -53,7 +53,7 @@ class PushingRanks:
         limited = self.settings.model_copy(update={"max_steps": until})
         self.file.write_text(limited.model_dump_json())
         env = secret_variables(self.settings)
-        statuses = self.runs.run(self.file, serve=True, ranks=self.ranks, env=env, **order)
+        statuses = self.runs.run(self.file, program="serve", ranks=self.ranks, env=env, **order)
         assert set(statuses) == {0} or KILLED in statuses, log_of(self.file)
         return set(statuses) == {0}
 

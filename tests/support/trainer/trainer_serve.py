@@ -18,8 +18,8 @@ import psutil
 
 from support.system.process_tree import ProcessTree
 from tracegrad.store import Ledger, Store
-from tracegrad_trainer.inference.vllm_process import find_free_port
 from tracegrad_trainer.launch.run_state import read_state
+from tracegrad_trainer.utils.network import find_free_port
 
 BIN = Path(sys.executable).parent
 READY_S = 180.0

@@ -1,7 +1,4 @@
-"""IPA by anchors on vaults that sampling never opens; the whole table is `python -m ipa.demo`.
-
-Each run is a process of its own: it joins a process group.
-"""
+"""IPA by anchors on vaults that sampling never opens; the whole table is `python -m ipa.demo`."""
 
 from __future__ import annotations
 
@@ -9,29 +6,29 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ipa.run import Plan, Run, settings_of
+from ipa.warm_start import warm_start
+
 ROOT = Path(__file__).resolve().parents[3]
-RUN = """
-import json, sys
-from pathlib import Path
-from ipa.run import Plan, run
-curve = run(Plan(folder=Path(sys.argv[1]), **json.loads(sys.argv[2])))
-print(json.dumps([curve.first, curve.last, curve.steps, curve.points[-1].anchor]))
-"""
 
 
-def learn(folder: Path, **plan: Any) -> tuple[float, float, int, float]:
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return warm_start(tmp_path_factory.mktemp("warm") / "model", seed=0)
+
+
+def learn(warm: Path, folder: Path, **plan: Any) -> tuple[float, float, int, float]:
     """Success before and after, optimizer steps, and where the anchors stand."""
-    env = os.environ | {"PYTHONPATH": str(ROOT / "examples"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUN, str(folder), json.dumps(plan)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    before, after, steps, anchor = json.loads(done.stdout.splitlines()[-1])
-    return before, after, steps, anchor
+    settings = Plan(folder=folder, **plan)
+    with ExitStack() as stack:
+        curve = Run(settings, settings_of(settings, warm), stack).all()
+    return curve.first, curve.last, curve.steps, curve.points[-1].anchor
 
 
 # One vault of three turns: what anchors are for shows in a few seconds.
@@ -39,29 +36,31 @@ SMALL = {"vaults": 1, "turns": 3, "rounds": 60, "rollouts": 32, "exam": 64, "exa
 
 
 @pytest.mark.parametrize("method", ["rollback", "parallel"])
-def test_a_vault_is_learnt_from_an_experts_prefixes(tmp_path: Path, method: str) -> None:
-    before, after, steps, _ = learn(tmp_path, method=method, **SMALL)
+def test_a_vault_is_learnt_from_an_experts_prefixes(
+    warm: Path, tmp_path: Path, method: str
+) -> None:
+    before, after, steps, _ = learn(warm, tmp_path, method=method, **SMALL)
     assert before < 0.1
     assert after > 0.5
     assert steps > 5
 
 
-def test_without_a_learning_rate_the_anchor_does_not_move(tmp_path: Path) -> None:
-    before, after, steps, anchor = learn(tmp_path, method="rollback", lr=0.0, **SMALL)
+def test_without_a_learning_rate_the_anchor_does_not_move(warm: Path, tmp_path: Path) -> None:
+    before, after, steps, anchor = learn(warm, tmp_path, method="rollback", lr=0.0, **SMALL)
     assert max(before, after) < 0.1
     assert steps > 5
     assert anchor == 2.0
 
 
-def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
-    _, after, _, _ = learn(tmp_path, method="rollback", shuffled=True, **SMALL)
+def test_shuffled_rewards_teach_nothing(warm: Path, tmp_path: Path) -> None:
+    _, after, _, _ = learn(warm, tmp_path, method="rollback", shuffled=True, **SMALL)
     assert after < 0.2
 
 
-def test_where_everything_fails_the_expert_is_imitated(tmp_path: Path) -> None:
+def test_where_everything_fails_the_expert_is_imitated(warm: Path, tmp_path: Path) -> None:
     plan = SMALL | {"rounds": 12, "rollouts": 16, "exam_every": 12, "failing": True}
     given = {"method": "rollback", "objective": [["imitation", 0.1]]}
-    before, after, steps, anchor = learn(tmp_path, **(plan | given))
+    before, after, steps, anchor = learn(warm, tmp_path, **(plan | given))
     assert before < 0.1
     assert after > 0.4, "the turn at the anchor, which the policy fails at, is imitated too"
     assert steps == 12

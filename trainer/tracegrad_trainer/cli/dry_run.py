@@ -11,11 +11,11 @@ from rich.console import Group as Lines
 from rich.text import Text
 
 from tracegrad.store import IncompleteGroup, Store, StoreError
-from tracegrad_trainer.cli.render_status import format_age
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.rl.dry_run import GroupPlan, MicroBatchLoad, StepPlan, plan_step
 from tracegrad_trainer.utils.console import (
     PlainTable,
+    format_age,
     format_count,
     plain_table,
     print_json,
@@ -61,8 +61,8 @@ def render_plan(plan: StepPlan) -> RenderableType:
         parts += [Text(), _waiting(plan.waiting)]
     elsewhere = {state: n for state, n in plan.pending.items() if state != "waiting"}
     if elsewhere:
-        told = ", ".join(f"{n} {state}" for state, n in sorted(elsewhere.items()))
-        parts += [Text(), Text(f"turns that no step would look at yet: {told}")]
+        states = ", ".join(f"{n} {state}" for state, n in sorted(elsewhere.items()))
+        parts += [Text(), Text(f"turns that no step would look at yet: {states}")]
     return Lines(*parts)
 
 
@@ -74,9 +74,10 @@ def _headline(plan: StepPlan) -> Text:
     text = Text(f"step {plan.step}", style="bold")
     few = f" (of {plan.wanted} wanted)" if len(plan.groups) < plan.wanted else ""
     more = f"; {plan.more} more {'is' if plan.more == 1 else 'are'} ready" if plan.more else ""
+    groups, turns = format_count(len(plan.groups), "group"), format_count(plan.trained, "turn")
     return text.append(
-        f" on version {plan.version}: {format_count(len(plan.groups), 'group')}{few},"
-        f" {format_count(plan.trained, 'turn')}, {plan.tokens} tokens, {targets} of them trained{more}",
+        f" on version {plan.version}: {groups}{few}, {turns}, {plan.tokens} tokens,"
+        f" {targets} of them trained{more}",
         style="not bold",
     )
 
@@ -118,10 +119,10 @@ def _loads(loads: Sequence[MicroBatchLoad], budget: int) -> PlainTable:
 def _routes(share: float) -> Text:
     """Of routing replay r3."""
     if share:
-        return Text(f"the serving engine told the experts of {share:.1%} of these tokens")
+        return Text(f"the serving engine recorded the experts of {share:.1%} of these tokens")
     return Text(
-        "the serving engine told the experts of none of these tokens: they would be routed as the"
-        " router says (vLLM tells them with --enable-return-routed-experts, and not in streams)",
+        "the serving engine recorded the experts of none of these tokens: they would be routed as"
+        " the router says (vLLM returns them with --enable-return-routed-experts, not in streams)",
         style="yellow",
     )
 
@@ -131,8 +132,8 @@ def _states(stats: Mapping[str, float]) -> Text:
         int(stats[f"states_{known}"]) for known in ("given", "observed", "unknown")
     )
     return Text(
-        f"turns are compared among equal states: {format_count(given, 'state')} named by the agent, {seen}"
-        f" by what was observed last, {unknown} unknown"
+        f"turns are compared among equal states: {format_count(given, 'state')} named by the"
+        f" agent, {seen} by what was observed last, {unknown} unknown"
         + (" (such turns have their rollout's advantage alone)" if unknown else ""),
         style="yellow" if unknown else "",
     )

@@ -29,7 +29,7 @@ from tracegrad_trainer.rl.committed_checkpoint import (
     committed_checkpoint_of,
     resume_checkpoint,
 )
-from tracegrad_trainer.utils.quiet import no_progress_bars
+from tracegrad_trainer.utils.console import no_progress_bars
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
@@ -12,7 +11,7 @@ from tracegrad.events import Json
 from tracegrad.store import StepRecord
 from tracegrad_trainer.cli.status import RunStatus
 from tracegrad_trainer.metrics.points import has_gap, trained_turns
-from tracegrad_trainer.utils.console import PlainTable, format_count, plain_table
+from tracegrad_trainer.utils.console import PlainTable, format_age, format_count, plain_table
 
 # What the trainer's log says in full: see `StepResult.mismatch`.
 MISMATCH = " TOO LARGE: serving and training engine disagree (ranks.log)"
@@ -66,8 +65,8 @@ def _facts(status: RunStatus) -> PlainTable:
         version += f"  (failed pushes: {', '.join(map(str, status.failed_versions))})"
     shown.add_row("policy version", version)
     if status.push is not None and (gap := status.push["gap"]):
-        told = f"{gap['mean']:.1e} on average, {gap['max']:.1e} at most"
-        shown.add_row("gap after push", f"{told} (nats, served against trained)")
+        sizes = f"{gap['mean']:.1e} on average, {gap['max']:.1e} at most"
+        shown.add_row("gap after push", f"{sizes} (nats, served against trained)")
     shown.add_row("turns captured", str(status.turns_captured))
     shown.add_row(
         "turns trained", f"{status.turns_trained}  in {format_count(status.steps_total, 'step')}"
@@ -119,12 +118,12 @@ def _steps(steps: list[Json]) -> PlainTable:
         lines.add_column(name, justify="right")
     for step in steps:
         m = step["metrics"]
-        cells = [_cell(_told(m, name), how) for _, name, how in shown]
+        cells = [_cell(_value(m, name), how) for _, name, how in shown]
         lines.add_row(str(step["step"]), *cells, format_age(step["created_at"]))
     return lines
 
 
-def _told(metrics: Mapping[str, float], name: str) -> float | None:
+def _value(metrics: Mapping[str, float], name: str) -> float | None:
     """None: it says nothing of this step."""
     if name == "turns_trained":
         return trained_turns(metrics)
@@ -143,11 +142,3 @@ def _cell(value: float | None, how: str) -> str:
         if value < 999.5 * size:
             return f"{value / size:.{int(value < 9.95 * size)}f}{unit}"
     return f"{value / 1e9:.0f}G"
-
-
-def format_age(moment: float) -> str:
-    seconds = max(0.0, time.time() - moment)
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -12,8 +12,7 @@ from tracegrad.store import Store, StoreError
 from tracegrad_trainer.replay.load import list_candidates
 from tracegrad_trainer.replay.render import render_candidates, render_replay
 from tracegrad_trainer.replay.replay import ReplayRequest, replay
-from tracegrad_trainer.utils.console import print_json, print_report
-from tracegrad_trainer.utils.quiet import no_progress_bars
+from tracegrad_trainer.utils.console import no_progress_bars, print_json, print_report
 
 EQUAL, DIFFERENT, BAD_USAGE = 0, 1, 2
 MAX_LISTED = 50
@@ -56,8 +55,8 @@ def show_candidates(request: ReplayOptions, console: Console) -> int:
     except (StoreError, ValueError) as error:
         return _refuse(error)
     if request.as_json:
-        told = [asdict(one.step) | {"problem": one.problem} for one in found]
-        print_json([{k: v for k, v in one.items() if k not in _LARGE} for one in told])
+        steps = [asdict(one.step) | {"problem": one.problem} for one in found]
+        print_json([{k: v for k, v in one.items() if k not in _LARGE} for one in steps])
     else:
         print_report(render_candidates(found), console)
     return EQUAL

@@ -30,13 +30,13 @@ from tracegrad_trainer.launch.session import (
     RANKS_GRACE_S,
     STOP_SIGNALS,
     StartError,
+    StepFeed,
     StopRequested,
     lock_state_folder,
     open_store,
     raising_on_stop_signals,
     write_resolved_settings,
 )
-from tracegrad_trainer.launch.step_feed import StepFeed
 from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.rl.preflight import check_before_training
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding
@@ -91,7 +91,7 @@ class ServeStack:
             self.state.update(stage=stage, **fields)
 
     def start(self) -> None:
-        """Raises ServeError before anything runs, ChildError when a part does not come up."""
+        """Raises StartError before anything runs, ChildError when a part does not come up."""
         settings = self.settings
         check_port_free(settings.proxy.host, settings.proxy.port, "proxy.port")
         if settings.vllm.port is not None:
@@ -101,12 +101,12 @@ class ServeStack:
         self.store = open_store(settings.proxy.store)
         check_startup(settings, self.store)
         resolved = write_resolved_settings(settings)
-        told = {
-            "url": settings.url,
-            "engine": settings.vllm.url,
-            "store": str(settings.proxy.store),
-        }
-        self.report_stage("starting", **told)
+        self.report_stage(
+            "starting",
+            url=settings.url,
+            engine=settings.vllm.url,
+            store=str(settings.proxy.store),
+        )
         delete_state(settings.state_dir, "ranks")
 
         vllm = VllmProcess(settings.vllm)
@@ -125,10 +125,10 @@ class ServeStack:
     def watch(self) -> None:
         """Prints a line a step, until the ranks are done or a part dies (ChildError)."""
         assert self.store is not None
-        news = StepFeed(self.store)
+        feed = StepFeed(self.store)
         while True:
             finished = self.children[-1].exit_code() == 0
-            for step in news.new_steps():
+            for step in feed.new_steps():
                 self.console.print(format_step_line(step), highlight=False)
             if finished:
                 return
@@ -179,10 +179,10 @@ def proxy_process(settings: TrainerSettings) -> ChildProcess:
 
 
 def check_startup(settings: TrainerSettings, store: Store) -> None:
-    """Raises ServeError: what is wrong with model, tokenizer or checkpoint, or for vLLM."""
+    """Raises StartError: what is wrong with model, tokenizer or checkpoint, or for vLLM."""
     if settings.vllm.routed_experts and settings.vllm.on_cpu:
         raise StartError(
-            "fsdp.routing = 'r3': vLLM tells the experts that it chose on GPUs only, and this one"
+            "fsdp.routing = 'r3': vLLM reports the experts that it chose on GPUs only, and this one"
             " is served on a CPU (vllm.device); set fsdp.routing = 'r2'"
         )
     try:
@@ -192,7 +192,7 @@ def check_startup(settings: TrainerSettings, store: Store) -> None:
 
 
 def check_port_free(host: str, port: int, field: str) -> None:
-    """Raises ServeError if somebody listens there already."""
+    """Raises StartError if somebody listens there already."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,4 +1,4 @@
-"""The words of `trainer sft`; what it does is in `sft_command`."""
+"""The words of `trainer sft`; what it does is in `sft.run`."""
 
 from __future__ import annotations
 

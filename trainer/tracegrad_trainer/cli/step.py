@@ -1,4 +1,4 @@
-"""`trainer step`: starts the ranks on what the store holds, and tells of their steps.
+"""`trainer step`: starts the ranks on what the store holds, and reports their steps.
 
 The checks before the first step are rank 0's, which has torch at hand: here it is not imported.
 """
@@ -17,13 +17,13 @@ from tracegrad_trainer.launch.run_state import delete_state, read_state
 from tracegrad_trainer.launch.session import (
     RANKS_GRACE_S,
     StartError,
+    StepFeed,
     StopRequested,
     lock_state_folder,
     open_store,
     raising_on_stop_signals,
     write_resolved_settings,
 )
-from tracegrad_trainer.launch.step_feed import StepFeed
 from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.utils.console import print_json
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess
@@ -36,16 +36,16 @@ NOTHING = 3  # nothing to train
 def step(settings: TrainerSettings, steps: int, console: Console, *, as_json: bool = False) -> int:
     """Takes `steps` optimizer steps, or as many as there is something for -> exit code."""
 
-    def tell(record: StepRecord) -> None:
+    def show(record: StepRecord) -> None:
         if as_json:
-            told = {"step": record.step, "version": record.version, "metrics": record.metrics}
-            print_json(told | {"checkpoint": record.checkpoint})
+            line = {"step": record.step, "version": record.version, "metrics": record.metrics}
+            print_json(line | {"checkpoint": record.checkpoint})
         else:
             console.print(format_step_line(record), highlight=False, soft_wrap=True)
 
     try:
         with raising_on_stop_signals():
-            said, taken = _run(settings, steps, tell)
+            said, taken = _run(settings, steps, show)
     except StopRequested:
         said, taken = "stopped; steps that were made are in the store", 1
     except (StartError, ChildError, StoreError, OSError) as error:
@@ -57,9 +57,9 @@ def step(settings: TrainerSettings, steps: int, console: Console, *, as_json: bo
 
 
 def _run(
-    settings: TrainerSettings, steps: int, tell: Callable[[StepRecord], None]
+    settings: TrainerSettings, steps: int, show: Callable[[StepRecord], None]
 ) -> tuple[str, int]:
-    """How it ended, and how many steps were taken. Raises ServeError, ChildError."""
+    """How it ended, and how many steps were taken. Raises StartError, ChildError."""
     with lock_state_folder(settings.state_dir), open_store(settings.proxy.store) as store:
         delete_state(settings.state_dir, "ranks")
         ranks = RankProcesses(
@@ -71,7 +71,7 @@ def _run(
         ranks.log.unlink(missing_ok=True)
         ranks.start()
         try:
-            _watch(ranks, store, tell)
+            _watch(ranks, store, show)
         except ChildError as error:
             raise StartError(_why(settings) or str(error)) from None
         finally:
@@ -86,13 +86,13 @@ def _why(settings: TrainerSettings) -> str | None:
     return None if error is None else str(error)
 
 
-def _watch(ranks: ChildProcess, store: Store, tell: Callable[[StepRecord], None]) -> None:
-    """Tells of each step, until the ranks are done or one dies (ChildError)."""
-    news = StepFeed(store)
+def _watch(ranks: ChildProcess, store: Store, show: Callable[[StepRecord], None]) -> None:
+    """Shows each step, until the ranks are done or one dies (ChildError)."""
+    feed = StepFeed(store)
     while True:
         finished = ranks.exit_code() == 0
-        for record in news.new_steps():
-            tell(record)
+        for record in feed.new_steps():
+            show(record)
         if finished:
             return
         ranks.check()

@@ -32,8 +32,8 @@ from tracegrad.events import Json
 from tracegrad.proxy.config import SETTINGS_FILE, ProxySettings, SecretUrl
 from tracegrad.urls import masked
 from tracegrad_trainer.batches import BatchSettings
+from tracegrad_trainer.config.vllm import VllmSettings
 from tracegrad_trainer.engine import CheckpointSettings, FsdpSettings, OptimSettings
-from tracegrad_trainer.inference.vllm_process import VllmSettings
 from tracegrad_trainer.losses import ObjectiveSettings
 from tracegrad_trainer.losses.config import drop_unused as objective_without_unused
 from tracegrad_trainer.losses.part_names import SUPERVISED
@@ -75,7 +75,9 @@ class PushSettings(BaseModel):
     )
     probe_tokens: int = Field(16, ge=1, description="tokens sampled to compare log-probabilities")
     probe_tolerance: float | None = Field(
-        None, gt=0, description="largest |log-prob gap| of a good push; default: by dtype"
+        None,
+        gt=0,
+        description="largest log-probability gap, nats, of a good push; default: by dtype",
     )
     failures_in_a_row: int = Field(3, ge=1, description="failed pushes before the trainer ends")
 
@@ -170,7 +172,7 @@ class TrainerSettings(BaseSettings):
         if given and (objective.advantage == "gae" or objective.surrogate in SUPERVISED):
             raise ValueError(
                 f"batches.{given[0]}: objective {objective.preset!r} has no advantages before its"
-                " forward to tell failures by; leave it out"
+                " forward to recognise failures by; leave it out"
             )
         return self
 
@@ -216,7 +218,7 @@ class TrainerSettings(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _engine_tells_its_routes(self) -> Self:
+    def _engine_returns_its_routes(self) -> Self:
         if self.fsdp.routing == "r3":
             self.vllm = self.vllm.model_copy(update={"routed_experts": True})
             self.proxy = self.proxy.model_copy(update={"routed_experts": True})

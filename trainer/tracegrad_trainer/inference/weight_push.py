@@ -8,7 +8,6 @@ before are put back, under their old version.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ import httpx
 import torch
 
 from tracegrad_trainer.inference.weight_files import WeightFiles
-from tracegrad_trainer.utils.client import http_client
+from tracegrad_trainer.utils.network import http_client
+from tracegrad_trainer.utils.stopwatch import Stopwatch
 
 
 class PushError(RuntimeError):
@@ -32,7 +32,8 @@ class EngineLostError(PushError):
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """Seconds by stage, in order: write, hold, pause, load, mark, resume, verify, release."""
+    """Seconds by stage, in order: write, hold, pause, load, set_version, resume, verify,
+    release."""
 
     version: int
     seconds: dict[str, float]
@@ -45,7 +46,7 @@ class PushReport:
 class WeightPusher:
     """Pushes from the one process that holds whole tensors (the trainer's rank 0).
 
-    `version` and `checkpoint` tell what is served now: what a failed first push returns to.
+    `version` and `checkpoint` are what is served now: what a failed first push returns to.
     `directory` is where the weight files go (see `WeightFiles`). Without `proxy_url`, only the
     engine's own queue holds calls; `proxy_key` is the proxy's control key, or its admin key.
     """
@@ -81,21 +82,22 @@ class WeightPusher:
         """Serves `tensors`, (checkpoint name, whole tensor) pairs, as policy `version`.
 
         `verify` runs on the new weights while other calls still wait; if it raises, the old
-        weights return. Raises PushFailed (then `self.version` is still served) or EngineLost.
+        weights return. Raises PushError (then `self.version` is still served) or
+        EngineLostError.
         """
         if version == self.version:
             raise ValueError(f"version: {version} is served already; give new weights a new number")
-        clock = _Clock()
+        watch = Stopwatch()
         try:
-            paths = self._write(version, tensors, clock)
-            with self._held(clock):
-                self._swap(version, paths, clock)
+            paths = self._write(version, tensors, watch)
+            with self._held(watch):
+                self._swap(version, paths, watch)
                 if verify:
-                    self._verify(version, verify, clock)
+                    self._verify(version, verify, watch)
             self.version, self._served = version, paths
         finally:
             self._files.keep_only(self.version)
-        return PushReport(version, clock.seconds)
+        return PushReport(version, watch.seconds)
 
     def close(self) -> None:
         """Removes the weight files. Nothing can be put back afterwards."""
@@ -111,42 +113,42 @@ class WeightPusher:
         self.close()
 
     def _write(
-        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], clock: _Clock
+        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], watch: Stopwatch
     ) -> list[Path]:
         try:
-            with clock.stage("write"):
+            with watch.stage("write"):
                 return self._files.write(version, tensors)
         except (OSError, ValueError) as error:
             raise PushError(f"version {version} is not pushed: {error}") from error
 
     @contextmanager
-    def _held(self, clock: _Clock) -> Iterator[None]:
+    def _held(self, watch: Stopwatch) -> Iterator[None]:
         if self._proxy is None:
             yield
             return
         try:
-            with clock.stage("hold"):
+            with watch.stage("hold"):
                 self._proxy.post("/api/push/hold", json=self._hold)
             yield
         finally:
             # Also after a hold that failed half way: releasing twice does no harm.
-            with clock.stage("release"):
+            with watch.stage("release"):
                 self._proxy.try_post("/api/push/release")
 
-    def _swap(self, version: int, paths: list[Path], clock: _Clock) -> None:
-        """Pause, load, mark, resume. On failure the previous weights are loaded before resume."""
-        with clock.stage("pause"):
+    def _swap(self, version: int, paths: list[Path], watch: Stopwatch) -> None:
+        """Pause, load, set the version, resume; after a failure with the previous weights."""
+        with watch.stage("pause"):
             # keep: running requests are frozen, not aborted; with the cache cleared they are
             # computed again under the new weights when they go on.
             self._vllm.post("/pause", params={"mode": "keep", "clear_cache": "true"})
         intact = True  # between start and finish the engine has no weights and must not run
         try:
-            with clock.stage("load"):
+            with watch.stage("load"):
                 intact = False
                 self._load(version, paths)
                 intact = True
-            with clock.stage("mark"):
-                self._mark(version)
+            with watch.stage("set_version"):
+                self._set_version(version)
         except Exception as error:
             intact = False
             self._put_back(error)
@@ -156,7 +158,7 @@ class WeightPusher:
             ) from error
         finally:
             if intact:
-                with clock.stage("resume"):
+                with watch.stage("resume"):
                     self._vllm.post("/resume")
 
     def _load(self, version: int, paths: list[Path]) -> None:
@@ -175,7 +177,7 @@ class WeightPusher:
         files = {"paths": [str(path) for path in paths]}
         self._vllm.post("/update_weights", json={"update_info": files})
 
-    def _mark(self, version: int) -> None:
+    def _set_version(self, version: int) -> None:
         if self._proxy:
             self._proxy.post("/api/push/mark", json={"version": version})
 
@@ -190,15 +192,15 @@ class WeightPusher:
             ) from cause
         try:
             self._load(self.version, self._served)
-            self._mark(self.version)
+            self._set_version(self.version)
         except PushError as error:
             raise EngineLostError(
                 f"vLLM is paused without usable weights, restart it: {error} (after: {cause})"
             ) from error
 
-    def _verify(self, version: int, verify: Callable[[], object], clock: _Clock) -> None:
+    def _verify(self, version: int, verify: Callable[[], object], watch: Stopwatch) -> None:
         try:
-            with clock.stage("verify"):
+            with watch.stage("verify"):
                 verify()
         except Exception as error:
             self._vllm.post("/pause", params={"mode": "keep", "clear_cache": "true"})
@@ -207,19 +209,6 @@ class WeightPusher:
             raise PushError(
                 f"version {version} was served wrongly, version {self.version} is back: {error}"
             ) from error
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = time.perf_counter() - begun
 
 
 class _Peer:
@@ -232,7 +221,7 @@ class _Peer:
         self._client = http_client(url, timeout_s=timeout_s, key=key)
 
     def post(self, path: str, **request: Any) -> None:
-        """EngineLost if nobody answers, PushFailed with the server's own words if it refuses."""
+        """EngineLostError if nobody answers, PushError with the server's words if it refuses."""
         try:
             response = self._client.post(path, **request)
         except httpx.TransportError as error:

@@ -17,14 +17,14 @@ PATIENCE_S = 5.0
 
 
 class FolderLockedError(ValueError):
-    """Somebody else has the folder; the message names who, and the mend."""
+    """Somebody else has the folder; the message names who, and what to do."""
 
 
 def lock_for_command(state_dir: Path) -> IO[bytes]:
     """The folder is this command's while the file that this returns is open.
 
     Raises:
-        FolderInUse: another command, or ranks that somebody started by hand, work in it.
+        FolderLockedError: another command, or ranks that somebody started by hand, work in it.
         OSError: it cannot be written.
     """
     file = _claim(state_dir, COMMAND, patience_s=0)

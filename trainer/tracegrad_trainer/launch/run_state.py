@@ -1,8 +1,8 @@
 """What `trainer serve` is doing right now, for `trainer status`: one small file a process.
 
 The store holds what happened; these files hold what is going on. Each is replaced whole, so a
-reader never sees half of one, and it names the pid that wrote it, so a reader can tell a process
-that is alive from one that was killed.
+reader never sees half of one, and it names the pid that wrote it, so a reader knows whether
+the process is alive.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RunState:
     def update(self, **fields: object) -> None:
         """Adds `fields` to what was said before and notes the time.
 
-        A full disk costs the news, not the run: who trains or stops must not fail over this.
+        A full disk costs this note, not the run: who trains or stops must not fail over this.
         """
         self._fields |= fields
         self._fields["updated_at"] = time.time()

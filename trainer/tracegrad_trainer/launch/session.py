@@ -14,7 +14,7 @@ from typing import IO, NoReturn
 
 from tracegrad.private_files import private_file
 from tracegrad.proxy.config import SecretUrl
-from tracegrad.store import Store
+from tracegrad.store import StepHistory, StepRecord, Store
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.folder_lock import FolderLockedError, lock_for_command
 
@@ -32,7 +32,7 @@ class StartError(RuntimeError):
 
 @contextmanager
 def raising_on_stop_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM raise Stopped, until the stack begins to stop."""
+    """SIGINT and SIGTERM raise StopRequested, until the stack begins to stop."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise StopRequested
@@ -46,7 +46,7 @@ def raising_on_stop_signals() -> Iterator[None]:
 
 
 def write_resolved_settings(settings: TrainerSettings) -> Path:
-    """The resolved settings as the ranks read them, less what is secret (see `Ranks`)."""
+    """The resolved settings as the ranks read them, less what is secret (see `RankProcesses`)."""
     path = settings.state_dir / "run" / "settings.json"
     private_file(path)
     path.write_text(settings.model_dump_json(indent=2))
@@ -54,7 +54,7 @@ def write_resolved_settings(settings: TrainerSettings) -> Path:
 
 
 def open_store(url: SecretUrl) -> Store:
-    """Raises ServeError, StoreError."""
+    """Raises StartError, StoreError."""
     try:
         return Store.open(url)
     except ValueError as error:
@@ -62,7 +62,7 @@ def open_store(url: SecretUrl) -> Store:
 
 
 def lock_state_folder(state_dir: Path) -> IO[bytes]:
-    """The folder is ours while the file that this returns is open. Raises ServeError."""
+    """The folder is ours while the file that this returns is open. Raises StartError."""
     try:
         return lock_for_command(state_dir)
     except FolderLockedError as error:
@@ -72,3 +72,19 @@ def lock_state_folder(state_dir: Path) -> IO[bytes]:
             f"state_dir: {state_dir} cannot be written: {error.strerror}; take another folder"
             " (--state-dir ...)"
         ) from None
+
+
+class StepFeed:
+    """Each step that is committed from now on, once."""
+
+    def __init__(self, store: Store) -> None:
+        self._history = StepHistory(store)
+        last = self._history.steps(limit=1)
+        self._last = last[0].step if last else 0
+
+    def new_steps(self) -> list[StepRecord]:
+        """Those that were committed since the last call, in order."""
+        found = self._history.after(self._last)
+        if found:
+            self._last = found[-1].step
+        return found

@@ -61,7 +61,7 @@ class RankProcesses(ChildProcess):
         super().__init__("ranks", command, log=log, env=env, nice=5)
 
     def check(self) -> None:
-        """As `Child.check`; a rank that was killed is named, since it could say nothing itself.
+        """As `ChildProcess.check`; a rank that was killed is named: it could say nothing itself.
 
         A rank whose peer is gone aborts, and may be seen to end before that peer: what the peer
         said of its own end comes first.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, Self, TextIO
+from typing import Protocol, Self
 
 from tracegrad.store import PolicyVersion, StepRecord
 from tracegrad_trainer.metrics.config import MetricsSettings
 from tracegrad_trainer.metrics.points import MetricPoint, push_point, step_point
 from tracegrad_trainer.metrics.prometheus import PrometheusSink
+
+logger = logging.getLogger(__name__)
 
 
 class MetricSink(Protocol):
@@ -22,12 +24,11 @@ class MetricSink(Protocol):
 
 
 class MetricSinks:
-    """For rank 0. A sink that fails is counted in `failures`, and spoken of once."""
+    """For rank 0. A sink that fails is counted in `failures`, and logged once."""
 
-    def __init__(self, sinks: list[MetricSink], *, said_to: TextIO | None = None) -> None:
+    def __init__(self, sinks: list[MetricSink]) -> None:
         self.sinks = sinks
         self.failures: Counter[str] = Counter()
-        self._said_to = said_to
 
     @classmethod
     def open(cls, settings: MetricsSettings, state_dir: Path) -> Self:
@@ -69,8 +70,7 @@ class MetricSinks:
         except Exception as error:  # whatever it is: these are other people's programs
             self.failures[sink.name] += 1
             if self.failures[sink.name] == 1:
-                line = f"metrics to {sink.name} failed, training goes on: {error!r}"
-                print(line, file=self._said_to or sys.stderr, flush=True)
+                logger.warning("metrics to %s failed, training goes on: %r", sink.name, error)
 
 
 def _wanted(

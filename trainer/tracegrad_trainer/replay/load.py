@@ -116,7 +116,7 @@ def checkpoint_before(
     with the model folder.
 
     Raises:
-        CheckpointGone: says which ones are there.
+        CheckpointMissing: says which ones are there.
         ReplayError: another one has its place.
     """
     before = history.before(number)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from tracegrad_trainer.replay.run import ReplayJob, run_on_this_rank
 from tracegrad_trainer.rl.rank_main import search_working_folder
+from tracegrad_trainer.utils.distributed import launch_rank
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         ran = run_on_this_rank(job)
     except (ValueError, OSError) as error:
-        if os.environ["RANK"] == "0":
+        if launch_rank() == 0:
             path.with_suffix(".error").write_text(str(error))
         return 1
     if ran:

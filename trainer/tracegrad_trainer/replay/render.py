@@ -10,12 +10,11 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tracegrad_trainer.cli.render_status import format_age
 from tracegrad_trainer.metrics.names import find_metric
 from tracegrad_trainer.metrics.points import has_gap, trained_turns
 from tracegrad_trainer.replay.load import ReplayCandidate
 from tracegrad_trainer.replay.replay import ReplayResult, advantage_std, by_gradient_share
-from tracegrad_trainer.utils.console import PlainTable, format_count, plain_table
+from tracegrad_trainer.utils.console import PlainTable, format_age, format_count, plain_table
 
 # What is looked at first, in this order; the rest only where it differs.
 MAIN_METRICS = (
@@ -26,7 +25,7 @@ MAIN_METRICS = (
 )
 # Terms of the loss that most objectives do not have.
 ONLY_IF_USED = ("policy_loss", "kl_loss", "value_loss", "rows_dropped")
-ID_LENGTH = 12  # shown of a rollout's id, or as much as tells it from the batch's others
+ID_LENGTH = 12  # shown of a rollout's id, or as much as is unique in the batch
 DIFFERENT = "bold red"
 
 
@@ -57,7 +56,7 @@ def render_candidates(candidates: Sequence[ReplayCandidate]) -> RenderableType:
 
 
 def format_float32(value: float | None) -> str:
-    """Nine digits: as many as tell two float32 numbers apart."""
+    """Nine digits: as many as distinguish two float32 numbers."""
     if value is None:
         return "–"
     return f"{value:.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.9g}"
@@ -78,14 +77,15 @@ def _what(replay: ReplayResult) -> PlainTable:
     layout = f"{format_count(ranks, 'rank')} of {format_count(threads, 'thread')}"
     shown.add_row(
         f"step {step.step}",
-        f"version {recorded.batch.version} → {step.version}, {format_age(step.created_at)} ago; replayed"
-        f" on {layout} in {replay.replayed.seconds:.1f} s",
+        f"version {recorded.batch.version} → {step.version}, {format_age(step.created_at)} ago;"
+        f" replayed on {layout} in {replay.replayed.seconds:.1f} s",
     )
     not_trained = Counter(replay.replayed.skipped.values())
     reasons = ", ".join(f"{count} {why}" for why, count in not_trained.most_common())
     shown.add_row(
         "batch",
-        f"{format_count(len(recorded.groups), 'group')}, {format_count(len(recorded.rollouts), 'rollout')},"
+        f"{format_count(len(recorded.groups), 'group')},"
+        f" {format_count(len(recorded.rollouts), 'rollout')},"
         f" {format_count(len(recorded.trained), 'turn')} trained"
         + (f", {not_trained.total()} not: {reasons}" if reasons else ""),
     )
@@ -114,12 +114,12 @@ def _metrics(replay: ReplayResult) -> PlainTable:
     for name in shown:
         before, now = compared.get(name, (None, replay.replayed.metrics.get(name)))
         differs = name in differing
-        style, told = (DIFFERENT, _exact) if differs else ("", format_float32)
+        style, shown_as = (DIFFERENT, _exact) if differs else ("", format_float32)
         cells = [
             Text(name, style=style),
-            Text(told(before), style=style),
+            Text(shown_as(before), style=style),
             Text("≠" if differs else "=" if name in compared else "", style=style),
-            Text(told(now), style=style),
+            Text(shown_as(now), style=style),
         ]
         if other is None:
             known = find_metric(name)
@@ -179,8 +179,12 @@ def _cause(torch: str | None) -> str:
 def _turns(replay: ReplayResult, most: int) -> PlainTable:
     turns = replay.replayed.turns
     ids = unique_prefixes([rollout.rollout_id for rollout in replay.recorded.rollouts])
-    title = f"the {min(most, len(turns))} of {len(turns)} turns that the step pulls hardest"
-    shown = plain_table("rollout", "turn", "tokens", "adv.", "loss", "pull", "ratio", "clip", "lag")
+    title = (
+        f"the {min(most, len(turns))} of {len(turns)} turns with the largest share of the gradient"
+    )
+    shown = plain_table(
+        "rollout", "turn", "tokens", "adv.", "loss", "gradient", "ratio", "clip", "lag"
+    )
     shown.title, shown.title_justify = title, "left"
     for turn in by_gradient_share(turns)[:most]:
         shown.add_row(
@@ -189,7 +193,7 @@ def _turns(replay: ReplayResult, most: int) -> PlainTable:
             str(turn.tokens),
             f"{turn.advantage:+.3f}",
             f"{turn.loss:+.2e}",
-            _pull(turn.gradient_share),
+            _share(turn.gradient_share),
             f"{turn.ratio:.3f}",
             f"{turn.clipped:.0%}",
             f"{turn.staleness:g}",
@@ -198,7 +202,7 @@ def _turns(replay: ReplayResult, most: int) -> PlainTable:
 
 
 def _changes(replay: ReplayResult, most: int) -> PlainTable:
-    """Turns side by side, those whose pull changes most first."""
+    """Turns side by side, those whose share of the gradient changes most first."""
     assert replay.other is not None
     before = {turn.turn_id: turn for turn in replay.replayed.turns}
     after = {turn.turn_id: turn for turn in replay.other.turns}
@@ -212,8 +216,9 @@ def _changes(replay: ReplayResult, most: int) -> PlainTable:
         )
 
     ordered = sorted(before.keys() | after.keys(), key=lambda t: (-abs(change(t)), t))
-    title = f"the {min(most, len(ordered))} of {len(ordered)} turns whose pull changes most"
-    shown = plain_table("rollout", "turn", "tokens", "adv.", "→", "pull", "→", "change")
+    count = f"{min(most, len(ordered))} of {len(ordered)}"
+    title = f"the {count} turns whose share of the gradient changes most"
+    shown = plain_table("rollout", "turn", "tokens", "adv.", "→", "gradient", "→", "change")
     shown.title, shown.title_justify = title, "left"
     for turn_id in ordered[:most]:
         a, b = before.get(turn_id), after.get(turn_id)
@@ -225,8 +230,8 @@ def _changes(replay: ReplayResult, most: int) -> PlainTable:
             str(one.tokens),
             f"{a.advantage:+.3f}" if a else "–",
             f"{b.advantage:+.3f}" if b else "–",
-            _pull(a.gradient_share) if a else Text("–"),
-            _pull(b.gradient_share) if b else Text("–"),
+            _share(a.gradient_share) if a else Text("–"),
+            _share(b.gradient_share) if b else Text("–"),
             f"{change(turn_id) * 100:+.2f} %",
         )
     return shown
@@ -244,8 +249,8 @@ def _fates(before: Mapping[str, str], after: Mapping[str, str]) -> list[Text]:
 
 
 def _go_on() -> Text:
-    return Text("tracegrad rollouts show ROLLOUT --turn TURN tells what a turn said", style="dim")
+    return Text("tracegrad rollouts show ROLLOUT --turn TURN shows what a turn said", style="dim")
 
 
-def _pull(value: float) -> Text:
+def _share(value: float) -> Text:
     return Text(f"{value * 100:+.2f} %", style="green" if value > 0 else "red" if value < 0 else "")

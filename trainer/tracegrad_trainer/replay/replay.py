@@ -1,7 +1,7 @@
 """`trainer replay`: a recorded step once more, beside what was recorded and what might have been.
 
 On a CPU the same turns, weights, settings, ranks and threads give the same numbers, to the last
-bit. So a difference is news, and another objective on the same turns can be compared with what
+bit. So a difference has a cause, and another objective on the same turns can be compared with what
 happened, without noise.
 """
 
@@ -47,7 +47,7 @@ REPLAY_TIMEOUT_S = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRequest:
-    """What is to be replayed. `sets` are `table.name=value`, as the trainer's own `--set`."""
+    """What is to be replayed. `overrides` are `table.name=value`, as the trainer's own `--set`."""
 
     step: int | None = None  # None: the last one
     checkpoint: Path | None = None
@@ -217,7 +217,7 @@ def _check_possible(
 
 
 def by_gradient_share(turns: Sequence[TurnContribution]) -> list[TurnContribution]:
-    """Those that the step pulls hardest first."""
+    """Those with the largest share of the gradient first."""
     return sorted(turns, key=lambda turn: (-abs(turn.gradient_share), turn.turn_id))
 
 

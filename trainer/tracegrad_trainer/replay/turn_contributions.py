@@ -1,8 +1,8 @@
-"""What each turn has to do with a step: how hard, and in which direction, it is pulled.
+"""What each turn contributes to a step: how strongly, and in which direction, it is moved.
 
-The *pull* of a turn is -d(loss)/d(log pi), summed over its tokens, as a share of what all turns
-pull together: above 0 the step makes the turn more likely, below 0 less. It means the same for
-every objective, whatever its surrogate is, and is worked out on the weights before the step.
+A turn's gradient is -d(loss)/d(log pi), summed over its tokens; its *gradient share* is that over
+the sum of all turns' absolute values: above 0 the step makes the turn more likely, below 0 less.
+It means the same for every objective, whatever its surrogate, on the weights before the step.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Key = tuple[int, int]  # of a row, and of a kept turn in it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnContribution:
-    """`ratio` is the geometric mean of pi/mu over the turn, at the step's first forward; of an
-    expert's turn, which has no mu, 1."""
+    """`ratio` is the geometric mean of policy / rollout probability over the turn, at the step's
+    first forward; of a demonstration, which has no rollout log-probabilities, 1."""
 
     turn_id: str
     rollout_id: str
@@ -46,7 +46,7 @@ class TurnContribution:
     tokens: int
     advantage: float  # mean over its tokens
     loss: float  # its part of the step's loss
-    gradient_share: float  # its part of the step's pull, with its sign; all sizes add up to 1
+    gradient_share: float  # with its sign; the absolute values of a step add up to 1
     ratio: float
     clipped: float  # share of its tokens that the surrogate holds still
     corrected: float  # share of its tokens that the mismatch correction touched
@@ -98,7 +98,7 @@ def _of_micro_batch(
         "tokens": torch.ones_like(logp),
         "advantage": tokens.advantage,
         "loss": done.each_policy,
-        "pull": torch.zeros_like(logp) if slope is None else -slope,
+        "gradient": torch.zeros_like(logp) if slope is None else -slope,
         "log_w": log_mismatch(tokens),
         "clipped": done.clipped,
         "corrected": done.corrected,
@@ -137,7 +137,7 @@ def _named(
         for rollout in group.rollouts
         for i, turn in enumerate(rollout.turns)
     }
-    pulled = sum(abs(values["pull"]) for values in found.values()) or 1.0
+    total = sum(abs(values["gradient"]) for values in found.values()) or 1.0
     shares = []
     for (key, number), values in sorted(found.items()):
         row, n = rows[key], values["tokens"]
@@ -152,7 +152,7 @@ def _named(
                 tokens=int(n),
                 advantage=values["advantage"] / n,
                 loss=values["loss"] / max(units, 1e-9),
-                gradient_share=values["pull"] / pulled,
+                gradient_share=values["gradient"] / total,
                 ratio=float(np.exp(values["log_w"] / n)),
                 clipped=values["clipped"] / n,
                 corrected=values["corrected"] / n,

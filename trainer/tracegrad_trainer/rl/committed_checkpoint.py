@@ -34,7 +34,7 @@ class CommittedCheckpoint:
     run_id: str | None = None
 
     def as_parent(self) -> Json:
-        """As the manifest of a step that begins with these weights tells of them."""
+        """As the manifest of a step that begins with these weights names them."""
         return {"step": self.step, "digest": self.digest or manifest_digest(self.folder)}
 
 
@@ -101,7 +101,7 @@ def _digest(folder: Path) -> str | None:
 
 
 def _nowhere(record: StepRecord, here: Path, recorded: Path) -> str:
-    """Why: none is there (as a missing part is told), or other ones are."""
+    """Why: none is there (worded as a missing part is), or other ones are."""
     there = dict.fromkeys(each for each in (here, recorded) if _digest(each) is not None)
     if not there:
         folder = here if may_exist(here) or not may_exist(recorded) else recorded

@@ -7,8 +7,8 @@ exactly the turns it used. Nothing here touches the model.
 from __future__ import annotations
 
 import copy
+import logging
 import socket
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +35,8 @@ from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint, resum
 from tracegrad_trainer.rl.lease_renewal import HeldLeases
 from tracegrad_trainer.rl.reward_judge import RewardJudge
 from tracegrad_trainer.rl.step_inputs import step_inputs_of
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 # Groups that are held while a batch is refilled, at most this many times those it needs: where
@@ -112,20 +114,24 @@ class Coordinator:
 
     def _say_whose(self, weights: CommittedCheckpoint) -> None:
         if weights.digest is None:
-            _say(
-                f"step {weights.step} was committed before steps kept their checkpoint's digest:"
-                f" whether {weights.folder} is its checkpoint cannot be verified"
+            logger.warning(
+                "step %d was committed before steps kept their checkpoint's digest: whether %s is"
+                " its checkpoint cannot be verified",
+                weights.step,
+                weights.folder,
             )
         elif weights.run_id != self.run_id:
-            _say(
-                f"going on from step {weights.step}, which run {weights.run_id} made, with its"
-                f" checkpoint {weights.folder}"
+            logger.warning(
+                "going on from step %d, which run %s made, with its checkpoint %s",
+                weights.step,
+                weights.run_id,
+                weights.folder,
             )
 
     def next_batch(
         self, version: int, *, interrupted: Callable[[], bool] = lambda: False
     ) -> LeasedBatch | None:
-        """The next batch, or None when nothing was ready for `Supply.patience_s`, or when
+        """The next batch, or None when nothing was ready for `RolloutSupply.patience_s`, or when
         `interrupted`.
 
         Groups from which nothing can be trained are consumed here, with their reasons, and cost
@@ -217,7 +223,9 @@ class Coordinator:
         for group in groups:
             whole = gone.isdisjoint(rollout.rollout_id for rollout in group.rollouts)
             (ours if whole else others).append(group)
-        _say(f"{len(others)} of {len(groups)} groups are left out of the batch: {lost[0]}")
+        logger.warning(
+            f"{len(others)} of {len(groups)} groups are left out of the batch: {lost[0]}"
+        )
         self._let_go(others)
         return ours
 
@@ -227,7 +235,7 @@ class Coordinator:
         try:
             self.ledger.commit_skipped(skipped, rollouts, lease_by_rollout(groups))
         except (LeaseLost, AlreadyTrained) as error:
-            _say(f"a batch that nothing can be trained of is left to others: {error}")
+            logger.warning("a batch that nothing can be trained of is left to others: %s", error)
             self._let_go(groups)
         self.leases.drop(groups)
 
@@ -347,10 +355,6 @@ def resume_point(settings: TrainerSettings, store: Store) -> ResumePoint:
     if last is not None and weights is not None and weights.step != step:
         version = max(version, last.version + 1)  # other weights than those that had the number
     return ResumePoint(step, version, weights)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _equal_rewards(group: Group) -> bool:

@@ -9,11 +9,13 @@ asks, and by the ledger, which refuses it.
 
 from __future__ import annotations
 
-import sys
+import logging
 import threading
 from collections.abc import Iterable, Set
 
 from tracegrad.store import Group, Ledger, LostLease, StoreError, lease_by_rollout
+
+logger = logging.getLogger(__name__)
 
 # So many renewals may fail before a lease ends.
 RENEWALS_PER_TTL = 4
@@ -66,11 +68,10 @@ class HeldLeases:
             with self._lock:
                 leases = dict(self._leases)
             try:
-                # What is lost is told where it is used: it may have been consumed just now.
+                # What is lost shows where it is used: it may have been consumed just now.
                 self._ledger.renew(leases, ttl_s=self._ttl_s)
                 failed = False
             except StoreError as error:
                 if not failed:
-                    line = f"leases cannot be renewed; trying again: {error}"
-                    print(line, file=sys.stderr, flush=True)
+                    logger.warning("leases cannot be renewed; trying again: %s", error)
                 failed = True

@@ -9,7 +9,7 @@ is, on one node or on several:
 from __future__ import annotations
 
 import argparse
-import os
+import logging
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -20,7 +20,9 @@ from tracegrad_trainer.rl.coordinator import RolloutSupply
 from tracegrad_trainer.rl.preflight import check_before_training, check_store_has_groups
 from tracegrad_trainer.rl.rank_main import StopFlag, run_rank
 from tracegrad_trainer.rl.train_loop import TrainLoop
-from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
+from tracegrad_trainer.utils.distributed import launch_rank, run_on_rank_zero
+
+logger = logging.getLogger(__name__)
 
 
 def take_steps(
@@ -32,7 +34,7 @@ def take_steps(
     Raises:
         ValueError, CheckpointError: what is wrong before anything starts; on rank 0.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if launch_rank() == 0:
         with Store.open(settings.proxy.store) as store:
             check_before_training(settings, store)
             check_store_has_groups(settings, store)
@@ -44,15 +46,14 @@ def take_steps(
     training.commit_pending()
     said = run_on_rank_zero(partial(_how_it_ended, training, taken, steps))
     training.report_stage("stopped", taken=taken, said=said)
-    if is_rank_zero():
-        print(said, flush=True)
+    logger.info(said)
 
 
 def _how_it_ended(training: TrainLoop, taken: int, steps: int | None) -> str:
     made = f"{taken} step{'' if taken == 1 else 's'} taken, now at step {training.step}"
     limit = training.settings.max_steps
     if training.stopping():
-        return f"{made}; told to stop"
+        return f"{made}; stopped by a signal"
     if steps is not None and taken == steps:
         return made
     if limit is not None and training.step >= limit:

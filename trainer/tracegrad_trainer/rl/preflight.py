@@ -13,7 +13,7 @@ from tracegrad.store.models import Rollouts
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
-from tracegrad_trainer.utils.client import http_client
+from tracegrad_trainer.utils.network import http_client
 
 # Letters of several scripts, digits, spaces, code, and what looks like a special token.
 PROBE = "Olá, Welt! 你好 — 12345  \n\tdef f(x): return x**2  # <|im_start|>user</s> 🙂"

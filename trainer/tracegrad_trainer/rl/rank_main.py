@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -18,13 +16,12 @@ from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.inference.weight_push import PushError
 from tracegrad_trainer.launch.folder_lock import lock_for_ranks
 from tracegrad_trainer.launch.run_state import RunState
-from tracegrad_trainer.utils.distributed import RankZeroError
-
-PR_SET_PDEATHSIG = 1
+from tracegrad_trainer.utils.distributed import RankZeroError, configure_logging, launch_rank
+from tracegrad_trainer.utils.subprocesses import die_with_parent
 
 
 class StopFlag:
-    """Whether the process was told to stop (SIGTERM)."""
+    """Whether the process was asked to stop (SIGTERM)."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -59,7 +56,7 @@ def run_rank(settings_file: str, program: RankProgram) -> int:
     def work(stack: ExitStack, stop: StopFlag) -> None:
         nonlocal settings
         read = read_settings(Path(settings_file))
-        if os.environ.get("RANK", "0") == "0":
+        if launch_rank() == 0:
             stack.enter_context(lock_for_ranks(read.state_dir))
         settings = read  # from here on the run's state is ours to write
         program(settings, stack, stop)
@@ -78,7 +75,8 @@ def run_as_rank(
     set_private_umask()  # a torchrun of one's own has the shell's umask
     # The launcher may be killed; a rank that waits in a collective would notice neither that nor
     # a SIGTERM, whose handler Python runs only when the collective is over.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
+    configure_logging()
     stop = StopFlag()
     try:
         with ExitStack() as stack:
@@ -87,8 +85,9 @@ def run_as_rank(
     except RankZeroError:
         return 1  # rank 0 says why
     except (CheckpointError, PushError, StoreError, ValueError, OSError) as error:
+        # As a traceback ends: `utils.subprocesses` finds it in the log.
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        if os.environ.get("RANK", "0") == "0":
+        if launch_rank() == 0:
             failed(str(error))
         return 1
     return 0

@@ -6,6 +6,7 @@ their checkpoint is being written, let rank 0 commit the step with its turns, ag
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from tracegrad_trainer.rl.train_loop import TrainLoop
 from tracegrad_trainer.utils.distributed import run_on_rank_zero
 from tracegrad_trainer.utils.subprocesses import is_responding
 
+logger = logging.getLogger(__name__)
+
 
 class ServeWorker:
     """Training, and the weights of each of its steps served."""
@@ -38,7 +41,7 @@ class ServeWorker:
         self.failed_pushes = 0  # in a row
 
     def run(self) -> None:
-        """Until `max_steps`, or until rank 0 is told to stop."""
+        """Until `max_steps`, or until rank 0 gets a signal to stop."""
         training = self.training
         training.resume()
         run_on_rank_zero(self._await_endpoints)
@@ -90,7 +93,7 @@ class ServeWorker:
         and whether the engine is lost by it."""
         assert published is not None
         if published.error is not None:
-            print(f"push failed: {published.error}", file=sys.stderr, flush=True)
+            logger.warning("push failed: %s", published.error)
         self._record("serving" if published.error is None else "failed", published.detail())
         return published.error, published.lost
 

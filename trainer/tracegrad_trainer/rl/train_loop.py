@@ -1,8 +1,8 @@
 """What one optimizer step is made with: learner, coordinator, checkpoints and counters.
 
 Every rank makes the same calls in the same order. Rank 0 alone has a coordinator and talks to
-the store; what it finds out reaches the others through `ranks.decide`. There are no endpoints
-here: `trainer step` runs this as it is, `trainer serve` adds the weight push (`worker`).
+the store; what it finds out reaches the others through `run_on_rank_zero`. There are no endpoints
+here: `trainer step` runs this as it is, `trainer serve` adds the weight push (`serve_worker`).
 
 A step is committed only when its weights are on the disk, and a checkpoint is written while
 training goes on: so a step stays *pending* until its checkpoint is whole. What is killed before
@@ -11,7 +11,7 @@ that is made again from the step before, of the same turns, which nobody else co
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -40,6 +40,8 @@ from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint
 from tracegrad_trainer.rl.coordinator import Coordinator, LeasedBatch, ResumePoint, RolloutSupply
 from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
 from tracegrad_trainer.utils.stopwatch import Stopwatch
+
+logger = logging.getLogger(__name__)
 
 # What to do next: a batch is at hand; the pending step can be committed; nothing; end.
 NextAction = Literal["train", "settle", "idle", "stop"]
@@ -96,7 +98,7 @@ class TrainLoop:
         self.learner = build_learner(settings, mesh)
         if self.store is not None:
             if reason := self.learner.engine.head.reason:
-                print(f"full logits are made: {reason}", file=sys.stderr, flush=True)
+                logger.info("full logits are made: %s", reason)
             self.coordinator = Coordinator(
                 settings,
                 self.store,
@@ -165,8 +167,8 @@ class TrainLoop:
             seed=self.settings.seed,
         )
         self.watch.lap("train")
-        if done.mismatch is not None and is_rank_zero():
-            print(done.mismatch, file=sys.stderr, flush=True)
+        if done.mismatch is not None:
+            logger.warning(done.mismatch)
         if not done.applied:
             run_on_rank_zero(self._give_up)
             return False
@@ -257,7 +259,7 @@ class TrainLoop:
     def _give_up(self) -> None:
         assert self.coordinator is not None
         assert self.batch is not None
-        print("step skipped: loss or gradient is not finite", file=sys.stderr, flush=True)
+        logger.warning("step skipped: loss or gradient is not finite")
         self.coordinator.discard_batch(self.batch, "non_finite_step")
         self.batch = None
 

@@ -25,7 +25,7 @@ _CUT_SHORT = frozenset({"length", "abort", "content_filter"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A rollout to learn from. Its turns are an expert's now, whoever sampled them: at
+    """A rollout to learn from. Its turns are demonstrations now, whoever sampled them: at
     temperature 1, of no policy version; those that are context only say why (`untrainable`)."""
 
     rollout_id: str
@@ -71,7 +71,7 @@ def choose_examples(
         mask_errors: turns that went wrong (`error_reasons`) are context only.
         mask: `package.module:function(turn, rollout)`, a user's own say: True, False, or the
             reason why a turn is context only. It gets the turn as it was stored, and the rollout
-            as a `RolloutCopy`.
+            as a `RolloutRecord`.
 
     Raises:
         ValueError: text needs a chat template, and the model has none; `mask` fails.
@@ -121,19 +121,19 @@ def _turns(
     for turn in copy.turns:
         if not _is_text(turn) or writer is None:
             why = turn.untrainable if turn.untrainable not in SAMPLING_REASONS else None
-            yield _experts(turn, why or masked.get(turn.turn_id))
+            yield _demonstrated(turn, why or masked.get(turn.turn_id))
     if writer is not None and any(map(_is_text, copy.turns)):
         said, left_out = tokenize_replies(copy.turns, writer)
         reasons.update({f"turns: {reason}": count for reason, count in left_out.items()})
         for turn in said:
-            yield _experts(turn, masked.get(turn.turn_id.partition("/")[0]))
+            yield _demonstrated(turn, masked.get(turn.turn_id.partition("/")[0]))
 
 
 def _is_text(turn: Turn) -> bool:
     return turn.untrainable == NO_TOKENS
 
 
-def _experts(turn: Turn, why: str | None) -> Turn:
+def _demonstrated(turn: Turn, why: str | None) -> Turn:
     """Without its texts, which are what is large."""
     sampling = {"source": "demonstration"}
     return replace(turn, sampling=sampling, untrainable=why, request=None, response=None)

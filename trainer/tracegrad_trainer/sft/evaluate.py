@@ -36,14 +36,14 @@ def evaluate_held_out(
     now = learner.logprobs(batches)
     before = now if preset == "sft" else _reference(learner, batches)
     total = torch.zeros(3, dtype=torch.float64)  # loss, right, how many
-    told = [
+    measured = [
         (batch, logp.double().cpu(), reference.double().cpu())
         for batch, logp, reference in zip(batches, now, before, strict=True)
     ]
     if preset == "kto":
-        total += _of_labelled(told, learner)
+        total += _of_labelled(measured, learner)
     else:
-        for batch, logp, reference in told:
+        for batch, logp, reference in measured:
             total += _sums(batch, logp, reference, preset, learner)
         dist.all_reduce(total, dist.ReduceOp.SUM)
     loss, right, count = total.tolist()
@@ -79,10 +79,10 @@ def _sums(
     )
 
 
-def _of_labelled(told: Sequence[tuple[MicroBatch, Tensor, Tensor]], learner: Learner) -> Tensor:
+def _of_labelled(measured: Sequence[tuple[MicroBatch, Tensor, Tensor]], learner: Learner) -> Tensor:
     """By rollout, whose rows may be in several micro-batches, on any rank."""
     mine: dict[tuple[int, int], float] = {}  # by the rollout's key and its label
-    for batch, logp, reference in told:
+    for batch, logp, reference in measured:
         keys = zip(
             batch.rollout_keys[batch.row].tolist(), batch.label[batch.row].tolist(), strict=True
         )

@@ -1,7 +1,7 @@
 """What a run of `trainer sft` says of itself: records, one JSON object a line, and lines of them.
 
-`metrics.jsonl` in the run's folder keeps them; `told` is where the command that waits for the
-run reads them from.
+`metrics.jsonl` in the run's folder keeps them; `progress_file` is where the command that waits for
+the run reads them from.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _OF_SAMPLING = (
 class SftReport:
     """For rank 0."""
 
-    def __init__(self, folder: Path, told: Path, sinks: MetricSinks | None = None) -> None:
+    def __init__(self, folder: Path, progress_file: Path, sinks: MetricSinks | None = None) -> None:
         self.file = folder / METRICS
-        self.progress_file = told
+        self.progress_file = progress_file
         self.sinks = sinks
 
     def run_started(self, data: SftData, folder: Path) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self._tell({"event": "data", "run": str(folder), **data_counts(data)})
+        self._publish({"event": "data", "run": str(folder), **data_counts(data)})
 
     def run_resumed(self, taken: int) -> None:
         """What a killed run said behind its last checkpoint, it will say again; without a
@@ -50,7 +50,7 @@ class SftReport:
         part.write_text("".join(kept))
         part.replace(self.file)
         if taken:
-            self._tell({"event": "resumed", "step": taken})
+            self._publish({"event": "resumed", "step": taken})
 
     def step_taken(self, epoch: int, number: int, done: StepResult) -> None:
         metrics = {k: v for k, v in done.metrics.items() if not k.startswith(_OF_SAMPLING)}
@@ -64,20 +64,20 @@ class SftReport:
         self._keep({"event": "held_out", "epoch": epoch, "step": taken, **values})
 
     def stopped(self, taken: int) -> None:
-        self._tell({"event": "stopped", "step": taken})
+        self._publish({"event": "stopped", "step": taken})
 
     def run_ended(self, model: Path) -> None:
-        self._tell({"event": "done", "model": str(model)})
+        self._publish({"event": "done", "model": str(model)})
 
     def failed(self, error: str) -> None:
-        self._tell({"event": "failed", "error": error})
+        self._publish({"event": "failed", "error": error})
 
     def _keep(self, record: Json) -> None:
         with self.file.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        self._tell(record)
+        self._publish(record)
 
-    def _tell(self, record: Json) -> None:
+    def _publish(self, record: Json) -> None:
         self.progress_file.parent.mkdir(parents=True, exist_ok=True)
         with self.progress_file.open("a") as file:
             file.write(json.dumps(record) + "\n")

@@ -80,10 +80,10 @@ def _run(settings: SftSettings, console: Console, *, as_json: bool) -> int:
     return FAILED if failed else 0
 
 
-def _records(ranks: RankProcesses, told: Path) -> Iterator[Json]:
-    """What is told, until the ranks have ended, well or not."""
+def _records(ranks: RankProcesses, progress_file: Path) -> Iterator[Json]:
+    """What the run reports, until the ranks have ended, well or not."""
     part = ""  # of a line that is being written
-    with told.open() as file:
+    with progress_file.open() as file:
         while True:
             ended = ranks.exit_code() is not None
             for line in file:
@@ -97,7 +97,7 @@ def _records(ranks: RankProcesses, told: Path) -> Iterator[Json]:
 
 
 def _written(settings: SftSettings) -> Path:
-    """The run's settings as the ranks read them, less what is secret (see `Ranks`)."""
+    """The run's settings as the ranks read them, less what is secret (see `RankProcesses`)."""
     path = settings.trainer.state_dir / "run" / "sft.json"
     private_file(path)
     path.write_text(settings.model_dump_json(indent=2))

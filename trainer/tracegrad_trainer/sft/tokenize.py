@@ -80,7 +80,7 @@ def _ends(folder: Path, text: ChatFormat) -> set[int]:
 def tokenize_replies(
     turns: Sequence[Turn], writer: ReplyTokenizer
 ) -> tuple[list[Turn], Counter[str]]:
-    """Turns of an expert for the text-only ones of a rollout, and why replies have none.
+    """Demonstrated turns for the text-only ones of a rollout, and why replies have none.
 
     An imported conversation is one turn, and every reply in it the teacher's; of a call that was
     captured only the answer is. Turns that continue others are below them in the tree.
@@ -115,7 +115,7 @@ class _Conversation:
     ends: Collection[int]
 
     def tokens(self, place: int) -> tuple[array[int], array[int]]:
-        """Prompt and completion of the reply at `place`. Raises Unprovable."""
+        """Prompt and completion of the reply at `place`. Raises UnverifiableReply."""
         prompt = self._render(place, prompted=True)
         whole = self._render(place + 1, prompted=False)
         if whole[: len(prompt)] != prompt:
@@ -155,7 +155,7 @@ def _conversation(turn: Turn, by_id: dict[str, Turn], writer: ReplyTokenizer) ->
     said = [*call.messages, {**reply, "role": "assistant"}]
     if has_media(said):
         raise UnverifiableReply("media")
-    now = datetime.fromtimestamp(turn.created_at)  # noqa: DTZ006 - templates tell local dates
+    now = datetime.fromtimestamp(turn.created_at)  # noqa: DTZ006 - templates show local dates
     renderer = Renderer(writer.text, render_options(call.body), now)
     last = len(said) - 1
     replies = [i for i, message in enumerate(said) if message.get("role") == "assistant"]

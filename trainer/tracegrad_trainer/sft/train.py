@@ -10,7 +10,6 @@ command again goes on where the one before was stopped or killed, and ends with 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -43,7 +42,7 @@ from tracegrad_trainer.sft.evaluate import evaluate_held_out
 from tracegrad_trainer.sft.report import SftReport
 from tracegrad_trainer.sft.schedule import SftData, build_data, data_digest, plan_epoch
 from tracegrad_trainer.sft.tokenize import load_reply_tokenizer
-from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
+from tracegrad_trainer.utils.distributed import is_rank_zero, launch_rank, run_on_rank_zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +187,12 @@ class SftTrainer:
 
 
 def main(arguments: list[str]) -> int:
-    """0: the model is written, or it was told to stop; 1: it failed, and one line says why."""
+    """0: the model is written, or it was asked to stop; 1: it failed, and one line says why."""
     search_working_folder()
     settings = SftSettings.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
 
     def work(stack: ExitStack, stop: StopFlag) -> None:
-        if os.environ.get("RANK", "0") == "0":
+        if launch_rank() == 0:
             stack.enter_context(lock_for_ranks(settings.trainer.state_dir))
         SftTrainer(settings, stack, stop).run()
 

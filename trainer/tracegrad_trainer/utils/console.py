@@ -6,8 +6,10 @@ Nothing is markup: ids of tasks, reasons of a user's own and paths hold brackets
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import orjson
@@ -62,3 +64,25 @@ def print_report(report: RenderableType, console: Console) -> None:
     if not (console.is_terminal or os.environ.get("COLUMNS", "").isdigit()):
         console.width = _LONGEST
     console.print(report, highlight=False)
+
+
+def format_age(moment: float) -> str:
+    seconds = max(0.0, time.time() - moment)
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Hides the progress bars that transformers draws while it reads or writes a model."""
+    from transformers.utils import logging  # seconds that a refusal need not wait
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,12 +1,14 @@
-"""Rank 0 decides, the others follow.
+"""What ranks share besides tensors: rank 0's decisions, and one log.
 
 Rank 0 may fail (the store, the engine, a setting) while the others wait in a collective for it.
-So what rank 0 does alone runs inside `decide`: its result, or its error, reaches every rank, and
-all of them go on or all of them stop.
+So what rank 0 does alone runs inside `run_on_rank_zero`: its result, or its error, reaches every
+rank, and all of them go on or all of them stop.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,6 +19,29 @@ T = TypeVar("T")
 
 class RankZeroError(RuntimeError):
     """Rank 0 failed; the message is rank 0's own line."""
+
+
+def launch_rank() -> int:
+    """This process' rank as its launcher says, also where there is no process group yet."""
+    return int(os.environ.get("RANK", "0"))
+
+
+class RankFilter(logging.Filter):
+    """Below ERROR rank 0 alone writes: what every rank notices is in the log once."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return launch_rank() == 0 or record.levelno >= logging.ERROR
+
+
+def configure_logging() -> None:
+    """The trainer's log records of this process go to standard error."""
+    handler = logging.StreamHandler()
+    handler.addFilter(RankFilter())
+    words = f"%(asctime)s %(levelname)s rank {launch_rank()} %(name)s: %(message)s"
+    handler.setFormatter(logging.Formatter(words))
+    logger = logging.getLogger("tracegrad_trainer")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
 
 
 def is_rank_zero() -> bool:

@@ -1,4 +1,5 @@
-"""Where an engine listens: a TCP port, or a Unix socket in a folder that nobody else may enter."""
+"""Where an engine listens, a TCP port or a Unix socket in a folder that nobody else may enter, and
+HTTP clients for both (`unix:///path`)."""
 
 from __future__ import annotations
 
@@ -9,8 +10,28 @@ import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
+
 from tracegrad.private_files import is_private, private_folder
-from tracegrad.urls import LONGEST_SOCKET_PATH, unix_socket
+from tracegrad.urls import LONGEST_SOCKET_PATH, http_base, unix_socket
+
+
+def http_client(url: str, *, timeout_s: float, key: str | None = None) -> httpx.Client:
+    """A client for paths under `url`. `key` is sent as a bearer token.
+
+    No connection is kept, so none can be stale, and no proxy of the environment's is asked.
+    """
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.Client(
+        base_url=http_base(url),
+        headers={"authorization": f"Bearer {key}"} if key else None,
+        timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 5.0)),
+        # Reading the certificates takes longer than most calls.
+        transport=httpx.HTTPTransport(
+            uds=unix_socket(url), verify=url.startswith("https:"), limits=limits, trust_env=False
+        ),
+        trust_env=False,
+    )
 
 
 def short_socket_path(path: Path) -> Path:
@@ -62,6 +83,13 @@ def is_port_closed(url: str) -> bool:
     except OSError:  # busy, perhaps
         return False
     return False
+
+
+def find_free_port(host: str = "127.0.0.1") -> int:
+    """A port that nothing listens on at the moment."""
+    with socket.create_server((host, 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _fits(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """Folders that belong to a process: removed by it, or by the next one if it was killed.
 
 The owner holds a lock on its folder (flock), which the kernel gives back however it ends. Whose
-folder it is can so be told across pid namespaces, where its pid may be nobody's.
+folder it is so shows across pid namespaces, where its pid may be nobody's.
 """
 
 from __future__ import annotations

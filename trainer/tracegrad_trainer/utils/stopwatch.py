@@ -1,8 +1,10 @@
-"""Where the time goes."""
+"""Seconds by stage."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -18,6 +20,15 @@ class Stopwatch:
         now = time.monotonic()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._mark
         self._mark = now
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """What runs inside belongs to `name`, also when it fails; the time before it to nothing."""
+        self._mark = time.monotonic()
+        try:
+            yield
+        finally:
+            self.lap(name)
 
     def take(self) -> dict[str, float]:
         taken, self.seconds = self.seconds, {}

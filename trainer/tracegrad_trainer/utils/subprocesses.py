@@ -21,7 +21,7 @@ import httpx
 
 from tracegrad.private_files import open_private, private_folder
 from tracegrad.urls import http_base
-from tracegrad_trainer.utils.client import http_client
+from tracegrad_trainer.utils.network import http_client
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: dlopen after it may deadlock
@@ -71,7 +71,7 @@ class ChildProcess:
         private_folder(self.log.parent)
 
         def prepare() -> None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, self.orphaned)
+            die_with_parent(self.orphaned)
             os.nice(self.nice)
 
         with open_private(self.log, "ab") as log:
@@ -158,6 +158,11 @@ class ChildProcess:
             if shutil.disk_usage(self.log.parent).free < 1 << 20:
                 return f"; the disk of {self.log.parent} is full"
         return ""
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """The kernel sends this process `number` when the thread that started it ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def is_responding(url: str, path: str = "") -> bool:

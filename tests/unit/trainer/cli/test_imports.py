@@ -62,7 +62,9 @@ def test_a_command_without_tensors_imports_no_torch(words: list[str], tmp_path: 
     assert heavy(PROBE, *words, folder=tmp_path) == "HEAVY []"
 
 
-@pytest.mark.parametrize("module", ["stepping", "claims", "launcher", "settings"])
+@pytest.mark.parametrize(
+    "module", ["cli.step", "launch.folder_lock", "launch.torchrun", "config.trainer"]
+)
 def test_who_only_waits_for_ranks_imports_no_torch(module: str, tmp_path: Path) -> None:
     code = f"import sys, tracegrad_trainer.{module}; print('torch' in sys.modules)"
     assert heavy(code, folder=tmp_path) == "False"

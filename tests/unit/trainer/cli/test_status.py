@@ -14,7 +14,7 @@ from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.cli.status import collect_status
 from tracegrad_trainer.launch.run_state import RunState, delete_state, read_state
-from tracegrad_trainer.launch.step_feed import StepFeed
+from tracegrad_trainer.launch.session import StepFeed
 from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess
 

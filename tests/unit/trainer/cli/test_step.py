@@ -215,7 +215,7 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(model: Path, tmp_path: Path)
 def test_a_model_that_does_not_fit_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tracegrad_trainer.engine.model.memory.free_memory", lambda: 1 << 16)
+    monkeypatch.setattr("tracegrad_trainer.engine.model.memory.free_host_memory", lambda: 1 << 16)
     with pytest.raises(ValueError, match="does not fit"):
         checked(settings_of(model, tmp_path / "state"))
 

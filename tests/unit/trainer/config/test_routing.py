@@ -87,7 +87,7 @@ def test_a_dry_run_says_that_no_route_is_known(tmp_path: Path) -> None:
         fill(store, 2)
     out = StringIO()
     assert dry_run.show_dry_run(settings, Console(file=out, width=300), as_json=False) == 0
-    assert "told the experts of none of these tokens: they would be routed" in out.getvalue()
+    assert "recorded the experts of none of these tokens: they would be routed" in out.getvalue()
     assert FLAG in out.getvalue()
     out = StringIO()
     assert (

@@ -15,7 +15,8 @@ import pytest
 from pydantic import ValidationError
 
 from tracegrad.private_files import is_private
-from tracegrad_trainer.inference.vllm_process import VllmProcess, VllmSettings
+from tracegrad_trainer.config.vllm import VllmSettings
+from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.utils.network import is_port_closed, prepare_socket_folder
 from tracegrad_trainer.utils.subprocesses import ChildError
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tracegrad_trainer.inference.vllm_process import find_free_port
 from tracegrad_trainer.inference.weight_push import EngineLostError, PushError, WeightPusher
+from tracegrad_trainer.utils.network import find_free_port
 
 Refusal = Callable[[str, dict[str, Any]], bool]
 
@@ -100,7 +100,7 @@ def test_a_push_walks_in_order(peers: Peers, pusher: WeightPusher) -> None:
     assert calls["/api/push/mark"] == {"version": 1}
     assert peers.loaded == [1.0]
     assert pusher.version == 1
-    stages = ["write", "hold", "pause", "load", "mark", "resume", "verify", "release"]
+    stages = ["write", "hold", "pause", "load", "set_version", "resume", "verify", "release"]
     assert list(report.seconds) == stages
     assert report.total == pytest.approx(sum(report.seconds.values()))
 

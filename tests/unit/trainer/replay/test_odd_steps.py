@@ -12,9 +12,9 @@ from rich.console import Console
 from sqlalchemy import select, update
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from support.trainer.ranks import run_on_ranks
 from support.trainer.row_samples import POISON, VOCABULARY, tiny_model
 from support.trainer.step_samples import SEVERAL, fill, rollout, train, trainer_settings
-from support.trainer.torchrun import torchrun
 from tracegrad.events import Turn, token_id_array
 from tracegrad.store import Store
 from tracegrad.store.maintenance import RetentionRule, RolloutSelection, prune
@@ -49,7 +49,7 @@ def test_a_batch_of_several_updates_of_two_ranks_is_replayed_by_two(tmp_path: Pa
     settings = trainer_settings(tmp_path, ranks=2, optim=SEVERAL)
     with Store.open(settings.proxy.store) as store:
         fill(store, 2)
-    torchrun("support.trainer.replay_ranks", 2, tmp_path)
+    run_on_ranks(train, 2, settings, 1)
     found = replayed(settings, preset="dr_grpo")
     assert found.recorded.batch.ranks == 2
     assert found.replayed.metrics["updates"] == 4
@@ -162,7 +162,7 @@ def test_state_that_was_moved_is_found(tmp_path: Path) -> None:
 
 
 def test_a_step_that_other_settings_leave_nothing_of_is_shown(settings: TrainerSettings) -> None:
-    found = replayed(settings, sets=["batches.max_row_tokens=2", "batches.over_long=drop"])
+    found = replayed(settings, overrides=["batches.max_row_tokens=2", "batches.over_long=drop"])
     assert found.equal
     assert found.other is not None
     assert found.other.turns == []

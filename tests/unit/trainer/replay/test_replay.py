@@ -112,7 +112,7 @@ def test_rewards_and_turns_that_came_later_do_not_matter(run: Run) -> None:
 
 
 def test_another_objective_stands_beside_the_recorded_one(run: Run) -> None:
-    found = run.replay(step=3, preset="dr_grpo", sets=["objective.clip_high=0.5"])
+    found = run.replay(step=3, preset="dr_grpo", overrides=["objective.clip_high=0.5"])
     assert found.equal, "the recorded one is replayed too"
     assert found.other is not None
     assert found.other_name == "dr_grpo, clip_high=0.5"
@@ -124,7 +124,7 @@ def test_another_objective_stands_beside_the_recorded_one(run: Run) -> None:
 
 
 def test_what_is_set_changes_only_that(run: Run) -> None:
-    found = run.replay(step=3, sets=["optim.lr=0.5"])
+    found = run.replay(step=3, overrides=["optim.lr=0.5"])
     assert found.other is not None
     assert found.other.metrics == found.replayed.metrics | {"lr": 0.5}
 
@@ -251,7 +251,7 @@ def test_exit_codes_mean_something(
     assert codes == [0, 1, 2]
     told = capsys.readouterr()
     assert "reproduced: all" in told.out
-    assert "the 2 of 12 turns that the step pulls hardest" in told.out
+    assert "the 2 of 12 turns with the largest share of the gradient" in told.out
     assert "different:" in told.out
     assert max(len(line) for line in told.out.splitlines()) <= 80
     assert told.err == "trainer replay: there is no step 9: the last one is 3 (--list)\n"

@@ -120,7 +120,7 @@ def test_a_checkpoint_in_another_users_folder_is_told_in_one_line(
 
 
 def test_a_refused_steps_checkpoint_is_removed_and_the_run_goes_on_from_the_committed_one(
-    two: tuple[TrainerSettings, TrainerSettings], capsys: pytest.CaptureFixture[str]
+    two: tuple[TrainerSettings, TrainerSettings], caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = two
     with ExitStack() as stack:
@@ -153,11 +153,11 @@ def test_a_refused_steps_checkpoint_is_removed_and_the_run_goes_on_from_the_comm
         point = coordinator.resume_point()
     assert point.weights is not None
     assert point.weights.folder == folder(one, 1)
-    assert "going on from step 1, which run a made" in capsys.readouterr().err
+    assert "going on from step 1, which run a made" in caplog.text
 
 
 def test_a_checkpoint_that_was_never_committed_is_not_loaded_as_the_committed_step(
-    two: tuple[TrainerSettings, TrainerSettings], capsys: pytest.CaptureFixture[str]
+    two: tuple[TrainerSettings, TrainerSettings], caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = two
     killed_before_the_commit(other)
@@ -167,7 +167,7 @@ def test_a_checkpoint_that_was_never_committed_is_not_loaded_as_the_committed_st
     assert manifest_digest(folder(other, 1)) != first.manifest_digest
     # The chain goes on in the other folder, from the checkpoint that was committed.
     train(other, 1)
-    assert f"which run {first.run_id} made" in capsys.readouterr().err
+    assert f"which run {first.run_id} made" in caplog.text
     second = steps(one)[-1]
     assert second.run_id == run_id(other.state_dir) != first.run_id
     assert second.parent_digest == first.manifest_digest
@@ -268,15 +268,13 @@ def test_a_manifest_that_was_changed_is_named_with_an_older_checkpoint(
 
 
 def test_steps_of_before_the_digests_are_gone_on_from_and_that_is_said(
-    two: tuple[TrainerSettings, TrainerSettings], capsys: pytest.CaptureFixture[str]
+    two: tuple[TrainerSettings, TrainerSettings], caplog: pytest.LogCaptureFixture
 ) -> None:
     one, _ = two
     train(one, 1)
     forget_digests(one)
     train(one, 1)
-    assert "step 1 was committed before steps kept their checkpoint's digest" in (
-        capsys.readouterr().err
-    )
+    assert "step 1 was committed before steps kept their checkpoint's digest" in (caplog.text)
     first, second = steps(one)
     assert (first.manifest_digest, second.parent_digest) == (None, None)
     assert second.manifest_digest == manifest_digest(folder(one, 2))

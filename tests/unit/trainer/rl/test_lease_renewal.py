@@ -39,7 +39,7 @@ class FakeClock:
 @pytest.fixture
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     made = FakeClock()
-    monkeypatch.setattr(clock, "time_of", lambda _connection: made.now)
+    monkeypatch.setattr(clock, "server_time", lambda _connection: made.now)
     return made
 
 
@@ -112,7 +112,7 @@ def test_what_is_held_is_renewed_until_it_is_let_go_or_the_holder_ends(
 
 def test_renewal_goes_on_after_the_store_was_away(
     store: Store, fake_clock: FakeClock, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     fill(store, 1)
     ledger = Ledger(store)
@@ -131,7 +131,7 @@ def test_renewal_goes_on_after_the_store_was_away(
             assert tried.acquire(timeout=PATIENCE_S)
     pass_time(fake_clock, store, "t0r0", 2 * TTL_S)
     held.close()
-    assert capsys.readouterr().err.count("leases cannot be renewed; trying again") == 1
+    assert caplog.text.count("leases cannot be renewed; trying again") == 1
 
 
 # The coordinator
@@ -165,7 +165,7 @@ def test_groups_that_were_lost_are_left_out_of_the_batch_with_one_line(
     coordinator: Coordinator,
     store: Store,
     fake_clock: FakeClock,
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     fill(store, 3)
     coordinator._held = coordinator._lease()
@@ -174,7 +174,7 @@ def test_groups_that_were_lost_are_left_out_of_the_batch_with_one_line(
     batch = coordinator.next_batch(0)
     assert batch is not None
     assert [group.group_id for group in batch.groups] == ["t1", "t2"]
-    [line] = capsys.readouterr().err.splitlines()
+    [line] = caplog.messages
     assert line.startswith("1 of 2 groups are left out of the batch: rollout t0r0 is no longer ")
     assert line.endswith("thief has it now")
     assert coordinator.leases.rollouts == names(batch.groups)
@@ -186,7 +186,7 @@ def test_a_batch_of_which_nothing_can_be_trained_is_left_to_whom_it_is(
     coordinator: Coordinator,
     store: Store,
     fake_clock: FakeClock,
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     fill(store, 2)
     batch = coordinator.next_batch(0)
@@ -194,7 +194,7 @@ def test_a_batch_of_which_nothing_can_be_trained_is_left_to_whom_it_is(
     fake_clock.advance(TTL_S + 1)
     stolen(store)
     coordinator.discard_batch(batch, "non_finite_step")
-    assert "thief has it now" in capsys.readouterr().err
+    assert "thief has it now" in caplog.text
     assert store.turn_counts().skipped == {}
     assert coordinator.leases.rollouts == set()
     assert Ledger(store).ready() == 2, "what was ours of it is free"

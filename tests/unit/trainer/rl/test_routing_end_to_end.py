@@ -141,7 +141,8 @@ def test_what_the_engine_chose_is_what_is_trained(
     rows, taken = trained(settings)
     [step] = StepHistory(captured).steps()
     share = step.metrics["expert_routing_known_share"]
-    assert f"the serving engine told the experts of {share:.1%} of these tokens" in out.getvalue()
+    words = f"the serving engine recorded the experts of {share:.1%} of these tokens"
+    assert words in out.getvalue()
 
     told, streamed = sorted(rows, key=lambda row: row.rollout_id, reverse=True)
     assert streamed.expert_routing is None

