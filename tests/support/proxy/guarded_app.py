@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-import pytest
 from fastapi import Body, FastAPI, Request
 
 from support.proxy.key_store import Cupboard
@@ -58,8 +57,3 @@ def a_proxy(admin_key: str | None, cupboard: Cupboard) -> FastAPI:
         shape=lambda path, error: json.dumps({"at": path, "says": error.message}).encode(),
     )
     return app
-
-
-@pytest.fixture
-def cupboard() -> Cupboard:
-    return Cupboard()

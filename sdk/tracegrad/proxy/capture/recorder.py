@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Protocol
 
 from tracegrad.chat import sampling_params as sampling
+from tracegrad.chat.call import Call
 from tracegrad.events import Event, Json, Turn, new_id
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex
 from tracegrad.proxy.capture.call_index import CallIndex
-from tracegrad.proxy.capture.observation import observation_of
 from tracegrad.proxy.capture.redaction import REDACTED, Redactor
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.dialects.history import TurnNotRecorded, conversation_of
 from tracegrad.proxy.engine.completion import SampledCompletion
 from tracegrad.proxy.http.errors import ApiError, BadRequest, Unavailable
@@ -30,7 +31,7 @@ from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.proxy.store_async import run_in_thread, wait_committed
 from tracegrad.store import Submission, WriterLoad
 from tracegrad.store.encoding.blobs import dump_json, encode_json
-from tracegrad.store.errors import ParentMissing, StoreError, StoreUnavailable
+from tracegrad.store.errors import EventRejected, ParentMissing, StoreError, StoreUnavailable
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -275,3 +276,37 @@ def _untrainable(reply: SampledCompletion, unknown_version: bool) -> str | None:
     if reply.discard_reason is not None or not reply.token_ids:
         return reply.discard_reason or "no_tokens"
     return "version_unknown" if unknown_version else None
+
+
+def observation_of(messages: Sequence[Json]) -> str | None:
+    """Digest, 32 hex digits, of the messages behind the last reply; of all, before the first.
+
+    Roles and contents count. Instructions (system, developer) do not: they are the agent's. Nor
+    do the ids of tool calls, which are new in every rollout. None: nothing was observed.
+    """
+    behind = takewhile(lambda message: message.get("role") != "assistant", reversed(messages))
+    observed = [
+        [message.get("role"), message.get("content")]
+        for message in behind
+        if message.get("role") not in ("system", "developer")
+    ]
+    if not observed:
+        return None
+    return hashlib.blake2b(encode_json(observed[::-1]), digest_size=16).hexdigest()
+
+
+async def commit_each(recorder: Recorder, facts: Sequence[Event]) -> dict[int, str]:
+    """Why some were refused, by their index; all others are stored. Raises Unavailable."""
+    try:
+        await recorder.commit(facts)
+    except EventRejected as error:
+        if len(facts) == 1:
+            log.warning("a fact that a span tells of is refused: %s", error)
+            return {0: str(error)}
+    else:
+        return {}
+    refused: dict[int, str] = {}
+    for index, fact in enumerate(facts):
+        if problem := await commit_each(recorder, [fact]):
+            refused[index] = problem[0]
+    return refused

@@ -25,12 +25,22 @@ from tracegrad.events import (
 from tracegrad.proxy.auth.middleware import Caller, caller_of, restrict_to_rollout
 from tracegrad.proxy.auth.rollout_attribution import ROLLOUT_ID_PATTERN
 from tracegrad.proxy.capture.recorder import Recorder
-from tracegrad.proxy.endpoints.stated_times import clamp_stated_time
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.errors import ApiError, BadRequest
 from tracegrad.store.errors import EventRejected
 
+# Facts wait for a proxy that is away, and clocks differ. What is said to be older than this is a
+# clock that was never set, or a mistake.
+MAX_EVENT_AGE_S = 86_400.0
+
+
+def clamp_stated_time(stated: float | None, now: float) -> float:
+    """`stated`, seconds since the epoch; `now` where that is to come, or more than a day ago."""
+    return stated if stated is not None and now - MAX_EVENT_AGE_S <= stated <= now else now
+
+
 RolloutId = Annotated[str, Field(pattern=ROLLOUT_ID_PATTERN)]
+
 Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0)]
 
 

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tracegrad.chat import sampling_params
+from tracegrad.chat.call import Call
 from tracegrad.events import OVER_LENGTH, Json, Turn
 from tracegrad.proxy.auth.middleware import caller_of, engine_headers
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex, attribute_call
@@ -31,15 +32,14 @@ from tracegrad.proxy.capture.retry_cache import (
     recorded_answer,
     recorded_chunks,
 )
-from tracegrad.proxy.dialects.base import Call, Dialect, StreamWriter
+from tracegrad.proxy.dialects.base import Dialect, StreamWriter
 from tracegrad.proxy.engine.completion import SampledCompletion
+from tracegrad.proxy.engine.request import EngineRequest, request_body
 from tracegrad.proxy.engine.request_rules import RequestRules
 from tracegrad.proxy.engine.response import (
-    EngineRequest,
     EngineResponse,
     read_error,
     read_response,
-    request_body,
     strip_unrequested,
 )
 from tracegrad.proxy.engine.routed_experts import warn_streams_lack_experts

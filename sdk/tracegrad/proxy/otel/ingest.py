@@ -12,8 +12,7 @@ from typing import Protocol
 from tracegrad.events import Span
 from tracegrad.proxy.auth.rollout_attribution import TraceIndex
 from tracegrad.proxy.capture.call_index import LruMap
-from tracegrad.proxy.capture.recorder import Recorder
-from tracegrad.proxy.otel.commit import commit_each
+from tracegrad.proxy.capture.recorder import Recorder, commit_each
 from tracegrad.proxy.otel.llm_span import ReportedSpan
 from tracegrad.proxy.otel.rewards import SpanRewards, TurnOrder
 from tracegrad.proxy.otel.rollout_assignment import RolloutAssignment, TraceStore

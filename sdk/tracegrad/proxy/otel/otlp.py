@@ -24,7 +24,7 @@ from tracegrad.proxy.auth.rollout_attribution import is_rollout_id
 from tracegrad.proxy.http.errors import BadRequest
 from tracegrad.proxy.http.request_body import parsed_size, too_many_values
 from tracegrad.proxy.otel.otlp_size import fields_in
-from tracegrad.proxy.otel.semconv.span_events import EVENTS, STATUS_MESSAGE, as_attribute
+from tracegrad.proxy.otel.semconv.flat_attributes import EVENTS, STATUS_MESSAGE, as_attribute
 
 ROLLOUT_ATTRIBUTE = "tracegrad.rollout"
 SERVICE = "service.name"

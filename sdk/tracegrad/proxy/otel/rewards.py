@@ -9,9 +9,9 @@ from typing import Protocol
 from tracegrad.events import Reward, Span
 from tracegrad.proxy.capture.call_index import CallIndex, turn_id_in_response
 from tracegrad.proxy.otel.llm_span import ReportedSpan
-from tracegrad.proxy.otel.reported_call import turn_id_of
 from tracegrad.proxy.otel.rollout_assignment import RolloutAssignment
 from tracegrad.proxy.otel.semconv.evaluations import Evaluation
+from tracegrad.proxy.otel.span_to_turn import turn_id_of
 from tracegrad.proxy.store_async import run_in_thread
 
 SOURCE = "otel"

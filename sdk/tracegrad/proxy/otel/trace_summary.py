@@ -11,7 +11,7 @@ from tracegrad.events import Outcome, RolloutFinished, RolloutStarted, Span
 from tracegrad.proxy.otel.otlp import SERVICE
 from tracegrad.proxy.otel.semconv import openinference
 from tracegrad.proxy.otel.semconv.chat_completion import first, parsed
-from tracegrad.proxy.otel.semconv.span_events import STATUS_MESSAGE, events_of
+from tracegrad.proxy.otel.semconv.flat_attributes import STATUS_MESSAGE, events_of
 
 _AGENT = ("gen_ai.agent.name", "agent.name")
 _WORKFLOW = "traceloop.workflow.name"

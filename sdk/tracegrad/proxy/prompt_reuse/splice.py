@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from tracegrad.chat.call import RecordedTurn
 from tracegrad.chat.messages import RenderOptions, has_media
 from tracegrad.chat.model import ChatFormat
-from tracegrad.chat.recorded_turn import RecordedTurn
 from tracegrad.chat.renderer import Renderer, stop_token_text, was_sent
 from tracegrad.chat.template import RenderError
 from tracegrad.chat.tokenizer import UnencodableText

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, Protocol
 
+from tracegrad.chat.call import CHAT_PATH, Call, RecordedTurn
 from tracegrad.chat.messages import render_options
-from tracegrad.chat.recorded_turn import RecordedTurn
 from tracegrad.events import Turn
-from tracegrad.proxy.dialects.base import CHAT_PATH, Call
 from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
 from tracegrad.proxy.prompt_reuse.conversation_hash import HashedConversation, hash_conversation
 from tracegrad.proxy.store_async import within_store_timeout

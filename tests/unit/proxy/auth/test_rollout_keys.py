@@ -37,11 +37,6 @@ async def owner(keys: RolloutKeyService, key: str) -> str | None:
 
 
 @pytest.fixture
-def cupboard() -> Cupboard:
-    return Cupboard()
-
-
-@pytest.fixture
 def clock() -> Clock:
     return Clock()
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
+from tracegrad.chat.call import Call
 from tracegrad.events import Json
 from tracegrad.proxy.dialects import tool_arguments
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.http.errors import ApiError
 
 _FINISH_REASONS = {

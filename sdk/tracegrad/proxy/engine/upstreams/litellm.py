@@ -18,8 +18,8 @@ from typing import Any
 
 import orjson
 
+from tracegrad.chat.call import CHAT_PATH
 from tracegrad.events import Json
-from tracegrad.proxy.dialects.base import CHAT_PATH
 from tracegrad.proxy.engine.upstreams import litellm_format as shapes
 from tracegrad.proxy.engine.upstreams.base import (
     MODELS_PATH,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 import orjson
 
-from tracegrad.proxy.engine.upstreams.session import session_to
+from tracegrad.proxy.engine.upstreams.replica import session_to
 from tracegrad.urls import http_base
 
 _TIMEOUT = aiohttp.ClientTimeout(total=5)

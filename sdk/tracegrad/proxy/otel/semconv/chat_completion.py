@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from tracegrad.chat.content_parts import content_of, media_part, text_part
+from tracegrad.chat.messages import content_of, media_part, text_part
 from tracegrad.events import Json
 from tracegrad.proxy.dialects.body_checks import check_types
 from tracegrad.proxy.dialects.openai_chat import FIELD_TYPES, check_common

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracegrad.events import Span
-from tracegrad.proxy.otel.semconv.flat_attributes import in_index_order, unflatten
-from tracegrad.proxy.otel.semconv.span_events import events_of
+from tracegrad.proxy.otel.semconv.flat_attributes import events_of, in_index_order, unflatten
 
 _RESULT = "gen_ai.evaluation.result"
 # Of the span, or of all its trace.

@@ -29,7 +29,7 @@ from tracegrad.proxy.otel.semconv.chat_completion import (
     url_part,
     usage_of,
 )
-from tracegrad.proxy.otel.semconv.span_events import SpanEvent, events_of
+from tracegrad.proxy.otel.semconv.flat_attributes import SpanEvent, events_of
 
 OPERATION = "gen_ai.operation.name"
 LLM_OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
