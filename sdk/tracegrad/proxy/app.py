@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from tracegrad.proxy.auth.middleware import Authenticator, AuthMiddleware, Caller, make_keys_router
+from tracegrad.protocol import TRACES_PATH
+from tracegrad.proxy.auth.middleware import Authenticator, AuthMiddleware, Caller
 from tracegrad.proxy.auth.origin_check import OriginCheck
 from tracegrad.proxy.auth.rollout_attribution import TraceIndex
 from tracegrad.proxy.auth.rollout_keys import RolloutKeyService
@@ -28,7 +29,11 @@ from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
 from tracegrad.proxy.dialects.openai_completions import OpenAICompletionsDialect
 from tracegrad.proxy.dialects.openai_responses.request import OpenAIResponsesDialect
 from tracegrad.proxy.endpoints.anchors import make_anchors_router
-from tracegrad.proxy.endpoints.control_api import add_error_handlers, make_control_router
+from tracegrad.proxy.endpoints.control_api import (
+    add_error_handlers,
+    make_control_router,
+    make_keys_router,
+)
 from tracegrad.proxy.endpoints.count_tokens import CountTokensEndpoint
 from tracegrad.proxy.endpoints.llm_call import LlmCallEndpoint, ProxyServices
 from tracegrad.proxy.endpoints.models import gemini_models_response, models_response
@@ -39,10 +44,12 @@ from tracegrad.proxy.engine.upstreams import QueueLimits, Upstream, UpstreamPool
 from tracegrad.proxy.engine.upstreams.weight_version import weight_version
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.errors import ApiError
-from tracegrad.proxy.http.request_body import TRACES_PATH, BodyReader, RequestSizeLimits
+from tracegrad.proxy.http.request_body import BodyReader, RequestSizeLimits
 from tracegrad.proxy.http.worker_threads import WorkerThreads
-from tracegrad.proxy.otel.receiver import ExportLimits, OtlpReceiver, SpanIngest
-from tracegrad.proxy.prompt_reuse import EngineRenderer, PromptReuse
+from tracegrad.proxy.otel.ingest import SpanIngest
+from tracegrad.proxy.otel.receiver import ExportLimits, OtlpReceiver
+from tracegrad.proxy.prompt_reuse.renderer_loader import EngineRenderer
+from tracegrad.proxy.prompt_reuse.resolver import PromptReuse
 from tracegrad.store import Store
 from tracegrad.store.anchors.anchor_store import AnchorStore
 
@@ -97,6 +104,7 @@ def create_app(
         upstream=upstream,
         gate=gate,
         recorder=recorder,
+        prompt_reuse=continuation,
         trace_index=traces,
         retry_cache=RetryCache(),
         model=settings.model,

@@ -19,15 +19,9 @@ from tracegrad.proxy.dialects.history import TurnNotRecorded, conversation_of
 from tracegrad.proxy.engine.completion import SampledCompletion
 from tracegrad.proxy.http.errors import ApiError, BadRequest, Unavailable
 from tracegrad.proxy.http.json_size import count_punctuation, parsed_memory
-from tracegrad.proxy.prompt_reuse import (
-    CachedTurn,
-    ContinuationPlan,
-    PromptReuse,
-    TreePosition,
-    TurnReader,
-    cached_turn,
-)
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
+from tracegrad.proxy.prompt_reuse.resolver import ContinuationPlan, PromptReuse, TreePosition
+from tracegrad.proxy.prompt_reuse.tree_cache import CachedTurn, TurnReader, cached_turn
 from tracegrad.proxy.store_async import run_in_thread, wait_committed
 from tracegrad.store import Submission, WriterLoad
 from tracegrad.store.encoding.blobs import dump_json, encode_json
@@ -67,19 +61,6 @@ class Recorder:
         self._redactor = redactor
         self._failing = False
         self.call_index = CallIndex()
-
-    async def plan(self, call: Call, owner: CallOwner) -> ContinuationPlan:
-        """A call begins: which turn it continues, with which tokens. Raises Unavailable."""
-        self._traces.add(owner.trace_id, owner.rollout_id)
-        self.call_index.call_started(owner.trace_id, owner.parent_span_id)
-        try:
-            return await self._continuation.plan(owner.rollout_id, call)
-        except StoreUnavailable as error:
-            raise self.store_unavailable(error) from error
-        except Exception:
-            # A conversation that cannot be followed is still served, and kept.
-            log.exception("a call of rollout %s is not continued", owner.rollout_id)
-            return ContinuationPlan(owner.rollout_id, None)
 
     async def record(
         self,

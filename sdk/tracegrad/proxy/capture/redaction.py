@@ -4,8 +4,8 @@ A hook is a function of the user's, named as `module:function` in the setting `r
 the texts of one fact and returns what may be kept of them, or None for nothing at all:
 
     {"type": "turn", "request": {...}, "response": {...}, "stop": ...}
-    {"type": "span_ended", "name": "...", "attributes": {...}}
-    {"type": "rollout_opened", "task": ..., "tags": {...}}
+    {"type": "span", "name": "...", "attributes": {...}}
+    {"type": "rollout_started", "task": ..., "tags": {...}}
     {"type": "rollout_finished", "error": "..."}
 
 The record is a copy, to be changed at will. Hooks run one after the other, in threads: one may be
@@ -130,9 +130,9 @@ def texts_of(fact: Event) -> Json | None:
                 "stop": stop,
             }
         case Span():
-            return {"type": "span_ended", "name": fact.name, "attributes": fact.attributes}
+            return {"type": "span", "name": fact.name, "attributes": fact.attributes}
         case RolloutStarted():
-            return {"type": "rollout_opened", "task": fact.task, "tags": dict(fact.tags)}
+            return {"type": "rollout_started", "task": fact.task, "tags": dict(fact.tags)}
         case RolloutFinished():
             return {"type": "rollout_finished", "error": fact.error}
     return None

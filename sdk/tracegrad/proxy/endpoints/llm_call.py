@@ -58,7 +58,8 @@ from tracegrad.proxy.http.request import (
 from tracegrad.proxy.http.request_body import lease_of
 from tracegrad.proxy.http.streaming_response import StreamedResponse
 from tracegrad.proxy.http.worker_threads import WorkerThreads
-from tracegrad.proxy.prompt_reuse import ContinuationPlan
+from tracegrad.proxy.prompt_reuse.resolver import ContinuationPlan, PromptReuse
+from tracegrad.store.errors import StoreUnavailable
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -70,6 +71,7 @@ class ProxyServices:
     upstream: Upstream
     gate: WeightUpdateGate
     recorder: Recorder
+    prompt_reuse: PromptReuse
     trace_index: TraceIndex
     retry_cache: RetryCache
     model: str | None
@@ -127,7 +129,7 @@ class LlmCallEndpoint:
             call = replace(call, body=sampling_params.force_on_policy(call.body))
         if is_retry(headers) and (given := await self._recorded_turns(known)):
             return await self._replay_recorded(call, given, send)
-        plan = await self._services.recorder.plan(call, owner)
+        plan = await self._plan(call, owner)
         # A body in one piece cannot be split by version: where weights are pushed, the engine
         # streams to us what the client gets whole; but no stream has routed experts.
         streaming = call.stream or (
@@ -146,6 +148,15 @@ class LlmCallEndpoint:
             self._services.retry_cache.record_failure(known)
             raise
         return Response(self._dialect.answer(call, answer), media_type="application/json")
+
+    async def _plan(self, call: Call, owner: CallOwner) -> ContinuationPlan:
+        recorder = self._services.recorder
+        self._services.trace_index.add(owner.trace_id, owner.rollout_id)
+        recorder.call_index.call_started(owner.trace_id, owner.parent_span_id)
+        try:
+            return await self._services.prompt_reuse.plan(owner.rollout_id, call)
+        except StoreUnavailable as error:
+            raise recorder.store_unavailable(error) from error
 
     async def _parse(self, scope: Scope, raw: bytes, owner: CallOwner) -> tuple[Call, Fingerprint]:
         query = scope["query_string"]

@@ -18,7 +18,7 @@ from tracegrad.proxy.otel.rewards import SpanRewards, TurnOrder
 from tracegrad.proxy.otel.rollout_assignment import RolloutAssignment, TraceStore
 from tracegrad.proxy.otel.span_to_turn import LlmSpanConverter, TurnLookup, with_call_kind
 from tracegrad.proxy.otel.trace_summary import TraceSummary, rollout_finished
-from tracegrad.proxy.prompt_reuse import PromptReuse
+from tracegrad.proxy.prompt_reuse.resolver import PromptReuse
 from tracegrad.store.errors import StoreUnavailable
 
 # Traces whose spans are still expected, at most.

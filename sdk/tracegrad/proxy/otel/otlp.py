@@ -20,13 +20,13 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from tracegrad.events import Json, Span
+from tracegrad.protocol import ROLLOUT_ATTRIBUTE
 from tracegrad.proxy.auth.rollout_attribution import is_rollout_id
 from tracegrad.proxy.http.errors import BadRequest
 from tracegrad.proxy.http.request_body import parsed_size, too_many_values
 from tracegrad.proxy.otel.otlp_size import fields_in
 from tracegrad.proxy.otel.semconv.flat_attributes import EVENTS, STATUS_MESSAGE, as_attribute
 
-ROLLOUT_ATTRIBUTE = "tracegrad.rollout"
 SERVICE = "service.name"
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"

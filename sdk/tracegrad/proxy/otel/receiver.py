@@ -15,9 +15,6 @@ from tracegrad.proxy.http.worker_threads import LARGE_BODY_BYTES, WorkerThreads
 from tracegrad.proxy.otel.ingest import SpanIngest
 from tracegrad.proxy.otel.llm_span import ReportedSpan, read_span, without_evaluations
 from tracegrad.proxy.otel.otlp import (
-    JSON,
-    PROTOBUF,
-    ROLLOUT_ATTRIBUTE,
     Decompressor,
     OtlpExport,
     encoding_of,
@@ -25,8 +22,6 @@ from tracegrad.proxy.otel.otlp import (
     export_response,
     read_export,
 )
-
-__all__ = ["JSON", "PROTOBUF", "ROLLOUT_ATTRIBUTE", "ExportLimits", "OtlpReceiver", "SpanIngest"]
 
 # Bytes that are unpacked at a time.
 _PIECE = 4 << 20

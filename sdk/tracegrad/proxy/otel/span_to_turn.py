@@ -9,23 +9,16 @@ from typing import Protocol
 
 from tracegrad.chat.call import Call
 from tracegrad.events import Span, Turn, logprob_array, token_id_array
+from tracegrad.protocol import CALL_KIND_ATTRIBUTE
 from tracegrad.proxy.capture.call_index import turn_id_in_response
 from tracegrad.proxy.capture.recorder import Recorder, commit_each
 from tracegrad.proxy.dialects.registry import OtelDialect
 from tracegrad.proxy.otel.llm_span import ReportedSpan, SpanKey
 from tracegrad.proxy.otel.rollout_assignment import RolloutAssignment
 from tracegrad.proxy.otel.semconv import LlmCall
-from tracegrad.proxy.prompt_reuse import (
-    CachedTurn,
-    ContinuationPlan,
-    PromptReuse,
-    TreePosition,
-    cached_turn,
-)
+from tracegrad.proxy.prompt_reuse.resolver import ContinuationPlan, PromptReuse, TreePosition
+from tracegrad.proxy.prompt_reuse.tree_cache import CachedTurn, cached_turn
 from tracegrad.proxy.store_async import run_in_thread
-
-# On LLM spans: whether the span made a turn ("turn"), or its call was one already ("recorded").
-CALL_KIND_ATTRIBUTE = "tracegrad.call.kind"
 
 # How far an agent's clock may be from ours.
 MAX_CLOCK_SKEW_S = 60.0

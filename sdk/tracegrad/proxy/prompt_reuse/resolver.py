@@ -34,6 +34,7 @@ from tracegrad.proxy.prompt_reuse.tree_cache import (
     hash_call,
     longest_first,
 )
+from tracegrad.store.errors import StoreUnavailable
 from tracegrad.turn_tree import extends, find_parent
 
 log = logging.getLogger("tracegrad.proxy")
@@ -84,7 +85,17 @@ class PromptReuse:
         self._ignored = False
 
     async def plan(self, rollout_id: str | None, call: Call) -> ContinuationPlan:
-        """Raises what the store raises."""
+        """A call begins: which turn it continues, with which tokens. Raises StoreUnavailable."""
+        try:
+            return await self._plan(rollout_id, call)
+        except StoreUnavailable:
+            raise
+        except Exception:
+            # A conversation that cannot be followed is still served, and kept.
+            log.exception("a call of rollout %s is not continued", rollout_id)
+            return ContinuationPlan(rollout_id, None)
+
+    async def _plan(self, rollout_id: str | None, call: Call) -> ContinuationPlan:
         said = await _said(call)
         if said is None or not said.replies:
             # Nothing said by a model: nothing to continue, and no reason to wait for the store.
