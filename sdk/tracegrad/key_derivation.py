@@ -30,8 +30,8 @@ _PURPOSES: dict[KeyScope, bytes] = {
 
 def derive_key(admin_key: str, rollout_id: str, scope: KeyScope = CALLS) -> str:
     """HMAC-SHA-256 of the rollout's id under the admin key, as a key that names the rollout."""
-    told = _PURPOSES[scope] + rollout_id.encode()
-    proof = hmac.new(admin_key.encode(), told, hashlib.sha256).digest()
+    message = _PURPOSES[scope] + rollout_id.encode()
+    proof = hmac.new(admin_key.encode(), message, hashlib.sha256).digest()
     text = base64.urlsafe_b64encode(proof).rstrip(b"=").decode()
     return f"{API_KEY_PREFIX}{rollout_id}.{text}"
 

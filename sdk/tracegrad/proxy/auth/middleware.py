@@ -102,21 +102,21 @@ def engine_headers(caller: Caller) -> dict[str, str]:
     return sent
 
 
-def restrict_to_rollout(facts: Sequence[F], caller: Caller) -> Sequence[F]:
-    """The facts as the caller may post them: spans that name no rollout are its own.
+def restrict_to_rollout(events: Sequence[F], caller: Caller) -> Sequence[F]:
+    """The events as the caller may post them: spans that name no rollout are its own.
 
     Raises ApiError (403) when one belongs to another rollout than the caller's, and its key is
     bound to that.
     """
     if caller.rollout_id is None:
-        return facts
+        return events
     mine: list[F] = []
-    for fact in facts:
-        if isinstance(fact, Span) and fact.rollout_id is None:
-            fact = replace(fact, rollout_id=caller.rollout_id)
+    for event in events:
+        if isinstance(event, Span) and event.rollout_id is None:
+            event = replace(event, rollout_id=caller.rollout_id)
         if caller.bound:
-            _check_rollout(caller, fact.rollout_id)
-        mine.append(fact)
+            _check_rollout(caller, event.rollout_id)
+        mine.append(event)
     return mine
 
 
@@ -169,7 +169,7 @@ class Authenticator:
         return any(hmac.compare_digest(one, key) for one in given for key in known)
 
     def push_refusal(self) -> ApiError:
-        """What somebody is told who may not."""
+        """What the refusal says."""
         if self._control is None:
             return ApiError(
                 403,
@@ -346,13 +346,13 @@ def _out_of_scope(caller: Caller, method: str, path: str) -> ApiError:
     if (method, path) != ("POST", EVENTS_PATH):
         code, message = "admin_key_needed", f"{method} {path} needs the admin key; {this}"
     else:
-        code, mend = "events_key_needed", "post them without the agent's key"
+        code, fix = "events_key_needed", "post them without the agent's key"
         if caller.bound:
-            mend = (
+            fix = (
                 "use the admin key, or one minted for events: POST /api/rollouts/<id>/keys with"
                 ' {"scopes": ["events"]}'
             )
-        message = f"{this}: who is scored gives neither rewards nor ends; {mend}"
+        message = f"{this}: who is scored gives neither rewards nor ends; {fix}"
     return ApiError(403, message, kind="permission_error", code=code)
 
 

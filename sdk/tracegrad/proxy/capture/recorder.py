@@ -31,12 +31,12 @@ log = logging.getLogger("tracegrad.proxy")
 
 
 class EventWriter(Protocol):
-    """`tracegrad.store.Writer`, or something that stands for it.
+    """`tracegrad.store.GroupCommitWriter`, or something that stands for it.
 
     What is submitted is written, whether or not anybody waits for it, unless it is withdrawn.
     """
 
-    def submit(self, facts: Sequence[Event]) -> Submission: ...
+    def submit(self, events: Sequence[Event]) -> Submission: ...
 
     def load(self) -> WriterLoad: ...
 
@@ -52,7 +52,7 @@ class Recorder:
         *,
         patience_s: float | None = None,
     ) -> None:
-        """`patience_s`: as `storing.written`."""
+        """`patience_s`: as `store_async.wait_committed`."""
         self._patience_s = patience_s
         self._writer = writer
         self._store = store
@@ -171,15 +171,15 @@ class Recorder:
             places.append(found[key])
         return places
 
-    async def commit(self, facts: Sequence[Event]) -> None:
-        """Raises Unavailable; a fact that the store refuses raises its `FactRefused`."""
+    async def commit(self, events: Sequence[Event]) -> None:
+        """Raises Unavailable; an event that the store refuses raises its `EventRejected`."""
         try:
-            await self._settled(await self._submitted(facts))
+            await self._settled(await self._submitted(events))
         except StoreUnavailable as error:
             raise self.store_unavailable(error) from error
 
-    async def _submitted(self, facts: Sequence[Event]) -> Submission:
-        return self._writer.submit(await self._redactor.redact(facts))
+    async def _submitted(self, events: Sequence[Event]) -> Submission:
+        return self._writer.submit(await self._redactor.redact(events))
 
     async def _settled(self, submission: Submission) -> None:
         await wait_committed(submission, patience_s=self._patience_s)
@@ -276,18 +276,18 @@ def observation_of(messages: Sequence[Json]) -> str | None:
     return hashlib.blake2b(encode_json(observed[::-1]), digest_size=16).hexdigest()
 
 
-async def commit_each(recorder: Recorder, facts: Sequence[Event]) -> dict[int, str]:
+async def commit_each(recorder: Recorder, events: Sequence[Event]) -> dict[int, str]:
     """Why some were refused, by their index; all others are stored. Raises Unavailable."""
     try:
-        await recorder.commit(facts)
+        await recorder.commit(events)
     except EventRejected as error:
-        if len(facts) == 1:
-            log.warning("a fact that a span tells of is refused: %s", error)
+        if len(events) == 1:
+            log.warning("an event that a span tells of is refused: %s", error)
             return {0: str(error)}
     else:
         return {}
     refused: dict[int, str] = {}
-    for index, fact in enumerate(facts):
-        if problem := await commit_each(recorder, [fact]):
+    for index, event in enumerate(events):
+        if problem := await commit_each(recorder, [event]):
             refused[index] = problem[0]
     return refused

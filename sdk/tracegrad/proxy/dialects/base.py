@@ -26,7 +26,7 @@ class StreamWriter(Protocol):
     def content_type(self) -> str: ...
 
     def begin(self, prompt_tokens: int | None) -> bytes:
-        """Before the first chunk; `prompt_tokens` where the engine told."""
+        """Before the first chunk; `prompt_tokens` where the engine reported them."""
         ...
 
     def chunk(self, chunk: Json) -> bytes:

@@ -33,13 +33,13 @@ class CountTokensEndpoint:
     def __init__(
         self,
         dialect: Dialect,
-        rooms: ProxyServices,
+        services: ProxyServices,
         *,
         parse: Callable[[bytes, Mapping[str, Any]], Call],
         shape: Callable[[int], bytes],
     ) -> None:
         self._dialect = dialect
-        self._rooms = rooms
+        self._rooms = services
         self._parse = parse
         self._shape = shape
 

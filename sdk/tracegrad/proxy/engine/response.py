@@ -36,10 +36,10 @@ def read_error(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
     A prompt that is too long gets the code that OpenAI has for it: agents act on it.
     """
     try:
-        told = orjson.loads(raw)
+        body = orjson.loads(raw)
     except orjson.JSONDecodeError:
-        told = None
-    error = told.get("error", told) if isinstance(told, dict) else None
+        body = None
+    error = body.get("error", body) if isinstance(body, dict) else None
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
         text = raw[:300].decode(errors="replace").strip()
         message = f"the engine answered {status}: {text}" if text else f"the engine says {status}"
@@ -144,9 +144,9 @@ def _was_cut(holder: Json, name: str) -> bool:
 def _read_any(raw: bytes, call: Call, version: int) -> EngineResponse:
     fields = _FIELDS.decode(raw)
     prompt = _ids(fields, "prompt_token_ids")
-    told = _CHOICES.decode(fields["choices"])
-    replies = [_reply(choice, prompt, version) for choice in told]
-    return _closed(_without_tokens(fields, told, call.visible), replies, call)
+    choices = _CHOICES.decode(fields["choices"])
+    replies = [_reply(choice, prompt, version) for choice in choices]
+    return _closed(_without_tokens(fields, choices, call.visible), replies, call)
 
 
 def _closed(body: Json, replies: list[SampledCompletion], call: Call) -> EngineResponse:
@@ -220,13 +220,13 @@ def strip_unrequested(answer: Json, shown: VisibleFields) -> None:
 
 def logprobs_of(choice: Json) -> Any:
     """Log-probabilities of the choice's new tokens, or None."""
-    told = choice.get("logprobs")
-    if not told:
+    logprobs = choice.get("logprobs")
+    if not logprobs:
         return None
-    content = told.get("content")
+    content = logprobs.get("content")
     if content is not None:
         return [entry["logprob"] for entry in content]
-    return told.get("token_logprobs")
+    return logprobs.get("token_logprobs")
 
 
 def _close(reply: SampledCompletion, body: Json, choice: Json) -> None:

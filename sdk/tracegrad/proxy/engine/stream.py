@@ -49,7 +49,7 @@ class EngineStream:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Of one prompt, where the engine told its tokens."""
+        """Of one prompt, where the engine reported its tokens."""
         for choice in self._choices.values():
             if choice.reply.prompt_token_ids:
                 return len(choice.reply.prompt_token_ids)

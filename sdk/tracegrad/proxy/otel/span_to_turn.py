@@ -45,11 +45,11 @@ class LlmSpanConverter:
         self._naming = naming
         self._store = store
 
-    async def find_new(self, told: Sequence[ReportedSpan]) -> dict[SpanKey, str]:
+    async def find_new(self, spans: Sequence[ReportedSpan]) -> dict[SpanKey, str]:
         """The rollouts of the calls that are no turns yet."""
         new: dict[SpanKey, str] = {}
         read: set[str] = set()
-        for each in sorted(told, key=_rank):
+        for each in sorted(spans, key=_rank):
             span = each.span
             if each.llm is None:
                 continue
@@ -98,14 +98,14 @@ class LlmSpanConverter:
             and self._seen.rollout_of_response(turn.turn.turn_id) is not None
         }
 
-    async def commit(self, new: Mapping[SpanKey, str], told: Sequence[ReportedSpan]) -> str:
+    async def commit(self, new: Mapping[SpanKey, str], spans: Sequence[ReportedSpan]) -> str:
         """What was wrong with one of them; empty where nothing was.
 
         In rounds of one a rollout: a call may continue the one before it, which has to be stored
         first.
         """
         waiting: dict[str, list[ReportedSpan]] = {}
-        for each in sorted(told, key=lambda each: each.span.start_ns):
+        for each in sorted(spans, key=lambda each: each.span.start_ns):
             if (rollout_id := new.get(each.key)) is not None:
                 waiting.setdefault(rollout_id, []).append(each)
         problem = ""
@@ -138,23 +138,23 @@ class LlmSpanConverter:
         ]
 
 
-def _rank(told: ReportedSpan) -> tuple[bool, int, int]:
+def _rank(reported: ReportedSpan) -> tuple[bool, int, int]:
     """Of several libraries that tell of one call, the one that counts comes first: who tells what
     was said; then who is nearer to the call."""
-    silent = told.llm is not None and not told.llm.request["messages"]
-    return silent, told.span.end_ns, -told.span.start_ns
+    silent = reported.llm is not None and not reported.llm.request["messages"]
+    return silent, reported.span.end_ns, -reported.span.start_ns
 
 
-def with_call_kind(told: ReportedSpan, new: Mapping[SpanKey, str]) -> Span:
+def with_call_kind(reported: ReportedSpan, new: Mapping[SpanKey, str]) -> Span:
     """An LLM span says in the store what became of it."""
-    if told.llm is None:
-        return told.span
-    rollout_id = new.get(told.key)
+    if reported.llm is None:
+        return reported.span
+    rollout_id = new.get(reported.key)
     mark = {CALL_KIND_ATTRIBUTE: "recorded" if rollout_id is None else "turn"}
     return replace(
-        told.span,
-        rollout_id=rollout_id or told.span.rollout_id,
-        attributes=told.span.attributes | mark,
+        reported.span,
+        rollout_id=rollout_id or reported.span.rollout_id,
+        attributes=reported.span.attributes | mark,
     )
 
 

@@ -139,7 +139,7 @@ class PromptReuse:
     async def position_reported(
         self, rollout_id: str, call: Call
     ) -> tuple[ContinuationPlan, TreePosition]:
-        """Where a call belongs that was made elsewhere and told without tokens: below the turn
+        """Where a call belongs that was made elsewhere and reported without tokens: below the turn
         without tokens whose words it continues. Raises what the store raises."""
         said = hash_call(call)
         if said is None or not said.replies:
@@ -153,7 +153,7 @@ class PromptReuse:
 
     def find_same_words(self, call: Call, reply: Json) -> list[CachedTurn]:
         """Turns of late, of any rollout, in which the same was said to the model and by it;
-        whatever the tools were, which are told in too many ways."""
+        whatever the tools were, which are reported in too many forms."""
         said = hash_call(call)
         if said is None or not call.messages:
             return []
@@ -209,7 +209,7 @@ class PromptReuse:
         return TreePosition(rollout_id, None, None)
 
     def _was_ignored(self) -> None:
-        """Says it once: the turns are true all the same, with the tokens that the engine told."""
+        """Says it once: the turns are still true, with the tokens that the engine reported."""
         if not self._ignored:
             self._ignored = True
             log.error("the engine did not use the tokens that it was given for a prompt")

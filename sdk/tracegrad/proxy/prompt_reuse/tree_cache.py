@@ -154,7 +154,7 @@ class TurnTreeCache:
         """The turn with the longest conversation that `said` begins with.
 
         Of equal ones the latest that nothing continues yet: samples of one prompt that came out
-        equal are told apart by who continues them.
+        equal are distinguished by who continues them.
         """
         for _, key in said.reply_keys():
             found = [

@@ -116,10 +116,10 @@ def error_object(error: ApiError) -> Json:
     elif error.status == 400 and _NO_SYSTEM_HERE.search(message):
         code = NO_SYSTEM_INSIDE
         message += " (role 'system' inside messages is not supported by this chat template)"
-    told: Json = {"type": kind, "message": message}
+    body: Json = {"type": kind, "message": message}
     if code and code.startswith("mid_conversation_"):
-        told["details"] = {"error_code": code}
-    return told
+        body["details"] = {"error_code": code}
+    return body
 
 
 def _too_long(message: str) -> str:

@@ -443,9 +443,9 @@ def _response(response: GeminiJsonField, calls: _Calls) -> Json:
         {"willContinue": "a response is sent whole here"},
     )
     said: list[Json] = []
-    told = response.get("response")
-    if told is not None:
-        said.append(text_part(_told(told.object())))
+    answer = response.get("response")
+    if answer is not None:
+        said.append(text_part(_told(answer.object())))
     media = response.get("parts")
     for part in media.items() if media else ():
         part.refuse_all_but(("inlineData", "fileData"))

@@ -213,12 +213,12 @@ def _check(request: Json) -> None:
 
 
 def _previous(request: Json) -> str | None:
-    told = request.get("previous_response_id")
-    if told is None:
+    previous = request.get("previous_response_id")
+    if previous is None:
         return None
-    turn_id = turn_of_response(told)
+    turn_id = turn_of_response(previous)
     if turn_id is None:
-        raise previous_not_found(told)
+        raise previous_not_found(previous)
     return turn_id
 
 
@@ -240,14 +240,14 @@ def _input(request: Json, previous: str | None) -> object:
 
 
 def _include(request: Json) -> list[str]:
-    told: list[str] = request.get("include") or []
-    for index, value in enumerate(told):
+    include: list[str] = request.get("include") or []
+    for index, value in enumerate(include):
         if value not in _INCLUDABLE:
             where = f"include[{index}]"
             raise refusal(
                 f"Invalid value for '{where}'. Known are: {', '.join(_INCLUDABLE)}.", where
             )
-    return told
+    return include
 
 
 def _settings(request: Json, include: list[str]) -> Json:
@@ -281,12 +281,12 @@ def _settings(request: Json, include: list[str]) -> Json:
 def _effort(request: Json) -> str | None:
     """Summaries and the choice of earlier reasoning are left to the model's template: a summary
     is not made, and the response says so."""
-    told = request.get("reasoning") or {}
-    one_of(told, "summary", ("auto", "concise", "detailed"), "reasoning")
-    one_of(told, "generate_summary", ("auto", "concise", "detailed"), "reasoning")
-    one_of(told, "context", ("auto", "current_turn", "all_turns"), "reasoning")
-    one_of(told, "mode", ("standard",), "reasoning")
-    effort: str | None = one_of(told, "effort", _EFFORTS, "reasoning")
+    reasoning = request.get("reasoning") or {}
+    one_of(reasoning, "summary", ("auto", "concise", "detailed"), "reasoning")
+    one_of(reasoning, "generate_summary", ("auto", "concise", "detailed"), "reasoning")
+    one_of(reasoning, "context", ("auto", "current_turn", "all_turns"), "reasoning")
+    one_of(reasoning, "mode", ("standard",), "reasoning")
+    effort: str | None = one_of(reasoning, "effort", _EFFORTS, "reasoning")
     return effort
 
 
@@ -370,7 +370,7 @@ class _Turn:
         With ids it is certain. Without, a turn's order decides: reasoning, then a message, then
         calls. A turn that has calls without results cannot be over, so a message or reasoning
         between a call and its result is still of the same turn; after a result another turn
-        speaks. Two messages in a row are two turns: no turn of ours is told as two messages
+        speaks. Two messages in a row are two turns: no turn of ours is written as two messages
         unless a call is between them.
         """
         if turn_id is not None and self.turn_id is not None:

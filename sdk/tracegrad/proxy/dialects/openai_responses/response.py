@@ -186,8 +186,8 @@ def reasoning_part(text: str) -> Json:
 
 def call_id_of(call: Json, turn_id: str, index: int) -> str:
     """The engine's id for a call; one of the turn's where an engine gives none."""
-    told: str | None = call.get("id")
-    return told or f"call_{turn_id}_{index}"
+    call_id: str | None = call.get("id")
+    return call_id or f"call_{turn_id}_{index}"
 
 
 def whole_response(call: Call, answer: Json) -> bytes:
@@ -224,13 +224,13 @@ def _items_of(call: Call, choice: Json, *, cut: bool) -> list[Json]:
     if has_message:
         part = text_part(text, tokens.take(text))
         output.append(items.message(items.new_id("msg"), [part], status(len(output))))
-    for index, told in enumerate(calls):
-        name, arguments = told["function"]["name"], told["function"]["arguments"]
+    for index, tool_call in enumerate(calls):
+        name, arguments = tool_call["function"]["name"], tool_call["function"]["arguments"]
         is_custom = items.is_custom(name)
         output.append(
             items.call(
                 items.new_id("ctc" if is_custom else "fc"),
-                call_id_of(told, call.turn_id, index),
+                call_id_of(tool_call, call.turn_id, index),
                 name,
                 custom_input_as_text(arguments) if is_custom else arguments,
                 status(len(output)),
@@ -240,7 +240,7 @@ def _items_of(call: Call, choice: Json, *, cut: bool) -> list[Json]:
 
 
 def usage_of(usage: Any) -> Json | None:
-    """OpenAI's shape of the engine's usage, or None where it told none."""
+    """OpenAI's shape of the engine's usage, or None where it reported none."""
     if not usage:
         return None
     prompt, completion = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
@@ -261,8 +261,8 @@ def _or(value: Any, default: Any) -> Any:
 
 def _text(request: Json) -> Json:
     """As it was applied: an engine knows nothing of verbosity."""
-    told = (request.get("text") or {}).get("format")
-    return {"format": told or {"type": "text"}, "verbosity": "medium"}
+    wanted = (request.get("text") or {}).get("format")
+    return {"format": wanted or {"type": "text"}, "verbosity": "medium"}
 
 
 def _tools(request: Json) -> list[Json]:
@@ -354,7 +354,7 @@ def _opened(encrypted: str, where: str) -> str:
 
 
 class TextLogprobs:
-    """Tokens whose text has not been told yet."""
+    """Tokens whose text has not been sent yet."""
 
     def __init__(self) -> None:
         self._entries: list[Json] = []
@@ -371,7 +371,7 @@ class TextLogprobs:
     def take(self, text: str) -> list[Json]:
         """The entries that `text` was made of; what came before them is forgotten.
 
-        A token that is in two texts is told with the first. Empty where the text is not among
+        A token that is in two texts goes with the first. Empty where the text is not among
         the tokens' bytes: a parser has changed it, and any choice would be wrong.
         """
         if not self._entries or not text:
@@ -401,7 +401,7 @@ class TextLogprobs:
         return zip(self._entries, [0, *self._ends], self._ends, strict=False)
 
     def _forget(self, end: int) -> None:
-        """Drop bytes up to `end`; a token that reaches beyond it stays, as told."""
+        """Drop bytes up to `end`; a token that reaches beyond it stays, as it came."""
         rest = [
             (entry if first >= end else _TOLD, last - end)
             for entry, first, last in self._spans()
@@ -447,10 +447,10 @@ def in_event(entries: Sequence[Json]) -> list[Json]:
 
 
 def entries_of(choice: Json) -> list[Json]:
-    told: Any = (choice.get("logprobs") or {}).get("content")
-    return told or []
+    entries: Any = (choice.get("logprobs") or {}).get("content")
+    return entries or []
 
 
 def _bytes_of(entry: Json) -> list[int]:
-    told = entry.get("bytes")
-    return list(entry["token"].encode()) if told is None else told
+    listed = entry.get("bytes")
+    return list(entry["token"].encode()) if listed is None else listed

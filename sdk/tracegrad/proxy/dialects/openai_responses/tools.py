@@ -298,26 +298,26 @@ class CustomInputReader:
 
     def __init__(self) -> None:
         self._arguments: list[str] = []
-        self._held = ""  # what cannot be told yet
-        self._told: list[str] = []
+        self._held = ""  # what cannot be sent yet
+        self._emitted: list[str] = []
         self._in_text = False
         self._raw = False
         self._closed = False
 
     def feed(self, arguments: str) -> str:
-        """What can be told of the input, now that these arguments have come too."""
+        """What can be sent of the input, now that these arguments have come too."""
         self._arguments.append(arguments)
         self._held += arguments
         if not self._in_text and not self._raw:
             self._look_for_text()
         if self._raw:
-            told, self._held = self._held, ""
+            text, self._held = self._held, ""
         elif self._in_text and not self._closed:
-            told = self._read()
+            text = self._read()
         else:
-            told = ""
-        self._told.append(told)
-        return told
+            text = ""
+        self._emitted.append(text)
+        return text
 
     def finish(self) -> str:
         """The rest of the input: there are no more arguments."""
@@ -325,13 +325,13 @@ class CustomInputReader:
             return self._held if not self._in_text else _decoded(self._held)
         if _TAIL.fullmatch(self._held):
             return ""
-        told = "".join(self._told)
+        text = "".join(self._emitted)
         try:
             whole = orjson.loads("".join(self._arguments))[INPUT]
         except (orjson.JSONDecodeError, KeyError, TypeError):
             return self._held
-        # Of two inputs in one object the later one counts; the first has been told already.
-        return whole[len(told) :] if isinstance(whole, str) and whole.startswith(told) else ""
+        # Of two inputs in one object the later one counts; the first has been sent already.
+        return whole[len(text) :] if isinstance(whole, str) and whole.startswith(text) else ""
 
     def _look_for_text(self) -> None:
         if begun := _HEAD.match(self._held):
@@ -343,7 +343,7 @@ class CustomInputReader:
 
     def _read(self) -> str:
         """As much of the JSON string as is here; from a bare quote on all is held."""
-        told: list[str] = []
+        texts: list[str] = []
         at = 0
         while at < len(self._held):
             if self._held[at] == '"':
@@ -353,10 +353,10 @@ class CustomInputReader:
                 break
             piece = _PIECE.match(self._held, at)
             assert piece is not None, "a quote is the only sign that is no piece"
-            told.append(_plain(piece.group()))
+            texts.append(_plain(piece.group()))
             at = piece.end()
         self._held = self._held[at:]
-        return "".join(told)
+        return "".join(texts)
 
 
 def _decoded(text: str) -> str:

@@ -185,7 +185,7 @@ class Replica:
         try:
             return await admit(self.url)
         except Exception:
-            log.exception("whether %s may have calls again cannot be told", self.url)
+            log.exception("whether %s may have calls again is unknown", self.url)
             return False
 
 
