@@ -25,7 +25,15 @@ from tracegrad.events import (
     is_reward,
     new_id,
 )
-from tracegrad.key_derivation import API_KEY_PREFIX, EVENTS, derive_key, is_secret_key
+from tracegrad.key_derivation import EVENTS, derive_key, is_secret_key
+from tracegrad.protocol import (
+    API_KEY_PREFIX,
+    DEFAULT_URL,
+    KEY_HEADER,
+    ROLLOUT_ATTRIBUTE,
+    ROLLOUT_HEADER,
+    STATE_HEADER,
+)
 from tracegrad.serializer import bounded_repr, bounded_str
 
 _log = logging.getLogger("tracegrad")
@@ -33,13 +41,8 @@ _log = logging.getLogger("tracegrad")
 T = TypeVar("T")
 V = TypeVar("V")
 
-DEFAULT_URL = "http://127.0.0.1:4141"
 
 # How a request names its rollout (a header, a W3C baggage key), and a span (an attribute).
-ROLLOUT_HEADER = "x-tracegrad-rollout"
-KEY_HEADER = "x-tracegrad-key"
-STATE_HEADER = "x-tracegrad-state"
-ROLLOUT_BAGGAGE_KEY = "tracegrad.rollout"
 
 MAX_TAG_BYTES = 1_000  # bytes of a tag's name, and of its value
 MAX_ERROR_CHARS = 2_000  # characters
@@ -328,7 +331,7 @@ def attribution_headers(url: str) -> dict[str, str]:
         return {}
     if urlsplit(url).path.startswith(f"{urlsplit(rollout.url).path}/api/"):
         return {}
-    headers = {ROLLOUT_HEADER: rollout.id, "baggage": f"{ROLLOUT_BAGGAGE_KEY}={rollout.id}"}
+    headers = {ROLLOUT_HEADER: rollout.id, "baggage": f"{ROLLOUT_ATTRIBUTE}={rollout.id}"}
     if rollout.own_key is not None:
         headers[KEY_HEADER] = rollout.own_key
     whose, state = _state.get()

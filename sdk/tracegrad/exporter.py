@@ -41,12 +41,12 @@ from tracegrad.journal import (
     journals_size,
     orphaned_journals,
 )
+from tracegrad.protocol import EVENTS_PATH, TRACES_PATH
 from tracegrad.serializer import Serializer, encode
 from tracegrad.transport import REQUEST_TIMEOUT_S, ProxyRefused, ProxyUnreachable, Transport
 
 _log = logging.getLogger("tracegrad")
 
-EVENTS_PATH, SPANS_PATH = "/api/events", "/v1/traces"
 RECORDS_PER_REQUEST = 256
 BYTES_PER_REQUEST = 1 << 20  # a single record may be larger
 LARGEST_RECORD = 16 << 20
@@ -85,22 +85,21 @@ class Stats:
     refused: int
 
 
-def event_payload(fact: Event) -> dict[str, Any]:
-    """A fact as `POST /api/events` takes it: its fields and a `type`, such as "rollout_opened"."""
-    kind: Any = type(fact)
+def event_payload(event: Event) -> dict[str, Any]:
+    """An event as `POST /api/events` takes it: its fields and a `type`, such as "rollout_started"."""
+    kind: Any = type(event)
     name, names = _form(kind)
-    told: dict[str, Any] = {"type": name}
+    payload: dict[str, Any] = {"type": name}
     for field in names:
-        told[field] = getattr(fact, field)
+        payload[field] = getattr(event, field)
     # Who says it, and when it was heard, are the proxy's own to say.
-    if isinstance(fact, Reward):
-        told["type"] = "reward"
-        del told["source"]
-        made_at = told.pop("created_at")
-        told["given_at"] = made_at if fact.given_at is None else fact.given_at
-    elif isinstance(fact, RolloutFinished):
-        del told["recorded_at"]
-    return told
+    if isinstance(event, Reward):
+        del payload["source"]
+        made_at = payload.pop("created_at")
+        payload["given_at"] = made_at if event.given_at is None else event.given_at
+    elif isinstance(event, RolloutFinished):
+        del payload["recorded_at"]
+    return payload
 
 
 @functools.cache
@@ -447,7 +446,7 @@ def _by_path(records: list[bytes]) -> Iterator[tuple[str, list[bytes]]]:
     if events:
         yield EVENTS_PATH, events
     if spans:
-        yield SPANS_PATH, spans
+        yield TRACES_PATH, spans
 
 
 def post_records(transport: Transport, records: list[bytes]) -> None:

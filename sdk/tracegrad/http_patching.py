@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from tracegrad import context
-from tracegrad.key_derivation import API_KEY_PREFIX
+from tracegrad.protocol import API_KEY_PREFIX, ROLLOUT_ATTRIBUTE, STATE_HEADER
 
 _log = logging.getLogger(__name__)
 
@@ -149,15 +149,13 @@ def _sign(headers: MutableMapping[str, str], url: str) -> None:
     # A key minted for a rollout was chosen on purpose, and a header would outrank it.
     if ours and _names_a_rollout(headers):
         ours = {
-            name: value
-            for name, value in ours.items()
-            if name in ("traceparent", context.STATE_HEADER)
+            name: value for name, value in ours.items() if name in ("traceparent", STATE_HEADER)
         }
     for name, value in ours.items():
         theirs = headers.get(name)
         if theirs is None:
             headers[name] = value
-        elif name == "baggage" and context.ROLLOUT_BAGGAGE_KEY not in theirs:
+        elif name == "baggage" and ROLLOUT_ATTRIBUTE not in theirs:
             headers[name] = f"{theirs},{value}"
 
 

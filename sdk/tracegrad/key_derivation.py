@@ -13,17 +13,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import re
 from typing import Literal
+
+from tracegrad.protocol import API_KEY_PREFIX, SECRET_KEY
 
 KeyScope = Literal["calls", "events"]
 CALLS: KeyScope = "calls"
 EVENTS: KeyScope = "events"
 SCOPES: tuple[KeyScope, ...] = (CALLS, EVENTS)
 
-API_KEY_PREFIX = "tg-"
-# A rollout's id may hold dots; a secret holds none, and 32 bytes make 43 characters.
-_secret_key = re.compile(r"tg-([A-Za-z0-9._:@-]{1,128})\.[A-Za-z0-9_-]{43}")
 _PURPOSES: dict[KeyScope, bytes] = {
     CALLS: b"tracegrad rollout key 1\0",
     EVENTS: b"tracegrad rollout events key 1\0",
@@ -32,20 +30,20 @@ _PURPOSES: dict[KeyScope, bytes] = {
 
 def derive_key(admin_key: str, rollout_id: str, scope: KeyScope = CALLS) -> str:
     """HMAC-SHA-256 of the rollout's id under the admin key, as a key that names the rollout."""
-    told = _PURPOSES[scope] + rollout_id.encode()
-    proof = hmac.new(admin_key.encode(), told, hashlib.sha256).digest()
+    message = _PURPOSES[scope] + rollout_id.encode()
+    proof = hmac.new(admin_key.encode(), message, hashlib.sha256).digest()
     text = base64.urlsafe_b64encode(proof).rstrip(b"=").decode()
     return f"{API_KEY_PREFIX}{rollout_id}.{text}"
 
 
 def is_secret_key(key: str) -> bool:
     """Whether it is the key of one rollout, made from a secret, and not one that only names it."""
-    return _secret_key.fullmatch(key) is not None
+    return SECRET_KEY.fullmatch(key) is not None
 
 
 def verify_derived_key(key: str, admin_key: str) -> tuple[str, KeyScope] | None:
     """The rollout and scope that the key is `derive_key`'s for; None for any other key."""
-    named = _secret_key.fullmatch(key)
+    named = SECRET_KEY.fullmatch(key)
     if named is None:
         return None
     for scope in _PURPOSES:

@@ -33,6 +33,7 @@ from opentelemetry.trace import Status, StatusCode
 
 from tracegrad import context
 from tracegrad.exporter import EventExporter, exporter
+from tracegrad.protocol import ROLLOUT_ATTRIBUTE
 from tracegrad.serializer import bounded_str, error_line
 
 _log = logging.getLogger("tracegrad")
@@ -52,10 +53,10 @@ class RolloutSpanProcessor(SpanProcessor):
     def on_start(self, span: SdkSpan, parent_context: otel_context.Context | None = None) -> None:
         rollout = context.current()
         if rollout is not None:
-            span.set_attribute(context.ROLLOUT_BAGGAGE_KEY, rollout.id)
+            span.set_attribute(ROLLOUT_ATTRIBUTE, rollout.id)
 
     def on_end(self, span: ReadableSpan) -> None:
-        if not span.attributes or context.ROLLOUT_BAGGAGE_KEY not in span.attributes:
+        if not span.attributes or ROLLOUT_ATTRIBUTE not in span.attributes:
             return
         try:
             size = _size(span)

@@ -28,7 +28,7 @@ from support.proxy.raw_calls import READ
 from support.proxy.servers import CONTROL, EngineServer
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.proxy.otel.receiver import PROTOBUF
+from tracegrad.proxy.otel.otlp import PROTOBUF
 
 PATIENCE_S = 10.0
 

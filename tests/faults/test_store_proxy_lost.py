@@ -158,7 +158,7 @@ def _every_door_is_503(url: str) -> None:
         ("/v1/completions", {"model": "m", "prompt": "hello"}, {}),
         ("/v1/chat/completions", chat, {"authorization": f"Bearer tg-r.{'k' * 43}"}),
         ("/v1/traces", spans, {}),
-        ("/api/events", {"events": [{"type": "rollout_opened", "rollout_id": "r"}]}, {}),
+        ("/api/events", {"events": [{"type": "rollout_started", "rollout_id": "r"}]}, {}),
     ]
     with httpx.Client(base_url=url, timeout=60) as client:
         for path, body, headers in doors:

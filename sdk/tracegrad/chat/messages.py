@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -23,8 +23,10 @@ _TEXT_PARTS = {
     "thinking": "thinking",
     "refusal": "refusal",
 }
+
 # Claude Code's first line of system text: its value changes with every request.
 _BILLING_LINE = "x-anthropic-billing-header"
+
 # Fields by which a request makes the engine render otherwise, or not take our tokens.
 _OWN_RENDERING = (
     *("chat_template", "continue_final_message", "add_special_tokens", "echo"),
@@ -239,3 +241,24 @@ def _dump(value: Any) -> bytes:
         return orjson.dumps(value)
     except TypeError:  # integers beyond 64 bits, lone surrogates
         return json.dumps(value).encode()
+
+
+def text_part(text: str) -> Json:
+    return {"type": "text", "text": text}
+
+
+def media_part(kind: Literal["image", "audio", "video"], url: str) -> Json:
+    """`url` may be one with the data in it; `audio_url` and `video_url` are vLLM's."""
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+
+
+def content_of(parts: Sequence[Json]) -> str | list[Json]:
+    """Text parts alone are one string, as vLLM makes them for templates that take strings."""
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return list(parts)
+
+
+def media_untrainable_reason(messages: Sequence[Json]) -> Literal["media"] | None:
+    """Why a turn with these messages must not be trained, or None. Of canonical messages."""
+    return "media" if has_media(messages) else None

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
 
+from tracegrad.chat.call import RecordedTurn
 from tracegrad.chat.messages import RenderOptions, developers_as_system, engine_message
 from tracegrad.chat.model import ChatFormat
-from tracegrad.chat.recorded_turn import RecordedTurn
 from tracegrad.chat.tokenizer import Tokenizer
 from tracegrad.events import Json
 

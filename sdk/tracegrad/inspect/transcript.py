@@ -10,8 +10,8 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
+from tracegrad.chat.call import Call
 from tracegrad.events import Json, Turn
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
 from tracegrad.proxy.dialects.registry import call_of
 from tracegrad.store.encoding.blobs import dump_json

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from tracegrad.proxy.auth.middleware import Authenticator, AuthMiddleware, Caller, make_keys_router
+from tracegrad.protocol import TRACES_PATH
+from tracegrad.proxy.auth.middleware import Authenticator, AuthMiddleware, Caller
 from tracegrad.proxy.auth.origin_check import OriginCheck
 from tracegrad.proxy.auth.rollout_attribution import TraceIndex
 from tracegrad.proxy.auth.rollout_keys import RolloutKeyService
@@ -28,7 +29,11 @@ from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
 from tracegrad.proxy.dialects.openai_completions import OpenAICompletionsDialect
 from tracegrad.proxy.dialects.openai_responses.request import OpenAIResponsesDialect
 from tracegrad.proxy.endpoints.anchors import make_anchors_router
-from tracegrad.proxy.endpoints.control_api import add_error_handlers, make_control_router
+from tracegrad.proxy.endpoints.control_api import (
+    add_error_handlers,
+    make_control_router,
+    make_keys_router,
+)
 from tracegrad.proxy.endpoints.count_tokens import CountTokensEndpoint
 from tracegrad.proxy.endpoints.llm_call import LlmCallEndpoint, ProxyServices
 from tracegrad.proxy.endpoints.models import gemini_models_response, models_response
@@ -39,10 +44,12 @@ from tracegrad.proxy.engine.upstreams import QueueLimits, Upstream, UpstreamPool
 from tracegrad.proxy.engine.upstreams.weight_version import weight_version
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.errors import ApiError
-from tracegrad.proxy.http.request_body import TRACES_PATH, BodyReader, RequestSizeLimits
+from tracegrad.proxy.http.request_body import BodyReader, RequestSizeLimits
 from tracegrad.proxy.http.worker_threads import WorkerThreads
-from tracegrad.proxy.otel.receiver import ExportLimits, OtlpReceiver, SpanIngest
-from tracegrad.proxy.prompt_reuse import EngineRenderer, PromptReuse
+from tracegrad.proxy.otel.ingest import SpanIngest
+from tracegrad.proxy.otel.receiver import ExportLimits, OtlpReceiver
+from tracegrad.proxy.prompt_reuse.renderer_loader import EngineRenderer
+from tracegrad.proxy.prompt_reuse.resolver import PromptReuse
 from tracegrad.store import Store
 from tracegrad.store.anchors.anchor_store import AnchorStore
 
@@ -68,7 +75,7 @@ def create_app(
     patience_s: float | None = None,
 ) -> FastAPI:
     """`store` is read, `writer` writes to it; both stay open, and are the caller's to close.
-    `patience_s`: how long a call waits for what it writes (`storing.PATIENCE_S`)."""
+    `patience_s`: how long a call waits for what it writes (`store_async.PATIENCE_S`)."""
     gate = WeightUpdateGate(
         version=store.current_version() or 0,
         held=settings.held,
@@ -93,10 +100,11 @@ def create_app(
     workers = WorkerThreads()
     limits = RequestSizeLimits.of(settings)
     bodies = BodyReader(limits, workers)
-    rooms = ProxyServices(
+    services = ProxyServices(
         upstream=upstream,
         gate=gate,
         recorder=recorder,
+        prompt_reuse=continuation,
         trace_index=traces,
         retry_cache=RetryCache(),
         model=settings.model,
@@ -125,7 +133,7 @@ def create_app(
     spans = OtlpReceiver(
         ingest, ExportLimits(limits.body, limits.values, settings.max_spans), workers
     )
-    app.router.routes[:0] = _hot_routes(rooms, spans)
+    app.router.routes[:0] = _hot_routes(services, spans)
     app.router.routes.append(_health(gate, writer))
     app.include_router(make_control_router(recorder, gate))
     app.include_router(make_keys_router(access))
@@ -163,28 +171,28 @@ def _upstream(settings: ProxySettings, gate: WeightUpdateGate) -> Upstream:
     )
 
 
-def _hot_routes(rooms: ProxyServices, spans: ASGIApp) -> list[BaseRoute]:
+def _hot_routes(services: ProxyServices, spans: ASGIApp) -> list[BaseRoute]:
     def models_as(shape: ShapeResponse) -> ASGIApp:
-        return PassthroughEndpoint(rooms.upstream, "GET", "/v1/models", shape=shape)
+        return PassthroughEndpoint(services.upstream, "GET", "/v1/models", shape=shape)
 
     async def to_embed(raw: bytes, caller: Caller) -> bytes:
-        run, rules = rooms.workers.run, rooms.rules
+        run, rules = services.workers.run, services.rules
         return await run(len(raw), rules.embeddings, raw, admin=caller.admin)
 
-    embeddings = PassthroughEndpoint(rooms.upstream, "POST", "/v1/embeddings", read=to_embed)
+    embeddings = PassthroughEndpoint(services.upstream, "POST", "/v1/embeddings", read=to_embed)
 
     claude, google = messages.AnthropicDialect(), gemini.GeminiDialect()
     count = CountTokensEndpoint(
-        claude, rooms, parse=messages.count_request, shape=messages.count_answer
+        claude, services, parse=messages.count_request, shape=messages.count_answer
     )
     count_google = CountTokensEndpoint(
-        google, rooms, parse=gemini.count_request, shape=gemini.count_answer
+        google, services, parse=gemini.count_request, shape=gemini.count_answer
     )
     served: list[tuple[str, str, ASGIApp]] = [
-        ("POST", "/v1/chat/completions", LlmCallEndpoint(OpenAIChatDialect(), rooms)),
-        ("POST", "/v1/messages", LlmCallEndpoint(claude, rooms)),
-        ("POST", "/v1/responses", LlmCallEndpoint(OpenAIResponsesDialect(), rooms)),
-        ("POST", "/v1/completions", LlmCallEndpoint(OpenAICompletionsDialect(), rooms)),
+        ("POST", "/v1/chat/completions", LlmCallEndpoint(OpenAIChatDialect(), services)),
+        ("POST", "/v1/messages", LlmCallEndpoint(claude, services)),
+        ("POST", "/v1/responses", LlmCallEndpoint(OpenAIResponsesDialect(), services)),
+        ("POST", "/v1/completions", LlmCallEndpoint(OpenAICompletionsDialect(), services)),
         ("POST", "/v1/messages/count_tokens", count),
         ("POST", "/v1/embeddings", embeddings),
         ("GET", "/v1/models", models_as(models_response)),
@@ -194,7 +202,7 @@ def _hot_routes(rooms: ProxyServices, spans: ASGIApp) -> list[BaseRoute]:
     for version in ("v1beta", "v1"):  # Gemini CLI's, and that of google-genai 3
         path = f"/{version}/models/{{model:path}}"
         served.append(("POST", f"{path}:countTokens", count_google))
-        served.append(("POST", f"{path}:{{method}}", LlmCallEndpoint(google, rooms)))
+        served.append(("POST", f"{path}:{{method}}", LlmCallEndpoint(google, services)))
     routes: list[BaseRoute] = [Route(TRACES_PATH, spans, methods=["POST"])]
     for method, path, endpoint in served:
         routes.append(Route(path, endpoint, methods=[method]))
@@ -215,8 +223,8 @@ def _dialect_at(path: str) -> Dialect:
 
 def _health(gate: WeightUpdateGate, writer: EventWriter) -> Route:
     async def healthz(_: Request) -> Response:
-        told = {"status": "ok", "version": gate.version, "writer": writer.load()._asdict()}
-        body = orjson.dumps(told)
+        state = {"status": "ok", "version": gate.version, "writer": writer.load()._asdict()}
+        body = orjson.dumps(state)
         return Response(body, media_type="application/json")
 
     return Route("/healthz", healthz)

@@ -30,6 +30,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from tracegrad.protocol import API_KEY_PREFIX
 from tracegrad.urls import LONGEST_SOCKET_PATH, STORE_VARIABLE, masked, unix_socket, unmasked
 
 DEFAULT_STORE = "sqlite:///.tracegrad/store.db"
@@ -342,7 +343,7 @@ class ProxySettings(BaseSettings):
                 "it must be of visible ASCII characters alone, to travel in a header; make one"
                 " with: openssl rand -hex 32"
             )
-        if key.startswith("tg-"):
+        if key.startswith(API_KEY_PREFIX):
             raise ValueError(
                 "keys that begin with tg- belong to rollouts; make another with: openssl rand"
                 " -hex 32"

@@ -147,7 +147,7 @@ class ToyAgents:
     ) -> None:
         me = {"rollout_id": rollout_id}
         await self.events(
-            {"type": "rollout_opened", **me, "task_id": task, "agent": kind, "tags": SPLIT}
+            {"type": "rollout_started", **me, "task_id": task, "agent": kind, "tags": SPLIT}
         )
 
         async def look_up(text: str) -> str:

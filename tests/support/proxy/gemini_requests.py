@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from tracegrad.proxy.dialects.base import Call
+from tracegrad.chat.call import Call
 from tracegrad.proxy.dialects.gemini.request import GeminiDialect
 from tracegrad.proxy.http.errors import BadRequest
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from tracegrad.events import Span
-from tracegrad.proxy.otel.semconv.span_events import EVENTS, as_attribute
+from tracegrad.proxy.otel.semconv.flat_attributes import EVENTS, as_attribute
 
 CALL = {
     "id": "c1",

@@ -5,19 +5,12 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-import pytest
 from fastapi import Body, FastAPI, Request
 
 from support.proxy.key_store import Cupboard
-from tracegrad.proxy.auth.middleware import (
-    Authenticator,
-    AuthMiddleware,
-    caller_of,
-    engine_headers,
-    make_keys_router,
-)
+from tracegrad.proxy.auth.middleware import Authenticator, AuthMiddleware, caller_of, engine_headers
 from tracegrad.proxy.auth.rollout_keys import RolloutKeyService
-from tracegrad.proxy.endpoints.control_api import add_error_handlers
+from tracegrad.proxy.endpoints.control_api import add_error_handlers, make_keys_router
 from tracegrad.proxy.http.request_body import BodyReader, RequestSizeLimits
 from tracegrad.proxy.http.worker_threads import WorkerThreads
 
@@ -58,8 +51,3 @@ def a_proxy(admin_key: str | None, cupboard: Cupboard) -> FastAPI:
         shape=lambda path, error: json.dumps({"at": path, "says": error.message}).encode(),
     )
     return app
-
-
-@pytest.fixture
-def cupboard() -> Cupboard:
-    return Cupboard()

@@ -13,7 +13,7 @@ import openai
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from tracegrad.proxy.dialects.base import Call
+from tracegrad.chat.call import Call
 from tracegrad.proxy.dialects.openai_responses.request import OpenAIResponsesDialect
 from tracegrad.proxy.http.errors import ApiError
 

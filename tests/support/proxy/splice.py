@@ -8,9 +8,9 @@ from typing import Any
 from support.chat.conversations import user
 from support.chat.generated_templates import Parts, model_of
 from support.chat.real_templates import fresh_ids
+from tracegrad.chat.call import RecordedTurn
 from tracegrad.chat.messages import RenderOptions
 from tracegrad.chat.model import ChatFormat
-from tracegrad.chat.recorded_turn import RecordedTurn
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
 from tracegrad.proxy.prompt_reuse.splice import SplicedPrompt, splice_prompt
 

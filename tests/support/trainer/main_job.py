@@ -76,7 +76,7 @@ def first_start(job: Job, run: TrainerServe) -> None:
         "ls": cli_json(*rollouts, "ls", *store_option, "--json", "--limit", "100"),
         "show": cli(*rollouts, "show", job.seen[0].rollout_id, *store_option),
         "sample": sample.token_ids,
-        "mark": httpx.post(f"{run.url}/api/push/mark", json={"version": 77}).status_code,
+        "mark": httpx.post(f"{run.url}/api/push/version", json={"version": 77}).status_code,
         "environments": {name: environment_of(run, name) for name in ("vllm", "proxy", "ranks")},
         "command_lines": [" ".join(each.cmdline()) for each in run.family.alive()],
     }
@@ -103,7 +103,7 @@ async def others(toys: ToyAgents) -> None:
             exam.reward(1.0)
         for name, finished in (("failed", True), ("open", False)):
             me = {"rollout_id": name}
-            await toys.events({"type": "rollout_opened", **me, "task_id": name, "tags": SPLIT})
+            await toys.events({"type": "rollout_started", **me, "task_id": name, "tags": SPLIT})
             await plainly(client.with_options(api_key=f"tg-{name}"), question)
             if finished:
                 await toys.events({"type": "rollout_finished", **me, "outcome": "env_error"})

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import httpx
 import pytest
 
-from support.engines.mock_engine import MODEL, MockEngine
-from support.proxy.servers import HeldWriter, serving
+from support.chat.bent_sampling import BENT, FUNCTION, STRICT
 from tracegrad.chat.messages import render_options
 from tracegrad.chat.sampling_params import (
     DEFAULTS,
@@ -21,51 +17,7 @@ from tracegrad.chat.sampling_params import (
     sampling_params_of,
     untrainable_reason,
 )
-from tracegrad.events import GREEDY_BELOW, Turn
-from tracegrad.proxy import create_app
-from tracegrad.proxy.config import ProxySettings
-from tracegrad.store import Store
-
-FUNCTION = {"name": "look", "description": "", "parameters": {"type": "object"}}
-STRICT = {"type": "function", "function": {**FUNCTION, "strict": True}}
-BENT: dict[str, Any] = {
-    "temperature": 0.0,
-    "top_p": 0.9,
-    "top_k": 40,
-    "min_p": 0.1,
-    "presence_penalty": 1.0,
-    "frequency_penalty": 1.0,
-    "repetition_penalty": 1.1,
-    "logit_bias": {"5": 1},
-    "min_tokens": 3,
-    "vllm_xargs": {"boost": 2},
-    "logits_processors": ["boost"],
-    "use_beam_search": True,
-    "watermarking": True,
-    "tools": [STRICT],
-}
-PATH = "/rollouts/r1/v1/chat/completions"
-ASK = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **BENT}
-
-
-Serve = Callable[[Literal["free", "as_asked"]], AbstractContextManager[httpx.Client]]
-
-
-@pytest.fixture
-def sampling(engine_url: str, store: Store, writer: HeldWriter) -> Serve:
-    """Proxies that pass every field on: without that, beams and plug-ins of the engine's are
-    refused."""
-
-    @contextmanager
-    def serve(sampling: Literal["free", "as_asked"]) -> Iterator[httpx.Client]:
-        settings = ProxySettings(upstream=engine_url, sampling=sampling, pass_unknown_fields=True)
-        with (
-            serving(create_app(settings, store=store, writer=writer)) as url,
-            httpx.Client(base_url=url, timeout=20) as client,
-        ):
-            yield client
-
-    return serve
+from tracegrad.events import GREEDY_BELOW
 
 
 def test_a_freed_call_can_be_trained() -> None:
@@ -157,47 +109,3 @@ def test_strict_tools_do_not_change_the_conversation() -> None:
     )
     other = {"type": "function", "function": {**FUNCTION, "name": "touch"}}
     assert render_options({"tools": [STRICT]}).key != render_options({"tools": [other]}).key
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_engine_is_asked_for_free_samples(
-    sampling: Serve, engine: MockEngine, turns: Callable[..., list[Turn]], stream: bool
-) -> None:
-    with sampling("free") as http:
-        assert http.post(PATH, json={**ASK, "stream": stream}).status_code == 200
-    asked = engine.requests[-1]
-    assert asked["temperature"] == 1.0
-    assert not {"top_p", "top_k", "min_p", "logit_bias"} & set(asked)
-    [turn] = turns("r1")
-    assert turn.untrainable is None
-    assert turn.sampling["temperature"] == 1.0
-    assert turn.request is not None
-    assert turn.request["top_p"] == 0.9
-
-
-def test_unless_it_is_told_the_proxy_samples_as_asked(
-    sampling: Serve, engine: MockEngine, turns: Callable[..., list[Turn]]
-) -> None:
-    with sampling("as_asked") as http:
-        assert http.post(PATH, json=ASK).status_code == 200
-    assert engine.requests[-1]["top_k"] == 40
-    [turn] = turns("r1")
-    assert turn.untrainable == "greedy"
-
-
-@pytest.mark.parametrize(
-    "replaced",
-    [
-        {"vllm_xargs": {"watermark": 3}},
-        {"logits_processors": ["ban:5"]},
-        {"custom_logit_processor": "ban"},
-        {"use_beam_search": True},
-    ],
-)
-def test_samples_of_plug_ins_and_beams_are_not_the_policys(
-    sampling: Serve, turns: Callable[..., list[Turn]], replaced: dict[str, Any]
-) -> None:
-    with sampling("as_asked") as http:
-        body = {"model": MODEL, "messages": ASK["messages"], **replaced}
-        assert http.post(PATH, json=body).status_code == 200
-    assert turns("r1")[0].untrainable == "sampling_replaced"

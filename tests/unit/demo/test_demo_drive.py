@@ -119,7 +119,7 @@ async def test_an_evaluation_counts_right_answers_and_records_them(shop: Shop) -
     assert seen == list(range(1, 31))
     assert shop.most_open == 5
     assert {request["temperature"] for request in shop.requests} == {0.0}
-    opened = {event["rollout_id"]: event for event in shop.given("rollout_opened")}
+    opened = {event["rollout_id"]: event for event in shop.given("rollout_started")}
     assert set(opened) == set(shop.rollouts)
     assert {event["task_id"] for event in opened.values()} == {task.task_id for task in exam}
     tags = {"split": "validation", "phase": "before"}
@@ -153,7 +153,7 @@ async def test_training_runs_whole_groups_and_waits_for_permission(shop: Shop) -
     assert all(g.successes == (float(g.task.kind == "stock"),) * 4 for g in groups)
     assert shop.most_open == 8
     assert permits == 6 + 2  # each of two workers asks once more, then finds no task
-    sizes = Counter(event["task_id"] for event in shop.given("rollout_opened"))
+    sizes = Counter(event["task_id"] for event in shop.given("rollout_started"))
     assert sizes == {task.task_id: 4 for task in expected}
     assert len(shop.given("reward")) == 24
 

@@ -28,7 +28,7 @@ def test_a_rollout_tells_its_story_in_order(proxy: FakeProxy) -> None:
 
     opened, first, second, finished = proxy.events()
     assert {k: v for k, v in opened.items() if k != "opened_at"} == {
-        "type": "rollout_opened",
+        "type": "rollout_started",
         "rollout_id": r.id,
         "task_id": "t1",
         "agent": "a",
@@ -96,7 +96,7 @@ def test_rollouts_inside_each_other_are_two(proxy: FakeProxy) -> None:
             assert context.current() is inner
         assert context.current() is outer
     assert context.current() is None
-    assert [e["task_id"] for e in proxy.events("rollout_opened")] == ["outer", "inner"]
+    assert [e["task_id"] for e in proxy.events("rollout_started")] == ["outer", "inner"]
 
 
 def test_tags_of_the_environment_of_the_scope_and_of_the_rollout(
@@ -111,7 +111,7 @@ def test_tags_of_the_environment_of_the_scope_and_of_the_rollout(
         pass
     with rollout():
         pass
-    first, second = (event["tags"] for event in proxy.events("rollout_opened"))
+    first, second = (event["tags"] for event in proxy.events("rollout_started"))
     assert first == {"run": "7", "split": "scope", "a-b": "1", "who": "own"}
     assert second == {"run": "7", "split": "env", "who": "env"}
 
@@ -248,7 +248,7 @@ def test_nested_calls_share_the_rollout_and_only_the_outermost_scores(proxy: Fak
         return 1.0
 
     solve(3)
-    (opened,) = proxy.events("rollout_opened")
+    (opened,) = proxy.events("rollout_started")
     assert seen == [opened["rollout_id"]] * 2
     assert (opened["agent"], opened["task_id"], opened["tags"]) == ("adder", "sum-3", {"k": "1"})
     assert opened["task"] == {"n": 3}
@@ -263,7 +263,7 @@ def test_a_traced_call_under_an_explicit_rollout_is_a_span_of_it(proxy: FakeProx
     with rollout() as r:
         count()
         r.reward(1)
-    assert len(proxy.events("rollout_opened")) == 1
+    assert len(proxy.events("rollout_started")) == 1
     assert proxy.rewards() == [(1.0, "reward", None)]
 
 
@@ -279,7 +279,7 @@ def test_equal_calls_are_one_task_and_others_are_not(proxy: FakeProxy) -> None:
     solve(question="a", tool=Tool(), k=2)
     solve("b", Tool())
     solve("a", Tool(), k=3)
-    one, same, other, another = (e["task_id"] for e in proxy.events("rollout_opened"))
+    one, same, other, another = (e["task_id"] for e in proxy.events("rollout_started"))
     assert one == same
     assert len({one, other, another}) == 3
     assert len(one) == 16
@@ -331,7 +331,7 @@ def test_methods(proxy: FakeProxy) -> None:
 
     assert Agent().solve(2) == 2.0
     assert Agent.check(1) is True
-    first, second = proxy.events("rollout_opened")
+    first, second = proxy.events("rollout_started")
     assert (first["agent"], second["agent"]) == ("Agent.solve", "Agent.check")
 
 
@@ -354,7 +354,7 @@ async def test_tasks_run_side_by_side_in_rollouts_of_their_own(proxy: FakeProxy)
         return context.require().id
 
     await asyncio.gather(*(solve(i) for i in range(10)))
-    opened = {e["task_id"]: e["rollout_id"] for e in proxy.events("rollout_opened")}
+    opened = {e["task_id"]: e["rollout_id"] for e in proxy.events("rollout_started")}
     assert seen == {i: {opened[str(i)]} for i in range(10)}
     scored = {e["rollout_id"]: e["value"] for e in proxy.events("reward")}
     assert scored == {opened[str(i)]: i / 10 for i in range(10)}
@@ -382,7 +382,7 @@ def test_what_was_asked_is_kept_as_json_whatever_it_is(proxy: FakeProxy) -> None
     }
     with rollout(input=asked):
         pass
-    (opened,) = proxy.events("rollout_opened")
+    (opened,) = proxy.events("rollout_started")
     task = opened["task"]
     assert task["(1, 2)"] == ["a", "b"]
     assert task["nan"] == "nan"
@@ -407,7 +407,7 @@ def test_a_forked_child_does_not_finish_its_parents_rollout(proxy: FakeProxy) ->
     assert os.waitpid(child, 0)[1] == 0
     assert proxy.rewards() == [(0.5, "child", None)]
     assert proxy.ends() == [("completed", None)]
-    assert len(proxy.events("rollout_opened")) == 1
+    assert len(proxy.events("rollout_started")) == 1
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_events_on_the_wire() -> None:
     opened = exporter.event_payload(RolloutStarted(rollout_id="r", task_id="t", tags={"a": "b"}))
     assert opened.pop("opened_at") == pytest.approx(time.time(), abs=5)
     assert opened == {
-        "type": "rollout_opened",
+        "type": "rollout_started",
         "rollout_id": "r",
         "task_id": "t",
         "agent": None,
@@ -69,7 +69,7 @@ def test_events_on_the_wire() -> None:
     assert (finished["type"], finished["outcome"]) == ("rollout_finished", "aborted")
     assert exporter.event_payload(given(1.0))["type"] == "reward"
     span = Span(trace_id="0", span_id="0", name="n", start_ns=1, end_ns=2)
-    assert exporter.event_payload(span)["type"] == "span_ended"
+    assert exporter.event_payload(span)["type"] == "span"
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ def test_a_script_needs_no_flush(proxy: FakeProxy, journals: Path) -> None:
     done = python(AGENT)
     assert (done.returncode, done.stderr) == (0, "")
     kinds = [event["type"] for event in proxy.events()]
-    assert kinds == ["rollout_opened", "reward", "rollout_finished"]
+    assert kinds == ["rollout_started", "reward", "rollout_finished"]
     assert [span.name for span in proxy.spans()] == ["solve"]
     assert not Path(".tracegrad").exists()
     assert not [path for path in journals.rglob("*") if path.is_file()]
@@ -324,7 +324,7 @@ def test_a_script_without_a_proxy_runs_and_leaves_a_journal(free_port: int, jour
     assert done.stderr.count("tracegrad events stay in") == 1
     assert "Traceback" not in done.stderr
     kinds = sorted(event["type"] for event in kept(journals))
-    assert kinds == ["otlp_spans", "reward", "rollout_finished", "rollout_opened"]
+    assert kinds == ["otlp_spans", "reward", "rollout_finished", "rollout_started"]
     for path in journals.rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, f"{path} is not the owner's alone"
 
@@ -374,7 +374,7 @@ if __name__ == "__main__":
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(event["value"] for event in proxy.events("reward")) == [0, 1, 2]
     assert len(proxy.events("rollout_finished")) == 3
-    assert len(proxy.events("rollout_opened")) == 3
+    assert len(proxy.events("rollout_started")) == 3
     assert len(proxy.spans()) == 3
 
 

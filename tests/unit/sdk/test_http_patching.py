@@ -220,7 +220,7 @@ async def test_concurrent_agents_are_told_apart(proxy: FakeProxy) -> None:
                 await agent.chat.completions.create(**ASK, user=str(i))
 
         await asyncio.gather(*(solve(i) for i in range(8)))
-    opened = {e["rollout_id"]: e["task_id"] for e in proxy.events("rollout_opened")}
+    opened = {e["rollout_id"]: e["task_id"] for e in proxy.events("rollout_started")}
     named = [(opened[c.headers["x-tracegrad-rollout"]], c.body) for c in proxy.chats]
     assert len(named) == 16
     assert all(f'"user":"{task}"'.encode() in body for task, body in named)
@@ -235,7 +235,7 @@ def test_threads_have_rollouts_of_their_own(proxy: FakeProxy) -> None:
     barrier = threading.Barrier(4)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(solve, range(4)))
-    opened = {e["rollout_id"]: e["task_id"] for e in proxy.events("rollout_opened")}
+    opened = {e["rollout_id"]: e["task_id"] for e in proxy.events("rollout_started")}
     seen = {(opened[c.headers["x-tracegrad-rollout"]], c.headers["x-i"]) for c in proxy.chats}
     assert seen == {(str(i), str(i)) for i in range(4)}
 

@@ -206,7 +206,7 @@ def test_an_agent_does_what_it_would_do_without_us_and_all_it_said_arrives_once(
         fake.mode = "ok"
         assert tracegrad.flush(30)
         arrived = once_each(fake)
-        whole = {"rollout_opened": 1, "rollout_finished": 1, "span": 1}
+        whole = {"rollout_started": 1, "rollout_finished": 1, "span": 1}
         assert {name: arrived[name] for name in whole} == whole
         if kind == "explicit":
             assert arrived["reward"] == 1

@@ -40,7 +40,7 @@ def test_nested_calls_are_a_tree_of_spans(proxy: FakeProxy) -> None:
 
     asyncio.run(agent())
     spans = proxy.spans()
-    (opened,) = proxy.events("rollout_opened")
+    (opened,) = proxy.events("rollout_started")
     (root,) = (span for span in spans if not span.parent_span_id)
     assert root.name.endswith("agent")
     assert len(spans) == 4
@@ -166,7 +166,7 @@ def test_a_setting_that_opentelemetry_refuses_at_import_costs_spans_alone(
     assert (done.returncode, done.stdout) == (0, "{'span_failed': 2}\n"), done.stderr
     assert done.stderr.count("tracegrad records no spans") == 1
     kinds = [event["type"] for event in proxy.events()]
-    assert kinds == ["rollout_opened", "reward", "rollout_finished"]
+    assert kinds == ["rollout_started", "reward", "rollout_finished"]
 
 
 class _Nameless(Exception):

@@ -130,5 +130,5 @@ async def test_an_async_generator_that_is_cancelled_or_left_behind(proxy: FakePr
 def test_a_generator_inside_a_rollout_is_a_span(proxy: FakeProxy) -> None:
     with rollout() as r:
         assert list(counting(2)) == [0, 1]
-    assert [e["rollout_id"] for e in proxy.events("rollout_opened")] == [r.id]
+    assert [e["rollout_id"] for e in proxy.events("rollout_started")] == [r.id]
     assert sorted(span.name for span in proxy.spans()) == ["counting", "rollout"]

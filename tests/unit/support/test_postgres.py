@@ -18,8 +18,8 @@ from support.store import postgres_server
 
 _RUN = """
 import sys, time
-from support import postgres
-with postgres.running() as server:
+from support.store import postgres_server
+with postgres_server.running() as server:
     print(server.process.pid, server.folder, flush=True)
     server.say("SELECT 1")
     time.sleep(100)
@@ -28,7 +28,7 @@ with postgres.running() as server:
 
 @contextmanager
 def running_tests() -> Iterator[subprocess.Popen[str]]:
-    folder = str(Path(postgres_server.__file__).parents[1])
+    folder = str(Path(postgres_server.__file__).parents[2])
     child = subprocess.Popen(
         [sys.executable, "-c", _RUN],
         stdout=subprocess.PIPE,

@@ -179,7 +179,7 @@ class WeightPusher:
 
     def _set_version(self, version: int) -> None:
         if self._proxy:
-            self._proxy.post("/api/push/mark", json={"version": version})
+            self._proxy.post("/api/push/version", json={"version": version})
 
     def _put_back(self, cause: Exception) -> None:
         """Loads what was served before. The engine is paused."""

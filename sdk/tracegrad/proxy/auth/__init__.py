@@ -1,0 +1,1 @@
+"""Who a caller is, what it may do, and whose rollout a call belongs to."""

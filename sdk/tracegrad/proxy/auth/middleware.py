@@ -21,24 +21,23 @@ import hmac
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, TypeVar
+from typing import TypeVar
 from urllib.parse import parse_qsl
 
-from fastapi import APIRouter, Path
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tracegrad.events import Event, Span
 from tracegrad.key_derivation import CALLS, EVENTS, SCOPES, KeyScope, derive_key, verify_derived_key
-from tracegrad.proxy.auth.origin_check import OriginCheck
-from tracegrad.proxy.auth.rollout_attribution import ROLLOUT_ID_PATTERN
-from tracegrad.proxy.auth.rollout_keys import (
-    KEY_PREFIX,
-    RolloutKeyService,
-    hash_key,
-    rollout_in_key,
+from tracegrad.protocol import (
+    API_KEY_PREFIX,
+    EVENTS_PATH,
+    KEY_HEADER,
+    ROLLOUT_HEADER,
+    TRACES_PATH,
 )
+from tracegrad.proxy.auth.origin_check import OriginCheck
+from tracegrad.proxy.auth.rollout_keys import RolloutKeyService, hash_key, rollout_in_key
 from tracegrad.proxy.http.errors import ApiError, BadRequest
 from tracegrad.proxy.http.request import ClientDisconnected
 from tracegrad.proxy.http.request_body import BodyReader
@@ -49,22 +48,19 @@ _PUSHES = "/api/push/"
 # Where a key may stand; the first that opens something counts. The last is the SDK's own, for
 # agents inside a rollout whose client has no real key.
 AUTHORIZATION = b"authorization"
-SDK_HEADER = b"x-tracegrad-key"
-_HEADERS = (AUTHORIZATION, b"x-api-key", b"x-goog-api-key", SDK_HEADER)
+_KEY_HEADER = KEY_HEADER.encode()
+_ROLLOUT_HEADER = ROLLOUT_HEADER.encode()
+_HEADERS = (AUTHORIZATION, b"x-api-key", b"x-goog-api-key", _KEY_HEADER)
 _QUERY = "key"
-_ROLLOUT_HEADER = b"x-tracegrad-rollout"
 
 # What a key may consist of: it goes on in a header.
 _sendable = re.compile(r"[^\x00-\x1f\x7f]+")
 _own_path = re.compile(r"/rollouts/([^/]+)(/.*)")
 # For a rollout's key: models and spans, under its own path or none, and its own events.
 _model_path = re.compile(r"/v1(?:beta|alpha)?/.*")
-_SPANS = "/v1/traces"
-_EVENTS = ("POST", "/api/events")
 _ALL = frozenset({CALLS, EVENTS})
 
 F = TypeVar("F", bound=Event)
-RolloutId = Annotated[str, Path(pattern=ROLLOUT_ID_PATTERN)]
 
 _HOW = "send it as 'Authorization: Bearer <key>', x-api-key or x-goog-api-key"
 
@@ -106,21 +102,21 @@ def engine_headers(caller: Caller) -> dict[str, str]:
     return sent
 
 
-def restrict_to_rollout(facts: Sequence[F], caller: Caller) -> Sequence[F]:
-    """The facts as the caller may post them: spans that name no rollout are its own.
+def restrict_to_rollout(events: Sequence[F], caller: Caller) -> Sequence[F]:
+    """The events as the caller may post them: spans that name no rollout are its own.
 
     Raises ApiError (403) when one belongs to another rollout than the caller's, and its key is
     bound to that.
     """
     if caller.rollout_id is None:
-        return facts
+        return events
     mine: list[F] = []
-    for fact in facts:
-        if isinstance(fact, Span) and fact.rollout_id is None:
-            fact = replace(fact, rollout_id=caller.rollout_id)
+    for event in events:
+        if isinstance(event, Span) and event.rollout_id is None:
+            event = replace(event, rollout_id=caller.rollout_id)
         if caller.bound:
-            _check_rollout(caller, fact.rollout_id)
-        mine.append(fact)
+            _check_rollout(caller, event.rollout_id)
+        mine.append(event)
     return mine
 
 
@@ -173,7 +169,7 @@ class Authenticator:
         return any(hmac.compare_digest(one, key) for one in given for key in known)
 
     def push_refusal(self) -> ApiError:
-        """What somebody is told who may not."""
+        """What the refusal says."""
         if self._control is None:
             return ApiError(
                 403,
@@ -194,7 +190,7 @@ class Authenticator:
         """A key for the rollout. Where the proxy is open, one that only names it; None for events,
         which are posted there without any."""
         if self._admin is None:
-            return None if EVENTS in scopes else KEY_PREFIX + rollout_id
+            return None if EVENTS in scopes else API_KEY_PREFIX + rollout_id
         return await self._keys.mint(rollout_id, scopes)
 
     async def revoke(self, rollout_id: str) -> None:
@@ -278,39 +274,6 @@ def _client(caller: Caller, scope: Scope) -> str:
     return f"address {(scope.get('client') or ('',))[0]}"
 
 
-class KeyRequest(BaseModel):
-    """`calls`: for the agent, to call models. `events`: for who scores it, to post rewards and its
-    end."""
-
-    model_config = ConfigDict(extra="forbid")
-    scopes: Annotated[list[KeyScope], Field(min_length=1)] = [CALLS]
-
-
-class MintedKey(BaseModel):
-    """None: the proxy asks for no key."""
-
-    key: str | None
-
-
-def make_keys_router(access: Authenticator) -> APIRouter:
-    """For whoever has the admin key: the guard keeps everybody else from these routes."""
-    router = APIRouter(prefix="/api/rollouts/{rollout_id}/keys")
-
-    @router.post("", status_code=201, summary="A key for one rollout")
-    async def mint(rollout_id: RolloutId, wanted: KeyRequest | None = None) -> MintedKey:
-        """It may do for its rollout what it is minted for, and send spans, and nothing else. Give
-        the agent one for calls. Only its hash is kept: this answer is the one time that it is
-        told. In an open proxy there is none for events: they are posted without one."""
-        scopes = (wanted or KeyRequest()).scopes
-        return MintedKey(key=await access.mint(rollout_id, scopes))
-
-    @router.delete("", status_code=204, summary="The rollout's keys open nothing any more")
-    async def revoke(rollout_id: RolloutId) -> None:
-        await access.revoke(rollout_id)
-
-    return router
-
-
 @dataclass(frozen=True, slots=True)
 class _Presented:
     """A key of a request's, and the Authorization that would say the same to the engine."""
@@ -331,7 +294,7 @@ def _presented(headers: Iterable[tuple[bytes, bytes]], query: bytes) -> list[_Pr
 
 
 def _in_header(name: bytes, value: str) -> _Presented:
-    if name == SDK_HEADER:
+    if name == _KEY_HEADER:
         return _Presented(value, None)
     if name != AUTHORIZATION:
         return _Presented(value, f"Bearer {value}")
@@ -371,25 +334,25 @@ def _check_place(
 def _scopes_of(method: str, path: str, rest: str) -> frozenset[str]:
     """Keys with one of these scopes get there; none: the admin key alone does. `rest`: the path
     below a rollout's own."""
-    if (method, path) == _EVENTS:
+    if (method, path) == ("POST", EVENTS_PATH):
         return frozenset({EVENTS})
-    if rest == _SPANS:
+    if rest == TRACES_PATH:
         return _ALL
     return frozenset({CALLS}) if _model_path.fullmatch(rest) else frozenset()
 
 
 def _out_of_scope(caller: Caller, method: str, path: str) -> ApiError:
     this = f"this is a key of rollout {caller.rollout_id} for {' and '.join(sorted(caller.scopes))}"
-    if (method, path) != _EVENTS:
+    if (method, path) != ("POST", EVENTS_PATH):
         code, message = "admin_key_needed", f"{method} {path} needs the admin key; {this}"
     else:
-        code, mend = "events_key_needed", "post them without the agent's key"
+        code, fix = "events_key_needed", "post them without the agent's key"
         if caller.bound:
-            mend = (
+            fix = (
                 "use the admin key, or one minted for events: POST /api/rollouts/<id>/keys with"
                 ' {"scopes": ["events"]}'
             )
-        message = f"{this}: who is scored gives neither rewards nor ends; {mend}"
+        message = f"{this}: who is scored gives neither rewards nor ends; {fix}"
     return ApiError(403, message, kind="permission_error", code=code)
 
 

@@ -35,17 +35,17 @@ class OriginCheck:
         self._served: set[str] = set()  # Host values that passed: nearly always one
 
     def check(self, method: str, headers: Headers) -> None:
-        told: dict[bytes, str] = {}
+        sent: dict[bytes, str] = {}
         for name, value in headers:
             if name == b"host":
                 self._check_host(value.decode("latin-1"))
             elif name == b"origin":
                 self._check_origin(value.decode("latin-1"))
-                told[name] = ""
+                sent[name] = ""
             elif name.startswith(b"sec-fetch-"):
-                told[name] = value.decode("latin-1").lower()
-        if b"sec-fetch-site" in told:
-            _check_site(method, told)
+                sent[name] = value.decode("latin-1").lower()
+        if b"sec-fetch-site" in sent:
+            _check_site(method, sent)
 
     def _check_host(self, host: str) -> None:
         if host in self._served:
@@ -91,19 +91,19 @@ def _hostname(host: str) -> str | None:
     return parts.hostname.rstrip(".")
 
 
-def _check_site(method: str, told: dict[bytes, str]) -> None:
+def _check_site(method: str, sent: dict[bytes, str]) -> None:
     """A request without Origin that another site made: an image, a script, a form's GET.
 
     A link that somebody follows is let through: it reads, and nobody but its reader sees what.
     """
-    if told[b"sec-fetch-site"] in ("none", "same-origin") or b"origin" in told:
+    if sent[b"sec-fetch-site"] in ("none", "same-origin") or b"origin" in sent:
         return
-    is_link = told.get(b"sec-fetch-mode") == "navigate" and told.get(b"sec-fetch-dest") in (
+    is_link = sent.get(b"sec-fetch-mode") == "navigate" and sent.get(b"sec-fetch-dest") in (
         "document",
         None,
     )
     if method not in ("GET", "HEAD") or not is_link:
-        site = told[b"sec-fetch-site"][:40]
+        site = sent[b"sec-fetch-site"][:40]
         raise _refused(f"Sec-Fetch-Site: {site}: a page from elsewhere sends this", _KEY)
 
 

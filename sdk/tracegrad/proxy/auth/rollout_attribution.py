@@ -13,11 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote
 
+from tracegrad.protocol import ROLLOUT_ATTRIBUTE, ROLLOUT_ID_PATTERN
 from tracegrad.proxy.http.errors import BadRequest
 from tracegrad.task_ids import state_key
-
-BAGGAGE_KEY = "tracegrad.rollout"
-ROLLOUT_ID_PATTERN = r"^[A-Za-z0-9._:@-]{1,128}$"
 
 _id = re.compile(ROLLOUT_ID_PATTERN)
 # All zeros and version ff are W3C's words for "none".
@@ -72,12 +70,12 @@ def is_rollout_id(text: str) -> bool:
 
 
 def _from_baggage(baggage: str | None) -> str | None:
-    if baggage is None or BAGGAGE_KEY not in baggage:
+    if baggage is None or ROLLOUT_ATTRIBUTE not in baggage:
         return None
     for member in baggage.split(","):
         pair, _, _ = member.partition(";")
         key, _, value = pair.partition("=")
-        if key.strip() == BAGGAGE_KEY:
+        if key.strip() == ROLLOUT_ATTRIBUTE:
             return unquote(value.strip())
     return None
 

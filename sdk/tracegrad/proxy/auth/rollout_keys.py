@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import re
 import secrets
 import time
 from collections import OrderedDict
@@ -20,12 +19,12 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol, TypeVar
 
 from tracegrad.key_derivation import CALLS, KeyScope
+from tracegrad.protocol import API_KEY_PREFIX, SECRET_KEY
 from tracegrad.proxy.http.errors import Unavailable
 from tracegrad.proxy.store_async import run_in_thread
 from tracegrad.store.errors import StoreUnavailable
 from tracegrad.store.write.api_keys import KeyOwner
 
-KEY_PREFIX = "tg-"
 SECRET_BYTES = 32
 # A revocation in another process is seen after so many seconds.
 REMEMBERED_S = 60.0
@@ -36,7 +35,6 @@ LOOKUPS = 4
 _NOBODY = KeyOwner("", "")
 
 # A rollout's id may hold dots; a secret holds none, and 32 bytes make 43 characters.
-_minted = re.compile(r"tg-([A-Za-z0-9._:@-]{1,128})\.[A-Za-z0-9_-]{43}")
 
 
 T = TypeVar("T")
@@ -58,10 +56,10 @@ def hash_key(key: str) -> bytes:
 
 def rollout_in_key(key: str) -> str | None:
     """The rollout in `tg-<rollout>` or `tg-<rollout>.<secret>`, unproven; None for other keys."""
-    if not key.startswith(KEY_PREFIX):
+    if not key.startswith(API_KEY_PREFIX):
         return None
-    minted = _minted.fullmatch(key)
-    return minted[1] if minted else key.removeprefix(KEY_PREFIX)
+    minted = SECRET_KEY.fullmatch(key)
+    return minted[1] if minted else key.removeprefix(API_KEY_PREFIX)
 
 
 class KeyGrant(NamedTuple):
@@ -84,7 +82,7 @@ class RolloutKeyService:
 
     async def mint(self, rollout_id: str, scopes: Collection[KeyScope] = (CALLS,)) -> str:
         """A new key; it is not to be had again. Raises Unavailable."""
-        key = f"{KEY_PREFIX}{rollout_id}.{secrets.token_urlsafe(SECRET_BYTES)}"
+        key = f"{API_KEY_PREFIX}{rollout_id}.{secrets.token_urlsafe(SECRET_BYTES)}"
         hashed = hash_key(key)
         scope = " ".join(sorted(set(scopes)))
         await _stored(self._store.add_key, rollout_id, hashed, scope)
@@ -106,7 +104,7 @@ class RolloutKeyService:
 
     async def lookup(self, key: str) -> KeyGrant | None:
         """What the key was made for; None for any other key. Raises Unavailable."""
-        named = _minted.fullmatch(key)
+        named = SECRET_KEY.fullmatch(key)
         if named is None:
             return None
         hashed = hash_key(key)

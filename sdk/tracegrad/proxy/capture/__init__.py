@@ -1,0 +1,1 @@
+"""Calls become committed turns."""

@@ -77,7 +77,7 @@ class CallIndex:
                 self.call_started(trace_id, outer)
 
     def turn_created(self, span: Span, response_id: str | None) -> None:
-        """A span tells of a call that nobody else has told of."""
+        """A span reports a call that nobody else has reported."""
         self._turns.put((span.trace_id, span.span_id), True)
         if response_id is not None:
             self._turn_answers.put((span.trace_id, response_id), span.span_id)
@@ -88,12 +88,12 @@ class CallIndex:
         their rollout."""
         for turn in turns:
             self._answers.put(turn.turn_id, turn.rollout_id)
-            told = (turn.response or {}).get("id")
-            if isinstance(told, str) and told:
+            answer_id = (turn.response or {}).get("id")
+            if isinstance(answer_id, str) and answer_id:
                 # Engines take ids from requests: one of several rollouts says nothing.
-                known = self._answers.get(told)
+                known = self._answers.get(answer_id)
                 same = known in (None, turn.rollout_id)
-                self._answers.put(told, turn.rollout_id if same else _SEVERAL)
+                self._answers.put(answer_id, turn.rollout_id if same else _SEVERAL)
             if inferred:
                 self._inferred.put(turn.rollout_id, True)
 
@@ -106,8 +106,8 @@ class CallIndex:
         one with the same answer. Two libraries tell of it."""
         trace_id = span.trace_id
         if response_id is not None:
-            told = self._turn_answers.get((trace_id, response_id))
-            if told is not None and told != span.span_id:
+            answered = self._turn_answers.get((trace_id, response_id))
+            if answered is not None and answered != span.span_id:
                 return True
         outer = span.parent_span_id
         for _ in range(_DEEPEST):

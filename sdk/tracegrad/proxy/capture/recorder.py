@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Protocol
 
 from tracegrad.chat import sampling_params as sampling
+from tracegrad.chat.call import Call
 from tracegrad.events import Event, Json, Turn, new_id
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex
 from tracegrad.proxy.capture.call_index import CallIndex
-from tracegrad.proxy.capture.observation import observation_of
 from tracegrad.proxy.capture.redaction import REDACTED, Redactor
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.dialects.history import TurnNotRecorded, conversation_of
 from tracegrad.proxy.engine.completion import SampledCompletion
 from tracegrad.proxy.http.errors import ApiError, BadRequest, Unavailable
 from tracegrad.proxy.http.json_size import count_punctuation, parsed_memory
-from tracegrad.proxy.prompt_reuse import (
-    CachedTurn,
-    ContinuationPlan,
-    PromptReuse,
-    TreePosition,
-    TurnReader,
-    cached_turn,
-)
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
+from tracegrad.proxy.prompt_reuse.resolver import ContinuationPlan, PromptReuse, TreePosition
+from tracegrad.proxy.prompt_reuse.tree_cache import CachedTurn, TurnReader, cached_turn
 from tracegrad.proxy.store_async import run_in_thread, wait_committed
 from tracegrad.store import Submission, WriterLoad
 from tracegrad.store.encoding.blobs import dump_json, encode_json
-from tracegrad.store.errors import ParentMissing, StoreError, StoreUnavailable
+from tracegrad.store.errors import EventRejected, ParentMissing, StoreError, StoreUnavailable
 
 log = logging.getLogger("tracegrad.proxy")
 
 
 class EventWriter(Protocol):
-    """`tracegrad.store.Writer`, or something that stands for it.
+    """`tracegrad.store.GroupCommitWriter`, or something that stands for it.
 
     What is submitted is written, whether or not anybody waits for it, unless it is withdrawn.
     """
 
-    def submit(self, facts: Sequence[Event]) -> Submission: ...
+    def submit(self, events: Sequence[Event]) -> Submission: ...
 
     def load(self) -> WriterLoad: ...
 
@@ -57,7 +52,7 @@ class Recorder:
         *,
         patience_s: float | None = None,
     ) -> None:
-        """`patience_s`: as `storing.written`."""
+        """`patience_s`: as `store_async.wait_committed`."""
         self._patience_s = patience_s
         self._writer = writer
         self._store = store
@@ -66,19 +61,6 @@ class Recorder:
         self._redactor = redactor
         self._failing = False
         self.call_index = CallIndex()
-
-    async def plan(self, call: Call, owner: CallOwner) -> ContinuationPlan:
-        """A call begins: which turn it continues, with which tokens. Raises Unavailable."""
-        self._traces.add(owner.trace_id, owner.rollout_id)
-        self.call_index.call_started(owner.trace_id, owner.parent_span_id)
-        try:
-            return await self._continuation.plan(owner.rollout_id, call)
-        except StoreUnavailable as error:
-            raise self.store_unavailable(error) from error
-        except Exception:
-            # A conversation that cannot be followed is still served, and kept.
-            log.exception("a call of rollout %s is not continued", owner.rollout_id)
-            return ContinuationPlan(owner.rollout_id, None)
 
     async def record(
         self,
@@ -189,15 +171,15 @@ class Recorder:
             places.append(found[key])
         return places
 
-    async def commit(self, facts: Sequence[Event]) -> None:
-        """Raises Unavailable; a fact that the store refuses raises its `FactRefused`."""
+    async def commit(self, events: Sequence[Event]) -> None:
+        """Raises Unavailable; an event that the store refuses raises its `EventRejected`."""
         try:
-            await self._settled(await self._submitted(facts))
+            await self._settled(await self._submitted(events))
         except StoreUnavailable as error:
             raise self.store_unavailable(error) from error
 
-    async def _submitted(self, facts: Sequence[Event]) -> Submission:
-        return self._writer.submit(await self._redactor.redact(facts))
+    async def _submitted(self, events: Sequence[Event]) -> Submission:
+        return self._writer.submit(await self._redactor.redact(events))
 
     async def _settled(self, submission: Submission) -> None:
         await wait_committed(submission, patience_s=self._patience_s)
@@ -275,3 +257,37 @@ def _untrainable(reply: SampledCompletion, unknown_version: bool) -> str | None:
     if reply.discard_reason is not None or not reply.token_ids:
         return reply.discard_reason or "no_tokens"
     return "version_unknown" if unknown_version else None
+
+
+def observation_of(messages: Sequence[Json]) -> str | None:
+    """Digest, 32 hex digits, of the messages behind the last reply; of all, before the first.
+
+    Roles and contents count. Instructions (system, developer) do not: they are the agent's. Nor
+    do the ids of tool calls, which are new in every rollout. None: nothing was observed.
+    """
+    behind = takewhile(lambda message: message.get("role") != "assistant", reversed(messages))
+    observed = [
+        [message.get("role"), message.get("content")]
+        for message in behind
+        if message.get("role") not in ("system", "developer")
+    ]
+    if not observed:
+        return None
+    return hashlib.blake2b(encode_json(observed[::-1]), digest_size=16).hexdigest()
+
+
+async def commit_each(recorder: Recorder, events: Sequence[Event]) -> dict[int, str]:
+    """Why some were refused, by their index; all others are stored. Raises Unavailable."""
+    try:
+        await recorder.commit(events)
+    except EventRejected as error:
+        if len(events) == 1:
+            log.warning("an event that a span tells of is refused: %s", error)
+            return {0: str(error)}
+    else:
+        return {}
+    refused: dict[int, str] = {}
+    for index, event in enumerate(events):
+        if problem := await commit_each(recorder, [event]):
+            refused[index] = problem[0]
+    return refused

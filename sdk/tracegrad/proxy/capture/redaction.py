@@ -1,11 +1,11 @@
 """What must not be stored is taken out before anything is.
 
 A hook is a function of the user's, named as `module:function` in the setting `redact`. It gets
-the texts of one fact and returns what may be kept of them, or None for nothing at all:
+the texts of one event and returns what may be kept of them, or None for nothing at all:
 
     {"type": "turn", "request": {...}, "response": {...}, "stop": ...}
-    {"type": "span_ended", "name": "...", "attributes": {...}}
-    {"type": "rollout_opened", "task": ..., "tags": {...}}
+    {"type": "span", "name": "...", "attributes": {...}}
+    {"type": "rollout_started", "task": ..., "tags": {...}}
     {"type": "rollout_finished", "error": "..."}
 
 The record is a copy, to be changed at will. Hooks run one after the other, in threads: one may be
@@ -15,7 +15,7 @@ Hooks see text, never tokens. A turn's token ids are what a model is trained on,
 they were: whoever has the tokenizer can turn them back into text. A text that must not be on the
 disk in any form must not be sent to the model through a recording proxy.
 
-When a hook fails, its fact is stored without any text, which is counted and logged; a fact is
+When a hook fails, its event is stored without any text, which is counted and logged; an event is
 never lost for it, and never stored as it was.
 """
 
@@ -59,8 +59,8 @@ def load_hooks(names: Sequence[str]) -> list[Hook]:
 
 
 class Redactor:
-    """Applies hooks to facts. `failed` counts those that were stored without their texts because
-    a hook failed on them. Without `keep_text` no fact keeps what was said (`without_text`)."""
+    """Applies hooks to events. `failed` counts those that were stored without their texts because
+    a hook failed on them. Without `keep_text` no event keeps what was said (`without_text`)."""
 
     def __init__(self, hooks: Sequence[Hook], *, keep_text: bool = True) -> None:
         self.hooks = tuple(hooks)
@@ -72,36 +72,36 @@ class Redactor:
         """Whether what is stored may be something else than what was said."""
         return bool(self.hooks) or not self.keep_text
 
-    async def redact(self, facts: Sequence[Event]) -> Sequence[Event]:
-        """The facts as they may be stored; the very same where nothing is changed."""
+    async def redact(self, events: Sequence[Event]) -> Sequence[Event]:
+        """The events as they may be stored; the very same where nothing is changed."""
         if not self.is_active:
-            return facts
+            return events
         if not self.hooks:
-            return [without_texts_of_event(fact) for fact in facts]
-        return await asyncio.to_thread(lambda: [self.redact_event(fact) for fact in facts])
+            return [without_texts_of_event(event) for event in events]
+        return await asyncio.to_thread(lambda: [self.redact_event(event) for event in events])
 
-    def redact_event(self, fact: Event) -> Event:
-        cleaned = self._cleaned(fact)
+    def redact_event(self, event: Event) -> Event:
+        cleaned = self._cleaned(event)
         return cleaned if self.keep_text else without_texts_of_event(cleaned)
 
-    def _cleaned(self, fact: Event) -> Event:
-        texts = texts_of(fact)
+    def _cleaned(self, event: Event) -> Event:
+        texts = texts_of(event)
         if texts is None:
-            return fact
+            return event
         hook = self.hooks[0]
         try:
             record: Json | None = copy.deepcopy(texts)
             for hook in self.hooks:
                 record = hook.function(record) if record is not None else None
             if record is None:
-                return with_texts(fact, {})
+                return with_texts(event, {})
             dump_json(record)
-            return with_texts(fact, record)
+            return with_texts(event, record)
         except Exception as error:
-            self._say(hook, fact, error)
-            return with_texts(fact, {})
+            self._say(hook, event, error)
+            return with_texts(event, {})
 
-    def _say(self, hook: Hook, fact: Event, error: Exception) -> None:
+    def _say(self, hook: Hook, event: Event, error: Exception) -> None:
         """Loudly, but not once a call for ever; and without the error's own words, which may be
         what was to be taken out."""
         self.failed += 1
@@ -113,47 +113,47 @@ class Redactor:
                 type(error).__name__,
                 last.filename,
                 last.lineno,
-                type(fact).__name__,
+                type(event).__name__,
                 self.failed,
             )
 
 
-def texts_of(fact: Event) -> Json | None:
-    """What hooks see of a fact; None for one that holds no texts."""
-    match fact:
+def texts_of(event: Event) -> Json | None:
+    """What hooks see of an event; None for one that holds no texts."""
+    match event:
         case Turn():
-            stop = fact.sampling.get("stop")
+            stop = event.sampling.get("stop")
             return {
                 "type": "turn",
-                "request": fact.request,
-                "response": fact.response,
+                "request": event.request,
+                "response": event.response,
                 "stop": stop,
             }
         case Span():
-            return {"type": "span_ended", "name": fact.name, "attributes": fact.attributes}
+            return {"type": "span", "name": event.name, "attributes": event.attributes}
         case RolloutStarted():
-            return {"type": "rollout_opened", "task": fact.task, "tags": dict(fact.tags)}
+            return {"type": "rollout_started", "task": event.task, "tags": dict(event.tags)}
         case RolloutFinished():
-            return {"type": "rollout_finished", "error": fact.error}
+            return {"type": "rollout_finished", "error": event.error}
     return None
 
 
-def with_texts(fact: Event, record: Json) -> Event:
-    """The fact with the record's texts; those that the record lacks are gone.
+def with_texts(event: Event, record: Json) -> Event:
+    """The event with the record's texts; those that the record lacks are gone.
 
     Raises TypeError for a text that is not of its kind.
     """
-    match fact:
+    match event:
         case Turn():
             return replace(
-                fact,
+                event,
                 request=_one_of(record, "request", dict),
                 response=_one_of(record, "response", dict),
-                sampling=_with_stop(fact.sampling, record.get("stop")),
+                sampling=_with_stop(event.sampling, record.get("stop")),
             )
         case Span():
             return replace(
-                fact,
+                event,
                 name=_one_of(record, "name", str) or REDACTED,
                 attributes=_one_of(record, "attributes", dict) or {},
             )
@@ -161,10 +161,10 @@ def with_texts(fact: Event, record: Json) -> Event:
             tags = _one_of(record, "tags", dict) or {}
             if not all(isinstance(text, str) for pair in tags.items() for text in pair):
                 raise TypeError("tags")
-            return replace(fact, task=record.get("task"), tags=tags)
+            return replace(event, task=record.get("task"), tags=tags)
         case RolloutFinished():
-            return replace(fact, error=_one_of(record, "error", str))
-    return fact
+            return replace(event, error=_one_of(record, "error", str))
+    return event
 
 
 def secrets(record: Json) -> Json | None:

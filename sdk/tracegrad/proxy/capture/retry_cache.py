@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tracegrad.chat.call import CHAT_PATH, Call
 from tracegrad.events import Json, Turn
-from tracegrad.proxy.dialects.base import CHAT_PATH, Call
 
 # Clients wait at most some minutes between two tries.
 KEPT_S = 600.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tracegrad.chat.call import Call
 from tracegrad.events import Json, Turn
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.dialects.registry import call_of
 
 FindsTurn = Callable[[str], Turn | None]

@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 
-from tracegrad.chat.content_parts import media_untrainable_reason
+from tracegrad.chat.call import Call, VisibleFields
+from tracegrad.chat.messages import media_untrainable_reason
 from tracegrad.chat.sampling_params import DEFAULTS
 from tracegrad.events import Json
-from tracegrad.proxy.dialects.base import Call, VisibleFields
 from tracegrad.proxy.dialects.body_checks import (
     BOOL,
     INTEGER,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tracegrad.chat.call import Call, VisibleFields
 from tracegrad.chat.sampling_params import DEFAULTS
-from tracegrad.proxy.dialects.base import Call, VisibleFields
 from tracegrad.proxy.dialects.body_checks import (
     BOOL,
     INTEGER,

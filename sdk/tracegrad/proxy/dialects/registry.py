@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from tracegrad.chat.call import Call
 from tracegrad.events import Turn
 from tracegrad.proxy.dialects.anthropic.request import AnthropicDialect
-from tracegrad.proxy.dialects.base import Call, Dialect
+from tracegrad.proxy.dialects.base import Dialect
 from tracegrad.proxy.dialects.gemini.request import WHOLE, GeminiDialect
 from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
 from tracegrad.proxy.dialects.openai_completions import OpenAICompletionsDialect
 from tracegrad.proxy.dialects.openai_responses.request import OpenAIResponsesDialect
-from tracegrad.proxy.dialects.otel import OtelDialect
 from tracegrad.proxy.http.errors import ApiError
 from tracegrad.store.encoding.blobs import dump_json
+
+
+class OtelDialect(OpenAIChatDialect):
+    name = "otel"
+
 
 DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect

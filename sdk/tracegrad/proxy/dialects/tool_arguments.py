@@ -41,17 +41,17 @@ def as_object(arguments: str) -> Any:
 def as_text(value: Any) -> str:
     """The arguments of a call that a client sends back. `value` is any JSON that orjson read."""
     if isinstance(value, dict) and len(value) == 1:
-        ((name, told),) = value.items()
-        if name == INVALID and isinstance(told, str):
-            return told
-        if name == _UNPARSED and (raw := _unparsed(told)) is not None:
+        ((name, inner),) = value.items()
+        if name == INVALID and isinstance(inner, str):
+            return inner
+        if name == _UNPARSED and (raw := _unparsed(inner)) is not None:
             return raw
     return orjson.dumps(value).decode()
 
 
-def _unparsed(told: Any) -> str | None:
-    raw = told.get("raw") if isinstance(told, dict) else None
+def _unparsed(inner: Any) -> str | None:
+    raw = inner.get("raw") if isinstance(inner, dict) else None
     if not isinstance(raw, str) or not raw:
         return None
-    whole = told.get("len") == len(raw.encode("utf-16-le")) // 2
+    whole = inner.get("len") == len(raw.encode("utf-16-le")) // 2
     return raw if whole else None

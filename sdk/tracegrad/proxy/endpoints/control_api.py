@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Path, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
@@ -22,15 +22,29 @@ from tracegrad.events import (
     Span,
     new_id,
 )
-from tracegrad.proxy.auth.middleware import Caller, caller_of, restrict_to_rollout
-from tracegrad.proxy.auth.rollout_attribution import ROLLOUT_ID_PATTERN
+from tracegrad.key_derivation import CALLS, KeyScope
+from tracegrad.protocol import (
+    ROLLOUT_ID_PATTERN,
+)
+from tracegrad.proxy.auth.middleware import Authenticator, Caller, caller_of, restrict_to_rollout
 from tracegrad.proxy.capture.recorder import Recorder
-from tracegrad.proxy.endpoints.stated_times import clamp_stated_time
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.errors import ApiError, BadRequest
 from tracegrad.store.errors import EventRejected
 
+# Facts wait for a proxy that is away, and clocks differ. What is said to be older than this is a
+# clock that was never set, or a mistake.
+MAX_EVENT_AGE_S = 86_400.0
+
+
+def clamp_stated_time(stated: float | None, now: float) -> float:
+    """`stated`, seconds since the epoch; `now` where that is to come, or more than a day ago."""
+    return stated if stated is not None and now - MAX_EVENT_AGE_S <= stated <= now else now
+
+
 RolloutId = Annotated[str, Field(pattern=ROLLOUT_ID_PATTERN)]
+
+
 Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0)]
 
 
@@ -46,7 +60,8 @@ class _EventBody(BaseModel):
 
 
 class RolloutStartedBody(_EventBody):
-    type: Literal["rollout_opened"]
+    # The second word: what SDKs before 0.1 left in their journals.
+    type: Literal["rollout_started", "rollout_opened"]
     task_id: str | None = None
     agent: str | None = None
     tags: dict[str, str] = {}
@@ -90,7 +105,7 @@ class SpanBody(BaseModel):
     """A span that could not leave by OTLP, which is the ordinary way (`/v1/traces`)."""
 
     model_config = ConfigDict(extra="forbid")
-    type: Literal["span_ended"]
+    type: Literal["span", "span_ended"]
     rollout_id: RolloutId | None = None
     trace_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     span_id: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -145,7 +160,7 @@ class GateState(BaseModel):
 def make_control_router(recorder: Recorder, gate: WeightUpdateGate) -> APIRouter:
     router = APIRouter(prefix="/api")
 
-    @router.post("/events", summary="Rollouts opened and finished, rewards given")
+    @router.post("/events", summary="Rollouts started and finished, rewards, spans")
     async def events(body: EventsRequest, request: Request) -> EventsAccepted:
         """Stored all together or not at all; the answer comes after the commit. Of several rewards
         of one name and turn the one that arrives last counts, whatever `given_at` says."""
@@ -166,8 +181,8 @@ def make_control_router(recorder: Recorder, gate: WeightUpdateGate) -> APIRouter
         """Answers when calls that come in one piece have finished, or after `drain_s`."""
         return InFlight(in_flight=await gate.hold(ttl_s=body.ttl_s, drain_s=body.drain_s))
 
-    @router.post("/push/mark", summary="Tokens from now on are of this policy version")
-    async def mark(body: SetVersionRequest) -> GateState:
+    @router.post("/push/version", summary="Tokens from now on are of this policy version")
+    async def set_version(body: SetVersionRequest) -> GateState:
         """To be sent while the engine is paused."""
         await gate.set_version(body.version)
         return GateState.model_validate(gate.state())
@@ -218,3 +233,38 @@ def _where(loc: Sequence[str | int]) -> str:
         elif index == len(loc) - 1:
             path += f".{part}"
     return path
+
+
+RolloutIdInPath = Annotated[str, Path(pattern=ROLLOUT_ID_PATTERN)]
+
+
+class KeyRequest(BaseModel):
+    """`calls`: for the agent, to call models. `events`: for who scores it, to post rewards and its
+    end."""
+
+    model_config = ConfigDict(extra="forbid")
+    scopes: Annotated[list[KeyScope], Field(min_length=1)] = [CALLS]
+
+
+class MintedKey(BaseModel):
+    """None: the proxy asks for no key."""
+
+    key: str | None
+
+
+def make_keys_router(access: Authenticator) -> APIRouter:
+    """For whoever has the admin key: the guard keeps everybody else from these routes."""
+    router = APIRouter(prefix="/api/rollouts/{rollout_id}/keys")
+
+    @router.post("", status_code=201, summary="A key for one rollout")
+    async def mint(rollout_id: RolloutIdInPath, wanted: KeyRequest | None = None) -> MintedKey:
+        """It may do for its rollout what it is minted for, and send spans, and nothing else. Give
+        the agent one for calls. Only its hash is kept: this answer alone shows it. In an open proxy there is none for events: they are posted without one."""
+        scopes = (wanted or KeyRequest()).scopes
+        return MintedKey(key=await access.mint(rollout_id, scopes))
+
+    @router.delete("", status_code=204, summary="The rollout's keys open nothing any more")
+    async def revoke(rollout_id: RolloutIdInPath) -> None:
+        await access.revoke(rollout_id)
+
+    return router

@@ -9,8 +9,9 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tracegrad.chat.call import Call
 from tracegrad.proxy.auth.middleware import caller_of, engine_headers
-from tracegrad.proxy.dialects.base import Call, Dialect
+from tracegrad.proxy.dialects.base import Dialect
 from tracegrad.proxy.endpoints.llm_call import ProxyServices
 from tracegrad.proxy.engine.response import read_error
 from tracegrad.proxy.http.errors import ApiError
@@ -32,13 +33,13 @@ class CountTokensEndpoint:
     def __init__(
         self,
         dialect: Dialect,
-        rooms: ProxyServices,
+        services: ProxyServices,
         *,
         parse: Callable[[bytes, Mapping[str, Any]], Call],
         shape: Callable[[int], bytes],
     ) -> None:
         self._dialect = dialect
-        self._rooms = rooms
+        self._rooms = services
         self._parse = parse
         self._shape = shape
 

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tracegrad.chat import sampling_params
+from tracegrad.chat.call import Call
 from tracegrad.events import OVER_LENGTH, Json, Turn
 from tracegrad.proxy.auth.middleware import caller_of, engine_headers
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex, attribute_call
@@ -31,15 +32,14 @@ from tracegrad.proxy.capture.retry_cache import (
     recorded_answer,
     recorded_chunks,
 )
-from tracegrad.proxy.dialects.base import Call, Dialect, StreamWriter
+from tracegrad.proxy.dialects.base import Dialect, StreamWriter
 from tracegrad.proxy.engine.completion import SampledCompletion
+from tracegrad.proxy.engine.request import EngineRequest, request_body
 from tracegrad.proxy.engine.request_rules import RequestRules
 from tracegrad.proxy.engine.response import (
-    EngineRequest,
     EngineResponse,
     read_error,
     read_response,
-    request_body,
     strip_unrequested,
 )
 from tracegrad.proxy.engine.routed_experts import warn_streams_lack_experts
@@ -58,7 +58,8 @@ from tracegrad.proxy.http.request import (
 from tracegrad.proxy.http.request_body import lease_of
 from tracegrad.proxy.http.streaming_response import StreamedResponse
 from tracegrad.proxy.http.worker_threads import WorkerThreads
-from tracegrad.proxy.prompt_reuse import ContinuationPlan
+from tracegrad.proxy.prompt_reuse.resolver import ContinuationPlan, PromptReuse
+from tracegrad.store.errors import StoreUnavailable
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -70,6 +71,7 @@ class ProxyServices:
     upstream: Upstream
     gate: WeightUpdateGate
     recorder: Recorder
+    prompt_reuse: PromptReuse
     trace_index: TraceIndex
     retry_cache: RetryCache
     model: str | None
@@ -95,9 +97,9 @@ class CallContext:
 class LlmCallEndpoint:
     """`POST` of one dialect's calls."""
 
-    def __init__(self, dialect: Dialect, rooms: ProxyServices) -> None:
+    def __init__(self, dialect: Dialect, services: ProxyServices) -> None:
         self._dialect = dialect
-        self._services = rooms
+        self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -127,7 +129,7 @@ class LlmCallEndpoint:
             call = replace(call, body=sampling_params.force_on_policy(call.body))
         if is_retry(headers) and (given := await self._recorded_turns(known)):
             return await self._replay_recorded(call, given, send)
-        plan = await self._services.recorder.plan(call, owner)
+        plan = await self._plan(call, owner)
         # A body in one piece cannot be split by version: where weights are pushed, the engine
         # streams to us what the client gets whole; but no stream has routed experts.
         streaming = call.stream or (
@@ -135,17 +137,26 @@ class LlmCallEndpoint:
         )
         if call.stream and self._services.routed_experts:
             warn_streams_lack_experts()
-        passage = self._services.gate.admission(plan.rollout_id, streaming=streaming)
-        visit = CallContext(call, owner, plan, engine_headers(caller), passage, known)
+        admission = self._services.gate.admission(plan.rollout_id, streaming=streaming)
+        context = CallContext(call, owner, plan, engine_headers(caller), admission, known)
         try:
             if call.stream:
-                await self._stream(visit, receive, send)
+                await self._stream(context, receive, send)
                 return None
-            answer = await self._complete(visit, receive)
+            answer = await self._complete(context, receive)
         except (ApiError, ClientDisconnected):
             self._services.retry_cache.record_failure(known)
             raise
         return Response(self._dialect.answer(call, answer), media_type="application/json")
+
+    async def _plan(self, call: Call, owner: CallOwner) -> ContinuationPlan:
+        recorder = self._services.recorder
+        self._services.trace_index.add(owner.trace_id, owner.rollout_id)
+        recorder.call_index.call_started(owner.trace_id, owner.parent_span_id)
+        try:
+            return await self._services.prompt_reuse.plan(owner.rollout_id, call)
+        except StoreUnavailable as error:
+            raise recorder.store_unavailable(error) from error
 
     async def _parse(self, scope: Scope, raw: bytes, owner: CallOwner) -> tuple[Call, Fingerprint]:
         query = scope["query_string"]
@@ -177,129 +188,131 @@ class LlmCallEndpoint:
         out = [writer.begin(len(turns[0].prompt_token_ids)), *map(writer.chunk, said)]
         with StreamedResponse(
             send, writer.content_type, writer.keepalive, self._services.keepalive_s
-        ) as line:
-            await line.send(b"".join(out) + writer.end(ends), last=True)
+        ) as response:
+            await response.send(b"".join(out) + writer.end(ends), last=True)
         return None
 
-    async def _complete(self, visit: CallContext, receive: Receive) -> Json:
+    async def _complete(self, context: CallContext, receive: Receive) -> Json:
         """The answer in one piece, committed."""
-        call, passage = visit.call, visit.admission
-        stream = EngineStream(call, passage.arrival_version) if passage.streaming else None
+        call, admission = context.call, context.admission
+        stream = EngineStream(call, admission.arrival_version) if admission.streaming else None
         try:
             async with (
                 cancel_on_disconnect(receive),
-                passage,
-                self._engine_response(visit) as engine,
+                admission,
+                self._engine_response(context) as engine,
             ):
                 if stream is None:
-                    answer = read_response(await engine.read(), call, passage.version)
+                    answer = read_response(await engine.read(), call, admission.version)
                 else:
                     answer = await _collect(engine, stream)
         except (ClientDisconnected, asyncio.CancelledError):
-            await self._record_partial(visit, stream.completions() if stream else [])
+            await self._record_partial(context, stream.completions() if stream else [])
             raise
         except ApiError:
-            if stream is not None and (replies := stream.completions()):
-                await self._record_partial(visit, replies)
+            if stream is not None and (completions := stream.completions()):
+                await self._record_partial(context, completions)
             raise
-        await self._record(visit, answer.completions)
+        await self._record(context, answer.completions)
         return answer.body
 
-    async def _stream(self, visit: CallContext, receive: Receive, send: Send) -> None:
+    async def _stream(self, context: CallContext, receive: Receive, send: Send) -> None:
         """The answer chunk by chunk. Raises ApiError only while no stream has begun."""
-        writer = self._dialect.writer(visit.call)
-        stream = EngineStream(visit.call, visit.admission.arrival_version)
+        writer = self._dialect.writer(context.call)
+        stream = EngineStream(context.call, context.admission.arrival_version)
         broken: ApiError | None = None
         with StreamedResponse(
             send, writer.content_type, writer.keepalive, self._services.keepalive_s
-        ) as line:
+        ) as response:
             try:
                 async with (
                     cancel_on_disconnect(receive),
-                    visit.admission,
-                    self._engine_response(visit) as engine,
+                    context.admission,
+                    self._engine_response(context) as engine,
                 ):
-                    broken = await _relay(engine, stream, visit.admission, writer, line)
+                    broken = await _relay(engine, stream, context.admission, writer, response)
             except (ClientDisconnected, asyncio.CancelledError):
-                await self._record_partial(visit, stream.completions())
+                await self._record_partial(context, stream.completions())
                 raise
             except ApiError as refusal:
-                if not line.begun:
+                if not response.begun:
                     raise
-                self._services.retry_cache.record_failure(visit.fingerprint)
-                await line.send(writer.error(refusal), last=True)
+                self._services.retry_cache.record_failure(context.fingerprint)
+                await response.send(writer.error(refusal), last=True)
                 return
-            await self._finish(visit, stream, writer, line, broken)
+            await self._finish(context, stream, writer, response, broken)
 
     async def _finish(
         self,
-        visit: CallContext,
+        context: CallContext,
         stream: EngineStream,
         writer: StreamWriter,
-        line: StreamedResponse,
+        response: StreamedResponse,
         broken: ApiError | None,
     ) -> None:
         """Commit, and only then send what ends the stream; or say why it does not end well."""
         try:
-            await self._record(visit, stream.completions() or [SampledCompletion()])
+            await self._record(context, stream.completions() or [SampledCompletion()])
         except ApiError as failure:
             broken = failure
-        if broken is not None and not line.begun:
+        if broken is not None and not response.begun:
             raise broken
         if broken is None:
-            await line.send(writer.end(stream.tail), last=True)
+            await response.send(writer.end(stream.tail), last=True)
             return
-        self._services.retry_cache.record_failure(visit.fingerprint)
-        await line.send(writer.error(broken), last=True)
+        self._services.retry_cache.record_failure(context.fingerprint)
+        await response.send(writer.error(broken), last=True)
 
     @asynccontextmanager
-    async def _engine_response(self, visit: CallContext) -> AsyncIterator[UpstreamResponse]:
+    async def _engine_response(self, context: CallContext) -> AsyncIterator[UpstreamResponse]:
         """The engine's answer with status 200. Raises ApiError for any other."""
-        call = visit.call
+        call = context.call
         ask = EngineRequest(
-            stream=visit.admission.streaming,
+            stream=context.admission.streaming,
             model=self._services.model,
-            prompt_ids=visit.plan.prompt_ids,
+            prompt_ids=context.plan.prompt_ids,
             return_tokens=self._services.upstream.capabilities.tokens,
-            routed_experts_from=visit.plan.routed_experts_from,
+            routed_experts_from=context.plan.routed_experts_from,
         )
         body = await self._services.workers.run(call.size, request_body, call, ask)
         async with self._services.upstream.request(
             "POST",
             call.path,
             body=body,
-            headers=visit.headers,
-            sticky=visit.plan.rollout_id,
+            headers=context.headers,
+            sticky=context.plan.rollout_id,
         ) as engine:
             if engine.status == 200:
                 yield engine
                 return
             refusal = read_error(engine.status, await engine.read(), engine.headers)
         if refusal.code == CONTEXT_LENGTH_EXCEEDED:
-            await self._services.recorder.record_refusal(call, visit.owner, visit.plan, OVER_LENGTH)
+            await self._services.recorder.record_refusal(
+                call, context.owner, context.plan, OVER_LENGTH
+            )
         raise refusal
 
     async def _record_partial(
-        self, visit: CallContext, replies: Sequence[SampledCompletion]
+        self, context: CallContext, completions: Sequence[SampledCompletion]
     ) -> None:
         """Record what the engine said of an answer that nobody got the end of."""
-        if not visit.admission.admitted:
+        if not context.admission.admitted:
             return
         try:
-            await self._record(visit, replies or [SampledCompletion()])
+            await self._record(context, completions or [SampledCompletion()])
         except ApiError as error:
             log.error("an aborted turn is lost: %s", error.message)
 
-    async def _record(self, visit: CallContext, replies: Sequence[SampledCompletion]) -> None:
+    async def _record(self, context: CallContext, completions: Sequence[SampledCompletion]) -> None:
         turn_ids = await self._services.recorder.record(
-            visit.call,
-            visit.owner,
-            visit.plan,
-            replies,
-            unknown_version=visit.admission.version_unknown,
+            context.call,
+            context.owner,
+            context.plan,
+            completions,
+            unknown_version=context.admission.version_unknown,
         )
-        if all(reply.finish_reason is not None for reply in replies):
-            self._services.retry_cache.record_answer(visit.fingerprint, turn_ids)
+        if all(completion.finish_reason is not None for completion in completions):
+            self._services.retry_cache.record_answer(context.fingerprint, turn_ids)
 
 
 async def _collect(engine: UpstreamResponse, stream: EngineStream) -> EngineResponse:
@@ -313,9 +326,9 @@ async def _collect(engine: UpstreamResponse, stream: EngineStream) -> EngineResp
 async def _relay(
     engine: UpstreamResponse,
     stream: EngineStream,
-    passage: Admission,
+    admission: Admission,
     writer: StreamWriter,
-    line: StreamedResponse,
+    response: StreamedResponse,
 ) -> ApiError | None:
     """Pass the engine's chunks on as they come. Returns what broke the stream, if anything did."""
     begun = False
@@ -326,15 +339,15 @@ async def _relay(
                     out = [] if begun else [writer.begin(stream.prompt_tokens)]
                     begun = True
                     out += map(writer.chunk, chunks)
-                    passage.blocked = True
-                    await line.send(b"".join(out))
-                    passage.blocked = False
+                    admission.blocked = True
+                    await response.send(b"".join(out))
+                    admission.blocked = False
             if stream.error is not None:
                 break
     except ApiError as error:
         return error
     if not begun:
-        await line.send(writer.begin(stream.prompt_tokens))
+        await response.send(writer.begin(stream.prompt_tokens))
     return _broken_end(stream)
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 
 from tracegrad.events import Json
-from tracegrad.proxy.auth.rollout_attribution import ROLLOUT_ID_PATTERN
+from tracegrad.protocol import ROLLOUT_ID_PATTERN, TRACES_PATH
 from tracegrad.proxy.endpoints.openapi_schemas import SCHEMAS, STRING, array_of, object_schema
-from tracegrad.proxy.otel.receiver import PROTOBUF
+from tracegrad.proxy.otel.otlp import PROTOBUF
 from tracegrad.store import WriterLoad
 
 _JSON = "application/json"
@@ -157,7 +157,7 @@ def _complete(document: Json) -> None:
         paths.setdefault("/rollouts/{rollout}" + call.path, {})[call.method] = _operation(
             call, "rollout_"
         )
-    paths["/v1/traces"] = {"post": _spans()}
+    paths[TRACES_PATH] = {"post": _spans()}
     paths["/healthz"] = {"get": _health()}
 
 

@@ -1,0 +1,1 @@
+"""The serving engine: requests, responses, streams, weight updates, upstreams."""

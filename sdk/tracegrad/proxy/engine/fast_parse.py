@@ -67,12 +67,12 @@ def extract_tokens(raw: bytes, choices: int) -> ExtractedTokens | None:
             start = raw.index(_LOGPROBS, at) + len(_KEY)
             end = raw.index(_LAST, start) + len(_LAST)
             rest += (raw[at:start], b"null")
-            told = raw[start:end]
-            entries = _entries.decode(told[len(_LOGPROBS) - len(_KEY) - 1 : -1])
+            shown = raw[start:end]
+            entries = _entries.decode(shown[len(_LOGPROBS) - len(_KEY) - 1 : -1])
             tokens, at = _cut_ids(raw, _TOKENS, end, rest)
             routes, at = _cut_routes(raw, at, rest)
             found.append(
-                ExtractedChoice(tokens, [entry.logprob for entry in entries], told, routes)
+                ExtractedChoice(tokens, [entry.logprob for entry in entries], shown, routes)
             )
         prompt, at = _cut_ids(raw, _PROMPT, at, rest)
     except (ValueError, msgspec.DecodeError):

@@ -18,10 +18,10 @@ from typing import Any, Self
 
 import orjson
 
+from tracegrad.chat.call import Call
 from tracegrad.chat.sampling_params import DEFAULTS
 from tracegrad.events import Json
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.dialects.body_checks import json_object
 from tracegrad.proxy.dialects.openai_chat import check_messages
 from tracegrad.proxy.http.errors import BadRequest

@@ -17,62 +17,17 @@ import orjson
 from msgspec import Raw, Struct
 from msgspec.json import Decoder, encode
 
+from tracegrad.chat.call import CHAT_PATH, Call, VisibleFields
 from tracegrad.events import Json
-from tracegrad.proxy.dialects.base import CHAT_PATH, Call, VisibleFields
 from tracegrad.proxy.engine.completion import SampledCompletion
 from tracegrad.proxy.engine.fast_parse import extract_tokens, parse_token_ids
 from tracegrad.proxy.engine.routed_experts import (
     ROUTED_EXPERTS,
-    ROUTED_EXPERTS_START,
     set_routed_experts,
 )
 from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 
 _TOO_LONG = re.compile(rb"maximum context length|context_length_exceeded|exceeds model's max")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """How a call is put to the engine.
-
-    `prompt_ids` takes the place of rendering the messages: vLLM uses these tokens as they are,
-    and keeps its parsers (`kv_transfer_params`, meant for disaggregated decoding). `capture` is
-    False for an engine that knows nothing of tokens. `routes_from` is the first of the prompt's
-    tokens whose routed experts are not known yet.
-    """
-
-    stream: bool
-    model: str | None = None
-    prompt_ids: array[int] | None = None
-    return_tokens: bool = True
-    routed_experts_from: int = 0
-
-
-def request_body(call: Call, ask: EngineRequest) -> bytes:
-    """The engine's request, as bytes of JSON."""
-    body = dict(call.body)
-    body.pop(ROUTED_EXPERTS_START, None)  # ours alone to say: no client sees what it is about
-    if ask.model is not None:
-        body["model"] = ask.model
-    if ask.stream:
-        body["stream"] = True
-        if call.visible.usage or not call.stream:
-            body["stream_options"] = {"include_usage": True}
-    if ask.return_tokens:
-        body["return_token_ids"] = True
-        if call.path == CHAT_PATH:
-            body["logprobs"] = True
-        elif body.get("logprobs") is None:
-            body["logprobs"] = 0  # the sampled token's, and no others
-        # With include_reasoning false the engine hides ids and log-probabilities too.
-        body.pop("include_reasoning", None)
-        if not call.visible.logprobs:
-            body.pop("top_logprobs", None)
-        if ask.routed_experts_from and not ask.stream:
-            body[ROUTED_EXPERTS_START] = ask.routed_experts_from
-    if ask.prompt_ids is not None:
-        body["kv_transfer_params"] = {"prompt_token_ids": ask.prompt_ids.tolist()}
-    return orjson.dumps(body)
 
 
 def read_error(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
@@ -81,10 +36,10 @@ def read_error(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
     A prompt that is too long gets the code that OpenAI has for it: agents act on it.
     """
     try:
-        told = orjson.loads(raw)
+        body = orjson.loads(raw)
     except orjson.JSONDecodeError:
-        told = None
-    error = told.get("error", told) if isinstance(told, dict) else None
+        body = None
+    error = body.get("error", body) if isinstance(body, dict) else None
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
         text = raw[:300].decode(errors="replace").strip()
         message = f"the engine answered {status}: {text}" if text else f"the engine says {status}"
@@ -189,9 +144,9 @@ def _was_cut(holder: Json, name: str) -> bool:
 def _read_any(raw: bytes, call: Call, version: int) -> EngineResponse:
     fields = _FIELDS.decode(raw)
     prompt = _ids(fields, "prompt_token_ids")
-    told = _CHOICES.decode(fields["choices"])
-    replies = [_reply(choice, prompt, version) for choice in told]
-    return _closed(_without_tokens(fields, told, call.visible), replies, call)
+    choices = _CHOICES.decode(fields["choices"])
+    replies = [_reply(choice, prompt, version) for choice in choices]
+    return _closed(_without_tokens(fields, choices, call.visible), replies, call)
 
 
 def _closed(body: Json, replies: list[SampledCompletion], call: Call) -> EngineResponse:
@@ -265,13 +220,13 @@ def strip_unrequested(answer: Json, shown: VisibleFields) -> None:
 
 def logprobs_of(choice: Json) -> Any:
     """Log-probabilities of the choice's new tokens, or None."""
-    told = choice.get("logprobs")
-    if not told:
+    logprobs = choice.get("logprobs")
+    if not logprobs:
         return None
-    content = told.get("content")
+    content = logprobs.get("content")
     if content is not None:
         return [entry["logprob"] for entry in content]
-    return told.get("token_logprobs")
+    return logprobs.get("token_logprobs")
 
 
 def _close(reply: SampledCompletion, body: Json, choice: Json) -> None:

@@ -23,12 +23,12 @@ _base64 = Decoder(bytes | None)
 _said: set[str] = set()
 
 
-def set_routed_experts(reply: SampledCompletion, told: bytes) -> None:
-    """`told`: JSON. Routes of other tokens than the reply's are dropped, and its tokens stay."""
+def set_routed_experts(reply: SampledCompletion, encoded: bytes) -> None:
+    """`encoded`: JSON. Routes of other tokens than the reply's are dropped, and its tokens stay."""
     if reply.discard_reason is not None or not reply.token_ids:
         return
     try:
-        file = _base64.decode(told)
+        file = _base64.decode(encoded)
         if file is not None:
             check_routing(file, len(reply.prompt_token_ids) + len(reply.token_ids))
     except (DecodeError, ValueError) as error:

@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
+from tracegrad.chat.call import CHAT_PATH, Call
 from tracegrad.events import Json
-from tracegrad.proxy.dialects.base import CHAT_PATH, Call
 from tracegrad.proxy.engine.completion import SampledCompletion, prompt_token_ids_of
 from tracegrad.proxy.engine.fast_parse import extract_prompt
 from tracegrad.proxy.engine.response import logprobs_of, read_error, strip_unrequested
@@ -49,7 +49,7 @@ class EngineStream:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Of one prompt, where the engine told its tokens."""
+        """Of one prompt, where the engine reported its tokens."""
         for choice in self._choices.values():
             if choice.reply.prompt_token_ids:
                 return len(choice.reply.prompt_token_ids)

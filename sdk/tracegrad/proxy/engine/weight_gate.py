@@ -31,7 +31,7 @@ class Admission:
     """One call's way through the gate, as an async context manager.
 
     `version` is the policy version at the time of entry. `unknown` tells, after the call, that
-    its tokens cannot be told apart by version.
+    its tokens cannot be split by version.
     """
 
     __slots__ = ("_gate", "admitted", "blocked", "key", "streaming", "version", "version_unknown")
@@ -98,20 +98,20 @@ class WeightUpdateGate:
             "waiting": len(self._waiting),
         }
 
-    async def enter(self, passage: Admission) -> None:
+    async def enter(self, admission: Admission) -> None:
         """Raises Unavailable when too many calls wait already, or this one has for too long."""
         deadline = asyncio.get_running_loop().time() + self._max_wait_s if self._held else 0.0
         while self._held:
-            await self._wait(passage, deadline - asyncio.get_running_loop().time())
-        passage.version = self.version
-        passage.admitted = True
-        self._inside.add(passage)
-        if not passage.streaming:
+            await self._wait(admission, deadline - asyncio.get_running_loop().time())
+        admission.version = self.version
+        admission.admitted = True
+        self._inside.add(admission)
+        if not admission.streaming:
             self._whole += 1
 
-    async def _wait(self, passage: Admission, seconds: float) -> None:
+    async def _wait(self, admission: Admission, seconds: float) -> None:
         try:
-            await self._waiting.wait(passage.key, seconds)
+            await self._waiting.wait(admission.key, seconds)
         except QueueFull:
             waiting = f"{len(self._waiting)} calls wait already"
             raise Unavailable(f"weights are being pushed, and {waiting}", code="busy") from None
@@ -119,9 +119,9 @@ class WeightUpdateGate:
             waited = f"this call has waited {self._max_wait_s:g} s"
             raise Unavailable(f"weights are being pushed, and {waited}", code="busy") from None
 
-    def leave(self, passage: Admission) -> None:
-        self._inside.discard(passage)
-        if not passage.streaming:
+    def leave(self, admission: Admission) -> None:
+        self._inside.discard(admission)
+        if not admission.streaming:
             self._whole -= 1
             if self._whole == 0:
                 self._drained.set()
@@ -140,9 +140,9 @@ class WeightUpdateGate:
     async def set_version(self, version: int) -> None:
         """Tokens that arrive from now on are `version`. To be called while the engine is paused."""
         await self._settle()
-        for passage in self._inside:
-            passage.version_unknown = (
-                passage.version_unknown or passage.blocked or not passage.streaming
+        for admission in self._inside:
+            admission.version_unknown = (
+                admission.version_unknown or admission.blocked or not admission.streaming
             )
         self.version = version
 

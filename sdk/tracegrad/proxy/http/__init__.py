@@ -1,0 +1,1 @@
+"""HTTP under the proxy's endpoints: limits, bodies, streams, errors."""

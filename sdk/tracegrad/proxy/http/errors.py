@@ -1,4 +1,4 @@
-"""What a client is told when a call fails; each dialect has a shape of its own for it."""
+"""The error that a client gets when a call fails; each dialect has a shape of its own for it."""
 
 from __future__ import annotations
 

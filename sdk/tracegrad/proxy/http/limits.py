@@ -12,7 +12,7 @@ from typing import Self
 
 from tracegrad.proxy.config import ProxySettings
 
-# Connections beyond the bound that are still told so, before more are dropped without a word.
+# Connections beyond the bound that still get an answer, before more are dropped without a word.
 SPARE_CONNECTIONS = 64
 # Files beside the two of each call (the client's connection and the engine's).
 OTHER_FILES = 192 + SPARE_CONNECTIONS

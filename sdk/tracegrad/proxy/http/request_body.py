@@ -16,6 +16,7 @@ from typing import Self
 
 from starlette.types import Message, Receive, Scope
 
+from tracegrad.protocol import TRACES_PATH
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.http.errors import BadRequest, Unavailable
 from tracegrad.proxy.http.json_size import (
@@ -33,7 +34,6 @@ WAITING = 128
 # Events are read by one after the other on the event loop: a tenth of what others may hold.
 _API_SHARE = 10
 # Spans are no JSON, or packed: their route unpacks and counts itself.
-TRACES_PATH = "/v1/traces"
 _STEP = 256 << 10
 
 

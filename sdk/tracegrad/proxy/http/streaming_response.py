@@ -14,7 +14,7 @@ class StreamedResponse:
     """Bytes to one client, between `__enter__` and `__exit__`, on one event loop.
 
     After `every_s` seconds without a word it sends what `keepalive` returns, first of all the
-    status 200: what goes wrong from then on can only be told in the stream.
+    status 200: what goes wrong from then on can only be said in the stream.
     """
 
     def __init__(

@@ -1,0 +1,1 @@
+"""OpenTelemetry spans of agents become spans, turns and rewards."""

@@ -12,14 +12,13 @@ from typing import Protocol
 from tracegrad.events import Span
 from tracegrad.proxy.auth.rollout_attribution import TraceIndex
 from tracegrad.proxy.capture.call_index import LruMap
-from tracegrad.proxy.capture.recorder import Recorder
-from tracegrad.proxy.otel.commit import commit_each
+from tracegrad.proxy.capture.recorder import Recorder, commit_each
 from tracegrad.proxy.otel.llm_span import ReportedSpan
 from tracegrad.proxy.otel.rewards import SpanRewards, TurnOrder
 from tracegrad.proxy.otel.rollout_assignment import RolloutAssignment, TraceStore
 from tracegrad.proxy.otel.span_to_turn import LlmSpanConverter, TurnLookup, with_call_kind
 from tracegrad.proxy.otel.trace_summary import TraceSummary, rollout_finished
-from tracegrad.proxy.prompt_reuse import PromptReuse
+from tracegrad.proxy.prompt_reuse.resolver import PromptReuse
 from tracegrad.store.errors import StoreUnavailable
 
 # Traces whose spans are still expected, at most.
@@ -40,35 +39,35 @@ class SpanIngest:
         self._rewards = SpanRewards(self._naming, recorder.call_index, store)
         self._notes: LruMap[str, TraceSummary] = LruMap(_TRACES)
 
-    async def commit(self, told: Sequence[ReportedSpan]) -> str:
+    async def commit(self, spans: Sequence[ReportedSpan]) -> str:
         """Commits all of it; what is wrong with some of it, empty where nothing is.
 
         Raises Unavailable when the store cannot be read or written; then it is to be sent again.
         """
         try:
-            return await self._taken(told)
+            return await self._taken(spans)
         except StoreUnavailable as error:
             raise self._recorder.store_unavailable(error) from error
 
-    async def _taken(self, told: Sequence[ReportedSpan]) -> str:
-        await self._naming.learn([each.span for each in told])
-        self._note(told)
-        new = await self._calls.find_new(told)
-        roots = self._roots(told)
-        spans = self._naming.with_rollouts([with_call_kind(each, new) for each in told])
+    async def _taken(self, reported: Sequence[ReportedSpan]) -> str:
+        await self._naming.learn([each.span for each in reported])
+        self._note(reported)
+        new = await self._calls.find_new(reported)
+        roots = self._roots(reported)
+        spans = self._naming.with_rollouts([with_call_kind(each, new) for each in reported])
         opened = [self._notes_of(root.trace_id).rollout_started(id, root) for id, root in roots]
-        problems = [each.problem for each in told]
+        problems = [each.problem for each in reported]
         problems += (await commit_each(self._recorder, [*opened, *spans])).values()
-        problems.append(await self._calls.commit(new, told))
-        rewards, problem = await self._rewards.of_spans(told)
+        problems.append(await self._calls.commit(new, reported))
+        rewards, problem = await self._rewards.of_spans(reported)
         # Whoever sees that a rollout has ended finds all of it.
         ends = [rollout_finished(id, root) for id, root in roots]
         problems.append(problem)
         problems += (await commit_each(self._recorder, [*rewards, *ends])).values()
         return next(filter(None, problems), "")
 
-    def _note(self, told: Sequence[ReportedSpan]) -> None:
-        for each in told:
+    def _note(self, spans: Sequence[ReportedSpan]) -> None:
+        for each in spans:
             span = each.span
             self._recorder.call_index.span_received(
                 span.trace_id, span.span_id, span.parent_span_id
@@ -83,11 +82,11 @@ class SpanIngest:
             self._notes.put(trace_id, notes)
         return notes
 
-    def _roots(self, told: Sequence[ReportedSpan]) -> list[tuple[str, Span]]:
+    def _roots(self, spans: Sequence[ReportedSpan]) -> list[tuple[str, Span]]:
         """The rollouts that begin and end with a root span among these. One that somebody named
         is theirs to open and to finish."""
         found: list[tuple[str, Span]] = []
-        for each in told:
+        for each in spans:
             span = each.span
             if span.parent_span_id is not None or span.rollout_id is not None:
                 continue

@@ -37,13 +37,14 @@ def read_span(span: Span) -> ReportedSpan:
         return ReportedSpan(span, None, (), is_genai(span), problem)
 
 
-def without_evaluations(told: ReportedSpan) -> ReportedSpan:
+def without_evaluations(reported: ReportedSpan) -> ReportedSpan:
     """As the agent itself may tell it, which is the one that is scored."""
-    if not told.evaluations:
-        return told
+    if not reported.evaluations:
+        return reported
     problem = (
-        f"span {told.span.name[:100]!r}: its score {told.evaluations[0].name[:100]!r} is no reward,"
+        f"span {reported.span.name[:100]!r}: its score {reported.evaluations[0].name[:100]!r} is no"
+        " reward,"
         " since it came with the agent's own key: send evaluations with the admin key, or with one"
         " that was minted for events"
     )
-    return replace(told, evaluations=(), problem=told.problem or problem)
+    return replace(reported, evaluations=(), problem=reported.problem or problem)

@@ -20,13 +20,13 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from tracegrad.events import Json, Span
+from tracegrad.protocol import ROLLOUT_ATTRIBUTE
 from tracegrad.proxy.auth.rollout_attribution import is_rollout_id
 from tracegrad.proxy.http.errors import BadRequest
 from tracegrad.proxy.http.request_body import parsed_size, too_many_values
 from tracegrad.proxy.otel.otlp_size import fields_in
-from tracegrad.proxy.otel.semconv.span_events import EVENTS, STATUS_MESSAGE, as_attribute
+from tracegrad.proxy.otel.semconv.flat_attributes import EVENTS, STATUS_MESSAGE, as_attribute
 
-ROLLOUT_ATTRIBUTE = "tracegrad.rollout"
 SERVICE = "service.name"
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
@@ -56,15 +56,15 @@ class OtlpExport:
 
 def encoding_of(content_type: str) -> str:
     """The encoding that a request has and its answer gets. Raises BadRequest (415)."""
-    told = content_type.partition(";")[0].strip().lower()
-    if told not in _KINDS:
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind not in _KINDS:
         raise BadRequest(
-            f"content-type {told or 'missing'}: send spans as {PROTOBUF} or {JSON} "
+            f"content-type {kind or 'missing'}: send spans as {PROTOBUF} or {JSON} "
             "(OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf)",
             param="content-type",
             status=415,
         )
-    return _KINDS[told]
+    return _KINDS[kind]
 
 
 def export_memory(data: bytes, kind: str, most_values: int) -> int:
@@ -112,11 +112,11 @@ def export_response(export: OtlpExport, kind: str) -> bytes:
     if kind == JSON:
         partial = {"rejectedSpans": str(export.rejected), "errorMessage": export.problem}
         return orjson.dumps({"partialSuccess": partial} if export.problem else {})
-    told = ExportTraceServiceResponse()
+    message = ExportTraceServiceResponse()
     if export.problem:
-        told.partial_success.rejected_spans = export.rejected
-        told.partial_success.error_message = export.problem
-    encoded: bytes = told.SerializeToString()
+        message.partial_success.rejected_spans = export.rejected
+        message.partial_success.error_message = export.problem
+    encoded: bytes = message.SerializeToString()
     return encoded
 
 
@@ -128,25 +128,25 @@ def attributes(pairs: Iterable[Any]) -> Json:
 def _from_json(data: bytes) -> Any:
     """Protobuf's own JSON, but for ids: OTLP has them in hexadecimal digits."""
     try:
-        told = orjson.loads(data)
+        body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise ParseError(str(error)) from None
-    if not isinstance(told, dict):
+    if not isinstance(body, dict):
         raise ParseError("it is no JSON object")
-    for span in _spans_in(told):
+    for span in _spans_in(body):
         for holder in (span, *_objects(span.get("links"))):
             for name in _IDS:
                 if name in holder:
                     holder[name] = _id(holder[name])
     try:
-        return ParseDict(told, ExportTraceServiceRequest(), ignore_unknown_fields=True)
+        return ParseDict(body, ExportTraceServiceRequest(), ignore_unknown_fields=True)
     except (TypeError, ValueError, AttributeError) as error:
         # What protobuf's own reader does not foresee.
         raise ParseError(str(error)) from None
 
 
-def _spans_in(told: Json) -> Iterable[Json]:
-    for resource in _objects(told.get("resourceSpans")):
+def _spans_in(body: Json) -> Iterable[Json]:
+    for resource in _objects(body.get("resourceSpans")):
         for scope in _objects(resource.get("scopeSpans")):
             yield from _objects(scope.get("spans"))
 

@@ -1,4 +1,4 @@
-"""How many fields a protobuf of spans holds, told from its bytes before it is parsed.
+"""How many fields a protobuf of spans holds, counted in its bytes before it is parsed.
 
 Two bytes of protobuf are an attribute, which takes a hundred bytes of memory: 32 MiB of them would
 take gigabytes. Fields that protobuf would skip count too.

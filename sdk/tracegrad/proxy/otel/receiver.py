@@ -15,9 +15,6 @@ from tracegrad.proxy.http.worker_threads import LARGE_BODY_BYTES, WorkerThreads
 from tracegrad.proxy.otel.ingest import SpanIngest
 from tracegrad.proxy.otel.llm_span import ReportedSpan, read_span, without_evaluations
 from tracegrad.proxy.otel.otlp import (
-    JSON,
-    PROTOBUF,
-    ROLLOUT_ATTRIBUTE,
     Decompressor,
     OtlpExport,
     encoding_of,
@@ -25,8 +22,6 @@ from tracegrad.proxy.otel.otlp import (
     export_response,
     read_export,
 )
-
-__all__ = ["JSON", "PROTOBUF", "ROLLOUT_ATTRIBUTE", "ExportLimits", "OtlpReceiver", "SpanIngest"]
 
 # Bytes that are unpacked at a time.
 _PIECE = 4 << 20
@@ -59,8 +54,10 @@ class OtlpReceiver:
             run, size = self._workers.run, len(data)
             await lease.acquire(await run(size, export_memory, data, kind, self._limits.values))
             # Always in a thread: a span is a hundred times the work of its bytes' parsing.
-            export, told = await run(LARGE_BODY_BYTES + 1, self._read, data, kind, caller_of(scope))
-            problem = await self._ingest.commit(told)
+            export, reported = await run(
+                LARGE_BODY_BYTES + 1, self._read, data, kind, caller_of(scope)
+            )
+            problem = await self._ingest.commit(reported)
             export = replace(export, problem=export.problem or problem)
             response = Response(export_response(export, kind), media_type=kind)
         except ApiError as error:
@@ -90,5 +87,7 @@ class OtlpReceiver:
         self, data: bytes, kind: str, caller: Caller
     ) -> tuple[OtlpExport, list[ReportedSpan]]:
         export = read_export(data, kind, self._limits.spans)
-        told = [read_span(span) for span in restrict_to_rollout(export.spans, caller)]
-        return export, told if caller.may_reward else [without_evaluations(each) for each in told]
+        reported = [read_span(span) for span in restrict_to_rollout(export.spans, caller)]
+        return export, reported if caller.may_reward else [
+            without_evaluations(each) for each in reported
+        ]

@@ -9,9 +9,9 @@ from typing import Protocol
 from tracegrad.events import Reward, Span
 from tracegrad.proxy.capture.call_index import CallIndex, turn_id_in_response
 from tracegrad.proxy.otel.llm_span import ReportedSpan
-from tracegrad.proxy.otel.reported_call import turn_id_of
 from tracegrad.proxy.otel.rollout_assignment import RolloutAssignment
 from tracegrad.proxy.otel.semconv.evaluations import Evaluation
+from tracegrad.proxy.otel.span_to_turn import turn_id_of
 from tracegrad.proxy.store_async import run_in_thread
 
 SOURCE = "otel"
@@ -29,14 +29,14 @@ class SpanRewards:
         self._seen = seen
         self._store = store
 
-    async def of_spans(self, told: Iterable[ReportedSpan]) -> tuple[list[Reward], str]:
+    async def of_spans(self, spans: Iterable[ReportedSpan]) -> tuple[list[Reward], str]:
         """After their turns are stored: a score of an LLM span is its turn's, any other the
         rollout's. Also what is wrong with one that is nobody's: its span alone has it. Raises
         what the store raises."""
         rewards: list[Reward] = []
         problem = ""
         orders: dict[str, Sequence[str]] = {}
-        scores = [(each.span, score) for each in told for score in each.evaluations]
+        scores = [(each.span, score) for each in spans for score in each.evaluations]
         for span, score in scores:
             rollout_id = await self._rollout_of(span, score)
             if rollout_id is None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Protocol
 
-from tracegrad.events import Span, Turn
+from tracegrad.chat.call import Call
+from tracegrad.events import Span, Turn, logprob_array, token_id_array
+from tracegrad.protocol import CALL_KIND_ATTRIBUTE
 from tracegrad.proxy.capture.call_index import turn_id_in_response
-from tracegrad.proxy.capture.recorder import Recorder
-from tracegrad.proxy.otel.commit import commit_each
+from tracegrad.proxy.capture.recorder import Recorder, commit_each
+from tracegrad.proxy.dialects.registry import OtelDialect
 from tracegrad.proxy.otel.llm_span import ReportedSpan, SpanKey
-from tracegrad.proxy.otel.reported_call import DIALECT, as_call, positioned_turn
 from tracegrad.proxy.otel.rollout_assignment import RolloutAssignment
 from tracegrad.proxy.otel.semconv import LlmCall
-from tracegrad.proxy.prompt_reuse import CachedTurn, PromptReuse
+from tracegrad.proxy.prompt_reuse.resolver import ContinuationPlan, PromptReuse, TreePosition
+from tracegrad.proxy.prompt_reuse.tree_cache import CachedTurn, cached_turn
 from tracegrad.proxy.store_async import run_in_thread
 
-# On LLM spans: whether the span made a turn ("turn"), or its call was one already ("recorded").
-CALL_KIND_ATTRIBUTE = "tracegrad.call.kind"
 # How far an agent's clock may be from ours.
 MAX_CLOCK_SKEW_S = 60.0
 
@@ -44,11 +45,11 @@ class LlmSpanConverter:
         self._naming = naming
         self._store = store
 
-    async def find_new(self, told: Sequence[ReportedSpan]) -> dict[SpanKey, str]:
+    async def find_new(self, spans: Sequence[ReportedSpan]) -> dict[SpanKey, str]:
         """The rollouts of the calls that are no turns yet."""
         new: dict[SpanKey, str] = {}
         read: set[str] = set()
-        for each in sorted(told, key=_rank):
+        for each in sorted(spans, key=_rank):
             span = each.span
             if each.llm is None:
                 continue
@@ -97,14 +98,14 @@ class LlmSpanConverter:
             and self._seen.rollout_of_response(turn.turn.turn_id) is not None
         }
 
-    async def commit(self, new: Mapping[SpanKey, str], told: Sequence[ReportedSpan]) -> str:
+    async def commit(self, new: Mapping[SpanKey, str], spans: Sequence[ReportedSpan]) -> str:
         """What was wrong with one of them; empty where nothing was.
 
         In rounds of one a rollout: a call may continue the one before it, which has to be stored
         first.
         """
         waiting: dict[str, list[ReportedSpan]] = {}
-        for each in sorted(told, key=lambda each: each.span.start_ns):
+        for each in sorted(spans, key=lambda each: each.span.start_ns):
             if (rollout_id := new.get(each.key)) is not None:
                 waiting.setdefault(rollout_id, []).append(each)
         problem = ""
@@ -137,21 +138,68 @@ class LlmSpanConverter:
         ]
 
 
-def _rank(told: ReportedSpan) -> tuple[bool, int, int]:
+def _rank(reported: ReportedSpan) -> tuple[bool, int, int]:
     """Of several libraries that tell of one call, the one that counts comes first: who tells what
     was said; then who is nearer to the call."""
-    silent = told.llm is not None and not told.llm.request["messages"]
-    return silent, told.span.end_ns, -told.span.start_ns
+    silent = reported.llm is not None and not reported.llm.request["messages"]
+    return silent, reported.span.end_ns, -reported.span.start_ns
 
 
-def with_call_kind(told: ReportedSpan, new: Mapping[SpanKey, str]) -> Span:
+def with_call_kind(reported: ReportedSpan, new: Mapping[SpanKey, str]) -> Span:
     """An LLM span says in the store what became of it."""
-    if told.llm is None:
-        return told.span
-    rollout_id = new.get(told.key)
+    if reported.llm is None:
+        return reported.span
+    rollout_id = new.get(reported.key)
     mark = {CALL_KIND_ATTRIBUTE: "recorded" if rollout_id is None else "turn"}
     return replace(
-        told.span,
-        rollout_id=rollout_id or told.span.rollout_id,
-        attributes=told.span.attributes | mark,
+        reported.span,
+        rollout_id=rollout_id or reported.span.rollout_id,
+        attributes=reported.span.attributes | mark,
     )
+
+
+DIALECT = OtelDialect.name
+
+
+def turn_id_of(span: Span) -> str:
+    """Always the same for a span: sending it twice makes one turn."""
+    name = f"turn {span.trace_id} {span.span_id}"
+    return blake2b(name.encode(), digest_size=16).hexdigest()
+
+
+def as_call(span: Span, llm: LlmCall) -> Call:
+    return Call(DIALECT, llm.request, llm.request, stream=False, turn_id=turn_id_of(span))
+
+
+async def positioned_turn(
+    continuation: PromptReuse, rollout_id: str, span: Span, llm: LlmCall
+) -> tuple[Turn, CachedTurn]:
+    """The turn, and what later turns need to know of it. Raises what the store raises.
+
+    Its parent is the latest turn of the rollout whose words it goes on from; no tokens prove it.
+    """
+    call = as_call(span, llm)
+    try:
+        plan, place = await continuation.position_reported(rollout_id, call)
+    except RecursionError:  # the store says what is wrong with it
+        plan, place = ContinuationPlan(rollout_id, None), TreePosition(rollout_id, None, None)
+    turn = Turn(
+        turn_id=call.turn_id,
+        rollout_id=rollout_id,
+        parent_id=place.parent_id,
+        fork_reason=place.fork_reason,
+        dialect=DIALECT,
+        model=llm.model,
+        prompt_token_ids=token_id_array(),
+        completion_token_ids=token_id_array(),
+        completion_logprobs=logprob_array(),
+        policy_versions=(),
+        sampling=llm.sampling,
+        finish_reason=llm.finish_reason,
+        untrainable="no_tokens",
+        parent_span_id=span.span_id,
+        request=llm.request,
+        response=llm.response,
+        created_at=span.start_ns / 1e9,
+    )
+    return turn, cached_turn(turn, plan.conversation)

@@ -11,7 +11,7 @@ from tracegrad.events import Outcome, RolloutFinished, RolloutStarted, Span
 from tracegrad.proxy.otel.otlp import SERVICE
 from tracegrad.proxy.otel.semconv import openinference
 from tracegrad.proxy.otel.semconv.chat_completion import first, parsed
-from tracegrad.proxy.otel.semconv.span_events import STATUS_MESSAGE, events_of
+from tracegrad.proxy.otel.semconv.flat_attributes import STATUS_MESSAGE, events_of
 
 _AGENT = ("gen_ai.agent.name", "agent.name")
 _WORKFLOW = "traceloop.workflow.name"
@@ -34,22 +34,22 @@ class TraceSummary:
     tags: dict[str, str] = field(default_factory=dict)
 
     def add(self, span: Span) -> None:
-        told = span.attributes
-        agent = first(told, _AGENT)
+        attributes = span.attributes
+        agent = first(attributes, _AGENT)
         # The outermost agent began first.
         if agent and (self.agent is None or span.start_ns < self.agent_ns):
             self.agent, self.agent_ns = str(agent), span.start_ns
-        metadata = parsed(told.get("metadata"))  # LangGraph's configuration, by OpenInference
-        told = {**metadata, **told} if isinstance(metadata, Mapping) else told
+        metadata = parsed(attributes.get("metadata"))  # LangGraph's configuration, by OpenInference
+        attributes = {**metadata, **attributes} if isinstance(metadata, Mapping) else attributes
         for tag, names in _TAGS.items():
-            if (value := first(told, names)) not in (None, ""):
+            if (value := first(attributes, names)) not in (None, ""):
                 self.tags.setdefault(tag, str(value))
 
     def rollout_started(self, rollout_id: str, root: Span) -> RolloutStarted:
         """As the root tells it, which comes last."""
-        told = root.attributes
-        agent = self.agent or first(told, (SERVICE, _WORKFLOW))
-        if agent is None and told.get(openinference.KIND) == "AGENT":
+        attributes = root.attributes
+        agent = self.agent or first(attributes, (SERVICE, _WORKFLOW))
+        if agent is None and attributes.get(openinference.KIND) == "AGENT":
             agent = root.name
         return RolloutStarted(
             rollout_id=rollout_id,
@@ -61,7 +61,7 @@ class TraceSummary:
 
 def rollout_finished(rollout_id: str, root: Span) -> RolloutFinished:
     """Where the root failed, the agent did. A rollout of calls that came through the proxy ended
-    when we are told; one that spans alone tell of, when they say."""
+    when it is reported; one that spans alone tell of, when they say."""
     failed = root.status == "error"
     return RolloutFinished(
         rollout_id=rollout_id,
@@ -79,9 +79,9 @@ def _by_now(ns: int) -> float:
 
 
 def _error(root: Span) -> str | None:
-    told: Any = root.attributes.get(STATUS_MESSAGE)
-    if told:
-        return str(told)
+    message: Any = root.attributes.get(STATUS_MESSAGE)
+    if message:
+        return str(message)
     exceptions = [each for name, each in events_of(root) if name == "exception"]
     last = exceptions[-1] if exceptions else {}
     words = [str(last[name]) for name in ("exception.type", "exception.message") if last.get(name)]

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from tracegrad.chat.call import RecordedTurn
 from tracegrad.chat.messages import content_text, has_media, without_billing_line
-from tracegrad.chat.recorded_turn import RecordedTurn
 from tracegrad.events import Json
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class ForkReason(StrEnum):
-    """Stable names, stored with the turn that forked; `meaning` is what a person is told."""
+    """Stable names, stored with the turn that forked; `meaning` is the explanation for people."""
 
     meaning: str
 

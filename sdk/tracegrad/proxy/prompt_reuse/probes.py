@@ -1,7 +1,7 @@
 """Stand-ins for what was said, to see where a template puts it.
 
 A probe is a message with every text replaced by a mark that occurs nowhere else. Each place has a
-mark of its own, so that it can be told whether the template shows the place at all.
+mark of its own, which shows whether the template shows the place at all.
 """
 
 from __future__ import annotations

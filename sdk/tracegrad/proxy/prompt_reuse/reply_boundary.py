@@ -44,10 +44,10 @@ class ReplyBoundary:
     lossy: bool
 
 
-def boundary_after_stop(told: PromptPair, stop: str, sampled: Sequence[int]) -> ReplyBoundary:
+def boundary_after_stop(pair: PromptPair, stop: str, sampled: Sequence[int]) -> ReplyBoundary:
     """The reply was ended by the token with the text `stop`. Raises Forked."""
-    before, whole = told.before, told.whole
-    views = _ProbedRenderings(told)
+    before, whole = pair.before, pair.whole
+    views = _ProbedRenderings(pair)
     if not views.seen:
         return _cut_by_text(views, stop, sampled)
     at = views.shown.find(stop, views.seen[-1])
@@ -56,26 +56,26 @@ def boundary_after_stop(told: PromptPair, stop: str, sampled: Sequence[int]) -> 
     if at < 0:
         raise PromptForked(ForkReason.STOP_NOT_RENDERED, f"no {stop} after the reply")
     tail = views.shown[at:]
-    if not told.ends_with(tail):
+    if not pair.ends_with(tail):
         raise PromptForked(ForkReason.TEMPLATE, "what follows the reply depends on what it says")
     said = whole[len(before) : len(whole) - len(tail)]
     if (said + stop).find(stop) != len(said):
         raise PromptForked(ForkReason.TEMPLATE, f"the reply holds the text {stop} itself")
     views.prove(at + len(stop), said + stop)
-    if told.renderer.tokenizer.decode(sampled[:-1]).strip() != said.strip():
+    if pair.renderer.tokenizer.decode(sampled[:-1]).strip() != said.strip():
         views.prove_reply(at)
     return ReplyBoundary(tail, views.lost(at, said))
 
 
-def boundary_at_length(told: PromptPair, sampled: Sequence[int]) -> ReplyBoundary:
+def boundary_at_length(pair: PromptPair, sampled: Sequence[int]) -> ReplyBoundary:
     """The reply was cut short, so the template's own end of a reply is new. Raises Forked."""
-    tokenizer = told.renderer.tokenizer
+    tokenizer = pair.renderer.tokenizer
     said = tokenizer.decode(sampled)
-    tail = told.whole[len(told.before) + len(said) :]
+    tail = pair.whole[len(pair.before) + len(said) :]
     closer = tokenizer.added_token_at_start(tail)
-    if not told.whole.startswith(said, len(told.before)) or closer is None:
+    if not pair.whole.startswith(said, len(pair.before)) or closer is None:
         raise PromptForked(ForkReason.CUT_SHORT)
-    views = _ProbedRenderings(told)
+    views = _ProbedRenderings(pair)
     if not views.seen or views.shown[views.seen[-1] :] != tail:
         raise PromptForked(ForkReason.CUT_SHORT)
     first = tokenizer.added_token(closer) or ""
@@ -86,17 +86,17 @@ def boundary_at_length(told: PromptPair, sampled: Sequence[int]) -> ReplyBoundar
 def _cut_by_text(views: _ProbedRenderings, stop: str, sampled: Sequence[int]) -> ReplyBoundary:
     """For templates that show nothing of such a reply (those that know no tool calls): it is
     rendered as a text, the very one that was sampled, whose end is then known."""
-    told = views.told
-    if told.reply.get("reasoning"):
+    pair = views.pair
+    if pair.reply.get("reasoning"):
         raise PromptForked(ForkReason.REASONING_DROPPED)
-    said = told.renderer.tokenizer.decode(sampled[:-1])
-    message = told.renderer.message({"role": "assistant", "content": said})
-    as_text = views.render(message, told.new)
-    tail = as_text[len(told.before) + len(said) :]
+    said = pair.renderer.tokenizer.decode(sampled[:-1])
+    message = pair.renderer.message({"role": "assistant", "content": said})
+    as_text = views.render(message, pair.new)
+    tail = as_text[len(pair.before) + len(said) :]
     if not (
-        as_text.startswith(said, len(told.before))
+        as_text.startswith(said, len(pair.before))
         and tail.startswith(stop)
-        and told.ends_with(tail)
+        and pair.ends_with(tail)
     ):
         raise PromptForked(ForkReason.TEMPLATE, "the template shows nothing of the reply")
     return ReplyBoundary(tail, lossy=True)
@@ -105,22 +105,22 @@ def _cut_by_text(views: _ProbedRenderings, stop: str, sampled: Sequence[int]) ->
 class _ProbedRenderings:
     """The prompt with marks in place of what was said."""
 
-    def __init__(self, told: PromptPair) -> None:
-        self.told = told
-        salt = unused_salt([told.whole])
+    def __init__(self, pair: PromptPair) -> None:
+        self.pair = pair
+        salt = unused_salt([pair.whole])
         # Of different lengths: a template that counts characters shows itself.
         self._x, self._y = PlaceholderText(f"{salt}x", 16), PlaceholderText(f"{salt}y", 40)
-        self._others = probe_new_messages(told.new, PlaceholderText(f"{salt}u", 24))
-        self._probe = probe_reply(told.reply, self._x)
-        self.shown = self.render(self._probe.message, told.new)
+        self._others = probe_new_messages(pair.new, PlaceholderText(f"{salt}u", 24))
+        self._probe = probe_reply(pair.reply, self._x)
+        self.shown = self.render(self._probe.message, pair.new)
         self.seen = self._edges()
 
     def render(self, reply: Json, new: Sequence[Json]) -> str:
         try:
-            text = self.told.renderer.render_as_tokenized([*self.told.earlier, reply, *new])
+            text = self.pair.renderer.render_as_tokenized([*self.pair.earlier, reply, *new])
         except RenderError as error:
             raise PromptForked(ForkReason.TEMPLATE, f"refuses a probe: {error}") from error
-        if not text.startswith(self.told.before):
+        if not text.startswith(self.pair.before):
             raise PromptForked(
                 ForkReason.TEMPLATE, "what precedes the reply depends on what it says"
             )
@@ -130,14 +130,14 @@ class _ProbedRenderings:
         """Where in `shown` the reply's marks begin and end, in order; empty if none is shown."""
         edges: list[int] = []
         for mark in self._probe.placeholders:
-            if (first := self.shown.find(mark, len(self.told.before))) >= 0:
+            if (first := self.shown.find(mark, len(self.pair.before))) >= 0:
                 edges += (first, self.shown.rfind(mark) + len(mark))
         return sorted(edges)
 
     def prove(self, end: int, said: str) -> None:
         """That `shown[:end]` has nothing of the new messages in it, and neither has `said`, the
         same part of `whole`: both are still there when other messages follow."""
-        other = probe_reply(self.told.reply, self._y)
+        other = probe_reply(self.pair.reply, self._y)
         head = self.shown[:end]
         for mark, mark_too in zip(self._probe.placeholders, other.placeholders, strict=True):
             head = head.replace(mark, mark_too)
@@ -145,7 +145,7 @@ class _ProbedRenderings:
             raise PromptForked(
                 ForkReason.TEMPLATE, "where the reply ends depends on what follows it"
             )
-        if not self.render(self.told.reply, self._others).startswith(said, len(self.told.before)):
+        if not self.render(self.pair.reply, self._others).startswith(said, len(self.pair.before)):
             raise PromptForked(
                 ForkReason.TEMPLATE, "how the reply is shown depends on what follows it"
             )
@@ -155,8 +155,8 @@ class _ProbedRenderings:
         is all the reply: it is there also when nothing follows. (It might go on into a message
         that shows nothing new, after a reply without an end.)"""
         try:
-            alone = self.told.renderer.render_as_tokenized(
-                [*self.told.earlier, self._probe.message], add_generation_prompt=False
+            alone = self.pair.renderer.render_as_tokenized(
+                [*self.pair.earlier, self._probe.message], add_generation_prompt=False
             )
         except RenderError as error:
             raise PromptForked(ForkReason.TEMPLATE, f"refuses a probe: {error}") from error
@@ -166,8 +166,8 @@ class _ProbedRenderings:
     def lost(self, end: int, said: str) -> bool:
         """Whether `said` lacks something of the reply. Raises Forked where what is shown is not
         what was said, or reasoning is not shown."""
-        region = self.shown[len(self.told.before) : end]
-        probe, reply = self._probe, self.told.reply
+        region = self.shown[len(self.pair.before) : end]
+        probe, reply = self._probe, self.pair.reply
         lost = any(mark not in region for mark in probe.arguments)
         if probe.reasoning is not None and (
             probe.reasoning not in region or not self._holds(said, reply["reasoning"])
@@ -183,4 +183,4 @@ class _ProbedRenderings:
 
     def _holds(self, said: str, text: str) -> bool:
         text = text.strip()
-        return text in said or self.told.renderer.tokenizer.roundtrip(text).strip() in said
+        return text in said or self.pair.renderer.tokenizer.roundtrip(text).strip() in said

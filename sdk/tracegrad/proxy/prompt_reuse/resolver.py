@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
 
+from tracegrad.chat.call import Call
 from tracegrad.chat.messages import custom_rendering_field, render_options
 from tracegrad.events import Json, new_id, token_id_array
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.http.worker_threads import LARGE_BODY_BYTES
 from tracegrad.proxy.prompt_reuse.conversation_hash import (
     HashedConversation,
@@ -34,6 +34,7 @@ from tracegrad.proxy.prompt_reuse.tree_cache import (
     hash_call,
     longest_first,
 )
+from tracegrad.store.errors import StoreUnavailable
 from tracegrad.turn_tree import extends, find_parent
 
 log = logging.getLogger("tracegrad.proxy")
@@ -84,7 +85,17 @@ class PromptReuse:
         self._ignored = False
 
     async def plan(self, rollout_id: str | None, call: Call) -> ContinuationPlan:
-        """Raises what the store raises."""
+        """A call begins: which turn it continues, with which tokens. Raises StoreUnavailable."""
+        try:
+            return await self._plan(rollout_id, call)
+        except StoreUnavailable:
+            raise
+        except Exception:
+            # A conversation that cannot be followed is still served, and kept.
+            log.exception("a call of rollout %s is not continued", rollout_id)
+            return ContinuationPlan(rollout_id, None)
+
+    async def _plan(self, rollout_id: str | None, call: Call) -> ContinuationPlan:
         said = await _said(call)
         if said is None or not said.replies:
             # Nothing said by a model: nothing to continue, and no reason to wait for the store.
@@ -128,7 +139,7 @@ class PromptReuse:
     async def position_reported(
         self, rollout_id: str, call: Call
     ) -> tuple[ContinuationPlan, TreePosition]:
-        """Where a call belongs that was made elsewhere and told without tokens: below the turn
+        """Where a call belongs that was made elsewhere and reported without tokens: below the turn
         without tokens whose words it continues. Raises what the store raises."""
         said = hash_call(call)
         if said is None or not said.replies:
@@ -142,7 +153,7 @@ class PromptReuse:
 
     def find_same_words(self, call: Call, reply: Json) -> list[CachedTurn]:
         """Turns of late, of any rollout, in which the same was said to the model and by it;
-        whatever the tools were, which are told in too many ways."""
+        whatever the tools were, which are reported in too many forms."""
         said = hash_call(call)
         if said is None or not call.messages:
             return []
@@ -198,7 +209,7 @@ class PromptReuse:
         return TreePosition(rollout_id, None, None)
 
     def _was_ignored(self) -> None:
-        """Says it once: the turns are true all the same, with the tokens that the engine told."""
+        """Says it once: the turns are still true, with the tokens that the engine reported."""
         if not self._ignored:
             self._ignored = True
             log.error("the engine did not use the tokens that it was given for a prompt")

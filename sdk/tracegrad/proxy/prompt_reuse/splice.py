@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from tracegrad.chat.call import RecordedTurn
 from tracegrad.chat.messages import RenderOptions, has_media
 from tracegrad.chat.model import ChatFormat
-from tracegrad.chat.recorded_turn import RecordedTurn
 from tracegrad.chat.renderer import Renderer, stop_token_text, was_sent
 from tracegrad.chat.template import RenderError
 from tracegrad.chat.tokenizer import UnencodableText
@@ -91,7 +91,7 @@ def _spliced(
     parent, tokenizer = chain[-1], renderer.tokenizer
     shown = [renderer.message(message) for message in messages]
     raw = renderer.render(shown)
-    told = PromptPair(
+    pair = PromptPair(
         renderer,
         earlier=shown[: parent.reply_index],
         reply=shown[parent.reply_index],
@@ -99,14 +99,14 @@ def _spliced(
         before=_before(renderer, chain, shown[: parent.reply_index]),
         whole=tokenizer.roundtrip(raw),
     )
-    if not told.whole.startswith(told.before):
-        raise _rewritten(told)
+    if not pair.whole.startswith(pair.before):
+        raise _rewritten(pair)
     stop = stop_token_text(parent, tokenizer)
     sampled = parent.completion_ids
     cut = (
-        boundary_at_length(told, sampled)
+        boundary_at_length(pair, sampled)
         if stop is None
-        else boundary_after_stop(told, stop, sampled)
+        else boundary_after_stop(pair, stop, sampled)
     )
     new = tokenizer.encode_tail(cut.tail, raw)
     if stop is not None and new:
@@ -128,23 +128,23 @@ def _before(renderer: Renderer, chain: Sequence[RecordedTurn], earlier: Sequence
     return before
 
 
-def _rewritten(told: PromptPair) -> PromptForked:
+def _rewritten(pair: PromptPair) -> PromptForked:
     """Why `whole` does not begin with `before`; renders again, there is no haste any more."""
-    if told.renderer.render_as_tokenized(told.earlier) != told.before:
+    if pair.renderer.render_as_tokenized(pair.earlier) != pair.before:
         return PromptForked(ForkReason.NOT_AS_SENT)
     try:
-        bare = told.renderer.render_as_tokenized(told.earlier, add_generation_prompt=False)
+        bare = pair.renderer.render_as_tokenized(pair.earlier, add_generation_prompt=False)
     except RenderError:
         bare = ""
-    if _common(told.whole, told.before) >= _common(bare, told.before):
+    if _common(pair.whole, pair.before) >= _common(bare, pair.before):
         return PromptForked(ForkReason.GENERATION_PROMPT)
-    return PromptForked(ForkReason.HISTORY_REWRITTEN, _what_was_dropped(told))
+    return PromptForked(ForkReason.HISTORY_REWRITTEN, _what_was_dropped(pair))
 
 
-def _what_was_dropped(told: PromptPair) -> str:
-    for message in told.earlier:
+def _what_was_dropped(pair: PromptPair) -> str:
+    for message in pair.earlier:
         reasoning = (message.get("reasoning") or "").strip()
-        if reasoning and reasoning in told.before and reasoning not in told.whole:
+        if reasoning and reasoning in pair.before and reasoning not in pair.whole:
             return "the reasoning of an earlier reply is left out"
     return ""
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, Protocol
 
+from tracegrad.chat.call import CHAT_PATH, Call, RecordedTurn
 from tracegrad.chat.messages import render_options
-from tracegrad.chat.recorded_turn import RecordedTurn
 from tracegrad.events import Turn
-from tracegrad.proxy.dialects.base import CHAT_PATH, Call
 from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
 from tracegrad.proxy.prompt_reuse.conversation_hash import HashedConversation, hash_conversation
 from tracegrad.proxy.store_async import within_store_timeout
@@ -155,7 +154,7 @@ class TurnTreeCache:
         """The turn with the longest conversation that `said` begins with.
 
         Of equal ones the latest that nothing continues yet: samples of one prompt that came out
-        equal are told apart by who continues them.
+        equal are distinguished by who continues them.
         """
         for _, key in said.reply_keys():
             found = [

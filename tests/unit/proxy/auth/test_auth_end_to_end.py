@@ -307,9 +307,9 @@ def test_where_a_hook_fails_the_turn_is_kept_without_its_texts(
 
 def test_events_are_redacted_too(redacting: httpx.Client, store: Store) -> None:
     events = [
-        {"type": "rollout_opened", "rollout_id": "r1", "task": "geheim", "tags": {"a": "geheim"}},
+        {"type": "rollout_started", "rollout_id": "r1", "task": "geheim", "tags": {"a": "geheim"}},
         {
-            "type": "span_ended",
+            "type": "span",
             "rollout_id": "r1",
             "trace_id": TRACE,
             "span_id": "1" * 16,

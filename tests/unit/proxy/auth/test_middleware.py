@@ -134,7 +134,7 @@ async def test_a_rollouts_key_calls_models_and_posts_spans(
     [
         ("GET", "/api/push"),
         ("POST", "/api/push/hold"),
-        ("POST", "/api/push/mark"),
+        ("POST", "/api/push/version"),
         ("GET", "/api/events"),
         ("POST", "/api/events/"),
         ("POST", "/rollouts/r.1/api/events"),

@@ -62,7 +62,7 @@ def test_a_control_key_is_asked_for_in_the_open_too(
             assert answer.status_code == 401
             assert answer.headers["www-authenticate"] == "Bearer"
         is_untouched(http)
-        assert http.post("/api/push/mark", json={"version": 7}, headers=CONTROL).is_success
+        assert http.post("/api/push/version", json={"version": 7}, headers=CONTROL).is_success
         assert http.get("/api/push").json()["version"] == 7
 
 
@@ -71,10 +71,10 @@ def test_with_an_admin_key_both_push_and_rollouts_do_not(proxy_with: Proxy) -> N
         minted = http.post("/api/rollouts/r1/keys", headers=bearer(ADMIN)).json()["key"]
         for version, key in enumerate((CONTROL_KEY, ADMIN), start=1):
             body = {"version": version}
-            answer = http.post("/api/push/mark", json=body, headers=bearer(key))
+            answer = http.post("/api/push/version", json=body, headers=bearer(key))
             assert answer.json()["version"] == version
         for key, status in ((minted, 403), ("another-key-of-sorts", 401)):
-            answer = http.post("/api/push/mark", json={"version": 9}, headers=bearer(key))
+            answer = http.post("/api/push/version", json={"version": 9}, headers=bearer(key))
             assert answer.status_code == status
         assert http.get("/api/push", headers=bearer(ADMIN)).json()["version"] == 2
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.proxy.key_store import SECRET, Cupboard
-from tracegrad.proxy.auth.rollout_attribution import ROLLOUT_ID_PATTERN
+from tracegrad.protocol import ROLLOUT_ID_PATTERN
 from tracegrad.proxy.auth.rollout_keys import (
     LOOKUPS,
     REFUSED,
@@ -34,11 +34,6 @@ class Clock:
 async def owner(keys: RolloutKeyService, key: str) -> str | None:
     granted = await keys.lookup(key)
     return None if granted is None else granted.rollout_id
-
-
-@pytest.fixture
-def cupboard() -> Cupboard:
-    return Cupboard()
 
 
 @pytest.fixture

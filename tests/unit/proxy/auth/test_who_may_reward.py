@@ -31,7 +31,7 @@ OWN_ENDS = [
     {"type": "reward", "rollout_id": "mine", "value": 9.0},
     {"type": "reward", "rollout_id": "mine", "value": 9.0, "source": "judge", "created_at": 1e11},
     {"type": "rollout_finished", "rollout_id": "mine", "outcome": "infra_error"},
-    {"type": "rollout_opened", "rollout_id": "mine", "task_id": "an easy one"},
+    {"type": "rollout_started", "rollout_id": "mine", "task_id": "an easy one"},
 ]
 
 
@@ -320,7 +320,7 @@ def test_stated_ends_order_and_lease_nothing(
 ) -> None:
     reward = {"type": "reward", "value": 1.0}
     end = {"type": "rollout_finished", "finished_at": stated}
-    opened = {"type": "rollout_opened", "opened_at": stated, "task_id": "t"}
+    opened = {"type": "rollout_started", "opened_at": stated, "task_id": "t"}
     for name in ("first", "second", "third"):
         how = end if name == "second" else {"type": "rollout_finished"}
         post(http, *({**each, "rollout_id": name} for each in (opened, reward, how)))
@@ -340,7 +340,7 @@ def test_stated_ends_order_and_lease_nothing(
 def test_a_time_that_may_be_true_is_kept(http: httpx.Client, store: Store) -> None:
     """As of events that waited until the proxy was there."""
     at = time.time() - 600
-    post(http, {"type": "rollout_opened", "rollout_id": "r", "opened_at": at}).raise_for_status()
+    post(http, {"type": "rollout_started", "rollout_id": "r", "opened_at": at}).raise_for_status()
     assert store.rollout("r").summary.opened_at == at
 
 

@@ -92,7 +92,7 @@ async def test_a_hook_sees_every_text_of_every_fact() -> None:
         return upper(record)
 
     kept = await redactor(look).redact(FACTS)
-    assert told == ["turn", "span_ended", "rollout_opened", "rollout_finished"]
+    assert told == ["turn", "span", "rollout_started", "rollout_finished"]
     assert "geheim" not in repr(kept)
     turn, span, opened, finished, reward = kept
     assert isinstance(turn, Turn)
@@ -177,7 +177,7 @@ def turns_in_circles(record: Json) -> Json:
 
 
 def forgets_the_first(record: Json) -> Json:
-    if record["type"] in ("turn", "span_ended"):
+    if record["type"] in ("turn", "span"):
         raise ValueError("geheim")
     return upper(record)
 

@@ -118,12 +118,12 @@ def test_other_text_stays_as_it_is(text: str) -> None:
 def test_names_and_everything_nested_are_looked_at() -> None:
     token = TOKENS[2]
     record = {
-        "type": "span_ended",
+        "type": "span",
         "name": f"GET /?key={token}",
         "attributes": {"list": [{"deep": (token, 7, None, True)}], token: "as a name"},
     }
     assert secrets(record) == {
-        "type": "span_ended",
+        "type": "span",
         "name": f"GET /?key={REDACTED}",
         "attributes": {"list": [{"deep": [REDACTED, 7, None, True]}], REDACTED: "as a name"},
     }

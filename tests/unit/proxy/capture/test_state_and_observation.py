@@ -10,7 +10,7 @@ import pytest
 
 from support.engines.mock_engine import MockEngine
 from tracegrad.events import Turn
-from tracegrad.proxy.capture.observation import observation_of
+from tracegrad.proxy.capture.recorder import observation_of
 from tracegrad.task_ids import state_key
 
 Turns = Callable[..., list[Turn]]

@@ -40,7 +40,7 @@ def finish(http: httpx.Client, rollout_id: str, reward: float, task_id: str | No
         {"type": "rollout_finished", "rollout_id": rollout_id},
     ]
     if task_id is not None:
-        opened = {"type": "rollout_opened", "rollout_id": rollout_id, "task_id": task_id}
+        opened = {"type": "rollout_started", "rollout_id": rollout_id, "task_id": task_id}
         events.insert(0, opened)
     http.post("/api/events", json={"events": events}).raise_for_status()
 
@@ -57,8 +57,8 @@ def test_an_agent_goes_on_behind_the_experts_turns(
     asked = anchored.post("/api/anchors/next", json={"task_id": "maze", "tags": {"split": "x"}})
     assert asked.status_code == 201
     found = asked.json()
-    assert (found["task_id"], found["anchor"], found["expert"]) == ("maze@1", 1, "expert")
-    assert found["expert_turns"] == 2
+    assert (found["task_id"], found["anchor"], found["demonstration"]) == ("maze@1", 1, "expert")
+    assert found["demonstration_turns"] == 2
     assert found["request"]["messages"] == messages[:3]
     said = [each["choices"][0]["message"]["content"] for each in found["responses"]]
     assert said == ["left"]
@@ -79,7 +79,7 @@ def test_an_agent_goes_on_behind_the_experts_turns(
 
 def test_a_task_nobody_solved_begins_at_its_beginning(anchored: httpx.Client) -> None:
     found = anchored.post("/api/anchors/next", json={"task_id": "maze"}).json()
-    assert (found["task_id"], found["expert"], found["request"]) == ("maze", None, None)
+    assert (found["task_id"], found["demonstration"], found["request"]) == ("maze", None, None)
 
 
 @pytest.mark.parametrize(

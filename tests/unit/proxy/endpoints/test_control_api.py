@@ -30,7 +30,7 @@ def test_events_become_facts(http: httpx.Client, store: Store) -> None:
         http,
         [
             {
-                "type": "rollout_opened",
+                "type": "rollout_started",
                 "rollout_id": "r1",
                 "task_id": "t1",
                 "agent": "shop",
@@ -61,10 +61,13 @@ def test_events_become_facts(http: httpx.Client, store: Store) -> None:
     assert rewards[0].reward_id == "w1"
 
 
+@pytest.mark.parametrize("word", ["span", "span_ended"])  # the second: in journals of older SDKs
 def test_a_span_that_could_not_leave_by_otlp_comes_as_an_event(
-    http: httpx.Client, store: Store
+    http: httpx.Client, store: Store, word: str
 ) -> None:
-    span = {"type": "span_ended", "rollout_id": "r1", "trace_id": "a" * 32, "span_id": "b" * 16}
+    started = "rollout_started" if word == "span" else "rollout_opened"
+    assert send(http, [{"type": started, "rollout_id": "r1"}]).status_code == 200
+    span = {"type": word, "rollout_id": "r1", "trace_id": "a" * 32, "span_id": "b" * 16}
     answer = send(http, [span | {"name": "solve", "start_ns": 1, "end_ns": 2, "status": "ok"}])
     assert answer.status_code == 200, answer.text
     [kept] = store.spans("r1")
@@ -87,7 +90,7 @@ def test_events_are_idempotent(http: httpx.Client, store: Store) -> None:
         ({"type": "reward", "rollout_id": "a b", "value": 1.0}, "events[1].rollout_id"),
         ({"type": "reward", "rollout_id": "r1", "value": 1, "rewrad": 2}, "events[1].rewrad"),
         ({"type": "rollout_finished", "rollout_id": "r1", "outcome": "won"}, "events[1].outcome"),
-        ({"type": "rollout_opened", "rollout_id": "r", "tags": {"a": 1}}, "events[1].tags.a"),
+        ({"type": "rollout_started", "rollout_id": "r", "tags": {"a": 1}}, "events[1].tags.a"),
         ({"type": "applause", "rollout_id": "r1"}, "events[1]"),
         ({"rollout_id": "r1"}, "events[1]"),
     ],
@@ -95,7 +98,7 @@ def test_events_are_idempotent(http: httpx.Client, store: Store) -> None:
 def test_a_bad_event_is_named_and_nothing_of_its_batch_stored(
     http: httpx.Client, store: Store, bad: dict[str, object], param: str
 ) -> None:
-    answer = send(http, [{"type": "rollout_opened", "rollout_id": "r1"}, bad])
+    answer = send(http, [{"type": "rollout_started", "rollout_id": "r1"}, bad])
     assert answer.status_code == 422
     assert answer.json()["error"]["param"] == param
     assert answer.json()["error"]["message"].startswith(param)
@@ -121,7 +124,7 @@ def test_rewards_are_bounded(http: httpx.Client, store: Store, value: str) -> No
 
 def test_a_full_store_is_a_503(http: httpx.Client, writer: HeldWriter) -> None:
     writer.broken = True
-    answer = send(http, [{"type": "rollout_opened", "rollout_id": "r1"}])
+    answer = send(http, [{"type": "rollout_started", "rollout_id": "r1"}])
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert "disk is full" in answer.json()["error"]["message"]
 
@@ -133,7 +136,7 @@ def test_the_api_describes_itself(http: httpx.Client) -> None:
         "/api/events",
         "/api/push",
         "/api/push/hold",
-        "/api/push/mark",
+        "/api/push/version",
         "/api/push/release",
         "/api/rollouts/{rollout_id}/keys",
     }

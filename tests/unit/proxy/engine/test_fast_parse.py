@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tracegrad.chat.call import Call
 from tracegrad.events import Json, token_id_array
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
 from tracegrad.proxy.engine import response as engine
 from tracegrad.proxy.engine.fast_parse import extract_prompt, extract_tokens

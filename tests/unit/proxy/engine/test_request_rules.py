@@ -11,10 +11,10 @@ import pytest
 
 from support.engines.mock_engine import MODEL, MockEngine
 from support.proxy.servers import HeldWriter, serving
+from tracegrad.chat.call import Call
 from tracegrad.events import Turn
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.engine.request_rules import ALLOWED_FIELDS, REFUSED_FIELDS, RequestRules
 from tracegrad.proxy.http.errors import BadRequest
 from tracegrad.store import Store

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from starlette.types import Message
 
+from tracegrad.protocol import TRACES_PATH
 from tracegrad.proxy.http import json_size
 from tracegrad.proxy.http.errors import BadRequest, Unavailable
 from tracegrad.proxy.http.json_size import count_punctuation, count_punctuation_outside_strings
 from tracegrad.proxy.http.request_body import (
-    TRACES_PATH,
     BodyReader,
     MemoryBudget,
     RequestSizeLimits,

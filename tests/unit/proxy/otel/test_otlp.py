@@ -19,8 +19,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from support.proxy.otlp_json import TRACE, Json, export, span, span_id
+from tracegrad.protocol import ROLLOUT_ATTRIBUTE
 from tracegrad.proxy.http.errors import BadRequest
-from tracegrad.proxy.otel.otlp import JSON, PROTOBUF, ROLLOUT_ATTRIBUTE, read_export
+from tracegrad.proxy.otel.otlp import JSON, PROTOBUF, read_export
 from tracegrad.store import Store
 
 RECORDED = Path(__file__).resolve().parents[3] / "support" / "recorded_spans"

@@ -23,8 +23,8 @@ from support.chat.conversations import (
     says,
     user,
 )
+from tracegrad.chat.call import RecordedTurn
 from tracegrad.chat.messages import RenderOptions, custom_rendering_field, render_options
-from tracegrad.chat.recorded_turn import RecordedTurn
 from tracegrad.proxy.prompt_reuse.conversation_hash import (
     HashedConversation,
     fork_reason_of_miss,

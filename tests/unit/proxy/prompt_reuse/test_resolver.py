@@ -13,12 +13,13 @@ import pytest
 
 from support.engines.mock_engine import MODEL, Answer, MockEngine, render
 from support.proxy.servers import HeldWriter, serving
+from tracegrad.chat.call import Call
 from tracegrad.events import Turn, logprob_array, token_id_array
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
-from tracegrad.proxy.prompt_reuse import PromptReuse, TreePosition, cached_turn
+from tracegrad.proxy.prompt_reuse.resolver import PromptReuse, TreePosition
+from tracegrad.proxy.prompt_reuse.tree_cache import cached_turn
 from tracegrad.store import Store
 from tracegrad.turn_tree import extends
 

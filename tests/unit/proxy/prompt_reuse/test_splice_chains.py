@@ -9,9 +9,9 @@ from support.chat.conversations import CALL, FOUND, TOOLS, call, result, says
 from support.chat.generated_templates import Parts, friendly, model_of
 from support.chat.real_templates import fresh_ids
 from support.proxy.splice import ASK, MORE, NOW, Json, continued, new_text, reason
+from tracegrad.chat.call import RecordedTurn
 from tracegrad.chat.messages import RenderOptions
 from tracegrad.chat.model import ChatFormat
-from tracegrad.chat.recorded_turn import RecordedTurn
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
 from tracegrad.proxy.prompt_reuse.splice import SplicedPrompt, splice_prompt
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from support.chat.conversations import call, result, says, user
 from support.chat.generated_templates import SEAM, Parts, friendly, grown, model_of
 from support.chat.tokenizers import KINDS
+from tracegrad.chat.call import RecordedTurn
 from tracegrad.chat.messages import RenderOptions, engine_message
 from tracegrad.chat.model import ChatFormat
-from tracegrad.chat.recorded_turn import RecordedTurn
 from tracegrad.proxy.prompt_reuse.splice import SplicedPrompt, splice_prompt
 
 Json = dict[str, Any]

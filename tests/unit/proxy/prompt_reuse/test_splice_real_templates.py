@@ -17,8 +17,8 @@ from jinja2 import TemplateError
 
 from support.chat.conversations import CELLS, Cell, call, result, says
 from support.chat.real_templates import FAMILIES, NOW, engine_text, model
+from tracegrad.chat.call import RecordedTurn
 from tracegrad.chat.messages import RenderOptions
-from tracegrad.chat.recorded_turn import RecordedTurn
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.proxy.prompt_reuse.splice import SplicedPrompt, splice_prompt
 

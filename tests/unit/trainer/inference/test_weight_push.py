@@ -92,12 +92,12 @@ def test_a_push_walks_in_order(peers: Peers, pusher: WeightPusher) -> None:
 
     report = pusher.push(1, weights(1.0), verify)
     assert peers.paths == [
-        "/api/push/hold", "/pause", *LOAD, "/api/push/mark", "/resume", "verify",
+        "/api/push/hold", "/pause", *LOAD, "/api/push/version", "/resume", "verify",
         "/api/push/release",
     ]  # fmt: skip
     calls = dict(peers.calls)
     assert calls["/finish_weight_update"] == {"weight_version": "1"}
-    assert calls["/api/push/mark"] == {"version": 1}
+    assert calls["/api/push/version"] == {"version": 1}
     assert peers.loaded == [1.0]
     assert pusher.version == 1
     stages = ["write", "hold", "pause", "load", "set_version", "resume", "verify", "release"]
@@ -135,14 +135,14 @@ def test_the_version_before_is_put_back_not_the_checkpoint(
 
     def refuse_first_mark(path: str, body: dict[str, Any]) -> bool:
         nonlocal marks
-        marks += path == "/api/push/mark"
-        return path == "/api/push/mark" and marks == 1
+        marks += path == "/api/push/version"
+        return path == "/api/push/version" and marks == 1
 
     peers.refuse = refuse_first_mark
-    with pytest.raises(PushError, match="the proxy refused /api/push/mark"):
+    with pytest.raises(PushError, match="the proxy refused /api/push/version"):
         pusher.push(2, weights(2.0))
     assert peers.loaded == [1.0, 2.0, 1.0]
-    assert peers.calls[-3] == ("/api/push/mark", {"version": 1})
+    assert peers.calls[-3] == ("/api/push/version", {"version": 1})
 
 
 def test_a_failed_verification_puts_the_old_weights_back(
@@ -154,9 +154,9 @@ def test_a_failed_verification_puts_the_old_weights_back(
     with pytest.raises(PushError, match="served wrongly, version 0 is back: off by 3 nats"):
         pusher.push(1, weights(1.0), verify)
     assert peers.loaded == [1.0, 0.5]
-    back = ["/pause", *LOAD, "/api/push/mark", "/resume", "/api/push/release"]
+    back = ["/pause", *LOAD, "/api/push/version", "/resume", "/api/push/release"]
     assert peers.paths[-len(back) :] == back
-    assert peers.calls[-3] == ("/api/push/mark", {"version": 0})
+    assert peers.calls[-3] == ("/api/push/version", {"version": 0})
 
 
 def test_an_engine_without_weights_is_not_resumed(peers: Peers, pusher: WeightPusher) -> None:

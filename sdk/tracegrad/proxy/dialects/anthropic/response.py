@@ -8,10 +8,9 @@ from typing import Any
 
 import orjson
 
+from tracegrad.chat.call import Call
 from tracegrad.events import Json
 from tracegrad.proxy.dialects import tool_arguments
-from tracegrad.proxy.dialects.anthropic.conversation import NO_SYSTEM_INSIDE
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 
 _ERROR_TYPES = {
@@ -26,9 +25,12 @@ _ERROR_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+
 # How vLLM and its chat templates say these.
 _PROMPT_TOKENS = re.compile(r"contains (?:at least )?(\d+) input tokens|Input length \((\d+)\)")
+
 _MOST_TOKENS = re.compile(r"maximum context length (?:is |\()(\d+)")
+
 _NO_SYSTEM_HERE = re.compile(
     r"system message must be|system role not supported|roles must alternate"
     r"|only user and assistant roles|unexpected message role",
@@ -114,10 +116,10 @@ def error_object(error: ApiError) -> Json:
     elif error.status == 400 and _NO_SYSTEM_HERE.search(message):
         code = NO_SYSTEM_INSIDE
         message += " (role 'system' inside messages is not supported by this chat template)"
-    told: Json = {"type": kind, "message": message}
+    body: Json = {"type": kind, "message": message}
     if code and code.startswith("mid_conversation_"):
-        told["details"] = {"error_code": code}
-    return told
+        body["details"] = {"error_code": code}
+    return body
 
 
 def _too_long(message: str) -> str:
@@ -144,3 +146,7 @@ def _content(call: Call, message: Json) -> list[Json]:
         for tool in message.get("tool_calls") or ()
     ]
     return blocks
+
+
+# Codes that Claude Code knows: it sends the same in another form, and goes on.
+NO_SYSTEM_INSIDE = "mid_conversation_system_not_supported"

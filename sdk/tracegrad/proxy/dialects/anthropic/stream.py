@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import orjson
 
+from tracegrad.chat.call import Call
 from tracegrad.events import Json
 from tracegrad.proxy.dialects.anthropic import response as output
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.http.errors import ApiError
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'

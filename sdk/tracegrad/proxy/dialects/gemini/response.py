@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
+from tracegrad.chat.call import Call
 from tracegrad.events import Json
 from tracegrad.proxy.dialects import tool_arguments
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.http.errors import ApiError
 
 _FINISH_REASONS = {
@@ -47,31 +47,31 @@ def whole_response(call: Call, answer: Json) -> bytes:
 
 
 def response(call: Call, candidates: Sequence[Json], usage: Any = None) -> Json:
-    told: Json = {"candidates": list(candidates)} if candidates else {}
+    body: Json = {"candidates": list(candidates)} if candidates else {}
     if usage:
-        told["usageMetadata"] = _usage(usage)
+        body["usageMetadata"] = _usage(usage)
     # Under the name that the client gave the model.
-    return {**told, "modelVersion": call.body["model"], "responseId": call.turn_id}
+    return {**body, "modelVersion": call.body["model"], "responseId": call.turn_id}
 
 
 def candidate(choice: Json, parts: Sequence[Json]) -> Json:
     """One choice of an answer or of a chunk, which has these parts."""
-    told: Json = {
+    candidate: Json = {
         "content": {"role": "model", "parts": list(parts)},
         "index": choice.get("index") or 0,
     }
     if (finish := choice.get("finish_reason")) is not None:
-        told["finishReason"] = _FINISH_REASONS.get(finish, "OTHER")
+        candidate["finishReason"] = _FINISH_REASONS.get(finish, "OTHER")
     if entries := (choice.get("logprobs") or {}).get("content"):
-        told["logprobsResult"] = {
+        candidate["logprobsResult"] = {
             "chosenCandidates": [_logprob(entry) for entry in entries],
             "topCandidates": [
                 {"candidates": [_logprob(other) for other in entry.get("top_logprobs") or ()]}
                 for entry in entries
             ],
         }
-        told["avgLogprobs"] = sum(entry["logprob"] for entry in entries) / len(entries)
-    return told
+        candidate["avgLogprobs"] = sum(entry["logprob"] for entry in entries) / len(entries)
+    return candidate
 
 
 def text_parts(call: Call, message: Json) -> list[Json]:
@@ -99,31 +99,31 @@ def error_body(error: ApiError) -> bytes:
     status = _STATUSES.get(error.status)
     if status is None:
         status = "INVALID_ARGUMENT" if error.status < 500 else "INTERNAL"
-    told: Json = {"code": error.status, "message": error.message, "status": status}
+    details: Json = {"code": error.status, "message": error.message, "status": status}
     if error.param is not None:
-        told["details"] = [
+        details["details"] = [
             {
                 "@type": "type.googleapis.com/google.rpc.BadRequest",
                 "fieldViolations": [{"field": error.param, "description": error.message}],
             }
         ]
-    return orjson.dumps({"error": told})
+    return orjson.dumps({"error": details})
 
 
 def _usage(usage: Json) -> Json:
     prompt, completion = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
     thoughts = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    told = {
+    counts = {
         "promptTokenCount": prompt,
         "candidatesTokenCount": completion - thoughts,
         "totalTokenCount": prompt + completion,
     }
     if thoughts:
-        told["thoughtsTokenCount"] = thoughts
+        counts["thoughtsTokenCount"] = thoughts
     if cached:
-        told["cachedContentTokenCount"] = cached
-    return told
+        counts["cachedContentTokenCount"] = cached
+    return counts
 
 
 def _logprob(entry: Json) -> Json:

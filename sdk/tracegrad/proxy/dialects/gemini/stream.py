@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import orjson
 
+from tracegrad.chat.call import Call
 from tracegrad.events import Json
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.dialects.gemini import response as output
 from tracegrad.proxy.http import sse as events
 from tracegrad.proxy.http.errors import ApiError

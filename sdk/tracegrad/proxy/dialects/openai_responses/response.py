@@ -1,21 +1,40 @@
-"""Whole answers of the Responses API: the `response` object and its output items."""
+"""Whole answers of the Responses API: the `response` object and its output items.
+
+Ids are made of the turn's id: resp_<turn>, rs_<turn>, msg_<turn>, fc_<turn>, fc_<turn>_1,
+ctc_<turn>.
+
+Reasoning: a client that keeps the conversation itself asks for `reasoning.encrypted_content` and
+sends it back; Codex sends back nothing else of the reasoning. It gets the text itself in base64:
+it has seen the text in the item's `content` already, so there is nothing to hide.
+
+Log-probabilities: the engine reports every token, also those of reasoning, tool calls and the
+markers between them, and it may report some before the text they become. Which belong to the
+text is found by their bytes.
+"""
 
 from __future__ import annotations
 
+import binascii
+import re
 import time
+from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
 
+from tracegrad.chat.call import Call
 from tracegrad.events import Json
-from tracegrad.proxy.dialects.base import Call
-from tracegrad.proxy.dialects.openai_responses import custom_tools as custom
-from tracegrad.proxy.dialects.openai_responses import reasoning as reasoning
-from tracegrad.proxy.dialects.openai_responses.logprobs import TextLogprobs, entries_of, in_item
-from tracegrad.proxy.dialects.openai_responses.response_ids import item_id, response_id
-from tracegrad.proxy.dialects.openai_responses.tools import tools_of
+from tracegrad.proxy.dialects.body_checks import STRING
+from tracegrad.proxy.dialects.openai_responses.field_checks import (
+    LIST,
+    an_object,
+    optional,
+    refusal,
+    required,
+)
+from tracegrad.proxy.dialects.openai_responses.tools import custom_input_as_text, tools_of
 
 # Request fields that the response repeats as they are; null where the client left them out.
 _REPEATED = (
@@ -27,8 +46,12 @@ _REPEATED = (
     "safety_identifier",
     "user",
 )
+
+
 # Finish reasons that make a response incomplete, with OpenAI's names for why.
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+
+
 ABORTED = "the engine gave up this answer before its end; send the request again"
 
 
@@ -107,7 +130,7 @@ class OutputItems:
     def __init__(self, call: Call) -> None:
         self._turn_id = call.turn_id
         self._tools = tools_of(call.request)
-        self._sealed = reasoning.ASKED_FOR in (call.request.get("include") or ())
+        self._sealed = ENCRYPTED_REASONING in (call.request.get("include") or ())
         self._counts: Counter[str] = Counter()
 
     def new_id(self, prefix: str) -> str:
@@ -125,7 +148,7 @@ class OutputItems:
         if text is not None:
             item["content"] = [reasoning_part(text)]
             if self._sealed:
-                item["encrypted_content"] = reasoning.sealed(text)
+                item["encrypted_content"] = seal_reasoning(text)
         return {**item, "status": status}
 
     def message(self, item_id: str, content: Sequence[Json], status: str) -> Json:
@@ -163,8 +186,8 @@ def reasoning_part(text: str) -> Json:
 
 def call_id_of(call: Json, turn_id: str, index: int) -> str:
     """The engine's id for a call; one of the turn's where an engine gives none."""
-    told: str | None = call.get("id")
-    return told or f"call_{turn_id}_{index}"
+    call_id: str | None = call.get("id")
+    return call_id or f"call_{turn_id}_{index}"
 
 
 def whole_response(call: Call, answer: Json) -> bytes:
@@ -201,15 +224,15 @@ def _items_of(call: Call, choice: Json, *, cut: bool) -> list[Json]:
     if has_message:
         part = text_part(text, tokens.take(text))
         output.append(items.message(items.new_id("msg"), [part], status(len(output))))
-    for index, told in enumerate(calls):
-        name, arguments = told["function"]["name"], told["function"]["arguments"]
+    for index, tool_call in enumerate(calls):
+        name, arguments = tool_call["function"]["name"], tool_call["function"]["arguments"]
         is_custom = items.is_custom(name)
         output.append(
             items.call(
                 items.new_id("ctc" if is_custom else "fc"),
-                call_id_of(told, call.turn_id, index),
+                call_id_of(tool_call, call.turn_id, index),
                 name,
-                custom.as_text(arguments) if is_custom else arguments,
+                custom_input_as_text(arguments) if is_custom else arguments,
                 status(len(output)),
             )
         )
@@ -217,7 +240,7 @@ def _items_of(call: Call, choice: Json, *, cut: bool) -> list[Json]:
 
 
 def usage_of(usage: Any) -> Json | None:
-    """OpenAI's shape of the engine's usage, or None where it told none."""
+    """OpenAI's shape of the engine's usage, or None where it reported none."""
     if not usage:
         return None
     prompt, completion = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
@@ -238,8 +261,8 @@ def _or(value: Any, default: Any) -> Any:
 
 def _text(request: Json) -> Json:
     """As it was applied: an engine knows nothing of verbosity."""
-    told = (request.get("text") or {}).get("format")
-    return {"format": told or {"type": "text"}, "verbosity": "medium"}
+    wanted = (request.get("text") or {}).get("format")
+    return {"format": wanted or {"type": "text"}, "verbosity": "medium"}
 
 
 def _tools(request: Json) -> list[Json]:
@@ -254,3 +277,180 @@ def _repeated(tool: Json) -> Json:
     if tool["type"] == "function":
         return {**tool, "parameters": tool.get("parameters"), "strict": bool(tool.get("strict"))}
     return tool
+
+
+_RESPONSE = re.compile(r"resp_([0-9a-f]{32})")
+
+
+_ITEM = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]{32})(?:_\d+)?")
+
+
+def response_id(turn_id: str) -> str:
+    return f"resp_{turn_id}"
+
+
+def item_id(prefix: str, turn_id: str, number: int) -> str:
+    """`number` counts the turn's items with this prefix from 0."""
+    return f"{prefix}_{turn_id}_{number}" if number else f"{prefix}_{turn_id}"
+
+
+def turn_of_response(value: str) -> str | None:
+    """The turn that answered so; None for an id that is not of this proxy."""
+    found = _RESPONSE.fullmatch(value)
+    return found[1] if found else None
+
+
+def turn_of_item(value: object) -> str | None:
+    found = _ITEM.fullmatch(value) if isinstance(value, str) else None
+    return found[1] if found else None
+
+
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+
+
+_MARK = "tg1."
+
+
+def seal_reasoning(text: str) -> str:
+    return _MARK + b64encode(text.encode()).decode()
+
+
+def reasoning_text(item: Json, where: str) -> str:
+    """A reasoning item's text: its content, else what was sealed, else its summary.
+
+    Empty when it has none of these. Raises BadRequest, also for content that somebody else
+    encrypted and that nothing else stands in for.
+    """
+    content = _texts(item, "content", where)
+    if content:
+        return "".join(content)
+    summary = "\n".join(_texts(item, "summary", where))
+    encrypted = optional(item, "encrypted_content", STRING, where)
+    if encrypted and (encrypted.startswith(_MARK) or not summary):
+        return _opened(encrypted, f"{where}.encrypted_content")
+    return summary
+
+
+def _texts(item: Json, name: str, where: str) -> list[str]:
+    parts = optional(item, name, LIST, where) or []
+    return [
+        required(an_object(part, f"{where}.{name}[{index}]"), "text", STRING, f"{where}.{name}")
+        for index, part in enumerate(parts)
+    ]
+
+
+def _opened(encrypted: str, where: str) -> str:
+    try:
+        if not encrypted.startswith(_MARK):
+            raise ValueError
+        return b64decode(encrypted[len(_MARK) :], validate=True).decode()
+    except (ValueError, binascii.Error):
+        raise refusal(
+            f"'{where}' was not made here and cannot be read. Leave it out, or give the text "
+            "in 'content'.",
+            where,
+            code="invalid_encrypted_content",
+        ) from None
+
+
+class TextLogprobs:
+    """Tokens whose text has not been sent yet."""
+
+    def __init__(self) -> None:
+        self._entries: list[Json] = []
+        self._bytes = bytearray()
+        self._ends: list[int] = []  # where each entry's bytes end in `_bytes`
+
+    def add(self, entries: Iterable[Json]) -> None:
+        """Entries of the engine's `logprobs.content`."""
+        for entry in entries:
+            self._entries.append(entry)
+            self._bytes += bytes(_bytes_of(entry))
+            self._ends.append(len(self._bytes))
+
+    def take(self, text: str) -> list[Json]:
+        """The entries that `text` was made of; what came before them is forgotten.
+
+        A token that is in two texts goes with the first. Empty where the text is not among
+        the tokens' bytes: a parser has changed it, and any choice would be wrong.
+        """
+        if not self._entries or not text:
+            return []
+        wanted = text.encode()
+        start = self._start_of(wanted)
+        if start is None:
+            return []
+        end = start + len(wanted)
+        taken = [
+            entry
+            for entry, first, last in self._spans()
+            if entry is not _TOLD and first < end and last > start
+        ]
+        self._forget(end)
+        return taken
+
+    def _start_of(self, wanted: bytes) -> int | None:
+        """Where the text begins: at a token if it can, since marks have letters in them too."""
+        for start in [0, *self._ends[:-1]]:
+            if self._bytes.startswith(wanted, start):
+                return start
+        start = self._bytes.find(wanted)
+        return start if start >= 0 else None
+
+    def _spans(self) -> Iterable[tuple[Json, int, int]]:
+        return zip(self._entries, [0, *self._ends], self._ends, strict=False)
+
+    def _forget(self, end: int) -> None:
+        """Drop bytes up to `end`; a token that reaches beyond it stays, as it came."""
+        rest = [
+            (entry if first >= end else _TOLD, last - end)
+            for entry, first, last in self._spans()
+            if last > end
+        ]
+        self._entries = [entry for entry, _ in rest]
+        self._ends = [last for _, last in rest]
+        del self._bytes[:end]
+
+
+_TOLD: Json = {}
+
+
+def in_item(entries: Sequence[Json]) -> list[Json]:
+    """In the shape that an output_text part has."""
+    return [
+        {
+            "token": entry["token"],
+            "bytes": _bytes_of(entry),
+            "logprob": entry["logprob"],
+            "top_logprobs": [
+                {"token": top["token"], "bytes": _bytes_of(top), "logprob": top["logprob"]}
+                for top in entry.get("top_logprobs") or ()
+            ],
+        }
+        for entry in entries
+    ]
+
+
+def in_event(entries: Sequence[Json]) -> list[Json]:
+    """In the shape that events of text have."""
+    return [
+        {
+            "token": entry["token"],
+            "logprob": entry["logprob"],
+            "top_logprobs": [
+                {"token": top["token"], "logprob": top["logprob"]}
+                for top in entry.get("top_logprobs") or ()
+            ],
+        }
+        for entry in entries
+    ]
+
+
+def entries_of(choice: Json) -> list[Json]:
+    entries: Any = (choice.get("logprobs") or {}).get("content")
+    return entries or []
+
+
+def _bytes_of(entry: Json) -> list[int]:
+    listed = entry.get("bytes")
+    return list(entry["token"].encode()) if listed is None else listed

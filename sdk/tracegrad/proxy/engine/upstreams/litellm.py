@@ -18,8 +18,8 @@ from typing import Any
 
 import orjson
 
+from tracegrad.chat.call import CHAT_PATH
 from tracegrad.events import Json
-from tracegrad.proxy.dialects.base import CHAT_PATH
 from tracegrad.proxy.engine.upstreams import litellm_format as shapes
 from tracegrad.proxy.engine.upstreams.base import (
     MODELS_PATH,
@@ -157,13 +157,13 @@ class LiteLLMUpstream:
             if part is None:
                 yield sse.DONE_EVENT
                 return
-            told = part.model_dump()
+            chunk = part.model_dump()
             # litellm ends every stream with "stop", also one that broke off.
-            if shapes.finishes(told) and getattr(stream, "received_finish_reason", "?") is None:
+            if shapes.finishes(chunk) and getattr(stream, "received_finish_reason", "?") is None:
                 raise ApiError(
                     502, "the provider broke off its answer: it has no end", kind="upstream_error"
                 )
-            yield sse.encode_event(orjson.dumps(shapes.chat_completion_chunk(told)))
+            yield sse.encode_event(orjson.dumps(shapes.chat_completion_chunk(chunk)))
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -179,7 +179,7 @@ class LiteLLMUpstream:
 
 
 def import_litellm() -> Any:
-    """The litellm package, told to keep to itself. Raises ValueError that says what to install."""
+    """The litellm package, kept silent. Raises ValueError that says what to install."""
     try:
         version = importlib.metadata.version("litellm")
     except importlib.metadata.PackageNotFoundError:

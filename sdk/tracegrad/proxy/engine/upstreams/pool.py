@@ -19,9 +19,14 @@ from tracegrad.proxy.engine.upstreams.base import (
     UpstreamResponse,
     UpstreamTimeouts,
 )
-from tracegrad.proxy.engine.upstreams.replica import Admit, Replica, ReplicaDropped, ReplicaRefused
+from tracegrad.proxy.engine.upstreams.replica import (
+    Admit,
+    Replica,
+    ReplicaDropped,
+    ReplicaRefused,
+    session_to,
+)
 from tracegrad.proxy.engine.upstreams.router import UpstreamRouter
-from tracegrad.proxy.engine.upstreams.session import session_to
 from tracegrad.proxy.http.errors import ApiError, Unavailable
 
 # vLLM's server drops an idle connection after 5 s; we must be the first to let go.

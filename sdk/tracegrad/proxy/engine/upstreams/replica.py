@@ -12,17 +12,22 @@ from yarl import URL
 
 from tracegrad.proxy.engine.upstreams.base import UpstreamResponse
 from tracegrad.proxy.http.errors import ApiError
-from tracegrad.urls import http_base
+from tracegrad.urls import http_base, unix_socket
 
 log = logging.getLogger("tracegrad.proxy")
 
+
 # Seconds between looks at a server that is down: doubling, up to the longest.
 FIRST_PROBE_S = 0.1
+
 MAX_PROBE_INTERVAL_S = 2.0
+
 PROBE_TIMEOUT_S = 5.0
+
 
 # What vLLM says when its engine process has died under the server, which then shuts down.
 ENGINE_DIED = b"EngineCore encountered an issue"
+
 
 Admit = Callable[[str], Awaitable[bool]]
 
@@ -180,7 +185,7 @@ class Replica:
         try:
             return await admit(self.url)
         except Exception:
-            log.exception("whether %s may have calls again cannot be told", self.url)
+            log.exception("whether %s may have calls again is unknown", self.url)
             return False
 
 
@@ -197,3 +202,18 @@ def _join(base: str, path: str) -> URL:
 
 def _upstream_error(message: str) -> ApiError:
     return ApiError(502, message, kind="upstream_error")
+
+
+def session_to(
+    url: str, *, timeout: aiohttp.ClientTimeout, keepalive_s: float
+) -> aiohttp.ClientSession:
+    """For requests to `tracegrad.urls.http_base(url)`, as many at a time as there are."""
+    path = unix_socket(url)
+    connector: aiohttp.BaseConnector
+    if path is None:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=keepalive_s)
+    else:
+        connector = aiohttp.UnixConnector(path, limit=0, keepalive_timeout=keepalive_s)
+    return aiohttp.ClientSession(
+        connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 import orjson
 
-from tracegrad.proxy.engine.upstreams.session import session_to
+from tracegrad.proxy.engine.upstreams.replica import session_to
 from tracegrad.urls import http_base
 
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
@@ -22,6 +22,6 @@ async def weight_version(url: str) -> str | None:
     ):
         if answer.status != 200:
             return None
-        told = orjson.loads(await answer.read())
-    version = told.get("weight_version") if isinstance(told, dict) else None
+        state = orjson.loads(await answer.read())
+    version = state.get("weight_version") if isinstance(state, dict) else None
     return version if isinstance(version, str) else None

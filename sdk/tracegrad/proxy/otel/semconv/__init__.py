@@ -17,18 +17,18 @@ def llm_call(span: Span) -> LlmCall | None:
 
     Many spans carry names of several conventions. The one that its library wrote for decides.
     """
-    told = span.attributes
-    if (kind := told.get(openinference.KIND)) is not None:
+    attributes = span.attributes
+    if (kind := attributes.get(openinference.KIND)) is not None:
         return openinference.read(span) if str(kind).upper() == "LLM" else None
-    flat = traceloop.is_flat(told)
-    if (operation := told.get(opentelemetry.OPERATION)) is not None:
+    flat = traceloop.is_flat(attributes)
+    if (operation := attributes.get(opentelemetry.OPERATION)) is not None:
         if str(operation) not in opentelemetry.LLM_OPERATIONS:
             return None
         return traceloop.read(span) if flat else opentelemetry.read(span)
     # Before there was a name for the operation, there was Traceloop's; and else whoever named a
     # model had called it.
-    kind = told.get(traceloop.REQUEST_TYPE)
-    if not flat and (str(kind) not in traceloop.LLM_TYPES if kind else _MODEL not in told):
+    kind = attributes.get(traceloop.REQUEST_TYPE)
+    if not flat and (str(kind) not in traceloop.LLM_TYPES if kind else _MODEL not in attributes):
         return None
     return traceloop.read(span) if flat else opentelemetry.read(span)
 

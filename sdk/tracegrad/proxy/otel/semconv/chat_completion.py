@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from tracegrad.chat.content_parts import content_of, media_part, text_part
+from tracegrad.chat.messages import content_of, media_part, text_part
 from tracegrad.events import Json
 from tracegrad.proxy.dialects.body_checks import check_types
 from tracegrad.proxy.dialects.openai_chat import FIELD_TYPES, check_common
@@ -29,7 +29,7 @@ _REQUEST_FIELDS = frozenset({"model", "messages", "tools"})
 
 @dataclass(frozen=True, slots=True)
 class LlmCall:
-    """`request` and `response` are those of a chat completion, as far as they were told.
+    """`request` and `response` are those of a chat completion, as far as they were reported.
 
     `request["messages"]` is empty, and a choice's message without content, where the client's
     library keeps texts to itself. `response` is None for a call without an answer.
@@ -62,14 +62,14 @@ class LlmCall:
 
     @property
     def sampling(self) -> Json:
-        """The settings that were told; there may have been others."""
+        """The settings that were reported; there may have been others."""
         return {name: value for name, value in self.request.items() if name not in _REQUEST_FIELDS}
 
 
 def request_of(
     model: object, messages: Sequence[Json], tools: Sequence[Json], settings: Mapping[str, Any]
 ) -> Json:
-    """Settings that are None were not told; those that no request can have are left out."""
+    """Settings that are None were not reported; those that no request can have are left out."""
     request: Json = {"model": str(model or ""), "messages": list(messages)}
     if tools:
         request["tools"] = list(tools)
@@ -95,7 +95,7 @@ def response_of(
     finish_reasons: Sequence[object],
     usage: Json,
 ) -> Json | None:
-    """None where nothing was told of an answer. `usage` as `usage_of` makes it."""
+    """None where no answer was reported. `usage` as `usage_of` makes it."""
     if not (replies or id or usage or any(finish_reasons)):
         return None
     messages = replies or [{"role": "assistant", "content": None}]
@@ -113,7 +113,7 @@ def response_of(
 def usage_of(
     prompt: object, completion: object, *, cached: object = None, reasoning: object = None
 ) -> Json:
-    """Counts of tokens; empty where neither the prompt's nor the completion's is told."""
+    """Counts of tokens; empty where neither the prompt's nor the completion's is reported."""
     counts = [whole_number(each) for each in (prompt, completion, cached, reasoning)]
     if counts[0] is None and counts[1] is None:
         return {}
@@ -130,10 +130,10 @@ def usage_of(
     return usage
 
 
-def finish_reason(told: object) -> str | None:
-    if not told:
+def finish_reason(reason: object) -> str | None:
+    if not reason:
         return None
-    reason = str(told).lower()
+    reason = str(reason).lower()
     return _FINISH_REASONS.get(reason, reason)
 
 
@@ -171,8 +171,8 @@ def message_of(role: object, content: Any, calls: Sequence[Json] = (), **more: A
     return {"role": name, **named, "content": said}
 
 
-def role_of(told: object) -> str:
-    role = str(told or "user").lower()
+def role_of(named: object) -> str:
+    role = str(named or "user").lower()
     return {"human": "user", "ai": "assistant", "model": "assistant", "function": "tool"}.get(
         role, role
     )
@@ -216,12 +216,12 @@ def url_part(modality: object, url: str) -> Json:
     return {"type": "file", "file": {"file_data": url}}
 
 
-def function_tool(told: Any) -> Json | None:
-    """A tool's definition, however flat it is told; None for what is none."""
-    if not isinstance(told, Mapping):
+def function_tool(definition: Any) -> Json | None:
+    """A tool's definition, however flat it is; None for what is none."""
+    if not isinstance(definition, Mapping):
         return None
-    inner = told.get("function")
-    function = inner if isinstance(inner, Mapping) else told
+    inner = definition.get("function")
+    function = inner if isinstance(inner, Mapping) else definition
     name = function.get("name")
     if not isinstance(name, str) or not name:
         return None
@@ -235,8 +235,8 @@ def function_tool(told: Any) -> Json | None:
     return {"type": "function", "function": made}
 
 
-def function_tools(told: Any) -> list[Json]:
-    given = told if isinstance(told, list) else []
+def function_tools(definitions: Any) -> list[Json]:
+    given = definitions if isinstance(definitions, list) else []
     return [tool for tool in map(function_tool, map(parsed, given)) if tool is not None]
 
 
@@ -256,12 +256,12 @@ def parsed(value: Any) -> Any:
 
 def objects(value: Any) -> list[Json]:
     """The objects of a list, in JSON or as values; one alone is a list of it."""
-    told = parsed(value)
-    if isinstance(told, Mapping):
-        told = [told]
-    if not isinstance(told, list):
+    entries = parsed(value)
+    if isinstance(entries, Mapping):
+        entries = [entries]
+    if not isinstance(entries, list):
         return []
-    return [each for each in map(parsed, told) if isinstance(each, dict)]
+    return [each for each in map(parsed, entries) if isinstance(each, dict)]
 
 
 def whole_number(value: object) -> int | None:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracegrad.events import Span
-from tracegrad.proxy.otel.semconv.flat_attributes import in_index_order, unflatten
-from tracegrad.proxy.otel.semconv.span_events import events_of
+from tracegrad.proxy.otel.semconv.flat_attributes import events_of, in_index_order, unflatten
 
 _RESULT = "gen_ai.evaluation.result"
 # Of the span, or of all its trace.
@@ -41,12 +40,12 @@ def evaluations_of(span: Span) -> list[Evaluation]:
 
 def _from_events(span: Span) -> Iterator[Evaluation]:
     results = (event for event in events_of(span) if event.name == _RESULT)
-    for number, (_, told) in enumerate(results):
-        value = _value(told, "gen_ai.evaluation.score.value")
-        name = told.get("gen_ai.evaluation.name")
+    for number, (_, attributes) in enumerate(results):
+        value = _value(attributes, "gen_ai.evaluation.score.value")
+        name = attributes.get("gen_ai.evaluation.name")
         if value is None or not name:
             continue
-        answer = told.get("gen_ai.response.id")
+        answer = attributes.get("gen_ai.response.id")
         yield Evaluation(
             f"event.{number}", str(name), value, response_id=str(answer) if answer else None
         )
@@ -55,16 +54,16 @@ def _from_events(span: Span) -> Iterator[Evaluation]:
 def _from_attributes(span: Span) -> Iterator[Evaluation]:
     for prefix, word, whole in _FLAT:
         for number, branch in enumerate(in_index_order(unflatten(span.attributes, prefix))):
-            told = branch.get(word)
-            if not isinstance(told, Mapping):
+            score = branch.get(word)
+            if not isinstance(score, Mapping):
                 continue
-            value, name = _value(told, "score"), told.get("name")
+            value, name = _value(score, "score"), score.get("name")
             if value is not None and name:
                 yield Evaluation(f"{prefix}.{number}", str(name), value, whole=whole)
 
 
-def _value(told: Mapping[str, Any], name: str) -> float | None:
-    value = told.get(name)
+def _value(attributes: Mapping[str, Any], name: str) -> float | None:
+    value = attributes.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None

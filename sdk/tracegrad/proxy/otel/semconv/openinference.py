@@ -39,67 +39,70 @@ _SETTINGS = (
 
 
 def read(span: Span) -> LlmCall:
-    told = span.attributes
-    asked, answered = _object(told.get("input.value")), _object(told.get("output.value"))
-    wished = _object(told.get("llm.invocation_parameters"))
-    said = _flat(told, "llm.output_messages")
-    heard = _flat(told, "llm.input_messages")
-    replies = [_message(each | _SPOKEN) for each in said] or _choices_of(answered, told)
-    messages = [_message(each) for each in heard] or _asked(asked, told)
-    model = first(told, ("llm.request.model_name", "llm.model_name")) or wished.get("model")
+    attributes = span.attributes
+    asked, answered = (
+        _object(attributes.get("input.value")),
+        _object(attributes.get("output.value")),
+    )
+    wished = _object(attributes.get("llm.invocation_parameters"))
+    said = _flat(attributes, "llm.output_messages")
+    heard = _flat(attributes, "llm.input_messages")
+    replies = [_message(each | _SPOKEN) for each in said] or _choices_of(answered, attributes)
+    messages = [_message(each) for each in heard] or _asked(asked, attributes)
+    model = first(attributes, ("llm.request.model_name", "llm.model_name")) or wished.get("model")
     response = response_of(
         id=_id_of(answered),
-        model=first(told, ("llm.response.model_name", "llm.model_name")) or model,
+        model=first(attributes, ("llm.response.model_name", "llm.model_name")) or model,
         replies=replies,
-        finish_reasons=_finish_reasons(told, answered),
+        finish_reasons=_finish_reasons(attributes, answered),
         usage=usage_of(
-            told.get(_COUNT + "prompt"),
-            told.get(_COUNT + "completion"),
-            cached=told.get(_COUNT + "prompt_details.cache_read"),
-            reasoning=told.get(_COUNT + "completion_details.reasoning"),
+            attributes.get(_COUNT + "prompt"),
+            attributes.get(_COUNT + "completion"),
+            cached=attributes.get(_COUNT + "prompt_details.cache_read"),
+            reasoning=attributes.get(_COUNT + "completion_details.reasoning"),
         ),
     )
     settings = {name: wished.get(name) for name in _SETTINGS}
-    return LlmCall(request_of(model, messages, _tools(told, wished), settings), response)
+    return LlmCall(request_of(model, messages, _tools(attributes, wished), settings), response)
 
 
-def _flat(told: Mapping[str, Any], prefix: str) -> list[Json]:
-    branches = in_index_order(unflatten(told, prefix))
+def _flat(attributes: Mapping[str, Any], prefix: str) -> list[Json]:
+    branches = in_index_order(unflatten(attributes, prefix))
     return [each["message"] for each in branches if isinstance(each.get("message"), dict)]
 
 
-def _message(told: Json) -> Json:
+def _message(entry: Json) -> Json:
     calls: list[Json] = []
-    for each in in_index_order(told.get("tool_calls")):
+    for each in in_index_order(entry.get("tool_calls")):
         call = _branch(each, "tool_call")
         function = _branch(call, "function")
         calls.append(tool_call(call.get("id"), function.get("name"), function.get("arguments")))
-    if not calls and (name := told.get("function_call_name")):
-        calls.append(tool_call(None, name, told.get("function_call_arguments_json")))
-    contents = [_branch(each, "message_content") for each in in_index_order(told.get("contents"))]
+    if not calls and (name := entry.get("function_call_name")):
+        calls.append(tool_call(None, name, entry.get("function_call_arguments_json")))
+    contents = [_branch(each, "message_content") for each in in_index_order(entry.get("contents"))]
     thought = [_text(each) for each in contents if each.get("type") == "reasoning"]
     parts = [_part(each) for each in contents if each.get("type") not in ("reasoning", "tool_use")]
     return message_of(
-        told.get("role"),
-        parts or told.get("content"),
+        entry.get("role"),
+        parts or entry.get("content"),
         calls,
-        tool_call_id=told.get("tool_call_id"),
-        name=told.get("name"),
+        tool_call_id=entry.get("tool_call_id"),
+        name=entry.get("name"),
         reasoning="\n".join(filter(None, thought)),
     )
 
 
-def _part(told: Json) -> Json:
-    kind = told.get("type")
+def _part(part: Json) -> Json:
+    kind = part.get("type")
     for modality in ("image", "audio", "video"):
-        url = _branch(_branch(told, modality), modality).get("url")
+        url = _branch(_branch(part, modality), modality).get("url")
         if kind == modality and isinstance(url, str):
             return url_part(modality, url)
-    return {"type": "text", "text": _text(told)} if kind == "text" else {"type": "other", **told}
+    return {"type": "text", "text": _text(part)} if kind == "text" else {"type": "other", **part}
 
 
-def _text(told: Json) -> str:
-    return str(told.get("text") or "")
+def _text(part: Json) -> str:
+    return str(part.get("text") or "")
 
 
 def _branch(tree: Any, name: str) -> Json:
@@ -107,37 +110,39 @@ def _branch(tree: Any, name: str) -> Json:
     return inner if isinstance(inner, dict) else {}
 
 
-def _tools(told: Mapping[str, Any], wished: Json) -> list[Json]:
-    branches = [_branch(each, "tool") for each in in_index_order(unflatten(told, "llm.tools"))]
+def _tools(attributes: Mapping[str, Any], wished: Json) -> list[Json]:
+    branches = [
+        _branch(each, "tool") for each in in_index_order(unflatten(attributes, "llm.tools"))
+    ]
     found = (function_tool(parsed(each.get("json_schema"))) for each in branches)
     return [tool for tool in found if tool is not None] or function_tools(wished.get("tools"))
 
 
-def _asked(asked: Json, told: Mapping[str, Any]) -> list[Json]:
+def _asked(asked: Json, attributes: Mapping[str, Any]) -> list[Json]:
     """From the request itself; from its text, where it is no JSON."""
     if messages := objects(asked.get("messages")):
         return [_of_chat(each) for each in messages]
     prompts = [
         _branch(each, "prompt").get("text")
-        for each in in_index_order(unflatten(told, "llm.prompts"))
+        for each in in_index_order(unflatten(attributes, "llm.prompts"))
     ]
     if prompts:
         return [message_of("user", text) for text in prompts]
-    text = told.get("input.value")
+    text = attributes.get("input.value")
     return [message_of("user", text)] if isinstance(text, str) and text and not asked else []
 
 
-def _choices_of(answered: Json, told: Mapping[str, Any]) -> list[Json]:
+def _choices_of(answered: Json, attributes: Mapping[str, Any]) -> list[Json]:
     choices = [each["message"] for each in objects(answered.get("choices")) if "message" in each]
     if choices:
         return [_of_chat(each) for each in choices if isinstance(each, dict)]
     flat = (
         _branch(each, "completion").get("text")
-        for each in in_index_order(unflatten(told, "llm.choices"))
+        for each in in_index_order(unflatten(attributes, "llm.choices"))
     )
     if texts := [text for text in flat if text is not None]:
         return [message_of("assistant", text) for text in texts]
-    text = told.get("output.value")
+    text = attributes.get("output.value")
     return (
         [message_of("assistant", text)] if isinstance(text, str) and text and not answered else []
     )
@@ -156,11 +161,11 @@ def _of_chat(message: Json) -> Json:
     return message_of(message.get("role"), message.get("content"), calls, **fields)
 
 
-def _finish_reasons(told: Mapping[str, Any], answered: Json) -> list[Any]:
+def _finish_reasons(attributes: Mapping[str, Any], answered: Json) -> list[Any]:
     choices = objects(answered.get("choices"))
     if reasons := [each.get("finish_reason") for each in choices if each.get("finish_reason")]:
         return reasons
-    if reason := told.get("llm.finish_reason") or answered.get("stop_reason"):
+    if reason := attributes.get("llm.finish_reason") or answered.get("stop_reason"):
         return [reason]
     # LangChain's result.
     reason = _branch(_generation(answered), "generation_info").get("finish_reason")
@@ -185,5 +190,5 @@ def _generation(answered: Json) -> Json:
 
 
 def _object(value: Any) -> Json:
-    told = parsed(value)
-    return told if isinstance(told, dict) else {}
+    parsed_value = parsed(value)
+    return parsed_value if isinstance(parsed_value, dict) else {}

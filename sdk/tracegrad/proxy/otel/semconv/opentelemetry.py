@@ -29,7 +29,7 @@ from tracegrad.proxy.otel.semconv.chat_completion import (
     url_part,
     usage_of,
 )
-from tracegrad.proxy.otel.semconv.span_events import SpanEvent, events_of
+from tracegrad.proxy.otel.semconv.flat_attributes import SpanEvent, events_of
 
 OPERATION = "gen_ai.operation.name"
 LLM_OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
@@ -63,25 +63,25 @@ def read(span: Span) -> LlmCall:
     """Of an LLM span."""
     events = list(events_of(span))
     details = [event.attributes for event in events if event.name == _DETAILS]
-    told = {**span.attributes, **(details[-1] if details else {})}
-    messages = _instructions(told)
-    for message in objects(told.get(_INPUT)):
+    attributes = {**span.attributes, **(details[-1] if details else {})}
+    messages = _instructions(attributes)
+    for message in objects(attributes.get(_INPUT)):
         messages += _input(message)
-    outputs = objects(told.get(_OUTPUT))
+    outputs = objects(attributes.get(_OUTPUT))
     if not messages:
         messages = _told_by_events(events)
     outputs = outputs or _choices(events)
     return call_of(
-        told,
+        attributes,
         messages=messages,
-        tools=function_tools(parsed(told.get(_TOOLS))),
+        tools=function_tools(parsed(attributes.get(_TOOLS))),
         replies=[_reply(output) for output in outputs],
         finish_reasons=[output.get("finish_reason") for output in outputs],
     )
 
 
 def call_of(
-    told: Mapping[str, Any],
+    attributes: Mapping[str, Any],
     *,
     messages: list[Json],
     tools: list[Json],
@@ -89,25 +89,27 @@ def call_of(
     finish_reasons: list[Any],
 ) -> LlmCall:
     """The call with what stands in single attributes: model, settings, usage."""
-    settings = {name: first(told, names) for name, names in _SETTINGS.items()}
-    model = told.get("gen_ai.request.model")
+    settings = {name: first(attributes, names) for name, names in _SETTINGS.items()}
+    model = attributes.get("gen_ai.request.model")
     response = response_of(
-        id=told.get("gen_ai.response.id"),
-        model=told.get("gen_ai.response.model") or model,
+        id=attributes.get("gen_ai.response.id"),
+        model=attributes.get("gen_ai.response.model") or model,
         replies=replies,
-        finish_reasons=finish_reasons if any(finish_reasons) else _listed(first(told, _FINISH)),
+        finish_reasons=finish_reasons
+        if any(finish_reasons)
+        else _listed(first(attributes, _FINISH)),
         usage=usage_of(
-            first(told, _PROMPT_TOKENS),
-            first(told, _COMPLETION_TOKENS),
-            cached=first(told, _CACHED),
-            reasoning=first(told, _REASONING),
+            first(attributes, _PROMPT_TOKENS),
+            first(attributes, _COMPLETION_TOKENS),
+            cached=first(attributes, _CACHED),
+            reasoning=first(attributes, _REASONING),
         ),
     )
     return LlmCall(request_of(model, messages, tools, settings), response)
 
 
-def _instructions(told: Mapping[str, Any]) -> list[Json]:
-    given = parsed(told.get(_INSTRUCTIONS))
+def _instructions(attributes: Mapping[str, Any]) -> list[Json]:
+    given = parsed(attributes.get(_INSTRUCTIONS))
     if not given:
         return []
     parts = given if isinstance(given, list) else [given]
@@ -115,26 +117,26 @@ def _instructions(told: Mapping[str, Any]) -> list[Json]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _input(told: Json) -> list[Json]:
+def _input(message: Json) -> list[Json]:
     """A message of the conversation. Results of tools, which may stand beside one another or a
     text, are messages of their own."""
-    if not isinstance(told.get("parts"), list):
-        return [_plain(told)]
-    parts = [part for part in told["parts"] if _kind(part) != "tool_call_response"]
-    results = [part for part in told["parts"] if _kind(part) == "tool_call_response"]
+    if not isinstance(message.get("parts"), list):
+        return [_plain(message)]
+    parts = [part for part in message["parts"] if _kind(part) != "tool_call_response"]
+    results = [part for part in message["parts"] if _kind(part) == "tool_call_response"]
     messages = [tool_message(each.get("id"), canonical_content(_result(each))) for each in results]
-    if role_of(told.get("role")) == "assistant":
-        return [*messages, _reply({**told, "parts": parts})]
+    if role_of(message.get("role")) == "assistant":
+        return [*messages, _reply({**message, "parts": parts})]
     content, _, _ = _taken_apart(parts)
     if parts or not results:
-        messages.append(message_of(told.get("role"), content, name=told.get("name")))
+        messages.append(message_of(message.get("role"), content, name=message.get("name")))
     return messages
 
 
-def _reply(told: Json) -> Json:
-    if not isinstance(told.get("parts"), list):
-        return _plain({**told, "role": "assistant"})
-    content, calls, reasoning = _taken_apart(told["parts"])
+def _reply(message: Json) -> Json:
+    if not isinstance(message.get("parts"), list):
+        return _plain({**message, "role": "assistant"})
+    content, calls, reasoning = _taken_apart(message["parts"])
     return reply(content, calls, reasoning)
 
 
@@ -168,16 +170,16 @@ def _result(part: Json) -> Any:
     return part.get("response", part.get("result", part.get("content")))
 
 
-def _plain(told: Mapping[str, Any]) -> Json:
+def _plain(message: Mapping[str, Any]) -> Json:
     """A message as chat completions spell it, or nearly."""
-    calls = [_plain_call(each) for each in objects(told.get("tool_calls"))]
+    calls = [_plain_call(each) for each in objects(message.get("tool_calls"))]
     return message_of(
-        told.get("role"),
-        parsed(content) if _is_list(content := told.get("content")) else content,
+        message.get("role"),
+        parsed(content) if _is_list(content := message.get("content")) else content,
         calls,
-        tool_call_id=told.get("tool_call_id", told.get("id")),
-        name=told.get("name"),
-        reasoning=told.get("reasoning") or told.get("reasoning_content"),
+        tool_call_id=message.get("tool_call_id", message.get("id")),
+        name=message.get("name"),
+        reasoning=message.get("reasoning") or message.get("reasoning_content"),
     )
 
 
@@ -186,38 +188,38 @@ def _is_list(content: Any) -> bool:
     return isinstance(content, str) and content.startswith("[{") and bool(objects(content))
 
 
-def _plain_call(told: Json) -> Json:
-    function = told.get("function")
-    inner = function if isinstance(function, Mapping) else told
-    return tool_call(told.get("id"), inner.get("name"), inner.get("arguments"))
+def _plain_call(call: Json) -> Json:
+    function = call.get("function")
+    inner = function if isinstance(function, Mapping) else call
+    return tool_call(call.get("id"), inner.get("name"), inner.get("arguments"))
 
 
 def _told_by_events(events: Iterable[SpanEvent]) -> list[Json]:
     messages: list[Json] = []
-    for name, told in events:
+    for name, body in events:
         if name in _MESSAGES:
-            messages.append(_plain({"role": _MESSAGES[name], **told}))
+            messages.append(_plain({"role": _MESSAGES[name], **body}))
         elif name == _PROMPT:
-            messages += map(_plain, objects(told.get("gen_ai.prompt")))
+            messages += map(_plain, objects(body.get("gen_ai.prompt")))
     return messages
 
 
 def _choices(events: Iterable[SpanEvent]) -> list[Json]:
     """Messages with their `finish_reason`."""
     found: list[Json] = []
-    for name, told in events:
+    for name, body in events:
         if name == _CHOICE:
-            message = parsed(told.get("message"))
+            message = parsed(body.get("message"))
             inner: Json = message if isinstance(message, dict) else {"content": message}
-            outer: Json = {"tool_calls": told.get("tool_calls")}
-            found.append({**outer, **inner, "finish_reason": told.get("finish_reason")})
+            outer: Json = {"tool_calls": body.get("tool_calls")}
+            found.append({**outer, **inner, "finish_reason": body.get("finish_reason")})
         elif name == _COMPLETION:
-            found += objects(told.get("gen_ai.completion"))
+            found += objects(body.get("gen_ai.completion"))
     return found
 
 
 def _listed(reasons: Any) -> list[Any]:
-    told = parsed(reasons) if isinstance(reasons, str) and reasons.startswith("[") else reasons
-    if told is None:
+    listed = parsed(reasons) if isinstance(reasons, str) and reasons.startswith("[") else reasons
+    if listed is None:
         return []
-    return list(told) if isinstance(told, list | tuple) else [told]
+    return list(listed) if isinstance(listed, list | tuple) else [listed]

@@ -34,30 +34,30 @@ def is_flat(attributes: Mapping[str, Any]) -> bool:
 
 
 def read(span: Span) -> LlmCall:
-    told = span.attributes
-    completions = in_index_order(unflatten(told, _COMPLETION))
-    tools = (function_tool(each) for each in in_index_order(unflatten(told, _FUNCTIONS)))
+    attributes = span.attributes
+    completions = in_index_order(unflatten(attributes, _COMPLETION))
+    tools = (function_tool(each) for each in in_index_order(unflatten(attributes, _FUNCTIONS)))
     return opentelemetry.call_of(
-        told,
-        messages=[_message(each) for each in in_index_order(unflatten(told, _PROMPT))],
+        attributes,
+        messages=[_message(each) for each in in_index_order(unflatten(attributes, _PROMPT))],
         tools=[tool for tool in tools if tool is not None],
         replies=[_message({**each, "role": "assistant"}) for each in completions],
         finish_reasons=[each.get("finish_reason") for each in completions],
     )
 
 
-def _message(told: Json) -> Json:
+def _message(entry: Json) -> Json:
     calls = [
         tool_call(each.get("id"), each.get("name"), each.get("arguments"))
-        for each in in_index_order(told.get("tool_calls"))
+        for each in in_index_order(entry.get("tool_calls"))
     ]
-    content = told.get("content")
+    content = entry.get("content")
     if isinstance(content, str) and content.startswith("[{") and objects(content):
-        content = parsed(content)  # parts, told as JSON
+        content = parsed(content)  # parts, as JSON
     return message_of(
-        told.get("role") or ("assistant" if calls else "user"),
+        entry.get("role") or ("assistant" if calls else "user"),
         content,
         calls,
-        tool_call_id=told.get("tool_call_id"),
-        reasoning=told.get("reasoning"),
+        tool_call_id=entry.get("tool_call_id"),
+        reasoning=entry.get("reasoning"),
     )

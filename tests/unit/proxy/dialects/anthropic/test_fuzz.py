@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.proxy.corrupted_bodies import corrupted
+from tracegrad.chat.call import Call
 from tracegrad.proxy.dialects.anthropic.request import AnthropicDialect, count_request
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.http.errors import BadRequest
 
 Json = dict[str, Any]

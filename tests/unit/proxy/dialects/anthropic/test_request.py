@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
+from tracegrad.chat.call import Call
 from tracegrad.proxy.dialects.anthropic.request import AnthropicDialect, count_answer, count_request
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.http.errors import BadRequest
 
 Json = dict[str, Any]

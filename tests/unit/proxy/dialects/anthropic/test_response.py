@@ -24,8 +24,8 @@ from support.engines.engine_answers import (
     texts,
     whole,
 )
+from tracegrad.chat.call import Call
 from tracegrad.proxy.dialects.anthropic.request import AnthropicDialect
-from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, BadRequest, Unavailable
 
 Json = dict[str, Any]

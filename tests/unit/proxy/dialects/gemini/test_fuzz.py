@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from support.proxy.corrupted_bodies import corrupted
 from support.proxy.gemini_requests import HI, STREAMED, Json
-from tracegrad.proxy.dialects.base import Call
+from tracegrad.chat.call import Call
 from tracegrad.proxy.dialects.gemini.request import GeminiDialect, count_request
 from tracegrad.proxy.http.errors import BadRequest
 

@@ -24,7 +24,7 @@ from support.engines.engine_answers import (
     whole,
 )
 from support.proxy.gemini_requests import HI, STREAMED, Json, parse
-from tracegrad.proxy.dialects.base import Call
+from tracegrad.chat.call import Call
 from tracegrad.proxy.dialects.gemini.request import GeminiDialect
 from tracegrad.proxy.http.errors import ApiError, BadRequest, Unavailable
 

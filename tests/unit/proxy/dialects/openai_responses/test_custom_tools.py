@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracegrad.proxy.dialects.openai_responses.custom_tools import (
+from tracegrad.proxy.dialects.openai_responses.tools import (
     CustomInputReader,
-    as_arguments,
-    as_text,
+    custom_input_as_arguments,
+    custom_input_as_text,
 )
 
 
@@ -38,13 +38,13 @@ def test_a_text_comes_out_as_it_went_in(
     early, rest = in_pieces(arguments, places)
     assert early == text
     assert rest == ""
-    assert as_text(arguments) == text
+    assert custom_input_as_text(arguments) == text
 
 
 @given(texts)
 def test_a_text_sent_back_is_the_same_text(text: str) -> None:
-    assert as_text(as_arguments(text)) == text
-    assert json.loads(as_arguments(text)) == {"input": text}
+    assert custom_input_as_text(custom_input_as_arguments(text)) == text
+    assert json.loads(custom_input_as_arguments(text)) == {"input": text}
 
 
 @given(st.text(st.sampled_from('{}":\\ inputud8dc0x,')), cuts)
@@ -52,7 +52,7 @@ def test_no_matter_how_arguments_are_cut_the_text_is_the_same(
     arguments: str, places: list[int]
 ) -> None:
     for whole in (arguments, '{"input":"' + arguments, '{"input":"' + arguments + '"}'):
-        assert "".join(in_pieces(whole, places)) == as_text(whole)
+        assert "".join(in_pieces(whole, places)) == custom_input_as_text(whole)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_no_matter_how_arguments_are_cut_the_text_is_the_same(
     ],
 )
 def test_nothing_that_a_model_writes_is_lost(arguments: str, text: str) -> None:
-    assert as_text(arguments) == text
+    assert custom_input_as_text(arguments) == text
 
 
 def test_text_is_told_before_its_end_has_come() -> None:

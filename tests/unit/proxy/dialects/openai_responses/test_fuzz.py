@@ -19,7 +19,7 @@ from support.proxy.openai_responses import (
     parse,
     stream,
 )
-from tracegrad.proxy.dialects.base import Call
+from tracegrad.chat.call import Call
 from tracegrad.proxy.http.errors import BadRequest
 
 Json = dict[str, Any]

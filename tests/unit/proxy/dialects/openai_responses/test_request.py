@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from support.proxy.openai_responses import PATCH, TOOL, ask, parse, tool_call
 from tracegrad.events import new_id
-from tracegrad.proxy.dialects.openai_responses.reasoning import sealed
+from tracegrad.proxy.dialects.openai_responses.response import seal_reasoning
 
 Json = dict[str, Any]
 
@@ -191,7 +191,7 @@ def test_reasoning_is_read_from_its_content_then_from_what_was_sealed_then_from_
     None
 ):
     summary = [{"type": "summary_text", "text": "s"}]
-    own = sealed("r")
+    own = seal_reasoning("r")
     for item, text in [
         (reasoning("t", encrypted_content=own, summary=summary), "t"),
         ({"type": "reasoning", "summary": summary, "encrypted_content": own}, "r"),

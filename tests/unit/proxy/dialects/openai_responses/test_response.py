@@ -20,7 +20,7 @@ from support.proxy.openai_responses import (
     ask,
     check_response,
 )
-from tracegrad.proxy.dialects.base import Call
+from tracegrad.chat.call import Call
 
 Json = dict[str, Any]
 

@@ -13,7 +13,7 @@ from openai.types.responses import ResponseInputItemParam
 from pydantic import TypeAdapter
 
 from support.proxy.openai_responses import DIALECT, PATCH, TOOL, Say, answer, ask, events_of, stream
-from tracegrad.proxy.dialects.openai_responses.custom_tools import as_arguments
+from tracegrad.proxy.dialects.openai_responses.tools import custom_input_as_arguments
 
 Json = dict[str, Any]
 Way = Callable[[Json], Json]
@@ -37,7 +37,7 @@ def said(draw: st.DrawFn) -> Say:
         name = draw(st.sampled_from(NAMES))
         arguments = draw(texts)
         if name.endswith("apply_patch"):
-            arguments = as_arguments(arguments)
+            arguments = custom_input_as_arguments(arguments)
         calls.append((f"call-{number}", name, arguments))
     return Say(draw(some_text), draw(some_text), calls)
 

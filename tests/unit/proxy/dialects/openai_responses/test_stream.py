@@ -24,7 +24,7 @@ from support.proxy.openai_responses import (
     last_chunks,
     stream,
 )
-from tracegrad.proxy.dialects.base import Call
+from tracegrad.chat.call import Call
 from tracegrad.proxy.http.errors import ApiError
 
 CALLS = [("c1", "look", '{"at":  "it"}'), ("c2", "apply_patch", '{"input": "a\\nb"}')]

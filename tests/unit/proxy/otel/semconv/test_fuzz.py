@@ -21,7 +21,7 @@ from support.proxy.genai_spans import (
 from tracegrad.events import Turn, logprob_array, token_id_array
 from tracegrad.proxy.dialects.registry import call_of
 from tracegrad.proxy.otel.semconv import llm_call
-from tracegrad.proxy.otel.semconv.span_events import EVENTS
+from tracegrad.proxy.otel.semconv.flat_attributes import EVENTS
 
 NAMES = sorted({"llm.request.type", *OTEL, *OTEL_TEXTS, *TRACELOOP, *OPENINFERENCE, *WHOLE, EVENTS})
 VALUES = st.recursive(

@@ -1,0 +1,23 @@
+"""The words that SDK, proxy and trainer share on the wire: headers, paths, attributes, keys."""
+
+from __future__ import annotations
+
+import re
+
+DEFAULT_URL = "http://127.0.0.1:4141"
+EVENTS_PATH = "/api/events"
+TRACES_PATH = "/v1/traces"
+
+ROLLOUT_HEADER = "x-tracegrad-rollout"
+KEY_HEADER = "x-tracegrad-key"
+STATE_HEADER = "x-tracegrad-state"
+# In `baggage` and on spans: whose they are.
+ROLLOUT_ATTRIBUTE = "tracegrad.rollout"
+# On LLM spans: whether the span made a turn ("turn"), or its call was one already ("recorded").
+CALL_KIND_ATTRIBUTE = "tracegrad.call.kind"
+
+ROLLOUT_ID_PATTERN = r"^[A-Za-z0-9._:@-]{1,128}$"
+# As an API key, `tg-<rollout>` names a rollout; with a dot and 32 bytes of secret it proves one.
+API_KEY_PREFIX = "tg-"
+# A rollout's id may hold dots; a secret holds none, and 32 bytes make 43 characters.
+SECRET_KEY = re.compile(r"tg-([A-Za-z0-9._:@-]{1,128})\.[A-Za-z0-9_-]{43}")

@@ -1,0 +1,57 @@
+"""What the engine is asked for one call, and the body of that request."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import orjson
+
+from tracegrad.chat.call import CHAT_PATH, Call
+from tracegrad.proxy.engine.routed_experts import (
+    ROUTED_EXPERTS_START,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """How a call is put to the engine.
+
+    `prompt_ids` takes the place of rendering the messages: vLLM uses these tokens as they are,
+    and keeps its parsers (`kv_transfer_params`, meant for disaggregated decoding). `capture` is
+    False for an engine that knows nothing of tokens. `routes_from` is the first of the prompt's
+    tokens whose routed experts are not known yet.
+    """
+
+    stream: bool
+    model: str | None = None
+    prompt_ids: array[int] | None = None
+    return_tokens: bool = True
+    routed_experts_from: int = 0
+
+
+def request_body(call: Call, ask: EngineRequest) -> bytes:
+    """The engine's request, as bytes of JSON."""
+    body = dict(call.body)
+    body.pop(ROUTED_EXPERTS_START, None)  # ours alone to say: no client sees what it is about
+    if ask.model is not None:
+        body["model"] = ask.model
+    if ask.stream:
+        body["stream"] = True
+        if call.visible.usage or not call.stream:
+            body["stream_options"] = {"include_usage": True}
+    if ask.return_tokens:
+        body["return_token_ids"] = True
+        if call.path == CHAT_PATH:
+            body["logprobs"] = True
+        elif body.get("logprobs") is None:
+            body["logprobs"] = 0  # the sampled token's, and no others
+        # With include_reasoning false the engine hides ids and log-probabilities too.
+        body.pop("include_reasoning", None)
+        if not call.visible.logprobs:
+            body.pop("top_logprobs", None)
+        if ask.routed_experts_from and not ask.stream:
+            body[ROUTED_EXPERTS_START] = ask.routed_experts_from
+    if ask.prompt_ids is not None:
+        body["kv_transfer_params"] = {"prompt_token_ids": ask.prompt_ids.tolist()}
+    return orjson.dumps(body)
