@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tracegrad.events import Turn
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.store import RolloutSummary, TurnDisposition
-from tracegrad.store.ledger.ledger import LATE
+from tracegrad.store.types import LATE
 
 
 class ReasonText(NamedTuple):

@@ -11,10 +11,10 @@ from itertools import takewhile
 from typing import Any
 
 from tracegrad.events import Json, Turn
+from tracegrad.jsonutil import dump_json
 from tracegrad.proxy.dialects.base import Call
 from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
 from tracegrad.proxy.dialects.registry import call_of
-from tracegrad.store.encoding.blobs import dump_json
 
 _DATA_URL = re.compile(r"data:([\w.+/-]*)[^,]*,")
 

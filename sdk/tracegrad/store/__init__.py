@@ -13,6 +13,7 @@ from tracegrad.store.errors import (
     StoreForeign,
     StoreMissing,
     StoreTooNew,
+    StoreTooOld,
     StoreUnavailable,
     UnknownRollout,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "StoreForeign",
     "StoreMissing",
     "StoreTooNew",
+    "StoreTooOld",
     "StoreUnavailable",
     "Submission",
     "TurnCounts",

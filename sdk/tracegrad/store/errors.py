@@ -27,6 +27,10 @@ class StoreTooNew(StoreError):
     """The store was written by a later version of tracegrad."""
 
 
+class StoreTooOld(StoreError):
+    """The store was written before the first release, in a form that is not read any more."""
+
+
 class StoreForeign(StoreError):
     """The database holds another program's tables under names of ours."""
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from tracegrad.events import Json, Reward, Span, Turn
-from tracegrad.store.copy.export_records import RecordedDisposition, RolloutRecord, VersionRecord
-from tracegrad.store.types import StepRecord
+from tracegrad.store.copy.export_records import RolloutRecord, VersionRecord
+from tracegrad.store.types import StepRecord, TurnDisposition
 
 FORMAT = 1
 _BEYOND_FLOAT32 = 1e39
@@ -148,9 +148,7 @@ def _turns(copy: RolloutRecord, *, text: bool) -> list[Json]:
     return told
 
 
-def _turn_object(
-    turn: Turn, new: array[int], fate: RecordedDisposition | None, *, text: bool
-) -> Json:
+def _turn_object(turn: Turn, new: array[int], fate: TurnDisposition | None, *, text: bool) -> Json:
     told: Json = {
         "turn_id": turn.turn_id,
         "parent_turn_id": turn.parent_id,

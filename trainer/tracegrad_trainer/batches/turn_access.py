@@ -18,6 +18,10 @@ Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 
+# `sampling.source` of a demonstrated turn; "expert" is what stores before 0.1 hold.
+DEMONSTRATION_SOURCES = ("demonstration", "expert")
+
+
 class RolloutLike(Protocol):
     """What a row needs of a rollout; the store's `RolloutSample` has it.
 
@@ -35,7 +39,7 @@ class RolloutLike(Protocol):
 
 def is_demonstration(turn: Turn) -> bool:
     """Whether an expert wrote the turn: no policy sampled it, whatever is recorded with it."""
-    return turn.sampling.get("source") == "expert"
+    return turn.sampling.get("source") in DEMONSTRATION_SOURCES
 
 
 def temperature_of(turn: Turn) -> float:

@@ -1,4 +1,4 @@
-"""`tracegrad rollouts explain ID`: why a tree forked, why turns are not trained."""
+"""`tracegrad rollouts explain [ID]`: why trees forked, why turns are not trained."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.text import Text
 from tracegrad.cli.render.console import hanging, indented, rule
 from tracegrad.cli.render.format import format_ranges, one_line, plural
 from tracegrad.cli.render.rollout import rollout_title
+from tracegrad.cli.render.rollout_list import short_id_width
 from tracegrad.inspect.forks import (
     ForkFinding,
     FrameDifference,
@@ -30,6 +31,7 @@ from tracegrad.inspect.reasons import (
 )
 from tracegrad.inspect.transcript import Message, Transcript
 from tracegrad.store import RolloutDetail
+from tracegrad.store.read.reason_counts import ReasonCount, ReasonCounts
 
 _MARGIN, _COLUMN = 2, 11
 _EXCERPT = 160  # characters of a message around where it differs
@@ -283,3 +285,52 @@ def _totals(found: TokenTotals, width: int | None) -> Iterator[Text]:
     for amount, words in rows:
         label = Text(f"{amount:,}".rjust(column))
         yield from hanging(label, Text(words), column=column + 2, width=width, margin=_MARGIN)
+
+
+def render_reason_counts(found: ReasonCounts, width: int | None) -> Iterator[Text]:
+    waiting = sum(each.turns for each in found.not_trained if not each.final)
+    lost = found.turns - found.trained - waiting
+    line = f"{plural(found.turns, 'turn')} in {plural(found.rollouts, 'rollout')}: "
+    line += f"{found.trained:,} trained, {lost:,} not, {waiting:,} wait"
+    yield from indented(Text(line), margin=0, width=width)
+    shown = short_id_width([each.example for each in (*found.not_trained, *found.forks)])
+    for title, rows in (
+        ("why turns were not trained", [each for each in found.not_trained if each.final]),
+        ("what the others wait for", [each for each in found.not_trained if not each.final]),
+        ("why turns continue no earlier one", found.forks),
+    ):
+        if not rows:
+            continue
+        yield Text()
+        yield rule(Text(title, style="bold"), width)
+        for each in rows:
+            words = fork_text(each.reason) if rows is found.forks else untrained_text(each.reason)
+            yield from _reason_count(each, words, width, shown)
+
+
+def _reason_count(
+    each: ReasonCount, words: ReasonText, width: int | None, shown: int
+) -> Iterator[Text]:
+    head = Text.assemble(
+        (f"{each.turns:,}", "bold"), (f"  {one_line(each.reason)}", "yellow" if each.final else "")
+    )
+    example = f"  in {plural(each.rollouts, 'rollout')}, newest {one_line(each.example[:shown])}"
+    head.append(example, style="dim")
+    yield from indented(head, margin=_MARGIN, width=width)
+    for text, style in ((words.meaning, ""), (words.fix and f"→ {words.fix}", "dim")):
+        if text:
+            yield from indented(Text(text, style=style), margin=_MARGIN + 3, width=width)
+
+
+def reason_counts_json(found: ReasonCounts) -> dict[str, Any]:
+    return {
+        **asdict(found),
+        "not_trained": [
+            asdict(each) | untrained_text(each.reason)._asdict() for each in found.not_trained
+        ],
+        "forks": [
+            {k: v for k, v in asdict(each).items() if k != "final"}
+            | fork_text(each.reason)._asdict()
+            for each in found.forks
+        ],
+    }

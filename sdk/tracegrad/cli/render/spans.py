@@ -18,8 +18,8 @@ from tracegrad.cli.render.format import (
 )
 from tracegrad.events import Span
 from tracegrad.inspect.tree_layout import shorten_guide
+from tracegrad.jsonutil import dump_json
 from tracegrad.store import RolloutDetail
-from tracegrad.store.encoding.blobs import dump_json
 
 _MARGIN = 2
 _WIDE = 200

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from tracegrad.events import Json
-from tracegrad.store.encoding.blobs import encode_json
+from tracegrad.jsonutil import encode_json
 
 
 def observation_of(messages: Sequence[Json]) -> str | None:

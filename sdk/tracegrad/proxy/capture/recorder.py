@@ -9,6 +9,7 @@ from typing import Protocol
 
 from tracegrad.chat import sampling_params as sampling
 from tracegrad.events import Event, Json, Turn, new_id
+from tracegrad.jsonutil import dump_json, encode_json
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex
 from tracegrad.proxy.capture.call_index import CallIndex
 from tracegrad.proxy.capture.observation import observation_of
@@ -29,7 +30,6 @@ from tracegrad.proxy.prompt_reuse import (
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.proxy.store_async import run_in_thread, wait_committed
 from tracegrad.store import Submission, WriterLoad
-from tracegrad.store.encoding.blobs import dump_json, encode_json
 from tracegrad.store.errors import ParentMissing, StoreError, StoreUnavailable
 
 log = logging.getLogger("tracegrad.proxy")

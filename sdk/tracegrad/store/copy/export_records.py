@@ -32,19 +32,10 @@ from tracegrad.store.read.rollouts import (
 )
 from tracegrad.store.read.turns import load_turns
 from tracegrad.store.store import Store
-from tracegrad.store.types import PolicyVersion, StepRecord
+from tracegrad.store.types import PolicyVersion, StepRecord, TurnDisposition
 
 # Rollouts in memory at once.
 _PAGE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedDisposition:
-    """A turn's row in the ledger: trained by `step`, or skipped for `skip_reason`."""
-
-    step: int | None
-    skip_reason: str | None
-    created_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +58,7 @@ class RolloutRecord:
     rewards: Sequence[Reward] = ()  # in order of arrival
     spans: Sequence[Span] = ()  # by start
     turns: Sequence[Turn] = ()  # in order of capture
-    dispositions: Mapping[str, RecordedDisposition] = field(default_factory=dict)  # by turn id
+    dispositions: Mapping[str, TurnDisposition] = field(default_factory=dict)  # by turn id
 
     @property
     def reward(self) -> float | None:
@@ -263,8 +254,8 @@ def _rollouts(connection: Connection, ids: Sequence[str]) -> list[Mapping[str, A
 
 def _load_dispositions(
     connection: Connection, ids: Sequence[str]
-) -> dict[str, dict[str, RecordedDisposition]]:
-    found: dict[str, dict[str, RecordedDisposition]] = {rollout_id: {} for rollout_id in ids}
+) -> dict[str, dict[str, TurnDisposition]]:
+    found: dict[str, dict[str, TurnDisposition]] = {rollout_id: {} for rollout_id in ids}
     for some in chunks(ids):
         query = (
             select(
@@ -279,6 +270,6 @@ def _load_dispositions(
             .order_by(Turns.seq)
         )
         for row in connection.execute(query):
-            fate = RecordedDisposition(row.step, row.skip_reason, row.created_at)
+            fate = TurnDisposition(row.step, row.skip_reason, row.created_at)
             found[row.rollout_id][row.turn_id] = fate
     return found

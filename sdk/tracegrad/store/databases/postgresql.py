@@ -12,8 +12,7 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, func, select
 
-from tracegrad.store.databases.base import Conflict, Database
-from tracegrad.store.databases.json_text import json_text
+from tracegrad.store.databases.base import Conflict, Database, json_text
 from tracegrad.store.databases.postgresql_fixes import fix_for
 from tracegrad.store.errors import StoreUnavailable
 

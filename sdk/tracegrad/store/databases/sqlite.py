@@ -16,8 +16,7 @@ from typing import Any
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 
 from tracegrad.private_files import private_file, private_folder, restrict_permissions
-from tracegrad.store.databases.base import BUSY_TIMEOUT_S, Database
-from tracegrad.store.databases.json_text import json_text
+from tracegrad.store.databases.base import BUSY_TIMEOUT_S, Database, json_text
 from tracegrad.store.errors import StoreMissing, StoreUnavailable
 
 _WRITE = "tracegrad_write"

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import orjson
 import zstandard
 
+from tracegrad.jsonutil import encode_with_orjson, encode_with_python
 from tracegrad.store.encoding.routed_experts import from_planes, to_planes
 from tracegrad.store.errors import StoreCorrupt
 
@@ -103,9 +104,9 @@ def routing_content(file: bytes) -> BlobContent:
 
 def json_content(value: Any) -> BlobContent:
     try:
-        tag, text = _JSON, _orjson(value)
+        tag, text = _JSON, encode_with_orjson(value)
     except TypeError:
-        tag, text = _JSON | _ODD, _any_json(value)
+        tag, text = _JSON | _ODD, encode_with_python(value)
     return BlobContent(tag | _SHORT if len(text) < _SHORT_TEXT else tag, [text])
 
 
@@ -191,27 +192,6 @@ class ContextDigest:
 
     def value(self) -> bytes:
         return self._hash.digest()
-
-
-def dump_json(value: Any) -> str:
-    """JSON text of anything: what JSON cannot say becomes its `str`, NaN becomes null."""
-    return encode_json(value).decode()
-
-
-def encode_json(value: Any) -> bytes:
-    """`dump_json` as UTF-8."""
-    try:
-        return _orjson(value)
-    except TypeError:  # integers beyond 64 bits, lone surrogates
-        return _any_json(value)
-
-
-def _orjson(value: Any) -> bytes:
-    return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
-
-
-def _any_json(value: Any) -> bytes:
-    return json.dumps(value, default=str).encode()
 
 
 def _little_endian(values: array[Any]) -> bytes:

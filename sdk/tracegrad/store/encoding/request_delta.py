@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tracegrad.events import Json
-from tracegrad.store.encoding.blobs import dump_json
+from tracegrad.jsonutil import dump_json
 from tracegrad.store.encoding.request_fingerprint import (
     TEXT,
     Encode,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from tracegrad.store.encoding.blobs import encode_json
+from tracegrad.jsonutil import encode_json
 from tracegrad.store.errors import StoreCorrupt
 
 LIST, TEXT, VALUE = "list", "text", "one"

@@ -18,7 +18,7 @@ from sqlalchemy import (
     update,
 )
 
-from tracegrad.store.databases import clock
+from tracegrad.store.databases import statements
 from tracegrad.store.encoding.shared_texts import is_unused
 from tracegrad.store.expressions import chunks
 from tracegrad.store.ledger.leases import NO_LEASE
@@ -103,7 +103,7 @@ def _consumed(connection: Connection) -> int:
 
 
 def _leases(connection: Connection) -> int:
-    now = clock.server_time(connection)
+    now = statements.server_time(connection)
     connection.execute(
         update(Leases)
         .where(Leases.released_at.is_(None), Leases.leased_until <= now)

@@ -31,7 +31,6 @@ from tracegrad.events import Json
 from tracegrad.store.databases.upkeep import upkeep_of
 from tracegrad.store.encoding.shared_texts import remove_links, remove_unused
 from tracegrad.store.expressions import SCORED_OUTCOMES, chunks, training_state
-from tracegrad.store.ledger.ledger import LATE
 from tracegrad.store.maintenance.removal_log import ROLLOUTS, add_counts, record_removal
 from tracegrad.store.maintenance.selection import (
     PageKey,
@@ -53,6 +52,7 @@ from tracegrad.store.models import (
     TurnTexts,
 )
 from tracegrad.store.store import Store
+from tracegrad.store.types import LATE
 
 # Rollouts of one transaction, and the bytes of which no more are added: proxies wait for it.
 MAX_ROLLOUTS_PER_TRANSACTION, _BYTES_AT_ONCE = 200, 16 << 20

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Row, Select, bindparam, select
 from sqlalchemy.orm import aliased
 
-from tracegrad.events import Turn, token_id_array
+from tracegrad.events import Json, Turn, token_id_array
 from tracegrad.store.encoding.blobs import (
     ContextDigest,
     unpack_ids,
@@ -33,6 +33,7 @@ from tracegrad.store.encoding.shared_texts import (
 from tracegrad.store.errors import StoreCorrupt
 from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Turns
+from tracegrad.store.types import DEMONSTRATION, OLD_DEMONSTRATION
 
 T = TypeVar("T")
 
@@ -202,7 +203,7 @@ def _turn(
         completion_token_ids=completion,
         completion_logprobs=logprobs,
         policy_versions=tuple((v, n) for v, n in row.policy_versions),
-        sampling=row.sampling,
+        sampling=_sampling(row.sampling),
         finish_reason=row.finish_reason,
         untrainable=row.untrainable,
         parent_span_id=row.parent_span_id,
@@ -213,6 +214,12 @@ def _turn(
         routed_experts=unpack_routing(row.routed_experts) if routes else None,
         created_at=row.created_at,
     )
+
+
+def _sampling(stored: Json) -> Json:
+    if stored.get("source") == OLD_DEMONSTRATION:
+        return {**stored, "source": DEMONSTRATION}
+    return stored
 
 
 def _texts(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, select, true, update
+from sqlalchemy.orm import aliased
 
 from tracegrad.events import (
     OVER_LENGTH,
@@ -27,7 +28,6 @@ from tracegrad.store.encoding.shared_texts import add_links, add_texts
 from tracegrad.store.errors import EventRejected
 from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Outcomes, Rewards, Rollouts, RolloutTags, Spans, Turns
-from tracegrad.store.read.traces import adopt_spans
 from tracegrad.store.write.parent_cache import KnownParents, ParentInfo, load_parents
 from tracegrad.store.write.turn_rows import ColumnValues, TurnRows, make_turn_rows
 
@@ -166,7 +166,7 @@ def write_batch(
     _finish(connection, batch.finished)
     _reward(connection, batch.rewards)
     _insert(connection, Spans, [_span_row(span) for span in batch.spans])
-    adopt_spans(connection, batch.spans)
+    _adopt_spans(connection, batch.spans)
 
 
 def mark_unacknowledged(connection: Connection, turn_ids: Sequence[str]) -> int:
@@ -358,3 +358,28 @@ def _span_row(fact: Span) -> ColumnValues:
         "status": fact.status,
         "attributes": fact.attributes,
     }
+
+
+def _adopt_spans(connection: Connection, spans: Iterable[Span]) -> None:
+    """Earlier spans of a trace that came before anybody knew its rollout join it now.
+
+    Not where spans of the trace are in several rollouts: one of those around them all may be
+    nobody's.
+    """
+    pairs = {(span.trace_id, span.rollout_id) for span in spans if span.rollout_id is not None}
+    if not pairs:
+        return
+    other = aliased(Spans)
+    elsewhere = select(other.span_id).where(
+        other.trace_id == bindparam("trace"), other.rollout_id != bindparam("rollout")
+    )
+    connection.execute(
+        update(Spans)
+        .where(
+            Spans.trace_id == bindparam("trace"),
+            Spans.rollout_id.is_(None),
+            ~elsewhere.exists(),
+        )
+        .values(rollout_id=bindparam("rollout")),
+        [{"trace": trace_id, "rollout": rollout_id} for trace_id, rollout_id in sorted(pairs)],
+    )

@@ -18,21 +18,21 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import fields
 from enum import Enum, auto
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from sqlalchemy import Connection
 
 from tracegrad.events import Event, Turn
 from tracegrad.store.errors import StoreBusy, StoreUnavailable
-from tracegrad.store.store import Store
 from tracegrad.store.write.events import clear_unacknowledged, mark_unacknowledged
-from tracegrad.store.write.memory import estimate_bytes
 
 log = logging.getLogger("tracegrad.store")
 
@@ -43,7 +43,22 @@ MAX_SUBMISSIONS = 4096
 MAX_BYTES = 256 << 20
 # Between two attempts to mark turns of which nobody knows whether they are stored.
 _UNCERTAIN_RETRY_S = 0.5
+# For `estimate_bytes`: of a value that holds no text; and of an event with more values than are
+# looked at.
+_VALUE = 64
+_MOST_VALUES = 20_000
+_LARGE = 16 << 20
 _TOO_LATE = "its caller had given up before it was stored"
+
+
+class WritableStore(Protocol):
+    def append(
+        self,
+        events: Sequence[Event],
+        *,
+        before_commit: Callable[[Connection, Sequence[str]], None] | None = None,
+    ) -> None: ...
+    def mark_unacknowledged(self, turn_ids: Sequence[str]) -> int: ...
 
 
 class _Stage(Enum):
@@ -105,7 +120,7 @@ class GroupCommitWriter:
 
     def __init__(
         self,
-        store: Store,
+        store: WritableStore,
         *,
         max_submissions: int = MAX_SUBMISSIONS,
         max_bytes: int = MAX_BYTES,
@@ -327,3 +342,24 @@ def _fail(batch: Sequence[Submission], error: Exception) -> None:
         mine = StoreUnavailable(str(error)) if len(batch) > 1 else error
         with suppress(InvalidStateError):  # its caller knows already
             submission.set_exception(mine)
+
+
+def estimate_bytes(fact: Event) -> int:
+    """In bytes. Texts and token arrays count as long as they are, everything else alike."""
+    size, looked_at = 0, 0
+    todo: list[Any] = [getattr(fact, each.name) for each in fields(fact)]
+    while todo:
+        value = todo.pop()
+        size += _VALUE
+        looked_at += 1
+        if isinstance(value, str | bytes):
+            size += len(value)
+        elif isinstance(value, array):
+            size += len(value) * value.itemsize
+        elif looked_at + len(todo) > _MOST_VALUES:
+            return size + _LARGE
+        elif isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, list | tuple):
+            todo += value
+    return size

@@ -13,7 +13,7 @@ from support.store.conversations import conversation
 from support.store.corruption import corrupt
 from support.store.doctor_findings import found, healthy, look
 from support.store.events import make_turn, rollout_events
-from tracegrad.cli.commands.cleaning import make_cleaner, pattern_hook
+from tracegrad.cli.commands.redact import make_cleaner, pattern_hook
 from tracegrad.events import Reward, RolloutStarted
 from tracegrad.store import Ledger, PolicyVersion, RolloutFilter, StepRecord, Store
 from tracegrad.store.maintenance import (
