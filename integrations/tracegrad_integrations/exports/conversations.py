@@ -1,7 +1,7 @@
 """What was said in a rollout, as chat messages that chat templates take.
 
 A turn continues an earlier one in text where it begins with that turn's messages and then with
-its reply, in the client's spelling. In conversations the reply stands as the model gave it.
+its reply, in the client's spelling. In conversations the reply is as the model gave it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ChatConversation:
 
 
 def chat_turns(copy: RolloutRecord, left_out: ReasonCounter) -> list[ChatTurn]:
-    """The turns that can be told as messages; the others are counted."""
+    """The turns that can be written as messages; the others are counted."""
     by_id = {turn.turn_id: turn for turn in copy.turns}
     found = []
     for turn in copy.turns:
@@ -125,7 +125,7 @@ def _continued(one: ChatTurn, earlier: Sequence[ChatTurn]) -> ChatTurn | None:
 
 
 def _same_reply(echo: Json, reply: Json) -> bool:
-    """Clients send replies back stripped, without reasoning, arguments spelled anew."""
+    """Clients send replies back stripped, without reasoning, arguments spelled differently."""
     return (
         echo["role"] == "assistant"
         and (echo["content"] or "").strip() == (reply["content"] or "").strip()

@@ -1,4 +1,4 @@
-"""The SQL store: facts, the turn tree, the ledger of what was trained."""
+"""The SQL store: events, the turn tree, the ledger of what was trained."""
 
 from tracegrad.store.errors import (
     AlreadyTrained,

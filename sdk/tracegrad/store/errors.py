@@ -40,7 +40,7 @@ class StoreCorrupt(StoreError):
 
 
 class EventRejected(StoreError, ValueError):
-    """A fact contradicts itself or the store; it was not stored. Names the field."""
+    """An event contradicts itself or the store; it was not stored. Names the field."""
 
 
 class ParentMissing(EventRejected):

@@ -32,7 +32,7 @@ class Readable(Protocol):
 class RolloutSummary:
     """One rollout in a list.
 
-    `state` is where it stands on the way to training: `open`, an unscored outcome's name,
+    `state` on the way to training: `open`, an unscored outcome's name,
     `no_reward`, `waiting`, `leased` or `consumed` (trained or skipped: `consumed_step`).
     """
 

@@ -236,7 +236,7 @@ def test_doctor_mends(kept: str) -> None:
     assert run(kept, "doctor").exit_code == 1
     result = run(kept, "doctor", "--fix")
     assert result.exit_code == 0
-    assert "mended   orphans: 1 rows of the ledger whose turn is gone" in result.stdout
+    assert "fixed    orphans: 1 rows of the ledger whose turn is gone" in result.stdout
     assert run(kept, "doctor").exit_code == 0
 
 

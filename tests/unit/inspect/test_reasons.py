@@ -86,7 +86,11 @@ def reasons_of_the_code() -> dict[str, str]:
     """Each with a file that knows it."""
     wings = ("sdk/tracegrad", "trainer/tracegrad_trainer")
     paths = [path for wing in wings for path in sorted((ROOT / wing).rglob("*.py"))]
-    trees = {path: ast.parse(path.read_text()) for path in paths if not {"cli", "inspect"} & {*path.parts}}
+    trees = {
+        path: ast.parse(path.read_text())
+        for path in paths
+        if not {"cli", "inspect"} & {*path.parts}
+    }
     everywhere = {
         name: text for tree in trees.values() for name, text in constants_of(tree).items()
     }

@@ -91,7 +91,7 @@ def _format(given: str | None, output: Path | None, layout: ExportLayout | None)
     guessed = {"json": "jsonl"}.get(ending := output.suffix.removeprefix("."), ending)
     if given is None and guessed not in formats:
         raise typer.BadParameter(
-            f"{output.name!r} does not tell; write --format {choices}", param_hint="-o"
+            f"{output.name!r} does not say which; write --format {choices}", param_hint="-o"
         )
     return given or guessed
 

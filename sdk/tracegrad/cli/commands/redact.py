@@ -118,7 +118,7 @@ def _redact(
         confirm(f"Redact texts{tokens} in {where} for good?", yes)
     found = redact(store, rule, dry_run=dry_run, progress=make_progress("rollouts"))
     end_progress()
-    # What was replaced stays readable in free pages until these are written anew.
+    # What was replaced stays readable in free pages until these are rewritten.
     room = reclaim_space(
         store, vacuum=vacuum and not dry_run and any(found.removed.values()), whole=True
     )
@@ -198,22 +198,22 @@ def _hooks(
 
 
 class HookFailed(Exception):
-    """A hook failed on a stored text. At capture such a fact loses all its texts; what is stored
+    """A hook failed on a stored text. At capture such an event loses all its texts; what is stored
     already is worth more care."""
 
 
 def make_cleaner(hooks: Sequence[Hook]) -> Callable[[Event], Event]:
-    """A fact as it may stay. Raises CleaningFailed."""
+    """An event as it may stay. Raises HookFailed."""
 
-    def clean(fact: Event) -> Event:
-        texts = texts_of(fact)
+    def clean(event: Event) -> Event:
+        texts = texts_of(event)
         if texts is None:
-            return fact
+            return event
         record: Json | None = copy.deepcopy(texts)
         for hook in hooks:
             try:
                 record = hook.function(record) if record is not None else None
-                cleaned = with_texts(fact, record or {})
+                cleaned = with_texts(event, record or {})
                 dump_json(record)
             except Exception as error:
                 # Without its own words, which may be what is to be taken out.

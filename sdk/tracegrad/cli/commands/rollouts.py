@@ -65,7 +65,7 @@ def list_command(
 def _list_rollouts(
     store: Store, which: RolloutFilter, sort: RolloutOrder, limit: int, *, as_json: bool
 ) -> None:
-    # One more than asked for tells whether there are more.
+    # One more than asked for shows whether there are more.
     with store.reading() as connection:
         rows = list_ordered(connection, which, sort, limit + 1)
     shown = rows[:limit]
@@ -117,7 +117,7 @@ def show_command(
     full: Annotated[bool, typer.Option("--full", help="Do not shorten long messages.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what happened in one rollout, turn by turn."""
+    """Show what happened in one rollout, turn by turn."""
     with open_store(store) as reading:
         detail = reading.rollout(rollout)
     screen = Terminal()

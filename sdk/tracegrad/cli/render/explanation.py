@@ -73,11 +73,11 @@ def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
 
 
 def _with_text(found: dict[str, Any], words: Any, reason: str | None) -> dict[str, Any]:
-    told: ReasonText | None = words(reason) if reason is not None else None
+    text: ReasonText | None = words(reason) if reason is not None else None
     return {
         **found,
-        "meaning": told.meaning if told else None,
-        "mend": told.fix if told else None,
+        "meaning": text.meaning if text else None,
+        "fix": text.fix if text else None,
     }
 
 
@@ -102,8 +102,8 @@ def _rows(width: int | None) -> _Row:
 
 
 def _title(turns: str, reason: str | None, width: int | None) -> Text:
-    told = one_line(reason or "begins afresh")
-    return rule(Text.assemble((turns, "bold"), (f"  {told}", "bold yellow")), width)
+    title = one_line(reason or "begins afresh")
+    return rule(Text.assemble((turns, "bold"), (f"  {title}", "bold yellow")), width)
 
 
 def _reason(reason: str | None, row: _Row) -> Iterator[Text]:
@@ -113,7 +113,7 @@ def _reason(reason: str | None, row: _Row) -> Iterator[Text]:
     words = fork_text(reason)
     yield from row("why", words.meaning)
     if words.fix:
-        yield from row("mend", words.fix)
+        yield from row("fix", words.fix)
 
 
 def _beginnings(found: Sequence[ForkFinding], width: int | None) -> Iterator[Text]:
@@ -126,8 +126,8 @@ def _beginnings(found: Sequence[ForkFinding], width: int | None) -> Iterator[Tex
     new = sum(fork.prompt - fork.shared for fork in found)
     again = sum(fork.again for fork in found)
     sent = sum(fork.prompt for fork in found)
-    told = f"{new:,} of their {sent:,} prompt tokens are new; stored a second time: {again:,}"
-    yield from row("cost", told)
+    cost = f"{new:,} of their {sent:,} prompt tokens are new; stored a second time: {again:,}"
+    yield from row("cost", cost)
 
 
 def _fork(fork: ForkFinding, width: int | None) -> Iterator[Text]:
@@ -199,8 +199,10 @@ def _excerpt(text: str, at: int) -> str:
 def _tokens(fork: ForkFinding, row: _Row) -> Iterator[Text]:
     found = fork.tokens
     if found is None:
-        told = "the engine told none of this call" if not fork.prompt else "none to compare with"
-        yield from row("tokens", f"{told}: what it continues is known by its messages alone")
+        missing = (
+            "the engine returned none of this call" if not fork.prompt else "none to compare with"
+        )
+        yield from row("tokens", f"{missing}: what it continues is known by its messages alone")
         return
     other = fork.instead_of if fork.instead_of is not None else fork.like
     into = found.in_reply
@@ -256,8 +258,8 @@ def _untrained(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
     yield rule(Text("training", style="bold"), width)
     trained = len(detail.turns) - missing
     step = f" in step {detail.summary.consumed_step}" if trained else ""
-    told = Text(f"{trained:,} of {plural(len(detail.turns), 'turn')} trained{step}")
-    yield from indented(told, margin=_MARGIN, width=width)
+    line = Text(f"{trained:,} of {plural(len(detail.turns), 'turn')} trained{step}")
+    yield from indented(line, margin=_MARGIN, width=width)
     for (reason, final), turns in by_reason.items():
         words = untrained_text(reason)
         which = f"  {plural(len(turns), 'turn')}: {format_ranges(turns)}"

@@ -128,8 +128,8 @@ def _shape(detail: RolloutDetail) -> str:
     paths = f" on {plural(leaves, 'path')}" if leaves > 1 else ""
     forks = sum(turn.fork_reason is not None for turn in turns)
     tokens = f"{sent:,} prompt + {plural(sampled, 'token')} sampled" if sent else "without tokens"
-    told = f", {plural(forks, 'fork')}" if forks else ""
-    return f"{len(turns):,}{paths}, {tokens}{told}"
+    forked = f", {plural(forks, 'fork')}" if forks else ""
+    return f"{len(turns):,}{paths}, {tokens}{forked}"
 
 
 def _training(detail: RolloutDetail) -> str:

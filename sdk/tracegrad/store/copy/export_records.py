@@ -1,7 +1,7 @@
 """Whole rollouts with all that is known of them, read for a copy of the store or of a part.
 
 Not in a copy: leases, which belong to the processes that hold them, keys, which are secrets, and
-the record of what care took away here.
+the record of what maintenance removed here.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _PAGE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRecord:
-    """`outcome`, `error`, `finished_at` say how it stands, `outcomes` every end that was told."""
+    """`outcome`, `error`, `finished_at` are its state, `outcomes` every reported end."""
 
     rollout_id: str
-    opened: bool = True  # False: only its facts are known, not its opening
+    opened: bool = True  # False: only its events are known, not its opening
     opened_at: float
     task_id: str | None = None
     agent: str | None = None
@@ -88,7 +88,7 @@ class RolloutRecord:
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """How a policy version stands, and all that became of it, in order."""
+    """The state of a policy version, and all that became of it, in order."""
 
     current: PolicyVersion
     events: Sequence[PolicyVersion]
@@ -105,13 +105,13 @@ def iter_rollouts(
     """In the order of their ids; a few in memory at once, so that a store may be of any size.
 
     `trained`: only those of which a turn was, or none was. `raw` asks for requests and responses,
-    `routes` for routed experts.
+    `expert_routing` for routed experts.
     A rollout that is written meanwhile is as it was at one moment.
     """
     where = [wanted.where(), *_trained(trained)]
     for ids in _pages(store, where):
         with store.reading() as connection:
-            copies = _load_records(connection, ids, raw=raw, routes=expert_routing)
+            copies = _load_records(connection, ids, raw=raw, expert_routing=expert_routing)
         yield from copies
 
 
@@ -128,10 +128,10 @@ def iter_task_groups(
         pages = _pages(store, [*where, Rollouts.task_id == name])
         ids = [rollout_id for page in pages for rollout_id in page]
         with store.reading() as connection:
-            yield _load_records(connection, ids, raw=raw, routes=False)
+            yield _load_records(connection, ids, raw=raw, expert_routing=False)
     for ids in _pages(store, [*where, Rollouts.task_id.is_(None)]):
         with store.reading() as connection:
-            copies = _load_records(connection, ids, raw=raw, routes=False)
+            copies = _load_records(connection, ids, raw=raw, expert_routing=False)
         yield from ([copy] for copy in copies)
 
 
@@ -203,9 +203,9 @@ def _pages(store: Store, where: Sequence[ColumnElement[bool]]) -> Iterator[list[
 
 
 def _load_records(
-    connection: Connection, ids: Sequence[str], *, raw: bool, routes: bool
+    connection: Connection, ids: Sequence[str], *, raw: bool, expert_routing: bool
 ) -> list[RolloutRecord]:
-    turns = load_turns(connection, ids, raw=raw, expert_routing=routes)
+    turns = load_turns(connection, ids, raw=raw, expert_routing=expert_routing)
     rewards = load_rewards(connection, ids)
     tags = load_tags(connection, ids)
     outcomes = load_outcomes(connection, ids)

@@ -3,9 +3,9 @@
 Three kinds of transactions, all of which see what was committed before they began:
 
 - *reading*: one state of the store;
-- *appending*: adds facts, beside other appending ones where the database can;
+- *appending*: adds events, beside other appending ones where the database can;
 - *exclusive*: the only exclusive one until it commits. Whatever it reads of leases, steps and the
-  ledger stays true until then; facts may be appended meanwhile.
+  ledger stays true until then; events may be appended meanwhile.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _on_connect(connection: Any, _record: object) -> None:
 
 
 def _use_wal(cursor: sqlite3.Cursor) -> None:
-    # Two processes that turn a new file to WAL at once: one is told "locked" without any wait.
+    # Two processes that turn a new file to WAL at once: one gets "locked" without any wait.
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:

@@ -5,7 +5,7 @@ A blob is a tag byte and zstd frames without their magic number:
 - 1 to 4: an array of 4-byte items, by so many byte planes: all lowest bytes, then all second
   ones, ... Planes of zeros at the top are left out (ids have no fourth one). The top plane has
   a frame of its own: it is what compresses best, and does not when mixed with the others;
-- 5: a `.npy` file of routes, its header first, then its bytes by layer (module `routes`);
+- 5: a `.npy` file of expert routing, its header first, then its bytes by layer (`routed_experts`);
 - 0x10: JSON text; and 0x20 where it needed Python's own writer (integers beyond 64 bits, lone
   surrogates); and 0x40 where it is short and was compressed with `_PHRASES`.
 
@@ -152,11 +152,11 @@ def unpack_routing(blob: bytes | None) -> bytes | None:
     if blob is None:
         return None
     if blob[:1] != bytes((_ROUTING,)):
-        raise StoreCorrupt(f"stored routes have the unknown tag {blob[:1].hex()}")
+        raise StoreCorrupt(f"stored expert routing has the unknown tag {blob[:1].hex()}")
     try:
         return from_planes(_decompress(blob))
     except ValueError as error:
-        raise StoreCorrupt(f"its routes: {error}") from error
+        raise StoreCorrupt(f"its expert routing: {error}") from error
 
 
 def unpack_json(blob: bytes | None) -> Any:

@@ -80,7 +80,7 @@ class Ledger:
         tags: Mapping[str, str] | None = None,
         incomplete_after_s: float = float("inf"),
         at_least: int | None = None,
-        routes: bool = True,
+        expert_routing: bool = True,
         held: Collection[str] = (),
     ) -> list[Group]:
         """The oldest ready groups: `groups` of them, or [] while fewer are ready.
@@ -94,8 +94,8 @@ class Ledger:
         Rollouts with `tags` that ended unscored are consumed on the way, their turns skipped
         with the outcome as the reason. The lease ends after `ttl_s` seconds by itself, unless it
         is renewed. Rollouts in `held`, which the caller has already, are not given out again,
-        whatever became of their lease. `routes` asks for the turns' routed experts, which are
-        large.
+        whatever became of their lease. `expert_routing` asks for the turns' routed experts, which
+        are large.
         """
         _check(groups=groups, group_size=group_size, ttl_s=ttl_s)
         lease_id = new_id()
@@ -113,7 +113,9 @@ class Ledger:
 
         now, chosen = self._exclusively(take)
         with self._store.reading() as connection:
-            return load_groups(connection, chosen, lease_id, now + ttl_s, expert_routing=routes)
+            return load_groups(
+                connection, chosen, lease_id, now + ttl_s, expert_routing=expert_routing
+            )
 
     def ready(self, tags: Mapping[str, str] | None = None) -> int:
         """Rollouts that `lease` could take now: what a sender of tasks holds itself back by."""

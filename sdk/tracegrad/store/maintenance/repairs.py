@@ -1,4 +1,4 @@
-"""What can be mended without losing anything that anybody could use."""
+"""What can be fixed without losing anything that anybody could use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tracegrad.store.store import Store
 
 
 def repair(store: Store) -> Iterator[Finding]:
-    """Mend, and tell what was. Each kind is one transaction, counted in `removals`."""
+    """Fix, and report what was. Each kind is one transaction, counted in `removals`."""
     for check, done, one in _REPAIRS:
         with store.exclusive() as connection:
             count = one(connection)

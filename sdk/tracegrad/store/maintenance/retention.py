@@ -1,6 +1,6 @@
 """Whole rollouts out of the store: by age, by size, by any filter; trained ones first.
 
-Without being told so, only rollouts go that training is done with: consumed ones (each turn
+Unless asked for, only rollouts go that training is done with: consumed ones (each turn
 trained or skipped), and those that ended in a way that is never trained. What is removed is
 counted in `removals` by what had become of it; steps and versions stay.
 """
@@ -99,8 +99,8 @@ def training_is_done() -> ColumnElement[bool]:
 
 def used_bytes(store: Store, connection: Connection) -> int:
     """What the store takes, without room that is free inside the database's files."""
-    told = upkeep_of(store.database).used_bytes(connection)
-    return all_bytes(connection) if told is None else told
+    used = upkeep_of(store.database).used_bytes(connection)
+    return all_bytes(connection) if used is None else used
 
 
 def preview_prune(store: Store, rule: RetentionRule) -> PrunePreview:

@@ -61,25 +61,26 @@ def _forks_query(wanted: RolloutFilter) -> Select[Any]:
 
 
 def _not_trained_query(wanted: RolloutFilter) -> Select[Any]:
-    """As `inspect.reasons.untrained_reason` has it for one turn; without a reason: it was trained."""
-    # Once for each rollout: a turn only looks up how its rollout stands.
-    stands = (
+    """As `inspect.reasons.untrained_reason` has it for one turn; without a reason: it was
+    trained."""
+    # Once for each rollout: a turn only looks up the state of its rollout.
+    states = (
         select(Rollouts.rollout_id, training_state({}, time.time()).label("state"))
         .where(wanted.where())
-        .cte("stands")
+        .cte("states")
     )
     reason = case(
         (TurnLedger.turn_id.is_not(None), TurnLedger.skip_reason),
         (Turns.untrainable.is_not(None), Turns.untrainable),
-        (stands.c.state == "consumed", LATE),
-        else_=stands.c.state,
+        (states.c.state == "consumed", LATE),
+        else_=states.c.state,
     )
     undecided = and_(TurnLedger.turn_id.is_(None), Turns.untrainable.is_(None))
-    waits = and_(undecided, stands.c.state.in_(PENDING_STATES))
+    waits = and_(undecided, states.c.state.in_(PENDING_STATES))
     final = case((waits, 0), else_=1)
     return _counting(
         select(Turns.rollout_id, reason.label("reason"), final.label("final"))
-        .join(stands, stands.c.rollout_id == Turns.rollout_id)
+        .join(states, states.c.rollout_id == Turns.rollout_id)
         .outerjoin(TurnLedger, TurnLedger.turn_id == Turns.turn_id)
         .subquery()
     )

@@ -82,8 +82,8 @@ class StepHistory:
     def samples(
         self, rewards: Mapping[str, float], *, expert_routing: bool = True
     ) -> dict[str, RolloutSample]:
-        """Finished rollouts by id, with these rewards; removed ones are gone. `routes`: with the
-        routed experts of their turns."""
+        """Finished rollouts by id, with these rewards; removed ones are gone. `expert_routing`:
+        with the routed experts of their turns."""
         with self._store.reading() as connection:
             return load_samples(connection, rewards, expert_routing=expert_routing)
 

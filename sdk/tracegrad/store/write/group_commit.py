@@ -10,7 +10,7 @@ caller that gives up withdraws it, and then knows at once, but for a commit that
   connection broke in a commit.
 
 So a client that was refused has no turn that is trained. One that writes the same turn again, and
-is told that it is stored, has one: then the mark is taken back.
+is answered that it is stored, has one: then the mark is taken back.
 """
 
 from __future__ import annotations
@@ -70,21 +70,21 @@ class _Stage(Enum):
 
 
 class Submission(Future[None]):
-    """Facts of one caller, which stand or fall together.
+    """Events of one caller, which stand or fall together.
 
-    Resolves when they are on the disk; fails with `FactRefused`, or with `StoreUnavailable`: then
+    Resolves when they are on the disk; fails with `EventRejected`, or with `StoreUnavailable`: then
     none of its turns will be trained.
     """
 
     def __init__(
-        self, facts: Sequence[Event] = (), writer: GroupCommitWriter | None = None
+        self, events: Sequence[Event] = (), writer: GroupCommitWriter | None = None
     ) -> None:
         super().__init__()
         # A future that runs cannot be cancelled: the thread is free to resolve it.
         self.set_running_or_notify_cancel()
-        self.facts = tuple(facts)
+        self.events = tuple(events)
         self._writer = writer
-        self._size = sum(map(estimate_bytes, self.facts)) if writer is not None else 0
+        self._size = sum(map(estimate_bytes, self.events)) if writer is not None else 0
         self._stage = _Stage.WAITING
         self._given_up = self._abandoned = False
 
@@ -99,7 +99,7 @@ class Submission(Future[None]):
         return self._writer is None or self._writer._abandon(self)
 
     def turn_ids(self) -> list[str]:
-        return [fact.turn_id for fact in self.facts if isinstance(fact, Turn)]
+        return [event.turn_id for event in self.events if isinstance(event, Turn)]
 
 
 class WriterLoad(NamedTuple):
@@ -112,7 +112,7 @@ class WriterLoad(NamedTuple):
 
 
 class GroupCommitWriter:
-    """Writes facts to a store from one thread of its own.
+    """Writes events to a store from one thread of its own.
 
     While one transaction commits, submissions gather; the next takes them all. The disk's
     slowest part, its flush, is so paid once for many callers.
@@ -140,12 +140,12 @@ class GroupCommitWriter:
         self._thread = threading.Thread(target=self._run, name="tracegrad-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, facts: Sequence[Event]) -> Submission:
+    def submit(self, events: Sequence[Event]) -> Submission:
         """Raises `StoreBusy` at once when too much waits, StoreUnavailable after `close`.
 
         Cancelling a submission does not take it back: see `Submission.withdraw`.
         """
-        submission = Submission(facts, self)
+        submission = Submission(events, self)
         with self._lock:
             if self._closed:
                 raise StoreUnavailable("the store's writer is closed")
@@ -205,7 +205,7 @@ class GroupCommitWriter:
     def _release(self, submission: Submission) -> None:
         """With the lock held."""
         submission._stage = _Stage.SETTLED
-        submission.facts = ()
+        submission.events = ()
         self._held -= 1
         self._held_bytes -= submission._size
 
@@ -244,11 +244,11 @@ class GroupCommitWriter:
 
     def _write(self, batch: list[Submission]) -> None:
         self._sent = set()
-        facts = [fact for submission in batch for fact in submission.facts]
+        events = [event for submission in batch for event in submission.events]
         try:
-            self._store.append(facts, before_commit=partial(self._before_commit, batch))
+            self._store.append(events, before_commit=partial(self._before_commit, batch))
         except Exception as error:
-            # A store that cannot be written fails each of them; a bad fact only its own.
+            # A store that cannot be written fails each of them; a bad event only its own.
             if len(batch) > 1 and not isinstance(error, StoreUnavailable):
                 for submission in batch:
                     self._write_alone(submission)
@@ -280,7 +280,7 @@ class GroupCommitWriter:
             late = [s for s in batch if s._stage is _Stage.WITHDRAWN]
         _fail(late, StoreUnavailable(_TOO_LATE))
         wanted = _turn_ids(s for s in batch if s._stage is _Stage.COMMITTING)
-        # A turn that was stored before stays what it was to the caller that was told so.
+        # A turn that was stored before stays what it was to the caller that got that answer.
         if refused := set(new) - wanted:
             mark_unacknowledged(connection, sorted(refused))
         known = wanted - set(new)
@@ -324,7 +324,7 @@ class GroupCommitWriter:
             marked = self._store.mark_unacknowledged(sorted(self._doubtful))
         except Exception as error:
             if not isinstance(error, StoreUnavailable):
-                log.exception("turns that nobody was told of could not be marked")
+                log.exception("turns that were acknowledged to nobody could not be marked")
                 self._doubtful.clear()
             return
         self._doubtful.clear()
@@ -344,10 +344,10 @@ def _fail(batch: Sequence[Submission], error: Exception) -> None:
             submission.set_exception(mine)
 
 
-def estimate_bytes(fact: Event) -> int:
+def estimate_bytes(event: Event) -> int:
     """In bytes. Texts and token arrays count as long as they are, everything else alike."""
     size, looked_at = 0, 0
-    todo: list[Any] = [getattr(fact, each.name) for each in fields(fact)]
+    todo: list[Any] = [getattr(event, each.name) for each in fields(event)]
     while todo:
         value = todo.pop()
         size += _VALUE

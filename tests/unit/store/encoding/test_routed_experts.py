@@ -117,7 +117,8 @@ def test_the_trainer_gets_them(store: Store) -> None:
     ledger, history = Ledger(store), StepHistory(store)
     for routes in (True, False):
         expected = [turn.routed_experts if routes else None for turn in turns]
-        found = [ledger.preview(groups=1, group_size=1, expert_routing=routes).groups[0].rollouts[0],
+        found = [ledger.preview(groups=1, group_size=1,
+        expert_routing=routes).groups[0].rollouts[0],
                  history.samples({"r": 1.0}, expert_routing=routes)["r"]]  # fmt: skip
         assert [[turn.routed_experts for turn in one.turns] for one in found] == [expected] * 2
     [group] = ledger.lease(groups=1, group_size=1, owner="me", ttl_s=60)

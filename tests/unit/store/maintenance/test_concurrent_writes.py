@@ -61,7 +61,9 @@ def test_a_turn_that_comes_while_what_it_is_told_by_is_redacted(
     with Store.open(url) as writing, Store.open(url) as caring:
         turns = conversation(writing, "hello", SECRET)
         new = following(turns[1])
-        thread = while_it_holds(monkeypatch, redaction, "record_removal", lambda: writing.append([new]))
+        thread = while_it_holds(
+            monkeypatch, redaction, "record_removal", lambda: writing.append([new])
+        )
         redact(caring, rule())
         thread.join()
         assert writing.rollout_turns("r") == [*(without(turn) for turn in turns), new]
