@@ -129,11 +129,11 @@ class _Filling:
         )
 
     def _append(self, rollouts: int) -> None:
-        facts: list[Event] = []
+        events: list[Event] = []
         for _ in range(rollouts):
             made = self.new()
             rollout_id = made.opened.rollout_id
-            facts += [made.opened, *made.turns]
+            events += [made.opened, *made.turns]
             self.rollout_ids.append(rollout_id)
             for turn in made.turns:
                 self.turns += 1
@@ -143,12 +143,12 @@ class _Filling:
             if number % _STAYS_OPEN == 0:
                 continue
             if number % _FAILS == 0:
-                facts.append(RolloutFinished(rollout_id=rollout_id, outcome=Outcome.ENV_ERROR))
+                events.append(RolloutFinished(rollout_id=rollout_id, outcome=Outcome.ENV_ERROR))
                 continue
-            facts.append(Reward(rollout_id=rollout_id, value=number % 7 / 7))
-            facts.append(RolloutFinished(rollout_id=rollout_id))
+            events.append(Reward(rollout_id=rollout_id, value=number % 7 / 7))
+            events.append(RolloutFinished(rollout_id=rollout_id))
             self._waiting.append(made)
-        self.store.append(facts)
+        self.store.append(events)
 
 
 def _operations(filling: _Filling) -> list[tuple[Operation, int, Callable[[], object]]]:

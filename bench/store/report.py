@@ -53,7 +53,7 @@ from its queue to its end; what is counted above is a turn, stored.
   100 of 10, 23.26 and 32.79; 300 of 6, 24.42 and 40.24; 1,000 of 3, 14.60 and 50.05; its queue
   alone, 256 of 4, 30.86 and 57.01. So 1,000 runners of 3 turns are some 150 turns/s with MongoDB.
   Version 1 keeps everything in memory and publishes no such figures.
-- **rLLM** publishes no rates of its gateway. Its pull requests tell of some 50 GB a worker in the
+- **rLLM** publishes no rates of its gateway. Its pull requests mention some 50 GB a worker in the
   memory store, about 36 bytes a token (#787), and of an event loop that lags 41 s at the 99th
   percentile with about 2,500 sessions and 89,000 traces (#731). Measured for this project on two
   shared cores: with its SQLite store a row of an 8k prompt and 512 tokens is 244 kB, 28 bytes a

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from bench.store.places import Place
 from bench.store.rollouts import AGENT, Shape, instructions, rollout
+from tracegrad.jsonutil import dump_json
 from tracegrad.store import Store
-from tracegrad.store.encoding.blobs import dump_json
 
 # What rollouts have in common is stored once: here they have nothing.
 _ALL_DIFFER = 1 << 30

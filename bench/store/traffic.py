@@ -80,9 +80,9 @@ def _writing(writer: GroupCommitWriter, rollouts: Sequence[Rollout]) -> _Work:
         waits = []
         for one in rollouts:
             for at, turn in enumerate(one.turns):
-                facts: list[Event] = [turn] if at else [one.opened, turn]
+                events: list[Event] = [turn] if at else [one.opened, turn]
                 start = time.perf_counter()
-                writer.submit(facts).result()
+                writer.submit(events).result()
                 waits.append(time.perf_counter() - start)
         return len(waits), waits
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from ipa.sampling import Attempt, Policy, play
 from ipa.vault import NAMES, expert
 from ipa.warm_start import warm_start
-from tracegrad.proxy.config import AnchorSettings
 from tracegrad.store.anchors.anchor_store import AnchorStore, RolloutFromAnchor
+from tracegrad.store.anchors.schedule import AnchorSettings
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import full_tensors
 from tracegrad_trainer.rl.coordinator import RolloutSupply

@@ -108,7 +108,9 @@ class Attempt:
             return
         for call, observation in zip(calls, seen, strict=True):
             reply = words.said(call)
-            self._took((reply, [0.0] * len(reply)), version=-1, sampling={"source": "expert"})
+            self._took(
+                (reply, [0.0] * len(reply)), version=-1, sampling={"source": "demonstration"}
+            )
             self.ids += words.seen(observation)
         if self.opened is not None:
             self.turns = self.opened.turns[: self.anchor]

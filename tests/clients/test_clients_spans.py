@@ -57,7 +57,13 @@ def run_agent(
         # OpenTelemetry's own leaves texts out unless it is asked for them.
         "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT": "span_only",
     }
-    command = [sys.executable, str(SUPPORT / "agents" / "traced_agent.py"), families, model_url, *options]
+    command = [
+        sys.executable,
+        str(SUPPORT / "agents" / "traced_agent.py"),
+        families,
+        model_url,
+        *options,
+    ]
     done = subprocess.run(
         command,
         env=os.environ | wanted | more,

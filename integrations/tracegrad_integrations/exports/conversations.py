@@ -1,19 +1,20 @@
 """What was said in a rollout, as chat messages that chat templates take.
 
 A turn continues an earlier one in text where it begins with that turn's messages and then with
-its reply, in the client's spelling. In conversations the reply stands as the model gave it.
+its reply, in the client's spelling. In conversations the reply is as the model gave it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tracegrad.events import Json, Turn
+from tracegrad.jsonutil import dump_json
 from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
 from tracegrad.store.copy.export_records import RolloutRecord
-from tracegrad.store.encoding.blobs import dump_json
+from tracegrad.transfer.chat_conversations import imported_messages
 from tracegrad.transfer.layouts import ReasonCounter
 
 
@@ -55,7 +56,7 @@ class ChatConversation:
 
 
 def chat_turns(copy: RolloutRecord, left_out: ReasonCounter) -> list[ChatTurn]:
-    """The turns that can be told as messages; the others are counted."""
+    """The turns that can be written as messages; the others are counted."""
     by_id = {turn.turn_id: turn for turn in copy.turns}
     found = []
     for turn in copy.turns:
@@ -124,7 +125,7 @@ def _continued(one: ChatTurn, earlier: Sequence[ChatTurn]) -> ChatTurn | None:
 
 
 def _same_reply(echo: Json, reply: Json) -> bool:
-    """Clients send replies back stripped, without reasoning, arguments spelled anew."""
+    """Clients send replies back stripped, without reasoning, arguments spelled differently."""
     return (
         echo["role"] == "assistant"
         and (echo["content"] or "").strip() == (reply["content"] or "").strip()
@@ -169,3 +170,25 @@ def _text(content: Any) -> str | None:
             raise NoChatMessages("media")
         parts.append(text)
     return "\n".join(parts)
+
+
+def whole_conversations(copy: RolloutRecord, left_out: ReasonCounter) -> Iterator[ChatConversation]:
+    """Those whose replies were all said by their turns, each in one conversation.
+
+    Left out, counted by turns: conversations with replies that the agent brought along
+    ("foreign_reply"), and those that share a reply with an earlier one ("shared_reply"), which
+    would be learned twice. Imported conversations are all the teacher's.
+    """
+    yielded: set[str] = set()
+    for conversation in conversations(chat_turns(copy, left_out)):
+        ids = {said.turn.turn_id for said in conversation.turns}
+        new = len(ids - yielded)
+        if ids & yielded:
+            left_out["turns: shared_reply"] += new
+        elif not (
+            conversation.all_replies_sampled or imported_messages(conversation.turns[0].turn)
+        ):
+            left_out["turns: foreign_reply"] += new
+        else:
+            yield conversation
+        yielded |= ids

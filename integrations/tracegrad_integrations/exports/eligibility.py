@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from tracegrad.events import Json, Outcome, Turn
+from tracegrad.jsonutil import dump_json
 from tracegrad.store.copy.export_records import RolloutRecord
-from tracegrad.store.encoding.blobs import dump_json
 from tracegrad.transfer.layouts import ReasonCounter
 from tracegrad.transfer.token_rows import TokenRow, token_rows
 from tracegrad_integrations.exports.conversations import ChatTurn, chat_turns

@@ -8,7 +8,7 @@ from statistics import fmean
 from tracegrad.events import Json
 from tracegrad.store.copy.export_records import RolloutRecord
 from tracegrad.transfer.layouts import ExportLayout, ReasonCounter
-from tracegrad_integrations.exports.conversations import ChatTurn, chat_turns
+from tracegrad_integrations.exports.conversations import ChatTurn, chat_turns, whole_conversations
 from tracegrad_integrations.exports.eligibility import (
     TASK_COLUMNS,
     eligible_rows,
@@ -17,7 +17,6 @@ from tracegrad_integrations.exports.eligibility import (
     scored_rollouts,
     task_columns,
 )
-from tracegrad_integrations.exports.whole_conversations import whole_conversations
 
 
 def _sft(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from tracegrad.events import Json
 from tracegrad.store.copy.export_records import RolloutRecord
 from tracegrad.transfer.layouts import ExportLayout, ReasonCounter
+from tracegrad_integrations.exports.conversations import whole_conversations
 from tracegrad_integrations.exports.eligibility import (
     TASK_COLUMNS,
     eligible_rows,
@@ -20,7 +21,6 @@ from tracegrad_integrations.exports.eligibility import (
     prompts,
     task_columns,
 )
-from tracegrad_integrations.exports.whole_conversations import whole_conversations
 
 
 def _rl(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:

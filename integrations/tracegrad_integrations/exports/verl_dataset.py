@@ -3,7 +3,7 @@
     data.custom_cls.path=pkg://tracegrad_integrations.exports.verl_dataset
     data.custom_cls.name=TokenRows
 
-verl's own dataset renders messages anew, and learns every assistant message. It runs in verl's
+verl's own dataset renders messages again, and learns every assistant message. It runs in verl's
 processes and imports nothing of tracegrad: the file may be copied to where verl runs.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from tracegrad.cli.commands import doctor, export, prune, redact, rollouts
+from tracegrad.cli.commands import doctor, export, import_, prune, redact, rollouts
 from tracegrad.proxy.cli import proxy_command
 
 app = typer.Typer(
@@ -17,7 +17,7 @@ app = typer.Typer(
 app.add_typer(rollouts.app, name="rollouts")
 app.command("proxy")(proxy_command)
 app.command("export")(export.export_command)
-app.command("import")(export.import_command)
+app.command("import")(import_.import_command)
 app.command("prune")(prune.prune_command)
 app.command("redact")(redact.redact_command)
 app.command("doctor")(doctor.doctor_command)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from tracegrad.jsonutil import dump_json
 from tracegrad.store import (
     DEFAULT_URL,
     AmbiguousRollout,
@@ -17,7 +18,6 @@ from tracegrad.store import (
     StoreMissing,
     UnknownRollout,
 )
-from tracegrad.store.encoding.blobs import dump_json
 
 NO_SUCH_ROLLOUT = 1
 NO_STORE = 2

@@ -190,8 +190,8 @@ def _message_difference(index: int, rival: int, talk: Transcript) -> MessageDiff
     for position, message in enumerate(theirs):
         now = mine[position] if position < len(mine) else None
         if now is None or not _same(now, message):
-            told = talk.message(now) if now is not None else None
-            return MessageDifference(position, talk.message(message), told)
+            other = talk.message(now) if now is not None else None
+            return MessageDifference(position, talk.message(message), other)
     return None
 
 

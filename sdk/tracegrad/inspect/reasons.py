@@ -10,55 +10,55 @@ from typing import NamedTuple
 from tracegrad.events import Turn
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.store import RolloutSummary, TurnDisposition
-from tracegrad.store.ledger.ledger import LATE
+from tracegrad.store.types import LATE
 
 
 class ReasonText(NamedTuple):
-    """`mend` is empty where nothing needs to be done."""
+    """`fix` is empty where nothing needs to be done."""
 
     meaning: str
     fix: str
 
 
-# Why a turn continues no earlier one, token for token. What each means stands beside its name.
+# Why a turn continues no earlier one, token for token. What each means is beside its name.
 _FORK_FIXES = {
     ForkReason.NEW_CONVERSATION: "",
     ForkReason.EDITED_HISTORY: "Let the agent only append to its messages: no clock, reminder or "
     "status line that changes inside earlier ones, no dropped tool results.",
-    ForkReason.COMPACTION: "Nothing is wrong. Fewer compactions make longer paths: give the agent a "
-    "larger context, or let it compact later.",
+    ForkReason.COMPACTION: "Nothing is wrong. Fewer compactions make longer paths: give the agent "
+    "a larger context, or let it compact later.",
     ForkReason.TOOLS_CHANGED: "Offer the same tools, in the same order, with the same template "
     "arguments in every call of a conversation.",
     ForkReason.EDITED_CALLS: "Send tool calls back with the ids, names and arguments that came.",
-    ForkReason.EDITED_CONTENT: "Send the reply's text back as it came (only white space around it is "
-    "forgiven).",
+    ForkReason.EDITED_CONTENT: "Send the reply's text back as it came (only white space around it "
+    "is forgiven).",
     ForkReason.EDITED_REASONING: "Send the reasoning back as it came, or leave it out.",
-    ForkReason.NO_TEXT: "Keep texts until their rollouts end (keep_text, tracegrad prune --text-only "
-    "--older-than); a proxy that goes on running remembers them.",
+    ForkReason.NO_TEXT: "Keep texts until their rollouts end (keep_text, tracegrad prune "
+    "--text-only --older-than); a proxy that goes on running remembers them.",
     ForkReason.REMOVED: "Prune what is older (tracegrad prune --older-than), or finished.",
     ForkReason.MEDIA: "Such turns cannot be trained yet. Keep images, audio and video out of the "
     "conversations that training needs.",
-    ForkReason.OWN_RENDERING: "Leave chat_template, continue_final_message, add_special_tokens, echo "
-    "and truncate_prompt_tokens out of the agent's requests.",
-    ForkReason.NOTHING_NEW: "Nothing is wrong where the agent samples again or lets the model go on "
-    "with its own reply; tool results and answers belong after the reply.",
-    ForkReason.NO_TOKENS: "Serve with an engine that tells token ids (--upstream-kind vllm).",
+    ForkReason.OWN_RENDERING: "Leave chat_template, continue_final_message, add_special_tokens, "
+    "echo and truncate_prompt_tokens out of the agent's requests.",
+    ForkReason.NOTHING_NEW: "Nothing is wrong where the agent samples again or lets the model go "
+    "on with its own reply; tool results and answers belong after the reply.",
+    ForkReason.NO_TOKENS: "Serve with an engine that returns token ids (--upstream-kind vllm).",
     ForkReason.TOKENIZER: "Give the proxy the folder of the model's tokenizer and template: "
     "--tokenizer DIR.",
     ForkReason.NOT_AS_SENT: "Serve the engine with the chat template of the folder that the proxy "
     "reads (--tokenizer), and with no other default template arguments.",
-    ForkReason.TEMPLATE_ERROR: "Serve with a template that takes the agent's messages (roles in this "
-    "order, several system messages, tool calls without text).",
+    ForkReason.TEMPLATE_ERROR: "Serve with a template that takes the agent's messages (roles in "
+    "this order, several system messages, tool calls without text).",
     ForkReason.GENERATION_PROMPT: "Serve with a template that keeps earlier replies whole "
     "(preserve_thinking, where it has that argument).",
     ForkReason.HISTORY_REWRITTEN: "Serve with a template whose earlier messages do not depend on "
     "later ones (preserve_thinking, where it has that argument).",
-    ForkReason.REASONING_DROPPED: "Serve with a template that keeps the reasoning of earlier replies "
-    "(preserve_thinking, where it has that argument), or switch thinking off.",
-    ForkReason.CONTENT_CHANGED: "Serve with a template that keeps text as it is (no strip or trim of "
-    "replies).",
+    ForkReason.REASONING_DROPPED: "Serve with a template that keeps the reasoning of earlier "
+    "replies (preserve_thinking, where it has that argument), or switch thinking off.",
+    ForkReason.CONTENT_CHANGED: "Serve with a template that keeps text as it is (no strip or trim "
+    "of replies).",
     ForkReason.STOP_STRING: "Let the model's own end token end its replies, not stop strings.",
-    ForkReason.STOP_NOT_RENDERED: "Serve with a template that puts the end token behind every reply.",
+    ForkReason.STOP_NOT_RENDERED: "Serve with a template that puts the end token behind each reply.",
     ForkReason.CUT_SHORT: "Give replies more room (max_tokens).",
     ForkReason.TEMPLATE: "Read the proxy's log; another template may be provable.",
     ForkReason.TOKENS: "Serve with a template that begins each message with a special token.",
@@ -122,12 +122,12 @@ UNTRAINED_TEXTS = {
         "Look for agents that hang up: a shorter time-out than the model needs, a killed process.",
     ),
     "no_tokens": ReasonText(
-        "The server told no token ids: there is text, and nothing to train on.",
+        "The server returned no token ids: there is text, and nothing to train on.",
         "Send the agent's calls through a proxy in front of vLLM (--upstream-kind vllm). What a "
-        "teacher said, or other libraries' spans tell, stays text.",
+        "teacher said, or other libraries' spans hold, stays text.",
     ),
     "no_prompt": ReasonText(
-        "The server told no token ids of the prompt.",
+        "The server returned no token ids of the prompt.",
         "Serve with vLLM behind --upstream-kind vllm.",
     ),
     "no_logprobs": ReasonText(
@@ -144,7 +144,7 @@ UNTRAINED_TEXTS = {
         "Serve with a larger --max-model-len, or let the agent compact earlier.",
     ),
     "unacknowledged": ReasonText(
-        "Its client was told that the store could not be written (503), and then it was: the "
+        "Its client got the answer that the store could not be written (503), and then it was: the "
         "client has no such reply, and most likely asked again.",
         "Look what kept the store from being written: a lock held for long, a full or slow disk, a "
         "server that hung.",
@@ -160,7 +160,7 @@ UNTRAINED_TEXTS = {
     ),
     "env_error": ReasonText(
         "The environment failed, not the policy: the rollout is not scored.",
-        "Mend the environment and run the task again.",
+        "Fix the environment and run the task again.",
     ),
     "infra_error": ReasonText(
         "The machinery failed, not the policy: the rollout is not scored.",

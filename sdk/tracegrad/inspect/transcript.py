@@ -12,9 +12,9 @@ from typing import Any
 
 from tracegrad.chat.call import Call
 from tracegrad.events import Json, Turn
+from tracegrad.jsonutil import dump_json
 from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
 from tracegrad.proxy.dialects.registry import call_of
-from tracegrad.store.encoding.blobs import dump_json
 
 _DATA_URL = re.compile(r"data:([\w.+/-]*)[^,]*,")
 
@@ -139,8 +139,11 @@ class Transcript:
         """Of all messages of a turn and its reply."""
         if index not in self._known:
             reply = recorded_reply(self.turns[index])
-            told = [*self.all_messages(index), *([{**reply, "role": "assistant"}] if reply else [])]
-            self._known[index] = [_key(raw) for raw in told]
+            messages = [
+                *self.all_messages(index),
+                *([{**reply, "role": "assistant"}] if reply else []),
+            ]
+            self._known[index] = [_key(raw) for raw in messages]
         return self._known[index]
 
     def tools(self, index: int) -> list[str]:
@@ -234,5 +237,5 @@ def _source(url: Any) -> str:
     if data is None:
         return f": {url}" if len(url) <= 100 else f": {url[:100]}…"
     size = (len(url) - data.end()) * 3 // 4
-    told = f"{size / 1000:,.0f} kB" if size >= 1000 else f"{size} B"
-    return f": {data[1] or 'data'}, {told}"
+    length = f"{size / 1000:,.0f} kB" if size >= 1000 else f"{size} B"
+    return f": {data[1] or 'data'}, {length}"

@@ -13,7 +13,7 @@ from tracegrad.events import Turn
 class TurnChain:
     """Turns, by index, of which each continues the one before; then what continues the last.
 
-    Without turns it stands for the place where samples of one prompt begin, all of them roots.
+    Without turns it is the place where samples of one prompt begin, all of them roots.
     """
 
     turns: list[int]

@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 
 from pydantic import (
     AliasChoices,
-    BaseModel,
-    ConfigDict,
     Field,
     Secret,
     SecretStr,
@@ -31,6 +29,7 @@ from pydantic_settings import (
 )
 
 from tracegrad.protocol import API_KEY_PREFIX
+from tracegrad.store.anchors.schedule import AnchorSettings
 from tracegrad.urls import LONGEST_SOCKET_PATH, STORE_VARIABLE, masked, unix_socket, unmasked
 
 DEFAULT_STORE = "sqlite:///.tracegrad/store.db"
@@ -49,37 +48,6 @@ class SecretUrl(Secret[str]):
 
     def _display(self) -> str:
         return masked(self.get_secret_value())
-
-
-class AnchorSettings(BaseModel):
-    """From which turn of an expert's trajectory a task is sampled (`store.anchors`)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    mode: Literal["rollback", "parallel"] = Field(
-        "rollback", description="one anchor that moves towards the beginning, or several at once"
-    )
-    success: float = Field(1.0, description="reward from which a rollout is a success")
-    threshold: float = Field(0.75, gt=0, le=1, description="success rate of a mastered anchor")
-    window: int = Field(16, ge=1, description="latest rollouts of an anchor that its rate is of")
-    group_size: int = Field(
-        8,
-        ge=1,
-        description="rollouts in a row from one anchor: those are compared with each other;"
-        " `trainer serve` takes batches.group_size",
-    )
-    groups: int = Field(2, ge=1, description="groups of a round, shared by its anchors")
-    at_once: int = Field(2, ge=1, description="parallel: anchors of a task in one round")
-    review: float = Field(
-        0.0, ge=0, lt=1, description="rollback: share of groups from a later, mastered anchor"
-    )
-    refresh: int | None = Field(
-        None,
-        ge=1,
-        description="scored rollouts after which the best success since is the new expert, if it"
-        " needed no more turns; none: the first expert stays",
-    )
-    seed: int = Field(0, description="of what is drawn")
 
 
 class ProxySettings(BaseSettings):

@@ -1,4 +1,4 @@
-"""The SQL store: facts, the turn tree, the ledger of what was trained."""
+"""The SQL store: events, the turn tree, the ledger of what was trained."""
 
 from tracegrad.store.errors import (
     AlreadyTrained,
@@ -13,6 +13,7 @@ from tracegrad.store.errors import (
     StoreForeign,
     StoreMissing,
     StoreTooNew,
+    StoreTooOld,
     StoreUnavailable,
     UnknownRollout,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "StoreForeign",
     "StoreMissing",
     "StoreTooNew",
+    "StoreTooOld",
     "StoreUnavailable",
     "Submission",
     "TurnCounts",

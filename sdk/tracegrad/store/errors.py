@@ -27,6 +27,10 @@ class StoreTooNew(StoreError):
     """The store was written by a later version of tracegrad."""
 
 
+class StoreTooOld(StoreError):
+    """The store was written before the first release, in a form that is not read any more."""
+
+
 class StoreForeign(StoreError):
     """The database holds another program's tables under names of ours."""
 
@@ -36,7 +40,7 @@ class StoreCorrupt(StoreError):
 
 
 class EventRejected(StoreError, ValueError):
-    """A fact contradicts itself or the store; it was not stored. Names the field."""
+    """An event contradicts itself or the store; it was not stored. Names the field."""
 
 
 class ParentMissing(EventRejected):

@@ -65,7 +65,7 @@ def latest_reward() -> ColumnElement[float | None]:
 
 
 def training_state(tags: Mapping[str, str], now: float) -> ColumnElement[str]:
-    """Where a rollout stands on its way to training (`RolloutRow.state`, or `not_selected`)."""
+    """The state of a rollout on its way to training (`RolloutSummary.state`, or `not_selected`)."""
     return case(
         (Rollouts.consumed_at.is_not(None), literal("consumed")),
         (~has_tags(tags), literal("not_selected")),

@@ -6,15 +6,16 @@ from pathlib import Path
 
 from sqlalchemy import Connection, inspect, text
 
-from tracegrad.store.errors import StoreForeign, StoreTooNew
+from tracegrad.store.errors import StoreForeign, StoreTooNew, StoreTooOld
 from tracegrad.store.models import REVISION, Base
 
 _VERSIONS = "alembic_version"
 _FIRST = "rollouts"  # a table of ours in every revision
+_BASELINE = "0009"
 
 
 def migrate(connection: Connection) -> None:
-    """In an exclusive transaction. Raises StoreTooNew, StoreForeign."""
+    """In an exclusive transaction. Raises StoreTooNew, StoreTooOld, StoreForeign."""
     if revision_of(connection) != REVISION:
         _upgrade(connection)
 
@@ -41,6 +42,11 @@ def _upgrade(connection: Connection) -> None:
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
     if found is None:
         _refuse_foreign(connection)
+    elif found < _BASELINE:
+        raise StoreTooOld(
+            f"the store has revision {found}, from before the first release: open it once with"
+            f" commit ee1289f of tracegrad, which brings it to {_BASELINE}, or give another URL"
+        )
     elif found not in known:
         raise StoreTooNew(
             f"the store has revision {found}, this tracegrad knows up to {REVISION}: "

@@ -1,6 +1,6 @@
 """The tables. Migrations in `migrations/versions` build exactly these; a test compares them.
 
-Facts are written once: `rollouts`, `turns`, `spans`, `rewards`, `outcomes`, `steps`, `leases`,
+Events are written once: `rollouts`, `turns`, `spans`, `rewards`, `outcomes`, `steps`, `leases`,
 `turn_ledger`, `version_events`, `removals`. What changes afterwards is small, and says how things
 stand: the columns of `rollouts` for finish, lease and consumption, and `policy_versions`.
 Times are seconds since the epoch, UTC.
@@ -103,8 +103,8 @@ class Rollouts(Base):
 
 
 class Outcomes(Base):
-    """Every end that was told of a rollout, at the time that it was said to be. The first one
-    counts, and stands in `rollouts` with the time of its arrival."""
+    """Every reported end of a rollout, at the time that was given for it. The first one counts,
+    and is in `rollouts` with the time of its arrival."""
 
     __tablename__ = "outcomes"
 
@@ -114,7 +114,7 @@ class Outcomes(Base):
     error: Mapped[str | None]
     finished_at: Mapped[float]
 
-    # One fact told twice is one row.
+    # One event sent twice is one row.
     __table_args__ = (UniqueConstraint("rollout_id", "finished_at", "outcome"),)
 
 
@@ -133,7 +133,7 @@ class Turns(Base):
     """One LLM call. `delta` holds the prompt tokens that the parent's context lacks.
 
     The context of a turn is prompt + completion; `context_digest` proves that a child's
-    prompt begins with it, without rebuilding it. `request` is told by what the request of the
+    prompt begins with it, without rebuilding it. `request` is a delta to the request of the
     turn `request_base` lacks (module `sharing`), or whole; `request_marks` let later requests
     be told by it, and prove it (null in rows of revision 0001).
     """
@@ -184,7 +184,7 @@ class SharedTexts(Base):
 
 
 class TurnTexts(Base):
-    """Where a turn has a shared text: `path` begins with "request", as it is told, or
+    """Where a turn has a shared text: `path` begins with "request", as it is stored, or
     "response"."""
 
     __tablename__ = "turn_texts"
@@ -196,7 +196,7 @@ class TurnTexts(Base):
 
 
 class TaskAnchors(Base):
-    """Where a task stands that is sampled from an expert's prefixes (module `anchors`)."""
+    """The state of a task that is sampled from a demonstration's prefixes (package `anchors`)."""
 
     __tablename__ = "task_anchors"
 
@@ -311,7 +311,7 @@ class PolicyVersions(Base):
 
 
 class VersionEvents(Base):
-    """What became of each policy version, and when; `policy_versions` says how it stands."""
+    """What became of each policy version, and when; `policy_versions` has its latest state."""
 
     __tablename__ = "version_events"
 

@@ -51,14 +51,14 @@ class SecretValue(Protocol):
 
 
 class _StaleParentCache(Conflict):
-    """What a turn refers to may have been changed since it was read (`contexts`)."""
+    """What a turn refers to may have been changed since it was read (`parent_cache`)."""
 
 
 class Store:
     """Safe to use from many threads; several processes may open the same URL.
 
     Every method may raise `StoreUnavailable`; then nothing of the call was stored, unless the
-    connection to a server broke in the very commit: facts may simply be written again.
+    connection to a server broke in the very commit: events may simply be written again.
     """
 
     def __init__(self, database: Database, engine: Engine) -> None:
@@ -126,7 +126,7 @@ class Store:
 
     @contextmanager
     def appending(self) -> Iterator[Connection]:
-        """A transaction that adds facts (`databases.base`)."""
+        """A transaction that adds events (`databases.base`)."""
         with (
             self.database.one_line_errors(),
             self.database.appending(self._engine) as connection,
@@ -142,14 +142,14 @@ class Store:
         ):
             yield connection
 
-    # Facts
+    # Events
 
     def append(self, events: Sequence[Event], *, before_commit: BeforeCommit | None = None) -> None:
         """All of them in one transaction, on the disk on return; known ids change nothing.
 
         `before_commit` is called in the transaction when all is written, with the ids of the turns
         that are new: once, or again where the transaction was rolled back and is repeated.
-        Raises `FactRefused`, and then stores none of them.
+        Raises `EventRejected`, and then stores none of them.
         """
         if not events:
             return
@@ -196,8 +196,8 @@ class Store:
     def rollout_turns(
         self, rollout_id: str, *, raw: bool = True, expert_routing: bool = True
     ) -> list[Turn]:
-        """In order of capture; `raw=False` leaves requests and responses out, `expert_routing=False`
-        routed experts.
+        """In order of capture; `raw=False` leaves requests and responses out,
+        `expert_routing=False` routed experts.
 
         Requests of one conversation hold the same items in memory: do not change them. Raises
         `StoreCorrupt` where tokens or requests are not the ones that were stored.
@@ -218,7 +218,7 @@ class Store:
             return queries.load_rewards(connection, [rollout_id])[rollout_id]
 
     def outcomes(self, rollout_id: str) -> list[RolloutFinished]:
-        """Every end that was told of it, in order of arrival. The first one counts."""
+        """Every reported end, in order of arrival. The first one counts."""
         with self.reading() as connection:
             return queries.load_outcomes(connection, [rollout_id])[rollout_id]
 
@@ -296,7 +296,7 @@ class Store:
     # Policy versions
 
     def record_version(self, version: PolicyVersion) -> None:
-        """What became of a version; the latest record says how it stands."""
+        """What became of a version; the latest record is its state."""
         row = {
             "version": version.version,
             "step": version.step,

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
+
+from sqlalchemy import Connection
 
 from tracegrad.events import Json, Outcome, Reward, Span, Turn
+
+# `sampling["source"]` of turns that were copied from a demonstration. Stores of before the first
+# release hold the second word (`read.turns`).
+DEMONSTRATION, OLD_DEMONSTRATION = "demonstration", "expert"
+
+# Why a turn was skipped that came in after its rollout was leased; nobody trained on it.
+LATE = "late"
+# States of rollouts whose turns may still be trained (`expressions.training_state`).
+PENDING_STATES = ("open", "no_reward", "waiting", "leased", "not_selected")
+
+
+class Readable(Protocol):
+    """The store, for what is below it."""
+
+    def reading(self) -> AbstractContextManager[Connection]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary:
     """One rollout in a list.
 
-    `state` is where it stands on the way to training: `open`, an unscored outcome's name,
+    `state` on the way to training: `open`, an unscored outcome's name,
     `no_reward`, `waiting`, `leased` or `consumed` (trained or skipped: `consumed_step`).
     """
 
@@ -36,10 +54,11 @@ class RolloutSummary:
 
 @dataclass(frozen=True, slots=True)
 class TurnDisposition:
-    """Trained by `step`, or not trained because of `skip_reason`."""
+    """A turn's row in the ledger: trained by `step`, or not trained because of `skip_reason`."""
 
     step: int | None
     skip_reason: str | None
+    created_at: float | None = None  # where it was asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ from tracegrad.events import (
     logprob_array,
     token_id_array,
 )
+from tracegrad.jsonutil import encode_json
 from tracegrad.store.copy.export_records import RolloutRecord
-from tracegrad.store.encoding.blobs import encode_json
 from tracegrad.transfer.field_reader import FieldReader, without_nulls
 
 # `Turn.untrainable` of a turn that is text only.

@@ -19,9 +19,9 @@ from tracegrad.events import (
     VersionSpans,
     token_id_array,
 )
-from tracegrad.store.copy.export_records import RecordedDisposition, RolloutRecord, VersionRecord
+from tracegrad.store.copy.export_records import RolloutRecord, VersionRecord
 from tracegrad.store.encoding.routed_experts import check_routing
-from tracegrad.store.types import PolicyVersion, StepRecord
+from tracegrad.store.types import PolicyVersion, StepRecord, TurnDisposition
 from tracegrad.transfer.chat_conversations import (
     ImportedConversation,
     is_conversation,
@@ -200,7 +200,7 @@ class _Turns:
         self._rollout_id = rollout_id
         self._contexts: dict[str, array[int]] = {}
         self.turns: list[Turn] = []
-        self.fates: dict[str, RecordedDisposition] = {}
+        self.fates: dict[str, TurnDisposition] = {}
 
     def read(self, fields: FieldReader) -> None:
         turn_id = fields.text("turn_id")
@@ -282,7 +282,7 @@ def _routing(fields: FieldReader, tokens: int) -> bytes | None:
     return file
 
 
-def _disposition(fields: FieldReader) -> RecordedDisposition | None:
+def _disposition(fields: FieldReader) -> TurnDisposition | None:
     step = fields.integer_or_none("trained_step")
     reason = fields.text_or_none("skip_reason")
     at = fields.number_or_none("fate_at")
@@ -292,4 +292,4 @@ def _disposition(fields: FieldReader) -> RecordedDisposition | None:
         return None
     if at is None:
         raise fields.invalid("fate_at", "it is missing; write when the turn was trained or skipped")
-    return RecordedDisposition(step, reason, at)
+    return TurnDisposition(step, reason, at)

@@ -16,7 +16,7 @@ _LARGEST_INTEGER = 2**63 - 1
 
 
 class InvalidObject(ValueError):
-    """`field` is where it is, `mend` what is wrong with it and what to do."""
+    """`field` is where it is, `fix` what is wrong with it and what to do."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")

@@ -37,7 +37,7 @@ _BATCH_ROLLOUTS = 256
 
 
 class ImportStopped(Exception):
-    """One line: the file, the line, the field and the mend."""
+    """One line: the file, the line, the field and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class RolloutImport:
 
 
 def _objects_of(name: str, file: BufferedReader) -> tuple[str, Iterator[tuple[int, int, Any]]]:
-    """How a place in it is named, and its objects; formats are told by how the file begins."""
+    """How a place in it is named, and its objects; formats are known by how the file begins."""
     if file.peek(4)[:4] == parquet.MAGIC:
         if not file.seekable():
             raise ImportStopped(f"{name}: Parquet cannot be read from a pipe; name the file")

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from tracegrad.events import Json
-from tracegrad.store.encoding.blobs import encode_json
+from tracegrad.jsonutil import encode_json
 from tracegrad.transfer.field_reader import InvalidObject
 
 # What orjson refuses or rounds: lone surrogates, integers beyond 64 bits.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from tracegrad.events import Json
-from tracegrad.store.encoding.blobs import dump_json
+from tracegrad.jsonutil import dump_json
 from tracegrad.transfer import jsonl
 from tracegrad.transfer.field_reader import InvalidObject, without_nulls
 from tracegrad.transfer.layouts import Column

@@ -119,7 +119,7 @@ def has_messages(columns: Mapping[str, Column]) -> bool:
 
 def message_fields(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Column]) -> set[str]:
     """Fields of the chat messages that occur. A field that is in a file is in all its messages, as
-    null where it was not, and some chat templates tell null from nothing."""
+    null where it was not, and some chat templates distinguish null from nothing."""
     names = [name for name, column in columns.items() if column == "messages"]
     found = {"role", "content"}
     for row in rows:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from tracegrad.events import Json, Reward, Span, Turn
-from tracegrad.store.copy.export_records import RecordedDisposition, RolloutRecord, VersionRecord
-from tracegrad.store.types import StepRecord
+from tracegrad.store.copy.export_records import RolloutRecord, VersionRecord
+from tracegrad.store.types import StepRecord, TurnDisposition
 
 FORMAT = 1
 _BEYOND_FLOAT32 = 1e39
@@ -98,10 +98,10 @@ def span_without_rollout_object(span: Span) -> Json:
 
 
 def logprobs_json(values: array[float]) -> Sequence[float | None]:
-    told = values.tolist()
-    if math.isfinite(math.fsum(told)):
-        return told
-    return [_logprob_json(value) for value in told]
+    found = values.tolist()
+    if math.isfinite(math.fsum(found)):
+        return found
+    return [_logprob_json(value) for value in found]
 
 
 def _logprob_json(value: float) -> float | None:
@@ -125,7 +125,7 @@ def _span_object(span: Span) -> Json:
 
 
 def _reward_object(reward: Reward) -> Json:
-    told: Json = {
+    found: Json = {
         "reward_id": reward.reward_id,
         "value": reward.value,
         "name": reward.name,
@@ -134,24 +134,22 @@ def _reward_object(reward: Reward) -> Json:
         "created_at": reward.created_at,
     }
     beside = {"label": reward.label, "given_at": reward.given_at}
-    return told | {name: value for name, value in beside.items() if value is not None}
+    return found | {name: value for name, value in beside.items() if value is not None}
 
 
 def _turns(copy: RolloutRecord, *, text: bool) -> list[Json]:
-    told = []
+    found = []
     contexts: dict[str | None, int] = {None: 0}  # their lengths
     for turn in copy.turns:
         # The prompt's tokens that the parent's prompt and completion lack.
         new = turn.prompt_token_ids[contexts[turn.parent_id] :]
-        told.append(_turn_object(turn, new, copy.dispositions.get(turn.turn_id), text=text))
+        found.append(_turn_object(turn, new, copy.dispositions.get(turn.turn_id), text=text))
         contexts[turn.turn_id] = len(turn.prompt_token_ids) + len(turn.completion_token_ids)
-    return told
+    return found
 
 
-def _turn_object(
-    turn: Turn, new: array[int], fate: RecordedDisposition | None, *, text: bool
-) -> Json:
-    told: Json = {
+def _turn_object(turn: Turn, new: array[int], fate: TurnDisposition | None, *, text: bool) -> Json:
+    found: Json = {
         "turn_id": turn.turn_id,
         "parent_turn_id": turn.parent_id,
         "fork_reason": turn.fork_reason,
@@ -170,13 +168,13 @@ def _turn_object(
         "skip_reason": fate.skip_reason if fate else None,
         "fate_at": fate.created_at if fate else None,
     }
-    told |= {
+    found |= {
         name: value
         for name in ("state_key", "observation")
         if (value := getattr(turn, name)) is not None
     }
     if turn.routed_experts is not None:
-        told["routed_experts"] = b64encode(turn.routed_experts).decode()
+        found["routed_experts"] = b64encode(turn.routed_experts).decode()
     if text:
-        told |= {"request": turn.request, "response": turn.response}
-    return told
+        found |= {"request": turn.request, "response": turn.response}
+    return found

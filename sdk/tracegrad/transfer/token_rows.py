@@ -16,8 +16,9 @@ from tracegrad.turn_tree import paths, with_ancestors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRow:
-    """A sequence of T tokens. `mask` and `logprobs` have T entries too: 1 and what the engine told
-    where a token was sampled and belongs to this row, 0 elsewhere. The first `prompt_tokens` tokens
+    """A sequence of T tokens. `mask` and `logprobs` have T entries too: 1 and what the engine
+    returned where a token was sampled and belongs to this row, 0 elsewhere. The first
+    `prompt_tokens` tokens
     are the prompt of the path's first turn. `turns` are those that the row owns, in order."""
 
     token_ids: array[int]
@@ -46,17 +47,17 @@ def _row(path: Sequence[Turn], own: Sequence[Turn]) -> TokenRow:
     last = own[-1]
     ids = last.prompt_token_ids + last.completion_token_ids
     mask = [0] * len(ids)
-    told = logprob_array([0.0]) * len(ids)
+    logprobs = logprob_array([0.0]) * len(ids)
     for turn in own:
         start = len(turn.prompt_token_ids)
         end = start + len(turn.completion_token_ids)
         assert ids[start:end] == turn.completion_token_ids, "a turn is on its path"
         mask[start:end] = [1] * (end - start)
-        told[start:end] = turn.completion_logprobs
+        logprobs[start:end] = turn.completion_logprobs
     return TokenRow(
         token_ids=ids,
         mask=mask,
-        logprobs=told,
+        logprobs=logprobs,
         prompt_tokens=len(path[0].prompt_token_ids),
         turns=tuple(own),
     )

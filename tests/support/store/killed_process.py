@@ -2,8 +2,8 @@
 
 Started as `python -m support.store.killed_process ROLE URL`. Each line on its standard input is an
 order (JSON); it forks a process, which does as its role says and reports each acknowledgement, and
-kills it at the order's moment (`Moment`). All of them write whole lines to one pipe, so what a victim
-told before its death stands before the line that says it is dead.
+kills it at the order's moment (`Moment`). All of them write whole lines to one pipe, so what a
+victim told before its death stands before the line that says it is dead.
 
 Forks save the second that Python and SQLAlchemy take to load, so that hundreds of kills fit
 into a test.

@@ -9,7 +9,7 @@ import pytest
 
 from support.store.events import rollout_events
 from tracegrad.store import Group, Ledger, Store
-from tracegrad.store.databases import clock
+from tracegrad.store.databases import statements
 
 
 class FakeClock:
@@ -25,7 +25,7 @@ class FakeClock:
 @pytest.fixture
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     made = FakeClock()
-    monkeypatch.setattr(clock, "time_of", lambda _connection: made.now)
+    monkeypatch.setattr(statements, "server_time", lambda _connection: made.now)
     return made
 
 

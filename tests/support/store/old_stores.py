@@ -1,25 +1,49 @@
-"""Rows and stores as earlier revisions wrote them."""
+"""Stores and rows as earlier versions wrote them.
+
+`revision_0009` holds dumps of a store that the code of commit 3fb5415 filled, in each database, and
+that code's export of it: conversations with shared texts, a fork, rewards, spans, a step, leases, a
+skipped and a refused turn, a rollout that begins behind another's turns.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sqlite3
 import struct
 from array import array
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import zstandard
-from alembic import command
-from alembic.config import Config
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, make_url, text
 
-import tracegrad.store
 from tracegrad.events import Turn
 
+_FOLDER = Path(__file__).parent / "revision_0009"
 _COMPRESS = zstandard.ZstdCompressor(level=3).compress
 
 
-def old_row(turn: Turn, known: int) -> dict[str, object]:
+def write_store_of_revision_0009(url: str) -> None:
+    name = make_url(url).get_backend_name()
+    statements = (_FOLDER / f"{name}.sql").read_text()
+    if name == "sqlite":
+        with closing(sqlite3.connect(str(make_url(url).database))) as file:
+            file.executescript(statements)
+    else:
+        with psycopg.connect(url) as connection:
+            connection.execute(statements.encode())
+
+
+def export_of_revision_0009(url: str) -> list[dict[str, Any]]:
+    lines = (_FOLDER / f"{make_url(url).get_backend_name()}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def first_revision_row(turn: Turn, known: int) -> dict[str, object]:
+    """As revision 0001 packed it; migrations left the packed columns as they were."""
     context = turn.prompt_token_ids + turn.completion_token_ids
     return {
         "turn_id": turn.turn_id,
@@ -50,11 +74,3 @@ def insert_row(connection: Connection, table: str, row: dict[str, object]) -> No
     names = ", ".join(row)
     marks = ", ".join(f":{name}" for name in row)
     connection.execute(text(f"INSERT INTO {table} ({names}) VALUES ({marks})"), row)
-
-
-def upgraded(connection: Connection, revision: str) -> None:
-    config = Config()
-    folder = Path(tracegrad.store.__file__).parent / "migrations"
-    config.set_main_option("script_location", str(folder))
-    config.attributes["connection"] = connection
-    command.upgrade(config, revision)

@@ -7,7 +7,7 @@ from typing import Any
 
 from support.store.conversations import request, response
 from support.store.events import make_turn
-from tracegrad.cli.commands.cleaning import make_cleaner, pattern_hook
+from tracegrad.cli.commands.redact import make_cleaner, pattern_hook
 from tracegrad.events import (
     Turn,
 )

@@ -81,7 +81,7 @@ def test_prune_does_not_act_where_nobody_can_be_asked(kept: str) -> None:
 
 
 def test_prune_asks_on_a_terminal(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(destructive, "there_is_a_terminal", lambda: True)
+    monkeypatch.setattr(destructive, "is_interactive", lambda: True)
     result = run(kept, "prune", "--older-than", "30d", said="n\n")
     assert result.exit_code == 1
     assert "Remove 1 rollout for good?" in result.output
@@ -236,7 +236,7 @@ def test_doctor_mends(kept: str) -> None:
     assert run(kept, "doctor").exit_code == 1
     result = run(kept, "doctor", "--fix")
     assert result.exit_code == 0
-    assert "mended   orphans: 1 rows of the ledger whose turn is gone" in result.stdout
+    assert "fixed    orphans: 1 rows of the ledger whose turn is gone" in result.stdout
     assert run(kept, "doctor").exit_code == 0
 
 

@@ -31,7 +31,7 @@ def test_a_fork_is_shown_with_its_evidence(store: Store, url: str) -> None:
     in_order(text, [
         "turn 4 edited_history " + "─" * 57,
         "why An earlier message was changed, dropped or inserted: no recorded",
-        "mend Let the agent only append to its messages: no clock, reminder or",
+        "fix Let the agent only append to its messages: no clock, reminder or",
         "instead of continuing turn 3",
         "message number 1 is the first that differs:",
         "- turn 3 user: …day. Find out why and mend it.",

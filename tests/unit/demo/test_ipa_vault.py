@@ -104,7 +104,9 @@ def test_the_experts_turns_are_stored_as_the_experts_and_the_rest_with_exact_log
     attempt = Attempt(expert(NAMES[1]), 3, 7, {})
     exploring = Attempt(expert(NAMES[1]), 3, 7, {}, explores=True)
     play(policy, [attempt, exploring])
-    assert [turn.sampling.get("source") for turn in attempt.turns[:4]] == ["expert"] * 3 + [None]
+    assert [turn.sampling.get("source") for turn in attempt.turns[:4]] == ["demonstration"] * 3 + [
+        None
+    ]
     assert attempt.turns[3].policy_versions == ((7, 2),)
     assert exploring.turns[3].policy_versions == ((-1, 2),)
     assert exploring.turns[3].completion_logprobs.tolist() == pytest.approx([-2.1972246, 0.0])

@@ -18,19 +18,20 @@ from tracegrad.inspect.reasons import (
 )
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.store.filters import STATES
+from tracegrad.store.types import PENDING_STATES
 
 ROOT = Path(__file__).resolve().parents[3]
 # Functions that answer with a reason why a turn must not be trained.
 ANSWERING = {
-    "untrainable",
+    "untrainable_reason",
     "_untrainable",
     "turn_reason",
     "outcome_reason",
     "length_reason",
-    "media_in",
+    "media_untrainable_reason",
 }
 # Calls, and which of their arguments is such a reason.
-GIVEN = {"drop": 0, "give_up": -1, "_give_up": -1, "without_rows": -1, "refused": -1}
+GIVEN = {"discard_tokens": 0, "discard_batch": -1, "without_rows": -1}
 # Fields of turns and of the ledger that hold one, and constants that are one.
 FIELDS = {"untrainable", "skip_reason"}
 CONSTANTS = {"LATE", "OVER_LENGTH", "TOKENS_REDACTED", "UNACKNOWLEDGED"}
@@ -85,7 +86,11 @@ def reasons_of_the_code() -> dict[str, str]:
     """Each with a file that knows it."""
     wings = ("sdk/tracegrad", "trainer/tracegrad_trainer")
     paths = [path for wing in wings for path in sorted((ROOT / wing).rglob("*.py"))]
-    trees = {path: ast.parse(path.read_text()) for path in paths if "cli" not in path.parts}
+    trees = {
+        path: ast.parse(path.read_text())
+        for path in paths
+        if not {"cli", "inspect"} & {*path.parts}
+    }
     everywhere = {
         name: text for tree in trees.values() for name, text in constants_of(tree).items()
     }
@@ -94,8 +99,8 @@ def reasons_of_the_code() -> dict[str, str]:
         constants = everywhere | constants_of(tree)
         for expression in expressions_of(tree, trainer="tracegrad_trainer" in path.parts):
             # The names of columns are none ("text", as a file's types have it), nor is why the SDK
-            # dropped a fact that it could not send.
-            if path.name in ("columns.py", "exporter.py", "telemetry.py", "decorators.py"):
+            # dropped an event that it could not send.
+            if path.name in ("parquet_columns.py", "exporter.py", "telemetry.py", "decorators.py"):
                 continue
             for reason in texts(expression, constants):
                 found.setdefault(reason, str(path.relative_to(ROOT)))
@@ -111,7 +116,7 @@ def test_every_reason_why_a_turn_is_not_trained_has_words() -> None:
     filters = "foreign_token repeated_turn truncated predicate unpaired"
     assert {*some.split(), *more.split(), *filters.split(), refused} <= found.keys()
     missing = {reason: path for reason, path in found.items() if reason not in UNTRAINED_TEXTS}
-    assert not missing, "write their words and mends into tracegrad/inspect/reasons.py"
+    assert not missing, "write their words and fixes into tracegrad/inspect/reasons.py"
 
 
 def test_words_are_of_reasons_that_there_are() -> None:
@@ -128,7 +133,11 @@ def test_every_state_of_a_rollout_that_is_not_trained_has_words() -> None:
     assert unscored <= UNTRAINED_TEXTS.keys()
 
 
-def test_every_fork_has_words_and_a_mend() -> None:
+def test_states_that_are_counted_as_waiting_have_words() -> None:
+    assert set(PENDING_STATES) == WAITING_TEXTS.keys()
+
+
+def test_every_fork_has_words_and_a_fix() -> None:
     assert {reason.value for reason in ForkReason} == FORK_TEXTS.keys()
     without = {reason for reason, words in FORK_TEXTS.items() if not words.fix}
     assert without == {"new_conversation"}
@@ -137,10 +146,10 @@ def test_every_fork_has_words_and_a_mend() -> None:
 
 @pytest.mark.parametrize("table", [FORK_TEXTS, UNTRAINED_TEXTS, WAITING_TEXTS])
 def test_words_are_sentences(table: dict[str, tuple[str, str]]) -> None:
-    for reason, (meaning, mend) in table.items():
+    for reason, (meaning, fix) in table.items():
         assert meaning.endswith("."), reason
-        assert not mend or mend.endswith((".", ")")), reason
-        assert "  " not in meaning + mend, reason
+        assert not fix or fix.endswith((".", ")")), reason
+        assert "  " not in meaning + fix, reason
 
 
 def test_a_reason_of_another_version_has_none() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -15,18 +16,28 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 import tracegrad.store
 from support.store.events import make_turn
-from support.store.old_stores import insert_row, old_row, upgraded
-from tracegrad.events import Outcome, RolloutFinished, RolloutStarted
+from support.store.old_stores import (
+    export_of_revision_0009,
+    first_revision_row,
+    insert_row,
+    write_store_of_revision_0009,
+)
+from tracegrad.events import RolloutStarted
 from tracegrad.store import (
     Ledger,
-    PolicyVersion,
     StepRecord,
     Store,
     StoreForeign,
     StoreMissing,
+    StoreTooOld,
+    lease_by_rollout,
 )
+from tracegrad.store.anchors.anchor_store import AnchorStore
+from tracegrad.store.anchors.schedule import AnchorSettings
 from tracegrad.store.databases import database_at
-from tracegrad.store.models import REVISION, Base, Leases, Rollouts
+from tracegrad.store.maintenance import examine
+from tracegrad.store.models import REVISION, Base, Rollouts
+from tracegrad.transfer.export_rollouts import RolloutExport
 
 
 def test_the_migrations_build_exactly_the_declared_tables(store: Store) -> None:
@@ -121,158 +132,86 @@ def test_postgresql_can_compile_the_tables() -> None:
     assert "seq BIGSERIAL" in turns
 
 
-# A store of revision 0001, as its code wrote it
+# Stores as earlier versions wrote them
 
 
-def test_a_store_of_the_first_revision_goes_on(empty_url: str) -> None:
+def test_a_store_of_the_first_release_opens_and_goes_on(empty_url: str) -> None:
+    write_store_of_revision_0009(empty_url)
+    written = export_of_revision_0009(empty_url)
+    with Store.open(empty_url, create=False) as store:
+        assert examine(store).ok
+        # The word for turns that another rollout took has changed since.
+        assert list(RolloutExport(store=store).rollouts()) == [_with_new_words(o) for o in written]
+        [copy] = [each for each in store.rollouts() if each.tags.get("anchor_task") == "climb"]
+        assert {turn.sampling["source"] for turn in store.rollout_turns(copy.rollout_id)} == {
+            "demonstration"
+        }
+        anchors = AnchorStore(store, AnchorSettings(window=2, threshold=1.0, group_size=2))
+        assert anchors.task_state("climb").demonstration == "e"
+        assert [one.rollout_id for one in anchors.task_state("climb").pending] == [copy.rollout_id]
+        assert [found.demonstration for found in anchors.next("climb", count=3)] == ["e"] * 3
+
+        ledger = Ledger(store)
+        assert [(lease.owner, lease.state(0.0)) for lease in ledger.leases("trained")] == [
+            ("trainer", "released")
+        ]
+        groups = ledger.lease(groups=2, group_size=2, owner="me", ttl_s=60, at_least=1)
+        assert [[each.rollout_id for each in group.rollouts] for group in groups] == [["a", "b"]]
+        turns = [turn.turn_id for each in groups[0].rollouts for turn in each.turns]
+        ledger.commit_step(
+            StepRecord(step=2, version=2),
+            trained=turns,
+            skipped={},
+            rollouts=["a", "b"],
+            leases=lease_by_rollout(groups),
+        )
+        assert [step.step for step in ledger.steps()] == [1, 2]
+        last = store.rollout_turns("a")[1]
+        store.append([make_turn("a.3", "a", parent=last, request=last.request)])
+        assert store.find_turn("a.3") is not None
+        assert examine(store).ok
+        with store.reading() as connection:
+            context = MigrationContext.configure(connection, opts={"compare_type": True})
+            assert compare_metadata(context, Base.metadata) == []
+
+
+def _with_new_words(written: Any) -> Any:
+    if isinstance(written, dict):
+        return {
+            key: "demonstration" if (key, value) == ("source", "expert") else _with_new_words(value)
+            for key, value in written.items()
+        }
+    return [_with_new_words(each) for each in written] if isinstance(written, list) else written
+
+
+def test_rows_as_the_first_revision_packed_them_are_read_and_continued(store: Store) -> None:
     said = [{"role": "user", "content": "é " * 300}, {"role": "assistant", "content": "ok " * 99}]
     request = {"messages": said[:1], "seed": 2**70}
     root = make_turn("t0", request=request, response={"choices": [{"message": said[1]}]})
     child = make_turn("t1", parent=root, request={"messages": said})
-    engine = database_at(empty_url).engine(busy_timeout_s=5)
-    with engine.begin() as connection:
-        upgraded(connection, "0001")
-        assert "rollout_keys" not in inspect(connection).get_table_names()
+    with store.appending() as connection:
         insert_row(connection, "rollouts", {"rollout_id": "r", "opened": True, "opened_at": 1.0})
-        insert_row(connection, "turns", old_row(root, 0))
-        insert_row(connection, "turns", old_row(child, 5))
-    engine.dispose()
-
-    with Store.open(empty_url) as store:
-        assert store.rollout_turns("r") == [root, child]
-        last = child
-        for number in range(2, 5):
-            said = [*said, {"role": "user", "content": f"{number} " * 200}]
-            last = make_turn(f"t{number}", parent=last, request={"messages": said})
-            store.append([last])
-            assert store.find_turn(last.turn_id) == last
-        store.append([root, child])
-        assert [turn.turn_id for turn in store.rollout_turns("r")] == ["t0", "t1", "t2", "t3", "t4"]
-        store.add_key("r", b"0" * 32)
-        with store.reading() as connection:
-            context = MigrationContext.configure(connection, opts={"compare_type": True})
-            assert compare_metadata(context, Base.metadata) == []
-            bases = connection.execute(text("SELECT request_base FROM turns ORDER BY seq"))
-            assert list(bases.scalars()) == [None, None, None, "t2", "t3"]
+        insert_row(connection, "turns", first_revision_row(root, 0))
+        insert_row(connection, "turns", first_revision_row(child, 5))
+    assert store.rollout_turns("r") == [root, child]
+    last = child
+    for number in range(2, 5):
+        said = [*said, {"role": "user", "content": f"{number} " * 200}]
+        last = make_turn(f"t{number}", parent=last, request={"messages": said})
+        store.append([last])
+        assert store.find_turn(last.turn_id) == last
+    store.append([root, child])
+    assert [turn.turn_id for turn in store.rollout_turns("r")] == ["t0", "t1", "t2", "t3", "t4"]
+    with store.reading() as connection:
+        bases = connection.execute(text("SELECT request_base FROM turns ORDER BY seq"))
+        assert list(bases.scalars()) == [None, None, None, "t2", "t3"]
 
 
-def test_ends_leases_and_versions_of_the_second_revision_become_events(empty_url: str) -> None:
-    engine = database_at(empty_url).engine(busy_timeout_s=5)
-    with engine.begin() as connection:
-        upgraded(connection, "0002")
-        tables = inspect(connection).get_table_names()
-        assert not {"outcomes", "leases", "version_events", "removals"} & set(tables)
-        ends: list[dict[str, object]] = [
-            {"finished_at": 5.0, "outcome": "completed"},
-            {"finished_at": 4.0, "outcome": "agent_error", "error": "boom é"},
-            {},
-        ]
-        for name, end in zip("abc", ends, strict=True):
-            row = {"rollout_id": name, "opened": True, "opened_at": 1.0, "task_id": "t"}
-            insert_row(connection, "rollouts", row | end)
-            insert_row(
-                connection,
-                "rollout_tags",
-                {"rollout_id": name, "key": "é", "value": "ö", "position": 0},
-            )
-            turn = make_turn(f"{name}.t", name, created_at=2.0)
-            insert_row(connection, "turns", old_row(turn, 0))
-            insert_row(
-                connection,
-                "rewards",
-                {
-                    "reward_id": name,
-                    "rollout_id": name,
-                    "value": 0.5,
-                    "name": "reward",
-                    "source": "agent",
-                    "created_at": 3.0,
-                },
-            )
-        for version, state in ((0, "serving"), (1, "failed")):
-            insert_row(
-                connection,
-                "policy_versions",
-                {"version": version, "state": state, "created_at": 6.0, "detail": '{"why": "é"}'},
-            )
-    engine.dispose()
-
-    with Store.open(empty_url) as store:
-        assert store.outcomes("a") == [RolloutFinished(rollout_id="a", finished_at=5.0)]
-        assert store.outcomes("b") == [
-            RolloutFinished(
-                rollout_id="b", outcome=Outcome.AGENT_ERROR, error="boom é", finished_at=4.0
-            )
-        ]
-        assert store.outcomes("c") == []
-        serving = PolicyVersion(0, None, "serving", 6.0, {"why": "é"})
-        assert store.version_events(0) == [serving]
-        assert store.versions()[1].state == "failed"
-        for name in "abc":
-            detail = store.rollout(name)
-            assert detail.turns == [make_turn(f"{name}.t", name, created_at=2.0)]
-            assert (detail.summary.tags, detail.summary.reward) == ({"é": "ö"}, 0.5)
-        # And it goes on: events are added, rollouts are leased.
-        store.append([RolloutFinished(rollout_id="b", finished_at=9.0)])
-        assert [end.finished_at for end in store.outcomes("b")] == [4.0, 9.0]
-        store.record_version(serving)
-        assert store.version_events(0) == [serving, serving]
-        [group] = Ledger(store).lease(groups=1, group_size=2, owner="me", ttl_s=60)
-        assert [rollout.rollout_id for rollout in group.rollouts] == ["b", "a"]
-        with store.reading() as connection:
-            assert connection.scalar(select(Leases.owner).where(Leases.rollout_id == "a")) == "me"
-            context = MigrationContext.configure(connection, opts={"compare_type": True})
-            assert compare_metadata(context, Base.metadata) == []
-
-
-def test_steps_of_before_the_seventh_revision_have_no_digests(empty_url: str) -> None:
-    engine = database_at(empty_url).engine(busy_timeout_s=5)
-    with engine.begin() as connection:
-        upgraded(connection, "0006")
-        assert "run_id" not in [c["name"] for c in inspect(connection).get_columns("steps")]
-        row = {"step": 1, "version": 1, "created_at": 2.0, "checkpoint": "state/step-00000001"}
-        insert_row(connection, "steps", {**row, "settings": "{}", "metrics": "{}"})
-    engine.dispose()
-
-    with Store.open(empty_url) as store:
-        ledger = Ledger(store)
-        old = StepRecord(step=1, version=1, created_at=2.0, checkpoint="state/step-00000001")
-        assert ledger.last_step() == old
-        new = StepRecord(step=2, version=2, run_id="run", manifest_digest="22")
-        ledger.commit_step(new, trained=[], skipped={}, rollouts=[])
-        assert ledger.steps() == [old, new]
-
-
-def test_what_givers_of_the_seventh_revision_said_of_themselves_is_kept_as_that(
-    empty_url: str,
+@pytest.mark.parametrize("revision", ["0001", "0008"])
+def test_a_store_of_before_the_first_release_says_what_to_do(
+    store: Store, url: str, revision: str
 ) -> None:
-    engine = database_at(empty_url).engine(busy_timeout_s=5)
-    with engine.begin() as connection:
-        upgraded(connection, "0007")
-        insert_row(connection, "rollouts", {"rollout_id": "r", "opened": True, "opened_at": 1.0})
-        # The first was given last, and says that it was given in 5138.
-        for reward_id, value, source, at in (
-            ("w0", 1.0, "judge", 1e11),
-            ("w1", 0.0, "agent", 3.0),
-            ("w2", 1e308, "agent", 4.0),
-        ):
-            row = {"reward_id": reward_id, "rollout_id": "r", "value": value, "name": "reward"}
-            insert_row(connection, "rewards", row | {"source": source, "created_at": at})
-        key = {"key_hash": b"k" * 32, "rollout_id": "r", "created_at": 1.0}
-        insert_row(connection, "rollout_keys", key)
-    engine.dispose()
-
-    with Store.open(empty_url) as store:
-        said = [(r.source, r.label, r.given_at, r.created_at) for r in store.rewards("r")]
-        assert said == [
-            ("claimed", "judge", 1e11, 1e11),
-            ("claimed", "agent", 3.0, 3.0),
-            ("claimed", "agent", 4.0, 4.0),
-        ]
-        assert store.rollout("r").summary.reward == 0.0, (
-            "the last to arrive that would be taken today"
-        )
-        assert store.key_owner(b"k" * 32) == ("r", "calls")
-        with store.reading() as connection:
-            context = MigrationContext.configure(connection, opts={"compare_type": True})
-            assert compare_metadata(context, Base.metadata) == []
+    with store.appending() as connection:
+        connection.execute(text(f"UPDATE alembic_version SET version_num = '{revision}'"))
+    with pytest.raises(StoreTooOld, match=rf"revision {revision}.*commit ee1289f.*another URL"):
+        Store.open(url)

@@ -176,7 +176,7 @@ class Coordinator:
             tags=data.tags,
             incomplete_after_s=data.incomplete_after_s if self.supply.is_open else 0.0,
             at_least=1 if some else None,
-            routes=self.routes is not None,
+            expert_routing=self.routes is not None,
             held=self.leases.rollouts,
         )
         self.leases.hold(groups)  # a judge may take its time

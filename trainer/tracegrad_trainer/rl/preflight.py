@@ -6,10 +6,9 @@ import os
 from typing import Any
 
 import httpx
-from sqlalchemy import func, select
 
 from tracegrad.store import Store
-from tracegrad.store.models import Rollouts
+from tracegrad.store.read.rollouts import count_untrained
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
@@ -65,11 +64,8 @@ def check_store_has_groups(settings: TrainerSettings, store: Store) -> None:
     """
     if settings.batches.group_size == 1:
         return
-    waiting = select(func.count(), func.count(Rollouts.task_id)).where(
-        Rollouts.finished_at.is_not(None), Rollouts.consumed_at.is_(None)
-    )
     with store.reading() as connection:
-        every, with_task = connection.execute(waiting).one()
+        every, with_task = count_untrained(connection)
     if every and not with_task:
         raise ValueError(
             f"objective.preset = {settings.objective.preset!r} compares rollouts of one task with"

@@ -1,4 +1,4 @@
-"""`tracegrad doctor`: whether the store is whole, and how to mend it."""
+"""`tracegrad doctor`: whether the store is whole, and how to fix it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def doctor_command(
         typer.Option(min=1, help="Read the turns of so many rollouts only, chosen by chance."),
     ] = None,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Mend what can be mended without losing anything.")
+        bool, typer.Option("--fix", help="Fix what can be fixed without losing anything.")
     ] = False,
     which: RolloutFilter = ALL,
     as_json: JsonOption = False,
@@ -92,7 +92,7 @@ def _print_report(report: DoctorReport, name: str) -> None:
 
 def _line(finding: Finding) -> Text:
     if finding.fixed:
-        line = Text("mended   ", style="green")
+        line = Text("fixed    ", style="green")
     elif finding.broken:
         line = Text("broken   ", style="bold red")
     else:

@@ -1,4 +1,4 @@
-"""`tracegrad export | import`: what is stored, out into files and in again."""
+"""`tracegrad export`: what is stored, out into files."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
-from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, cast
+from typing import Annotated, BinaryIO
 
 import typer
 
 from tracegrad.atomic_file import atomic_write
 from tracegrad.cli.options import with_rollout_filter
-from tracegrad.cli.store_option import JsonOption, StoreOption, fail, open_store, print_json
+from tracegrad.cli.store_option import StoreOption, fail, open_store
 from tracegrad.events import Json
 from tracegrad.store import ALL, RolloutFilter
 from tracegrad.transfer import ExportLayout, LayoutUnknown, WriteFailed, find_layout, jsonl, parquet
 from tracegrad.transfer import parquet_columns as columns
 from tracegrad.transfer.export_rollouts import ExportCounts, RolloutExport
-from tracegrad.transfer.import_rollouts import ImportStopped, RolloutImport
 from tracegrad.transfer.layouts import Column
 
 FAILED = 1
@@ -73,39 +70,6 @@ def export_command(
     _print_export_counts(export.counts, output)
 
 
-def import_command(
-    files: Annotated[
-        list[str], typer.Argument(metavar="FILE...", help="JSONL or Parquet; - is standard input.")
-    ],
-    store: StoreOption = None,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out what is broken, and count it.")
-    ] = False,
-    untrained: Annotated[
-        bool,
-        typer.Option("--untrained", help="Forget what another store trained: all turns wait here."),
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Read rollouts that were exported, or conversations, into the store. Twice is as once."""
-    with open_store(store, create=True) as writing:
-        importing = RolloutImport(writing, skip_bad=skip_bad, untrained=untrained)
-        try:
-            for name in files:
-                with _input(name) as file:
-                    importing.file(name, file)
-        except ImportStopped as error:
-            added = importing.added
-            fail(f"{error} (stored before it: {added.rollouts} new rollouts)", FAILED)
-        except parquet.ParquetMissing as error:
-            fail(str(error), FAILED)
-    if as_json:
-        print_json({**asdict(importing.added), "bad": dict(importing.rejected)})
-    else:
-        for line in _import_lines(importing):
-            typer.echo(line)
-
-
 def _layout(name: str | None) -> ExportLayout | None:
     if name is None:
         return None
@@ -127,7 +91,7 @@ def _format(given: str | None, output: Path | None, layout: ExportLayout | None)
     guessed = {"json": "jsonl"}.get(ending := output.suffix.removeprefix("."), ending)
     if given is None and guessed not in formats:
         raise typer.BadParameter(
-            f"{output.name!r} does not tell; write --format {choices}", param_hint="-o"
+            f"{output.name!r} does not say which; write --format {choices}", param_hint="-o"
         )
     return given or guessed
 
@@ -188,49 +152,22 @@ def _failures() -> Iterator[None]:
         fail(f"standard output: {error.strerror}", FAILED)
 
 
-@contextmanager
-def _input(name: str) -> Iterator[BufferedReader[Any]]:
-    if name == "-":
-        standard_input = BufferedReader(cast(RawIOBase, sys.stdin.buffer))
-        yield standard_input
-        standard_input.detach()
-        return
-    try:
-        with Path(name).open("rb") as file:
-            yield file
-    except OSError as error:
-        fail(f"{name}: {error.strerror}", FAILED)
-
-
 def _print_export_counts(counts: ExportCounts, output: Path | None) -> None:
     """On standard error: the rows may be on the other."""
-    written = ", ".join(_number(n, kind) for kind, n in counts.written.items()) or "nothing"
+    written = ", ".join(counted(n, kind) for kind, n in counts.written.items()) or "nothing"
     where = f" to {output}" if output else ""
     typer.echo(f"exported {written}{where}", err=True)
     if counts.left_out:
-        typer.echo(f"left out: {_reason_lines(counts.left_out)}", err=True)
+        typer.echo(f"left out: {reason_lines(counts.left_out)}", err=True)
 
 
-def _import_lines(importing: RolloutImport) -> Iterator[str]:
-    added = importing.added
-    rest = [
-        _number(count, f"new {name.removesuffix('s')}")
-        for name, count in asdict(added).items()
-        if count and name not in ("rollouts", "known")
-    ]
-    total = _number(added.rollouts + added.known, "rollout")
-    yield ", ".join([f"{total}: {added.rollouts} new", *rest])
-    if importing.rejected:
-        yield f"left out: {_reason_lines(importing.rejected)}"
-
-
-def _reason_lines(reasons: Mapping[str, int]) -> str:
-    told = []
+def reason_lines(reasons: Mapping[str, int]) -> str:
+    lines = []
     for reason, count in sorted(reasons.items()):
         kind, colon, why = reason.partition(": ")
-        told.append(f"{why} ({_number(count, kind[:-1])})" if colon else f"{reason} ({count})")
-    return ", ".join(told)
+        lines.append(f"{why} ({counted(count, kind[:-1])})" if colon else f"{reason} ({count})")
+    return ", ".join(lines)
 
 
-def _number(count: int, name: str) -> str:
+def counted(count: int, name: str) -> str:
     return f"{count} {name}" if count == 1 else f"{count} {name}s"

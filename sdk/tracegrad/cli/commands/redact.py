@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import sys
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 
-from tracegrad.cli.commands.cleaning import HookFailed, make_cleaner, pattern_hook
 from tracegrad.cli.commands.destructive import (
     PARTLY_DONE,
     USAGE_ERROR,
@@ -25,7 +27,16 @@ from tracegrad.cli.commands.destructive import (
 from tracegrad.cli.options import with_rollout_filter
 from tracegrad.cli.render.format import plural
 from tracegrad.cli.store_option import JsonOption, StoreOption, fail, open_store, print_json
-from tracegrad.proxy.capture.redaction import Hook, HookError, load_hooks
+from tracegrad.events import Event, Json
+from tracegrad.jsonutil import dump_json
+from tracegrad.proxy.capture.redaction import (
+    REDACTED,
+    Hook,
+    HookError,
+    load_hooks,
+    texts_of,
+    with_texts,
+)
 from tracegrad.store import ALL, RolloutFilter, Store
 from tracegrad.store.maintenance import (
     REDACTABLE_FIELDS,
@@ -107,7 +118,7 @@ def _redact(
         confirm(f"Redact texts{tokens} in {where} for good?", yes)
     found = redact(store, rule, dry_run=dry_run, progress=make_progress("rollouts"))
     end_progress()
-    # What was replaced stays readable in free pages until these are written anew.
+    # What was replaced stays readable in free pages until these are rewritten.
     room = reclaim_space(
         store, vacuum=vacuum and not dry_run and any(found.removed.values()), whole=True
     )
@@ -184,3 +195,63 @@ def _hooks(
     if not hooks:
         fail("redact: say what: PATTERN, --secrets or --hook MODULE:FUNCTION", USAGE_ERROR)
     return hooks, ", ".join(hook.name for hook in hooks)
+
+
+class HookFailed(Exception):
+    """A hook failed on a stored text. At capture such an event loses all its texts; what is stored
+    already is worth more care."""
+
+
+def make_cleaner(hooks: Sequence[Hook]) -> Callable[[Event], Event]:
+    """An event as it may stay. Raises HookFailed."""
+
+    def clean(event: Event) -> Event:
+        texts = texts_of(event)
+        if texts is None:
+            return event
+        record: Json | None = copy.deepcopy(texts)
+        for hook in hooks:
+            try:
+                record = hook.function(record) if record is not None else None
+                cleaned = with_texts(event, record or {})
+                dump_json(record)
+            except Exception as error:
+                # Without its own words, which may be what is to be taken out.
+                raise HookFailed(
+                    f"{hook.name} failed on a {texts['type']} ({type(error).__name__})"
+                ) from error
+        return cleaned
+
+    return clean
+
+
+def pattern_hook(text: str, *, literal: bool) -> Hook:
+    """ValueError: it is no pattern, or one that is everywhere."""
+    if not text:
+        raise ValueError("it is empty")
+    try:
+        pattern = re.compile(re.escape(text) if literal else text)
+    except re.error as error:
+        raise ValueError(f"it is no regular expression: {error}") from None
+    if pattern.search("") is not None:
+        raise ValueError("it matches an empty text: it would be found everywhere")
+
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, str):
+            # What a run before this one put there is no text: a second run changes nothing.
+            return REDACTED.join(pattern.sub(_taken_out, part) for part in value.split(REDACTED))
+        if isinstance(value, dict):
+            return {cleaned(key): cleaned(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [cleaned(item) for item in value]
+        return value
+
+    def function(record: Json) -> Json:
+        # What kind of record it is belongs to us.
+        return {key: item if key == "type" else cleaned(item) for key, item in record.items()}
+
+    return Hook("a literal text" if literal else "a pattern", function)
+
+
+def _taken_out(match: re.Match[str]) -> str:
+    return REDACTED if match[0] else ""

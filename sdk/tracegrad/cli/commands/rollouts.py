@@ -9,12 +9,17 @@ from rich.text import Text
 
 from tracegrad.cli.options import with_rollout_filter
 from tracegrad.cli.render.console import Terminal
-from tracegrad.cli.render.explanation import explanation_json, render_explanation
+from tracegrad.cli.render.explanation import (
+    explanation_json,
+    reason_counts_json,
+    render_explanation,
+    render_reason_counts,
+)
 from tracegrad.cli.render.format import plural
 from tracegrad.cli.render.json import detail_json, indexed_turn_json, summary_json
 from tracegrad.cli.render.rollout import render_one_turn, render_rollout
 from tracegrad.cli.render.rollout_list import render_rollouts
-from tracegrad.cli.render.task_list import render_tasks, summarize_tasks, task_json
+from tracegrad.cli.render.task_list import render_tasks, task_json
 from tracegrad.cli.render.tree import render_tree, tree_json
 from tracegrad.cli.store_option import (
     NO_SUCH_ROLLOUT,
@@ -25,12 +30,8 @@ from tracegrad.cli.store_option import (
     print_json,
 )
 from tracegrad.store import ALL, RolloutDetail, RolloutFilter, Store
-from tracegrad.store.read.choosing import RolloutOrder, list_ordered
-from tracegrad.store.read.reason_counts import (
-    count_reasons,
-    reason_counts_json,
-    render_reason_counts,
-)
+from tracegrad.store.read.reason_counts import count_reasons
+from tracegrad.store.read.rollouts import RolloutOrder, list_ordered, summarize_tasks
 
 TOO_DEEP = 3
 
@@ -64,8 +65,9 @@ def list_command(
 def _list_rollouts(
     store: Store, which: RolloutFilter, sort: RolloutOrder, limit: int, *, as_json: bool
 ) -> None:
-    # One more than asked for tells whether there are more.
-    rows = list_ordered(store, which, sort, limit + 1)
+    # One more than asked for shows whether there are more.
+    with store.reading() as connection:
+        rows = list_ordered(connection, which, sort, limit + 1)
     shown = rows[:limit]
     if as_json:
         print_json([summary_json(row) for row in shown])
@@ -83,7 +85,8 @@ def _list_rollouts(
 def _list_tasks(
     store: Store, which: RolloutFilter, sort: RolloutOrder, limit: int, *, as_json: bool
 ) -> None:
-    every = summarize_tasks(store, which, sort)
+    with store.reading() as connection:
+        every = summarize_tasks(connection, which, sort)
     if as_json:
         print_json([task_json(task) for task in every[:limit]])
         return
@@ -114,7 +117,7 @@ def show_command(
     full: Annotated[bool, typer.Option("--full", help="Do not shorten long messages.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what happened in one rollout, turn by turn."""
+    """Show what happened in one rollout, turn by turn."""
     with open_store(store) as reading:
         detail = reading.rollout(rollout)
     screen = Terminal()
@@ -173,11 +176,12 @@ def explain_command(
     if rollout is not None and not which.matches_all:
         raise typer.BadParameter("name a rollout or filter them, not both", param_hint="ID")
     screen = Terminal()
-    with open_store(store) as reading:
+    with open_store(store) as opened:
         if rollout is None:
-            counts = count_reasons(reading, which)
+            with opened.reading() as connection:
+                counts = count_reasons(connection, which)
         else:
-            detail = reading.rollout(rollout)
+            detail = opened.rollout(rollout)
     if rollout is not None:
         if as_json:
             print_json(explanation_json(detail))

@@ -1,4 +1,4 @@
-"""`tracegrad rollouts explain ID`: why a tree forked, why turns are not trained."""
+"""`tracegrad rollouts explain [ID]`: why trees forked, why turns are not trained."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.text import Text
 from tracegrad.cli.render.console import hanging, indented, rule
 from tracegrad.cli.render.format import format_ranges, one_line, plural
 from tracegrad.cli.render.rollout import rollout_title
+from tracegrad.cli.render.rollout_list import short_id_width
 from tracegrad.inspect.forks import (
     ForkFinding,
     FrameDifference,
@@ -30,6 +31,7 @@ from tracegrad.inspect.reasons import (
 )
 from tracegrad.inspect.transcript import Message, Transcript
 from tracegrad.store import RolloutDetail
+from tracegrad.store.read.reason_counts import ReasonCount, ReasonCounts
 
 _MARGIN, _COLUMN = 2, 11
 _EXCERPT = 160  # characters of a message around where it differs
@@ -71,11 +73,11 @@ def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
 
 
 def _with_text(found: dict[str, Any], words: Any, reason: str | None) -> dict[str, Any]:
-    told: ReasonText | None = words(reason) if reason is not None else None
+    text: ReasonText | None = words(reason) if reason is not None else None
     return {
         **found,
-        "meaning": told.meaning if told else None,
-        "mend": told.fix if told else None,
+        "meaning": text.meaning if text else None,
+        "fix": text.fix if text else None,
     }
 
 
@@ -100,8 +102,8 @@ def _rows(width: int | None) -> _Row:
 
 
 def _title(turns: str, reason: str | None, width: int | None) -> Text:
-    told = one_line(reason or "begins afresh")
-    return rule(Text.assemble((turns, "bold"), (f"  {told}", "bold yellow")), width)
+    title = one_line(reason or "begins afresh")
+    return rule(Text.assemble((turns, "bold"), (f"  {title}", "bold yellow")), width)
 
 
 def _reason(reason: str | None, row: _Row) -> Iterator[Text]:
@@ -111,7 +113,7 @@ def _reason(reason: str | None, row: _Row) -> Iterator[Text]:
     words = fork_text(reason)
     yield from row("why", words.meaning)
     if words.fix:
-        yield from row("mend", words.fix)
+        yield from row("fix", words.fix)
 
 
 def _beginnings(found: Sequence[ForkFinding], width: int | None) -> Iterator[Text]:
@@ -124,8 +126,8 @@ def _beginnings(found: Sequence[ForkFinding], width: int | None) -> Iterator[Tex
     new = sum(fork.prompt - fork.shared for fork in found)
     again = sum(fork.again for fork in found)
     sent = sum(fork.prompt for fork in found)
-    told = f"{new:,} of their {sent:,} prompt tokens are new; stored a second time: {again:,}"
-    yield from row("cost", told)
+    cost = f"{new:,} of their {sent:,} prompt tokens are new; stored a second time: {again:,}"
+    yield from row("cost", cost)
 
 
 def _fork(fork: ForkFinding, width: int | None) -> Iterator[Text]:
@@ -197,8 +199,10 @@ def _excerpt(text: str, at: int) -> str:
 def _tokens(fork: ForkFinding, row: _Row) -> Iterator[Text]:
     found = fork.tokens
     if found is None:
-        told = "the engine told none of this call" if not fork.prompt else "none to compare with"
-        yield from row("tokens", f"{told}: what it continues is known by its messages alone")
+        missing = (
+            "the engine returned none of this call" if not fork.prompt else "none to compare with"
+        )
+        yield from row("tokens", f"{missing}: what it continues is known by its messages alone")
         return
     other = fork.instead_of if fork.instead_of is not None else fork.like
     into = found.in_reply
@@ -254,8 +258,8 @@ def _untrained(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
     yield rule(Text("training", style="bold"), width)
     trained = len(detail.turns) - missing
     step = f" in step {detail.summary.consumed_step}" if trained else ""
-    told = Text(f"{trained:,} of {plural(len(detail.turns), 'turn')} trained{step}")
-    yield from indented(told, margin=_MARGIN, width=width)
+    line = Text(f"{trained:,} of {plural(len(detail.turns), 'turn')} trained{step}")
+    yield from indented(line, margin=_MARGIN, width=width)
     for (reason, final), turns in by_reason.items():
         words = untrained_text(reason)
         which = f"  {plural(len(turns), 'turn')}: {format_ranges(turns)}"
@@ -283,3 +287,52 @@ def _totals(found: TokenTotals, width: int | None) -> Iterator[Text]:
     for amount, words in rows:
         label = Text(f"{amount:,}".rjust(column))
         yield from hanging(label, Text(words), column=column + 2, width=width, margin=_MARGIN)
+
+
+def render_reason_counts(found: ReasonCounts, width: int | None) -> Iterator[Text]:
+    waiting = sum(each.turns for each in found.not_trained if not each.final)
+    lost = found.turns - found.trained - waiting
+    line = f"{plural(found.turns, 'turn')} in {plural(found.rollouts, 'rollout')}: "
+    line += f"{found.trained:,} trained, {lost:,} not, {waiting:,} wait"
+    yield from indented(Text(line), margin=0, width=width)
+    shown = short_id_width([each.example for each in (*found.not_trained, *found.forks)])
+    for title, rows in (
+        ("why turns were not trained", [each for each in found.not_trained if each.final]),
+        ("what the others wait for", [each for each in found.not_trained if not each.final]),
+        ("why turns continue no earlier one", found.forks),
+    ):
+        if not rows:
+            continue
+        yield Text()
+        yield rule(Text(title, style="bold"), width)
+        for each in rows:
+            words = fork_text(each.reason) if rows is found.forks else untrained_text(each.reason)
+            yield from _reason_count(each, words, width, shown)
+
+
+def _reason_count(
+    each: ReasonCount, words: ReasonText, width: int | None, shown: int
+) -> Iterator[Text]:
+    head = Text.assemble(
+        (f"{each.turns:,}", "bold"), (f"  {one_line(each.reason)}", "yellow" if each.final else "")
+    )
+    example = f"  in {plural(each.rollouts, 'rollout')}, newest {one_line(each.example[:shown])}"
+    head.append(example, style="dim")
+    yield from indented(head, margin=_MARGIN, width=width)
+    for text, style in ((words.meaning, ""), (words.fix and f"→ {words.fix}", "dim")):
+        if text:
+            yield from indented(Text(text, style=style), margin=_MARGIN + 3, width=width)
+
+
+def reason_counts_json(found: ReasonCounts) -> dict[str, Any]:
+    return {
+        **asdict(found),
+        "not_trained": [
+            asdict(each) | untrained_text(each.reason)._asdict() for each in found.not_trained
+        ],
+        "forks": [
+            {k: v for k, v in asdict(each).items() if k != "final"}
+            | fork_text(each.reason)._asdict()
+            for each in found.forks
+        ],
+    }

@@ -89,7 +89,7 @@ def tag_text(tags: Mapping[str, str]) -> str:
 
 
 def training_text(row: RolloutSummary) -> str:
-    """Where the rollout stands on its way to training."""
+    """The state of the rollout on its way to training."""
     if row.state == "consumed":
         return f"step {row.consumed_step}" if row.trained_turns else "skipped"
     if row.state == row.outcome:

@@ -24,8 +24,8 @@ from tracegrad.cli.render.spans import render_spans
 from tracegrad.cli.render.turn import TurnView, render_full_turn, render_turn, reward_text
 from tracegrad.inspect.transcript import Transcript
 from tracegrad.inspect.tree_layout import children_of
+from tracegrad.jsonutil import dump_json
 from tracegrad.store import RolloutDetail
-from tracegrad.store.encoding.blobs import dump_json
 from tracegrad.store.read.training_samples import agent_turn_indices
 
 _COLUMN = 10
@@ -128,8 +128,8 @@ def _shape(detail: RolloutDetail) -> str:
     paths = f" on {plural(leaves, 'path')}" if leaves > 1 else ""
     forks = sum(turn.fork_reason is not None for turn in turns)
     tokens = f"{sent:,} prompt + {plural(sampled, 'token')} sampled" if sent else "without tokens"
-    told = f", {plural(forks, 'fork')}" if forks else ""
-    return f"{len(turns):,}{paths}, {tokens}{told}"
+    forked = f", {plural(forks, 'fork')}" if forks else ""
+    return f"{len(turns):,}{paths}, {tokens}{forked}"
 
 
 def _training(detail: RolloutDetail) -> str:

@@ -38,7 +38,7 @@ def _columns(rows: Sequence[RolloutSummary]) -> list[TableColumn[RolloutSummary]
         ),
         TableColumn("training", lambda row: Text(training_text(row))),
     ]
-    # What is the same everywhere tells nothing.
+    # What is the same in every row is left out.
     if len({row.agent for row in rows}) > 1:
         columns.append(
             TableColumn(
@@ -72,7 +72,7 @@ def outcome_text(row: RolloutSummary) -> Text:
 
 
 def short_id_width(ids: Sequence[str]) -> int:
-    """So many first characters tell these ids apart; at least 12, a millisecond of `new_id`."""
+    """So many first characters distinguish these ids; at least 12, a millisecond of `new_id`."""
     longest = max(map(len, ids), default=0)
     width = min(12, longest)
     while width < longest and len({i[:width] for i in ids}) < len(set(ids)):

@@ -18,8 +18,8 @@ from tracegrad.cli.render.format import (
 )
 from tracegrad.events import Span
 from tracegrad.inspect.tree_layout import shorten_guide
+from tracegrad.jsonutil import dump_json
 from tracegrad.store import RolloutDetail
-from tracegrad.store.encoding.blobs import dump_json
 
 _MARGIN = 2
 _WIDE = 200
@@ -46,7 +46,7 @@ def render_spans(detail: RolloutDetail, width: int | None, *, full: bool) -> Ite
         made = calls.get(span.span_id, [])
         line = Text.assemble((guide, "dim"), _line(span, start, made))
         yield _cut(line, width)
-        # What a model was told and said stands with its turn.
+        # What a model was sent and said is with its turn.
         for text in () if made else _texts(span, full=full):
             room = None if width is None else width - _MARGIN - len(under)
             for part in wrapped(text, room):
@@ -61,21 +61,21 @@ def _cut(line: Text, width: int | None) -> Text:
 
 
 def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, str, str]]:
-    """Every span once, with what leads to it and what stands before further lines of it."""
+    """Every span once, with what leads to it and the prefix of its further lines."""
     known = {span.span_id for span in spans}
     children: dict[str | None, list[Span]] = {}
     for span in spans:
         parent = span.parent_span_id if span.parent_span_id in known else None
         children.setdefault(parent, []).append(span)
-    told: set[str] = set()
+    shown: set[str] = set()
     waiting = [(span, "", "") for span in reversed(children.get(None, []))]
-    while waiting or len(told) < len(known):
+    while waiting or len(shown) < len(known):
         if not waiting:  # spans that are each other's parents: somebody sent nonsense
-            waiting.append((next(span for span in spans if span.span_id not in told), "", ""))
+            waiting.append((next(span for span in spans if span.span_id not in shown), "", ""))
         span, guide, under = waiting.pop()
-        if span.span_id in told:
+        if span.span_id in shown:
             continue
-        told.add(span.span_id)
+        shown.add(span.span_id)
         below = children.get(span.span_id, [])
         yield span, guide, under + ("│  " if below else "   ")
         last = len(below) - 1
@@ -102,12 +102,12 @@ def _line(span: Span, start: int, turns: Sequence[int]) -> Text:
         line.append(
             f"  {'turn' if len(turns) == 1 else 'turns'} {format_ranges(turns)}", style="cyan"
         )
-    facts = [_text(fact) for names in (_KIND, _MODEL) if (fact := _first(span.attributes, names))]
+    parts = [_text(event) for names in (_KIND, _MODEL) if (event := _first(span.attributes, names))]
     tokens = [_first(span.attributes, names) for names in (_TOKENS_IN, _TOKENS_OUT)]
     if not turns and any(isinstance(each, int) for each in tokens):
-        facts.append(f"{tokens[0] or 0:,} prompt + {plural(int(tokens[1] or 0), 'token')}")
-    if facts:
-        line.append("  " + one_line(" · ".join(facts)), style="dim")
+        parts.append(f"{tokens[0] or 0:,} prompt + {plural(int(tokens[1] or 0), 'token')}")
+    if parts:
+        line.append("  " + one_line(" · ".join(parts)), style="dim")
     return line
 
 

@@ -2,68 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from rich.text import Text
-from sqlalchemy import select
 
 from tracegrad.cli.render.format import OUTCOME_STYLE, format_age, format_number, one_line
 from tracegrad.cli.render.table import TableColumn, render_table
 from tracegrad.events import Outcome
-from tracegrad.store import OPEN, RolloutFilter, Store
-from tracegrad.store.expressions import latest_reward
-from tracegrad.store.models import Rollouts
-from tracegrad.store.read.choosing import RolloutOrder
-
-
-@dataclass(slots=True)
-class TaskSummary:
-    """What is known of its rollouts; `task_id` is None for those without a task."""
-
-    task_id: str | None
-    last_opened_at: float
-    outcomes: Counter[str] = field(default_factory=Counter)  # with "open"
-    rewards: list[float] = field(default_factory=list)
-
-    @property
-    def rollouts(self) -> int:
-        return self.outcomes.total()
-
-    @property
-    def mean(self) -> float | None:
-        return math.fsum(self.rewards) / len(self.rewards) if self.rewards else None
-
-    @property
-    def deviation(self) -> float | None:
-        """The standard deviation of at least two. 0: comparing them teaches nothing."""
-        if self.mean is None or len(self.rewards) < 2:
-            return None
-        squares = ((reward - self.mean) ** 2 for reward in self.rewards)
-        return math.sqrt(math.fsum(squares) / len(self.rewards))
-
-
-def summarize_tasks(store: Store, wanted: RolloutFilter, order: RolloutOrder) -> list[TaskSummary]:
-    """The task with the newest rollout first, or that with the highest mean reward."""
-    query = (
-        select(Rollouts.task_id, Rollouts.opened_at, Rollouts.outcome, latest_reward())
-        .where(wanted.where())
-        .order_by(Rollouts.opened_at.desc())
-    )
-    found: dict[str | None, TaskSummary] = {}
-    with store.reading() as connection:
-        for task_id, opened_at, outcome, reward in connection.execute(query):
-            task = found.setdefault(task_id, TaskSummary(task_id, opened_at))
-            task.outcomes[outcome or OPEN] += 1
-            if reward is not None:
-                task.rewards.append(reward)
-    every = list(found.values())
-    if order is RolloutOrder.REWARD:
-        every.sort(key=lambda task: -math.inf if task.mean is None else task.mean, reverse=True)
-    return every
+from tracegrad.store import OPEN
+from tracegrad.store.read.rollouts import TaskSummary
 
 
 def render_tasks(rows: Sequence[TaskSummary], width: int | None) -> list[Text]:

@@ -23,8 +23,8 @@ from tracegrad.events import Reward, Turn
 from tracegrad.inspect.forks import expected_parent
 from tracegrad.inspect.reasons import fork_text, untrained_reason, untrained_text
 from tracegrad.inspect.transcript import Message, RepeatedMessages, Transcript
+from tracegrad.jsonutil import dump_json
 from tracegrad.store import RolloutDetail
-from tracegrad.store.encoding.blobs import dump_json
 from tracegrad.store.read.training_samples import agent_turn_indices
 
 COLUMN = 11

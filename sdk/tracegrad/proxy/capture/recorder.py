@@ -12,6 +12,7 @@ from typing import Protocol
 from tracegrad.chat import sampling_params as sampling
 from tracegrad.chat.call import Call
 from tracegrad.events import Event, Json, Turn, new_id
+from tracegrad.jsonutil import dump_json, encode_json
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex
 from tracegrad.proxy.capture.call_index import CallIndex
 from tracegrad.proxy.capture.redaction import REDACTED, Redactor
@@ -24,7 +25,6 @@ from tracegrad.proxy.prompt_reuse.resolver import ContinuationPlan, PromptReuse,
 from tracegrad.proxy.prompt_reuse.tree_cache import CachedTurn, TurnReader, cached_turn
 from tracegrad.proxy.store_async import run_in_thread, wait_committed
 from tracegrad.store import Submission, WriterLoad
-from tracegrad.store.encoding.blobs import dump_json, encode_json
 from tracegrad.store.errors import EventRejected, ParentMissing, StoreError, StoreUnavailable
 
 log = logging.getLogger("tracegrad.proxy")

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tracegrad.events import Event, Json, RolloutFinished, RolloutStarted, Span, Turn
-from tracegrad.store.encoding.blobs import dump_json
+from tracegrad.jsonutil import dump_json
 from tracegrad.store.maintenance.drop_text import without_texts_of_event
 
 log = logging.getLogger("tracegrad.proxy")

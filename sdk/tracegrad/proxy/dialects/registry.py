@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tracegrad.chat.call import Call
 from tracegrad.events import Turn
+from tracegrad.jsonutil import dump_json
 from tracegrad.proxy.dialects.anthropic.request import AnthropicDialect
 from tracegrad.proxy.dialects.base import Dialect
 from tracegrad.proxy.dialects.gemini.request import WHOLE, GeminiDialect
@@ -11,7 +12,6 @@ from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
 from tracegrad.proxy.dialects.openai_completions import OpenAICompletionsDialect
 from tracegrad.proxy.dialects.openai_responses.request import OpenAIResponsesDialect
 from tracegrad.proxy.http.errors import ApiError
-from tracegrad.store.encoding.blobs import dump_json
 
 
 class OtelDialect(OpenAIChatDialect):

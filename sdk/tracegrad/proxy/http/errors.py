@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from tracegrad.store.encoding.blobs import dump_json
+from tracegrad.jsonutil import dump_json
 
 # Seconds. Some clients give up at once on a 429 or 503 that does not say when to come back.
 RETRY_AFTER = "1"

@@ -1,11 +1,12 @@
-"""Rollouts that begin behind an expert's first turns (IPA, arXiv 2512.24873): which one is next.
+"""Rollouts that start behind the first turns of a demonstration (IPA, arXiv 2512.24873).
 
-The expert of a task is a rollout of it that succeeded and has all its tokens, whoever sampled it.
-A rollout from anchor k is opened here with copies of the expert's turns before k, marked as an
-expert's; the agent brings a fresh environment behind the same calls and goes on under its id.
+The demonstration of a task is a rollout of it that succeeded and has all its tokens, whoever
+sampled it. A rollout from anchor k is opened here with copies of the demonstration's turns before
+k, marked as such; the agent brings a fresh environment behind the same calls and continues under
+the new rollout's id.
 
-Where each task stands is in the store, so it outlives processes, and several may share it. What
-came of a rollout is counted once, when the task's next one is asked for.
+The state of each task is in the store: it outlives processes, and several may share it. The result
+of a rollout is counted once, when the task's next rollout is asked for.
 """
 
 from __future__ import annotations
@@ -13,28 +14,26 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from sqlalchemy import Connection, select
 
 from tracegrad.events import UNACKNOWLEDGED, Event, Json, RolloutStarted, Turn, new_id
 from tracegrad.store.anchors import schedule
-from tracegrad.store.anchors.schedule import AnchorState
+from tracegrad.store.anchors.schedule import AnchorSettings, AnchorState
 from tracegrad.store.databases import upsert
 from tracegrad.store.errors import StoreCorrupt
 from tracegrad.store.expressions import SCORED_OUTCOMES, chunks, latest_reward
 from tracegrad.store.models import Rollouts, TaskAnchors, Turns
 from tracegrad.store.read.training_samples import deciding_turn
 from tracegrad.store.store import Store
-
-if TYPE_CHECKING:
-    from tracegrad.proxy.config import AnchorSettings
+from tracegrad.store.types import DEMONSTRATION
 
 # Rollouts of a task whose end is waited for. Agents that die leave theirs open for good.
 MAX_PENDING = 4096
 # A rollout that was given out and is not in the store: its opening is on the way, or was pruned.
 FORGET_MISSING_AFTER_S = 3600.0
-# Successes of a task among which its first expert is looked for, the newest ones.
+# Successes of a task among which its first demonstration is looked for, the newest ones.
 MAX_CANDIDATES = 32
 
 
@@ -50,33 +49,36 @@ class PendingRollout(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskState:
-    """Where a task stands. `anchors` is None before it has an expert."""
+    """The state of a task. `anchors` is None before it has a demonstration."""
 
     demonstration: str | None = None
     anchors: AnchorState | None = None
     queue: tuple[int, ...] = ()  # anchors of the rollouts that are next
     pending: tuple[PendingRollout, ...] = ()
-    counted: int = 0  # scored rollouts since the expert was chosen
+    counted: int = 0  # scored rollouts since the demonstration was chosen
     best: tuple[str, int] | None = None  # the best success since: its id and its turns
 
     def as_json(self) -> Json:
         return {
-            "expert": self.demonstration,
+            "demonstration": self.demonstration,
             "anchors": None if self.anchors is None else schedule.as_json(self.anchors),
             "queue": list(self.queue),
-            "coming": [list(one) for one in self.pending],
+            "pending": [list(one) for one in self.pending],
             "counted": self.counted,
             "best": None if self.best is None else list(self.best),
         }
 
     @classmethod
     def from_json(cls, known: Json) -> Self:
+        # Before the first release the keys were "expert" and "coming".
+        demonstration = known["demonstration" if "demonstration" in known else "expert"]
+        pending = known["pending" if "pending" in known else "coming"]
         anchors, best = known["anchors"], known["best"]
         return cls(
-            demonstration=known["expert"],
+            demonstration=demonstration,
             anchors=None if anchors is None else schedule.from_json(anchors),
             queue=tuple(known["queue"]),
-            pending=tuple(PendingRollout(*one) for one in known["coming"]),
+            pending=tuple(PendingRollout(*one) for one in pending),
             counted=known["counted"],
             best=None if best is None else (best[0], best[1]),
         )
@@ -86,9 +88,9 @@ class TaskState:
 class RolloutFromAnchor:
     """A rollout that was opened from an anchor.
 
-    `turns` are its first ones: the expert's before the anchor, and behind them the expert's turn
-    at the anchor, which was not taken here (`sampling["taken"]` is False): it is there to be
-    imitated. Both are empty where the task has no expert yet: it is sampled from its beginning.
+    `turns` are its first ones: those of the demonstration before the anchor, and behind them the
+    one at the anchor, which was not taken here (`sampling["taken"]` is False): it is there to be
+    imitated. Both are empty where the task has no demonstration yet: it is sampled from its start.
     """
 
     rollout_id: str
@@ -97,7 +99,7 @@ class RolloutFromAnchor:
     demonstration: str | None
     demonstration_turns: int
     turns: list[Turn] = field(default_factory=list)
-    request: Json | None = None  # the expert's at the anchor: all that was said before it
+    request: Json | None = None  # the demonstration's at the anchor: all that was said before it
     responses: list[Json | None] = field(default_factory=list)  # of the turns before it
 
 
@@ -109,7 +111,7 @@ class AnchorStore:
         self._settings = settings
 
     def task_state(self, task_id: str) -> TaskState:
-        """Where the task stands, without what ended since it was last asked for."""
+        """Without what ended since the task was last asked for."""
         with self._store.reading() as connection:
             return _load(connection, task_id)
 
@@ -133,23 +135,23 @@ class AnchorStore:
 
         Raises:
             ValueError: `count` is below 1.
-            StoreCorrupt: the expert cannot be read, or was changed at this moment.
+            StoreCorrupt: the demonstration cannot be read, or was changed at this moment.
         """
         if count < 1:
             raise ValueError(f"count: {count}; open at least one rollout")
         with self._store.exclusive() as connection:
-            standing = self._counted(connection, _load(connection, task_id))
-            standing = self._with_demonstration(connection, standing, task_id)
-            given, standing = self._allot(standing, count, task_id, counts=counts)
-            _save(connection, task_id, standing)
-        found = [self._opened(task_id, standing, *each) for each in given]
-        if standing.demonstration is not None:
-            expert = self._demonstration(standing.demonstration, found[0].demonstration_turns)
-            found = [_with_turns(each, expert) for each in found]
-        facts: list[Event] = []
+            state = self._counted(connection, _load(connection, task_id))
+            state = self._with_demonstration(connection, state, task_id)
+            given, state = self._allot(state, count, task_id, counts=counts)
+            _save(connection, task_id, state)
+        found = [self._opened(task_id, state, *each) for each in given]
+        if state.demonstration is not None:
+            demonstration = self._demonstration(state.demonstration, found[0].demonstration_turns)
+            found = [_with_turns(each, demonstration) for each in found]
+        events: list[Event] = []
         for one in found:
             anchor_tags = {"anchor_task": task_id, "anchor": str(one.anchor)}
-            facts.append(
+            events.append(
                 RolloutStarted(
                     rollout_id=one.rollout_id,
                     task_id=one.task_id,
@@ -158,120 +160,120 @@ class AnchorStore:
                     task=task,
                 )
             )
-            facts += one.turns
-        self._store.append(facts)
+            events += one.turns
+        self._store.append(events)
         return found
 
     def _opened(
-        self, task_id: str, standing: TaskState, rollout_id: str, anchor: int
+        self, task_id: str, state: TaskState, rollout_id: str, anchor: int
     ) -> RolloutFromAnchor:
         return RolloutFromAnchor(
             rollout_id=rollout_id,
-            task_id=task_id if standing.demonstration is None else f"{task_id}@{anchor}",
+            task_id=task_id if state.demonstration is None else f"{task_id}@{anchor}",
             anchor=anchor,
-            demonstration=standing.demonstration,
-            demonstration_turns=standing.anchors.turns if standing.anchors else 0,
+            demonstration=state.demonstration,
+            demonstration_turns=state.anchors.turns if state.anchors else 0,
         )
 
-    def _counted(self, connection: Connection, standing: TaskState) -> TaskState:
+    def _counted(self, connection: Connection, state: TaskState) -> TaskState:
         """What ended since, in the order in which it did."""
-        ended = _ended(connection, standing.pending)
+        ended = _ended(connection, state.pending)
         now, gone = time.time(), set[str]()
-        for one in standing.pending:
+        for one in state.pending:
             if one.rollout_id not in ended and now - one.given_at > FORGET_MISSING_AFTER_S:
                 gone.add(one.rollout_id)
         for one, end in sorted(
-            ((one, ended[one.rollout_id]) for one in standing.pending if one.rollout_id in ended),
+            ((one, ended[one.rollout_id]) for one in state.pending if one.rollout_id in ended),
             key=lambda pair: (pair[1].finished_at or 0.0, pair[0].rollout_id),
         ):
             if end.finished_at is None or (end.scored and end.reward is None):
                 continue  # its reward may still come
             gone.add(one.rollout_id)
             if one.counts and end.scored and end.reward is not None:
-                standing = self._observed(
-                    connection, standing, one, success=end.reward >= self._settings.success
+                state = self._observed(
+                    connection, state, one, success=end.reward >= self._settings.success
                 )
-        coming = tuple(one for one in standing.pending if one.rollout_id not in gone)
-        return replace(standing, pending=coming)
+        pending = tuple(one for one in state.pending if one.rollout_id not in gone)
+        return replace(state, pending=pending)
 
     def _observed(
-        self, connection: Connection, standing: TaskState, one: PendingRollout, *, success: bool
+        self, connection: Connection, state: TaskState, one: PendingRollout, *, success: bool
     ) -> TaskState:
-        if standing.anchors is None or one.demonstration != standing.demonstration:
-            return standing  # of an expert that was replaced
-        anchors = schedule.observe(standing.anchors, one.anchor, [success], self._settings)
-        queue = standing.queue
-        if anchors.at != standing.anchors.at:
-            # What was planned from where it stood, but for a group that was begun.
+        if state.anchors is None or one.demonstration != state.demonstration:
+            return state  # of a demonstration that was replaced
+        anchors = schedule.observe(state.anchors, one.anchor, [success], self._settings)
+        queue = state.queue
+        if anchors.at != state.anchors.at:
+            # What was planned from the old anchor, but for a group that was begun.
             queue = queue[: len(queue) % self._settings.group_size]
-        standing = replace(standing, anchors=anchors, queue=queue, counted=standing.counted + 1)
+        state = replace(state, anchors=anchors, queue=queue, counted=state.counted + 1)
         if not success or self._settings.refresh is None:
-            return standing
+            return state
         turns = _turns_taken(connection, one.rollout_id)
-        most = anchors.turns if standing.best is None else standing.best[1]
+        most = anchors.turns if state.best is None else state.best[1]
         if turns is None or turns > most:
-            return standing
-        return replace(standing, best=(one.rollout_id, turns))
+            return state
+        return replace(state, best=(one.rollout_id, turns))
 
     def _with_demonstration(
-        self, connection: Connection, standing: TaskState, task_id: str
+        self, connection: Connection, state: TaskState, task_id: str
     ) -> TaskState:
-        """With an expert that is there: the one so far, a better one, or the first."""
-        refresh, anchors = self._settings.refresh, standing.anchors
-        if refresh is not None and standing.best is not None and standing.counted >= refresh:
-            expert, turns = standing.best
-            if anchors is not None and _turns_taken(connection, expert) == turns:
+        """With a demonstration that is there: the one so far, a better one, or the first."""
+        refresh, anchors = self._settings.refresh, state.anchors
+        if refresh is not None and state.best is not None and state.counted >= refresh:
+            demonstration, turns = state.best
+            if anchors is not None and _turns_taken(connection, demonstration) == turns:
                 return TaskState(
-                    demonstration=expert,
+                    demonstration=demonstration,
                     anchors=schedule.with_new_demonstration(anchors, turns),
-                    pending=standing.pending,
+                    pending=state.pending,
                 )
         if (
-            standing.demonstration is not None
+            state.demonstration is not None
             and anchors is not None
-            and _turns_taken(connection, standing.demonstration) == anchors.turns
+            and _turns_taken(connection, state.demonstration) == anchors.turns
         ):
-            return standing
+            return state
         first = _first_demonstration(connection, task_id, self._settings.success)
         if first is None:
-            return TaskState(anchors=anchors, pending=standing.pending)
-        expert, turns = first
+            return TaskState(anchors=anchors, pending=state.pending)
+        demonstration, turns = first
         begun = (
             schedule.start_at_last_turn(turns)
             if anchors is None
             else schedule.with_new_demonstration(anchors, turns)
         )
-        return TaskState(demonstration=expert, anchors=begun, pending=standing.pending)
+        return TaskState(demonstration=demonstration, anchors=begun, pending=state.pending)
 
     def _allot(
-        self, standing: TaskState, count: int, task_id: str, *, counts: bool
+        self, state: TaskState, count: int, task_id: str, *, counts: bool
     ) -> tuple[list[tuple[str, int]], TaskState]:
         """New ids with their anchors."""
-        if standing.anchors is None or standing.demonstration is None:
-            return [(new_id(), 0) for _ in range(count)], standing
-        anchors, queue = standing.anchors, list(standing.queue)
+        if state.anchors is None or state.demonstration is None:
+            return [(new_id(), 0) for _ in range(count)], state
+        anchors, queue = state.anchors, list(state.queue)
         while len(queue) < count:
             settings = self._settings
             quotas, anchors = schedule.plan(anchors, settings.groups, settings, task=task_id)
             for anchor, groups in quotas.items():
                 queue += [anchor] * (groups * settings.group_size)
         given = [
-            PendingRollout(new_id(), standing.demonstration, anchor, time.time(), counts)
+            PendingRollout(new_id(), state.demonstration, anchor, time.time(), counts)
             for anchor in queue[:count]
         ]
-        standing = replace(
-            standing,
+        state = replace(
+            state,
             anchors=anchors,
             queue=tuple(queue[count:]),
-            pending=(*standing.pending, *given)[-MAX_PENDING:],
+            pending=(*state.pending, *given)[-MAX_PENDING:],
         )
-        return [(one.rollout_id, one.anchor) for one in given], standing
+        return [(one.rollout_id, one.anchor) for one in given], state
 
     def _demonstration(self, rollout_id: str, turns: int) -> _Demonstration:
         every = self._store.rollout_turns(rollout_id)
         taken = [turn for turn in every if _taken(turn)]
         if len(taken) != turns:
-            raise StoreCorrupt(f"rollout {rollout_id}, the expert, was changed; ask again")
+            raise StoreCorrupt(f"rollout {rollout_id}, the demonstration, was changed; ask again")
         with self._store.reading() as connection:
             reward = connection.scalar(
                 select(latest_reward()).where(Rollouts.rollout_id == rollout_id)
@@ -289,15 +291,15 @@ class _Demonstration(NamedTuple):
     reward: float | None
 
 
-def _with_turns(found: RolloutFromAnchor, expert: _Demonstration) -> RolloutFromAnchor:
-    """With copies of the expert's turns before the anchor, and of the one at it."""
-    ids = {turn.turn_id: new_id() for turn in expert.turns[: found.anchor + 1]}
+def _with_turns(found: RolloutFromAnchor, demonstration: _Demonstration) -> RolloutFromAnchor:
+    """With copies of the demonstration's turns before the anchor, and of the one at it."""
+    ids = {turn.turn_id: new_id() for turn in demonstration.turns[: found.anchor + 1]}
     turns = []
-    for index, turn in enumerate(expert.turns[: found.anchor + 1]):
-        said: Json = {
-            "source": "expert",
-            "reward": expert.reward,
-            "distance": abs(expert.decides - index),
+    for index, turn in enumerate(demonstration.turns[: found.anchor + 1]):
+        sampling: Json = {
+            "source": DEMONSTRATION,
+            "reward": demonstration.reward,
+            "distance": abs(demonstration.decides - index),
         }
         before = index < found.anchor
         turns.append(
@@ -306,7 +308,7 @@ def _with_turns(found: RolloutFromAnchor, expert: _Demonstration) -> RolloutFrom
                 turn_id=ids[turn.turn_id],
                 rollout_id=found.rollout_id,
                 parent_id=ids.get(turn.parent_id or ""),
-                sampling=said if before else {**said, "taken": False},
+                sampling=sampling if before else {**sampling, "taken": False},
                 parent_span_id=None,
                 # Nothing goes on from a turn that was not taken.
                 request=turn.request if before else None,
@@ -317,8 +319,8 @@ def _with_turns(found: RolloutFromAnchor, expert: _Demonstration) -> RolloutFrom
     return replace(
         found,
         turns=turns,
-        request=expert.turns[found.anchor].request,
-        responses=[turn.response for turn in expert.turns[: found.anchor]],
+        request=demonstration.turns[found.anchor].request,
+        responses=[turn.response for turn in demonstration.turns[: found.anchor]],
     )
 
 
@@ -344,15 +346,15 @@ def _load(connection: Connection, task_id: str) -> TaskState:
     return TaskState() if state is None else TaskState.from_json(state)
 
 
-def _save(connection: Connection, task_id: str, standing: TaskState) -> None:
-    row = {"task_id": task_id, "state": standing.as_json(), "changed_at": time.time()}
+def _save(connection: Connection, task_id: str, state: TaskState) -> None:
+    row = {"task_id": task_id, "state": state.as_json(), "changed_at": time.time()}
     connection.execute(upsert(connection, TaskAnchors, "task_id"), row)
 
 
-def _ended(connection: Connection, coming: Sequence[PendingRollout]) -> dict[str, _End]:
+def _ended(connection: Connection, pending: Sequence[PendingRollout]) -> dict[str, _End]:
     """Those that are in the store, ended or not."""
     found = {}
-    for some in chunks([one.rollout_id for one in coming]):
+    for some in chunks([one.rollout_id for one in pending]):
         query = select(
             Rollouts.rollout_id, Rollouts.finished_at, Rollouts.outcome, latest_reward()
         ).where(Rollouts.rollout_id.in_(some))

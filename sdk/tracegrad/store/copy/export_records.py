@@ -1,7 +1,7 @@
 """Whole rollouts with all that is known of them, read for a copy of the store or of a part.
 
 Not in a copy: leases, which belong to the processes that hold them, keys, which are secrets, and
-the record of what care took away here.
+the record of what maintenance removed here.
 """
 
 from __future__ import annotations
@@ -32,27 +32,18 @@ from tracegrad.store.read.rollouts import (
 )
 from tracegrad.store.read.turns import load_turns
 from tracegrad.store.store import Store
-from tracegrad.store.types import PolicyVersion, StepRecord
+from tracegrad.store.types import PolicyVersion, StepRecord, TurnDisposition
 
 # Rollouts in memory at once.
 _PAGE = 16
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedDisposition:
-    """A turn's row in the ledger: trained by `step`, or skipped for `skip_reason`."""
-
-    step: int | None
-    skip_reason: str | None
-    created_at: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRecord:
-    """`outcome`, `error`, `finished_at` say how it stands, `outcomes` every end that was told."""
+    """`outcome`, `error`, `finished_at` are its state, `outcomes` every reported end."""
 
     rollout_id: str
-    opened: bool = True  # False: only its facts are known, not its opening
+    opened: bool = True  # False: only its events are known, not its opening
     opened_at: float
     task_id: str | None = None
     agent: str | None = None
@@ -67,7 +58,7 @@ class RolloutRecord:
     rewards: Sequence[Reward] = ()  # in order of arrival
     spans: Sequence[Span] = ()  # by start
     turns: Sequence[Turn] = ()  # in order of capture
-    dispositions: Mapping[str, RecordedDisposition] = field(default_factory=dict)  # by turn id
+    dispositions: Mapping[str, TurnDisposition] = field(default_factory=dict)  # by turn id
 
     @property
     def reward(self) -> float | None:
@@ -97,7 +88,7 @@ class RolloutRecord:
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """How a policy version stands, and all that became of it, in order."""
+    """The state of a policy version, and all that became of it, in order."""
 
     current: PolicyVersion
     events: Sequence[PolicyVersion]
@@ -114,13 +105,13 @@ def iter_rollouts(
     """In the order of their ids; a few in memory at once, so that a store may be of any size.
 
     `trained`: only those of which a turn was, or none was. `raw` asks for requests and responses,
-    `routes` for routed experts.
+    `expert_routing` for routed experts.
     A rollout that is written meanwhile is as it was at one moment.
     """
     where = [wanted.where(), *_trained(trained)]
     for ids in _pages(store, where):
         with store.reading() as connection:
-            copies = _load_records(connection, ids, raw=raw, routes=expert_routing)
+            copies = _load_records(connection, ids, raw=raw, expert_routing=expert_routing)
         yield from copies
 
 
@@ -137,10 +128,10 @@ def iter_task_groups(
         pages = _pages(store, [*where, Rollouts.task_id == name])
         ids = [rollout_id for page in pages for rollout_id in page]
         with store.reading() as connection:
-            yield _load_records(connection, ids, raw=raw, routes=False)
+            yield _load_records(connection, ids, raw=raw, expert_routing=False)
     for ids in _pages(store, [*where, Rollouts.task_id.is_(None)]):
         with store.reading() as connection:
-            copies = _load_records(connection, ids, raw=raw, routes=False)
+            copies = _load_records(connection, ids, raw=raw, expert_routing=False)
         yield from ([copy] for copy in copies)
 
 
@@ -212,9 +203,9 @@ def _pages(store: Store, where: Sequence[ColumnElement[bool]]) -> Iterator[list[
 
 
 def _load_records(
-    connection: Connection, ids: Sequence[str], *, raw: bool, routes: bool
+    connection: Connection, ids: Sequence[str], *, raw: bool, expert_routing: bool
 ) -> list[RolloutRecord]:
-    turns = load_turns(connection, ids, raw=raw, expert_routing=routes)
+    turns = load_turns(connection, ids, raw=raw, expert_routing=expert_routing)
     rewards = load_rewards(connection, ids)
     tags = load_tags(connection, ids)
     outcomes = load_outcomes(connection, ids)
@@ -263,8 +254,8 @@ def _rollouts(connection: Connection, ids: Sequence[str]) -> list[Mapping[str, A
 
 def _load_dispositions(
     connection: Connection, ids: Sequence[str]
-) -> dict[str, dict[str, RecordedDisposition]]:
-    found: dict[str, dict[str, RecordedDisposition]] = {rollout_id: {} for rollout_id in ids}
+) -> dict[str, dict[str, TurnDisposition]]:
+    found: dict[str, dict[str, TurnDisposition]] = {rollout_id: {} for rollout_id in ids}
     for some in chunks(ids):
         query = (
             select(
@@ -279,6 +270,6 @@ def _load_dispositions(
             .order_by(Turns.seq)
         )
         for row in connection.execute(query):
-            fate = RecordedDisposition(row.step, row.skip_reason, row.created_at)
+            fate = TurnDisposition(row.step, row.skip_reason, row.created_at)
             found[row.rollout_id][row.turn_id] = fate
     return found

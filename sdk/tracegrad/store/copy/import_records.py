@@ -1,7 +1,7 @@
 """Copies into a store (`copies`): what it has already stays as it is, what it lacks is added.
 
-Rollouts, turns, rewards and spans are told apart by the ids that their makers gave them. Steps and
-policy versions have only numbers: one whose number is taken by another is refused.
+Rollouts, turns, rewards and spans are distinguished by the ids that their makers gave them. Steps
+and policy versions have only numbers: one whose number is taken by another is refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ImportCounts:
 
 
 def import_rollouts(store: Store, copies: Sequence[RolloutRecord]) -> ImportCounts:
-    """All of them in one transaction. Raises `FactRefused`, and then stores none of them."""
+    """All of them in one transaction. Raises `EventRejected`, and then stores none of them."""
     try:
         return retry_on_conflict(lambda: _add_rollouts(store, copies))
     except exc.IntegrityError as error:
@@ -75,7 +75,7 @@ def opening_times(store: Store, rollout_ids: Sequence[str]) -> dict[str, float]:
 
 
 def import_steps(store: Store, steps: Sequence[StepRecord]) -> ImportCounts:
-    """Raises `FactRefused` where a step of the same number is another one; stores none then."""
+    """Raises `EventRejected` where a step of the same number is another one; stores none then."""
     with store.exclusive() as connection:
         known: dict[int, tuple[Any, ...]] = {}
         for some in chunks([step.step for step in steps]):
@@ -96,7 +96,8 @@ def import_steps(store: Store, steps: Sequence[StepRecord]) -> ImportCounts:
 
 
 def import_versions(store: Store, versions: Sequence[VersionRecord]) -> ImportCounts:
-    """Raises `FactRefused` where a version of the same number is another one; stores none then."""
+    """Raises `EventRejected` where a version of the same number is another one; stores none
+    then."""
     with store.exclusive() as connection:
         return ImportCounts(versions=sum(_add_version(connection, version) for version in versions))
 
@@ -110,7 +111,7 @@ def import_spans(store: Store, spans: Sequence[Span]) -> ImportCounts:
 
 
 def _add_rollouts(store: Store, copies: Sequence[RolloutRecord]) -> ImportCounts:
-    batch = sort_events(fact for copy in copies for fact in _events(copy))
+    batch = sort_events(event for copy in copies for event in _events(copy))
     for copy in copies:
         batch.note_rollout(copy.rollout_id, copy.opened_at)
     with store.exclusive() as connection:
@@ -153,7 +154,7 @@ def _events(copy: RolloutRecord) -> list[Event]:
 
 
 def _known_rollouts(connection: Connection, copies: Sequence[RolloutRecord]) -> set[str]:
-    """Raises FactRefused for one that is another rollout here."""
+    """Raises EventRejected for one that is another rollout here."""
     openings = {copy.rollout_id: copy for copy in copies}
     known: set[str] = set()
     for ids in chunks(list(openings)):

@@ -3,20 +3,24 @@
 Three kinds of transactions, all of which see what was committed before they began:
 
 - *reading*: one state of the store;
-- *appending*: adds facts, beside other appending ones where the database can;
+- *appending*: adds events, beside other appending ones where the database can;
 - *exclusive*: the only exclusive one until it commits. Whatever it reads of leases, steps and the
-  ledger stays true until then; facts may be appended meanwhile.
+  ledger stays true until then; events may be appended meanwhile.
 """
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, exc
+from sqlalchemy.exc import DontWrapMixin
 
-from tracegrad.store.errors import StoreUnavailable
+from tracegrad.jsonutil import dump_json
+from tracegrad.store.errors import EventRejected, StoreUnavailable
 
 BUSY_TIMEOUT_S = 30.0
 
@@ -59,10 +63,10 @@ class Database(ABC):
         try:
             yield
         except exc.DBAPIError as error:
-            told = self.translate_error(error)
-            if told is None:
+            translated = self.translate_error(error)
+            if translated is None:
                 raise
-            raise told from error
+            raise translated from error
         except exc.TimeoutError as error:
             raise self.unavailable("no free connection") from error
 
@@ -75,3 +79,21 @@ class Database(ABC):
 
     def line(self, reason: str) -> str:
         return f"store {self.describe()}: {' '.join(reason.split())}"
+
+
+class NotSerializable(EventRejected, DontWrapMixin):
+    """A value that JSON cannot say at all."""
+
+
+def json_text(value: Any) -> str:
+    """`value` as JSON that is valid by the letter: NaN and infinities become null.
+
+    NUL and lone surrogates stay what they are: escapes, in columns of type `json`.
+    """
+    try:
+        text = dump_json(value)
+    except (RecursionError, TypeError, ValueError) as error:
+        raise NotSerializable(f"{value!r:.60}: it is no JSON ({error})") from error
+    if "NaN" in text or "Infinity" in text:  # Python's own writer leaves them, PostgreSQL refuses
+        return json.dumps(json.loads(text, parse_constant=lambda _: None))
+    return text

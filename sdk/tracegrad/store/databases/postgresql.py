@@ -12,15 +12,14 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, func, select
 
-from tracegrad.store.databases.base import Conflict, Database
-from tracegrad.store.databases.json_text import json_text
+from tracegrad.store.databases.base import Conflict, Database, json_text
 from tracegrad.store.databases.postgresql_fixes import fix_for
 from tracegrad.store.errors import StoreUnavailable
 
 # Any number that other users of the same database are unlikely to choose: "tracegra".
 _EXCLUSIVE = int.from_bytes(b"tracegra", "big")
 
-# What libpq is told unless the URL says otherwise. A server that vanished without a word is noticed
+# What libpq gets unless the URL says otherwise. A server that vanished without a word is noticed
 # within a minute, not after the system's two hours.
 _CONNECTING: Mapping[str, int | str] = {
     "application_name": "tracegrad",
@@ -30,7 +29,7 @@ _CONNECTING: Mapping[str, int | str] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 60_000,
 }
-# Of the URL's query, what tells one store from another.
+# Of the URL's query, what distinguishes one store from another.
 _NAMING = frozenset({"host", "port", "user", "dbname", "service"})
 # A process holds so many of the server's connections at most; its other threads wait.
 _KEPT, _MORE = 4, 12

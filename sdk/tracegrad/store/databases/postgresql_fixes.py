@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from sqlalchemy import URL
 
-# Servers that speak another language than English are quoted without a mend.
+# Servers that speak another language than English are quoted without a fix.
 _FIXES: tuple[tuple[str, Callable[[re.Match[str], URL], str]], ...] = (
     (
         r'database "(.+?)" does not exist',

@@ -16,8 +16,7 @@ from typing import Any
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 
 from tracegrad.private_files import private_file, private_folder, restrict_permissions
-from tracegrad.store.databases.base import BUSY_TIMEOUT_S, Database
-from tracegrad.store.databases.json_text import json_text
+from tracegrad.store.databases.base import BUSY_TIMEOUT_S, Database, json_text
 from tracegrad.store.errors import StoreMissing, StoreUnavailable
 
 _WRITE = "tracegrad_write"
@@ -99,7 +98,7 @@ def _on_connect(connection: Any, _record: object) -> None:
 
 
 def _use_wal(cursor: sqlite3.Cursor) -> None:
-    # Two processes that turn a new file to WAL at once: one is told "locked" without any wait.
+    # Two processes that turn a new file to WAL at once: one gets "locked" without any wait.
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:

@@ -1,12 +1,14 @@
-"""Inserts that meet a row with the same key: each database says them its own way, in one form."""
+"""What each database says its own way, in one form: inserts that meet a row with the same key,
+and its clock."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import DeclarativeBase
 
@@ -41,3 +43,18 @@ def _upsert(backend: str, table: type[DeclarativeBase], key: str) -> Insert:
     columns = {c.name: c for c in statement.excluded if c.name != key}
     updating: Insert = statement.on_conflict_do_update(index_elements=[key], set_=columns)
     return updating
+
+
+_POSTGRESQL_CLOCK = select(func.extract("epoch", func.clock_timestamp()))
+
+
+def server_time(connection: Connection) -> float:
+    """What leases end by: seconds since the epoch, at this moment and not at the transaction's
+    beginning.
+
+    Trainers on several machines share a PostgreSQL server, whose clock it is. SQLite is for one
+    machine, and its clock is that machine's.
+    """
+    if connection.dialect.name == "postgresql":
+        return float(connection.execute(_POSTGRESQL_CLOCK).scalar_one())
+    return time.time()

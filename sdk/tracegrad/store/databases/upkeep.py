@@ -19,7 +19,7 @@ from tracegrad.store.databases.postgresql import PostgreSQL
 from tracegrad.store.databases.sqlite import SQLite
 from tracegrad.store.models import Base
 
-# Of SQLite's file, what must be free before it is worth being written anew.
+# Of SQLite's file, what must be free before a rewrite (VACUUM) is worth it.
 _MIN_FREE_SHARE = 0.2
 # How long its log may take to be emptied, which needs a moment without readers.
 _EMPTIED_S = 10.0
@@ -73,7 +73,7 @@ class Upkeep(ABC):
     def reclaim(self, *, whole: bool) -> Reclaimed:
         """Make room that is free inside the database usable for others.
 
-        `whole`: by writing it anew, so that nothing of what was deleted is left in the files.
+        `whole`: by rewriting it, so that nothing of what was deleted is left in the files.
         """
 
 
@@ -111,12 +111,12 @@ class _SQLiteUpkeep(Upkeep):
         return shutil.disk_usage(self._path.absolute().parent).free
 
     def faults(self, connection: Connection) -> list[DatabaseFault]:
-        told = connection.exec_driver_sql(f"PRAGMA integrity_check({_FAULTS})").scalars()
-        mend = (
+        lines = connection.exec_driver_sql(f"PRAGMA integrity_check({_FAULTS})").scalars()
+        fix = (
             "restore the last good copy; what can still be read of this one comes out with "
             f"sqlite3 {self._path} .recover"
         )
-        return [DatabaseFault(" ".join(line.split()), mend, True) for line in told if line != "ok"]
+        return [DatabaseFault(" ".join(line.split()), fix, True) for line in lines if line != "ok"]
 
     def reclaim(self, *, whole: bool) -> Reclaimed:
         before = self._size()
@@ -137,7 +137,7 @@ class _SQLiteUpkeep(Upkeep):
         # A copy beside the file, and once more in the log.
         needed = 2 * pages * _value(cursor, "page_size")
         if (left := self.disk_left()) < needed:
-            return f"writing the file anew needs {needed:,} bytes, and the disk has {left:,} left"
+            return f"rewriting the file needs {needed:,} bytes, and the disk has {left:,} left"
         # Not bit by bit (incremental_vacuum): that takes time quadratic in what is free.
         cursor.execute("VACUUM")
         return ""
@@ -164,8 +164,8 @@ class _PostgreSQLUpkeep(Upkeep):
         faults = []
         for name, risk in _DURABLE.items():
             if connection.exec_driver_sql(f"SHOW {name}").scalar_one() == "off":
-                mend = f"ALTER SYSTEM SET {name} = on; SELECT pg_reload_conf();"
-                faults.append(DatabaseFault(f"{name} is off: {risk}", mend, False))
+                fix = f"ALTER SYSTEM SET {name} = on; SELECT pg_reload_conf();"
+                faults.append(DatabaseFault(f"{name} is off: {risk}", fix, False))
         return faults
 
     def reclaim(self, *, whole: bool) -> Reclaimed:
@@ -183,7 +183,7 @@ class _PostgreSQLUpkeep(Upkeep):
 
 
 def _truncate_wal(cursor: sqlite3.Cursor) -> str:
-    """What stands in the log goes into the file, whose end is cut off then."""
+    """What is in the log goes into the file, whose end is cut off then."""
     deadline = time.monotonic() + _EMPTIED_S
     while True:
         busy, *_ = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()

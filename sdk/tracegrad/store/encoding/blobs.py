@@ -5,7 +5,7 @@ A blob is a tag byte and zstd frames without their magic number:
 - 1 to 4: an array of 4-byte items, by so many byte planes: all lowest bytes, then all second
   ones, ... Planes of zeros at the top are left out (ids have no fourth one). The top plane has
   a frame of its own: it is what compresses best, and does not when mixed with the others;
-- 5: a `.npy` file of routes, its header first, then its bytes by layer (module `routes`);
+- 5: a `.npy` file of expert routing, its header first, then its bytes by layer (`routed_experts`);
 - 0x10: JSON text; and 0x20 where it needed Python's own writer (integers beyond 64 bits, lone
   surrogates); and 0x40 where it is short and was compressed with `_PHRASES`.
 
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import orjson
 import zstandard
 
+from tracegrad.jsonutil import encode_with_orjson, encode_with_python
 from tracegrad.store.encoding.routed_experts import from_planes, to_planes
 from tracegrad.store.errors import StoreCorrupt
 
@@ -103,9 +104,9 @@ def routing_content(file: bytes) -> BlobContent:
 
 def json_content(value: Any) -> BlobContent:
     try:
-        tag, text = _JSON, _orjson(value)
+        tag, text = _JSON, encode_with_orjson(value)
     except TypeError:
-        tag, text = _JSON | _ODD, _any_json(value)
+        tag, text = _JSON | _ODD, encode_with_python(value)
     return BlobContent(tag | _SHORT if len(text) < _SHORT_TEXT else tag, [text])
 
 
@@ -151,11 +152,11 @@ def unpack_routing(blob: bytes | None) -> bytes | None:
     if blob is None:
         return None
     if blob[:1] != bytes((_ROUTING,)):
-        raise StoreCorrupt(f"stored routes have the unknown tag {blob[:1].hex()}")
+        raise StoreCorrupt(f"stored expert routing has the unknown tag {blob[:1].hex()}")
     try:
         return from_planes(_decompress(blob))
     except ValueError as error:
-        raise StoreCorrupt(f"its routes: {error}") from error
+        raise StoreCorrupt(f"its expert routing: {error}") from error
 
 
 def unpack_json(blob: bytes | None) -> Any:
@@ -191,27 +192,6 @@ class ContextDigest:
 
     def value(self) -> bytes:
         return self._hash.digest()
-
-
-def dump_json(value: Any) -> str:
-    """JSON text of anything: what JSON cannot say becomes its `str`, NaN becomes null."""
-    return encode_json(value).decode()
-
-
-def encode_json(value: Any) -> bytes:
-    """`dump_json` as UTF-8."""
-    try:
-        return _orjson(value)
-    except TypeError:  # integers beyond 64 bits, lone surrogates
-        return _any_json(value)
-
-
-def _orjson(value: Any) -> bytes:
-    return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
-
-
-def _any_json(value: Any) -> bytes:
-    return json.dumps(value, default=str).encode()
 
 
 def _little_endian(values: array[Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""Requests told by what they add to an earlier request of the same rollout.
+"""Requests as what they add to an earlier request of the same rollout.
 
 The client of a conversation sends all of it again with every call. Stored is what is new:
 `[skeleton, {key: [n, items]}, [[path, digest], ...]]`, read as
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tracegrad.events import Json
-from tracegrad.store.encoding.blobs import dump_json
+from tracegrad.jsonutil import dump_json
 from tracegrad.store.encoding.request_fingerprint import (
     TEXT,
     Encode,
@@ -58,7 +58,8 @@ class RequestDelta(NamedTuple):
 
 
 def make_delta(request: Json, response: Any, earlier: Sequence[BaseCandidate]) -> RequestDelta:
-    """`request` told by the one of `earlier` that it shares most with, the first among equals.
+    """`request` as a delta to the one of `earlier` that it shares most with, the first among
+    equals.
 
     RecursionError: it is nested too deeply for JSON.
     """

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from tracegrad.store.encoding.blobs import encode_json
+from tracegrad.jsonutil import encode_json
 from tracegrad.store.errors import StoreCorrupt
 
 LIST, TEXT, VALUE = "list", "text", "one"
@@ -30,7 +30,7 @@ _LAST_ITEMS = 4  # of a list, whose long strings are marked
 _STRINGS = 2_000  # values looked at for long strings: replies may hold many log-probabilities
 _STEP = {LIST: 1, TEXT: 64, VALUE: 1}  # the unit of distances
 
-# Items as a JSON array; each item alike whatever it stands with.
+# Items as a JSON array; each item alike, whatever its neighbours are.
 Encode = Callable[[list[Any]], bytes]
 
 
@@ -216,7 +216,7 @@ def _is_small(value: Any) -> bool:
 
 
 def _strings(values: list[Any], most: int | None) -> Iterator[str]:
-    """Level by level: what was said stands higher up than log-probabilities do."""
+    """Level by level: what was said is higher up than log-probabilities are."""
     for item in islice(values, most):  # which grows meanwhile
         if isinstance(item, str):
             if len(item) >= _LONG:

@@ -28,7 +28,7 @@ _NEAR, _EARLIER = 4, 16
 
 @dataclass(slots=True)
 class RestoredRequest:
-    """A request as it was, and what the requests that are told by it need.
+    """A request as it was, and what the requests that are stored as deltas to it need.
 
     They hold the very items of this one: read them, do not change them.
     """

@@ -1,6 +1,6 @@
 """The `.npy` file of `Turn.routed_experts`: its shape, and its bytes in an order that compresses.
 
-Of 8 experts in 128 a byte tells 7 bits, whatever zstd does. What is left to gain is that each
+Of 8 experts in 128 a byte holds 7 bits, whatever zstd does. What is left to gain is that each
 layer has favourites of its own, so each layer gets tables of its own: a frame of its zstd's, or
 one for some layers together where the turn has few tokens.
 """
@@ -63,7 +63,7 @@ def check_routing(file: bytes, tokens: int) -> RoutingShape:
 def to_planes(file: bytes) -> list[bytes]:
     """The file's header, and the planes of its layers: by layer, by byte of an item, by token, by
     k. The pieces joined are what `from_planes` reads; ValueError: it is no such file."""
-    import numpy as np  # late: only who has routes needs it
+    import numpy as np  # late: only who has expert routing needs it
 
     shape = routing_shape(file)
     items = np.frombuffer(file, np.uint8, offset=shape.start)

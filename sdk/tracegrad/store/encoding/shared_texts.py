@@ -1,8 +1,9 @@
 """Long texts that come in several rollouts, stored once for all of them.
 
-What one rollout repeats, it tells by its own earlier requests (`sharing`). Rollouts of one agent
+What one rollout repeats is a delta to its own earlier requests (`request_delta`). Rollouts of one
+agent
 repeat each other's system prompt, tools and files. A value of a request or a reply that was seen
-with another rollout before is lifted out: null stands in its place, a row of `texts` has its JSON
+with another rollout before is lifted out: null takes its place, a row of `texts` has its JSON
 under a digest of that, and rows of `turn_texts` say which turn wants it, and where. What is seen
 for the first time stays in its turn, so texts that never come again cost nothing.
 
@@ -106,14 +107,14 @@ class TextExtraction:
             for position, (path, digest) in enumerate(self.places)
         ]
 
-    def request(self, told: Any, *, whole: bool) -> Any:
-        """`told` as `sharing` has it; `whole`: by no other request."""
+    def request(self, delta: Any, *, whole: bool) -> Any:
+        """`delta` as `request_delta` makes it; `whole`: to no other request."""
         if whole:
             return {
                 key: self._part(value, ("request", key)) if _is_plain(key) else value
-                for key, value in told.items()
+                for key, value in delta.items()
             }
-        skeleton, news, repeated = told
+        skeleton, news, repeated = delta
         news = {
             key: (n, self._part(items, ("request", 1, key, 1)) if _is_plain(key) else items)
             for key, (n, items) in news.items()
@@ -209,7 +210,7 @@ def unpack_turn_content(row: Row[Any], placed: SharedTextsByTurn) -> TurnContent
         try:
             for step in way:
                 place = place[step]
-            # Read anew for each turn: what is put inside of it next is not the same everywhere.
+            # Read again for each turn: what is put inside of it next is not the same everywhere.
             place[last] = unpack_json(blob)
         except (LookupError, TypeError) as error:
             raise StoreCorrupt(f"a text that it shares has no place in it ({error!r})") from error

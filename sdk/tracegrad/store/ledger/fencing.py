@@ -58,7 +58,7 @@ def refuse_lost_leases(
 ) -> None:
     """`leases`: rollout -> the lease that it was given out under; without one it must be free."""
     lost = lost_leases(connection, {name: leases.get(name) for name in rollouts})
-    lost = [each for each in lost if each.state != "removed"]  # told with those that never were
+    lost = [each for each in lost if each.state != "removed"]  # reported with those that never were
     if not lost:
         return
     first, more = lost[0], f" ({len(lost) - 1} more like it)" if len(lost) > 1 else ""

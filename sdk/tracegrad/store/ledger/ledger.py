@@ -3,7 +3,7 @@
 Exactly once: a turn has at most one row in `turn_ledger` (its primary key), written in the
 same transaction as the step that trained it. Leases keep pullers out of each other's way, and
 fence commits: who outlived a lease that somebody else has by now is refused (module `fencing`).
-Leases begin and end by the database's clock (`databases.clock`).
+Leases begin and end by the database's clock (`statements.server_time`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sqlalchemy import (
 )
 
 from tracegrad.events import new_id
-from tracegrad.store.databases import clock
+from tracegrad.store.databases import statements
 from tracegrad.store.errors import LedgerError
 from tracegrad.store.expressions import SCORED_OUTCOMES, chunks, has_tags
 from tracegrad.store.ledger.fencing import (
@@ -49,21 +49,19 @@ from tracegrad.store.models import Leases, Rollouts, Steps, TurnLedger, Turns
 from tracegrad.store.retry import retry_on_conflict
 from tracegrad.store.store import Store
 from tracegrad.store.types import (
+    LATE,
     Group,
     LeasePreview,
     LeaseRecord,
     LostLease,
     StepRecord,
+    TurnDisposition,
     column_values,
 )
 
-# A turn that came in after its rollout was leased; nobody trained on it.
-LATE = "late"
 NO_LEASES: Mapping[str, str] = MappingProxyType({})
 
 T = TypeVar("T")
-
-_Disposition = tuple[int | None, str | None]  # (step, None) or (None, reason)
 
 
 class Ledger:
@@ -82,7 +80,7 @@ class Ledger:
         tags: Mapping[str, str] | None = None,
         incomplete_after_s: float = float("inf"),
         at_least: int | None = None,
-        routes: bool = True,
+        expert_routing: bool = True,
         held: Collection[str] = (),
     ) -> list[Group]:
         """The oldest ready groups: `groups` of them, or [] while fewer are ready.
@@ -96,14 +94,14 @@ class Ledger:
         Rollouts with `tags` that ended unscored are consumed on the way, their turns skipped
         with the outcome as the reason. The lease ends after `ttl_s` seconds by itself, unless it
         is renewed. Rollouts in `held`, which the caller has already, are not given out again,
-        whatever became of their lease. `routes` asks for the turns' routed experts, which are
-        large.
+        whatever became of their lease. `expert_routing` asks for the turns' routed experts, which
+        are large.
         """
         _check(groups=groups, group_size=group_size, ttl_s=ttl_s)
         lease_id = new_id()
 
         def take(connection: Connection) -> tuple[float, list[list[ReadyRollout]]]:
-            now = clock.server_time(connection)  # when its turn has come
+            now = statements.server_time(connection)  # when its turn has come
             _consume_unscored(connection, tags or {}, now)
             ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
             ready = [rollout for rollout in ready if rollout.rollout_id not in held]
@@ -115,12 +113,14 @@ class Ledger:
 
         now, chosen = self._exclusively(take)
         with self._store.reading() as connection:
-            return load_groups(connection, chosen, lease_id, now + ttl_s, expert_routing=routes)
+            return load_groups(
+                connection, chosen, lease_id, now + ttl_s, expert_routing=expert_routing
+            )
 
     def ready(self, tags: Mapping[str, str] | None = None) -> int:
         """Rollouts that `lease` could take now: what a sender of tasks holds itself back by."""
         with self._store.reading() as connection:
-            now = clock.server_time(connection)
+            now = statements.server_time(connection)
             return len(ready_rollouts(connection, tags or {}, now, alone=True))
 
     def preview(
@@ -135,7 +135,7 @@ class Ledger:
         """What `lease` would give now, fewer than `groups` too, and who waits. Changes nothing."""
         _check(groups=groups, group_size=group_size, ttl_s=1.0)
         with self._store.reading() as connection:
-            now = clock.server_time(connection)
+            now = statements.server_time(connection)
             ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
             formed = form_groups(ready, group_size, now - incomplete_after_s)
             grouped = {rollout.rollout_id for group in formed for rollout in group}
@@ -164,7 +164,7 @@ class Ledger:
             lost = lost_leases(connection, leases)
             gone = {each.rollout_id for each in lost}
             kept = {name: lease for name, lease in leases.items() if name not in gone}
-            extend(connection, kept, clock.server_time(connection) + ttl_s)
+            extend(connection, kept, statements.server_time(connection) + ttl_s)
             return lost
 
         return self._exclusively(hold) if leases else []
@@ -173,7 +173,7 @@ class Ledger:
         """Give back groups that were not trained; others may lease them at once."""
 
         def give_back(connection: Connection) -> None:
-            now = clock.server_time(connection)
+            now = statements.server_time(connection)
             for group in groups:
                 release(connection, group, now)
 
@@ -183,7 +183,7 @@ class Ledger:
         """Give back all that `owner`, who was killed, still has. Returns how many rollouts."""
 
         return self._exclusively(
-            lambda connection: release_owner(connection, owner, clock.server_time(connection))
+            lambda connection: release_owner(connection, owner, statements.server_time(connection))
         )
 
     def leases(self, rollout_id: str) -> list[LeaseRecord]:
@@ -294,20 +294,20 @@ def _record(
     refuse_duplicates("rollout", rollouts)
     if both := set(trained) & skipped.keys():
         raise LedgerError(f"turn {min(both)} is both trained and skipped")
-    fates: dict[str, _Disposition] = dict.fromkeys(trained, (step, None))
-    fates |= {turn_id: (None, reason) for turn_id, reason in skipped.items()}
-    refuse_recorded_turns(connection, list(fates))
+    dispositions = dict.fromkeys(trained, TurnDisposition(step, None))
+    dispositions |= {turn_id: TurnDisposition(None, reason) for turn_id, reason in skipped.items()}
+    refuse_recorded_turns(connection, list(dispositions))
     refuse_lost_leases(connection, rollouts, leases)
-    now = clock.server_time(connection)
-    _insert_dispositions(connection, fates, now)
-    late: dict[str, _Disposition] = {}
+    now = statements.server_time(connection)
+    _insert_dispositions(connection, dispositions, now)
+    late: dict[str, TurnDisposition] = {}
     for ids in chunks(list(rollouts)):
         query = (
             select(Turns.turn_id)
             .outerjoin(TurnLedger, TurnLedger.turn_id == Turns.turn_id)
             .where(Turns.rollout_id.in_(ids), TurnLedger.turn_id.is_(None))
         )
-        late |= dict.fromkeys(connection.scalars(query), (None, LATE))
+        late |= dict.fromkeys(connection.scalars(query), TurnDisposition(None, LATE))
     _insert_dispositions(connection, late, now)
     values = {"consumed_at": now, "consumed_step": step, "leased_until": None}
     changed = update_rollouts(connection, list(rollouts), values)
@@ -318,11 +318,11 @@ def _record(
 
 
 def _insert_dispositions(
-    connection: Connection, fates: Mapping[str, _Disposition], now: float
+    connection: Connection, dispositions: Mapping[str, TurnDisposition], now: float
 ) -> None:
     rows = [
-        {"turn_id": turn_id, "step": step, "skip_reason": reason, "created_at": now}
-        for turn_id, (step, reason) in fates.items()
+        {"turn_id": turn_id, "step": each.step, "skip_reason": each.skip_reason, "created_at": now}
+        for turn_id, each in dispositions.items()
     ]
     if not rows:
         return

@@ -60,8 +60,8 @@ def _table_checks(inspector: Inspector, table: Table) -> Iterator[Finding]:
             )
 
 
-def _schema(subject: str, message: str, mend: str) -> Finding:
-    return Finding(check="schema", subject=subject, message=message, fix=mend)
+def _schema(subject: str, message: str, fix: str) -> Finding:
+    return Finding(check="schema", subject=subject, message=message, fix=fix)
 
 
 _RESTORE = "restore the last good copy of the store"

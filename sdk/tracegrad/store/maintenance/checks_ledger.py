@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Select, exists, func, not_, select
 
 from tracegrad.events import MAX_REWARD, REWARD_RANGE
-from tracegrad.store.databases import clock
+from tracegrad.store.databases import statements
 from tracegrad.store.maintenance.findings import Finding
 from tracegrad.store.maintenance.removal_log import total_removed
 from tracegrad.store.maintenance.selection import last_activity
@@ -35,7 +35,7 @@ _FIRST_VERSION = 0
 
 def ledger_checks(connection: Connection) -> Iterator[Finding]:
     now = time.time()
-    yield from _leases(connection, clock.server_time(connection))
+    yield from _leases(connection, statements.server_time(connection))
     yield from _unconsumed(connection)
     yield from _open_for_long(connection, now)
     yield from _keys(connection, now)

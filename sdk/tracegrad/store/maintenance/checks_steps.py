@@ -141,7 +141,7 @@ def _checkpoint(step: _Step) -> Iterator[Finding]:
     """Where it is still on this disk; old ones are dropped, and other machines have theirs."""
     if step.digest is None or (manifest := _manifest(step.folder)) is None:
         return
-    found, told = manifest
+    found, content = manifest
     if found != step.digest:
         by = f"run {step.run_id}" if step.run_id else "an unknown run"
         yield Finding(
@@ -152,15 +152,15 @@ def _checkpoint(step: _Step) -> Iterator[Finding]:
             fix=f"{_RESTORE}; no program of ours loads this one as step {step.step}'s",
         )
         return
-    parent = told.get("parent") or {}
-    if told.get("step") != step.step or (
+    parent = content.get("parent") or {}
+    if content.get("step") != step.step or (
         step.parent_digest is not None and parent.get("digest") != step.parent_digest
     ):
         yield Finding(
             check="weights",
             subject=f"step {step.step}",
-            message=f"its checkpoint says that it is of step {told.get('step')} and began with the "
-            f"weights of step {parent.get('step', 0)}, and the ledger says otherwise",
+            message=f"its checkpoint says that it is of step {content.get('step')} and began with "
+            f"the weights of step {parent.get('step', 0)}, and the ledger says otherwise",
             fix="the ledger was changed by hand: restore the last good copy of the store",
         )
 
@@ -215,7 +215,7 @@ def _unchained(step: _Step, message: str) -> Finding:
         check="weights",
         subject=f"step {step.step}",
         message=message,
-        fix="its weights, and those of all later steps, are not what the ledger tells: go on "
+        fix="its weights, and those of all later steps, are not those of the ledger: go on "
         "from a checkpoint before it (checkpoint.resume_from), in the state folder that made it",
     )
 
@@ -227,14 +227,14 @@ def _manifest(folder: Path | None) -> tuple[str, dict[str, Any]] | None:
         return None
     try:
         content = (folder / MANIFEST_NAME).read_bytes()
-        told = json.loads(content)
+        parsed = json.loads(content)
     except PermissionError:
         return None
     except OSError:
         return "missing", {}
     except ValueError:
-        told = {}
-    return manifest_digest(folder), told if isinstance(told, dict) else {}
+        parsed = {}
+    return manifest_digest(folder), parsed if isinstance(parsed, dict) else {}
 
 
 def _short(digest: str | None) -> str:

@@ -1,7 +1,7 @@
 """Of every turn: tokens, log-probabilities, versions and texts, rebuilt and proven.
 
 One rollout at a time is in memory. What is wrong is collected, so that one broken turn does not
-hide the next; of those that only follow a broken one, their number is told.
+hide the next; those that only follow a broken one are counted.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def turn_checks(connection: Connection, rollout_ids: Iterable[str]) -> Iterator[
 
 
 def _of_turn(row: Row[Any], seen: _Seen, placed: SharedTextsByTurn) -> Iterator[Finding]:
-    def broken(check: str, message: str, mend: str = _TOKENS) -> Finding:
+    def broken(check: str, message: str, fix: str = _TOKENS) -> Finding:
         return Finding(
             check=check,
             subject=f"turn {row.turn_id}",
             message=f"{message} (rollout {row.rollout_id})",
-            fix=mend.format(rollout=row.rollout_id),
+            fix=fix.format(rollout=row.rollout_id),
         )
 
     completion = yield from _tokens(row, seen, broken)
@@ -101,7 +101,7 @@ def _tokens(
         return completion
     if len(completion) != row.completion_tokens:
         yield broken(
-            "lengths", f"{len(completion)} sampled tokens, and {row.completion_tokens} are told"
+            "lengths", f"{len(completion)} sampled tokens, and {row.completion_tokens} are recorded"
         )
     if row.parent_id in seen.broken_tokens:
         seen.broken_tokens.add(row.turn_id)
@@ -116,7 +116,7 @@ def _tokens(
     known = seen.lengths.get(row.parent_id, 0)
     if known + len(delta) != row.prompt_tokens:
         yield broken(
-            "lengths", f"{known + len(delta)} prompt tokens, and {row.prompt_tokens} are told"
+            "lengths", f"{known + len(delta)} prompt tokens, and {row.prompt_tokens} are recorded"
         )
     digest = seen.digests[row.parent_id].copy() if row.parent_id else ContextDigest()
     digest.add(delta).add(completion)
@@ -154,7 +154,7 @@ def _sampled(
         )
     last = row.policy_versions[-1][0] if row.policy_versions else None
     if last != row.last_version:
-        yield broken("spans", f"its last version is {last}, and {row.last_version} is told")
+        yield broken("spans", f"its last version is {last}, and {row.last_version} is recorded")
 
 
 def _routed(row: Row[Any], broken: MakeFinding) -> Iterator[Finding]:
@@ -174,10 +174,12 @@ def _texts(
         if row.request_marks is None:
             return
         if row.request_base in seen.broken_texts:
-            raise StoreCorrupt(f"it is told by that of turn {row.request_base}, which is broken")
+            raise StoreCorrupt(f"it is a delta to that of turn {row.request_base}, which is broken")
         base = seen.requests.get(row.request_base)
         if base is None and row.request_base is not None:
-            raise StoreCorrupt(f"it is told by that of turn {row.request_base}, which is not here")
+            raise StoreCorrupt(
+                f"it is a delta to that of turn {row.request_base}, which is not here"
+            )
         seen.requests[row.turn_id] = restore_request(request, response, row.request_marks, base)
     except StoreCorrupt as error:
         seen.broken_texts.add(row.turn_id)

@@ -40,7 +40,7 @@ class DoctorReport:
 
     @property
     def ok(self) -> bool:
-        """Nothing is broken, or all that was is mended."""
+        """Nothing is broken, or all that was is fixed."""
         return not any(finding.broken and not finding.fixed for finding in self.findings)
 
 
@@ -53,7 +53,8 @@ def examine(
     progress: Progress = lambda _what, _turns: None,
 ) -> DoctorReport:
     """Database, tables, ledger and orphans of the whole store; contents of the turns of the
-    selected rollouts, or of `most` of these by chance. `fix` mends first what can be."""
+    selected rollouts, or of `max_rollouts` of these by chance. `fix`: what can be fixed is fixed
+    first."""
     report = DoctorReport()
     if fix:
         report.findings += repair(store)

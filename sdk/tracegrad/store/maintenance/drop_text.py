@@ -26,7 +26,7 @@ from tracegrad.store.store import Store
 AT_ONCE, _LONG = 100, 0.2
 # What is left of a text: that there was one.
 DROPPED = "[dropped]"
-# Attributes whose last word is one of these tell what a span is, not what was said in it.
+# Attributes whose last word is one of these say what a span is, not what was said in it.
 _KEPT_ATTRIBUTES = frozenset(
     {"id", "kind", "model", "name", "operation", "provider", "reason", "role", "system", "type"}
     | {"rollout", "span_kind", "request_model", "response_model", "model_name", "finish_reasons"}
@@ -65,14 +65,14 @@ class TextRemovalRule:
         return round(self.before * 1e9)
 
 
-def without_texts_of_event(fact: Event) -> Event:
-    """What the store keeps of a fact where raw text is switched off."""
-    match fact:
+def without_texts_of_event(event: Event) -> Event:
+    """What the store keeps of an event where raw text is switched off."""
+    match event:
         case Turn():
-            return replace(fact, request=None, response=None)
+            return replace(event, request=None, response=None)
         case Span():
-            return replace(fact, attributes=without_attribute_texts(fact.attributes))
-    return fact
+            return replace(event, attributes=without_attribute_texts(event.attributes))
+    return event
 
 
 def without_attribute_texts(attributes: Json) -> Json:
@@ -108,8 +108,8 @@ def drop_text(
 ) -> Json:
     """Drop requests, responses and the texts of spans. Returns the counts, as in `removals`.
 
-    Requests that stay but are told by dropped ones are told anew. Raises StoreCorrupt where such
-    a one cannot be read; what was done before stays done.
+    Requests that stay but are deltas to dropped ones are encoded again. Raises StoreCorrupt where
+    such a one cannot be read; what was done before stays done.
     """
     total: Json = {"rollouts": 0, "turns": 0, "spans": 0, "bytes": 0}
     after: PageKey | None = None
@@ -146,7 +146,7 @@ def _drop(
     here = and_(Turns.rollout_id == rollout_id, rule.turns())
     query = select(func.count(), func.coalesce(func.sum(text_bytes()), 0)).where(here)
     turns, size = connection.execute(query).one()
-    retold = _rewrite_dependents(connection, rollout_id, rule, repeats) if turns else 0
+    rewritten = _rewrite_dependents(connection, rollout_id, rule, repeats) if turns else 0
     if turns:
         nothing = {"request": None, "response": None, "request_base": None, "request_marks": None}
         its_links = TurnTexts.turn_id.in_(select(Turns.turn_id).where(here))
@@ -156,14 +156,14 @@ def _drop(
     spans = _drop_of_spans(connection, rollout_id, rule)
     if not turns and not spans:
         return {}
-    counts = {"turns": int(turns), "retold": retold, "spans": spans, "bytes": int(size)}
+    counts = {"turns": int(turns), "retold": rewritten, "spans": spans, "bytes": int(size)}
     return {"rollouts": 1, **counts}
 
 
 def _rewrite_dependents(
     connection: Connection, rollout_id: str, rule: TextRemovalRule, repeats: TextSightings
 ) -> int:
-    """Tell those anew that stay and are told by some that go."""
+    """Encode those again that stay and are deltas to some that go."""
     stays = and_(Turns.rollout_id == rollout_id, Turns.created_at >= rule.before)
     if rule.before == float("inf") or not connection.scalar(
         select(Turns.turn_id).where(stays, Turns.request_base.is_not(None)).limit(1)
@@ -175,8 +175,8 @@ def _rewrite_dependents(
             return texts
         return replace(texts, request=None, response=None)
 
-    told = rewritten_turns(connection, rollout_id, dropped, repeats)
-    stay = [one for one in told if not one.changed]
+    rewritten = rewritten_turns(connection, rollout_id, dropped, repeats)
+    stay = [one for one in rewritten if not one.changed]
     write_rewritten(connection, stay)
     return len(stay)
 

@@ -1,4 +1,4 @@
-"""Stored texts cleaned after the fact, as a proxy cleans them before they are stored.
+"""Stored texts cleaned after the event, as a proxy cleans them before they are stored.
 
 A turn's tokens are what a model is trained on, and stay as they are: whoever has the tokenizer
 turns them back into text. With `drop_tokens` the turns whose texts change lose theirs, and all
@@ -60,7 +60,7 @@ _NO_TOKENS: Values = {
     "untrainable": TOKENS_REDACTED,
 }
 
-# The fact as it may be stored. What it raises ends the redaction.
+# The event as it may be stored. What it raises ends the redaction.
 Clean = Callable[[Event], Event]
 Progress = Callable[[Json], None]
 
@@ -135,7 +135,7 @@ class _Changes:
 
     turns: list[RewrittenTurn]
     changed: int  # turns whose own texts are others
-    rewritten: int  # turns that were told by one of these
+    rewritten: int  # turns that were deltas to one of these
     dropped: int  # turns that lose their tokens
     spans: list[Values]
     opened: RolloutStarted | None
@@ -204,7 +204,7 @@ def _change(rule: RedactionRule) -> TextEdit:
     def change(texts: EditableTexts) -> EditableTexts:
         if texts.request is None and texts.response is None:
             return texts
-        fact = Turn(
+        event = Turn(
             turn_id=texts.turn_id,
             rollout_id="",
             dialect="",
@@ -217,7 +217,7 @@ def _change(rule: RedactionRule) -> TextEdit:
             request=texts.request,
             response=texts.response,
         )
-        cleaned = rule.clean(fact)
+        cleaned = rule.clean(event)
         assert isinstance(cleaned, Turn)
         if "request" in rule.fields:
             texts = replace(texts, request=cleaned.request, sampling=cleaned.sampling)
@@ -256,7 +256,7 @@ def _spans(connection: Connection, where: Any, rule: RedactionRule) -> list[Valu
     columns = (Spans.trace_id, Spans.span_id, Spans.name, Spans.attributes)
     rows = []
     for trace_id, span_id, name, attributes in connection.execute(select(*columns).where(where)):
-        fact = Span(
+        event = Span(
             trace_id=trace_id,
             span_id=span_id,
             name=name,
@@ -264,7 +264,7 @@ def _spans(connection: Connection, where: Any, rule: RedactionRule) -> list[Valu
             end_ns=0,
             attributes=attributes,
         )
-        cleaned = rule.clean(fact)
+        cleaned = rule.clean(event)
         assert isinstance(cleaned, Span)
         if (cleaned.name, cleaned.attributes) != (name, attributes):
             its = {"which": trace_id, "what": span_id}
@@ -285,19 +285,19 @@ def _opened(connection: Connection, rollout_id: str, rule: RedactionRule) -> Rol
     tags = load_tags(connection, [rollout_id])[rollout_id]
     if task is None and not tags:
         return None
-    fact = RolloutStarted(rollout_id=rollout_id, task=task, tags=tags)
-    cleaned = rule.clean(fact)
+    event = RolloutStarted(rollout_id=rollout_id, task=task, tags=tags)
+    cleaned = rule.clean(event)
     assert isinstance(cleaned, RolloutStarted)
     return cleaned if (cleaned.task, dict(cleaned.tags)) != (task, tags) else None
 
 
-def _write_opened(connection: Connection, fact: RolloutStarted) -> None:
-    here = Rollouts.rollout_id == fact.rollout_id
-    connection.execute(update(Rollouts).where(here).values(task=fact.task))
-    connection.execute(delete(RolloutTags).where(RolloutTags.rollout_id == fact.rollout_id))
+def _write_opened(connection: Connection, event: RolloutStarted) -> None:
+    here = Rollouts.rollout_id == event.rollout_id
+    connection.execute(update(Rollouts).where(here).values(task=event.task))
+    connection.execute(delete(RolloutTags).where(RolloutTags.rollout_id == event.rollout_id))
     rows = [
-        {"rollout_id": fact.rollout_id, "key": key, "value": value, "position": position}
-        for position, (key, value) in enumerate(fact.tags.items())
+        {"rollout_id": event.rollout_id, "key": key, "value": value, "position": position}
+        for position, (key, value) in enumerate(event.tags.items())
     ]
     if rows:
         connection.execute(insert(RolloutTags), rows)
@@ -306,23 +306,23 @@ def _write_opened(connection: Connection, fact: RolloutStarted) -> None:
 def _errors(
     connection: Connection, rollout_id: str, rule: RedactionRule
 ) -> tuple[dict[int, str | None], tuple[str | None] | None]:
-    """Of every end that was told, and of the one that counts."""
+    """Of every reported end, and of the one that counts."""
     if "error" not in rule.fields:
         return {}, None
 
     def cleaned(error: str) -> str | None:
-        fact = rule.clean(
+        event = rule.clean(
             RolloutFinished(rollout_id=rollout_id, outcome=Outcome.AGENT_ERROR, error=error)
         )
-        assert isinstance(fact, RolloutFinished)
-        return fact.error
+        assert isinstance(event, RolloutFinished)
+        return event.error
 
-    told = select(Outcomes.seq, Outcomes.error).where(
+    ends = select(Outcomes.seq, Outcomes.error).where(
         Outcomes.rollout_id == rollout_id, Outcomes.error.is_not(None)
     )
     errors = {
         seq: new
-        for seq, error in connection.execute(told)
+        for seq, error in connection.execute(ends)
         if error is not None and (new := cleaned(error)) != error
     }
     query = select(Rollouts.error).where(Rollouts.rollout_id == rollout_id)

@@ -1,4 +1,4 @@
-"""What can be mended without losing anything that anybody could use."""
+"""What can be fixed without losing anything that anybody could use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sqlalchemy import (
     update,
 )
 
-from tracegrad.store.databases import clock
+from tracegrad.store.databases import statements
 from tracegrad.store.encoding.shared_texts import is_unused
 from tracegrad.store.expressions import chunks
 from tracegrad.store.ledger.leases import NO_LEASE
@@ -39,7 +39,7 @@ from tracegrad.store.store import Store
 
 
 def repair(store: Store) -> Iterator[Finding]:
-    """Mend, and tell what was. Each kind is one transaction, counted in `removals`."""
+    """Fix, and report what was. Each kind is one transaction, counted in `removals`."""
     for check, done, one in _REPAIRS:
         with store.exclusive() as connection:
             count = one(connection)
@@ -103,7 +103,7 @@ def _consumed(connection: Connection) -> int:
 
 
 def _leases(connection: Connection) -> int:
-    now = clock.server_time(connection)
+    now = statements.server_time(connection)
     connection.execute(
         update(Leases)
         .where(Leases.released_at.is_(None), Leases.leased_until <= now)

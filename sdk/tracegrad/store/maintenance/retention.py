@@ -1,6 +1,6 @@
 """Whole rollouts out of the store: by age, by size, by any filter; trained ones first.
 
-Without being told so, only rollouts go that training is done with: consumed ones (each turn
+Unless asked for, only rollouts go that training is done with: consumed ones (each turn
 trained or skipped), and those that ended in a way that is never trained. What is removed is
 counted in `removals` by what had become of it; steps and versions stay.
 """
@@ -31,7 +31,6 @@ from tracegrad.events import Json
 from tracegrad.store.databases.upkeep import upkeep_of
 from tracegrad.store.encoding.shared_texts import remove_links, remove_unused
 from tracegrad.store.expressions import SCORED_OUTCOMES, chunks, training_state
-from tracegrad.store.ledger.ledger import LATE
 from tracegrad.store.maintenance.removal_log import ROLLOUTS, add_counts, record_removal
 from tracegrad.store.maintenance.selection import (
     PageKey,
@@ -53,6 +52,7 @@ from tracegrad.store.models import (
     TurnTexts,
 )
 from tracegrad.store.store import Store
+from tracegrad.store.types import LATE
 
 # Rollouts of one transaction, and the bytes of which no more are added: proxies wait for it.
 MAX_ROLLOUTS_PER_TRANSACTION, _BYTES_AT_ONCE = 200, 16 << 20
@@ -99,8 +99,8 @@ def training_is_done() -> ColumnElement[bool]:
 
 def used_bytes(store: Store, connection: Connection) -> int:
     """What the store takes, without room that is free inside the database's files."""
-    told = upkeep_of(store.database).used_bytes(connection)
-    return all_bytes(connection) if told is None else told
+    used = upkeep_of(store.database).used_bytes(connection)
+    return all_bytes(connection) if used is None else used
 
 
 def preview_prune(store: Store, rule: RetentionRule) -> PrunePreview:

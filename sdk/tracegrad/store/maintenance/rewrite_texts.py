@@ -1,7 +1,7 @@
-"""The texts of a rollout's turns, changed, and told anew where they refer to each other.
+"""The texts of a rollout's turns, changed, and encoded again where they refer to each other.
 
 A request is stored as what it adds to an earlier one of its rollout (`sharing`). So when one is
-changed or dropped, those that are told by it must be told again; the others stay as they are.
+changed or dropped, the deltas to it must be made again; the others stay as they are.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RewrittenTurn:
     parent_id: str | None
     changed: bool
     row: Values
-    extraction: TextExtraction | None = None  # where its texts are told anew
+    extraction: TextExtraction | None = None  # where its texts are encoded again
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""How much room rollouts take, as far as the database's own counting can tell it cheaply.
+"""How much room rollouts take, as far as the database's own counts give it cheaply.
 
 Lengths of what is packed, which databases know without reading it, and for each row what its
 small columns and its indexes take on average.

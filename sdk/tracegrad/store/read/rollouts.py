@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Connection, Select, func, select
+from sqlalchemy import ColumnElement, Connection, Select, func, select
 
 from tracegrad.events import Outcome, Reward, RolloutFinished, Span
 from tracegrad.store.errors import AmbiguousRollout, UnknownRollout
@@ -18,7 +22,7 @@ from tracegrad.store.expressions import (
     latest_reward,
     training_state,
 )
-from tracegrad.store.filters import ALL, RolloutFilter
+from tracegrad.store.filters import ALL, OPEN, RolloutFilter
 from tracegrad.store.models import (
     Outcomes,
     Rewards,
@@ -40,6 +44,39 @@ from tracegrad.store.types import (
 )
 
 
+class RolloutOrder(StrEnum):
+    NEWEST = "newest"
+    REWARD = "reward"
+    TURNS = "turns"
+    TOKENS = "tokens"
+
+
+@dataclass(slots=True)
+class TaskSummary:
+    """What is known of its rollouts; `task_id` is None for those without a task."""
+
+    task_id: str | None
+    last_opened_at: float
+    outcomes: Counter[str] = field(default_factory=Counter)  # with "open"
+    rewards: list[float] = field(default_factory=list)
+
+    @property
+    def rollouts(self) -> int:
+        return self.outcomes.total()
+
+    @property
+    def mean(self) -> float | None:
+        return math.fsum(self.rewards) / len(self.rewards) if self.rewards else None
+
+    @property
+    def deviation(self) -> float | None:
+        """The standard deviation of at least two. 0: comparing them teaches nothing."""
+        if self.mean is None or len(self.rewards) < 2:
+            return None
+        squares = ((reward - self.mean) ** 2 for reward in self.rewards)
+        return math.sqrt(math.fsum(squares) / len(self.rewards))
+
+
 def list_rollouts(
     connection: Connection, wanted: RolloutFilter = ALL, *, limit: int | None = 50
 ) -> list[RolloutSummary]:
@@ -51,6 +88,71 @@ def list_rollouts(
         .limit(limit)
     )
     return _rollout_rows(connection, query)
+
+
+def list_ordered(
+    connection: Connection, wanted: RolloutFilter, order: RolloutOrder, limit: int
+) -> list[RolloutSummary]:
+    """At most `limit`: the newest, or those with the most of what `order` names, first."""
+    if order is RolloutOrder.NEWEST:
+        return list_rollouts(connection, wanted, limit=limit)
+    # Their ids first: all else is asked for the few that are shown.
+    query = (
+        select(Rollouts.rollout_id)
+        .where(wanted.where())
+        # The databases disagree about where NULL sorts.
+        .order_by(
+            func.coalesce(_amount(order), _BELOW_EVERY_REWARD).desc(), Rollouts.opened_at.desc()
+        )
+        .limit(limit)
+    )
+    ids = list(connection.scalars(query))
+    rows = {
+        row.rollout_id: row
+        for some in chunks(ids)
+        for row in _rollout_rows(connection, _rollout_query().where(Rollouts.rollout_id.in_(some)))
+    }
+    return [rows[rollout_id] for rollout_id in ids]
+
+
+_BELOW_EVERY_REWARD = -1e308
+
+
+def _amount(order: RolloutOrder) -> ColumnElement[Any]:
+    if order is RolloutOrder.REWARD:
+        return latest_reward()
+    what = func.count() if order is RolloutOrder.TURNS else func.sum(Turns.completion_tokens)
+    return select(what).where(Turns.rollout_id == Rollouts.rollout_id).scalar_subquery()
+
+
+def summarize_tasks(
+    connection: Connection, wanted: RolloutFilter, order: RolloutOrder
+) -> list[TaskSummary]:
+    """The task with the newest rollout first, or that with the highest mean reward."""
+    query = (
+        select(Rollouts.task_id, Rollouts.opened_at, Rollouts.outcome, latest_reward())
+        .where(wanted.where())
+        .order_by(Rollouts.opened_at.desc())
+    )
+    found: dict[str | None, TaskSummary] = {}
+    for task_id, opened_at, outcome, reward in connection.execute(query):
+        task = found.setdefault(task_id, TaskSummary(task_id, opened_at))
+        task.outcomes[outcome or OPEN] += 1
+        if reward is not None:
+            task.rewards.append(reward)
+    every = list(found.values())
+    if order is RolloutOrder.REWARD:
+        every.sort(key=lambda task: -math.inf if task.mean is None else task.mean, reverse=True)
+    return every
+
+
+def count_untrained(connection: Connection) -> tuple[int, int]:
+    """Finished rollouts that training is not done with, and how many of them have a task."""
+    query = select(func.count(), func.count(Rollouts.task_id)).where(
+        Rollouts.finished_at.is_not(None), Rollouts.consumed_at.is_(None)
+    )
+    every, with_task = connection.execute(query).one()
+    return every, with_task
 
 
 def _rollout_query() -> Select[Any]:
@@ -135,7 +237,7 @@ def resolve_rollout(connection: Connection, prefix: str) -> str:
 def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
     rollout_id = resolve_rollout(connection, prefix)
     [row] = _rollout_rows(connection, _rollout_query().where(Rollouts.rollout_id == rollout_id))
-    fates = (
+    dispositions = (
         select(TurnLedger.turn_id, TurnLedger.step, TurnLedger.skip_reason)
         .join(Turns, Turns.turn_id == TurnLedger.turn_id)
         .where(Turns.rollout_id == rollout_id)
@@ -148,7 +250,7 @@ def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
         spans=load_spans(connection, [rollout_id])[rollout_id],
         dispositions={
             turn_id: TurnDisposition(step, reason)
-            for turn_id, step, reason in connection.execute(fates)
+            for turn_id, step, reason in connection.execute(dispositions)
         },
     )
 

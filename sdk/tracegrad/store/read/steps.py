@@ -8,8 +8,7 @@ from sqlalchemy import Select, Text, cast, func, select
 
 from tracegrad.store.models import Rollouts, RolloutTags, Steps, TurnLedger
 from tracegrad.store.read.training_samples import load_samples
-from tracegrad.store.store import Store
-from tracegrad.store.types import RolloutSample, StepRecord
+from tracegrad.store.types import Readable, RolloutSample, StepRecord
 
 # Settings and batches are large: a step trains on thousands of rollouts.
 _SUMMARY_COLUMNS = (
@@ -27,7 +26,7 @@ _SUMMARY_COLUMNS = (
 class StepHistory:
     """For those who look back. Steps without settings and batches, unless one is asked for."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Readable) -> None:
         self._store = store
 
     def steps(self, limit: int | None = None) -> list[StepRecord]:
@@ -83,8 +82,8 @@ class StepHistory:
     def samples(
         self, rewards: Mapping[str, float], *, expert_routing: bool = True
     ) -> dict[str, RolloutSample]:
-        """Finished rollouts by id, with these rewards; removed ones are gone. `routes`: with the
-        routed experts of their turns."""
+        """Finished rollouts by id, with these rewards; removed ones are gone. `expert_routing`:
+        with the routed experts of their turns."""
         with self._store.reading() as connection:
             return load_samples(connection, rewards, expert_routing=expert_routing)
 

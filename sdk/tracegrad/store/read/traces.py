@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
-from sqlalchemy import Connection, bindparam, select, update
-from sqlalchemy.orm import aliased
+from sqlalchemy import Connection, select
 
-from tracegrad.events import Span
 from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Spans, Turns
-
-
-def adopt_spans(connection: Connection, spans: Iterable[Span]) -> None:
-    """Earlier spans of a trace that came before anybody knew its rollout join it now.
-
-    Not where spans of the trace are in several rollouts: one of those around them all may be
-    nobody's.
-    """
-    pairs = {(span.trace_id, span.rollout_id) for span in spans if span.rollout_id is not None}
-    if not pairs:
-        return
-    other = aliased(Spans)
-    elsewhere = select(other.span_id).where(
-        other.trace_id == bindparam("trace"), other.rollout_id != bindparam("rollout")
-    )
-    connection.execute(
-        update(Spans)
-        .where(
-            Spans.trace_id == bindparam("trace"),
-            Spans.rollout_id.is_(None),
-            ~elsewhere.exists(),
-        )
-        .values(rollout_id=bindparam("rollout")),
-        [{"trace": trace_id, "rollout": rollout_id} for trace_id, rollout_id in sorted(pairs)],
-    )
 
 
 def rollouts_of_traces(connection: Connection, trace_ids: Collection[str]) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ def load_samples(
 ) -> dict[str, RolloutSample]:
     """Finished rollouts, by id, with the rewards given here; those that are gone are left out.
 
-    `routes` asks for the turns' routed experts.
+    `expert_routing` asks for the turns' routed experts.
     """
     ids = list(rewards)
     samples = {}

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Row, Select, bindparam, select
 from sqlalchemy.orm import aliased
 
-from tracegrad.events import Turn, token_id_array
+from tracegrad.events import Json, Turn, token_id_array
 from tracegrad.store.encoding.blobs import (
     ContextDigest,
     unpack_ids,
@@ -33,6 +33,7 @@ from tracegrad.store.encoding.shared_texts import (
 from tracegrad.store.errors import StoreCorrupt
 from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Turns
+from tracegrad.store.types import DEMONSTRATION, OLD_DEMONSTRATION
 
 T = TypeVar("T")
 
@@ -103,13 +104,13 @@ def load_turns(
     expert_routing: bool = True,
 ) -> dict[str, list[Turn]]:
     """The turns of each rollout in order of capture; `raw` asks for requests and responses,
-    `routes` for `routed_experts`, of which a turn may have megabytes."""
+    `expert_routing` for `routed_experts`, of which a turn may have megabytes."""
     found: dict[str, list[Turn]] = {rollout_id: [] for rollout_id in rollout_ids}
     for ids in chunks(rollout_ids):
         rows = connection.execute(_OF_ROLLOUTS[raw, expert_routing], {"ids": ids}).all()
         placed = _shared_texts(connection, rows, raw)
         for rollout_id, of_rollout in groupby(rows, attrgetter("rollout_id")):
-            found[rollout_id] = _restore_turns(of_rollout, placed, routes=expert_routing)
+            found[rollout_id] = _restore_turns(of_rollout, placed, expert_routing=expert_routing)
     return found
 
 
@@ -117,7 +118,9 @@ def find_turn(
     connection: Connection, turn_id: str, *, raw: bool = True, expert_routing: bool = True
 ) -> Turn | None:
     rows = connection.execute(_WITH_ANCESTORS[raw, expert_routing], {"id": turn_id}).all()
-    turns = _restore_turns(rows, _shared_texts(connection, rows, raw), routes=expert_routing)
+    turns = _restore_turns(
+        rows, _shared_texts(connection, rows, raw), expert_routing=expert_routing
+    )
     return turns[-1] if turns else None
 
 
@@ -128,13 +131,13 @@ def _shared_texts(
     return load_shared_texts(connection, [row.turn_id for row in rows]) if raw else None
 
 
-def _of_rollouts(raw: bool, routes: bool) -> Select[Any]:
+def _of_rollouts(raw: bool, expert_routing: bool) -> Select[Any]:
     wanted = Turns.rollout_id.in_(bindparam("ids", expanding=True))
-    return _select(raw, routes).where(wanted).order_by(Turns.rollout_id, Turns.seq)
+    return _select(raw, expert_routing).where(wanted).order_by(Turns.rollout_id, Turns.seq)
 
 
-def _with_ancestors(raw: bool, routes: bool) -> Select[Any]:
-    """A turn after all those that it is told by."""
+def _with_ancestors(raw: bool, expert_routing: bool) -> Select[Any]:
+    """A turn after all those that it is a delta to."""
     turn = select(Turns.turn_id, Turns.parent_id, Turns.request_base)
     chain = turn.where(Turns.turn_id == bindparam("id")).cte("chain", recursive=True)
     above = aliased(Turns)
@@ -145,38 +148,43 @@ def _with_ancestors(raw: bool, routes: bool) -> Select[Any]:
         )
     )
     found = Turns.turn_id.in_(select(chain.c.turn_id))
-    return _select(raw, routes).where(found).order_by(Turns.seq)
+    return _select(raw, expert_routing).where(found).order_by(Turns.seq)
 
 
-def _select(raw: bool, routes: bool) -> Select[Any]:
-    return select(*_COLUMNS, *(_RAW if raw else ()), *(_EXPERT_ROUTING if routes else ()))
+def _select(raw: bool, expert_routing: bool) -> Select[Any]:
+    return select(*_COLUMNS, *(_RAW if raw else ()), *(_EXPERT_ROUTING if expert_routing else ()))
 
 
 # Built once: making a statement costs more than running it.
-_ASKED = [*product((False, True), repeat=2)]  # raw, routes
+_ASKED = [*product((False, True), repeat=2)]  # raw, expert_routing
 _OF_ROLLOUTS = {asked: _of_rollouts(*asked) for asked in _ASKED}
 _WITH_ANCESTORS = {asked: _with_ancestors(*asked) for asked in _ASKED}
 
 
 def _restore_turns(
-    rows: Iterable[Row[Any]], placed: SharedTextsByTurn | None, *, routes: bool
+    rows: Iterable[Row[Any]], placed: SharedTextsByTurn | None, *, expert_routing: bool
 ) -> list[Turn]:
     """`rows` are of one rollout, and hold every parent and every base before those who need it.
 
-    Without `placed` requests and responses are left out, without `routes` routed experts."""
+    Without `placed` requests and responses are left out, without `expert_routing` routed
+    experts."""
     earlier = _RestoredSoFar()
     turns = []
     with _one_at_a_time:
         for row in rows:
             try:
-                turns.append(_turn(row, earlier, placed, routes=routes))
+                turns.append(_turn(row, earlier, placed, expert_routing=expert_routing))
             except StoreCorrupt as error:
                 raise StoreCorrupt(f"turn {row.turn_id}: {error}") from error
     return turns
 
 
 def _turn(
-    row: Row[Any], earlier: _RestoredSoFar, placed: SharedTextsByTurn | None, *, routes: bool
+    row: Row[Any],
+    earlier: _RestoredSoFar,
+    placed: SharedTextsByTurn | None,
+    *,
+    expert_routing: bool,
 ) -> Turn:
     completion = unpack_ids(row.completion)
     if row.parent_id is None:
@@ -202,7 +210,7 @@ def _turn(
         completion_token_ids=completion,
         completion_logprobs=logprobs,
         policy_versions=tuple((v, n) for v, n in row.policy_versions),
-        sampling=row.sampling,
+        sampling=_sampling(row.sampling),
         finish_reason=row.finish_reason,
         untrainable=row.untrainable,
         parent_span_id=row.parent_span_id,
@@ -210,9 +218,15 @@ def _turn(
         response=response,
         state_key=row.state_key,
         observation=row.observation,
-        routed_experts=unpack_routing(row.routed_experts) if routes else None,
+        routed_experts=unpack_routing(row.routed_experts) if expert_routing else None,
         created_at=row.created_at,
     )
+
+
+def _sampling(stored: Json) -> Json:
+    if stored.get("source") == OLD_DEMONSTRATION:
+        return {**stored, "source": DEMONSTRATION}
+    return stored
 
 
 def _texts(

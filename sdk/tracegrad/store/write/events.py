@@ -1,4 +1,4 @@
-"""Facts into rows, inside the caller's transaction. Writing a fact again changes nothing."""
+"""Events into rows, inside the caller's transaction. Writing an event again changes nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, select, true, update
+from sqlalchemy.orm import aliased
 
 from tracegrad.events import (
     OVER_LENGTH,
@@ -27,7 +28,6 @@ from tracegrad.store.encoding.shared_texts import add_links, add_texts
 from tracegrad.store.errors import EventRejected
 from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Outcomes, Rewards, Rollouts, RolloutTags, Spans, Turns
-from tracegrad.store.read.traces import adopt_spans
 from tracegrad.store.write.parent_cache import KnownParents, ParentInfo, load_parents
 from tracegrad.store.write.turn_rows import ColumnValues, TurnRows, make_turn_rows
 
@@ -53,7 +53,7 @@ class TurnAlreadyStored(Conflict):
 
 @dataclass
 class EventBatch:
-    """Facts by kind, in order; of turns with the same id the first."""
+    """Events by kind, in order; of turns with the same id the first."""
 
     first_seen: dict[str, float] = field(default_factory=dict)
     opened: list[RolloutStarted] = field(default_factory=list)
@@ -69,39 +69,40 @@ class EventBatch:
         self.first_seen[rollout_id] = min(at, self.first_seen.get(rollout_id, at))
 
 
-def sort_events(facts: Iterable[Event]) -> EventBatch:
-    """Raises `FactRefused` for a fact without a rollout's name, or with names that are too long."""
+def sort_events(events: Iterable[Event]) -> EventBatch:
+    """Raises `EventRejected` for an event without a rollout's name, or with names that are too
+    long."""
     batch = EventBatch()
-    for fact in facts:
-        match fact:
+    for event in events:
+        match event:
             case RolloutStarted():
-                batch.note_rollout(fact.rollout_id, fact.opened_at)
-                check_length("task_id", fact.task_id or "", _MAX_NAME_LENGTH)
-                for key, value in fact.tags.items():
+                batch.note_rollout(event.rollout_id, event.opened_at)
+                check_length("task_id", event.task_id or "", _MAX_NAME_LENGTH)
+                for key, value in event.tags.items():
                     check_length(f"tags: {key!r:.40}", f"{key}{value}", _MAX_NAME_LENGTH)
-                batch.opened.append(fact)
+                batch.opened.append(event)
             case RolloutFinished():
-                batch.note_rollout(fact.rollout_id, _ended_at(fact))
-                batch.finished.append(fact)
+                batch.note_rollout(event.rollout_id, _ended_at(event))
+                batch.finished.append(event)
             case Reward():
-                batch.note_rollout(fact.rollout_id, fact.created_at)
-                check_length("reward_id", fact.reward_id)
-                batch.rewards.append(fact)
+                batch.note_rollout(event.rollout_id, event.created_at)
+                check_length("reward_id", event.reward_id)
+                batch.rewards.append(event)
             case Span():
-                if fact.rollout_id is not None:
-                    batch.note_rollout(fact.rollout_id, min(fact.start_ns / 1e9, time.time()))
-                check_length("trace_id", fact.trace_id)
-                check_length("span_id", fact.span_id)
-                batch.spans.append(fact)
+                if event.rollout_id is not None:
+                    batch.note_rollout(event.rollout_id, min(event.start_ns / 1e9, time.time()))
+                check_length("trace_id", event.trace_id)
+                check_length("span_id", event.span_id)
+                batch.spans.append(event)
             case Turn():
-                batch.note_rollout(fact.rollout_id, fact.created_at)
-                check_length("turn_id", fact.turn_id)
-                batch.turns.setdefault(fact.turn_id, fact)
+                batch.note_rollout(event.rollout_id, event.created_at)
+                check_length("turn_id", event.turn_id)
+                batch.turns.setdefault(event.turn_id, event)
     return batch
 
 
 def check_length(field: str, name: str, most: int = _MAX_ID_LENGTH) -> None:
-    """Of what is looked up in an index. Raises `FactRefused`."""
+    """Of what is looked up in an index. Raises `EventRejected`."""
     if len(name) * 4 > most and (length := len(name.encode("utf-8", "replace"))) > most:
         raise EventRejected(f"{field}: {length} bytes; give at most {most}")
 
@@ -132,7 +133,7 @@ def rows_from_store(
     """The rows of the batch's turns that are new, and the stored ones among its turns and their
     parents. Its rollouts are there, and held, from here to the end of the transaction.
 
-    Raises FactRefused for a turn that contradicts its parent.
+    Raises EventRejected for a turn that contradicts its parent.
     """
     add_rollouts(connection, batch, batch.first_seen)
     lock_rollouts(connection, batch.first_seen)
@@ -152,7 +153,8 @@ def write_batch(
     """`rows` are those of the batch's turns that are new (`turn_rows.turn_rows`),
     `new_rollouts` those of its rollouts that may be.
 
-    Raises `TurnKnown` if one of them is not, `FactRefused` for a fact that contradicts itself.
+    Raises `TurnAlreadyStored` if one of them is not, `EventRejected` for an event that contradicts
+    itself.
     """
     add_rollouts(connection, batch, new_rollouts)
     changed = {f.rollout_id for f in batch.opened} | {f.rollout_id for f in batch.finished}
@@ -166,7 +168,7 @@ def write_batch(
     _finish(connection, batch.finished)
     _reward(connection, batch.rewards)
     _insert(connection, Spans, [_span_row(span) for span in batch.spans])
-    adopt_spans(connection, batch.spans)
+    _adopt_spans(connection, batch.spans)
 
 
 def mark_unacknowledged(connection: Connection, turn_ids: Sequence[str]) -> int:
@@ -194,7 +196,7 @@ def _insert(connection: Connection, table: Any, rows: Sequence[ColumnValues]) ->
     """How many were new."""
     if not rows:
         return 0
-    # Of inserts SQLAlchemy forgets the count, unless it is told that somebody wants it.
+    # Of inserts SQLAlchemy forgets the count, unless it is asked to keep it.
     wanted = {"preserve_rowcount": True}
     return connection.execute(
         insert_new(connection, table), rows, execution_options=wanted
@@ -211,79 +213,79 @@ def _lock_unopened(connection: Connection, rollout_ids: Iterable[str]) -> set[st
     return bare
 
 
-def _open(connection: Connection, facts: Sequence[RolloutStarted], bare: set[str]) -> None:
+def _open(connection: Connection, events: Sequence[RolloutStarted], bare: set[str]) -> None:
     # Of several openings of one rollout the first counts, here and in the table.
-    first = {fact.rollout_id: fact for fact in reversed(facts)}
-    new = [fact for fact in first.values() if fact.rollout_id in bare]
+    first = {event.rollout_id: event for event in reversed(events)}
+    new = [event for event in first.values() if event.rollout_id in bare]
     if not new:
         return
     connection.execute(
         _OPENING,
         [
             {
-                "which": fact.rollout_id,
-                "opened_at": fact.opened_at,
-                "task_id": fact.task_id,
-                "agent": fact.agent,
-                "task": fact.task,
+                "which": event.rollout_id,
+                "opened_at": event.opened_at,
+                "task_id": event.task_id,
+                "agent": event.agent,
+                "task": event.task,
             }
-            for fact in new
+            for event in new
         ],
     )
     _insert(
         connection,
         RolloutTags,
         [
-            {"rollout_id": fact.rollout_id, "key": key, "value": str(value), "position": position}
-            for fact in new
-            for position, (key, value) in enumerate(fact.tags.items())
+            {"rollout_id": event.rollout_id, "key": key, "value": str(value), "position": position}
+            for event in new
+            for position, (key, value) in enumerate(event.tags.items())
         ],
     )
 
 
-def _finish(connection: Connection, facts: Sequence[RolloutFinished]) -> None:
+def _finish(connection: Connection, events: Sequence[RolloutFinished]) -> None:
     """Of several ends of one rollout the first counts.
 
     An agent that crashed right after its context was full has used up its budget. Its last turn
     is stored before its end: it crashed on the refusal, which it gets after the commit.
     """
-    if not facts:
+    if not events:
         return
     _insert(
         connection,
         Outcomes,
         [
             {
-                "rollout_id": fact.rollout_id,
-                "outcome": Outcome(fact.outcome).value,
-                "error": fact.error,
-                "finished_at": fact.finished_at,
+                "rollout_id": event.rollout_id,
+                "outcome": Outcome(event.outcome).value,
+                "error": event.error,
+                "finished_at": event.finished_at,
             }
-            for fact in facts
+            for event in events
         ],
     )
-    crashed = [f.rollout_id for f in facts if f.outcome == Outcome.AGENT_ERROR]
+    crashed = [f.rollout_id for f in events if f.outcome == Outcome.AGENT_ERROR]
     full = _over_length(connection, crashed)
     connection.execute(
         _FINISHING,
         [
             {
-                "which": fact.rollout_id,
+                "which": event.rollout_id,
                 "outcome": (
                     Outcome.BUDGET
-                    if fact.outcome == Outcome.AGENT_ERROR and fact.rollout_id in full
-                    else Outcome(fact.outcome)
+                    if event.outcome == Outcome.AGENT_ERROR and event.rollout_id in full
+                    else Outcome(event.outcome)
                 ).value,
-                "error": fact.error,
-                "finished_at": _ended_at(fact),
+                "error": event.error,
+                "finished_at": _ended_at(event),
             }
-            for fact in facts
+            for event in events
         ],
     )
 
 
-def _ended_at(fact: RolloutFinished) -> float:
-    return fact.finished_at if fact.recorded_at is None else fact.recorded_at
+def _ended_at(event: RolloutFinished) -> float:
+    return event.finished_at if event.recorded_at is None else event.recorded_at
 
 
 def _over_length(connection: Connection, rollout_ids: Sequence[str]) -> set[str]:
@@ -301,12 +303,12 @@ def _over_length(connection: Connection, rollout_ids: Sequence[str]) -> set[str]
     return full
 
 
-def _reward(connection: Connection, facts: Sequence[Reward]) -> None:
-    rows = [_reward_row(fact) for fact in facts]
+def _reward(connection: Connection, events: Sequence[Reward]) -> None:
+    rows = [_reward_row(event) for event in events]
     if _insert(connection, Rewards, rows) == len(rows):
         return
-    # Told again, most likely. One that another rollout has would be lost without a word.
-    whose = {fact.reward_id: fact.rollout_id for fact in reversed(facts)}
+    # Sent again, most likely. One that another rollout has would be lost without a word.
+    whose = {event.reward_id: event.rollout_id for event in reversed(events)}
     for ids in chunks(list(whose)):
         query = select(Rewards.reward_id, Rewards.rollout_id).where(Rewards.reward_id.in_(ids))
         for reward_id, rollout_id in connection.execute(query):
@@ -317,24 +319,24 @@ def _reward(connection: Connection, facts: Sequence[Reward]) -> None:
                 )
 
 
-def _reward_row(fact: Reward) -> ColumnValues:
-    if not is_reward(fact.value):
+def _reward_row(event: Reward) -> ColumnValues:
+    if not is_reward(event.value):
         raise EventRejected(
-            f"value: reward {fact.name!r} of rollout {fact.rollout_id} is {fact.value}; "
+            f"value: reward {event.name!r} of rollout {event.rollout_id} is {event.value}; "
             f"give {REWARD_RANGE}"
         )
-    if fact.turn is not None:
-        _check_integer("turn", fact.turn)
+    if event.turn is not None:
+        _check_integer("turn", event.turn)
     return {
-        "reward_id": fact.reward_id,
-        "rollout_id": fact.rollout_id,
-        "value": float(fact.value),
-        "name": fact.name,
-        "turn": fact.turn,
-        "source": fact.source,
-        "label": fact.label,
-        "given_at": fact.given_at,
-        "created_at": fact.created_at,
+        "reward_id": event.reward_id,
+        "rollout_id": event.rollout_id,
+        "value": float(event.value),
+        "name": event.name,
+        "turn": event.turn,
+        "source": event.source,
+        "label": event.label,
+        "given_at": event.given_at,
+        "created_at": event.created_at,
     }
 
 
@@ -343,18 +345,43 @@ def _check_integer(field: str, value: int) -> None:
         raise EventRejected(f"{field}: {value} is more than 64 bits")
 
 
-def _span_row(fact: Span) -> ColumnValues:
-    _check_integer("start_ns", fact.start_ns)
-    _check_integer("end_ns", fact.end_ns)
+def _span_row(event: Span) -> ColumnValues:
+    _check_integer("start_ns", event.start_ns)
+    _check_integer("end_ns", event.end_ns)
     return {
-        "trace_id": fact.trace_id,
-        "span_id": fact.span_id,
-        "parent_span_id": fact.parent_span_id,
-        "rollout_id": fact.rollout_id,
-        "name": fact.name,
-        "kind": fact.kind,
-        "start_ns": fact.start_ns,
-        "end_ns": fact.end_ns,
-        "status": fact.status,
-        "attributes": fact.attributes,
+        "trace_id": event.trace_id,
+        "span_id": event.span_id,
+        "parent_span_id": event.parent_span_id,
+        "rollout_id": event.rollout_id,
+        "name": event.name,
+        "kind": event.kind,
+        "start_ns": event.start_ns,
+        "end_ns": event.end_ns,
+        "status": event.status,
+        "attributes": event.attributes,
     }
+
+
+def _adopt_spans(connection: Connection, spans: Iterable[Span]) -> None:
+    """Earlier spans of a trace that came before anybody knew its rollout join it now.
+
+    Not where spans of the trace are in several rollouts: one of those around them all may be
+    nobody's.
+    """
+    pairs = {(span.trace_id, span.rollout_id) for span in spans if span.rollout_id is not None}
+    if not pairs:
+        return
+    other = aliased(Spans)
+    elsewhere = select(other.span_id).where(
+        other.trace_id == bindparam("trace"), other.rollout_id != bindparam("rollout")
+    )
+    connection.execute(
+        update(Spans)
+        .where(
+            Spans.trace_id == bindparam("trace"),
+            Spans.rollout_id.is_(None),
+            ~elsewhere.exists(),
+        )
+        .values(rollout_id=bindparam("rollout")),
+        [{"trace": trace_id, "rollout": rollout_id} for trace_id, rollout_id in sorted(pairs)],
+    )

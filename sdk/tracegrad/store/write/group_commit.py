@@ -10,7 +10,7 @@ caller that gives up withdraws it, and then knows at once, but for a commit that
   connection broke in a commit.
 
 So a client that was refused has no turn that is trained. One that writes the same turn again, and
-is told that it is stored, has one: then the mark is taken back.
+is answered that it is stored, has one: then the mark is taken back.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import fields
 from enum import Enum, auto
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from sqlalchemy import Connection
 
 from tracegrad.events import Event, Turn
 from tracegrad.store.errors import StoreBusy, StoreUnavailable
-from tracegrad.store.store import Store
 from tracegrad.store.write.events import clear_unacknowledged, mark_unacknowledged
-from tracegrad.store.write.memory import estimate_bytes
 
 log = logging.getLogger("tracegrad.store")
 
@@ -43,7 +43,22 @@ MAX_SUBMISSIONS = 4096
 MAX_BYTES = 256 << 20
 # Between two attempts to mark turns of which nobody knows whether they are stored.
 _UNCERTAIN_RETRY_S = 0.5
+# For `estimate_bytes`: of a value that holds no text; and of an event with more values than are
+# looked at.
+_VALUE = 64
+_MOST_VALUES = 20_000
+_LARGE = 16 << 20
 _TOO_LATE = "its caller had given up before it was stored"
+
+
+class WritableStore(Protocol):
+    def append(
+        self,
+        events: Sequence[Event],
+        *,
+        before_commit: Callable[[Connection, Sequence[str]], None] | None = None,
+    ) -> None: ...
+    def mark_unacknowledged(self, turn_ids: Sequence[str]) -> int: ...
 
 
 class _Stage(Enum):
@@ -55,21 +70,21 @@ class _Stage(Enum):
 
 
 class Submission(Future[None]):
-    """Facts of one caller, which stand or fall together.
+    """Events of one caller, which stand or fall together.
 
-    Resolves when they are on the disk; fails with `FactRefused`, or with `StoreUnavailable`: then
+    Resolves when they are on the disk; fails with `EventRejected`, or with `StoreUnavailable`: then
     none of its turns will be trained.
     """
 
     def __init__(
-        self, facts: Sequence[Event] = (), writer: GroupCommitWriter | None = None
+        self, events: Sequence[Event] = (), writer: GroupCommitWriter | None = None
     ) -> None:
         super().__init__()
         # A future that runs cannot be cancelled: the thread is free to resolve it.
         self.set_running_or_notify_cancel()
-        self.facts = tuple(facts)
+        self.events = tuple(events)
         self._writer = writer
-        self._size = sum(map(estimate_bytes, self.facts)) if writer is not None else 0
+        self._size = sum(map(estimate_bytes, self.events)) if writer is not None else 0
         self._stage = _Stage.WAITING
         self._given_up = self._abandoned = False
 
@@ -84,7 +99,7 @@ class Submission(Future[None]):
         return self._writer is None or self._writer._abandon(self)
 
     def turn_ids(self) -> list[str]:
-        return [fact.turn_id for fact in self.facts if isinstance(fact, Turn)]
+        return [event.turn_id for event in self.events if isinstance(event, Turn)]
 
 
 class WriterLoad(NamedTuple):
@@ -97,7 +112,7 @@ class WriterLoad(NamedTuple):
 
 
 class GroupCommitWriter:
-    """Writes facts to a store from one thread of its own.
+    """Writes events to a store from one thread of its own.
 
     While one transaction commits, submissions gather; the next takes them all. The disk's
     slowest part, its flush, is so paid once for many callers.
@@ -105,7 +120,7 @@ class GroupCommitWriter:
 
     def __init__(
         self,
-        store: Store,
+        store: WritableStore,
         *,
         max_submissions: int = MAX_SUBMISSIONS,
         max_bytes: int = MAX_BYTES,
@@ -125,12 +140,12 @@ class GroupCommitWriter:
         self._thread = threading.Thread(target=self._run, name="tracegrad-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, facts: Sequence[Event]) -> Submission:
+    def submit(self, events: Sequence[Event]) -> Submission:
         """Raises `StoreBusy` at once when too much waits, StoreUnavailable after `close`.
 
         Cancelling a submission does not take it back: see `Submission.withdraw`.
         """
-        submission = Submission(facts, self)
+        submission = Submission(events, self)
         with self._lock:
             if self._closed:
                 raise StoreUnavailable("the store's writer is closed")
@@ -190,7 +205,7 @@ class GroupCommitWriter:
     def _release(self, submission: Submission) -> None:
         """With the lock held."""
         submission._stage = _Stage.SETTLED
-        submission.facts = ()
+        submission.events = ()
         self._held -= 1
         self._held_bytes -= submission._size
 
@@ -229,11 +244,11 @@ class GroupCommitWriter:
 
     def _write(self, batch: list[Submission]) -> None:
         self._sent = set()
-        facts = [fact for submission in batch for fact in submission.facts]
+        events = [event for submission in batch for event in submission.events]
         try:
-            self._store.append(facts, before_commit=partial(self._before_commit, batch))
+            self._store.append(events, before_commit=partial(self._before_commit, batch))
         except Exception as error:
-            # A store that cannot be written fails each of them; a bad fact only its own.
+            # A store that cannot be written fails each of them; a bad event only its own.
             if len(batch) > 1 and not isinstance(error, StoreUnavailable):
                 for submission in batch:
                     self._write_alone(submission)
@@ -265,7 +280,7 @@ class GroupCommitWriter:
             late = [s for s in batch if s._stage is _Stage.WITHDRAWN]
         _fail(late, StoreUnavailable(_TOO_LATE))
         wanted = _turn_ids(s for s in batch if s._stage is _Stage.COMMITTING)
-        # A turn that was stored before stays what it was to the caller that was told so.
+        # A turn that was stored before stays what it was to the caller that got that answer.
         if refused := set(new) - wanted:
             mark_unacknowledged(connection, sorted(refused))
         known = wanted - set(new)
@@ -309,7 +324,7 @@ class GroupCommitWriter:
             marked = self._store.mark_unacknowledged(sorted(self._doubtful))
         except Exception as error:
             if not isinstance(error, StoreUnavailable):
-                log.exception("turns that nobody was told of could not be marked")
+                log.exception("turns that were acknowledged to nobody could not be marked")
                 self._doubtful.clear()
             return
         self._doubtful.clear()
@@ -327,3 +342,24 @@ def _fail(batch: Sequence[Submission], error: Exception) -> None:
         mine = StoreUnavailable(str(error)) if len(batch) > 1 else error
         with suppress(InvalidStateError):  # its caller knows already
             submission.set_exception(mine)
+
+
+def estimate_bytes(event: Event) -> int:
+    """In bytes. Texts and token arrays count as long as they are, everything else alike."""
+    size, looked_at = 0, 0
+    todo: list[Any] = [getattr(event, each.name) for each in fields(event)]
+    while todo:
+        value = todo.pop()
+        size += _VALUE
+        looked_at += 1
+        if isinstance(value, str | bytes):
+            size += len(value)
+        elif isinstance(value, array):
+            size += len(value) * value.itemsize
+        elif looked_at + len(todo) > _MOST_VALUES:
+            return size + _LARGE
+        elif isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, list | tuple):
+            todo += value
+    return size

@@ -40,7 +40,7 @@ class ParentInfo:
     rollout_id: str
     tokens: int
     digest: bytes
-    fingerprint: bytes | None  # of its request; None where it cannot tell another one
+    fingerprint: bytes | None  # of its request; None where no other can be stored as a delta to it
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class KnownParents:
     """What some turns to be written may refer to."""
 
     turns: dict[str, ParentInfo] = field(default_factory=dict)  # by id
-    # By rollout, the newest first: what a turn without a parent may be told by.
+    # By rollout, the newest first: what a turn without a parent may be stored as a delta to.
     recent: dict[str, list[ParentInfo]] = field(default_factory=dict)
     sightings: TextSightings = field(default_factory=TextSightings)
     as_of: int = 0  # true while this is the last removal

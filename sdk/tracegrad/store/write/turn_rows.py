@@ -1,4 +1,4 @@
-"""Turns into rows: checked against their parents, told by what is new, packed.
+"""Turns into rows: checked against their parents, reduced to what is new, packed.
 
 Nothing here needs a transaction: what it relies on never changes.
 """
@@ -51,7 +51,7 @@ class TurnRows:
 def make_turn_rows(turns: Iterable[Turn], known: KnownParents) -> tuple[TurnRows, list[ParentInfo]]:
     """The rows, and what their children will need of them.
 
-    Raises FactRefused for a turn that contradicts its parent.
+    Raises EventRejected for a turn that contradicts its parent.
     """
     rows = TurnRows()
     texts: dict[bytes, BlobContent] = {}
@@ -115,10 +115,9 @@ def _row(
     versions = turn.policy_versions
     lifting = TextExtraction(turn.rollout_id, repeats)
     with _not_too_deep("request", turn):
-        told = _request_delta(turn, earlier)
-        request = (
-            json_content(lifting.request(told.text, whole=told.base is None)) if told else None
-        )
+        shared = _request_delta(turn, earlier)
+        text = shared and lifting.request(shared.text, whole=shared.base is None)
+        request = json_content(text) if shared else None
     with _not_too_deep("response", turn):
         response = None if turn.response is None else json_content(lifting.response(turn.response))
     row = {
@@ -141,8 +140,8 @@ def _row(
         "untrainable": turn.untrainable,
         "parent_span_id": turn.parent_span_id,
         "request": request,
-        "request_base": told.base if told else None,
-        "request_marks": told.fingerprint if told else None,
+        "request_base": shared.base if shared else None,
+        "request_marks": shared.fingerprint if shared else None,
         "response": response,
         "created_at": turn.created_at,
         "state_key": turn.state_key,

@@ -11,7 +11,7 @@ import pytest
 
 from support.engines.mock_engine import Answer, MockEngine
 from support.proxy.servers import HeldWriter, serving
-from tracegrad.cli.commands.cleaning import make_cleaner, pattern_hook
+from tracegrad.cli.commands.redact import make_cleaner, pattern_hook
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.store import Store

@@ -11,8 +11,9 @@ import pytest
 from support.engines.mock_engine import Answer, MockEngine
 from support.proxy.servers import HeldWriter, serving
 from tracegrad.proxy import create_app
-from tracegrad.proxy.config import AnchorSettings, ProxySettings
+from tracegrad.proxy.config import ProxySettings
 from tracegrad.store import Store
+from tracegrad.store.anchors.schedule import AnchorSettings
 from tracegrad.turn_tree import extends
 
 Json = dict[str, Any]

@@ -20,9 +20,9 @@ from tracegrad.events import (
     logprob_array,
     token_id_array,
 )
-from tracegrad.proxy.config import AnchorSettings
 from tracegrad.store import Store
 from tracegrad.store.anchors.anchor_store import AnchorStore, RolloutFromAnchor
+from tracegrad.store.anchors.schedule import AnchorSettings
 from tracegrad.store.maintenance import RetentionRule, RolloutSelection, prune
 from tracegrad.store.models import TaskAnchors
 from tracegrad.turn_tree import extends
@@ -110,7 +110,7 @@ def test_an_anchored_rollout_begins_with_the_experts_turns(store: Store) -> None
     assert extends(second.prompt_token_ids, first)
     assert second.parent_id == first.turn_id
     assert beside.parent_id == second.turn_id
-    said = {"source": "expert", "reward": 1.0}
+    said = {"source": "demonstration", "reward": 1.0}
     assert [turn.sampling for turn in stored] == [
         {**said, "distance": 1},
         {**said, "distance": 0},

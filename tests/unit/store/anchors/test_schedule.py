@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracegrad.proxy.config import AnchorSettings
 from tracegrad.store.anchors.schedule import (
+    AnchorSettings,
     AnchorState,
     as_json,
     from_json,
@@ -165,7 +165,7 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
         start_at_last_turn(0)
     with pytest.raises(ValueError, match="budget: 0"):
         plan(start_at_last_turn(2), 0, ROLLBACK)
-    with pytest.raises(ValueError, match="anchor: 2; the expert has turns 0 to 1"):
+    with pytest.raises(ValueError, match="anchor: 2; the demonstration has turns 0 to 1"):
         observe(start_at_last_turn(2), 2, [True], ROLLBACK)
     with pytest.raises(ValueError, match="turns: 0"):
         with_new_demonstration(start_at_last_turn(2), 0)

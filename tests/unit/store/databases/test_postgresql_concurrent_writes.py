@@ -117,7 +117,7 @@ def test_nobody_comes_between_reading_what_is_stored_and_writing_by_it(
                 waiting_for_a_lock(postgres_server, postgres_url)
             return found
 
-        monkeypatch.setattr("tracegrad.store.write.events.stored", read)
+        monkeypatch.setattr("tracegrad.store.write.events.load_parents", read)
         store.append([make_turn("t0"), make_turn("t1")])
         asides[0].result()
         assert [turn.turn_id for turn in store.rollout_turns("r")] == ["t0", "t1"]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from support.store.english_text import prose
 from tracegrad.events import Json
+from tracegrad.jsonutil import dump_json
 from tracegrad.store import StoreCorrupt
 from tracegrad.store.encoding import request_restore
-from tracegrad.store.encoding.blobs import dump_json
 from tracegrad.store.encoding.request_delta import BaseCandidate, RequestDelta, make_delta
 from tracegrad.store.encoding.request_fingerprint import RequestFingerprint, prefix_lengths
 from tracegrad.store.encoding.request_restore import RestoredRequest, restore_request
@@ -285,7 +285,7 @@ def test_a_conversation_is_rebuilt_in_linear_time(monkeypatch: pytest.MonkeyPatc
         hashed += len(data)
         return data
 
-    monkeypatch.setattr(request_restore, "patiently", counting)
+    monkeypatch.setattr(request_restore, "encode_any", counting)
     told = Told()
     made = conversation(100)
     for request, response in made:

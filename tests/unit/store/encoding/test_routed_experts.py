@@ -7,20 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import inspect, text
+from sqlalchemy import text
 
 from support.store.doctor_findings import found
 from support.store.events import make_turn, rollout_events
-from support.store.old_stores import insert_row, old_row, upgraded
 from support.trainer.routing_files import experts_of, routing_file
 from tracegrad.events import RolloutStarted, Turn
 from tracegrad.store import EventRejected, Ledger, Store, StoreCorrupt
 from tracegrad.store.copy.export_records import iter_rollouts, iter_task_groups
-from tracegrad.store.databases import database_at
 from tracegrad.store.encoding.blobs import json_content, pack_blobs, routing_content, unpack_routing
 from tracegrad.store.encoding.routed_experts import check_routing, routing_shape
 from tracegrad.store.maintenance import (
@@ -32,7 +28,6 @@ from tracegrad.store.maintenance import (
     redact,
 )
 from tracegrad.store.maintenance.sizes import all_bytes
-from tracegrad.store.models import Base
 from tracegrad.store.read.steps import StepHistory
 
 KINDS = st.sampled_from(["|u1", "<u2", "<i4"])
@@ -122,7 +117,8 @@ def test_the_trainer_gets_them(store: Store) -> None:
     ledger, history = Ledger(store), StepHistory(store)
     for routes in (True, False):
         expected = [turn.routed_experts if routes else None for turn in turns]
-        found = [ledger.preview(groups=1, group_size=1, expert_routing=routes).groups[0].rollouts[0],
+        found = [ledger.preview(groups=1, group_size=1,
+        expert_routing=routes).groups[0].rollouts[0],
                  history.samples({"r": 1.0}, expert_routing=routes)["r"]]  # fmt: skip
         assert [[turn.routed_experts for turn in one.turns] for one in found] == [expected] * 2
     [group] = ledger.lease(groups=1, group_size=1, owner="me", ttl_s=60)
@@ -199,25 +195,3 @@ def test_their_room_is_counted(store: Store) -> None:
     blob = packed(experts_of(4))
     changed(store, blob)
     assert size() == before + len(blob)
-
-
-def test_a_store_of_the_fifth_revision_goes_on(empty_url: str) -> None:
-    old = make_turn("t0", created_at=1.0, request={"a": "b"}, response={"c": "d"})
-    engine = database_at(empty_url).engine(busy_timeout_s=5)
-    with engine.begin() as connection:
-        upgraded(connection, "0005")
-        columns = {column["name"] for column in inspect(connection).get_columns("turns")}
-        assert "routed_experts" not in columns
-        insert_row(connection, "rollouts", {"rollout_id": "r", "opened": True, "opened_at": 1.0})
-        insert_row(connection, "turns", old_row(old, 0))
-    engine.dispose()
-
-    with Store.open(empty_url) as store:
-        assert store.rollout_turns("r") == [old]
-        child = routed(make_turn("t1", parent=old, created_at=2.0), 5)
-        store.append([child])
-        assert store.rollout_turns("r") == [old, child]
-        assert examine(store).ok
-        with store.reading() as connection:
-            context = MigrationContext.configure(connection, opts={"compare_type": True})
-            assert compare_metadata(context, Base.metadata) == []

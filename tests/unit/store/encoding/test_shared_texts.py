@@ -17,7 +17,7 @@ from support.store.corruption import corrupt
 from support.store.doctor_findings import found
 from support.store.english_text import prose
 from support.store.events import make_turn
-from tracegrad.cli.commands.cleaning import make_cleaner, pattern_hook
+from tracegrad.cli.commands.redact import make_cleaner, pattern_hook
 from tracegrad.events import RolloutFinished, Turn
 from tracegrad.store import Store
 from tracegrad.store.encoding.blobs import BlobContent, json_content, pack_blobs, unpack_json

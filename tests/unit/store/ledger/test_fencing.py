@@ -20,7 +20,7 @@ from tracegrad.store import (
     Store,
     lease_by_rollout,
 )
-from tracegrad.store.databases import clock
+from tracegrad.store.databases import statements
 
 
 def commit(ledger: Ledger, groups: list[Group], step: int = 1, **more: Any) -> None:
@@ -269,7 +269,7 @@ def test_a_clock_that_jumps_costs_work_and_trains_nothing_twice(
 
 def test_the_databases_clock_is_read_at_that_moment(store: Store) -> None:
     with store.exclusive() as connection:
-        first = clock.server_time(connection)
-        while (second := clock.server_time(connection)) == first:
+        first = statements.server_time(connection)
+        while (second := statements.server_time(connection)) == first:
             pass
         assert second > first, "not the transaction's beginning"

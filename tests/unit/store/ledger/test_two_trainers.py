@@ -31,7 +31,7 @@ from tracegrad.store import (
     Store,
     lease_by_rollout,
 )
-from tracegrad.store.databases import clock
+from tracegrad.store.databases import statements
 from tracegrad.store.models import Rollouts, TurnLedger, Turns
 
 TTL_S = 10.0
@@ -167,7 +167,7 @@ def test_two_trainers_in_any_order_train_nothing_twice(
         for task in range(TASKS):
             for n in range(SIZE):
                 store.append(rollout_events(f"t{task}.{n}", task=f"t{task}", turns=1))
-    monkeypatch.setattr(clock, "time_of", lambda _connection: 1.8e9 + Ledgers.now)
+    monkeypatch.setattr(statements, "server_time", lambda _connection: 1.8e9 + Ledgers.now)
     run_state_machine_as_test(
         Ledgers,
         settings=settings(

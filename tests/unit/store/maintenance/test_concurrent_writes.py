@@ -14,9 +14,9 @@ from support.store.conversations import request
 from support.store.events import make_turn, rollout_events
 from support.store.redactions import SECRET, WORDS, conversation, rule, without
 from tracegrad.events import Outcome, Turn
+from tracegrad.jsonutil import dump_json
 from tracegrad.store import Store
 from tracegrad.store import store as store_module
-from tracegrad.store.encoding.blobs import dump_json
 from tracegrad.store.maintenance import (
     RetentionRule,
     RolloutSelection,
@@ -61,7 +61,9 @@ def test_a_turn_that_comes_while_what_it_is_told_by_is_redacted(
     with Store.open(url) as writing, Store.open(url) as caring:
         turns = conversation(writing, "hello", SECRET)
         new = following(turns[1])
-        thread = while_it_holds(monkeypatch, redaction, "record", lambda: writing.append([new]))
+        thread = while_it_holds(
+            monkeypatch, redaction, "record_removal", lambda: writing.append([new])
+        )
         redact(caring, rule())
         thread.join()
         assert writing.rollout_turns("r") == [*(without(turn) for turn in turns), new]
@@ -74,7 +76,7 @@ def test_a_turn_that_is_not_committed_yet_when_its_rollout_is_redacted(
         turns = conversation(writing, "hello", SECRET)
         new = following(turns[1])
         thread = while_it_holds(
-            monkeypatch, store_module, "_check_outdated", lambda: redact(caring, rule())
+            monkeypatch, store_module, "_check_cache_is_current", lambda: redact(caring, rule())
         )
         writing.append([new])
         thread.join()
@@ -92,7 +94,7 @@ def test_a_writer_believes_its_memory_again_after_a_removal(
     def read(*_: object) -> None:
         raise AssertionError("it was read")
 
-    monkeypatch.setattr(store, "_append_by_what_is_stored", read)
+    monkeypatch.setattr(store, "_append_from_store", read)
     later = following(new)
     fresh = make_turn("fresh", request=request(WORDS))
     store.append([fresh])

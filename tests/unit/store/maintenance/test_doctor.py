@@ -13,7 +13,7 @@ from support.store.conversations import conversation
 from support.store.corruption import corrupt
 from support.store.doctor_findings import found, healthy, look
 from support.store.events import make_turn, rollout_events
-from tracegrad.cli.commands.cleaning import make_cleaner, pattern_hook
+from tracegrad.cli.commands.redact import make_cleaner, pattern_hook
 from tracegrad.events import Reward, RolloutStarted
 from tracegrad.store import Ledger, PolicyVersion, RolloutFilter, StepRecord, Store
 from tracegrad.store.maintenance import (
@@ -289,7 +289,7 @@ def test_some_rollouts_are_enough_where_that_is_asked(store: Store, breaks: Brea
     for number in range(5):
         store.append(rollout_events(f"r{number}", at=time.time() - 9, task=str(number)))
     breaks("UPDATE turns SET prompt_tokens = 9 WHERE rollout_id = 'r3' AND parent_id IS NULL")
-    assert look(store, most=2).rollouts == 2
+    assert look(store, max_rollouts=2).rollouts == 2
     chosen = look(store, selection=RolloutSelection(wanted=RolloutFilter(task="3")))
     assert (chosen.rollouts, len(chosen.findings)) == (1, 1)
     other = look(store, selection=RolloutSelection(wanted=RolloutFilter(task="2")))

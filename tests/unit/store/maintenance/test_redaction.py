@@ -13,7 +13,7 @@ from sqlalchemy import func, select
 from support.store.conversations import bases, request, response
 from support.store.events import make_turn, rollout_events
 from support.store.redactions import SECRET, WORDS, conversation, rule, without
-from tracegrad.cli.commands.cleaning import HookFailed, make_cleaner
+from tracegrad.cli.commands.redact import HookFailed, make_cleaner
 from tracegrad.events import (
     Event,
     Json,
@@ -23,9 +23,9 @@ from tracegrad.events import (
     Span,
     Turn,
 )
+from tracegrad.jsonutil import dump_json
 from tracegrad.proxy.capture.redaction import Hook, secrets
 from tracegrad.store import RolloutFilter, Store
-from tracegrad.store.encoding.blobs import dump_json
 from tracegrad.store.maintenance import RedactionResult, RedactionRule, RolloutSelection, redact
 from tracegrad.store.models import Removals, Turns
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tracegrad.proxy.config import AnchorSettings, ProxySettings
+from tracegrad.proxy.config import ProxySettings
+from tracegrad.store.anchors.schedule import AnchorSettings
 from tracegrad_trainer.config.trainer import TrainerSettings
 
 

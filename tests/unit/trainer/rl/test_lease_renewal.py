@@ -13,7 +13,7 @@ import pytest
 
 from support.trainer.step_samples import fill, trainer_settings
 from tracegrad.store import Group, LeaseLost, Ledger, LedgerError, Store, lease_by_rollout
-from tracegrad.store.databases import clock
+from tracegrad.store.databases import statements
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.rl import train_loop as training_module
@@ -39,7 +39,7 @@ class FakeClock:
 @pytest.fixture
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     made = FakeClock()
-    monkeypatch.setattr(clock, "server_time", lambda _connection: made.now)
+    monkeypatch.setattr(statements, "server_time", lambda _connection: made.now)
     return made
 
 

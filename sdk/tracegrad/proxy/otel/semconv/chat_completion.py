@@ -11,10 +11,10 @@ import orjson
 
 from tracegrad.chat.messages import content_of, media_part, text_part
 from tracegrad.events import Json
+from tracegrad.jsonutil import dump_json
 from tracegrad.proxy.dialects.body_checks import check_types
 from tracegrad.proxy.dialects.openai_chat import FIELD_TYPES, check_common
 from tracegrad.proxy.http.errors import BadRequest
-from tracegrad.store.encoding.blobs import dump_json
 
 # What vendors and conventions call it, as a chat completion does.
 _FINISH_REASONS = {
