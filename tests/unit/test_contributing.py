@@ -138,3 +138,40 @@ def test_every_test_that_is_named_is_there() -> None:
     for file, name in named:
         assert (ROOT / file).is_file(), f"{file} is no file"
         assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file} has no {name}"
+
+
+READMES = sorted(
+    path for source in (*SOURCES, ROOT / "examples", ROOT / "bench", ROOT / "tests")
+    for path in source.rglob("README.md") if not path.is_relative_to(ROOT / "tests" / "support")
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.parent.relative_to(ROOT)))
+def test_a_readmes_entry_points_are_there(path: Path) -> None:
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| ([^|]*) \|", path.read_text(encoding="utf-8"), re.M)
+    assert rows, "it names no entry points"
+    for file, names in rows:
+        assert (path.parent / file).is_file(), f"{file} is no file"
+        code = (path.parent / file).read_text(encoding="utf-8")
+        for name in re.findall(r"`(\w+)`", names):
+            found = re.search(rf"^ *((async )?def|class) {name}\b|^{name}\b.*=", code, re.M)
+            assert found is not None, f"{file} has no {name}"
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    pages = [*READMES, *(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    broken = []
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text("utf-8")):
+            file = page if not target[0] else page.parent / target[0]
+            if target[0].startswith(("http:", "https:", "/")):
+                continue
+            if not file.exists() or (target[1] and target[1] not in anchors_of(file)):
+                broken.append(f"{page.relative_to(ROOT)}: {'#'.join(target)}")
+    assert not broken
+
+
+def anchors_of(page: Path) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
