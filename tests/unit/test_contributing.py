@@ -62,9 +62,22 @@ def home_of(module: str, name: str) -> Path | None:
     return home_of(*given[0]) if given else path
 
 
+def parts_of(module: str) -> set[Path]:
+    """The modules that a package's `__init__` imports whole: they register what they hold."""
+    path = modules().get(module)
+    if path is None or path.name != "__init__.py":
+        return set()
+    whole = {f"{module}.{name}" for source, name in names_of(path) if source == module}
+    return {modules()[each] for each in whole & set(modules())}
+
+
 @cache
 def imports_of(path: Path) -> frozenset[Path]:
-    return frozenset(home for pair in names_of(path) if (home := home_of(*pair)) is not None)
+    found: set[Path] = set()
+    for module, name in names_of(path):
+        home = home_of(module, name)
+        found |= parts_of(module) | ({home} if home is not None else set())
+    return frozenset(found)
 
 
 @pytest.mark.parametrize("heading", ["### One LLM call", "### One training step"])
