@@ -26,7 +26,7 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 class InstallError(Exception):
-    """One line for the user: what failed and what mends it."""
+    """One line for the user: what failed and what fixes it."""
 
 
 def has_gpu() -> bool:
