@@ -22,6 +22,7 @@ FLOORS = {
     "tracegrad.protocol": -1,
     "tracegrad.private_files": -1,
     "tracegrad.jsonutil": -1,
+    "tracegrad.import_path": -1,
     "tracegrad.events": 0,
     "tracegrad.serializer": 0,
     "tracegrad.journal": 0,
