@@ -86,7 +86,7 @@ class Stats:
 
 
 def event_payload(event: Event) -> dict[str, Any]:
-    """An event as `POST /api/events` takes it: its fields and a `type`, such as "rollout_started"."""
+    """An event as `POST /api/events` takes it: its fields and `type`, as "rollout_started"."""
     kind: Any = type(event)
     name, names = _form(kind)
     payload: dict[str, Any] = {"type": name}

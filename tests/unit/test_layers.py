@@ -1,8 +1,11 @@
-"""Who may import whom: the floors of the house, held against the code's own imports."""
+"""Who may import whom: floors, layers inside of packages, and no circles, held against the code."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,42 +14,100 @@ ROOT = Path(__file__).resolve().parents[2]
 SDK = ROOT / "sdk" / "tracegrad"
 TRAINER = ROOT / "trainer" / "tracegrad_trainer"
 INTEGRATIONS = ROOT / "integrations" / "tracegrad_integrations"
-WINGS = (SDK, TRAINER, INTEGRATIONS)
+SOURCES = (SDK, TRAINER, INTEGRATIONS)
 
-# Part of the house -> its floor. A file imports only floors below its own, or its own part.
+# Part -> its floor. A file imports only floors below its own, or its own part.
 FLOORS = {
     "tracegrad.urls": -1,
+    "tracegrad.protocol": -1,
     "tracegrad.private_files": -1,
+    "tracegrad.jsonutil": -1,
+    "tracegrad.import_path": -1,
     "tracegrad.events": 0,
-    "tracegrad.proxy.config": 0,
-    "tracegrad.turn_tree": 1,
     "tracegrad.serializer": 0,
     "tracegrad.journal": 0,
     "tracegrad.transport": 0,
     "tracegrad.key_derivation": 0,
+    "tracegrad.atomic_file": 0,
+    "tracegrad.turn_tree": 1,
     "tracegrad.context": 1,
     "tracegrad.task_ids": 1,
-    "tracegrad.resend": 2,
     "tracegrad.exporter": 1,
+    "tracegrad.resend": 2,
     "tracegrad.http_patching": 2,
-    "tracegrad.store": 2,
     "tracegrad.telemetry": 2,
-    "tracegrad.proxy": 3,
-    "tracegrad.transfer": 3,
+    "tracegrad.store": 2,
+    "tracegrad.chat": 2,
     "tracegrad.decorators": 3,
-    "tracegrad_trainer": 5,
-    "tracegrad.cli": 4,
-    "tracegrad_integrations": 4,
-    "tracegrad": 5,  # the package's own __init__ gathers the public names
+    "tracegrad.transfer": 3,
+    "tracegrad.proxy.config": 3,
+    "tracegrad.proxy.store_async": 3,
+    "tracegrad.proxy": 4,
+    "tracegrad.inspect": 5,
+    "tracegrad.cli": 6,
+    "tracegrad_integrations": 6,
+    "tracegrad_trainer": 7,
+    "tracegrad": 7,  # the package's own __init__ gathers the public names
+}
+# Package -> its layers, the lowest first. Parts of one layer do not import each other.
+LAYERS: dict[str, tuple[str, ...]] = {
+    "tracegrad.store": (
+        "errors models types checkpoint_manifest",
+        "databases expressions migrations migrate",
+        "filters retry encoding",
+        "read write",
+        "store",
+        "ledger anchors copy",
+        "maintenance",
+    ),
+    "tracegrad.proxy": (
+        "http",
+        "auth dialects",
+        "engine prompt_reuse",
+        "capture",
+        "otel",
+        "endpoints",
+        "app",
+        "cli",
+    ),
+    "tracegrad.cli": ("render options store_option", "commands", "app", "__main__"),
+    "tracegrad_trainer": (
+        "utils",
+        "metrics losses",
+        "batches",
+        "engine",
+        "config",
+        "launch",
+        "inference",
+        "rl",
+        "sft replay",
+        "cli",
+        "__main__",
+    ),
+    "tracegrad_trainer.engine": (
+        "config",
+        "distributed random_state peak_flops",
+        "attention",
+        "model",
+        "flops",
+        "step",
+        "checkpoint",
+    ),
 }
 HEAVY = {"sqlalchemy", "alembic", "fastapi", "starlette", "uvicorn", "aiohttp", "pydantic",
          "pydantic_settings", "numpy", "torch", "vllm", "rich", "typer"}  # fmt: skip
+NOT_THE_AGENTS = {f"tracegrad.{part}" for part in ("store", "chat", "proxy", "proxy.config",
+                  "proxy.store_async", "inspect", "cli")}  # fmt: skip
 
 
 def module_name(path: Path) -> str:
-    root = next(wing.parent for wing in WINGS if path.is_relative_to(wing))
+    root = next(source.parent for source in SOURCES if path.is_relative_to(source))
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = sorted(path for source in SOURCES for path in source.rglob("*.py"))
+MODULES = {module_name(path): path for path in FILES}
 
 
 def part_of(module: str) -> str:
@@ -57,7 +118,9 @@ def part_of(module: str) -> str:
     return module
 
 
-def imports_of(path: Path) -> set[str]:
+@cache
+def imports_of(path: Path) -> frozenset[str]:
+    """Those inside of functions and under TYPE_CHECKING too."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -68,10 +131,15 @@ def imports_of(path: Path) -> set[str]:
             package = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*package, *([node.module] if node.module else [])])
             found |= {f"{base}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
-FILES = sorted(path for wing in WINGS for path in wing.rglob("*.py"))
+def modules_imported(module: str) -> Iterator[str]:
+    for name in imports_of(MODULES[module]):
+        while name and name not in MODULES:
+            name = name.rpartition(".")[0]
+        if name and name != module:
+            yield name
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
@@ -87,18 +155,43 @@ def test_a_file_imports_only_floors_below_its_own(path: Path) -> None:
     assert not above, f"{module} (floor {FLOORS[own]}) imports {sorted(above)}"
 
 
+@pytest.mark.parametrize("package", LAYERS)
+def test_a_package_imports_downwards(package: str) -> None:
+    layer = {name: n for n, names in enumerate(LAYERS[package]) for name in names.split()}
+
+    def inner(module: str) -> str:
+        return module.removeprefix(f"{package}.").partition(".")[0]
+
+    inside = {m for m in MODULES if m.startswith(f"{package}.") and part_of(m) == part_of(package)}
+    assert {inner(module) for module in inside} == set(layer), "LAYERS names other parts"
+    upwards = {
+        f"{module} -> {name}"
+        for module in inside
+        for name in modules_imported(module)
+        if name in inside
+        and inner(name) != inner(module)
+        and layer[inner(name)] >= layer[inner(module)]
+    }
+    assert not upwards, sorted(upwards)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    try:
+        TopologicalSorter({m: set(modules_imported(m)) for m in MODULES}).prepare()
+    except CycleError as circle:
+        pytest.fail(" <- ".join(circle.args[1]))
+
+
 @pytest.mark.parametrize(
     "path",
-    [p for p in SDK.rglob("*.py") if part_of(module_name(p)) not in
-     {"tracegrad.store", "tracegrad.proxy", "tracegrad.proxy.config", "tracegrad.cli"}],
+    [p for p in SDK.rglob("*.py") if part_of(module_name(p)) not in NOT_THE_AGENTS],
     ids=module_name,
-)  # fmt: skip
+)
 def test_an_agents_process_stays_light(path: Path) -> None:
     heavy = {name.partition(".")[0] for name in imports_of(path)} & HEAVY
     assert not heavy, f"{module_name(path)} imports {sorted(heavy)}"
 
 
 def test_the_floors_name_only_what_exists() -> None:
-    modules = {module_name(path) for path in FILES}
-    missing = {part for part in FLOORS if part not in modules}
+    missing = {part for part in FLOORS if part not in MODULES}
     assert not missing, f"FLOORS names {sorted(missing)}, which no file is"

@@ -203,7 +203,7 @@ def test_a_call_goes_out_even_if_it_cannot_be_named(
     def broken(url: str) -> dict[str, str]:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("tracegrad.context.attribution", broken)
+    monkeypatch.setattr("tracegrad.context.attribution_headers", broken)
     with rollout():
         openai_sync(proxy.url)
         asyncio.run(with_aiohttp(proxy.url))

@@ -259,7 +259,8 @@ def make_keys_router(access: Authenticator) -> APIRouter:
     @router.post("", status_code=201, summary="A key for one rollout")
     async def mint(rollout_id: RolloutIdInPath, wanted: KeyRequest | None = None) -> MintedKey:
         """It may do for its rollout what it is minted for, and send spans, and nothing else. Give
-        the agent one for calls. Only its hash is kept: this answer alone shows it. In an open proxy there is none for events: they are posted without one."""
+        the agent one for calls. Only its hash is kept: this answer alone shows it.
+        In an open proxy there is none for events: they are posted without one."""
         scopes = (wanted or KeyRequest()).scopes
         return MintedKey(key=await access.mint(rollout_id, scopes))
 

@@ -371,7 +371,8 @@ def _image(source: JsonField) -> str:
 
 
 def _system_inside(message: JsonField) -> Json | None:
-    """Where it stands: a template that knows no such place refuses it, and the client gets the refusal."""
+    """Where it stands: a template that knows no such place refuses it, and the client
+    gets the refusal."""
     if (clear_at := message.get("clear_at")) is not None:
         clear_at.one_of(("never",))
     message.refuse_all_but(
