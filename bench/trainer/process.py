@@ -149,4 +149,4 @@ def _status(field: str) -> int:
         name, _, value = line.partition(":")
         if name == field:
             return int(value.split()[0]) * 1024
-    raise RuntimeError(f"the system does not tell {field}")
+    raise RuntimeError(f"the system does not report {field}")

@@ -97,7 +97,7 @@ def _padded(rows: Sequence[TrlRow]) -> dict[str, Tensor]:
 
 
 def _trainer(folder: Path, forwards: int) -> Any:
-    """The trainer, which is told that an optimizer step has so many forwards."""
+    """The trainer, set so that an optimizer step has so many forwards."""
     trl: Any = importlib.import_module("trl")
     datasets: Any = importlib.import_module("datasets")
     arguments = trl.GRPOConfig(

@@ -1,4 +1,4 @@
-"""What every peer does in a step, and what it is told of it: the same numbers for all."""
+"""What every peer does in a step, and what it gets for it: the same numbers for all."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Work:
 
     @cached_property
     def tokens(self) -> int:
-        """Those that are in no earlier turn: what each peer's speed is told in."""
+        """Those that are in no earlier turn: what each peer's speed is measured in."""
         return sum(attempt.tokens for attempt in self.attempts)
 
     @cached_property

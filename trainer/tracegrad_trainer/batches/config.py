@@ -1,4 +1,4 @@
-"""Settings of the batches room."""
+"""Settings of batches."""
 
 from __future__ import annotations
 

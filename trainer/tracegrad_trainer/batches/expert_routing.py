@@ -68,9 +68,9 @@ def routing_of_path(
     routes: ExpertRouting | None = None
     # The first one's word is the last to be written.
     for turn in reversed(path):
-        if (told := routing_of_turn(turn, layout)) is not None:
+        if (known := routing_of_turn(turn, layout)) is not None:
             routes = layout.unknown(tokens) if routes is None else routes
-            routes[told.start : told.stop] = told.experts
+            routes[known.start : known.stop] = known.experts
     return routes
 
 

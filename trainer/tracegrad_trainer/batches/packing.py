@@ -156,18 +156,18 @@ def _exchange(shares: list[list[int]], loads: list[float], costs: Sequence[float
 
 
 def _first_fit(share: Sequence[int], tokens: Sequence[int], budget: int) -> list[list[int]]:
-    """Each into the first micro-batch that has room for it, the longest first."""
+    """Each into the first micro-batch that has space for it, the longest first."""
     bins: list[list[int]] = []
-    room: list[int] = []
+    space: list[int] = []
     for i in sorted(share, key=lambda i: (-tokens[i], i)):
-        for b, left in enumerate(room):
+        for b, left in enumerate(space):
             if tokens[i] <= left:
                 bins[b].append(i)
-                room[b] -= tokens[i]
+                space[b] -= tokens[i]
                 break
         else:
             bins.append([i])
-            room.append(budget - tokens[i])
+            space.append(budget - tokens[i])
     return bins
 
 
@@ -214,9 +214,9 @@ def packing_stats(shares: Sequence[Sequence[MicroBatch]], *, budget: int) -> dic
         costs = [sum(map(row_cost, each.tolist())) for each in lengths]
         busy += float(np.mean(costs))
         taken += max(costs)
-    room = sum(len(bins) for bins in shares) * budget
+    space = sum(len(bins) for bins in shares) * budget
     return {
         "micro_batches": float(len(shares[0])),
-        "pack_fill": tokens / room,
+        "pack_fill": tokens / space,
         "pack_balance": busy / taken if taken else 1.0,
     }

@@ -81,7 +81,7 @@ class Row:
 
     @property
     def unit(self) -> str:
-        """What its rows are summed over: the rollout, in each preference pair anew."""
+        """What its rows are summed over: the rollout, and in each preference pair by itself."""
         return self.rollout_id if self.pair < 0 else f"{self.rollout_id} in pair {self.pair}"
 
     @property

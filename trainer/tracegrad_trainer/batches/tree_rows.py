@@ -193,14 +193,14 @@ def _routes(ends: _Ends, tokens: int, layout: RoutingLayout) -> ExpertRouting | 
     node_of = {turn.turn_id: node for turn, node in ends}
     routes: ExpertRouting | None = None
     for turn in in_write_order(turn for turn, _ in ends):
-        if (told := routing_of_turn(turn, layout)) is None:
+        if (known := routing_of_turn(turn, layout)) is None:
             continue
         routes = layout.unknown(tokens) if routes is None else routes
         node: _Node | None = node_of[turn.turn_id]
-        while node is not None and node.depth_end > told.start:
-            first, last = max(node.depth, told.start), min(node.depth_end, told.stop)
+        while node is not None and node.depth_end > known.start:
+            first, last = max(node.depth, known.start), min(node.depth_end, known.stop)
             if first < last:
                 at = slice(node.start + first - node.depth, node.start + last - node.depth)
-                routes[at] = told.experts[first - told.start : last - told.start]
+                routes[at] = known.experts[first - known.start : last - known.start]
             node = node.parent
     return routes

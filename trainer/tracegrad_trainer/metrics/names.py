@@ -46,7 +46,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "target_tokens": Metric("tokens", "of the rows that are trained"),
         "target_share": Metric("share", "of the rows' tokens that are trained"),
         "expert_routing_known_share": Metric(
-            "share", "of row_tokens whose experts the engine told (r3)"
+            "share", "of row_tokens whose experts the engine reported (r3)"
         ),
         "micro_batches": Metric("forwards", "of a rank"),
         "pack_fill": Metric("share", "of the token budgets that rows fill"),

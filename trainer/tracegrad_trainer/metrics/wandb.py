@@ -30,7 +30,7 @@ class WandbSink:
             )
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             raise ValueError(f"metrics.wandb: {error}") from None
-        # Their own counter must rise with every line; ours may begin anew after a crash.
+        # Their own counter must rise with every line; ours may begin again after a crash.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -1,6 +1,6 @@
 """Packed rows by torch's variable-length kernel: CUDA devices, half precision.
 
-The rows stay where they are in the pack; the kernel is told where each begins.
+The rows stay where they are in the pack; the kernel gets where each begins.
 """
 
 from __future__ import annotations

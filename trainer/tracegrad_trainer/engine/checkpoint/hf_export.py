@@ -54,7 +54,7 @@ def as_hf_tensors(
     """`full_tensors`, under the names and in the pieces that the model's folder has them in.
 
     transformers stacks a mixture's experts when it loads them, and names parts of some models
-    anew; vLLM reads some of that, and what folders hold always. Not a collective.
+    differently; vLLM reads some of that, and what folders hold always. Not a collective.
     """
     kept = {id(block) for block in transformer_blocks(model)}
     prefixes = tuple(f"{name}." for name, module in model.named_modules() if id(module) in kept)

@@ -123,7 +123,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def _missing(folder: Path) -> str | None:
-    """What of a checkpoint is not there; None: it is whole, as far as names and sizes tell."""
+    """What of a checkpoint is not there; None: it is whole, as far as names and sizes show."""
     manifest = folder / MANIFEST_NAME
     try:
         files = _FILES.validate_python(json.loads(manifest.read_text())["files"])

@@ -295,7 +295,7 @@ def _finish(partial: Path, folder: Path, own: dict[str, Any], files: dict[str, l
 
 
 def _refuse_full_disk(root: Path, weights: int) -> None:
-    """OSError if a checkpoint has no room: torch says of that only where its writer stood."""
+    """OSError if the disk is full: torch says of that only where its writer stood."""
     if shutil.disk_usage(root).free < 3 * weights:  # and two moments of each
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
 

@@ -19,7 +19,7 @@ from tracegrad_trainer.engine.model.parallelize import build_model, shard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferencePolicy:
-    """`model` says the reference's log-probabilities within `speaking()`."""
+    """Within `active()`, `model` gives the reference's log-probabilities."""
 
     model: nn.Module
     head: LmHead

@@ -70,7 +70,7 @@ def accumulate(
     entropy_coef: float | None = None,
 ) -> Accumulated:
     """Adds to the parameters' gradients; `version` is the current policy version, `entropy_coef` as
-    in `evaluate`."""
+    in `compute_loss`."""
     done = Accumulated()
     values = "value" in objective.needs
     for i, one in enumerate(inputs):

@@ -31,7 +31,7 @@ def returns(rollout: RolloutRewards, gamma: float) -> Numbers:
     """G_k = r_k + gamma G_{k+1}, f64[K]; of the last turn r_k and the rollout's reward.
 
     k counts the turns in the order in which the rollout took them, whichever turn's tokens each
-    goes on from: a history that was edited or rendered anew is no other time. Of calls that ran
+    goes on from: a history that was edited or rendered again is no other time. Of calls that ran
     side by side (sub-agents, several choices) the one whose reply came first was taken first.
     """
     found = np.empty(len(rollout.turn_rewards))
