@@ -134,8 +134,8 @@ class Turns(Base):
 
     The context of a turn is prompt + completion; `context_digest` proves that a child's
     prompt begins with it, without rebuilding it. `request` is a delta to the request of the
-    turn `request_base` lacks (module `sharing`), or whole; `request_marks` let later requests
-    be told by it, and prove it (null in rows of revision 0001).
+    turn `request_base` lacks (`encoding.request_delta`), or whole; `request_marks` let later requests
+    be deltas to it, and prove it (null in rows of revision 0001).
     """
 
     __tablename__ = "turns"

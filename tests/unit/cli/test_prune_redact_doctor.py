@@ -231,7 +231,7 @@ def test_doctor_ends_with_0_where_all_is_well_and_with_1_where_not(kept: str) ->
     assert (broken["check"], broken["subject"]) == ("lengths", "turn new.0")
 
 
-def test_doctor_mends(kept: str) -> None:
+def test_doctor_fixes(kept: str) -> None:
     corrupt(kept, "INSERT INTO turn_ledger VALUES ('x', NULL, 'late', 1)")
     assert run(kept, "doctor").exit_code == 1
     result = run(kept, "doctor", "--fix")

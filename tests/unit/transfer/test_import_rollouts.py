@@ -70,7 +70,7 @@ def test_a_second_import_says_that_nothing_is_new(
     assert done(target, path) == "10 rollouts: 0 new\n"
     assert done(target, path, path) == "20 rollouts: 0 new\n"
     counts = json.loads(done(target, path, "--json"))
-    assert (counts["rollouts"], counts["known"], counts["bad"]) == (0, 10, {})
+    assert (counts["rollouts"], counts["known"], counts["rejected"]) == (0, 10, {})
 
 
 def test_the_same_file_twice_at_once(target: Store, objects: list[Json], tmp_path: Path) -> None:

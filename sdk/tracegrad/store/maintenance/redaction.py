@@ -1,4 +1,4 @@
-"""Stored texts cleaned after the event, as a proxy cleans them before they are stored.
+"""Stored texts cleaned afterwards, as a proxy cleans them before they are stored.
 
 A turn's tokens are what a model is trained on, and stay as they are: whoever has the tokenizer
 turns them back into text. With `drop_tokens` the turns whose texts change lose theirs, and all

@@ -25,9 +25,9 @@ from tracegrad.store import EventRejected, GroupCommitWriter, Store, StoreBusy, 
 _WRITE_FOR_EVER = """
 import sys, threading
 from support.store.events import make_turn
-from tracegrad.store import Store, Writer
+from tracegrad.store import GroupCommitWriter, Store
 name, most = sys.argv[2], int(sys.argv[3])
-with Store.open(sys.argv[1]) as store, Writer(store) as writer:
+with Store.open(sys.argv[1]) as store, GroupCommitWriter(store) as writer:
     def agent(number):
         rollout, parent = f"{name}{number}", None
         for index in range(most):
