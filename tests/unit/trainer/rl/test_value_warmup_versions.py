@@ -43,13 +43,13 @@ def test_what_did_not_change_is_not_pushed() -> None:
 
         def resume(self) -> None: ...
 
-        def settle(self) -> None: ...
+        def commit_pending(self) -> None: ...
 
-        def next(self) -> str:
+        def next_action(self) -> str:
             task, self.policy_moved = tasks.pop(0)
             return task
 
-        def train(self) -> bool:
+        def train_batch(self) -> bool:
             return True
 
     worker = object.__new__(ServeWorker)
