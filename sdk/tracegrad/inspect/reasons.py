@@ -58,7 +58,7 @@ _FORK_FIXES = {
     ForkReason.CONTENT_CHANGED: "Serve with a template that keeps text as it is (no strip or trim "
     "of replies).",
     ForkReason.STOP_STRING: "Let the model's own end token end its replies, not stop strings.",
-    ForkReason.STOP_NOT_RENDERED: "Serve with a template that puts the end token behind each reply.",
+    ForkReason.STOP_NOT_RENDERED: "Serve with a template that ends each reply with the end token.",
     ForkReason.CUT_SHORT: "Give replies more room (max_tokens).",
     ForkReason.TEMPLATE: "Read the proxy's log; another template may be provable.",
     ForkReason.TOKENS: "Serve with a template that begins each message with a special token.",

@@ -134,7 +134,7 @@ class Turns(Base):
 
     The context of a turn is prompt + completion; `context_digest` proves that a child's
     prompt begins with it, without rebuilding it. `request` is a delta to the request of the
-    turn `request_base` lacks (`encoding.request_delta`), or whole; `request_marks` let later requests
+    turn `request_base` (`encoding.request_delta`), or whole; `request_marks` let later requests
     be deltas to it, and prove it (null in rows of revision 0001).
     """
 

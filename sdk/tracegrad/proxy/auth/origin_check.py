@@ -52,8 +52,8 @@ class OriginCheck:
             return
         name = _hostname(host)
         if name is None or (name and not self._is_ours(name)):
-            mend = f"name it in allowed_hosts of [proxy] if it is this machine's, or {_KEY}"
-            raise _refused(f"Host: {host[:100]} is not a name of this machine's", mend)
+            fix = f"name it in allowed_hosts of [proxy] if it is this machine's, or {_KEY}"
+            raise _refused(f"Host: {host[:100]} is not a name of this machine's", fix)
         if len(self._served) < 100:
             self._served.add(host)
 
@@ -107,10 +107,10 @@ def _check_site(method: str, sent: dict[bytes, str]) -> None:
         raise _refused(f"Sec-Fetch-Site: {site}: a page from elsewhere sends this", _KEY)
 
 
-def _refused(what: str, mend: str) -> ApiError:
+def _refused(what: str, fix: str) -> ApiError:
     return ApiError(
         403,
-        f"{what}, and this proxy asks nobody for a key: {mend}",
+        f"{what}, and this proxy asks nobody for a key: {fix}",
         kind="permission_error",
         code="not_from_here",
     )

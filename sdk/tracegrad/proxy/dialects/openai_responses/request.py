@@ -204,9 +204,9 @@ def _check(request: Json) -> None:
         for name, kind in kinds.items():
             if kind is not None:
                 optional(request, name, kind)
-    for name, (harmless, mend) in _REFUSED.items():
+    for name, (harmless, fix) in _REFUSED.items():
         if request.get(name) is not None and request[name] != harmless:
-            raise refusal(f"'{name}' is not served: {mend}.", name, code="unsupported_parameter")
+            raise refusal(f"'{name}' is not served: {fix}.", name, code="unsupported_parameter")
     for key, value in (request.get("metadata") or {}).items():
         if not isinstance(value, str):
             raise refusal(f"'metadata.{key}' is not a string.", f"metadata.{key}", "invalid_type")
