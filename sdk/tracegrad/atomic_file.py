@@ -20,7 +20,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """`path` appears, or is replaced, when the block ends well; otherwise nothing changes.
 
     It is written beside, under a hidden name, flushed to the disk and then renamed. It is its
-    owner's alone, for there are prompts in it. Raises OutputFailed for a full disk and the like.
+    owner's alone, for there are prompts in it. Raises WriteFailed for a full disk and the like.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -104,7 +104,7 @@ def test_a_disk_that_is_full_for_a_while(
 def test_a_store_that_does_not_answer_holds_nobody_for_good(
     engine_url: str, database: Crashing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_async, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(store_async, "STORE_TIMEOUT_S", 0.5)
     settings = ProxySettings(upstream=engine_url)
     with Store.open(database.server.new_database()) as store, GroupCommitWriter(store) as writer:
         with (

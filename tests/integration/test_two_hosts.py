@@ -176,7 +176,8 @@ def test_two_hosts_do_what_two_ranks_on_one_host_do(
         running.append((host.start(command, log, **own), log))
     for process, log in running:
         assert process.wait(300) == 0, log.read_text()[-3000:]
-    assert "3 steps taken, now at step 3" in running[0][1].read_text()
+    # Rank 0 says it, on whichever host the rendezvous put it.
+    assert any("3 steps taken, now at step 3" in log.read_text() for _, log in running)
 
     together = written(model, tmp_path / "together", f"sqlite:///{tmp_path / 'one.db'}")
     fill(f"sqlite:///{tmp_path / 'one.db'}", groups=GROUPS)

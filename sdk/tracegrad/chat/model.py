@@ -60,7 +60,7 @@ class ChatFormat:
 def load_chat_format(folder: Path, *, chat_template: str | None = None) -> ChatFormat:
     """Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja
     and additional_chat_templates/. `chat_template` is the text of one that the engine was given
-    in place of the model's. Raises Inexact."""
+    in place of the model's. Raises NotReproducible."""
     if not folder.is_dir():
         raise NotReproducible(f"{folder} is no folder")
     config = _json(folder / "tokenizer_config.json")

@@ -222,7 +222,7 @@ def test_doctor_ends_with_0_where_all_is_well_and_with_1_where_not(kept: str) ->
     corrupt(kept, "UPDATE turns SET prompt_tokens = 7 WHERE turn_id = 'new.0'")
     result = run(kept, "doctor")
     assert result.exit_code == 1
-    assert "broken   lengths: turn new.0: 3 prompt tokens, and 7 are told" in result.stdout
+    assert "broken   lengths: turn new.0: 3 prompt tokens, and 7 are recorded" in result.stdout
     assert "prune --rollout new --also-untrained" in result.stdout
     assert run(kept, "doctor", "--until", "30d").exit_code == 0
     found = json.loads(run(kept, "doctor", "--json").stdout)

@@ -15,7 +15,7 @@ from tracegrad.proxy.config import ProxySettings
 from tracegrad.store import Store
 
 ADMIN = "the-admin's-long-key"
-PUSHES = {"hold": {"ttl_s": 60, "drain_s": 0}, "mark": {"version": 77}, "release": {}}
+PUSHES = {"hold": {"ttl_s": 60, "drain_s": 0}, "version": {"version": 77}, "release": {}}
 
 Proxy = Callable[..., Any]
 

@@ -73,7 +73,7 @@ def read(raw: bytes, call: Call) -> Any:
 
 def read_whole(raw: bytes, call: Call, monkeypatch: pytest.MonkeyPatch) -> Any:
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "cut_answer", lambda *_: None)
+        patch.setattr(engine, "extract_tokens", lambda *_: None)
         return read(raw, call)
 
 
@@ -99,9 +99,9 @@ def test_both_ways_read_the_same(
         with pytest.MonkeyPatch.context() as monkeypatch:
             parsed = read_whole(raw, seen, monkeypatch)
         light = read(raw, seen)
-        assert light.replies == parsed.replies
+        assert light.completions == parsed.completions
         assert orjson.loads(OpenAIChatDialect().answer(seen, light.body)) == parsed.body
-    for reply, told in zip(answer.replies, replies, strict=True):
+    for reply, told in zip(answer.completions, replies, strict=True):
         assert reply.prompt_token_ids == token_id_array(prompt)
         assert reply.token_ids.tolist() == [token for token, _ in told]
         assert reply.logprobs.tolist() == [value for _, value in told]
@@ -118,7 +118,7 @@ def test_routes_before_the_ids_are_read_too(monkeypatch: pytest.MonkeyPatch) -> 
     call = a_call(n=2, return_token_ids=True)
     raw = orjson.dumps(answer)
     light = read(raw, call)
-    assert [reply.routed_experts is None for reply in light.replies] == [False, False]
+    assert [reply.routed_experts is None for reply in light.completions] == [False, False]
     assert light == read_whole(raw, call, monkeypatch)
     assert light.body["choices"][1]["routed_experts"] is None
 
@@ -207,8 +207,8 @@ def test_an_answer_without_the_prompts_ids_is_an_answer_all_the_same() -> None:
     answer = an_answer([1, 2, 3], [[(5, -0.5)]])
     del answer["prompt_token_ids"]
     answer["kv_transfer_params"] = {"prompt_token_ids": [7, 8]}
-    [reply] = read(orjson.dumps(answer), a_call()).replies
-    assert reply.broken == "no_tokens"
+    [reply] = read(orjson.dumps(answer), a_call()).completions
+    assert reply.discard_reason == "no_tokens"
 
 
 @given(st.lists(st.binary(max_size=6).filter(lambda part: b"\n" not in part), max_size=5))

@@ -52,11 +52,11 @@ def test_a_stream_across_two_marks_has_exact_spans(
     for _ in range(1 + 3):
         next(stream)
     assert push(http, "hold", ttl_s=60, drain_s=5) == {"in_flight": 1}
-    push(http, "mark", version=7)
+    push(http, "version", version=7)
     gates[0].set()
     for _ in range(2):
         next(stream)
-    push(http, "mark", version=8)
+    push(http, "version", version=8)
     gates[1].set()
     push(http, "release")
     rest = list(stream)
@@ -90,7 +90,7 @@ def test_a_whole_answer_across_a_mark_has_exact_spans_too(
     eventually(lambda: engine.requests)
     assert engine.requests[0]["stream"] is True
     assert push(http, "hold", drain_s=5) == {"in_flight": 1}
-    push(http, "mark", version=7)
+    push(http, "version", version=7)
     gate.set()
     push(http, "release")
 
@@ -121,7 +121,7 @@ def test_a_whole_answer_across_the_first_mark_of_all_has_no_known_version(
     answer = pool.submit(client.chat.completions.create, model=MODEL, messages=HELLO)
     eventually(lambda: engine.requests)
     assert push(http, "hold", ttl_s=60, drain_s=0.05) == {"in_flight": 1}
-    push(http, "mark", version=1)
+    push(http, "version", version=1)
     push(http, "release")
     go.set()
     assert answer.result().choices[0].finish_reason == "stop"
@@ -171,7 +171,7 @@ def test_held_calls_wait_and_then_get_the_new_version(
         eventually(lambda: state(http)["waiting"] == len(answers))
     assert engine.requests == []
     assert state(http)["held"]
-    push(http, "mark", version=3)
+    push(http, "version", version=3)
     push(http, "release")
     assert [answer.result(5) for answer in answers] == ["ok"] * 4
     order = [request["messages"][0]["content"] for request in engine.requests]
@@ -207,9 +207,9 @@ def test_the_version_at_start_is_the_stores(
 @pytest.mark.parametrize(
     ("what", "body", "field"),
     [
-        ("mark", {"version": -1}, "version"),
-        ("mark", {}, "version"),
-        ("mark", {"version": "new"}, "version"),
+        ("version", {"version": -1}, "version"),
+        ("version", {}, "version"),
+        ("version", {"version": "new"}, "version"),
         ("hold", {"ttl_s": 0}, "ttl_s"),
         ("hold", {"drain": 1}, "drain"),
     ],

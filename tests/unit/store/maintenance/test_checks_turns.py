@@ -59,8 +59,8 @@ def test_tokens_that_cannot_be_unpacked(store: Store, breaks: Breaks) -> None:
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("prompt_tokens", 9, "3 prompt tokens, and 9 are told"),
-        ("completion_tokens", 9, "2 sampled tokens, and 9 are told"),
+        ("prompt_tokens", 9, "3 prompt tokens, and 9 are recorded"),
+        ("completion_tokens", 9, "2 sampled tokens, and 9 are recorded"),
         ("logprobs", blob(logprob_array([-1.0])), "1 log-probabilities for 2 sampled tokens"),
         ("logprobs", b"\x02garbage", "its log-probabilities: a stored blob cannot be read"),
     ],
@@ -93,7 +93,7 @@ def test_version_spans_that_do_not_cover_the_tokens(store: Store, breaks: Breaks
     findings = found(store, "spans")
     assert [f.subject for f in findings] == ["turn t", "turn u"]
     assert "cover 1 of 2 sampled tokens" in findings[0].message
-    assert "its last version is 0, and 4 is told" in findings[1].message
+    assert "its last version is 0, and 4 is recorded" in findings[1].message
 
 
 def test_a_request_that_cannot_be_rebuilt(store: Store, breaks: Breaks) -> None:
@@ -105,8 +105,8 @@ def test_a_request_that_cannot_be_rebuilt(store: Store, breaks: Breaks) -> None:
     assert first.subject == "turn r.1"
     assert "its tokens are whole" in first.fix
     assert [f.message for f in after] == [
-        "it is told by that of turn r.1, which is broken (rollout r)",
-        "it is told by that of turn r.2, which is broken (rollout r)",
+        "it is a delta to that of turn r.1, which is broken (rollout r)",
+        "it is a delta to that of turn r.2, which is broken (rollout r)",
     ]
     # The mend that it names does it.
     drop_text(store, TextRemovalRule(selection=RolloutSelection(rollouts=("r",))))

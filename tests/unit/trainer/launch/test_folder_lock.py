@@ -60,7 +60,7 @@ def test_ranks_started_by_hand_leave_a_folder_in_use_as_it_is(tmp_path: Path) ->
         second = subprocess.run(command, capture_output=True, text=True, check=False)
     assert second.returncode == 1
     [line] = [line for line in second.stderr.splitlines() if "in use" in line]
-    assert line.startswith(f"FolderInUse: state_dir: {settings.state_dir} is in use by ")
+    assert line.startswith(f"FolderLockedError: state_dir: {settings.state_dir} is in use by ")
     assert "Traceback" not in second.stderr
     state = read_state(settings.state_dir, "ranks")
     assert state is not None

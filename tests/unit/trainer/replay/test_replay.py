@@ -177,13 +177,19 @@ def test_pulls_say_what_the_step_does_to_each_turn(run: Run) -> None:
         ({"preset": "best"}, r"^--preset best: there is none; take one of grpo, "),
         ({"preset": "ppo"}, r"^ppo: it learns values, .* step-00000002 has no value head: step 1"),
         ({"preset": "dpo"}, r"^dpo: it learns from pairs, and a step was made of groups"),
-        ({"sets": ["data.tags={}"]}, r"what may change is in objective, optim, batches, fsdp$"),
-        ({"sets": ["objective.preset=dapo"]}, r"say --preset dapo$"),
-        ({"sets": ["fsdp.lora.rnk=4"]}, r"^fsdp\.lora\.rnk=4: fsdp\.lora\.rnk: Extra inputs"),
-        ({"sets": ["optim.lr.x=1"]}, r"lr is not a table$"),
-        ({"sets": ["clip"]}, r"write it as table\.name=value$"),
-        ({"sets": ["objective.clip_high=-1"]}, r"^clip_high=-1: objective\.clip_high: .*greater"),
-        ({"sets": ["objective.clip_top=1"]}, r"objective\.clip_top: Extra inputs"),
+        (
+            {"overrides": ["data.tags={}"]},
+            r"what may change is in objective, optim, batches, fsdp$",
+        ),
+        ({"overrides": ["objective.preset=dapo"]}, r"say --preset dapo$"),
+        ({"overrides": ["fsdp.lora.rnk=4"]}, r"^fsdp\.lora\.rnk=4: fsdp\.lora\.rnk: Extra inputs"),
+        ({"overrides": ["optim.lr.x=1"]}, r"lr is not a table$"),
+        ({"overrides": ["clip"]}, r"write it as table\.name=value$"),
+        (
+            {"overrides": ["objective.clip_high=-1"]},
+            r"^clip_high=-1: objective\.clip_high: .*greater",
+        ),
+        ({"overrides": ["objective.clip_top=1"]}, r"objective\.clip_top: Extra inputs"),
     ],
 )
 def test_what_cannot_be_says_so_in_one_line(run: Run, asked: dict[str, object], words: str) -> None:

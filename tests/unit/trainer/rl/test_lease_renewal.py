@@ -71,7 +71,7 @@ def eventually(there: Callable[[], bool]) -> None:
 def stolen(store: Store, groups: int = 1) -> list[Group]:
     """By a trainer of another folder."""
     return Ledger(store).lease(
-        groups=groups, group_size=2, owner="thief", ttl_s=TTL_S, at_least=1, routes=False
+        groups=groups, group_size=2, owner="thief", ttl_s=TTL_S, at_least=1, expert_routing=False
     )
 
 
