@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ipa.run import Curve, Method, Plan, run
+from .run import Curve, Method, Plan, run
 
 ROOT = Path(".tracegrad/ipa")
 REQUIRED = 0.5  # success from the beginning, of what must rise

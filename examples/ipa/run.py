@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ipa.sampling import Attempt, Policy, play
-from ipa.vault import NAMES, expert
-from ipa.warm_start import warm_start
 from tracegrad.store.anchors.anchor_store import AnchorStore, RolloutFromAnchor
 from tracegrad.store.anchors.schedule import AnchorSettings
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import full_tensors
 from tracegrad_trainer.rl.coordinator import RolloutSupply
 from tracegrad_trainer.rl.train_loop import TrainLoop
+
+from .sampling import Attempt, Policy, play
+from .vault import NAMES, expert
+from .warm_start import warm_start
 
 Method = Literal["rollback", "parallel", "grpo"]
 

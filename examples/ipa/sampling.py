@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ipa import words
-from ipa.vault import Expert, ReplayDiverged, Vault
 from tracegrad.events import (
     Event,
     Outcome,
@@ -30,6 +28,9 @@ from tracegrad.events import (
     token_id_array,
 )
 from tracegrad.store.anchors.anchor_store import RolloutFromAnchor
+
+from . import words
+from .vault import Expert, ReplayDiverged, Vault
 
 Reply = tuple[list[int], list[float]]  # tokens, and the log-probability of each
 

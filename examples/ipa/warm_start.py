@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from ipa.vault import NAMES, PARTS, TOOLS, TURNS
-from ipa.words import ID, PAD, asked, new_model, said, save, seen
+from .vault import NAMES, PARTS, TOOLS, TURNS
+from .words import ID, PAD, asked, new_model, said, save, seen
 
 IGNORED = -100
 

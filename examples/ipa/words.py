@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from ipa.vault import JAMMED, NAMES, OPEN, PARTS, TOOLS, TURNS, Call
+from .vault import JAMMED, NAMES, OPEN, PARTS, TOOLS, TURNS, Call
 
 PAD, END, ASK, SEE = "<pad>", "<end>", "<open>", "<see>"
 # A state is one word, and a call another: so even a model this small tells states apart from the

@@ -7,8 +7,9 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from shop import tasks
 from tracegrad import trace
+
+from . import tasks
 
 MODEL = "gpt-4.1-mini"
 MAX_TURNS = 4

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from shop.screen import Screen
 from tracegrad_trainer.utils.network import find_free_port
 from tracegrad_trainer.utils.subprocesses import ChildError
 
+from .screen import Screen
+
 if TYPE_CHECKING:
-    from shop.run import Result
+    from .run import Result
 
 ROOT = Path(".tracegrad/demo")
 REQUIRED_RISE = 0.5
@@ -40,7 +41,7 @@ def main() -> int:
     os.environ["TRACEGRAD_URL"] = f"http://127.0.0.1:{port}"
     # Threads of a model this small only wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from shop.run import Plan, named, run
+    from .run import Plan, named, run
 
     plan = Plan(
         port=port,

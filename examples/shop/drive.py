@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 
 from openai import APIConnectionError, InternalServerError
 
-from shop import agent
-from shop.tasks import Split, Task
 from tracegrad import Outcome, Rollout, rollout
+
+from . import agent
+from .tasks import Split, Task
 
 T = TypeVar("T")
 

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import openai
 
-from shop import chart, drive, tasks
-from shop.chart import Exam
-from shop.screen import Phase, Screen
-from shop.stage import Stage, served
 from tracegrad import flush
 from tracegrad.store import TurnCounts
+
+from . import chart, drive, tasks
+from .chart import Exam
+from .screen import Phase, Screen
+from .stage import Stage, served
 
 STEPS = 32
 GROUPS = 16
@@ -96,7 +97,7 @@ def run(plan: Plan, screen: Screen) -> Result:
 
 
 def warm_up(plan: Plan, screen: Screen) -> Path:
-    from shop.warm_start import Recipe, warm_start
+    from .warm_start import Recipe, warm_start
 
     recipe = Recipe(seed=plan.model_seed)
     with screen.phase("warm start", recipe.steps) as phase:

@@ -24,7 +24,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from shop import agent, model, tasks
+from . import agent, model, tasks
 
 Progress = Callable[[int, int, float], None]  # steps done, steps in all, loss
 IGNORED = -100

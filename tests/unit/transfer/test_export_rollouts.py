@@ -161,7 +161,7 @@ def test_a_layout_may_have_a_format_of_its_own(scene: Store, tmp_path: Path) -> 
     [
         (["--format", "parquet"], "parquet needs a file: -o FILE"),
         (["--format", "csv"], "'csv'; write jsonl or parquet"),
-        (["-o", "rows.csv"], "'rows.csv' does not tell; write --format jsonl or parquet"),
+        (["-o", "rows.csv"], "'rows.csv' does not say which; write --format jsonl or parquet"),
         (["--layout", "nonsense"], "'nonsense'; there are: "),
         (["--turns", "--rollouts"], "--rollouts, --turns, --layout: choose one"),
         (["-o", "/no/such/folder/x.jsonl"], "x.jsonl: No such file or directory; nothing was"),
@@ -228,9 +228,9 @@ def test_an_export_that_is_stopped_leaves_no_file(
     """It is stopped while it writes: rows go on for ever."""
     program = (
         "import itertools\n"
-        "from tracegrad.transfer import exporting\n"
-        "real = exporting.rollout_copies\n"
-        "exporting.rollout_copies = lambda *a, **k: "
+        "from tracegrad.transfer import export_rollouts\n"
+        "real = export_rollouts.iter_rollouts\n"
+        "export_rollouts.iter_rollouts = lambda *a, **k: "
         "itertools.chain.from_iterable(real(*a, **k) for _ in itertools.repeat(0))\n"
         "from tracegrad.cli import main\n"
         "main()\n"

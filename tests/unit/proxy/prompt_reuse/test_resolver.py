@@ -204,12 +204,12 @@ class CountingStore:
         self.reads = 0
 
     def rollout_turns(
-        self, rollout_id: str, *, raw: bool = True, routes: bool = True
+        self, rollout_id: str, *, raw: bool = True, expert_routing: bool = True
     ) -> list[Turn]:
         self.reads += 1
         return list(self.turns.get(rollout_id, ()))
 
-    def find_turn(self, turn_id: str, *, routes: bool = True) -> Turn | None:
+    def find_turn(self, turn_id: str, *, expert_routing: bool = True) -> Turn | None:
         every = [turn for turns in self.turns.values() for turn in turns]
         return next((turn for turn in every if turn.turn_id == turn_id), None)
 

@@ -77,7 +77,7 @@ def test_a_chain_needs_all_of_its_turns() -> None:
 
 def test_a_chain_that_was_sent_less_than_the_conversation_holds_forks() -> None:
     text, chain, messages = chain_of_three(friendly(opening="none"))
-    last = replace(chain[2], position=chain[2].reply_index + 1)
+    last = replace(chain[2], reply_index=chain[2].reply_index + 1)
     more = [*messages[: last.reply_index - 1], MORE, *messages[last.reply_index - 1 :]]
     assert more[last.reply_index] == last.reply
     fork = splice_prompt(text, [*chain[:2], last], more, RenderOptions(), NOW)

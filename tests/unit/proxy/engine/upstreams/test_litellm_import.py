@@ -51,17 +51,17 @@ def watch(event, args):
 sys.addaudithook(watch)
 
 sys.path[:0] = json.loads(sys.argv[1])
-from tracegrad.proxy.engine.upstreams import Upstreams
+from tracegrad.proxy.engine.upstreams import UpstreamPool
 assert "litellm" not in sys.modules, "kept out until it is opened"
-from support.engines.raw_http_engine import PlainEngine
-from unit.proxy.litellm_scene import STREAM, TOOLS, Provider, call, chunks, whole
-from tracegrad.proxy.engine.upstreams.litellm import LiteLLM
+from support.engines.raw_http_engine import RawHttpEngine
+from support.proxy.litellm_provider import STREAM, TOOLS, Provider, call, chunks, whole
+from tracegrad.proxy.engine.upstreams.litellm import LiteLLMUpstream
 
 async def main():
     for name in ("openai", "anthropic"):
-        engine = await PlainEngine().start()
+        engine = await RawHttpEngine().start()
         provider = Provider(name, engine)
-        upstream = LiteLLM(api_base=provider.api_base, api_key="k")
+        upstream = LiteLLMUpstream(api_base=provider.api_base, api_key="k")
         upstream.open()
         await whole(upstream, call(provider, tools=TOOLS))
         await chunks(upstream, call(provider, **STREAM))

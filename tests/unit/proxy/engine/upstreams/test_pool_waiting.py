@@ -161,4 +161,4 @@ async def test_a_server_with_the_weights_of_its_start_may_be_kept_out(
     await engines[0].start()
     assert (await call)[0] == 200
     assert asked_of == [engines[0].url] * 3
-    assert "cannot be told" in caplog.text
+    assert "may have calls again is unknown" in caplog.text
