@@ -72,7 +72,11 @@ def left(pushing: PushingRanks) -> dict[str, Any]:
     """Steps, fates and the last checkpoint, but for what a version's number is in: it moves on by
     one where a version was lost."""
     steps = [
-        {name: v for name, v in step["metrics"].items() if not {"gap", "lag", "staleness"} & words(name)}
+        {
+            name: v
+            for name, v in step["metrics"].items()
+            if not {"gap", "lag", "staleness"} & words(name)
+        }
         for step in made(pushing.store_url)
     ]
     last = pushing.settings.checkpoints / f"step-{STEPS:08d}"
