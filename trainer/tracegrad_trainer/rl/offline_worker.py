@@ -22,7 +22,8 @@ from tracegrad_trainer.rl.rank_main import StopFlag, run_rank
 from tracegrad_trainer.rl.train_loop import TrainLoop
 from tracegrad_trainer.utils.distributed import launch_rank, run_on_rank_zero
 
-logger = logging.getLogger(__name__)
+# Run with -m, where __name__ is "__main__".
+logger = logging.getLogger("tracegrad_trainer.rl.offline_worker")
 
 
 def take_steps(

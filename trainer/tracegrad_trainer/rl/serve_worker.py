@@ -24,7 +24,8 @@ from tracegrad_trainer.rl.train_loop import TrainLoop
 from tracegrad_trainer.utils.distributed import run_on_rank_zero
 from tracegrad_trainer.utils.subprocesses import is_responding
 
-logger = logging.getLogger(__name__)
+# Run with -m, where __name__ is "__main__".
+logger = logging.getLogger("tracegrad_trainer.rl.serve_worker")
 
 
 class ServeWorker:
