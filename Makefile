@@ -15,11 +15,14 @@ demo: install  ## the main job, end to end, on this machine (about five minutes)
 	@exec $(BIN)/python -m examples.shop.demo
 
 # Two processes of one thread each; whichever is done first takes half of what the other has left.
-SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=10
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=10
+SIDE_BY_SIDE := $(PYTEST) --dist worksteal
+# Files stay whole, since each process starts a vLLM of its own, and the longest come first.
+FILE_BY_FILE := $(PYTEST) --dist loadfile --no-loadscope-reorder
 
 test: test-fast  ## all that CI runs: then client libraries, CLI agents and the real vLLM; 20 minutes on two cores
 	$(SIDE_BY_SIDE) -m "not slow" tests/clients
-	$(BIN)/python -m pytest --durations=10 -m "(vllm or agents) and not slow"
+	$(FILE_BY_FILE) -m "(vllm or agents) and not slow" tests/integration tests/faults tests/agents tests/unit
 
 test-fast: install-dev  ## no vLLM, no CLI agents, no client libraries' own suites
 	$(SIDE_BY_SIDE) -m "not (slow or vllm or agents)" --ignore=tests/clients
