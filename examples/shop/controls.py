@@ -33,6 +33,7 @@ class Variant:
     rises: bool
     arguments: tuple[str, ...]
     drifts: bool = False  # its weights move, without a direction
+    most_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def variants(*, model_seeds: bool) -> list[Variant]:
     ]
     return [
         *seeds,
-        Variant("learning rate 0", False, ("--lr", "0")),
+        # Weights that never move are the same after four pushes as after forty.
+        Variant("learning rate 0", False, ("--lr", "0"), most_steps=4),
         Variant("shuffled rewards", False, ("--shuffle-rewards",), drifts=True),
     ]
 
@@ -82,7 +84,7 @@ def variants(*, model_seeds: bool) -> list[Variant]:
 def measure(variant: Variant, *, steps: int, tasks: int) -> Measured:
     """One run of the demo. RuntimeError if it ended without a result."""
     command = [sys.executable, "-m", "examples.shop.demo", *variant.arguments]
-    command += ["--steps", str(steps), "--tasks", str(tasks)]
+    command += ["--steps", str(min(steps, variant.most_steps or steps)), "--tasks", str(tasks)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     try:
@@ -132,7 +134,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make controls", description=__doc__)
     parser.add_argument("--short", action="store_true", help="the form that CI runs")
     short = parser.parse_args().short
-    steps, tasks, required = (16, 150, 0.2) if short else (32, 200, 0.4)
+    steps, tasks, required = (12, 150, 0.2) if short else (32, 200, 0.4)
     wrong = run(
         variants(model_seeds=not short),
         steps=steps,

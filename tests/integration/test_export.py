@@ -1,10 +1,12 @@
-"""What `trainer export` writes is served by vLLM with the trainer's own log-probabilities."""
+"""What `trainer export` writes is served by vLLM with the trainer's own log-probabilities, and its
+LoRA loader reads the adapter folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from support.engines.vllm_server import tiny_settings
@@ -12,6 +14,9 @@ from support.trainer.kill_runs import log_of, step_runs
 from support.trainer.prepared_run import fill, settings_of
 from support.trainer.tiny_model import load_model, reference_logprobs, save_tiny_model
 from tracegrad_trainer.cli.export import ExportRequest, export
+from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings
+from tracegrad_trainer.engine.model.lora import adapter_tensors, save_adapter
+from tracegrad_trainer.engine.model.parallelize import build_model
 from tracegrad_trainer.inference.logprob_probe import compare_logprobs, sample_probe
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 
@@ -40,3 +45,28 @@ def test_vllm_serves_what_was_exported(tmp_path: Path) -> None:
     compare_logprobs(sample.logprobs, trained, GAP)
     before = reference_logprobs(load_model(model), PROMPT, sample.token_ids)
     assert max(abs(a - b) for a, b in zip(sample.logprobs, before, strict=True)) > 100 * GAP
+
+
+def test_vllm_reads_the_adapter_folder(tmp_path: Path) -> None:
+    """By its own loader; no engine is started."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    settings = FsdpSettings(device="cpu", lora=LoraSettings(rank=3, alpha=7))
+    model = build_model(save_tiny_model(tmp_path / "model"), settings)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # adapters alone, of which half are zero
+                parameter.uniform_()
+    folder = tmp_path / "adapter"
+    save_adapter(model, folder)
+    names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    helper = PEFTHelper.from_local_dir(str(folder), max_position_embeddings=256)
+    read = LoRAModel.from_local_checkpoint(
+        str(folder), names, helper, lora_model_id=1, device="cpu"
+    )
+    ours = dict(adapter_tensors(model))
+    assert 2 * len(read.loras) == len(ours) > 0
+    for name, theirs in read.loras.items():
+        assert torch.equal(theirs.lora_a, ours[f"base_model.model.{name}.lora_A.weight"])
+        assert theirs.scaling == 7 / 3

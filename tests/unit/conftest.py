@@ -12,6 +12,14 @@ from support.store.empty_stores import PostgreSQLStores, SQLiteStores
 from tracegrad.store import Store
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test` looks for vLLM's and the CLI agents' tests elsewhere only."""
+    unit = Path(__file__).parent
+    for item in items:
+        if unit in item.path.parents and any(map(item.get_closest_marker, ("vllm", "agents"))):
+            raise pytest.UsageError(f"{item.nodeid}: belongs into tests/integration")
+
+
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[postgres.Server]:
     with postgres.running() as server:

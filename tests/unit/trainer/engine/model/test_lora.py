@@ -95,29 +95,6 @@ def test_the_adapter_folder_is_peft_s_own(folder: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(ids).logits, _alone(model, ids), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.vllm
-def test_vllm_reads_the_adapter_folder(folder: Path, tmp_path: Path) -> None:
-    """By its own loader; no engine is started."""
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.peft_helper import PEFTHelper
-
-    model = moved(build_model(folder, FsdpSettings(device="cpu", lora=LORA)))
-    save_adapter(model, tmp_path / "adapter")
-    names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    read = LoRAModel.from_local_checkpoint(
-        str(tmp_path / "adapter"),
-        names,
-        PEFTHelper.from_local_dir(str(tmp_path / "adapter"), 256),
-        lora_model_id=1,
-        device="cpu",
-    )
-    assert len(read.loras) == 2 * len(names)
-    ours = dict(adapter_tensors(model))
-    for name, theirs in read.loras.items():
-        assert torch.equal(theirs.lora_a, ours[f"base_model.model.{name}.lora_A.weight"])
-        assert theirs.scaling == 7 / 3
-
-
 def test_merged_weights_are_a_model_without_adapters(folder: Path) -> None:
     model = moved(build_model(folder, FsdpSettings(device="cpu", lora=LORA)))
     value_head.attach_value_head(model)
