@@ -134,7 +134,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make controls", description=__doc__)
     parser.add_argument("--short", action="store_true", help="the form that CI runs")
     short = parser.parse_args().short
-    steps, tasks, required = (12, 150, 0.2) if short else (32, 200, 0.4)
+    steps, tasks, required = (10, 150, 0.2) if short else (32, 200, 0.4)
     wrong = run(
         variants(model_seeds=not short),
         steps=steps,
