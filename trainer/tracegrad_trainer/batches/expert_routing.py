@@ -9,7 +9,7 @@ sampled tokens were predicted with that, and a row has one route a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,12 +72,6 @@ def routing_of_path(
             routes = layout.unknown(tokens) if routes is None else routes
             routes[known.start : known.stop] = known.experts
     return routes
-
-
-def in_write_order(turns: Iterable[Turn]) -> list[Turn]:
-    """The order in which turns of a tree are written over each other: each behind all that
-    continue it, and of equal ones the first captured last."""
-    return sorted(turns, key=length_of)[::-1]
 
 
 def routing_of_turn(turn: Turn, layout: RoutingLayout) -> TurnRouting | None:

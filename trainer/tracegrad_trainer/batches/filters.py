@@ -8,19 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.events import GREEDY_BELOW, Turn
-from tracegrad.turn_tree import paths
+from tracegrad.turn_tree import TokenDigests, TurnTree
 from tracegrad_trainer.batches import predicate
 from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.turn_access import (
     RolloutLike,
-    TokenDigests,
     as_int_array,
     is_demonstration,
     length_of,
     oldest_version,
     temperature_of,
-    token_digests,
 )
+from tracegrad_trainer.losses.advantages import RolloutRewards
 
 EQUAL_REWARD = "equal_reward"
 # `Turn.untrainable` for the sake of how it was sampled: an expert's turn was not.
@@ -74,6 +73,7 @@ def turn_reason(
 
 def reasons_of(
     rollout: RolloutLike,
+    tree: TurnTree[Turn],
     settings: BatchSettings,
     *,
     equal_reward: bool,
@@ -83,7 +83,7 @@ def reasons_of(
     failed_versions: Collection[int] = (),
     vocabulary: int | None = None,
 ) -> dict[str, str]:
-    """The rollout's turns (by id) that are not trained, with their reasons.
+    """The rollout's turns (by id) that are not trained, with their reasons; `tree` is theirs.
 
     `equal_reward`: the rewards of its group do not differ. `too_long`: why none of its sampled
     turns is trained. `imitated`: turns of an expert, which teach all the same.
@@ -91,12 +91,12 @@ def reasons_of(
     Raises:
         ValueError: the user's predicate failed.
     """
-    lost = _lost_paths(rollout, settings) if settings.over_long == "drop" else frozenset()
+    lost = _lost_paths(tree, settings) if settings.over_long == "drop" else frozenset()
     whole = outcome_reason(rollout, settings, equal_reward)
     reasons: dict[str, str] = {}
-    digests = token_digests(rollout.turns) if settings.drop_repeated else None
+    digests = tree.digests if settings.drop_repeated else None
     seen: set[TokenDigests] = set()
-    for i, turn in enumerate(rollout.turns):
+    for i, turn in enumerate(tree.turns):
         reason = turn_reason(turn, settings, current_version, failed_versions, vocabulary)
         if reason is None and not (whole == EQUAL_REWARD and turn.turn_id in imitated):
             reason = whole
@@ -125,22 +125,19 @@ def outcome_reason(rollout: RolloutLike, settings: BatchSettings, equal_reward: 
 
 
 def length_reason(
-    rollout: RolloutLike, settings: BatchSettings, advantage: NDArray[np.float64]
+    rollout: RolloutRewards, settings: BatchSettings, advantage: NDArray[np.float64]
 ) -> str | None:
     """Why no sampled turn of the rollout is trained: it failed, and at great length.
 
     It failed if its advantages, f64[K], one a turn, come to 0 or less over the sampled tokens.
     Few such rollouts outweigh the others of a step, and what they have in common is their length.
     """
-    tokens = np.array(
-        [0 if is_demonstration(turn) else len(turn.completion_token_ids) for turn in rollout.turns]
-    )
-    turns = sum(not is_demonstration(turn) for turn in rollout.turns)
+    turns = len(rollout.tokens) - len(rollout.demonstrations)
     most_tokens, most_turns = settings.negative_max_tokens, settings.negative_max_turns
-    is_long = (most_tokens is not None and tokens.sum() > most_tokens) or (
+    is_long = (most_tokens is not None and rollout.tokens.sum() > most_tokens) or (
         most_turns is not None and turns > most_turns
     )
-    if is_long and float((advantage * tokens).sum()) <= 0:
+    if is_long and float((advantage * rollout.tokens).sum()) <= 0:
         return "long_negative"
     return None
 
@@ -166,12 +163,12 @@ def _foreign(turn: Turn, vocabulary: int) -> bool:
     return False
 
 
-def _lost_paths(rollout: RolloutLike, settings: BatchSettings) -> frozenset[str]:
+def _lost_paths(tree: TurnTree[Turn], settings: BatchSettings) -> frozenset[str]:
     """Turns all of whose paths are longer than a row."""
     fitting = {
         turn.turn_id
-        for path in paths(rollout.turns)
+        for path in tree.paths
         if max(map(length_of, path)) <= settings.row_limit
         for turn in path
     }
-    return frozenset(turn.turn_id for turn in rollout.turns) - fitting
+    return frozenset(tree.places) - fitting

@@ -7,15 +7,16 @@ writes into the first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Integer
 from numpy.typing import NDArray
 
 from tracegrad.events import Turn
-from tracegrad.turn_tree import paths, with_ancestors
+from tracegrad.turn_tree import TurnTree
 from tracegrad_trainer.batches.expert_routing import ExpertRouting, RoutingLayout, routing_of_path
 from tracegrad_trainer.batches.turn_access import (
     Bools,
@@ -122,37 +123,26 @@ PER_TOKEN = (
 CONTEXT = {"policy_version": -1, "turn_index": -1, "temperature": 1}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RowSource:
-    """A rollout, and what is known of its turns (by id) when rows are made of them."""
+    """A rollout, its tree, and what is known of its turns when rows are made of them."""
 
     rollout: RolloutLike
+    tree: TurnTree[Turn]
     group_id: str
-    advantage: Mapping[str, float]
-    reward: Mapping[str, float]  # of turns
-    skipped: Collection[str]
-    places: Mapping[str, int]  # of turns in the rollout
+    advantage: Sequence[float] | NDArray[np.float64]  # one a turn
+    skipped: Collection[str] = ()  # turn ids
     layout: RoutingLayout | None = None  # of the routes that rows get; none: they get none
 
-    @classmethod
-    def of(
-        cls,
-        rollout: RolloutLike,
-        group_id: str,
-        advantages: Sequence[float] | NDArray[np.float64],
-        skipped: Collection[str],
-        layout: RoutingLayout | None = None,
-    ) -> RowSource:
-        values = zip(rollout.turns, advantages, strict=True)
-        return cls(
-            rollout=rollout,
-            group_id=group_id,
-            advantage={turn.turn_id: float(value) for turn, value in values},
-            reward=credited_rewards(rollout, skipped),
-            skipped=skipped,
-            places={turn.turn_id: place for place, turn in enumerate(rollout.turns)},
-            layout=layout,
-        )
+    @cached_property
+    def trained(self) -> TurnTree[Turn]:
+        """Turns that are trained, or continued by one that is."""
+        return self.tree.without(self.skipped)
+
+    @cached_property
+    def reward(self) -> Mapping[str, float]:
+        """Of turns, by id."""
+        return credited_rewards(self.rollout, self.skipped)
 
 
 class RowDraft:
@@ -192,7 +182,7 @@ class RowDraft:
             self.temperature[span] = temperature_of(turn)
         if turn.turn_id not in self.source.skipped:
             self.keep[span] = True
-            self.advantage[span] = self.source.advantage[turn.turn_id]
+            self.advantage[span] = self.source.advantage[self.source.tree.places[turn.turn_id]]
 
     def give(self, turn: Turn, last: int) -> None:
         """The turn's reward at its last token."""
@@ -205,7 +195,7 @@ class RowDraft:
             rollout_id=self.source.rollout.rollout_id,
             group_id=self.source.group_id,
             turn_ids=tuple(self.turn_ids),
-            turn_numbers=tuple(self.source.places[turn_id] for turn_id in self.turn_ids),
+            turn_numbers=tuple(self.source.tree.places[turn_id] for turn_id in self.turn_ids),
             score=self.source.rollout.reward,
             expert_routing=self.routes,
             **tree,  # type: ignore[arg-type]
@@ -226,15 +216,15 @@ def rows_of(
     Every turn that is not skipped is trained in exactly one row: the first path that holds it.
     Branches without such a turn make no row, and a row ends with its last such turn.
     """
-    source = RowSource.of(rollout, group_id, advantages, skipped, layout)
-    return path_rows(with_ancestors(rollout.turns, skipped), source)
+    tree = TurnTree.of(rollout.turns)
+    return path_rows(RowSource(rollout, tree, group_id, advantages, skipped, layout))
 
 
-def path_rows(turns: Sequence[Turn], source: RowSource) -> list[Row]:
-    """Rows of turns that are all trained, or continued by one that is."""
+def path_rows(source: RowSource, paths: Iterable[Sequence[Turn]] | None = None) -> list[Row]:
+    """A row for each path, by default for each that leads to a trained turn."""
     owned: set[str] = set()
     rows = []
-    for path in paths(turns):
+    for path in source.trained.paths if paths is None else paths:
         leaf = path[-1]
         draft = RowDraft(as_int_array(leaf.prompt_token_ids + leaf.completion_token_ids), source)
         if source.layout is not None:

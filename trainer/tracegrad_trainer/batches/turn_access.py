@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,29 +101,6 @@ def state_before(turn: Turn) -> bytes | None:
     if turn.state_key is not None:
         return b"given " + turn.state_key.encode("utf-8", "surrogatepass")
     return None if turn.observation is None else b"observed " + turn.observation.encode()
-
-
-class TokenDigests(NamedTuple):
-    """Equal tokens have equal ones."""
-
-    prompt: bytes
-    whole: bytes  # the prompt and the completion
-
-
-def token_digests(turns: Sequence[Turn]) -> list[TokenDigests]:
-    """One a turn. Where the turn that it continues came before it, only what is new is read: a
-    conversation is hashed once, not once a turn."""
-    known: dict[str, tuple[hashlib.blake2b, int]] = {}
-    made = []
-    for turn in turns:
-        before, read = known.get(turn.parent_id or "", (hashlib.blake2b(digest_size=16), 0))
-        prompt = before.copy()
-        prompt.update(as_int_array(turn.prompt_token_ids)[read:].data)
-        whole = prompt.copy()
-        whole.update(as_int_array(turn.completion_token_ids).data)
-        known[turn.turn_id] = (whole, length_of(turn))
-        made.append(TokenDigests(prompt.digest(), whole.digest()))
-    return made
 
 
 def credited_rewards(rollout: RolloutLike, skipped: Collection[str]) -> dict[str, float]:

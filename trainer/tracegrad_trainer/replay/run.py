@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tracegrad_trainer.batches import MicroBatch, TrainingSelection, pack, select
+from tracegrad_trainer.batches import TrainingSelection, pack, select
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import (
     CheckpointError,
@@ -95,10 +95,9 @@ def _run(
     version, budget = recorded.batch.version, settings.batches.tokens_per_micro_batch
     shares = turn_contributions(
         learner,
-        _dealt(selection, mesh, budget),
+        pack(selection.rows, ranks=mesh.size(), budget=budget)[dist.get_rank()],
         version=version,
         rows=selection.rows,
-        groups=recorded.groups,
     )
     done = train_batch(
         learner,
@@ -133,7 +132,3 @@ def _selection(
         vocabulary=vocabulary,
         routes=engine_routing_layout(settings),
     )
-
-
-def _dealt(selection: TrainingSelection, mesh: DeviceMesh, budget: int) -> list[MicroBatch]:
-    return pack(selection.rows, ranks=mesh.size(), budget=budget)[dist.get_rank()]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.trainer.batch_samples import Task, Told, trees
+from support.trainer.batch_samples import Task, Told, source_of, trees
 from support.trainer.routing_samples import LAYOUT, by_expert, drawn, length, npy, told
 from support.trainer.row_samples import turn
 from tracegrad.events import Turn
@@ -25,7 +25,6 @@ from tracegrad_trainer.batches import (
     unit_advantages,
 )
 from tracegrad_trainer.batches.expert_routing import UNROUTED, ExpertRouting
-from tracegrad_trainer.batches.rows import RowSource
 from tracegrad_trainer.batches.tree_rows import tree_rows
 
 SETTINGS = BatchSettings(drop_equal_reward=False, max_staleness=None)
@@ -40,7 +39,7 @@ def rows(turns: list[Turn], skipped: set[str] | None = None) -> list[Row]:
 
 
 def one_tree(turns: list[Turn]) -> Row:
-    source = RowSource.of(Told("r", 1.0, turns), "g", [1.0] * len(turns), (), LAYOUT)
+    source = source_of(Told("r", 1.0, turns), layout=LAYOUT)
     ((row,), _) = tree_rows(source, limit=10**6)
     return row
 
@@ -203,7 +202,7 @@ def test_trees_know_at_least_what_paths_know(turns: list[Turn], data: st.DataObj
         return told(one, np.array([[[e, e + 1]] * 3 for e in first]), start=start)
 
     rollout = Told("r", 1.0, [with_routes(one) for one in turns])
-    source = RowSource.of(rollout, "g", [1.0] * len(turns), (), LAYOUT)
+    source = source_of(rollout, layout=LAYOUT)
 
     def known(made: list[Row]) -> dict[tuple[str, int], list[int]]:
         """By sampled token: of all that it sees, the experts."""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import sys
-from array import array
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from support.trainer.batch_samples import Task, Told, selected
 from support.trainer.row_samples import turn
 from tracegrad.events import Outcome, Turn
 from tracegrad_trainer.batches import BatchSettings, TrainingSelection, rows_of
-from tracegrad_trainer.batches.turn_access import token_digests
 from tracegrad_trainer.losses import AdvantageMemory, compute_advantages, preset
 
 
@@ -316,23 +314,3 @@ def test_rows_that_leave_take_their_pairs_along() -> None:
     assert (left.trained, left.skipped) == (["a", "b"], {})
     nothing = left.without_rows([0], "non_finite")
     assert (nothing.trained, nothing.skipped) == (["a"], {"b": "non_finite"})
-
-
-def test_equal_tokens_have_equal_digests_however_they_were_chained() -> None:
-
-    a = one("a")
-    b = turn("b", [6, 7], [8], parent=a)
-    alone = replace(b, parent_id=None)
-    early = token_digests([b, a])[0]
-    assert token_digests([a, b])[1] == token_digests([alone])[0] == early
-    sibling = turn("c", [6, 7], [8], parent=a)
-    assert token_digests([a, b, sibling])[2] == early
-    shorter = replace(b, prompt_token_ids=b.prompt_token_ids[:-1], parent_id=None)
-    longer = replace(
-        shorter,
-        completion_token_ids=array("i", [7, 8]),
-        completion_logprobs=array("f", [0, 0]),
-        policy_versions=((1, 2),),
-    )
-    assert token_digests([longer])[0].whole == early.whole
-    assert token_digests([longer])[0] != early

@@ -10,6 +10,7 @@ import pytest
 from support.trainer.batch_samples import Task, Told, selected
 from support.trainer.row_samples import turn
 from tracegrad.events import Turn
+from tracegrad.turn_tree import TurnTree
 from tracegrad_trainer.batches import BatchSettings, micro_batch, rows_of, turn_reason
 from tracegrad_trainer.batches.select import rollout_rewards_of
 
@@ -89,10 +90,9 @@ def test_an_experts_turn_is_trained_whatever_is_recorded_with_it() -> None:
 
 def test_an_experts_tokens_are_not_sampled_ones() -> None:
     """No penalty of over-long rollouts, and no weight by length, is for what an expert wrote."""
-    mine = turn("m", [5], [6, 7, 8], parent=expert())
-    assert rollout_rewards_of(
-        Told("r", 1.0, [expert(), mine]), group=0, task="t"
-    ).tokens.tolist() == [0, 3]
+    turns = [expert(), turn("m", [5], [6, 7, 8], parent=expert())]
+    given = rollout_rewards_of(Told("r", 1.0, turns), TurnTree.of(turns), group=0, task="t")
+    assert given.tokens.tolist() == [0, 3]
 
 
 @pytest.mark.parametrize(

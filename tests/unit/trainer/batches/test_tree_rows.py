@@ -5,16 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.trainer.batch_samples import Task, Told, selected, trees
+from support.trainer.batch_samples import Task, Told, selected, source_of, trees
 from support.trainer.row_samples import turn
 from tracegrad.events import Turn
 from tracegrad_trainer.batches import Row, micro_batch, rows_of
-from tracegrad_trainer.batches.rows import RowSource
 from tracegrad_trainer.batches.tree_rows import tree_rows
 
 
 def as_trees(turns: list[Turn], skipped: set[str] | None = None, limit: int = 10**6) -> list[Row]:
-    source = RowSource.of(Told("r", 0.5, turns), "g", [1.0] * len(turns), skipped or set())
+    source = source_of(Told("r", 0.5, turns), skipped=skipped or ())
     return tree_rows(source, limit=limit)[0]
 
 
@@ -173,7 +172,7 @@ def test_trees_and_paths_say_the_same_of_every_target(
     skipped = {t.turn_id for t in turns if data.draw(st.booleans())}
     rollout = Told("r", 0.5, turns, turn_rewards={0: 2.0, len(turns) - 1: -1.0})
     values = [float(i + 1) for i in range(len(turns))]
-    source = RowSource.of(rollout, "g", values, skipped)
+    source = source_of(rollout, "g", values, skipped)
 
     def targets(rows: list[Row]) -> list[tuple[object, ...]]:
         return sorted(
