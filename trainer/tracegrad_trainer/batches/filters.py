@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.events import GREEDY_BELOW, Turn
+from tracegrad.import_path import import_part
 from tracegrad.turn_tree import TokenDigests, TurnTree
-from tracegrad_trainer.batches import predicate
 from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.turn_access import (
     RolloutLike,
@@ -105,7 +105,7 @@ def reasons_of(
         if reason is None and turn.turn_id in lost:
             reason = "over_long"
         if reason is None and settings.predicate is not None:
-            reason = predicate.apply_predicate(settings.predicate, turn, rollout)
+            reason = apply_predicate(settings.predicate, turn, rollout)
         if reason is None and digests is not None:
             # Of equal turns the first stays that nothing else speaks against.
             if digests[i] in seen:
@@ -114,6 +114,27 @@ def reasons_of(
         if reason is not None:
             reasons[turn.turn_id] = reason
     return reasons
+
+
+def apply_predicate(path: str, turn: Turn, rollout: RolloutLike) -> str | None:
+    """The user's own filter, a function by its import path. None: the turn may be trained; else
+    why not.
+
+    Raises:
+        ValueError: the function failed, or said neither a bool nor a reason.
+    """
+    where = f"predicate {path!r} on turn {turn.turn_id} of rollout {rollout.rollout_id}"
+    try:
+        answer = import_part("predicate", path)(turn, rollout)
+    except Exception as error:
+        raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
+    if isinstance(answer, bool | np.bool_):
+        reason = None if answer else "predicate"
+    elif isinstance(answer, str) and answer:
+        reason = answer
+    else:
+        raise ValueError(f"{where} returned {answer!r}: return True, False or a reason")
+    return reason
 
 
 def outcome_reason(rollout: RolloutLike, settings: BatchSettings, equal_reward: bool) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Integer
@@ -108,19 +109,23 @@ class Row:
         return [turn_id for turn_id, n in zip(self.turn_ids, trained, strict=True) if n]
 
 
-PER_TOKEN = (
-    "loss_mask",
-    "keep",
-    "rollout_logprobs",
-    "policy_version",
-    "turn_index",
-    "temperature",
-    "advantage",
-    "reward",
-    "demonstration",
-)
-# What these arrays say of tokens that are no targets, where it is not 0.
-CONTEXT = {"policy_version": -1, "turn_index": -1, "temperature": 1}
+# A row's arrays besides its tokens: dtype, and what they say of tokens that are no targets.
+PER_TOKEN: dict[str, tuple[Any, int]] = {
+    "loss_mask": (np.bool_, False),
+    "keep": (np.bool_, False),
+    "rollout_logprobs": (np.float32, 0),
+    "policy_version": (np.int32, -1),
+    "turn_index": (np.int32, -1),
+    "temperature": (np.float32, 1),
+    "advantage": (np.float32, 0),
+    "reward": (np.float32, 0),
+    "demonstration": (np.bool_, False),
+}
+
+
+def context_arrays(tokens: int) -> dict[str, Any]:
+    """A row's arrays where no token is a target."""
+    return {name: np.full(tokens, context, dtype) for name, (dtype, context) in PER_TOKEN.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,18 +154,9 @@ class RowDraft:
     """A row while its turns are written into it."""
 
     def __init__(self, input_ids: Ints, source: RowSource) -> None:
-        tokens = len(input_ids)
         self.source = source
         self.input_ids = input_ids
-        self.loss_mask = np.zeros(tokens, np.bool_)
-        self.keep = np.zeros(tokens, np.bool_)
-        self.rollout_logprobs = np.zeros(tokens, np.float32)
-        self.policy_version = np.full(tokens, -1, np.int32)
-        self.turn_index = np.full(tokens, -1, np.int32)
-        self.temperature = np.ones(tokens, np.float32)
-        self.advantage = np.zeros(tokens, np.float32)
-        self.reward = np.zeros(tokens, np.float32)
-        self.demonstration = np.zeros(tokens, np.bool_)
+        self.of_tokens = context_arrays(len(input_ids))
         self.routes: ExpertRouting | None = None
         self.turn_ids: dict[str, int] = {}
 
@@ -172,26 +168,29 @@ class RowDraft:
         sampled = as_int_array(turn.completion_token_ids)[part]
         span = slice(at, at + len(sampled))
         assert np.array_equal(self.input_ids[span], sampled), "not on this path"
-        self.loss_mask[span] = True
-        self.turn_index[span] = number
+        of_tokens = self.of_tokens
+        of_tokens["loss_mask"][span] = True
+        of_tokens["turn_index"][span] = number
         if is_demonstration(turn):
-            self.demonstration[span] = True
+            of_tokens["demonstration"][span] = True
         else:
-            self.rollout_logprobs[span] = np.frombuffer(turn.completion_logprobs, np.float32)[part]
-            self.policy_version[span] = _versions(turn)[part]
-            self.temperature[span] = temperature_of(turn)
+            logprobs = np.frombuffer(turn.completion_logprobs, np.float32)
+            of_tokens["rollout_logprobs"][span] = logprobs[part]
+            of_tokens["policy_version"][span] = _versions(turn)[part]
+            of_tokens["temperature"][span] = temperature_of(turn)
         if turn.turn_id not in self.source.skipped:
-            self.keep[span] = True
-            self.advantage[span] = self.source.advantage[self.source.tree.places[turn.turn_id]]
+            place = self.source.tree.places[turn.turn_id]
+            of_tokens["keep"][span] = True
+            of_tokens["advantage"][span] = self.source.advantage[place]
 
     def give(self, turn: Turn, last: int) -> None:
         """The turn's reward at its last token."""
-        self.reward[last] += self.source.reward.get(turn.turn_id, 0.0)
+        self.of_tokens["reward"][last] += self.source.reward.get(turn.turn_id, 0.0)
 
     def row(self, **tree: Ints) -> Row:
         return Row(
             input_ids=self.input_ids,
-            **{name: getattr(self, name) for name in PER_TOKEN},
+            **self.of_tokens,
             rollout_id=self.source.rollout.rollout_id,
             group_id=self.source.group_id,
             turn_ids=tuple(self.turn_ids),
