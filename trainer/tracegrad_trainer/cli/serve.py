@@ -39,6 +39,7 @@ from tracegrad_trainer.launch.session import (
 )
 from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.rl.preflight import check_before_training
+from tracegrad_trainer.utils.console import print_error
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding
 
 READY_TIMEOUT_S = 900.0
@@ -53,7 +54,7 @@ def serve(settings: TrainerSettings, console: Console) -> int:
     except StopRequested:
         console.print("stopped; everything captured is in the store")
     except (StartError, ChildError, StoreError, OSError) as error:
-        console.print(f"trainer serve: {error}", style="red", highlight=False, soft_wrap=True)
+        print_error(f"trainer serve: {error}", console)
         return 1
     return 0
 

@@ -25,7 +25,7 @@ from tracegrad_trainer.launch.session import (
     write_resolved_settings,
 )
 from tracegrad_trainer.launch.torchrun import RankProcesses
-from tracegrad_trainer.utils.console import print_json
+from tracegrad_trainer.utils.console import print_error, print_json
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess
 
 POLL_S = 0.2
@@ -49,7 +49,7 @@ def step(settings: TrainerSettings, steps: int, console: Console, *, as_json: bo
     except StopRequested:
         said, taken = "stopped; steps that were made are in the store", 1
     except (StartError, ChildError, StoreError, OSError) as error:
-        console.print(f"trainer step: {error}", style="red", highlight=False, soft_wrap=True)
+        print_error(f"trainer step: {error}", console)
         return FAILED
     if not as_json:
         console.print(said, highlight=False, soft_wrap=True)
@@ -73,17 +73,12 @@ def _run(
         try:
             _watch(ranks, store, show)
         except ChildError as error:
-            raise StartError(_why(settings) or str(error)) from None
+            said = (read_state(settings.state_dir, "ranks") or {}).get("error")  # by rank 0
+            raise StartError(str(said or error)) from None
         finally:
             ranks.stop(grace_s=RANKS_GRACE_S)
     state = read_state(settings.state_dir, "ranks") or {}
     return str(state.get("said", "")), int(state.get("taken", 0))
-
-
-def _why(settings: TrainerSettings) -> str | None:
-    """What rank 0 itself said of its end."""
-    error = (read_state(settings.state_dir, "ranks") or {}).get("error")
-    return None if error is None else str(error)
 
 
 def _watch(ranks: ChildProcess, store: Store, show: Callable[[StepRecord], None]) -> None:

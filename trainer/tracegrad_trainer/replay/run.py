@@ -1,7 +1,7 @@
 """The run of a replay, on every rank: the recorded step's turns, trained once more.
 
 Nothing is committed and nothing is written. With one rank it runs in the process that asks; with
-more, in those that torch.distributed's launcher starts (`rank_main`).
+more, in those that torch.distributed's launcher starts (`replay.main`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,12 @@ from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_manifest
 from tracegrad_trainer.losses import AdvantageMemory, compute_advantages
 from tracegrad_trainer.rl.build_learner import engine_routing_layout, folder_vocab_size
-from tracegrad_trainer.rl.coordinator import MAX_REFILLS, ResumePoint, resume_point
+from tracegrad_trainer.rl.coordinator import (
+    MAX_REFILLS,
+    ResumePoint,
+    has_equal_rewards,
+    resume_point,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +156,10 @@ def _batch(ready: Sequence[Group], settings: TrainerSettings) -> list[Group]:
     if not settings.refills:
         return list(ready[:wanted])
     taken: list[Group] = []
-    telling = 0
     for group in ready:
-        if telling == wanted:
+        if sum(not has_equal_rewards(one) for one in taken) == wanted:
             break
         taken.append(group)
-        telling += len({rollout.reward for rollout in group.rollouts}) > 1
     return taken
 
 

@@ -43,7 +43,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     yield coordinator
     for one in made:
-        one.close()
+        one.leases.close()
         one.store.close()
 
 
