@@ -9,6 +9,7 @@ from support.trainer.batch_samples import Task, Told, selected, source_of, trees
 from support.trainer.row_samples import turn
 from tracegrad.events import Turn
 from tracegrad_trainer.batches import Row, micro_batch, rows_of
+from tracegrad_trainer.batches.rows import path_rows
 from tracegrad_trainer.batches.tree_rows import tree_rows
 
 
@@ -123,15 +124,20 @@ def test_conversations_of_a_thousand_turns_are_no_deeper_than_the_interpreter() 
     assert len(row) == 2 * 1200 + 2
 
 
-@settings(max_examples=200, deadline=None)
-@given(trees(), st.data())
+@pytest.mark.parametrize("vocabulary", [2, 10])  # branches that begin alike, and those that part
+@pytest.mark.parametrize("shared", ["paths", "tree"])
+@settings(max_examples=100, deadline=None)
+@given(st.data())
 def test_every_trained_token_is_one_target_behind_its_own_prompt(
-    turns: list[Turn], data: st.DataObject
+    shared: str, vocabulary: int, data: st.DataObject
 ) -> None:
+    turns = data.draw(trees(vocabulary=vocabulary))
     skipped = {t.turn_id for t in turns if data.draw(st.booleans())}
-    rows = as_trees(turns, skipped)
+    source = source_of(Told("r", 0.5, turns), skipped=skipped)
+    rows = tree_rows(source, limit=10**6)[0] if shared == "tree" else path_rows(source)
     seen: dict[str, int] = {}
     for row in rows:
+        assert row.keep[-1]
         assert (row.loss_mask == (row.turn_index >= 0)).all()
         for number, turn_id in enumerate(row.turn_ids):
             (one,) = (t for t in turns if t.turn_id == turn_id)
@@ -145,9 +151,10 @@ def test_every_trained_token_is_one_target_behind_its_own_prompt(
             assert back[len(one.prompt_token_ids) :] == places.tolist()
             assert row.rollout_logprobs[places].tolist() == one.completion_logprobs.tolist()
             assert row.keep[places].tolist() == [turn_id not in skipped] * len(places)
-    trained = {t.turn_id: len(t.completion_token_ids) for t in turns if t.turn_id not in skipped}
-    assert {name: seen.get(name) for name in trained} == trained
-    assert [t for row in rows for t in row.kept_turn_ids if t in skipped] == []
+    # Context that was sampled is in one row too, like what is trained.
+    assert seen == {t.turn_id: len(t.completion_token_ids) for t in turns if t.turn_id in seen}
+    trained = [t.turn_id for t in turns if t.turn_id not in skipped]
+    assert sorted(t for row in rows for t in row.kept_turn_ids) == sorted(trained)
 
 
 @settings(max_examples=200, deadline=None)
