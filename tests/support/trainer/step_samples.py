@@ -83,6 +83,15 @@ def trainer_settings(folder: Path, **changes: Any) -> TrainerSettings:
     return TrainerSettings.model_validate({**given, **changes})
 
 
+def trained(folder: Path, tasks: int, steps: int, **changes: Any) -> TrainerSettings:
+    """Settings with which so many steps were taken on groups of so many tasks."""
+    settings = trainer_settings(folder, **changes)
+    with Store.open(settings.proxy.store) as store:
+        fill(store, tasks)
+        train(settings, steps)
+    return settings
+
+
 def train(settings: TrainerSettings, steps: int) -> None:
     """As many optimizer steps, in this process."""
     with ExitStack() as stack:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from support.trainer.step_samples import SEVERAL, fill, rollout, train, trainer_settings
+from support.trainer.step_samples import SEVERAL, rollout, train, trained, trainer_settings
 from tracegrad.events import Turn
 from tracegrad.store import StepRecord, Store
 from tracegrad_trainer.cli import dry_run
@@ -55,10 +55,8 @@ def test_a_narrow_terminal_breaks_words_and_no_number(width: int) -> None:
 
 
 def test_a_step_of_several_passes_says_how_many_turns_it_trained(tmp_path: Path) -> None:
-    settings = trainer_settings(tmp_path, optim=SEVERAL)
+    settings = trained(tmp_path, 2, 1, optim=SEVERAL)
     with Store.open(settings.proxy.store) as store:
-        fill(store, 2)
-        train(settings, 1)
         [found] = list_candidates(store, settings.state_dir, limit=9)
     assert found.step.metrics["turns_trained"] > 12, "they count in every pass"
     assert found.problem is None

@@ -14,7 +14,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from support.trainer.ranks import fork_ranks_of_commands, run_on_ranks
 from support.trainer.row_samples import POISON, VOCABULARY, tiny_model
-from support.trainer.step_samples import SEVERAL, fill, rollout, train, trainer_settings
+from support.trainer.step_samples import (
+    SEVERAL,
+    fill,
+    rollout,
+    train,
+    trained,
+    trainer_settings,
+)
 from tracegrad.events import Turn, token_id_array
 from tracegrad.store import Store
 from tracegrad.store.maintenance import RetentionRule, RolloutSelection, prune
@@ -28,11 +35,7 @@ from tracegrad_trainer.replay.replay import ReplayRequest, ReplayResult, replay
 @pytest.fixture
 def settings(tmp_path: Path) -> TrainerSettings:
     """One step was taken."""
-    made = trainer_settings(tmp_path)
-    with Store.open(made.proxy.store) as store:
-        fill(store, 2)
-        train(made, 1)
-    return made
+    return trained(tmp_path, 2, 1)
 
 
 def replayed(settings: TrainerSettings, **asked: object) -> ReplayResult:
@@ -152,10 +155,7 @@ def test_another_model_is_not_taken_for_the_one_that_was_trained(
 
 
 def test_state_that_was_moved_is_found(tmp_path: Path) -> None:
-    settings = trainer_settings(tmp_path)
-    with Store.open(settings.proxy.store) as store:
-        fill(store, 4)
-        train(settings, 2)
+    settings = trained(tmp_path, 4, 2)
     moved = tmp_path / "moved"
     settings.state_dir.rename(moved)
     with Store.open(f"sqlite:///{moved}/store.db", create=False) as store:
@@ -174,10 +174,7 @@ def test_a_step_that_other_settings_leave_nothing_of_is_shown(settings: TrainerS
 
 
 def test_a_step_that_went_on_from_an_older_checkpoint_is_replayed_from_it(tmp_path: Path) -> None:
-    settings = trainer_settings(tmp_path, checkpoint={"keep": 9})
-    with Store.open(settings.proxy.store) as store:
-        fill(store, 4)
-    train(settings, 2)
+    settings = trained(tmp_path, 4, 2, checkpoint={"keep": 9})
     (settings.checkpoints / "step-00000002" / "counters.json").unlink()
     again = trainer_settings(tmp_path, checkpoint={"keep": 9, "resume_from": 1})
     with Store.open(settings.proxy.store) as store:

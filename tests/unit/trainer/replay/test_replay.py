@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from support.trainer.step_samples import fill, rollout, train, trainer_settings
+from support.trainer.step_samples import rollout, trained
 from tracegrad.events import Reward, Turn, logprob_array, token_id_array
 from tracegrad.store import Store
 from tracegrad_trainer.cli.replay import ReplayOptions, show_candidates, show_replay
@@ -46,10 +46,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Three steps were taken, each of two groups; two checkpoints are left."""
-    settings = trainer_settings(tmp_path_factory.mktemp("run"))
-    with Store.open(settings.proxy.store) as store:
-        fill(store, 2 * STEPS)
-        train(settings, STEPS)
+    settings = trained(tmp_path_factory.mktemp("run"), 2 * STEPS, STEPS)
     return Run(settings, settings.proxy.store)
 
 
@@ -199,10 +196,8 @@ def test_what_cannot_be_says_so_in_one_line(run: Run, asked: dict[str, object], 
 
 
 def test_the_first_step_begins_with_the_model_folder(tmp_path: Path) -> None:
-    settings = trainer_settings(tmp_path)
+    settings = trained(tmp_path, 2, 1)
     with Store.open(settings.proxy.store) as store:
-        fill(store, 2)
-        train(settings, 1)
         found = replay(store, settings.state_dir, ReplayRequest(step=1))
         valued = replay(store, settings.state_dir, ReplayRequest(step=1, preset="ppo"))
     assert found.equal
