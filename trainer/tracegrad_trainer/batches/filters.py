@@ -22,7 +22,7 @@ from tracegrad_trainer.batches.turn_access import (
 from tracegrad_trainer.losses.advantages import RolloutRewards
 
 EQUAL_REWARD = "equal_reward"
-# `Turn.untrainable` for the sake of how it was sampled: an expert's turn was not.
+# `Turn.untrainable` for the sake of how it was sampled: a demonstration was not sampled.
 SAMPLING_REASONS = frozenset(
     {
         *("greedy", "sampling_truncated", "sampling_penalised", "sampling_replaced"),
@@ -40,11 +40,11 @@ def turn_reason(
 ) -> str | None:
     """Why this turn must not be trained, or None, by what the turn itself is.
 
-    `vocabulary`: how many tokens the model knows; None: whatever is there. An expert's turn may
+    `vocabulary`: how many tokens the model knows; None: whatever is there. A demonstration may
     have any log-probabilities, versions and sampling settings: nothing reads them.
     """
-    expert = is_demonstration(turn)
-    if turn.untrainable is not None and not (expert and turn.untrainable in SAMPLING_REASONS):
+    demonstrated = is_demonstration(turn)
+    if turn.untrainable is not None and not (demonstrated and turn.untrainable in SAMPLING_REASONS):
         return turn.untrainable
     if not turn.completion_token_ids:
         return "no_tokens"
@@ -52,7 +52,7 @@ def turn_reason(
         return "no_prompt"
     if vocabulary is not None and _foreign(turn, vocabulary):
         return "foreign_token"
-    if not expert:
+    if not demonstrated:
         if temperature_of(turn) < GREEDY_BELOW:
             return "greedy"
         if not np.isfinite(np.frombuffer(turn.completion_logprobs, np.float32)).all():
@@ -86,7 +86,7 @@ def reasons_of(
     """The rollout's turns (by id) that are not trained, with their reasons; `tree` is theirs.
 
     `equal_reward`: the rewards of its group do not differ. `too_long`: why none of its sampled
-    turns is trained. `imitated`: turns of an expert, which teach all the same.
+    turns is trained. `imitated`: demonstrated turns, which teach all the same.
 
     Raises:
         ValueError: the user's predicate failed.
@@ -121,7 +121,7 @@ def apply_predicate(path: str, turn: Turn, rollout: RolloutLike) -> str | None:
     why not.
 
     Raises:
-        ValueError: the function failed, or said neither a bool nor a reason.
+        ValueError: the function failed, or returned neither a bool nor a reason.
     """
     where = f"predicate {path!r} on turn {turn.turn_id} of rollout {rollout.rollout_id}"
     try:

@@ -19,7 +19,7 @@ Longs = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
-# What a row says of each token, and a micro-batch of each target.
+# Of each token in a row, and of each target in a micro-batch.
 _OF_TARGETS = ("rollout_logprobs", "advantage", "temperature", "reward", "demonstration")
 
 
@@ -30,7 +30,7 @@ class MicroBatch:
     `position_ids` restarts with each row. Arrays of n describe the targets only, in the order of
     the pack: `target` is a target's place in it, `source` the place of the token that it is
     predicted from. `row`, `turn`, `rollout` and `group` number what is in this micro-batch.
-    `row_keys` says which rows of the batch these are; -1 is filling that carries no target.
+    `row_keys` number these rows in the batch; -1 is filling that carries no target.
 
     `turn_tokens`, `rollout_tokens` and `group_tokens` count the targets of the target's turn,
     rollout and group in the whole optimizer step: a turn is in one row, a rollout or a group may
@@ -40,7 +40,7 @@ class MicroBatch:
     attend to this one; None: every row is one sequence.
 
     `expert_routing`, of a mixture of experts: which ones a token goes to in each layer; -1: its
-    router says; None: the routers say for all.
+    router decides; None: the routers decide for all tokens.
     """
 
     input_ids: Int64[Longs, "1 tokens"]
@@ -63,8 +63,8 @@ class MicroBatch:
     reward: Float32[Floats, " n"]  # of turns: each at its last token
     score: Float32[Floats, " n"]  # the rollout's reward as it was given
     temperature: Float32[Floats, " n"]
-    version: Int64[Longs, " n"]  # -1: an expert's
-    demonstration: Bool[Bools, " n"]  # an expert's, not sampled by a policy
+    version: Int64[Longs, " n"]  # -1: a demonstration's
+    demonstration: Bool[Bools, " n"]  # not sampled by a policy
     turn_tokens: Float32[Floats, " n"]
     rollout_tokens: Float32[Floats, " n"]
     rollout_sampled: Float32[Floats, " n"]  # of these the sampled ones
@@ -143,7 +143,7 @@ TARGET_FIELDS = tuple(
 @dataclass(frozen=True, slots=True)
 class StepCounts:
     """Of a whole optimizer step: the targets of each rollout (`Row.unit`) and of each group, and
-    those of them that are no expert's."""
+    those of them that are no demonstration's."""
 
     rollout_tokens: Counter[str]
     rollout_sampled: Counter[str]
@@ -211,7 +211,7 @@ def micro_batch(
         rollout_sampled=of_rows([counts.rollout_sampled[row.unit] for row in rows], np.float32),
         group_tokens=of_rows([counts.group_tokens[row.group_id] for row in rows], np.float32),
         group_sampled=of_rows([counts.group_sampled[row.group_id] for row in rows], np.float32),
-        expert_routing=_routes(rows),
+        expert_routing=_routing(rows),
     )
 
 
@@ -262,7 +262,7 @@ def _number_turns(rows: Sequence[Row], kept: Sequence[Longs]) -> Longs:
     return np.concatenate(parts)
 
 
-def _routes(rows: Sequence[Row]) -> ExpertRouting | None:
+def _routing(rows: Sequence[Row]) -> ExpertRouting | None:
     known = next((row.expert_routing for row in rows if row.expert_routing is not None), None)
     if known is None:
         return None

@@ -93,7 +93,7 @@ def labelled_rows(
     together are one example.
 
     `threshold` None: the mean over the rollout's group, filtered or not; then groups of equal
-    rewards say nothing and are skipped as `equal_reward`.
+    rewards teach nothing and are skipped as `equal_reward`.
 
     Raises:
         ValueError: as `select`.

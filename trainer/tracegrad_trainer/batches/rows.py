@@ -1,7 +1,7 @@
 """From a rollout's turn tree to training rows: one row a root-to-leaf path.
 
-Two masks are kept apart. `loss_mask` says which tokens were sampled here (the capture); `keep`
-says which of them the filters let through. What is trained is `loss_mask & keep`; nothing ever
+Two masks are kept apart. `loss_mask` marks the tokens that were sampled here (the capture); `keep`
+marks those of them that the filters let through. `loss_mask & keep` is trained; nothing ever
 writes into the first.
 """
 
@@ -46,14 +46,14 @@ class Row:
     input_ids: Int32[Ints, " tokens"]
     loss_mask: Bool[Bools, " tokens"]  # sampled, and owned by this row
     keep: Bool[Bools, " tokens"]  # what the filters leave of loss_mask
-    # As the serving engine recorded them; 0 on context and an expert's.
+    # As the serving engine recorded them; 0 on context and demonstrations.
     rollout_logprobs: Float32[Floats, " tokens"]
-    policy_version: Int32[Ints, " tokens"]  # -1 on context and an expert's
+    policy_version: Int32[Ints, " tokens"]  # -1 on context and demonstrations
     turn_index: Int32[Ints, " tokens"]  # -1 on context
     temperature: Float32[Floats, " tokens"]  # 1 on context
     advantage: Float32[Floats, " tokens"]  # 0 on context
     reward: Float32[Floats, " tokens"]  # of turns: each at its last token; the rollout's is `score`
-    demonstration: Bool[Bools, " tokens"]  # an expert's token, not sampled by a policy
+    demonstration: Bool[Bools, " tokens"]  # not sampled by a policy
     rollout_id: str
     group_id: str
     turn_ids: tuple[str, ...]
@@ -109,7 +109,7 @@ class Row:
         return [turn_id for turn_id, n in zip(self.turn_ids, trained, strict=True) if n]
 
 
-# A row's arrays besides its tokens: dtype, and what they say of tokens that are no targets.
+# A row's arrays besides its tokens: dtype, and the value of tokens that are no targets.
 PER_TOKEN: dict[str, tuple[Any, int]] = {
     "loss_mask": (np.bool_, False),
     "keep": (np.bool_, False),
@@ -137,7 +137,7 @@ class RowSource:
     group_id: str
     advantage: Sequence[float] | NDArray[np.float64]  # one a turn
     skipped: Collection[str] = ()  # turn ids
-    layout: RoutingLayout | None = None  # of the routes that rows get; none: they get none
+    layout: RoutingLayout | None = None  # of the expert routing that rows get; None: they get none
 
     @cached_property
     def trained(self) -> TurnTree[Turn]:
@@ -157,7 +157,7 @@ class RowDraft:
         self.source = source
         self.input_ids = input_ids
         self.of_tokens = context_arrays(len(input_ids))
-        self.routes: ExpertRouting | None = None
+        self.expert_routing: ExpertRouting | None = None
         self.turn_ids: dict[str, int] = {}
 
     def write(self, turn: Turn, at: int, part: slice = slice(None)) -> None:
@@ -196,7 +196,7 @@ class RowDraft:
             turn_ids=tuple(self.turn_ids),
             turn_numbers=tuple(self.source.tree.places[turn_id] for turn_id in self.turn_ids),
             score=self.source.rollout.reward,
-            expert_routing=self.routes,
+            expert_routing=self.expert_routing,
             **tree,  # type: ignore[arg-type]
         )
 
@@ -210,7 +210,7 @@ def rows_of(
     layout: RoutingLayout | None = None,
 ) -> list[Row]:
     """Rows of one rollout; `advantages` one a turn. Turns in `skipped` (ids) stay as context of
-    turns that are trained. With a `layout` the rows have the routes that their turns have.
+    turns that are trained. With a `layout` the rows have the expert routing that their turns have.
 
     Every turn that is not skipped is trained in exactly one row: the first path that holds it.
     Branches without such a turn make no row, and a row ends with its last such turn.
@@ -227,7 +227,7 @@ def path_rows(source: RowSource, paths: Iterable[Sequence[Turn]] | None = None) 
         leaf = path[-1]
         draft = RowDraft(as_int_array(leaf.prompt_token_ids + leaf.completion_token_ids), source)
         if source.layout is not None:
-            draft.routes = routing_of_path(path, len(draft.input_ids), source.layout)
+            draft.expert_routing = routing_of_path(path, len(draft.input_ids), source.layout)
         for turn in path:
             if turn.turn_id in owned:
                 continue

@@ -90,17 +90,17 @@ def select(
     current_version: int,
     failed_versions: Collection[int] = (),
     vocabulary: int | None = None,
-    routes: RoutingLayout | None = None,
+    routing: RoutingLayout | None = None,
 ) -> TrainingSelection:
     """Filter turns and build the rows of a batch.
 
     Advantages come from all rollouts of a group, whatever the filters take away afterwards:
-    a filter must not move the baseline. `vocabulary`: how many tokens the model knows. `routes`:
-    how its mixture's look, where rows are to have those of the serving engine (r3).
+    a filter must not move the baseline. `vocabulary`: how many tokens the model knows. `routing`:
+    the layout of its mixture's experts, where rows have the serving engine's choices (r3).
 
     Raises:
         ValueError: a turn is in the batch twice; a reward is not a finite number; the user's
-            predicate failed; a turn's routes are another model's.
+            predicate failed; a turn's expert routing is another model's.
     """
     _refuse_twice(groups)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -127,7 +127,7 @@ def select(
             settings,
             equal_reward=equal[given.group],
             too_long=length_reason(given, settings, value),
-            # An expert's turns that the policy is drawn towards.
+            # Demonstrated turns that the policy is drawn towards.
             imitated={tree.turns[i].turn_id for i in given.demonstrations if value[i] > _ROUNDING},
             current_version=current_version,
             failed_versions=failed_versions,
@@ -136,7 +136,7 @@ def select(
         skipped |= reasons
         if settings.stale == "weight":
             value = value * staleness_weights(rollout, settings, current_version)
-        source = RowSource(rollout, tree, given.task, value, reasons, routes)
+        source = RowSource(rollout, tree, given.task, value, reasons, routing)
         new, not_shared = _rows(source, settings)
         sources.append(source)
         rows += new
@@ -157,7 +157,7 @@ def select(
             **turn_stats(len(turns), skipped),
             **state_stats(turns),
             **row_stats(rows),
-            **({} if routes is None else routing_stats(rows)),
+            **({} if routing is None else routing_stats(rows)),
             **path_stats(
                 [source.trained for source in sources],
                 tokens=sum(map(len, rows)),

@@ -1,4 +1,4 @@
-"""What a selection says of itself, for the step's record."""
+"""Metrics of a selection, for the step's record."""
 
 from __future__ import annotations
 

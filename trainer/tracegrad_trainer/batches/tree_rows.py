@@ -1,4 +1,4 @@
-"""Tree rows: what branches of a rollout begin with alike is computed once.
+"""Tree rows: tokens that branches of a rollout begin with alike are computed once.
 
 The turns' tokens are put into a prefix tree. A prompt goes along tokens that are there already,
 whoever they belong to: the same sampled tokens before it, the same tool result that two replies
@@ -6,8 +6,8 @@ answer, the same system prompt of a rewritten history. A completion is always a 
 own, so that every sampled token is one target, also where two samples begin alike.
 
 Laid out depth first, a token's descendants are the ones behind it up to its `subtree_end`, and
-they alone attend to it: each target sees exactly what its turn's recorded prompt and completion
-say, at the positions that they had.
+they alone attend to it: each target sees exactly its turn's recorded prompt and completion, at
+the positions that they had.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _row(nodes: Sequence[_Node], ends: _Ends, source: RowSource) -> Row:
     draft = RowDraft(np.concatenate([node.ids for node in nodes]), source)
     tokens = len(draft.input_ids)
     if source.layout is not None:
-        draft.routes = _routes(ends, tokens, source.trained.turns, source.layout)
+        draft.expert_routing = _routing_of_tree(ends, tokens, source.trained.turns, source.layout)
     position = np.arange(tokens, dtype=np.int32)
     previous = np.arange(-1, tokens - 1, dtype=np.int32)
     subtree_end = np.empty(tokens, np.int32)
@@ -188,21 +188,21 @@ def _row(nodes: Sequence[_Node], ends: _Ends, source: RowSource) -> Row:
     return draft.row(position=position, previous=previous, subtree_end=subtree_end)
 
 
-def _routes(
+def _routing_of_tree(
     ends: _Ends, tokens: int, turns: Sequence[Turn], layout: RoutingLayout
 ) -> ExpertRouting | None:
     """As `expert_routing.routing_of_path`, over all of a tree's branches: turns are written over
     each other, each behind all that continue it, and of equal ones the first captured last."""
-    routes: ExpertRouting | None = None
+    routing: ExpertRouting | None = None
     for place in sorted(ends, key=lambda place: length_of(turns[place]))[::-1]:
         if (known := routing_of_turn(turns[place], layout)) is None:
             continue
-        routes = layout.unknown(tokens) if routes is None else routes
+        routing = layout.unknown(tokens) if routing is None else routing
         node: _Node | None = ends[place]
         while node is not None and node.depth_end > known.start:
             first, last = max(node.depth, known.start), min(node.depth_end, known.stop)
             if first < last:
                 at = slice(node.start + first - node.depth, node.start + last - node.depth)
-                routes[at] = known.experts[first - known.start : last - known.start]
+                routing[at] = known.experts[first - known.start : last - known.start]
             node = node.parent
-    return routes
+    return routing

@@ -1,4 +1,4 @@
-"""`trainer ...`: train on what was captured, and say what goes on."""
+"""`trainer ...`: train on what was captured, and report on it."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ExportError(RuntimeError):
 
 def export(settings: TrainerSettings, request: ExportRequest, console: Console) -> int:
     try:
-        with no_progress_bars():  # what is said is the line below
+        with no_progress_bars():  # the line below is the output
             step = write_export(settings, request)
     except (ExportError, CheckpointError, StoreError, ValueError, OSError) as error:
         print_error(f"trainer export: {error}", console)

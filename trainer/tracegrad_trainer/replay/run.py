@@ -130,5 +130,5 @@ def _selection(
         current_version=batch.version,
         failed_versions=batch.failed_versions,
         vocabulary=vocabulary,
-        routes=engine_routing_layout(settings),
+        routing=engine_routing_layout(settings),
     )

@@ -84,7 +84,7 @@ class Coordinator:
         """`vocabulary`: how many tokens the model knows.
 
         Raises:
-            ValueError: there is no such judge; the model has no routes (r3).
+            ValueError: there is no such judge; the model has no experts to route to (r3).
         """
         self.settings = settings
         self.store = store
@@ -92,7 +92,7 @@ class Coordinator:
         self.stopping = stopping
         self.supply = supply or RolloutSupply()
         self.vocabulary = vocabulary
-        self.routes = engine_routing_layout(settings)
+        self.routing = engine_routing_layout(settings)
         # What advantages remember. It moves only with steps: what a batch did that changed no
         # weights must leave no trace, or a run that is killed and resumed would differ.
         self.memory: AdvantageMemory = {}
@@ -176,7 +176,7 @@ class Coordinator:
             tags=data.tags,
             incomplete_after_s=data.incomplete_after_s if self.supply.is_open else 0.0,
             at_least=1 if some else None,
-            expert_routing=self.routes is not None,
+            expert_routing=self.routing is not None,
             held=self.leases.rollouts,
         )
         self.leases.hold(groups)  # a judge may take its time
@@ -197,7 +197,7 @@ class Coordinator:
             current_version=version,
             failed_versions=failed,
             vocabulary=self.vocabulary,
-            routes=self.routes,
+            routing=self.routing,
         )
         self._held = []  # only now: what cannot be selected from is released
         if selection.trained:

@@ -81,13 +81,13 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
     """Raises ValueError (a reward that is not finite, a row over the budget), StoreError."""
     batches, data = settings.batches, settings.data
     point, memory, note = _beginning(settings, store)
-    routes = engine_routing_layout(settings)
+    routing = engine_routing_layout(settings)
     peek = Ledger(store).preview(
         groups=MAX_REFILLS * batches.groups,
         group_size=batches.group_size,
         tags=data.tags,
         incomplete_after_s=0.0,  # `trainer step` waits for nobody
-        expert_routing=routes is not None,
+        expert_routing=routing is not None,
     )
     failed = store.failed_versions()
 
@@ -100,7 +100,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
             current_version=point.version,
             failed_versions=failed,
             vocabulary=folder_vocab_size(settings.model),
-            routes=routes,
+            routing=routing,
         )
 
     left, passed = list(peek.groups), Counter[str]()

@@ -107,7 +107,7 @@ class SftSettings(BaseModel):
 
     @property
     def progress_file(self) -> Path:
-        """Where the run says what it does, for the command that waits for it."""
+        """The run's progress records, for the command that waits for it."""
         return self.trainer.state_dir / "run" / "sft.jsonl"
 
     def fingerprint(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def load_sft_settings(trainer: TrainerSettings, which: RolloutFilter, **asked: A
     given: Mapping[str, Any] = asdict(which)
     fields = {name: value for name, value in given.items() if value not in (None, {})}
     try:
-        # Not validated again: that would read the environment over what the command line said.
+        # Not validated again: that would read the environment over the command line.
         return SftSettings(trainer=trainer, which=fields, **asked)
     except ValidationError as error:
         raise ValueError("; ".join(_line(one) for one in error.errors())) from None

@@ -21,8 +21,8 @@ from tracegrad_trainer.sft.config import Preset
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """`loss` as in training. `accuracy` is the share that the model has right: of tokens, what it
-    says when it samples at temperature 1 (their mean probability); of pairs, those whose better
+    """`loss` as in training. `accuracy` is the share that the model has right: of tokens, their
+    mean probability (what it samples at temperature 1); of pairs, those whose better
     side it prefers more than the reference does; of labelled rollouts, those that it finds more
     (chosen) or less (rejected) likely than the reference does."""
 

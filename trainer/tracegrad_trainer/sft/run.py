@@ -1,4 +1,4 @@
-"""`trainer sft` as a command: starts the ranks, and says what they say."""
+"""`trainer sft` as a command: starts the ranks, and prints their progress."""
 
 from __future__ import annotations
 

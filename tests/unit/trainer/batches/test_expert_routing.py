@@ -63,7 +63,7 @@ def selected(
         SETTINGS.model_copy(update=changes),
         advantages=unit_advantages,
         current_version=1,
-        routes=layout,
+        routing=layout,
     )
 
 
