@@ -22,7 +22,7 @@ from tracegrad_trainer.batches.select import AdvantageFunction
 
 
 @dataclass
-class Told:
+class Rollout:
     rollout_id: str
     reward: float
     turns: list[Turn] = field(default_factory=list)
@@ -34,11 +34,11 @@ class Told:
 @dataclass
 class Task:
     group_id: str
-    rollouts: list[Told]
+    rollouts: list[Rollout]
 
 
 def source_of(
-    rollout: Told,
+    rollout: Rollout,
     group_id: str = "g",
     advantages: Sequence[float] | None = None,
     skipped: Collection[str] = (),

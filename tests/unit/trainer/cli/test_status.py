@@ -52,9 +52,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def tagged(name: str, split: str, **more: Any) -> list[Event]:
-    facts = rollout(name, name, **more)
+    events = rollout(name, name, **more)
     opened = RolloutStarted(rollout_id=name, task_id=name, tags={"split": split}, opened_at=1000.0)
-    return [opened, *facts[1:]]
+    return [opened, *events[1:]]
 
 
 def commit(store: Store, step: int, **more: Any) -> None:
@@ -106,7 +106,7 @@ def test_success_is_that_of_each_split(store: Store, tmp_path: Path) -> None:
     assert "all" not in found.success
 
 
-def test_removed_turns_are_told_apart_from_those_that_are_there(
+def test_removed_turns_are_counted_apart_from_those_that_are_there(
     store: Store, tmp_path: Path
 ) -> None:
     for n in range(3):
@@ -121,7 +121,7 @@ def test_removed_turns_are_told_apart_from_those_that_are_there(
     assert "turns removed" in printed(found, 80)
 
 
-def test_the_gap_of_the_last_push_that_serves_is_told(store: Store, tmp_path: Path) -> None:
+def test_the_gap_of_the_last_push_that_serves_is_shown(store: Store, tmp_path: Path) -> None:
     gap = {"tokens": 64, "mean": 1e-6, "max": 4e-6}
     store.record_version(PolicyVersion(1, 1, "serving", detail={"gap": gap}))
     store.record_version(PolicyVersion(2, 2, "failed", detail={"gap": None, "error": "x"}))
@@ -136,8 +136,8 @@ def test_its_tables_fit_a_terminal(store: Store, tmp_path: Path, width: int) -> 
     commit(store, 1)
     text = printed(collect_status(store, tmp_path, tags={}), width)
     [head, line] = [each.split() for each in text.splitlines() if " ess" in each or "12k" in each]
-    told = dict(zip(head, line, strict=False))
-    assert (told["ess"], told["clip"], told["ent."], told["grad"]) == (
+    shown = dict(zip(head, line, strict=False))
+    assert (shown["ess"], shown["clip"], shown["ent."], shown["grad"]) == (
         "0.75",
         "50%",
         "2.00",

@@ -81,16 +81,16 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     fill(f"sqlite:///{state_dir}/store.db", groups=8)
     done = trainer("step", *options(model, state_dir, ranks=2), "--steps", 2, "--json")
     assert done.returncode == 0, done.stdout
-    (state_dir / "said.json").write_text(done.stdout)
+    (state_dir / "printed.json").write_text(done.stdout)
     return state_dir
 
 
-def test_steps_are_taken_recorded_and_told(run: Path) -> None:
-    told = [json.loads(line) for line in (run / "said.json").read_text().splitlines()]
+def test_steps_are_taken_recorded_and_printed(run: Path) -> None:
+    printed = [json.loads(line) for line in (run / "printed.json").read_text().splitlines()]
     steps = steps_of(f"sqlite:///{run}/store.db")
     assert [step.step for step in steps] == [step.version for step in steps] == [1, 2]
-    assert [one["step"] for one in told] == [1, 2]
-    assert [one["metrics"] for one in told] == [step.metrics for step in steps]
+    assert [one["step"] for one in printed] == [1, 2]
+    assert [one["metrics"] for one in printed] == [step.metrics for step in steps]
     for step in steps:
         assert step.batch is not None
         assert step.batch["ranks"] == 2

@@ -84,10 +84,10 @@ def test_rows_that_were_not_finite_leave_the_replay_too(tmp_path: Path) -> None:
     with Store.open(settings.proxy.store) as store:
         fill(store, 1)
         for n in range(2):
-            facts = rollout(f"p{n}", "p", reward=float(n), seed=70 + n, at=2000.0 + n)
+            events = rollout(f"p{n}", "p", reward=float(n), seed=70 + n, at=2000.0 + n)
             if n:  # a token that makes no number of everything behind it
-                facts = [_poisoned(f) if isinstance(f, Turn) else f for f in facts]
-            store.append(facts)
+                events = [_poisoned(f) if isinstance(f, Turn) else f for f in events]
+            store.append(events)
         train(settings, 1)
     found = replayed(settings)
     assert found.recorded.batch.dropped_rows
@@ -111,7 +111,7 @@ def _poisoned(turn: Turn) -> Turn:
     )
 
 
-def test_removed_rollouts_are_told(settings: TrainerSettings) -> None:
+def test_removed_rollouts_are_named(settings: TrainerSettings) -> None:
     assert problems(settings) == [None]
     with Store.open(settings.proxy.store) as store:
         prune(store, RetentionRule(selection=RolloutSelection(before=time.time())))
@@ -133,7 +133,7 @@ def test_text_that_is_gone_does_not_matter_but_tokens_do(settings: TrainerSettin
         replayed(settings)
 
 
-def test_a_step_without_its_batch_is_told(settings: TrainerSettings) -> None:
+def test_a_step_without_its_batch_cannot_be_replayed(settings: TrainerSettings) -> None:
     with Store.open(settings.proxy.store) as store, store.exclusive() as connection:
         connection.execute(update(Steps).values(batch=None))
     with pytest.raises(ReplayError, match="before steps said what they were made of"):

@@ -115,9 +115,9 @@ def test_another_objective_stands_beside_the_recorded_one(run: Run) -> None:
     assert found.other_name == "dr_grpo, clip_high=0.5"
     assert found.other.metrics["loss"] != found.replayed.metrics["loss"]
     assert found.other.metrics["entropy"] == found.replayed.metrics["entropy"], "the same weights"
-    told = json.loads(json.dumps(found.as_json()))
-    assert told["metrics"]["loss"]["other"] == found.other.metrics["loss"]
-    assert len(told["other_turns"]) == len(told["turns"]) == 12
+    as_json = json.loads(json.dumps(found.as_json()))
+    assert as_json["metrics"]["loss"]["other"] == found.other.metrics["loss"]
+    assert len(as_json["other_turns"]) == len(as_json["turns"]) == 12
 
 
 def test_what_is_set_changes_only_that(run: Run) -> None:
@@ -250,9 +250,9 @@ def test_exit_codes_mean_something(
         )
     ]
     assert codes == [0, 1, 2]
-    told = capsys.readouterr()
-    assert "reproduced: all" in told.out
-    assert "the 2 of 12 turns with the largest share of the gradient" in told.out
-    assert "different:" in told.out
-    assert max(len(line) for line in told.out.splitlines()) <= 80
-    assert told.err == "trainer replay: there is no step 9: the last one is 3 (--list)\n"
+    printed = capsys.readouterr()
+    assert "reproduced: all" in printed.out
+    assert "the 2 of 12 turns with the largest share of the gradient" in printed.out
+    assert "different:" in printed.out
+    assert max(len(line) for line in printed.out.splitlines()) <= 80
+    assert printed.err == "trainer replay: there is no step 9: the last one is 3 (--list)\n"

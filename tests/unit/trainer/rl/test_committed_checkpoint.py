@@ -92,16 +92,16 @@ def test_steps_keep_their_run_and_the_chain_of_their_weights(one: TrainerSetting
     assert second.manifest_digest == manifest_digest(folder(one, 2))
     assert first.parent_digest is None, "the model folder's"
     assert second.parent_digest == first.manifest_digest
-    told = json.loads((folder(one, 2) / "counters.json").read_text())
-    assert told["parent"] == {"step": 1, "digest": first.manifest_digest}
+    counters = json.loads((folder(one, 2) / "counters.json").read_text())
+    assert counters["parent"] == {"step": 1, "digest": first.manifest_digest}
     assert weighed(one) == []
 
 
-# Of whatever is below it nothing is told, as in another user's folder: for root, too.
+# Of whatever is below it nothing can be read, as in another user's folder: by root neither.
 CLOSED = Path("/") / ("closed" * 50)
 
 
-def test_a_checkpoint_in_another_users_folder_is_told_in_one_line(one: TrainerSettings) -> None:
+def test_a_checkpoint_in_another_users_folder_is_one_line(one: TrainerSettings) -> None:
     theirs = CLOSED / "checkpoints" / "step-00000001"
     for digest in (None, "1" * 64):
         made = StepRecord(
@@ -265,8 +265,8 @@ def test_steps_of_before_the_digests_are_gone_on_from_and_that_is_said(
     first, second = steps(one)
     assert (first.manifest_digest, second.parent_digest) == (None, None)
     assert second.manifest_digest == manifest_digest(folder(one, 2))
-    told = json.loads((folder(one, 2) / "counters.json").read_text())
-    assert told["parent"] == {"step": 1, "digest": manifest_digest(folder(one, 1))}
+    counters = json.loads((folder(one, 2) / "counters.json").read_text())
+    assert counters["parent"] == {"step": 1, "digest": manifest_digest(folder(one, 1))}
     assert weighed(one) == []
 
 

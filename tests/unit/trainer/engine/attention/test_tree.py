@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from support.trainer.batch_samples import Told, source_of
+from support.trainer.batch_samples import Rollout, source_of
 from support.trainer.forward_checks import agree, gradients
 from support.trainer.row_samples import rows, turn
 from support.trainer.tiny_models import VOCABULARY, logprobs, make
@@ -141,7 +141,7 @@ def test_turns_that_fork_train_alike_as_trees_and_as_paths(name: str) -> None:
         turn("d", ids(2), ids(3), parent=again),
         turn("e", ids(2), ids(8), parent=again),
     ]
-    source = source_of(Told("r", 1.0, turns))
+    source = source_of(Rollout("r", 1.0, turns))
     ((whole,), _), separate = tree_rows(source, limit=10**6), path_rows(source)
     assert len(separate) == 3
     assert len(whole) < sum(len(path) for path in separate)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.trainer.batch_samples import Told, source_of
+from support.trainer.batch_samples import Rollout, source_of
 from support.trainer.fsdp_ranks import VERSION, step, weights
 from support.trainer.layout_ranks import OBJECTIVES, Layout, learner, made, others
 from support.trainer.row_samples import VOCABULARY, tiny_model, turn
@@ -132,7 +132,7 @@ def forked(number: int) -> RowSource:
     a = turn(f"{number}.a", ids(4), ids(3 + number))
     b = turn(f"{number}.b", ids(2), ids(4), parent=a)
     c = turn(f"{number}.c", ids(3), ids(5), parent=a)
-    rollout = Told(f"r{number}", 1.0 - number, [a, b, c], turn_rewards={1: 0.5})
+    rollout = Rollout(f"r{number}", 1.0 - number, [a, b, c], turn_rewards={1: 0.5})
     return source_of(rollout, f"g{number // 2}", [1.5 - number] * 3)
 
 
