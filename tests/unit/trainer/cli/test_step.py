@@ -27,7 +27,6 @@ from tracegrad_trainer.cli.app import app
 from tracegrad_trainer.config.trainer import (
     SettingsError,
     TrainerSettings,
-    load_settings,
     without_unused,
 )
 from tracegrad_trainer.engine import CheckpointError, list_checkpoints
@@ -202,22 +201,20 @@ def test_a_damaged_checkpoint_is_not_loaded(run: Path, model: Path, tmp_path: Pa
         checked(settings)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
-    model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", {"vocab_size": 50}, r"its tokenizer has .* tokens, the model embeds 50"),
+        ("tokenizer.json", None, "its tokenizer cannot be loaded"),
+    ],
+)
+def test_a_tokenizer_that_is_not_the_models_or_none_is_refused(
+    model: Path, tmp_path: Path, file: str, content: dict[str, int] | None, words: str
 ) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(model, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
-    with pytest.raises(ValueError, match=r"its tokenizer has .* tokens, the model embeds 50"):
-        checked(settings_of(other, tmp_path / "state"))
-
-
-def test_a_tokenizer_that_cannot_be_read_is_refused(model: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(model, other)
-    (other / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="its tokenizer cannot be loaded"):
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    before = json.loads((other / file).read_text())
+    (other / file).write_text("{}" if content is None else json.dumps(before | content))
+    with pytest.raises(ValueError, match=words):
         checked(settings_of(other, tmp_path / "state"))
 
 
@@ -285,8 +282,6 @@ def test_the_reference_is_the_model_unless_another_is_named(model: Path, tmp_pat
     other = save_smallest_model(tmp_path / "other", seed=1)
     compared = settings_of(model, tmp_path, reference=other, objective__kl="k3")
     assert compared.reference_folder == other
-    with pytest.raises(SettingsError, match=r"reference: /nowhere has no config\.json"):
-        load_settings(None, [f"model={model}", "reference=/nowhere"])
 
 
 @pytest.mark.parametrize(
@@ -296,20 +291,22 @@ def test_the_reference_is_the_model_unless_another_is_named(model: Path, tmp_pat
         ({"objective__preset": "ppo", "data__refill": "true"}, "data.refill replaces groups of eq"),
         ({"batches__stale_decay": 0.5}, "stale_decay 0.5: it is of stale = 'weight'"),
         ({"objective__gae_lambda": 0.5}, "gae_lambda = 0.5: nothing in this objective uses it (it"),
+        ({"batches__group_size": 1}, "'grpo' compares the rollouts of a group"),
+        ({"reference": "MODEL"}, "reference: objective 'grpo' compares with none"),
+        ({"reference": "/nowhere"}, "reference: /nowhere has no config.json"),
+        (
+            {"fsdp__attention": "flahs"},
+            "fsdp.attention: Input should be 'auto', 'packed'",
+        ),
     ],
 )
-def test_what_the_objective_does_not_use_is_refused(
+def test_what_cannot_be_used_is_refused_before_anything_starts(
     model: Path, tmp_path: Path, changes: dict[str, object], words: str
 ) -> None:
+    changes = {name: model if value == "MODEL" else value for name, value in changes.items()}
     with pytest.raises(SettingsError, match=re.escape(words)) as error:
         settings_of(model, tmp_path, **changes)
     assert "\n" not in str(error.value)
-
-
-def test_a_reference_that_nothing_is_compared_with_is_refused(model: Path, tmp_path: Path) -> None:
-    other = save_smallest_model(tmp_path / "other", seed=1)
-    with pytest.raises(SettingsError, match="reference: objective 'grpo' compares with none"):
-        settings_of(model, tmp_path, reference=other)
 
 
 def test_what_was_recorded_before_that_was_an_error_can_be_read(
@@ -331,17 +328,8 @@ def test_what_was_recorded_before_that_was_an_error_can_be_read(
 def test_rollouts_that_stand_alone_need_an_advantage_that_does_not_compare(
     model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(SettingsError, match="'grpo' compares the rollouts of a group"):
-        settings_of(model, tmp_path, batches__group_size=1)
     alone = settings_of(model, tmp_path, batches__group_size=1, objective__advantage="running")
     assert alone.batches.group_size == 1
-
-
-def test_an_attention_that_is_unknown_is_refused_before_anything_starts(
-    model: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(SettingsError, match=r"fsdp\.attention: .*'auto', 'packed', 'varlen'"):
-        settings_of(model, tmp_path, fsdp__attention="flahs")
 
 
 def test_tables_that_were_left_out_can_be_set(model: Path, tmp_path: Path) -> None:
