@@ -159,15 +159,15 @@ def replay(
     asked = ReplayRequest(
         step=step, checkpoint=checkpoint, model=model, preset=preset, overrides=tuple(sets or ())
     )
-    request = replay_command.ReplayOptions(
-        store=store or _store_url(state_dir),
-        state_dir=state_dir.resolve(),
-        request=asked,
-        turns=top or 20 if turns and not asked.other else top,
-        as_json=as_json,
-    )
-    run = replay_command.show_candidates if listing else replay_command.show_replay
-    raise typer.Exit(run(request, Console()))
+    store, state_dir, console = store or _store_url(state_dir), state_dir.resolve(), Console()
+    if listing:
+        code = replay_command.show_candidates(store, state_dir, console, as_json=as_json)
+    else:
+        shown = top or 20 if turns and not asked.other else top
+        code = replay_command.show_replay(
+            store, state_dir, asked, console, turns=shown, as_json=as_json
+        )
+    raise typer.Exit(code)
 
 
 @app.command("sft")

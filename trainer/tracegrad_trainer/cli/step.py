@@ -5,12 +5,11 @@ The checks before the first step are rank 0's, which has torch at hand: here it 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from rich.console import Console
 
-from tracegrad.store import StepRecord, Store, StoreError
+from tracegrad.store import StepRecord, StoreError
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.run_state import delete_state, read_state
@@ -26,9 +25,8 @@ from tracegrad_trainer.launch.session import (
 )
 from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.utils.console import print_error, print_json
-from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess
+from tracegrad_trainer.utils.subprocesses import ChildError
 
-POLL_S = 0.2
 FAILED = 1
 NOTHING = 3  # nothing to train
 
@@ -71,7 +69,7 @@ def _run(
         ranks.log.unlink(missing_ok=True)
         ranks.start()
         try:
-            _watch(ranks, store, show)
+            StepFeed(store).show_until_end(ranks, show, ranks.check)
         except ChildError as error:
             said = (read_state(settings.state_dir, "ranks") or {}).get("error")  # by rank 0
             raise StartError(str(said or error)) from None
@@ -79,16 +77,3 @@ def _run(
             ranks.stop(grace_s=RANKS_GRACE_S)
     state = read_state(settings.state_dir, "ranks") or {}
     return str(state.get("said", "")), int(state.get("taken", 0))
-
-
-def _watch(ranks: ChildProcess, store: Store, show: Callable[[StepRecord], None]) -> None:
-    """Shows each step, until the ranks are done or one dies (ChildError)."""
-    feed = StepFeed(store)
-    while True:
-        finished = ranks.exit_code() == 0
-        for record in feed.new_steps():
-            show(record)
-        if finished:
-            return
-        ranks.check()
-        time.sleep(POLL_S)

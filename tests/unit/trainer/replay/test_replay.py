@@ -15,7 +15,7 @@ from rich.console import Console
 from support.trainer.step_samples import rollout, trained
 from tracegrad.events import Reward, Turn, logprob_array, token_id_array
 from tracegrad.store import Store
-from tracegrad_trainer.cli.replay import ReplayOptions, show_candidates, show_replay
+from tracegrad_trainer.cli.replay import show_candidates, show_replay
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.replay.load import ReplayError, list_candidates
 from tracegrad_trainer.replay.replay import (
@@ -217,10 +217,7 @@ def test_the_list_says_which_steps_can_be_replayed_and_why_others_cannot(
         (2, "the checkpoint before it is gone"),
         (1, None),
     ]
-    request = ReplayOptions(
-        store=run.url, state_dir=run.state_dir, request=ReplayRequest(), as_json=True
-    )
-    assert show_candidates(request, Console()) == 0
+    assert show_candidates(run.url, run.state_dir, Console(), as_json=True) == 0
     [newest, *_] = json.loads(capsys.readouterr().out)
     assert (newest["step"], newest["problem"]) == (3, None)
 
@@ -239,10 +236,7 @@ def test_exit_codes_mean_something(
     monkeypatch.setenv("COLUMNS", "80")
     console = Console(file=sys.stdout)
     codes = [
-        show_replay(
-            ReplayOptions(store=run.url, state_dir=run.state_dir, request=asked, turns=turns),
-            console,
-        )
+        show_replay(run.url, run.state_dir, asked, console, turns=turns)
         for asked, turns in (
             (ReplayRequest(step=3), 2),
             (ReplayRequest(step=3, checkpoint=wrong), None),
