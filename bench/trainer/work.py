@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bench.trainer.rollouts import Attempt, Task
+from tracegrad.turn_tree import TurnTree
 from tracegrad_trainer.batches import rollout_rewards_of
 from tracegrad_trainer.losses import compute_advantages, preset
 
@@ -49,7 +50,9 @@ class Work:
     def advantages(self) -> dict[str, float]:
         """By rollout: the same for each of its turns."""
         rollouts = [
-            rollout_rewards_of(attempt, group=number, task=task.group_id)
+            rollout_rewards_of(
+                attempt, TurnTree.of(attempt.turns), group=number, task=task.group_id
+            )
             for number, task in enumerate(self.tasks)
             for attempt in task.rollouts
         ]

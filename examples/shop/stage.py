@@ -87,7 +87,7 @@ def served(
         **overrides,
     }
     sets = [f"--set={name}={value}" for name, value in settings.items()]
-    command = [sys.executable, "-m", "tracegrad_trainer.cli.app", "serve", *sets]
+    command = [sys.executable, "-m", "tracegrad_trainer", "serve", *sets]
     log = state_dir / "logs" / "serve.log"
     child = ChildProcess("trainer serve", command, log=log, env=os.environ)  # its settings too
     child.log.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The turn tree as pure functions; the proxy, the store and the trainer share them.
+"""The turn tree; the proxy, the store and the trainer share it.
 
 The prefix rule: a turn's parent is the recorded turn with the longest `prompt + completion`
 that the turn's prompt begins with, token for token. Turns without a parent are roots; a path
@@ -7,9 +7,12 @@ runs from a root to a leaf. Nothing here looks at text: equal tokens are the onl
 
 from __future__ import annotations
 
+import hashlib
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 
 class HasTokens(Protocol):
@@ -19,7 +22,7 @@ class HasTokens(Protocol):
     def completion_token_ids(self) -> array[int]: ...
 
 
-class HasParent(Protocol):
+class HasParent(HasTokens, Protocol):
     @property
     def turn_id(self) -> str: ...
     @property
@@ -53,30 +56,88 @@ def find_parent(prompt: array[int], turns: Iterable[T]) -> T | None:
     return best
 
 
-def paths(turns: Sequence[P]) -> Iterator[list[P]]:
-    """Every root-to-leaf path, in the order of the leaves in `turns`.
+class TokenDigests(NamedTuple):
+    """Equal tokens have equal ones."""
 
-    A turn whose parent is not among `turns` counts as a root.
+    prompt: bytes
+    whole: bytes  # the prompt and the completion
+
+
+@dataclass(frozen=True, eq=False)
+class TurnTree(Generic[P]):
+    """A rollout's turns as a tree: derived once, and handed on.
+
+    Places count the turns in order of capture. A turn whose parent is not among them is a root.
     """
-    by_id = {turn.turn_id: turn for turn in turns}
-    inner = {turn.parent_id for turn in turns if turn.parent_id is not None}
-    for leaf in turns:
-        if leaf.turn_id in inner:
-            continue
-        path = [leaf]
-        while (parent_id := path[-1].parent_id) is not None and parent_id in by_id:
-            path.append(by_id[parent_id])
-            assert len(path) <= len(turns), "a turn is not its own ancestor"
-        yield path[::-1]
+
+    turns: tuple[P, ...]
+    places: Mapping[str, int]  # by turn id
+    parents: tuple[int, ...]  # the place of the turn that each one continues; -1: a root
+
+    @classmethod
+    def of(cls, turns: Iterable[P]) -> TurnTree[P]:
+        turns = tuple(turns)
+        places = {turn.turn_id: place for place, turn in enumerate(turns)}
+        parents = tuple(places.get(turn.parent_id or "", -1) for turn in turns)
+        return cls(turns, places, parents)
+
+    @cached_property
+    def leaves(self) -> tuple[int, ...]:
+        """Turns that no other one continues."""
+        inner = set(self.parents)
+        return tuple(place for place in range(len(self.turns)) if place not in inner)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[P, ...], ...]:
+        """Every root-to-leaf path, in the order of the leaves."""
+        return tuple(self._path(leaf) for leaf in self.leaves)
+
+    def _path(self, leaf: int) -> tuple[P, ...]:
+        path = [self.turns[leaf]]
+        for place in self.ancestors(leaf):
+            path.append(self.turns[place])
+            assert len(path) <= len(self.turns), "a turn is not its own ancestor"
+        return tuple(reversed(path))
+
+    def ancestors(self, place: int) -> Iterator[int]:
+        """The turns that the one at `place` continues, the nearest first."""
+        while (place := self.parents[place]) >= 0:
+            yield place
+
+    def without(self, skipped: Collection[str]) -> TurnTree[P]:
+        """The tree of the turns that are not skipped (ids), and of those that they continue."""
+        needed: set[int] = set()
+        for place, turn in enumerate(self.turns):
+            if turn.turn_id not in skipped and place not in needed:
+                needed.add(place)
+                for above in self.ancestors(place):
+                    if above in needed:
+                        break
+                    needed.add(above)
+        if len(needed) == len(self.turns):
+            return self
+        return TurnTree.of(turn for place, turn in enumerate(self.turns) if place in needed)
+
+    @cached_property
+    def digests(self) -> tuple[TokenDigests, ...]:
+        """One a turn. Where the turn that it continues came before it, only what is new is read:
+        a conversation is hashed once, not once a turn."""
+        known: list[hashlib.blake2b] = []
+        found = []
+        for place, (turn, parent) in enumerate(zip(self.turns, self.parents, strict=True)):
+            read, prompt = 0, hashlib.blake2b(digest_size=16)
+            if 0 <= parent < place:
+                before = self.turns[parent]
+                read = len(before.prompt_token_ids) + len(before.completion_token_ids)
+                prompt = known[parent].copy()
+            prompt.update(memoryview(turn.prompt_token_ids)[read:])
+            whole = prompt.copy()
+            whole.update(turn.completion_token_ids)
+            known.append(whole)
+            found.append(TokenDigests(prompt.digest(), whole.digest()))
+        return tuple(found)
 
 
-def with_ancestors(turns: Sequence[P], skipped: Collection[str]) -> list[P]:
-    """The turns that are not skipped (ids), and those that they continue."""
-    by_id = {turn.turn_id: turn for turn in turns}
-    needed: set[str] = set()
-    for turn in turns:
-        current = None if turn.turn_id in skipped else turn
-        while current is not None and current.turn_id not in needed:
-            needed.add(current.turn_id)
-            current = by_id.get(current.parent_id or "")
-    return [turn for turn in turns if turn.turn_id in needed]
+def paths(turns: Iterable[P]) -> tuple[tuple[P, ...], ...]:
+    """Every root-to-leaf path, where nothing else is asked of the tree."""
+    return TurnTree.of(turns).paths

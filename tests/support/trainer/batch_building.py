@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from support.trainer.batch_samples import Task, Told
+from support.trainer.batch_samples import Rollout, Task
 from tracegrad.events import Turn
 from tracegrad_trainer.batches import BatchSettings, pack, select, unit_advantages
 
@@ -39,7 +39,7 @@ def append_only(
         Task(
             f"task-{g}",
             [
-                Told(name, float(r % 2), _chain(name, rng, turns, tokens // turns, sampled))
+                Rollout(name, float(r % 2), _chain(name, rng, turns, tokens // turns, sampled))
                 for r in range(group_size)
                 for name in [f"rollout-{g}-{r}"]
             ],

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
 from support.trainer.row_samples import turn
 from tracegrad.events import Outcome, Turn
-from tracegrad_trainer.batches import BatchSettings, TrainingSelection, select, unit_advantages
+from tracegrad.turn_tree import TurnTree
+from tracegrad_trainer.batches import (
+    BatchSettings,
+    RoutingLayout,
+    TrainingSelection,
+    select,
+    unit_advantages,
+)
+from tracegrad_trainer.batches.rows import RowSource
 from tracegrad_trainer.batches.select import AdvantageFunction
 
 
 @dataclass
-class Told:
+class Rollout:
     rollout_id: str
     reward: float
     turns: list[Turn] = field(default_factory=list)
@@ -26,7 +34,19 @@ class Told:
 @dataclass
 class Task:
     group_id: str
-    rollouts: list[Told]
+    rollouts: list[Rollout]
+
+
+def source_of(
+    rollout: Rollout,
+    group_id: str = "g",
+    advantages: Sequence[float] | None = None,
+    skipped: Collection[str] = (),
+    layout: RoutingLayout | None = None,
+) -> RowSource:
+    """What rows of the rollout are made of; every advantage is 1 if none are given."""
+    values = [1.0] * len(rollout.turns) if advantages is None else advantages
+    return RowSource(rollout, TurnTree.of(rollout.turns), group_id, values, skipped, layout)
 
 
 def selected(

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from support.trainer.fsdp_ranks import VERSION, step, weights
 from support.trainer.row_samples import POISON, rows
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, mismatched_rows, pack
-from tracegrad_trainer.batches.micro_batch import sampled_counts, target_counts
+from tracegrad_trainer.batches.micro_batch import StepCounts
 from tracegrad_trainer.engine import (
     FsdpSettings,
     Learner,
@@ -140,20 +140,9 @@ def share(name: str, layout: Layout) -> list[MicroBatch]:
     if not layout.padded:
         return pack(everything, ranks=ranks, budget=layout.budget)[rank]
     size = 2 if name == "dpo" else 1
-    counts, sampled = target_counts(everything), sampled_counts(everything)
-    of_group, of_group_sampled = (
-        target_counts(everything, "group_id"),
-        sampled_counts(everything, "group_id"),
-    )
+    counts = StepCounts.of(everything)
     alone = [
-        micro_batch(
-            everything[i : i + size],
-            range(i, i + size),
-            rollout_tokens=counts,
-            rollout_sampled=sampled,
-            group_tokens=of_group,
-            group_sampled=of_group_sampled,
-        )
+        micro_batch(everything[i : i + size], range(i, i + size), counts)
         for i in range(0, len(everything), size)
     ]
     return alone[rank::ranks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from support.trainer.row_samples import next_turn
 from support.trainer.tiny_model import tiny_qwen3, tiny_tokenizer
 from tracegrad.events import (
     Event,
@@ -13,8 +14,6 @@ from tracegrad.events import (
     RolloutFinished,
     RolloutStarted,
     Turn,
-    logprob_array,
-    token_id_array,
 )
 from tracegrad.store import Ledger, StepRecord, Store
 from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
@@ -56,7 +55,7 @@ def fill(url: str, *, groups: int, group_size: int = 3, seed: int = 0, first: in
     """
     draw = random.Random(seed)
     turns: list[str] = []
-    facts: list[Event] = []
+    events: list[Event] = []
     for group in range(first, first + groups):
         for number in range(group_size):
             rollout = f"g{group:03d}-{number}"
@@ -64,39 +63,26 @@ def fill(url: str, *, groups: int, group_size: int = 3, seed: int = 0, first: in
             turns += [turn.turn_id for turn in made]
             reward = 1.0 if group % 7 in (2, 3) else float((number + group) % 2)
             when = LONG_AGO + group * 10 + number
-            facts += [
+            events += [
                 RolloutStarted(rollout_id=rollout, task_id=f"task {group:03d}", opened_at=when - 5),
                 *made,
                 Reward(rollout_id=rollout, value=reward, created_at=when),
                 RolloutFinished(rollout_id=rollout, outcome=Outcome.COMPLETED, finished_at=when),
             ]
     with Store.open(url) as store:
-        store.append(facts)
+        store.append(events)
     return turns
 
 
 def _turns(draw: random.Random, rollout: str) -> list[Turn]:
     """One to three turns, each of which continues the one before."""
     made: list[Turn] = []
-    tokens: list[int] = []
-    for number in range(draw.randint(1, 3)):
-        prompt = tokens + [draw.randrange(VOCABULARY) for _ in range(draw.randint(2, 6))]
+    for _ in range(draw.randint(1, 3)):
+        prompt = [draw.randrange(VOCABULARY) for _ in range(draw.randint(2, 6))]
         completion = [draw.randrange(VOCABULARY) for _ in range(draw.randint(2, 8))]
-        made.append(
-            Turn(
-                turn_id=f"{rollout}.{number}",
-                rollout_id=rollout,
-                parent_id=made[-1].turn_id if made else None,
-                dialect="chat",
-                model="policy",
-                prompt_token_ids=token_id_array(prompt),
-                completion_token_ids=token_id_array(completion),
-                completion_logprobs=logprob_array([draw.uniform(-7, -4) for _ in completion]),
-                policy_versions=((0, len(completion)),),
-                sampling={"temperature": 1.0},
-            )
-        )
-        tokens = prompt + completion
+        logprobs = [draw.uniform(-7, -4) for _ in completion]
+        fields = {"model": "policy", "sampling": {"temperature": 1.0}}
+        made.append(next_turn(rollout, made, prompt, completion, logprobs, **fields))
     return made
 
 

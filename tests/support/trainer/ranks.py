@@ -11,18 +11,24 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any
 
+import pytest
+
 from support.system.module_environment import environment
+from tracegrad_trainer.utils.subprocesses import ChildProcess
 
 _PRELOADED = ("support.trainer.layout_ranks", "support.trainer.lora_ranks")
 _TIMEOUT_S = 240
+_LAST_WORDS_S = 5  # for the other ranks, once one has failed
 
 
 @cache
@@ -42,7 +48,9 @@ def _server() -> ForkServerContext:
     return context
 
 
-def run_on_ranks(job: Callable[..., None], ranks: int, *arguments: Any) -> None:
+def run_on_ranks(
+    job: Callable[..., None], ranks: int, *arguments: Any, env: Mapping[str, str] | None = None
+) -> None:
     """`job(*arguments)` on every rank, `job` a module's own function; returns once all are done.
 
     Raises:
@@ -53,14 +61,16 @@ def run_on_ranks(job: Callable[..., None], ranks: int, *arguments: Any) -> None:
     with TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank-{rank}" for rank in range(ranks)]
         started = [
-            _server().Process(target=_rank, args=(job, arguments, rank, ranks, port, str(log)))
+            _server().Process(target=_rank, args=(job, arguments, rank, ranks, port, str(log), env))
             for rank, log in enumerate(logs)
         ]
         for process in started:
             process.start()
         deadline = time.monotonic() + _TIMEOUT_S
         while any(process.is_alive() for process in started):
-            if time.monotonic() > deadline or any(process.exitcode for process in started):
+            if any(process.exitcode for process in started):
+                deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
+            if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
         for process in started:
@@ -79,11 +89,46 @@ def _rank(
     ranks: int,
     port: int,
     log: str,
+    env: Mapping[str, str] | None,
 ) -> None:
     with open(log, "w") as out:
         os.dup2(out.fileno(), sys.stdout.fileno())
         os.dup2(out.fileno(), sys.stderr.fileno())
+    os.environ.update(env or {})
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     os.environ.update(zip(names, map(str, (rank, rank, ranks, ranks)), strict=True))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     job(*arguments)
+
+
+def fork_ranks_of_commands(patched: pytest.MonkeyPatch) -> None:
+    """What a command starts as ranks, alone or by torch's launcher, is forked from the server."""
+    patched.setattr(ChildProcess, "start", _fork)
+    patched.setattr(ChildProcess, "exit_code", lambda child: child._exit_code)
+    patched.setattr(ChildProcess, "stop", lambda child, **_: child._waiting.join())
+
+
+def _fork(child: Any) -> None:
+    """`ChildProcess.start`: `... -m MODULE ARGUMENTS`, or the launcher's `--module`."""
+    at = max(i for i, word in enumerate(child.command) if word in ("-m", "--module"))
+    module, *arguments = child.command[at + 1 :]
+    counts = [word for word in child.command if word.startswith("--nproc-per-node=")]
+    ranks = int(counts[0].partition("=")[2]) if counts else 1
+    child._exit_code = None
+    child.log.parent.mkdir(exist_ok=True)
+
+    def wait() -> None:
+        try:
+            run_on_ranks(_run_program, ranks, module, arguments, str(child.log), env=child.env)
+            child._exit_code = 0
+        except RuntimeError:
+            child._exit_code = 1
+
+    child._waiting = Thread(target=wait)
+    child._waiting.start()
+
+
+def _run_program(module: str, arguments: list[str], log: str) -> None:
+    with open(log, "a") as out:
+        os.dup2(out.fileno(), sys.stderr.fileno())
+    sys.exit(import_module(module).main(arguments))

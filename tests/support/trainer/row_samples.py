@@ -56,6 +56,26 @@ def turn(
     return Turn(**(arguments | changes))
 
 
+def next_turn(
+    rollout_id: str,
+    turns: Sequence[Turn],
+    prompt: Sequence[int],
+    sampled: Sequence[int],
+    logprobs: Sequence[float],
+    **changes: Any,
+) -> Turn:
+    """The turn that continues the last of `turns`, at whose tokens its own prompt begins; sampled
+    by the model folder's weights."""
+    return turn(
+        f"{rollout_id}.{len(turns)}",
+        prompt,
+        sampled,
+        parent=turns[-1] if turns else None,
+        version=0,
+        **{"rollout_id": rollout_id, "completion_logprobs": array("f", logprobs), **changes},
+    )
+
+
 def rows(count: int, *, seed: int = 0, longest: int = 40) -> list[Row]:
     """Random rows of two turns each, mixed versions, advantages and temperatures."""
     rng = np.random.default_rng(seed)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from support.trainer.char_model import save_char_model
+from support.trainer.row_samples import next_turn
 from tracegrad.events import (
     Event,
     Outcome,
@@ -14,8 +15,6 @@ from tracegrad.events import (
     RolloutFinished,
     RolloutStarted,
     Turn,
-    logprob_array,
-    token_id_array,
 )
 from tracegrad.store import ALL, RolloutFilter, Store
 from tracegrad.store.copy.import_records import import_rollouts
@@ -46,37 +45,23 @@ def rollout(
     changes: dict[int, dict[str, Any]] | None = None,
     at: float = 1000.0,
 ) -> list[Event]:
-    """Facts of a rollout whose turns follow each other; each is (new prompt tokens, sampled)."""
-    facts: list[Event] = [RolloutStarted(rollout_id=rollout_id, task_id=task, opened_at=at)]
-    before = token_id_array()
-    parent: str | None = None
+    """Events of a rollout whose turns follow each other; each is (new prompt tokens, sampled)."""
+    made: list[Turn] = []
     for number, (prompt, sampled) in enumerate(turns):
-        given: dict[str, Any] = {
-            "turn_id": f"{rollout_id}.{number}",
-            "rollout_id": rollout_id,
-            "parent_id": parent,
-            "dialect": "chat",
-            "model": "m",
-            "prompt_token_ids": before + token_id_array(prompt),
-            "completion_token_ids": token_id_array(sampled),
-            "completion_logprobs": logprob_array([-1.0] * len(sampled)),
-            "policy_versions": ((0, len(sampled)),),
-            "sampling": {"temperature": 0.5},
-            "finish_reason": "stop",
-            "created_at": at + number,
-        }
-        one = Turn(**(given | (changes or {}).get(number, {})))
-        facts.append(one)
-        before, parent = one.prompt_token_ids + one.completion_token_ids, one.turn_id
+        fields = {"sampling": {"temperature": 0.5}, "finish_reason": "stop"}
+        fields |= {"created_at": at + number} | (changes or {}).get(number, {})
+        logprobs = [-1.0] * len(sampled)
+        made.append(next_turn(rollout_id, made, prompt, sampled, logprobs, **fields))
+    events: list[Event] = [RolloutStarted(rollout_id=rollout_id, task_id=task, opened_at=at), *made]
     if reward is not None:
-        facts.append(
+        events.append(
             Reward(
                 reward_id=f"{rollout_id}.reward", rollout_id=rollout_id, value=reward, created_at=at
             )
         )
     if outcome is not None:
-        facts.append(RolloutFinished(rollout_id=rollout_id, outcome=outcome, finished_at=at + 60))
-    return facts
+        events.append(RolloutFinished(rollout_id=rollout_id, outcome=outcome, finished_at=at + 60))
+    return events
 
 
 def teach(store: Store, *conversations: dict[str, Any]) -> None:

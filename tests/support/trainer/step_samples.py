@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from support.trainer.row_samples import VOCABULARY, tiny_model
+from support.trainer.row_samples import VOCABULARY, next_turn, tiny_model
 from tracegrad.events import (
     Event,
     Outcome,
@@ -16,8 +16,6 @@ from tracegrad.events import (
     RolloutFinished,
     RolloutStarted,
     Turn,
-    logprob_array,
-    token_id_array,
 )
 from tracegrad.store import Store
 from tracegrad_trainer.config.trainer import TrainerSettings
@@ -32,29 +30,18 @@ SEVERAL = {"lr": 1e-2, "minibatches": 2, "epochs": 2}
 def rollout(name: str, task: str, *, reward: float, seed: int, at: float = 1000.0) -> list[Event]:
     """Three turns, each continuing the one before, with random tokens."""
     rng = np.random.default_rng(seed)
-    facts: list[Event] = [RolloutStarted(rollout_id=name, task_id=task, opened_at=at)]
-    context = token_id_array()
-    parent: str | None = None
+    turns: list[Turn] = []
     for index in range(TURNS):
-        prompt = context + token_id_array(rng.integers(0, VOCABULARY - 1, 5).tolist())
-        sampled = token_id_array(rng.integers(0, VOCABULARY - 1, 4 + seed % 3).tolist())
-        turn = Turn(
-            turn_id=f"{name}.{index}",
-            rollout_id=name,
-            parent_id=parent,
-            dialect="chat",
-            model="m",
-            prompt_token_ids=prompt,
-            completion_token_ids=sampled,
-            completion_logprobs=logprob_array(rng.normal(-4, 0.3, len(sampled)).tolist()),
-            policy_versions=((0, len(sampled)),),
-            created_at=at + index,
-        )
-        facts.append(turn)
-        context, parent = prompt + sampled, turn.turn_id
-    facts.append(Reward(rollout_id=name, value=reward, created_at=at + 5))
-    facts.append(RolloutFinished(rollout_id=name, outcome=Outcome.COMPLETED, finished_at=at + 6))
-    return facts
+        prompt = rng.integers(0, VOCABULARY - 1, 5).tolist()
+        sampled = rng.integers(0, VOCABULARY - 1, 4 + seed % 3).tolist()
+        logprobs = rng.normal(-4, 0.3, len(sampled)).tolist()
+        turns.append(next_turn(name, turns, prompt, sampled, logprobs, created_at=at + index))
+    return [
+        RolloutStarted(rollout_id=name, task_id=task, opened_at=at),
+        *turns,
+        Reward(rollout_id=name, value=reward, created_at=at + 5),
+        RolloutFinished(rollout_id=name, outcome=Outcome.COMPLETED, finished_at=at + 6),
+    ]
 
 
 def fill(store: Store, tasks: int, *, size: int = 2, first: int = 0) -> None:
@@ -81,6 +68,15 @@ def trainer_settings(folder: Path, **changes: Any) -> TrainerSettings:
         "checkpoint": {"keep": 2},
     }
     return TrainerSettings.model_validate({**given, **changes})
+
+
+def trained(folder: Path, tasks: int, steps: int, **changes: Any) -> TrainerSettings:
+    """Settings with which so many steps were taken on groups of so many tasks."""
+    settings = trainer_settings(folder, **changes)
+    with Store.open(settings.proxy.store) as store:
+        fill(store, tasks)
+        train(settings, steps)
+    return settings
 
 
 def train(settings: TrainerSettings, steps: int) -> None:

@@ -14,20 +14,16 @@ from tracegrad_trainer.batches.preferences import (
 )
 from tracegrad_trainer.batches.rows import Row, rows_of
 from tracegrad_trainer.batches.select import (
-    GroupLike,
     TrainingSelection,
     rollout_rewards_of,
     select,
 )
-from tracegrad_trainer.batches.turn_access import RolloutLike
 
 __all__ = [
     "BatchSettings",
     "ExpertRouting",
-    "GroupLike",
     "MicroBatch",
     "Pairing",
-    "RolloutLike",
     "RoutingLayout",
     "Row",
     "TrainingSelection",

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from tracegrad.import_path import import_part
 
+
+def _importable(path: str) -> str:
+    import_part("predicate", path)
+    return path
+
+
+PredicatePath = Annotated[str, AfterValidator(_importable)]
 ScoredOutcome = Literal["completed", "agent_error", "budget"]
 
 
@@ -69,7 +76,7 @@ class BatchSettings(BaseModel):
         min_length=1,
         description="outcomes that are trained; the others still count in their group's baseline",
     )
-    predicate: str | None = Field(
+    predicate: PredicatePath | None = Field(
         None,
         description="package.module:function(turn, rollout) -> whether to train the turn, or the"
         " reason why not",
@@ -79,13 +86,6 @@ class BatchSettings(BaseModel):
     def row_limit(self) -> int:
         """Longest row in tokens."""
         return self.max_row_tokens or self.tokens_per_micro_batch
-
-    @field_validator("predicate")
-    @classmethod
-    def _importable(cls, value: str | None) -> str | None:
-        if value is not None:
-            import_part("predicate", value)
-        return value
 
     @model_validator(mode="after")
     def _decay_is_used(self) -> BatchSettings:

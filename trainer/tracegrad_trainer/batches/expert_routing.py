@@ -2,14 +2,14 @@
 
 A turn has them (`Turn.routed_experts`) from some token of its prompt on up to its last token but
 one: the last was never forwarded, and what came before them a turn that it continues has, if any
-turn has. A row puts together what all turns of its path say. Where two of them say something of
-one token, as when a prompt was computed again, the one that is first on the path is believed: its
-sampled tokens were predicted with that, and a row has one route a token.
+turn has. A row joins the records of all turns of its path. Where two of them cover one
+token, as when a prompt was computed again, the one that is first on the path counts: its
+sampled tokens were predicted with that, and a row has one record a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ _WIRE: dict[int, str] = {1: "u1", 2: "<u2", 4: "<i4"}
 
 @dataclass(frozen=True, slots=True)
 class RoutingLayout:
-    """A mixture of experts as its engine's routes show it."""
+    """A mixture of experts as its engine's records show it."""
 
     layers: int  # all that the model has: engines count those without a router too
     routed: tuple[int, ...]  # those that have one
@@ -39,19 +39,19 @@ class RoutingLayout:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The narrowest that holds every expert and `OPEN`: a token of a model of 48 layers is
+        """The narrowest that holds every expert and `UNROUTED`: a token of a model of 48 layers is
         sent to 384 experts."""
         return np.dtype(np.int8 if self.experts <= 128 else np.int16)
 
     def unknown(self, tokens: int) -> ExpertRouting:
-        """Of so many tokens nothing is known."""
-        routes: ExpertRouting = np.full((tokens, len(self.routed), self.k), UNROUTED, self.dtype)
-        return routes
+        """So many tokens without a record."""
+        routing: ExpertRouting = np.full((tokens, len(self.routed), self.k), UNROUTED, self.dtype)
+        return routing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnRouting:
-    """What a turn says of the tokens from `start` on; places in its prompt and completion."""
+    """A turn's record of the tokens from `start` on; places in its prompt and completion."""
 
     start: int
     experts: ExpertRouting
@@ -64,28 +64,22 @@ class TurnRouting:
 def routing_of_path(
     path: Sequence[Turn], tokens: int, layout: RoutingLayout
 ) -> ExpertRouting | None:
-    """Routes of a path's `tokens`, root to leaf; None: no turn says anything."""
-    routes: ExpertRouting | None = None
-    # The first one's word is the last to be written.
+    """Expert routing of a path's `tokens`, root to leaf; None: no turn has a record."""
+    routing: ExpertRouting | None = None
+    # The first turn's record counts: it is written last.
     for turn in reversed(path):
         if (known := routing_of_turn(turn, layout)) is not None:
-            routes = layout.unknown(tokens) if routes is None else routes
-            routes[known.start : known.stop] = known.experts
-    return routes
-
-
-def in_write_order(turns: Iterable[Turn]) -> list[Turn]:
-    """The order in which turns of a tree are written over each other: each behind all that
-    continue it, and of equal ones the first captured last."""
-    return sorted(turns, key=length_of)[::-1]
+            routing = layout.unknown(tokens) if routing is None else routing
+            routing[known.start : known.stop] = known.experts
+    return routing
 
 
 def routing_of_turn(turn: Turn, layout: RoutingLayout) -> TurnRouting | None:
-    """What the turn itself says, of layers with a router.
+    """The turn's own record, of layers with a router.
 
     Raises:
         ValueError: its record cannot be read, or is another model's. That is no reason to leave
-            out the turn, or its routes: a store that was filled by another model has them all
+            out the turn, or its routing: a store that was filled by another model has them all
             like that, and a step that quietly replayed nothing would be the user's `r3` in name
             only. Nothing was trained yet.
     """
@@ -120,6 +114,6 @@ def _check(found: NDArray[Any], layout: RoutingLayout) -> None:
         )
 
 
-def known_tokens(routes: ExpertRouting | None) -> int:
-    """Of how many tokens something is known."""
-    return 0 if routes is None else int(np.count_nonzero(routes[:, 0, 0] != UNROUTED))
+def known_tokens(routing: ExpertRouting | None) -> int:
+    """The number of tokens with a record."""
+    return 0 if routing is None else int(np.count_nonzero(routing[:, 0, 0] != UNROUTED))

@@ -8,22 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.events import GREEDY_BELOW, Turn
-from tracegrad.turn_tree import paths
-from tracegrad_trainer.batches import predicate
+from tracegrad.import_path import import_part
+from tracegrad.turn_tree import TokenDigests, TurnTree
 from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.turn_access import (
     RolloutLike,
-    TokenDigests,
     as_int_array,
     is_demonstration,
     length_of,
     oldest_version,
     temperature_of,
-    token_digests,
 )
+from tracegrad_trainer.losses.advantages import RolloutRewards
 
 EQUAL_REWARD = "equal_reward"
-# `Turn.untrainable` for the sake of how it was sampled: an expert's turn was not.
+# `Turn.untrainable` for the sake of how it was sampled: a demonstration was not sampled.
 SAMPLING_REASONS = frozenset(
     {
         *("greedy", "sampling_truncated", "sampling_penalised", "sampling_replaced"),
@@ -41,11 +40,11 @@ def turn_reason(
 ) -> str | None:
     """Why this turn must not be trained, or None, by what the turn itself is.
 
-    `vocabulary`: how many tokens the model knows; None: whatever is there. An expert's turn may
+    `vocabulary`: how many tokens the model knows; None: whatever is there. A demonstration may
     have any log-probabilities, versions and sampling settings: nothing reads them.
     """
-    expert = is_demonstration(turn)
-    if turn.untrainable is not None and not (expert and turn.untrainable in SAMPLING_REASONS):
+    demonstrated = is_demonstration(turn)
+    if turn.untrainable is not None and not (demonstrated and turn.untrainable in SAMPLING_REASONS):
         return turn.untrainable
     if not turn.completion_token_ids:
         return "no_tokens"
@@ -53,7 +52,7 @@ def turn_reason(
         return "no_prompt"
     if vocabulary is not None and _foreign(turn, vocabulary):
         return "foreign_token"
-    if not expert:
+    if not demonstrated:
         if temperature_of(turn) < GREEDY_BELOW:
             return "greedy"
         if not np.isfinite(np.frombuffer(turn.completion_logprobs, np.float32)).all():
@@ -74,6 +73,7 @@ def turn_reason(
 
 def reasons_of(
     rollout: RolloutLike,
+    tree: TurnTree[Turn],
     settings: BatchSettings,
     *,
     equal_reward: bool,
@@ -83,20 +83,20 @@ def reasons_of(
     failed_versions: Collection[int] = (),
     vocabulary: int | None = None,
 ) -> dict[str, str]:
-    """The rollout's turns (by id) that are not trained, with their reasons.
+    """The rollout's turns (by id) that are not trained, with their reasons; `tree` is theirs.
 
     `equal_reward`: the rewards of its group do not differ. `too_long`: why none of its sampled
-    turns is trained. `imitated`: turns of an expert, which teach all the same.
+    turns is trained. `imitated`: demonstrated turns, which teach all the same.
 
     Raises:
         ValueError: the user's predicate failed.
     """
-    lost = _lost_paths(rollout, settings) if settings.over_long == "drop" else frozenset()
+    lost = _lost_paths(tree, settings) if settings.over_long == "drop" else frozenset()
     whole = outcome_reason(rollout, settings, equal_reward)
     reasons: dict[str, str] = {}
-    digests = token_digests(rollout.turns) if settings.drop_repeated else None
+    digests = tree.digests if settings.drop_repeated else None
     seen: set[TokenDigests] = set()
-    for i, turn in enumerate(rollout.turns):
+    for i, turn in enumerate(tree.turns):
         reason = turn_reason(turn, settings, current_version, failed_versions, vocabulary)
         if reason is None and not (whole == EQUAL_REWARD and turn.turn_id in imitated):
             reason = whole
@@ -105,7 +105,7 @@ def reasons_of(
         if reason is None and turn.turn_id in lost:
             reason = "over_long"
         if reason is None and settings.predicate is not None:
-            reason = predicate.apply_predicate(settings.predicate, turn, rollout)
+            reason = apply_predicate(settings.predicate, turn, rollout)
         if reason is None and digests is not None:
             # Of equal turns the first stays that nothing else speaks against.
             if digests[i] in seen:
@@ -114,6 +114,27 @@ def reasons_of(
         if reason is not None:
             reasons[turn.turn_id] = reason
     return reasons
+
+
+def apply_predicate(path: str, turn: Turn, rollout: RolloutLike) -> str | None:
+    """The user's own filter, a function by its import path. None: the turn may be trained; else
+    why not.
+
+    Raises:
+        ValueError: the function failed, or returned neither a bool nor a reason.
+    """
+    where = f"predicate {path!r} on turn {turn.turn_id} of rollout {rollout.rollout_id}"
+    try:
+        answer = import_part("predicate", path)(turn, rollout)
+    except Exception as error:
+        raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
+    if isinstance(answer, bool | np.bool_):
+        reason = None if answer else "predicate"
+    elif isinstance(answer, str) and answer:
+        reason = answer
+    else:
+        raise ValueError(f"{where} returned {answer!r}: return True, False or a reason")
+    return reason
 
 
 def outcome_reason(rollout: RolloutLike, settings: BatchSettings, equal_reward: bool) -> str | None:
@@ -125,22 +146,19 @@ def outcome_reason(rollout: RolloutLike, settings: BatchSettings, equal_reward: 
 
 
 def length_reason(
-    rollout: RolloutLike, settings: BatchSettings, advantage: NDArray[np.float64]
+    rollout: RolloutRewards, settings: BatchSettings, advantage: NDArray[np.float64]
 ) -> str | None:
     """Why no sampled turn of the rollout is trained: it failed, and at great length.
 
     It failed if its advantages, f64[K], one a turn, come to 0 or less over the sampled tokens.
     Few such rollouts outweigh the others of a step, and what they have in common is their length.
     """
-    tokens = np.array(
-        [0 if is_demonstration(turn) else len(turn.completion_token_ids) for turn in rollout.turns]
-    )
-    turns = sum(not is_demonstration(turn) for turn in rollout.turns)
+    turns = len(rollout.tokens) - len(rollout.demonstrations)
     most_tokens, most_turns = settings.negative_max_tokens, settings.negative_max_turns
-    is_long = (most_tokens is not None and tokens.sum() > most_tokens) or (
+    is_long = (most_tokens is not None and rollout.tokens.sum() > most_tokens) or (
         most_turns is not None and turns > most_turns
     )
-    if is_long and float((advantage * tokens).sum()) <= 0:
+    if is_long and float((advantage * rollout.tokens).sum()) <= 0:
         return "long_negative"
     return None
 
@@ -166,12 +184,12 @@ def _foreign(turn: Turn, vocabulary: int) -> bool:
     return False
 
 
-def _lost_paths(rollout: RolloutLike, settings: BatchSettings) -> frozenset[str]:
+def _lost_paths(tree: TurnTree[Turn], settings: BatchSettings) -> frozenset[str]:
     """Turns all of whose paths are longer than a row."""
     fitting = {
         turn.turn_id
-        for path in paths(rollout.turns)
+        for path in tree.paths
         if max(map(length_of, path)) <= settings.row_limit
         for turn in path
     }
-    return frozenset(turn.turn_id for turn in rollout.turns) - fitting
+    return frozenset(tree.places) - fitting

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int64, Integer
 from numpy.typing import NDArray
 
 from tracegrad_trainer.batches.expert_routing import UNROUTED, ExpertRouting
-from tracegrad_trainer.batches.rows import Row
+from tracegrad_trainer.batches.rows import Row, context_arrays
 
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
-Unit = Literal["unit", "group_id"]
 
-_NUMBERS = ("target", "source", "row", "turn", "turn_number", "rollout", "group", "version")
-# What a row says of each token, and a micro-batch of each target.
+# Of each token in a row, and of each target in a micro-batch.
 _OF_TARGETS = ("rollout_logprobs", "advantage", "temperature", "reward", "demonstration")
 
 
@@ -31,7 +30,7 @@ class MicroBatch:
     `position_ids` restarts with each row. Arrays of n describe the targets only, in the order of
     the pack: `target` is a target's place in it, `source` the place of the token that it is
     predicted from. `row`, `turn`, `rollout` and `group` number what is in this micro-batch.
-    `row_keys` says which rows of the batch these are; -1 is filling that carries no target.
+    `row_keys` number these rows in the batch; -1 is filling that carries no target.
 
     `turn_tokens`, `rollout_tokens` and `group_tokens` count the targets of the target's turn,
     rollout and group in the whole optimizer step: a turn is in one row, a rollout or a group may
@@ -41,7 +40,7 @@ class MicroBatch:
     attend to this one; None: every row is one sequence.
 
     `expert_routing`, of a mixture of experts: which ones a token goes to in each layer; -1: its
-    router says; None: the routers say for all.
+    router decides; None: the routers decide for all tokens.
     """
 
     input_ids: Int64[Longs, "1 tokens"]
@@ -64,8 +63,8 @@ class MicroBatch:
     reward: Float32[Floats, " n"]  # of turns: each at its last token
     score: Float32[Floats, " n"]  # the rollout's reward as it was given
     temperature: Float32[Floats, " n"]
-    version: Int64[Longs, " n"]  # -1: an expert's
-    demonstration: Bool[Bools, " n"]  # an expert's, not sampled by a policy
+    version: Int64[Longs, " n"]  # -1: a demonstration's
+    demonstration: Bool[Bools, " n"]  # not sampled by a policy
     turn_tokens: Float32[Floats, " n"]
     rollout_tokens: Float32[Floats, " n"]
     rollout_sampled: Float32[Floats, " n"]  # of these the sampled ones
@@ -141,41 +140,53 @@ TARGET_FIELDS = tuple(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """Of a whole optimizer step: the targets of each rollout (`Row.unit`) and of each group, and
+    those of them that are no demonstration's."""
+
+    rollout_tokens: Counter[str]
+    rollout_sampled: Counter[str]
+    group_tokens: Counter[str]
+    group_sampled: Counter[str]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> StepCounts:
+        counts = cls(Counter(), Counter(), Counter(), Counter())
+        for row in rows:
+            targets, sampled = int(row.keep.sum()), int((row.keep & ~row.demonstration).sum())
+            counts.rollout_tokens[row.unit] += targets
+            counts.rollout_sampled[row.unit] += sampled
+            counts.group_tokens[row.group_id] += targets
+            counts.group_sampled[row.group_id] += sampled
+        return counts
+
+
 def micro_batch(
-    rows: Sequence[Row],
-    keys: Sequence[int],
-    *,
-    rollout_tokens: Mapping[str, int] | None = None,
-    rollout_sampled: Mapping[str, int] | None = None,
-    group_tokens: Mapping[str, int] | None = None,
-    group_sampled: Mapping[str, int] | None = None,
+    rows: Sequence[Row], keys: Sequence[int], counts: StepCounts | None = None
 ) -> MicroBatch:
     """Concatenate rows; without rows: the smallest forward, which has no target.
 
-    `rollout_tokens`, `rollout_sampled`: targets of each rollout (`Row.unit`) in the whole step, and
-    those that are no expert's; `group_...`: the same of each group; by default these rows are all.
+    `counts` are the whole step's; by default these rows are all.
     """
     if not rows:
         return empty_micro_batch()
     assert len(rows) == len(keys)
-    counts = target_counts(rows) if rollout_tokens is None else rollout_tokens
-    sampled = sampled_counts(rows) if rollout_sampled is None else rollout_sampled
-    of_group = target_counts(rows, "group_id") if group_tokens is None else group_tokens
-    of_group_sampled = sampled_counts(rows, "group_id") if group_sampled is None else group_sampled
+    counts = StepCounts.of(rows) if counts is None else counts
     lengths = np.array([len(row) for row in rows], np.int64)
     kept = [np.flatnonzero(row.keep) for row in rows]
     starts = np.cumsum(lengths) - lengths
     each = [len(where) for where in kept]
     turn = _number_turns(rows, kept)
 
-    def of_targets(name: str) -> NDArray[Any]:
+    def of_targets(name: str) -> Any:
         return _joined([getattr(r, name)[where] for r, where in zip(rows, kept, strict=True)])
 
     def of_rows(values: Sequence[Any], dtype: Any) -> NDArray[Any]:
         return np.repeat(np.array(values, dtype), each)
 
-    found = {name: of_targets(name) for name in _OF_TARGETS}
     return MicroBatch(
+        **{name: of_targets(name) for name in _OF_TARGETS},
         input_ids=_joined([row.input_ids for row in rows]).astype(np.int64)[None],
         position_ids=_joined([row.positions for row in rows]).astype(np.int64)[None],
         subtree_end=_subtree_ends(rows, starts),
@@ -193,38 +204,15 @@ def micro_batch(
         turn_number=_joined([row.target_turns for row in rows]).astype(np.int64),
         rollout=np.repeat(_numbers_of([row.unit for row in rows]), each),
         group=np.repeat(_numbers_of([row.group_id for row in rows]), each),
-        rollout_logprobs=found["rollout_logprobs"],
-        advantage=found["advantage"],
-        reward=found["reward"],
         score=of_rows([row.score for row in rows], np.float32),
-        temperature=found["temperature"],
         version=of_targets("policy_version").astype(np.int64),
-        demonstration=found["demonstration"],
-        turn_tokens=np.bincount(turn)[turn].astype(np.float32) if len(turn) else _no_floats(),
-        rollout_tokens=of_rows([counts[row.unit] for row in rows], np.float32),
-        rollout_sampled=of_rows([sampled[row.unit] for row in rows], np.float32),
-        group_tokens=of_rows([of_group[row.group_id] for row in rows], np.float32),
-        group_sampled=of_rows([of_group_sampled[row.group_id] for row in rows], np.float32),
-        expert_routing=_routes(rows),
+        turn_tokens=np.bincount(turn)[turn].astype(np.float32),
+        rollout_tokens=of_rows([counts.rollout_tokens[row.unit] for row in rows], np.float32),
+        rollout_sampled=of_rows([counts.rollout_sampled[row.unit] for row in rows], np.float32),
+        group_tokens=of_rows([counts.group_tokens[row.group_id] for row in rows], np.float32),
+        group_sampled=of_rows([counts.group_sampled[row.group_id] for row in rows], np.float32),
+        expert_routing=_routing(rows),
     )
-
-
-def target_counts(rows: Sequence[Row], name: Unit = "unit") -> dict[str, int]:
-    """Targets of each rollout, or of each group."""
-    counts: dict[str, int] = {}
-    for row in rows:
-        key = getattr(row, name)
-        counts[key] = counts.get(key, 0) + int(row.keep.sum())
-    return counts
-
-
-def sampled_counts(rows: Sequence[Row], name: Unit = "unit") -> dict[str, int]:
-    """Targets of each rollout, or of each group, that are no expert's."""
-    counts: dict[str, int] = {}
-    for row in rows:
-        key = getattr(row, name)
-        counts[key] = counts.get(key, 0) + int((row.keep & ~row.demonstration).sum())
-    return counts
 
 
 def _key(unit: str) -> int:
@@ -235,28 +223,14 @@ def _key(unit: str) -> int:
 
 def empty_micro_batch() -> MicroBatch:
     """The smallest forward. Ranks that need fewer micro-batches run it, for the collectives."""
-    longs = np.zeros(0, np.int64)
-    floats = _no_floats()
-    none: dict[str, Any] = dict.fromkeys(TARGET_FIELDS, floats)
-    none |= dict.fromkeys(_NUMBERS, longs)
-    return MicroBatch(
-        **{
-            "input_ids": np.zeros((1, 2), np.int64),
-            "position_ids": np.arange(2)[None],
-            "subtree_end": None,
-            "row_lengths": np.array([2]),
-            "row_keys": np.array([-1]),
-            "rollout_keys": np.array([-1]),
-            "pair": np.array([-1]),
-            "label": np.array([0]),
-            **none,
-            "demonstration": np.zeros(0, np.bool_),
-        }
+    filling = Row(
+        input_ids=np.zeros(2, np.int32),
+        **context_arrays(2),
+        rollout_id="",
+        group_id="",
+        turn_ids=(),
     )
-
-
-def _no_floats() -> Floats:
-    return np.zeros(0, np.float32)
+    return replace(micro_batch([filling], [-1]), rollout_keys=np.array([-1]))
 
 
 def _count(numbers: Longs) -> int:
@@ -288,7 +262,7 @@ def _number_turns(rows: Sequence[Row], kept: Sequence[Longs]) -> Longs:
     return np.concatenate(parts)
 
 
-def _routes(rows: Sequence[Row]) -> ExpertRouting | None:
+def _routing(rows: Sequence[Row]) -> ExpertRouting | None:
     known = next((row.expert_routing for row in rows if row.expert_routing is not None), None)
     if known is None:
         return None

@@ -13,12 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tracegrad_trainer.batches.micro_batch import (
-    MicroBatch,
-    micro_batch,
-    sampled_counts,
-    target_counts,
-)
+from tracegrad_trainer.batches.micro_batch import MicroBatch, StepCounts, micro_batch
 from tracegrad_trainer.batches.rows import Row
 
 # Where attention costs as much as everything else: a row of this many tokens counts double.
@@ -180,23 +175,14 @@ def pack(
         ValueError: a row, or the rows of a preference pair together, exceed the budget.
     """
     keys = range(len(rows)) if keys is None else keys
-    counts, sampled = target_counts(rows), sampled_counts(rows)
-    of_group, of_group_sampled = target_counts(rows, "group_id"), sampled_counts(rows, "group_id")
-
-    def one(numbers: Sequence[int]) -> MicroBatch:
-        return micro_batch(
-            [rows[i] for i in numbers],
-            [keys[i] for i in numbers],
-            rollout_tokens=counts,
-            rollout_sampled=sampled,
-            group_tokens=of_group,
-            group_sampled=of_group_sampled,
-        )
-
+    counts = StepCounts.of(rows)
     shares = plan_packing(
         [len(row) for row in rows], ranks=ranks, budget=budget, pairs=[row.pair for row in rows]
     )
-    return [[one(numbers) for numbers in bins] for bins in shares]
+    return [
+        [micro_batch([rows[i] for i in bin_], [keys[i] for i in bin_], counts) for bin_ in bins]
+        for bins in shares
+    ]
 
 
 def packing_stats(shares: Sequence[Sequence[MicroBatch]], *, budget: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ pairs whose rewards differ as much, those that share the longest beginning come 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Literal
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad_trainer.batches.config import BatchSettings
-from tracegrad_trainer.batches.rows import CONTEXT, PER_TOKEN, Row
+from tracegrad_trainer.batches.rows import PER_TOKEN, Row
 from tracegrad_trainer.batches.select import GroupLike, TrainingSelection, select
 from tracegrad_trainer.batches.stats import row_stats, turn_stats
 from tracegrad_trainer.losses.advantages import RolloutRewards
@@ -40,7 +40,6 @@ def preference_pairs(
     current_version: int,
     choose: Pairing = "best_worst",
     most: int = 8,
-    failed_versions: Collection[int] = (),
     vocabulary: int | None = None,
 ) -> TrainingSelection:
     """Rows of preference pairs: equal `pair`, `label` 1 for the better side, -1 for the worse.
@@ -54,7 +53,7 @@ def preference_pairs(
     Raises:
         ValueError: as `select`.
     """
-    chosen = _candidates(groups, settings, current_version, failed_versions, vocabulary)
+    chosen = _candidates(groups, settings, current_version, vocabulary)
     sides = _sides(chosen.rows)
     rows: list[Row] = []
     reasons: dict[str, str] = {}
@@ -88,21 +87,20 @@ def labelled_rows(
     *,
     current_version: int,
     threshold: float | None = None,
-    failed_versions: Collection[int] = (),
     vocabulary: int | None = None,
 ) -> TrainingSelection:
     """Rows with `label` 1 where the reward is above the threshold, else -1; all rows of a rollout
     together are one example.
 
     `threshold` None: the mean over the rollout's group, filtered or not; then groups of equal
-    rewards say nothing and are skipped as `equal_reward`.
+    rewards teach nothing and are skipped as `equal_reward`.
 
     Raises:
         ValueError: as `select`.
     """
     # A row is to have one prompt and one completion: see `mismatched`.
     settings = settings.model_copy(update={"shared_prefix": "paths"})
-    chosen = _candidates(groups, settings, current_version, failed_versions, vocabulary)
+    chosen = _candidates(groups, settings, current_version, vocabulary)
     sides = _sides(chosen.rows)
     rows: list[Row] = []
     equal: dict[str, str] = {}
@@ -146,10 +144,9 @@ def _joined(first: Row, second: Row) -> Row:
     changed: dict[str, Any] = {
         "input_ids": np.concatenate([first.input_ids[:prompt], second.input_ids[start:]])
     }
-    for name in PER_TOKEN:
+    for name, (dtype, context) in PER_TOKEN.items():
         values = getattr(second, name)[start:]
-        context = np.full(prompt, CONTEXT.get(name, 0), values.dtype)
-        changed[name] = np.concatenate([context, values])
+        changed[name] = np.concatenate([np.full(prompt, context, dtype), values])
     return replace(second, **changed)
 
 
@@ -212,7 +209,6 @@ def _candidates(
     groups: Sequence[GroupLike],
     settings: BatchSettings,
     current_version: int,
-    failed_versions: Collection[int],
     vocabulary: int | None,
 ) -> TrainingSelection:
     """Everything that may be compared, ties included: pairs decide about those."""
@@ -221,7 +217,6 @@ def _candidates(
         settings.model_copy(update={"drop_equal_reward": False, "stale": "drop"}),
         advantages=unit_advantages,
         current_version=current_version,
-        failed_versions=failed_versions,
         vocabulary=vocabulary,
     )
 

@@ -1,21 +1,23 @@
 """From a rollout's turn tree to training rows: one row a root-to-leaf path.
 
-Two masks are kept apart. `loss_mask` says which tokens were sampled here (the capture); `keep`
-says which of them the filters let through. What is trained is `loss_mask & keep`; nothing ever
+Two masks are kept apart. `loss_mask` marks the tokens that were sampled here (the capture); `keep`
+marks those of them that the filters let through. `loss_mask & keep` is trained; nothing ever
 writes into the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Integer
 from numpy.typing import NDArray
 
 from tracegrad.events import Turn
-from tracegrad.turn_tree import paths, with_ancestors
+from tracegrad.turn_tree import TurnTree
 from tracegrad_trainer.batches.expert_routing import ExpertRouting, RoutingLayout, routing_of_path
 from tracegrad_trainer.batches.turn_access import (
     Bools,
@@ -44,14 +46,14 @@ class Row:
     input_ids: Int32[Ints, " tokens"]
     loss_mask: Bool[Bools, " tokens"]  # sampled, and owned by this row
     keep: Bool[Bools, " tokens"]  # what the filters leave of loss_mask
-    # As the serving engine recorded them; 0 on context and an expert's.
+    # As the serving engine recorded them; 0 on context and demonstrations.
     rollout_logprobs: Float32[Floats, " tokens"]
-    policy_version: Int32[Ints, " tokens"]  # -1 on context and an expert's
+    policy_version: Int32[Ints, " tokens"]  # -1 on context and demonstrations
     turn_index: Int32[Ints, " tokens"]  # -1 on context
     temperature: Float32[Floats, " tokens"]  # 1 on context
     advantage: Float32[Floats, " tokens"]  # 0 on context
     reward: Float32[Floats, " tokens"]  # of turns: each at its last token; the rollout's is `score`
-    demonstration: Bool[Bools, " tokens"]  # an expert's token, not sampled by a policy
+    demonstration: Bool[Bools, " tokens"]  # not sampled by a policy
     rollout_id: str
     group_id: str
     turn_ids: tuple[str, ...]
@@ -107,71 +109,55 @@ class Row:
         return [turn_id for turn_id, n in zip(self.turn_ids, trained, strict=True) if n]
 
 
-PER_TOKEN = (
-    "loss_mask",
-    "keep",
-    "rollout_logprobs",
-    "policy_version",
-    "turn_index",
-    "temperature",
-    "advantage",
-    "reward",
-    "demonstration",
-)
-# What these arrays say of tokens that are no targets, where it is not 0.
-CONTEXT = {"policy_version": -1, "turn_index": -1, "temperature": 1}
+# A row's arrays besides its tokens: dtype, and the value of tokens that are no targets.
+PER_TOKEN: dict[str, tuple[Any, int]] = {
+    "loss_mask": (np.bool_, False),
+    "keep": (np.bool_, False),
+    "rollout_logprobs": (np.float32, 0),
+    "policy_version": (np.int32, -1),
+    "turn_index": (np.int32, -1),
+    "temperature": (np.float32, 1),
+    "advantage": (np.float32, 0),
+    "reward": (np.float32, 0),
+    "demonstration": (np.bool_, False),
+}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+def context_arrays(tokens: int) -> dict[str, Any]:
+    """A row's arrays where no token is a target."""
+    return {name: np.full(tokens, context, dtype) for name, (dtype, context) in PER_TOKEN.items()}
+
+
+@dataclass(frozen=True, eq=False)
 class RowSource:
-    """A rollout, and what is known of its turns (by id) when rows are made of them."""
+    """A rollout, its tree, and what is known of its turns when rows are made of them."""
 
     rollout: RolloutLike
+    tree: TurnTree[Turn]
     group_id: str
-    advantage: Mapping[str, float]
-    reward: Mapping[str, float]  # of turns
-    skipped: Collection[str]
-    places: Mapping[str, int]  # of turns in the rollout
-    layout: RoutingLayout | None = None  # of the routes that rows get; none: they get none
+    advantage: Sequence[float] | NDArray[np.float64]  # one a turn
+    skipped: Collection[str] = ()  # turn ids
+    layout: RoutingLayout | None = None  # of the expert routing that rows get; None: they get none
 
-    @classmethod
-    def of(
-        cls,
-        rollout: RolloutLike,
-        group_id: str,
-        advantages: Sequence[float] | NDArray[np.float64],
-        skipped: Collection[str],
-        layout: RoutingLayout | None = None,
-    ) -> RowSource:
-        values = zip(rollout.turns, advantages, strict=True)
-        return cls(
-            rollout=rollout,
-            group_id=group_id,
-            advantage={turn.turn_id: float(value) for turn, value in values},
-            reward=credited_rewards(rollout, skipped),
-            skipped=skipped,
-            places={turn.turn_id: place for place, turn in enumerate(rollout.turns)},
-            layout=layout,
-        )
+    @cached_property
+    def trained(self) -> TurnTree[Turn]:
+        """Turns that are trained, or continued by one that is."""
+        return self.tree.without(self.skipped)
+
+    @cached_property
+    def reward(self) -> Mapping[str, float]:
+        """Of turns, by id."""
+        return credited_rewards(self.rollout, self.skipped)
 
 
 class RowDraft:
     """A row while its turns are written into it."""
 
     def __init__(self, input_ids: Ints, source: RowSource) -> None:
-        tokens = len(input_ids)
         self.source = source
         self.input_ids = input_ids
-        self.loss_mask = np.zeros(tokens, np.bool_)
-        self.keep = np.zeros(tokens, np.bool_)
-        self.rollout_logprobs = np.zeros(tokens, np.float32)
-        self.policy_version = np.full(tokens, -1, np.int32)
-        self.turn_index = np.full(tokens, -1, np.int32)
-        self.temperature = np.ones(tokens, np.float32)
-        self.advantage = np.zeros(tokens, np.float32)
-        self.reward = np.zeros(tokens, np.float32)
-        self.demonstration = np.zeros(tokens, np.bool_)
-        self.routes: ExpertRouting | None = None
+        self.of_tokens = context_arrays(len(input_ids))
+        self.expert_routing: ExpertRouting | None = None
         self.turn_ids: dict[str, int] = {}
 
     def write(self, turn: Turn, at: int, part: slice = slice(None)) -> None:
@@ -182,32 +168,35 @@ class RowDraft:
         sampled = as_int_array(turn.completion_token_ids)[part]
         span = slice(at, at + len(sampled))
         assert np.array_equal(self.input_ids[span], sampled), "not on this path"
-        self.loss_mask[span] = True
-        self.turn_index[span] = number
+        of_tokens = self.of_tokens
+        of_tokens["loss_mask"][span] = True
+        of_tokens["turn_index"][span] = number
         if is_demonstration(turn):
-            self.demonstration[span] = True
+            of_tokens["demonstration"][span] = True
         else:
-            self.rollout_logprobs[span] = np.frombuffer(turn.completion_logprobs, np.float32)[part]
-            self.policy_version[span] = _versions(turn)[part]
-            self.temperature[span] = temperature_of(turn)
+            logprobs = np.frombuffer(turn.completion_logprobs, np.float32)
+            of_tokens["rollout_logprobs"][span] = logprobs[part]
+            of_tokens["policy_version"][span] = _versions(turn)[part]
+            of_tokens["temperature"][span] = temperature_of(turn)
         if turn.turn_id not in self.source.skipped:
-            self.keep[span] = True
-            self.advantage[span] = self.source.advantage[turn.turn_id]
+            place = self.source.tree.places[turn.turn_id]
+            of_tokens["keep"][span] = True
+            of_tokens["advantage"][span] = self.source.advantage[place]
 
     def give(self, turn: Turn, last: int) -> None:
         """The turn's reward at its last token."""
-        self.reward[last] += self.source.reward.get(turn.turn_id, 0.0)
+        self.of_tokens["reward"][last] += self.source.reward.get(turn.turn_id, 0.0)
 
     def row(self, **tree: Ints) -> Row:
         return Row(
             input_ids=self.input_ids,
-            **{name: getattr(self, name) for name in PER_TOKEN},
+            **self.of_tokens,
             rollout_id=self.source.rollout.rollout_id,
             group_id=self.source.group_id,
             turn_ids=tuple(self.turn_ids),
-            turn_numbers=tuple(self.source.places[turn_id] for turn_id in self.turn_ids),
+            turn_numbers=tuple(self.source.tree.places[turn_id] for turn_id in self.turn_ids),
             score=self.source.rollout.reward,
-            expert_routing=self.routes,
+            expert_routing=self.expert_routing,
             **tree,  # type: ignore[arg-type]
         )
 
@@ -221,24 +210,24 @@ def rows_of(
     layout: RoutingLayout | None = None,
 ) -> list[Row]:
     """Rows of one rollout; `advantages` one a turn. Turns in `skipped` (ids) stay as context of
-    turns that are trained. With a `layout` the rows have the routes that their turns have.
+    turns that are trained. With a `layout` the rows have the expert routing that their turns have.
 
     Every turn that is not skipped is trained in exactly one row: the first path that holds it.
     Branches without such a turn make no row, and a row ends with its last such turn.
     """
-    source = RowSource.of(rollout, group_id, advantages, skipped, layout)
-    return path_rows(with_ancestors(rollout.turns, skipped), source)
+    tree = TurnTree.of(rollout.turns)
+    return path_rows(RowSource(rollout, tree, group_id, advantages, skipped, layout))
 
 
-def path_rows(turns: Sequence[Turn], source: RowSource) -> list[Row]:
-    """Rows of turns that are all trained, or continued by one that is."""
+def path_rows(source: RowSource, paths: Iterable[Sequence[Turn]] | None = None) -> list[Row]:
+    """A row for each path, by default for each that leads to a trained turn."""
     owned: set[str] = set()
     rows = []
-    for path in paths(turns):
+    for path in source.trained.paths if paths is None else paths:
         leaf = path[-1]
         draft = RowDraft(as_int_array(leaf.prompt_token_ids + leaf.completion_token_ids), source)
         if source.layout is not None:
-            draft.routes = routing_of_path(path, len(draft.input_ids), source.layout)
+            draft.expert_routing = routing_of_path(path, len(draft.input_ids), source.layout)
         for turn in path:
             if turn.turn_id in owned:
                 continue

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.events import Turn
-from tracegrad.turn_tree import with_ancestors
+from tracegrad.turn_tree import TurnTree
 from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.expert_routing import RoutingLayout
 from tracegrad_trainer.batches.filters import length_reason, reasons_of, staleness_weights
@@ -90,45 +90,45 @@ def select(
     current_version: int,
     failed_versions: Collection[int] = (),
     vocabulary: int | None = None,
-    routes: RoutingLayout | None = None,
+    routing: RoutingLayout | None = None,
 ) -> TrainingSelection:
     """Filter turns and build the rows of a batch.
 
     Advantages come from all rollouts of a group, whatever the filters take away afterwards:
-    a filter must not move the baseline. `vocabulary`: how many tokens the model knows. `routes`:
-    how its mixture's look, where rows are to have those of the serving engine (r3).
+    a filter must not move the baseline. `vocabulary`: how many tokens the model knows. `routing`:
+    the layout of its mixture's experts, where rows have the serving engine's choices (r3).
 
     Raises:
         ValueError: a turn is in the batch twice; a reward is not a finite number; the user's
-            predicate failed; a turn's routes are another model's.
+            predicate failed; a turn's expert routing is another model's.
     """
     _refuse_twice(groups)
-    rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     numbers = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
-    rewards = _rewards([rollout for _, rollout in rollouts])
-    advantage = advantages(
-        [
-            rollout_rewards_of(rollout, group=int(number), task=group.group_id)
-            for (group, rollout), number in zip(rollouts, numbers, strict=True)
-        ]
-    )
-    assert [len(values) for values in advantage] == [len(r.turns) for _, r in rollouts]
-    each = [np.flatnonzero(numbers == g) for g in range(len(groups))]
-    equal = [
-        _equal([rollouts[i][1] for i in where], [advantage[i] for i in where]) for where in each
+    rewards = _rewards(rollouts)
+    trees = [TurnTree.of(rollout.turns) for rollout in rollouts]
+    scored = [
+        rollout_rewards_of(rollout, tree, group=int(number), task=groups[number].group_id)
+        for rollout, tree, number in zip(rollouts, trees, numbers, strict=True)
     ]
+    advantage = advantages(scored)
+    assert [len(values) for values in advantage] == [len(tree.turns) for tree in trees]
+    each = [np.flatnonzero(numbers == g) for g in range(len(groups))]
+    equal = [_equal([scored[i] for i in where], [advantage[i] for i in where]) for where in each]
 
+    sources: list[RowSource] = []
     rows: list[Row] = []
-    trained: list[str] = []
     skipped: dict[str, str] = {}
     too_long = 0
-    for (group, rollout), number, value in zip(rollouts, numbers, advantage, strict=True):
+    for rollout, tree, given, value in zip(rollouts, trees, scored, advantage, strict=True):
         reasons = reasons_of(
             rollout,
+            tree,
             settings,
-            equal_reward=equal[number],
-            too_long=length_reason(rollout, settings, value),
-            imitated=_imitated(rollout, value),
+            equal_reward=equal[given.group],
+            too_long=length_reason(given, settings, value),
+            # Demonstrated turns that the policy is drawn towards.
+            imitated={tree.turns[i].turn_id for i in given.demonstrations if value[i] > _ROUNDING},
             current_version=current_version,
             failed_versions=failed_versions,
             vocabulary=vocabulary,
@@ -136,28 +136,30 @@ def select(
         skipped |= reasons
         if settings.stale == "weight":
             value = value * staleness_weights(rollout, settings, current_version)
-        source = RowSource.of(rollout, group.group_id, value, reasons, routes)
+        source = RowSource(rollout, tree, given.task, value, reasons, routing)
         new, not_shared = _rows(source, settings)
+        sources.append(source)
         rows += new
         too_long += not_shared
-        trained += [turn_id for row in new for turn_id in row.kept_turn_ids]
-    every = [turn.turn_id for _, rollout in rollouts for turn in rollout.turns]
-    assert sorted([*trained, *skipped]) == sorted(every), "each turn has one answer"
+    trained = [turn_id for row in rows for turn_id in row.kept_turn_ids]
+    turns = [turn for tree in trees for turn in tree.turns]
+    assert sorted([*trained, *skipped]) == sorted(turn.turn_id for turn in turns), (
+        "each turn has one answer"
+    )
     return TrainingSelection(
         rows=rows,
         trained=trained,
         skipped=skipped,
-        rollouts=[rollout.rollout_id for _, rollout in rollouts],
+        rollouts=[rollout.rollout_id for rollout in rollouts],
         stats={
             **reward_stats(rewards, numbers, equal),
             **advantage_stats(advantage),
-            **turn_stats(len(every), skipped),
-            **state_stats([turn for _, rollout in rollouts for turn in rollout.turns]),
+            **turn_stats(len(turns), skipped),
+            **state_stats(turns),
             **row_stats(rows),
-            **({} if routes is None else routing_stats(rows)),
+            **({} if routing is None else routing_stats(rows)),
             **path_stats(
-                [rollout for _, rollout in rollouts],
-                skipped,
+                [source.trained for source in sources],
                 tokens=sum(map(len, rows)),
                 too_long=too_long,
             ),
@@ -180,8 +182,9 @@ def _refuse_twice(groups: Sequence[GroupLike]) -> None:
                 seen[turn.turn_id] = group.group_id
 
 
-def rollout_rewards_of(rollout: RolloutLike, *, group: int, task: str) -> RolloutRewards:
-    numbers = {turn.turn_id: i for i, turn in enumerate(rollout.turns)}
+def rollout_rewards_of(
+    rollout: RolloutLike, tree: TurnTree[Turn], *, group: int, task: str
+) -> RolloutRewards:
     given = turn_rewards(rollout)
     return RolloutRewards(
         rollout_id=rollout.rollout_id,
@@ -189,22 +192,13 @@ def rollout_rewards_of(rollout: RolloutLike, *, group: int, task: str) -> Rollou
         agent=getattr(rollout, "agent", None) or "",
         group=group,
         reward=rollout.reward,
-        turn_rewards=np.array([given.get(i, 0.0) for i in range(len(numbers))], np.float64),
-        tokens=np.array([_sampled(turn) for turn in rollout.turns], np.int64),
-        parents=np.array([numbers.get(t.parent_id or "", -1) for t in rollout.turns], np.int64),
-        states=[state_before(turn) for turn in rollout.turns],
+        turn_rewards=np.array([given.get(i, 0.0) for i in range(len(tree.turns))], np.float64),
+        tokens=np.array([_sampled(turn) for turn in tree.turns], np.int64),
+        parents=np.array(tree.parents, np.int64),
+        states=[state_before(turn) for turn in tree.turns],
         deciding_turn=getattr(rollout, "deciding_turn", None),
-        demonstrations=demonstration_outcomes(rollout.turns),
+        demonstrations=demonstration_outcomes(tree.turns),
     )
-
-
-def _imitated(rollout: RolloutLike, advantage: NDArray[np.float64]) -> set[str]:
-    """An expert's turns that the policy is drawn towards."""
-    return {
-        turn.turn_id
-        for turn, value in zip(rollout.turns, advantage, strict=True)
-        if is_demonstration(turn) and value > _ROUNDING
-    }
 
 
 def _sampled(turn: Turn) -> int:
@@ -215,17 +209,17 @@ def _rows(source: RowSource, settings: BatchSettings) -> tuple[list[Row], int]:
     """Rows of a rollout, and how many of its trees were too long to be one."""
     if settings.shared_prefix == "tree":
         return tree_rows(source, limit=settings.row_limit)
-    return path_rows(with_ancestors(source.rollout.turns, source.skipped), source), 0
+    return path_rows(source), 0
 
 
-def _equal(rollouts: Sequence[RolloutLike], advantage: Sequence[NDArray[np.float64]]) -> bool:
+def _equal(rollouts: Sequence[RolloutRewards], advantage: Sequence[NDArray[np.float64]]) -> bool:
     """Whether there is nothing to learn from comparing these rollouts.
 
     Equal rollouts may differ in rewards of turns, where the advantages look at those.
     """
     if len(rollouts) < 2 or len({rollout.reward for rollout in rollouts}) > 1:
         return False
-    by_turn = {turn_rewards(r).get(i, 0.0) for r in rollouts for i in range(len(r.turns))}
+    by_turn = {reward for rollout in rollouts for reward in rollout.turn_rewards.tolist()}
     return len(by_turn) <= 1 or not any((np.abs(a) > _ROUNDING).any() for a in advantage)
 
 

@@ -1,22 +1,18 @@
-"""What a selection says of itself, for the step's record."""
+"""Metrics of a selection, for the step's record."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.events import Turn
-from tracegrad.turn_tree import paths, with_ancestors
+from tracegrad.turn_tree import TurnTree
 from tracegrad_trainer.batches.expert_routing import known_tokens
 from tracegrad_trainer.batches.rows import Row
-from tracegrad_trainer.batches.turn_access import (
-    RolloutLike,
-    is_demonstration,
-    length_of,
-)
+from tracegrad_trainer.batches.turn_access import is_demonstration, length_of
 
 Numbers = NDArray[np.float64]
 
@@ -86,23 +82,18 @@ def routing_stats(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def path_stats(
-    rollouts: Sequence[RolloutLike], skipped: Collection[str], *, tokens: int, too_long: int
-) -> dict[str, float]:
-    """`paths` lead to the last trained turns; `forks` are those beyond a rollout's first.
+def path_stats(trees: Sequence[TurnTree[Turn]], *, tokens: int, too_long: int) -> dict[str, float]:
+    """Of the trees of trained turns, a rollout each: `paths` lead to the last of them; `forks`
+    are those beyond a rollout's first.
 
     `tokens_saved`: what the rows, put as paths, would have had besides their `tokens`.
     `trees_too_long`: trees that are paths because a row cannot hold them.
     """
-    lengths: list[int] = []
-    forks = 0
-    for rollout in rollouts:
-        found = [length_of(path[-1]) for path in paths(with_ancestors(rollout.turns, skipped))]
-        lengths += found
-        forks += max(0, len(found) - 1)
+    paths = sum(len(tree.leaves) for tree in trees)
+    in_paths = sum(length_of(tree.turns[leaf]) for tree in trees for leaf in tree.leaves)
     return {
-        "paths": float(len(lengths)),
-        "forks": float(forks),
-        "tokens_saved": float(sum(lengths) - tokens),
+        "paths": float(paths),
+        "forks": float(paths - sum(bool(tree.leaves) for tree in trees)),
+        "tokens_saved": float(in_paths - tokens),
         "trees_too_long": float(too_long),
     }

@@ -1,4 +1,4 @@
-"""Tree rows: what branches of a rollout begin with alike is computed once.
+"""Tree rows: tokens that branches of a rollout begin with alike are computed once.
 
 The turns' tokens are put into a prefix tree. A prompt goes along tokens that are there already,
 whoever they belong to: the same sampled tokens before it, the same tool result that two replies
@@ -6,8 +6,8 @@ answer, the same system prompt of a rewritten history. A completion is always a 
 own, so that every sampled token is one target, also where two samples begin alike.
 
 Laid out depth first, a token's descendants are the ones behind it up to its `subtree_end`, and
-they alone attend to it: each target sees exactly what its turn's recorded prompt and completion
-say, at the positions that they had.
+they alone attend to it: each target sees exactly its turn's recorded prompt and completion, at
+the positions that they had.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tracegrad.events import Turn
-from tracegrad.turn_tree import paths, with_ancestors
+from tracegrad.turn_tree import TurnTree
 from tracegrad_trainer.batches.expert_routing import (
     ExpertRouting,
     RoutingLayout,
-    in_write_order,
     routing_of_turn,
 )
 from tracegrad_trainer.batches.rows import Row, RowDraft, RowSource, path_rows
@@ -71,42 +70,43 @@ def tree_rows(source: RowSource, *, limit: int) -> tuple[list[Row], int]:
     Turns without a common beginning are trees of their own. One that never forks is a plain
     row; one of more than `limit` tokens becomes a row for each of its paths.
     """
-    turns = with_ancestors(source.rollout.turns, source.skipped)
-    leaves = {path[-1].turn_id for path in paths(turns)}
-    if len(leaves) <= 1:
-        return path_rows(turns, source), 0
+    tree = source.trained
+    if len(tree.leaves) <= 1:
+        return path_rows(source), 0
+    path_to = dict(zip(tree.leaves, tree.paths, strict=True))
     rows: list[Row] = []
     too_long = 0
-    for top, ends in _trees(turns):
-        members = [turn for turn, _ in ends]
-        if sum(turn.turn_id in leaves for turn in members) == 1:
-            rows += path_rows(members, source)
+    for top, ends in _prefix_trees(tree):
+        paths = [path_to[place] for place in ends if place in path_to]
+        if len(paths) == 1:
+            rows += path_rows(source, paths)
         elif (nodes := _laid_out(top))[0].stop > limit:
-            rows += path_rows(members, source)
+            rows += path_rows(source, paths)
             too_long += 1
         else:
             rows.append(_row(nodes, ends, source))
     return rows, too_long
 
 
-_Ends = list[tuple[Turn, _Node]]  # turns, and the nodes that they end with
+_Ends = dict[int, _Node]  # turns (places, in order of capture), and the nodes that they end with
 
 
-def _trees(turns: Sequence[Turn]) -> list[tuple[_Node, _Ends]]:
-    """The trees' first nodes, each with its turns in order of capture."""
+def _prefix_trees(tree: TurnTree[Turn]) -> list[tuple[_Node, _Ends]]:
+    """The first nodes of the trees of tokens, each with its turns."""
     root = _Node(np.zeros(0, np.int32), 0, None)
-    ends: dict[str, _Node] = {}
+    ends = [root] * len(tree.turns)
     # A turn is longer than what it continues, unless neither adds a token: then either may come
     # first.
-    for turn in sorted(turns, key=length_of):
-        ends[turn.turn_id] = _insert(turn, ends.get(turn.parent_id or "", root))
+    for place in sorted(range(len(ends)), key=lambda place: length_of(tree.turns[place])):
+        parent = tree.parents[place]
+        ends[place] = _insert(tree.turns[place], ends[parent] if parent >= 0 else root)
     found: dict[int, tuple[_Node, _Ends]] = {}
-    for turn in turns:
-        top = end = ends[turn.turn_id]
+    for place, end in enumerate(ends):
+        top = end
         while top.parent is not None and top.parent is not root:
             top = top.parent
         if top is not root:  # where a turn without any token ends
-            found.setdefault(id(top), (top, []))[1].append((turn, end))
+            found.setdefault(id(top), (top, {}))[1][place] = end
     return list(found.values())
 
 
@@ -168,7 +168,7 @@ def _row(nodes: Sequence[_Node], ends: _Ends, source: RowSource) -> Row:
     draft = RowDraft(np.concatenate([node.ids for node in nodes]), source)
     tokens = len(draft.input_ids)
     if source.layout is not None:
-        draft.routes = _routes(ends, tokens, source.layout)
+        draft.expert_routing = _routing_of_tree(ends, tokens, source.trained.turns, source.layout)
     position = np.arange(tokens, dtype=np.int32)
     previous = np.arange(-1, tokens - 1, dtype=np.int32)
     subtree_end = np.empty(tokens, np.int32)
@@ -188,19 +188,21 @@ def _row(nodes: Sequence[_Node], ends: _Ends, source: RowSource) -> Row:
     return draft.row(position=position, previous=previous, subtree_end=subtree_end)
 
 
-def _routes(ends: _Ends, tokens: int, layout: RoutingLayout) -> ExpertRouting | None:
-    """As `routes.of_path`, over all of a tree's branches."""
-    node_of = {turn.turn_id: node for turn, node in ends}
-    routes: ExpertRouting | None = None
-    for turn in in_write_order(turn for turn, _ in ends):
-        if (known := routing_of_turn(turn, layout)) is None:
+def _routing_of_tree(
+    ends: _Ends, tokens: int, turns: Sequence[Turn], layout: RoutingLayout
+) -> ExpertRouting | None:
+    """As `expert_routing.routing_of_path`, over all of a tree's branches: turns are written over
+    each other, each behind all that continue it, and of equal ones the first captured last."""
+    routing: ExpertRouting | None = None
+    for place in sorted(ends, key=lambda place: length_of(turns[place]))[::-1]:
+        if (known := routing_of_turn(turns[place], layout)) is None:
             continue
-        routes = layout.unknown(tokens) if routes is None else routes
-        node: _Node | None = node_of[turn.turn_id]
+        routing = layout.unknown(tokens) if routing is None else routing
+        node: _Node | None = ends[place]
         while node is not None and node.depth_end > known.start:
             first, last = max(node.depth, known.start), min(node.depth_end, known.stop)
             if first < last:
                 at = slice(node.start + first - node.depth, node.start + last - node.depth)
-                routes[at] = known.experts[first - known.start : last - known.start]
+                routing[at] = known.experts[first - known.start : last - known.start]
             node = node.parent
-    return routes
+    return routing

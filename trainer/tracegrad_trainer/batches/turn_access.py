@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,12 +38,12 @@ class RolloutLike(Protocol):
 
 
 def is_demonstration(turn: Turn) -> bool:
-    """Whether an expert wrote the turn: no policy sampled it, whatever is recorded with it."""
+    """Whether the turn is a demonstration: no policy sampled it, whatever is recorded with it."""
     return turn.sampling.get("source") in DEMONSTRATION_SOURCES
 
 
 def temperature_of(turn: Turn) -> float:
-    """The temperature the turn was sampled at; an engine's default is 1, an expert's is 1."""
+    """The temperature the turn was sampled at; an engine's default is 1, a demonstration's is 1."""
     value = None if is_demonstration(turn) else turn.sampling.get("temperature")
     return 1.0 if value is None else float(value)
 
@@ -68,21 +67,21 @@ def turn_rewards(rollout: RolloutLike) -> Mapping[int, float]:
 
 
 def demonstration_outcomes(turns: Sequence[Turn]) -> dict[int, DemonstrationOutcome]:
-    """Of an expert's turns, by index, what the expert's own attempt came to.
+    """The outcomes of demonstrated turns, by index: what the demonstrator's own attempt came to.
 
-    `sampling` says it (`reward`, and `distance` in turns to the expert's deciding one). Where it
-    does not, the expert succeeded (1), and its last turn here decided.
+    `sampling` holds it (`reward`, and `distance` in turns to the deciding one). Where it does not,
+    the demonstration succeeded (1), and its last turn here decided.
 
     Raises:
         ValueError: one of the two is not a finite number, or a distance below 0.
     """
-    experts = [index for index, turn in enumerate(turns) if is_demonstration(turn)]
+    demonstrated = [index for index, turn in enumerate(turns) if is_demonstration(turn)]
     found = {}
-    for index in experts:
+    for index in demonstrated:
         sampling = turns[index].sampling
         reward, distance = sampling.get("reward"), sampling.get("distance")
         reward = 1.0 if reward is None else reward
-        distance = experts[-1] - index if distance is None else distance
+        distance = demonstrated[-1] - index if distance is None else distance
         if not isinstance(reward, int | float) or not np.isfinite(reward):
             raise ValueError(f"sampling.reward of expert turn {turns[index].turn_id}: {reward!r}")
         if not isinstance(distance, int) or distance < 0:
@@ -96,35 +95,12 @@ def demonstration_outcomes(turns: Sequence[Turn]) -> dict[int, DemonstrationOutc
 
 def state_before(turn: Turn) -> bytes | None:
     """The environment's state before the turn: the key that was given, else what was observed
-    last. None: neither is known, or an expert wrote the turn."""
+    last. None: neither is known, or the turn is a demonstration."""
     if is_demonstration(turn):
         return None
     if turn.state_key is not None:
         return b"given " + turn.state_key.encode("utf-8", "surrogatepass")
     return None if turn.observation is None else b"observed " + turn.observation.encode()
-
-
-class TokenDigests(NamedTuple):
-    """Equal tokens have equal ones."""
-
-    prompt: bytes
-    whole: bytes  # the prompt and the completion
-
-
-def token_digests(turns: Sequence[Turn]) -> list[TokenDigests]:
-    """One a turn. Where the turn that it continues came before it, only what is new is read: a
-    conversation is hashed once, not once a turn."""
-    known: dict[str, tuple[hashlib.blake2b, int]] = {}
-    made = []
-    for turn in turns:
-        before, read = known.get(turn.parent_id or "", (hashlib.blake2b(digest_size=16), 0))
-        prompt = before.copy()
-        prompt.update(as_int_array(turn.prompt_token_ids)[read:].data)
-        whole = prompt.copy()
-        whole.update(as_int_array(turn.completion_token_ids).data)
-        known[turn.turn_id] = (whole, length_of(turn))
-        made.append(TokenDigests(prompt.digest(), whole.digest()))
-    return made
 
 
 def credited_rewards(rollout: RolloutLike, skipped: Collection[str]) -> dict[str, float]:

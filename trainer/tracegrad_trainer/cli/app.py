@@ -1,9 +1,8 @@
-"""`trainer ...`: train on what was captured, and say what goes on."""
+"""`trainer ...`: train on what was captured, and report on it."""
 
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from tracegrad.cli.options import with_rollout_filter
 from tracegrad.private_files import set_private_umask
-from tracegrad_trainer.cli.sft import sft
+from tracegrad.store import ALL, RolloutFilter
 
 if TYPE_CHECKING:  # `trainer status` need not wait for pydantic
     from tracegrad_trainer.config.trainer import TrainerSettings
@@ -22,6 +22,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file; default: tracegrad.toml")
 ]
+Model = Annotated[Path | None, typer.Option(help="Hugging Face model folder")]
+StateDir = Annotated[Path | None, typer.Option(help="store, checkpoints, logs")]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", help="table.name=value, as often as needed")
 ]
@@ -37,15 +39,15 @@ def _callback() -> None:
 @app.command()
 def serve(
     config: Config = None,
-    model: Annotated[Path | None, typer.Option(help="Hugging Face model folder")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="store, checkpoints, logs")] = None,
+    model: Model = None,
+    state_dir: StateDir = None,
     sets: Sets = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print the resolved settings and end")
     ] = False,
 ) -> None:
     """Start vLLM, the proxy and the FSDP ranks; train on finished groups until stopped."""
-    settings = _settings(config, _flags(model, state_dir, sets))
+    settings = _settings(config, _flags(sets, model=model, state_dir=state_dir))
     if dry_run:
         print(settings.model_dump_json(indent=2))
         return
@@ -83,8 +85,8 @@ def status(
 @app.command()
 def step(
     config: Config = None,
-    model: Annotated[Path | None, typer.Option(help="Hugging Face model folder")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="store, checkpoints, logs")] = None,
+    model: Model = None,
+    state_dir: StateDir = None,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps to take")] = 1,
     sets: Sets = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a step")] = False,
@@ -93,7 +95,7 @@ def step(
     ] = False,
 ) -> None:
     """Take optimizer steps on what the store holds: no agents, no vLLM, no weight push."""
-    settings = _settings(config, _flags(model, state_dir, sets), command="step")
+    settings = _settings(config, _flags(sets, model=model, state_dir=state_dir), command="step")
     if dry:
         from tracegrad_trainer.cli import dry_run
 
@@ -107,8 +109,8 @@ def step(
 def export(
     out: Annotated[Path, typer.Option("--out", "-o", help="the folder to write")],
     config: Config = None,
-    model: Annotated[Path | None, typer.Option(help="Hugging Face model folder")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="store, checkpoints, logs")] = None,
+    model: Model = None,
+    state_dir: StateDir = None,
     step: Annotated[int | None, typer.Option(help="of this step; default: the last one")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
     merged: Annotated[
@@ -120,7 +122,7 @@ def export(
     """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load."""
     from tracegrad_trainer.cli import export as exporting
 
-    settings = _settings(config, _flags(model, state_dir, sets), command="export")
+    settings = _settings(config, _flags(sets, model=model, state_dir=state_dir), command="export")
     request = exporting.ExportRequest(
         out=out, step=step, dtype=dtype, merged=merged, shard_size=shard_size
     )
@@ -157,20 +159,90 @@ def replay(
     asked = ReplayRequest(
         step=step, checkpoint=checkpoint, model=model, preset=preset, overrides=tuple(sets or ())
     )
-    request = replay_command.ReplayOptions(
-        store=store or _store_url(state_dir),
-        state_dir=state_dir.resolve(),
-        request=asked,
-        turns=top or 20 if turns and not asked.other else top,
-        as_json=as_json,
-    )
-    run = replay_command.show_candidates if listing else replay_command.show_replay
-    raise typer.Exit(run(request, Console()))
+    store, state_dir, console = store or _store_url(state_dir), state_dir.resolve(), Console()
+    if listing:
+        code = replay_command.show_candidates(store, state_dir, console, as_json=as_json)
+    else:
+        shown = top or 20 if turns and not asked.other else top
+        code = replay_command.show_replay(
+            store, state_dir, asked, console, turns=shown, as_json=as_json
+        )
+    raise typer.Exit(code)
 
 
-def _flags(model: Path | None, state_dir: Path | None, sets: list[str] | None) -> list[str]:
+@app.command("sft")
+@with_rollout_filter
+def sft(
+    which: RolloutFilter = ALL,
+    preset: Annotated[
+        str, typer.Option(help="sft: imitate; dpo, kto: prefer better rollouts of a task to worse")
+    ] = "sft",
+    epochs: Annotated[int, typer.Option(min=1, help="times that everything is seen")] = 1,
+    held_out: Annotated[
+        float, typer.Option(min=0, max=0.99, help="share of tasks that is only measured")
+    ] = 0.1,
+    tokens_per_step: Annotated[
+        int, typer.Option(min=2, help="tokens of an optimizer step, context included")
+    ] = 16_384,
+    lr: Annotated[float | None, typer.Option(min=0, help="learning rate: optim.lr")] = None,
+    decay: Annotated[str, typer.Option(help="of it: linear, cosine or constant")] = "linear",
+    mask_errors: Annotated[
+        bool, typer.Option("--mask-errors", help="turns that went wrong are context only")
+    ] = False,
+    mask: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="(turn, rollout) -> whether to learn it"),
+    ] = None,
+    pairs: Annotated[str, typer.Option(help="dpo, of each task: best_worst or all")] = "best_worst",
+    save_every: Annotated[int, typer.Option(min=1, help="steps between checkpoints")] = 100,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="the folder to write the model to")
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(help="store URL; default: the state folder's own")
+    ] = None,
+    config: Config = None,
+    model: Model = None,
+    state_dir: StateDir = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="FSDP ranks")] = None,
+    seed: Annotated[int | None, typer.Option(help="of the order and of what is held out")] = None,
+    sets: Sets = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="say what would be learnt, and end")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
+) -> None:
+    """Learn from stored traces: no agents, no vLLM. The store stays as it is."""
+    from tracegrad_trainer.config.trainer import load_settings
+    from tracegrad_trainer.sft import run as sft_command
+    from tracegrad_trainer.sft.config import load_sft_settings
+
+    named = {"optim.lr": lr, "proxy.store": store, "objective.preset": preset}
+    flags = _flags(sets, model=model, state_dir=state_dir, ranks=ranks, seed=seed, **named)
+    try:
+        settings = load_sft_settings(
+            load_settings(config, flags),
+            which,
+            preset=preset,
+            epochs=epochs,
+            held_out=held_out,
+            tokens_per_step=tokens_per_step,
+            decay=decay,
+            mask_errors=mask_errors,
+            mask=mask,
+            pairs=pairs,
+            save_every=save_every,
+            out=out,
+        )
+    except ValueError as error:
+        _fail(f"trainer sft: {error}")
+    console = Console(stderr=as_json)
+    run = sft_command.show_dry_run if dry_run else sft_command.run_sft
+    raise typer.Exit(run(settings, console, as_json=as_json))
+
+
+def _flags(sets: list[str] | None, **named: object) -> list[str]:
     """Options that are settings too, as `--set` has them, before those given by it."""
-    named = {"model": model, "state_dir": state_dir}
     return [f"{name}={value}" for name, value in named.items() if value is not None] + (sets or [])
 
 
@@ -208,18 +280,9 @@ def _fail(line: str) -> NoReturn:
     raise typer.Exit(BAD_USAGE)
 
 
-app.command("sft")(sft)
-
-
 def main() -> None:
     set_private_umask()
-    # Ctrl-C during the seconds of imports, before anything runs, ends us without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Parts of one's own lie where the command is run, as `python -m` finds them; behind all else,
     # so that no file there hides a library.
     sys.path.append(str(Path.cwd()))
     app()
-
-
-if __name__ == "__main__":
-    main()

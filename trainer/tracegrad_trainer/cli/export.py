@@ -29,7 +29,7 @@ from tracegrad_trainer.rl.committed_checkpoint import (
     committed_checkpoint_of,
     resume_checkpoint,
 )
-from tracegrad_trainer.utils.console import no_progress_bars
+from tracegrad_trainer.utils.console import no_progress_bars, print_error
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -49,10 +49,10 @@ class ExportError(RuntimeError):
 
 def export(settings: TrainerSettings, request: ExportRequest, console: Console) -> int:
     try:
-        with no_progress_bars():  # what is said is the line below
+        with no_progress_bars():  # the line below is the output
             step = write_export(settings, request)
     except (ExportError, CheckpointError, StoreError, ValueError, OSError) as error:
-        console.print(Text(f"trainer export: {error}", style="red"), soft_wrap=True)
+        print_error(f"trainer export: {error}", console)
         return 1
     what = "the adapter" if settings.fsdp.lora and not request.merged else "the weights"
     console.print(Text(f"{what} of step {step}: {request.out}"), soft_wrap=True)

@@ -13,7 +13,7 @@ from tracegrad_trainer.cli.status import RunStatus
 from tracegrad_trainer.metrics.points import has_gap, trained_turns
 from tracegrad_trainer.utils.console import PlainTable, format_age, format_count, plain_table
 
-# What the trainer's log says in full: see `StepResult.mismatch`.
+# In full in the trainer's log: see `StepResult.mismatch`.
 MISMATCH = " TOO LARGE: serving and training engine disagree (ranks.log)"
 
 
@@ -42,7 +42,7 @@ def format_time_shares(seconds: Mapping[str, float]) -> str:
 
 def render_status(status: RunStatus) -> RenderableType:
     """`trainer status` for a terminal."""
-    parts: list[RenderableType] = [_headline(status), _facts(status)]
+    parts: list[RenderableType] = [_headline(status), _overview(status)]
     if status.not_trained:
         parts += [Text(), _reasons(status.not_trained)]
     if status.steps:
@@ -58,7 +58,7 @@ def _headline(status: RunStatus) -> Text:
     return line.append(f" at {status.url}  (for {since}; {status.doing})", style="default")
 
 
-def _facts(status: RunStatus) -> PlainTable:
+def _overview(status: RunStatus) -> PlainTable:
     shown = PlainTable(header=False)
     version = "none served yet" if status.version is None else str(status.version)
     if status.failed_versions:
@@ -91,7 +91,7 @@ def _reasons(not_trained: Mapping[str, int]) -> PlainTable:
     return shown
 
 
-# Heading, metric, format: what a line of `trainer status` says of a step, most telling first.
+# Heading, metric, format of a step's line in `trainer status`, the most important first.
 _OF_STEP = (
     ("reward", "reward_mean", ".3f"),
     ("spread", "group_spread", ".2f"),
@@ -124,7 +124,7 @@ def _steps(steps: list[Json]) -> PlainTable:
 
 
 def _value(metrics: Mapping[str, float], name: str) -> float | None:
-    """None: it says nothing of this step."""
+    """None: it has no meaning for this step."""
     if name == "turns_trained":
         return trained_turns(metrics)
     return None if name == "gap_max" and not has_gap(metrics) else metrics.get(name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -18,43 +19,45 @@ EQUAL, DIFFERENT, BAD_USAGE = 0, 1, 2
 MAX_LISTED = 50
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayOptions:
-    """`turns`: how many of them to show; None: those that another objective changes most."""
+def show_replay(
+    store_url: str,
+    state_dir: Path,
+    request: ReplayRequest,
+    console: Console,
+    *,
+    turns: int | None = None,
+    as_json: bool = False,
+) -> int:
+    """0: reproduced to the last bit; 1: not; 2: it cannot be replayed, and one line says why.
 
-    store: str
-    state_dir: Path
-    request: ReplayRequest
-    turns: int | None = None
-    as_json: bool = False
-
-
-def show_replay(request: ReplayOptions, console: Console) -> int:
-    """0: reproduced to the last bit; 1: not; 2: it cannot be replayed, and one line says why."""
+    `turns`: how many of them to show; None: those that another objective changes most.
+    """
     try:
-        with Store.open(request.store, create=False) as store, no_progress_bars():
-            if request.as_json:
-                found = replay(store, request.state_dir, request.request)
-            else:
-                with console.status("replaying"):
-                    found = replay(store, request.state_dir, request.request)
+        with (
+            Store.open(store_url, create=False) as store,
+            no_progress_bars(),
+            nullcontext() if as_json else console.status("replaying"),
+        ):
+            found = replay(store, state_dir, request)
     except (StoreError, ValueError) as error:
         return _refuse(error)
-    if request.as_json:
+    if as_json:
         print_json(found.as_json())
     else:
-        print_report(render_replay(found, turns=request.turns), console)
+        print_report(render_replay(found, turns=turns), console)
     return EQUAL if found.equal else DIFFERENT
 
 
-def show_candidates(request: ReplayOptions, console: Console) -> int:
+def show_candidates(
+    store_url: str, state_dir: Path, console: Console, *, as_json: bool = False
+) -> int:
     """Which of the last steps can be replayed, and why others cannot."""
     try:
-        with Store.open(request.store, create=False) as store:
-            found = list_candidates(store, request.state_dir, limit=MAX_LISTED)
+        with Store.open(store_url, create=False) as store:
+            found = list_candidates(store, state_dir, limit=MAX_LISTED)
     except (StoreError, ValueError) as error:
         return _refuse(error)
-    if request.as_json:
+    if as_json:
         steps = [asdict(one.step) | {"problem": one.problem} for one in found]
         print_json([{k: v for k, v in one.items() if k not in _LARGE} for one in steps])
     else:

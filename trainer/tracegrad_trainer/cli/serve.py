@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import IO
@@ -20,7 +19,7 @@ from typing import IO
 from pydantic import SecretStr
 from rich.console import Console
 
-from tracegrad.store import Store, StoreError
+from tracegrad.store import StepRecord, Store, StoreError
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError
@@ -39,6 +38,7 @@ from tracegrad_trainer.launch.session import (
 )
 from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.rl.preflight import check_before_training
+from tracegrad_trainer.utils.console import print_error
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding
 
 READY_TIMEOUT_S = 900.0
@@ -53,7 +53,7 @@ def serve(settings: TrainerSettings, console: Console) -> int:
     except StopRequested:
         console.print("stopped; everything captured is in the store")
     except (StartError, ChildError, StoreError, OSError) as error:
-        console.print(f"trainer serve: {error}", style="red", highlight=False, soft_wrap=True)
+        print_error(f"trainer serve: {error}", console)
         return 1
     return 0
 
@@ -125,15 +125,11 @@ class ServeStack:
     def watch(self) -> None:
         """Prints a line a step, until the ranks are done or a part dies (ChildError)."""
         assert self.store is not None
-        feed = StepFeed(self.store)
-        while True:
-            finished = self.children[-1].exit_code() == 0
-            for step in feed.new_steps():
-                self.console.print(format_step_line(step), highlight=False)
-            if finished:
-                return
-            self._check()
-            time.sleep(0.5)
+
+        def show(step: StepRecord) -> None:
+            self.console.print(format_step_line(step), highlight=False)
+
+        StepFeed(self.store).show_until_end(self.children[-1], show, self._check)
 
     def _await(self, child: ChildProcess, ready: Callable[[], bool]) -> None:
         """Waits for `child`; the death of any other one meanwhile counts too."""

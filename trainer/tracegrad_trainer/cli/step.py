@@ -5,12 +5,11 @@ The checks before the first step are rank 0's, which has torch at hand: here it 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from rich.console import Console
 
-from tracegrad.store import StepRecord, Store, StoreError
+from tracegrad.store import StepRecord, StoreError
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.run_state import delete_state, read_state
@@ -25,10 +24,9 @@ from tracegrad_trainer.launch.session import (
     write_resolved_settings,
 )
 from tracegrad_trainer.launch.torchrun import RankProcesses
-from tracegrad_trainer.utils.console import print_json
-from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess
+from tracegrad_trainer.utils.console import print_error, print_json
+from tracegrad_trainer.utils.subprocesses import ChildError
 
-POLL_S = 0.2
 FAILED = 1
 NOTHING = 3  # nothing to train
 
@@ -49,7 +47,7 @@ def step(settings: TrainerSettings, steps: int, console: Console, *, as_json: bo
     except StopRequested:
         said, taken = "stopped; steps that were made are in the store", 1
     except (StartError, ChildError, StoreError, OSError) as error:
-        console.print(f"trainer step: {error}", style="red", highlight=False, soft_wrap=True)
+        print_error(f"trainer step: {error}", console)
         return FAILED
     if not as_json:
         console.print(said, highlight=False, soft_wrap=True)
@@ -71,29 +69,11 @@ def _run(
         ranks.log.unlink(missing_ok=True)
         ranks.start()
         try:
-            _watch(ranks, store, show)
+            StepFeed(store).show_until_end(ranks, show, ranks.check)
         except ChildError as error:
-            raise StartError(_why(settings) or str(error)) from None
+            said = (read_state(settings.state_dir, "ranks") or {}).get("error")  # by rank 0
+            raise StartError(str(said or error)) from None
         finally:
             ranks.stop(grace_s=RANKS_GRACE_S)
     state = read_state(settings.state_dir, "ranks") or {}
     return str(state.get("said", "")), int(state.get("taken", 0))
-
-
-def _why(settings: TrainerSettings) -> str | None:
-    """What rank 0 itself said of its end."""
-    error = (read_state(settings.state_dir, "ranks") or {}).get("error")
-    return None if error is None else str(error)
-
-
-def _watch(ranks: ChildProcess, store: Store, show: Callable[[StepRecord], None]) -> None:
-    """Shows each step, until the ranks are done or one dies (ChildError)."""
-    feed = StepFeed(store)
-    while True:
-        finished = ranks.exit_code() == 0
-        for record in feed.new_steps():
-            show(record)
-        if finished:
-            return
-        ranks.check()
-        time.sleep(POLL_S)

@@ -6,7 +6,8 @@ Nothing here needs torch: a command that waits for its ranks need not import it.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,8 +18,10 @@ from tracegrad.proxy.config import SecretUrl
 from tracegrad.store import StepHistory, StepRecord, Store
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.folder_lock import FolderLockedError, lock_for_command
+from tracegrad_trainer.utils.subprocesses import ChildProcess
 
 RANKS_GRACE_S = 30.0
+POLL_S = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -88,3 +91,16 @@ class StepFeed:
         if found:
             self._last = found[-1].step
         return found
+
+    def show_until_end(
+        self, ranks: ChildProcess, show: Callable[[StepRecord], None], check: Callable[[], None]
+    ) -> None:
+        """Shows each step, until the ranks are done or `check` raises: a part has died."""
+        while True:
+            finished = ranks.exit_code() == 0
+            for step in self.new_steps():
+                show(step)
+            if finished:
+                return
+            check()
+            time.sleep(POLL_S)

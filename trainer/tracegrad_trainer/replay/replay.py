@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -38,6 +39,8 @@ from tracegrad_trainer.replay.load import (
 )
 from tracegrad_trainer.replay.run import ReplayJob, ReplayRun, run_on_this_rank
 from tracegrad_trainer.replay.turn_contributions import TurnContribution
+from tracegrad_trainer.rl.rank_main import search_working_folder
+from tracegrad_trainer.utils.distributed import launch_rank
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess
 
 # Tables of settings that another run of the same turns may change.
@@ -157,7 +160,7 @@ def run_job(job: ReplayJob) -> list[ReplayRun]:
     with tempfile.TemporaryDirectory(prefix="tracegrad-replay-") as folder:
         path = Path(folder) / "job"
         path.write_bytes(pickle.dumps(job))
-        command = torchrun_command(ranks, "tracegrad_trainer.replay.rank_main", str(path))
+        command = torchrun_command(ranks, "tracegrad_trainer.replay.replay", str(path))
         env = {"OMP_NUM_THREADS": str(job.recorded.batch.threads)}
         child = ChildProcess("replay", command, log=Path(folder) / "log", env=env)
         child.start()
@@ -170,6 +173,24 @@ def run_job(job: ReplayJob) -> list[ReplayRun]:
             child.stop()
         found: list[ReplayRun] = pickle.loads(result.read_bytes())
         return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One rank of `run_job`'s: rank 0 puts what came of the job, or the error, beside its file."""
+    search_working_folder()
+    path = Path(arguments[0])
+    job: ReplayJob = pickle.loads(path.read_bytes())
+    try:
+        ran = run_on_this_rank(job)
+    except (ValueError, OSError) as error:
+        if launch_rank() == 0:
+            path.with_suffix(".error").write_text(str(error))
+        return 1
+    if ran:
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(pickle.dumps(ran))
+        partial.rename(path.with_suffix(".result"))  # who waits for it sees it whole
+    return 0
 
 
 def with_other_objective(stored: Json, asked: ReplayRequest) -> Json:
@@ -244,3 +265,7 @@ def _resolved(stored: Json, whose: str, *, own: bool = False) -> TrainerSettings
         where = ".".join(map(str, first["loc"]))
         message = first["msg"].removeprefix("Value error, ")
         raise ReplayError(f"{whose}: {where}: {message}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

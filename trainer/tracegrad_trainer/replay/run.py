@@ -1,7 +1,7 @@
 """The run of a replay, on every rank: the recorded step's turns, trained once more.
 
 Nothing is committed and nothing is written. With one rank it runs in the process that asks; with
-more, in those that torch.distributed's launcher starts (`rank_main`).
+more, in those that torch.distributed's launcher starts (`replay.main`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tracegrad_trainer.batches import MicroBatch, TrainingSelection, pack, select
+from tracegrad_trainer.batches import TrainingSelection, pack, select
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import (
     CheckpointError,
@@ -95,10 +95,9 @@ def _run(
     version, budget = recorded.batch.version, settings.batches.tokens_per_micro_batch
     shares = turn_contributions(
         learner,
-        _dealt(selection, mesh, budget),
+        pack(selection.rows, ranks=mesh.size(), budget=budget)[dist.get_rank()],
         version=version,
         rows=selection.rows,
-        groups=recorded.groups,
     )
     done = train_batch(
         learner,
@@ -131,9 +130,5 @@ def _selection(
         current_version=batch.version,
         failed_versions=batch.failed_versions,
         vocabulary=vocabulary,
-        routes=engine_routing_layout(settings),
+        routing=engine_routing_layout(settings),
     )
-
-
-def _dealt(selection: TrainingSelection, mesh: DeviceMesh, budget: int) -> list[MicroBatch]:
-    return pack(selection.rows, ranks=mesh.size(), budget=budget)[dist.get_rank()]

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from tracegrad.store import Group
 from tracegrad_trainer.batches import MicroBatch, Row
 from tracegrad_trainer.engine import Learner
 from tracegrad_trainer.engine.model.forward import (
@@ -59,7 +58,6 @@ def turn_contributions(
     *,
     version: int,
     rows: Sequence[Row],
-    groups: Sequence[Group],
 ) -> list[TurnContribution]:
     """Every trained turn, on rank 0 ([] elsewhere); a collective. `rows` are rank 0's."""
     engine, objective = learner.engine, learner.objective
@@ -78,7 +76,7 @@ def turn_contributions(
     if dist.get_rank() != 0:
         return []
     found = {key: values for one, _ in everyone for key, values in one.items()}
-    return _named(found, sum(part for _, part in everyone), rows, groups)
+    return _named(found, sum(part for _, part in everyone), rows)
 
 
 def _of_micro_batch(
@@ -129,14 +127,8 @@ def _keys(batch: MicroBatch) -> list[Key]:
 
 
 def _named(
-    found: dict[Key, dict[str, float]], units: float, rows: Sequence[Row], groups: Sequence[Group]
+    found: dict[Key, dict[str, float]], units: float, rows: Sequence[Row]
 ) -> list[TurnContribution]:
-    index = {
-        turn.turn_id: i
-        for group in groups
-        for rollout in group.rollouts
-        for i, turn in enumerate(rollout.turns)
-    }
     total = sum(abs(values["gradient"]) for values in found.values()) or 1.0
     shares = []
     for (key, number), values in sorted(found.items()):
@@ -147,7 +139,7 @@ def _named(
                 turn_id=turn_id,
                 rollout_id=row.rollout_id,
                 group_id=row.group_id,
-                index=index[turn_id],
+                index=row.turn_numbers[row.turn_ids.index(turn_id)],
                 reward=row.score,
                 tokens=int(n),
                 advantage=values["advantage"] / n,

@@ -42,7 +42,7 @@ def build_learner(
 
 
 def engine_routing_layout(settings: TrainerSettings) -> RoutingLayout | None:
-    """How the serving engine's routes look, where they are what rows are trained with (r3).
+    """The layout of the serving engine's expert routing, where rows are trained with it (r3).
 
     Raises:
         ValueError: the model has none.
@@ -53,7 +53,7 @@ def engine_routing_layout(settings: TrainerSettings) -> RoutingLayout | None:
 
 
 def folder_vocab_size(folder: Path) -> int | None:
-    """How many tokens a folder's model knows, by its config; None: it does not say."""
+    """How many tokens a folder's model knows, by its config; None: the config lacks it."""
     config: Json = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     found: int | None = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     return found

@@ -34,7 +34,7 @@ from tracegrad_trainer.rl.build_learner import engine_routing_layout
 from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint, resume_checkpoint
 from tracegrad_trainer.rl.lease_renewal import HeldLeases
 from tracegrad_trainer.rl.reward_judge import RewardJudge
-from tracegrad_trainer.rl.step_inputs import step_inputs_of
+from tracegrad_trainer.rl.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Coordinator:
         """`vocabulary`: how many tokens the model knows.
 
         Raises:
-            ValueError: there is no such judge; the model has no routes (r3).
+            ValueError: there is no such judge; the model has no experts to route to (r3).
         """
         self.settings = settings
         self.store = store
@@ -92,7 +92,7 @@ class Coordinator:
         self.stopping = stopping
         self.supply = supply or RolloutSupply()
         self.vocabulary = vocabulary
-        self.routes = engine_routing_layout(settings)
+        self.routing = engine_routing_layout(settings)
         # What advantages remember. It moves only with steps: what a batch did that changed no
         # weights must leave no trace, or a run that is killed and resumed would differ.
         self.memory: AdvantageMemory = {}
@@ -109,10 +109,10 @@ class Coordinator:
         self.ledger.release_owner(self.owner)
         point = resume_point(self.settings, self.store)
         if point.weights is not None:
-            self._say_whose(point.weights)
+            self._log_origin(point.weights)
         return point
 
-    def _say_whose(self, weights: CommittedCheckpoint) -> None:
+    def _log_origin(self, weights: CommittedCheckpoint) -> None:
         if weights.digest is None:
             logger.warning(
                 "step %d was committed before steps kept their checkpoint's digest: whether %s is"
@@ -159,7 +159,7 @@ class Coordinator:
         wanted = self.settings.batches.groups
         if not self.settings.refills:
             return max(0, wanted - len(self._held))
-        return max(0, wanted - sum(not _equal_rewards(group) for group in self._held))
+        return max(0, wanted - sum(not has_equal_rewards(group) for group in self._held))
 
     def _lease(self) -> list[Group]:
         batches, data = self.settings.batches, self.settings.data
@@ -176,7 +176,7 @@ class Coordinator:
             tags=data.tags,
             incomplete_after_s=data.incomplete_after_s if self.supply.is_open else 0.0,
             at_least=1 if some else None,
-            expert_routing=self.routes is not None,
+            expert_routing=self.routing is not None,
             held=self.leases.rollouts,
         )
         self.leases.hold(groups)  # a judge may take its time
@@ -189,7 +189,7 @@ class Coordinator:
         if len(self._held) < len(groups):
             return None  # it is filled up again
         before = copy.deepcopy(self.memory)
-        failed = self._failed_versions()
+        failed = self.store.failed_versions()
         selection = select(
             groups,
             self.settings.batches,
@@ -197,7 +197,7 @@ class Coordinator:
             current_version=version,
             failed_versions=failed,
             vocabulary=self.vocabulary,
-            routes=self.routes,
+            routing=self.routing,
         )
         self._held = []  # only now: what cannot be selected from is released
         if selection.trained:
@@ -243,9 +243,6 @@ class Coordinator:
         self.ledger.release(groups)
         self.leases.drop(groups)
 
-    def _failed_versions(self) -> list[int]:
-        return [v.version for v in self.store.versions() if v.state == "failed"]
-
     def commit(
         self,
         batch: LeasedBatch,
@@ -267,14 +264,14 @@ class Coordinator:
                 nothing is stored.
         """
         selection = batch.selection.without_rows(dropped_rows, "non_finite")
-        record = step_inputs_of(
+        inputs = StepInputs.of(
             batch.groups,
             version=batch.version,
             failed_versions=batch.failed_versions,
             ranks=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
             threads=torch.get_num_threads(),
             memory_before=batch.memory_before,
-            dropped_rows=dropped_rows,
+            dropped_rows=sorted(dropped_rows),
             weights=weights,
         )
         made = StepRecord(
@@ -283,7 +280,7 @@ class Coordinator:
             settings=self.settings.stored(),
             metrics={**selection.stats, **metrics},
             checkpoint=checkpoint,
-            batch=record.stored(),
+            batch=inputs.model_dump(mode="json"),
             run_id=self.run_id,
             manifest_digest=manifest_digest,
             parent_digest=parent_digest,
@@ -315,10 +312,6 @@ class Coordinator:
         groups = [group for batch in batches if batch is not None for group in batch.groups]
         self._let_go([*self._held, *groups])
         self._held = []
-
-    def close(self) -> None:
-        """Nothing is renewed any more."""
-        self.leases.close()
 
     def explain_no_batch(self) -> str:
         """Why there is nothing (more) to train, in one line of counts."""
@@ -357,7 +350,8 @@ def resume_point(settings: TrainerSettings, store: Store) -> ResumePoint:
     return ResumePoint(step, version, weights)
 
 
-def _equal_rewards(group: Group) -> bool:
+def has_equal_rewards(group: Group) -> bool:
+    """Whether there is nothing to compare: such a group is replaced in a batch that refills."""
     return len(group.rollouts) > 1 and len({rollout.reward for rollout in group.rollouts}) == 1
 
 

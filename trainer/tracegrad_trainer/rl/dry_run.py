@@ -20,7 +20,12 @@ from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_manifest
 from tracegrad_trainer.losses import AdvantageMemory, compute_advantages
 from tracegrad_trainer.rl.build_learner import engine_routing_layout, folder_vocab_size
-from tracegrad_trainer.rl.coordinator import MAX_REFILLS, ResumePoint, resume_point
+from tracegrad_trainer.rl.coordinator import (
+    MAX_REFILLS,
+    ResumePoint,
+    has_equal_rewards,
+    resume_point,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +81,13 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
     """Raises ValueError (a reward that is not finite, a row over the budget), StoreError."""
     batches, data = settings.batches, settings.data
     point, memory, note = _beginning(settings, store)
-    routes = engine_routing_layout(settings)
+    routing = engine_routing_layout(settings)
     peek = Ledger(store).preview(
         groups=MAX_REFILLS * batches.groups,
         group_size=batches.group_size,
         tags=data.tags,
         incomplete_after_s=0.0,  # `trainer step` waits for nobody
-        expert_routing=routes is not None,
+        expert_routing=routing is not None,
     )
     failed = store.failed_versions()
 
@@ -95,7 +100,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
             current_version=point.version,
             failed_versions=failed,
             vocabulary=folder_vocab_size(settings.model),
-            routes=routes,
+            routing=routing,
         )
 
     left, passed = list(peek.groups), Counter[str]()
@@ -151,12 +156,10 @@ def _batch(ready: Sequence[Group], settings: TrainerSettings) -> list[Group]:
     if not settings.refills:
         return list(ready[:wanted])
     taken: list[Group] = []
-    telling = 0
     for group in ready:
-        if telling == wanted:
+        if sum(not has_equal_rewards(one) for one in taken) == wanted:
             break
         taken.append(group)
-        telling += len({rollout.reward for rollout in group.rollouts}) > 1
     return taken
 
 

@@ -59,8 +59,7 @@ def _how_it_ended(training: TrainLoop, taken: int, steps: int | None) -> str:
         return made
     if limit is not None and training.step >= limit:
         return f"{made}; max_steps = {limit} is reached"
-    assert training.coordinator is not None
-    return f"{made}; {training.coordinator.explain_no_batch()}"
+    return f"{made}; {training.leading.explain_no_batch()}"
 
 
 def main(arguments: list[str]) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version as version_of
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tracegrad.events import Json
 from tracegrad.store import Group
 
 
@@ -45,45 +44,24 @@ class StepInputs(BaseModel):
     weights: int | None = None  # whose step's checkpoint it began with; 0: the model folder's
     torch: str | None = None  # version: another one may round otherwise
 
-    def stored(self) -> Json:
-        found: Json = self.model_dump(mode="json")
-        return found
-
-
-def step_inputs_of(
-    groups: Sequence[Group],
-    *,
-    version: int,
-    failed_versions: Collection[int],
-    ranks: int,
-    threads: int,
-    memory_before: dict[str, Any],
-    dropped_rows: Collection[int],
-    weights: int | None = None,
-) -> StepInputs:
-    names = [rollout.rollout_id for group in groups for rollout in group.rollouts]
-    assert len(names) == len(set(names)), "a rollout is in a batch once"
-    return StepInputs(
-        groups=[_group(group) for group in groups],
-        version=version,
-        failed_versions=sorted(failed_versions),
-        ranks=ranks,
-        threads=threads,
-        memory_before=memory_before,
-        dropped_rows=sorted(dropped_rows),
-        weights=weights,
-        torch=version_of("torch"),
-    )
-
-
-def _group(group: Group) -> GroupInputs:
-    rollouts = [
-        RolloutInputs(
-            rollout_id=rollout.rollout_id,
-            reward=rollout.reward,
-            turn_rewards=rollout.turn_rewards,
-            turns=len(rollout.turns),
-        )
-        for rollout in group.rollouts
-    ]
-    return GroupInputs(group_id=group.group_id, rollouts=rollouts)
+    @classmethod
+    def of(cls, groups: Sequence[Group], **others: Any) -> StepInputs:
+        """Of these groups; `others` are the other fields, less the version of torch."""
+        names = [rollout.rollout_id for group in groups for rollout in group.rollouts]
+        assert len(names) == len(set(names)), "a rollout is in a batch once"
+        found = [
+            GroupInputs(
+                group_id=group.group_id,
+                rollouts=[
+                    RolloutInputs(
+                        rollout_id=rollout.rollout_id,
+                        reward=rollout.reward,
+                        turn_rewards=rollout.turn_rewards,
+                        turns=len(rollout.turns),
+                    )
+                    for rollout in group.rollouts
+                ],
+            )
+            for group in groups
+        ]
+        return cls(groups=found, torch=version_of("torch"), **others)

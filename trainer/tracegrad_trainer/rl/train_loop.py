@@ -37,7 +37,7 @@ from tracegrad_trainer.launch.run_state import RunState
 from tracegrad_trainer.metrics import MetricSinks
 from tracegrad_trainer.rl.build_learner import build_learner, model_vocab_size
 from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint
-from tracegrad_trainer.rl.coordinator import Coordinator, LeasedBatch, ResumePoint, RolloutSupply
+from tracegrad_trainer.rl.coordinator import Coordinator, LeasedBatch, RolloutSupply
 from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
 from tracegrad_trainer.utils.stopwatch import Stopwatch
 
@@ -106,7 +106,7 @@ class TrainLoop:
                 supply=supply,
                 vocabulary=model_vocab_size(self.learner.model),
             )
-            stack.callback(self.coordinator.close)
+            stack.callback(lambda: self.leading.leases.close())
             stack.callback(self._release)
         self.saver = CheckpointSaver(settings.checkpoints)
 
@@ -116,7 +116,7 @@ class TrainLoop:
 
     def resume(self) -> None:
         """From the last committed step's checkpoint, if there is one."""
-        point = run_on_rank_zero(self._resume_point)
+        point = run_on_rank_zero(lambda: self.leading.resume_point())
         if point.weights is not None:
             kept = load_checkpoint(self.learner, point.weights.folder, digest=point.weights.digest)
             self.parent = point.weights
@@ -125,9 +125,11 @@ class TrainLoop:
         self.step, self.version = point.step, point.version
         self.watch.lap("start")
 
-    def _resume_point(self) -> ResumePoint:
+    @property
+    def leading(self) -> Coordinator:
+        """Rank 0's coordinator, on rank 0."""
         assert self.coordinator is not None
-        return self.coordinator.resume_point()
+        return self.coordinator
 
     def next_action(self) -> NextAction:
         """What to do next; the same on every rank. With `train`, rank 0 has a batch at hand."""
@@ -136,12 +138,11 @@ class TrainLoop:
         return task
 
     def _next(self) -> NextAction:
-        assert self.coordinator is not None
         limit = self.settings.max_steps
         if self.stopping() or (limit is not None and self.step >= limit):
             return "stop"
         self.report_stage("waiting")
-        self.batch = self.coordinator.next_batch(self.version, interrupted=self._written)
+        self.batch = self.leading.next_batch(self.version, interrupted=self._written)
         if self.batch is not None:
             return "train"
         return "settle" if self._written() else "idle"
@@ -196,9 +197,8 @@ class TrainLoop:
         return True
 
     def _check(self) -> None:
-        assert self.coordinator is not None
         assert self.batch is not None
-        self.coordinator.check_leases(self.batch)
+        self.leading.check_leases(self.batch)
 
     def _speed(self, done: StepResult) -> dict[str, float]:
         seconds = self.watch.seconds.get("train", 0.0)
@@ -228,12 +228,11 @@ class TrainLoop:
         self.watch.lap("commit")
 
     def _commit(self, pending: PendingStep) -> CommittedCheckpoint:
-        assert self.coordinator is not None
         assert pending.batch is not None
         parent = pending.parent
         digest = manifest_digest(pending.folder)
         try:
-            record = self.coordinator.commit(
+            record = self.leading.commit(
                 pending.batch,
                 step=pending.step,
                 version=pending.version,
@@ -257,10 +256,9 @@ class TrainLoop:
         return CommittedCheckpoint(pending.step, pending.folder, digest, record.run_id)
 
     def _give_up(self) -> None:
-        assert self.coordinator is not None
         assert self.batch is not None
         logger.warning("step skipped: loss or gradient is not finite")
-        self.coordinator.discard_batch(self.batch, "non_finite_step")
+        self.leading.discard_batch(self.batch, "non_finite_step")
         self.batch = None
 
     def _release(self) -> None:

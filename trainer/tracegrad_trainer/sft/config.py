@@ -16,9 +16,9 @@ from pydantic import (
     model_validator,
 )
 
-from tracegrad.import_path import import_part
 from tracegrad.store import RolloutFilter
 from tracegrad_trainer.batches import Pairing
+from tracegrad_trainer.batches.config import PredicatePath
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch import output_dir
 
@@ -44,7 +44,7 @@ class SftSettings(BaseModel):
     )  # fmt: skip
     held_out: float = Field(0.1, ge=0, lt=1, description="share of tasks that is only measured")
     mask_errors: bool = False
-    mask: str | None = None
+    mask: PredicatePath | None = None
     pairs: Pairing = "best_worst"
     pairs_per_task: int = Field(8, ge=1, description='of pairs = "all"')
     decay: Literal["linear", "cosine", "constant"] = Field(
@@ -52,13 +52,6 @@ class SftSettings(BaseModel):
     )
     save_every: int = Field(100, ge=1, description="steps between two checkpoints")
     out: Path | None = None
-
-    @field_validator("mask")
-    @classmethod
-    def _importable(cls, value: str | None) -> str | None:
-        if value is not None:
-            import_part("predicate", value)
-        return value
 
     @field_validator("out")
     @classmethod
@@ -74,36 +67,25 @@ class SftSettings(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _objective_is_the_preset(self) -> Self:
-        if self.trainer.objective.preset != self.preset:
+    def _trainer_settings_fit(self) -> Self:
+        trainer = self.trainer
+        if trainer.objective.preset != self.preset:
             raise ValueError(
-                f"objective.preset is {self.trainer.objective.preset!r}, and --preset"
-                f" {self.preset}: leave objective.preset out"
+                f"objective.preset is {trainer.objective.preset!r}, and --preset {self.preset}:"
+                " leave objective.preset out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _steps_are_its_own(self) -> Self:
         for name in ("minibatches", "epochs"):
-            if getattr(self.trainer.optim, name) != 1:
+            if getattr(trainer.optim, name) != 1:
                 raise ValueError(
                     f"optim.{name} divides batches of rollouts: of trainer sft set"
                     " --tokens-per-step and --epochs"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _kl_is_of_sampled_tokens(self) -> Self:
-        if self.trainer.objective.kl != "none":
+        if trainer.objective.kl != "none":
             raise ValueError(
                 "objective.kl is of tokens that the policy sampled, and trainer sft imitates stored"
                 " ones: set it to 'none'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _routes_are_its_own(self) -> Self:
-        if self.trainer.fsdp.routing == "r3":
+        if trainer.fsdp.routing == "r3":
             raise ValueError(
                 "fsdp.routing = 'r3' replays what the engine chose for the policy's own tokens: of"
                 " trainer sft set it to 'own'"
@@ -125,7 +107,7 @@ class SftSettings(BaseModel):
 
     @property
     def progress_file(self) -> Path:
-        """Where the run says what it does, for the command that waits for it."""
+        """The run's progress records, for the command that waits for it."""
         return self.trainer.state_dir / "run" / "sft.jsonl"
 
     def fingerprint(self) -> dict[str, Any]:
@@ -144,7 +126,7 @@ def load_sft_settings(trainer: TrainerSettings, which: RolloutFilter, **asked: A
     given: Mapping[str, Any] = asdict(which)
     fields = {name: value for name, value in given.items() if value not in (None, {})}
     try:
-        # Not validated again: that would read the environment over what the command line said.
+        # Not validated again: that would read the environment over the command line.
         return SftSettings(trainer=trainer, which=fields, **asked)
     except ValidationError as error:
         raise ValueError("; ".join(_line(one) for one in error.errors())) from None

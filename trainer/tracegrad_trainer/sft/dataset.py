@@ -16,8 +16,7 @@ from tracegrad.events import Outcome, Turn
 from tracegrad.store import RolloutFilter, Store
 from tracegrad.store.copy.export_records import RolloutRecord, iter_rollouts
 from tracegrad.transfer.chat_conversations import NO_TOKENS
-from tracegrad_trainer.batches.filters import SAMPLING_REASONS
-from tracegrad_trainer.batches.predicate import apply_predicate
+from tracegrad_trainer.batches.filters import SAMPLING_REASONS, apply_predicate
 from tracegrad_trainer.sft.tokenize import ReplyTokenizer, tokenize_replies
 
 _CUT_SHORT = frozenset({"length", "abort", "content_filter"})

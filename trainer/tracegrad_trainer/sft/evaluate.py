@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +21,8 @@ from tracegrad_trainer.sft.config import Preset
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """`loss` as in training. `accuracy` is the share that the model has right: of tokens, what it
-    says when it samples at temperature 1 (their mean probability); of pairs, those whose better
+    """`loss` as in training. `accuracy` is the share that the model has right: of tokens, their
+    mean probability (what it samples at temperature 1); of pairs, those whose better
     side it prefers more than the reference does; of labelled rollouts, those that it finds more
     (chosen) or less (rejected) likely than the reference does."""
 
@@ -81,23 +83,17 @@ def _sums(
 
 def _of_labelled(measured: Sequence[tuple[MicroBatch, Tensor, Tensor]], learner: Learner) -> Tensor:
     """By rollout, whose rows may be in several micro-batches, on any rank."""
-    mine: dict[tuple[int, int], float] = {}  # by the rollout's key and its label
+    mine: Counter[Any] = Counter()  # sums by the rollout's key and its label
     for batch, logp, reference in measured:
-        keys = zip(
-            batch.rollout_keys[batch.row].tolist(), batch.label[batch.row].tolist(), strict=True
-        )
-        _add(mine, zip(keys, (logp - reference).tolist(), strict=True))
-    everyone: list[dict[tuple[int, int], float]] = [{}] * dist.get_world_size()
+        keys = (batch.rollout_keys[batch.row].tolist(), batch.label[batch.row].tolist())
+        for key, label, gain in zip(*keys, (logp - reference).tolist(), strict=True):
+            mine[key, label] += gain
+    everyone: list[Counter[Any]] = [Counter()] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    gain: dict[tuple[int, int], float] = {}
+    gain_of: Counter[Any] = Counter()
     for one in everyone:
-        _add(gain, one.items())
-    moved = torch.tensor([label * value for (_, label), value in gain.items() if label]).double()
+        gain_of.update(one)
+    moved = torch.tensor([label * value for (_, label), value in gain_of.items() if label]).double()
     # Without z, which is of a training batch: the loss around 0.
     loss = torch.sigmoid(-learner.objective.beta * moved)
     return torch.stack([loss.sum(), (moved > 0).sum(), torch.tensor(len(moved))]).double()
-
-
-def _add(sums: dict[tuple[int, int], float], more: Iterable[tuple[tuple[int, int], float]]) -> None:
-    for key, value in more:
-        sums[key] = sums.get(key, 0.0) + value

@@ -1,4 +1,4 @@
-"""What a run of `trainer sft` says of itself: records, one JSON object a line, and lines of them.
+"""Progress records of a run of `trainer sft`, one JSON object a line, and lines of text for people.
 
 `metrics.jsonl` in the run's folder keeps them; `progress_file` is where the command that waits for
 the run reads them from.
@@ -21,7 +21,7 @@ from tracegrad_trainer.utils.console import format_count
 
 METRICS = "metrics.jsonl"
 
-# What a step says of the engine that sampled its turns: nothing, where they are imitated.
+# Metrics about the engine that sampled a step's turns: they mean nothing where those are imitated.
 _OF_SAMPLING = (
     *("gap", "k1", "k3", "ess", "max_w", "turn_max_w", "corrected", "masked", "difference"),
     *("staleness", "mismatch"),
@@ -41,7 +41,7 @@ class SftReport:
         self._publish({"event": "data", "run": str(folder), **data_counts(data)})
 
     def run_resumed(self, taken: int) -> None:
-        """What a killed run said behind its last checkpoint, it will say again; without a
+        """What a killed run reported after its last checkpoint is reported again; without a
         checkpoint all of it."""
         lines = self.file.read_text().splitlines(keepends=True) if self.file.exists() else []
         whole = [line for line in lines if line.endswith("\n")]  # not what a full disk cut off

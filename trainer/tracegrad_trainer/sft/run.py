@@ -1,4 +1,4 @@
-"""`trainer sft` as a command: starts the ranks, and says what they say."""
+"""`trainer sft` as a command: starts the ranks, and prints their progress."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tracegrad_trainer.launch.session import (
 from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.sft.config import SftSettings
 from tracegrad_trainer.sft.report import data_counts, format_record
-from tracegrad_trainer.utils.console import print_json
+from tracegrad_trainer.utils.console import print_error, print_json
 from tracegrad_trainer.utils.subprocesses import ChildError
 
 POLL_S = 0.2
@@ -38,9 +38,7 @@ def run_sft(settings: SftSettings, console: Console, *, as_json: bool = False) -
         console.print("stopped; the same command goes on from the last checkpoint")
         return FAILED
     except (StartError, ChildError, OSError) as error:
-        console.print(
-            f"trainer sft: {error}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        print_error(f"trainer sft: {error}", console)
         return FAILED
 
 
@@ -51,9 +49,7 @@ def show_dry_run(settings: SftSettings, console: Console, *, as_json: bool = Fal
     try:
         counts = data_counts(prepare_data(settings))
     except (StoreError, ValueError) as error:
-        console.print(
-            f"trainer sft: {error}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        print_error(f"trainer sft: {error}", console)
         return FAILED
     _show({"event": "data", **counts}, console, as_json=as_json)
     return 0
@@ -63,9 +59,11 @@ def _run(settings: SftSettings, console: Console, *, as_json: bool) -> int:
     private_folder(settings.progress_file.parent)
     private_file(settings.progress_file)
     settings.progress_file.write_text("")
-    ranks = RankProcesses(
-        settings.trainer, _written(settings), program="tracegrad_trainer.sft.train"
-    )
+    written = settings.trainer.state_dir / "run" / "sft.json"
+    private_file(written)
+    # Less what is secret: see `RankProcesses`.
+    written.write_text(settings.model_dump_json(indent=2))
+    ranks = RankProcesses(settings.trainer, written, program="tracegrad_trainer.sft.train")
     ranks.log = settings.trainer.logs / "sft.log"
     ranks.start()
     failed = False
@@ -94,14 +92,6 @@ def _records(ranks: RankProcesses, progress_file: Path) -> Iterator[Json]:
             if ended:
                 return
             time.sleep(POLL_S)
-
-
-def _written(settings: SftSettings) -> Path:
-    """The run's settings as the ranks read them, less what is secret (see `RankProcesses`)."""
-    path = settings.trainer.state_dir / "run" / "sft.json"
-    private_file(path)
-    path.write_text(settings.model_dump_json(indent=2))
-    return path
 
 
 def _show(record: Json, console: Console, *, as_json: bool) -> None:

@@ -80,7 +80,7 @@ def _selected(
     chosen: ChosenExamples, settings: SftSettings, vocabulary: int | None
 ) -> TrainingSelection:
     batches = settings.trainer.batches.model_copy(update={"drop_equal_reward": False})
-    # Every turn is a demonstration by now: versions say nothing.
+    # Every turn is a demonstration by now: versions mean nothing.
     if settings.preset == "sft":
         return select(
             chosen.groups,

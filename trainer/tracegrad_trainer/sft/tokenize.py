@@ -1,4 +1,4 @@
-"""What a teacher wrote, as turns with tokens: the model's own template says which tokens they are.
+"""A teacher's text as turns with tokens, rendered by the model's own template.
 
 A trace that is text only (`no_tokens`) is rendered as the engine would have rendered it: for each
 reply the prompt that leads to it, and the same conversation with the reply behind it. The reply's
@@ -140,7 +140,7 @@ class _Conversation:
             raise UnverifiableReply("template") from error
 
     def _holds(self, reply: str, message: Json) -> bool:
-        """Whether all that was said is there, as this tokenizer reads it."""
+        """Whether the message's whole text is in the reply, as this tokenizer reads it."""
         read = self.renderer.tokenizer.roundtrip
         names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         return all(read(part.strip()) in reply for part in (*_texts(message), *names))

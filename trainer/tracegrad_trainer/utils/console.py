@@ -66,6 +66,11 @@ def print_report(report: RenderableType, console: Console) -> None:
     console.print(report, highlight=False)
 
 
+def print_error(line: str, console: Console) -> None:
+    """In red and unbroken: what it names is never markup."""
+    console.print(Text(line, style="red"), soft_wrap=True)
+
+
 def format_age(moment: float) -> str:
     seconds = max(0.0, time.time() - moment)
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):

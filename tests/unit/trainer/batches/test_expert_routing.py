@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.trainer.batch_samples import Task, Told, trees
+from support.trainer.batch_samples import Rollout, Task, source_of, trees
 from support.trainer.routing_samples import LAYOUT, by_expert, drawn, length, npy, told
 from support.trainer.row_samples import turn
 from tracegrad.events import Turn
@@ -25,14 +25,13 @@ from tracegrad_trainer.batches import (
     unit_advantages,
 )
 from tracegrad_trainer.batches.expert_routing import UNROUTED, ExpertRouting
-from tracegrad_trainer.batches.rows import RowSource
 from tracegrad_trainer.batches.tree_rows import tree_rows
 
 SETTINGS = BatchSettings(drop_equal_reward=False, max_staleness=None)
 
 
 def rows(turns: list[Turn], skipped: set[str] | None = None) -> list[Row]:
-    rollout = Told("r", 1.0, turns)
+    rollout = Rollout("r", 1.0, turns)
     values = [1.0] * len(turns)
     return rows_of(
         rollout, group_id="g", advantages=values, skipped=skipped or set(), layout=LAYOUT
@@ -40,7 +39,7 @@ def rows(turns: list[Turn], skipped: set[str] | None = None) -> list[Row]:
 
 
 def one_tree(turns: list[Turn]) -> Row:
-    source = RowSource.of(Told("r", 1.0, turns), "g", [1.0] * len(turns), (), LAYOUT)
+    source = source_of(Rollout("r", 1.0, turns), layout=LAYOUT)
     ((row,), _) = tree_rows(source, limit=10**6)
     return row
 
@@ -60,11 +59,11 @@ def selected(
     turns: list[Turn], layout: RoutingLayout | None = LAYOUT, **changes: Any
 ) -> TrainingSelection:
     return select(
-        [Task("g", [Told("r", 1.0, turns)])],
+        [Task("g", [Rollout("r", 1.0, turns)])],
         SETTINGS.model_copy(update=changes),
         advantages=unit_advantages,
         current_version=1,
-        routes=layout,
+        routing=layout,
     )
 
 
@@ -92,7 +91,7 @@ def test_experts_keep_their_numbers_whatever_they_are_written_as(dtype: Any) -> 
     many = RoutingLayout(layers=2, routed=(0, 1), experts=256, k=4)
     (a, _, _), found = chain(), drawn(5, layout=RoutingLayout(2, (0, 1), 256, 4))
     found[0, 0] = [255, 128, 127, 0]
-    rollout = Told("r", 1.0, [told(a, found, dtype=dtype)])
+    rollout = Rollout("r", 1.0, [told(a, found, dtype=dtype)])
     (row,) = rows_of(rollout, group_id="g", advantages=[1.0], layout=many)
     assert np.array_equal(routes_of(row)[:-1], found[:-1])
 
@@ -202,8 +201,8 @@ def test_trees_know_at_least_what_paths_know(turns: list[Turn], data: st.DataObj
         first = [choice(ids[: i + 1]) for i in range(len(ids))]
         return told(one, np.array([[[e, e + 1]] * 3 for e in first]), start=start)
 
-    rollout = Told("r", 1.0, [with_routes(one) for one in turns])
-    source = RowSource.of(rollout, "g", [1.0] * len(turns), (), LAYOUT)
+    rollout = Rollout("r", 1.0, [with_routes(one) for one in turns])
+    source = source_of(rollout, layout=LAYOUT)
 
     def known(made: list[Row]) -> dict[tuple[str, int], list[int]]:
         """By sampled token: of all that it sees, the experts."""

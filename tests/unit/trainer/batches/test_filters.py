@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import sys
-from array import array
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,11 +9,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from support.trainer.batch_samples import Task, Told, selected
+from support.trainer.batch_samples import Rollout, Task, selected
 from support.trainer.row_samples import turn
 from tracegrad.events import Outcome, Turn
 from tracegrad_trainer.batches import BatchSettings, TrainingSelection, rows_of
-from tracegrad_trainer.batches.turn_access import token_digests
 from tracegrad_trainer.losses import AdvantageMemory, compute_advantages, preset
 
 
@@ -31,9 +29,9 @@ def test_outcomes_that_are_left_out_still_count_in_the_baseline() -> None:
     task = Task(
         "g",
         [
-            Told("r0", 1.0, [one("a")]),
-            Told("r1", 0.0, [one("b")], outcome=Outcome.AGENT_ERROR),
-            Told("r2", 0.0, [one("c")], outcome=Outcome.BUDGET),
+            Rollout("r0", 1.0, [one("a")]),
+            Rollout("r1", 0.0, [one("b")], outcome=Outcome.AGENT_ERROR),
+            Rollout("r2", 0.0, [one("c")], outcome=Outcome.BUDGET),
         ],
     )
     chosen = selected([task], advantages=centred(), outcomes=["completed", "budget"])
@@ -53,7 +51,10 @@ def test_repetitions_are_skipped_where_asked_and_stay_context() -> None:
     again = one("b")
     other = turn("c", [1, 2], [3, 4, 5])  # the same tokens, sampled from another point on
     later = turn("d", [6], [7], parent=again)
-    task = Task("g", [Told("r0", 1.0, [a, again, other, later]), Told("r1", 1.0, [one("e")])])
+    task = Task(
+        "g",
+        [Rollout("r0", 1.0, [a, again, other, later]), Rollout("r1", 1.0, [one("e")])],
+    )
     assert selected([task]).skipped == {}
     chosen = selected([task], drop_repeated=True)
     # Another rollout's same turn is a sample of its own.
@@ -64,7 +65,7 @@ def test_repetitions_are_skipped_where_asked_and_stay_context() -> None:
 
 def test_of_repetitions_the_first_that_may_be_trained_stays() -> None:
     greedy = one("a", sampling={"temperature": 0})
-    task = Task("g", [Told("r0", 1.0, [greedy, one("b"), one("c")])])
+    task = Task("g", [Rollout("r0", 1.0, [greedy, one("b"), one("c")])])
     chosen = selected([task], drop_repeated=True)
     assert chosen.skipped == {"a": "greedy", "c": "repeated_turn"}
 
@@ -74,7 +75,7 @@ def test_replies_that_were_cut_off_are_skipped_where_asked() -> None:
     cut = one("a", finish_reason="length")
     later = turn("b", [6], [7], parent=cut, finish_reason="stop")
     lost = one("d", finish_reason="length")
-    task = Task("g", [Told("r0", 1.0, [cut, later]), Told("r1", 0.0, [one("c"), lost])])
+    task = Task("g", [Rollout("r0", 1.0, [cut, later]), Rollout("r1", 0.0, [one("c"), lost])])
     assert selected([task], advantages=centred()).skipped == {}
     chosen = selected([task], advantages=centred(), drop_truncated=True)
     assert chosen.skipped == {"a": "truncated", "d": "truncated"}
@@ -83,17 +84,17 @@ def test_replies_that_were_cut_off_are_skipped_where_asked() -> None:
     assert first.loss_mask.tolist() == [False] * 3 + [True] * 2 + [False, True]
     assert first.keep.tolist() == [False] * 6 + [True]
     assert (first.advantage[-1], second.advantage[-1]) == (0.5, -0.5)
-    alone = Task("g", [Told("r0", 1.0, [one("a")]), Told("r1", 0.0, [lost])])
+    alone = Task("g", [Rollout("r0", 1.0, [one("a")]), Rollout("r1", 0.0, [lost])])
     [row] = selected([alone], advantages=centred(), drop_truncated=True).rows
     assert row.advantage[-1] == 0.5, "a rollout without a trained turn counts in the baseline"
 
 
 def test_tokens_that_the_model_does_not_know_are_found_in_prompts_too() -> None:
     turns = [turn("a", [9], [1]), turn("b", [1], [9]), turn("c", [8], [8]), turn("d", [-1], [1])]
-    task = Task("g", [Told("r0", 1.0, turns)])
+    task = Task("g", [Rollout("r0", 1.0, turns)])
     chosen = selected([task], vocabulary=9)
     assert chosen.skipped == dict.fromkeys("abd", "foreign_token")
-    assert selected([Task("g", [Told("r0", 1.0, turns[:3])])]).skipped == {}
+    assert selected([Task("g", [Rollout("r0", 1.0, turns[:3])])]).skipped == {}
 
 
 def long_path() -> list[Turn]:
@@ -106,17 +107,21 @@ def long_path() -> list[Turn]:
 
 
 def test_over_long_paths_are_cut_or_dropped_whole() -> None:
-    cut = selected([Task("g", [Told("r", 1.0, long_path())])], tokens_per_micro_batch=10)
+    cut = selected([Task("g", [Rollout("r", 1.0, long_path())])], tokens_per_micro_batch=10)
     assert cut.skipped == {"d": "over_long"}
     dropped = selected(
-        [Task("g", [Told("r", 1.0, long_path())])], tokens_per_micro_batch=10, over_long="drop"
+        [Task("g", [Rollout("r", 1.0, long_path())])],
+        tokens_per_micro_batch=10,
+        over_long="drop",
     )
     # What is on a path that fits stays.
     assert dropped.skipped == {"c": "over_long", "d": "over_long"}
     assert dropped.trained == ["a", "b"]
     assert dropped.stats["skipped_over_long"] == 2
     fitting = selected(
-        [Task("g", [Told("r", 1.0, long_path())])], tokens_per_micro_batch=13, over_long="drop"
+        [Task("g", [Rollout("r", 1.0, long_path())])],
+        tokens_per_micro_batch=13,
+        over_long="drop",
     )
     assert fitting.skipped == {}
 
@@ -128,7 +133,7 @@ def test_stale_turns_count_less_and_too_stale_ones_nothing() -> None:
         one("old", version=5),
         one("expert", sampling={"source": "demonstration"}),
     ]
-    task = Task("g", [Told("r0", 1.0, turns), Told("r1", 0.0, [one("e", version=9)])])
+    task = Task("g", [Rollout("r0", 1.0, turns), Rollout("r1", 0.0, [one("e", version=9)])])
     chosen = selected(
         [task], advantages=centred(), version=9, stale="weight", stale_decay=0.5, max_staleness=3
     )
@@ -173,7 +178,7 @@ def filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def groups() -> list[Task]:
     turns = [one("a"), turn("b", [1], [2, 3, 4])]
-    return [Task("g", [Told("r0", 1.0, turns), Told("r1", 0.0, [one("c")])])]
+    return [Task("g", [Rollout("r0", 1.0, turns), Rollout("r1", 0.0, [one("c")])])]
 
 
 def test_a_predicate_says_yes_no_or_why_not(filters: str) -> None:
@@ -182,7 +187,7 @@ def test_a_predicate_says_yes_no_or_why_not(filters: str) -> None:
 
 
 def test_of_repetitions_one_stays_that_the_predicate_does_not_speak_against(filters: str) -> None:
-    task = Task("g", [Told("r0", 1.0, [one("a"), one("b"), one("c")])])
+    task = Task("g", [Rollout("r0", 1.0, [one("a"), one("b"), one("c")])])
     predicate = f"{filters}:not_from_the_start"
     chosen = selected([task], drop_repeated=True, predicate=predicate)
     assert chosen.skipped == {"a": "predicate", "c": "repeated_turn"}
@@ -219,8 +224,8 @@ def test_a_predicate_that_is_not_there_is_a_setting_error(
 def test_the_selection_says_what_it_is_made_of() -> None:
     turns = [one("a"), turn("b", [6], [7, 8], parent=one("a")), one("c", untrainable="media")]
     tasks = [
-        Task("g", [Told("r0", 1.0, turns), Told("r1", 0.0, [one("d")])]),
-        Task("h", [Told("r2", 0.5, [one("e")]), Told("r3", 0.5, [one("f")])]),
+        Task("g", [Rollout("r0", 1.0, turns), Rollout("r1", 0.0, [one("d")])]),
+        Task("h", [Rollout("r2", 0.5, [one("e")]), Rollout("r3", 0.5, [one("f")])]),
     ]
     stats = selected(tasks, drop_equal_reward=True).stats
     assert stats == {
@@ -253,8 +258,11 @@ def test_the_selection_says_what_it_is_made_of() -> None:
 
 def test_equal_rollouts_whose_turns_differ_are_trained_by_what_looks_at_turns() -> None:
     def task() -> Task:
-        better = Told("r0", 0.1, [one("a")], turn_rewards={0: 1.0})
-        return Task("g", [better, Told("r1", 0.1, [one("b")]), Told("r2", 0.1, [one("c")])])
+        better = Rollout("r0", 0.1, [one("a")], turn_rewards={0: 1.0})
+        return Task(
+            "g",
+            [better, Rollout("r1", 0.1, [one("b")]), Rollout("r2", 0.1, [one("c")])],
+        )
 
     by_turn = partial(compute_advantages, preset("grpo", advantage="turn_return"), memory={})
     assert selected([task()], advantages=by_turn, drop_equal_reward=True).skipped == {}
@@ -264,7 +272,7 @@ def test_equal_rollouts_whose_turns_differ_are_trained_by_what_looks_at_turns() 
 
 
 def test_a_rollout_by_itself_is_compared_with_nobody() -> None:
-    alone = [Task(f"r{i}", [Told(f"r{i}", 1.0, [one(name)])]) for i, name in enumerate("ab")]
+    alone = [Task(f"r{i}", [Rollout(f"r{i}", 1.0, [one(name)])]) for i, name in enumerate("ab")]
     running = partial(compute_advantages, preset("grpo", advantage="running"), memory={})
     chosen = selected(alone, advantages=running, drop_equal_reward=True, group_size=1)
     assert (chosen.trained, chosen.stats["groups_equal_reward"]) == (["a", "b"], 0)
@@ -284,28 +292,28 @@ def test_recorded_rewards_and_turn_counts_give_the_selection_again() -> None:
         """`later`: after the step another turn came, and rewards were revised."""
         turns = [one("a"), turn("b", [6], [7], parent=one("a"))]
         more = [turn("z", [8], [9], parent=turns[1])] if later else []
-        first = Told("r0", 5.0 if later else 1.0, turns + more, turn_rewards={1: 0.5})
-        return [Task("g", [first, Told("r1", 0.0, [one("c")], turn_rewards={0: 2.0 * later})])]
+        first = Rollout("r0", 5.0 if later else 1.0, turns + more, turn_rewards={1: 0.5})
+        return [Task("g", [first, Rollout("r1", 0.0, [one("c")], turn_rewards={0: 2.0 * later})])]
 
     settings = {"advantages": centred(), "shared_prefix": "tree", "drop_repeated": True}
     before = selected(tasks(later=False), **settings)  # type: ignore[arg-type]
     recorded = {"r0": (1.0, {1: 0.5}, 2), "r1": (0.0, {}, 1)}
     again = tasks(later=True)
-    for told in again[0].rollouts:
-        told.reward, told.turn_rewards, count = recorded[told.rollout_id]
-        told.turns = told.turns[:count]
+    for rollout in again[0].rollouts:
+        rollout.reward, rollout.turn_rewards, count = recorded[rollout.rollout_id]
+        rollout.turns = rollout.turns[:count]
     assert same(before, selected(again, **settings))  # type: ignore[arg-type]
     assert not same(before, selected(tasks(later=True), **settings))  # type: ignore[arg-type]
 
 
 def test_a_turn_reward_that_is_no_number_is_refused_by_name() -> None:
-    task = Task("g", [Told("r0", 1.0, [one("a")], turn_rewards={0: float("inf")})])
+    task = Task("g", [Rollout("r0", 1.0, [one("a")], turn_rewards={0: float("inf")})])
     with pytest.raises(ValueError, match="reward of turn 0 of rollout r0 is inf"):
         selected([task])
 
 
 def test_rows_that_leave_take_their_pairs_along() -> None:
-    a, b = (rows_of(Told(n, 1.0, [one(n)]), group_id="g", advantages=[1.0])[0] for n in "ab")
+    a, b = (rows_of(Rollout(n, 1.0, [one(n)]), group_id="g", advantages=[1.0])[0] for n in "ab")
     rows = [replace(row, pair=pair) for pair, row in [(0, a), (0, b), (1, b), (-1, a)]]
     chosen = TrainingSelection(
         rows=rows, trained=["a", "b"], skipped={}, rollouts=["a", "b"], stats={}
@@ -316,23 +324,3 @@ def test_rows_that_leave_take_their_pairs_along() -> None:
     assert (left.trained, left.skipped) == (["a", "b"], {})
     nothing = left.without_rows([0], "non_finite")
     assert (nothing.trained, nothing.skipped) == (["a"], {"b": "non_finite"})
-
-
-def test_equal_tokens_have_equal_digests_however_they_were_chained() -> None:
-
-    a = one("a")
-    b = turn("b", [6, 7], [8], parent=a)
-    alone = replace(b, parent_id=None)
-    early = token_digests([b, a])[0]
-    assert token_digests([a, b])[1] == token_digests([alone])[0] == early
-    sibling = turn("c", [6, 7], [8], parent=a)
-    assert token_digests([a, b, sibling])[2] == early
-    shorter = replace(b, prompt_token_ids=b.prompt_token_ids[:-1], parent_id=None)
-    longer = replace(
-        shorter,
-        completion_token_ids=array("i", [7, 8]),
-        completion_logprobs=array("f", [0, 0]),
-        policy_versions=((1, 2),),
-    )
-    assert token_digests([longer])[0].whole == early.whole
-    assert token_digests([longer])[0] != early

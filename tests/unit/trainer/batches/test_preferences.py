@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.trainer.batch_samples import Task, Told, selected
+from support.trainer.batch_samples import Rollout, Task, selected
 from support.trainer.row_samples import turn
 from tracegrad_trainer.batches import (
     BatchSettings,
@@ -19,8 +19,8 @@ from tracegrad_trainer.batches import (
 SETTINGS = BatchSettings(tokens_per_micro_batch=40)
 
 
-def rollout(name: str, reward: float, *, prompt: int = 1, length: int = 2) -> Told:
-    return Told(name, reward, [turn(name, [prompt, 2], range(10, 10 + length))])
+def rollout(name: str, reward: float, *, prompt: int = 1, length: int = 2) -> Rollout:
+    return Rollout(name, reward, [turn(name, [prompt, 2], range(10, 10 + length))])
 
 
 def sides(selection: TrainingSelection) -> list[tuple[int, str, int]]:
@@ -81,7 +81,7 @@ def test_of_equal_differences_those_that_begin_alike_are_taken() -> None:
 
 def test_a_rollout_that_forks_is_one_side_with_all_its_rows() -> None:
     a = turn("a1", [1, 2], [3])
-    forked = Told("a", 1.0, [a, turn("a2", [4], [5], parent=a), turn("a3", [6], [7], parent=a)])
+    forked = Rollout("a", 1.0, [a, turn("a2", [4], [5], parent=a), turn("a3", [6], [7], parent=a)])
     task = Task("g", [forked, rollout("b", 0.0)])
     made = preference_pairs([task], SETTINGS, current_version=1)
     assert sides(made) == [(0, "a", 1), (0, "a", 1), (0, "b", -1)]
@@ -159,7 +159,7 @@ def test_mismatched_rows_meet_another_group_in_whatever_order_they_come() -> Non
 
 def test_mismatched_rows_of_several_turns_keep_what_came_in_between() -> None:
     a = turn("a1", [1, 2, 3], [4])
-    long = Told("a", 1.0, [a, turn("a2", [5, 6], [7, 8], parent=a)])
+    long = Rollout("a", 1.0, [a, turn("a2", [5, 6], [7, 8], parent=a)])
     rows = labelled_rows([Task("g", [long]), Task("h", [rollout("b", 0.0)])],
                      SETTINGS, current_version=1, threshold=0.5).rows  # fmt: skip
     second_prompt_first_completion = mismatched_rows(rows, limit=40)[1]
@@ -169,7 +169,7 @@ def test_mismatched_rows_of_several_turns_keep_what_came_in_between() -> None:
 
 def test_of_a_mismatched_prompt_nothing_is_a_sample() -> None:
     cold = turn("a1", [1, 2, 3], [4], sampling={"temperature": 0})
-    mine = Told("a", 1.0, [cold, turn("a2", [5], [7], parent=cold)])
+    mine = Rollout("a", 1.0, [cold, turn("a2", [5], [7], parent=cold)])
     rows = labelled_rows([Task("g", [mine]), Task("h", [rollout("b", 0.0)])],
                      SETTINGS, current_version=1, threshold=0.5).rows  # fmt: skip
     assert rows[0].loss_mask.tolist() == [False] * 3 + [True, False, True]
@@ -194,7 +194,7 @@ def test_a_row_is_never_its_own_mismatch(count: int) -> None:
 
 def test_trees_have_no_mismatch() -> None:
     a = turn("a", [1], [2])
-    forked = Told("r", 1.0, [a, turn("b", [4], [5], parent=a), turn("c", [6], [7], parent=a)])
+    forked = Rollout("r", 1.0, [a, turn("b", [4], [5], parent=a), turn("c", [6], [7], parent=a)])
     rows = selected([Task("g", [forked])], shared_prefix="tree").rows
     with pytest.raises(ValueError, match="shared_prefix = 'paths'"):
         mismatched_rows([*rows, *rows], limit=40)

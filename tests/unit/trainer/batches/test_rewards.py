@@ -7,9 +7,10 @@ from array import array
 import numpy as np
 import pytest
 
-from support.trainer.batch_samples import Task, Told, selected
+from support.trainer.batch_samples import Rollout, Task, selected
 from support.trainer.row_samples import turn
 from tracegrad.events import Turn
+from tracegrad.turn_tree import TurnTree
 from tracegrad_trainer.batches import BatchSettings, micro_batch, rows_of, turn_reason
 from tracegrad_trainer.batches.select import rollout_rewards_of
 
@@ -22,7 +23,7 @@ def three() -> list[Turn]:
 
 
 def test_rewards_stand_where_they_were_earned() -> None:
-    rollout = Told("r", 10.0, three(), turn_rewards={0: 0.5, 1: -0.25})
+    rollout = Rollout("r", 10.0, three(), turn_rewards={0: 0.5, 1: -0.25})
     first, second = rows_of(rollout, group_id="g", advantages=[1.0] * 3)
     assert first.reward.tolist() == [0, 0, 0, 0.5, 0, 0, -0.25]
     # The first turn belongs to the first row, and so does its reward; the rollout's to no row.
@@ -33,7 +34,7 @@ def test_rewards_stand_where_they_were_earned() -> None:
 
 
 def test_a_skipped_turns_reward_goes_to_what_led_to_it() -> None:
-    rollout = Told("r", 0.0, three(), turn_rewards={0: 0.5, 1: -0.25, 2: 2.0})
+    rollout = Rollout("r", 0.0, three(), turn_rewards={0: 0.5, 1: -0.25, 2: 2.0})
     (row,) = rows_of(rollout, group_id="g", advantages=[1.0] * 3, skipped={"b", "c"})
     assert row.reward.tolist() == [0, 0, 0, 2.25]
     rows = rows_of(rollout, group_id="g", advantages=[1.0] * 3, skipped={"a"})
@@ -41,24 +42,24 @@ def test_a_skipped_turns_reward_goes_to_what_led_to_it() -> None:
 
 
 def test_rewards_of_turns_that_came_later_are_not_read() -> None:
-    rollout = Told("r", 0.0, three()[:1], turn_rewards={1: 3.0, 7: 1.0})
+    rollout = Rollout("r", 0.0, three()[:1], turn_rewards={1: 3.0, 7: 1.0})
     (row,) = rows_of(rollout, group_id="g", advantages=[1.0])
     assert not row.reward.any()
 
 
 def test_where_a_skipped_turns_reward_goes_does_not_hang_on_rows() -> None:
-    """The same three turns, chained and each rendered afresh."""
+    """The same three turns, chained and each rendered by itself."""
     a = turn("a", [1, 2], [3, 4])
     b = turn("b", [5], [6, 7], parent=a)
     fresh = turn("b", [1, 2, 3, 4, 5], [6, 7])
     for second in (b, fresh):
-        rollout = Told("r", 0.0, [a, second], turn_rewards={1: 2.0})
+        rollout = Rollout("r", 0.0, [a, second], turn_rewards={1: 2.0})
         (row,) = rows_of(rollout, group_id="g", advantages=[1.0] * 2, skipped={"b"})
         assert row.reward.tolist() == [0, 0, 0, 2]
 
 
 def test_targets_know_the_place_of_their_turn_in_the_rollout() -> None:
-    rollout = Told("r", 0.0, three())
+    rollout = Rollout("r", 0.0, three())
     batch = micro_batch(rows_of(rollout, group_id="g", advantages=[1.0] * 3)[::-1], [0, 1])
     assert batch.turn_number.tolist() == [2, 0, 0, 1, 1]
     assert len(set(batch.rollout_keys.tolist())) == 1
@@ -75,7 +76,9 @@ def expert(**changes: object) -> Turn:
 
 def test_an_experts_turn_is_trained_whatever_is_recorded_with_it() -> None:
     mine = turn("m", [5], [6], parent=expert(), version=7, sampling={"temperature": 0.5})
-    chosen = selected([Task("g", [Told("r", 1.0, [expert(), mine])])], version=7, max_staleness=0)
+    chosen = selected(
+        [Task("g", [Rollout("r", 1.0, [expert(), mine])])], version=7, max_staleness=0
+    )
     assert chosen.trained == ["x", "m"]
     (row,) = chosen.rows
     assert row.demonstration.tolist() == [False, False, True, True, False, False]
@@ -89,10 +92,9 @@ def test_an_experts_turn_is_trained_whatever_is_recorded_with_it() -> None:
 
 def test_an_experts_tokens_are_not_sampled_ones() -> None:
     """No penalty of over-long rollouts, and no weight by length, is for what an expert wrote."""
-    mine = turn("m", [5], [6, 7, 8], parent=expert())
-    assert rollout_rewards_of(
-        Told("r", 1.0, [expert(), mine]), group=0, task="t"
-    ).tokens.tolist() == [0, 3]
+    turns = [expert(), turn("m", [5], [6, 7, 8], parent=expert())]
+    given = rollout_rewards_of(Rollout("r", 1.0, turns), TurnTree.of(turns), group=0, task="t")
+    assert given.tokens.tolist() == [0, 3]
 
 
 @pytest.mark.parametrize(

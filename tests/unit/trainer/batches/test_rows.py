@@ -2,16 +2,14 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Collection
 from functools import partial
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from support.trainer.row_samples import Group, Sample, turn
 from tracegrad.events import Turn
-from tracegrad_trainer.batches import BatchSettings, rows_of, select
+from tracegrad_trainer.batches import BatchSettings, Row, rows_of, select
 from tracegrad_trainer.losses import compute_advantages, preset
 
 
@@ -21,8 +19,13 @@ def chain() -> list[Turn]:
     return [a, b]
 
 
+def rows(turns: list[Turn], *, skipped: Collection[str] = (), advantage: float = 1.0) -> list[Row]:
+    values = [advantage] * len(turns)
+    return rows_of(Sample("r", 1.0, turns), group_id="g", advantages=values, skipped=skipped)
+
+
 def test_a_conversation_is_one_row() -> None:
-    (row,) = rows_of(Sample("r", 1.0, chain()), group_id="g", advantages=[0.5] * len(chain()))
+    (row,) = rows(chain(), advantage=0.5)
     assert row.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert row.loss_mask.tolist() == [False, False, True, True, False, True, True, True]
     assert row.turn_index.tolist() == [-1, -1, 0, 0, -1, 1, 1, 1]
@@ -36,9 +39,7 @@ def test_a_fork_shares_its_ancestor_with_the_first_path_only() -> None:
     a = turn("a", [1], [2, 3])
     b = turn("b", [4], [5], parent=a)
     c = turn("c", [6], [7], parent=a)
-    first, second = rows_of(
-        Sample("r", 1.0, [a, b, c]), group_id="g", advantages=[1.0] * len([a, b, c])
-    )
+    first, second = rows([a, b, c])
     assert first.turn_ids == ("a", "b")
     assert second.turn_ids == ("c",)
     assert second.input_ids.tolist() == [1, 2, 3, 6, 7]
@@ -46,9 +47,7 @@ def test_a_fork_shares_its_ancestor_with_the_first_path_only() -> None:
 
 
 def test_a_skipped_turn_is_context_and_stays_in_the_capture_mask() -> None:
-    (row,) = rows_of(
-        Sample("r", 1.0, chain()), group_id="g", advantages=[1.0] * len(chain()), skipped={"a"}
-    )
+    (row,) = rows(chain(), skipped={"a"})
     assert row.loss_mask.sum() == 5
     assert row.keep.tolist() == [False] * 5 + [True] * 3
     assert row.kept_turn_ids == ["b"]
@@ -56,67 +55,16 @@ def test_a_skipped_turn_is_context_and_stays_in_the_capture_mask() -> None:
 
 
 def test_a_row_ends_with_its_last_trained_turn() -> None:
-    (row,) = rows_of(
-        Sample("r", 1.0, chain()), group_id="g", advantages=[1.0] * len(chain()), skipped={"b"}
-    )
+    (row,) = rows(chain(), skipped={"b"})
     assert row.input_ids.tolist() == [1, 2, 3, 4]
-    assert (
-        rows_of(
-            Sample("r", 1.0, chain()), group_id="g", advantages=[1.0] * len(chain()), skipped="ab"
-        )
-        == []
-    )
+    assert rows(chain(), skipped="ab") == []
 
 
 def test_versions_change_within_a_turn_and_temperature_is_the_turns_own() -> None:
     one = turn("a", [1], [2, 3, 4], policy_versions=((4, 1), (5, 2)), sampling={"temperature": 0.5})
-    (row,) = rows_of(Sample("r", 1.0, [one]), group_id="g", advantages=[1.0] * len([one]))
+    (row,) = rows([one])
     assert row.policy_version.tolist() == [-1, 4, 5, 5]
     assert row.temperature.tolist() == [1, 0.5, 0.5, 0.5]
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> list[Turn]:
-    made: list[Turn] = []
-    for i in range(draw(st.integers(1, 12))):
-        parent = draw(st.sampled_from([None, *made]))
-        size = draw(st.integers(1, 4))
-        made.append(
-            turn(
-                f"t{i}",
-                draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)),
-                [draw(st.integers(0, 9)) for _ in range(size)],
-                parent=parent,
-            )
-        )
-    return draw(st.permutations(made))
-
-
-@settings(max_examples=150, deadline=None)
-@given(trees(), st.data())
-def test_every_sampled_token_of_a_trained_turn_is_in_exactly_one_row(
-    turns: list[Turn], data: st.DataObject
-) -> None:
-    skipped = {t.turn_id for t in turns if data.draw(st.booleans())}
-    rows = rows_of(
-        Sample("r", 1.0, turns), group_id="g", advantages=[1.0] * len(turns), skipped=skipped
-    )
-    seen: list[str] = []
-    for row in rows:
-        assert row.keep[-1]
-        for number, turn_id in enumerate(row.turn_ids):
-            where = np.flatnonzero(row.turn_index == number)
-            (one,) = [t for t in turns if t.turn_id == turn_id]
-            assert where.tolist() == list(range(where[0], where[0] + len(where)))
-            assert row.input_ids[where].tolist() == one.completion_token_ids.tolist()
-            assert row.input_ids[: where[0]].tolist() == one.prompt_token_ids.tolist()
-            assert row.loss_mask[where].all()
-            assert row.keep[where].all() == (turn_id not in skipped)
-        seen += row.turn_ids
-        assert (row.loss_mask == (row.turn_index >= 0)).all()
-    assert len(seen) == len(set(seen))
-    trained = [turn_id for row in rows for turn_id in row.kept_turn_ids]
-    assert sorted(trained) == sorted(t.turn_id for t in turns if t.turn_id not in skipped)
 
 
 def test_selection_gives_every_turn_one_answer() -> None:

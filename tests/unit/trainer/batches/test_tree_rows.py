@@ -5,16 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.trainer.batch_samples import Task, Told, selected, trees
+from support.trainer.batch_samples import Rollout, Task, selected, source_of, trees
 from support.trainer.row_samples import turn
 from tracegrad.events import Turn
 from tracegrad_trainer.batches import Row, micro_batch, rows_of
-from tracegrad_trainer.batches.rows import RowSource
+from tracegrad_trainer.batches.rows import path_rows
 from tracegrad_trainer.batches.tree_rows import tree_rows
 
 
 def as_trees(turns: list[Turn], skipped: set[str] | None = None, limit: int = 10**6) -> list[Row]:
-    source = RowSource.of(Told("r", 0.5, turns), "g", [1.0] * len(turns), skipped or set())
+    source = source_of(Rollout("r", 0.5, turns), skipped=skipped or ())
     return tree_rows(source, limit=limit)[0]
 
 
@@ -103,7 +103,7 @@ def test_a_tree_longer_than_a_row_becomes_paths_and_is_counted() -> None:
     a = turn("a", [1, 2, 3], [4])
     b = turn("b", [5], [6], parent=a)
     c = turn("c", [7], [8], parent=a)
-    group = Task("g", [Told("r", 1.0, [a, b, c])])
+    group = Task("g", [Rollout("r", 1.0, [a, b, c])])
     whole = selected([group], shared_prefix="tree", tokens_per_micro_batch=8)
     assert [len(row) for row in whole.rows] == [8]
     assert [whole.stats[name] for name in ("rows_tree", "trees_too_long")] == [1, 0]
@@ -124,15 +124,20 @@ def test_conversations_of_a_thousand_turns_are_no_deeper_than_the_interpreter() 
     assert len(row) == 2 * 1200 + 2
 
 
-@settings(max_examples=200, deadline=None)
-@given(trees(), st.data())
+@pytest.mark.parametrize("vocabulary", [2, 10])  # branches that begin alike, and those that part
+@pytest.mark.parametrize("shared", ["paths", "tree"])
+@settings(max_examples=100, deadline=None)
+@given(st.data())
 def test_every_trained_token_is_one_target_behind_its_own_prompt(
-    turns: list[Turn], data: st.DataObject
+    shared: str, vocabulary: int, data: st.DataObject
 ) -> None:
+    turns = data.draw(trees(vocabulary=vocabulary))
     skipped = {t.turn_id for t in turns if data.draw(st.booleans())}
-    rows = as_trees(turns, skipped)
+    source = source_of(Rollout("r", 0.5, turns), skipped=skipped)
+    rows = tree_rows(source, limit=10**6)[0] if shared == "tree" else path_rows(source)
     seen: dict[str, int] = {}
     for row in rows:
+        assert row.keep[-1]
         assert (row.loss_mask == (row.turn_index >= 0)).all()
         for number, turn_id in enumerate(row.turn_ids):
             (one,) = (t for t in turns if t.turn_id == turn_id)
@@ -146,9 +151,10 @@ def test_every_trained_token_is_one_target_behind_its_own_prompt(
             assert back[len(one.prompt_token_ids) :] == places.tolist()
             assert row.rollout_logprobs[places].tolist() == one.completion_logprobs.tolist()
             assert row.keep[places].tolist() == [turn_id not in skipped] * len(places)
-    trained = {t.turn_id: len(t.completion_token_ids) for t in turns if t.turn_id not in skipped}
-    assert {name: seen.get(name) for name in trained} == trained
-    assert [t for row in rows for t in row.kept_turn_ids if t in skipped] == []
+    # Context that was sampled is in one row too, like what is trained.
+    assert seen == {t.turn_id: len(t.completion_token_ids) for t in turns if t.turn_id in seen}
+    trained = [t.turn_id for t in turns if t.turn_id not in skipped]
+    assert sorted(t for row in rows for t in row.kept_turn_ids) == sorted(trained)
 
 
 @settings(max_examples=200, deadline=None)
@@ -171,9 +177,9 @@ def test_trees_and_paths_say_the_same_of_every_target(
     turns: list[Turn], data: st.DataObject
 ) -> None:
     skipped = {t.turn_id for t in turns if data.draw(st.booleans())}
-    rollout = Told("r", 0.5, turns, turn_rewards={0: 2.0, len(turns) - 1: -1.0})
+    rollout = Rollout("r", 0.5, turns, turn_rewards={0: 2.0, len(turns) - 1: -1.0})
     values = [float(i + 1) for i in range(len(turns))]
-    source = RowSource.of(rollout, "g", values, skipped)
+    source = source_of(rollout, "g", values, skipped)
 
     def targets(rows: list[Row]) -> list[tuple[object, ...]]:
         return sorted(
@@ -223,7 +229,7 @@ def test_of_a_parent_without_a_prompt_nothing_is_a_target() -> None:
     b = turn("b", [3], [4], parent=a)
     c = turn("c", [5], [6], parent=a)
     for shared in ("paths", "tree"):
-        chosen = selected([Task("g", [Told("r", 1.0, [a, b, c])])], shared_prefix=shared)
+        chosen = selected([Task("g", [Rollout("r", 1.0, [a, b, c])])], shared_prefix=shared)
         assert chosen.skipped == {"a": "no_prompt"}
         assert sorted(chosen.trained) == ["b", "c"]
         assert sum(int(row.loss_mask.sum()) for row in chosen.rows) == 2
@@ -234,6 +240,6 @@ def test_an_empty_turn_is_nobodys_history(shared: str) -> None:
     empty = turn("e", [], [])
     b = turn("b", [3], [4], parent_id="e")
     c = turn("c", [3], [6], parent_id="e")
-    chosen = selected([Task("g", [Told("r", 1.0, [empty, b, c])])], shared_prefix=shared)
+    chosen = selected([Task("g", [Rollout("r", 1.0, [empty, b, c])])], shared_prefix=shared)
     assert chosen.skipped == {"e": "no_tokens"}
     assert chosen.trained == ["b", "c"]

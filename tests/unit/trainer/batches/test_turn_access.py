@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.trainer.batch_samples import Task, Told, selected
+from support.trainer.batch_samples import Rollout, Task, selected
 from support.trainer.row_samples import turn
 from tracegrad.events import Turn
 from tracegrad_trainer.batches.select import AdvantageFunction
@@ -41,7 +41,7 @@ def test_a_demonstration_is_one_in_the_words_of_earlier_stores_too() -> None:
 def rollouts(*turns: Sequence[Turn], rewards: Sequence[float]) -> Task:
     return Task(
         "g",
-        [Told(f"r{i}", r, list(t)) for i, (t, r) in enumerate(zip(turns, rewards, strict=True))],
+        [Rollout(f"r{i}", r, list(t)) for i, (t, r) in enumerate(zip(turns, rewards, strict=True))],
     )
 
 
@@ -142,7 +142,7 @@ def test_another_reason_of_a_long_failure_stays_the_answer() -> None:
 
 @pytest.mark.parametrize("name", ["gigpo", "ipa"])
 def test_rows_carry_the_same_advantages_however_turns_fall_into_them(name: str) -> None:
-    """Five turns that continue each other, and five that were each rendered anew."""
+    """Five turns that continue each other, and five that were each rendered by itself."""
     found = []
     for chained in (True, False):
         groups = []

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from support.trainer.step_samples import SEVERAL, fill, rollout, train, trainer_settings
+from support.trainer.step_samples import SEVERAL, rollout, train, trained, trainer_settings
 from tracegrad.events import Turn
 from tracegrad.store import StepRecord, Store
 from tracegrad_trainer.cli import dry_run
@@ -55,10 +55,8 @@ def test_a_narrow_terminal_breaks_words_and_no_number(width: int) -> None:
 
 
 def test_a_step_of_several_passes_says_how_many_turns_it_trained(tmp_path: Path) -> None:
-    settings = trainer_settings(tmp_path, optim=SEVERAL)
+    settings = trained(tmp_path, 2, 1, optim=SEVERAL)
     with Store.open(settings.proxy.store) as store:
-        fill(store, 2)
-        train(settings, 1)
         [found] = list_candidates(store, settings.state_dir, limit=9)
     assert found.step.metrics["turns_trained"] > 12, "they count in every pass"
     assert found.problem is None
@@ -68,7 +66,7 @@ def test_a_step_of_several_passes_says_how_many_turns_it_trained(tmp_path: Path)
     assert out.getvalue().splitlines()[1].split()[-3] == "12"
 
 
-def test_a_gap_of_no_tokens_is_not_told() -> None:
+def test_a_gap_of_no_tokens_is_not_shown() -> None:
     metrics: dict[str, Any] = {"gap_max": 0.0, "gap_tokens": 0.0, "rollouts": 4.0}
     assert "gap" not in format_step_line(StepRecord(step=1, version=1, metrics=metrics))
     known = metrics | {"gap_tokens": 3.0}
@@ -76,23 +74,23 @@ def test_a_gap_of_no_tokens_is_not_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "shown"),
     [
         *((0.4, "0"), (9999.4, "9999"), (9999.6, "10k"), (999_400, "999k"), (999_600, "1.0M")),
         *((5_000_000, "5.0M"), (9_960_000, "10M"), (999_600_000, "1G"), (None, "–")),
     ],
 )
-def test_tokens_a_second_take_four_characters(value: float | None, told: str) -> None:
-    assert _cell(value, "") == told
-    assert len(told) <= 4
+def test_tokens_a_second_take_four_characters(value: float | None, shown: str) -> None:
+    assert _cell(value, "") == shown
+    assert len(shown) <= 4
 
 
 def test_an_experts_turn_has_no_ratio_to_what_sampled_it(tmp_path: Path) -> None:
     settings = trainer_settings(tmp_path)
     with Store.open(settings.proxy.store) as store:
         for n in range(4):
-            facts = rollout(f"r{n}", f"t{n // 2}", reward=float(n % 2), seed=n, at=1000.0 + n)
-            store.append([_by_an_expert(fact) for fact in facts])
+            events = rollout(f"r{n}", f"t{n // 2}", reward=float(n % 2), seed=n, at=1000.0 + n)
+            store.append([_demonstrated(event) for event in events])
         train(settings, 1)
         found = replay(store, settings.state_dir, ReplayRequest())
     ratios = {turn.turn_id: turn.ratio for turn in found.replayed.turns}
@@ -100,16 +98,16 @@ def test_an_experts_turn_has_no_ratio_to_what_sampled_it(tmp_path: Path) -> None
     assert all((ratio == 1.0) == name.endswith(".0") for name, ratio in ratios.items())
 
 
-def _by_an_expert(fact: Any) -> Any:
+def _demonstrated(event: Any) -> Any:
     """The first turn of a rollout; all else as it is."""
-    if not (isinstance(fact, Turn) and fact.turn_id.endswith(".0")):
-        return fact
-    return replace(fact, sampling={"source": "expert"})
+    if not (isinstance(event, Turn) and event.turn_id.endswith(".0")):
+        return event
+    return replace(event, sampling={"source": "expert"})
 
 
 @pytest.mark.parametrize(("taken", "kept"), [(0, []), (1, [0, 1]), (2, [0, 1, 2])])
 def test_a_run_that_goes_on_says_nothing_twice(tmp_path: Path, taken: int, kept: list[int]) -> None:
-    report = SftReport(tmp_path, tmp_path / "told")
+    report = SftReport(tmp_path, tmp_path / "progress")
     lines = [json.dumps({"event": "step", "step": step}) + "\n" for step in (0, 1, 2)]
     report.file.write_text("".join(lines) + '{"event": "step", "st')  # the disk was full
     report.run_resumed(taken)

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from support.trainer.prepared_run import SMALL, fill, save_smallest_model, settings_of, steps_of
+from support.trainer.ranks import fork_ranks_of_commands
 from support.trainer.tiny_model import load_model
 from tracegrad.events import Reward, RolloutFinished, RolloutStarted
 from tracegrad.store import Store, StoreTooNew
@@ -26,7 +27,6 @@ from tracegrad_trainer.cli.app import app
 from tracegrad_trainer.config.trainer import (
     SettingsError,
     TrainerSettings,
-    load_settings,
     without_unused,
 )
 from tracegrad_trainer.engine import CheckpointError, list_checkpoints
@@ -54,6 +54,12 @@ def signals() -> Iterator[None]:
         signal.signal(each, handler)
 
 
+@pytest.fixture
+def forked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forked; those of `run` were started as commands start them."""
+    fork_ranks_of_commands(monkeypatch)
+
+
 def trainer(*words: object) -> Done:
     """A command in this process; the ranks are processes of their own."""
     found = CliRunner().invoke(app, [str(word) for word in words])
@@ -74,16 +80,16 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     fill(f"sqlite:///{state_dir}/store.db", groups=8)
     done = trainer("step", *options(model, state_dir, ranks=2), "--steps", 2, "--json")
     assert done.returncode == 0, done.stdout
-    (state_dir / "said.json").write_text(done.stdout)
+    (state_dir / "printed.json").write_text(done.stdout)
     return state_dir
 
 
-def test_steps_are_taken_recorded_and_told(run: Path) -> None:
-    told = [json.loads(line) for line in (run / "said.json").read_text().splitlines()]
+def test_steps_are_taken_recorded_and_printed(run: Path) -> None:
+    printed = [json.loads(line) for line in (run / "printed.json").read_text().splitlines()]
     steps = steps_of(f"sqlite:///{run}/store.db")
     assert [step.step for step in steps] == [step.version for step in steps] == [1, 2]
-    assert [one["step"] for one in told] == [1, 2]
-    assert [one["metrics"] for one in told] == [step.metrics for step in steps]
+    assert [one["step"] for one in printed] == [1, 2]
+    assert [one["metrics"] for one in printed] == [step.metrics for step in steps]
     for step in steps:
         assert step.batch is not None
         assert step.batch["ranks"] == 2
@@ -93,6 +99,7 @@ def test_steps_are_taken_recorded_and_told(run: Path) -> None:
     assert not list((run / "checkpoints").glob(".*")), "no half of one"
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_is_left_is_trained_and_then_there_is_nothing(
     run: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -165,6 +172,7 @@ def test_a_run_that_is_in_order_is_let_through(run: Path, model: Path) -> None:
     checked(settings_of(model, run))
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_missing_part_of_the_last_checkpoint_is_one_line_and_nothing_starts(
     run: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -193,22 +201,20 @@ def test_a_damaged_checkpoint_is_not_loaded(run: Path, model: Path, tmp_path: Pa
         checked(settings)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
-    model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", {"vocab_size": 50}, r"its tokenizer has .* tokens, the model embeds 50"),
+        ("tokenizer.json", None, "its tokenizer cannot be loaded"),
+    ],
+)
+def test_a_tokenizer_that_is_not_the_models_or_none_is_refused(
+    model: Path, tmp_path: Path, file: str, content: dict[str, int] | None, words: str
 ) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(model, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
-    with pytest.raises(ValueError, match=r"its tokenizer has .* tokens, the model embeds 50"):
-        checked(settings_of(other, tmp_path / "state"))
-
-
-def test_a_tokenizer_that_cannot_be_read_is_refused(model: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(model, other)
-    (other / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="its tokenizer cannot be loaded"):
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    before = json.loads((other / file).read_text())
+    (other / file).write_text("{}" if content is None else json.dumps(before | content))
+    with pytest.raises(ValueError, match=words):
         checked(settings_of(other, tmp_path / "state"))
 
 
@@ -276,8 +282,6 @@ def test_the_reference_is_the_model_unless_another_is_named(model: Path, tmp_pat
     other = save_smallest_model(tmp_path / "other", seed=1)
     compared = settings_of(model, tmp_path, reference=other, objective__kl="k3")
     assert compared.reference_folder == other
-    with pytest.raises(SettingsError, match=r"reference: /nowhere has no config\.json"):
-        load_settings(None, [f"model={model}", "reference=/nowhere"])
 
 
 @pytest.mark.parametrize(
@@ -287,20 +291,22 @@ def test_the_reference_is_the_model_unless_another_is_named(model: Path, tmp_pat
         ({"objective__preset": "ppo", "data__refill": "true"}, "data.refill replaces groups of eq"),
         ({"batches__stale_decay": 0.5}, "stale_decay 0.5: it is of stale = 'weight'"),
         ({"objective__gae_lambda": 0.5}, "gae_lambda = 0.5: nothing in this objective uses it (it"),
+        ({"batches__group_size": 1}, "'grpo' compares the rollouts of a group"),
+        ({"reference": "MODEL"}, "reference: objective 'grpo' compares with none"),
+        ({"reference": "/nowhere"}, "reference: /nowhere has no config.json"),
+        (
+            {"fsdp__attention": "flahs"},
+            "fsdp.attention: Input should be 'auto', 'packed'",
+        ),
     ],
 )
-def test_what_the_objective_does_not_use_is_refused(
+def test_what_cannot_be_used_is_refused_before_anything_starts(
     model: Path, tmp_path: Path, changes: dict[str, object], words: str
 ) -> None:
+    changes = {name: model if value == "MODEL" else value for name, value in changes.items()}
     with pytest.raises(SettingsError, match=re.escape(words)) as error:
         settings_of(model, tmp_path, **changes)
     assert "\n" not in str(error.value)
-
-
-def test_a_reference_that_nothing_is_compared_with_is_refused(model: Path, tmp_path: Path) -> None:
-    other = save_smallest_model(tmp_path / "other", seed=1)
-    with pytest.raises(SettingsError, match="reference: objective 'grpo' compares with none"):
-        settings_of(model, tmp_path, reference=other)
 
 
 def test_what_was_recorded_before_that_was_an_error_can_be_read(
@@ -322,17 +328,8 @@ def test_what_was_recorded_before_that_was_an_error_can_be_read(
 def test_rollouts_that_stand_alone_need_an_advantage_that_does_not_compare(
     model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(SettingsError, match="'grpo' compares the rollouts of a group"):
-        settings_of(model, tmp_path, batches__group_size=1)
     alone = settings_of(model, tmp_path, batches__group_size=1, objective__advantage="running")
     assert alone.batches.group_size == 1
-
-
-def test_an_attention_that_is_unknown_is_refused_before_anything_starts(
-    model: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(SettingsError, match=r"fsdp\.attention: .*'auto', 'packed', 'varlen'"):
-        settings_of(model, tmp_path, fsdp__attention="flahs")
 
 
 def test_tables_that_were_left_out_can_be_set(model: Path, tmp_path: Path) -> None:

@@ -12,9 +12,16 @@ from rich.console import Console
 from sqlalchemy import select, update
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from support.trainer.ranks import run_on_ranks
+from support.trainer.ranks import fork_ranks_of_commands, run_on_ranks
 from support.trainer.row_samples import POISON, VOCABULARY, tiny_model
-from support.trainer.step_samples import SEVERAL, fill, rollout, train, trainer_settings
+from support.trainer.step_samples import (
+    SEVERAL,
+    fill,
+    rollout,
+    train,
+    trained,
+    trainer_settings,
+)
 from tracegrad.events import Turn, token_id_array
 from tracegrad.store import Store
 from tracegrad.store.maintenance import RetentionRule, RolloutSelection, prune
@@ -28,11 +35,7 @@ from tracegrad_trainer.replay.replay import ReplayRequest, ReplayResult, replay
 @pytest.fixture
 def settings(tmp_path: Path) -> TrainerSettings:
     """One step was taken."""
-    made = trainer_settings(tmp_path)
-    with Store.open(made.proxy.store) as store:
-        fill(store, 2)
-        train(made, 1)
-    return made
+    return trained(tmp_path, 2, 1)
 
 
 def replayed(settings: TrainerSettings, **asked: object) -> ReplayResult:
@@ -45,7 +48,9 @@ def problems(settings: TrainerSettings) -> list[str | None]:
         return [one.problem for one in list_candidates(store, settings.state_dir, limit=9)]
 
 
-def test_a_batch_of_several_updates_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
+def test_a_batch_of_several_updates_of_two_ranks_is_replayed_by_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = trainer_settings(tmp_path, ranks=2, optim=SEVERAL)
     with Store.open(settings.proxy.store) as store:
         fill(store, 2)
@@ -61,6 +66,7 @@ def test_a_batch_of_several_updates_of_two_ranks_is_replayed_by_two(tmp_path: Pa
     assert sum(abs(turn.gradient_share) for turn in found.replayed.turns) == pytest.approx(1)
     # An error of the ranks is one line too.
     other_model(tmp_path / "model")
+    fork_ranks_of_commands(monkeypatch)
     with pytest.raises(ReplayError, match=r"^12 of the 12 turns .* tokens that this model does"):
         replayed(settings)
 
@@ -78,10 +84,10 @@ def test_rows_that_were_not_finite_leave_the_replay_too(tmp_path: Path) -> None:
     with Store.open(settings.proxy.store) as store:
         fill(store, 1)
         for n in range(2):
-            facts = rollout(f"p{n}", "p", reward=float(n), seed=70 + n, at=2000.0 + n)
+            events = rollout(f"p{n}", "p", reward=float(n), seed=70 + n, at=2000.0 + n)
             if n:  # a token that makes no number of everything behind it
-                facts = [_poisoned(f) if isinstance(f, Turn) else f for f in facts]
-            store.append(facts)
+                events = [_poisoned(f) if isinstance(f, Turn) else f for f in events]
+            store.append(events)
         train(settings, 1)
     found = replayed(settings)
     assert found.recorded.batch.dropped_rows
@@ -105,7 +111,7 @@ def _poisoned(turn: Turn) -> Turn:
     )
 
 
-def test_removed_rollouts_are_told(settings: TrainerSettings) -> None:
+def test_removed_rollouts_are_named(settings: TrainerSettings) -> None:
     assert problems(settings) == [None]
     with Store.open(settings.proxy.store) as store:
         prune(store, RetentionRule(selection=RolloutSelection(before=time.time())))
@@ -127,7 +133,7 @@ def test_text_that_is_gone_does_not_matter_but_tokens_do(settings: TrainerSettin
         replayed(settings)
 
 
-def test_a_step_without_its_batch_is_told(settings: TrainerSettings) -> None:
+def test_a_step_without_its_batch_cannot_be_replayed(settings: TrainerSettings) -> None:
     with Store.open(settings.proxy.store) as store, store.exclusive() as connection:
         connection.execute(update(Steps).values(batch=None))
     with pytest.raises(ReplayError, match="before steps said what they were made of"):
@@ -149,10 +155,7 @@ def test_another_model_is_not_taken_for_the_one_that_was_trained(
 
 
 def test_state_that_was_moved_is_found(tmp_path: Path) -> None:
-    settings = trainer_settings(tmp_path)
-    with Store.open(settings.proxy.store) as store:
-        fill(store, 4)
-        train(settings, 2)
+    settings = trained(tmp_path, 4, 2)
     moved = tmp_path / "moved"
     settings.state_dir.rename(moved)
     with Store.open(f"sqlite:///{moved}/store.db", create=False) as store:
@@ -171,10 +174,7 @@ def test_a_step_that_other_settings_leave_nothing_of_is_shown(settings: TrainerS
 
 
 def test_a_step_that_went_on_from_an_older_checkpoint_is_replayed_from_it(tmp_path: Path) -> None:
-    settings = trainer_settings(tmp_path, checkpoint={"keep": 9})
-    with Store.open(settings.proxy.store) as store:
-        fill(store, 4)
-    train(settings, 2)
+    settings = trained(tmp_path, 4, 2, checkpoint={"keep": 9})
     (settings.checkpoints / "step-00000002" / "counters.json").unlink()
     again = trainer_settings(tmp_path, checkpoint={"keep": 9, "resume_from": 1})
     with Store.open(settings.proxy.store) as store:

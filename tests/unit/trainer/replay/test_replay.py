@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from support.trainer.step_samples import fill, rollout, train, trainer_settings
+from support.trainer.step_samples import rollout, trained
 from tracegrad.events import Reward, Turn, logprob_array, token_id_array
 from tracegrad.store import Store
-from tracegrad_trainer.cli.replay import ReplayOptions, show_candidates, show_replay
+from tracegrad_trainer.cli.replay import show_candidates, show_replay
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.replay.load import ReplayError, list_candidates
 from tracegrad_trainer.replay.replay import (
@@ -46,10 +46,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Three steps were taken, each of two groups; two checkpoints are left."""
-    settings = trainer_settings(tmp_path_factory.mktemp("run"))
-    with Store.open(settings.proxy.store) as store:
-        fill(store, 2 * STEPS)
-        train(settings, STEPS)
+    settings = trained(tmp_path_factory.mktemp("run"), 2 * STEPS, STEPS)
     return Run(settings, settings.proxy.store)
 
 
@@ -118,9 +115,9 @@ def test_another_objective_stands_beside_the_recorded_one(run: Run) -> None:
     assert found.other_name == "dr_grpo, clip_high=0.5"
     assert found.other.metrics["loss"] != found.replayed.metrics["loss"]
     assert found.other.metrics["entropy"] == found.replayed.metrics["entropy"], "the same weights"
-    told = json.loads(json.dumps(found.as_json()))
-    assert told["metrics"]["loss"]["other"] == found.other.metrics["loss"]
-    assert len(told["other_turns"]) == len(told["turns"]) == 12
+    as_json = json.loads(json.dumps(found.as_json()))
+    assert as_json["metrics"]["loss"]["other"] == found.other.metrics["loss"]
+    assert len(as_json["other_turns"]) == len(as_json["turns"]) == 12
 
 
 def test_what_is_set_changes_only_that(run: Run) -> None:
@@ -199,10 +196,8 @@ def test_what_cannot_be_says_so_in_one_line(run: Run, asked: dict[str, object], 
 
 
 def test_the_first_step_begins_with_the_model_folder(tmp_path: Path) -> None:
-    settings = trainer_settings(tmp_path)
+    settings = trained(tmp_path, 2, 1)
     with Store.open(settings.proxy.store) as store:
-        fill(store, 2)
-        train(settings, 1)
         found = replay(store, settings.state_dir, ReplayRequest(step=1))
         valued = replay(store, settings.state_dir, ReplayRequest(step=1, preset="ppo"))
     assert found.equal
@@ -222,10 +217,7 @@ def test_the_list_says_which_steps_can_be_replayed_and_why_others_cannot(
         (2, "the checkpoint before it is gone"),
         (1, None),
     ]
-    request = ReplayOptions(
-        store=run.url, state_dir=run.state_dir, request=ReplayRequest(), as_json=True
-    )
-    assert show_candidates(request, Console()) == 0
+    assert show_candidates(run.url, run.state_dir, Console(), as_json=True) == 0
     [newest, *_] = json.loads(capsys.readouterr().out)
     assert (newest["step"], newest["problem"]) == (3, None)
 
@@ -244,10 +236,7 @@ def test_exit_codes_mean_something(
     monkeypatch.setenv("COLUMNS", "80")
     console = Console(file=sys.stdout)
     codes = [
-        show_replay(
-            ReplayOptions(store=run.url, state_dir=run.state_dir, request=asked, turns=turns),
-            console,
-        )
+        show_replay(run.url, run.state_dir, asked, console, turns=turns)
         for asked, turns in (
             (ReplayRequest(step=3), 2),
             (ReplayRequest(step=3, checkpoint=wrong), None),
@@ -255,9 +244,9 @@ def test_exit_codes_mean_something(
         )
     ]
     assert codes == [0, 1, 2]
-    told = capsys.readouterr()
-    assert "reproduced: all" in told.out
-    assert "the 2 of 12 turns with the largest share of the gradient" in told.out
-    assert "different:" in told.out
-    assert max(len(line) for line in told.out.splitlines()) <= 80
-    assert told.err == "trainer replay: there is no step 9: the last one is 3 (--list)\n"
+    printed = capsys.readouterr()
+    assert "reproduced: all" in printed.out
+    assert "the 2 of 12 turns with the largest share of the gradient" in printed.out
+    assert "different:" in printed.out
+    assert max(len(line) for line in printed.out.splitlines()) <= 80
+    assert printed.err == "trainer replay: there is no step 9: the last one is 3 (--list)\n"

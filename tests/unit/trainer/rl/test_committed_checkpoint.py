@@ -7,7 +7,6 @@ import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -34,19 +33,25 @@ def folder(settings: TrainerSettings, step: int) -> Path:
     return settings.checkpoints / f"step-{step:08d}"
 
 
+def state_of(tmp_path: Path, name: str) -> TrainerSettings:
+    """State folders a and b are on one store, with five batches in it."""
+    proxy = {"store": f"sqlite:///{tmp_path}/store.db"}
+    return trainer_settings(
+        tmp_path, state_dir=tmp_path / name, proxy=proxy, checkpoint={"keep": 9}
+    )
+
+
 @pytest.fixture
-def two(tmp_path: Path) -> tuple[TrainerSettings, TrainerSettings]:
-    """State folders a and b on one store, with five batches in it."""
-    store = f"sqlite:///{tmp_path}/store.db"
-    both = [
-        trainer_settings(
-            tmp_path, state_dir=tmp_path / name, proxy={"store": store}, checkpoint={"keep": 9}
-        )
-        for name in ("a", "b")
-    ]
-    with Store.open(store) as opened:
-        fill(opened, 10)
-    return both[0], both[1]
+def one(tmp_path: Path) -> TrainerSettings:
+    settings = state_of(tmp_path, "a")
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 10)
+    return settings
+
+
+@pytest.fixture
+def other(one: TrainerSettings, tmp_path: Path) -> TrainerSettings:
+    return state_of(tmp_path, "b")
 
 
 def steps(settings: TrainerSettings) -> list[StepRecord]:
@@ -54,7 +59,7 @@ def steps(settings: TrainerSettings) -> list[StepRecord]:
         return Ledger(store).steps()
 
 
-def weighed(settings: TrainerSettings, **more: Any) -> list[Finding]:
+def weighed(settings: TrainerSettings) -> list[Finding]:
     """What the doctor says of steps."""
     with Store.open(settings.proxy.store) as store:
         return [f for f in examine(store).findings if f.check in ("weights", "twice", "leases")]
@@ -79,10 +84,7 @@ def forget_digests(settings: TrainerSettings) -> None:
         connection.execute(text("UPDATE rollouts SET lease_owner = :owner"), owner)
 
 
-def test_steps_keep_their_run_and_the_chain_of_their_weights(
-    two: tuple[TrainerSettings, TrainerSettings],
-) -> None:
-    one, _ = two
+def test_steps_keep_their_run_and_the_chain_of_their_weights(one: TrainerSettings) -> None:
     train(one, 2)
     first, second = steps(one)
     assert first.run_id == second.run_id == run_id(one.state_dir)
@@ -90,19 +92,16 @@ def test_steps_keep_their_run_and_the_chain_of_their_weights(
     assert second.manifest_digest == manifest_digest(folder(one, 2))
     assert first.parent_digest is None, "the model folder's"
     assert second.parent_digest == first.manifest_digest
-    told = json.loads((folder(one, 2) / "counters.json").read_text())
-    assert told["parent"] == {"step": 1, "digest": first.manifest_digest}
+    counters = json.loads((folder(one, 2) / "counters.json").read_text())
+    assert counters["parent"] == {"step": 1, "digest": first.manifest_digest}
     assert weighed(one) == []
 
 
-# Of whatever is below it nothing is told, as in another user's folder: for root, too.
+# Of whatever is below it nothing can be read, as in another user's folder: by root neither.
 CLOSED = Path("/") / ("closed" * 50)
 
 
-def test_a_checkpoint_in_another_users_folder_is_told_in_one_line(
-    two: tuple[TrainerSettings, TrainerSettings],
-) -> None:
-    one, _ = two
+def test_a_checkpoint_in_another_users_folder_is_one_line(one: TrainerSettings) -> None:
     theirs = CLOSED / "checkpoints" / "step-00000001"
     for digest in (None, "1" * 64):
         made = StepRecord(
@@ -120,9 +119,8 @@ def test_a_checkpoint_in_another_users_folder_is_told_in_one_line(
 
 
 def test_a_refused_steps_checkpoint_is_removed_and_the_run_goes_on_from_the_committed_one(
-    two: tuple[TrainerSettings, TrainerSettings], caplog: pytest.LogCaptureFixture
+    one: TrainerSettings, other: TrainerSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, other = two
     with ExitStack() as stack:
         slow = TrainLoop(other, stack, stopping=lambda: False, supply=OFFLINE)
         slow.resume()
@@ -157,9 +155,8 @@ def test_a_refused_steps_checkpoint_is_removed_and_the_run_goes_on_from_the_comm
 
 
 def test_a_checkpoint_that_was_never_committed_is_not_loaded_as_the_committed_step(
-    two: tuple[TrainerSettings, TrainerSettings], caplog: pytest.LogCaptureFixture
+    one: TrainerSettings, other: TrainerSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, other = two
     killed_before_the_commit(other)
     assert folder(other, 1).is_dir()
     train(one, 1)
@@ -179,9 +176,8 @@ def test_a_checkpoint_that_was_never_committed_is_not_loaded_as_the_committed_st
 
 
 def test_a_step_whose_checkpoint_is_not_here_is_one_line_that_says_whose_it_is(
-    two: tuple[TrainerSettings, TrainerSettings],
+    one: TrainerSettings, other: TrainerSettings
 ) -> None:
-    one, other = two
     killed_before_the_commit(other)
     train(one, 1)
     [first] = steps(one)
@@ -204,9 +200,8 @@ def test_a_step_whose_checkpoint_is_not_here_is_one_line_that_says_whose_it_is(
 
 
 def test_a_replay_does_not_begin_with_anothers_weights(
-    two: tuple[TrainerSettings, TrainerSettings],
+    one: TrainerSettings, other: TrainerSettings
 ) -> None:
-    one, other = two
     train(one, 2)
     shutil.copytree(folder(one, 2), folder(other, 1))
     shutil.rmtree(folder(one, 1))
@@ -217,19 +212,13 @@ def test_a_replay_does_not_begin_with_anothers_weights(
         assert problems == ["the checkpoint before it is not the one that was committed", None]
 
 
-def test_what_was_never_committed_is_not_exported(
-    two: tuple[TrainerSettings, TrainerSettings],
-) -> None:
-    _, other = two
+def test_what_was_never_committed_is_not_exported(other: TrainerSettings) -> None:
     killed_before_the_commit(other)
     with pytest.raises(ExportError, match=r"--step 1: the checkpoint in .* was never committed"):
         checkpoint_to_export(other, 1)
 
 
-def test_an_older_checkpoint_must_be_of_a_committed_step(
-    two: tuple[TrainerSettings, TrainerSettings],
-) -> None:
-    one, _ = two
+def test_an_older_checkpoint_must_be_of_a_committed_step(one: TrainerSettings) -> None:
     train(one, 2)
     (folder(one, 2) / ".metadata").unlink()
     shutil.copytree(folder(one, 1), folder(one, 7))
@@ -252,9 +241,8 @@ def test_an_older_checkpoint_must_be_of_a_committed_step(
 
 
 def test_a_manifest_that_was_changed_is_named_with_an_older_checkpoint(
-    two: tuple[TrainerSettings, TrainerSettings],
+    one: TrainerSettings,
 ) -> None:
-    one, _ = two
     train(one, 2)
     manifest = folder(one, 2) / "counters.json"
     manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3'))
@@ -268,9 +256,8 @@ def test_a_manifest_that_was_changed_is_named_with_an_older_checkpoint(
 
 
 def test_steps_of_before_the_digests_are_gone_on_from_and_that_is_said(
-    two: tuple[TrainerSettings, TrainerSettings], caplog: pytest.LogCaptureFixture
+    one: TrainerSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, _ = two
     train(one, 1)
     forget_digests(one)
     train(one, 1)
@@ -278,16 +265,15 @@ def test_steps_of_before_the_digests_are_gone_on_from_and_that_is_said(
     first, second = steps(one)
     assert (first.manifest_digest, second.parent_digest) == (None, None)
     assert second.manifest_digest == manifest_digest(folder(one, 2))
-    told = json.loads((folder(one, 2) / "counters.json").read_text())
-    assert told["parent"] == {"step": 1, "digest": manifest_digest(folder(one, 1))}
+    counters = json.loads((folder(one, 2) / "counters.json").read_text())
+    assert counters["parent"] == {"step": 1, "digest": manifest_digest(folder(one, 1))}
     assert weighed(one) == []
 
 
 def test_of_two_unverifiable_checkpoints_the_recorded_one_is_taken(
-    two: tuple[TrainerSettings, TrainerSettings],
+    one: TrainerSettings, other: TrainerSettings
 ) -> None:
     """What an earlier version did not do: it took any folder of the name in its own state."""
-    one, other = two
     killed_before_the_commit(other)
     train(one, 1)
     forget_digests(one)
@@ -310,10 +296,9 @@ def record(settings: TrainerSettings, step: StepRecord) -> None:
 
 
 def test_the_doctor_finds_a_step_that_began_with_a_refused_steps_weights(
-    two: tuple[TrainerSettings, TrainerSettings],
+    one: TrainerSettings, other: TrainerSettings
 ) -> None:
     """As an earlier version left it: its own refused step 1 was loaded as the committed one."""
-    one, other = two
     killed_before_the_commit(other)
     train(one, 1)
     forget_digests(one)
@@ -328,10 +313,7 @@ def test_the_doctor_finds_a_step_that_began_with_a_refused_steps_weights(
     assert "resume_from" in finding.fix
 
 
-def test_the_doctor_finds_weights_that_are_no_chain(
-    two: tuple[TrainerSettings, TrainerSettings],
-) -> None:
-    one, _ = two
+def test_the_doctor_finds_weights_that_are_no_chain(one: TrainerSettings) -> None:
     train(one, 2)
     with Store.open(one.proxy.store) as store, store.exclusive() as connection:
         connection.execute(text("UPDATE steps SET parent_digest = 'ff' WHERE step = 2"))
@@ -340,10 +322,7 @@ def test_the_doctor_finds_weights_that_are_no_chain(
     assert any("it began with weights of digest ff…, and step 1" in f.message for f in found)
 
 
-def test_the_doctor_finds_what_one_step_trained_twice(
-    two: tuple[TrainerSettings, TrainerSettings],
-) -> None:
-    one, _ = two
+def test_the_doctor_finds_what_one_step_trained_twice(one: TrainerSettings) -> None:
     train(one, 1)
     [first] = steps(one)
     assert first.batch is not None
@@ -360,9 +339,8 @@ def test_the_doctor_finds_what_one_step_trained_twice(
 
 
 def test_the_doctor_finds_rollouts_that_were_consumed_under_anothers_lease(
-    two: tuple[TrainerSettings, TrainerSettings],
+    one: TrainerSettings,
 ) -> None:
-    one, _ = two
     train(one, 2)
     assert weighed(one) == []
     with Store.open(one.proxy.store) as store, store.exclusive() as connection:
@@ -392,10 +370,7 @@ def test_what_is_discarded_loses_its_name(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_turn_that_is_in_a_batch_twice_is_not_selected(
-    two: tuple[TrainerSettings, TrainerSettings],
-) -> None:
-    one, _ = two
+def test_a_turn_that_is_in_a_batch_twice_is_not_selected(one: TrainerSettings) -> None:
     with Store.open(one.proxy.store) as store:
         groups = Ledger(store).preview(groups=2, group_size=2).groups
         with pytest.raises(ValueError, match=r"turn t0r0\.0 of rollout t0r0 is in the batch twice"):

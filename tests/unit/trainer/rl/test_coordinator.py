@@ -43,7 +43,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     yield coordinator
     for one in made:
-        one.close()
+        one.leases.close()
         one.store.close()
 
 
@@ -216,10 +216,10 @@ def test_a_refill_that_waits_keeps_what_it_has(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("preset", "refills"), [("dapo", True), ("grpo", False)])
-def test_dapo_refills_unless_it_is_told_otherwise(make: Make, preset: str, refills: bool) -> None:
+def test_dapo_refills_unless_it_is_set_otherwise(make: Make, preset: str, refills: bool) -> None:
     assert make(objective__preset=preset).settings.refills == refills
-    told = make(objective__preset=preset, data__refill=str(not refills).lower())
-    assert told.settings.refills != refills
+    changed = make(objective__preset=preset, data__refill=str(not refills).lower())
+    assert changed.settings.refills != refills
 
 
 def test_tokens_beyond_the_models_vocabulary_are_not_trained(make: Make) -> None:

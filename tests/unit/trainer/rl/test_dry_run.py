@@ -78,7 +78,7 @@ def test_groups_of_equal_rewards_are_passed_over_as_a_step_does(settings: Traine
         assert store.turn_counts().skipped == plan.passed
 
 
-def test_what_is_not_trained_is_told_by_reason(settings: TrainerSettings) -> None:
+def test_what_is_not_trained_is_counted_by_reason(settings: TrainerSettings) -> None:
     with Store.open(settings.proxy.store) as store:
         fill(store, 1)
         equal_rewards(store, "same", at=1004.0)
@@ -94,7 +94,7 @@ def test_what_is_not_trained_is_told_by_reason(settings: TrainerSettings) -> Non
     ]
 
 
-def test_tasks_that_lack_rollouts_are_told(settings: TrainerSettings) -> None:
+def test_tasks_that_lack_rollouts_are_listed(settings: TrainerSettings) -> None:
     with Store.open(settings.proxy.store) as store:
         store.append(rollout("alone", "lonely", reward=1.0, seed=1))
         store.append([RolloutStarted(rollout_id="open", task_id="lonely")])
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_is_gone_is_a_note_not_the_end(settings: TrainerSettin
     assert (plan.step, plan.version, plan.trained) == (2, 1, 12)
 
 
-def test_refills_take_groups_until_enough_have_something_to_tell(tmp_path: Path) -> None:
+def test_refills_take_groups_until_enough_have_different_rewards(tmp_path: Path) -> None:
     settings = trainer_settings(tmp_path, data={"refill": True})
     with Store.open(settings.proxy.store) as store:
         fill(store, 1)
@@ -129,7 +129,7 @@ def test_refills_take_groups_until_enough_have_something_to_tell(tmp_path: Path)
     assert plan.more == 1
 
 
-def test_it_is_told_in_the_width_of_a_terminal_and_as_json(
+def test_it_is_printed_in_the_width_of_a_terminal_and_as_json(
     settings: TrainerSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     console = Console(file=sys.stdout, width=80, force_terminal=True, color_system=None)
@@ -141,9 +141,9 @@ def test_it_is_told_in_the_width_of_a_terminal_and_as_json(
         fill(store, 3)
         equal_rewards(store, "same", at=1004.0)
     assert dry_run.show_dry_run(settings, console, False) == 0
-    told = capsys.readouterr().out
-    assert max(len(line) for line in told.splitlines()) <= 80
-    assert "6 equal_reward" in told
+    printed = capsys.readouterr().out
+    assert max(len(line) for line in printed.splitlines()) <= 80
+    assert "6 equal_reward" in printed
     assert dry_run.show_dry_run(settings, console, True) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(asdict(planned(settings))))
 
@@ -155,25 +155,25 @@ def test_it_says_by_which_states_turns_would_be_compared(
         fill(store, 1)
         keyed = rollout("keyed", "t9", reward=1.0, seed=3, at=2000.0)
         seen = rollout("seen", "t9", reward=0.0, seed=4, at=2001.0)
-        store.append([_at(fact, state_key="door") for fact in keyed])
-        store.append([_at(fact, observation="0f" * 16) for fact in seen])
+        store.append([_at(event, state_key="door") for event in keyed])
+        store.append([_at(event, observation="0f" * 16) for event in seen])
     console = Console(file=sys.stdout, width=200, color_system=None)
     dry_run.show_dry_run(settings, console, False)
     assert "equal states" not in capsys.readouterr().out
     compared = settings.model_copy(update={"objective": preset("gigpo")})
     dry_run.show_dry_run(compared, console, False)
-    told = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     counts = planned(compared).stats
     given, observed, unknown = (counts[f"states_{name}"] for name in KNOWN)
     assert min(given, observed, unknown) > 0
     assert (
         f"turns are compared among equal states: {given:.0f} states named by the agent,"
         f" {observed:.0f} by what was observed last, {unknown:.0f} unknown"
-    ) in told
+    ) in printed
 
 
 KNOWN = ("given", "observed", "unknown")
 
 
-def _at(fact: Event, **state: Any) -> Event:
-    return replace(fact, **state) if isinstance(fact, Turn) else fact
+def _at(event: Event, **state: Any) -> Event:
+    return replace(event, **state) if isinstance(event, Turn) else event

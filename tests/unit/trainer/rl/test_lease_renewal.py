@@ -58,7 +58,7 @@ def store(settings: TrainerSettings) -> Iterator[Store]:
 def coordinator(settings: TrainerSettings, store: Store) -> Iterator[Coordinator]:
     made = Coordinator(settings, store, stopping=lambda: False, supply=OFFLINE)
     yield made
-    made.close()
+    made.leases.close()
 
 
 def eventually(there: Callable[[], bool]) -> None:
@@ -158,7 +158,7 @@ def test_groups_that_are_held_for_a_refill_are_not_leased_into_the_same_batch(
         coordinator.commit(
             batch, step=1, version=1, metrics={}, checkpoint="c", dropped_rows=[], weights=0
         )
-        coordinator.close()
+        coordinator.leases.close()
 
 
 def test_groups_that_were_lost_are_left_out_of_the_batch_with_one_line(

@@ -74,9 +74,9 @@ def engine(policy: nn.Module) -> MockEngine:
     def choices(ids: Sequence[int]) -> NDArray[Any]:
         with torch.no_grad(), router_replay.recording_routing(policy) as seen:
             policy(torch.tensor([ids]), use_cache=False)
-        told = np.zeros((len(ids), LAYERS, 2), np.uint8)
-        told[:, DENSE + 1 :] = seen[0]
-        return told
+        found = np.zeros((len(ids), LAYERS, 2), np.uint8)
+        found[:, DENSE + 1 :] = seen[0]
+        return found
 
     return MockEngine(routes=choices)
 
@@ -117,7 +117,7 @@ def captured(settings: TrainerSettings, engine: MockEngine, tmp_path: Path) -> I
             update={"upstream": upstream, "tokenizer": tmp_path / "model"}
         )
         url = stack.enter_context(serving(create_app(proxy, store=store, writer=writer)))
-        for number, name in enumerate(("told", "streamed")):
+        for number, name in enumerate(("whole", "streamed")):
             store.append([RolloutStarted(rollout_id=name, task_id="task")])
             agent(url, name, stream=name == "streamed")
             store.append(
@@ -144,13 +144,13 @@ def test_what_the_engine_chose_is_what_is_trained(
     words = f"the serving engine recorded the experts of {share:.1%} of these tokens"
     assert words in out.getvalue()
 
-    told, streamed = sorted(rows, key=lambda row: row.rollout_id, reverse=True)
+    whole, streamed = sorted(rows, key=lambda row: row.rollout_id, reverse=True)
     assert streamed.expert_routing is None
-    assert told.expert_routing is not None
+    assert whole.expert_routing is not None
     assert engine.routes is not None
-    chosen = engine.routes(told.input_ids.tolist())[:, DENSE + 1 :]
-    assert np.array_equal(told.expert_routing[:-1], chosen[:-1])
-    assert share == (len(told) - 1) / (len(told) + len(streamed))
+    chosen = engine.routes(whole.input_ids.tolist())[:, DENSE + 1 :]
+    assert np.array_equal(whole.expert_routing[:-1], chosen[:-1])
+    assert share == (len(whole) - 1) / (len(whole) + len(streamed))
 
     [batch] = pack(rows, ranks=1, budget=1024)[0]
     assert batch.expert_routing is not None

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from support.trainer.step_samples import fill, train, trainer_settings
+from support.trainer.step_samples import trained, trainer_settings
 from tracegrad.store import StepHistory, Store
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.rl.serve_worker import ServeWorker
 
 
-def settings_of(tmp_path: Path, **optim: Any) -> TrainerSettings:
-    settings = trainer_settings(tmp_path)
-    values = settings.model_dump(exclude_unset=True) | {
-        "objective": {"preset": "ppo"},
-        "optim": {"lr": 1e-3, **optim},
-    }
-    return TrainerSettings.model_validate(values)
-
-
 def test_versions_stay_while_the_policy_does(tmp_path: Path) -> None:
-    settings = settings_of(tmp_path, value_warmup_steps=2)
+    optim = {"lr": 1e-3, "value_warmup_steps": 2}
+    settings = trained(tmp_path, 6, 3, objective={"preset": "ppo"}, optim=optim)
     with Store.open(settings.proxy.store) as store:
-        fill(store, 6)
-        train(settings, 3)
         steps = sorted(StepHistory(store).steps(), key=lambda one: one.step)
     assert [(one.step, one.version) for one in steps] == [(1, 0), (2, 0), (3, 1)]
     assert [one.metrics["updates_value_only"] for one in steps] == [1, 1, 0]

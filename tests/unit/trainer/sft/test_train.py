@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from support.trainer.kill_runs import Runs, log_of, step_runs
 from support.trainer.sft_samples import char_model, rollout, said, settings, store_at, teach
 from tracegrad_trainer.engine.model import memory
+from tracegrad_trainer.launch.torchrun import torchrun_command
 from tracegrad_trainer.sft.config import SftSettings
 from tracegrad_trainer.sft.train import SftTrainer
 
@@ -160,11 +160,11 @@ def test_two_ranks_learn_what_one_does(
 
 
 def test_where_there_is_nothing_the_run_says_so(tmp_path: Path, model: Path) -> None:
-    """As `trainer sft` starts one rank: a program of its own."""
+    """Two ranks, as `trainer sft` starts them: by torch's launcher."""
     with store_at(tmp_path):
         pass
-    asked = settings(model, tmp_path)
-    command = [sys.executable, "-m", "tracegrad_trainer.sft.train", str(written(asked))]
+    asked = settings(model, tmp_path, ranks=2)
+    command = torchrun_command(2, "tracegrad_trainer.sft.train", str(written(asked)))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     [record] = records(asked)
     assert record["event"] == "failed", done.stderr

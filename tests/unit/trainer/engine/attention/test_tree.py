@@ -14,12 +14,12 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from support.trainer.batch_samples import Told
+from support.trainer.batch_samples import Rollout, source_of
 from support.trainer.forward_checks import agree, gradients
 from support.trainer.row_samples import rows, turn
 from support.trainer.tiny_models import VOCABULARY, logprobs, make
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch
-from tracegrad_trainer.batches.rows import RowSource, path_rows
+from tracegrad_trainer.batches.rows import path_rows
 from tracegrad_trainer.batches.tree_rows import tree_rows
 from tracegrad_trainer.engine.attention import tree as tree_attention
 from tracegrad_trainer.engine.attention.masked import ScoreTransform
@@ -141,8 +141,8 @@ def test_turns_that_fork_train_alike_as_trees_and_as_paths(name: str) -> None:
         turn("d", ids(2), ids(3), parent=again),
         turn("e", ids(2), ids(8), parent=again),
     ]
-    source = RowSource.of(Told("r", 1.0, turns), "g", [1.0] * len(turns), ())
-    ((whole,), _), separate = tree_rows(source, limit=10**6), path_rows(turns, source)
+    source = source_of(Rollout("r", 1.0, turns))
+    ((whole,), _), separate = tree_rows(source, limit=10**6), path_rows(source)
     assert len(separate) == 3
     assert len(whole) < sum(len(path) for path in separate)
     model = make(name)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.trainer import layout_ranks
-from support.trainer.batch_samples import Task, Told, selected
+from support.trainer.batch_samples import Rollout, Task, selected
 from support.trainer.layout_ranks import BUDGET, made
 from support.trainer.loss_tokens import tokens
 from support.trainer.row_samples import tiny_model, turn
@@ -145,7 +145,7 @@ def test_a_last_turn_that_is_not_finite_does_not_take_the_outcome_along(
 
 def told(turns: list[Turn], rewards: dict[int, float]) -> list[Row]:
     """Of a rollout that was rewarded with 1."""
-    return selected([Task("g", [Told("r0", 1.0, turns, rewards)])]).rows
+    return selected([Task("g", [Rollout("r0", 1.0, turns, rewards)])]).rows
 
 
 def credited(folder: Path, rows: list[Row], level: str, budget: int = 20) -> dict[int, float]:
@@ -259,7 +259,7 @@ def test_a_whole_tree_can_be_credited_by_turn(folder: Path, one_rank: None) -> N
     """Branches share a row; token by token there is no next token to follow."""
     first = turn("a", [1, 2], [3, 4])
     branches = [turn("b", [5], [6, 7], parent=first), turn("c", [8], [9, 10], parent=first)]
-    task = Task("g", [Told("r0", 1.0, [first, *branches])])
+    task = Task("g", [Rollout("r0", 1.0, [first, *branches])])
     learner = layout_ranks.learner(folder, "by_turn")
     zero: Tensor = learner.model.value_head.weight  # type: ignore[union-attr,assignment]
     torch.nn.init.zeros_(zero)

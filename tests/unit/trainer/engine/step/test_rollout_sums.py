@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.trainer.batch_samples import Told
+from support.trainer.batch_samples import Rollout, source_of
 from support.trainer.fsdp_ranks import VERSION, step, weights
 from support.trainer.layout_ranks import OBJECTIVES, Layout, learner, made, others
 from support.trainer.row_samples import VOCABULARY, tiny_model, turn
@@ -132,15 +132,15 @@ def forked(number: int) -> RowSource:
     a = turn(f"{number}.a", ids(4), ids(3 + number))
     b = turn(f"{number}.b", ids(2), ids(4), parent=a)
     c = turn(f"{number}.c", ids(3), ids(5), parent=a)
-    rollout = Told(f"r{number}", 1.0 - number, [a, b, c], turn_rewards={1: 0.5})
-    return RowSource.of(rollout, f"g{number // 2}", [1.5 - number] * 3, set())
+    rollout = Rollout(f"r{number}", 1.0 - number, [a, b, c], turn_rewards={1: 0.5})
+    return source_of(rollout, f"g{number // 2}", [1.5 - number] * 3)
 
 
 @pytest.mark.parametrize("name", ["gspo", "rloo", "topr", "ppo"])
 def test_a_tree_is_as_good_as_its_paths(folder: Path, name: str) -> None:
     sources = [forked(number) for number in range(4)]
     trees = [row for source in sources for row in tree_rows(source, limit=100)[0]]
-    paths = [row for source in sources for row in path_rows(source.rollout.turns, source)]
+    paths = [row for source in sources for row in path_rows(source)]
     assert (len(trees), len(paths)) == (4, 8)
     _, expected = one_step(folder, name, trees, 200)
     _, gradients = one_step(folder, name, paths, 20)
