@@ -24,7 +24,7 @@ from tracegrad.events import (
 )
 from tracegrad.jsonutil import encode_json
 from tracegrad.store.copy.export_records import RolloutRecord
-from tracegrad.transfer.field_reader import FieldReader, without_nulls
+from tracegrad.transfer.validation import FieldReader, without_nulls
 
 # `Turn.untrainable` of a turn that is text only.
 NO_TOKENS = "no_tokens"

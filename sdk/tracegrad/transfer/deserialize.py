@@ -27,8 +27,8 @@ from tracegrad.transfer.chat_conversations import (
     is_conversation,
     read_conversation,
 )
-from tracegrad.transfer.field_reader import FieldReader, InvalidObject
 from tracegrad.transfer.serialize import FORMAT
+from tracegrad.transfer.validation import FieldReader, InvalidObject
 
 ImportedObject = RolloutRecord | ImportedConversation | StepRecord | VersionRecord | Span
 T = TypeVar("T")

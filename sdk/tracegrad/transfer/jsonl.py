@@ -11,7 +11,7 @@ import orjson
 
 from tracegrad.events import Json
 from tracegrad.jsonutil import encode_json
-from tracegrad.transfer.field_reader import InvalidObject
+from tracegrad.transfer.validation import InvalidObject
 
 # What orjson refuses or rounds: lone surrogates, integers beyond 64 bits.
 _ODD = re.compile(rb"\\u[dD][89a-fA-F]|[0-9]{19}")

@@ -14,10 +14,10 @@ from typing import Any, BinaryIO
 from tracegrad.events import Json
 from tracegrad.jsonutil import dump_json
 from tracegrad.transfer import jsonl
-from tracegrad.transfer.field_reader import InvalidObject, without_nulls
 from tracegrad.transfer.layouts import Column
 from tracegrad.transfer.parquet_columns import ROLLOUT, has_messages, message_fields, with_messages
 from tracegrad.transfer.serialize import FORMAT
+from tracegrad.transfer.validation import InvalidObject, without_nulls
 
 MAGIC = b"PAR1"
 # A row group holds about so many bytes before compression, or so many rows.

@@ -20,7 +20,7 @@ from tracegrad.events import (
 from tracegrad.store import ALL, RolloutFilter, Store
 from tracegrad.store.copy.import_records import import_rollouts
 from tracegrad.transfer.chat_conversations import read_conversation
-from tracegrad.transfer.field_reader import FieldReader
+from tracegrad.transfer.validation import FieldReader
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.sft.config import SftSettings, load_sft_settings
 

@@ -17,7 +17,7 @@ from tracegrad.store import Store
 from tracegrad.transfer import jsonl, parquet, parquet_columns
 from tracegrad.transfer.deserialize import read_object
 from tracegrad.transfer.export_rollouts import RolloutExport
-from tracegrad.transfer.field_reader import InvalidObject
+from tracegrad.transfer.validation import InvalidObject
 
 FILE = experts_of(3)
 
