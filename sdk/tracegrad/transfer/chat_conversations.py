@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tracegrad.events import (
@@ -24,7 +24,8 @@ from tracegrad.events import (
 )
 from tracegrad.jsonutil import encode_json
 from tracegrad.store.copy.export_records import RolloutRecord
-from tracegrad.transfer.validation import FieldReader, without_nulls
+from tracegrad.transfer.schema import ConversationObject
+from tracegrad.transfer.validation import InvalidObject, validate, without_nulls
 
 # `Turn.untrainable` of a turn that is text only.
 NO_TOKENS = "no_tokens"
@@ -33,8 +34,8 @@ SOURCE = "source"
 IMPORTED = "imported_messages"
 
 
-def is_conversation(fields: FieldReader) -> bool:
-    return fields.any("messages") is not None
+def is_conversation(value: Json) -> bool:
+    return value.get("messages") is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,28 +71,27 @@ class ImportedConversation:
         )
 
 
-def read_conversation(fields: FieldReader) -> ImportedConversation:
-    """Fields that it does not know become the rollout's `task`. Raises BadObject."""
-    messages = _messages(fields)
-    tools = _tools(fields)
-    task_id = fields.text_or_none("task_id")
-    task = fields.any("task")
-    known = ImportedConversation(
-        rollout_id=fields.text_or_none("rollout_id")
-        or _digest([without_nulls(messages), tools, task_id]),
-        task_id=task_id,
-        agent=fields.text_or_none("agent"),
-        tags=fields.texts("tags"),
-        task=task,
+def read_conversation(value: Json) -> ImportedConversation:
+    """Fields that the schema does not have become the rollout's `task`. Raises InvalidObject."""
+    read = validate(value, ConversationObject)
+    messages: list[Json] = value["messages"]  # with the fields that the schema does not have
+    _check_messages(messages)
+    tools = _tools(read.tools)
+    rest = {key: item for key, item in value.items() if key not in read.__struct_fields__}
+    if rest and read.task is not None:
+        rest["task"] = read.task
+    return ImportedConversation(
+        rollout_id=read.rollout_id or _digest([without_nulls(messages), tools, read.task_id]),
+        task_id=read.task_id,
+        agent=read.agent,
+        tags=read.tags or {},
+        task=rest or read.task,
         messages=messages,
         tools=tools,
-        model=fields.text_or_none("model") or "",
-        reward=None if fields.any("reward") is None else fields.reward("reward"),
-        created_at=fields.number_or_none("created_at"),
+        model=read.model or "",
+        reward=read.reward,
+        created_at=read.created_at,
     )
-    if rest := fields.rest():
-        return replace(known, task=rest if task is None else rest | {"task": task})
-    return known
 
 
 def imported_messages(turn: Turn) -> bool:
@@ -99,35 +99,25 @@ def imported_messages(turn: Turn) -> bool:
     return turn.sampling.get(SOURCE) == IMPORTED
 
 
-def _messages(fields: FieldReader) -> list[Json]:
-    messages = fields.items("messages")
-    for message in fields.objects("messages"):
-        message.text("role")
-        content = message.any("content")
-        if content is not None and not isinstance(content, str | list):
-            raise message.invalid("content", "write a text, a list of parts or null")
-        for call in message.objects("tool_calls"):
-            FieldReader(call.any("function"), call.name("function")).text("name")
+def _check_messages(messages: list[Json]) -> None:
     if len(messages) < 2:
-        raise fields.invalid("messages", f"{len(messages)}; write what was asked and the reply")
+        raise InvalidObject("messages", f"{len(messages)}; write what was asked and the reply")
     if messages[-1]["role"] != "assistant":
-        raise fields.invalid(
+        raise InvalidObject(
             f"messages[{len(messages) - 1}].role",
             f"{messages[-1]['role']!r}; the last message is the assistant's reply",
         )
-    return messages
 
 
-def _tools(fields: FieldReader) -> list[Any] | None:
+def _tools(tools: Any) -> list[Any] | None:
     """A list, or a text with one: columns cannot hold what differs from tool to tool."""
-    tools = fields.any("tools")
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
         except ValueError:
-            raise fields.invalid("tools", "it is a text and no JSON; write a list") from None
+            raise InvalidObject("tools", "it is a text and no JSON; write a list") from None
     if tools is not None and not isinstance(tools, list):
-        raise fields.invalid("tools", "write a list, or a JSON text with one")
+        raise InvalidObject("tools", "write a list, or a JSON text with one")
     return tools or None
 
 

@@ -22,8 +22,8 @@ def line_of(value: Json) -> bytes:
 
 
 def read_lines(file: BinaryIO) -> Iterator[tuple[int, int, Any]]:
-    """Line number from 1, its bytes, and the object or the `BadObject` that it is. Empty lines are
-    passed over."""
+    """Line number from 1, its size in bytes, and the object, or the `InvalidObject` that it is.
+    Empty lines are skipped."""
     for number, line in enumerate(file, 1):
         if line.isspace():
             continue
@@ -34,7 +34,7 @@ def read_lines(file: BinaryIO) -> Iterator[tuple[int, int, Any]]:
 
 
 def parse(line: bytes) -> Any:
-    """Raises BadObject."""
+    """Raises InvalidObject."""
     try:
         return json.loads(line) if _ODD.search(line) else orjson.loads(line)
     except (ValueError, RecursionError) as error:

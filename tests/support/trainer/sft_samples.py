@@ -20,7 +20,6 @@ from tracegrad.events import (
 from tracegrad.store import ALL, RolloutFilter, Store
 from tracegrad.store.copy.import_records import import_rollouts
 from tracegrad.transfer.chat_conversations import read_conversation
-from tracegrad.transfer.validation import FieldReader
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.sft.config import SftSettings, load_sft_settings
 
@@ -81,7 +80,7 @@ def rollout(
 
 def teach(store: Store, *conversations: dict[str, Any]) -> None:
     """Text only, as `tracegrad import` stores it."""
-    copies = [read_conversation(FieldReader(each, "")).as_record(1000.0) for each in conversations]
+    copies = [read_conversation(each).as_record(1000.0) for each in conversations]
     import_rollouts(store, copies)
 
 

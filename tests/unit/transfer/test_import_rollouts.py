@@ -128,7 +128,7 @@ BROKEN = [
     (change("colour", to="red"), "colour: this format has no such field; leave it out"),
     (change("outcome", to="good"), "outcome: 'good'; write one of completed, agent_error"),
     (change("finished_at", to=None), "finished_at: it goes with outcome; write both or neither"),
-    (change("opened_at", to="now"), "opened_at: it is a text; write a number"),
+    (change("opened_at", to="now"), "opened_at: it is a text; write a finite number"),
     (change("tags", to={"a": 1}), "tags.a: 1 is a number; write a text"),
     (change("turns", 0, "completion_logprobs", to=[-1.0]), "turns[0].completion_logprobs: 1 for "),
     (change("turns", 0, "new_token_ids", 1, to=-1), "turns[0].new_token_ids[1]: -1; write a token"),
@@ -141,9 +141,14 @@ BROKEN = [
     (change("turns", 1, "fate_at", to=None), "turns[1].fate_at: it is missing; write when"),
     (change("turns", 1, "trained_step", to=9), "trained_step: step 9 was not read before it; imp"),
     (change("turns", 1, "request", to=[]), "turns[1].request: it is a list; write an object"),
-    (change("rewards", 0, "value", to="1"), "rewards[0].value: it is a text; write a number"),
+    (change("rewards", 0, "value", to="1"), "rewards[0].value: it is a text; write a finite"),
     (change("rewards", to={}), "rewards: it is an object; write a list"),
+    (change("rewards", 0, "value", to=1e7), "rewards[0].value: 10000000.0; write a finite number"),
     (change("outcomes", 0, to=[]), "outcomes[0]: it is a list; write an object"),
+    (change("opened_at", to=10**400), "opened_at: 1000000000"),
+    (change("consumed_step", to=2**63), "consumed_step: 9223372036854775808; write a whole number"),
+    (change("turns", 0, "policy_versions", 0, 0, to=2**63), "turns[0].policy_versions[0][0]: 9223"),
+    (change("turns", 0, "\ud800", to=1), "object: '\\ud800' holds half a surrogate pair; write"),
 ]  # fmt: skip
 
 
@@ -325,7 +330,7 @@ def test_conversations_from_parquet(target: Store, tmp_path: Path) -> None:
         ({"messages": [*ASKED, {"content": "4"}]}, "messages[1].role: it is missing or null"),
         ({"messages": [*ASKED, "4"]}, "messages[1]: it is a text; write an object"),
         ({"messages": "2+2?"}, "messages: it is a text; write a list"),
-        ({"reward": "good"}, "reward: it is a text; write a number"),
+        ({"reward": "good"}, "reward: it is a text; write a finite number from -1,000,000"),
         ({"tools": {}}, "tools: write a list, or a JSON text with one"),
         ({"tools": "{"}, "tools: it is a text and no JSON; write a list"),
     ],

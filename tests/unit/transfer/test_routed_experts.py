@@ -93,7 +93,7 @@ def test_files_of_before_are_read(
 @pytest.mark.parametrize(
     ("told", "why"),
     [
-        (7, "7 is a number; write a text or null"),
+        (7, "7 is a number; write the file's bytes as base64"),
         ("%", "it is no base64; write the file's bytes as base64"),
         ("AAAA", r"it is no \.npy file of .*; leave it out"),
         (b64encode(experts_of(4)).decode(), "4 tokens of a turn of 4, .*; leave it out"),
