@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from tracegrad.events import Json, Outcome, Turn
-from tracegrad.jsonutil import dump_json
+from tracegrad.jsonutil import dump_json, text_or_json
 from tracegrad.store.copy.export_records import RolloutRecord
 from tracegrad.transfer.layouts import ReasonCounter
 from tracegrad.transfer.token_rows import TokenRow, token_rows
@@ -92,8 +92,8 @@ def ground_truth(task: object) -> str:
     if isinstance(task, dict):
         for field in ("ground_truth", "answer", "label"):
             if field in task:
-                return _as_text(task[field])
-    return "" if task is None else _as_text(task)
+                return text_or_json(task[field])
+    return "" if task is None else text_or_json(task)
 
 
 def task_columns(copy: RolloutRecord) -> Json:
@@ -106,7 +106,3 @@ def task_columns(copy: RolloutRecord) -> Json:
 
 
 TASK_COLUMNS = {"task_id": "text", "agent": "text", "task": "text"}
-
-
-def _as_text(value: object) -> str:
-    return value if isinstance(value, str) else dump_json(value)

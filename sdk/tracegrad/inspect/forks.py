@@ -6,15 +6,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from tracegrad.chat.messages import render_options
 from tracegrad.events import Json, Turn
 from tracegrad.inspect.transcript import Message, Transcript
+from tracegrad.inspect.tree_layout import sample_key
 from tracegrad.proxy.dialects.history import recorded_reply
 from tracegrad.proxy.prompt_reuse.conversation_hash import reply_difference
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
-from tracegrad.turn_tree import paths
+from tracegrad.turn_tree import common_prefix, paths
 
 _BEFORE, _AFTER = 4, 6  # tokens shown around the first that differs
 
@@ -97,31 +96,26 @@ class TokenTotals:
 
 def find_forks(talk: Transcript) -> list[ForkFinding]:
     """Of every turn that begins afresh although others came before it, or says why it forks."""
-    turns = talk.turns
-    number = {turn.turn_id: index for index, turn in enumerate(turns)}
     found = []
-    for index, turn in enumerate(turns):
-        parent = number.get(turn.parent_id or "")
-        afresh = parent is None and index > 0 and first_sample_of_prompt(index, turns) is None
+    seen: set[tuple[str | None, bytes]] = set()  # prompts
+    for index, turn in enumerate(talk.turns):
+        afresh = index > 0 and talk.parent(index) is None and sample_key(turn) not in seen
+        seen.add(sample_key(turn))
         if turn.fork_reason is not None or afresh:
-            found.append(_fork(index, parent, talk))
+            found.append(_fork(index, talk))
     return found
 
 
-def token_totals(turns: Sequence[Turn], found: Sequence[ForkFinding]) -> TokenTotals:
+def token_totals(talk: Transcript, found: Sequence[ForkFinding]) -> TokenTotals:
+    turns = talk.turns
     every = list(paths(turns))
-    number = {turn.turn_id: turn for turn in turns}
-    stored = 0
-    for turn in turns:
-        parent = number.get(turn.parent_id or "")
-        stored += _length(turn) - (_length(parent) if parent is not None else 0)
     return TokenTotals(
         turns=len(turns),
-        roots=sum(turn.parent_id not in number for turn in turns),
+        roots=sum(talk.parent(index) is None for index in range(len(turns))),
         paths=len(every),
         sent=sum(len(turn.prompt_token_ids) for turn in turns),
         sampled=sum(len(turn.completion_token_ids) for turn in turns),
-        stored=stored,
+        stored=sum(_length(turn) - talk.parent_tokens(i) for i, turn in enumerate(turns)),
         again=sum(fork.again for fork in found),
         trained_on=sum(_length(path[-1]) for path in every),
     )
@@ -141,35 +135,22 @@ def expected_parent(index: int, talk: Transcript) -> int | None:
     return talk.closest_turn(index)
 
 
-def first_sample_of_prompt(index: int, turns: Sequence[Turn]) -> int | None:
-    """The first turn with the same prompt under the same parent; None if it is this one."""
-    turn = turns[index]
-    if not turn.prompt_token_ids:
-        return None
-    for earlier in range(index):
-        other = turns[earlier]
-        if other.parent_id == turn.parent_id and other.prompt_token_ids == turn.prompt_token_ids:
-            return earlier
-    return None
-
-
-def _fork(index: int, parent: int | None, talk: Transcript) -> ForkFinding:
+def _fork(index: int, talk: Transcript) -> ForkFinding:
     turns = talk.turns
     turn = turns[index]
     like, shared = _longest_shared_prefix(index, turns)
     rival = expected_parent(index, talk)
-    known = _length(turns[parent]) if parent is not None else 0
     compared = rival if rival is not None else like
     return ForkFinding(
         turn=index,
         reason=turn.fork_reason,
-        parent=parent,
+        parent=talk.parent(index),
         instead_of=rival,
         like=like,
         prompt=len(turn.prompt_token_ids),
         shared=shared,
         context=_length(turns[like]) if like is not None else 0,
-        again=max(0, shared - known),
+        again=max(0, shared - talk.parent_tokens(index)),
         texts=rival is not None and bool(talk.all_messages(index) and talk.all_messages(rival)),
         reply=talk.reply(rival) if rival is not None else None,
         message=_message_difference(index, rival, talk) if rival is not None else None,
@@ -198,13 +179,12 @@ def _message_difference(index: int, rival: int, talk: Transcript) -> MessageDiff
 def _recorded(index: int, talk: Transcript) -> list[Json]:
     """A turn's conversation and reply; replies as they were recorded, not as they came back."""
     messages = list(talk.all_messages(index))
-    number = {turn.turn_id: n for n, turn in enumerate(talk.turns)}
     at: int | None = index
     while at is not None:
         reply, position = recorded_reply(talk.turns[at]), len(talk.all_messages(at))
         if reply is not None and position <= len(messages):
             messages[position : position + 1] = [{**reply, "role": "assistant"}]
-        at = number.get(talk.turns[at].parent_id or "")
+        at = talk.parent(at)
     return messages
 
 
@@ -260,20 +240,10 @@ def _longest_shared_prefix(index: int, turns: Sequence[Turn]) -> tuple[int | Non
 
 
 def _common(prompt: array[int], turn: Turn) -> int:
-    shared = _prefix(prompt, turn.prompt_token_ids)
+    shared = common_prefix(prompt, turn.prompt_token_ids)
     if shared == len(turn.prompt_token_ids):
-        shared += _prefix(prompt[shared:], turn.completion_token_ids)
+        shared += common_prefix(prompt[shared:], turn.completion_token_ids)
     return shared
-
-
-def _prefix(a: array[int], b: array[int]) -> int:
-    """How many items both begin with."""
-    length = min(len(a), len(b))
-    if not length:
-        return 0
-    one, other = (np.frombuffer(each, np.int32, count=length) for each in (a, b))
-    differs = np.flatnonzero(one != other)
-    return int(differs[0]) if len(differs) else length
 
 
 def _token_difference(before: Turn, now: Turn) -> TokenDifference | None:

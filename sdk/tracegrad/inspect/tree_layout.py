@@ -65,6 +65,11 @@ def _prompt(turn: Turn) -> bytes:
     return turn.prompt_token_ids.tobytes() or turn.turn_id.encode()
 
 
+def sample_key(turn: Turn) -> tuple[str | None, bytes]:
+    """Equal for samples of one prompt that continue the same turn."""
+    return turn.parent_id, _prompt(turn)
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedTurn:
     """A turn where it is drawn.

@@ -146,7 +146,7 @@ def test_a_coding_agents_rollout_reads_well(store: Store, url: str) -> None:
                       "… 1 message as in turn 3",
                       "<reminder>You have 30 minutes left.</reminder>",
                       "… 7 messages as in turn 3", "tool ← bash 9 passed in 0.31s"])  # fmt: skip
-    assert "[image: image/png, 12 kB]" in turn_of(text, 16)
+    assert "[image: image/png, 12.0 kB]" in turn_of(text, 16)
     assert turn_of(text, 17).startswith("turn 17  not trainable: aborted ─")
     assert "+56.8 s · no tokens · refused" in turn_of(text, 18)
     assert "reward     -0.5 format  from admin_key" in turn_of(text, 19)

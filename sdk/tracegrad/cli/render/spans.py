@@ -18,7 +18,7 @@ from tracegrad.cli.render.format import (
 )
 from tracegrad.events import Span
 from tracegrad.inspect.tree_layout import shorten_guide
-from tracegrad.jsonutil import dump_json
+from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail
 
 _MARGIN = 2
@@ -96,13 +96,17 @@ def _line(span: Span, start: int, turns: Sequence[int]) -> Text:
     line.append(f"  {took} at +{format_duration((span.start_ns - start) / 1e9)}", style="dim")
     if failed:
         why = _first(span.attributes, _ERROR)
-        said = f": {one_line(_text(why))}" if why is not None else ""
+        said = f": {one_line(text_or_json(why))}" if why is not None else ""
         line.append(f"  error{said}", style="red")
     if turns:
         line.append(
             f"  {'turn' if len(turns) == 1 else 'turns'} {format_ranges(turns)}", style="cyan"
         )
-    parts = [_text(event) for names in (_KIND, _MODEL) if (event := _first(span.attributes, names))]
+    parts = [
+        text_or_json(event)
+        for names in (_KIND, _MODEL)
+        if (event := _first(span.attributes, names))
+    ]
     tokens = [_first(span.attributes, names) for names in (_TOKENS_IN, _TOKENS_OUT)]
     if not turns and any(isinstance(each, int) for each in tokens):
         parts.append(f"{tokens[0] or 0:,} prompt + {plural(int(tokens[1] or 0), 'token')}")
@@ -115,13 +119,9 @@ def _texts(span: Span, *, full: bool) -> Iterator[Text]:
     for mark, names in (("→ ", _INPUT), ("← ", _OUTPUT)):
         found = _first(span.attributes, names)
         if found not in (None, ""):
-            text = printable(_text(found))
+            text = printable(text_or_json(found))
             yield Text(mark + (text if full else clip(text, lines=3, characters=240)), style="dim")
 
 
 def _first(attributes: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((attributes[name] for name in names if attributes.get(name) is not None), None)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else dump_json(value)

@@ -12,7 +12,7 @@ from rich.text import Text
 from tracegrad.cli.render.format import finish_reason_text, format_number, one_line, plural
 from tracegrad.cli.render.rollout import rollout_title
 from tracegrad.cli.render.table import TableColumn, render_table
-from tracegrad.cli.render.turn import is_latest_reward, parent_tokens, rewards_of_turn
+from tracegrad.cli.render.turn import is_latest_reward, rewards_of_turn
 from tracegrad.events import Turn
 from tracegrad.inspect.forks import expected_parent
 from tracegrad.inspect.reasons import untrained_reason
@@ -22,6 +22,7 @@ from tracegrad.inspect.tree_layout import (
     TurnChain,
     group_samples,
     place_turns,
+    sample_key,
     shorten_guide,
     turn_chains,
 )
@@ -46,7 +47,7 @@ def render_tree(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
         return
     talk = Transcript(detail.turns)
     roots = turn_chains(detail.turns)
-    rows = _rows(group_samples(roots, detail.turns), detail)
+    rows = _rows(group_samples(roots, detail.turns), talk)
     head, *lines = render_table(_columns(rows, detail, talk), rows, width)
     yield Text()
     yield head
@@ -71,7 +72,7 @@ def tree_json(detail: RolloutDetail) -> dict[str, Any]:
         every += branch.branches
     for branch in reversed(every):
         made[id(branch)] = {
-            "turns": [_turn_object(index, detail) for index in branch.turns],
+            "turns": [_turn_object(index, detail, talk) for index in branch.turns],
             "fork_reason": detail.turns[branch.turns[0]].fork_reason,
             "instead_of": expected_parent(branch.turns[0], talk) if branch in roots else None,
             "branches": [made[id(child)] for child in branch.branches],
@@ -85,14 +86,14 @@ def tree_json(detail: RolloutDetail) -> dict[str, Any]:
     }
 
 
-def _turn_object(index: int, detail: RolloutDetail) -> dict[str, Any]:
+def _turn_object(index: int, detail: RolloutDetail, talk: Transcript) -> dict[str, Any]:
     turn = detail.turns[index]
     fate = detail.dispositions.get(turn.turn_id)
     missing = untrained_reason(turn, fate, detail.summary)
     return {
         "turn": index,
         "turn_id": turn.turn_id,
-        "new_prompt_tokens": len(turn.prompt_token_ids) - parent_tokens(turn, detail.turns),
+        "new_prompt_tokens": len(turn.prompt_token_ids) - talk.parent_tokens(index),
         "prompt_tokens": len(turn.prompt_token_ids),
         "completion_tokens": len(turn.completion_token_ids),
         "finish_reason": turn.finish_reason,
@@ -108,22 +109,17 @@ def _turn_object(index: int, detail: RolloutDetail) -> dict[str, Any]:
     }
 
 
-def _rows(roots: Sequence[TurnChain], detail: RolloutDetail) -> list[_Row]:
-    prompts = Counter(map(_asked, detail.turns))
+def _rows(roots: Sequence[TurnChain], talk: Transcript) -> list[_Row]:
+    prompts = Counter(map(sample_key, talk.turns))
     seen: set[tuple[str | None, bytes]] = set()
     rows = []
     for place in place_turns(roots):
-        turn = detail.turns[place.turn]
-        prompt = _asked(turn)
-        new = len(turn.prompt_token_ids) - parent_tokens(turn, detail.turns)
+        turn = talk.turns[place.turn]
+        prompt = sample_key(turn)
+        new = len(turn.prompt_token_ids) - talk.parent_tokens(place.turn)
         rows.append(_Row(place, turn, None if prompt in seen else new, prompts[prompt]))
         seen.add(prompt)
     return rows
-
-
-def _asked(turn: Turn) -> tuple[str | None, bytes]:
-    """Equal for samples of one prompt."""
-    return turn.parent_id, turn.prompt_token_ids.tobytes() or turn.turn_id.encode()
 
 
 def _columns(
