@@ -32,6 +32,11 @@ class ChatTurn:
     reply: Json
 
     @property
+    def asked(self) -> tuple[list[Json], list[Any]]:
+        """Equal for answers to the same words with the same tools."""
+        return self.prompt, self.tools
+
+    @property
     def tools_text(self) -> str | None:
         """As JSON text: tools differ in their fields, which columns do not."""
         return dump_json(self.tools) if self.tools else None
@@ -83,7 +88,7 @@ def conversations(said: Sequence[ChatTurn]) -> list[ChatConversation]:
 
 
 def message_of(raw: Json) -> Json:
-    """With the fields that chat templates know. Raises Unsayable."""
+    """With the fields that chat templates know. Raises NoChatMessages."""
     message: Json = {"role": raw.get("role"), "content": _text(raw.get("content"))}
     if reasoning := raw.get("reasoning_content") or raw.get("reasoning"):
         message["reasoning_content"] = _text(reasoning)
@@ -110,18 +115,14 @@ def _said(turn: Turn, by_id: dict[str, Turn]) -> ChatTurn:
 
 def _continued(one: ChatTurn, earlier: Sequence[ChatTurn]) -> ChatTurn | None:
     """The longest, the latest of equals."""
-    found: ChatTurn | None = None
-    for other in earlier:
-        length = len(other.prompt)
-        longer = found is None or length >= len(found.prompt)
-        if (
-            longer
-            and len(one.prompt) > length
-            and _same_reply(one.prompt[length], other.reply)
-            and one.prompt[:length] == other.prompt
-        ):
-            found = other
-    return found
+    continued = (
+        other
+        for other in reversed(earlier)
+        if len(one.prompt) > (length := len(other.prompt))
+        and _same_reply(one.prompt[length], other.reply)
+        and one.prompt[:length] == other.prompt
+    )
+    return max(continued, key=lambda other: len(other.prompt), default=None)
 
 
 def _same_reply(echo: Json, reply: Json) -> bool:
@@ -172,7 +173,9 @@ def _text(content: Any) -> str | None:
     return "\n".join(parts)
 
 
-def whole_conversations(copy: RolloutRecord, left_out: ReasonCounter) -> Iterator[ChatConversation]:
+def whole_conversations(
+    copies: Sequence[RolloutRecord], left_out: ReasonCounter
+) -> Iterator[ChatConversation]:
     """Those whose replies were all said by their turns, each in one conversation.
 
     Left out, counted by turns: conversations with replies that the agent brought along
@@ -180,7 +183,8 @@ def whole_conversations(copy: RolloutRecord, left_out: ReasonCounter) -> Iterato
     would be learned twice. Imported conversations are all the teacher's.
     """
     yielded: set[str] = set()
-    for conversation in conversations(chat_turns(copy, left_out)):
+    found = (each for copy in copies for each in conversations(chat_turns(copy, left_out)))
+    for conversation in found:
         ids = {said.turn.turn_id for said in conversation.turns}
         new = len(ids - yielded)
         if ids & yielded:

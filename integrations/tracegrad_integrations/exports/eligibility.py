@@ -42,6 +42,15 @@ def policy_exclusion(turn: Turn) -> str | None:
     return imitation_exclusion(turn)
 
 
+def imitation_rows(
+    copies: Sequence[RolloutRecord], left_out: ReasonCounter, *, mask: str
+) -> Iterator[Json]:
+    """Tokens to imitate, and under `mask` 1 where they are."""
+    for copy in copies:
+        for row in eligible_rows(copy, imitation_exclusion, left_out):
+            yield {"input_ids": row.token_ids.tolist(), mask: row.mask}
+
+
 def eligible_rows(
     copy: RolloutRecord, reason: Callable[[Turn], str | None], left_out: ReasonCounter
 ) -> Iterator[TokenRow]:
@@ -78,11 +87,10 @@ def prompts(
         if not said:
             left_out["rollouts: no_text"] += 1
             continue
-        first = (said[0].prompt, said[0].tools)
-        if first in known:
+        if said[0].asked in known:
             left_out["rollouts: same_prompt"] += 1
             continue
-        known.append(first)
+        known.append(said[0].asked)
         yield copy, said[0]
 
 

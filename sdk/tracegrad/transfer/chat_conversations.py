@@ -40,57 +40,46 @@ def is_conversation(value: Json) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedConversation:
-    """A conversation; `created_at` is None where it does not say when it was had."""
+    """`messages` have all their fields; `rest` is what else was written beside the known fields."""
 
     rollout_id: str
-    task_id: str | None
-    agent: str | None
-    tags: dict[str, str]
-    task: Any
     messages: list[Json]
     tools: list[Any] | None
-    model: str
-    reward: float | None
-    created_at: float | None
+    rest: Json
+    fields: ConversationObject
 
     def as_record(self, at: float) -> RolloutRecord:
         """As a rollout of the time `at`, if it does not say one."""
-        at = at if self.created_at is None else self.created_at
+        given, rollout_id = self.fields, self.rollout_id
+        at = at if given.created_at is None else given.created_at
+        task = {} if given.task is None else {"task": given.task}
         return RolloutRecord(
-            rollout_id=self.rollout_id,
+            rollout_id=rollout_id,
             opened_at=at,
-            task_id=self.task_id,
-            agent=self.agent,
-            tags=self.tags,
-            task=self.task,
+            task_id=given.task_id,
+            agent=given.agent,
+            tags=given.tags or {},
+            task=self.rest | task if self.rest else given.task,
             outcome=Outcome.COMPLETED.value,
             finished_at=at,
-            outcomes=[RolloutFinished(rollout_id=self.rollout_id, finished_at=at)],
-            rewards=[] if self.reward is None else [_reward(self.rollout_id, self.reward, at)],
+            outcomes=[RolloutFinished(rollout_id=rollout_id, finished_at=at)],
+            rewards=[] if given.reward is None else [_reward(rollout_id, given.reward, at)],
             turns=[_turn(self, at)],
         )
 
 
 def read_conversation(value: Json) -> ImportedConversation:
     """Fields that the schema does not have become the rollout's `task`. Raises InvalidObject."""
-    read = validate(value, ConversationObject)
-    messages: list[Json] = value["messages"]  # with the fields that the schema does not have
+    fields = validate(value, ConversationObject)
+    messages, tools = value["messages"], _tools(fields.tools)
     _check_messages(messages)
-    tools = _tools(read.tools)
-    rest = {key: item for key, item in value.items() if key not in read.__struct_fields__}
-    if rest and read.task is not None:
-        rest["task"] = read.task
+    digest = _digest([without_nulls(messages), tools, fields.task_id])
     return ImportedConversation(
-        rollout_id=read.rollout_id or _digest([without_nulls(messages), tools, read.task_id]),
-        task_id=read.task_id,
-        agent=read.agent,
-        tags=read.tags or {},
-        task=rest or read.task,
+        rollout_id=fields.rollout_id or digest,
         messages=messages,
         tools=tools,
-        model=read.model or "",
-        reward=read.reward,
-        created_at=read.created_at,
+        rest={key: item for key, item in value.items() if key not in fields.__struct_fields__},
+        fields=fields,
     )
 
 
@@ -124,14 +113,15 @@ def _tools(tools: Any) -> list[Any] | None:
 def _turn(teacher: ImportedConversation, at: float) -> Turn:
     reply = teacher.messages[-1]
     finish = "tool_calls" if reply.get("tool_calls") else "stop"
-    request: Json = {"model": teacher.model, "messages": teacher.messages[:-1]}
+    model = teacher.fields.model or ""
+    request: Json = {"model": model, "messages": teacher.messages[:-1]}
     if teacher.tools is not None:
         request["tools"] = teacher.tools
     return Turn(
         turn_id=_digest([teacher.rollout_id, "turn"]),
         rollout_id=teacher.rollout_id,
         dialect="chat",
-        model=teacher.model,
+        model=model,
         prompt_token_ids=token_id_array(),
         completion_token_ids=token_id_array(),
         completion_logprobs=logprob_array(),
@@ -142,7 +132,7 @@ def _turn(teacher: ImportedConversation, at: float) -> Turn:
         request=request,
         response={
             "object": "chat.completion",
-            "model": teacher.model,
+            "model": model,
             "choices": [{"index": 0, "message": reply, "finish_reason": finish}],
         },
         created_at=at,
