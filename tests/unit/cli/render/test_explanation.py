@@ -1,4 +1,4 @@
-"""`tracegrad rollouts explain`: of one rollout, and of all of them counted."""
+"""`tracegrad rollouts explain ID`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ from support.cli.sample_rollouts import (
     user,
 )
 from support.store.events import make_turn, rollout_events
-from tracegrad.events import Outcome, Turn
 from tracegrad.store import Ledger, StepRecord, Store
-
-
-def forked(store: Store, *turns: Turn) -> None:
-    store.append(list(turns))
 
 
 def test_a_fork_is_shown_with_its_evidence(store: Store, url: str) -> None:
@@ -53,7 +48,7 @@ def test_a_fork_is_shown_with_its_evidence(store: Store, url: str) -> None:
     assert refused["tokens"] is None
 
 
-def test_every_turn_that_is_not_trained_has_its_reason_and_a_mend(store: Store, url: str) -> None:
+def test_every_turn_that_is_not_trained_has_its_reason_and_a_fix(store: Store, url: str) -> None:
     store.append(coding_agent())
     turns = store.rollout_turns("0193c0de0001" + "0" * 20)
     skipped = {turn.turn_id: turn.untrainable for turn in turns if turn.untrainable}
@@ -96,7 +91,7 @@ def test_every_turn_that_is_not_trained_has_its_reason_and_a_mend(store: Store, 
     assert tokens["again"] == sum(fork["again"] for fork in explained["forks"])
 
 
-def test_a_turn_that_waits_is_told_what_for(store: Store, url: str) -> None:
+def test_a_turn_that_waits_names_what_it_waits_for(store: Store, url: str) -> None:
     store.append(rollout_events("r", reward=None))
     in_order(said(url, "explain", "r"), [
         "no forks: every turn continues another, or samples the same prompt",
@@ -119,7 +114,7 @@ def test_other_tools_are_named(store: Store, url: str) -> None:
              {"type": "function", "function": {"name": "search", "parameters": {}}}]  # fmt: skip
     talk.turn(talk.then(first, user("more")), assistant("ok"), tools=other,
               fork_reason="tools_changed")  # fmt: skip
-    forked(store, *talk.turns)
+    store.append(talk.turns)
     in_order(said(url, "explain", "r"), [
         "instead of continuing turn 0",
         "messages all of turn 0's are there, with its reply",
@@ -141,7 +136,7 @@ def test_a_reply_that_came_back_changed_is_held_against_what_was_recorded(
     changed = talk.then(second, user("more"))
     changed[1] = assistant(None, call(1, "bash", command="ls -la"))
     talk.turn(changed, assistant("ok"), fork_reason="edited_calls")
-    forked(store, *talk.turns)
+    store.append(talk.turns)
     in_order(said(url, "explain", "r"), [
         "instead of continuing turn 1",
         "message number 1 is the first that differs:",
@@ -150,11 +145,11 @@ def test_a_reply_that_came_back_changed_is_held_against_what_was_recorded(
     ])  # fmt: skip
 
 
-def test_a_difference_in_the_reply_tells_how_far_it_got(store: Store, url: str) -> None:
+def test_a_difference_in_the_reply_names_how_far_it_got(store: Store, url: str) -> None:
     first = make_turn("a", "r", new=[1, 2, 3], sampled=[4, 5, 6])
     later = make_turn("b", "r", new=[1, 2, 3, 4, 9, 9], fork_reason="tokens")
     ended = make_turn("c", "r", new=[1, 2, 3, 4, 5], fork_reason="tokens")
-    forked(store, first, later, ended)
+    store.append([first, later, ended])
     text = said(url, "explain", "r")
     in_order(text, [
         "turn 1 tokens " + "─" * 65,
@@ -169,11 +164,11 @@ def test_a_difference_in_the_reply_tells_how_far_it_got(store: Store, url: str) 
     ])  # fmt: skip
 
 
-def test_a_template_that_drops_the_reasoning_is_told_with_the_reply(store: Store, url: str) -> None:
+def test_reasoning_that_a_template_drops_is_shown(store: Store, url: str) -> None:
     talk = Talk("r")
     first = talk.turn([user("go")], assistant("Done.", reasoning="I think and think."))
     talk.turn(talk.then(first, user("more")), assistant("ok"), fork_reason="reasoning_dropped")
-    forked(store, *talk.turns)
+    store.append(talk.turns)
     in_order(said(url, "explain", "r"), [
         "why The template leaves out the reasoning of the reply.",
         "messages all of turn 0's are there, with its reply",
@@ -181,85 +176,7 @@ def test_a_template_that_drops_the_reasoning_is_told_with_the_reply(store: Store
     ])  # fmt: skip
 
 
-def test_all_reasons_of_a_store_are_counted_the_most_frequent_first(store: Store, url: str) -> None:
-    store.append(
-        [
-            *rollout_events("a", task="x", turns=3),
-            *rollout_events("b", task="x", turns=2),
-            *rollout_events("c", task="y", turns=4, outcome=None),
-            *rollout_events("d", task="y", turns=1, outcome=Outcome.ENV_ERROR),
-            make_turn("g0", "b", untrainable="greedy"),
-            make_turn("f0", "c", fork_reason="compaction"),
-            make_turn("f1", "c", fork_reason="media", untrainable="media"),
-            make_turn("f2", "d", fork_reason="media", untrainable="media"),
-        ]
-    )
-    Ledger(store).commit_step(
-        StepRecord(step=1, version=1),
-        trained=["a.0", "a.1"],
-        skipped={"a.2": "stale"},
-        rollouts=["a"],
-    )
-    store.append([make_turn("too-late", "a")])
-    counts = told(url, "explain")
-    assert (counts["rollouts"], counts["turns"], counts["trained"]) == (4, 15, 2)
-    found = [(each["reason"], each["turns"], each["rollouts"], each["final"], each["example"])
-             for each in counts["not_trained"]]  # fmt: skip
-    assert found == [
-        ("open", 5, 1, False, "c"),
-        ("media", 2, 2, True, "d"),
-        ("waiting", 2, 1, False, "b"),
-        ("env_error", 1, 1, True, "d"),
-        ("greedy", 1, 1, True, "b"),
-        ("late", 1, 1, True, "a"),
-        ("stale", 1, 1, True, "a"),
-    ]
-    assert sum(each["turns"] for each in counts["not_trained"]) + counts["trained"] == 15
-    assert [(each["reason"], each["turns"]) for each in counts["forks"]] == [
-        ("media", 2), ("compaction", 1)]  # fmt: skip
-    in_order(said(url, "explain"), [
-        "15 turns in 4 rollouts: 2 trained, 6 not, 7 wait",
-        "2 media in 2 rollouts, newest d",
-        "Its messages hold images, audio or video, whose tokens are not recorded.",
-        "5 open in 1 rollout, newest c",
-        "2 media in 2 rollouts, newest d",
-        "1 compaction in 1 rollout, newest c",
-    ])  # fmt: skip
-    # As the trainer's status has it.
-    status = store.turn_counts()
-    assert counts["trained"] == status.trained
-    assert counts["turns"] == status.captured
-
-
-def test_the_counts_agree_with_what_is_told_of_each_rollout(store: Store, url: str) -> None:
-    store.append([*coding_agent(), *samples_of_one_prompt(), *rollout_events("0")])
-    ids = ["0193c0de0001", "0193c0de0002", "0"]
-    by_rollout: dict[tuple[str, bool], int] = {}
-    for rollout in ids[:2]:
-        for each in told(url, "explain", rollout)["not_trained"]:
-            key = (each["reason"], each["final"])
-            by_rollout[key] = by_rollout.get(key, 0) + len(each["turns"])
-    counted = told(url, "explain", "--since", "1763640000", "--until", "1763640150")
-    assert {
-        (each["reason"], each["final"]): each["turns"] for each in counted["not_trained"]
-    } == by_rollout
-
-
-def test_counts_are_filtered(store: Store, url: str) -> None:
-    store.append([*rollout_events("a", task="x"), *rollout_events("b", task="y", turns=3)])
-    store.append([make_turn("f", "b", fork_reason="media")])
-    assert told(url, "explain", "--task", "x")["turns"] == 2
-    assert told(url, "explain", "--task", "x")["forks"] == []
-    assert [each["turns"] for each in told(url, "explain", "--task", "y")["forks"]] == [1]
-    assert "no rollouts match" in said(url, "explain", "--task", "z")
-
-
-def test_an_empty_store_says_so(store: Store, url: str) -> None:
-    assert said(url, "explain") == "no rollouts yet\n"
-    assert told(url, "explain")["not_trained"] == []
-
-
-def test_a_rollout_without_turns_is_said_so(store: Store, url: str) -> None:
+def test_a_rollout_without_turns_is_named(store: Store, url: str) -> None:
     store.append(rollout_events("r", turns=0))
     assert said(url, "explain", "r").splitlines()[1:] == ["no turns"]
 

@@ -198,7 +198,7 @@ def test_tokens_when_asked(story: Store, url: str) -> None:
     assert "4:-0.50" not in said(url, "show", "abc")
 
 
-def test_long_messages_are_shortened_unless_told(store: Store, url: str) -> None:
+def test_long_messages_are_shortened_unless_full(store: Store, url: str) -> None:
     long = {"messages": [{"role": "user", "content": "word " * 2000 + "END"}]}
     store.append([make_turn("t", "r", request=long)])
     assert "more characters)" in said(url, "show", "r")
@@ -309,7 +309,7 @@ def test_a_conversation_that_the_client_only_named(store: Store, url: str) -> No
              ["user one", "assistant re: one", "user two", "reply re: two"])  # fmt: skip
 
 
-def test_a_reply_that_came_back_in_another_spelling_is_not_told_again(
+def test_a_reply_that_came_back_in_another_spelling_is_not_shown_again(
     store: Store, url: str
 ) -> None:
     talk = Talk("r")
@@ -322,3 +322,13 @@ def test_a_reply_that_came_back_in_another_spelling_is_not_told_again(
     second = turn_of(said(url, "show", "r"), 1)
     in_order(second, ["… 2 messages as in turn 0", "tool ← bash a b c", "reply Three."])
     assert "Well." not in second
+
+
+def test_postgresql_shows_the_same(url: str, postgres_url: str) -> None:
+    rollout = "0193c0de0001"
+    shown = []
+    for each in (url, postgres_url):
+        with Store.open(each) as store:
+            store.append(coding_agent())
+        shown.append([said(each, command, rollout) for command in ("show", "tree", "explain")])
+    assert shown[0] == shown[1]
