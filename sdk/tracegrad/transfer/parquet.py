@@ -52,10 +52,10 @@ def write(file: BinaryIO, rows: Iterable[Json], columns: Mapping[str, Column]) -
         return _write(file, map(jsonl.parse, spool), with_messages(columns, fields))
 
 
-def rollout_row(value: Json) -> Json:
+def _rollout_row(value: Json) -> Json:
     """An object of `export --rollouts` as a row of `parquet_columns.ROLLOUT`."""
     if value["kind"] == "rollout":
-        return value | {"other": None}
+        return value
     other = {key: item for key, item in value.items() if key not in ("tracegrad", "kind")}
     return {"tracegrad": value["tracegrad"], "kind": value["kind"], "other": other}
 
@@ -93,6 +93,8 @@ def _write(file: BinaryIO, rows: Iterable[Json], columns: Mapping[str, Column]) 
         [(name, _type(column)) for name, column in columns.items()],
         metadata={"tracegrad": str(FORMAT)},
     )
+    if "other" in columns:
+        rows = map(_rollout_row, rows)
     count = 0
     with pyarrow.parquet.ParquetWriter(file, schema, compression="zstd") as writer:
         for group in _groups(_cell(row, columns) for row in rows):

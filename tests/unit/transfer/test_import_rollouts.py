@@ -191,8 +191,7 @@ def test_a_row_of_parquet_is_named(
     assert len(objects) == 12
     path = tmp_path / "copy.parquet"
     with path.open("wb") as file:
-        rows = map(parquet.rollout_row, RolloutExport(store=store).rollouts())
-        parquet.write(file, rows, parquet_columns.ROLLOUT)
+        parquet.write(file, RolloutExport(store=store).rollouts(), parquet_columns.ROLLOUT)
     table = pyarrow.parquet.read_table(path)
     rows_there = table.to_pylist()
     rows_there[4]["turns"][0]["sampling"] = "{"

@@ -84,7 +84,7 @@ def test_files_of_before_are_read(
             file.write(jsonl.line_of(row))
         else:
             kept = {**parquet_columns.ROLLOUT, "turns": {"*": fewer}}
-            parquet.write(file, [parquet.rollout_row(row)], kept)
+            parquet.write(file, [row], kept)
     target = new_store("sqlite")
     assert imported(target, path).added.turns == 2
     assert [turn.routed_experts for turn in target.rollout_turns("r")] == [None, None]

@@ -22,7 +22,6 @@ from tracegrad.store import ALL, RolloutFilter
 from tracegrad.transfer import ExportLayout, LayoutUnknown, WriteFailed, find_layout, jsonl, parquet
 from tracegrad.transfer import parquet_columns as columns
 from tracegrad.transfer.export_rollouts import ExportCounts, RolloutExport
-from tracegrad.transfer.layouts import Column
 
 FAILED = 1
 
@@ -103,10 +102,8 @@ def _writer(file_format: str, layout: ExportLayout | None, *, turns: bool) -> Ro
     if layout is not None:
         if file_format in layout.files:
             return layout.files[file_format]
-        return partial(_write_parquet, columns=layout.columns)
-    if turns:
-        return partial(_write_parquet, columns=columns.TURN)
-    return _write_rollouts
+        return partial(parquet.write, columns=layout.columns)
+    return partial(parquet.write, columns=columns.TURN if turns else columns.ROLLOUT)
 
 
 def _write(output: Path | None, write: RowWriter, rows: Rows) -> None:
@@ -131,14 +128,6 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
 def _write_lines(file: BinaryIO, rows: Rows) -> None:
     for row in rows:
         file.write(jsonl.line_of(row))
-
-
-def _write_parquet(file: BinaryIO, rows: Rows, columns: Mapping[str, Column]) -> None:
-    parquet.write(file, rows, columns)
-
-
-def _write_rollouts(file: BinaryIO, rows: Rows) -> None:
-    parquet.write(file, map(parquet.rollout_row, rows), columns.ROLLOUT)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from tracegrad.cli.render.format import (
     printable,
 )
 from tracegrad.events import Span
-from tracegrad.inspect.tree_layout import shorten_guide
+from tracegrad.inspect.tree_layout import shorten_guide, with_guides
 from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail
 
@@ -78,15 +78,7 @@ def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, str, str]]:
         shown.add(span.span_id)
         below = children.get(span.span_id, [])
         yield span, guide, under + ("│  " if below else "   ")
-        last = len(below) - 1
-        waiting += [
-            (
-                child,
-                under + ("└─ " if n == last else "├─ "),
-                under + ("   " if n == last else "│  "),
-            )
-            for n, child in reversed(list(enumerate(below)))
-        ]
+        waiting += reversed(with_guides(below, under))
 
 
 def _line(span: Span, start: int, turns: Sequence[int]) -> Text:
