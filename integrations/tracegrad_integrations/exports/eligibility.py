@@ -15,7 +15,7 @@ from tracegrad.transfer.layouts import ReasonCounter
 from tracegrad.transfer.token_rows import TokenRow, token_rows
 from tracegrad_integrations.exports.conversations import ChatTurn, chat_turns
 
-# A policy gradient needs tokens as the policy samples them; imitation takes any that were said.
+# A policy gradient needs tokens as the policy samples them; imitation takes any reply.
 _SAMPLED_OTHERWISE = frozenset(
     {
         *("greedy", "sampling_truncated", "sampling_penalised", "sampling_replaced"),
@@ -83,15 +83,15 @@ def prompts(
     """What rollouts of one task were first asked; the same words once."""
     known = []
     for copy in copies:
-        said = chat_turns(copy, left_out)
-        if not said:
+        turns = chat_turns(copy, left_out)
+        if not turns:
             left_out["rollouts: no_text"] += 1
             continue
-        if said[0].asked in known:
+        if turns[0].asked in known:
             left_out["rollouts: same_prompt"] += 1
             continue
-        known.append(said[0].asked)
-        yield copy, said[0]
+        known.append(turns[0].asked)
+        yield copy, turns[0]
 
 
 def ground_truth(task: object) -> str:

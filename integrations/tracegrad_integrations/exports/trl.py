@@ -26,8 +26,8 @@ def _sft(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[J
 
 def _prompt_completion(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
     for copy in copies:
-        for said in chat_turns(copy, left_out):
-            yield {"prompt": said.prompt, "completion": [said.reply], "tools": said.tools_text}
+        for turn in chat_turns(copy, left_out):
+            yield {"prompt": turn.prompt, "completion": [turn.reply], "tools": turn.tools_text}
 
 
 def _preference(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
@@ -52,38 +52,38 @@ def _kto(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[J
     """Good or bad: above or below the mean of the rollouts with the same prompt."""
     for group in _by_prompt(_answers(copies, left_out)):
         mean = fmean(reward for _, reward in group)
-        for said, reward in group:
+        for turn, reward in group:
             if reward == mean:
                 left_out["rollouts: mean_reward"] += 1
                 continue
             yield {
-                "prompt": said.prompt,
-                "completion": [said.reply],
+                "prompt": turn.prompt,
+                "completion": [turn.reply],
                 "label": reward > mean,
-                "tools": said.tools_text,
+                "tools": turn.tools_text,
                 "reward": reward,
             }
 
 
 def _grpo(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
-    for copy, said in prompts(copies, left_out):
-        yield {"prompt": said.prompt, **task_columns(copy)}
+    for copy, turn in prompts(copies, left_out):
+        yield {"prompt": turn.prompt, **task_columns(copy)}
 
 
 def _answers(
     copies: Sequence[RolloutRecord], left_out: ReasonCounter
 ) -> Iterator[tuple[ChatTurn, float]]:
     """Of rollouts that are one answer. TRL trains on all that comes after the prompt: of several
-    turns that would be what tools and users said, too."""
+    turns that would be the messages of tools and users, too."""
     for copy, reward in scored_rollouts(copies, left_out):
         if len(copy.turns) > 1:
             left_out["rollouts: several_turns"] += 1
             continue
-        said = chat_turns(copy, left_out)
+        turns = chat_turns(copy, left_out)
         if not copy.turns:
             left_out["rollouts: no_turns"] += 1
-        for one in said:
-            yield one, reward
+        for turn in turns:
+            yield turn, reward
 
 
 def _by_prompt(answers: Iterator[tuple[ChatTurn, float]]) -> list[list[tuple[ChatTurn, float]]]:

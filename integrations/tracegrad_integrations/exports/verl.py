@@ -24,11 +24,11 @@ from tracegrad_integrations.exports.eligibility import (
 
 
 def _rl(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
-    for copy, said in prompts(copies, left_out):
+    for copy, turn in prompts(copies, left_out):
         yield {
             # verl chooses its reward function by this name, unless it is given one.
             "data_source": copy.agent or "tracegrad",
-            "prompt": said.prompt,
+            "prompt": turn.prompt,
             "reward_model": {"style": "rule", "ground_truth": ground_truth(copy.task)},
             "extra_info": {"index": copy.task_id or copy.rollout_id, **task_columns(copy)},
         }

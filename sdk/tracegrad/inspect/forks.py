@@ -1,4 +1,4 @@
-"""Why a turn continues no earlier one, with the evidence: what was said, and the tokens."""
+"""Why a turn continues no earlier one, with the evidence: messages and tokens."""
 
 from __future__ import annotations
 
@@ -94,67 +94,68 @@ class TokenTotals:
     trained_on: int
 
 
-def find_forks(talk: Transcript) -> list[ForkFinding]:
+def find_forks(transcript: Transcript) -> list[ForkFinding]:
     """Of every turn that begins afresh although others came before it, or says why it forks."""
     found = []
     seen: set[tuple[str | None, bytes]] = set()  # prompts
-    for index, turn in enumerate(talk.turns):
-        afresh = index > 0 and talk.parent(index) is None and sample_key(turn) not in seen
+    for index, turn in enumerate(transcript.turns):
+        afresh = index > 0 and transcript.parent(index) is None and sample_key(turn) not in seen
         seen.add(sample_key(turn))
         if turn.fork_reason is not None or afresh:
-            found.append(_fork(index, talk))
+            found.append(_fork(index, transcript))
     return found
 
 
-def token_totals(talk: Transcript, found: Sequence[ForkFinding]) -> TokenTotals:
-    turns = talk.turns
+def token_totals(transcript: Transcript, found: Sequence[ForkFinding]) -> TokenTotals:
+    turns = transcript.turns
     every = list(paths(turns))
     return TokenTotals(
         turns=len(turns),
-        roots=sum(talk.parent(index) is None for index in range(len(turns))),
+        roots=sum(transcript.parent(index) is None for index in range(len(turns))),
         paths=len(every),
         sent=sum(len(turn.prompt_token_ids) for turn in turns),
         sampled=sum(len(turn.completion_token_ids) for turn in turns),
-        stored=sum(_length(turn) - talk.parent_tokens(i) for i, turn in enumerate(turns)),
+        stored=sum(_length(turn) - transcript.parent_tokens(i) for i, turn in enumerate(turns)),
         again=sum(fork.again for fork in found),
         trained_on=sum(_length(path[-1]) for path in every),
     )
 
 
-def expected_parent(index: int, talk: Transcript) -> int | None:
-    """The earlier turn that turn `index` would have continued by what was said, or by its tokens
+def expected_parent(index: int, transcript: Transcript) -> int | None:
+    """The earlier turn that turn `index` would have continued by its messages, or by its tokens
     where no texts are stored."""
-    turn = talk.turns[index]
+    turn = transcript.turns[index]
     if turn.fork_reason == ForkReason.NEW_CONVERSATION or index == 0:
         return None
-    mine = talk.all_messages(index)
+    mine = transcript.all_messages(index)
     if not mine:
-        return _longest_shared_prefix(index, talk.turns)[0]
+        return _longest_shared_prefix(index, transcript.turns)[0]
     if not any(message.get("role") == "assistant" for message in mine):
         return None
-    return talk.closest_turn(index)
+    return transcript.closest_turn(index)
 
 
-def _fork(index: int, talk: Transcript) -> ForkFinding:
-    turns = talk.turns
+def _fork(index: int, transcript: Transcript) -> ForkFinding:
+    turns = transcript.turns
     turn = turns[index]
     like, shared = _longest_shared_prefix(index, turns)
-    rival = expected_parent(index, talk)
+    rival = expected_parent(index, transcript)
     compared = rival if rival is not None else like
     return ForkFinding(
         turn=index,
         reason=turn.fork_reason,
-        parent=talk.parent(index),
+        parent=transcript.parent(index),
         instead_of=rival,
         like=like,
         prompt=len(turn.prompt_token_ids),
         shared=shared,
         context=_length(turns[like]) if like is not None else 0,
-        again=max(0, shared - talk.parent_tokens(index)),
-        texts=rival is not None and bool(talk.all_messages(index) and talk.all_messages(rival)),
-        reply=talk.reply(rival) if rival is not None else None,
-        message=_message_difference(index, rival, talk) if rival is not None else None,
-        frame=_frame_difference(index, rival, talk) if rival is not None else None,
+        again=max(0, shared - transcript.parent_tokens(index)),
+        texts=rival is not None
+        and bool(transcript.all_messages(index) and transcript.all_messages(rival)),
+        reply=transcript.reply(rival) if rival is not None else None,
+        message=_message_difference(index, rival, transcript) if rival is not None else None,
+        frame=_frame_difference(index, rival, transcript) if rival is not None else None,
         tokens=_token_difference(turns[compared], turn) if compared is not None else None,
     )
 
@@ -163,28 +164,28 @@ def _length(turn: Turn) -> int:
     return len(turn.prompt_token_ids) + len(turn.completion_token_ids)
 
 
-# What was said
+# Messages
 
 
-def _message_difference(index: int, rival: int, talk: Transcript) -> MessageDifference | None:
-    mine, theirs = talk.all_messages(index), _recorded(rival, talk)
+def _message_difference(index: int, rival: int, transcript: Transcript) -> MessageDifference | None:
+    mine, theirs = transcript.all_messages(index), _recorded(rival, transcript)
     for position, message in enumerate(theirs):
         now = mine[position] if position < len(mine) else None
         if now is None or not _same(now, message):
-            other = talk.message(now) if now is not None else None
-            return MessageDifference(position, talk.message(message), other)
+            other = transcript.message(now) if now is not None else None
+            return MessageDifference(position, transcript.message(message), other)
     return None
 
 
-def _recorded(index: int, talk: Transcript) -> list[Json]:
+def _recorded(index: int, transcript: Transcript) -> list[Json]:
     """A turn's conversation and reply; replies as they were recorded, not as they came back."""
-    messages = list(talk.all_messages(index))
+    messages = list(transcript.all_messages(index))
     at: int | None = index
     while at is not None:
-        reply, position = recorded_reply(talk.turns[at]), len(talk.all_messages(at))
+        reply, position = recorded_reply(transcript.turns[at]), len(transcript.all_messages(at))
         if reply is not None and position <= len(messages):
             messages[position : position + 1] = [{**reply, "role": "assistant"}]
-        at = talk.parent(at)
+        at = transcript.parent(at)
     return messages
 
 
@@ -195,8 +196,8 @@ def _same(mine: Json, theirs: Json) -> bool:
     return theirs.get("role") == "assistant" and reply_difference(theirs, mine) is None
 
 
-def _frame_difference(index: int, rival: int, talk: Transcript) -> FrameDifference | None:
-    mine, theirs = talk.call(index), talk.call(rival)
+def _frame_difference(index: int, rival: int, transcript: Transcript) -> FrameDifference | None:
+    mine, theirs = transcript.call(index), transcript.call(rival)
     if mine is None or theirs is None:
         return None
     now, before = render_options(mine.body), render_options(theirs.body)

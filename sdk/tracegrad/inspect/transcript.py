@@ -1,4 +1,4 @@
-"""What was said in a rollout's turns, read from their recorded requests and responses."""
+"""The messages of a rollout's turns, read from their recorded requests and responses."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     {"messages": [...], "tools": [...], "task_id": "...", "reward": 1.0}
 
-The last message is what the model said, all before it what it was asked. Without a `rollout_id`
-the id is made of what is said, so that importing it again changes nothing.
+The last message is the model's reply, all before it its prompt. Without a `rollout_id` the id is a
+digest of the messages, so that importing it again changes nothing.
 """
 
 from __future__ import annotations

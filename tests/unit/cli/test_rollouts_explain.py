@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.cli.run_rollouts import in_order, said, told
+from support.cli.run_rollouts import in_order, printed, printed_json
 from support.cli.sample_rollouts import coding_agent, samples_of_one_prompt
 from support.store.events import make_turn, rollout_events
 from tracegrad.events import Outcome
@@ -29,7 +29,7 @@ def test_all_reasons_of_a_store_are_counted_the_most_frequent_first(store: Store
         rollouts=["a"],
     )
     store.append([make_turn("too-late", "a")])
-    counts = told(url, "explain")
+    counts = printed_json(url, "explain")
     assert (counts["rollouts"], counts["turns"], counts["trained"]) == (4, 15, 2)
     found = [(each["reason"], each["turns"], each["rollouts"], each["final"], each["example"])
              for each in counts["not_trained"]]  # fmt: skip
@@ -45,7 +45,7 @@ def test_all_reasons_of_a_store_are_counted_the_most_frequent_first(store: Store
     assert sum(each["turns"] for each in counts["not_trained"]) + counts["trained"] == 15
     assert [(each["reason"], each["turns"]) for each in counts["forks"]] == [
         ("media", 2), ("compaction", 1)]  # fmt: skip
-    in_order(said(url, "explain"), [
+    in_order(printed(url, "explain"), [
         "15 turns in 4 rollouts: 2 trained, 6 not, 7 wait",
         "2 media in 2 rollouts, newest d",
         "Its messages hold images, audio or video, whose tokens are not recorded.",
@@ -64,10 +64,10 @@ def test_the_counts_agree_with_the_reasons_of_each_rollout(store: Store, url: st
     ids = ["0193c0de0001", "0193c0de0002", "0"]
     by_rollout: dict[tuple[str, bool], int] = {}
     for rollout in ids[:2]:
-        for each in told(url, "explain", rollout)["not_trained"]:
+        for each in printed_json(url, "explain", rollout)["not_trained"]:
             key = (each["reason"], each["final"])
             by_rollout[key] = by_rollout.get(key, 0) + len(each["turns"])
-    counted = told(url, "explain", "--since", "1763640000", "--until", "1763640150")
+    counted = printed_json(url, "explain", "--since", "1763640000", "--until", "1763640150")
     assert {
         (each["reason"], each["final"]): each["turns"] for each in counted["not_trained"]
     } == by_rollout
@@ -76,12 +76,12 @@ def test_the_counts_agree_with_the_reasons_of_each_rollout(store: Store, url: st
 def test_counts_are_filtered(store: Store, url: str) -> None:
     store.append([*rollout_events("a", task="x"), *rollout_events("b", task="y", turns=3)])
     store.append([make_turn("f", "b", fork_reason="media")])
-    assert told(url, "explain", "--task", "x")["turns"] == 2
-    assert told(url, "explain", "--task", "x")["forks"] == []
-    assert [each["turns"] for each in told(url, "explain", "--task", "y")["forks"]] == [1]
-    assert "no rollouts match" in said(url, "explain", "--task", "z")
+    assert printed_json(url, "explain", "--task", "x")["turns"] == 2
+    assert printed_json(url, "explain", "--task", "x")["forks"] == []
+    assert [each["turns"] for each in printed_json(url, "explain", "--task", "y")["forks"]] == [1]
+    assert "no rollouts match" in printed(url, "explain", "--task", "z")
 
 
 def test_an_empty_store_says_so(store: Store, url: str) -> None:
-    assert said(url, "explain") == "no rollouts yet\n"
-    assert told(url, "explain")["not_trained"] == []
+    assert printed(url, "explain") == "no rollouts yet\n"
+    assert printed_json(url, "explain")["not_trained"] == []

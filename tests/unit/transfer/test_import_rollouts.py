@@ -152,24 +152,24 @@ BROKEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("breaks", "said"), BROKEN, ids=[said[:30] for _, said in BROKEN])
+@pytest.mark.parametrize(("breaks", "message"), BROKEN, ids=[message[:30] for _, message in BROKEN])
 def test_a_broken_object_is_named_and_stores_nothing(
-    target: Store, objects: list[Json], tmp_path: Path, breaks: Callable[[Json], None], said: str
+    target: Store, objects: list[Json], tmp_path: Path, breaks: Callable[[Json], None], message: str
 ) -> None:
     [place] = [n for n, row in enumerate(objects) if row.get("rollout_id") == "d1"]
     breaks(objects[place])
     path = written(tmp_path, objects)
     result = run(target, path)
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"tracegrad: {path}:{place + 1}: {said}")
+    assert result.stderr.startswith(f"tracegrad: {path}:{place + 1}: {message}")
     assert result.stderr.count("\n") == 1
     before = [row["rollout_id"] for row in objects[:place] if row["kind"] == "rollout"]
     assert sorted(row.rollout_id for row in target.rollouts()) == before
 
-    told = done(target, path, "--skip-bad").splitlines()
-    assert told[0].startswith("9 rollouts: 1 new")
-    assert told[1].startswith("left out: ")
-    assert told[1].endswith(" (1)")
+    lines = done(target, path, "--skip-bad").splitlines()
+    assert lines[0].startswith("9 rollouts: 1 new")
+    assert lines[1].startswith("left out: ")
+    assert lines[1].endswith(" (1)")
     assert "d1" not in {row.rollout_id for row in target.rollouts()}
 
 
@@ -199,8 +199,8 @@ def test_a_row_of_parquet_is_named(
     rows_there[6]["rewards"] = [None]
     broken = pyarrow.Table.from_pylist(rows_there, schema=table.schema)
     pyarrow.parquet.write_table(broken, path)
-    said = run(target, str(path)).stderr
-    assert said.startswith(f"tracegrad: {path}, row 5: turns[0].sampling: it is no JSON")
+    error = run(target, str(path)).stderr
+    assert error.startswith(f"tracegrad: {path}, row 5: turns[0].sampling: it is no JSON")
     assert done(target, str(path), "--skip-bad").splitlines()[1] == (
         "left out: rewards[] (1), turns[].completion_logprobs (1), turns[].sampling (1)"
     )
@@ -208,8 +208,8 @@ def test_a_row_of_parquet_is_named(
 
 def test_rows_of_turns_are_no_copy(target: Store, store: Store, objects: list[Json]) -> None:
     text = b"".join(map(line_of, RolloutExport(store=store).turns()))
-    said = run(target, "-", text=text).stderr
-    assert "-:1: tracegrad: this is a turn of `export --turns`, which is no whole copy" in said
+    error = run(target, "-", text=text).stderr
+    assert "-:1: tracegrad: this is a turn of `export --turns`, which is no whole copy" in error
 
 
 def test_what_contradicts_the_store_is_refused(
@@ -221,8 +221,8 @@ def test_what_contradicts_the_store_is_refused(
     a1["turns"][0]["completion_token_ids"][0] += 1
     d1["task_id"] = "another"
     d1["turns"] = []
-    told = done(target, written(tmp_path, objects), "--skip-bad").splitlines()
-    assert told == ["8 rollouts: 0 new", "left out: rollout_id (1), turn_id (1)"]
+    lines = done(target, written(tmp_path, objects), "--skip-bad").splitlines()
+    assert lines == ["8 rollouts: 0 new", "left out: rollout_id (1), turn_id (1)"]
     assert (
         "the store has another turn a1.0 (of rollout a1)"
         in run(target, written(tmp_path, [a1])).stderr
@@ -239,9 +239,9 @@ def test_steps_and_versions_of_another_training_run_are_refused(
         f"tracegrad: {path}:1: version: the store has another version 4; import it into a store "
         "of its own, or with --untrained"
     )
-    told = done(target, path, "--skip-bad").splitlines()
-    assert told[0].startswith("9 rollouts: 9 new")
-    assert told[1] == "left out: step (1), trained_step (1), version (1)"
+    lines = done(target, path, "--skip-bad").splitlines()
+    assert lines[0].startswith("9 rollouts: 9 new")
+    assert lines[1] == "left out: step (1), trained_step (1), version (1)"
 
     assert done(target, path, "--untrained").startswith("10 rollouts: 1 new")
     counts = target.turn_counts()
@@ -322,7 +322,7 @@ def test_conversations_from_parquet(target: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"messages": ASKED}, "messages: 1; write what was asked and the reply"),
         ({"messages": [*ASKED, *ASKED]}, "messages[1].role: 'user'; the last message is"),
@@ -335,12 +335,12 @@ def test_conversations_from_parquet(target: Store, tmp_path: Path) -> None:
     ],
 )
 def test_broken_conversations_are_named(
-    target: Store, tmp_path: Path, changes: Json, said: str
+    target: Store, tmp_path: Path, changes: Json, message: str
 ) -> None:
     path = written(tmp_path, [TAUGHT | changes])
     result = run(target, path)
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"tracegrad: {path}:1: {said}")
+    assert result.stderr.startswith(f"tracegrad: {path}:1: {message}")
     assert target.rollouts() == []
 
 

@@ -91,7 +91,7 @@ def test_files_of_before_are_read(
 
 
 @pytest.mark.parametrize(
-    ("told", "why"),
+    ("value", "why"),
     [
         (7, "7 is a number; write the file's bytes as base64"),
         ("%", "it is no base64; write the file's bytes as base64"),
@@ -99,9 +99,9 @@ def test_files_of_before_are_read(
         (b64encode(experts_of(4)).decode(), "4 tokens of a turn of 4, .*; leave it out"),
     ],
 )
-def test_those_that_are_none_are_refused_by_name(store: Store, told: object, why: str) -> None:
+def test_those_that_are_none_are_refused_by_name(store: Store, value: object, why: str) -> None:
     row = rollout(store)
-    row["turns"][0]["routed_experts"] = told
+    row["turns"][0]["routed_experts"] = value
     with pytest.raises(InvalidObject, match=rf"turns\[0\]\.routed_experts: {why}"):
         read_object(row)
 

@@ -137,9 +137,9 @@ def _print_result(found: RedactionResult, rule: RedactionRule, *, dry_run: bool)
         )
         if counts[name]
     ]
-    said = ", ".join(parts) or "nothing"
+    what = ", ".join(parts) or "nothing"
     rollouts = plural(counts["rollouts"], "rollout")
-    typer.echo(f"{'would redact' if dry_run else 'redacted'} {said} in {rollouts}")
+    typer.echo(f"{'would redact' if dry_run else 'redacted'} {what} in {rollouts}")
     if counts["turns"]:
         if rule.drop_tokens:
             dropped = plural(counts.get("tokens_dropped", 0), "turn")

@@ -46,8 +46,8 @@ def render_explanation(detail: RolloutDetail, width: int | None) -> Iterator[Tex
     if not detail.turns:
         yield Text("no turns")
         return
-    talk = Transcript(detail.turns)
-    found = find_forks(talk)
+    transcript = Transcript(detail.turns)
+    found = find_forks(transcript)
     for group in _alike(found):
         yield Text()
         yield from _fork(group[0], width) if len(group) == 1 else _beginnings(group, width)
@@ -57,12 +57,12 @@ def render_explanation(detail: RolloutDetail, width: int | None) -> Iterator[Tex
     yield Text()
     yield from _untrained(detail, width)
     yield Text()
-    yield from _totals(token_totals(talk, found), width)
+    yield from _totals(token_totals(transcript, found), width)
 
 
 def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
-    talk = Transcript(detail.turns)
-    found = find_forks(talk)
+    transcript = Transcript(detail.turns)
+    found = find_forks(transcript)
     return {
         "rollout_id": detail.summary.rollout_id,
         "forks": [_with_text(asdict(fork), fork_text, fork.reason) for fork in found],
@@ -70,7 +70,7 @@ def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
             _with_text({"reason": reason, "final": final, "turns": turns}, untrained_text, reason)
             for (reason, final), turns in _by_reason(detail).items()
         ],
-        "tokens": asdict(token_totals(talk, found)),
+        "tokens": asdict(token_totals(transcript, found)),
     }
 
 
@@ -169,7 +169,7 @@ def _instead(fork: ForkFinding) -> str:
 
 
 def _messages(found: MessageDifference, fork: ForkFinding, row: _Row) -> Iterator[Text]:
-    before, now = (_said(each) for each in (found.before, found.now))
+    before, now = (_message_line(each) for each in (found.before, found.now))
     start = common_prefix(before, now)
     for label, message, text, style in (
         (f"- turn {fork.instead_of}", found.before, before, "red"),
@@ -182,7 +182,7 @@ def _messages(found: MessageDifference, fork: ForkFinding, row: _Row) -> Iterato
         yield from row(label, body, style)
 
 
-def _said(message: Message | None) -> str:
+def _message_line(message: Message | None) -> str:
     """A message in one line."""
     if message is None:
         return ""
@@ -208,7 +208,7 @@ def _tokens(fork: ForkFinding, row: _Row) -> Iterator[Text]:
     other = fork.instead_of if fork.instead_of is not None else fork.like
     into = found.in_reply
     if into is not None and fork.message is None and fork.reply is not None:
-        yield from row("reply", _excerpt(_said(fork.reply), 0))
+        yield from row("reply", _excerpt(_message_line(fork.reply), 0))
     where = "prompt" if into is None else f"reply, after {plural(into, 'token')}"
     shared = f"{plural(found.position, 'token')} shared with turn {other}"
     yield from row("tokens", f"{shared}; they part in its {where}:")
@@ -247,7 +247,7 @@ def _by_reason(detail: RolloutDetail) -> dict[UntrainedReason, list[int]]:
     """The turns that are not trained, by why; most first."""
     found: dict[UntrainedReason, list[int]] = {}
     for index, turn in enumerate(detail.turns):
-        missing = untrained_reason(turn, detail.dispositions.get(turn.turn_id), detail.summary)
+        missing = untrained_reason(turn, detail)
         if missing is not None:
             found.setdefault(missing, []).append(index)
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))

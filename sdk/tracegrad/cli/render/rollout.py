@@ -49,10 +49,12 @@ def render_one_turn(
     detail: RolloutDetail, index: int, width: int | None, *, tokens: bool
 ) -> Iterator[Text]:
     """One turn, whole."""
-    talk = Transcript(detail.turns)
+    transcript = Transcript(detail.turns)
     yield rollout_title(detail, width)
     yield Text()
-    yield from render_full_turn(index, TurnView(detail, talk, width, full=True, tokens=tokens))
+    yield from render_full_turn(
+        index, TurnView(detail, transcript, width, full=True, tokens=tokens)
+    )
 
 
 def rollout_title(detail: RolloutDetail, width: int | None) -> Text:

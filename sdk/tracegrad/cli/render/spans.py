@@ -46,7 +46,7 @@ def render_spans(detail: RolloutDetail, width: int | None, *, full: bool) -> Ite
         made = calls.get(span.span_id, [])
         line = Text.assemble((guide, "dim"), _line(span, start, made))
         yield _cut(line, width)
-        # What a model was sent and said is with its turn.
+        # Prompt and reply of a model are shown with its turn.
         for text in () if made else _texts(span, full=full):
             room = None if width is None else width - _MARGIN - len(under)
             for part in wrapped(text, room):
@@ -70,7 +70,7 @@ def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, str, str]]:
     shown: set[str] = set()
     waiting = [(span, "", "") for span in reversed(children.get(None, []))]
     while waiting or len(shown) < len(known):
-        if not waiting:  # spans that are each other's parents: somebody sent nonsense
+        if not waiting:  # spans that are each other's parents: a broken trace
             waiting.append((next(span for span in spans if span.span_id not in shown), "", ""))
         span, guide, under = waiting.pop()
         if span.span_id in shown:
@@ -88,8 +88,8 @@ def _line(span: Span, start: int, turns: Sequence[int]) -> Text:
     line.append(f"  {took} at +{format_duration((span.start_ns - start) / 1e9)}", style="dim")
     if failed:
         why = _first(span.attributes, _ERROR)
-        said = f": {one_line(text_or_json(why))}" if why is not None else ""
-        line.append(f"  error{said}", style="red")
+        reason = f": {one_line(text_or_json(why))}" if why is not None else ""
+        line.append(f"  error{reason}", style="red")
     if turns:
         line.append(
             f"  {'turn' if len(turns) == 1 else 'turns'} {format_ranges(turns)}", style="cyan"

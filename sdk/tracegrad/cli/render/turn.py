@@ -91,13 +91,13 @@ def render_full_turn(index: int, how: TurnView) -> Iterator[Text]:
 def _about(index: int, how: TurnView) -> Iterator[Text]:
     turn = how.detail.turns[index]
     yield rule(turn_title(index, how), how.width)
-    yield from indented(_facts(turn, how.detail), margin=_MARGIN, width=how.width)
+    yield from indented(_summary(turn, how.detail), margin=_MARGIN, width=how.width)
     if turn.fork_reason:
         rival = expected_parent(index, how.transcript)
         instead = f", instead of continuing turn {rival}" if rival is not None else ""
         why = f"{one_line(turn.fork_reason)}{instead}: {fork_text(turn.fork_reason).meaning}"
         yield from _row("fork", Text(why, style="yellow"), how)
-    missing = untrained_reason(turn, how.detail.dispositions.get(turn.turn_id), how.detail.summary)
+    missing = untrained_reason(turn, how.detail)
     if missing is not None and missing.final:
         why = f"{one_line(missing.reason)}: {untrained_text(missing.reason).meaning}"
         yield from _row("untrained", Text(why, style="yellow"), how)
@@ -116,7 +116,7 @@ def turn_title(index: int, how: TurnView) -> Text:
     return title.append("  ").append(fate, style=f"not bold {style}")
 
 
-def _facts(turn: Turn, detail: RolloutDetail) -> Text:
+def _summary(turn: Turn, detail: RolloutDetail) -> Text:
     sampled = len(turn.completion_token_ids)
     parts = [f"+{format_duration(max(0.0, turn.created_at - detail.summary.opened_at))}"]
     if sampled or turn.prompt_token_ids:
@@ -140,7 +140,7 @@ def versions_text(turn: Turn) -> str:
 def disposition_text(turn: Turn, detail: RolloutDetail) -> tuple[str, str]:
     """What became of the turn, and a style."""
     fate = detail.dispositions.get(turn.turn_id)
-    missing = untrained_reason(turn, fate, detail.summary)
+    missing = untrained_reason(turn, detail)
     if missing is None:
         return f"trained in step {fate.step if fate else None}", "green"
     if not missing.final:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.cli.run_rollouts import in_order, run, said, told
+from support.cli.run_rollouts import in_order, printed, printed_json, run
 from support.cli.sample_rollouts import (
     SYSTEM,
     TOOLS,
@@ -22,7 +22,7 @@ from tracegrad.store import Ledger, StepRecord, Store
 
 def test_a_fork_is_shown_with_its_evidence(store: Store, url: str) -> None:
     store.append(coding_agent())
-    text = said(url, "explain", "0193c0de0001")
+    text = printed(url, "explain", "0193c0de0001")
     in_order(text, [
         "turn 4 edited_history " + "─" * 57,
         "why An earlier message was changed, dropped or inserted: no recorded",
@@ -36,7 +36,7 @@ def test_a_fork_is_shown_with_its_evidence(store: Store, url: str) -> None:
         "+ turn 4 … 44737 22277 45620 32578 [2723] 16714 16592 17158 14790 22277",
         "cost 336 of its 523 prompt tokens are new; stored a second time: 187",
     ])  # fmt: skip
-    [edited, sub_agent, compacted, refused] = told(url, "explain", "0193c0de0001")["forks"]
+    [edited, sub_agent, compacted, refused] = printed_json(url, "explain", "0193c0de0001")["forks"]
     assert (edited["turn"], edited["instead_of"], edited["parent"]) == (4, 3, None)
     assert (edited["prompt"], edited["shared"], edited["again"]) == (523, 187, 187)
     assert edited["tokens"]["before"][4] == 16714
@@ -59,7 +59,7 @@ def test_every_turn_that_is_not_trained_has_its_reason_and_a_fix(store: Store, u
         skipped=skipped,
         rollouts=[turns[0].rollout_id],
     )
-    text = said(url, "explain", "0193c0de0001")
+    text = printed(url, "explain", "0193c0de0001")
     in_order(text, [
         "14 of 20 turns trained in step 12",
         "over_long 2 turns: 3, 5",
@@ -73,7 +73,7 @@ def test_every_turn_that_is_not_trained_has_its_reason_and_a_fix(store: Store, u
         "457 sampled",
         "350 of them a second time, because of forks",
     ])  # fmt: skip
-    explained = told(url, "explain", "0193c0de0001")
+    explained = printed_json(url, "explain", "0193c0de0001")
     missing = {turn for each in explained["not_trained"] for turn in each["turns"]}
     assert missing == {3, 5, 7, 16, 17, 18}
     assert all(each["meaning"] and each["final"] for each in explained["not_trained"])
@@ -93,7 +93,7 @@ def test_every_turn_that_is_not_trained_has_its_reason_and_a_fix(store: Store, u
 
 def test_a_turn_that_waits_names_what_it_waits_for(store: Store, url: str) -> None:
     store.append(rollout_events("r", reward=None))
-    in_order(said(url, "explain", "r"), [
+    in_order(printed(url, "explain", "r"), [
         "no forks: every turn continues another, or samples the same prompt",
         "0 of 2 turns trained",
         "no_reward 2 turns: 0-1",
@@ -104,7 +104,7 @@ def test_a_turn_that_waits_names_what_it_waits_for(store: Store, url: str) -> No
 
 def test_samples_of_one_prompt_are_no_forks(store: Store, url: str) -> None:
     store.append(samples_of_one_prompt())
-    assert told(url, "explain", "0193c0de0002")["forks"] == []
+    assert printed_json(url, "explain", "0193c0de0002")["forks"] == []
 
 
 def test_other_tools_are_named(store: Store, url: str) -> None:
@@ -115,14 +115,14 @@ def test_other_tools_are_named(store: Store, url: str) -> None:
     talk.turn(talk.then(first, user("more")), assistant("ok"), tools=other,
               fork_reason="tools_changed")  # fmt: skip
     store.append(talk.turns)
-    in_order(said(url, "explain", "r"), [
+    in_order(printed(url, "explain", "r"), [
         "instead of continuing turn 0",
         "messages all of turn 0's are there, with its reply",
         "tools gone: edit_file",
         "tools new: search",
         "tools changed: read_file",
     ])  # fmt: skip
-    assert told(url, "explain", "r")["forks"][0]["frame"] == {
+    assert printed_json(url, "explain", "r")["forks"][0]["frame"] == {
         "gone": ["edit_file"], "new": ["search"], "changed": ["read_file"], "arguments": [],
     }  # fmt: skip
 
@@ -137,7 +137,7 @@ def test_a_reply_that_came_back_changed_is_held_against_what_was_recorded(
     changed[1] = assistant(None, call(1, "bash", command="ls -la"))
     talk.turn(changed, assistant("ok"), fork_reason="edited_calls")
     store.append(talk.turns)
-    in_order(said(url, "explain", "r"), [
+    in_order(printed(url, "explain", "r"), [
         "instead of continuing turn 1",
         "message number 1 is the first that differs:",
         '- turn 1 assistant: → bash({"command": "ls"})',
@@ -150,7 +150,7 @@ def test_a_difference_in_the_reply_names_how_far_it_got(store: Store, url: str) 
     later = make_turn("b", "r", new=[1, 2, 3, 4, 9, 9], fork_reason="tokens")
     ended = make_turn("c", "r", new=[1, 2, 3, 4, 5], fork_reason="tokens")
     store.append([first, later, ended])
-    text = said(url, "explain", "r")
+    text = printed(url, "explain", "r")
     in_order(text, [
         "turn 1 tokens " + "─" * 65,
         "instead of continuing turn 0",
@@ -169,7 +169,7 @@ def test_reasoning_that_a_template_drops_is_shown(store: Store, url: str) -> Non
     first = talk.turn([user("go")], assistant("Done.", reasoning="I think and think."))
     talk.turn(talk.then(first, user("more")), assistant("ok"), fork_reason="reasoning_dropped")
     store.append(talk.turns)
-    in_order(said(url, "explain", "r"), [
+    in_order(printed(url, "explain", "r"), [
         "why The template leaves out the reasoning of the reply.",
         "messages all of turn 0's are there, with its reply",
         "reply (I think and think.) Done.",
@@ -178,7 +178,7 @@ def test_reasoning_that_a_template_drops_is_shown(store: Store, url: str) -> Non
 
 def test_a_rollout_without_turns_is_named(store: Store, url: str) -> None:
     store.append(rollout_events("r", turns=0))
-    assert said(url, "explain", "r").splitlines()[1:] == ["no turns"]
+    assert printed(url, "explain", "r").splitlines()[1:] == ["no turns"]
 
 
 def test_one_rollout_and_filters_contradict_each_other(store: Store, url: str) -> None:
@@ -191,5 +191,5 @@ def test_one_rollout_and_filters_contradict_each_other(store: Store, url: str) -
 def test_a_reason_of_another_version_is_shown_as_it_is(store: Store, url: str, reason: str) -> None:
     store.append([make_turn("a", "r"), make_turn("b", "r", fork_reason=reason)])
     shown = reason.replace("\x1b", "\ufffd")
-    assert shown in said(url, "explain", "r")
-    assert "This version of tracegrad has no words for it." in said(url, "explain")
+    assert shown in printed(url, "explain", "r")
+    assert "This version of tracegrad has no words for it." in printed(url, "explain")
