@@ -12,6 +12,11 @@ def dump_json(value: Any) -> str:
     return encode_json(value).decode()
 
 
+def text_or_json(value: Any) -> str:
+    """A text as it is, all else as JSON."""
+    return value if isinstance(value, str) else dump_json(value)
+
+
 def encode_json(value: Any) -> bytes:
     """As UTF-8."""
     try:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 
 class HasTokens(Protocol):
@@ -29,8 +29,33 @@ class HasParent(HasTokens, Protocol):
     def parent_id(self) -> str | None: ...
 
 
+class Sliceable(Protocol):
+    """A text, a list, a token array of the standard library's or of NumPy."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, items: Any, /) -> Any: ...
+
+
 T = TypeVar("T", bound=HasTokens)
 P = TypeVar("P", bound=HasParent)
+
+
+def common_prefix(a: Sliceable, b: Sliceable) -> int:
+    """How many items both begin with; compared in C."""
+    length = min(len(a), len(b))
+    if not length or a[0] != b[0]:  # of many branches most differ at once
+        return 0
+    same = a[:length] == b[:length]
+    if not isinstance(same, bool):  # NumPy compares item by item
+        return length if same.all() else int(same.argmin())
+    low, high = length if same else 1, length
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def extends(prompt: array[int], turn: HasTokens) -> bool:

@@ -1,4 +1,4 @@
-"""What was said in a rollout, as chat messages that chat templates take.
+"""The conversations of a rollout, as chat messages that chat templates take.
 
 A turn continues an earlier one in text where it begins with that turn's messages and then with
 its reply, in the client's spelling. In conversations the reply is as the model gave it.
@@ -24,12 +24,17 @@ class NoChatMessages(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatTurn:
-    """One turn: what it was asked, with which tools, and what the model said."""
+    """One turn: its prompt, the tools that were offered, and the model's reply."""
 
     turn: Turn
     prompt: list[Json]
     tools: list[Any]
     reply: Json
+
+    @property
+    def asked(self) -> tuple[list[Json], list[Any]]:
+        """Equal for answers to the same words with the same tools."""
+        return self.prompt, self.tools
 
     @property
     def tools_text(self) -> str | None:
@@ -39,7 +44,7 @@ class ChatTurn:
 
 @dataclass(frozen=True, slots=True)
 class ChatConversation:
-    """A path of turns. `replies` are the places in `messages` of what its turns said."""
+    """A path of turns. `replies` are the places of its turns' replies in `messages`."""
 
     turns: tuple[ChatTurn, ...]
     messages: list[Json]
@@ -47,7 +52,7 @@ class ChatConversation:
 
     @property
     def all_replies_sampled(self) -> bool:
-        """Whether every reply in it was said by one of its turns."""
+        """Whether every reply in it is one of its turns'."""
         return all(
             place in self.replies
             for place, message in enumerate(self.messages)
@@ -61,18 +66,18 @@ def chat_turns(copy: RolloutRecord, left_out: ReasonCounter) -> list[ChatTurn]:
     found = []
     for turn in copy.turns:
         try:
-            found.append(_said(turn, by_id))
+            found.append(_chat_turn(turn, by_id))
         except NoChatMessages as reason:
             left_out[f"turns: {reason}"] += 1
     return found
 
 
-def conversations(said: Sequence[ChatTurn]) -> list[ChatConversation]:
+def conversations(turns: Sequence[ChatTurn]) -> list[ChatConversation]:
     """One for each turn that no later one continues."""
-    before = {id(one): _continued(one, said[:index]) for index, one in enumerate(said)}
+    before = {id(one): _continued(one, turns[:index]) for index, one in enumerate(turns)}
     inner = {id(earlier) for earlier in before.values() if earlier is not None}
     found = []
-    for leaf in said:
+    for leaf in turns:
         if id(leaf) in inner:
             continue
         path = [leaf]
@@ -83,7 +88,7 @@ def conversations(said: Sequence[ChatTurn]) -> list[ChatConversation]:
 
 
 def message_of(raw: Json) -> Json:
-    """With the fields that chat templates know. Raises Unsayable."""
+    """With the fields that chat templates know. Raises NoChatMessages."""
     message: Json = {"role": raw.get("role"), "content": _text(raw.get("content"))}
     if reasoning := raw.get("reasoning_content") or raw.get("reasoning"):
         message["reasoning_content"] = _text(reasoning)
@@ -95,7 +100,7 @@ def message_of(raw: Json) -> Json:
     return message
 
 
-def _said(turn: Turn, by_id: dict[str, Turn]) -> ChatTurn:
+def _chat_turn(turn: Turn, by_id: dict[str, Turn]) -> ChatTurn:
     call = recorded_call(turn, by_id.get)
     reply = recorded_reply(turn)
     if call is None or not call.messages or reply is None:
@@ -110,18 +115,14 @@ def _said(turn: Turn, by_id: dict[str, Turn]) -> ChatTurn:
 
 def _continued(one: ChatTurn, earlier: Sequence[ChatTurn]) -> ChatTurn | None:
     """The longest, the latest of equals."""
-    found: ChatTurn | None = None
-    for other in earlier:
-        length = len(other.prompt)
-        longer = found is None or length >= len(found.prompt)
-        if (
-            longer
-            and len(one.prompt) > length
-            and _same_reply(one.prompt[length], other.reply)
-            and one.prompt[:length] == other.prompt
-        ):
-            found = other
-    return found
+    continued = (
+        other
+        for other in reversed(earlier)
+        if len(one.prompt) > (length := len(other.prompt))
+        and _same_reply(one.prompt[length], other.reply)
+        and one.prompt[:length] == other.prompt
+    )
+    return max(continued, key=lambda other: len(other.prompt), default=None)
 
 
 def _same_reply(echo: Json, reply: Json) -> bool:
@@ -172,16 +173,19 @@ def _text(content: Any) -> str | None:
     return "\n".join(parts)
 
 
-def whole_conversations(copy: RolloutRecord, left_out: ReasonCounter) -> Iterator[ChatConversation]:
-    """Those whose replies were all said by their turns, each in one conversation.
+def whole_conversations(
+    copies: Sequence[RolloutRecord], left_out: ReasonCounter
+) -> Iterator[ChatConversation]:
+    """Those whose replies are all their turns', each in one conversation.
 
     Left out, counted by turns: conversations with replies that the agent brought along
     ("foreign_reply"), and those that share a reply with an earlier one ("shared_reply"), which
     would be learned twice. Imported conversations are all the teacher's.
     """
     yielded: set[str] = set()
-    for conversation in conversations(chat_turns(copy, left_out)):
-        ids = {said.turn.turn_id for said in conversation.turns}
+    found = (each for copy in copies for each in conversations(chat_turns(copy, left_out)))
+    for conversation in found:
+        ids = {each.turn.turn_id for each in conversation.turns}
         new = len(ids - yielded)
         if ids & yielded:
             left_out["turns: shared_reply"] += new

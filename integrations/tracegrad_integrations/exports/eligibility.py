@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from tracegrad.events import Json, Outcome, Turn
-from tracegrad.jsonutil import dump_json
+from tracegrad.jsonutil import dump_json, text_or_json
 from tracegrad.store.copy.export_records import RolloutRecord
 from tracegrad.transfer.layouts import ReasonCounter
 from tracegrad.transfer.token_rows import TokenRow, token_rows
 from tracegrad_integrations.exports.conversations import ChatTurn, chat_turns
 
-# A policy gradient needs tokens as the policy samples them; imitation takes any that were said.
+# A policy gradient needs tokens as the policy samples them; imitation takes any reply.
 _SAMPLED_OTHERWISE = frozenset(
     {
         *("greedy", "sampling_truncated", "sampling_penalised", "sampling_replaced"),
@@ -40,6 +40,15 @@ def policy_exclusion(turn: Turn) -> str | None:
     if not all(map(math.isfinite, turn.completion_logprobs)):
         return "non_finite"
     return imitation_exclusion(turn)
+
+
+def imitation_rows(
+    copies: Sequence[RolloutRecord], left_out: ReasonCounter, *, mask: str
+) -> Iterator[Json]:
+    """Tokens to imitate, and under `mask` 1 where they are."""
+    for copy in copies:
+        for row in eligible_rows(copy, imitation_exclusion, left_out):
+            yield {"input_ids": row.token_ids.tolist(), mask: row.mask}
 
 
 def eligible_rows(
@@ -74,16 +83,15 @@ def prompts(
     """What rollouts of one task were first asked; the same words once."""
     known = []
     for copy in copies:
-        said = chat_turns(copy, left_out)
-        if not said:
+        turns = chat_turns(copy, left_out)
+        if not turns:
             left_out["rollouts: no_text"] += 1
             continue
-        first = (said[0].prompt, said[0].tools)
-        if first in known:
+        if turns[0].asked in known:
             left_out["rollouts: same_prompt"] += 1
             continue
-        known.append(first)
-        yield copy, said[0]
+        known.append(turns[0].asked)
+        yield copy, turns[0]
 
 
 def ground_truth(task: object) -> str:
@@ -92,8 +100,8 @@ def ground_truth(task: object) -> str:
     if isinstance(task, dict):
         for field in ("ground_truth", "answer", "label"):
             if field in task:
-                return _as_text(task[field])
-    return "" if task is None else _as_text(task)
+                return text_or_json(task[field])
+    return "" if task is None else text_or_json(task)
 
 
 def task_columns(copy: RolloutRecord) -> Json:
@@ -106,7 +114,3 @@ def task_columns(copy: RolloutRecord) -> Json:
 
 
 TASK_COLUMNS = {"task_id": "text", "agent": "text", "task": "text"}
-
-
-def _as_text(value: object) -> str:
-    return value if isinstance(value, str) else dump_json(value)

@@ -25,12 +25,12 @@ from tracegrad_integrations.exports.eligibility import (
 
 
 def _prompts(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
-    for copy, said in prompts(copies, left_out):
+    for copy, turn in prompts(copies, left_out):
         yield {
-            "prompt": said.prompt,
+            "prompt": turn.prompt,
             "label": ground_truth(copy.task),
             # With --tool-key slime wants a list in every row.
-            "tools": said.tools_text or "[]",
+            "tools": turn.tools_text or "[]",
             "metadata": task_columns(copy),
         }
 

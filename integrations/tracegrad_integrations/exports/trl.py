@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import fmean
 
 from tracegrad.events import Json
@@ -11,8 +12,7 @@ from tracegrad.transfer.layouts import ExportLayout, ReasonCounter
 from tracegrad_integrations.exports.conversations import ChatTurn, chat_turns, whole_conversations
 from tracegrad_integrations.exports.eligibility import (
     TASK_COLUMNS,
-    eligible_rows,
-    imitation_exclusion,
+    imitation_rows,
     prompts,
     scored_rollouts,
     task_columns,
@@ -20,21 +20,14 @@ from tracegrad_integrations.exports.eligibility import (
 
 
 def _sft(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
-    for copy in copies:
-        for conversation in whole_conversations(copy, left_out):
-            yield {"messages": conversation.messages, "tools": conversation.turns[-1].tools_text}
+    for conversation in whole_conversations(copies, left_out):
+        yield {"messages": conversation.messages, "tools": conversation.turns[-1].tools_text}
 
 
 def _prompt_completion(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
     for copy in copies:
-        for said in chat_turns(copy, left_out):
-            yield {"prompt": said.prompt, "completion": [said.reply], "tools": said.tools_text}
-
-
-def _tokens(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
-    for copy in copies:
-        for row in eligible_rows(copy, imitation_exclusion, left_out):
-            yield {"input_ids": row.token_ids.tolist(), "assistant_masks": row.mask}
+        for turn in chat_turns(copy, left_out):
+            yield {"prompt": turn.prompt, "completion": [turn.reply], "tools": turn.tools_text}
 
 
 def _preference(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
@@ -59,49 +52,47 @@ def _kto(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[J
     """Good or bad: above or below the mean of the rollouts with the same prompt."""
     for group in _by_prompt(_answers(copies, left_out)):
         mean = fmean(reward for _, reward in group)
-        for said, reward in group:
+        for turn, reward in group:
             if reward == mean:
                 left_out["rollouts: mean_reward"] += 1
                 continue
             yield {
-                "prompt": said.prompt,
-                "completion": [said.reply],
+                "prompt": turn.prompt,
+                "completion": [turn.reply],
                 "label": reward > mean,
-                "tools": said.tools_text,
+                "tools": turn.tools_text,
                 "reward": reward,
             }
 
 
 def _grpo(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
-    for copy, said in prompts(copies, left_out):
-        yield {"prompt": said.prompt, **task_columns(copy)}
+    for copy, turn in prompts(copies, left_out):
+        yield {"prompt": turn.prompt, **task_columns(copy)}
 
 
 def _answers(
     copies: Sequence[RolloutRecord], left_out: ReasonCounter
 ) -> Iterator[tuple[ChatTurn, float]]:
     """Of rollouts that are one answer. TRL trains on all that comes after the prompt: of several
-    turns that would be what tools and users said, too."""
+    turns that would be the messages of tools and users, too."""
     for copy, reward in scored_rollouts(copies, left_out):
         if len(copy.turns) > 1:
             left_out["rollouts: several_turns"] += 1
             continue
-        said = chat_turns(copy, left_out)
+        turns = chat_turns(copy, left_out)
         if not copy.turns:
             left_out["rollouts: no_turns"] += 1
-        for one in said:
-            yield one, reward
+        for turn in turns:
+            yield turn, reward
 
 
 def _by_prompt(answers: Iterator[tuple[ChatTurn, float]]) -> list[list[tuple[ChatTurn, float]]]:
     groups: list[list[tuple[ChatTurn, float]]] = []
-    for said, reward in answers:
-        for group in groups:
-            if (group[0][0].prompt, group[0][0].tools) == (said.prompt, said.tools):
-                group.append((said, reward))
-                break
-        else:
-            groups.append([(said, reward)])
+    for answer in answers:
+        group = next((each for each in groups if each[0][0].asked == answer[0].asked), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(answer)
     return groups
 
 
@@ -121,7 +112,7 @@ TOKENS = ExportLayout(
     name="trl-tokens",
     reader="trl.SFTTrainer (pre-tokenized, with assistant_masks)",
     columns={"input_ids": "ids", "assistant_masks": "mask"},
-    rows=_tokens,
+    rows=partial(imitation_rows, mask="assistant_masks"),
     text=False,
 )
 PREFERENCE = ExportLayout(

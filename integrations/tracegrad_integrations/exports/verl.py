@@ -8,6 +8,7 @@ gradient it samples itself. Exact tokens reach its SFT trainer through a dataset
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from tracegrad.events import Json
 from tracegrad.store.copy.export_records import RolloutRecord
@@ -15,39 +16,31 @@ from tracegrad.transfer.layouts import ExportLayout, ReasonCounter
 from tracegrad_integrations.exports.conversations import whole_conversations
 from tracegrad_integrations.exports.eligibility import (
     TASK_COLUMNS,
-    eligible_rows,
     ground_truth,
-    imitation_exclusion,
+    imitation_rows,
     prompts,
     task_columns,
 )
 
 
 def _rl(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
-    for copy, said in prompts(copies, left_out):
+    for copy, turn in prompts(copies, left_out):
         yield {
             # verl chooses its reward function by this name, unless it is given one.
             "data_source": copy.agent or "tracegrad",
-            "prompt": said.prompt,
+            "prompt": turn.prompt,
             "reward_model": {"style": "rule", "ground_truth": ground_truth(copy.task)},
             "extra_info": {"index": copy.task_id or copy.rollout_id, **task_columns(copy)},
         }
 
 
 def _sft(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
-    for copy in copies:
-        for conversation in whole_conversations(copy, left_out):
-            # verl wants tools as columns, which cannot hold the schemas of different tools.
-            if conversation.turns[-1].tools:
-                left_out["turns: tools"] += len(conversation.turns)
-            else:
-                yield {"messages": conversation.messages}
-
-
-def _tokens(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
-    for copy in copies:
-        for row in eligible_rows(copy, imitation_exclusion, left_out):
-            yield {"input_ids": row.token_ids.tolist(), "loss_mask": row.mask}
+    for conversation in whole_conversations(copies, left_out):
+        # verl wants tools as columns, which cannot hold the schemas of different tools.
+        if conversation.turns[-1].tools:
+            left_out["turns: tools"] += len(conversation.turns)
+        else:
+            yield {"messages": conversation.messages}
 
 
 RL = ExportLayout(
@@ -71,6 +64,6 @@ TOKENS = ExportLayout(
     name="verl-tokens",
     reader="tracegrad_integrations.exports.verl_dataset.TokenRows, by data.custom_cls",
     columns={"input_ids": "ids", "loss_mask": "mask"},
-    rows=_tokens,
+    rows=partial(imitation_rows, mask="loss_mask"),
     text=False,
 )

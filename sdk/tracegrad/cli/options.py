@@ -1,4 +1,4 @@
-"""The options by which commands choose rollouts: the same words everywhere."""
+"""Options that several commands share: the same words everywhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from datetime import datetime
+from functools import wraps
 from typing import Annotated, Any
 
 import typer
@@ -18,78 +19,69 @@ from tracegrad.store.filters import STATES
 _AGO = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _WHEN = "a date (2026-11-20), a time (2026-11-20T14:00), seconds since 1970, or how long ago (7d)"
 
-TaskOption = Annotated[str | None, typer.Option("--task", help="Only of this task.")]
-AgentOption = Annotated[str | None, typer.Option("--agent", help="Only of this agent.")]
-OutcomeOption = Annotated[
-    str | None,
-    typer.Option("--outcome", help=f"Only with this outcome: {OPEN}, {', '.join(Outcome)}."),
-]
-StateOption = Annotated[
-    str | None,
-    typer.Option(
-        "--state", help=f"Only those that stand so on their way to training: {', '.join(STATES)}."
-    ),
-]
-TagOption = Annotated[
-    list[str] | None,
-    typer.Option("--tag", metavar="K=V", help="Only with this tag; may be repeated."),
-]
-SinceOption = Annotated[
-    str | None, typer.Option("--since", metavar="WHEN", help=f"Opened then or later: {_WHEN}.")
-]
-UntilOption = Annotated[
-    str | None, typer.Option("--until", metavar="WHEN", help="Opened before that.")
-]
-MinRewardOption = Annotated[
-    float | None, typer.Option("--min-reward", help="Only with at least this reward.")
-]
-MaxRewardOption = Annotated[
-    float | None, typer.Option("--max-reward", help="Only with at most this reward.")
-]
-MinVersionOption = Annotated[
-    int | None, typer.Option("--min-version", help="Only sampled by this policy version or later.")
-]
-MaxVersionOption = Annotated[
-    int | None,
-    typer.Option("--max-version", help="Only sampled by this policy version or earlier."),
-]
 
+def with_options(
+    **groups: Callable[..., Any],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """For typer: a command with all options of `groups[name]` in place of its parameter `name`,
+    whose value `groups[name]` makes of them."""
 
-def with_rollout_filter(command: Callable[..., None]) -> Callable[..., None]:
-    """For typer: a command with the parameter `which`, as one with all options of `wanted` in
-    its place."""
-    options = inspect.signature(rollout_filter, eval_str=True).parameters
-    own = inspect.signature(command, eval_str=True).parameters
-    parameters = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, each in own.items()
-        for parameter in (options.values() if name == "which" else [each])
-    ]
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        options = {
+            name: inspect.signature(group, eval_str=True).parameters
+            for name, group in groups.items()
+        }
+        parameters = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, own in inspect.signature(command, eval_str=True).parameters.items()
+            for parameter in (options[name].values() if name in options else [own])
+        ]
 
-    def asked(**given: Any) -> None:
-        which = rollout_filter(**{name: given.pop(name) for name in options})
-        command(**given, which=which)
+        @wraps(command)
+        def wrapped(**given: Any) -> None:
+            values = {
+                name: groups[name](**{each: given.pop(each) for each in options[name]})
+                for name in groups
+            }
+            command(**given, **values)
 
-    asked.__doc__ = command.__doc__
-    asked.__name__ = command.__name__
-    asked.__annotations__ = {each.name: each.annotation for each in parameters}
-    asked.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return asked
+        wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
+        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return wrapped
+
+    return decorate
 
 
 def rollout_filter(
     *,
-    task: TaskOption = None,
-    agent: AgentOption = None,
-    outcome: OutcomeOption = None,
-    state: StateOption = None,
-    tag: TagOption = None,
-    since: SinceOption = None,
-    until: UntilOption = None,
-    min_reward: MinRewardOption = None,
-    max_reward: MaxRewardOption = None,
-    min_version: MinVersionOption = None,
-    max_version: MaxVersionOption = None,
+    task: Annotated[str | None, typer.Option(help="Only of this task.")] = None,
+    agent: Annotated[str | None, typer.Option(help="Only of this agent.")] = None,
+    outcome: Annotated[
+        str | None, typer.Option(help=f"Only with this outcome: {OPEN}, {', '.join(Outcome)}.")
+    ] = None,
+    state: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Only those that stand so on their way to training: {', '.join(STATES)}."
+        ),
+    ] = None,
+    tag: Annotated[
+        list[str] | None, typer.Option(metavar="K=V", help="Only with this tag; may be repeated.")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="WHEN", help=f"Opened then or later: {_WHEN}.")
+    ] = None,
+    until: Annotated[str | None, typer.Option(metavar="WHEN", help="Opened before that.")] = None,
+    min_reward: Annotated[
+        float | None, typer.Option(help="Only with at least this reward.")
+    ] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Only with at most this reward.")] = None,
+    min_version: Annotated[
+        int | None, typer.Option(help="Only sampled by this policy version or later.")
+    ] = None,
+    max_version: Annotated[
+        int | None, typer.Option(help="Only sampled by this policy version or earlier.")
+    ] = None,
 ) -> RolloutFilter:
     """Raises BadParameter that names the option."""
     try:
@@ -109,6 +101,9 @@ def rollout_filter(
     except ValueError as error:
         name, _, reason = str(error).partition(": ")
         raise typer.BadParameter(reason, param_hint=f"--{name.replace('_', '-')}") from None
+
+
+with_rollout_filter = with_options(which=rollout_filter)
 
 
 def parse_tags(pairs: list[str]) -> dict[str, str]:

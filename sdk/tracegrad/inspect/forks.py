@@ -1,4 +1,4 @@
-"""Why a turn continues no earlier one, with the evidence: what was said, and the tokens."""
+"""Why a turn continues no earlier one, with the evidence: messages and tokens."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from tracegrad.chat.messages import render_options
 from tracegrad.events import Json, Turn
 from tracegrad.inspect.transcript import Message, Transcript
+from tracegrad.inspect.tree_layout import sample_key
 from tracegrad.proxy.dialects.history import recorded_reply
 from tracegrad.proxy.prompt_reuse.conversation_hash import reply_difference
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
-from tracegrad.turn_tree import paths
+from tracegrad.turn_tree import common_prefix, paths
 
 _BEFORE, _AFTER = 4, 6  # tokens shown around the first that differs
 
@@ -95,85 +94,68 @@ class TokenTotals:
     trained_on: int
 
 
-def find_forks(talk: Transcript) -> list[ForkFinding]:
+def find_forks(transcript: Transcript) -> list[ForkFinding]:
     """Of every turn that begins afresh although others came before it, or says why it forks."""
-    turns = talk.turns
-    number = {turn.turn_id: index for index, turn in enumerate(turns)}
     found = []
-    for index, turn in enumerate(turns):
-        parent = number.get(turn.parent_id or "")
-        afresh = parent is None and index > 0 and first_sample_of_prompt(index, turns) is None
+    seen: set[tuple[str | None, bytes]] = set()  # prompts
+    for index, turn in enumerate(transcript.turns):
+        afresh = index > 0 and transcript.parent(index) is None and sample_key(turn) not in seen
+        seen.add(sample_key(turn))
         if turn.fork_reason is not None or afresh:
-            found.append(_fork(index, parent, talk))
+            found.append(_fork(index, transcript))
     return found
 
 
-def token_totals(turns: Sequence[Turn], found: Sequence[ForkFinding]) -> TokenTotals:
+def token_totals(transcript: Transcript, found: Sequence[ForkFinding]) -> TokenTotals:
+    turns = transcript.turns
     every = list(paths(turns))
-    number = {turn.turn_id: turn for turn in turns}
-    stored = 0
-    for turn in turns:
-        parent = number.get(turn.parent_id or "")
-        stored += _length(turn) - (_length(parent) if parent is not None else 0)
     return TokenTotals(
         turns=len(turns),
-        roots=sum(turn.parent_id not in number for turn in turns),
+        roots=sum(transcript.parent(index) is None for index in range(len(turns))),
         paths=len(every),
         sent=sum(len(turn.prompt_token_ids) for turn in turns),
         sampled=sum(len(turn.completion_token_ids) for turn in turns),
-        stored=stored,
+        stored=sum(_length(turn) - transcript.parent_tokens(i) for i, turn in enumerate(turns)),
         again=sum(fork.again for fork in found),
         trained_on=sum(_length(path[-1]) for path in every),
     )
 
 
-def expected_parent(index: int, talk: Transcript) -> int | None:
-    """The earlier turn that turn `index` would have continued by what was said, or by its tokens
+def expected_parent(index: int, transcript: Transcript) -> int | None:
+    """The earlier turn that turn `index` would have continued by its messages, or by its tokens
     where no texts are stored."""
-    turn = talk.turns[index]
+    turn = transcript.turns[index]
     if turn.fork_reason == ForkReason.NEW_CONVERSATION or index == 0:
         return None
-    mine = talk.all_messages(index)
+    mine = transcript.all_messages(index)
     if not mine:
-        return _longest_shared_prefix(index, talk.turns)[0]
+        return _longest_shared_prefix(index, transcript.turns)[0]
     if not any(message.get("role") == "assistant" for message in mine):
         return None
-    return talk.closest_turn(index)
+    return transcript.closest_turn(index)
 
 
-def first_sample_of_prompt(index: int, turns: Sequence[Turn]) -> int | None:
-    """The first turn with the same prompt under the same parent; None if it is this one."""
-    turn = turns[index]
-    if not turn.prompt_token_ids:
-        return None
-    for earlier in range(index):
-        other = turns[earlier]
-        if other.parent_id == turn.parent_id and other.prompt_token_ids == turn.prompt_token_ids:
-            return earlier
-    return None
-
-
-def _fork(index: int, parent: int | None, talk: Transcript) -> ForkFinding:
-    turns = talk.turns
+def _fork(index: int, transcript: Transcript) -> ForkFinding:
+    turns = transcript.turns
     turn = turns[index]
     like, shared = _longest_shared_prefix(index, turns)
-    rival = expected_parent(index, talk)
-    known = _length(turns[parent]) if parent is not None else 0
+    rival = expected_parent(index, transcript)
     compared = rival if rival is not None else like
     return ForkFinding(
         turn=index,
         reason=turn.fork_reason,
-        parent=parent,
+        parent=transcript.parent(index),
         instead_of=rival,
         like=like,
         prompt=len(turn.prompt_token_ids),
         shared=shared,
         context=_length(turns[like]) if like is not None else 0,
-        again=max(0, shared - known),
-        texts=rival is not None and bool(talk.all_messages(index) and talk.all_messages(rival)),
-        reply=talk.reply(rival) if rival is not None else None,
-        message=_message_difference(index, rival, talk) if rival is not None else None,
-        frame=_frame_difference(index, rival, talk) if rival is not None else None,
+        again=max(0, shared - transcript.parent_tokens(index)),
+        texts=rival is not None
+        and bool(transcript.all_messages(index) and transcript.all_messages(rival)),
+        reply=transcript.reply(rival) if rival is not None else None,
+        message=_message_difference(index, rival, transcript) if rival is not None else None,
+        frame=_frame_difference(index, rival, transcript) if rival is not None else None,
         tokens=_token_difference(turns[compared], turn) if compared is not None else None,
     )
 
@@ -182,29 +164,28 @@ def _length(turn: Turn) -> int:
     return len(turn.prompt_token_ids) + len(turn.completion_token_ids)
 
 
-# What was said
+# Messages
 
 
-def _message_difference(index: int, rival: int, talk: Transcript) -> MessageDifference | None:
-    mine, theirs = talk.all_messages(index), _recorded(rival, talk)
+def _message_difference(index: int, rival: int, transcript: Transcript) -> MessageDifference | None:
+    mine, theirs = transcript.all_messages(index), _recorded(rival, transcript)
     for position, message in enumerate(theirs):
         now = mine[position] if position < len(mine) else None
         if now is None or not _same(now, message):
-            other = talk.message(now) if now is not None else None
-            return MessageDifference(position, talk.message(message), other)
+            other = transcript.message(now) if now is not None else None
+            return MessageDifference(position, transcript.message(message), other)
     return None
 
 
-def _recorded(index: int, talk: Transcript) -> list[Json]:
+def _recorded(index: int, transcript: Transcript) -> list[Json]:
     """A turn's conversation and reply; replies as they were recorded, not as they came back."""
-    messages = list(talk.all_messages(index))
-    number = {turn.turn_id: n for n, turn in enumerate(talk.turns)}
+    messages = list(transcript.all_messages(index))
     at: int | None = index
     while at is not None:
-        reply, position = recorded_reply(talk.turns[at]), len(talk.all_messages(at))
+        reply, position = recorded_reply(transcript.turns[at]), len(transcript.all_messages(at))
         if reply is not None and position <= len(messages):
             messages[position : position + 1] = [{**reply, "role": "assistant"}]
-        at = number.get(talk.turns[at].parent_id or "")
+        at = transcript.parent(at)
     return messages
 
 
@@ -215,8 +196,8 @@ def _same(mine: Json, theirs: Json) -> bool:
     return theirs.get("role") == "assistant" and reply_difference(theirs, mine) is None
 
 
-def _frame_difference(index: int, rival: int, talk: Transcript) -> FrameDifference | None:
-    mine, theirs = talk.call(index), talk.call(rival)
+def _frame_difference(index: int, rival: int, transcript: Transcript) -> FrameDifference | None:
+    mine, theirs = transcript.call(index), transcript.call(rival)
     if mine is None or theirs is None:
         return None
     now, before = render_options(mine.body), render_options(theirs.body)
@@ -260,20 +241,10 @@ def _longest_shared_prefix(index: int, turns: Sequence[Turn]) -> tuple[int | Non
 
 
 def _common(prompt: array[int], turn: Turn) -> int:
-    shared = _prefix(prompt, turn.prompt_token_ids)
+    shared = common_prefix(prompt, turn.prompt_token_ids)
     if shared == len(turn.prompt_token_ids):
-        shared += _prefix(prompt[shared:], turn.completion_token_ids)
+        shared += common_prefix(prompt[shared:], turn.completion_token_ids)
     return shared
-
-
-def _prefix(a: array[int], b: array[int]) -> int:
-    """How many items both begin with."""
-    length = min(len(a), len(b))
-    if not length:
-        return 0
-    one, other = (np.frombuffer(each, np.int32, count=length) for each in (a, b))
-    differs = np.flatnonzero(one != other)
-    return int(differs[0]) if len(differs) else length
 
 
 def _token_difference(before: Turn, now: Turn) -> TokenDifference | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tracegrad.events import Turn
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
-from tracegrad.store import RolloutSummary, TurnDisposition
+from tracegrad.store import RolloutDetail
 from tracegrad.store.types import LATE
 
 
@@ -196,7 +196,7 @@ UNTRAINED_TEXTS = {
         "It holds a token that the model being trained does not know.",
         "Train the model that the engine serves, or one with the same tokenizer.",
     ),
-    "predicate": ReasonText("Your own filter (batches.predicate) said so.", ""),
+    "predicate": ReasonText("Your own filter (batches.predicate) left it out.", ""),
     "completed": ReasonText("Its rollout completed, and batches.outcomes leaves those out.", ""),
     "agent_error": ReasonText(
         "Its rollout ended with an error of the agent, and batches.outcomes leaves those out.", ""
@@ -264,10 +264,9 @@ class UntrainedReason(NamedTuple):
     final: bool
 
 
-def untrained_reason(
-    turn: Turn, fate: TurnDisposition | None, row: RolloutSummary
-) -> UntrainedReason | None:
-    """Why the turn is not trained; None: it is."""
+def untrained_reason(turn: Turn, detail: RolloutDetail) -> UntrainedReason | None:
+    """Why the rollout's turn is not trained; None: it is."""
+    row, fate = detail.summary, detail.dispositions.get(turn.turn_id)
     if fate is not None:
         return UntrainedReason(fate.skip_reason, True) if fate.skip_reason is not None else None
     if turn.untrainable is not None:

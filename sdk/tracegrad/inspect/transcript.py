@@ -1,4 +1,4 @@
-"""What was said in a rollout's turns, read from their recorded requests and responses."""
+"""The messages of a rollout's turns, read from their recorded requests and responses."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cached_property
-from itertools import takewhile
 from typing import Any
+
+from humanize import naturalsize
 
 from tracegrad.chat.call import Call
 from tracegrad.events import Json, Turn
 from tracegrad.jsonutil import dump_json
 from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
 from tracegrad.proxy.dialects.registry import call_of
+from tracegrad.turn_tree import common_prefix
 
 _DATA_URL = re.compile(r"data:([\w.+/-]*)[^,]*,")
 
@@ -53,6 +55,17 @@ class Transcript:
         self._calls: dict[int, Call | None] = {}
         self._whole: dict[int, list[Json]] = {}
         self._known: dict[int, list[str]] = {}
+
+    def parent(self, index: int) -> int | None:
+        """The turn that it continues, if that is among the turns."""
+        return self._number.get(self.turns[index].parent_id or "")
+
+    def parent_tokens(self, index: int) -> int:
+        """So many of its prompt's tokens are its parent's prompt and reply."""
+        if (parent := self.parent(index)) is None:
+            return 0
+        turn = self.turns[parent]
+        return len(turn.prompt_token_ids) + len(turn.completion_token_ids)
 
     def call(self, index: int) -> Call | None:
         """As the client made it; None without a request that this version reads."""
@@ -98,7 +111,7 @@ class Transcript:
                 else []
             )
             return [*before, *map(self.message, mine)]
-        parent = self._number.get(self.turns[index].parent_id or "")
+        parent = self.parent(index)
         earlier = parent if parent is not None else self.closest_turn(index)
         if earlier is None:
             return [self.message(raw) for raw in mine]
@@ -129,8 +142,7 @@ class Transcript:
         best, most = None, (0, False)
         for earlier in range(index):
             theirs = self._keys(earlier)
-            pairs = zip(mine, theirs, strict=False)
-            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            shared = common_prefix(mine, theirs)
             if shared and (shared, shared == len(theirs)) >= most:
                 best, most = earlier, (shared, shared == len(theirs))
         return best
@@ -236,6 +248,4 @@ def _source(url: Any) -> str:
     data = _DATA_URL.match(url)
     if data is None:
         return f": {url}" if len(url) <= 100 else f": {url[:100]}…"
-    size = (len(url) - data.end()) * 3 // 4
-    length = f"{size / 1000:,.0f} kB" if size >= 1000 else f"{size} B"
-    return f": {data[1] or 'data'}, {length}"
+    return f": {data[1] or 'data'}, {naturalsize((len(url) - data.end()) * 3 // 4)}"

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from tracegrad.events import Turn
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +68,11 @@ def _prompt(turn: Turn) -> bytes:
     return turn.prompt_token_ids.tobytes() or turn.turn_id.encode()
 
 
+def sample_key(turn: Turn) -> tuple[str | None, bytes]:
+    """Equal for samples of one prompt that continue the same turn."""
+    return turn.parent_id, _prompt(turn)
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedTurn:
     """A turn where it is drawn.
@@ -87,17 +95,23 @@ def place_turns(roots: Sequence[TurnChain]) -> Iterator[PlacedTurn]:
         branch, guide, above, under = waiting.pop()
         for number, turn in enumerate(branch.turns):
             yield PlacedTurn(turn, under if number else guide, above, number == 0)
-        last = len(branch.branches) - 1
-        begun = bool(branch.turns)
-        waiting += [
-            (
-                child,
-                under + ("└─ " if n == last else "├─ "),
-                under + ("│  " if begun or n else ""),
-                under + ("   " if n == last else "│  "),
-            )
-            for n, child in reversed(list(enumerate(branch.branches)))
-        ]
+        placed = enumerate(with_guides(branch.branches, under))
+        waiting += reversed(
+            [
+                (child, to, under + ("│  " if branch.turns or n else ""), below)
+                for n, (child, to, below) in placed
+            ]
+        )
+
+
+def with_guides(children: Sequence[T], under: str) -> list[tuple[T, str, str]]:
+    """Each child with what leads to its first line and to those below it; `under` leads to the
+    lines below its parent."""
+    last = len(children) - 1
+    return [
+        (child, under + ("└─ " if n == last else "├─ "), under + ("   " if n == last else "│  "))
+        for n, child in enumerate(children)
+    ]
 
 
 def shorten_guide(guide: str, most: int) -> str:

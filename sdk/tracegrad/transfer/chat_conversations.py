@@ -2,15 +2,15 @@
 
     {"messages": [...], "tools": [...], "task_id": "...", "reward": 1.0}
 
-The last message is what the model said, all before it what it was asked. Without a `rollout_id`
-the id is made of what is said, so that importing it again changes nothing.
+The last message is the model's reply, all before it its prompt. Without a `rollout_id` the id is a
+digest of the messages, so that importing it again changes nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tracegrad.events import (
@@ -24,7 +24,8 @@ from tracegrad.events import (
 )
 from tracegrad.jsonutil import encode_json
 from tracegrad.store.copy.export_records import RolloutRecord
-from tracegrad.transfer.field_reader import FieldReader, without_nulls
+from tracegrad.transfer.schema import ConversationObject
+from tracegrad.transfer.validation import InvalidObject, validate, without_nulls
 
 # `Turn.untrainable` of a turn that is text only.
 NO_TOKENS = "no_tokens"
@@ -33,65 +34,53 @@ SOURCE = "source"
 IMPORTED = "imported_messages"
 
 
-def is_conversation(fields: FieldReader) -> bool:
-    return fields.any("messages") is not None
+def is_conversation(value: Json) -> bool:
+    return value.get("messages") is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedConversation:
-    """A conversation; `created_at` is None where it does not say when it was had."""
+    """`messages` have all their fields; `rest` is what else was written beside the known fields."""
 
     rollout_id: str
-    task_id: str | None
-    agent: str | None
-    tags: dict[str, str]
-    task: Any
     messages: list[Json]
     tools: list[Any] | None
-    model: str
-    reward: float | None
-    created_at: float | None
+    rest: Json
+    fields: ConversationObject
 
     def as_record(self, at: float) -> RolloutRecord:
         """As a rollout of the time `at`, if it does not say one."""
-        at = at if self.created_at is None else self.created_at
+        given, rollout_id = self.fields, self.rollout_id
+        at = at if given.created_at is None else given.created_at
+        task = {} if given.task is None else {"task": given.task}
         return RolloutRecord(
-            rollout_id=self.rollout_id,
+            rollout_id=rollout_id,
             opened_at=at,
-            task_id=self.task_id,
-            agent=self.agent,
-            tags=self.tags,
-            task=self.task,
+            task_id=given.task_id,
+            agent=given.agent,
+            tags=given.tags or {},
+            task=self.rest | task if self.rest else given.task,
             outcome=Outcome.COMPLETED.value,
             finished_at=at,
-            outcomes=[RolloutFinished(rollout_id=self.rollout_id, finished_at=at)],
-            rewards=[] if self.reward is None else [_reward(self.rollout_id, self.reward, at)],
+            outcomes=[RolloutFinished(rollout_id=rollout_id, finished_at=at)],
+            rewards=[] if given.reward is None else [_reward(rollout_id, given.reward, at)],
             turns=[_turn(self, at)],
         )
 
 
-def read_conversation(fields: FieldReader) -> ImportedConversation:
-    """Fields that it does not know become the rollout's `task`. Raises BadObject."""
-    messages = _messages(fields)
-    tools = _tools(fields)
-    task_id = fields.text_or_none("task_id")
-    task = fields.any("task")
-    known = ImportedConversation(
-        rollout_id=fields.text_or_none("rollout_id")
-        or _digest([without_nulls(messages), tools, task_id]),
-        task_id=task_id,
-        agent=fields.text_or_none("agent"),
-        tags=fields.texts("tags"),
-        task=task,
+def read_conversation(value: Json) -> ImportedConversation:
+    """Fields that the schema does not have become the rollout's `task`. Raises InvalidObject."""
+    fields = validate(value, ConversationObject)
+    messages, tools = value["messages"], _tools(fields.tools)
+    _check_messages(messages)
+    digest = _digest([without_nulls(messages), tools, fields.task_id])
+    return ImportedConversation(
+        rollout_id=fields.rollout_id or digest,
         messages=messages,
         tools=tools,
-        model=fields.text_or_none("model") or "",
-        reward=None if fields.any("reward") is None else fields.reward("reward"),
-        created_at=fields.number_or_none("created_at"),
+        rest={key: item for key, item in value.items() if key not in fields.__struct_fields__},
+        fields=fields,
     )
-    if rest := fields.rest():
-        return replace(known, task=rest if task is None else rest | {"task": task})
-    return known
 
 
 def imported_messages(turn: Turn) -> bool:
@@ -99,49 +88,40 @@ def imported_messages(turn: Turn) -> bool:
     return turn.sampling.get(SOURCE) == IMPORTED
 
 
-def _messages(fields: FieldReader) -> list[Json]:
-    messages = fields.items("messages")
-    for message in fields.objects("messages"):
-        message.text("role")
-        content = message.any("content")
-        if content is not None and not isinstance(content, str | list):
-            raise message.invalid("content", "write a text, a list of parts or null")
-        for call in message.objects("tool_calls"):
-            FieldReader(call.any("function"), call.name("function")).text("name")
+def _check_messages(messages: list[Json]) -> None:
     if len(messages) < 2:
-        raise fields.invalid("messages", f"{len(messages)}; write what was asked and the reply")
+        raise InvalidObject("messages", f"{len(messages)}; write what was asked and the reply")
     if messages[-1]["role"] != "assistant":
-        raise fields.invalid(
+        raise InvalidObject(
             f"messages[{len(messages) - 1}].role",
             f"{messages[-1]['role']!r}; the last message is the assistant's reply",
         )
-    return messages
 
 
-def _tools(fields: FieldReader) -> list[Any] | None:
+def _tools(tools: Any) -> list[Any] | None:
     """A list, or a text with one: columns cannot hold what differs from tool to tool."""
-    tools = fields.any("tools")
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
         except ValueError:
-            raise fields.invalid("tools", "it is a text and no JSON; write a list") from None
+            raise InvalidObject("tools", "it is a text and no JSON; write a list") from None
     if tools is not None and not isinstance(tools, list):
-        raise fields.invalid("tools", "write a list, or a JSON text with one")
+        raise InvalidObject("tools", "write a list, or a JSON text with one")
     return tools or None
 
 
 def _turn(teacher: ImportedConversation, at: float) -> Turn:
     reply = teacher.messages[-1]
     finish = "tool_calls" if reply.get("tool_calls") else "stop"
-    request: Json = {"model": teacher.model, "messages": teacher.messages[:-1]}
+    model = teacher.fields.model or ""
+    request: Json = {"model": model, "messages": teacher.messages[:-1]}
     if teacher.tools is not None:
         request["tools"] = teacher.tools
     return Turn(
         turn_id=_digest([teacher.rollout_id, "turn"]),
         rollout_id=teacher.rollout_id,
         dialect="chat",
-        model=teacher.model,
+        model=model,
         prompt_token_ids=token_id_array(),
         completion_token_ids=token_id_array(),
         completion_logprobs=logprob_array(),
@@ -152,7 +132,7 @@ def _turn(teacher: ImportedConversation, at: float) -> Turn:
         request=request,
         response={
             "object": "chat.completion",
-            "model": teacher.model,
+            "model": model,
             "choices": [{"index": 0, "message": reply, "finish_reason": finish}],
         },
         created_at=at,

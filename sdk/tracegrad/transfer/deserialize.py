@@ -1,24 +1,20 @@
-"""JSON objects of the format back into what was stored. The inverse of `objects`.
+"""JSON objects of the format back into what was stored. The inverse of `serialize`.
 
-Every function raises `BadObject`, which names the field. Nothing is guessed: a field that the
-format does not have is refused too, since it would be lost.
+The schema checks each field, this module what fields say about each other. Every function raises
+`InvalidObject`, which names the field. Nothing is guessed.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from dataclasses import fields
+from typing import Any
 
-from tracegrad.events import (
-    Outcome,
-    Reward,
-    RolloutFinished,
-    Span,
-    Turn,
-    VersionSpans,
-    token_id_array,
-)
+from msgspec import Struct
+
+from tracegrad.events import Reward, RolloutFinished, Span, Turn, logprob_array, token_id_array
 from tracegrad.store.copy.export_records import RolloutRecord, VersionRecord
 from tracegrad.store.encoding.routed_experts import check_routing
 from tracegrad.store.types import PolicyVersion, StepRecord, TurnDisposition
@@ -27,169 +23,93 @@ from tracegrad.transfer.chat_conversations import (
     is_conversation,
     read_conversation,
 )
-from tracegrad.transfer.field_reader import FieldReader, InvalidObject
-from tracegrad.transfer.serialize import FORMAT
+from tracegrad.transfer.schema import (
+    FORMAT,
+    RolloutObject,
+    SpanWithoutRolloutObject,
+    StepObject,
+    TurnObject,
+    VersionObject,
+)
+from tracegrad.transfer.validation import InvalidObject, validate
 
 ImportedObject = RolloutRecord | ImportedConversation | StepRecord | VersionRecord | Span
-T = TypeVar("T")
-
-_State = Literal["pushing", "serving", "failed"]
-_STATES: dict[str, _State] = {"pushing": "pushing", "serving": "serving", "failed": "failed"}
 
 
 def read_object(value: object) -> ImportedObject:
-    """Whatever one line of an export holds, or a conversation (`teacher`)."""
-    fields = FieldReader(value)
-    if is_conversation(fields):
-        return read_conversation(fields)
-    version = fields.any("tracegrad")
+    """What one line of an export holds, or a conversation from elsewhere."""
+    known = validate(value, dict[str, Any])
+    if is_conversation(known):
+        return read_conversation(known)
+    version = known.get("tracegrad")
     if version is None:
-        raise InvalidObject("tracegrad", _not_ours(fields))
+        raise InvalidObject("tracegrad", _why_foreign(known))
     if version != FORMAT:
         raise InvalidObject(
             "tracegrad", f"format {version!r}; this tracegrad reads {FORMAT}: update it"
         )
-    kind = fields.text("kind")
-    if kind not in _READERS:
+    kind = known.get("kind")
+    if not isinstance(kind, str) or kind not in _READERS:
         raise InvalidObject("kind", f"{kind!r}; write one of {', '.join(_READERS)}")
-    read = _READERS[kind](fields)
-    fields.refuse_unread()
-    return read
+    return _READERS[kind](value)
 
 
-def _not_ours(fields: FieldReader) -> str:
-    if fields.any("turn_id") is not None:
+def _why_foreign(value: dict[str, Any]) -> str:
+    if value.get("turn_id") is not None:
         return "this is a turn of `export --turns`, which is no whole copy; use `export --rollouts`"
     return 'it is missing; import what `export --rollouts` wrote, or objects with "messages"'
 
 
-def _rollout(fields: FieldReader) -> RolloutRecord:
-    rollout_id = fields.text("rollout_id")
-    turns = _Turns(rollout_id)
-    for each in fields.objects("turns"):
-        turns.read(each)
-        each.refuse_unread()
-    outcome = fields.text_or_none("outcome")
-    if outcome is not None:
-        fields.one_of("outcome", Outcome, ", ".join(Outcome))
-    finished_at = fields.number_or_none("finished_at")
-    if (outcome is None) != (finished_at is None):
-        raise fields.invalid("finished_at", "it goes with outcome; write both or neither")
+def _rollout(value: object) -> RolloutRecord:
+    read = validate(value, RolloutObject)
+    if (read.outcome is None) != (read.finished_at is None):
+        raise InvalidObject("finished_at", "it goes with outcome; write both or neither")
+    of: dict[str, Any] = {"rollout_id": read.rollout_id}
+    turns = _Turns(read.rollout_id)
+    for index, turn in enumerate(read.turns or ()):
+        turns.add(turn, f"turns[{index}]")
     return RolloutRecord(
-        rollout_id=rollout_id,
-        opened=fields.flag("opened", True),
-        opened_at=fields.number("opened_at"),
-        task_id=fields.text_or_none("task_id"),
-        agent=fields.text_or_none("agent"),
-        tags=fields.texts("tags"),
-        task=fields.any("task"),
-        outcome=outcome,
-        error=fields.text_or_none("error"),
-        finished_at=finished_at,
-        consumed_at=fields.number_or_none("consumed_at"),
-        consumed_step=fields.integer_or_none("consumed_step"),
-        outcomes=_all(fields, "outcomes", lambda each: _end(each, rollout_id)),
-        rewards=_all(fields, "rewards", lambda each: _reward(each, rollout_id)),
-        spans=_all(fields, "spans", lambda each: _span(each, rollout_id)),
-        turns=turns.turns,
-        dispositions=turns.fates,
+        **_values(read, RolloutRecord)
+        | {
+            "outcome": read.outcome and read.outcome.value,
+            "outcomes": [
+                RolloutFinished(**of, **_values(each, RolloutFinished))
+                for each in read.outcomes or ()
+            ],
+            "rewards": [Reward(**of, **_values(each, Reward)) for each in read.rewards or ()],
+            "spans": [_span(each, read.rollout_id) for each in read.spans or ()],
+            "turns": turns.turns,
+            "dispositions": turns.dispositions,
+        }
     )
 
 
-def _all(fields: FieldReader, field: str, read: Callable[[FieldReader], T]) -> list[T]:
-    found = []
-    for each in fields.objects(field):
-        found.append(read(each))
-        each.refuse_unread()
-    return found
+def _span(read: Struct, rollout_id: str | None) -> Span:
+    return Span(**{"name": "", "rollout_id": rollout_id} | _values(read, Span))
 
 
-def _end(fields: FieldReader, rollout_id: str) -> RolloutFinished:
-    return RolloutFinished(
-        rollout_id=rollout_id,
-        outcome=fields.one_of("outcome", Outcome, ", ".join(Outcome)),
-        error=fields.text_or_none("error"),
-        finished_at=fields.number("finished_at"),
-    )
-
-
-def _reward(fields: FieldReader, rollout_id: str) -> Reward:
-    return Reward(
-        reward_id=fields.text("reward_id"),
-        rollout_id=rollout_id,
-        value=fields.reward("value"),
-        name=fields.text("name"),
-        turn=fields.integer_or_none("turn"),
-        source=fields.text("source"),
-        label=fields.text_or_none("label"),
-        given_at=fields.number_or_none("given_at"),
-        created_at=fields.number("created_at"),
-    )
-
-
-def _span(fields: FieldReader, rollout_id: str | None) -> Span:
-    return Span(
-        trace_id=fields.text("trace_id"),
-        span_id=fields.text("span_id"),
-        parent_span_id=fields.text_or_none("parent_span_id"),
-        rollout_id=rollout_id,
-        name=fields.text_or_none("name") or "",
-        kind=fields.text("kind"),
-        start_ns=fields.integer("start_ns"),
-        end_ns=fields.integer("end_ns"),
-        status=fields.text("status"),
-        attributes=fields.object("attributes"),
-    )
-
-
-def _lone_span(fields: FieldReader) -> Span:
-    inner = FieldReader(fields.any("span"), "span")
-    span = _span(inner, None)
-    inner.refuse_unread()
-    return span
-
-
-def _step(fields: FieldReader) -> StepRecord:
-    return StepRecord(
-        step=fields.integer("step"),
-        version=fields.integer("version"),
-        created_at=fields.number("created_at"),
-        settings=fields.object("settings"),
-        metrics=fields.object("metrics"),
-        checkpoint=fields.text_or_none("checkpoint"),
-        batch=fields.object_or_none("batch"),
-        run_id=fields.text_or_none("run_id"),
-        manifest_digest=fields.text_or_none("manifest_digest"),
-        parent_digest=fields.text_or_none("parent_digest"),
-    )
-
-
-def _version(fields: FieldReader) -> VersionRecord:
-    number = fields.integer("version")
+def _version(value: object) -> VersionRecord:
+    read = validate(value, VersionObject)
     return VersionRecord(
-        _version_state(fields, number),
-        _all(fields, "events", lambda each: _version_state(each, number)),
+        PolicyVersion(**_values(read, PolicyVersion)),
+        [
+            PolicyVersion(read.version, **{"step": None} | _values(each, PolicyVersion))
+            for each in read.events or ()
+        ],
     )
 
 
-def _version_state(fields: FieldReader, version: int) -> PolicyVersion:
-    state = fields.text("state")
-    if state not in _STATES:
-        raise fields.invalid("state", f"{state!r}; write one of {', '.join(_STATES)}")
-    return PolicyVersion(
-        version=version,
-        step=fields.integer_or_none("step"),
-        state=_STATES[state],
-        created_at=fields.number("created_at"),
-        detail=fields.object("detail"),
-    )
+def _values(read: Struct, record: type) -> dict[str, Any]:
+    """The fields of the record that the object gives; null is as good as none."""
+    given = {each.name: getattr(read, each.name, None) for each in fields(record)}
+    return {name: value for name, value in given.items() if value is not None}
 
 
-_READERS: dict[str, Callable[[FieldReader], ImportedObject]] = {
+_READERS: dict[str, Callable[[object], ImportedObject]] = {
     "rollout": _rollout,
-    "step": _step,
+    "step": lambda value: StepRecord(**_values(validate(value, StepObject), StepRecord)),
     "version": _version,
-    "span": _lone_span,
+    "span": lambda value: _span(validate(value, SpanWithoutRolloutObject).span, None),
 }
 
 
@@ -200,96 +120,77 @@ class _Turns:
         self._rollout_id = rollout_id
         self._contexts: dict[str, array[int]] = {}
         self.turns: list[Turn] = []
-        self.fates: dict[str, TurnDisposition] = {}
+        self.dispositions: dict[str, TurnDisposition] = {}
 
-    def read(self, fields: FieldReader) -> None:
-        turn_id = fields.text("turn_id")
+    def add(self, read: TurnObject, where: str) -> None:
+        """`where`: the turn's place in the object, for errors."""
+        turn_id = read.turn_id
         if turn_id in self._contexts:
-            raise fields.invalid("turn_id", f"{turn_id!r} is there twice; give each turn its own")
-        prompt = self._prompt(fields)
-        completion = fields.ids("completion_token_ids")
-        context = prompt + completion
+            raise InvalidObject(
+                f"{where}.turn_id", f"{turn_id!r} is there twice; give each turn its own"
+            )
+        prompt = self._prompt(read, where)
+        completion = token_id_array(read.completion_token_ids or ())
+        self._contexts[turn_id] = context = prompt + completion
+        _check_tokens(read, len(completion), len(context), where)
+        logprobs = (
+            math.nan if value is None else value for value in read.completion_logprobs or ()
+        )
         self.turns.append(
             Turn(
-                turn_id=turn_id,
-                rollout_id=self._rollout_id,
-                parent_id=fields.text_or_none("parent_turn_id"),
-                fork_reason=fields.text_or_none("fork_reason"),
-                dialect=fields.text("dialect"),
-                model=fields.text_or_none("model") or "",
-                prompt_token_ids=prompt,
-                completion_token_ids=completion,
-                completion_logprobs=_logprobs(fields, len(completion)),
-                policy_versions=_versions(fields, len(completion)),
-                sampling=fields.object("sampling"),
-                finish_reason=fields.text_or_none("finish_reason"),
-                untrainable=fields.text_or_none("untrainable"),
-                parent_span_id=fields.text_or_none("parent_span_id"),
-                request=fields.object_or_none("request"),
-                response=fields.object_or_none("response"),
-                state_key=fields.text_or_none("state_key"),
-                observation=fields.text_or_none("observation"),
-                routed_experts=_routing(fields, len(context)),
-                created_at=fields.number("created_at"),
+                **{"model": ""}
+                | _values(read, Turn)
+                | {
+                    "rollout_id": self._rollout_id,
+                    "parent_id": read.parent_turn_id,
+                    "prompt_token_ids": prompt,
+                    "completion_token_ids": completion,
+                    "completion_logprobs": logprob_array(logprobs),
+                    "policy_versions": tuple(read.policy_versions or ()),
+                }
             )
         )
-        self._contexts[turn_id] = context
-        if (fate := _disposition(fields)) is not None:
-            self.fates[turn_id] = fate
+        if (disposition := _disposition(read, where)) is not None:
+            self.dispositions[turn_id] = disposition
 
-    def _prompt(self, fields: FieldReader) -> array[int]:
-        parent = fields.text_or_none("parent_turn_id")
+    def _prompt(self, read: TurnObject, where: str) -> array[int]:
+        new, parent = token_id_array(read.new_token_ids or ()), read.parent_turn_id
         if parent is None:
-            known = token_id_array()
-        elif parent in self._contexts:
-            known = self._contexts[parent]
-        else:
-            raise fields.invalid(
-                "parent_turn_id", f"turn {parent!r} is not before it; write parents first"
+            return new
+        if parent not in self._contexts:
+            raise InvalidObject(
+                f"{where}.parent_turn_id",
+                f"turn {parent!r} is not before it; write parents first",
             )
-        return known + fields.ids("new_token_ids")
+        return self._contexts[parent] + new
 
 
-def _logprobs(fields: FieldReader, tokens: int) -> array[float]:
-    found = fields.logprobs("completion_logprobs")
-    if len(found) != tokens:
-        raise fields.invalid(
-            "completion_logprobs", f"{len(found)} for {tokens} sampled tokens; write one each"
+def _check_tokens(read: TurnObject, completion: int, context: int, where: str) -> None:
+    """`completion`, `context`: so many tokens were sampled, and stand in prompt and reply."""
+    if (found := len(read.completion_logprobs or ())) != completion:
+        raise InvalidObject(
+            f"{where}.completion_logprobs",
+            f"{found} for {completion} sampled tokens; write one each",
         )
-    return found
-
-
-def _versions(fields: FieldReader, tokens: int) -> VersionSpans:
-    spans = []
-    for index, span in enumerate(fields.items("policy_versions")):
-        if not (isinstance(span, list) and [type(n) for n in span] == [int, int] and span[1] > 0):
-            raise fields.invalid(f"policy_versions[{index}]", f"{span!r}; write [version, count]")
-        spans.append((span[0], span[1]))
-    if (covered := sum(count for _, count in spans)) != tokens:
-        raise fields.invalid(
-            "policy_versions", f"they cover {covered} of {tokens} sampled tokens; cover all"
+    if (covered := sum(count for _, count in read.policy_versions or ())) != completion:
+        raise InvalidObject(
+            f"{where}.policy_versions",
+            f"they cover {covered} of {completion} sampled tokens; cover all",
         )
-    return tuple(spans)
-
-
-def _routing(fields: FieldReader, tokens: int) -> bytes | None:
-    file = fields.file_or_none("routed_experts")
-    if file is not None:
+    if read.routed_experts is not None:
         try:
-            check_routing(file, tokens)
+            check_routing(read.routed_experts, context)
         except ValueError as error:
-            raise fields.invalid("routed_experts", f"{error}; leave it out") from None
-    return file
+            raise InvalidObject(f"{where}.routed_experts", f"{error}; leave it out") from None
 
 
-def _disposition(fields: FieldReader) -> TurnDisposition | None:
-    step = fields.integer_or_none("trained_step")
-    reason = fields.text_or_none("skip_reason")
-    at = fields.number_or_none("fate_at")
-    if step is not None and reason is not None:
-        raise fields.invalid("skip_reason", "the turn was trained; write one of the two")
-    if step is None and reason is None:
+def _disposition(read: TurnObject, where: str) -> TurnDisposition | None:
+    if read.trained_step is None and read.skip_reason is None:
         return None
-    if at is None:
-        raise fields.invalid("fate_at", "it is missing; write when the turn was trained or skipped")
-    return TurnDisposition(step, reason, at)
+    if read.trained_step is not None and read.skip_reason is not None:
+        raise InvalidObject(f"{where}.skip_reason", "the turn was trained; write one of the two")
+    if read.fate_at is None:
+        raise InvalidObject(
+            f"{where}.fate_at", "it is missing; write when the turn was trained or skipped"
+        )
+    return TurnDisposition(read.trained_step, read.skip_reason, read.fate_at)

@@ -81,7 +81,7 @@ class RolloutExport:
                 yield from map(span_without_rollout_object, spans)
 
     def turns(self) -> Iterator[Json]:
-        """One flat object a turn (`objects.turn_objects`)."""
+        """One flat object a turn (`serialize.turn_objects`)."""
         copies = iter_rollouts(
             self.store, self.wanted, trained=self.trained, raw=False, expert_routing=False
         )

@@ -30,7 +30,7 @@ from tracegrad.store.types import StepRecord
 from tracegrad.transfer import jsonl, parquet
 from tracegrad.transfer.chat_conversations import ImportedConversation
 from tracegrad.transfer.deserialize import ImportedObject, read_object
-from tracegrad.transfer.field_reader import InvalidObject
+from tracegrad.transfer.validation import InvalidObject
 
 _BATCH_BYTES = 8 << 20
 _BATCH_ROLLOUTS = 256

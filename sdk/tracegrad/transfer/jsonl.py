@@ -11,7 +11,7 @@ import orjson
 
 from tracegrad.events import Json
 from tracegrad.jsonutil import encode_json
-from tracegrad.transfer.field_reader import InvalidObject
+from tracegrad.transfer.validation import InvalidObject
 
 # What orjson refuses or rounds: lone surrogates, integers beyond 64 bits.
 _ODD = re.compile(rb"\\u[dD][89a-fA-F]|[0-9]{19}")
@@ -22,8 +22,8 @@ def line_of(value: Json) -> bytes:
 
 
 def read_lines(file: BinaryIO) -> Iterator[tuple[int, int, Any]]:
-    """Line number from 1, its bytes, and the object or the `BadObject` that it is. Empty lines are
-    passed over."""
+    """Line number from 1, its size in bytes, and the object, or the `InvalidObject` that it is.
+    Empty lines are skipped."""
     for number, line in enumerate(file, 1):
         if line.isspace():
             continue
@@ -34,7 +34,7 @@ def read_lines(file: BinaryIO) -> Iterator[tuple[int, int, Any]]:
 
 
 def parse(line: bytes) -> Any:
-    """Raises BadObject."""
+    """Raises InvalidObject."""
     try:
         return json.loads(line) if _ODD.search(line) else orjson.loads(line)
     except (ValueError, RecursionError) as error:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import tempfile
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from tracegrad.events import Json
 from tracegrad.jsonutil import dump_json
 from tracegrad.transfer import jsonl
-from tracegrad.transfer.field_reader import InvalidObject, without_nulls
 from tracegrad.transfer.layouts import Column
 from tracegrad.transfer.parquet_columns import ROLLOUT, has_messages, message_fields, with_messages
-from tracegrad.transfer.serialize import FORMAT
+from tracegrad.transfer.schema import FORMAT
+from tracegrad.transfer.validation import InvalidObject, without_nulls
 
 MAGIC = b"PAR1"
 # A row group holds about so many bytes before compression, or so many rows.
@@ -52,18 +52,18 @@ def write(file: BinaryIO, rows: Iterable[Json], columns: Mapping[str, Column]) -
         return _write(file, map(jsonl.parse, spool), with_messages(columns, fields))
 
 
-def rollout_row(value: Json) -> Json:
-    """An object of `export --rollouts` as a row of `columns.ROLLOUT`."""
+def _rollout_row(value: Json) -> Json:
+    """An object of `export --rollouts` as a row of `parquet_columns.ROLLOUT`."""
     if value["kind"] == "rollout":
-        return value | {"other": None}
+        return value
     other = {key: item for key, item in value.items() if key not in ("tracegrad", "kind")}
     return {"tracegrad": value["tracegrad"], "kind": value["kind"], "other": other}
 
 
 def read_rows(file: BinaryIO) -> Iterator[tuple[int, int, Any]]:
-    """Row number from 1, its size in bytes, about, and the object that it is, or the `BadObject`.
+    """Row number from 1, its size in bytes, about, and the object, or the `InvalidObject`.
 
-    Raises ParquetMissing or NoParquet.
+    Raises ParquetMissing or NotParquet.
     """
     _pyarrow()
     import pyarrow
@@ -93,6 +93,8 @@ def _write(file: BinaryIO, rows: Iterable[Json], columns: Mapping[str, Column]) 
         [(name, _type(column)) for name, column in columns.items()],
         metadata={"tracegrad": str(FORMAT)},
     )
+    if "other" in columns:
+        rows = map(_rollout_row, rows)
     count = 0
     with pyarrow.parquet.ParquetWriter(file, schema, compression="zstd") as writer:
         for group in _groups(_cell(row, columns) for row in rows):
@@ -155,7 +157,7 @@ def _cell(value: Any, column: Column) -> Any:
 
 
 def _from_row(row: Json) -> Json:
-    """A row of `columns.ROLLOUT` as the object that it was. Raises BadObject."""
+    """A row of `parquet_columns.ROLLOUT` as the object that it was. Raises InvalidObject."""
     other = row.pop("other", None)
     if row.get("kind") != "rollout":
         rest = None if other is None else _json(other, "other")
@@ -167,8 +169,6 @@ def _parsed(value: Any, column: Column, where: str) -> Any:
     """A cell as it was. What has another type than the column stays, for its reader to refuse."""
     if column == "json" and value is not None:
         return _json(value, where)
-    if column == "file" and isinstance(value, bytes):
-        return b64encode(value).decode()
     if not isinstance(column, str) and isinstance(value, list):
         inner = column["*"]
         return [_parsed(item, inner, f"{where}[{n}]") for n, item in enumerate(value)]

@@ -1,102 +1,50 @@
-"""What the columns of each Parquet file are called and hold, in words of `layouts.Column`."""
+"""The columns of each Parquet file, of the schema's fields, in words of `layouts.Column`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tracegrad.transfer.layouts import Column
+from msgspec import inspect
 
-# Free-form objects are JSON texts in a column: their fields differ from row to row.
-_SPAN: Mapping[str, Column] = {
-    "trace_id": "text",
-    "span_id": "text",
-    "parent_span_id": "text",
-    "name": "text",
-    "kind": "text",
-    "start_ns": "integer",
-    "end_ns": "integer",
-    "status": "text",
-    "attributes": "json",
+from tracegrad.transfer.layouts import Column
+from tracegrad.transfer.schema import FlatTurnObject, RolloutObject
+from tracegrad.transfer.validation import without_null
+
+_WORDS: Mapping[type[inspect.Type], str] = {
+    inspect.StrType: "text",
+    inspect.EnumType: "text",
+    inspect.IntType: "integer",
+    inspect.FloatType: "number",
+    inspect.BoolType: "flag",
+    inspect.BytesType: "file",
+    # Their fields differ from row to row: a JSON text in a column.
+    inspect.DictType: "json",
+    inspect.AnyType: "json",
 }
-_REWARD: Mapping[str, Column] = {
-    "reward_id": "text",
-    "value": "number",
-    "name": "text",
-    "turn": "integer",
-    "source": "text",
-    "label": "text",
-    "given_at": "number",
-    "created_at": "number",
-}
-_END: Mapping[str, Column] = {"outcome": "text", "error": "text", "finished_at": "number"}
-_TURN: Mapping[str, Column] = {
-    "turn_id": "text",
-    "parent_turn_id": "text",
-    "fork_reason": "text",
-    "dialect": "text",
-    "model": "text",
-    "new_token_ids": "ids",
-    "completion_token_ids": "ids",
-    "completion_logprobs": "logprobs",
-    "policy_versions": "pairs",
-    "sampling": "json",
-    "finish_reason": "text",
-    "untrainable": "text",
-    "parent_span_id": "text",
-    "created_at": "number",
-    "trained_step": "integer",
-    "skip_reason": "text",
-    "fate_at": "number",
-    "state_key": "text",
-    "observation": "text",
-    "routed_experts": "file",
-    "request": "json",
-    "response": "json",
-}
+_LIST_WORDS = {"integer": "ids", "number": "logprobs", "pairs": "pairs"}
+
+
+def _columns(struct: inspect.Type) -> Mapping[str, Column]:
+    assert isinstance(struct, inspect.StructType)
+    return {field.name: _column(without_null(field.type)) for field in struct.fields}
+
+
+def _column(kind: inspect.Type) -> Column:
+    if isinstance(kind, inspect.StructType):
+        return _columns(kind)
+    if isinstance(kind, inspect.TupleType):
+        return "pairs"
+    if isinstance(kind, inspect.ListType):
+        item = _column(without_null(kind.item_type))
+        return _LIST_WORDS[item] if isinstance(item, str) else {"*": item}
+    return _WORDS[type(kind)]
+
 
 # Of `export --rollouts`. Rows that are no rollout have their fields in `other`.
-ROLLOUT: Mapping[str, Column] = {
-    "tracegrad": "integer",
-    "kind": "text",
-    "rollout_id": "text",
-    "opened": "flag",
-    "opened_at": "number",
-    "task_id": "text",
-    "agent": "text",
-    "tags": "json",
-    "task": "json",
-    "outcome": "text",
-    "error": "text",
-    "finished_at": "number",
-    "consumed_at": "number",
-    "consumed_step": "integer",
-    "outcomes": {"*": _END},
-    "rewards": {"*": _REWARD},
-    "spans": {"*": _SPAN},
-    "turns": {"*": _TURN},
-    "other": "json",
-}
+ROLLOUT = {**_columns(inspect.type_info(RolloutObject)), "other": "json"}
 # Of `export --turns`.
-TURN: Mapping[str, Column] = {
-    "turn_id": "text",
-    "parent_turn_id": "text",
-    "rollout_id": "text",
-    "task_id": "text",
-    "agent": "text",
-    "outcome": "text",
-    "reward": "number",
-    "dialect": "text",
-    "model": "text",
-    "prompt_token_ids": "ids",
-    "completion_token_ids": "ids",
-    "completion_logprobs": "logprobs",
-    "policy_versions": "pairs",
-    "finish_reason": "text",
-    "created_at": "number",
-    "trained_step": "integer",
-    "skip_reason": "text",
-}
+TURN = _columns(inspect.type_info(FlatTurnObject))
 
 _CALL: Mapping[str, Column] = {
     "id": "text",

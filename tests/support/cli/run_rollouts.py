@@ -21,7 +21,7 @@ def run(url: str, *arguments: str, columns: int | None = 80) -> Result:
     return CliRunner().invoke(app, ["rollouts", *arguments], env=environment)
 
 
-def said(url: str, *arguments: str, columns: int | None = 80) -> str:
+def printed(url: str, *arguments: str, columns: int | None = 80) -> str:
     result = run(url, *arguments, columns=columns)
     assert result.exit_code == 0, result.output
     if "--json" not in arguments:
@@ -32,8 +32,8 @@ def said(url: str, *arguments: str, columns: int | None = 80) -> str:
     return result.stdout
 
 
-def told(url: str, *arguments: str) -> Any:
-    return json.loads(said(url, *arguments, "--json"))
+def printed_json(url: str, *arguments: str) -> Any:
+    return json.loads(printed(url, *arguments, "--json"))
 
 
 def in_order(text: str, expected: Iterable[str]) -> None:

@@ -59,13 +59,13 @@ def user(content: Any) -> Json:
 
 
 class Talk:
-    """Makes the turns of one rollout: the tokens of a turn are those of what is said in it."""
+    """Makes the turns of one rollout: its messages are its tokens."""
 
     def __init__(self, rollout_id: str, *, model: str = "qwen3-4b") -> None:
         self.rollout_id = rollout_id
         self.model = model
         self.turns: list[Turn] = []
-        self._told: dict[str, list[Json]] = {}
+        self._messages: dict[str, list[Json]] = {}
 
     def turn(
         self,
@@ -82,10 +82,12 @@ class Talk:
         known = (
             parent.prompt_token_ids + parent.completion_token_ids if parent else token_id_array()
         )
-        told = self._told[parent.turn_id] if parent else []
-        assert list(messages[: len(told)]) == told or parent is None
-        prompt = known + token_id_array(encode("".join(map(_rendered, messages[len(told) :]))))
-        if reply is None:  # refused: the engine told nothing
+        known_messages = self._messages[parent.turn_id] if parent else []
+        assert list(messages[: len(known_messages)]) == known_messages or parent is None
+        prompt = known + token_id_array(
+            encode("".join(map(_rendered, messages[len(known_messages) :])))
+        )
+        if reply is None:  # refused: the engine returned nothing
             prompt = token_id_array()
         sampled = token_id_array(encode(_rendered(reply)) if reply is not None else [])
         index = len(self.turns)
@@ -113,12 +115,12 @@ class Talk:
         )
         self.turns.append(turn)
         echo = [{k: v for k, v in reply.items() if k != "reasoning"}] if reply else []
-        self._told[turn.turn_id] = [*messages, *echo]
+        self._messages[turn.turn_id] = [*messages, *echo]
         return turn
 
     def then(self, turn: Turn, *more: Json) -> list[Json]:
         """The conversation of a turn, its reply as clients send it back, and what follows."""
-        return [*self._told[turn.turn_id], *more]
+        return [*self._messages[turn.turn_id], *more]
 
 
 def _rendered(message: Json) -> str:
@@ -126,8 +128,8 @@ def _rendered(message: Json) -> str:
     if not isinstance(text, str):
         text = "".join(part.get("text", "<image>") for part in text)
     calls = [each["function"] for each in message.get("tool_calls") or []]
-    told = [text, *(f"{each['name']}{each['arguments']}" for each in calls)]
-    return f"<{message['role']}>{' '.join(told)}</>"
+    parts = [text, *(f"{each['name']}{each['arguments']}" for each in calls)]
+    return f"<{message['role']}>{' '.join(parts)}</>"
 
 
 def assistant(text: str | None = None, *calls: Json, reasoning: str | None = None) -> Json:
@@ -161,7 +163,7 @@ def coding_agent(rollout_id: str = "0193c0de0001" + "0" * 20) -> list[Event]:
             parent_span_id="a" * 16,
             version=3 if number < 2 else 4,
         )
-    facts: list[Event] = []
+    events: list[Event] = []
     # The client's reminder in the user's message changed: the tree forks.
     changed = [*talk.then(turn, result(3, outputs[3]))]
     changed[1] = user(ask["content"] + "\n<reminder>You have 30 minutes left.</reminder>")
@@ -220,12 +222,12 @@ def coding_agent(rollout_id: str = "0193c0de0001" + "0" * 20) -> list[Event]:
     talk.turn(refused, None, finish="refused", untrainable=OVER_LENGTH, fork_reason="template")
     talk.turn(talk.then(seen, user("Sum up in a sentence.")),
               assistant("total() left out the first item."), parent=seen, version=5)  # fmt: skip
-    facts += talk.turns
+    events += talk.turns
     return [
         RolloutStarted(rollout_id=rollout_id, task_id="mend-the-cart", agent="codex",
                       tags={"split": "train", "seed": "7"}, opened_at=BEGAN,
                       task={"repository": "shop", "issue": 41}),
-        *facts,
+        *events,
         Reward(rollout_id=rollout_id, value=0.0, **TESTS, created_at=BEGAN + 70),
         Reward(rollout_id=rollout_id, value=1.0, **TESTS, created_at=BEGAN + 71),
         Reward(rollout_id=rollout_id, value=0.25, turn=3, source="admin_key",
@@ -309,21 +311,21 @@ def spans_alone(rollout_id: str = "0193c0de0003" + "0" * 20) -> list[Event]:
 
 def four_alike() -> list[Event]:
     """A group whose rollouts all succeeded: nothing to learn from."""
-    facts: list[Event] = []
+    events: list[Event] = []
     for n in range(4):
         talk = Talk(f"0193c0de001{n}" + "0" * 20)
         sort = call(1, "bash", command="sort")
         first = talk.turn([user("Sort [3, 1, 2].")], assistant(None, sort))
         talk.turn(talk.then(first, result(1, "1 2 3")), assistant("[1, 2, 3]"), parent=first)
         at = BEGAN + 300 + n
-        facts += [
+        events += [
             RolloutStarted(rollout_id=talk.rollout_id, task_id="sort-a-list", agent="codex",
                           tags={"split": "train"}, opened_at=at),
             *talk.turns,
             Reward(rollout_id=talk.rollout_id, value=1.0, created_at=at),
             RolloutFinished(rollout_id=talk.rollout_id, finished_at=at + 9),
         ]  # fmt: skip
-    return facts
+    return events
 
 
 def a_failure(rollout_id: str = "0193c0de0020" + "0" * 20) -> list[Event]:

@@ -19,7 +19,6 @@ from tracegrad.events import (
 from tracegrad.store import ALL, RolloutFilter, Store
 from tracegrad.store.copy.import_records import import_rollouts
 from tracegrad.transfer.chat_conversations import read_conversation
-from tracegrad.transfer.field_reader import FieldReader
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.sft.config import SftSettings, load_sft_settings
 
@@ -66,7 +65,7 @@ def rollout(
 
 def teach(store: Store, *conversations: dict[str, Any]) -> None:
     """Text only, as `tracegrad import` stores it."""
-    copies = [read_conversation(FieldReader(each, "")).as_record(1000.0) for each in conversations]
+    copies = [read_conversation(each).as_record(1000.0) for each in conversations]
     import_rollouts(store, copies)
 
 

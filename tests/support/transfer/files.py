@@ -14,7 +14,7 @@ def exported(store: Store, path: Path, **how: object) -> Path:
     rows = RolloutExport(store=store, **how).rollouts()  # type: ignore[arg-type]
     with path.open("wb") as file:
         if path.suffix == ".parquet":
-            parquet.write(file, map(parquet.rollout_row, rows), parquet_columns.ROLLOUT)
+            parquet.write(file, rows, parquet_columns.ROLLOUT)
         else:
             file.writelines(map(jsonl.line_of, rows))
     return path

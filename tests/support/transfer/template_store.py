@@ -36,7 +36,7 @@ def user(text: str) -> Json:
     return {"role": "user", "content": text}
 
 
-def said(text: str) -> Json:
+def answer(text: str) -> Json:
     return {"role": "assistant", "content": text}
 
 
@@ -73,7 +73,7 @@ def turn(
     request: Json = {"model": "m", "messages": messages}
     if tools:
         request["tools"] = tools
-    told: dict[str, Any] = {
+    options: dict[str, Any] = {
         "finish_reason": "stop",
         "request": request,
         "response": {"choices": [{"index": 0, "message": reply}]},
@@ -89,7 +89,7 @@ def turn(
         completion_token_ids=token_id_array(completion),
         completion_logprobs=logprob_array(-0.25 * (1 + i % 4) for i in range(len(completion))),
         policy_versions=((len(turn_id), len(completion)),),
-        **told,
+        **options,
     )
 
 
@@ -123,18 +123,18 @@ CHAT = [user("Hello")]
 def fill(store: Store) -> None:
     """Group "sum": four answers to one question, and rollouts that nobody learns from. Group
     "stock": a tool call. Group "chat": a conversation, and one that forks."""
-    for name, answer, reward in [("a1", "4", 1.0), ("a2", "5", 0.0), ("a3", "44", 0.5)]:
-        one = turn(f"{name}.0", name, SUM, said(answer))
+    for name, text, reward in [("a1", "4", 1.0), ("a2", "5", 0.0), ("a3", "44", 0.5)]:
+        one = turn(f"{name}.0", name, SUM, answer(text))
         store.append(
             rollout(name, [one], task="sum", reward=reward, about={"text": "2+2?", "answer": 4})
         )
-    greedy = turn("a4.0", "a4", SUM, said("9"), untrainable="greedy")
+    greedy = turn("a4.0", "a4", SUM, answer("9"), untrainable="greedy")
     store.append(rollout("a4", [greedy], task="sum", reward=0.5))
-    broken = turn("b1.0", "b1", SUM, said("1"))
+    broken = turn("b1.0", "b1", SUM, answer("1"))
     store.append(rollout("b1", [broken], task="sum", reward=None, outcome=Outcome.INFRA_ERROR))
-    store.append(rollout("b2", [turn("b2.0", "b2", SUM, said("2"))], task="sum", reward=None))
+    store.append(rollout("b2", [turn("b2.0", "b2", SUM, answer("2"))], task="sum", reward=None))
     store.append(
-        rollout("b3", [turn("b3.0", "b3", SUM, said("3"))], task="sum", reward=1.0, outcome=None)
+        rollout("b3", [turn("b3.0", "b3", SUM, answer("3"))], task="sum", reward=1.0, outcome=None)
     )
 
     first = turn("c1.0", "c1", STOCK, call("stock", '{"item": "lamp"}'), tools=TOOLS)
@@ -143,19 +143,19 @@ def fill(store: Store) -> None:
     echo = call("stock", '{"item":"lamp"}')
     second = turn(
         "c1.01", "c1", [*STOCK, first.response["choices"][0]["message"], result],  # type: ignore[index]
-        said("17 lamps"), parent=first, tools=TOOLS, finish_reason="length",
+        answer("17 lamps"), parent=first, tools=TOOLS, finish_reason="length",
     )  # fmt: skip
     request = {"model": "m", "messages": [*STOCK, echo, result], "tools": TOOLS}
     second = replace(second, request=request)
     store.append(rollout("c1", [first, second], task="stock", reward=1.0, about="count lamps"))
 
-    hello = turn("d1.0", "d1", CHAT, said("Hi! "))
-    more = [*CHAT, said("Hi! "), user("Bye")]
+    hello = turn("d1.0", "d1", CHAT, answer("Hi! "))
+    more = [*CHAT, answer("Hi! "), user("Bye")]
     bye = replace(
-        turn("d1.01", "d1", more, said("Bye!"), parent=hello),
-        request={"model": "m", "messages": [*CHAT, said("Hi!"), user("Bye")]},
+        turn("d1.01", "d1", more, answer("Bye!"), parent=hello),
+        request={"model": "m", "messages": [*CHAT, answer("Hi!"), user("Bye")]},
     )
-    other = turn("d1.002", "d1", [*more[:2], user("Why?")], said("So."), parent=hello)
+    other = turn("d1.002", "d1", [*more[:2], user("Why?")], answer("So."), parent=hello)
     store.append(rollout("d1", [hello, bye, other], task="chat", reward=0.25))
-    brought = [user("1"), said("one"), user("2")]
-    store.append(rollout("d2", [turn("d2.0", "d2", brought, said("two"))], task=None, reward=1.0))
+    brought = [user("1"), answer("one"), user("2")]
+    store.append(rollout("d2", [turn("d2.0", "d2", brought, answer("two"))], task=None, reward=1.0))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.cli.run_rollouts import said
+from support.cli.run_rollouts import printed
 from support.cli.sample_rollouts import trained_samples
 from tracegrad.store import Store
 
@@ -46,13 +46,12 @@ def test_it_prints_what_stands_there(sqlite_url: str) -> None:
     with Store.open(sqlite_url) as store:
         trained_samples(store)
     for command, lines in COMMANDS:
-        printed = [
-            _AGE.sub(" AGE ", line) for line in said(sqlite_url, *command.split()).split("\n")
-        ]
+        text = printed(sqlite_url, *command.split())
+        found = [_AGE.sub(" AGE ", line) for line in text.split("\n")]
         at = 0
         for line in lines:
             if line == "…":  # some are left out
                 continue
             expected = _AGE.sub(" AGE ", line)
-            assert expected in printed[at:], f"`{command}` does not print {line!r}"
-            at += printed[at:].index(expected) + 1
+            assert expected in found[at:], f"`{command}` does not print {line!r}"
+            at += found[at:].index(expected) + 1

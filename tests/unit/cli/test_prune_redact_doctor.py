@@ -25,12 +25,12 @@ DAY = 86_400
 DOCS = Path(__file__).parents[3] / "docs" / "care.md"
 
 
-def run(url: str, *arguments: str, said: str | None = None) -> Result:
+def run(url: str, *arguments: str, stdin: str | None = None) -> Result:
     environment = {"TRACEGRAD_STORE": url, "TERM": "dumb", "COLUMNS": "200"}
-    return CliRunner().invoke(app, list(arguments), env=environment, input=said)
+    return CliRunner().invoke(app, list(arguments), env=environment, input=stdin)
 
 
-def told(url: str, *arguments: str) -> Any:
+def printed_json(url: str, *arguments: str) -> Any:
     result = run(url, *arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
@@ -67,7 +67,7 @@ def test_prune_says_what_would_go_and_does_nothing(kept: str) -> None:
     assert "1 rollout may go: 1 turn" in result.stdout
     assert "1  skipped" in result.stdout
     assert "these stay: 1 waiting (--also-untrained)" in result.stdout
-    assert told(kept, "prune", "--older-than", "30d", "--dry-run")["kept_untrained"] == {
+    assert printed_json(kept, "prune", "--older-than", "30d", "--dry-run")["kept_untrained"] == {
         "waiting": 1
     }
     assert ids(kept) == {"old", "new", "waiting"}
@@ -82,22 +82,24 @@ def test_prune_does_not_act_where_nobody_can_be_asked(kept: str) -> None:
 
 def test_prune_asks_on_a_terminal(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(destructive, "is_interactive", lambda: True)
-    result = run(kept, "prune", "--older-than", "30d", said="n\n")
+    result = run(kept, "prune", "--older-than", "30d", stdin="n\n")
     assert result.exit_code == 1
     assert "Remove 1 rollout for good?" in result.output
     assert len(ids(kept)) == 3
-    assert run(kept, "prune", "--older-than", "30d", said="y\n").exit_code == 0
+    assert run(kept, "prune", "--older-than", "30d", stdin="y\n").exit_code == 0
     assert ids(kept) == {"new", "waiting"}
 
 
 def test_prune_removes_and_gives_room_back(kept: str) -> None:
-    found = told(kept, "prune", "--older-than", "30d", "--yes")
+    found = printed_json(kept, "prune", "--older-than", "30d", "--yes")
     assert found["removed"]["rollouts"] == 1
     assert found["files"].keys() == {"before", "after", "note"}
     assert ids(kept) == {"new", "waiting"}
-    again = told(kept, "prune", "--older-than", "30d", "--yes")
+    again = printed_json(kept, "prune", "--older-than", "30d", "--yes")
     assert (again["removed"]["rollouts"], again["files"]) == (0, None)
-    also = told(kept, "prune", "--older-than", "30d", "--also-untrained", "--yes", "--no-vacuum")
+    also = printed_json(
+        kept, "prune", "--older-than", "30d", "--also-untrained", "--yes", "--no-vacuum"
+    )
     assert also["removed"]["pending"] == {"waiting": 1}
     assert also["files"] is None
     assert ids(kept) == {"new"}
@@ -130,13 +132,13 @@ def test_sizes_are_read_as_they_are_written(text: str, size: int) -> None:
 
 
 def test_prune_by_size_keeps_what_fits(kept: str) -> None:
-    assert told(kept, "prune", "--max-size", "1TB", "--yes")["removed"]["rollouts"] == 0
-    assert told(kept, "prune", "--max-size", "1", "--yes")["removed"]["rollouts"] == 2
+    assert printed_json(kept, "prune", "--max-size", "1TB", "--yes")["removed"]["rollouts"] == 0
+    assert printed_json(kept, "prune", "--max-size", "1", "--yes")["removed"]["rollouts"] == 2
     assert ids(kept) == {"waiting"}
 
 
 def test_prune_text_only_leaves_what_is_trained_on(kept: str) -> None:
-    would = told(kept, "prune", "--text-only", "--older-than", "7d", "--dry-run")
+    would = printed_json(kept, "prune", "--text-only", "--older-than", "7d", "--dry-run")
     assert would["would_remove"]["turns"] == 2
     result = run(kept, "prune", "--text-only", "--older-than", "7d", "--yes")
     assert "dropped the text of 2 turns and 0 spans" in result.stdout
@@ -168,7 +170,7 @@ def test_redact_leaves_nothing_in_a_files_free_pages(tmp_path: Path) -> None:
     with Store.open(url) as store:
         store.append(rollout_events("r", outcome=Outcome.ABORTED, tags={"note": SECRET}))
     assert SECRET.encode() in path.read_bytes()
-    assert told(url, "redact", "--literal", SECRET, "--yes")["redacted"]["tasks"] == 1
+    assert printed_json(url, "redact", "--literal", SECRET, "--yes")["redacted"]["tasks"] == 1
     left = b"".join(file.read_bytes() for file in tmp_path.glob("store.db*"))
     assert SECRET.encode() not in left
 
@@ -182,15 +184,17 @@ def test_redact_takes_hooks_secrets_and_the_standard_input(
     )
     monkeypatch.chdir(tmp_path)
     only = ("--rollout", "old", "--yes")
-    assert told(kept, "redact", "--hook", "care_hooks:shout", *only)["redacted"]["turns"] == 1
-    assert told(kept, "redact", "--secrets", *only)["redacted"]["turns"] == 0
+    assert (
+        printed_json(kept, "redact", "--hook", "care_hooks:shout", *only)["redacted"]["turns"] == 1
+    )
+    assert printed_json(kept, "redact", "--secrets", *only)["redacted"]["turns"] == 0
     failed = run(kept, "redact", "--hook", "care_hooks:fails", *only)
     assert failed.exit_code == 1
     assert "care_hooks:fails failed on a turn (KeyError)" in failed.stderr
     missing = run(kept, "redact", "--hook", "care_hooks:nothing", *only)
     assert missing.exit_code == 2
     assert "--hook" in missing.stderr
-    result = run(kept, "redact", "-", *only, said=f"{SECRET}\n")
+    result = run(kept, "redact", "-", *only, stdin=f"{SECRET}\n")
     assert "redacted 1 turn in 1 rollout" in result.stdout
 
 
@@ -209,9 +213,9 @@ def test_redact_wants_to_know_what(kept: str) -> None:
 
 
 def test_a_regular_expression_is_not_applied_to_what_it_put_there(kept: str) -> None:
-    assert told(kept, "redact", "[a-z]{8}", "--yes")["redacted"]["turns"] == 3
+    assert printed_json(kept, "redact", "[a-z]{8}", "--yes")["redacted"]["turns"] == 3
     before = requests(kept)
-    assert told(kept, "redact", "[a-z]{8}", "--yes")["redacted"]["turns"] == 0
+    assert printed_json(kept, "redact", "[a-z]{8}", "--yes")["redacted"]["turns"] == 0
     assert requests(kept) == before
 
 
@@ -256,7 +260,7 @@ def test_the_commands_of_the_documentation_work(
     (package / "rules.py").write_text("def clean(record):\n    return record\n")
     monkeypatch.chdir(tmp_path)
     _, *arguments = shlex.split(line, comments=True)
-    result = run(kept, *arguments, "--dry-run", said="a password\n")
+    result = run(kept, *arguments, "--dry-run", stdin="a password\n")
     assert result.exit_code == 0, result.output
     assert len(ids(kept)) == 3
 

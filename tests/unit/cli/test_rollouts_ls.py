@@ -7,7 +7,7 @@ import time
 import pytest
 from sqlalchemy import update
 
-from support.cli.run_rollouts import in_order, run, said, told
+from support.cli.run_rollouts import in_order, printed, printed_json, run
 from support.cli.sample_rollouts import every_sample
 from support.store.events import make_turn, rollout_events
 from tracegrad.cli.render.rollout_list import short_id_width
@@ -17,7 +17,7 @@ from tracegrad.store.models import Rollouts
 
 
 def ids(url: str, *wanted: str) -> list[str]:
-    return [row["rollout_id"] for row in told(url, "ls", *wanted)]
+    return [row["rollout_id"] for row in printed_json(url, "ls", *wanted)]
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_the_newest_come_first_and_fit(store: Store, url: str) -> None:
         )
         store.append(facts)
     for columns in (60, 80, 140):
-        lines = said(url, "ls", "--limit", "4", columns=columns).splitlines()
+        lines = printed(url, "ls", "--limit", "4", columns=columns).splitlines()
         assert [line.split()[0] for line in lines[1:5]] == [f"{n:012x}" for n in (4, 3, 2, 1)]
         assert all("infra_error" in line for line in lines[1:5])
         assert lines[5] == "the 4 newest; more with --limit"
@@ -75,7 +75,7 @@ def test_the_newest_come_first_and_fit(store: Store, url: str) -> None:
 def test_a_pipe_gets_every_column_whole(store: Store, url: str) -> None:
     name = "a task with a name that no terminal has room for " * 4
     store.append(rollout_events("r", task=name, tags={"note": "x" * 200}))
-    [_, line] = said(url, "ls", columns=None).splitlines()
+    [_, line] = printed(url, "ls", columns=None).splitlines()
     assert name.strip() in line
     assert "note=" + "x" * 200 in line
 
@@ -88,14 +88,14 @@ def test_filters(store: Store, url: str) -> None:
     assert ids(url, "--tag", "split=train") == ["a"]
     assert ids(url, "--outcome", "open") == ["b"]
     assert ids(url, "--agent", "nobody") == []
-    assert "no rollouts match" in said(url, "ls", "--agent", "nobody")
+    assert "no rollouts match" in printed(url, "ls", "--agent", "nobody")
 
 
 @pytest.mark.parametrize(
     "state", ["no_reward", "waiting", "leased", "consumed", "env_error", "open"]
 )
 def test_each_state_finds_those_that_stand_so(standing: Store, url: str, state: str) -> None:
-    found = {row["state"]: row["rollout_id"] for row in told(url, "ls", "--state", state)}
+    found = {row["state"]: row["rollout_id"] for row in printed_json(url, "ls", "--state", state)}
     assert list(found) == [state]
     assert found[state] in (state, "leased-too")
 
@@ -114,7 +114,7 @@ def test_sorted_by_turns_and_by_tokens(store: Store, url: str) -> None:
     store.append([RolloutStarted(rollout_id="nothing", opened_at=3.0)])
     assert ids(url, "--sort", "turns") == ["many-turns", "many-tokens", "nothing"]
     assert ids(url, "--sort", "tokens") == ["many-tokens", "many-turns", "nothing"]
-    text = said(url, "ls", "--sort", "tokens", "--limit", "1")
+    text = printed(url, "ls", "--sort", "tokens", "--limit", "1")
     assert text.splitlines()[-1] == "the 1 first by tokens; more with --limit"
 
 
@@ -130,7 +130,7 @@ def test_by_task_compares_the_rollouts_of_a_task(store: Store, url: str) -> None
             RolloutFinished(rollout_id="d", outcome=Outcome.ABORTED),
         ]
     )
-    found = {task["task_id"]: task for task in told(url, "ls", "--by-task")}
+    found = {task["task_id"]: task for task in printed_json(url, "ls", "--by-task")}
     assert list(found) == [None, "equal", "spread"]
     assert found["spread"]["reward_mean"] == 1.0
     assert found["spread"]["reward_deviation"] == pytest.approx(0.5**0.5)
@@ -138,17 +138,17 @@ def test_by_task_compares_the_rollouts_of_a_task(store: Store, url: str) -> None
     assert found["equal"]["outcomes"] == {"completed": 3, "open": 1}
     assert (found["equal"]["rollouts"], found["equal"]["rewarded"]) == (4, 3)
     assert found[None]["reward_mean"] is None
-    assert [task["task_id"] for task in told(url, "ls", "--by-task", "--sort", "reward")] == [
-        "spread", "equal", None]  # fmt: skip
-    lines = [line.split() for line in said(url, "ls", "--by-task", columns=100).splitlines()]
+    by_reward = printed_json(url, "ls", "--by-task", "--sort", "reward")
+    assert [task["task_id"] for task in by_reward] == ["spread", "equal", None]
+    lines = [line.split() for line in printed(url, "ls", "--by-task", columns=100).splitlines()]
     assert lines[0] == ["task", "age", "rollouts", "reward", "from", "to", "outcomes"]
     assert [" ".join([line[0], *line[2:]]) for line in lines[1:]] == [
         "untitled 1 1 aborted",
         "equal 4 0.5 ± 0 0.5 0.5 3 completed, 1 open",
         "spread 4 1 ± 0.7071 0 2 4 completed",
     ]
-    assert told(url, "ls", "--by-task", "--task", "spread") == [found["spread"]]
-    cut = said(url, "ls", "--by-task", "--limit", "1").splitlines()
+    assert printed_json(url, "ls", "--by-task", "--task", "spread") == [found["spread"]]
+    cut = printed(url, "ls", "--by-task", "--limit", "1").splitlines()
     assert cut[-1] == "1 of 3 tasks; more with --limit"
 
 
@@ -161,16 +161,16 @@ def test_what_agents_call_their_tasks_stays_in_its_cell(store: Store, url: str) 
             Reward(rollout_id="r", value=1.0),
         ]
     )
-    lines = said(url, "ls", columns=120).splitlines()
+    lines = printed(url, "ls", columns=120).splitlines()
     assert len(lines) == 2
     assert "a b\ufffd[2J\ufffdc" in lines[1]
     assert "k=v w" in lines[1]
-    assert len(said(url, "ls", "--by-task").splitlines()) == 2
+    assert len(printed(url, "ls", "--by-task").splitlines()) == 2
 
 
 def test_a_table_of_real_rollouts(store: Store, url: str) -> None:
     store.append(every_sample())
-    text = said(url, "ls", columns=120)
+    text = printed(url, "ls", columns=120)
     in_order("\n".join(" ".join(line.split()[2:]) for line in text.splitlines()), [
         "task outcome reward turns tokens training agent tags",
         "untitled open 1 0 open concierge",
@@ -180,10 +180,10 @@ def test_a_table_of_real_rollouts(store: Store, url: str) -> None:
 
 
 def test_an_empty_store_says_so(store: Store, url: str) -> None:
-    assert said(url, "ls") == "no rollouts yet\n"
-    assert said(url, "ls", "--by-task") == "no rollouts yet\n"
-    assert said(url, "ls", "--json") == "[]\n"
-    assert said(url, "ls", "--by-task", "--json") == "[]\n"
+    assert printed(url, "ls") == "no rollouts yet\n"
+    assert printed(url, "ls", "--by-task") == "no rollouts yet\n"
+    assert printed(url, "ls", "--json") == "[]\n"
+    assert printed(url, "ls", "--by-task", "--json") == "[]\n"
 
 
 @pytest.mark.parametrize(

@@ -38,16 +38,17 @@ def test_mistakes_are_one_line(
 
 @pytest.mark.parametrize("command", [["ls"], ["explain"], ["show", "a"], ["tree", "a"]])
 @pytest.mark.parametrize(
-    ("revision", "said"), [("9999", ", this tracegrad knows"), ("0008", ", from before the first")]
+    ("revision", "message"),
+    [("9999", ", this tracegrad knows"), ("0008", ", from before the first")],
 )
 def test_a_store_of_another_version_is_one_line(
-    sqlite_url: str, command: list[str], revision: str, said: str
+    sqlite_url: str, command: list[str], revision: str, message: str
 ) -> None:
     with Store.open(sqlite_url) as store, store.exclusive() as connection:
         connection.execute(text(f"UPDATE alembic_version SET version_num = '{revision}'"))
     result = run(sqlite_url, *command)
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"tracegrad: the store has revision {revision}{said}")
+    assert result.stderr.startswith(f"tracegrad: the store has revision {revision}{message}")
     assert result.stderr.count("\n") == 1
 
 

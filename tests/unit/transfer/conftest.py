@@ -1,25 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from support.store import postgres_server
 from support.store.empty_stores import PostgreSQLStores, SQLiteStores
 from support.transfer.random_stores import NewStore
 from tracegrad.store import Store
 
-
-@pytest.fixture(scope="session")
-def postgres_stores() -> Iterator[PostgreSQLStores]:
-    with postgres_server.running() as server:
-        yield PostgreSQLStores(server)
-
-
-@pytest.fixture(scope="session")
-def sqlite_stores(tmp_path_factory: pytest.TempPathFactory) -> SQLiteStores:
-    return SQLiteStores(tmp_path_factory.mktemp("stores"))
+_numbers = count()
 
 
 @pytest.fixture
@@ -27,25 +19,19 @@ def new_store(
     request: pytest.FixtureRequest, sqlite_stores: SQLiteStores, tmp_path: Path
 ) -> Iterator[NewStore]:
     """An empty one in "sqlite" or "postgres", each time it is called."""
-    opened: list[Store] = []
-    servers: list[tuple[PostgreSQLStores, str]] = []
+    with ExitStack() as opened:
 
-    def new(database: str) -> Store:
-        if database == "sqlite":
-            path = tmp_path / f"store-{len(opened)}.db"
-            sqlite_stores.put(path)
-            url = f"sqlite:///{path}"
-        else:
-            stores: PostgreSQLStores = request.getfixturevalue("postgres_stores")
-            servers.append((stores, url := stores.take()))
-        opened.append(Store.open(url))
-        return opened[-1]
+        def new(database: str) -> Store:
+            if database == "sqlite":
+                path = tmp_path / f"store-{next(_numbers)}.db"
+                sqlite_stores.put(path)
+                url = f"sqlite:///{path}"
+            else:
+                stores: PostgreSQLStores = request.getfixturevalue("postgres_stores")
+                opened.callback(stores.give_back, url := stores.take())
+            return opened.enter_context(Store.open(url))
 
-    yield new
-    for store in opened:
-        store.close()
-    for stores, url in servers:
-        stores.give_back(url)
+        yield new
 
 
 @pytest.fixture

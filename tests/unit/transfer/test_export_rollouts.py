@@ -157,7 +157,7 @@ def test_a_layout_may_have_a_format_of_its_own(scene: Store, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--format", "parquet"], "parquet needs a file: -o FILE"),
         (["--format", "csv"], "'csv'; write jsonl or parquet"),
@@ -168,10 +168,10 @@ def test_a_layout_may_have_a_format_of_its_own(scene: Store, tmp_path: Path) -> 
         (["--outcome", "good"], "'good'; use open, completed"),
     ],
 )
-def test_mistakes_are_said_plainly(scene: Store, arguments: list[str], said: str) -> None:
+def test_mistakes_are_named(scene: Store, arguments: list[str], message: str) -> None:
     result = run(scene, *arguments)
     assert result.exit_code != 0
-    assert said in " ".join(result.stderr.replace("│", " ").split())
+    assert message in " ".join(result.stderr.replace("│", " ").split())
     assert result.stdout == ""
 
 
@@ -251,11 +251,11 @@ def test_an_export_that_is_stopped_leaves_no_file(
             assert time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(how)
-        _, told = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=30)
     finally:
         process.kill()
     assert process.returncode != 0
-    assert "Traceback" not in told
+    assert "Traceback" not in output
     assert list(folder.iterdir()) == []
 
 
@@ -270,5 +270,5 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(scene: Store) -> None:
     )
     os.close(write)
     os.close(read)
-    _, told = process.communicate(timeout=60)
-    assert "Traceback" not in told
+    _, output = process.communicate(timeout=60)
+    assert "Traceback" not in output

@@ -128,7 +128,7 @@ BROKEN = [
     (change("colour", to="red"), "colour: this format has no such field; leave it out"),
     (change("outcome", to="good"), "outcome: 'good'; write one of completed, agent_error"),
     (change("finished_at", to=None), "finished_at: it goes with outcome; write both or neither"),
-    (change("opened_at", to="now"), "opened_at: it is a text; write a number"),
+    (change("opened_at", to="now"), "opened_at: it is a text; write a finite number"),
     (change("tags", to={"a": 1}), "tags.a: 1 is a number; write a text"),
     (change("turns", 0, "completion_logprobs", to=[-1.0]), "turns[0].completion_logprobs: 1 for "),
     (change("turns", 0, "new_token_ids", 1, to=-1), "turns[0].new_token_ids[1]: -1; write a token"),
@@ -141,30 +141,35 @@ BROKEN = [
     (change("turns", 1, "fate_at", to=None), "turns[1].fate_at: it is missing; write when"),
     (change("turns", 1, "trained_step", to=9), "trained_step: step 9 was not read before it; imp"),
     (change("turns", 1, "request", to=[]), "turns[1].request: it is a list; write an object"),
-    (change("rewards", 0, "value", to="1"), "rewards[0].value: it is a text; write a number"),
+    (change("rewards", 0, "value", to="1"), "rewards[0].value: it is a text; write a finite"),
     (change("rewards", to={}), "rewards: it is an object; write a list"),
+    (change("rewards", 0, "value", to=1e7), "rewards[0].value: 10000000.0; write a finite number"),
     (change("outcomes", 0, to=[]), "outcomes[0]: it is a list; write an object"),
+    (change("opened_at", to=10**400), "opened_at: 1000000000"),
+    (change("consumed_step", to=2**63), "consumed_step: 9223372036854775808; write a whole number"),
+    (change("turns", 0, "policy_versions", 0, 0, to=2**63), "turns[0].policy_versions[0][0]: 9223"),
+    (change("turns", 0, "\ud800", to=1), "object: '\\ud800' holds half a surrogate pair; write"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("breaks", "said"), BROKEN, ids=[said[:30] for _, said in BROKEN])
+@pytest.mark.parametrize(("breaks", "message"), BROKEN, ids=[message[:30] for _, message in BROKEN])
 def test_a_broken_object_is_named_and_stores_nothing(
-    target: Store, objects: list[Json], tmp_path: Path, breaks: Callable[[Json], None], said: str
+    target: Store, objects: list[Json], tmp_path: Path, breaks: Callable[[Json], None], message: str
 ) -> None:
     [place] = [n for n, row in enumerate(objects) if row.get("rollout_id") == "d1"]
     breaks(objects[place])
     path = written(tmp_path, objects)
     result = run(target, path)
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"tracegrad: {path}:{place + 1}: {said}")
+    assert result.stderr.startswith(f"tracegrad: {path}:{place + 1}: {message}")
     assert result.stderr.count("\n") == 1
     before = [row["rollout_id"] for row in objects[:place] if row["kind"] == "rollout"]
     assert sorted(row.rollout_id for row in target.rollouts()) == before
 
-    told = done(target, path, "--skip-bad").splitlines()
-    assert told[0].startswith("9 rollouts: 1 new")
-    assert told[1].startswith("left out: ")
-    assert told[1].endswith(" (1)")
+    lines = done(target, path, "--skip-bad").splitlines()
+    assert lines[0].startswith("9 rollouts: 1 new")
+    assert lines[1].startswith("left out: ")
+    assert lines[1].endswith(" (1)")
     assert "d1" not in {row.rollout_id for row in target.rollouts()}
 
 
@@ -186,8 +191,7 @@ def test_a_row_of_parquet_is_named(
     assert len(objects) == 12
     path = tmp_path / "copy.parquet"
     with path.open("wb") as file:
-        rows = map(parquet.rollout_row, RolloutExport(store=store).rollouts())
-        parquet.write(file, rows, parquet_columns.ROLLOUT)
+        parquet.write(file, RolloutExport(store=store).rollouts(), parquet_columns.ROLLOUT)
     table = pyarrow.parquet.read_table(path)
     rows_there = table.to_pylist()
     rows_there[4]["turns"][0]["sampling"] = "{"
@@ -195,8 +199,8 @@ def test_a_row_of_parquet_is_named(
     rows_there[6]["rewards"] = [None]
     broken = pyarrow.Table.from_pylist(rows_there, schema=table.schema)
     pyarrow.parquet.write_table(broken, path)
-    said = run(target, str(path)).stderr
-    assert said.startswith(f"tracegrad: {path}, row 5: turns[0].sampling: it is no JSON")
+    error = run(target, str(path)).stderr
+    assert error.startswith(f"tracegrad: {path}, row 5: turns[0].sampling: it is no JSON")
     assert done(target, str(path), "--skip-bad").splitlines()[1] == (
         "left out: rewards[] (1), turns[].completion_logprobs (1), turns[].sampling (1)"
     )
@@ -204,8 +208,8 @@ def test_a_row_of_parquet_is_named(
 
 def test_rows_of_turns_are_no_copy(target: Store, store: Store, objects: list[Json]) -> None:
     text = b"".join(map(line_of, RolloutExport(store=store).turns()))
-    said = run(target, "-", text=text).stderr
-    assert "-:1: tracegrad: this is a turn of `export --turns`, which is no whole copy" in said
+    error = run(target, "-", text=text).stderr
+    assert "-:1: tracegrad: this is a turn of `export --turns`, which is no whole copy" in error
 
 
 def test_what_contradicts_the_store_is_refused(
@@ -217,8 +221,8 @@ def test_what_contradicts_the_store_is_refused(
     a1["turns"][0]["completion_token_ids"][0] += 1
     d1["task_id"] = "another"
     d1["turns"] = []
-    told = done(target, written(tmp_path, objects), "--skip-bad").splitlines()
-    assert told == ["8 rollouts: 0 new", "left out: rollout_id (1), turn_id (1)"]
+    lines = done(target, written(tmp_path, objects), "--skip-bad").splitlines()
+    assert lines == ["8 rollouts: 0 new", "left out: rollout_id (1), turn_id (1)"]
     assert (
         "the store has another turn a1.0 (of rollout a1)"
         in run(target, written(tmp_path, [a1])).stderr
@@ -235,9 +239,9 @@ def test_steps_and_versions_of_another_training_run_are_refused(
         f"tracegrad: {path}:1: version: the store has another version 4; import it into a store "
         "of its own, or with --untrained"
     )
-    told = done(target, path, "--skip-bad").splitlines()
-    assert told[0].startswith("9 rollouts: 9 new")
-    assert told[1] == "left out: step (1), trained_step (1), version (1)"
+    lines = done(target, path, "--skip-bad").splitlines()
+    assert lines[0].startswith("9 rollouts: 9 new")
+    assert lines[1] == "left out: step (1), trained_step (1), version (1)"
 
     assert done(target, path, "--untrained").startswith("10 rollouts: 1 new")
     counts = target.turn_counts()
@@ -318,25 +322,25 @@ def test_conversations_from_parquet(target: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"messages": ASKED}, "messages: 1; write what was asked and the reply"),
         ({"messages": [*ASKED, *ASKED]}, "messages[1].role: 'user'; the last message is"),
         ({"messages": [*ASKED, {"content": "4"}]}, "messages[1].role: it is missing or null"),
         ({"messages": [*ASKED, "4"]}, "messages[1]: it is a text; write an object"),
         ({"messages": "2+2?"}, "messages: it is a text; write a list"),
-        ({"reward": "good"}, "reward: it is a text; write a number"),
+        ({"reward": "good"}, "reward: it is a text; write a finite number from -1,000,000"),
         ({"tools": {}}, "tools: write a list, or a JSON text with one"),
         ({"tools": "{"}, "tools: it is a text and no JSON; write a list"),
     ],
 )
 def test_broken_conversations_are_named(
-    target: Store, tmp_path: Path, changes: Json, said: str
+    target: Store, tmp_path: Path, changes: Json, message: str
 ) -> None:
     path = written(tmp_path, [TAUGHT | changes])
     result = run(target, path)
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"tracegrad: {path}:1: {said}")
+    assert result.stderr.startswith(f"tracegrad: {path}:1: {message}")
     assert target.rollouts() == []
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from support.transfer.template_store import CHAT, fill, said, turn, user
+from support.transfer.template_store import CHAT, answer, fill, turn, user
 from tracegrad.events import RolloutStarted, Turn
 from tracegrad.store import RolloutFilter, Store
 from tracegrad.transfer import ExportLayout, find_layout, layout_names, parquet
@@ -70,10 +70,10 @@ def captured(store: Store, *turns: Turn) -> None:
 
 
 def test_turns_without_text_are_counted(store: Store) -> None:
-    told = turn("a", "r", CHAT, said("Hi"))
-    captured(store, turn("b", "r", CHAT, said("Ho"), request=None), told)
+    complete = turn("a", "r", CHAT, answer("Hi"))
+    captured(store, turn("b", "r", CHAT, answer("Ho"), request=None), complete)
     found, left_out = rows(store, trl.PROMPT_COMPLETION)
-    assert [row["completion"] for row in found] == [[said("Hi")]]
+    assert [row["completion"] for row in found] == [[answer("Hi")]]
     assert left_out == {"turns: no_text": 1}
 
 
@@ -82,8 +82,8 @@ def test_media_are_counted_and_parts_of_text_are_joined(store: Store) -> None:
     image = [{"type": "image_url", "image_url": {"url": "data:"}}]
     captured(
         store,
-        turn("a", "r", [user("Hello")], said("Hi"), request={"messages": [user(parts)]}),  # type: ignore[arg-type]
-        turn("b", "r", [user("Hello")], said("Hi"), request={"messages": [user(image)]}),  # type: ignore[arg-type]
+        turn("a", "r", [user("Hello")], answer("Hi"), request={"messages": [user(parts)]}),  # type: ignore[arg-type]
+        turn("b", "r", [user("Hello")], answer("Hi"), request={"messages": [user(image)]}),  # type: ignore[arg-type]
     )
     found, left_out = rows(store, trl.PROMPT_COMPLETION)
     assert [row["prompt"] for row in found] == [[user("Hello\nthere")]]
@@ -92,20 +92,20 @@ def test_media_are_counted_and_parts_of_text_are_joined(store: Store) -> None:
 
 def test_an_imported_conversation_is_learned_whole(store: Store) -> None:
     """All its replies are the teacher's; one that an agent brought along is not."""
-    asked = [user("1"), said("one"), user("2")]
-    teacher = turn("a", "r", asked, said("two"), sampling={"source": "imported_messages"})
+    asked = [user("1"), answer("one"), user("2")]
+    teacher = turn("a", "r", asked, answer("two"), sampling={"source": "imported_messages"})
     captured(store, teacher)
     found, left_out = rows(store, trl.SFT)
-    assert [row["messages"] for row in found] == [[*asked, said("two")]]
+    assert [row["messages"] for row in found] == [[*asked, answer("two")]]
     assert left_out == {}
 
 
 def test_reasoning_stays_with_the_reply_that_had_it(store: Store) -> None:
-    thought = said("Hi") | {"reasoning": "greet"}
-    first = turn("a", "r", CHAT, said("Hi"), response={"choices": [{"message": thought}]})
-    captured(store, first, turn("b", "r", [*CHAT, said("Hi"), user("Bye")], said("Bye")))
+    thought = answer("Hi") | {"reasoning": "greet"}
+    first = turn("a", "r", CHAT, answer("Hi"), response={"choices": [{"message": thought}]})
+    captured(store, first, turn("b", "r", [*CHAT, answer("Hi"), user("Bye")], answer("Bye")))
     [found], _ = rows(store, trl.SFT)
     messages = found["messages"]
     assert messages == [
-        user("Hello"), said("Hi") | {"reasoning_content": "greet"}, user("Bye"), said("Bye"),
+        user("Hello"), answer("Hi") | {"reasoning_content": "greet"}, user("Bye"), answer("Bye"),
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from tracegrad.store import Store
 from tracegrad.transfer import jsonl, parquet, parquet_columns
 from tracegrad.transfer.deserialize import read_object
 from tracegrad.transfer.export_rollouts import RolloutExport
-from tracegrad.transfer.field_reader import InvalidObject
+from tracegrad.transfer.validation import InvalidObject
 
 FILE = experts_of(3)
 
@@ -84,24 +84,24 @@ def test_files_of_before_are_read(
             file.write(jsonl.line_of(row))
         else:
             kept = {**parquet_columns.ROLLOUT, "turns": {"*": fewer}}
-            parquet.write(file, [parquet.rollout_row(row)], kept)
+            parquet.write(file, [row], kept)
     target = new_store("sqlite")
     assert imported(target, path).added.turns == 2
     assert [turn.routed_experts for turn in target.rollout_turns("r")] == [None, None]
 
 
 @pytest.mark.parametrize(
-    ("told", "why"),
+    ("value", "why"),
     [
-        (7, "7 is a number; write a text or null"),
+        (7, "7 is a number; write the file's bytes as base64"),
         ("%", "it is no base64; write the file's bytes as base64"),
         ("AAAA", r"it is no \.npy file of .*; leave it out"),
         (b64encode(experts_of(4)).decode(), "4 tokens of a turn of 4, .*; leave it out"),
     ],
 )
-def test_those_that_are_none_are_refused_by_name(store: Store, told: object, why: str) -> None:
+def test_those_that_are_none_are_refused_by_name(store: Store, value: object, why: str) -> None:
     row = rollout(store)
-    row["turns"][0]["routed_experts"] = told
+    row["turns"][0]["routed_experts"] = value
     with pytest.raises(InvalidObject, match=rf"turns\[0\]\.routed_experts: {why}"):
         read_object(row)
 

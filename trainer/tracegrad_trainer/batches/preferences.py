@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.turn_tree import common_prefix
 from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.rows import PER_TOKEN, Row
 from tracegrad_trainer.batches.select import GroupLike, TrainingSelection, select
@@ -180,14 +181,9 @@ def _pairs(sides: Sequence[Side]) -> list[_Pair]:
     for a, b in combinations(sides, 2):
         if a[0].score != b[0].score:
             better, worse = (a, b) if a[0].score > b[0].score else (b, a)
-            found.append(_Pair(better, worse, _shared(better[0], worse[0])))
+            shared = common_prefix(better[0].input_ids, worse[0].input_ids)
+            found.append(_Pair(better, worse, shared))
     return sorted(found, key=lambda pair: (-pair.gap, -pair.shared))
-
-
-def _shared(a: Row, b: Row) -> int:
-    length = min(len(a), len(b))
-    differ = np.flatnonzero(a.input_ids[:length] != b.input_ids[:length])
-    return int(differ[0]) if len(differ) else length
 
 
 def _first_target(row: Row) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tracegrad.events import Turn
-from tracegrad.turn_tree import TurnTree
+from tracegrad.turn_tree import TurnTree, common_prefix
 from tracegrad_trainer.batches.expert_routing import (
     ExpertRouting,
     RoutingLayout,
@@ -131,22 +131,12 @@ def _longest_match(start: _Node, ids: Ints) -> tuple[_Node, int]:
     waiting = [start]
     while waiting:
         for child in waiting.pop().children:
-            same = _common(child.ids, ids[child.depth :])
+            same = common_prefix(child.ids, ids[child.depth :])
             if child.depth + same > most:
                 best, most, used = child, child.depth + same, same
             if same == len(child.ids):
                 waiting.append(child)
     return best, used
-
-
-def _common(a: Ints, b: Ints) -> int:
-    """Length of the common beginning."""
-    length = min(len(a), len(b))
-    if not length or a[0] != b[0]:  # of many branches most differ at once
-        return 0
-    differ = a[:length] != b[:length]
-    first = int(differ.argmax())
-    return first if differ[first] else length
 
 
 def _laid_out(top: _Node) -> list[_Node]:

@@ -9,6 +9,7 @@ import httpx
 
 from tracegrad.store import Store
 from tracegrad.store.read.rollouts import count_untrained
+from tracegrad.turn_tree import common_prefix
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
@@ -89,8 +90,7 @@ def check_served_tokenizer(settings: TrainerSettings) -> None:
     asked = {"prompt": PROBE, "add_special_tokens": False}
     theirs = _ask(settings, "/tokenize", asked, "tokens")
     if theirs is not None and theirs != ours:
-        at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-        where = min(len(ours), len(theirs)) if at is None else at
+        where = common_prefix(ours, theirs)
         raise ValueError(_not_the_engines(settings, f"token {where} of a text differs"))
     last = len(tokenizer) - 1
     served = _ask(settings, "/detokenize", {"tokens": [last]}, "prompt")

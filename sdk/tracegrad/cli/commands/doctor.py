@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tracegrad.cli.options import with_rollout_filter
+from tracegrad.cli.render.console import clear_progress, show_progress
 from tracegrad.cli.render.format import plural, printable
 from tracegrad.cli.store_option import JsonOption, StoreOption, open_store, print_json
 from tracegrad.store import ALL, RolloutFilter
@@ -47,8 +47,7 @@ def doctor_command(
             progress=_progress,
         )
         name = reading.database.describe()
-    if sys.stderr.isatty():
-        typer.echo("\r\x1b[K", nl=False, err=True)
+    clear_progress()
     if as_json:
         print_json(_report_json(report, name))
     else:
@@ -58,10 +57,7 @@ def doctor_command(
 
 
 def _progress(what: str, turns: int) -> None:
-    if sys.stderr.isatty():
-        typer.echo(
-            f"\r\x1b[Kchecking {what}{f': {turns:,}' if turns else ''} …", nl=False, err=True
-        )
+    show_progress(f"checking {what}{f': {turns:,}' if turns else ''}")
 
 
 def _report_json(report: DoctorReport, name: str) -> dict[str, object]:

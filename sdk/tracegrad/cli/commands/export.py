@@ -15,13 +15,13 @@ import typer
 
 from tracegrad.atomic_file import atomic_write
 from tracegrad.cli.options import with_rollout_filter
+from tracegrad.cli.render.format import plural
 from tracegrad.cli.store_option import StoreOption, fail, open_store
 from tracegrad.events import Json
 from tracegrad.store import ALL, RolloutFilter
 from tracegrad.transfer import ExportLayout, LayoutUnknown, WriteFailed, find_layout, jsonl, parquet
 from tracegrad.transfer import parquet_columns as columns
 from tracegrad.transfer.export_rollouts import ExportCounts, RolloutExport
-from tracegrad.transfer.layouts import Column
 
 FAILED = 1
 
@@ -102,10 +102,8 @@ def _writer(file_format: str, layout: ExportLayout | None, *, turns: bool) -> Ro
     if layout is not None:
         if file_format in layout.files:
             return layout.files[file_format]
-        return partial(_write_parquet, columns=layout.columns)
-    if turns:
-        return partial(_write_parquet, columns=columns.TURN)
-    return _write_rollouts
+        return partial(parquet.write, columns=layout.columns)
+    return partial(parquet.write, columns=columns.TURN if turns else columns.ROLLOUT)
 
 
 def _write(output: Path | None, write: RowWriter, rows: Rows) -> None:
@@ -132,14 +130,6 @@ def _write_lines(file: BinaryIO, rows: Rows) -> None:
         file.write(jsonl.line_of(row))
 
 
-def _write_parquet(file: BinaryIO, rows: Rows, columns: Mapping[str, Column]) -> None:
-    parquet.write(file, rows, columns)
-
-
-def _write_rollouts(file: BinaryIO, rows: Rows) -> None:
-    parquet.write(file, map(parquet.rollout_row, rows), columns.ROLLOUT)
-
-
 @contextmanager
 def _failures() -> Iterator[None]:
     try:
@@ -154,7 +144,7 @@ def _failures() -> Iterator[None]:
 
 def _print_export_counts(counts: ExportCounts, output: Path | None) -> None:
     """On standard error: the rows may be on the other."""
-    written = ", ".join(counted(n, kind) for kind, n in counts.written.items()) or "nothing"
+    written = ", ".join(plural(n, kind) for kind, n in counts.written.items()) or "nothing"
     where = f" to {output}" if output else ""
     typer.echo(f"exported {written}{where}", err=True)
     if counts.left_out:
@@ -165,9 +155,5 @@ def reason_lines(reasons: Mapping[str, int]) -> str:
     lines = []
     for reason, count in sorted(reasons.items()):
         kind, colon, why = reason.partition(": ")
-        lines.append(f"{why} ({counted(count, kind[:-1])})" if colon else f"{reason} ({count})")
+        lines.append(f"{why} ({plural(count, kind[:-1])})" if colon else f"{reason} ({count})")
     return ", ".join(lines)
-
-
-def counted(count: int, name: str) -> str:
-    return f"{count} {name}" if count == 1 else f"{count} {name}s"

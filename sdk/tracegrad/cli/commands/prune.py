@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import typer
+from humanize import naturalsize
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from tracegrad.cli.commands.destructive import (
     USAGE_ERROR,
-    DryRunOption,
+    RemovalOptions,
     RolloutOption,
-    VacuumOption,
-    YesOption,
-    confirm,
-    end_progress,
-    format_size,
-    make_progress,
     print_reclaimed,
-    reclaim_space,
     resolve_ids,
+    with_progress,
 )
-from tracegrad.cli.options import parse_time, with_rollout_filter
+from tracegrad.cli.options import parse_time, rollout_filter, with_options
 from tracegrad.cli.render.format import plural
-from tracegrad.cli.store_option import JsonOption, StoreOption, fail, open_store, print_json
-from tracegrad.store import ALL, RolloutFilter, Store
+from tracegrad.cli.store_option import StoreOption, fail, open_store, print_json
+from tracegrad.store import RolloutFilter, Store
 from tracegrad.store.maintenance import (
     PrunePreview,
     RetentionRule,
@@ -36,11 +31,8 @@ from tracegrad.store.maintenance import (
     prune,
 )
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY_UNITS = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
-
-@with_rollout_filter
+@with_options(which=rollout_filter, how=RemovalOptions)
 def prune_command(
     store: StoreOption = None,
     older_than: Annotated[
@@ -64,11 +56,9 @@ def prune_command(
         ),
     ] = False,
     rollout: RolloutOption = None,
-    which: RolloutFilter = ALL,
-    dry_run: DryRunOption = False,
-    yes: YesOption = False,
-    vacuum: VacuumOption = True,
-    as_json: JsonOption = False,
+    *,
+    which: RolloutFilter,
+    how: RemovalOptions,
 ) -> None:
     """Remove old rollouts, or with --text-only their texts alone.
 
@@ -96,32 +86,29 @@ def prune_command(
                 selection=RolloutSelection(wanted=which, rollouts=ids),
                 before=before if before is not None else float("inf"),
             )
-            _prune_text(writing, rule, dry_run=dry_run, yes=yes, vacuum=vacuum, as_json=as_json)
+            _prune_text(writing, rule, how)
         else:
             whole = RetentionRule(
                 selection=RolloutSelection(wanted=which, rollouts=ids, before=before),
                 max_bytes=most,
                 also_untrained=also_untrained,
             )
-            _prune(writing, whole, dry_run=dry_run, yes=yes, vacuum=vacuum, as_json=as_json)
+            _prune(writing, whole, how)
 
 
-def _prune(
-    store: Store, rule: RetentionRule, *, dry_run: bool, yes: bool, vacuum: bool, as_json: bool
-) -> None:
+def _prune(store: Store, rule: RetentionRule, how: RemovalOptions) -> None:
     found = preview_prune(store, rule)
-    if not as_json:
-        _print_preview(found, rule)
-    if dry_run:
-        if as_json:
+    if not how.as_json:
+        _print_preview(found)
+    if how.dry_run:
+        if how.as_json:
             print_json({"would_remove": found.removed, "kept_untrained": found.kept})
         return
     if found.removed["rollouts"]:
-        confirm(f"Remove {plural(found.removed['rollouts'], 'rollout')} for good?", yes)
-    removed = prune(store, rule, progress=make_progress("rollouts"))
-    end_progress()
-    room = reclaim_space(store, vacuum=vacuum and bool(removed["rollouts"]))
-    if as_json:
+        how.confirm(f"Remove {plural(found.removed['rollouts'], 'rollout')} for good?")
+    removed = with_progress(lambda report: prune(store, rule, progress=report))
+    room = how.reclaim_space(store, changed=bool(removed["rollouts"]))
+    if how.as_json:
         print_json({"removed": removed, "kept_untrained": found.kept, "files": room})
         return
     typer.echo(
@@ -130,23 +117,20 @@ def _prune(
     print_reclaimed(room)
 
 
-def _prune_text(
-    store: Store, rule: TextRemovalRule, *, dry_run: bool, yes: bool, vacuum: bool, as_json: bool
-) -> None:
+def _prune_text(store: Store, rule: TextRemovalRule, how: RemovalOptions) -> None:
     found = preview_drop_text(store, rule)
-    what = f"the text of {plural(found['turns'], 'turn')} ({format_size(found['bytes'])})"
-    if dry_run:
-        if as_json:
+    what = f"the text of {plural(found['turns'], 'turn')} ({naturalsize(found['bytes'])})"
+    if how.dry_run:
+        if how.as_json:
             print_json({"would_remove": found})
         else:
             typer.echo(f"would drop {what}; tokens, log-probabilities and rewards stay")
         return
     if found["turns"]:
-        confirm(f"Drop {what} for good?", yes)
-    removed = drop_text(store, rule, progress=make_progress("rollouts"))
-    end_progress()
-    room = reclaim_space(store, vacuum=vacuum and bool(removed["turns"] or removed["spans"]))
-    if as_json:
+        how.confirm(f"Drop {what} for good?")
+    removed = with_progress(lambda report: drop_text(store, rule, progress=report))
+    room = how.reclaim_space(store, changed=bool(removed["turns"] or removed["spans"]))
+    if how.as_json:
         print_json({"removed": removed, "files": room})
         return
     typer.echo(
@@ -157,20 +141,20 @@ def _prune_text(
 
 
 def _parse_size(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
-    if found is None:
+    try:
+        return TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError:
         raise typer.BadParameter(
             f"{text!r}; write bytes, or a size like 500MB, 20GB or 20GiB", param_hint="--max-size"
-        )
-    return round(float(found[1]) * (_UNITS | _BINARY_UNITS)[found[2] or ""])
+        ) from None
 
 
-def _print_preview(found: PrunePreview, rule: RetentionRule) -> None:
+def _print_preview(found: PrunePreview) -> None:
     removed = found.removed
     typer.echo(
-        f"the store takes {format_size(found.used_bytes)}; "
+        f"the store takes {naturalsize(found.used_bytes)}; "
         f"{plural(removed['rollouts'], 'rollout')} may go: {plural(removed['turns'], 'turn')}, "
-        f"about {format_size(removed['bytes'])}"
+        f"about {naturalsize(removed['bytes'])}"
     )
     for state, number in sorted(removed.get("by_state", {}).items(), key=lambda each: -each[1]):
         typer.echo(f"  {number:>9,}  {state}")

@@ -13,20 +13,15 @@ import typer
 from tracegrad.cli.commands.destructive import (
     PARTLY_DONE,
     USAGE_ERROR,
-    DryRunOption,
+    RemovalOptions,
     RolloutOption,
-    VacuumOption,
-    YesOption,
-    confirm,
-    end_progress,
-    make_progress,
     print_reclaimed,
-    reclaim_space,
     resolve_ids,
+    with_progress,
 )
-from tracegrad.cli.options import with_rollout_filter
+from tracegrad.cli.options import rollout_filter, with_options
 from tracegrad.cli.render.format import plural
-from tracegrad.cli.store_option import JsonOption, StoreOption, fail, open_store, print_json
+from tracegrad.cli.store_option import StoreOption, fail, open_store, print_json
 from tracegrad.events import Event, Json
 from tracegrad.jsonutil import dump_json
 from tracegrad.proxy.capture.redaction import (
@@ -37,7 +32,7 @@ from tracegrad.proxy.capture.redaction import (
     texts_of,
     with_texts,
 )
-from tracegrad.store import ALL, RolloutFilter, Store
+from tracegrad.store import RolloutFilter, Store
 from tracegrad.store.maintenance import (
     REDACTABLE_FIELDS,
     RedactionResult,
@@ -50,7 +45,7 @@ from tracegrad.store.maintenance.selection import EVERYTHING
 _SECRETS = "tracegrad.proxy.capture.redaction:secrets"
 
 
-@with_rollout_filter
+@with_options(which=rollout_filter, how=RemovalOptions)
 def redact_command(
     pattern: Annotated[
         str | None,
@@ -78,11 +73,9 @@ def redact_command(
         ),
     ] = False,
     rollout: RolloutOption = None,
-    which: RolloutFilter = ALL,
-    dry_run: DryRunOption = False,
-    yes: YesOption = False,
-    vacuum: VacuumOption = True,
-    as_json: JsonOption = False,
+    *,
+    which: RolloutFilter,
+    how: RemovalOptions,
 ) -> None:
     """Take texts out of what is stored already: each match becomes [redacted].
 
@@ -103,35 +96,30 @@ def redact_command(
             drop_tokens=drop_tokens,
         )
         try:
-            _redact(writing, rule, dry_run=dry_run, yes=yes, vacuum=vacuum, as_json=as_json)
+            _redact(writing, rule, how)
         except HookFailed as error:
-            end_progress()
             fail(f"redact: {error}; what was redacted before it stays so", PARTLY_DONE)
 
 
-def _redact(
-    store: Store, rule: RedactionRule, *, dry_run: bool, yes: bool, vacuum: bool, as_json: bool
-) -> None:
-    if not dry_run:
+def _redact(store: Store, rule: RedactionRule, how: RemovalOptions) -> None:
+    if not how.dry_run:
         tokens = " and drop tokens" if rule.drop_tokens else ""
         where = "the whole store" if rule.selection == EVERYTHING else "the chosen rollouts"
-        confirm(f"Redact texts{tokens} in {where} for good?", yes)
-    found = redact(store, rule, dry_run=dry_run, progress=make_progress("rollouts"))
-    end_progress()
+        how.confirm(f"Redact texts{tokens} in {where} for good?")
+    found = with_progress(lambda report: redact(store, rule, dry_run=how.dry_run, progress=report))
     # What was replaced stays readable in free pages until these are rewritten.
-    room = reclaim_space(
-        store, vacuum=vacuum and not dry_run and any(found.removed.values()), whole=True
-    )
-    if as_json:
+    changed = not how.dry_run and any(found.removed.values())
+    room = how.reclaim_space(store, changed=changed, whole=True)
+    if how.as_json:
         print_json(
             {
-                "would_redact" if dry_run else "redacted": found.removed,
+                "would_redact" if how.dry_run else "redacted": found.removed,
                 "unreadable": found.unreadable,
                 "files": room,
             }
         )
     else:
-        _print_result(found, rule, dry_run=dry_run)
+        _print_result(found, rule, dry_run=how.dry_run)
         print_reclaimed(room)
     if found.unreadable:
         raise typer.Exit(PARTLY_DONE)
@@ -149,9 +137,9 @@ def _print_result(found: RedactionResult, rule: RedactionRule, *, dry_run: bool)
         )
         if counts[name]
     ]
-    said = ", ".join(parts) or "nothing"
+    what = ", ".join(parts) or "nothing"
     rollouts = plural(counts["rollouts"], "rollout")
-    typer.echo(f"{'would redact' if dry_run else 'redacted'} {said} in {rollouts}")
+    typer.echo(f"{'would redact' if dry_run else 'redacted'} {what} in {rollouts}")
     if counts["turns"]:
         if rule.drop_tokens:
             dropped = plural(counts.get("tokens_dropped", 0), "turn")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections.abc import Iterable, Iterator
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -74,3 +76,14 @@ def rule(title: Text, width: int | None) -> Text:
     if (rest := length - line.cell_len - 1) > 0:
         line.append(" " + "─" * rest, style="dim")
     return line
+
+
+def show_progress(text: str) -> None:
+    """In the last line of a terminal, in place of what stood there; scripts want the end alone."""
+    if sys.stderr.isatty():
+        typer.echo(f"\r\x1b[K{text} …", nl=False, err=True)
+
+
+def clear_progress() -> None:
+    if sys.stderr.isatty():
+        typer.echo("\r\x1b[K", nl=False, err=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from itertools import takewhile
 from typing import Any
 
 from rich.text import Text
@@ -32,6 +31,7 @@ from tracegrad.inspect.reasons import (
 from tracegrad.inspect.transcript import Message, Transcript
 from tracegrad.store import RolloutDetail
 from tracegrad.store.read.reason_counts import ReasonCount, ReasonCounts
+from tracegrad.turn_tree import common_prefix
 
 _MARGIN, _COLUMN = 2, 11
 _EXCERPT = 160  # characters of a message around where it differs
@@ -46,7 +46,8 @@ def render_explanation(detail: RolloutDetail, width: int | None) -> Iterator[Tex
     if not detail.turns:
         yield Text("no turns")
         return
-    found = find_forks(Transcript(detail.turns))
+    transcript = Transcript(detail.turns)
+    found = find_forks(transcript)
     for group in _alike(found):
         yield Text()
         yield from _fork(group[0], width) if len(group) == 1 else _beginnings(group, width)
@@ -56,11 +57,12 @@ def render_explanation(detail: RolloutDetail, width: int | None) -> Iterator[Tex
     yield Text()
     yield from _untrained(detail, width)
     yield Text()
-    yield from _totals(token_totals(detail.turns, found), width)
+    yield from _totals(token_totals(transcript, found), width)
 
 
 def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
-    found = find_forks(Transcript(detail.turns))
+    transcript = Transcript(detail.turns)
+    found = find_forks(transcript)
     return {
         "rollout_id": detail.summary.rollout_id,
         "forks": [_with_text(asdict(fork), fork_text, fork.reason) for fork in found],
@@ -68,7 +70,7 @@ def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
             _with_text({"reason": reason, "final": final, "turns": turns}, untrained_text, reason)
             for (reason, final), turns in _by_reason(detail).items()
         ],
-        "tokens": asdict(token_totals(detail.turns, found)),
+        "tokens": asdict(token_totals(transcript, found)),
     }
 
 
@@ -167,9 +169,8 @@ def _instead(fork: ForkFinding) -> str:
 
 
 def _messages(found: MessageDifference, fork: ForkFinding, row: _Row) -> Iterator[Text]:
-    before, now = (_said(each) for each in (found.before, found.now))
-    pairs = zip(before, now, strict=False)
-    start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    before, now = (_message_line(each) for each in (found.before, found.now))
+    start = common_prefix(before, now)
     for label, message, text, style in (
         (f"- turn {fork.instead_of}", found.before, before, "red"),
         (f"+ turn {fork.turn}", found.now, now, "green"),
@@ -181,7 +182,7 @@ def _messages(found: MessageDifference, fork: ForkFinding, row: _Row) -> Iterato
         yield from row(label, body, style)
 
 
-def _said(message: Message | None) -> str:
+def _message_line(message: Message | None) -> str:
     """A message in one line."""
     if message is None:
         return ""
@@ -207,7 +208,7 @@ def _tokens(fork: ForkFinding, row: _Row) -> Iterator[Text]:
     other = fork.instead_of if fork.instead_of is not None else fork.like
     into = found.in_reply
     if into is not None and fork.message is None and fork.reply is not None:
-        yield from row("reply", _excerpt(_said(fork.reply), 0))
+        yield from row("reply", _excerpt(_message_line(fork.reply), 0))
     where = "prompt" if into is None else f"reply, after {plural(into, 'token')}"
     shared = f"{plural(found.position, 'token')} shared with turn {other}"
     yield from row("tokens", f"{shared}; they part in its {where}:")
@@ -246,7 +247,7 @@ def _by_reason(detail: RolloutDetail) -> dict[UntrainedReason, list[int]]:
     """The turns that are not trained, by why; most first."""
     found: dict[UntrainedReason, list[int]] = {}
     for index, turn in enumerate(detail.turns):
-        missing = untrained_reason(turn, detail.dispositions.get(turn.turn_id), detail.summary)
+        missing = untrained_reason(turn, detail)
         if missing is not None:
             found.setdefault(missing, []).append(index)
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
@@ -265,9 +266,13 @@ def _untrained(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
         which = f"  {plural(len(turns), 'turn')}: {format_ranges(turns)}"
         label = Text.assemble((one_line(reason), "yellow" if final else "bold"), (which, "dim"))
         yield from indented(label, margin=_MARGIN, width=width)
-        for text, style in ((words.meaning, ""), (words.fix and f"→ {words.fix}", "dim")):
-            if text:
-                yield from indented(Text(text, style=style), margin=_MARGIN + 2, width=width)
+        yield from _advice(words, margin=_MARGIN + 2, width=width)
+
+
+def _advice(words: ReasonText, *, margin: int, width: int | None) -> Iterator[Text]:
+    yield from indented(Text(words.meaning), margin=margin, width=width)
+    if words.fix:
+        yield from indented(Text(f"→ {words.fix}", style="dim"), margin=margin, width=width)
 
 
 def _totals(found: TokenTotals, width: int | None) -> Iterator[Text]:
@@ -319,9 +324,7 @@ def _reason_count(
     example = f"  in {plural(each.rollouts, 'rollout')}, newest {one_line(each.example[:shown])}"
     head.append(example, style="dim")
     yield from indented(head, margin=_MARGIN, width=width)
-    for text, style in ((words.meaning, ""), (words.fix and f"→ {words.fix}", "dim")):
-        if text:
-            yield from indented(Text(text, style=style), margin=_MARGIN + 3, width=width)
+    yield from _advice(words, margin=_MARGIN + 3, width=width)
 
 
 def reason_counts_json(found: ReasonCounts) -> dict[str, Any]:

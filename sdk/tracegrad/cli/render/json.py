@@ -6,8 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tracegrad.cli.render.turn import rewards_of_turn
-from tracegrad.events import Turn
-from tracegrad.store import RolloutDetail, RolloutSummary, TurnDisposition
+from tracegrad.store import RolloutDetail, RolloutSummary
 
 
 def summary_json(row: RolloutSummary) -> dict[str, Any]:
@@ -30,15 +29,9 @@ def detail_json(detail: RolloutDetail, *, tokens: bool) -> dict[str, Any]:
 def indexed_turn_json(index: int, detail: RolloutDetail, *, tokens: bool) -> dict[str, Any]:
     """A turn with its index in its rollout and the rewards that were given for it."""
     turn = detail.turns[index]
-    return {
-        "turn": index,
-        **turn_json(turn, detail.dispositions.get(turn.turn_id), tokens=tokens),
-        "rewards": [asdict(reward) for reward in rewards_of_turn(index, detail)],
-    }
-
-
-def turn_json(turn: Turn, fate: TurnDisposition | None, *, tokens: bool) -> dict[str, Any]:
+    fate = detail.dispositions.get(turn.turn_id)
     found: dict[str, Any] = {
+        "turn": index,
         "turn_id": turn.turn_id,
         "parent_turn_id": turn.parent_id,
         "fork_reason": turn.fork_reason,
@@ -46,23 +39,17 @@ def turn_json(turn: Turn, fate: TurnDisposition | None, *, tokens: bool) -> dict
         "model": turn.model,
         "prompt_tokens": len(turn.prompt_token_ids),
         "completion_tokens": len(turn.completion_token_ids),
-        "policy_versions": turn.policy_versions,
-        "sampling": turn.sampling,
-        "finish_reason": turn.finish_reason,
-        "untrainable": turn.untrainable,
-        "parent_span_id": turn.parent_span_id,
-        "state_key": turn.state_key,
-        "observation": turn.observation,
-        "request": turn.request,
-        "response": turn.response,
-        "created_at": turn.created_at,
+        **{name: getattr(turn, name) for name in _TURN_FIELDS},
         "trained_step": fate.step if fate else None,
         "skip_reason": fate.skip_reason if fate else None,
     }
     if tokens:
-        found |= {
-            "prompt_token_ids": turn.prompt_token_ids.tolist(),
-            "completion_token_ids": turn.completion_token_ids.tolist(),
-            "completion_logprobs": turn.completion_logprobs.tolist(),
-        }
-    return found
+        found |= {name: getattr(turn, name).tolist() for name in _TOKEN_FIELDS}
+    return found | {"rewards": [asdict(reward) for reward in rewards_of_turn(index, detail)]}
+
+
+_TURN_FIELDS = (
+    *("policy_versions", "sampling", "finish_reason", "untrainable", "parent_span_id"),
+    *("state_key", "observation", "request", "response", "created_at"),
+)
+_TOKEN_FIELDS = ("prompt_token_ids", "completion_token_ids", "completion_logprobs")

@@ -24,7 +24,7 @@ from tracegrad.cli.render.spans import render_spans
 from tracegrad.cli.render.turn import TurnView, render_full_turn, render_turn, reward_text
 from tracegrad.inspect.transcript import Transcript
 from tracegrad.inspect.tree_layout import children_of
-from tracegrad.jsonutil import dump_json
+from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail
 from tracegrad.store.read.training_samples import agent_turn_indices
 
@@ -49,10 +49,12 @@ def render_one_turn(
     detail: RolloutDetail, index: int, width: int | None, *, tokens: bool
 ) -> Iterator[Text]:
     """One turn, whole."""
-    talk = Transcript(detail.turns)
+    transcript = Transcript(detail.turns)
     yield rollout_title(detail, width)
     yield Text()
-    yield from render_full_turn(index, TurnView(detail, talk, width, full=True, tokens=tokens))
+    yield from render_full_turn(
+        index, TurnView(detail, transcript, width, full=True, tokens=tokens)
+    )
 
 
 def rollout_title(detail: RolloutDetail, width: int | None) -> Text:
@@ -78,8 +80,8 @@ def _rows(detail: RolloutDetail) -> Iterator[tuple[str, Text]]:
     yield "rollout", Text(one_line(row.rollout_id), style="bold cyan")
     yield "task", Text(one_line(row.task_id or "untitled"))
     if detail.task is not None:
-        asked = detail.task if isinstance(detail.task, str) else dump_json(detail.task)
-        yield "asked", Text(clip(printable(asked), lines=16, characters=1200))
+        asked = printable(text_or_json(detail.task))
+        yield "asked", Text(clip(asked, lines=16, characters=1200))
     if row.agent:
         yield "agent", Text(one_line(row.agent))
     if row.tags:

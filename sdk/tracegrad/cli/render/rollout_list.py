@@ -16,6 +16,7 @@ from tracegrad.cli.render.format import (
 )
 from tracegrad.cli.render.table import TableColumn, render_table
 from tracegrad.store import RolloutSummary
+from tracegrad.store.read.rollouts import TaskSummary
 
 
 def render_rollouts(rows: Sequence[RolloutSummary], width: int | None) -> list[Text]:
@@ -57,7 +58,7 @@ def _columns(rows: Sequence[RolloutSummary]) -> list[TableColumn[RolloutSummary]
     return columns
 
 
-def task_text(row: RolloutSummary) -> Text:
+def task_text(row: RolloutSummary | TaskSummary) -> Text:
     return Text(one_line(row.task_id)) if row.task_id else Text("untitled", style="dim")
 
 

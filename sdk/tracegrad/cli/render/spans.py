@@ -17,8 +17,8 @@ from tracegrad.cli.render.format import (
     printable,
 )
 from tracegrad.events import Span
-from tracegrad.inspect.tree_layout import shorten_guide
-from tracegrad.jsonutil import dump_json
+from tracegrad.inspect.tree_layout import shorten_guide, with_guides
+from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail
 
 _MARGIN = 2
@@ -46,7 +46,7 @@ def render_spans(detail: RolloutDetail, width: int | None, *, full: bool) -> Ite
         made = calls.get(span.span_id, [])
         line = Text.assemble((guide, "dim"), _line(span, start, made))
         yield _cut(line, width)
-        # What a model was sent and said is with its turn.
+        # Prompt and reply of a model are shown with its turn.
         for text in () if made else _texts(span, full=full):
             room = None if width is None else width - _MARGIN - len(under)
             for part in wrapped(text, room):
@@ -70,7 +70,7 @@ def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, str, str]]:
     shown: set[str] = set()
     waiting = [(span, "", "") for span in reversed(children.get(None, []))]
     while waiting or len(shown) < len(known):
-        if not waiting:  # spans that are each other's parents: somebody sent nonsense
+        if not waiting:  # spans that are each other's parents: a broken trace
             waiting.append((next(span for span in spans if span.span_id not in shown), "", ""))
         span, guide, under = waiting.pop()
         if span.span_id in shown:
@@ -78,15 +78,7 @@ def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, str, str]]:
         shown.add(span.span_id)
         below = children.get(span.span_id, [])
         yield span, guide, under + ("│  " if below else "   ")
-        last = len(below) - 1
-        waiting += [
-            (
-                child,
-                under + ("└─ " if n == last else "├─ "),
-                under + ("   " if n == last else "│  "),
-            )
-            for n, child in reversed(list(enumerate(below)))
-        ]
+        waiting += reversed(with_guides(below, under))
 
 
 def _line(span: Span, start: int, turns: Sequence[int]) -> Text:
@@ -96,13 +88,17 @@ def _line(span: Span, start: int, turns: Sequence[int]) -> Text:
     line.append(f"  {took} at +{format_duration((span.start_ns - start) / 1e9)}", style="dim")
     if failed:
         why = _first(span.attributes, _ERROR)
-        said = f": {one_line(_text(why))}" if why is not None else ""
-        line.append(f"  error{said}", style="red")
+        reason = f": {one_line(text_or_json(why))}" if why is not None else ""
+        line.append(f"  error{reason}", style="red")
     if turns:
         line.append(
             f"  {'turn' if len(turns) == 1 else 'turns'} {format_ranges(turns)}", style="cyan"
         )
-    parts = [_text(event) for names in (_KIND, _MODEL) if (event := _first(span.attributes, names))]
+    parts = [
+        text_or_json(event)
+        for names in (_KIND, _MODEL)
+        if (event := _first(span.attributes, names))
+    ]
     tokens = [_first(span.attributes, names) for names in (_TOKENS_IN, _TOKENS_OUT)]
     if not turns and any(isinstance(each, int) for each in tokens):
         parts.append(f"{tokens[0] or 0:,} prompt + {plural(int(tokens[1] or 0), 'token')}")
@@ -115,13 +111,9 @@ def _texts(span: Span, *, full: bool) -> Iterator[Text]:
     for mark, names in (("→ ", _INPUT), ("← ", _OUTPUT)):
         found = _first(span.attributes, names)
         if found not in (None, ""):
-            text = printable(_text(found))
+            text = printable(text_or_json(found))
             yield Text(mark + (text if full else clip(text, lines=3, characters=240)), style="dim")
 
 
 def _first(attributes: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((attributes[name] for name in names if attributes.get(name) is not None), None)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else dump_json(value)

@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.text import Text
 
-from tracegrad.cli.render.format import OUTCOME_STYLE, format_age, format_number, one_line
+from tracegrad.cli.render.format import OUTCOME_STYLE, format_age, format_number
+from tracegrad.cli.render.rollout_list import task_text
 from tracegrad.cli.render.table import TableColumn, render_table
 from tracegrad.events import Outcome
 from tracegrad.store import OPEN
@@ -16,7 +17,7 @@ from tracegrad.store.read.rollouts import TaskSummary
 
 def render_tasks(rows: Sequence[TaskSummary], width: int | None) -> list[Text]:
     columns: list[TableColumn[TaskSummary]] = [
-        TableColumn("task", _name, min_width=8),
+        TableColumn("task", task_text, min_width=8),
         TableColumn(
             "age",
             lambda task: Text(format_age(task.last_opened_at), style="dim"),
@@ -44,10 +45,6 @@ def task_json(task: TaskSummary) -> dict[str, Any]:
         "reward_max": max(task.rewards, default=None),
         "last_opened_at": task.last_opened_at,
     }
-
-
-def _name(task: TaskSummary) -> Text:
-    return Text(one_line(task.task_id)) if task.task_id else Text("untitled", style="dim")
 
 
 def _reward(task: TaskSummary) -> Text:

@@ -12,7 +12,7 @@ from rich.text import Text
 from tracegrad.cli.render.format import finish_reason_text, format_number, one_line, plural
 from tracegrad.cli.render.rollout import rollout_title
 from tracegrad.cli.render.table import TableColumn, render_table
-from tracegrad.cli.render.turn import is_latest_reward, parent_tokens, rewards_of_turn
+from tracegrad.cli.render.turn import is_latest_reward, rewards_of_turn
 from tracegrad.events import Turn
 from tracegrad.inspect.forks import expected_parent
 from tracegrad.inspect.reasons import untrained_reason
@@ -22,6 +22,7 @@ from tracegrad.inspect.tree_layout import (
     TurnChain,
     group_samples,
     place_turns,
+    sample_key,
     shorten_guide,
     turn_chains,
 )
@@ -44,14 +45,14 @@ def render_tree(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
     if not detail.turns:
         yield Text("no turns" + (": its spans are in `rollouts show`" if detail.spans else ""))
         return
-    talk = Transcript(detail.turns)
+    transcript = Transcript(detail.turns)
     roots = turn_chains(detail.turns)
-    rows = _rows(group_samples(roots, detail.turns), detail)
-    head, *lines = render_table(_columns(rows, detail, talk), rows, width)
+    rows = _rows(group_samples(roots, detail.turns), transcript)
+    head, *lines = render_table(_columns(rows, detail, transcript), rows, width)
     yield Text()
     yield head
     for row, line in zip(rows, lines, strict=True):
-        if row.place.first and (why := _why(row, roots, detail, talk)) is not None:
+        if row.place.first and (why := _why(row, roots, detail, transcript)) is not None:
             note = Text.assemble((shorten_guide(row.place.above, _GUIDE), "dim"), why)
             if width is not None:
                 note.truncate(width, overflow="ellipsis")
@@ -63,7 +64,7 @@ def render_tree(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
 
 def tree_json(detail: RolloutDetail) -> dict[str, Any]:
     """Nested at forks only: a chain of turns is one list."""
-    talk = Transcript(detail.turns)
+    transcript = Transcript(detail.turns)
     roots = turn_chains(detail.turns)
     made: dict[int, dict[str, Any]] = {}
     every = list(roots)
@@ -71,9 +72,9 @@ def tree_json(detail: RolloutDetail) -> dict[str, Any]:
         every += branch.branches
     for branch in reversed(every):
         made[id(branch)] = {
-            "turns": [_turn_object(index, detail) for index in branch.turns],
+            "turns": [_turn_object(index, detail, transcript) for index in branch.turns],
             "fork_reason": detail.turns[branch.turns[0]].fork_reason,
-            "instead_of": expected_parent(branch.turns[0], talk) if branch in roots else None,
+            "instead_of": expected_parent(branch.turns[0], transcript) if branch in roots else None,
             "branches": [made[id(child)] for child in branch.branches],
         }
     return {
@@ -85,14 +86,14 @@ def tree_json(detail: RolloutDetail) -> dict[str, Any]:
     }
 
 
-def _turn_object(index: int, detail: RolloutDetail) -> dict[str, Any]:
+def _turn_object(index: int, detail: RolloutDetail, transcript: Transcript) -> dict[str, Any]:
     turn = detail.turns[index]
     fate = detail.dispositions.get(turn.turn_id)
-    missing = untrained_reason(turn, fate, detail.summary)
+    missing = untrained_reason(turn, detail)
     return {
         "turn": index,
         "turn_id": turn.turn_id,
-        "new_prompt_tokens": len(turn.prompt_token_ids) - parent_tokens(turn, detail.turns),
+        "new_prompt_tokens": len(turn.prompt_token_ids) - transcript.parent_tokens(index),
         "prompt_tokens": len(turn.prompt_token_ids),
         "completion_tokens": len(turn.completion_token_ids),
         "finish_reason": turn.finish_reason,
@@ -108,26 +109,21 @@ def _turn_object(index: int, detail: RolloutDetail) -> dict[str, Any]:
     }
 
 
-def _rows(roots: Sequence[TurnChain], detail: RolloutDetail) -> list[_Row]:
-    prompts = Counter(map(_asked, detail.turns))
+def _rows(roots: Sequence[TurnChain], transcript: Transcript) -> list[_Row]:
+    prompts = Counter(map(sample_key, transcript.turns))
     seen: set[tuple[str | None, bytes]] = set()
     rows = []
     for place in place_turns(roots):
-        turn = detail.turns[place.turn]
-        prompt = _asked(turn)
-        new = len(turn.prompt_token_ids) - parent_tokens(turn, detail.turns)
+        turn = transcript.turns[place.turn]
+        prompt = sample_key(turn)
+        new = len(turn.prompt_token_ids) - transcript.parent_tokens(place.turn)
         rows.append(_Row(place, turn, None if prompt in seen else new, prompts[prompt]))
         seen.add(prompt)
     return rows
 
 
-def _asked(turn: Turn) -> tuple[str | None, bytes]:
-    """Equal for samples of one prompt."""
-    return turn.parent_id, turn.prompt_token_ids.tobytes() or turn.turn_id.encode()
-
-
 def _columns(
-    rows: Sequence[_Row], detail: RolloutDetail, talk: Transcript
+    rows: Sequence[_Row], detail: RolloutDetail, transcript: Transcript
 ) -> list[TableColumn[_Row]]:
     columns: list[TableColumn[_Row]] = [
         TableColumn("turn", _index),
@@ -139,7 +135,13 @@ def _columns(
         TableColumn("reward", lambda row: _reward(row, detail), min_width=12),
         TableColumn("version", _version, "right", drop_order=3),
         TableColumn("training", lambda row: _training(row, detail), min_width=14),
-        TableColumn("said", lambda row: _said(row, talk), min_width=10, max_width=80, drop_order=4),
+        TableColumn(
+            "said",
+            lambda row: _reply_line(row, transcript),
+            min_width=10,
+            max_width=80,
+            drop_order=4,
+        ),
     ]
     if not any(_reward(row, detail).plain for row in rows):
         columns = [column for column in columns if column.title != "reward"]
@@ -182,31 +184,31 @@ def _version(row: _Row) -> Text:
 
 def _training(row: _Row, detail: RolloutDetail) -> Text:
     fate = detail.dispositions.get(row.turn.turn_id)
-    missing = untrained_reason(row.turn, fate, detail.summary)
+    missing = untrained_reason(row.turn, detail)
     if missing is None:
         return Text(f"step {fate.step if fate else None}", style="green")
     return Text(one_line(missing.reason), style="yellow" if missing.final else "dim")
 
 
-def _said(row: _Row, talk: Transcript) -> Text:
-    reply = talk.reply(row.place.turn)
+def _reply_line(row: _Row, transcript: Transcript) -> Text:
+    reply = transcript.reply(row.place.turn)
     if reply is None:
         return Text()
     calls = [f"→ {call.name}({call.arguments})" for call in reply.calls]
-    said = " ".join(filter(None, [reply.text, *calls])) or reply.reasoning
-    return Text(one_line(said[:400]), style="dim")
+    text = " ".join(filter(None, [reply.text, *calls])) or reply.reasoning
+    return Text(one_line(text[:400]), style="dim")
 
 
 def _why(
-    row: _Row, roots: Sequence[TurnChain], detail: RolloutDetail, talk: Transcript
+    row: _Row, roots: Sequence[TurnChain], detail: RolloutDetail, transcript: Transcript
 ) -> Text | None:
-    """What is to be said above a branch: why it begins here, and in which span."""
+    """The note above a branch: why it begins here, and in which span."""
     turn, parts = row.turn, []
     if row.samples > 1 and row.new is not None:
         parts.append(f"{row.samples} samples of one prompt")
     if turn.fork_reason:
         parts.append(f"fork: {one_line(turn.fork_reason)}")
-        rival = expected_parent(row.place.turn, talk)
+        rival = expected_parent(row.place.turn, transcript)
         if rival is not None:
             parts.append(f"instead of continuing turn {rival}")
     if len(roots) > 1 and turn.parent_id is None and row.new is not None:

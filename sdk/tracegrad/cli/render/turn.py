@@ -23,7 +23,7 @@ from tracegrad.events import Reward, Turn
 from tracegrad.inspect.forks import expected_parent
 from tracegrad.inspect.reasons import fork_text, untrained_reason, untrained_text
 from tracegrad.inspect.transcript import Message, RepeatedMessages, Transcript
-from tracegrad.jsonutil import dump_json
+from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail
 from tracegrad.store.read.training_samples import agent_turn_indices
 
@@ -71,7 +71,7 @@ def render_full_turn(index: int, how: TurnView) -> Iterator[Text]:
     yield from _row("made", Text(f"{format_time(turn.created_at)} in {turn.dialect}"), how)
     yield from _row("model", Text(one_line(turn.model)), how)
     if turn.sampling:
-        settings = (f"{name}={_value(value)}" for name, value in turn.sampling.items())
+        settings = (f"{name}={text_or_json(value)}" for name, value in turn.sampling.items())
         yield from _row("sampling", Text(one_line(" ".join(settings))), how)
     versions = ", ".join(f"{plural(n, 'token')} by {v}" for v, n in turn.policy_versions)
     if versions:
@@ -90,14 +90,14 @@ def render_full_turn(index: int, how: TurnView) -> Iterator[Text]:
 
 def _about(index: int, how: TurnView) -> Iterator[Text]:
     turn = how.detail.turns[index]
-    yield rule(turn_title(index, how.detail), how.width)
-    yield from indented(_facts(turn, how.detail), margin=_MARGIN, width=how.width)
+    yield rule(turn_title(index, how), how.width)
+    yield from indented(_summary(turn, how.detail), margin=_MARGIN, width=how.width)
     if turn.fork_reason:
         rival = expected_parent(index, how.transcript)
         instead = f", instead of continuing turn {rival}" if rival is not None else ""
         why = f"{one_line(turn.fork_reason)}{instead}: {fork_text(turn.fork_reason).meaning}"
         yield from _row("fork", Text(why, style="yellow"), how)
-    missing = untrained_reason(turn, how.detail.dispositions.get(turn.turn_id), how.detail.summary)
+    missing = untrained_reason(turn, how.detail)
     if missing is not None and missing.final:
         why = f"{one_line(missing.reason)}: {untrained_text(missing.reason).meaning}"
         yield from _row("untrained", Text(why, style="yellow"), how)
@@ -105,20 +105,18 @@ def _about(index: int, how: TurnView) -> Iterator[Text]:
         yield from _row("reward", reward_text(reward, how.detail), how)
 
 
-def turn_title(index: int, detail: RolloutDetail) -> Text:
-    turns = detail.turns
-    turn = turns[index]
+def turn_title(index: int, how: TurnView) -> Text:
+    turn, parent = how.detail.turns[index], how.transcript.parent(index)
     title = Text(f"turn {index}", style="bold")
-    number_of = {t.turn_id: i for i, t in enumerate(turns)}
-    if turn.parent_id is not None and number_of.get(turn.parent_id) != index - 1:
-        title.append(f"  continues turn {number_of.get(turn.parent_id, '?')}", style="not bold")
-    elif turn.parent_id is None and index > 0:
-        title.append("  starts afresh", style="not bold")
-    fate, style = disposition_text(turn, detail)
+    if turn.parent_id is None:
+        title.append("  starts afresh" if index > 0 else "", style="not bold")
+    elif parent is None or parent != index - 1:
+        title.append(f"  continues turn {'?' if parent is None else parent}", style="not bold")
+    fate, style = disposition_text(turn, how.detail)
     return title.append("  ").append(fate, style=f"not bold {style}")
 
 
-def _facts(turn: Turn, detail: RolloutDetail) -> Text:
+def _summary(turn: Turn, detail: RolloutDetail) -> Text:
     sampled = len(turn.completion_token_ids)
     parts = [f"+{format_duration(max(0.0, turn.created_at - detail.summary.opened_at))}"]
     if sampled or turn.prompt_token_ids:
@@ -142,7 +140,7 @@ def versions_text(turn: Turn) -> str:
 def disposition_text(turn: Turn, detail: RolloutDetail) -> tuple[str, str]:
     """What became of the turn, and a style."""
     fate = detail.dispositions.get(turn.turn_id)
-    missing = untrained_reason(turn, fate, detail.summary)
+    missing = untrained_reason(turn, detail)
     if missing is None:
         return f"trained in step {fate.step if fate else None}", "green"
     if not missing.final:
@@ -237,19 +235,13 @@ def _clipped(text: str, role: str, *, full: bool) -> Text:
 
 def _ids(index: int, how: TurnView) -> Iterator[Text]:
     turn = how.detail.turns[index]
-    new = turn.prompt_token_ids[parent_tokens(turn, how.detail.turns) :]
+    new = turn.prompt_token_ids[how.transcript.parent_tokens(index) :]
     shown = Text(" ".join(map(str, new)) or "none", style="dim")
     yield from _row(f"+{len(new)} ids", shown, how, style="dim")
     sampled = Text()
     for token, logprob in zip(turn.completion_token_ids, turn.completion_logprobs, strict=True):
         sampled.append(f"{token}").append(f":{logprob:.2f} ", style=_surprise(logprob))
     yield from _row("sampled", sampled, how, style="dim")
-
-
-def parent_tokens(turn: Turn, turns: Sequence[Turn]) -> int:
-    """How many of its prompt's tokens its parent has."""
-    parent = next((t for t in turns if t.turn_id == turn.parent_id), None)
-    return len(parent.prompt_token_ids) + len(parent.completion_token_ids) if parent else 0
 
 
 def _surprise(logprob: float) -> str:
@@ -259,10 +251,6 @@ def _surprise(logprob: float) -> str:
 def _span_name(turn: Turn, detail: RolloutDetail) -> str:
     named = [span.name for span in detail.spans if span.span_id == turn.parent_span_id]
     return one_line(f"{turn.parent_span_id} {' '.join(named)}")
-
-
-def _value(value: object) -> str:
-    return value if isinstance(value, str) else dump_json(value)
 
 
 def _row(label: str, body: Text, how: TurnView, *, style: str = "dim") -> Iterator[Text]:

@@ -34,6 +34,7 @@ from tracegrad.proxy.prompt_reuse.reply_boundary import (
     boundary_after_stop,
     boundary_at_length,
 )
+from tracegrad.turn_tree import common_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def _rewritten(pair: PromptPair) -> PromptForked:
         bare = pair.renderer.render_as_tokenized(pair.earlier, add_generation_prompt=False)
     except RenderError:
         bare = ""
-    if _common(pair.whole, pair.before) >= _common(bare, pair.before):
+    if common_prefix(pair.whole, pair.before) >= common_prefix(bare, pair.before):
         return PromptForked(ForkReason.GENERATION_PROMPT)
     return PromptForked(ForkReason.HISTORY_REWRITTEN, _what_was_dropped(pair))
 
@@ -147,15 +148,3 @@ def _what_was_dropped(pair: PromptPair) -> str:
         if reasoning and reasoning in pair.before and reasoning not in pair.whole:
             return "the reasoning of an earlier reply is left out"
     return ""
-
-
-def _common(a: str, b: str) -> int:
-    """How many characters both begin with."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -93,10 +93,14 @@ def test_exact_tokens_are_learned_once_and_nothing_else_is(
         assert all(label in (-100, token) for label, token in pairs)
         learned[tuple(targets(row))] += 1
     known = turns(scene)
-    said = {name: tuple(turn.completion_token_ids) for name, turn in known.items()}
+    replies = {name: tuple(turn.completion_token_ids) for name, turn in known.items()}
     alone = ["a1.0", "a2.0", "a3.0", "a4.0", "b1.0", "b2.0", "b3.0", "d2.0", "d1.002"]
     assert learned == Counter(
-        [*(said[n] for n in alone), said["c1.0"] + said["c1.01"], said["d1.0"] + said["d1.01"]]
+        [
+            *(replies[n] for n in alone),
+            replies["c1.0"] + replies["c1.01"],
+            replies["d1.0"] + replies["d1.01"],
+        ]
     )
     assert left_out == {}
     wholes = {tuple(t.prompt_token_ids + t.completion_token_ids) for t in known.values()}
@@ -138,8 +142,8 @@ def test_each_reply_is_learned_from_its_own_prompt(
         processing_class=TOKENIZER,
     )
     learned = sorted(tuple(targets(row)) for row in trainer.train_dataset)
-    said = [(*turn.completion_token_ids, NEWLINE) for turn in turns(scene).values()]
-    assert learned == sorted(said)
+    replies = [(*turn.completion_token_ids, NEWLINE) for turn in turns(scene).values()]
+    assert learned == sorted(replies)
     assert left_out == {}
 
 

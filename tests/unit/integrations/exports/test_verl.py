@@ -133,9 +133,13 @@ def test_exact_tokens_for_sft(scene: Store, tmp_path: Path, pad_mode: str) -> No
         for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)
     )
     alone = ["a1.0", "a2.0", "a3.0", "a4.0", "b1.0", "b2.0", "b3.0", "d2.0", "d1.002"]
-    said = {name: reply for name, (_, reply) in known.items()}
+    replies = {name: reply for name, (_, reply) in known.items()}
     assert learned == sorted(
-        [*(said[n] for n in alone), said["c1.0"] + said["c1.01"], said["d1.0"] + said["d1.01"]]
+        [
+            *(replies[n] for n in alone),
+            replies["c1.0"] + replies["c1.01"],
+            replies["d1.0"] + replies["d1.01"],
+        ]
     )
     assert left_out == {}
     for index, ids in enumerate(batch["input_ids"]):

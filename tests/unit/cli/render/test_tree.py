@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.style import Style
 
-from support.cli.run_rollouts import in_order, run, said, told
+from support.cli.run_rollouts import in_order, printed, printed_json, run
 from support.cli.sample_rollouts import coding_agent, samples_of_one_prompt, spans_alone
 from support.store.events import make_turn
 from tracegrad.cli.render.explanation import explanation_json, render_explanation
@@ -31,7 +31,7 @@ def turns_in(node: Any) -> Iterator[int]:
 
 def test_a_coding_agents_tree(store: Store, url: str) -> None:
     store.append(coding_agent())
-    text = said(url, "tree", "0193c0de0001")
+    text = printed(url, "tree", "0193c0de0001")
     in_order(text, [
         "in span main loop",
         "0 190 36 tool_calls 3 waiting I look at t…",
@@ -47,16 +47,16 @@ def test_a_coding_agents_tree(store: Store, url: str) -> None:
         "18 0 0 refused over_length",
         "20 turns · 5 roots · 6 paths",
     ])  # fmt: skip
-    wide = said(url, "tree", "0193c0de0001", columns=140)
+    wide = printed(url, "tree", "0193c0de0001", columns=140)
     assert '→ edit_file({"path": "shop/cart.py", "old": "cart.items[1:]"' in wide
-    narrow = said(url, "tree", "0193c0de0001", columns=60)
+    narrow = printed(url, "tree", "0193c0de0001", columns=60)
     assert "said" not in narrow
     assert len(narrow.splitlines()) == len(text.splitlines())
 
 
 def test_samples_of_one_prompt_stand_side_by_side(store: Store, url: str) -> None:
     store.append(samples_of_one_prompt())
-    text = said(url, "tree", "0193c0de0002")
+    text = printed(url, "tree", "0193c0de0002")
     in_order(text, [
         "turn new sampled ended version training said",
         "4 samples of one prompt",
@@ -73,7 +73,7 @@ def test_samples_of_one_prompt_stand_side_by_side(store: Store, url: str) -> Non
 
 def test_objects_for_scripts_are_nested_at_forks(store: Store, url: str) -> None:
     store.append(coding_agent())
-    tree = told(url, "tree", "0193c0de0001")
+    tree = printed_json(url, "tree", "0193c0de0001")
     chains = [[turn["turn"] for turn in root["turns"]] for root in tree["roots"]]
     assert chains == [[0, 1, 2, 3], list(range(4, 13)), [13, 14], [15, 16], [18]]
     assert [root["instead_of"] for root in tree["roots"]] == [None, 3, None, 12, 16]
@@ -87,9 +87,9 @@ def test_objects_for_scripts_are_nested_at_forks(store: Store, url: str) -> None
 
 def test_rollouts_without_turns_or_tokens(store: Store, url: str) -> None:
     store.append([*spans_alone(), RolloutStarted(rollout_id="bare")])
-    in_order(said(url, "tree", "0193c0de0003"), ["0 0 0 stop no_tokens Which evening?"])
-    assert "no turns" in said(url, "tree", "bare")
-    assert told(url, "tree", "bare")["roots"] == []
+    in_order(printed(url, "tree", "0193c0de0003"), ["0 0 0 stop no_tokens Which evening?"])
+    assert "no turns" in printed(url, "tree", "bare")
+    assert printed_json(url, "tree", "bare")["roots"] == []
 
 
 def test_a_long_chain_is_no_deep_nest(store: Store, url: str) -> None:
@@ -98,8 +98,8 @@ def test_a_long_chain_is_no_deep_nest(store: Store, url: str) -> None:
         turn = make_turn(f"t{index}", "r", parent=turn, new=[1], sampled=[2])
         turns.append(turn)
     store.append(turns)
-    assert len(said(url, "tree", "r").splitlines()) == 600 + 5
-    [root] = told(url, "tree", "r")["roots"]
+    assert len(printed(url, "tree", "r").splitlines()) == 600 + 5
+    [root] = printed_json(url, "tree", "r")["roots"]
     assert len(root["turns"]) == 600
 
 
@@ -112,7 +112,7 @@ def test_forks_in_forks_in_forks(sqlite_url: str) -> None:
         turns += [leaf, parent]
     with Store.open(sqlite_url) as store:
         store.append(turns)
-    text = said(sqlite_url, "tree", "r")
+    text = printed(sqlite_url, "tree", "r")
     assert "…  │" in text or "…     " in text, "only the nearest forks lead to a deep turn"
     assert len(text.splitlines()) == 2000 + 5
     done = run(sqlite_url, "tree", "r", "--json")
@@ -128,7 +128,7 @@ ONE = st.fixed_dictionaries({
     "reason": st.one_of(st.none(), st.sampled_from([*ForkReason, "of tomorrow"]), ODD),
     "untrainable": st.sampled_from([None, "greedy", "odd"]),
     "fate": st.sampled_from([None, TurnDisposition(3, None), TurnDisposition(None, "stale")]),
-    "said": st.one_of(st.none(), ODD),
+    "prompt": st.one_of(st.none(), ODD),
     "answered": st.one_of(st.none(), ODD),
     "reward": st.one_of(st.none(), st.floats(-1, 1)),
 })  # fmt: skip
@@ -138,7 +138,7 @@ def detail_of(drawn: list[dict[str, Any]]) -> RolloutDetail:
     turns: list[Turn] = []
     for index, one in enumerate(drawn):
         parent = turns[one["parent"]] if 0 <= one["parent"] < index else None
-        messages = [{"role": "user", "content": one["said"]}]
+        messages = [{"role": "user", "content": one["prompt"]}]
         if parent is not None and parent.request is not None:
             reply = {"role": "assistant", "content": one["answered"]}
             messages = [*parent.request["messages"], reply, *messages]
@@ -151,7 +151,7 @@ def detail_of(drawn: list[dict[str, Any]]) -> RolloutDetail:
                 sampled=one["sampled"],
                 fork_reason=one["reason"],
                 untrainable=one["untrainable"],
-                request=None if one["said"] is None else {"model": "m", "messages": messages},
+                request=None if one["prompt"] is None else {"model": "m", "messages": messages},
                 response=None if one["answered"] is None else {"choices": [{"message": reply}]},
             )
         )

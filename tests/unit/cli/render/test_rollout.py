@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.cli.run_rollouts import in_order, run, said, told
+from support.cli.run_rollouts import in_order, printed, printed_json, run
 from support.cli.sample_rollouts import (
     Talk,
     assistant,
@@ -91,7 +91,7 @@ def turn_of(text: str, index: int) -> str:
 
 
 def test_it_tells_the_whole_story(story: Store, url: str) -> None:
-    text = said(url, "show", "abc")
+    text = printed(url, "show", "abc")
     in_order(
         text,
         [
@@ -130,7 +130,7 @@ def test_it_tells_the_whole_story(story: Store, url: str) -> None:
 
 def test_a_coding_agents_rollout_reads_well(store: Store, url: str) -> None:
     store.append(coding_agent())
-    text = said(url, "show", "0193c0de0001")
+    text = printed(url, "show", "0193c0de0001")
     assert [len(turn_of(text, index)) > 0 for index in range(20)] == [True] * 20
     first, read = turn_of(text, 0), turn_of(text, 2)
     in_order(first, ["tools bash, read_file, edit_file", "Answer in one sentence.",
@@ -140,13 +140,13 @@ def test_a_coding_agents_rollout_reads_well(store: Store, url: str) -> None:
     in_order(read, ["… 5 messages as in turn 1", "tool ← read_file", "def total(cart):"])
     assert "tools" not in read, "they are the same as before"
     assert "reward     0.25  from admin_key" in turn_of(text, 3)
-    # Of a fork only what changed is told again.
+    # Of a fork only what changed is shown again.
     forked = turn_of(text, 4)
     in_order(forked, ["fork edited_history, instead of continuing turn 3: An earlier message",
                       "… 1 message as in turn 3",
                       "<reminder>You have 30 minutes left.</reminder>",
                       "… 7 messages as in turn 3", "tool ← bash 9 passed in 0.31s"])  # fmt: skip
-    assert "[image: image/png, 12 kB]" in turn_of(text, 16)
+    assert "[image: image/png, 12.0 kB]" in turn_of(text, 16)
     assert turn_of(text, 17).startswith("turn 17  not trainable: aborted ─")
     assert "+56.8 s · no tokens · refused" in turn_of(text, 18)
     assert "reward     -0.5 format  from admin_key" in turn_of(text, 19)
@@ -159,7 +159,7 @@ def test_a_coding_agents_rollout_reads_well(store: Store, url: str) -> None:
 
 def test_one_turn_whole(store: Store, url: str) -> None:
     store.append(coding_agent())
-    text = said(url, "show", "0193c0de0001", "--turn", "2")
+    text = printed(url, "show", "0193c0de0001", "--turn", "2")
     in_order(text, [
         "id 0193c0de000100000000000000000000.2",
         "model qwen3-4b",
@@ -176,8 +176,8 @@ def test_one_turn_whole(store: Store, url: str) -> None:
     assert text.count("Never touch files outside it.") == 9
     assert "more characters" not in text
     assert "sampled" not in text
-    assert "sampled    " in said(url, "show", "0193c0de0001", "--turn", "2", "--tokens")
-    last = said(url, "show", "0193c0de0001", "--turn", "-1")
+    assert "sampled    " in printed(url, "show", "0193c0de0001", "--turn", "2", "--tokens")
+    last = printed(url, "show", "0193c0de0001", "--turn", "-1")
     assert "Sum up in a sentence." in last
     assert "turn 19 " in last
 
@@ -192,30 +192,30 @@ def test_a_turn_that_is_not_there(store: Store, url: str, turn: str) -> None:
 
 
 def test_tokens_when_asked(story: Store, url: str) -> None:
-    text = said(url, "show", "abc", "--tokens")
+    text = printed(url, "show", "abc", "--tokens")
     assert "sampled" in text.partition("turn 0")[2]
     assert "4:-0.50 5:-0.50" in text
-    assert "4:-0.50" not in said(url, "show", "abc")
+    assert "4:-0.50" not in printed(url, "show", "abc")
 
 
-def test_long_messages_are_shortened_unless_told(store: Store, url: str) -> None:
+def test_long_messages_are_shortened_unless_full(store: Store, url: str) -> None:
     long = {"messages": [{"role": "user", "content": "word " * 2000 + "END"}]}
     store.append([make_turn("t", "r", request=long)])
-    assert "more characters)" in said(url, "show", "r")
-    assert "END" not in said(url, "show", "r")
-    assert "END" in said(url, "show", "r", "--full")
+    assert "more characters)" in printed(url, "show", "r")
+    assert "END" not in printed(url, "show", "r")
+    assert "END" in printed(url, "show", "r", "--full")
 
 
 def test_a_pipe_gets_every_line_whole(store: Store, url: str) -> None:
     long = {"messages": [user("needle " + "hay " * 60 + "end\n\tindented " + "x" * 300)]}
     store.append([make_turn("t", "r", request=long)])
-    lines = said(url, "show", "r", columns=None).splitlines()
+    lines = printed(url, "show", "r", columns=None).splitlines()
     assert any(line.endswith("needle " + "hay " * 60 + "end") for line in lines)
     assert any(line.endswith("    indented " + "x" * 300) for line in lines)
 
 
 def test_objects_for_scripts(story: Store, url: str) -> None:
-    shown = told(url, "show", "abc", "--tokens")
+    shown = printed_json(url, "show", "abc", "--tokens")
     turn = shown["turns"][1]
     assert (turn["turn"], turn["parent_turn_id"]) == (1, "t0")
     assert turn["prompt_token_ids"] == [1, 2, 3, 4, 5, 1, 2, 3]
@@ -226,14 +226,14 @@ def test_objects_for_scripts(story: Store, url: str) -> None:
     assert [reward["value"] for reward in shown["turns"][2]["rewards"]] == [0.5]
     assert shown["outcome"] == "completed"
     assert len(shown["spans"]) == 2
-    assert "prompt_token_ids" not in told(url, "show", "abc")["turns"][0]
-    one = told(url, "show", "abc", "--turn", "1", "--tokens")
+    assert "prompt_token_ids" not in printed_json(url, "show", "abc")["turns"][0]
+    one = printed_json(url, "show", "abc", "--turn", "1", "--tokens")
     assert one == turn
 
 
 def test_spans_of_an_agent_that_never_used_the_proxy(store: Store, url: str) -> None:
     store.append(spans_alone())
-    text = said(url, "show", "0193c0de0003")
+    text = printed(url, "show", "0193c0de0003")
     in_order(text, ["task untitled", "turns 1, without tokens", "user Book a table for two.",
                     "reply Which evening?", "look up tables 10 ms at +0 ms TOOL",
                     '→ {"people":2}', "← table 4, table 9"])  # fmt: skip
@@ -245,7 +245,7 @@ def test_spans_of_an_agent_that_never_used_the_proxy(store: Store, url: str) -> 
                                                         "llm.token_count.completion": 1}),
         ]
     )  # fmt: skip
-    text = said(url, "show", "no-turns")
+    text = printed(url, "show", "no-turns")
     assert "none, 1 span" in text
     assert "chat  0 ms at +0 ms  14 prompt + 1 token" in text
 
@@ -256,17 +256,17 @@ def test_spans_that_are_each_others_parents_are_shown_all_the_same(store: Store,
                          rollout_id="r", name=f"span {own}", start_ns=1, end_ns=2)  # fmt: skip
 
     store.append([span("a", "b"), span("b", "a"), span("c", "c")])
-    text = said(url, "show", "r")
+    text = printed(url, "show", "r")
     assert [text.count(f"span {own}") for own in "abc"] == [1, 1, 1]
 
 
 def test_an_open_rollout_without_texts(store: Store, url: str) -> None:
     store.append([make_turn("t", "r", request=None, response=None)])
-    text = said(url, "show", "r")
+    text = printed(url, "show", "r")
     assert "open since" in text
     assert "untitled" in text
     assert "not trained yet: open" in text
-    assert "the request was not kept" in said(url, "show", "r", "--turn", "0")
+    assert "the request was not kept" in printed(url, "show", "r", "--turn", "0")
 
 
 def test_a_reward_is_revised_by_another_name_of_its_turn(store: Store, url: str) -> None:
@@ -281,7 +281,7 @@ def test_a_reward_is_revised_by_another_name_of_its_turn(store: Store, url: str)
         ]
     )
     in_order(
-        said(url, "show", "r"),
+        printed(url, "show", "r"),
         [
             "error no\ufffd[1mgood",
             "reward 0.5 from direct for turn 7, which is not there",
@@ -303,22 +303,32 @@ def test_a_conversation_that_the_client_only_named(store: Store, url: str) -> No
     named = {"model": "m", "input": "two", "previous_response_id": "resp_" + "a" * 32}
     second = turn("b" * 32, "two", parent=first, request=named)
     store.append([first, second])
-    text = said(url, "show", "r")
+    text = printed(url, "show", "r")
     in_order(turn_of(text, 1), ["… 2 messages as in turn 0", "user two", "reply re: two"])
-    in_order(said(url, "show", "r", "--turn", "1"),
+    in_order(printed(url, "show", "r", "--turn", "1"),
              ["user one", "assistant re: one", "user two", "reply re: two"])  # fmt: skip
 
 
-def test_a_reply_that_came_back_in_another_spelling_is_not_told_again(
+def test_a_reply_that_came_back_in_another_spelling_is_not_shown_again(
     store: Store, url: str
 ) -> None:
     talk = Talk("r")
     first = talk.turn([user("go")], assistant("Well.", call(1, "bash", cmd="ls")))
     spelled = assistant("Well. ", {**call(1, "bash"), "function": {"name": "bash", "arguments":
                                                                     '{ "cmd":"ls" }'}})  # fmt: skip
-    talk._told[first.turn_id] = [user("go"), spelled]
+    talk._messages[first.turn_id] = [user("go"), spelled]
     talk.turn([user("go"), spelled, result(1, "a b c")], assistant("Three."), parent=first)
     store.append(talk.turns)
-    second = turn_of(said(url, "show", "r"), 1)
+    second = turn_of(printed(url, "show", "r"), 1)
     in_order(second, ["… 2 messages as in turn 0", "tool ← bash a b c", "reply Three."])
     assert "Well." not in second
+
+
+def test_postgresql_shows_the_same(url: str, postgres_url: str) -> None:
+    rollout = "0193c0de0001"
+    shown = []
+    for each in (url, postgres_url):
+        with Store.open(each) as store:
+            store.append(coding_agent())
+        shown.append([printed(each, command, rollout) for command in ("show", "tree", "explain")])
+    assert shown[0] == shown[1]
