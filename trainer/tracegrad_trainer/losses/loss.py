@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Float64
 from torch import Tensor
 
 from tracegrad_trainer.losses.aggregation import AGGREGATIONS
@@ -20,7 +20,7 @@ from tracegrad_trainer.losses.entropy import entropy_bonus
 from tracegrad_trainer.losses.kl import kl_to_reference
 from tracegrad_trainer.losses.ratios import RATIOS
 from tracegrad_trainer.losses.surrogates import SURROGATES
-from tracegrad_trainer.losses.tokens import Tokens
+from tracegrad_trainer.losses.tokens import PerToken, Scalar, TokenMask, Tokens
 from tracegrad_trainer.losses.value_loss import predicted_values, value_loss
 
 
@@ -32,23 +32,23 @@ class LossOutput:
     with its share.
     """
 
-    total: Float[Tensor, ""]  # with gradient
-    units: Float[Tensor, ""]  # this micro-batch's part of the denominator
-    log_ratio: Float[Tensor, " n"]
-    log_w: Float[Tensor, " n"]  # at the correction's level
-    weight: Float[Tensor, " n"]  # the correction's
-    unit: Float[Tensor, " n"]  # a sampled token's share of what has one weight: itself, its turn...
-    clipped: Bool[Tensor, " n"]  # the surrogate's clip or mask acted
-    corrected: Bool[Tensor, " n"]  # the correction changed something
-    masked: Bool[Tensor, " n"]  # the correction took the token out
-    policy: Float[Tensor, ""]  # the terms of `total`
-    each_policy: Float[Tensor, " n"]  # each token's part of `policy`
-    kl: Float[Tensor, ""]
-    value: Float[Tensor, ""]
+    total: Scalar  # with gradient
+    units: Scalar  # this micro-batch's part of the denominator
+    log_ratio: PerToken
+    log_w: PerToken  # at the correction's level
+    weight: PerToken  # the correction's
+    unit: PerToken  # a sampled token's share of what has one weight: itself, its turn...
+    clipped: TokenMask  # the surrogate's clip or mask acted
+    corrected: TokenMask  # the correction changed something
+    masked: TokenMask  # the correction took the token out
+    policy: Scalar  # the terms of `total`
+    each_policy: PerToken  # each token's part of `policy`
+    kl: Scalar
+    value: Scalar
     # What parts summed over rollouts, of the tokens that are here.
     rollout_sums: tuple[Float64[Tensor, " rollouts"], ...]
-    entropy: Float[Tensor, ""]  # 0 or below: a bonus
-    values: Float[Tensor, " n"] | None  # that the value loss is of
+    entropy: Scalar  # 0 or below: a bonus
+    values: PerToken | None  # that the value loss is of
 
 
 def compute_loss(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from tracegrad_trainer.losses.config import ObjectiveSettings
 from tracegrad_trainer.losses.gae import at_turn_starts
-from tracegrad_trainer.losses.tokens import Tokens
+from tracegrad_trainer.losses.tokens import PerToken, Tokens
 
 
-def predicted_values(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]:
+def predicted_values(tokens: Tokens, settings: ObjectiveSettings) -> PerToken:
     """What the value head says of each token, or with `gae_level` turn of its turn: what it says
     at the turn's first token, before anything of it was sampled."""
     assert tokens.value is not None, "the step brings what `needs` asks for"
@@ -20,7 +18,7 @@ def predicted_values(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tenso
     return tokens.value
 
 
-def value_loss(tokens: Tokens, clip: float | None) -> Float[Tensor, " n"]:
+def value_loss(tokens: Tokens, clip: float | None) -> PerToken:
     """0.5 max((v - R)^2, (clip(v) - R)^2), v within `clip` of what it was before the step.
 
     Without `clip` 0.5 (v - R)^2 (PPO, arXiv 1707.06347, as in its authors' code). An expert's
