@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tracegrad.import_path import import_part, is_import_path
-from tracegrad_trainer.losses.entropy import HIGHEST, LOWEST
 from tracegrad_trainer.losses.part_names import (
     OF_ANY_SURROGATE,
     PARTS,
@@ -22,6 +21,10 @@ from tracegrad_trainer.losses.presets import PRESETS
 
 if TYPE_CHECKING:
     from tracegrad_trainer.losses.config import ObjectiveSettings
+
+# Where the entropy's coefficient stays if it has a target: it comes back from the first in some
+# steps, and beyond the second the policy would learn little else.
+LOWEST_ENTROPY_COEF, HIGHEST_ENTROPY_COEF = 1e-6, 1.0
 
 
 def check_compatible(settings: ObjectiveSettings) -> None:
@@ -103,8 +106,9 @@ def _entropy(settings: ObjectiveSettings) -> str | None:
         return (
             f"entropy_target {target:g}: set entropy_coef, the coefficient to begin with, above 0"
         )
-    if target is not None and not LOWEST <= coef <= HIGHEST:
-        return f"entropy_coef {coef:g}: with entropy_target from {LOWEST:g} to {HIGHEST:g}"
+    lowest, highest = LOWEST_ENTROPY_COEF, HIGHEST_ENTROPY_COEF
+    if target is not None and not lowest <= coef <= highest:
+        return f"entropy_coef {coef:g}: with entropy_target from {lowest:g} to {highest:g}"
     if coef and surrogate in SUPERVISED:
         return f"entropy_coef {coef:g}: surrogate {surrogate!r} samples nothing, use 0"
     return None

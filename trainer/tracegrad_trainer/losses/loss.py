@@ -1,4 +1,7 @@
-"""The parts put together: the loss of one micro-batch, as a sum still to be divided."""
+"""The parts put together: the loss of one micro-batch, as a sum still to be divided.
+
+The value loss and the entropy bonus, which have no kinds to choose from, are here too.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,11 @@ from tracegrad_trainer.losses.check_outputs import (
 )
 from tracegrad_trainer.losses.config import ObjectiveSettings
 from tracegrad_trainer.losses.corrections import CORRECTIONS, LEVELS, log_weight, share_of_unit
-from tracegrad_trainer.losses.entropy import entropy_bonus
+from tracegrad_trainer.losses.gae import at_turn_starts
 from tracegrad_trainer.losses.kl import kl_to_reference
 from tracegrad_trainer.losses.ratios import RATIOS
 from tracegrad_trainer.losses.surrogates import SURROGATES
 from tracegrad_trainer.losses.tokens import PerToken, Scalar, TokenMask, Tokens
-from tracegrad_trainer.losses.value_loss import predicted_values, value_loss
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -129,3 +131,35 @@ def _correct(settings: ObjectiveSettings, tokens: Tokens) -> tuple[Tensor, Tenso
     )
     log_w = log_weight(tokens, shared).masked_fill(tokens.demonstration, 0.0)
     return log_w, weight.masked_fill(tokens.demonstration, 1.0), changed & tokens.sampled
+
+
+def predicted_values(tokens: Tokens, settings: ObjectiveSettings) -> PerToken:
+    """What the value head says of each token, or with `gae_level` turn of its turn: what it says
+    at the turn's first token, before anything of it was sampled."""
+    assert tokens.value is not None, "the step brings what `needs` asks for"
+    if settings.gae_level == "turn":
+        return at_turn_starts(tokens.value, tokens.turn, tokens.turns)
+    return tokens.value
+
+
+def value_loss(tokens: Tokens, clip: float | None) -> PerToken:
+    """0.5 max((v - R)^2, (clip(v) - R)^2), v within `clip` of what it was before the step.
+
+    Without `clip` 0.5 (v - R)^2 (PPO, arXiv 1707.06347, as in its authors' code). An expert's
+    tokens are no sample of what the policy earns: 0.
+    """
+    value, old, returns = tokens.value, tokens.old_value, tokens.returns
+    assert value is not None, "the step brings what `needs` asks for"
+    assert old is not None
+    assert returns is not None
+    error = (value - returns).square()
+    if clip is not None:
+        near = torch.clamp(value, old - clip, old + clip)
+        error = torch.maximum(error, (near - returns).square())
+    return (0.5 * error).masked_fill(tokens.demonstration, 0.0)
+
+
+def entropy_bonus(tokens: Tokens) -> PerToken:
+    """Entropy of the policy at each sampled token, in nats, with gradient; 0 at an expert's."""
+    assert tokens.entropy is not None, "the step brings what `has_entropy` asks for"
+    return tokens.entropy.masked_fill(tokens.demonstration, 0.0)

@@ -20,7 +20,7 @@ MODULES = (
     *(f"engine.model.{name}" for name in ("chunked_logprobs", "forward", "lm_head", "value_head")),
     *(f"engine.step.{name}" for name in ("accumulate", "epochs", "prepass", "rollout_sums")),
     *(f"losses.{name}" for name in ("aggregation", "corrections", "diagnostics", "gae", "kl")),
-    *(f"losses.{name}" for name in ("loss", "ratios", "surrogates", "tokens", "value_loss")),
+    *(f"losses.{name}" for name in ("loss", "ratios", "surrogates", "tokens")),
 )
 PACKAGES = ",".join(f"tracegrad_trainer.{module}" for module in MODULES)
 # Of every file what one pass over its modules needs. What is compiled cannot be checked.

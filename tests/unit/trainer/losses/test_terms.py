@@ -12,7 +12,7 @@ from torch import Tensor
 from support.trainer.loss_tokens import made, part, tokens
 from tracegrad_trainer.losses import Tokens, compute_loss, preset
 from tracegrad_trainer.losses.kl import kl_to_reference
-from tracegrad_trainer.losses.value_loss import value_loss
+from tracegrad_trainer.losses.loss import value_loss
 
 
 def fan_out() -> Tokens:

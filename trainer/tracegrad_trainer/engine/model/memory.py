@@ -21,8 +21,12 @@ from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.model import router_replay
-from tracegrad_trainer.engine.model.blocks import transformer_blocks
-from tracegrad_trainer.engine.model.hf_config import experts_per_token, layer_configs, query_heads
+from tracegrad_trainer.engine.model.hf_config import (
+    experts_per_token,
+    layer_configs,
+    query_heads,
+    transformer_blocks,
+)
 
 _GIB = 1024**3
 _ASK = "import torch; print(torch.cuda.mem_get_info()[0])"

@@ -26,7 +26,7 @@ from tracegrad_trainer.engine.model.chunked_logprobs import (
 )
 from tracegrad_trainer.engine.model.forward import LmHead, forward
 from tracegrad_trainer.losses import Tokens, compute_loss, preset
-from tracegrad_trainer.losses.entropy import HIGHEST, LOWEST, next_coef
+from tracegrad_trainer.losses.compatibility import HIGHEST_ENTROPY_COEF, LOWEST_ENTROPY_COEF
 
 
 def both(case: Case, elements: int | None, shape: LogitTransform) -> tuple[Tensor, Tensor]:
@@ -176,12 +176,12 @@ def test_without_a_coefficient_it_costs_nothing() -> None:
 
 def test_the_coefficient_adapts_by_hand() -> None:
     settings = preset("grpo", entropy_coef=0.01, entropy_target=0.5, entropy_rate=2.0)
-    assert next_coef(settings, 0.01, 0.5) == 0.01
-    assert next_coef(settings, 0.01, 0.25) == pytest.approx(0.01 * math.exp(0.5))
-    assert next_coef(settings, 0.01, 1.0) == pytest.approx(0.01 * math.exp(-1.0))
-    assert next_coef(settings, 0.9, 0.0) == HIGHEST
-    assert next_coef(settings, 2e-6, 10.0) == LOWEST
-    assert next_coef(preset("grpo", entropy_coef=0.01), 0.01, 0.0) == 0.01
+    assert settings.next_entropy_coef(0.01, 0.5) == 0.01
+    assert settings.next_entropy_coef(0.01, 0.25) == pytest.approx(0.01 * math.exp(0.5))
+    assert settings.next_entropy_coef(0.01, 1.0) == pytest.approx(0.01 * math.exp(-1.0))
+    assert settings.next_entropy_coef(0.9, 0.0) == HIGHEST_ENTROPY_COEF
+    assert settings.next_entropy_coef(2e-6, 10.0) == LOWEST_ENTROPY_COEF
+    assert preset("grpo", entropy_coef=0.01).next_entropy_coef(0.01, 0.0) == 0.01
 
 
 @pytest.mark.parametrize(
