@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad_trainer.losses.config import ObjectiveSettings
 from tracegrad_trainer.losses.registry import Registry
-
-if TYPE_CHECKING:
-    from tracegrad_trainer.losses.config import ObjectiveSettings
 
 Numbers = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -50,8 +48,8 @@ class RolloutRewards:
         assert len(self.turn_rewards) == len(self.parents) == len(self.states) == turns
 
 
-Advantage = Callable[
-    [Sequence[RolloutRewards], "ObjectiveSettings", AdvantageMemory], list[Numbers]
-]
+Rollouts = Sequence[RolloutRewards]
+PerTurn = list[Numbers]  # for each rollout [K], one number a turn
+Advantage = Callable[[Rollouts, ObjectiveSettings, AdvantageMemory], PerTurn]
 
 ADVANTAGES: Registry[Advantage] = Registry("advantage")
