@@ -10,10 +10,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from tracegrad_trainer.engine.attention.masked import ScoreTransform
+from tracegrad_trainer.engine.attention.masked import (
+    Attended,
+    Keys,
+    Queries,
+    ScoreTransform,
+    Values,
+)
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 
 # The flash kernels' widest head; they also want a multiple of 8.
@@ -29,13 +34,7 @@ class VarlenRowAttention:
         lengths = torch.tensor([0, *row_lengths])
         self.starts = lengths.cumsum(0, dtype=torch.int32).to(device)  # [rows + 1]
 
-    def attend(
-        self,
-        query: Float[Tensor, "1 heads tokens width"],
-        key: Float[Tensor, "1 kv_heads tokens width"],
-        value: Float[Tensor, "1 kv_heads tokens value_width"],
-        scores: ScoreTransform,
-    ) -> Float[Tensor, "1 tokens heads value_width"]:
+    def attend(self, query: Queries, key: Keys, value: Values, scores: ScoreTransform) -> Attended:
         """Layers that the kernel has not (soft caps, sinks, odd heads) go in padded blocks."""
         width = query.shape[-1]
         fits = width == value.shape[-1] and width <= _WIDEST_HEAD and width % 8 == 0
