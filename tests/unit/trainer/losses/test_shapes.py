@@ -49,6 +49,7 @@ from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.attention.masked import ScoreTransform, masked_attention
 from tracegrad_trainer.engine.model.chunked_logprobs import chunked_logprobs
 from tracegrad_trainer.engine.model.forward import TargetContext
+from tracegrad_trainer.engine.model.lm_head import _alike
 from tracegrad_trainer.engine.step.accumulate import not_finite
 from tracegrad_trainer.losses import preset
 
@@ -71,6 +72,9 @@ def test_wrong_shapes_are_refused():
     refused(not_finite, [four[None]])
     hidden, weight = torch.zeros(4, 3), torch.zeros(7, 3)
     refused(chunked_logprobs, hidden, weight, None, torch.zeros(5, dtype=torch.int64), None)
+    logits = torch.zeros(1, 2, 7)
+    refused(_alike, logits, logits[0], torch.float32)
+    refused(_alike, logits, logits.long(), torch.float32)
     heads = torch.zeros(1, 2, 4, 8)
     refused(masked_attention, heads, heads, heads[:, :, 1:], ScoreTransform(), None)
 """

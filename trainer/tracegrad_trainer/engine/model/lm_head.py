@@ -14,12 +14,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tracegrad_trainer.batches.micro_batch import empty_micro_batch
 from tracegrad_trainer.engine.model.chunked_logprobs import LogitTransform
 from tracegrad_trainer.engine.model.forward import LmHead, model_arguments, run_inside_forward
+
+# Of the forward that is tried; or logits, as wide as the vocabulary.
+HiddenStates = Float[Tensor, "1 tokens hidden"]
 
 _TOKENS = 2  # of the forward that is tried
 _LOUD = 100.0  # the largest logit of it, scaled
@@ -100,12 +104,12 @@ def _difference(model: Any, shape: LogitTransform, device: torch.device) -> str 
 
 
 @contextmanager
-def _louder(last: nn.Linear, most: float) -> Iterator[list[Tensor]]:
+def _louder(last: nn.Linear, most: float) -> Iterator[list[HiddenStates]]:
     """Within, the head gets hidden states whose largest logit is `most`; the list has what it
     would have got, and what it got."""
-    seen: list[Tensor] = []
+    seen: list[HiddenStates] = []
 
-    def swap(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def swap(_: nn.Module, given: tuple[HiddenStates, ...]) -> tuple[HiddenStates, ...]:
         hidden = given[0]
         each = torch.arange(hidden.numel(), device=hidden.device, dtype=torch.float32)
         other = torch.sin(each * math.sqrt(2)).view(hidden.shape).to(hidden.dtype)
@@ -120,7 +124,7 @@ def _louder(last: nn.Linear, most: float) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
-def _alike(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+def _alike(a: HiddenStates, b: Float[Tensor, "1 _ _"], dtype: torch.dtype) -> bool:
     if a.shape != b.shape:
         return False
     apart = (a.float() - b.float()).abs().amax()
