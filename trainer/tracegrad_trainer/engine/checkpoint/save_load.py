@@ -213,12 +213,7 @@ def load_checkpoint(
     verify_contents(folder, share=(dist.get_rank(), dist.get_world_size()))
     state = _state(learner)
     template = {**state, (key := f"random-{dist.get_rank()}"): ""}
-    try:
-        load(template, checkpoint_id=folder, planner=_Strict({key}))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"checkpoint {folder} not read: {error}") from error
-    except CheckpointException as error:
-        raise CheckpointError(f"checkpoint {folder} not read: {root_cause(error)}") from error
+    _load(template, folder, planner=_Strict({key}))
     set_state_dict(
         learner.model,
         learner.optimizer,
@@ -245,10 +240,14 @@ def load_weights(state: dict[str, Any], folder: Path, *, digest: str | None = No
     """
     read_manifest(folder, digest=digest)
     verify_contents(folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose
+        _load({"model": state}, folder, no_dist=True)
+
+
+def _load(state: dict[str, Any], folder: Path, **how: Any) -> None:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose
-            load({"model": state}, checkpoint_id=folder, no_dist=True)
+        load(state, checkpoint_id=folder, **how)
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"checkpoint {folder} not read: {error}") from error
     except CheckpointException as error:
@@ -298,12 +297,3 @@ def _refuse_full_disk(root: Path, weights: int) -> None:
     """OSError if the disk is full: torch says of that only where its writer stood."""
     if shutil.disk_usage(root).free < 3 * weights:  # and two moments of each
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
-
-
-__all__ = [
-    "CheckpointError",
-    "CheckpointSaver",
-    "list_checkpoints",
-    "load_checkpoint",
-    "save_checkpoint",
-]
