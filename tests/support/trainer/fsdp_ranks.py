@@ -22,18 +22,18 @@ from tracegrad_trainer.engine import (
     FsdpSettings,
     Learner,
     OptimSettings,
-    StepResult,
     build_model,
     destroy_process_group,
     full_tensors,
     init_process_group,
     list_checkpoints,
     load_checkpoint,
-    save_checkpoint,
-    save_hf,
     shard,
     train_batch,
 )
+from tracegrad_trainer.engine.checkpoint.hf_export import save_hf
+from tracegrad_trainer.engine.checkpoint.save_load import save_checkpoint
+from tracegrad_trainer.engine.step.result import StepResult
 from tracegrad_trainer.losses import preset
 
 VERSION = 3

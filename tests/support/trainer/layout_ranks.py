@@ -24,7 +24,6 @@ from tracegrad_trainer.engine import (
     Learner,
     OptimSettings,
     build_model,
-    build_reference,
     destroy_process_group,
     init_process_group,
     shard,
@@ -32,6 +31,7 @@ from tracegrad_trainer.engine import (
 )
 from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.forward import TargetContext
+from tracegrad_trainer.engine.model.reference import build_reference
 from tracegrad_trainer.losses import ObjectiveSettings, preset
 
 OBJECTIVES: dict[str, ObjectiveSettings] = {

@@ -21,13 +21,8 @@ from tracegrad_trainer.engine.model.forward import (
 )
 from tracegrad_trainer.engine.model.parallelize import set_gradient_sync
 from tracegrad_trainer.engine.step.rank_context import RankContext
-from tracegrad_trainer.losses import (
-    ObjectiveSettings,
-    Tokens,
-    compute_loss,
-    diagnostic_maxima,
-    diagnostic_sums,
-)
+from tracegrad_trainer.losses import ObjectiveSettings, Tokens, compute_loss
+from tracegrad_trainer.losses.diagnostics import diagnostic_maxima, diagnostic_sums
 
 
 @dataclass(slots=True)

@@ -18,7 +18,8 @@ from support.trainer.layout_ranks import Layout, share
 from support.trainer.logprob_head import Case, Peak, close
 from support.trainer.loss_tokens import made, part, tokens
 from support.trainer.row_samples import tiny_model
-from tracegrad_trainer.engine import load_checkpoint, save_checkpoint
+from tracegrad_trainer.engine import load_checkpoint
+from tracegrad_trainer.engine.checkpoint.save_load import save_checkpoint
 from tracegrad_trainer.engine.model.chunked_logprobs import (
     IDENTITY,
     LogitTransform,

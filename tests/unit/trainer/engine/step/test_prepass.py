@@ -21,16 +21,10 @@ from support.trainer.layout_ranks import Layout, made, others, share
 from support.trainer.row_samples import VOCABULARY, Group, Sample, rows, tiny_model, turn
 from support.trainer.tiny_model import tiny_sizes
 from tracegrad_trainer.batches import BatchSettings, micro_batch, mismatched_rows, pack, select
-from tracegrad_trainer.engine import (
-    FsdpSettings,
-    Learner,
-    OptimSettings,
-    build_model,
-    build_reference,
-    shard,
-)
+from tracegrad_trainer.engine import FsdpSettings, Learner, OptimSettings, build_model, shard
 from tracegrad_trainer.engine.flops import flops
 from tracegrad_trainer.engine.model.forward import TargetContext
+from tracegrad_trainer.engine.model.reference import build_reference
 from tracegrad_trainer.engine.step.prepass import kto_z, prepass
 from tracegrad_trainer.losses import ObjectiveSettings, compute_advantages, preset
 

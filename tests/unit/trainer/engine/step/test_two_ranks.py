@@ -14,12 +14,8 @@ from support.trainer import fsdp_ranks
 from support.trainer.ranks import run_on_ranks
 from support.trainer.row_samples import rows, tiny_model
 from tracegrad_trainer.batches import Row, pack
-from tracegrad_trainer.engine import (
-    Learner,
-    full_tensors,
-    load_checkpoint,
-    save_hf,
-)
+from tracegrad_trainer.engine import Learner, full_tensors, load_checkpoint
+from tracegrad_trainer.engine.checkpoint.hf_export import save_hf
 from tracegrad_trainer.engine.model.forward import TargetContext
 
 
