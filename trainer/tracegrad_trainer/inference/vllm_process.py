@@ -67,9 +67,7 @@ class VllmProcess(ChildProcess):
         super().start()
 
     def wait_healthy(
-        self,
-        timeout: float = 300.0,
-        on_stage: Callable[[str], None] | None = None,
+        self, timeout: float = 300.0, on_stage: Callable[[str], None] | None = None
     ) -> float:
         """Blocks until the server answers; the seconds that took. `on_stage` is called about ten
         times a second with what is going on. ChildError if it dies, or after `timeout` seconds."""

@@ -5,14 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from tracegrad.import_path import is_import_path
 from tracegrad_trainer.losses.compatibility import (

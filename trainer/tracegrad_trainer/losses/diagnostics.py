@@ -80,11 +80,7 @@ def diagnostic_sums(
 def _of_weights(weight: PerToken, unit: PerToken) -> dict[str, Tensor]:
     """Moments of the weights that the correction gave, each counted once for what has it."""
     once = weight.double() * unit
-    return {
-        "weighted": unit.sum(),
-        "weights": once.sum(),
-        "weights_squared": (once * weight).sum(),
-    }
+    return {"weighted": unit.sum(), "weights": once.sum(), "weights_squared": (once * weight).sum()}
 
 
 def _of_products(log_w: PerToken, tokens: Tokens) -> dict[str, Tensor]:

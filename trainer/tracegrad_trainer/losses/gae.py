@@ -16,12 +16,7 @@ Whole = NDArray[np.int64]
 
 @torch.no_grad()
 def gae(
-    value: PerToken,
-    reward: PerToken,
-    rollout: TokenIndex,
-    *,
-    gamma: float,
-    lam: float,
+    value: PerToken, reward: PerToken, rollout: TokenIndex, *, gamma: float, lam: float
 ) -> tuple[PerToken, PerToken]:
     """Advantages and returns (advantage + value) of n targets (GAE, arXiv 1506.02438).
 

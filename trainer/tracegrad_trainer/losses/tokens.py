@@ -118,10 +118,7 @@ def rollout_mean(values: PerToken, tokens: Tokens) -> PerRollout:
 
 
 def segment_mean(
-    values: PerToken,
-    segment: TokenIndex,
-    segments: int,
-    counted: TokenMask,
+    values: PerToken, segment: TokenIndex, segments: int, counted: TokenMask
 ) -> PerSegment:
     """Mean over the counted tokens of each segment; 0 where none is."""
     total = segment_sum(values.masked_fill(~counted, 0.0), segment, segments)

@@ -98,11 +98,7 @@ def accumulate(
     for i, one in enumerate(inputs):
         set_gradient_sync(engine.model, last=i == len(inputs) - 1, reshard=reshard)
         now = forward(
-            engine.model,
-            one,
-            engine.head,
-            values=values,
-            entropy_gradient=objective.has_entropy,
+            engine.model, one, engine.head, values=values, entropy_gradient=objective.has_entropy
         )
         tokens = loss_tokens_of(one, now, before[i])
         loss = compute_loss(objective, tokens, entropy_coef=entropy_coef)
