@@ -156,8 +156,9 @@ def check_fits_memory(
     device = "cpu" if settings.device == "cpu" or not torch.cuda.is_available() else "cuda"
     if free is None:
         free = free_gpu_memory() if device == "cuda" else free_host_memory() // local_ranks
-    # A CPU's memory is the host's: offloading moves nothing there.
-    wanted = found.on_device if device == "cuda" else found.on_device + _moved(found)
+    wanted = found.on_device
+    if device == "cpu" and found.offloaded:  # its memory is the host's: nothing is moved
+        wanted += found.state
     if wanted > free:
         raise ValueError(
             f"model = {str(folder)!r} ({found.parameters / 1e9:.2f}e9 parameters) does not fit: a"
@@ -284,10 +285,6 @@ def free_cgroup_memory(group: Path) -> int | None:
         return int(limit) - used + int(stat["inactive_file"])
     except (OSError, ValueError, KeyError):
         return None  # not Linux, or no such limits
-
-
-def _moved(found: MemoryEstimate) -> int:
-    return found.state if found.offloaded else 0
 
 
 def _advice(settings: FsdpSettings, device: str) -> str:
