@@ -143,11 +143,12 @@ class ChildProcess:
             last = ""  # killed: its last line is about something else
         return f": {last[-300:]} (log: {self.log})" if last else f" (log: {self.log})"
 
-    def logged(self) -> str:
-        """What this process has printed so far."""
+    def logged(self, *, last: int | None = None) -> str:
+        """What this process has printed so far; `last`: so many bytes of it at most."""
         try:
             with self.log.open("rb") as log:
-                log.seek(self._log_start)
+                end = log.seek(0, os.SEEK_END)
+                log.seek(self._log_start if last is None else max(self._log_start, end - last))
                 return log.read().decode(errors="replace")
         except OSError:
             return ""

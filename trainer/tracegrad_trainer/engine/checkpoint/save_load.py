@@ -15,7 +15,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +119,14 @@ class CheckpointSaver:
         if error is not None:
             raise CheckpointError(f"checkpoint {self._folder} not written: {error}")
 
-    def prune(self, *, keep: int, keep_every: int | None = None, but: Iterable[int] = ()) -> None:
-        """Drops old checkpoints: the newest `keep` stay, every `keep_every`th, and steps `but`.
+    def prune(self, *, keep: int, keep_every: int | None = None) -> None:
+        """Drops old checkpoints: the newest `keep` stay, and every `keep_every`th.
 
         Those of later steps than the last one that was started stay too, and do not count: they
         are of another store or of a time before a restore, and would push out the one just made.
         """
         if not self._first:
             return
-        stay = set(but)
         last = None if self._folder == self.root else checkpoint_step(self._folder)
         made = [
             one
@@ -135,8 +134,7 @@ class CheckpointSaver:
             if last is None or checkpoint_step(one) <= last
         ]
         for old in made[:-keep]:
-            step = checkpoint_step(old)
-            if step not in stay and not (keep_every and step % keep_every == 0):
+            if not (keep_every and checkpoint_step(old) % keep_every == 0):
                 shutil.rmtree(old, ignore_errors=True)
 
     def _write(self, state: dict[str, Any], own: dict[str, Any], bound: int) -> None:
