@@ -145,16 +145,16 @@ def _unused(settings: ObjectiveSettings) -> str | None:
 
 
 def custom_part_reads(settings: ObjectiveSettings) -> dict[str, Reads] | None:
-    """What the user's own parts read, by their paths, where they say so (`part.reads`); None: one
-    does not, and may read anything."""
+    """What the user's own parts read (`part.reads`), by their paths; None: one has no such
+    attribute, and may read anything."""
     found: dict[str, Reads] = {}
     for kind in PARTS:
         path = getattr(settings, kind)
         if is_import_path(path):
-            said: Reads | None = getattr(import_part(kind, path), "reads", None)
-            if said is None:
+            read: Reads | None = getattr(import_part(kind, path), "reads", None)
+            if read is None:
                 return None
-            found[path] = (*said, *OF_ANY_SURROGATE) if kind == "surrogate" else said
+            found[path] = (*read, *OF_ANY_SURROGATE) if kind == "surrogate" else read
     return found
 
 

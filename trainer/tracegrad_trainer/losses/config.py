@@ -1,4 +1,4 @@
-"""The objective's settings: a preset fills what is not said, and everything is printable."""
+"""The objective's settings: a preset fills what is not given, and everything is printable."""
 
 from __future__ import annotations
 

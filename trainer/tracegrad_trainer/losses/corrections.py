@@ -5,7 +5,7 @@ A level turns values of tokens [n] into those of their turns or rollouts, each t
 hides one that is 6 nats off (w = 1.03), which a product shows (w = 403).
 
 A correction is given the level bound to the micro-batch and turns w = old/mu into weights [n],
-which carry no gradient, and says which tokens it changed anything for, bool[n].
+which carry no gradient, and returns for which tokens it changed anything, bool[n].
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def _of_values(value: PerToken, returns: PerToken, sampled: TokenMask) -> dict[s
 
 
 def diagnostic_maxima(tokens: Tokens, done: LossOutput, version: int) -> dict[str, Tensor]:
-    """Scalars whose maximum is kept; all are at least 0, so an empty micro-batch says 0."""
+    """Scalars whose maximum is kept; all are at least 0, so an empty micro-batch gives 0."""
     sampled = tokens.sampled
     log_w = log_mismatch(tokens)
     by_turn = segment_mean(log_w, tokens.turn, tokens.turns, sampled)[tokens.turn]

@@ -79,15 +79,15 @@ def compute_loss(
     policy = each_policy.sum()
     total = policy
     kl = value = entropy = policy.new_zeros((), dtype=dtype)
-    said: Tensor | None = None
+    predicted: Tensor | None = None
     if settings.kl != "none":
         each = kl_to_reference(tokens, settings.kl, unbiased=settings.kl_unbiased)
         kl = settings.kl_coef * (each * share).sum()
         # A KL that is only watched keeps its hands off the graph.
         total = total + kl if settings.kl_coef else total
     if "value" in settings.needs:
-        said = predicted_values(tokens, settings)
-        each = value_loss(replace(tokens, value=said), settings.value_clip)
+        predicted = predicted_values(tokens, settings)
+        each = value_loss(replace(tokens, value=predicted), settings.value_clip)
         value = settings.value_coef * (each * share).sum()
         total = total + value
     if settings.has_entropy:
@@ -111,7 +111,7 @@ def compute_loss(
         value=value.detach(),
         rollout_sums=tuple(asked),
         entropy=entropy.detach(),
-        values=None if said is None else said.detach(),
+        values=None if predicted is None else predicted.detach(),
     )
 
 
@@ -134,8 +134,8 @@ def _correct(settings: ObjectiveSettings, tokens: Tokens) -> tuple[Tensor, Tenso
 
 
 def predicted_values(tokens: Tokens, settings: ObjectiveSettings) -> PerToken:
-    """What the value head says of each token, or with `gae_level` turn of its turn: what it says
-    at the turn's first token, before anything of it was sampled."""
+    """The value of each token, or with `gae_level` turn of its turn: that of the turn's first
+    token, before anything of it was sampled."""
     assert tokens.value is not None, "the step brings what `needs` asks for"
     if settings.gae_level == "turn":
         return at_turn_starts(tokens.value, tokens.turn, tokens.turns)

@@ -135,7 +135,7 @@ class ChildProcess:
             os.killpg(self._process.pid, number)
 
     def _last_words(self) -> str:
-        """The last log line that says something, and where the rest is."""
+        """The last log line that is not empty, and where the rest is."""
         lines = [line.strip() for line in self.logged().splitlines() if line.strip()]
         errors = traceback_errors(lines[-200:])
         last = errors[-1] if errors else lines[-1] if lines else ""

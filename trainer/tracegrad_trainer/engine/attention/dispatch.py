@@ -1,8 +1,8 @@
 """Attention over packed rows: no row sees another, and no [T, T] mask where none is needed.
 
 transformers hands the keyword arguments of a model's forward on to the attention of each layer.
-`row_arguments` makes of a micro-batch the one that says where its rows are, and the attention that
-is registered here under our names leaves the work to it: `PackedRowAttention`,
+`row_arguments` makes of a micro-batch the argument that holds where its rows are, and the attention
+that is registered here under our names calls it: `PackedRowAttention`,
 `VarlenRowAttention` or `TreeRowAttention`.
 """
 

@@ -3,7 +3,7 @@
 A checkpoint is a folder `step-00000012`, written under another name and renamed when every rank
 is done. It can be loaded by another number of ranks.
 
-`Saver.start` only copies the shards; a thread of each rank writes them while training goes on,
+`CheckpointSaver.start` only copies the shards; a thread of each rank writes them while training goes on,
 over a process group of its own: collectives of two threads must not meet in one group.
 """
 
@@ -73,7 +73,7 @@ class CheckpointSaver:
         """Copies what checkpoint `step` is made of and begins to write it -> its folder.
 
         `counters` is JSON-able and comes back from `load_checkpoint`. `parent` (rank 0's counts)
-        says of the weights that the step began with: {"step", "digest"} of their checkpoint's
+        names the weights that the step began with: {"step", "digest"} of their checkpoint's
         manifest; None: the model folder's. What was being written before must have been awaited.
         A collective.
         """
@@ -92,7 +92,7 @@ class CheckpointSaver:
             "counters": copy.deepcopy(counters),
         }
         bound = sum(p.numel() * p.element_size() for p in learner.model.parameters())
-        # Until it says otherwise: a thread that dies of what nobody foresaw has written nothing.
+        # Until the thread replaces it: one that dies of an unforeseen error has written nothing.
         self._error = "its writer ended early (the log says of what)"
         self._writing = threading.Thread(
             target=self._write, args=(copied, own, bound), name="checkpoint", daemon=True
@@ -288,6 +288,6 @@ def _finish(partial: Path, folder: Path, own: dict[str, Any], files: dict[str, l
 
 
 def _refuse_full_disk(root: Path, weights: int) -> None:
-    """OSError if the disk is full: torch says of that only where its writer stood."""
+    """OSError if the disk is full: torch's own error does not name that cause."""
     if shutil.disk_usage(root).free < 3 * weights:  # and two moments of each
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))

@@ -48,7 +48,7 @@ class TargetContext:
 
     # None: the current ones, which they are at a batch's first step
     old_logprobs: PerToken | None = None
-    current_logprobs: PerToken | None = None  # the policy's as it is; None: a forward says
+    current_logprobs: PerToken | None = None  # the policy's now; None: not computed yet
     reference_logprobs: PerToken | None = None
     old_value: PerToken | None = None
     returns: PerToken | None = None
@@ -138,7 +138,7 @@ def loss_tokens_of(inputs: ModelInputs, now: ForwardOutput, before: TargetContex
 
 @dataclass(frozen=True, slots=True)
 class LmHead:
-    """How log-probabilities are made of what a model's body says; see `lm_head.choose_lm_head`.
+    """How log-probabilities are made of hidden states; see `lm_head.choose_lm_head`.
 
     Without a `shape` the model makes full logits itself: `reason` says why.
     """

@@ -1,9 +1,9 @@
-"""Which head a model gets: the chunked one wherever it says what the model itself says.
+"""Which head a model gets: the chunked one wherever it computes what the model itself does.
 
 Some models do more than a linear layer behind their body: logits are scaled (Cohere, Granite,
-Falcon-H1), softly capped (Gemma), or something nobody here has thought of. What the config says
-of that is taken over, and then tried: on loud hidden states, because a cap does not show on the
-near-zero logits of quiet ones.
+Falcon-H1), softly capped (Gemma), or something not known here. What the config holds
+of that is applied, and then compared with the model, on large hidden states: a cap does not show
+on near-zero logits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def choose_lm_head(
 
 
 def logit_transform_of(model: Any) -> LogitTransform:
-    """What the model's config says is done to its logits."""
+    """What is done to its logits, by the model's config."""
     config = model.config.get_text_config()
     scale, cap = 1.0, None
     for name, read in _SCALES.items():

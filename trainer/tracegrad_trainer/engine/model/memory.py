@@ -1,7 +1,7 @@
-"""What can be known to go wrong before anything starts, said in one line.
+"""Checks of a model before anything starts; each error is one line.
 
-`refuse_unfit` is about the model's kind, `check` about its size: both are asked before weights
-are trained, `check` before they are even read.
+`check_supported` is about the model's kind, `check_fits_memory` about its size. Both run before
+weights are trained, the second before they are read.
 """
 
 from __future__ import annotations
@@ -256,8 +256,8 @@ def free_gpu_memory() -> int:
         [sys.executable, "-c", _ASK], capture_output=True, text=True, check=False
     )
     if asked.returncode:
-        said = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
-        raise ValueError(f"fsdp.device: the GPU does not say what memory it has: {said[-1]}")
+        lines = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
+        raise ValueError(f"fsdp.device: the GPU does not say what memory it has: {lines[-1]}")
     return int(asked.stdout)
 
 

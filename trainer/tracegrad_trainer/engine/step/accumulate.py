@@ -119,7 +119,7 @@ def accumulate(
 
 
 def _given(tokens: Tokens) -> list[Float[Tensor, " n"] | None]:
-    """What a forward or an engine said of the targets."""
+    """The targets' numbers of a forward or of the serving engine."""
     known = [tokens.policy_logprobs, tokens.old_logprobs, tokens.rollout_logprobs]
     return [*known, tokens.reference_logprobs, tokens.value, tokens.old_value]
 

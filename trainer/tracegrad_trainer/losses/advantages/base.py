@@ -38,7 +38,7 @@ class RolloutRewards:
     tokens: Whole  # [K] sampled ones
     parents: Whole  # [K] the turn that it continues; -1: none
     states: Sequence[bytes | None]  # [K] of the environment; equal ones are equal; None: unknown
-    deciding_turn: int | None = None  # the turn that decided the outcome; None: nobody said
+    deciding_turn: int | None = None  # the turn that decided the outcome; None: not known
     demonstrations: Mapping[int, DemonstrationOutcome] = field(
         default_factory=dict
     )  # turns of an expert

@@ -97,7 +97,7 @@ def _states(rollouts: Rollouts) -> Whole:
 def ipa(rollouts: Rollouts, settings: ObjectiveSettings, memory: AdvantageMemory) -> PerTurn:
     """G_k = gamma^|j - k| x R, j the deciding turn (IPA, arXiv 2512.24873, equation 7).
 
-    j is what `deciding` says. With rewards in {0, 1} failures carry no gradient;
+    j is `deciding`. With rewards in {0, 1} failures carry no gradient;
     `settings.centre` makes R the reward less the group's mean. An expert's turn has the return
     that it had for the expert, whatever came of it here; 0 where `imitation` is off.
     """

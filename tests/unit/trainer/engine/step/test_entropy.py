@@ -17,7 +17,6 @@ from support.trainer.fsdp_ranks import VERSION
 from support.trainer.layout_ranks import Layout, share
 from support.trainer.logprob_head import Case, Peak, close
 from support.trainer.loss_tokens import made, part, tokens
-from support.trainer.row_samples import tiny_model
 from tracegrad_trainer.engine import load_checkpoint
 from tracegrad_trainer.engine.checkpoint.save_load import save_checkpoint
 from tracegrad_trainer.engine.model.chunked_logprobs import (
@@ -200,13 +199,6 @@ def test_settings_that_cannot_be_meant_are_refused(
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         preset(name, **settings)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("entropy")
-    tiny_model(folder / "model")
-    return folder
 
 
 def step(learner: Any) -> Any:

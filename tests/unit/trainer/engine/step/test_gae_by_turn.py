@@ -17,7 +17,7 @@ from support.trainer import layout_ranks
 from support.trainer.batch_samples import Task, Told, selected
 from support.trainer.layout_ranks import BUDGET, made
 from support.trainer.loss_tokens import tokens
-from support.trainer.row_samples import tiny_model, turn
+from support.trainer.row_samples import turn
 from tracegrad.events import Turn
 from tracegrad_trainer.batches import Row, pack
 from tracegrad_trainer.engine import train_batch
@@ -201,13 +201,6 @@ def test_ratios_of_whole_turns_go_with_it() -> None:
     assert preset("ppo", gae_level="turn", ratio="turn").ratio == "turn"
     with pytest.raises(ValueError, match="or gae_level = 'turn'"):
         preset("ppo", ratio="turn")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("turns")
-    tiny_model(folder / "model")
-    return folder
 
 
 def looked_at(folder: Path, budget: int) -> dict[tuple[int, int], tuple[float, float, float]]:
