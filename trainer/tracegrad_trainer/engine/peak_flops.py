@@ -1,4 +1,5 @@
-"""A device's peak by its data sheet (dense bfloat16, without sparsity), and a step's share of it."""
+"""A device's peak by its data sheet (dense bfloat16, without sparsity), and what share of it a step
+reached."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 A checkpoint is a folder `step-00000012`, written under another name and renamed when every rank
 is done. It can be loaded by another number of ranks.
 
-`CheckpointSaver.start` only copies the shards; a thread of each rank writes them while training goes on,
-over a process group of its own: collectives of two threads must not meet in one group.
+`CheckpointSaver.start` only copies the shards; a thread of each rank writes them while training
+goes on, over a process group of its own: collectives of two threads must not meet in one group.
 """
 
 from __future__ import annotations
