@@ -114,13 +114,9 @@ def _entropy(settings: ObjectiveSettings) -> str | None:
     return None
 
 
-def _whiten(settings: ObjectiveSettings) -> str | None:
+def _advantage(settings: ObjectiveSettings) -> str | None:
     if settings.whiten and settings.surrogate in SUPERVISED:
         return f"whiten: surrogate {settings.surrogate!r} has no advantages, leave it off"
-    return None
-
-
-def _gae(settings: ObjectiveSettings) -> str | None:
     if settings.advantage == "gae" and settings.surrogate in SUPERVISED:
         return f"advantage 'gae': surrogate {settings.surrogate!r} has none, use 'dr_grpo'"
     return None
@@ -165,7 +161,6 @@ _CHECKS: tuple[Callable[[ObjectiveSettings], str | None], ...] = (
     _bounds,
     _kl,
     _entropy,
-    _whiten,
-    _gae,
+    _advantage,
     _unused,
 )
