@@ -56,7 +56,7 @@ def fill(url: str, *, groups: int, group_size: int = 3, seed: int = 0, first: in
     """
     draw = random.Random(seed)
     turns: list[str] = []
-    facts: list[Event] = []
+    events: list[Event] = []
     for group in range(first, first + groups):
         for number in range(group_size):
             rollout = f"g{group:03d}-{number}"
@@ -64,14 +64,14 @@ def fill(url: str, *, groups: int, group_size: int = 3, seed: int = 0, first: in
             turns += [turn.turn_id for turn in made]
             reward = 1.0 if group % 7 in (2, 3) else float((number + group) % 2)
             when = LONG_AGO + group * 10 + number
-            facts += [
+            events += [
                 RolloutStarted(rollout_id=rollout, task_id=f"task {group:03d}", opened_at=when - 5),
                 *made,
                 Reward(rollout_id=rollout, value=reward, created_at=when),
                 RolloutFinished(rollout_id=rollout, outcome=Outcome.COMPLETED, finished_at=when),
             ]
     with Store.open(url) as store:
-        store.append(facts)
+        store.append(events)
     return turns
 
 

@@ -47,7 +47,7 @@ def rollout(
     at: float = 1000.0,
 ) -> list[Event]:
     """Facts of a rollout whose turns follow each other; each is (new prompt tokens, sampled)."""
-    facts: list[Event] = [RolloutStarted(rollout_id=rollout_id, task_id=task, opened_at=at)]
+    events: list[Event] = [RolloutStarted(rollout_id=rollout_id, task_id=task, opened_at=at)]
     before = token_id_array()
     parent: str | None = None
     for number, (prompt, sampled) in enumerate(turns):
@@ -66,17 +66,17 @@ def rollout(
             "created_at": at + number,
         }
         one = Turn(**(given | (changes or {}).get(number, {})))
-        facts.append(one)
+        events.append(one)
         before, parent = one.prompt_token_ids + one.completion_token_ids, one.turn_id
     if reward is not None:
-        facts.append(
+        events.append(
             Reward(
                 reward_id=f"{rollout_id}.reward", rollout_id=rollout_id, value=reward, created_at=at
             )
         )
     if outcome is not None:
-        facts.append(RolloutFinished(rollout_id=rollout_id, outcome=outcome, finished_at=at + 60))
-    return facts
+        events.append(RolloutFinished(rollout_id=rollout_id, outcome=outcome, finished_at=at + 60))
+    return events
 
 
 def teach(store: Store, *conversations: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ SEVERAL = {"lr": 1e-2, "minibatches": 2, "epochs": 2}
 def rollout(name: str, task: str, *, reward: float, seed: int, at: float = 1000.0) -> list[Event]:
     """Three turns, each continuing the one before, with random tokens."""
     rng = np.random.default_rng(seed)
-    facts: list[Event] = [RolloutStarted(rollout_id=name, task_id=task, opened_at=at)]
+    events: list[Event] = [RolloutStarted(rollout_id=name, task_id=task, opened_at=at)]
     context = token_id_array()
     parent: str | None = None
     for index in range(TURNS):
@@ -50,11 +50,11 @@ def rollout(name: str, task: str, *, reward: float, seed: int, at: float = 1000.
             policy_versions=((0, len(sampled)),),
             created_at=at + index,
         )
-        facts.append(turn)
+        events.append(turn)
         context, parent = prompt + sampled, turn.turn_id
-    facts.append(Reward(rollout_id=name, value=reward, created_at=at + 5))
-    facts.append(RolloutFinished(rollout_id=name, outcome=Outcome.COMPLETED, finished_at=at + 6))
-    return facts
+    events.append(Reward(rollout_id=name, value=reward, created_at=at + 5))
+    events.append(RolloutFinished(rollout_id=name, outcome=Outcome.COMPLETED, finished_at=at + 6))
+    return events
 
 
 def fill(store: Store, tasks: int, *, size: int = 2, first: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Several optimizer steps on one batch: against which policy, over which rows, and what is told."""
+"""Several optimizer steps on one batch: against which policy, over which rows, what is reported."""
 
 from __future__ import annotations
 
