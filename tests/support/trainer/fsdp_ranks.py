@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from support.trainer.learners import build, weights
+from support.trainer.learners import build, save_checkpoint, weights
 from support.trainer.row_samples import POISON, rows
 from tracegrad_trainer.batches import MicroBatch, Row, pack
 from tracegrad_trainer.engine import (
@@ -28,7 +28,6 @@ from tracegrad_trainer.engine import (
     train_batch,
 )
 from tracegrad_trainer.engine.checkpoint.hf_export import save_hf
-from tracegrad_trainer.engine.checkpoint.save_load import save_checkpoint
 from tracegrad_trainer.engine.step.result import StepResult
 
 VERSION = 3

@@ -18,6 +18,7 @@ from tracegrad_trainer.engine import (
     full_tensors,
     shard,
 )
+from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.reference import build_reference
 from tracegrad_trainer.losses import ObjectiveSettings, preset
@@ -59,6 +60,21 @@ def build(
 
 def weights(one: Learner) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in full_tensors(one.model)}
+
+
+def save_checkpoint(
+    learner: Learner, root: Path, step: int, counters: dict[str, Any], *, keep: int
+) -> Path:
+    """Write checkpoint `step` on all ranks, drop the oldest beyond `keep` -> folder in `root`.
+
+    Raises:
+        CheckpointError: as `CheckpointSaver.wait`.
+    """
+    saver = CheckpointSaver(root)
+    folder = saver.start(learner, step, counters)
+    saver.wait()
+    saver.prune(keep=keep)
+    return folder
 
 
 def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -174,21 +174,6 @@ class CheckpointSaver:
         return error[0]
 
 
-def save_checkpoint(
-    learner: Learner, root: Path, step: int, counters: dict[str, Any], *, keep: int
-) -> Path:
-    """Write checkpoint `step` on all ranks, drop the oldest beyond `keep` -> folder in `root`.
-
-    Raises:
-        CheckpointError: as `Saver.wait`.
-    """
-    saver = CheckpointSaver(root)
-    folder = saver.start(learner, step, counters)
-    saver.wait()
-    saver.prune(keep=keep)
-    return folder
-
-
 def load_checkpoint(
     learner: Learner, folder: Path | str, *, digest: str | None = None
 ) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from support.trainer import checkpoint_ranks
 from support.trainer.checkpoint_ranks import drawn, learner, saved, step
-from support.trainer.learners import weights
+from support.trainer.learners import save_checkpoint, weights
 from support.trainer.ranks import run_on_ranks
 from tracegrad_trainer.engine import (
     CheckpointError,
@@ -28,7 +28,7 @@ from tracegrad_trainer.engine import (
     load_checkpoint,
 )
 from tracegrad_trainer.engine.checkpoint import save_load as module
-from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver, save_checkpoint
+from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.config import LoraSettings
 from tracegrad_trainer.engine.random_state import capture_rng_state, restore_rng_state, seed_all
 

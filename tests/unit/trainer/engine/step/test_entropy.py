@@ -15,10 +15,10 @@ from torch import Tensor
 from support.trainer import layout_ranks
 from support.trainer.fsdp_ranks import VERSION
 from support.trainer.layout_ranks import Layout, share
+from support.trainer.learners import save_checkpoint
 from support.trainer.logprob_head import Case, Peak, close
 from support.trainer.loss_tokens import made, part, tokens
 from tracegrad_trainer.engine import load_checkpoint
-from tracegrad_trainer.engine.checkpoint.save_load import save_checkpoint
 from tracegrad_trainer.engine.model.chunked_logprobs import (
     IDENTITY,
     LogitTransform,

@@ -12,8 +12,8 @@ from torch import Tensor
 from support.trainer import layout_ranks
 from support.trainer.fsdp_ranks import VERSION
 from support.trainer.layout_ranks import Layout, share
+from support.trainer.learners import save_checkpoint
 from tracegrad_trainer.engine import Learner, OptimSettings, load_checkpoint
-from tracegrad_trainer.engine.checkpoint.save_load import save_checkpoint
 from tracegrad_trainer.engine.step.optimizer import learning_rate, value_learning_rate
 
 
