@@ -122,7 +122,7 @@ class Run:
         self.anchors = None if plan.method == "grpo" else AnchorStore(self.store, _anchors(plan))
         if self.anchors is not None:  # what the experts did, as rollouts like any other
             shown = [Attempt(each, len(each.calls), -1, {}) for each in self.experts]
-            self.store.append([fact for one in shown for fact in one.facts(reward=1.0)])
+            self.store.append([event for one in shown for event in one.events(reward=1.0)])
         self.rng = random.Random(f"shuffle {plan.seed}")
         self.turns = 0
 
@@ -150,9 +150,8 @@ class Run:
         ]
         play(self.policy, attempts)
         self.turns += sum(len(attempt.turns) - attempt.anchor for attempt in attempts)
-        rewards = self._rewards(attempts)
-        told = zip(attempts, rewards, strict=True)
-        self.store.append([fact for attempt, reward in told for fact in attempt.facts(reward)])
+        rewarded = zip(attempts, self._rewards(attempts), strict=True)
+        self.store.append([event for one, reward in rewarded for event in one.events(reward)])
         # One optimizer step and the push of its weights, if there is anything to learn from.
         if self.training.next_action() == "train" and self.training.train_batch():
             self.policy.load(full_tensors(self.training.learner.model))

@@ -1,4 +1,4 @@
-"""Rollouts in this process: the policy plays vaults, and what it did becomes facts of the store.
+"""Rollouts in this process: the policy plays vaults, and what it did becomes events in the store.
 
 The serving side in small: a copy of the weights, whose log-probabilities at the temperature of
 sampling are what an engine would record (mu).
@@ -145,7 +145,7 @@ class Attempt:
         )
         self.ids += ids
 
-    def facts(self, reward: float) -> list[Event]:
+    def events(self, reward: float) -> list[Event]:
         """What the store does not have yet."""
         begun: list[Event] = []
         if self.opened is None:

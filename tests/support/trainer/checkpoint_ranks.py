@@ -9,24 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
+from support.trainer.learners import build, weights
 from support.trainer.row_samples import rows
 from tracegrad_trainer.batches import pack
 from tracegrad_trainer.engine import (
     FsdpSettings,
     Learner,
-    OptimSettings,
-    build_model,
     destroy_process_group,
-    full_tensors,
     init_process_group,
     load_checkpoint,
-    shard,
 )
 from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
-from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.random_state import seed_all
 from tracegrad_trainer.losses import preset
 
@@ -34,23 +28,13 @@ VERSION = 3
 
 
 def learner(folder: Path, *, valued: bool = False, **fsdp: Any) -> Learner:
-    settings = FsdpSettings(device="cpu", **fsdp)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = build_model(folder, settings)
-    if valued:
-        value_head.attach_value_head(model)
-    objective = preset("grpo", advantage="gae") if valued else preset("grpo")
-    return Learner(shard(model, mesh, settings), mesh, objective, OptimSettings(lr=1e-2))
+    return build(folder, preset("grpo", **({"advantage": "gae"} if valued else {})), fsdp=fsdp)
 
 
 def step(one: Learner, seed: int) -> dict[str, float]:
     """One step on some rows -> its metrics."""
     shares = pack(rows(6, seed=seed), ranks=dist.get_world_size(), budget=80)
     return one.train(shares[dist.get_rank()], version=VERSION).metrics
-
-
-def weights(one: Learner) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in full_tensors(one.model)}
 
 
 def drawn() -> list[float]:

@@ -12,40 +12,31 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from support.trainer.learners import build, save_checkpoint, weights
 from support.trainer.row_samples import POISON, rows
 from tracegrad_trainer.batches import MicroBatch, Row, pack
 from tracegrad_trainer.engine import (
     CheckpointError,
     FsdpSettings,
     Learner,
-    OptimSettings,
-    StepResult,
-    build_model,
     destroy_process_group,
-    full_tensors,
     init_process_group,
     list_checkpoints,
     load_checkpoint,
-    save_checkpoint,
-    save_hf,
-    shard,
     train_batch,
 )
-from tracegrad_trainer.losses import preset
+from tracegrad_trainer.engine.checkpoint.hf_export import save_hf
+from tracegrad_trainer.engine.step.result import StepResult
 
 VERSION = 3
 CLIP = 0.1
 
 
 def learner(folder: Path, *, reshard: bool = True, dtype: Any = "float32", **optim: Any) -> Learner:
-    settings = FsdpSettings(device="cpu", reshard=reshard, compute_dtype=dtype)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = shard(build_model(folder, settings), mesh, settings)
-    optimizer = OptimSettings(**({"lr": 1e-2, "max_grad_norm": CLIP} | optim))
-    return Learner(model, mesh, preset("grpo"), optimizer, reshard=reshard)
+    fsdp = {"reshard": reshard, "compute_dtype": dtype}
+    return build(folder, fsdp=fsdp, **({"max_grad_norm": CLIP} | optim))
 
 
 def share(made: list[Row], budget: int) -> list[MicroBatch]:
@@ -68,10 +59,6 @@ def step(one: Learner, batches: list[MicroBatch], **changes: Any) -> tuple[StepR
     result = one.train(batches, version=VERSION, **changes)
     one.optimizer.step = apply  # type: ignore[method-assign]
     return result, seen
-
-
-def weights(one: Learner) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in full_tensors(one.model)}
 
 
 def poisoned(made: list[Row], number: int) -> list[Row]:

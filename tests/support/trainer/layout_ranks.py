@@ -13,24 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from support.trainer.fsdp_ranks import VERSION, step, weights
+from support.trainer.fsdp_ranks import VERSION, step
+from support.trainer.learners import build, weights
 from support.trainer.row_samples import POISON, rows
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, mismatched_rows, pack
 from tracegrad_trainer.batches.micro_batch import StepCounts
 from tracegrad_trainer.engine import (
     FsdpSettings,
     Learner,
-    OptimSettings,
-    build_model,
-    build_reference,
     destroy_process_group,
     init_process_group,
-    shard,
     train_batch,
 )
-from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.forward import TargetContext
 from tracegrad_trainer.losses import ObjectiveSettings, preset
 
@@ -112,25 +107,14 @@ def _padded(row: Row, length: int) -> Row:
 
 
 def learner(folder: Path, name: str, layout: Layout = Layout(), **changes: Any) -> Learner:
-    objective = OBJECTIVES[name]
-    settings = FsdpSettings(device="cpu", threads=1, **layout.settings)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model: Any = build_model(folder / "model", settings)
-    if "value" in objective.needs:
-        value_head.attach_value_head(model)
-        torch.manual_seed(5)
-        torch.nn.init.normal_(model.value_head.weight, std=0.3)
-    reference = None
-    if "reference" in objective.needs:
-        reference = build_reference(folder / "other", mesh, settings)
-    return Learner(
-        shard(model, mesh, settings),
-        mesh,
-        objective,
-        OptimSettings(**({"lr": 1e-2, "max_grad_norm": float("inf")} | changes)),
-        reshard=settings.reshard,
-        reference=reference,
-        head_elements=layout.elements,
+    return build(
+        folder / "model",
+        OBJECTIVES[name],
+        fsdp={"threads": 1} | layout.settings,
+        value_std=0.3,
+        reference=folder / "other",
+        elements=layout.elements,
+        **({"max_grad_norm": float("inf")} | changes),
     )
 
 

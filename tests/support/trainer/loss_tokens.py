@@ -138,7 +138,7 @@ def made(seed: int = 0, *, rows: int = 12, experts: bool = True, spread: float =
 
 
 def part(whole: Tokens, rows: Sequence[int]) -> Tokens:
-    """The tokens of some rows, as a micro-batch has them: numbered anew, sizes of the whole step.
+    """The tokens of some rows, as a micro-batch has them: numbered from 0, sizes of the whole step.
 
     Log-probabilities and values are the whole's, so that gradients add up in it.
     """

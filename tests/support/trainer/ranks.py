@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
@@ -56,8 +56,7 @@ def run_on_ranks(
     Raises:
         RuntimeError: a rank failed, with what it wrote; the others are ended.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = _free_port()
     with TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank-{rank}" for rank in range(ranks)]
         started = [
@@ -80,6 +79,30 @@ def run_on_ranks(
             ends = [process.exitcode for process in started]
             said = "\n".join(log.read_text()[-4000:] for log in logs if log.exists())
             raise RuntimeError(f"{job.__module__} on {ranks} ranks ended with {ends}:\n{said}")
+
+
+def run_program(main: Callable[[list[str]], int], arguments: Sequence[str]) -> tuple[int, str]:
+    """A rank's program, alone, as torchrun starts it -> its exit code, and what it wrote."""
+    with TemporaryDirectory() as folder:
+        log = Path(folder) / "rank-0"
+        asked = (_exit_with, (main, [*arguments]), 0, 1, _free_port(), str(log))
+        process = _server().Process(target=_rank, args=asked)
+        process.start()
+        process.join(_TIMEOUT_S)
+        process.kill()
+        process.join()
+        assert process.exitcode is not None
+        return process.exitcode, log.read_text()
+
+
+def _exit_with(main: Callable[[list[str]], int], arguments: list[str]) -> None:
+    sys.exit(main(arguments))
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
 
 
 def _rank(

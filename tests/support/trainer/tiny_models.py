@@ -68,9 +68,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         layer_types=_MIXED,
         query_pre_attn_scalar=8,
     ),
-    # Its full layers have wider heads than its sliding ones, and keys that are values too.
+    # Its full layers have wider heads than its sliding ones, and keys that are values too. Each
+    # layer has an embedding of its own, by default of 262,144 words.
     "gemma4": _of(
         Gemma4TextConfig,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
         head_dim=8,
         global_head_dim=16,
         num_global_key_value_heads=1,

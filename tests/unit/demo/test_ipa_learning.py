@@ -32,7 +32,7 @@ def learn(warm: Path, folder: Path, **plan: Any) -> tuple[float, float, int, flo
 
 
 # One vault of three turns: what anchors are for shows in a few seconds.
-SMALL = {"vaults": 1, "turns": 3, "rounds": 60, "rollouts": 32, "exam": 64, "exam_every": 60}
+SMALL = {"vaults": 1, "turns": 3, "rounds": 45, "rollouts": 32, "exam": 64, "exam_every": 45}
 
 
 @pytest.mark.parametrize("method", ["rollback", "parallel"])

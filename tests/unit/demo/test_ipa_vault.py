@@ -71,9 +71,9 @@ def test_a_replay_that_goes_another_way_is_noticed_and_is_no_failure_of_the_poli
         Vault(other.vault).reset(other.calls[:2], other.seen[:2])
     attempt = Attempt(other, 2, 0, {})
     assert not attempt.going
-    facts = attempt.facts(1.0)
-    assert not any(isinstance(fact, Reward) for fact in facts)
-    [end] = [fact for fact in facts if isinstance(fact, RolloutFinished)]
+    events = attempt.events(1.0)
+    assert not any(isinstance(event, Reward) for event in events)
+    [end] = [event for event in events if isinstance(event, RolloutFinished)]
     assert end.outcome is Outcome.ENV_ERROR
 
 

@@ -23,7 +23,7 @@ from tracegrad_trainer.engine.checkpoint.hf_export import copy_tokenizer_files
 from tracegrad_trainer.engine.checkpoint.manifest import checkpoint_step, may_exist
 from tracegrad_trainer.engine.checkpoint.save_load import load_weights
 from tracegrad_trainer.engine.model import lora
-from tracegrad_trainer.launch import output_dir
+from tracegrad_trainer.launch.session import check_output_dir
 from tracegrad_trainer.rl.committed_checkpoint import (
     CommittedCheckpoint,
     committed_checkpoint_of,
@@ -70,7 +70,7 @@ def write_export(settings: TrainerSettings, request: ExportRequest) -> int:
         raise ExportError(f"--dtype {request.dtype}: use one of {', '.join(DTYPES)}")
     if request.merged and settings.fsdp.lora is None:
         raise ExportError("--merged: the model is trained without LoRA, so there is no adapter")
-    output_dir.check_output_dir(request.out, (settings.model, settings.reference_folder))
+    check_output_dir(request.out, (settings.model, settings.reference_folder))
     committed = checkpoint_to_export(settings, request.step)
     model = load_checkpoint_model(settings, committed.folder, digest=committed.digest)
     dtype = getattr(torch, request.dtype)

@@ -43,7 +43,8 @@ class VllmSettings(BaseModel):
     )
     host: str = "127.0.0.1"
     api_key: SecretStr | None = Field(
-        default_factory=lambda: _engine_key(),
+        default_factory=lambda: os.environ.get(ENGINE_KEY_VARIABLE) or None,
+        validate_default=True,
         exclude=True,
         description="of an engine that asks for one (its --api-key); environment: VLLM_API_KEY",
     )
@@ -159,11 +160,6 @@ class VllmSettings(BaseModel):
         half the time and spends about half the CPU time a token, because nothing spins between
         the two. vLLM's own reason against it, OpenMP settings of the worker's own, is void."""
         return self.on_cpu and self.threads == 1
-
-
-def _engine_key() -> SecretStr | None:
-    key = os.environ.get(ENGINE_KEY_VARIABLE)
-    return SecretStr(key) if key else None
 
 
 def _is_cpu_build() -> bool:

@@ -10,28 +10,20 @@ from tracegrad_trainer.engine.config import CheckpointSettings, FsdpSettings, Op
 from tracegrad_trainer.utils.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
-    from tracegrad_trainer.engine.checkpoint.hf_export import as_hf_tensors, full_tensors, save_hf
-    from tracegrad_trainer.engine.checkpoint.save_load import load_checkpoint, save_checkpoint
-    from tracegrad_trainer.engine.distributed import (
-        destroy_process_group,
-        init_process_group,
-        pick_device,
-    )
+    from tracegrad_trainer.engine.checkpoint.hf_export import as_hf_tensors, full_tensors
+    from tracegrad_trainer.engine.checkpoint.save_load import load_checkpoint
+    from tracegrad_trainer.engine.distributed import destroy_process_group, init_process_group
     from tracegrad_trainer.engine.model.parallelize import build_model, shard
-    from tracegrad_trainer.engine.model.reference import build_reference
     from tracegrad_trainer.engine.step.learner import Learner
-    from tracegrad_trainer.engine.step.result import StepResult
     from tracegrad_trainer.engine.step.train_batch import train_batch
 else:
     __getattr__ = lazy_getattr(
         __name__,
         {
-            "checkpoint.save_load": ("load_checkpoint", "save_checkpoint"),
-            "checkpoint.hf_export": ("as_hf_tensors", "full_tensors", "save_hf"),
-            "distributed": ("destroy_process_group", "init_process_group", "pick_device"),
+            "checkpoint.save_load": ("load_checkpoint",),
+            "checkpoint.hf_export": ("as_hf_tensors", "full_tensors"),
+            "distributed": ("destroy_process_group", "init_process_group"),
             "step.train_batch": ("train_batch",),
-            "model.reference": ("build_reference",),
-            "step.result": ("StepResult",),
             "step.learner": ("Learner",),
             "model.parallelize": ("build_model", "shard"),
         },
@@ -43,18 +35,13 @@ __all__ = [
     "FsdpSettings",
     "Learner",
     "OptimSettings",
-    "StepResult",
     "as_hf_tensors",
     "build_model",
-    "build_reference",
     "destroy_process_group",
     "full_tensors",
     "init_process_group",
     "list_checkpoints",
     "load_checkpoint",
-    "pick_device",
-    "save_checkpoint",
-    "save_hf",
     "shard",
     "train_batch",
 ]

@@ -88,9 +88,7 @@ class OptimSettings(BaseModel):
         " schedule of everything else begins behind them",
     )
     minibatches: int = Field(
-        1,
-        ge=1,
-        description="optimizer steps that a pass over a batch is divided into, by rollout",
+        1, ge=1, description="optimizer steps that a pass over a batch is divided into, by rollout"
     )
     epochs: int = Field(1, ge=1, description="passes over a batch")
 

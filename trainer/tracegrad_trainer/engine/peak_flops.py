@@ -1,5 +1,5 @@
-"""What a device can do at most, where its maker says it (dense bfloat16, without sparsity), and
-what share of that a step was."""
+"""A device's peak by its data sheet (dense bfloat16, without sparsity), and what share of it a step
+reached."""
 
 from __future__ import annotations
 

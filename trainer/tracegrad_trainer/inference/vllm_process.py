@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from tracegrad_trainer.config.vllm import VllmSettings
 from tracegrad_trainer.utils.network import is_port_closed, prepare_socket_folder
@@ -29,6 +28,8 @@ _STAGES = (
 # The last line of a traceback, with or without a logger's head, or a wrong flag.
 _ERROR = re.compile(r"\b((?:\w+Error|\w+Exception|error): .+)")
 _ENGINE_ENDED = re.compile(r"engine core exited unexpectedly|EngineDeadError")
+# Bytes of its log that are looked at.
+_TAIL = 200_000
 _NO_CAUSE = re.compile(r" (?:WARNING|INFO) |root cause above|EngineDeadError")
 
 
@@ -67,9 +68,7 @@ class VllmProcess(ChildProcess):
         super().start()
 
     def wait_healthy(
-        self,
-        timeout: float = 300.0,
-        on_stage: Callable[[str], None] | None = None,
+        self, timeout: float = 300.0, on_stage: Callable[[str], None] | None = None
     ) -> float:
         """Blocks until the server answers; the seconds that took. `on_stage` is called about ten
         times a second with what is going on. ChildError if it dies, or after `timeout` seconds."""
@@ -94,7 +93,7 @@ class VllmProcess(ChildProcess):
 
     def stage(self) -> str:
         """What a starting server is doing, in words."""
-        text = _tail(self.log)
+        text = self.logged(last=_TAIL)
         return next((words for mark, words in _STAGES if mark in text), "loading libraries")
 
     def stop(self, *, grace_s: float = 10) -> None:
@@ -129,24 +128,16 @@ class VllmProcess(ChildProcess):
 
     def _last_words(self) -> str:
         killed = (self.exit_code() or 0) < 0  # then the log ends in the middle of something
-        error = None if killed else _last_error(self.log)
-        if error is None and not killed and _ENGINE_ENDED.search(_tail(self.log)):
+        text = "" if killed else self.logged(last=_TAIL)
+        error = _last_error(text)
+        if error is None and _ENGINE_ENDED.search(text):
             error = "its engine process was killed, or ended without a word"
         return f": {error} (log: {self.log})" if error else f" (log: {self.log})"
 
 
-def _tail(log: Path, size: int = 200_000) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - size))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _last_error(log: Path) -> str | None:
+def _last_error(text: str) -> str | None:
     """The last line that names an error and does not just echo an earlier one."""
-    for line in reversed(_tail(log).splitlines()):
+    for line in reversed(text.splitlines()):
         found = _ERROR.search(line)
         if found and not _NO_CAUSE.search(line):
             return found.group(1).strip()[:300]

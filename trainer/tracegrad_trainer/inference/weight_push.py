@@ -38,10 +38,6 @@ class PushReport:
     version: int
     seconds: dict[str, float]
 
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
-
 
 class WeightPusher:
     """Pushes from the one process that holds whole tensors (the trainer's rank 0).

@@ -26,7 +26,7 @@ class RunState:
         self._fields: Json = {"pid": os.getpid(), "started_at": time.time()}
 
     def update(self, **fields: object) -> None:
-        """Adds `fields` to what was said before and notes the time.
+        """Adds `fields` to those written before, and the time.
 
         A full disk costs this note, not the run: who trains or stops must not fail over this.
         """
@@ -65,7 +65,7 @@ def read_state(state_dir: Path, name: str) -> Json | None:
 
 
 def delete_state(state_dir: Path, name: str) -> None:
-    """What a process said that was killed: its pid may be another's by now."""
+    """Removes the state of a process that was killed: its pid may be another's by now."""
     (state_dir / "run" / f"{name}.json").unlink(missing_ok=True)
 
 

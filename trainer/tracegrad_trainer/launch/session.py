@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -75,6 +75,24 @@ def lock_state_folder(state_dir: Path) -> IO[bytes]:
             f"state_dir: {state_dir} cannot be written: {error.strerror}; take another folder"
             " (--state-dir ...)"
         ) from None
+
+
+def check_output_dir(out: Path, models: Iterable[Path]) -> None:
+    """Whether a model may be written to a folder: all that is there is replaced, but never one of
+    `models`, which training begins with.
+
+    Raises:
+        ValueError: the folder holds something else than an earlier model, or one of `models`.
+    """
+    if any(out.resolve() == model.resolve() for model in models):
+        raise ValueError(f"--out {out}: training begins with the model in it; name another folder")
+    if out.exists() and not _is_a_model(out) and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out}: it holds something else; name a new folder")
+
+
+def _is_a_model(folder: Path) -> bool:
+    configs = ("config.json", "adapter_config.json")
+    return any((folder / one).is_file() for one in configs) and any(folder.glob("*.safetensors"))
 
 
 class StepFeed:

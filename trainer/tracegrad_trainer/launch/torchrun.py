@@ -1,5 +1,5 @@
-"""The FSDP ranks as one child: the one rank itself, or torch.distributed's launcher, and what it
-says of a rank's end."""
+"""The FSDP ranks as one child: the one rank itself, or torch.distributed's launcher, and its
+report of how a rank ended."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class RankProcesses(ChildProcess):
         super().__init__("ranks", command, log=log, env=env, nice=5)
 
     def check(self) -> None:
-        """As `ChildProcess.check`; a rank that was killed is named: it could say nothing itself.
+        """As `ChildProcess.check`; a rank that was killed is named: it could write nothing itself.
 
-        A rank whose peer is gone aborts, and may be seen to end before that peer: what the peer
-        said of its own end comes first.
+        A rank whose peer is gone aborts, and may be seen to end before that peer: the peer's
+        own error comes first.
         """
         logged = self.logged() if self.exit_code() is not None else ""
         if cause := _ROOT_CAUSE.search(logged):

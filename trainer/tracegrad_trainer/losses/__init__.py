@@ -12,34 +12,18 @@ from tracegrad_trainer.losses.presets import PRESETS
 from tracegrad_trainer.utils.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
-    from tracegrad_trainer.losses.diagnostics import (
-        diagnostic_maxima,
-        diagnostic_sums,
-        summarise_diagnostics,
-    )
-    from tracegrad_trainer.losses.loss import LossOutput, compute_loss
+    from tracegrad_trainer.losses.loss import compute_loss
     from tracegrad_trainer.losses.tokens import Tokens
 else:
-    __getattr__ = lazy_getattr(
-        __name__,
-        {
-            "diagnostics": ("diagnostic_maxima", "diagnostic_sums", "summarise_diagnostics"),
-            "loss": ("LossOutput", "compute_loss"),
-            "tokens": ("Tokens",),
-        },
-    )
+    __getattr__ = lazy_getattr(__name__, {"loss": ("compute_loss",), "tokens": ("Tokens",)})
 
 __all__ = [
     "PRESETS",
     "AdvantageMemory",
-    "LossOutput",
     "ObjectiveSettings",
     "RolloutRewards",
     "Tokens",
     "compute_advantages",
     "compute_loss",
-    "diagnostic_maxima",
-    "diagnostic_sums",
     "preset",
-    "summarise_diagnostics",
 ]

@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from tracegrad_trainer.losses.config import ObjectiveSettings
 from tracegrad_trainer.losses.registry import Registry
-from tracegrad_trainer.losses.tokens import Tokens, pairs_of_tokens
+from tracegrad_trainer.losses.tokens import PerToken, Scalar, Tokens, pairs_of_tokens
 
 Aggregation = Callable[[Tokens, ObjectiveSettings], tuple[Tensor, Tensor]]
-Shares = tuple[Float[Tensor, " n"], Float[Tensor, ""]]
+Shares = tuple[PerToken, Scalar]
 
 AGGREGATIONS: Registry[Aggregation] = Registry("aggregation")
 
@@ -67,9 +66,7 @@ def sum_constant(tokens: Tokens, settings: ObjectiveSettings) -> Shares:
     return counted, settings.constant * (counted / of_rollout).sum()
 
 
-def _counted(
-    tokens: Tokens, settings: ObjectiveSettings
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+def _counted(tokens: Tokens, settings: ObjectiveSettings) -> tuple[PerToken, PerToken]:
     """1 for each token that counts, else 0, and how many of its rollout do: an expert's only
     where the surrogate may learn from them."""
     if settings.learns_from_demonstrations:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tracegrad.import_path import import_part, is_import_path
-from tracegrad_trainer.losses.entropy import HIGHEST, LOWEST
 from tracegrad_trainer.losses.part_names import (
     OF_ANY_SURROGATE,
     PARTS,
@@ -22,6 +21,10 @@ from tracegrad_trainer.losses.presets import PRESETS
 
 if TYPE_CHECKING:
     from tracegrad_trainer.losses.config import ObjectiveSettings
+
+# Where the entropy's coefficient stays if it has a target: it comes back from the first in some
+# steps, and beyond the second the policy would learn little else.
+LOWEST_ENTROPY_COEF, HIGHEST_ENTROPY_COEF = 1e-6, 1.0
 
 
 def check_compatible(settings: ObjectiveSettings) -> None:
@@ -103,20 +106,17 @@ def _entropy(settings: ObjectiveSettings) -> str | None:
         return (
             f"entropy_target {target:g}: set entropy_coef, the coefficient to begin with, above 0"
         )
-    if target is not None and not LOWEST <= coef <= HIGHEST:
-        return f"entropy_coef {coef:g}: with entropy_target from {LOWEST:g} to {HIGHEST:g}"
+    lowest, highest = LOWEST_ENTROPY_COEF, HIGHEST_ENTROPY_COEF
+    if target is not None and not lowest <= coef <= highest:
+        return f"entropy_coef {coef:g}: with entropy_target from {lowest:g} to {highest:g}"
     if coef and surrogate in SUPERVISED:
         return f"entropy_coef {coef:g}: surrogate {surrogate!r} samples nothing, use 0"
     return None
 
 
-def _whiten(settings: ObjectiveSettings) -> str | None:
+def _advantage(settings: ObjectiveSettings) -> str | None:
     if settings.whiten and settings.surrogate in SUPERVISED:
         return f"whiten: surrogate {settings.surrogate!r} has no advantages, leave it off"
-    return None
-
-
-def _gae(settings: ObjectiveSettings) -> str | None:
     if settings.advantage == "gae" and settings.surrogate in SUPERVISED:
         return f"advantage 'gae': surrogate {settings.surrogate!r} has none, use 'dr_grpo'"
     return None
@@ -141,16 +141,16 @@ def _unused(settings: ObjectiveSettings) -> str | None:
 
 
 def custom_part_reads(settings: ObjectiveSettings) -> dict[str, Reads] | None:
-    """What the user's own parts read, by their paths, where they say so (`part.reads`); None: one
-    does not, and may read anything."""
+    """What the user's own parts read (`part.reads`), by their paths; None: one has no such
+    attribute, and may read anything."""
     found: dict[str, Reads] = {}
     for kind in PARTS:
         path = getattr(settings, kind)
         if is_import_path(path):
-            said: Reads | None = getattr(import_part(kind, path), "reads", None)
-            if said is None:
+            read: Reads | None = getattr(import_part(kind, path), "reads", None)
+            if read is None:
                 return None
-            found[path] = (*said, *OF_ANY_SURROGATE) if kind == "surrogate" else said
+            found[path] = (*read, *OF_ANY_SURROGATE) if kind == "surrogate" else read
     return found
 
 
@@ -161,7 +161,6 @@ _CHECKS: tuple[Callable[[ObjectiveSettings], str | None], ...] = (
     _bounds,
     _kl,
     _entropy,
-    _whiten,
-    _gae,
+    _advantage,
     _unused,
 )

@@ -1,20 +1,19 @@
-"""The objective's settings: a preset fills what is not said, and everything is printable."""
+"""The objective's settings: a preset fills what is not given, and everything is printable."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from tracegrad.import_path import is_import_path
-from tracegrad_trainer.losses.compatibility import check_compatible, custom_part_reads
+from tracegrad_trainer.losses.compatibility import (
+    HIGHEST_ENTROPY_COEF,
+    LOWEST_ENTROPY_COEF,
+    check_compatible,
+    custom_part_reads,
+)
 from tracegrad_trainer.losses.judge import load_judge
 from tracegrad_trainer.losses.part_names import (
     GROUP_RELATIVE,
@@ -140,6 +139,18 @@ class ObjectiveSettings(BaseModel):
     def has_entropy(self) -> bool:
         """Whether the entropy is a term of the loss, and not only logged."""
         return self.entropy_coef > 0
+
+    def next_entropy_coef(self, coef: float, entropy: float) -> float:
+        """The coefficient after a step whose sampled tokens had this mean entropy.
+
+        coef x exp(rate x (target - entropy)): gradient descent on its logarithm, as SAC adapts its
+        temperature (arXiv 1812.05905). It rises below the target and falls above it. Without a
+        target it stays.
+        """
+        if self.entropy_target is None:
+            return coef
+        moved = coef * math.exp(self.entropy_rate * (self.entropy_target - entropy))
+        return min(max(moved, LOWEST_ENTROPY_COEF), HIGHEST_ENTROPY_COEF)
 
     @property
     def compares(self) -> bool:

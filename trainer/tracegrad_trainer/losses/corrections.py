@@ -5,7 +5,7 @@ A level turns values of tokens [n] into those of their turns or rollouts, each t
 hides one that is 6 nats off (w = 1.03), which a product shows (w = 403).
 
 A correction is given the level bound to the micro-batch and turns w = old/mu into weights [n],
-which carry no gradient, and says which tokens it changed anything for, bool[n].
+which carry no gradient, and returns for which tokens it changed anything, bool[n].
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tracegrad_trainer.losses.config import ObjectiveSettings
 from tracegrad_trainer.losses.registry import Registry
 from tracegrad_trainer.losses.tokens import (
     LOG_RATIO_LIMIT,
+    PerToken,
+    TokenMask,
     Tokens,
     log_mismatch,
     rollout_mean,
@@ -31,60 +32,50 @@ from tracegrad_trainer.losses.tokens import (
 Level = Callable[[Tensor, Tokens, ObjectiveSettings], Tensor]
 Shared = Callable[[Tensor], Tensor]
 Correction = Callable[[Tokens, Shared, ObjectiveSettings], tuple[Tensor, Tensor]]
-Weights = tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]
+Weights = tuple[PerToken, TokenMask]
 
 LEVELS: Registry[Level] = Registry("correction_level")
 CORRECTIONS: Registry[Correction] = Registry("correction")
 
 
 @LEVELS.register("token")
-def token(
-    values: Float[Tensor, " n"], tokens: Tokens, settings: ObjectiveSettings
-) -> Float[Tensor, " n"]:
+def token(values: PerToken, tokens: Tokens, settings: ObjectiveSettings) -> PerToken:
     """Each token by itself."""
     return values
 
 
 @LEVELS.register("turn")
-def turn(
-    values: Float[Tensor, " n"], tokens: Tokens, settings: ObjectiveSettings
-) -> Float[Tensor, " n"]:
+def turn(values: PerToken, tokens: Tokens, settings: ObjectiveSettings) -> PerToken:
     """The mean over the turn: of log w, its geometric mean."""
     return segment_mean(values, tokens.turn, tokens.turns, tokens.sampled)[tokens.turn]
 
 
 @LEVELS.register("sequence")
-def sequence(
-    values: Float[Tensor, " n"], tokens: Tokens, settings: ObjectiveSettings
-) -> Float[Tensor, " n"]:
+def sequence(values: PerToken, tokens: Tokens, settings: ObjectiveSettings) -> PerToken:
     """The mean over the rollout's sampled tokens, in all its rows."""
     return rollout_mean(values, tokens)[tokens.rollout]
 
 
 @LEVELS.register("turn_product")
-def turn_product(
-    values: Float[Tensor, " n"], tokens: Tokens, settings: ObjectiveSettings
-) -> Float[Tensor, " n"]:
+def turn_product(values: PerToken, tokens: Tokens, settings: ObjectiveSettings) -> PerToken:
     """The sum over the turn: of log w, the ratio of its whole reply's probabilities."""
     counted = values.masked_fill(tokens.demonstration, 0.0)
     return segment_sum(counted, tokens.turn, tokens.turns)[tokens.turn]
 
 
 @LEVELS.register("sequence_product")
-def sequence_product(
-    values: Float[Tensor, " n"], tokens: Tokens, settings: ObjectiveSettings
-) -> Float[Tensor, " n"]:
+def sequence_product(values: PerToken, tokens: Tokens, settings: ObjectiveSettings) -> PerToken:
     """The sum over the rollout's sampled tokens, in all its rows."""
     counted = values.masked_fill(tokens.demonstration, 0.0)
     return rollout_sum(counted, tokens)[tokens.rollout]
 
 
-def log_weight(tokens: Tokens, shared: Shared) -> Float[Tensor, " n"]:
+def log_weight(tokens: Tokens, shared: Shared) -> PerToken:
     """log w at the level, clamped so that its exp is a finite number: a sum may be any."""
     return shared(log_mismatch(tokens)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def share_of_unit(tokens: Tokens, level: str) -> Float[Tensor, " n"]:
+def share_of_unit(tokens: Tokens, level: str) -> PerToken:
     """Each sampled token's share of what has one weight at this level: a token, a turn or a
     rollout."""
     if level in ("turn", "turn_product"):
@@ -136,5 +127,5 @@ def none(tokens: Tokens, shared: Shared, settings: ObjectiveSettings) -> Weights
     return torch.ones_like(tokens.rollout_logprobs), torch.zeros_like(tokens.demonstration)
 
 
-def _outside(found: Float[Tensor, " n"], settings: ObjectiveSettings) -> Bool[Tensor, " n"]:
+def _outside(found: PerToken, settings: ObjectiveSettings) -> TokenMask:
     return (found < settings.correction_floor) | (found > settings.correction_cap)

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from tracegrad_trainer.losses.loss import LossOutput
 from tracegrad_trainer.losses.tokens import (
     LOG_RATIO_LIMIT,
+    PerToken,
+    TokenMask,
     Tokens,
     log_mismatch,
     log_ratio,
@@ -30,7 +32,7 @@ LAGS = (0, 1, 2, 3, 4)
 
 
 def diagnostic_sums(
-    tokens: Tokens, done: LossOutput, entropy: Float[Tensor, " n"], version: int
+    tokens: Tokens, done: LossOutput, entropy: PerToken, version: int
 ) -> dict[str, Tensor]:
     """Scalars that add up. Entries of `entropy` are of the current policy.
 
@@ -75,31 +77,25 @@ def diagnostic_sums(
     return values
 
 
-def _of_weights(weight: Float[Tensor, " n"], unit: Float[Tensor, " n"]) -> dict[str, Tensor]:
+def _of_weights(weight: PerToken, unit: PerToken) -> dict[str, Tensor]:
     """Moments of the weights that the correction gave, each counted once for what has it."""
     once = weight.double() * unit
-    return {
-        "weighted": unit.sum(),
-        "weights": once.sum(),
-        "weights_squared": (once * weight).sum(),
-    }
+    return {"weighted": unit.sum(), "weights": once.sum(), "weights_squared": (once * weight).sum()}
 
 
-def _of_products(log_w: Float[Tensor, " n"], tokens: Tokens) -> dict[str, Tensor]:
+def _of_products(log_w: PerToken, tokens: Tokens) -> dict[str, Tensor]:
     """Moments of the turns' products of old/mu, whatever level corrects."""
     here = segment_sum(tokens.sampled.to(log_w.dtype), tokens.turn, tokens.turns) > 0
     product = _products(log_w, tokens) * here
     return {"products": product.sum(), "products_squared": (product * product).sum()}
 
 
-def _products(log_w: Float[Tensor, " n"], tokens: Tokens) -> Float[Tensor, " turns"]:
+def _products(log_w: PerToken, tokens: Tokens) -> Float[Tensor, " turns"]:
     total = segment_sum(log_w, tokens.turn, tokens.turns)
     return total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().double()
 
 
-def _by_lag(
-    tokens: Tokens, done: LossOutput, log_w: Float[Tensor, " n"], version: int
-) -> dict[str, Tensor]:
+def _by_lag(tokens: Tokens, done: LossOutput, log_w: PerToken, version: int) -> dict[str, Tensor]:
     lag = (version - tokens.version).clamp(0, LAGS[-1])
     difference, k3 = (tokens.old_logprobs - tokens.rollout_logprobs).abs(), _k3(log_w)
     values = {}
@@ -113,7 +109,7 @@ def _by_lag(
     return values
 
 
-def _to_reference(tokens: Tokens, reference: Float[Tensor, " n"]) -> dict[str, Tensor]:
+def _to_reference(tokens: Tokens, reference: PerToken) -> dict[str, Tensor]:
     log_moved = log_ratio(tokens.policy_logprobs.detach(), reference)
     gain, label = tokens.policy_logprobs.detach() - reference, tokens.label[tokens.row]
     chosen, rejected = label == 1, label == -1
@@ -131,9 +127,7 @@ def _to_reference(tokens: Tokens, reference: Float[Tensor, " n"]) -> dict[str, T
     }
 
 
-def _of_values(
-    value: Float[Tensor, " n"], returns: Float[Tensor, " n"], sampled: Bool[Tensor, " n"]
-) -> dict[str, Tensor]:
+def _of_values(value: PerToken, returns: PerToken, sampled: TokenMask) -> dict[str, Tensor]:
     # Variances are differences of these: in double, or little is left of them.
     wanted = returns.double() * sampled
     error = (returns.double() - value.double()) * sampled
@@ -147,7 +141,7 @@ def _of_values(
 
 
 def diagnostic_maxima(tokens: Tokens, done: LossOutput, version: int) -> dict[str, Tensor]:
-    """Scalars whose maximum is kept; all are at least 0, so an empty micro-batch says 0."""
+    """Scalars whose maximum is kept; all are at least 0, so an empty micro-batch gives 0."""
     sampled = tokens.sampled
     log_w = log_mismatch(tokens)
     by_turn = segment_mean(log_w, tokens.turn, tokens.turns, sampled)[tokens.turn]
@@ -168,11 +162,11 @@ def _max(values: Tensor) -> Tensor:
     return values.max() if values.numel() else values.new_zeros(())
 
 
-def _k3(log_ratios: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+def _k3(log_ratios: PerToken) -> PerToken:
     return torch.expm1(log_ratios) - log_ratios
 
 
-def _turns_with(touched: Bool[Tensor, " n"], tokens: Tokens) -> Tensor:
+def _turns_with(touched: TokenMask, tokens: Tokens) -> Tensor:
     return (
         segment_sum(touched.to(tokens.rollout_logprobs.dtype), tokens.turn, tokens.turns) > 0
     ).sum()

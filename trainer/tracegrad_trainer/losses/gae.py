@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
+
+from tracegrad_trainer.losses.tokens import PerToken, TokenIndex
 
 Numbers = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -14,13 +16,8 @@ Whole = NDArray[np.int64]
 
 @torch.no_grad()
 def gae(
-    value: Float[Tensor, " n"],
-    reward: Float[Tensor, " n"],
-    rollout: Int[Tensor, " n"],
-    *,
-    gamma: float,
-    lam: float,
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    value: PerToken, reward: PerToken, rollout: TokenIndex, *, gamma: float, lam: float
+) -> tuple[PerToken, PerToken]:
     """Advantages and returns (advantage + value) of n targets (GAE, arXiv 1506.02438).
 
     delta_t = r_t + gamma V' - V_t, A_t = sum over k of (gamma lam)^k delta_{t+k}. V' is the value
@@ -69,14 +66,12 @@ def gae_of_turns(
     return advantage, advantage + value
 
 
-def at_turn_starts(
-    values: Float[Tensor, " n"], turn: Int[Tensor, " n"], turns: int
-) -> Float[Tensor, " n"]:
+def at_turn_starts(values: PerToken, turn: TokenIndex, turns: int) -> PerToken:
     """For each token the value at its turn's first one, with gradient."""
     return values[first_of_turns(turn, turns)[turn]]
 
 
-def first_of_turns(turn: Int[Tensor, " n"], turns: int) -> Int[Tensor, " turns"]:
+def first_of_turns(turn: TokenIndex, turns: int) -> Int[Tensor, " turns"]:
     """The first token of each turn, by its place."""
     places = torch.arange(len(turn), device=turn.device)
     return places.new_zeros(turns).scatter_reduce(0, turn, places, "amin", include_self=False)

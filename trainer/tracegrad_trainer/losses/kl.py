@@ -9,15 +9,13 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from tracegrad_trainer.losses.tokens import Tokens, log_ratio
+from tracegrad_trainer.losses.tokens import PerToken, Tokens, log_ratio
 
 Estimator = Literal["k1", "k2", "k3"]
 
 
-def kl_to_reference(tokens: Tokens, estimator: Estimator, *, unbiased: bool) -> Float[Tensor, " n"]:
+def kl_to_reference(tokens: Tokens, estimator: Estimator, *, unbiased: bool) -> PerToken:
     """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d; 0 for an expert's tokens.
 
     As a loss on the policy's own tokens only k2 has the gradient of the KL: that of k1 is 0 on

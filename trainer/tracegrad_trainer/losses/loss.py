@@ -1,11 +1,14 @@
-"""The parts put together: the loss of one micro-batch, as a sum still to be divided."""
+"""The parts put together: the loss of one micro-batch, as a sum still to be divided.
+
+The value loss and the entropy bonus, which have no kinds to choose from, are here too.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Float64
 from torch import Tensor
 
 from tracegrad_trainer.losses.aggregation import AGGREGATIONS
@@ -16,12 +19,11 @@ from tracegrad_trainer.losses.check_outputs import (
 )
 from tracegrad_trainer.losses.config import ObjectiveSettings
 from tracegrad_trainer.losses.corrections import CORRECTIONS, LEVELS, log_weight, share_of_unit
-from tracegrad_trainer.losses.entropy import entropy_bonus
+from tracegrad_trainer.losses.gae import at_turn_starts
 from tracegrad_trainer.losses.kl import kl_to_reference
 from tracegrad_trainer.losses.ratios import RATIOS
 from tracegrad_trainer.losses.surrogates import SURROGATES
-from tracegrad_trainer.losses.tokens import Tokens
-from tracegrad_trainer.losses.value_loss import predicted_values, value_loss
+from tracegrad_trainer.losses.tokens import PerToken, Scalar, TokenMask, Tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -32,23 +34,23 @@ class LossOutput:
     with its share.
     """
 
-    total: Float[Tensor, ""]  # with gradient
-    units: Float[Tensor, ""]  # this micro-batch's part of the denominator
-    log_ratio: Float[Tensor, " n"]
-    log_w: Float[Tensor, " n"]  # at the correction's level
-    weight: Float[Tensor, " n"]  # the correction's
-    unit: Float[Tensor, " n"]  # a sampled token's share of what has one weight: itself, its turn...
-    clipped: Bool[Tensor, " n"]  # the surrogate's clip or mask acted
-    corrected: Bool[Tensor, " n"]  # the correction changed something
-    masked: Bool[Tensor, " n"]  # the correction took the token out
-    policy: Float[Tensor, ""]  # the terms of `total`
-    each_policy: Float[Tensor, " n"]  # each token's part of `policy`
-    kl: Float[Tensor, ""]
-    value: Float[Tensor, ""]
+    total: Scalar  # with gradient
+    units: Scalar  # this micro-batch's part of the denominator
+    log_ratio: PerToken
+    log_w: PerToken  # at the correction's level
+    weight: PerToken  # the correction's
+    unit: PerToken  # a sampled token's share of what has one weight: itself, its turn...
+    clipped: TokenMask  # the surrogate's clip or mask acted
+    corrected: TokenMask  # the correction changed something
+    masked: TokenMask  # the correction took the token out
+    policy: Scalar  # the terms of `total`
+    each_policy: PerToken  # each token's part of `policy`
+    kl: Scalar
+    value: Scalar
     # What parts summed over rollouts, of the tokens that are here.
     rollout_sums: tuple[Float64[Tensor, " rollouts"], ...]
-    entropy: Float[Tensor, ""]  # 0 or below: a bonus
-    values: Float[Tensor, " n"] | None  # that the value loss is of
+    entropy: Scalar  # 0 or below: a bonus
+    values: PerToken | None  # that the value loss is of
 
 
 def compute_loss(
@@ -77,15 +79,15 @@ def compute_loss(
     policy = each_policy.sum()
     total = policy
     kl = value = entropy = policy.new_zeros((), dtype=dtype)
-    said: Tensor | None = None
+    predicted: Tensor | None = None
     if settings.kl != "none":
         each = kl_to_reference(tokens, settings.kl, unbiased=settings.kl_unbiased)
         kl = settings.kl_coef * (each * share).sum()
         # A KL that is only watched keeps its hands off the graph.
         total = total + kl if settings.kl_coef else total
     if "value" in settings.needs:
-        said = predicted_values(tokens, settings)
-        each = value_loss(replace(tokens, value=said), settings.value_clip)
+        predicted = predicted_values(tokens, settings)
+        each = value_loss(replace(tokens, value=predicted), settings.value_clip)
         value = settings.value_coef * (each * share).sum()
         total = total + value
     if settings.has_entropy:
@@ -109,7 +111,7 @@ def compute_loss(
         value=value.detach(),
         rollout_sums=tuple(asked),
         entropy=entropy.detach(),
-        values=None if said is None else said.detach(),
+        values=None if predicted is None else predicted.detach(),
     )
 
 
@@ -129,3 +131,35 @@ def _correct(settings: ObjectiveSettings, tokens: Tokens) -> tuple[Tensor, Tenso
     )
     log_w = log_weight(tokens, shared).masked_fill(tokens.demonstration, 0.0)
     return log_w, weight.masked_fill(tokens.demonstration, 1.0), changed & tokens.sampled
+
+
+def predicted_values(tokens: Tokens, settings: ObjectiveSettings) -> PerToken:
+    """The value of each token, or with `gae_level` turn of its turn: that of the turn's first
+    token, before anything of it was sampled."""
+    assert tokens.value is not None, "the step brings what `needs` asks for"
+    if settings.gae_level == "turn":
+        return at_turn_starts(tokens.value, tokens.turn, tokens.turns)
+    return tokens.value
+
+
+def value_loss(tokens: Tokens, clip: float | None) -> PerToken:
+    """0.5 max((v - R)^2, (clip(v) - R)^2), v within `clip` of what it was before the step.
+
+    Without `clip` 0.5 (v - R)^2 (PPO, arXiv 1707.06347, as in its authors' code). An expert's
+    tokens are no sample of what the policy earns: 0.
+    """
+    value, old, returns = tokens.value, tokens.old_value, tokens.returns
+    assert value is not None, "the step brings what `needs` asks for"
+    assert old is not None
+    assert returns is not None
+    error = (value - returns).square()
+    if clip is not None:
+        near = torch.clamp(value, old - clip, old + clip)
+        error = torch.maximum(error, (near - returns).square())
+    return (0.5 * error).masked_fill(tokens.demonstration, 0.0)
+
+
+def entropy_bonus(tokens: Tokens) -> PerToken:
+    """Entropy of the policy at each sampled token, in nats, with gradient; 0 at an expert's."""
+    assert tokens.entropy is not None, "the step brings what `has_entropy` asks for"
+    return tokens.entropy.masked_fill(tokens.demonstration, 0.0)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from jaxtyping import Float
 from torch import Tensor
 
 from tracegrad_trainer.losses.config import ObjectiveSettings
 from tracegrad_trainer.losses.registry import Registry
 from tracegrad_trainer.losses.tokens import (
     LOG_RATIO_LIMIT,
+    PerToken,
     Tokens,
     log_ratio,
     rollout_mean,
@@ -28,7 +28,7 @@ RATIOS: Registry[Ratio] = Registry("ratio")
 
 
 @RATIOS.register("token")
-def token(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]:
+def token(tokens: Tokens, settings: ObjectiveSettings) -> PerToken:
     """log pi/old of each token."""
     return log_ratio(tokens.policy_logprobs, tokens.old_logprobs).masked_fill(
         tokens.demonstration, 0.0
@@ -36,14 +36,14 @@ def token(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]:
 
 
 @RATIOS.register("turn")
-def turn(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]:
+def turn(tokens: Tokens, settings: ObjectiveSettings) -> PerToken:
     """Mean over a turn: its tokens share one (geometric-mean) ratio (IPA, arXiv 2512.24873)."""
     each = token(tokens, settings)
     return segment_mean(each, tokens.turn, tokens.turns, tokens.sampled)[tokens.turn]
 
 
 @RATIOS.register("sequence")
-def sequence(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]:
+def sequence(tokens: Tokens, settings: ObjectiveSettings) -> PerToken:
     """Mean over the rollout, its gradient left to each token: s_t = sg[s] pi/sg[pi].
 
     GSPO-token of arXiv 2507.18071: with one advantage a rollout it is GSPO, and advantages may
@@ -54,7 +54,7 @@ def sequence(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]
 
 
 @RATIOS.register("product")
-def product(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]:
+def product(tokens: Tokens, settings: ObjectiveSettings) -> PerToken:
     """Sum over the rollout: the probability of all that was sampled in it (RLOO, arXiv
     2402.14740).
 
@@ -70,13 +70,11 @@ def product(tokens: Tokens, settings: ObjectiveSettings) -> Float[Tensor, " n"]:
     return (whole[tokens.rollout] + straight).masked_fill(tokens.demonstration, 0.0)
 
 
-def _straight(tokens: Tokens) -> Float[Tensor, " n"]:
+def _straight(tokens: Tokens) -> PerToken:
     """0, with the gradient of log pi."""
     return tokens.policy_logprobs - tokens.policy_logprobs.detach()
 
 
-def ratio_to(
-    denominator: Float[Tensor, " n"], tokens: Tokens, settings: ObjectiveSettings
-) -> Float[Tensor, " n"]:
+def ratio_to(denominator: PerToken, tokens: Tokens, settings: ObjectiveSettings) -> PerToken:
     """The chosen ratio with something else than `old` below the line."""
     return RATIOS[settings.ratio](replace(tokens, old_logprobs=denominator), settings)

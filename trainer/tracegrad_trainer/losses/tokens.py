@@ -8,6 +8,14 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+# Shapes of a micro-batch's n trained tokens.
+PerToken = Float[Tensor, " n"]
+TokenMask = Bool[Tensor, " n"]
+TokenIndex = Int[Tensor, " n"]  # of the token's turn, row, rollout or pair, 0, 1, ...
+PerRollout = Float[Tensor, " rollouts"]
+PerSegment = Float[Tensor, " segments"]
+Scalar = Float[Tensor, ""]
+
 # exp of anything beyond is no use in fp32 and turns one odd token into inf.
 LOG_RATIO_LIMIT = 20.0
 
@@ -23,35 +31,35 @@ class Tokens:
     over one is `rollout_sum`.
     """
 
-    policy_logprobs: Float[Tensor, " n"]
-    old_logprobs: Float[Tensor, " n"]
-    rollout_logprobs: Float[Tensor, " n"]  # of an expert's tokens: nothing anybody recorded
-    advantage: Float[Tensor, " n"]
-    score: Float[Tensor, " n"]  # the rollout's reward as it was given
+    policy_logprobs: PerToken
+    old_logprobs: PerToken
+    rollout_logprobs: PerToken  # of an expert's tokens: nothing anybody recorded
+    advantage: PerToken
+    score: PerToken  # the rollout's reward as it was given
     version: Int[Tensor, " n"]
-    demonstration: Bool[Tensor, " n"]
-    turn: Int[Tensor, " n"]  # 0..turns-1, as row, rollout and group
-    row: Int[Tensor, " n"]
-    rollout: Int[Tensor, " n"]
-    group: Int[Tensor, " n"]
+    demonstration: TokenMask
+    turn: TokenIndex  # 0..turns-1, as row, rollout and group
+    row: TokenIndex
+    rollout: TokenIndex
+    group: TokenIndex
     turns: int
     rows: int
     rollouts: int
     groups: int
-    turn_tokens: Float[Tensor, " n"]  # targets of the token's turn, of its rollout and of its
-    rollout_tokens: Float[Tensor, " n"]  # group, in the whole optimizer step
-    group_tokens: Float[Tensor, " n"]
-    rollout_sampled: Float[Tensor, " n"]  # of these the sampled ones, not an expert's
-    group_sampled: Float[Tensor, " n"]
+    turn_tokens: PerToken  # targets of the token's turn, of its rollout and of its
+    rollout_tokens: PerToken  # group, in the whole optimizer step
+    group_tokens: PerToken
+    rollout_sampled: PerToken  # of these the sampled ones, not an expert's
+    group_sampled: PerToken
     pair: Int[Tensor, " rows"]
     label: Int[Tensor, " rows"]
     # What the objective asked for (`ObjectiveSettings.needs`), else None.
-    reference_logprobs: Float[Tensor, " n"] | None = None
-    value: Float[Tensor, " n"] | None = None  # with gradient
-    old_value: Float[Tensor, " n"] | None = None
-    returns: Float[Tensor, " n"] | None = None
-    kto_z: Float[Tensor, ""] | None = None
-    entropy: Float[Tensor, " n"] | None = None  # of the policy; with gradient where it is a term
+    reference_logprobs: PerToken | None = None
+    value: PerToken | None = None  # with gradient
+    old_value: PerToken | None = None
+    returns: PerToken | None = None
+    kto_z: Scalar | None = None
+    entropy: PerToken | None = None  # of the policy; with gradient where it is a term
     # What `LossOutput.rollout_sums` add up to over the step; None: every rollout is whole here.
     rollout_sums: Sequence[Tensor] | None = None
     asked: list[Tensor] | None = None  # `compute_loss` notes here what parts sum over rollouts
@@ -60,28 +68,24 @@ class Tokens:
         return int(self.policy_logprobs.shape[0])
 
     @property
-    def sampled(self) -> Bool[Tensor, " n"]:
+    def sampled(self) -> TokenMask:
         """Not an expert's: the tokens that ratios and mismatch are of."""
         return ~self.demonstration
 
 
-def log_ratio(
-    numerator: Float[Tensor, " n"], denominator: Float[Tensor, " n"]
-) -> Float[Tensor, " n"]:
+def log_ratio(numerator: PerToken, denominator: PerToken) -> PerToken:
     """Their difference, clamped so that its exp is a finite number."""
     return (numerator - denominator).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def log_mismatch(tokens: Tokens) -> Float[Tensor, " n"]:
+def log_mismatch(tokens: Tokens) -> PerToken:
     """log w = log old/mu of each token; 0 for an expert's, which have no mu."""
     return log_ratio(tokens.old_logprobs, tokens.rollout_logprobs).masked_fill(
         tokens.demonstration, 0.0
     )
 
 
-def segment_sum(
-    values: Float[Tensor, " n"], segment: Int[Tensor, " n"], segments: int
-) -> Float[Tensor, " segments"]:
+def segment_sum(values: PerToken, segment: TokenIndex, segments: int) -> PerSegment:
     """Sum over the tokens of each segment (a turn, a row), by the numbers it was given.
 
     In double: a row may have tens of thousands of tokens, and they are added one after the other.
@@ -90,7 +94,7 @@ def segment_sum(
     return wide.new_zeros(segments).index_add(0, segment, wide).to(values.dtype)
 
 
-def rollout_sum(values: Float[Tensor, " n"], tokens: Tokens) -> Float[Tensor, " rollouts"]:
+def rollout_sum(values: PerToken, tokens: Tokens) -> PerRollout:
     """Sum over the tokens of each whole rollout, in all its rows: those in other micro-batches and
     on other ranks too. Without a gradient: what an objective sums over a rollout enters the
     gradient of its tokens as a number.
@@ -107,18 +111,15 @@ def rollout_sum(values: Float[Tensor, " n"], tokens: Tokens) -> Float[Tensor, " 
     return total.to(values.dtype)
 
 
-def rollout_mean(values: Float[Tensor, " n"], tokens: Tokens) -> Float[Tensor, " rollouts"]:
+def rollout_mean(values: PerToken, tokens: Tokens) -> PerRollout:
     """Mean over the sampled tokens of each whole rollout, as `rollout_sum`; 0 where none is."""
     count = rollout_sum(tokens.sampled.to(values.dtype), tokens)
     return rollout_sum(values.masked_fill(tokens.demonstration, 0.0), tokens) / count.clamp(min=1)
 
 
 def segment_mean(
-    values: Float[Tensor, " n"],
-    segment: Int[Tensor, " n"],
-    segments: int,
-    counted: Bool[Tensor, " n"],
-) -> Float[Tensor, " segments"]:
+    values: PerToken, segment: TokenIndex, segments: int, counted: TokenMask
+) -> PerSegment:
     """Mean over the counted tokens of each segment; 0 where none is."""
     total = segment_sum(values.masked_fill(~counted, 0.0), segment, segments)
     return total / segment_sum(counted.to(values.dtype), segment, segments).clamp(min=1)
@@ -133,8 +134,8 @@ class PreferencePairs:
     numbers were not finite: what is left of its pair compares nothing, and is not counted.
     """
 
-    of_token: Int[Tensor, " n"]
-    side: Float[Tensor, " n"]  # 1 chosen, -1 rejected, 0 neither
+    of_token: TokenIndex
+    side: PerToken  # 1 chosen, -1 rejected, 0 neither
     whole: Bool[Tensor, " rows"]
 
 

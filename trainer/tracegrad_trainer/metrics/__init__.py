@@ -4,11 +4,4 @@ from tracegrad_trainer.metrics.config import MetricsSettings, WandbSettings
 from tracegrad_trainer.metrics.names import METRICS, Metric, find_metric
 from tracegrad_trainer.metrics.sinks import MetricSinks
 
-__all__ = [
-    "METRICS",
-    "Metric",
-    "MetricSinks",
-    "MetricsSettings",
-    "WandbSettings",
-    "find_metric",
-]
+__all__ = ["METRICS", "Metric", "MetricSinks", "MetricsSettings", "WandbSettings", "find_metric"]

@@ -1,4 +1,4 @@
-"""Every metric of a step: its name, its unit and what it says. docs/metrics.md has this table.
+"""Every metric of a step: its name, its unit and its meaning. docs/metrics.md has this table.
 
 Names are those of `StepRecord.metrics`. A name that ends in … stands for several: `skipped_…` for
 one a reason, `k3_lag_…` for one a version of lag, `seconds/…` for the table `seconds`, which is
@@ -17,7 +17,7 @@ SKIPPED = "skipped_"
 class Metric:
     unit: str
     what: str
-    clock: bool = False  # by how fast the machine was, so another run of the step says otherwise
+    clock: bool = False  # by how fast the machine was, so it differs in another run of the step
 
 
 SECTIONS: dict[str, dict[str, Metric]] = {

@@ -62,7 +62,7 @@ def trained_turns(metrics: Mapping[str, float]) -> int:
 
 
 def has_gap(metrics: Mapping[str, float]) -> bool:
-    """Whether the step had tokens of the current version; without any, a gap of 0 says nothing."""
+    """Whether the step had tokens of the current version; without any, a gap of 0 means nothing."""
     return "gap_max" in metrics and metrics.get("gap_tokens", 1.0) > 0
 
 

@@ -20,7 +20,7 @@ from tracegrad.store import RolloutFilter
 from tracegrad_trainer.batches import Pairing
 from tracegrad_trainer.batches.config import PredicatePath
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.launch import output_dir
+from tracegrad_trainer.launch.session import check_output_dir
 
 Preset = Literal["sft", "dpo", "kto"]
 
@@ -61,9 +61,7 @@ class SftSettings(BaseModel):
     @model_validator(mode="after")
     def _out_is_free(self) -> Self:
         if self.out is not None:
-            output_dir.check_output_dir(
-                self.out, (self.trainer.model, self.trainer.reference_folder)
-            )
+            check_output_dir(self.out, (self.trainer.model, self.trainer.reference_folder))
         return self
 
     @model_validator(mode="after")

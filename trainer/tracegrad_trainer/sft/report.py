@@ -13,7 +13,7 @@ from typing import Any
 
 from tracegrad.events import Json
 from tracegrad.store import StepRecord
-from tracegrad_trainer.engine import StepResult
+from tracegrad_trainer.engine.step.result import StepResult
 from tracegrad_trainer.metrics import MetricSinks
 from tracegrad_trainer.sft.evaluate import EvalResult
 from tracegrad_trainer.sft.schedule import SftData

@@ -25,9 +25,9 @@ from tracegrad_trainer.engine import (
     init_process_group,
     list_checkpoints,
     load_checkpoint,
-    save_hf,
     train_batch,
 )
+from tracegrad_trainer.engine.checkpoint.hf_export import save_hf
 from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.model import lora
 from tracegrad_trainer.engine.random_state import seed_all

@@ -60,7 +60,7 @@ def format_count(count: int, word: str) -> str:
 
 
 def print_report(report: RenderableType, console: Console) -> None:
-    """On a terminal, and where COLUMNS says how wide, to fit; else in full."""
+    """On a terminal, and where COLUMNS is set, to fit; else in full."""
     if not (console.is_terminal or os.environ.get("COLUMNS", "").isdigit()):
         console.width = _LONGEST
     console.print(report, highlight=False)

@@ -22,7 +22,7 @@ class RankZeroError(RuntimeError):
 
 
 def launch_rank() -> int:
-    """This process' rank as its launcher says, also where there is no process group yet."""
+    """This process' rank by its launcher's variables, also where there is no process group yet."""
     return int(os.environ.get("RANK", "0"))
 
 

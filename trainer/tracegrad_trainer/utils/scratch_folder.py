@@ -1,7 +1,8 @@
-"""Folders that belong to a process: removed by it, or by the next one if it was killed.
+"""Folders that belong to a process, removed by it, or by the next one if it was killed; and folders
+that appear whole or not at all.
 
-The owner holds a lock on its folder (flock), which the kernel gives back however it ends. Whose
-folder it is so shows across pid namespaces, where its pid may be nobody's.
+The owner of a scratch folder holds a lock on it (flock), which the kernel gives back however the
+owner ends. Whose folder it is so shows across pid namespaces, where its pid may be nobody's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -58,3 +61,16 @@ def _lock(folder: Path) -> int | None:
         pass
     os.close(found)
     return None
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder beside, which becomes `folder` when the block ends well, in place of one that
+    was there."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(partial, folder)

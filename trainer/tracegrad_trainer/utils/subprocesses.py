@@ -135,7 +135,7 @@ class ChildProcess:
             os.killpg(self._process.pid, number)
 
     def _last_words(self) -> str:
-        """The last log line that says something, and where the rest is."""
+        """The last log line that is not empty, and where the rest is."""
         lines = [line.strip() for line in self.logged().splitlines() if line.strip()]
         errors = traceback_errors(lines[-200:])
         last = errors[-1] if errors else lines[-1] if lines else ""
@@ -143,11 +143,12 @@ class ChildProcess:
             last = ""  # killed: its last line is about something else
         return f": {last[-300:]} (log: {self.log})" if last else f" (log: {self.log})"
 
-    def logged(self) -> str:
-        """What this process has printed so far."""
+    def logged(self, *, last: int | None = None) -> str:
+        """What this process has printed so far; `last`: so many bytes of it at most."""
         try:
             with self.log.open("rb") as log:
-                log.seek(self._log_start)
+                end = log.seek(0, os.SEEK_END)
+                log.seek(self._log_start if last is None else max(self._log_start, end - last))
                 return log.read().decode(errors="replace")
         except OSError:
             return ""

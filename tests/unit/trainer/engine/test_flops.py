@@ -21,11 +21,12 @@ CUDA = torch.device("cuda")
 
 
 def gemma4(**changes: Any) -> Any:
-    """Its full layers have wider heads and fewer keys than its sliding ones."""
+    """Its full layers have wider heads and fewer keys than its sliding ones. Without storage."""
     layers = ["sliding_attention", "full_attention"]
     wide = {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
     sizes = tiny_sizes(61, head_dim=8, layer_types=layers, pad_token_id=0, **wide, **changes)
-    return AutoModelForCausalLM.from_config(Gemma4TextConfig(**sizes))
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(Gemma4TextConfig(**sizes))
 
 
 def test_a_mixture_may_name_its_experts_otherwise() -> None:

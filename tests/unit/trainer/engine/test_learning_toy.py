@@ -1,6 +1,6 @@
-"""The whole room on a toy: say an even number. Reward rises; with the controls it does not.
+"""All of a step on a toy: say an even number. Reward rises; with the controls it does not.
 
-`test_objectives_learning` has the same for objectives alone, on a table instead of a model.
+`losses/test_learning` has the same for objectives alone, on a table instead of a model.
 """
 
 from __future__ import annotations
@@ -12,28 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
+from support.trainer.learners import build
 from support.trainer.row_samples import Group, Sample, tiny_model, turn
 from tracegrad_trainer.batches import BatchSettings, TrainingSelection, micro_batch, rows_of, select
 from tracegrad_trainer.batches.preferences import labelled_rows, mismatched_rows, preference_pairs
 from tracegrad_trainer.engine import (
-    FsdpSettings,
     Learner,
-    OptimSettings,
-    build_model,
-    shard,
     train_batch,
 )
-from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.forward import to_inputs
-from tracegrad_trainer.engine.model.reference import build_reference
 from tracegrad_trainer.losses import (
     PRESETS,
     AdvantageMemory,
     ObjectiveSettings,
     compute_advantages,
-    preset,
 )
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -69,24 +62,6 @@ def rewards(groups: list[Group]) -> list[float]:
     return [sample.reward for group in groups for sample in group.rollouts]
 
 
-def learner_of(folder: Path, seed: int, objective: ObjectiveSettings, lr: float) -> Learner:
-    """A tiny model under an objective, with what that needs beside it."""
-    settings = FsdpSettings(device="cpu")
-    mesh = init_device_mesh("cpu", (1,))
-    tiny_model(folder, seed=seed)
-    model = build_model(folder, settings)
-    if "value" in objective.needs:
-        value_head.attach_value_head(model)
-    needs_reference = "reference" in objective.needs
-    return Learner(
-        shard(model, mesh, settings),
-        mesh,
-        objective,
-        OptimSettings(lr=lr, max_grad_norm=1.0),
-        reference=build_reference(folder, mesh, settings) if needs_reference else None,
-    )
-
-
 def chosen(
     groups: list[Group], objective: ObjectiveSettings, version: int, memory: AdvantageMemory
 ) -> TrainingSelection:
@@ -120,8 +95,9 @@ def train(
     """Mean reward of the first and the last two batches."""
     torch.manual_seed(seed)
     order = np.random.default_rng(seed)
-    learner = learner_of(folder, seed, preset(name), lr)
-    learner.optim = learner.optim.model_copy(update={"minibatches": minibatches, "epochs": epochs})
+    tiny_model(folder, seed=seed)
+    steps = {"minibatches": minibatches, "epochs": epochs}
+    learner = build(folder, name, reference=folder, lr=lr, max_grad_norm=1.0, **steps)
     memory: AdvantageMemory = {}
     means = []
     for version in range(STEPS):

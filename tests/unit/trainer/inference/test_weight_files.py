@@ -76,7 +76,7 @@ time.sleep(600)
 
 
 def test_what_a_killed_trainer_left_is_swept_and_nothing_of_a_live_one(tmp_path: Path) -> None:
-    """Whatever pids there are to be seen: only the lock tells."""
+    """Whatever pids there are to be seen: only the lock counts."""
     command = [sys.executable, "-c", OWNER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         try:

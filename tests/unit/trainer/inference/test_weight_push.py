@@ -102,7 +102,6 @@ def test_a_push_walks_in_order(peers: Peers, pusher: WeightPusher) -> None:
     assert pusher.version == 1
     stages = ["write", "hold", "pause", "load", "set_version", "resume", "verify", "release"]
     assert list(report.seconds) == stages
-    assert report.total == pytest.approx(sum(report.seconds.values()))
 
 
 def test_a_refused_update_puts_the_checkpoint_back(peers: Peers, pusher: WeightPusher) -> None:

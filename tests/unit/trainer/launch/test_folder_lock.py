@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from support.trainer.prepared_run import fill, save_smallest_model, settings_of, steps_of
+from support.trainer.ranks import run_program
 from tracegrad_trainer.launch import folder_lock
 from tracegrad_trainer.launch.folder_lock import FolderLockedError, lock_for_command, lock_for_ranks
 from tracegrad_trainer.launch.run_state import RunState, read_state
+from tracegrad_trainer.rl import offline_worker
 
 
 @pytest.fixture(autouse=True)
@@ -48,23 +48,16 @@ def test_ranks_started_by_hand_leave_a_folder_in_use_as_it_is(tmp_path: Path) ->
     file = tmp_path / "settings.json"
     file.write_text(settings.model_dump_json())
     RunState(settings.state_dir, "ranks").update(stage="training")
-    command = [
-        sys.executable,
-        "-m",
-        "tracegrad_trainer.rl.offline_worker",
-        str(file),
-        "--steps",
-        "1",
-    ]
+    arguments = [str(file), "--steps", "1"]
     with lock_for_ranks(settings.state_dir):
-        second = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert second.returncode == 1
-    [line] = [line for line in second.stderr.splitlines() if "in use" in line]
+        code, written = run_program(offline_worker.main, arguments)
+    assert code == 1
+    [line] = [line for line in written.splitlines() if "in use" in line]
     assert line.startswith(f"FolderLockedError: state_dir: {settings.state_dir} is in use by ")
-    assert "Traceback" not in second.stderr
+    assert "Traceback" not in written
     state = read_state(settings.state_dir, "ranks")
     assert state is not None
     assert state["stage"] == "training", "the other one's state is its own"
-    alone = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert alone.returncode == 0, alone.stderr
+    code, written = run_program(offline_worker.main, arguments)
+    assert code == 0, written
     assert len(steps_of(settings.proxy.store)) == 1

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from support.trainer.loss_tokens import made, tokens
-from tracegrad_trainer.losses import (
-    ObjectiveSettings,
-    Tokens,
-    compute_loss,
+from tracegrad_trainer.losses import ObjectiveSettings, Tokens, compute_loss, preset
+from tracegrad_trainer.losses.diagnostics import (
     diagnostic_maxima,
     diagnostic_sums,
-    preset,
     summarise_diagnostics,
 )
 

@@ -11,13 +11,10 @@ from types import ModuleType
 import pytest
 
 from support.trainer.loss_tokens import tokens
-from tracegrad_trainer.losses import (
-    PRESETS,
-    ObjectiveSettings,
-    compute_loss,
+from tracegrad_trainer.losses import PRESETS, ObjectiveSettings, compute_loss, preset
+from tracegrad_trainer.losses.diagnostics import (
     diagnostic_maxima,
     diagnostic_sums,
-    preset,
     summarise_diagnostics,
 )
 from tracegrad_trainer.losses.part_names import PARTS

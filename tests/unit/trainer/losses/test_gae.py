@@ -24,7 +24,7 @@ def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def plain(value: Tensor, reward: Tensor, row: Tensor, gamma: float, lam: float) -> list[float]:
-    """The definition, summed anew for every token."""
+    """The definition, summed for every token."""
     v, r, rows_ = value.tolist(), reward.tolist(), row.tolist()
     found = []
     for t in range(len(v)):

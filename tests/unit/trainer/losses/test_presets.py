@@ -12,14 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.trainer.loss_tokens import made, micro_batches, tokens
-from tracegrad_trainer.losses import (
-    PRESETS,
-    ObjectiveSettings,
-    Tokens,
-    compute_loss,
+from tracegrad_trainer.losses import PRESETS, ObjectiveSettings, Tokens, compute_loss, preset
+from tracegrad_trainer.losses.diagnostics import (
     diagnostic_maxima,
     diagnostic_sums,
-    preset,
     summarise_diagnostics,
 )
 from tracegrad_trainer.losses.part_names import PARTS

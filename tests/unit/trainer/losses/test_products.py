@@ -22,13 +22,10 @@ from support.trainer.row_samples import tiny_model
 from tracegrad_trainer.batches import pack
 from tracegrad_trainer.engine.model.forward import TargetContext
 from tracegrad_trainer.engine.step.rollout_sums import with_rollout_sums
-from tracegrad_trainer.losses import (
-    ObjectiveSettings,
-    Tokens,
-    compute_loss,
+from tracegrad_trainer.losses import ObjectiveSettings, Tokens, compute_loss, preset
+from tracegrad_trainer.losses.diagnostics import (
     diagnostic_maxima,
     diagnostic_sums,
-    preset,
     summarise_diagnostics,
 )
 

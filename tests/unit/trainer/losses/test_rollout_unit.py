@@ -20,15 +20,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from support.trainer.loss_tokens import FIELDS, made, micro_batches, tokens
-from tracegrad_trainer.losses import (
-    PRESETS,
-    ObjectiveSettings,
-    Tokens,
-    compute_loss,
-    diagnostic_maxima,
-    diagnostic_sums,
-    preset,
-)
+from tracegrad_trainer.losses import PRESETS, ObjectiveSettings, Tokens, compute_loss, preset
+from tracegrad_trainer.losses.diagnostics import diagnostic_maxima, diagnostic_sums
 from tracegrad_trainer.losses.part_names import PARTS
 
 Numbers = NDArray[np.float64]

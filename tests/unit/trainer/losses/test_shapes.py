@@ -20,7 +20,7 @@ MODULES = (
     *(f"engine.model.{name}" for name in ("chunked_logprobs", "forward", "lm_head", "value_head")),
     *(f"engine.step.{name}" for name in ("accumulate", "epochs", "prepass", "rollout_sums")),
     *(f"losses.{name}" for name in ("aggregation", "corrections", "diagnostics", "gae", "kl")),
-    *(f"losses.{name}" for name in ("loss", "ratios", "surrogates", "tokens", "value_loss")),
+    *(f"losses.{name}" for name in ("loss", "ratios", "surrogates", "tokens")),
 )
 PACKAGES = ",".join(f"tracegrad_trainer.{module}" for module in MODULES)
 # Of every file what one pass over its modules needs. What is compiled cannot be checked.
@@ -49,6 +49,7 @@ from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.attention.masked import ScoreTransform, masked_attention
 from tracegrad_trainer.engine.model.chunked_logprobs import chunked_logprobs
 from tracegrad_trainer.engine.model.forward import TargetContext
+from tracegrad_trainer.engine.model.lm_head import _alike
 from tracegrad_trainer.engine.step.accumulate import not_finite
 from tracegrad_trainer.losses import preset
 
@@ -71,6 +72,9 @@ def test_wrong_shapes_are_refused():
     refused(not_finite, [four[None]])
     hidden, weight = torch.zeros(4, 3), torch.zeros(7, 3)
     refused(chunked_logprobs, hidden, weight, None, torch.zeros(5, dtype=torch.int64), None)
+    logits = torch.zeros(1, 2, 7)
+    refused(_alike, logits, logits[0], torch.float32)
+    refused(_alike, logits, logits.long(), torch.float32)
     heads = torch.zeros(1, 2, 4, 8)
     refused(masked_attention, heads, heads, heads[:, :, 1:], ScoreTransform(), None)
 """

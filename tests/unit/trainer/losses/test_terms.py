@@ -12,7 +12,7 @@ from torch import Tensor
 from support.trainer.loss_tokens import made, part, tokens
 from tracegrad_trainer.losses import Tokens, compute_loss, preset
 from tracegrad_trainer.losses.kl import kl_to_reference
-from tracegrad_trainer.losses.value_loss import value_loss
+from tracegrad_trainer.losses.loss import value_loss
 
 
 def fan_out() -> Tokens:
@@ -121,7 +121,7 @@ def kl_gradients(
     """By the logits of a policy over a few tokens, all of which are enumerated: of the KL itself,
     and what each estimator says in expectation over tokens that mu sampled (and `recorded`, if it
     is given, is said to have). `old` is the policy's own, as at a batch's first step."""
-    told = mu if recorded is None else recorded
+    recorded_logprobs = mu if recorded is None else recorded
     logits = logits.clone().requires_grad_()
     logp = logits.log_softmax(0)
     (exact,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits)
@@ -129,7 +129,7 @@ def kl_gradients(
     for name, unbiased in FORMS:
         logs = logits.log_softmax(0)
         given = replace(
-            tokens(logs.tolist(), mu=told.tolist(), reference=reference.tolist()),
+            tokens(logs.tolist(), mu=recorded_logprobs.tolist(), reference=reference.tolist()),
             policy_logprobs=logs,
         )
         each = kl_to_reference(given, name, unbiased=unbiased)  # type: ignore[arg-type]

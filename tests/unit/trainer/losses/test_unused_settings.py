@@ -25,7 +25,6 @@ from tracegrad_trainer.losses import (
     preset,
 )
 from tracegrad_trainer.losses.config import drop_unused
-from tracegrad_trainer.losses.entropy import next_coef
 from tracegrad_trainer.losses.gae import first_of_turns, gae, gae_of_turns
 from tracegrad_trainer.losses.part_names import CHOICES, PARTS, WHERE_SET
 
@@ -135,7 +134,7 @@ def outcome(settings: ObjectiveSettings) -> list[Tensor]:
     )
     read = settings.surrogate not in ("sft", "dpo", "kto")
     after = torch.tensor(memory_after if read and settings.advantage == "running" else [0.0])
-    coef = torch.tensor(next_coef(settings, settings.entropy_coef, 0.4))
+    coef = torch.tensor(settings.next_entropy_coef(settings.entropy_coef, 0.4))
     return [done.total.detach(), done.units, *slopes, done.masked, done.clipped, after, coef]
 
 

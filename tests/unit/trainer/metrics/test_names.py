@@ -53,7 +53,7 @@ def test_every_recorded_number_is_in_the_table(recorded: dict[str, float]) -> No
 
 
 def test_every_metric_of_the_table_is_recorded(recorded: dict[str, float]) -> None:
-    told = {
+    seen = {
         known
         for known in METRICS
         if any(
@@ -61,7 +61,7 @@ def test_every_metric_of_the_table_is_recorded(recorded: dict[str, float]) -> No
             for name in recorded
         )
     }
-    assert set(METRICS) - told - SOMETIMES == set()
+    assert set(METRICS) - seen - SOMETIMES == set()
     assert set(METRICS) >= SOMETIMES
 
 
@@ -98,8 +98,8 @@ def test_a_name_of_a_family_has_its_unit() -> None:
 def test_speed_is_tokens_over_time_and_mfu_flops_over_the_peak() -> None:
     assert throughput_metrics(300.0, 1.5) == {"tokens_per_second": 200.0}
     assert throughput_metrics(300.0, 1.5, flops=6e9, peak=None) == {"tokens_per_second": 200.0}
-    told = throughput_metrics(300.0, 1.5, flops=6e9, peak=2 * 5e9)
-    assert told == {"tokens_per_second": 200.0, "mfu": pytest.approx(0.4)}
+    found = throughput_metrics(300.0, 1.5, flops=6e9, peak=2 * 5e9)
+    assert found == {"tokens_per_second": 200.0, "mfu": pytest.approx(0.4)}
     assert throughput_metrics(300.0, 0.0) == {}
 
 

@@ -66,7 +66,7 @@ def test_a_step_is_flat_numbers() -> None:
     )
 
 
-def test_a_push_is_told_with_its_gap() -> None:
+def test_a_push_is_written_with_its_gap() -> None:
     detail = {"seconds": {"send": 1.5, "pause": 0.5}, "gap": {"tokens": 8, "mean": 0.1, "max": 0.2}}
     served = push_point(PolicyVersion(4, 3, "serving", 7.0, detail))
     assert served == MetricPoint(
@@ -107,7 +107,7 @@ def test_the_port_is_free_again_after_close(tmp_path: Path) -> None:
     MetricSinks.open(MetricsSettings(prometheus_port=port), tmp_path).close()
 
 
-def test_prometheus_listens_on_loopback_unless_told_otherwise(tmp_path: Path) -> None:
+def test_prometheus_listens_on_loopback_unless_set_otherwise(tmp_path: Path) -> None:
     sinks = MetricSinks.open(MetricsSettings(prometheus_port=0), tmp_path)
     [prometheus] = sinks.sinks
     assert isinstance(prometheus, PrometheusSink)
@@ -125,8 +125,8 @@ def test_tensorboards_event_file_is_read_back(tmp_path: Path) -> None:
     sinks.close()
     events = reading.EventAccumulator(str(tmp_path / "board"))
     events.Reload()
-    told = [(event.step, event.value, event.wall_time) for event in events.Scalars("loss")]
-    assert told == [(1, 0.125, 1001.0), (2, 0.25, 1002.0)]
+    scalars = [(event.step, event.value, event.wall_time) for event in events.Scalars("loss")]
+    assert scalars == [(1, 0.125, 1001.0), (2, 0.25, 1002.0)]
     assert {"seconds/wait", "skipped_stale", "policy_version"} <= set(events.Tags()["scalars"])
 
 
@@ -142,11 +142,11 @@ def test_a_wandb_run_is_written_and_gone_on_with(
         sinks.close()
         assert not sinks.failures
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
-    assert [told(run) for run in runs] == [{"step": 1, "loss": 0.125}, {"step": 2, "loss": 0.25}]
+    assert [logged(run) for run in runs] == [{"step": 1, "loss": 0.125}, {"step": 2, "loss": 0.25}]
     assert len({next(run.glob("*.wandb")).name for run in runs}) == 1, "one run for them"
 
 
-def told(run: Path) -> dict[str, float]:
+def logged(run: Path) -> dict[str, float]:
     """Step and loss of the only line in an offline run's file."""
     file = next(run.glob("*.wandb"))
     # W&B's own process writes, and may still do so when the run is finished here.

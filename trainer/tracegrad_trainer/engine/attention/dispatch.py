@@ -1,8 +1,8 @@
 """Attention over packed rows: no row sees another, and no [T, T] mask where none is needed.
 
 transformers hands the keyword arguments of a model's forward on to the attention of each layer.
-`row_arguments` makes of a micro-batch the one that says where its rows are, and the attention that
-is registered here under our names leaves the work to it: `PackedRowAttention`,
+`row_arguments` makes of a micro-batch the argument that holds where its rows are, and the attention
+that is registered here under our names calls it: `PackedRowAttention`,
 `VarlenRowAttention` or `TreeRowAttention`.
 """
 
@@ -12,13 +12,19 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Int64, Shaped
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from tracegrad_trainer.batches import MicroBatch
-from tracegrad_trainer.engine.attention.masked import ScoreTransform
+from tracegrad_trainer.engine.attention.masked import (
+    Attended,
+    Keys,
+    Queries,
+    ScoreTransform,
+    Values,
+)
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 from tracegrad_trainer.engine.attention.tree import TreeRowAttention
 from tracegrad_trainer.engine.attention.varlen import VarlenRowAttention
@@ -34,19 +40,15 @@ class RowAttention(Protocol):
     """Where the rows of a pack are, and how their tokens attend."""
 
     def attend(
-        self,
-        query: Float[Tensor, "1 heads tokens width"],
-        key: Float[Tensor, "1 kv_heads tokens width"],
-        value: Float[Tensor, "1 kv_heads tokens value_width"],
-        scores: ScoreTransform,
-    ) -> Float[Tensor, "1 tokens heads value_width"]: ...
+        self, query: Queries, key: Keys, value: Values, scores: ScoreTransform
+    ) -> Attended: ...
 
 
 def attention_of_rows(
     module: nn.Module,
-    query: Float[Tensor, "1 heads tokens width"],
-    key: Float[Tensor, "1 kv_heads tokens width"],
-    value: Float[Tensor, "1 kv_heads tokens value_width"],
+    query: Queries,
+    key: Keys,
+    value: Values,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -55,7 +57,7 @@ def attention_of_rows(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Float[Tensor, "1 tokens heads value_width"], None]:
+) -> tuple[Attended, None]:
     """transformers' attention interface.
 
     Raises:

@@ -9,6 +9,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+# Of all rows of a pack, one behind the other.
+Queries = Float[Tensor, "1 heads tokens width"]
+Keys = Float[Tensor, "1 kv_heads tokens width"]
+Values = Float[Tensor, "1 kv_heads tokens value_width"]
+Attended = Float[Tensor, "1 tokens heads value_width"]
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ScoreTransform:

@@ -9,7 +9,15 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from tracegrad_trainer.engine.attention.masked import ScoreTransform, causal_mask, masked_attention
+from tracegrad_trainer.engine.attention.masked import (
+    Attended,
+    Keys,
+    Queries,
+    ScoreTransform,
+    Values,
+    causal_mask,
+    masked_attention,
+)
 
 # Rows shorter than this share of the longest in their block start a block of their own.
 _ALIKE = 0.6
@@ -41,13 +49,7 @@ class PackedRowAttention:
             offset += len(block) * longest
         self.back = torch.from_numpy(back).to(device)  # [T] places in the flattened blocks
 
-    def attend(
-        self,
-        query: Float[Tensor, "1 heads tokens width"],
-        key: Float[Tensor, "1 kv_heads tokens width"],
-        value: Float[Tensor, "1 kv_heads tokens value_width"],
-        scores: ScoreTransform,
-    ) -> Float[Tensor, "1 tokens heads value_width"]:
+    def attend(self, query: Queries, key: Keys, value: Values, scores: ScoreTransform) -> Attended:
         heads, tokens, _ = query.shape[1:]
         assert query.shape[0] == 1
         assert self.back.shape == (tokens,)

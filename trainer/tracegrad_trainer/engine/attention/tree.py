@@ -13,12 +13,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from tracegrad_trainer.engine.attention.masked import ScoreTransform, masked_attention
+from tracegrad_trainer.engine.attention.masked import (
+    Attended,
+    Keys,
+    Queries,
+    ScoreTransform,
+    Values,
+    masked_attention,
+)
 
 # Of compiled flex attention: heads narrower than this it refuses; and graphs of it.
 _NARROWEST_HEAD = 16
@@ -44,25 +51,13 @@ class TreeRowAttention:
         self._masks: dict[int | None, list[Tensor]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
 
-    def attend(
-        self,
-        query: Float[Tensor, "1 heads tokens width"],
-        key: Float[Tensor, "1 kv_heads tokens width"],
-        value: Float[Tensor, "1 kv_heads tokens value_width"],
-        scores: ScoreTransform,
-    ) -> Float[Tensor, "1 tokens heads value_width"]:
+    def attend(self, query: Queries, key: Keys, value: Values, scores: ScoreTransform) -> Attended:
         narrow = min(query.shape[-1], value.shape[-1]) < _NARROWEST_HEAD
         if query.is_cuda and scores.sinks is None and not narrow:
             return self.flex(query, key, value, scores, compiled=True)
         return self.exact(query, key, value, scores)
 
-    def exact(
-        self,
-        query: Float[Tensor, "1 heads tokens width"],
-        key: Float[Tensor, "1 kv_heads tokens width"],
-        value: Float[Tensor, "1 kv_heads tokens value_width"],
-        scores: ScoreTransform,
-    ) -> Float[Tensor, "1 tokens heads value_width"]:
+    def exact(self, query: Queries, key: Keys, value: Values, scores: ScoreTransform) -> Attended:
         q, k, v = (torch.split(x, self.row_lengths, 2) for x in (query, key, value))
         masks = self._row_masks(scores.window)
         parts = [
@@ -72,14 +67,8 @@ class TreeRowAttention:
         return torch.cat(parts, 2).transpose(1, 2)
 
     def flex(
-        self,
-        query: Float[Tensor, "1 heads tokens width"],
-        key: Float[Tensor, "1 kv_heads tokens width"],
-        value: Float[Tensor, "1 kv_heads tokens value_width"],
-        scores: ScoreTransform,
-        *,
-        compiled: bool,
-    ) -> Float[Tensor, "1 tokens heads value_width"]:
+        self, query: Queries, key: Keys, value: Values, scores: ScoreTransform, *, compiled: bool
+    ) -> Attended:
         cap = scores.softcap
 
         def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

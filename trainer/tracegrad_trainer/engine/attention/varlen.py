@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
-from tracegrad_trainer.engine.attention.masked import ScoreTransform
+from tracegrad_trainer.engine.attention.masked import (
+    Attended,
+    Keys,
+    Queries,
+    ScoreTransform,
+    Values,
+)
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 
 # The flash kernels' widest head; they also want a multiple of 8.
@@ -29,13 +34,7 @@ class VarlenRowAttention:
         lengths = torch.tensor([0, *row_lengths])
         self.starts = lengths.cumsum(0, dtype=torch.int32).to(device)  # [rows + 1]
 
-    def attend(
-        self,
-        query: Float[Tensor, "1 heads tokens width"],
-        key: Float[Tensor, "1 kv_heads tokens width"],
-        value: Float[Tensor, "1 kv_heads tokens value_width"],
-        scores: ScoreTransform,
-    ) -> Float[Tensor, "1 tokens heads value_width"]:
+    def attend(self, query: Queries, key: Keys, value: Values, scores: ScoreTransform) -> Attended:
         """Layers that the kernel has not (soft caps, sinks, odd heads) go in padded blocks."""
         width = query.shape[-1]
         fits = width == value.shape[-1] and width <= _WIDEST_HEAD and width % 8 == 0
@@ -46,29 +45,14 @@ class VarlenRowAttention:
         before = -1 if scores.window is None else scores.window - 1
         if before >= self.longest:
             before = -1  # with which the kernel knows that it is plainly causal
-        out = varlen_kernel(
-            q,
-            k,
-            v,
-            self.starts,
-            self.starts,
-            self.longest,
-            self.longest,
-            scale=scores.scale,
-            window_size=(before, 0),
-            enable_gqa=k.shape[1] != q.shape[1],
+        places = (self.starts, self.starts, self.longest, self.longest)  # of queries, of keys
+        gqa = k.shape[1] != q.shape[1]
+        out = varlen_attn(
+            q, k, v, *places, scale=scores.scale, window_size=(before, 0), enable_gqa=gqa
         )
+        assert isinstance(out, Tensor)
         return out[None]
 
     @cached_property
     def _blocks(self) -> PackedRowAttention:
         return PackedRowAttention(self.row_lengths, self.starts.device)
-
-
-def varlen_kernel(*args: Any, **kwargs: Any) -> Tensor:
-    """torch's `varlen_attn`, imported where it is used: older releases have none."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    out: Any = varlen_attn(*args, **kwargs)
-    assert isinstance(out, Tensor)
-    return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -16,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from tracegrad_trainer.engine.model.blocks import transformer_blocks
+from tracegrad_trainer.engine.model.hf_config import transformer_blocks
 from tracegrad_trainer.engine.model.lora import merged_tensors
+from tracegrad_trainer.utils.scratch_folder import replacing_folder
 
 # Beside the weights in a model folder, and not the trainer's to change.
 _COMPANIONS = (
@@ -91,22 +91,12 @@ def save_hf(
         # Only now may anything fail: the other ranks are out of the collectives.
         config: Any = copy.deepcopy(model.config)
         config.dtype = next(iter(weights.values())).dtype
-        _write(Path(folder), dict(as_hf_tensors(model, weights.items())), config, companions_from)
-
-
-def _write(
-    folder: Path, weights: dict[str, Tensor], config: Any, companions_from: Path | str | None
-) -> None:
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(partial)
-    if companions_from is not None:
-        copy_tokenizer_files(companions_from, partial)
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(partial, folder)
+        tensors = dict(as_hf_tensors(model, weights.items()))
+        with replacing_folder(Path(folder)) as partial:
+            save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+            config.save_pretrained(partial)
+            if companions_from is not None:
+                copy_tokenizer_files(companions_from, partial)
 
 
 def copy_tokenizer_files(folder: Path | str, into: Path) -> None:

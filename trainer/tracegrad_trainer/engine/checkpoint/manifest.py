@@ -130,8 +130,8 @@ def _missing(folder: Path) -> str | None:
     except FileNotFoundError:
         return f"checkpoint part {manifest} is missing"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        said = str(error).partition("\n")[0]
-        return f"checkpoint part {manifest} cannot be read: {type(error).__name__}: {said}"
+        line = str(error).partition("\n")[0]
+        return f"checkpoint part {manifest} cannot be read: {type(error).__name__}: {line}"
     for name, (size, _) in sorted(files.items()):
         part = folder / name
         if not part.is_file():

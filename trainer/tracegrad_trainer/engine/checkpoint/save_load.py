@@ -3,8 +3,8 @@
 A checkpoint is a folder `step-00000012`, written under another name and renamed when every rank
 is done. It can be loaded by another number of ranks.
 
-`Saver.start` only copies the shards; a thread of each rank writes them while training goes on,
-over a process group of its own: collectives of two threads must not meet in one group.
+`CheckpointSaver.start` only copies the shards; a thread of each rank writes them while training
+goes on, over a process group of its own: collectives of two threads must not meet in one group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -77,7 +73,7 @@ class CheckpointSaver:
         """Copies what checkpoint `step` is made of and begins to write it -> its folder.
 
         `counters` is JSON-able and comes back from `load_checkpoint`. `parent` (rank 0's counts)
-        says of the weights that the step began with: {"step", "digest"} of their checkpoint's
+        names the weights that the step began with: {"step", "digest"} of their checkpoint's
         manifest; None: the model folder's. What was being written before must have been awaited.
         A collective.
         """
@@ -96,7 +92,7 @@ class CheckpointSaver:
             "counters": copy.deepcopy(counters),
         }
         bound = sum(p.numel() * p.element_size() for p in learner.model.parameters())
-        # Until it says otherwise: a thread that dies of what nobody foresaw has written nothing.
+        # Until the thread replaces it: one that dies of an unforeseen error has written nothing.
         self._error = "its writer ended early (the log says of what)"
         self._writing = threading.Thread(
             target=self._write, args=(copied, own, bound), name="checkpoint", daemon=True
@@ -123,15 +119,14 @@ class CheckpointSaver:
         if error is not None:
             raise CheckpointError(f"checkpoint {self._folder} not written: {error}")
 
-    def prune(self, *, keep: int, keep_every: int | None = None, but: Iterable[int] = ()) -> None:
-        """Drops old checkpoints: the newest `keep` stay, every `keep_every`th, and steps `but`.
+    def prune(self, *, keep: int, keep_every: int | None = None) -> None:
+        """Drops old checkpoints: the newest `keep` stay, and every `keep_every`th.
 
         Those of later steps than the last one that was started stay too, and do not count: they
         are of another store or of a time before a restore, and would push out the one just made.
         """
         if not self._first:
             return
-        stay = set(but)
         last = None if self._folder == self.root else checkpoint_step(self._folder)
         made = [
             one
@@ -139,8 +134,7 @@ class CheckpointSaver:
             if last is None or checkpoint_step(one) <= last
         ]
         for old in made[:-keep]:
-            step = checkpoint_step(old)
-            if step not in stay and not (keep_every and step % keep_every == 0):
+            if not (keep_every and checkpoint_step(old) % keep_every == 0):
                 shutil.rmtree(old, ignore_errors=True)
 
     def _write(self, state: dict[str, Any], own: dict[str, Any], bound: int) -> None:
@@ -180,21 +174,6 @@ class CheckpointSaver:
         return error[0]
 
 
-def save_checkpoint(
-    learner: Learner, root: Path, step: int, counters: dict[str, Any], *, keep: int
-) -> Path:
-    """Write checkpoint `step` on all ranks, drop the oldest beyond `keep` -> folder in `root`.
-
-    Raises:
-        CheckpointError: as `Saver.wait`.
-    """
-    saver = CheckpointSaver(root)
-    folder = saver.start(learner, step, counters)
-    saver.wait()
-    saver.prune(keep=keep)
-    return folder
-
-
 def load_checkpoint(
     learner: Learner, folder: Path | str, *, digest: str | None = None
 ) -> dict[str, Any]:
@@ -213,12 +192,7 @@ def load_checkpoint(
     verify_contents(folder, share=(dist.get_rank(), dist.get_world_size()))
     state = _state(learner)
     template = {**state, (key := f"random-{dist.get_rank()}"): ""}
-    try:
-        load(template, checkpoint_id=folder, planner=_Strict({key}))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"checkpoint {folder} not read: {error}") from error
-    except CheckpointException as error:
-        raise CheckpointError(f"checkpoint {folder} not read: {root_cause(error)}") from error
+    _load(template, folder, planner=_Strict({key}))
     set_state_dict(
         learner.model,
         learner.optimizer,
@@ -245,10 +219,14 @@ def load_weights(state: dict[str, Any], folder: Path, *, digest: str | None = No
     """
     read_manifest(folder, digest=digest)
     verify_contents(folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose
+        _load({"model": state}, folder, no_dist=True)
+
+
+def _load(state: dict[str, Any], folder: Path, **how: Any) -> None:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose
-            load({"model": state}, checkpoint_id=folder, no_dist=True)
+        load(state, checkpoint_id=folder, **how)
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"checkpoint {folder} not read: {error}") from error
     except CheckpointException as error:
@@ -295,15 +273,6 @@ def _finish(partial: Path, folder: Path, own: dict[str, Any], files: dict[str, l
 
 
 def _refuse_full_disk(root: Path, weights: int) -> None:
-    """OSError if the disk is full: torch says of that only where its writer stood."""
+    """OSError if the disk is full: torch's own error does not name that cause."""
     if shutil.disk_usage(root).free < 3 * weights:  # and two moments of each
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
-
-
-__all__ = [
-    "CheckpointError",
-    "CheckpointSaver",
-    "list_checkpoints",
-    "load_checkpoint",
-    "save_checkpoint",
-]

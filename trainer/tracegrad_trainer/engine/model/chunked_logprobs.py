@@ -15,6 +15,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+Hidden = Float[Tensor, "rows hidden"]
+Weight = Float[Tensor, "vocabulary hidden"]
+Bias = Float[Tensor, " vocabulary"]
+Logits = Float[Tensor, "rows vocabulary"]
+PerRow = Float[Tensor, " rows"]
+Column = Float[Tensor, "rows 1"]
+
 # Logits held at a time: 128 MB of float32, or 512 MB where memory is a GPU's.
 MAX_LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
 
@@ -39,16 +46,16 @@ IDENTITY = LogitTransform()
 
 
 def chunked_logprobs(
-    hidden: Float[Tensor, "n hidden"],
-    weight: Float[Tensor, "vocabulary hidden"],
-    bias: Float[Tensor, " vocabulary"] | None,
-    labels: Int[Tensor, " n"],
-    temperature: Float[Tensor, " n"] | None,
+    hidden: Hidden,
+    weight: Weight,
+    bias: Bias | None,
+    labels: Int[Tensor, " rows"],
+    temperature: PerRow | None,
     *,
     shape: LogitTransform = IDENTITY,
     elements: int | None = None,
     entropy_gradient: bool = False,
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+) -> tuple[PerRow, PerRow]:
     """log softmax(logits / temperature) at the labels, with gradient, and the entropy in nats, with
     gradient only where `entropy_gradient` asks for it; float32 (float64 of float64 inputs). A
     `temperature` of None is 1 everywhere.
@@ -56,11 +63,9 @@ def chunked_logprobs(
     Matrix products are made in the inputs' type, everything behind them in float32. A gradient of
     the entropy has the logits multiplied again in backward, whatever fits into one chunk.
     """
-    most = (
-        MAX_LOGIT_ELEMENTS.get(hidden.device.type, MAX_LOGIT_ELEMENTS["cpu"])
-        if elements is None
-        else elements
-    )
+    most = elements
+    if most is None:
+        most = MAX_LOGIT_ELEMENTS.get(hidden.device.type, MAX_LOGIT_ELEMENTS["cpu"])
     # hidden, weight and bias first: `backward` counts on it
     apply: Any = _LogProbs.apply
     logp, entropy = apply(hidden, weight, bias, labels, temperature, shape, most, entropy_gradient)
@@ -71,15 +76,15 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Float[Tensor, "n hidden"],
-        weight: Float[Tensor, "vocabulary hidden"],
-        bias: Float[Tensor, " vocabulary"] | None,
-        labels: Int[Tensor, " n"],
-        temperature: Float[Tensor, " n"] | None,
+        hidden: Hidden,
+        weight: Weight,
+        bias: Bias | None,
+        labels: Int[Tensor, " rows"],
+        temperature: PerRow | None,
         shape: LogitTransform,
         elements: int,
         entropy_gradient: bool,
-    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    ) -> tuple[PerRow, PerRow]:
         logp, entropy, log_z = (
             hidden.new_empty(len(hidden), dtype=_exact(hidden)) for _ in range(3)
         )
@@ -143,11 +148,7 @@ class _Sums:
     """Gradients of hidden states, weight and bias, as far as they are wanted."""
 
     def __init__(
-        self,
-        hidden: Float[Tensor, "rows hidden"],
-        weight: Float[Tensor, "vocabulary hidden"],
-        bias: Float[Tensor, " vocabulary"] | None,
-        wanted: tuple[bool, ...],
+        self, hidden: Hidden, weight: Weight, bias: Bias | None, wanted: tuple[bool, ...]
     ) -> None:
         self.inputs = hidden, weight, bias
         self.wanted = wanted
@@ -155,7 +156,7 @@ class _Sums:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
-    def add(self, rows: slice, slope: Float[Tensor, "rows vocabulary"]) -> None:
+    def add(self, rows: slice, slope: Logits) -> None:
         """`slope`: the loss's, by x (see `LogitTransform`)."""
         hidden, weight, _ = self.inputs
         if self.wanted[2]:
@@ -182,12 +183,12 @@ class _Sums:
 
 
 def _slope(
-    logits: Float[Tensor, "rows vocabulary"],
-    temperature: Float[Tensor, "rows 1"] | None,
-    log_z: Float[Tensor, "rows 1"],
+    logits: Logits,
+    temperature: Column | None,
+    log_z: Column,
     labels: Int[Tensor, "rows 1"],
     cap: float | None,
-) -> Float[Tensor, "rows vocabulary"]:
+) -> Logits:
     """(1 at the label - probability) x the slope of the cap; of `logits` in place."""
     steepness = None if cap is None else 1 - (logits / cap).square_()
     if temperature is not None:
@@ -198,13 +199,13 @@ def _slope(
 
 
 def _log_shares(
-    hidden: Float[Tensor, "rows hidden"],
-    weight: Float[Tensor, "vocabulary hidden"],
-    bias: Float[Tensor, " vocabulary"] | None,
-    temperature: Float[Tensor, "rows 1"] | None,
-    log_z: Float[Tensor, "rows 1"],
+    hidden: Hidden,
+    weight: Weight,
+    bias: Bias | None,
+    temperature: Column | None,
+    log_z: Column,
     shape: LogitTransform,
-) -> tuple[Float[Tensor, "rows vocabulary"], Float[Tensor, "rows vocabulary"] | None]:
+) -> tuple[Logits, Logits | None]:
     """Log-probabilities of the whole vocabulary, and the slope of the cap."""
     logits = shape.apply_(_product(hidden, weight, bias))
     steepness = None if shape.cap is None else 1 - (logits / shape.cap).square_()
@@ -215,12 +216,8 @@ def _log_shares(
 
 
 def _slope_of_both(
-    log_p: Float[Tensor, "rows vocabulary"],
-    labels: Int[Tensor, "rows 1"],
-    factor: Float[Tensor, "rows 1"],
-    pull: Float[Tensor, "rows 1"],
-    entropy: Float[Tensor, "rows 1"],
-) -> Float[Tensor, "rows vocabulary"]:
+    log_p: Logits, labels: Int[Tensor, "rows 1"], factor: Column, pull: Column, entropy: Column
+) -> Logits:
     """factor (1 at the label - p) - pull p (log p + entropy); of `log_p` in place."""
     p = log_p.exp()
     slope = log_p.add_(entropy).mul_(-pull).sub_(factor).mul_(p)
@@ -235,11 +232,7 @@ def _chunks(rows: int, vocabulary: int, elements: int) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size or 1)]
 
 
-def _product(
-    hidden: Float[Tensor, "rows hidden"],
-    weight: Float[Tensor, "vocabulary hidden"],
-    bias: Float[Tensor, " vocabulary"] | None,
-) -> Float[Tensor, "rows vocabulary"]:
+def _product(hidden: Hidden, weight: Weight, bias: Bias | None) -> Logits:
     x = _mm(hidden, weight.t())
     return x if bias is None else x.add_(bias)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
@@ -16,11 +16,11 @@ from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.model import router_replay
 from tracegrad_trainer.engine.model import value_head as value
 from tracegrad_trainer.engine.model.chunked_logprobs import LogitTransform, chunked_logprobs
-from tracegrad_trainer.losses import Tokens
+from tracegrad_trainer.losses.tokens import PerToken, Scalar, TokenMask, Tokens
 
 T = TypeVar("T")
 # Log-probabilities, entropy and values of targets.
-_Outputs = tuple[Float[Tensor, " n"], Float[Tensor, " n"], Float[Tensor, " n"] | None]
+_Outputs = tuple[PerToken, PerToken, PerToken | None]
 
 # What of a micro-batch an objective sees as it is.
 _TO_TOKENS = (
@@ -37,7 +37,7 @@ class ModelInputs:
     batch: MicroBatch
     model: dict[str, Any]  # keyword arguments of the model's forward
     labels: Int64[Tensor, " n"]
-    temperature: Float[Tensor, " n"]
+    temperature: PerToken
     has_temperature: bool  # some temperature is not 1
     tensors: dict[str, Tensor]  # fields of `Tokens`, [n] or [rows]
 
@@ -47,21 +47,19 @@ class TargetContext:
     """What is known of a micro-batch's targets before its forward with gradient."""
 
     # None: the current ones, which they are at a batch's first step
-    old_logprobs: Float[Tensor, " n"] | None = None
-    current_logprobs: Float[Tensor, " n"] | None = (
-        None  # the policy's as it is; None: a forward says
-    )
-    reference_logprobs: Float[Tensor, " n"] | None = None
-    old_value: Float[Tensor, " n"] | None = None
-    returns: Float[Tensor, " n"] | None = None
+    old_logprobs: PerToken | None = None
+    current_logprobs: PerToken | None = None  # the policy's now; None: not computed yet
+    reference_logprobs: PerToken | None = None
+    old_value: PerToken | None = None
+    returns: PerToken | None = None
     # Where it depends on values: instead of the batch's own.
-    advantage: Float[Tensor, " n"] | None = None
-    kto_z: Float[Tensor, ""] | None = None
+    advantage: PerToken | None = None
+    kto_z: Scalar | None = None
     # None: they are whole here.
     rollout_sums: tuple[Float64[Tensor, " rollouts"], ...] | None = None
     complete: bool = False  # nothing that the objective needs is missing
 
-    def select(self, stay: Bool[Tensor, " n"]) -> TargetContext:
+    def select(self, stay: TokenMask) -> TargetContext:
         """What is known of the targets that stay."""
         known = {name: getattr(self, name) for name in TARGET_FIELDS}
         return replace(self, **{k: v[stay.to(v.device)] for k, v in known.items() if v is not None})
@@ -76,9 +74,9 @@ TARGET_FIELDS = (
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ForwardOutput:
-    policy_logprobs: Float[Tensor, " n"]  # with gradient
-    entropy: Float[Tensor, " n"]  # with gradient where asked for
-    value: Float[Tensor, " n"] | None = None  # with gradient
+    policy_logprobs: PerToken  # with gradient
+    entropy: PerToken  # with gradient where asked for
+    value: PerToken | None = None  # with gradient
 
 
 def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> ModelInputs:
@@ -117,12 +115,11 @@ def loss_tokens_of(inputs: ModelInputs, now: ForwardOutput, before: TargetContex
     given = inputs.tensors
     if before.advantage is not None:
         given = given | {"advantage": before.advantage}
+    old = now.policy_logprobs.detach() if before.old_logprobs is None else before.old_logprobs
     batch = inputs.batch
     return Tokens(
         policy_logprobs=now.policy_logprobs,
-        old_logprobs=now.policy_logprobs.detach()
-        if before.old_logprobs is None
-        else before.old_logprobs,
+        old_logprobs=old,
         turns=batch.turns,
         rows=len(batch.row_lengths),
         rollouts=batch.rollouts,
@@ -141,7 +138,7 @@ def loss_tokens_of(inputs: ModelInputs, now: ForwardOutput, before: TargetContex
 
 @dataclass(frozen=True, slots=True)
 class LmHead:
-    """How log-probabilities are made of what a model's body says; see `lm_head.choose_lm_head`.
+    """How log-probabilities are made of hidden states; see `lm_head.choose_lm_head`.
 
     Without a `shape` the model makes full logits itself: `reason` says why.
     """
@@ -174,7 +171,7 @@ def forward(
     return ForwardOutput(policy_logprobs=logp, entropy=entropy, value=found)
 
 
-def values_of(model: nn.Module, inputs: ModelInputs) -> Float[Tensor, " n"]:
+def values_of(model: nn.Module, inputs: ModelInputs) -> PerToken:
     """Values of the targets alone; no logits are made."""
     return run_inside_forward(
         model, lambda whole: value.predict_values(whole, _hidden(whole, inputs))

@@ -1,12 +1,34 @@
-"""What transformers' configs say of a model's layers, each kind in its own words."""
+"""What transformers' models and configs say of a model's layers, each kind in its own words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 # Most configs; Gemma 4; Aria.
 _EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks, in order: the units that are sharded, recomputed and exported.
+
+    Raises:
+        ValueError: the model's class does not say what they are.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    # FSDP gives modules a class of its own, above theirs.
+    found = [
+        module
+        for module in model.modules()
+        if names & {kind.__name__ for kind in type(module).__mro__}
+    ]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} names no blocks (_no_split_modules): it cannot be sharded"
+        )
+    return found
 
 
 def layer_configs(config: Any) -> Sequence[Any]:

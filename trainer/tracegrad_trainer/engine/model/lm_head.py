@@ -1,9 +1,9 @@
-"""Which head a model gets: the chunked one wherever it says what the model itself says.
+"""Which head a model gets: the chunked one wherever it computes what the model itself does.
 
 Some models do more than a linear layer behind their body: logits are scaled (Cohere, Granite,
-Falcon-H1), softly capped (Gemma), or something nobody here has thought of. What the config says
-of that is taken over, and then tried: on loud hidden states, because a cap does not show on the
-near-zero logits of quiet ones.
+Falcon-H1), softly capped (Gemma), or something not known here. What the config holds
+of that is applied, and then compared with the model, on large hidden states: a cap does not show
+on near-zero logits.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tracegrad_trainer.batches.micro_batch import empty_micro_batch
 from tracegrad_trainer.engine.model.chunked_logprobs import LogitTransform
 from tracegrad_trainer.engine.model.forward import LmHead, model_arguments, run_inside_forward
+
+# Of the forward that is tried; or logits, as wide as the vocabulary.
+HiddenStates = Float[Tensor, "1 tokens hidden"]
 
 _TOKENS = 2  # of the forward that is tried
 _LOUD = 100.0  # the largest logit of it, scaled
@@ -50,7 +54,7 @@ def choose_lm_head(
 
 
 def logit_transform_of(model: Any) -> LogitTransform:
-    """What the model's config says is done to its logits."""
+    """What is done to its logits, by the model's config."""
     config = model.config.get_text_config()
     scale, cap = 1.0, None
     for name, read in _SCALES.items():
@@ -100,12 +104,12 @@ def _difference(model: Any, shape: LogitTransform, device: torch.device) -> str 
 
 
 @contextmanager
-def _louder(last: nn.Linear, most: float) -> Iterator[list[Tensor]]:
+def _louder(last: nn.Linear, most: float) -> Iterator[list[HiddenStates]]:
     """Within, the head gets hidden states whose largest logit is `most`; the list has what it
     would have got, and what it got."""
-    seen: list[Tensor] = []
+    seen: list[HiddenStates] = []
 
-    def swap(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def swap(_: nn.Module, given: tuple[HiddenStates, ...]) -> tuple[HiddenStates, ...]:
         hidden = given[0]
         each = torch.arange(hidden.numel(), device=hidden.device, dtype=torch.float32)
         other = torch.sin(each * math.sqrt(2)).view(hidden.shape).to(hidden.dtype)
@@ -120,7 +124,7 @@ def _louder(last: nn.Linear, most: float) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
-def _alike(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+def _alike(a: HiddenStates, b: Float[Tensor, "1 _ _"], dtype: torch.dtype) -> bool:
     if a.shape != b.shape:
         return False
     apart = (a.float() - b.float()).abs().amax()

@@ -7,8 +7,6 @@ everything else knows. They go in before sharding, and a block's adapters are sh
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tracegrad_trainer.engine.config import LoraSettings
 from tracegrad_trainer.engine.model import value_head
+from tracegrad_trainer.utils.scratch_folder import replacing_folder
 
 _ADAPTER = "default"
 _BASE = "base_layer."
@@ -153,18 +152,9 @@ def save_adapter(model: nn.Module, folder: Path | str, dtype: torch.dtype | None
         if first:
             tensors[name] = tensor.cpu().contiguous()
     if first:
-        _write(Path(folder), tensors, _config(model))
-
-
-def _write(folder: Path, tensors: dict[str, Tensor], config: LoraConfig) -> None:
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(str(partial))
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(partial, folder)
+        with replacing_folder(Path(folder)) as partial:
+            save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+            _config(model).save_pretrained(str(partial))
 
 
 def _config(model: nn.Module) -> LoraConfig:

@@ -1,7 +1,7 @@
-"""What can be known to go wrong before anything starts, said in one line.
+"""Checks of a model before anything starts; each error is one line.
 
-`refuse_unfit` is about the model's kind, `check` about its size: both are asked before weights
-are trained, `check` before they are even read.
+`check_supported` is about the model's kind, `check_fits_memory` about its size. Both run before
+weights are trained, the second before they are read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.model import router_replay
-from tracegrad_trainer.engine.model.blocks import transformer_blocks
-from tracegrad_trainer.engine.model.hf_config import experts_per_token, layer_configs, query_heads
+from tracegrad_trainer.engine.model.hf_config import (
+    experts_per_token,
+    layer_configs,
+    query_heads,
+    transformer_blocks,
+)
 
 _GIB = 1024**3
 _ASK = "import torch; print(torch.cuda.mem_get_info()[0])"
@@ -152,8 +156,9 @@ def check_fits_memory(
     device = "cpu" if settings.device == "cpu" or not torch.cuda.is_available() else "cuda"
     if free is None:
         free = free_gpu_memory() if device == "cuda" else free_host_memory() // local_ranks
-    # A CPU's memory is the host's: offloading moves nothing there.
-    wanted = found.on_device if device == "cuda" else found.on_device + _moved(found)
+    wanted = found.on_device
+    if device == "cpu" and found.offloaded:  # its memory is the host's: nothing is moved
+        wanted += found.state
     if wanted > free:
         raise ValueError(
             f"model = {str(folder)!r} ({found.parameters / 1e9:.2f}e9 parameters) does not fit: a"
@@ -251,8 +256,8 @@ def free_gpu_memory() -> int:
         [sys.executable, "-c", _ASK], capture_output=True, text=True, check=False
     )
     if asked.returncode:
-        said = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
-        raise ValueError(f"fsdp.device: the GPU does not say what memory it has: {said[-1]}")
+        lines = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
+        raise ValueError(f"fsdp.device: the GPU does not say what memory it has: {lines[-1]}")
     return int(asked.stdout)
 
 
@@ -280,10 +285,6 @@ def free_cgroup_memory(group: Path) -> int | None:
         return int(limit) - used + int(stat["inactive_file"])
     except (OSError, ValueError, KeyError):
         return None  # not Linux, or no such limits
-
-
-def _moved(found: MemoryEstimate) -> int:
-    return found.state if found.offloaded else 0
 
 
 def _advice(settings: FsdpSettings, device: str) -> str:

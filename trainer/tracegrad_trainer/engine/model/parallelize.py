@@ -23,7 +23,7 @@ from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.distributed import pick_device
 from tracegrad_trainer.engine.model import lora, memory, router_replay
-from tracegrad_trainer.engine.model.blocks import transformer_blocks
+from tracegrad_trainer.engine.model.hf_config import transformer_blocks
 
 
 def build_model(folder: Path | str, settings: FsdpSettings) -> nn.Module:

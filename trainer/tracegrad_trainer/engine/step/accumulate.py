@@ -1,4 +1,5 @@
-"""Forward and backward over a rank's micro-batches: gradients of a sum, nothing divided yet."""
+"""Forward and backward over a rank's micro-batches: gradients of a sum, nothing divided yet, and
+the sums and maxima of the step's metrics."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -19,14 +21,34 @@ from tracegrad_trainer.engine.model.forward import (
 )
 from tracegrad_trainer.engine.model.parallelize import set_gradient_sync
 from tracegrad_trainer.engine.step.rank_context import RankContext
-from tracegrad_trainer.engine.step.reduce import LossTotals
-from tracegrad_trainer.losses import (
-    ObjectiveSettings,
-    Tokens,
-    compute_loss,
-    diagnostic_maxima,
-    diagnostic_sums,
-)
+from tracegrad_trainer.losses import ObjectiveSettings, Tokens, compute_loss
+from tracegrad_trainer.losses.diagnostics import diagnostic_maxima, diagnostic_sums
+
+
+@dataclass(slots=True)
+class LossTotals:
+    """In double precision: what is added must not depend on how rows were packed."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, more: dict[str, Tensor], largest: dict[str, Tensor]) -> None:
+        for name, value in more.items():
+            value = value.detach().double()
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        for name, value in largest.items():
+            value = value.detach().double()
+            known = self.maxima.get(name)
+            self.maxima[name] = value if known is None else torch.maximum(known, value)
+
+    def all_reduced(self, engine: RankContext) -> tuple[dict[str, float], dict[str, float]]:
+        """Over all ranks. A step whose rows all are finite reads nothing else off its device."""
+        added = engine.all_reduce_sum(torch.stack(list(self.sums.values())))
+        highest = engine.all_reduce_sum(torch.stack(list(self.maxima.values())), dist.ReduceOp.MAX)
+        return (
+            dict(zip(self.sums, added.tolist(), strict=True)),
+            dict(zip(self.maxima, highest.tolist(), strict=True)),
+        )
 
 
 @dataclass(slots=True)
@@ -76,11 +98,7 @@ def accumulate(
     for i, one in enumerate(inputs):
         set_gradient_sync(engine.model, last=i == len(inputs) - 1, reshard=reshard)
         now = forward(
-            engine.model,
-            one,
-            engine.head,
-            values=values,
-            entropy_gradient=objective.has_entropy,
+            engine.model, one, engine.head, values=values, entropy_gradient=objective.has_entropy
         )
         tokens = loss_tokens_of(one, now, before[i])
         loss = compute_loss(objective, tokens, entropy_coef=entropy_coef)
@@ -101,7 +119,7 @@ def accumulate(
 
 
 def _given(tokens: Tokens) -> list[Float[Tensor, " n"] | None]:
-    """What a forward or an engine said of the targets."""
+    """The targets' numbers of a forward or of the serving engine."""
     known = [tokens.policy_logprobs, tokens.old_logprobs, tokens.rollout_logprobs]
     return [*known, tokens.reference_logprobs, tokens.value, tokens.old_value]
 

@@ -36,7 +36,6 @@ from tracegrad_trainer.engine.step.rank_context import RankContext
 from tracegrad_trainer.engine.step.result import StepResult, UpdateResult, result_of
 from tracegrad_trainer.engine.step.rollout_sums import with_rollout_sums
 from tracegrad_trainer.losses import ObjectiveSettings
-from tracegrad_trainer.losses.entropy import next_coef
 from tracegrad_trainer.utils.stopwatch import Stopwatch
 
 
@@ -140,7 +139,7 @@ class Learner:
             self._apply(scale * min(1.0, self.optim.max_grad_norm / max(norm, 1e-12)), lrs)
             if not alone and sums["sampled"]:
                 mean = sums["entropy_sampled"] / sums["sampled"]
-                self.entropy_coef = next_coef(self.objective, coef, mean)
+                self.entropy_coef = self.objective.next_entropy_coef(coef, mean)
         self.optimizer.zero_grad()
         self._lap(watch, "apply")
         return UpdateResult(

@@ -42,8 +42,8 @@ def prepass(
         return list(known)
     needs = objective.needs
     if "reference" in needs:
-        said = reference_logprobs(engine, inputs)
-        known = [replace(k, reference_logprobs=v) for k, v in zip(known, said, strict=True)]
+        found = reference_logprobs(engine, inputs)
+        known = [replace(k, reference_logprobs=v) for k, v in zip(known, found, strict=True)]
     if "value" in needs:
         valued = gae_by_turn if objective.gae_level == "turn" else gae_by_token
         known = valued(engine, objective, inputs, known)

@@ -39,9 +39,7 @@ class RankContext:
 
     def gather_unique(self, mine: list[int]) -> list[int]:
         """Everyone's, without doubles, in order."""
-        everyone: list[list[int]] = [[] for _ in range(self.mesh.size())]
-        dist.all_gather_object(everyone, mine, group=self.mesh.get_group())
-        return sorted({one for some in everyone for one in some})
+        return sorted({one for some in self.all_gather(mine) for one in some})
 
     def all_gather(self, mine: T) -> list[T]:
         """Every rank's, by rank."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tracegrad_trainer.losses import summarise_diagnostics
+from tracegrad_trainer.losses.diagnostics import summarise_diagnostics
 
 # Mean |log old - log mu| (nats a token) from which the two engines do not agree on the weights
 # that were just pushed. In float32 they are 1e-5 apart, in bfloat16 some hundredths.

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from jaxtyping import Float64, Int64
 from numpy.typing import NDArray
 from torch import Tensor
@@ -73,9 +72,7 @@ def keys_of(batch: MicroBatch) -> Int64[NDArray[np.int64], " rollouts"]:
 def _counts(engine: RankContext, keys: Sequence[NDArray[np.int64]]) -> Counter[int]:
     """In how many micro-batches each rollout is, over all ranks."""
     mine = Counter(key for some in keys for key in np.unique(some).tolist())
-    everyone: list[Counter[int]] = [Counter()] * engine.mesh.size()
-    dist.all_gather_object(everyone, mine, group=engine.mesh.get_group())
-    return sum(everyone, Counter())
+    return sum(engine.all_gather(mine), Counter())
 
 
 def _partial(

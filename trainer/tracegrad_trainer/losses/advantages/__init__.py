@@ -7,19 +7,15 @@ step, and returns for each rollout f64[K], one entry for each of its turns.
 from tracegrad_trainer.losses.advantages import group_relative, per_turn, running_mean
 from tracegrad_trainer.losses.advantages.base import (
     ADVANTAGES,
-    Advantage,
     AdvantageMemory,
     DemonstrationOutcome,
-    Numbers,
     RolloutRewards,
 )
 
 __all__ = [
     "ADVANTAGES",
-    "Advantage",
     "AdvantageMemory",
     "DemonstrationOutcome",
-    "Numbers",
     "RolloutRewards",
     "group_relative",
     "per_turn",

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad_trainer.losses.config import ObjectiveSettings
 from tracegrad_trainer.losses.registry import Registry
-
-if TYPE_CHECKING:
-    from tracegrad_trainer.losses.config import ObjectiveSettings
 
 Numbers = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -40,7 +38,7 @@ class RolloutRewards:
     tokens: Whole  # [K] sampled ones
     parents: Whole  # [K] the turn that it continues; -1: none
     states: Sequence[bytes | None]  # [K] of the environment; equal ones are equal; None: unknown
-    deciding_turn: int | None = None  # the turn that decided the outcome; None: nobody said
+    deciding_turn: int | None = None  # the turn that decided the outcome; None: not known
     demonstrations: Mapping[int, DemonstrationOutcome] = field(
         default_factory=dict
     )  # turns of an expert
@@ -50,8 +48,8 @@ class RolloutRewards:
         assert len(self.turn_rewards) == len(self.parents) == len(self.states) == turns
 
 
-Advantage = Callable[
-    [Sequence[RolloutRewards], "ObjectiveSettings", AdvantageMemory], list[Numbers]
-]
+Rollouts = Sequence[RolloutRewards]
+PerTurn = list[Numbers]  # for each rollout [K], one number a turn
+Advantage = Callable[[Rollouts, ObjectiveSettings, AdvantageMemory], PerTurn]
 
 ADVANTAGES: Registry[Advantage] = Registry("advantage")

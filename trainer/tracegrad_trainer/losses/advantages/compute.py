@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tracegrad_trainer.losses.advantages import ADVANTAGES, AdvantageMemory, Numbers, RolloutRewards
-
-if TYPE_CHECKING:
-    from tracegrad_trainer.losses.config import ObjectiveSettings
+from tracegrad_trainer.losses.advantages.base import ADVANTAGES, AdvantageMemory, PerTurn, Rollouts
+from tracegrad_trainer.losses.config import ObjectiveSettings
 
 
 def compute_advantages(
-    settings: ObjectiveSettings, rollouts: Sequence[RolloutRewards], memory: AdvantageMemory
-) -> list[Numbers]:
+    settings: ObjectiveSettings, rollouts: Rollouts, memory: AdvantageMemory
+) -> PerTurn:
     """For each rollout of a batch f64[K], one entry a turn; `memory` is changed in place.
 
     Raises:
@@ -39,9 +36,7 @@ def compute_advantages(
     return found
 
 
-def apply_overlong_penalty(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings
-) -> list[RolloutRewards]:
+def apply_overlong_penalty(rollouts: Rollouts, settings: ObjectiveSettings) -> Rollouts:
     """The rollouts with their rewards less `overlong_penalty`; unchanged without a budget."""
     return [
         replace(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from tracegrad_trainer.losses.advantages.base import (
     ADVANTAGES,
     AdvantageMemory,
     Numbers,
-    RolloutRewards,
+    PerTurn,
+    Rollouts,
 )
 from tracegrad_trainer.losses.advantages.group_stats import (
     centred,
@@ -21,31 +19,23 @@ from tracegrad_trainer.losses.advantages.group_stats import (
     rewards_of,
     scaled,
 )
-
-if TYPE_CHECKING:
-    from tracegrad_trainer.losses.config import ObjectiveSettings
+from tracegrad_trainer.losses.config import ObjectiveSettings
 
 
 @ADVANTAGES.register("dr_grpo")
-def dr_grpo(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
-) -> list[Numbers]:
+def dr_grpo(rollouts: Rollouts, settings: ObjectiveSettings, memory: AdvantageMemory) -> PerTurn:
     """R - mean_g (Dr. GRPO, arXiv 2503.20783): no division by the group's spread."""
     return over_turns(rollouts, centred(rewards_of(rollouts), groups_of(rollouts)))
 
 
 @ADVANTAGES.register("grpo")
-def grpo(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
-) -> list[Numbers]:
+def grpo(rollouts: Rollouts, settings: ObjectiveSettings, memory: AdvantageMemory) -> PerTurn:
     """(R - mean_g) / (std_g + 1e-6) (GRPO, arXiv 2402.03300), with the sample deviation (n - 1)."""
     return over_turns(rollouts, scaled(rewards_of(rollouts), groups_of(rollouts)))
 
 
 @ADVANTAGES.register("rloo")
-def rloo(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
-) -> list[Numbers]:
+def rloo(rollouts: Rollouts, settings: ObjectiveSettings, memory: AdvantageMemory) -> PerTurn:
     """R - mean of the group's other rollouts (RLOO, arXiv 2402.14740); 0 where there is none."""
     group = groups_of(rollouts)
     sizes = np.bincount(group)[group]
@@ -57,8 +47,8 @@ def rloo(
 
 @ADVANTAGES.register("reinforce++")
 def reinforce_plus_plus(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
-) -> list[Numbers]:
+    rollouts: Rollouts, settings: ObjectiveSettings, memory: AdvantageMemory
+) -> PerTurn:
     """R - mean_g; then the trained tokens' to mean 0 and variance 1 (REINFORCE++ with baseline,
     arXiv 2501.03262). That comes later, as by `whiten`: what filters take away has no part in it.
     """
@@ -66,9 +56,7 @@ def reinforce_plus_plus(
 
 
 @ADVANTAGES.register("opo")
-def opo(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
-) -> list[Numbers]:
+def opo(rollouts: Rollouts, settings: ObjectiveSettings, memory: AdvantageMemory) -> PerTurn:
     """R - sum(l R) / sum(l) over the group, l sampled tokens of a rollout (OPO, arXiv 2505.23585).
 
     It is the baseline of least variance where a rollout's squared gradient grows with its
@@ -81,9 +69,7 @@ def opo(
 
 
 @ADVANTAGES.register("max_rl")
-def max_rl(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
-) -> list[Numbers]:
+def max_rl(rollouts: Rollouts, settings: ObjectiveSettings, memory: AdvantageMemory) -> PerTurn:
     """(R - mean_g) / mean_g (MaxRL, arXiv 2602.02710): for rewards 0 and 1 the mean of the
     successes' gradients, less the group's mean gradient; 0 where nothing succeeded.
 
@@ -101,6 +87,6 @@ def max_rl(
     return over_turns(rollouts, (rewards - mean) / np.where(mean > 0, mean, 1.0))
 
 
-def _lengths(rollouts: Sequence[RolloutRewards]) -> Numbers:
+def _lengths(rollouts: Rollouts) -> Numbers:
     """Sampled tokens of each rollout."""
     return np.array([rollout.tokens.sum() for rollout in rollouts], np.float64)

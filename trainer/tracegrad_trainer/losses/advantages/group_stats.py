@@ -5,29 +5,27 @@ A group of one has no spread and nothing to be compared with: its centred number
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from tracegrad_trainer.losses.advantages.base import Numbers, RolloutRewards, Whole
+from tracegrad_trainer.losses.advantages.base import Numbers, PerTurn, Rollouts, Whole
 
 STD_EPSILON = 1e-6
 
 
-def groups_of(rollouts: Sequence[RolloutRewards]) -> Whole:
+def groups_of(rollouts: Rollouts) -> Whole:
     return np.array([rollout.group for rollout in rollouts], np.int64)
 
 
-def rewards_of(rollouts: Sequence[RolloutRewards]) -> Numbers:
+def rewards_of(rollouts: Rollouts) -> Numbers:
     return np.array([rollout.reward for rollout in rollouts], np.float64)
 
 
-def over_turns(rollouts: Sequence[RolloutRewards], values: Numbers) -> list[Numbers]:
+def over_turns(rollouts: Rollouts, values: Numbers) -> PerTurn:
     """One number a rollout, the same for each of its turns."""
     return [np.full(len(r.tokens), value) for r, value in zip(rollouts, values, strict=True)]
 
 
-def per_rollout(rollouts: Sequence[RolloutRewards], values: Numbers) -> list[Numbers]:
+def per_rollout(rollouts: Rollouts, values: Numbers) -> PerTurn:
     """Numbers of all turns, one rollout's behind the other's, as one array a rollout."""
     ends = np.cumsum([len(rollout.tokens) for rollout in rollouts], dtype=np.int64)
     return np.split(values, ends[:-1]) if len(rollouts) else []

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from tracegrad_trainer.losses.advantages.base import (
     ADVANTAGES,
     AdvantageMemory,
     Numbers,
+    PerTurn,
     RolloutRewards,
+    Rollouts,
     Whole,
 )
 from tracegrad_trainer.losses.advantages.group_stats import (
@@ -22,9 +21,7 @@ from tracegrad_trainer.losses.advantages.group_stats import (
     rewards_of,
     scaled,
 )
-
-if TYPE_CHECKING:
-    from tracegrad_trainer.losses.config import ObjectiveSettings
+from tracegrad_trainer.losses.config import ObjectiveSettings
 
 
 def returns(rollout: RolloutRewards, gamma: float) -> Numbers:
@@ -44,8 +41,8 @@ def returns(rollout: RolloutRewards, gamma: float) -> Numbers:
 
 @ADVANTAGES.register("turn_return")
 def turn_return(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
-) -> list[Numbers]:
+    rollouts: Rollouts, settings: ObjectiveSettings, memory: AdvantageMemory
+) -> PerTurn:
     """G_k (see `returns`) less the group's mean at the same turn index.
 
     A rollout that ended earlier stands there with its last turn's return. So a baseline is
@@ -68,9 +65,7 @@ def turn_return(
 
 
 @ADVANTAGES.register("gigpo")
-def gigpo(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
-) -> list[Numbers]:
+def gigpo(rollouts: Rollouts, settings: ObjectiveSettings, memory: AdvantageMemory) -> PerTurn:
     """A(rollout) + turn_weight x A(turn) (GiGPO, arXiv 2505.10978), each (x - mean) / (std + 1e-6).
 
     A rollout is worth its reward and its turns' together, compared within the group; a turn its
@@ -87,7 +82,7 @@ def gigpo(
     return [a + settings.turn_weight * b for a, b in zip(whole, turns, strict=True)]
 
 
-def _states(rollouts: Sequence[RolloutRewards]) -> Whole:
+def _states(rollouts: Rollouts) -> Whole:
     """For each turn the number of its state within its group; an unknown one is like no other."""
     numbers: dict[tuple[int, bytes | int], int] = {}
     found: list[int] = []
@@ -99,12 +94,10 @@ def _states(rollouts: Sequence[RolloutRewards]) -> Whole:
 
 
 @ADVANTAGES.register("ipa")
-def ipa(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
-) -> list[Numbers]:
+def ipa(rollouts: Rollouts, settings: ObjectiveSettings, memory: AdvantageMemory) -> PerTurn:
     """G_k = gamma^|j - k| x R, j the deciding turn (IPA, arXiv 2512.24873, equation 7).
 
-    j is what `deciding` says. With rewards in {0, 1} failures carry no gradient;
+    j is `deciding`. With rewards in {0, 1} failures carry no gradient;
     `settings.centre` makes R the reward less the group's mean. An expert's turn has the return
     that it had for the expert, whatever came of it here; 0 where `imitation` is off.
     """
@@ -137,9 +130,7 @@ def deciding(rollout: RolloutRewards, settings: ObjectiveSettings) -> int:
 
 
 @ADVANTAGES.register("gae")
-def gae(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
-) -> list[Numbers]:
+def gae(rollouts: Rollouts, settings: ObjectiveSettings, memory: AdvantageMemory) -> PerTurn:
     """Zeros: these hang on values, and are known after a forward (`losses/gae.py`)."""
     return over_turns(rollouts, np.zeros(len(rollouts)))
 

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tracegrad_trainer.losses.advantages.base import (
-    ADVANTAGES,
-    AdvantageMemory,
-    Numbers,
-    RolloutRewards,
-)
+from tracegrad_trainer.losses.advantages.base import ADVANTAGES, AdvantageMemory, PerTurn, Rollouts
 from tracegrad_trainer.losses.advantages.group_stats import over_turns
-
-if TYPE_CHECKING:
-    from tracegrad_trainer.losses.config import ObjectiveSettings
+from tracegrad_trainer.losses.config import ObjectiveSettings
 
 # Means that are kept; those that were not used for longest go first. Where every call is a task
 # of its own, nothing else would bound the memory.
@@ -24,9 +16,7 @@ MAX_KEPT = 10_000
 
 
 @ADVANTAGES.register("running")
-def running(
-    rollouts: Sequence[RolloutRewards], settings: ObjectiveSettings, memory: AdvantageMemory
-) -> list[Numbers]:
+def running(rollouts: Rollouts, settings: ObjectiveSettings, memory: AdvantageMemory) -> PerTurn:
     """R - the task's running mean; for a task never seen before the agent's; 0 for a new agent.
 
     The means are exponential (`running_decay` a rollout) and those of before the batch, so no

@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tracegrad_trainer.losses.config import ObjectiveSettings
 from tracegrad_trainer.losses.registry import Registry
-from tracegrad_trainer.losses.tokens import Tokens
+from tracegrad_trainer.losses.tokens import PerToken, TokenMask, Tokens
 
 Surrogate = Callable[[Tokens, Tensor, ObjectiveSettings], tuple[Tensor, Tensor]]
-Losses = tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]
+Losses = tuple[PerToken, TokenMask]
 
 SURROGATES: Registry[Surrogate] = Registry("surrogate")
 

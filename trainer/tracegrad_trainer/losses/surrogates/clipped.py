@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from tracegrad_trainer.losses.config import ObjectiveSettings
 from tracegrad_trainer.losses.surrogates.base import SURROGATES, Losses, sampled_only
-from tracegrad_trainer.losses.tokens import Tokens
+from tracegrad_trainer.losses.tokens import PerToken, Tokens
 
 
 @SURROGATES.register("ppo")
 @sampled_only
-def ppo(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
+def ppo(tokens: Tokens, log_ratios: PerToken, settings: ObjectiveSettings) -> Losses:
     """-min(r A, [r]_{1-low}^{1+high} A) (PPO, arXiv 1707.06347).
 
     `dual_clip` c bounds the loss of bad tokens by -c A (arXiv 1912.09729).
@@ -33,7 +31,7 @@ def ppo(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSett
 
 @SURROGATES.register("cispo")
 @sampled_only
-def cispo(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
+def cispo(tokens: Tokens, log_ratios: PerToken, settings: ObjectiveSettings) -> Losses:
     """-sg[min(r, 1 + high)] A log pi: a bounded weight, and no token without a gradient
     (CISPO, arXiv 2506.13585).
     """
@@ -43,18 +41,14 @@ def cispo(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSe
 
 @SURROGATES.register("reinforce")
 @sampled_only
-def reinforce(
-    tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings
-) -> Losses:
+def reinforce(tokens: Tokens, log_ratios: PerToken, settings: ObjectiveSettings) -> Losses:
     """-A log pi."""
     return -tokens.advantage * tokens.policy_logprobs, torch.zeros_like(tokens.demonstration)
 
 
 @SURROGATES.register("tis_surrogate")
 @sampled_only
-def tis_surrogate(
-    tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings
-) -> Losses:
+def tis_surrogate(tokens: Tokens, log_ratios: PerToken, settings: ObjectiveSettings) -> Losses:
     """-sg[r]_0^1 A log pi: no token weighs more than when it was sampled."""
     ratio = log_ratios.detach().exp()
     return -ratio.clamp(max=1) * tokens.advantage * tokens.policy_logprobs, ratio > 1

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from tracegrad_trainer.losses.config import ObjectiveSettings
 from tracegrad_trainer.losses.surrogates.base import SURROGATES, Losses
-from tracegrad_trainer.losses.tokens import Tokens
+from tracegrad_trainer.losses.tokens import PerToken, Tokens
 
 
 @SURROGATES.register("ipa")
-def ipa(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
+def ipa(tokens: Tokens, log_ratios: PerToken, settings: ObjectiveSettings) -> Losses:
     """G > 0: -G log pi, without a ratio; else -sg[rho]_0^1 G log pi (IPA, arXiv 2512.24873).
 
     Sampled tokens times `reinforcement`; an expert's -G log pi times `imitation`, G the return
@@ -28,6 +26,6 @@ def ipa(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSett
 
 
 @SURROGATES.register("sft")
-def sft(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
+def sft(tokens: Tokens, log_ratios: PerToken, settings: ObjectiveSettings) -> Losses:
     """-log pi, sampled or an expert's."""
     return -tokens.policy_logprobs, torch.zeros_like(tokens.demonstration)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from tracegrad_trainer.losses.config import ObjectiveSettings
 from tracegrad_trainer.losses.ratios import ratio_to
 from tracegrad_trainer.losses.surrogates.base import SURROGATES, Losses, sampled_only
 from tracegrad_trainer.losses.surrogates.clipped import ppo
-from tracegrad_trainer.losses.tokens import Tokens, log_ratio
+from tracegrad_trainer.losses.tokens import PerToken, Tokens, log_ratio
 
 
 @SURROGATES.register("topr")
 @sampled_only
-def topr(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
+def topr(tokens: Tokens, log_ratios: PerToken, settings: ObjectiveSettings) -> Losses:
     """-A log pi where A > 0, else -sg[pi/mu]_0^1 A log pi (TOPR, arXiv 2503.14286); pi/mu at the
     chosen ratio's granularity, by default the whole rollout's.
 
@@ -30,9 +28,7 @@ def topr(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSet
 
 @SURROGATES.register("decoupled_ppo")
 @sampled_only
-def decoupled_ppo(
-    tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings
-) -> Losses:
+def decoupled_ppo(tokens: Tokens, log_ratios: PerToken, settings: ObjectiveSettings) -> Losses:
     """w ppo(pi/prox), w = prox/mu where that is at most `correction_cap`, else 0: such tokens are
     left out (AReaL, arXiv 2505.24298, as in its code). With `over_cap` "clamp" w is the cap there.
 
@@ -56,7 +52,7 @@ def decoupled_ppo(
 
 @SURROGATES.register("minirl")
 @sampled_only
-def minirl(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
+def minirl(tokens: Tokens, log_ratios: PerToken, settings: ObjectiveSettings) -> Losses:
     """-M min(sg[pi/mu], cap) A log pi (MiniRL, arXiv 2512.01374; cap is `correction_cap`).
 
     M is 0 where A > 0 and pi/old > `mask_high`, or A < 0 and pi/old < `mask_low`.
@@ -74,9 +70,7 @@ def minirl(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveS
 
 @SURROGATES.register("signed_prob_mask")
 @sampled_only
-def signed_prob_mask(
-    tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings
-) -> Losses:
+def signed_prob_mask(tokens: Tokens, log_ratios: PerToken, settings: ObjectiveSettings) -> Losses:
     """-(pi/mu) A + `prob_penalty` (log pi/mu)^2; without the first term where A > 0 and
     p_pi - p_mu > `prob_bound`, or A <= 0 and p_pi - p_mu < -`prob_bound` (as in prime-rl).
     """

@@ -5,17 +5,24 @@ that the sum over tokens is the sum over pairs or rollouts.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tracegrad_trainer.losses.config import ObjectiveSettings
 from tracegrad_trainer.losses.surrogates.base import SURROGATES, Losses
-from tracegrad_trainer.losses.tokens import Tokens, pairs_of_tokens, rollout_sum, segment_sum
+from tracegrad_trainer.losses.tokens import (
+    PerToken,
+    TokenIndex,
+    Tokens,
+    pairs_of_tokens,
+    rollout_sum,
+    segment_sum,
+)
 
 
 @SURROGATES.register("dpo")
-def dpo(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
+def dpo(tokens: Tokens, log_ratios: PerToken, settings: ObjectiveSettings) -> Losses:
     """-log sigmoid(beta [(log pi - ref)_chosen - (log pi - ref)_rejected]) of each pair
     (DPO, arXiv 2305.18290). A side may have several rows; a pair without both sides has no loss.
     """
@@ -26,7 +33,7 @@ def dpo(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSett
 
 
 @SURROGATES.register("kto")
-def kto(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSettings) -> Losses:
+def kto(tokens: Tokens, log_ratios: PerToken, settings: ObjectiveSettings) -> Losses:
     """Chosen rollouts 1 - sigmoid(beta (l - z)), rejected ones 1 - sigmoid(beta (z - l))
     (KTO, arXiv 2402.01306); l = log pi - ref of the rollout, z = `kto_z`. Without a label: 0.
     """
@@ -43,13 +50,11 @@ def kto(tokens: Tokens, log_ratios: Float[Tensor, " n"], settings: ObjectiveSett
     return loss.masked_fill(pull == 0, 0.0), torch.zeros_like(tokens.demonstration)
 
 
-def _gain(tokens: Tokens) -> Float[Tensor, " n"]:
+def _gain(tokens: Tokens) -> PerToken:
     assert tokens.reference_logprobs is not None, "the step brings what `needs` asks for"
     return tokens.policy_logprobs - tokens.reference_logprobs
 
 
-def _spread(
-    loss: Float[Tensor, " rows"], segment: Int[Tensor, " n"], tokens: Tokens
-) -> Float[Tensor, " n"]:
+def _spread(loss: Float[Tensor, " rows"], segment: TokenIndex, tokens: Tokens) -> PerToken:
     sizes = segment_sum(torch.ones_like(tokens.rollout_logprobs), segment, len(loss))
     return (loss / sizes.clamp(min=1))[segment]

@@ -1,4 +1,4 @@
-"""Rows by the variable-length kernel: what it is told, with a reference in the kernel's place."""
+"""Rows by the variable-length kernel: its arguments, with a reference in the kernel's place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tracegrad_trainer.engine.attention.masked import ScoreTransform
 
 
 def reference(*args: Any, **kwargs: Any) -> Tensor:
-    """What `varlen_attn` says of itself, one row after the other: token i of a row sees the
+    """What `varlen_attn` documents, one row after the other: token i of a row sees the
     tokens i - left to i + right, where -1 is no bound."""
     bound = inspect.signature(varlen_attn).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -46,7 +46,7 @@ def reference(*args: Any, **kwargs: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt2", "gpt_oss"])
-def test_the_kernel_is_told_rows_heads_scale_and_window(
+def test_the_kernel_gets_rows_heads_scale_and_window(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
@@ -55,7 +55,7 @@ def test_the_kernel_is_told_rows_heads_scale_and_window(
         calls.append(args)
         return reference(*args, **kwargs)
 
-    monkeypatch.setattr(varlen, "varlen_kernel", counted)
+    monkeypatch.setattr(varlen, "varlen_attn", counted)
     seen = []
     for attention in ("packed", "varlen"):
         model = make(name, attention)
@@ -79,7 +79,7 @@ def test_heads_that_the_kernel_refuses_go_in_padded_blocks(
         calls.append(args)
         return reference(*args, **kwargs)
 
-    monkeypatch.setattr(varlen, "varlen_kernel", counted)
+    monkeypatch.setattr(varlen, "varlen_attn", counted)
     rows = varlen.VarlenRowAttention([3, 5], "cpu")
     assert rows.attend(*torch.ones(3, 1, 2, 8, width), ScoreTransform()).shape == (1, 8, 2, width)
     assert bool(calls) == taken

@@ -21,9 +21,9 @@ from tracegrad_trainer.engine import (
     destroy_process_group,
     full_tensors,
     init_process_group,
-    save_hf,
     shard,
 )
+from tracegrad_trainer.engine.checkpoint.hf_export import save_hf
 from tracegrad_trainer.engine.config import LoraSettings
 from tracegrad_trainer.engine.model.lora import merged_tensors
 

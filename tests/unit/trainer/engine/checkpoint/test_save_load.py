@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from support.trainer import checkpoint_ranks
-from support.trainer.checkpoint_ranks import drawn, learner, saved, step, weights
+from support.trainer.checkpoint_ranks import drawn, learner, saved, step
+from support.trainer.learners import save_checkpoint, weights
 from support.trainer.ranks import run_on_ranks
-from support.trainer.row_samples import tiny_model
 from tracegrad_trainer.engine import (
     CheckpointError,
     FsdpSettings,
@@ -28,18 +28,9 @@ from tracegrad_trainer.engine import (
     load_checkpoint,
 )
 from tracegrad_trainer.engine.checkpoint import save_load as module
-from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver, save_checkpoint
+from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.config import LoraSettings
 from tracegrad_trainer.engine.random_state import capture_rng_state, restore_rng_state, seed_all
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    found = tmp_path_factory.mktemp("checkpoints")
-    tiny_model(found / "model")
-    tiny_model(found / "other", seed=1)
-    return found
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,7 @@ from support.trainer.tiny_models import logprobs, make
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings
 from tracegrad_trainer.engine.model import memory
-from tracegrad_trainer.engine.model.blocks import transformer_blocks
+from tracegrad_trainer.engine.model.hf_config import transformer_blocks
 from tracegrad_trainer.engine.model.parallelize import build_model
 
 CPU = FsdpSettings(device="cpu")

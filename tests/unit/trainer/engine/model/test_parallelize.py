@@ -22,7 +22,7 @@ from tracegrad_trainer.engine.distributed import (
     destroy_process_group,
     init_process_group,
 )
-from tracegrad_trainer.engine.model.blocks import transformer_blocks
+from tracegrad_trainer.engine.model.hf_config import transformer_blocks
 from tracegrad_trainer.engine.model.parallelize import shard
 
 MADE = rows(5)

@@ -15,10 +15,10 @@ from torch import Tensor
 from support.trainer import layout_ranks
 from support.trainer.fsdp_ranks import VERSION
 from support.trainer.layout_ranks import Layout, share
+from support.trainer.learners import save_checkpoint
 from support.trainer.logprob_head import Case, Peak, close
 from support.trainer.loss_tokens import made, part, tokens
-from support.trainer.row_samples import tiny_model
-from tracegrad_trainer.engine import load_checkpoint, save_checkpoint
+from tracegrad_trainer.engine import load_checkpoint
 from tracegrad_trainer.engine.model.chunked_logprobs import (
     IDENTITY,
     LogitTransform,
@@ -26,7 +26,7 @@ from tracegrad_trainer.engine.model.chunked_logprobs import (
 )
 from tracegrad_trainer.engine.model.forward import LmHead, forward
 from tracegrad_trainer.losses import Tokens, compute_loss, preset
-from tracegrad_trainer.losses.entropy import HIGHEST, LOWEST, next_coef
+from tracegrad_trainer.losses.compatibility import HIGHEST_ENTROPY_COEF, LOWEST_ENTROPY_COEF
 
 
 def both(case: Case, elements: int | None, shape: LogitTransform) -> tuple[Tensor, Tensor]:
@@ -176,12 +176,12 @@ def test_without_a_coefficient_it_costs_nothing() -> None:
 
 def test_the_coefficient_adapts_by_hand() -> None:
     settings = preset("grpo", entropy_coef=0.01, entropy_target=0.5, entropy_rate=2.0)
-    assert next_coef(settings, 0.01, 0.5) == 0.01
-    assert next_coef(settings, 0.01, 0.25) == pytest.approx(0.01 * math.exp(0.5))
-    assert next_coef(settings, 0.01, 1.0) == pytest.approx(0.01 * math.exp(-1.0))
-    assert next_coef(settings, 0.9, 0.0) == HIGHEST
-    assert next_coef(settings, 2e-6, 10.0) == LOWEST
-    assert next_coef(preset("grpo", entropy_coef=0.01), 0.01, 0.0) == 0.01
+    assert settings.next_entropy_coef(0.01, 0.5) == 0.01
+    assert settings.next_entropy_coef(0.01, 0.25) == pytest.approx(0.01 * math.exp(0.5))
+    assert settings.next_entropy_coef(0.01, 1.0) == pytest.approx(0.01 * math.exp(-1.0))
+    assert settings.next_entropy_coef(0.9, 0.0) == HIGHEST_ENTROPY_COEF
+    assert settings.next_entropy_coef(2e-6, 10.0) == LOWEST_ENTROPY_COEF
+    assert preset("grpo", entropy_coef=0.01).next_entropy_coef(0.01, 0.0) == 0.01
 
 
 @pytest.mark.parametrize(
@@ -199,13 +199,6 @@ def test_settings_that_cannot_be_meant_are_refused(
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         preset(name, **settings)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("entropy")
-    tiny_model(folder / "model")
-    return folder
 
 
 def step(learner: Any) -> Any:

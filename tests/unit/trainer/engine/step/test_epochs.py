@@ -1,4 +1,4 @@
-"""Several optimizer steps on one batch: against which policy, over which rows, and what is told."""
+"""Several optimizer steps on one batch: against which policy, over which rows, what is reported."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from support.trainer import fsdp_ranks
-from support.trainer.fsdp_ranks import VERSION, weights
+from support.trainer.forward_checks import alone
+from support.trainer.fsdp_ranks import VERSION
 from support.trainer.layout_ranks import learner, made
-from support.trainer.row_samples import rows, tiny_model
+from support.trainer.learners import weights
+from support.trainer.row_samples import rows
 from tracegrad_trainer.batches import Row, mini_batches, pack
 from tracegrad_trainer.engine import (
     Learner,
@@ -28,23 +30,8 @@ from tracegrad_trainer.sft.config import SftSettings
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("updates")
-    tiny_model(folder / "model")
-    tiny_model(folder / "other", seed=1)
-    return folder
-
-
 def of(name: str, folder: Path, **optim: Any) -> Learner:
     return learner(folder, name, **({"minibatches": 2, "epochs": 2} | optim))
-
-
-def logprobs(model: Any, row: Row) -> Tensor:
-    ids = torch.from_numpy(row.input_ids).long()
-    logits = model(input_ids=ids[None]).logits[0, :-1]
-    logp = (logits / torch.from_numpy(row.temperature[1:, None])).log_softmax(-1)
-    return logp.gather(-1, ids[1:, None])[:, 0][torch.from_numpy(row.keep[1:])]
 
 
 def plain_loop(folder: Path, everything: list[Row], *, lr: float, clip: float) -> dict[str, Tensor]:
@@ -52,12 +39,12 @@ def plain_loop(folder: Path, everything: list[Row], *, lr: float, clip: float) -
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0)
     with torch.no_grad():
-        old = [logprobs(model, row) for row in everything]
+        old = [alone(model, row).float() for row in everything]
     for part in mini_batches(everything, 2, seed="0 step 0") * 2:
         total, count = torch.zeros(()), 0
         for number in part:
             row = everything[number]
-            ratio = (logprobs(model, row) - old[number]).exp()
+            ratio = (alone(model, row).float() - old[number]).exp()
             advantage = torch.from_numpy(row.advantage[row.keep])
             total -= torch.minimum(
                 ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage

@@ -17,7 +17,7 @@ from support.trainer import layout_ranks
 from support.trainer.batch_samples import Rollout, Task, selected
 from support.trainer.layout_ranks import BUDGET, made
 from support.trainer.loss_tokens import tokens
-from support.trainer.row_samples import tiny_model, turn
+from support.trainer.row_samples import turn
 from tracegrad.events import Turn
 from tracegrad_trainer.batches import Row, pack
 from tracegrad_trainer.engine import train_batch
@@ -100,31 +100,31 @@ def test_equals_the_definition(seed: int, lam: float, gamma: float) -> None:
         assert returns[k] == pytest.approx(total + value[k], abs=1e-9)
 
 
-def chain(*, rendered_anew: bool) -> list[Turn]:
+def chain(*, rendered_again: bool) -> list[Turn]:
     """Five turns, of which each continues the one before; or each has a prompt of its own."""
     made_: list[Turn] = []
     for i in range(TURNS):
-        parent = None if rendered_anew or not made_ else made_[-1]
+        parent = None if rendered_again or not made_ else made_[-1]
         made_.append(turn(f"t{i}", [1 + i, 2], [3, 4 + i], parent=parent))
     return made_
 
 
 @pytest.mark.parametrize("level", ["token", "turn"])
-@pytest.mark.parametrize("rendered_anew", [False, True])
+@pytest.mark.parametrize("rendered_again", [False, True])
 @pytest.mark.parametrize("skip", [(), (4,), (1, 4), (2, 3, 4)])
 def test_a_rollout_is_one_line_of_turns_whatever_rows_they_fall_into(
-    folder: Path, one_rank: None, level: str, rendered_anew: bool, skip: tuple[int, ...]
+    folder: Path, one_rank: None, level: str, rendered_again: bool, skip: tuple[int, ...]
 ) -> None:
     """Its reward comes once, with its last trained turn; a skipped turn's goes to the trained one
     before it."""
-    turns = chain(rendered_anew=rendered_anew)
+    turns = chain(rendered_again=rendered_again)
     turns = [
         replace(each, untrainable="media") if i in skip else each for i, each in enumerate(turns)
     ]
     kept = [i for i in range(TURNS) if i not in skip]
     expected = {i: 1 + 0.25 * (i <= 2) for i in kept}
-    rows = told(turns, {2: 0.25})
-    assert len(rows) == (len(kept) if rendered_anew else 1)
+    rows = rewarded(turns, {2: 0.25})
+    assert len(rows) == (len(kept) if rendered_again else 1)
     assert credited(folder, rows, level) == pytest.approx(expected)
 
 
@@ -132,7 +132,7 @@ def test_a_rollout_is_one_line_of_turns_whatever_rows_they_fall_into(
 def test_a_last_turn_that_is_not_finite_does_not_take_the_outcome_along(
     folder: Path, one_rank: None, level: str
 ) -> None:
-    rows = told(chain(rendered_anew=True), {})
+    rows = rewarded(chain(rendered_again=True), {})
     broken = next(i for i, row in enumerate(rows) if row.turn_numbers == (4,))
     rows[broken].rollout_logprobs[-1] = -np.inf
     found = credited(
@@ -143,7 +143,7 @@ def test_a_last_turn_that_is_not_finite_does_not_take_the_outcome_along(
     assert train_batch(learner, rows, version=4, budget=20).dropped == (broken,)
 
 
-def told(turns: list[Turn], rewards: dict[int, float]) -> list[Row]:
+def rewarded(turns: list[Turn], rewards: dict[int, float]) -> list[Row]:
     """Of a rollout that was rewarded with 1."""
     return selected([Task("g", [Rollout("r0", 1.0, turns, rewards)])]).rows
 
@@ -201,13 +201,6 @@ def test_ratios_of_whole_turns_go_with_it() -> None:
     assert preset("ppo", gae_level="turn", ratio="turn").ratio == "turn"
     with pytest.raises(ValueError, match="or gae_level = 'turn'"):
         preset("ppo", ratio="turn")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("turns")
-    tiny_model(folder / "model")
-    return folder
 
 
 def looked_at(folder: Path, budget: int) -> dict[tuple[int, int], tuple[float, float, float]]:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from support.trainer import layout_ranks
 from support.trainer.layout_ranks import BATCHES, OBJECTIVES, VARIANTS, Layout, batch, run, without
+from support.trainer.learners import apart
 from support.trainer.ranks import run_on_ranks
-from support.trainer.row_samples import tiny_model
 
 EXACT = 1e-6
 # A product over a rollout's tokens, some sixty, multiplies the roundings of their log-probabilities
@@ -21,15 +20,6 @@ PRODUCT = 60 * 2**-21
 # A loss is a mean of terms of both signs, each of about the size of an advantage, 1, and rounded as
 # its log-probability is: what is left of them may be much smaller than its rounding.
 LOSS = 2**-22
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("exact")
-    tiny_model(folder / "model")
-    tiny_model(folder / "other", seed=1)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +51,6 @@ def same(found: Any, expected: Any, exact: float = EXACT) -> None:
 
 def exact(name: str) -> float:
     return PRODUCT if OBJECTIVES[name].correction_level == "sequence_product" else EXACT
-
-
-def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """|a - b| / |b| over all tensors together."""
-    assert list(a) == list(b)
-    difference = sum((a[name].double() - b[name].double()).square().sum() for name in a)
-    return float((difference / sum(b[name].double().square().sum() for name in b)) ** 0.5)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -9,50 +9,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from support.trainer import layout_ranks
+from support.trainer.forward_checks import alone
 from support.trainer.fsdp_ranks import VERSION
 from support.trainer.layout_ranks import Layout, made, others, share
-from support.trainer.row_samples import VOCABULARY, Group, Sample, rows, tiny_model, turn
+from support.trainer.learners import build
+from support.trainer.row_samples import VOCABULARY, Group, Sample, rows, turn
 from support.trainer.tiny_model import tiny_sizes
 from tracegrad_trainer.batches import BatchSettings, micro_batch, mismatched_rows, pack, select
-from tracegrad_trainer.engine import (
-    FsdpSettings,
-    Learner,
-    OptimSettings,
-    build_model,
-    build_reference,
-    shard,
-)
+from tracegrad_trainer.engine import Learner, OptimSettings
 from tracegrad_trainer.engine.flops import flops
 from tracegrad_trainer.engine.model.forward import TargetContext
 from tracegrad_trainer.engine.step.prepass import kto_z, prepass
-from tracegrad_trainer.losses import ObjectiveSettings, compute_advantages, preset
+from tracegrad_trainer.losses import compute_advantages, preset
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepass")
-    tiny_model(folder / "model")
-    tiny_model(folder / "other", seed=1)
-    return folder
-
-
 def row_logprobs(folder: Path, row: Any) -> Tensor:
     """A row's targets by transformers alone."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    ids = torch.from_numpy(row.input_ids).long()
     with torch.no_grad():
-        logits = model(input_ids=ids[None]).logits[0][:-1]
-    logp = (logits / torch.from_numpy(row.temperature[1:, None])).log_softmax(-1)
-    return logp.gather(-1, ids[1:, None])[:, 0][torch.from_numpy(row.keep[1:])]
+        return alone(AutoModelForCausalLM.from_pretrained(folder), row).float()
 
 
 def before(name: str, learner: Learner, batches: Any, objective: Any = None) -> list[Any]:
@@ -81,15 +62,12 @@ def test_the_reference_is_the_other_model(folder: Path) -> None:
 
 
 def test_under_adapters_the_base_is_the_reference(folder: Path) -> None:
-    settings = FsdpSettings(device="cpu", lora={"rank": 2})  # type: ignore[arg-type]
-    model = build_model(folder / "model", settings)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B." in name:
-                parameter.normal_(std=0.3)
-    mesh = init_device_mesh("cpu", (1,))
     objective = preset("grpo", kl="k3", kl_coef=0.1)
-    learner = Learner(shard(model, mesh, settings), mesh, objective, OptimSettings(lr=1e-2))
+    learner = build(folder / "model", objective, fsdp={"lora": {"rank": 2}})
+    with torch.no_grad():
+        for name, parameter in learner.model.named_parameters():
+            if ".lora_B." in name:
+                parameter.to_local().normal_(std=0.3)  # type: ignore[attr-defined]
     batches = share("grpo", Layout())
     known = before("grpo", learner, batches)
     plain = layout_ranks.learner(folder, "turn_mean")
@@ -102,17 +80,11 @@ def test_under_adapters_the_base_is_the_reference(folder: Path) -> None:
 
 
 def test_what_an_objective_needs_must_be_there(folder: Path) -> None:
-    settings = FsdpSettings(device="cpu")
-    mesh = init_device_mesh("cpu", (1,))
-
-    def learner(objective: ObjectiveSettings) -> None:
-        model = shard(build_model(folder / "model", settings), mesh, settings)
-        Learner(model, mesh, objective, OptimSettings())
-
     with pytest.raises(ValueError, match="reference policy: give its model's folder"):
-        learner(preset("dpo"))
+        build(folder / "model", "dpo")
+    one = build(folder / "model")
     with pytest.raises(ValueError, match="put a value head on"):
-        learner(preset("ppo"))
+        Learner(one.model, one.mesh, preset("ppo"), OptimSettings())
 
 
 def test_kto_z_is_the_mean_gain_of_mismatched_rollouts_and_never_negative(folder: Path) -> None:
@@ -154,8 +126,8 @@ def test_advantages_follow_values_and_rewards_along_each_rollout(folder: Path) -
         assert np.ptp(value) > 0.1
         for t, row in enumerate(batch.row_keys[batch.row].tolist()):
             order = (batch.turn_number[t], row, batch.target[t])
-            told = (batch.reward[t], batch.score[t], value[t], advantage[t], returns[t])
-            found.setdefault(f"r{row // 2}", []).append((order, *told))
+            numbers = (batch.reward[t], batch.score[t], value[t], advantage[t], returns[t])
+            found.setdefault(f"r{row // 2}", []).append((order, *numbers))
     assert len(found) == 6
     for tokens in found.values():
         tokens.sort(key=lambda one: one[0])
@@ -188,11 +160,8 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_the_whole_step(
 
 def test_reinforce_plus_plus_whitens_what_is_trained(folder: Path) -> None:
     """Of three groups one has equal rewards and is dropped: it has no part in the deviation."""
-    settings = FsdpSettings(device="cpu")
-    mesh = init_device_mesh("cpu", (1,))
     objective = preset("reinforce++")
-    model = shard(build_model(folder / "model", settings), mesh, settings)
-    learner = Learner(model, mesh, objective, OptimSettings())
+    learner = build(folder / "model", objective)
     rewards = {"a": (0.0, 1.0), "equal": (1.0, 1.0), "b": (0.0, 5.0)}
     groups = [
         Group(task, [_rollout(f"{task}{i}", reward, 4 + 3 * i) for i, reward in enumerate(two)])
@@ -229,7 +198,9 @@ def test_a_look_leaves_no_whole_parameters_behind(folder: Path) -> None:
     assert max(float((a - b).abs().max()) for a, b in zip(first, again, strict=True)) > 0.1
 
 
-def told(folder: Path, apart: float, *, version: int = VERSION, dtype: Any = "float32") -> Any:
+def step_with_gap(
+    folder: Path, apart: float, *, version: int = VERSION, dtype: Any = "float32"
+) -> Any:
     """A step on tokens whose log-probabilities were recorded `apart` from the trainer's."""
     layout = Layout(settings={"compute_dtype": dtype})
     learner = layout_ranks.learner(folder, "turn_mean", layout)
@@ -243,7 +214,7 @@ def told(folder: Path, apart: float, *, version: int = VERSION, dtype: Any = "fl
 
 
 def test_engines_that_disagree_after_a_push_are_loud(folder: Path) -> None:
-    quiet, loud = told(folder, 0.0), told(folder, 0.01)
+    quiet, loud = step_with_gap(folder, 0.0), step_with_gap(folder, 0.01)
     assert (quiet.mismatch, quiet.metrics["mismatch"]) == (None, 0)
     assert quiet.metrics["gap_mean"] < 1e-6
     assert loud.metrics["mismatch"] == 1
@@ -253,12 +224,12 @@ def test_engines_that_disagree_after_a_push_are_loud(folder: Path) -> None:
 
 
 def test_older_versions_may_disagree(folder: Path) -> None:
-    assert told(folder, 0.5, version=VERSION + 5).mismatch is None
+    assert step_with_gap(folder, 0.5, version=VERSION + 5).mismatch is None
 
 
 def test_half_precision_is_given_its_rounding(folder: Path) -> None:
-    assert told(folder, 0.05, dtype="bfloat16").mismatch is None
-    assert told(folder, 0.3, dtype="bfloat16").mismatch is not None
+    assert step_with_gap(folder, 0.05, dtype="bfloat16").mismatch is None
+    assert step_with_gap(folder, 0.3, dtype="bfloat16").mismatch is not None
 
 
 def test_a_step_says_how_much_it_was_and_how_long_it_took(folder: Path) -> None:
@@ -307,13 +278,10 @@ def test_frozen_weights_and_idle_experts_cost_less(folder: Path) -> None:
 
 
 def test_a_reference_is_built_without_adapters(folder: Path) -> None:
-    settings = FsdpSettings(device="cpu", lora={"rank": 2}, reshard=False)  # type: ignore[arg-type]
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    frozen = build_reference(folder / "other", mesh, settings)
-    assert not any("lora" in name for name, _ in frozen.named_parameters())
-    objective = preset("dpo")
-    policy = shard(build_model(folder / "model", settings), mesh, settings)
-    learner = Learner(policy, mesh, objective, OptimSettings(), reference=frozen, reshard=False)
+    adapted = {"lora": {"rank": 2}, "reshard": False}
+    learner = build(folder / "model", "dpo", fsdp=adapted, reference=folder / "other")
+    assert learner.engine.reference is not None
+    assert not any("lora" in name for name, _ in learner.engine.reference.model.named_parameters())
     batches = share("dpo", Layout())
     (known, *_) = before("dpo", learner, batches)
     theirs = layout_ranks.learner(folder, "dpo")

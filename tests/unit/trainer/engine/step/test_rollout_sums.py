@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from support.trainer.batch_samples import Rollout, source_of
-from support.trainer.fsdp_ranks import VERSION, step, weights
+from support.trainer.fsdp_ranks import VERSION, step
 from support.trainer.layout_ranks import OBJECTIVES, Layout, learner, made, others
-from support.trainer.row_samples import VOCABULARY, tiny_model, turn
+from support.trainer.learners import apart, weights
+from support.trainer.row_samples import VOCABULARY, turn
 from tracegrad_trainer.batches import Row, pack
 from tracegrad_trainer.batches.rows import RowSource, path_rows
 from tracegrad_trainer.batches.tree_rows import tree_rows
@@ -28,15 +29,6 @@ from tracegrad_trainer.losses import Tokens, preset
 from tracegrad_trainer.losses.tokens import rollout_mean
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("rollouts")
-    tiny_model(folder / "model")
-    tiny_model(folder / "other", seed=1)
-    return folder
 
 
 def rollouts(name: str) -> list[Row]:
@@ -91,11 +83,6 @@ def one_step(folder: Path, name: str, rows: list[Row], budget: int) -> Any:
         known.append(TargetContext(old_logprobs=logp + torch.from_numpy(off).float()))
     looked_at = others(name, Layout())
     return step(one, batches, before=known, mismatched=looked_at)
-
-
-def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    difference = sum((a[name].double() - b[name].double()).square().sum() for name in a)
-    return float((difference / sum(b[name].double().square().sum() for name in b)) ** 0.5)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

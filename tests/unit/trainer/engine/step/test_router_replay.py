@@ -8,22 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from support.trainer.learners import build
 from support.trainer.row_samples import VOCABULARY, rows
 from support.trainer.tiny_model import tiny_sizes
 from tracegrad_trainer.batches import pack
 from tracegrad_trainer.batches.expert_routing import UNROUTED
 from tracegrad_trainer.engine import (
-    FsdpSettings,
     Learner,
-    OptimSettings,
-    build_model,
-    shard,
 )
 from tracegrad_trainer.engine.step.epochs import prepare_batch, train_epochs
-from tracegrad_trainer.losses import preset
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -34,10 +29,7 @@ def learner(tmp_path: Path) -> Learner:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = Qwen3MoeConfig(**tiny_sizes(VOCABULARY, head_dim=8, **experts))
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
-    settings = FsdpSettings(device="cpu", routing="r2")
-    mesh = init_device_mesh("cpu", (1,))
-    model = shard(build_model(tmp_path, settings), mesh, settings)
-    return Learner(model, mesh, preset("grpo"), OptimSettings(lr=3e-2))
+    return build(tmp_path, fsdp={"routing": "r2"}, lr=3e-2)
 
 
 def test_choices_of_before_the_batch_hold_while_the_router_moves(learner: Learner) -> None:
@@ -63,16 +55,16 @@ def test_choices_of_before_the_batch_hold_while_the_router_moves(learner: Learne
     assert max(float((a - b).abs().max()) for a, b in zip(free, held, strict=True)) > 1e-3
 
 
-def test_what_the_engine_told_stays_and_the_router_fills_the_rest(learner: Learner) -> None:
+def test_what_the_engine_reported_stays_and_the_router_fills_the_rest(learner: Learner) -> None:
     """R3 with several steps on a batch."""
     batches: Any = pack(rows(6), ranks=1, budget=100)[0]
     own = prepare_batch(learner, batches).micro_batches
-    told = []
+    reported = []
     for batch in own:
         routes = (7 - batch.expert_routing).copy()
         routes[::2] = UNROUTED
-        told.append(replace(batch, expert_routing=routes))
-    for batch, given in zip(prepare_batch(learner, told).micro_batches, told, strict=True):
+        reported.append(replace(batch, expert_routing=routes))
+    for batch, given in zip(prepare_batch(learner, reported).micro_batches, reported, strict=True):
         assert batch.expert_routing is not None
         assert (batch.expert_routing[1::2] == given.expert_routing[1::2]).all()
         assert (batch.expert_routing != UNROUTED).all()

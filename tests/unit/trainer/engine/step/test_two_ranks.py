@@ -11,24 +11,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from support.trainer import fsdp_ranks
+from support.trainer.learners import apart, weights
 from support.trainer.ranks import run_on_ranks
 from support.trainer.row_samples import rows, tiny_model
 from tracegrad_trainer.batches import Row, pack
-from tracegrad_trainer.engine import (
-    Learner,
-    full_tensors,
-    load_checkpoint,
-    save_hf,
-)
+from tracegrad_trainer.engine import Learner, full_tensors, load_checkpoint
+from tracegrad_trainer.engine.checkpoint.hf_export import save_hf
 from tracegrad_trainer.engine.model.forward import TargetContext
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("fsdp")
-    tiny_model(folder / "model")
-    tiny_model(folder / "other", seed=1)
+def folder(folder: Path) -> Path:
     tiny_model(folder / "tied", tied=True)
     tiny_model(folder / "poisoned", poisoned=True)
     return folder
@@ -40,13 +33,6 @@ def two(folder: Path) -> list[dict[str, Any]]:
     run_on_ranks(fsdp_ranks.main, 2, folder)
     seen: list[dict[str, Any]] = torch.load(folder / "ranks.pt", weights_only=False)
     return seen
-
-
-def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """|a - b| / |b| over all tensors together."""
-    assert list(a) == list(b)
-    difference = sum((a[name].double() - b[name].double()).square().sum() for name in a)
-    return float((difference / sum(b[name].double().square().sum() for name in b)) ** 0.5)
 
 
 def metrics_agree(a: dict[str, float], b: dict[str, float], *, but: tuple[str, ...] = ()) -> None:
@@ -180,10 +166,10 @@ def test_a_checkpoint_loads_into_another_number_of_ranks(
 ) -> None:
     learner = fsdp_ranks.learner(folder / "other")
     load_checkpoint(learner, folder / "checkpoints" / "step-00000003")
-    assert apart(fsdp_ranks.weights(learner), two[0]["after"]) == 0
+    assert apart(weights(learner), two[0]["after"]) == 0
     _, gradients = fsdp_ranks.step(learner, fsdp_ranks.share(rows(11), 80))
     assert apart(gradients, two[0]["next"][1]) < 1e-6
-    assert apart(fsdp_ranks.weights(learner), two[0]["next_weights"]) < 1e-5
+    assert apart(weights(learner), two[0]["next_weights"]) < 1e-5
 
 
 def test_checkpoint_errors_are_one_line_with_the_path_on_every_rank(
@@ -223,9 +209,9 @@ def test_learning_rate_zero_changes_nothing_and_warm_up_counts_optimizer_steps(
     folder: Path, one_rank: None
 ) -> None:
     learner = fsdp_ranks.learner(folder / "model", lr=0.0)
-    before = fsdp_ranks.weights(learner)
+    before = weights(learner)
     assert fsdp_ranks.step(learner, fsdp_ranks.share(rows(3), 200))[0].applied
-    assert apart(fsdp_ranks.weights(learner), before) == 0
+    assert apart(weights(learner), before) == 0
     warm = fsdp_ranks.learner(folder / "model", lr=1.0, warmup_steps=4)
     batches = fsdp_ranks.share(rows(8), 40)
     assert len(batches) > 1
@@ -242,7 +228,7 @@ def test_bfloat16_computes_and_float32_remembers(folder: Path, one_rank: None) -
     result, gradients = fsdp_ranks.step(coarse, fsdp_ranks.share(rows(11), 120))
     assert 1e-4 < apart(gradients, exact[1]) < 0.05
     assert result.metrics["k3"] == pytest.approx(exact[0].metrics["k3"], rel=0.05)
-    assert {tensor.dtype for tensor in fsdp_ranks.weights(coarse).values()} == {torch.float32}
+    assert {tensor.dtype for tensor in weights(coarse).values()} == {torch.float32}
 
 
 def test_old_is_what_the_policy_said_at_the_start_of_the_batch(

@@ -12,16 +12,9 @@ from torch import Tensor
 from support.trainer import layout_ranks
 from support.trainer.fsdp_ranks import VERSION
 from support.trainer.layout_ranks import Layout, share
-from support.trainer.row_samples import tiny_model
-from tracegrad_trainer.engine import Learner, OptimSettings, load_checkpoint, save_checkpoint
+from support.trainer.learners import save_checkpoint
+from tracegrad_trainer.engine import Learner, OptimSettings, load_checkpoint
 from tracegrad_trainer.engine.step.optimizer import learning_rate, value_learning_rate
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("critic")
-    tiny_model(folder / "model")
-    return folder
 
 
 def full(learner: Learner) -> dict[str, Tensor]:

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from support.trainer.loss_tokens import made, part, tokens
-from tracegrad_trainer.losses import (
-    Tokens,
-    compute_loss,
+from tracegrad_trainer.losses import Tokens, compute_loss, preset
+from tracegrad_trainer.losses.diagnostics import (
     diagnostic_maxima,
     diagnostic_sums,
-    preset,
     summarise_diagnostics,
 )
 

@@ -1,0 +1,84 @@
+"""Learners of model folders on the ranks that there are, and how far two of them are apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tracegrad_trainer.engine import (
+    FsdpSettings,
+    Learner,
+    OptimSettings,
+    build_model,
+    full_tensors,
+    shard,
+)
+from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
+from tracegrad_trainer.engine.model import value_head
+from tracegrad_trainer.engine.model.reference import build_reference
+from tracegrad_trainer.losses import ObjectiveSettings, preset
+
+
+def build(
+    folder: Path,
+    objective: ObjectiveSettings | str = "grpo",
+    *,
+    fsdp: dict[str, Any] | None = None,
+    value_std: float = 0.0,
+    reference: Path | nn.Module | None = None,
+    elements: int | None = None,
+    **optim: Any,
+) -> Learner:
+    """With a value head (its weights of this deviation) and a reference where they are needed."""
+    objective = preset(objective) if isinstance(objective, str) else objective
+    settings = FsdpSettings(device="cpu", **(fsdp or {}))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: Any = build_model(folder, settings)
+    if "value" in objective.needs:
+        value_head.attach_value_head(model)
+        if value_std:
+            torch.manual_seed(5)
+            nn.init.normal_(model.value_head.weight, std=value_std)
+    if isinstance(reference, Path):
+        needed = "reference" in objective.needs
+        reference = build_reference(reference, mesh, settings) if needed else None
+    return Learner(
+        shard(model, mesh, settings),
+        mesh,
+        objective,
+        OptimSettings(**({"lr": 1e-2} | optim)),
+        reshard=settings.reshard,
+        reference=reference,
+        head_elements=elements,
+    )
+
+
+def weights(one: Learner) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in full_tensors(one.model)}
+
+
+def save_checkpoint(
+    learner: Learner, root: Path, step: int, counters: dict[str, Any], *, keep: int
+) -> Path:
+    """Write checkpoint `step` on all ranks, drop the oldest beyond `keep` -> folder in `root`.
+
+    Raises:
+        CheckpointError: as `CheckpointSaver.wait`.
+    """
+    saver = CheckpointSaver(root)
+    folder = saver.start(learner, step, counters)
+    saver.wait()
+    saver.prune(keep=keep)
+    return folder
+
+
+def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """|a - b| / |b| over all tensors together."""
+    assert list(a) == list(b)
+    difference = sum((a[name].double() - b[name].double()).square().sum() for name in a)
+    return float((difference / sum(b[name].double().square().sum() for name in b)) ** 0.5)
