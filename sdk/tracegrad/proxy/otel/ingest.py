@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from cachetools import FIFOCache
+
 from tracegrad.events import Span
 from tracegrad.proxy.auth.rollout_attribution import TraceIndex
-from tracegrad.proxy.capture.call_index import LruMap
 from tracegrad.proxy.capture.recorder import Recorder, commit_each
 from tracegrad.proxy.otel.llm_span import ReportedSpan
 from tracegrad.proxy.otel.rewards import SpanRewards, TurnOrder
@@ -37,7 +38,7 @@ class SpanIngest:
         self._naming = RolloutAssignment(traces, store)
         self._calls = LlmSpanConverter(recorder, continuation, self._naming, store)
         self._rewards = SpanRewards(self._naming, recorder.call_index, store)
-        self._notes: LruMap[str, TraceSummary] = LruMap(_TRACES)
+        self._notes: FIFOCache[str, TraceSummary] = FIFOCache(_TRACES)
 
     async def commit(self, spans: Sequence[ReportedSpan]) -> str:
         """Commits all of it; what is wrong with some of it, empty where nothing is.
@@ -79,7 +80,7 @@ class SpanIngest:
         notes = self._notes.get(trace_id)
         if notes is None:
             notes = TraceSummary()
-            self._notes.put(trace_id, notes)
+            self._notes[trace_id] = notes
         return notes
 
     def _roots(self, spans: Sequence[ReportedSpan]) -> list[tuple[str, Span]]:
