@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 from support.trainer.prepared_run import SMALL, fill, save_smallest_model, settings_of, steps_of
 from support.trainer.tiny_model import load_model
 from tracegrad.events import Reward, RolloutFinished, RolloutStarted
+from tracegrad.settings_sources import SettingsError
 from tracegrad.store import Store, StoreTooNew
 from tracegrad_trainer.cli.app import app
 from tracegrad_trainer.config.trainer import (
-    SettingsError,
     TrainerSettings,
     load_settings,
     without_unused,
