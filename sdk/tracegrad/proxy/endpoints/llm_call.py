@@ -55,9 +55,8 @@ from tracegrad.proxy.http.request import (
     headers_of,
     read_body,
 )
-from tracegrad.proxy.http.request_body import lease_of
+from tracegrad.proxy.http.request_body import WorkerThreads, lease_of
 from tracegrad.proxy.http.streaming_response import StreamedResponse
-from tracegrad.proxy.http.worker_threads import WorkerThreads
 from tracegrad.proxy.prompt_reuse.resolver import ContinuationPlan, PromptReuse
 from tracegrad.store.errors import StoreUnavailable
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from tracegrad.chat.call import Call
 from tracegrad.chat.messages import custom_rendering_field, render_options
 from tracegrad.events import Json, new_id, token_id_array
-from tracegrad.proxy.http.worker_threads import LARGE_BODY_BYTES
+from tracegrad.proxy.http.request_body import LARGE_BODY_BYTES
 from tracegrad.proxy.prompt_reuse.conversation_hash import (
     HashedConversation,
     fork_reason_of_miss,

@@ -20,12 +20,13 @@ from tracegrad.proxy.http import json_size
 from tracegrad.proxy.http.errors import BadRequest, Unavailable
 from tracegrad.proxy.http.json_size import count_punctuation, count_punctuation_outside_strings
 from tracegrad.proxy.http.request_body import (
+    LARGE_BODY_BYTES,
     BodyReader,
     MemoryBudget,
     RequestSizeLimits,
+    WorkerThreads,
     parsed_size,
 )
-from tracegrad.proxy.http.worker_threads import LARGE_BODY_BYTES, WorkerThreads
 from tracegrad.proxy.otel.otlp import JSON, PROTOBUF, export_memory
 from tracegrad.proxy.otel.otlp_size import fields_in
 

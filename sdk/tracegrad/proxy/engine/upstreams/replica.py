@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import lru_cache
 
 import aiohttp
+import orjson
 from yarl import URL
 
 from tracegrad.proxy.engine.upstreams.base import UpstreamResponse
@@ -23,6 +24,7 @@ FIRST_PROBE_S = 0.1
 MAX_PROBE_INTERVAL_S = 2.0
 
 PROBE_TIMEOUT_S = 5.0
+_WEIGHTS_TIMEOUT = aiohttp.ClientTimeout(total=5)
 
 
 # What vLLM says when its engine process has died under the server, which then shuts down.
@@ -217,3 +219,20 @@ def session_to(
     return aiohttp.ClientSession(
         connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()
     )
+
+
+async def weight_version(url: str) -> str | None:
+    """Which weights an engine serves that has been away, in vLLM's own word: that of the last push,
+    "default" after a start.
+
+    None where it does not say: its routes for weights are there only when weights are pushed.
+    """
+    async with (
+        session_to(url, timeout=_WEIGHTS_TIMEOUT, keepalive_s=1) as session,
+        session.get(f"{http_base(url)}/weight_info", headers={"connection": "close"}) as answer,
+    ):
+        if answer.status != 200:
+            return None
+        state = orjson.loads(await answer.read())
+    version = state.get("weight_version") if isinstance(state, dict) else None
+    return version if isinstance(version, str) else None

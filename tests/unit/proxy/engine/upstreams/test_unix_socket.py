@@ -21,7 +21,7 @@ from support.proxy.servers import HeldWriter, serving
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.engine.upstreams import QueueLimits, UpstreamPool
-from tracegrad.proxy.engine.upstreams.weight_version import weight_version
+from tracegrad.proxy.engine.upstreams.replica import weight_version
 from tracegrad.store import Store
 
 HELLO = [{"role": "user", "content": "Hello"}]
