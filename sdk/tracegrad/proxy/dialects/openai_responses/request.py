@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from tracegrad.chat.call import Call, VisibleFields
-from tracegrad.chat.messages import media_untrainable_reason
+from tracegrad.chat.messages import media_untrainable_reason, tool_call
 from tracegrad.chat.sampling_params import DEFAULTS
 from tracegrad.events import Json
 from tracegrad.proxy.dialects.body_checks import (
@@ -388,13 +388,7 @@ class _Turn:
         self.message["reasoning"] = self.message.get("reasoning", "") + text
 
     def add_call(self, call_id: str, name: str, arguments: str) -> None:
-        self.message.setdefault("tool_calls", []).append(
-            {
-                "id": call_id,
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-        )
+        self.message.setdefault("tool_calls", []).append(tool_call(call_id, name, arguments))
 
 
 def read_input(value: object, instructions: str | None) -> InputMessages:
