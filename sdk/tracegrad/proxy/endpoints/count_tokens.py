@@ -14,7 +14,7 @@ from tracegrad.proxy.auth.middleware import caller_of, engine_headers
 from tracegrad.proxy.dialects.base import Dialect
 from tracegrad.proxy.endpoints.llm_call import ProxyServices
 from tracegrad.proxy.engine.response import read_error
-from tracegrad.proxy.http.errors import ApiError
+from tracegrad.proxy.http.errors import ApiError, UpstreamError
 from tracegrad.proxy.http.request import (
     ClientDisconnected,
     cancel_on_disconnect,
@@ -74,6 +74,4 @@ class CountTokensEndpoint:
         try:
             return int(orjson.loads(raw)["count"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ApiError(
-                502, "the engine's count of tokens cannot be read", kind="upstream_error"
-            ) from error
+            raise UpstreamError("the engine's count of tokens cannot be read") from error

@@ -47,7 +47,7 @@ from tracegrad.proxy.engine.stream import EngineStream
 from tracegrad.proxy.engine.upstreams import Upstream, UpstreamResponse
 from tracegrad.proxy.engine.weight_gate import Admission, WeightUpdateGate
 from tracegrad.proxy.http import sse
-from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
+from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, UpstreamError
 from tracegrad.proxy.http.request import (
     ClientDisconnected,
     Headers,
@@ -354,4 +354,4 @@ def _broken_end(stream: EngineStream) -> ApiError | None:
     if stream.error is not None or stream.done:
         return stream.error
     message = "the engine broke off its answer: it has no end"
-    return ApiError(502, message, kind="upstream_error")
+    return UpstreamError(message)

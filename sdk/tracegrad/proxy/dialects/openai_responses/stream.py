@@ -32,7 +32,7 @@ from tracegrad.proxy.dialects.openai_responses.response import (
     text_part,
 )
 from tracegrad.proxy.dialects.openai_responses.tools import CustomInputReader
-from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
+from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, UpstreamError
 
 # Codes that clients act on when a response fails; all else is the server's fault.
 _FAILURE_CODES = (
@@ -168,9 +168,7 @@ class ResponsesStreamWriter:
             known = self._calls[index] = kind(self._items, self._next(), call_id, name)
             self._open(known, events)
         elif known is not self._growing and function.get("arguments"):
-            raise ApiError(
-                502, "the engine went back to a tool call that had ended", kind="upstream_error"
-            )
+            raise UpstreamError("the engine went back to a tool call that had ended")
         return known
 
     def _next(self) -> int:

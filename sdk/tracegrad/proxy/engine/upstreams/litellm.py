@@ -29,7 +29,7 @@ from tracegrad.proxy.engine.upstreams.base import (
     UpstreamTimeouts,
 )
 from tracegrad.proxy.http import sse
-from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, BadRequest
+from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, BadRequest, UpstreamError
 
 # 1.82.7 and 1.82.8 were somebody else's, made to steal keys.
 OLDEST = (1, 83, 0)
@@ -160,9 +160,7 @@ class LiteLLMUpstream:
             chunk = part.model_dump()
             # litellm ends every stream with "stop", also one that broke off.
             if shapes.finishes(chunk) and getattr(stream, "received_finish_reason", "?") is None:
-                raise ApiError(
-                    502, "the provider broke off its answer: it has no end", kind="upstream_error"
-                )
+                raise UpstreamError("the provider broke off its answer: it has no end")
             yield sse.encode_event(orjson.dumps(shapes.chat_completion_chunk(chunk)))
 
     @contextmanager
@@ -236,4 +234,4 @@ def _api_error(error: Exception, litellm: Any, silence_s: float) -> ApiError:
 
 def _silent(silence_s: float) -> ApiError:
     message = f"the provider sent nothing for {silence_s:g} s"
-    return ApiError(504, message, kind="upstream_error", code="upstream_timeout")
+    return UpstreamError(message, status=504, code="upstream_timeout")

@@ -12,7 +12,7 @@ import orjson
 from yarl import URL
 
 from tracegrad.proxy.engine.upstreams.base import UpstreamResponse
-from tracegrad.proxy.http.errors import ApiError
+from tracegrad.proxy.http.errors import ApiError, UpstreamError
 from tracegrad.urls import http_base, unix_socket
 
 log = logging.getLogger("tracegrad.proxy")
@@ -140,7 +140,7 @@ class Replica:
         reason = str(error) or type(error).__name__
         if isinstance(error, aiohttp.ClientSSLError):
             # Waiting mends no certificate.
-            return _upstream_error(f"the engine at {self.url} cannot be trusted: {reason}")
+            return UpstreamError(f"the engine at {self.url} cannot be trusted: {reason}")
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             return ReplicaRefused(reason)
         if isinstance(error, TimeoutError):
@@ -149,18 +149,18 @@ class Replica:
             return self._silent()
         if isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError):
             return ReplicaDropped(reason)
-        return _upstream_error(f"the engine at {self.url} does not speak HTTP: {reason}")
+        return UpstreamError(f"the engine at {self.url} does not speak HTTP: {reason}")
 
     def _broken_off(self, error: Exception) -> ApiError:
         if isinstance(error, TimeoutError):
             return self._silent()
         reason = str(error) or type(error).__name__
-        return _upstream_error(f"the engine broke off its answer: {reason}")
+        return UpstreamError(f"the engine broke off its answer: {reason}")
 
     def _silent(self) -> ApiError:
         silence = self._session.timeout.sock_read
         message = f"the engine at {self.url} sent nothing for {silence:g} s"
-        return ApiError(504, message, kind="upstream_error", code="upstream_timeout")
+        return UpstreamError(message, status=504, code="upstream_timeout")
 
     async def _look_until_back(self) -> None:
         loop = asyncio.get_running_loop()
@@ -200,10 +200,6 @@ def _says_engine_died(status: int, first: bytes) -> bool:
 @lru_cache(maxsize=256)
 def _join(base: str, path: str) -> URL:
     return URL(base + path)
-
-
-def _upstream_error(message: str) -> ApiError:
-    return ApiError(502, message, kind="upstream_error")
 
 
 def session_to(
