@@ -1,4 +1,4 @@
-"""The way out: what was said leaves an agent's process in the background, in order, exactly once.
+"""Events leave an agent's process in the background, in order, exactly once.
 
 An `EventExporter` writes every event to this process's journal where it is put, and sends the
 journal to one proxy from one thread. Nothing but that thread ever uses the network: `put` neither
@@ -131,7 +131,7 @@ class EventExporter:
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        """Also a forked child's beginning: its parent's thread, sockets and journal are not its."""
+        """Also in a forked child: its parent's thread, sockets and journal are not its own."""
         self.journal = Journal(self.folder, self._limit)
         # Re-entrant, like everything on the way of `put`: a signal handler may give a reward.
         self._changed = threading.Condition(threading.RLock())
@@ -297,7 +297,7 @@ class EventExporter:
                 self._send_left()
             except _Stopped:
                 return
-            except Exception:  # whatever it was, the journal has what was said
+            except Exception:  # whatever it was, the journal has the events
                 _log.exception("tracegrad's exporter stumbled; it goes on")
                 time.sleep(FIRST_RETRY_S)
 
@@ -422,8 +422,8 @@ class _Appended:
 
 def _encoded(event: Event) -> tuple[bytes, bool]:
     walk = Serializer()
-    said = event_payload(event)
-    plain = {name: walk.serialize(value) for name, value in said.items()}
+    payload = event_payload(event)
+    plain = {name: walk.serialize(value) for name, value in payload.items()}
     return encode(plain), walk.truncated
 
 
@@ -526,7 +526,7 @@ def send_orphaned_at_exit(url: Callable[[], str]) -> None:
 
 
 def _close_all() -> None:
-    with suppress(Exception):  # a wrong setting, which a rollout would have told
+    with suppress(Exception):  # a wrong setting, which a rollout would have raised
         if _recorded_at is not None:
             url = _recorded_at()
             if any(entry.is_dir() for entry in os.scandir(journal_folder(url))):

@@ -180,7 +180,7 @@ class Journal:
             self._measure()
             if self._first < self._last or self._offset < self._size or not self._size:
                 return
-            # All of it: the file begins anew, as a segment of its own.
+            # All of it: the file begins again, as a segment of its own.
             with suppress(OSError):
                 if self._write_fd is not None:
                     os.ftruncate(self._write_fd, 0)

@@ -94,7 +94,7 @@ class ProxySettings(FileSettings):
     )
     routed_experts: bool = Field(
         False,
-        description="the engine tells which experts it chose (vLLM with"
+        description="the engine reports which experts it chose (vLLM with"
         " --enable-return-routed-experts), which it does only in answers of one piece: a call that"
         " asks for one is not streamed from the engine while weights are pushed; when a push falls"
         " into it all the same, its turn is not trained",

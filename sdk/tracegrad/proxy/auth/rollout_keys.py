@@ -70,7 +70,7 @@ class KeyGrant(NamedTuple):
 
 
 class RolloutKeyService:
-    """Makes keys, and tells whose they are; those seen lately without asking the store."""
+    """Makes keys and finds their rollouts; those seen lately without asking the store."""
 
     def __init__(self, store: KeyStore, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store

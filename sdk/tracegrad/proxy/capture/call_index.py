@@ -1,7 +1,7 @@
-"""Which calls came through this proxy, by what a span can say of them.
+"""Which calls came through this proxy, by what a span reports of them.
 
 An agent whose libraries send spans may call models through the proxy too. Its span of such a call
-tells of a turn that is recorded already. It is known by the server's id of the answer, which the
+reports a turn that is recorded already. It is known by the server's id of the answer, which the
 client read from us, or by where in its trace it lies: the call came with the id of the span that it
 was made in, which is the LLM span or one inside it.
 
@@ -39,7 +39,7 @@ class CallIndex:
     def call_started(self, trace_id: str | None, span_id: str | None) -> None:
         """A call was made from inside a span.
 
-        To be said when the call comes in: its client has no answer yet, so that its span is sent
+        To be called when the call comes in: its client has no answer yet, so that its span is sent
         later than this, whatever becomes of the call.
         """
         if trace_id is None:
@@ -84,7 +84,7 @@ class CallIndex:
 
     def is_duplicate(self, span: Span, response_id: str | None) -> bool:
         """Whether another span of its trace became a turn for the same call: one around it, or
-        one with the same answer. Two libraries tell of it."""
+        one with the same answer. Two libraries report it."""
         trace_id = span.trace_id
         if response_id is not None:
             answered = self._turn_answers.get((trace_id, response_id))

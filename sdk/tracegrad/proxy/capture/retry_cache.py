@@ -89,7 +89,7 @@ class RetryCache:
         self._given[call] = given
 
     def lookup(self, call: Fingerprint) -> tuple[str, ...]:
-        """The turns that answered the call which is now repeated; empty to sample anew."""
+        """The turns that answered the call which is now repeated; empty to sample again."""
         given = self._given.get(call)
         if given is None or time.monotonic() - given.at > KEPT_S:
             return ()

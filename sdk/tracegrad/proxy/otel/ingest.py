@@ -1,4 +1,4 @@
-"""Spans into facts: themselves, the turns that LLM spans tell of, scores, and whole rollouts.
+"""Spans into events: themselves, the turns that LLM spans report, scores, and whole rollouts.
 
 All is made of the spans alone, under ids that never change: an export that is sent again, because
 its answer was lost or the store could not be written half-way, changes nothing that is stored.

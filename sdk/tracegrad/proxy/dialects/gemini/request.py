@@ -428,14 +428,14 @@ def _response(response: GeminiJsonField, calls: _Calls) -> Json:
     said: list[Json] = []
     answer = response.get("response")
     if answer is not None:
-        said.append(text_part(_told(answer.object())))
+        said.append(text_part(_result_text(answer.object())))
     for part in response.items_of("parts"):
         part.refuse_all_but(("inlineData", "fileData"))
         said.append(_media(part.get("inlineData") or part.require("fileData")))
     return {"role": "tool", "tool_call_id": calls.answer(response), "content": content_of(said)}
 
 
-def _told(response: Json) -> str:
+def _result_text(response: Json) -> str:
     """What a function returned: the text under `output`, or else the object as JSON."""
     output = response.get("output")
     if len(response) == 1 and isinstance(output, str):

@@ -58,7 +58,7 @@ ABORTED = "the engine gave up this answer before its end; send the request again
 class ResponseEnvelope:
     """The `response` object of one call, but for what changes while it is answered.
 
-    What repeats the request is encoded once: a stream tells it three times, and tools are long.
+    What repeats the request is encoded once: a stream sends it three times, and tools are long.
     """
 
     def __init__(self, call: Call) -> None:

@@ -129,10 +129,10 @@ class ResponsesStreamWriter:
         for choice in chunk.get("choices") or ():
             if self._call.visible.logprobs:
                 self._tokens.add(entries_of(choice))
-            self._tell(choice.get("delta") or {}, events)
+            self._read_delta(choice.get("delta") or {}, events)
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
 
-    def _tell(self, delta: Json, events: list[Json]) -> None:
+    def _read_delta(self, delta: Json, events: list[Json]) -> None:
         if thought := delta.get("reasoning"):
             self._tokens.take(thought)
             events.append(self._reasoning(events).add(thought))

@@ -37,7 +37,8 @@ FIX = "pip install 'tracegrad[litellm]'"
 
 # Read at its import and later. No look-up of prices or of Anthropic's headers on the network, no
 # .env file of whatever folder this runs in. Over aiohttp it neither hangs up on a provider when a
-# stream is left, nor tells a stream that broke off from one that ended; over httpx it does.
+# stream is left, nor distinguishes a stream that broke off from one that ended; over httpx it
+# does.
 _ENVIRONMENT = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "LITELLM_LOCAL_ANTHROPIC_BETA_HEADERS": "True",
@@ -137,7 +138,7 @@ class LiteLLMUpstream:
                 param="model",
             )
         keywords = shapes.completion_kwargs(body)
-        with self._told():
+        with self._translated_errors():
             async with asyncio.timeout(self._silence_s):
                 return await self._litellm.acompletion(
                     model=model,
@@ -151,7 +152,7 @@ class LiteLLMUpstream:
     async def _events(self, stream: Any) -> AsyncGenerator[bytes, None]:
         parts = aiter(stream)
         while True:
-            with self._told():
+            with self._translated_errors():
                 async with asyncio.timeout(self._silence_s):
                     part = await anext(parts, None)
             if part is None:
@@ -164,7 +165,7 @@ class LiteLLMUpstream:
             yield sse.encode_event(orjson.dumps(shapes.chat_completion_chunk(chunk)))
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         """litellm's errors as ours."""
         try:
             yield

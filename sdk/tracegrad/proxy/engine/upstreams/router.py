@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 from cachetools import LRUCache
 
-# Rollouts remembered, least recently used first to go; one that is forgotten is placed anew.
+# Rollouts remembered, least recently used first to go; one that is forgotten is placed again.
 REMEMBERED = 16_384
 # A rollout leaves a server with more than twice the calls in flight of the least busy one, and
 # this many more: below that a cached prefix is worth more than a shorter queue.
