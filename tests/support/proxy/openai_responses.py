@@ -98,14 +98,14 @@ def answer(say: Say, logprobs: Sequence[Json] | None = None) -> Json:
 
 
 def chunk(delta: Json, *, logprobs: Sequence[Json] | None = None, **choice: Any) -> Json:
-    told = None if logprobs is None else {"content": list(logprobs)}
+    reported = None if logprobs is None else {"content": list(logprobs)}
     return {
         "id": "chatcmpl-1",
         "object": "chat.completion.chunk",
         "created": 1_790_000_000,
         "model": "served",
         "choices": [
-            {"index": 0, "delta": delta, "logprobs": told, "finish_reason": None, **choice}
+            {"index": 0, "delta": delta, "logprobs": reported, "finish_reason": None, **choice}
         ],
     }
 

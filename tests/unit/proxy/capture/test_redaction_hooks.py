@@ -84,15 +84,15 @@ async def test_without_hooks_nothing_is_touched() -> None:
     assert await Redactor([]).redact(FACTS) is FACTS
 
 
-async def test_a_hook_sees_every_text_of_every_fact() -> None:
-    told: list[str] = []
+async def test_a_hook_sees_every_text_of_every_event() -> None:
+    reported: list[str] = []
 
     def look(record: Json) -> Json:
-        told.append(record["type"])
+        reported.append(record["type"])
         return upper(record)
 
     kept = await redactor(look).redact(FACTS)
-    assert told == ["turn", "span", "rollout_started", "rollout_finished"]
+    assert reported == ["turn", "span", "rollout_started", "rollout_finished"]
     assert "geheim" not in repr(kept)
     turn, span, opened, finished, reward = kept
     assert isinstance(turn, Turn)
@@ -201,7 +201,7 @@ async def test_where_a_hook_fails_no_text_is_stored(
     assert [record.args[-1] for record in caplog.records] == [1, 2, 4]  # type: ignore[index]
 
 
-async def test_a_failure_concerns_its_own_fact_alone() -> None:
+async def test_a_failure_concerns_its_own_event_alone() -> None:
     failing = redactor(forgets_the_first)
     turn, *_, finished, _ = await failing.redact(FACTS)
     assert turn.request is None  # type: ignore[union-attr]
@@ -218,14 +218,14 @@ async def test_a_second_hook_that_fails_is_named(caplog: pytest.LogCaptureFixtur
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 ))  # fmt: skip
-def test_whatever_a_hook_returns_a_fact_comes_of_it(fact: Event, returned: Any) -> None:
+def test_whatever_a_hook_returns_an_event_comes_of_it(fact: Event, returned: Any) -> None:
     kept = redactor(lambda record: returned).redact_event(fact)
     assert type(kept) is type(fact)
     assert "geheim" not in repr(kept)
 
 
 @pytest.mark.parametrize("fact", WITH_TEXTS)
-def test_what_a_hook_gives_back_unchanged_is_the_fact(fact: Event) -> None:
+def test_what_a_hook_gives_back_unchanged_is_the_event(fact: Event) -> None:
     texts = texts_of(fact)
     assert texts is not None
     assert with_texts(fact, texts) == fact

@@ -57,7 +57,7 @@ def test_the_engine_is_asked_for_free_samples(
     assert turn.request["top_p"] == 0.9
 
 
-def test_unless_it_is_told_the_proxy_samples_as_asked(
+def test_by_default_the_proxy_samples_as_asked(
     sampling: Serve, engine: MockEngine, turns: Callable[..., list[Turn]]
 ) -> None:
     with sampling("as_asked") as http:

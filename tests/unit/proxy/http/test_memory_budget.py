@@ -1,4 +1,4 @@
-"""Memory for request bodies: how much one needs is told before it is parsed, and who gets it."""
+"""Memory for request bodies: how much one needs is known before it is parsed, and who gets it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ HEAVY = [
 
 
 @pytest.mark.parametrize("item", HEAVY, ids=lambda item: item.decode())
-def test_no_text_takes_more_memory_than_is_said(item: bytes) -> None:
+def test_no_text_takes_more_memory_than_is_counted(item: bytes) -> None:
     raw = b"[" + b",".join([item] * 20_000) + b"]"
     tracemalloc.start()
     kept = orjson.loads(raw)

@@ -27,8 +27,8 @@ Json = dict[str, Any]
 NAMESPACE = {"type": "namespace", "name": "eyes", "description": "To see.", "tools": [TOOL, PATCH]}
 
 
-def whole(call: Call, say: Say, **told: Any) -> Response:
-    return check_response(DIALECT.answer(call, {**answer(say), **told}))
+def whole(call: Call, say: Say, **reported: Any) -> Response:
+    return check_response(DIALECT.answer(call, {**answer(say), **reported}))
 
 
 def test_a_text_is_a_message() -> None:
@@ -156,7 +156,7 @@ def test_reasoning_alone_is_no_message() -> None:
     assert (item.type, item.status) == ("reasoning", "incomplete")
 
 
-def test_an_engine_that_tells_no_usage_leaves_it_out() -> None:
+def test_an_answer_without_usage_leaves_it_out() -> None:
     assert whole(ask(), Say("a"), usage=None).usage is None
 
 
@@ -179,14 +179,14 @@ def test_logprobs_are_those_of_the_text_alone() -> None:
     tokens = ["<think>", "Yes", "</think>", "\n\n", "Yes", " it", " is", "<|im_end|>"]
     entries = [entry(token, -float(place), ("a", "é")) for place, token in enumerate(tokens)]
     response = check_response(DIALECT.answer(call, answer(Say("Yes it is", "Yes"), entries)))
-    told = response.output[1].content[0].logprobs
-    assert [(one.token, one.logprob) for one in told] == [
+    reported = response.output[1].content[0].logprobs
+    assert [(one.token, one.logprob) for one in reported] == [
         ("Yes", -4.0),
         (" it", -5.0),
         (" is", -6.0),
     ]
-    assert [top.token for top in told[0].top_logprobs] == ["a", "é"]
-    assert told[0].top_logprobs[1].bytes == list("é".encode())
+    assert [top.token for top in reported[0].top_logprobs] == ["a", "é"]
+    assert reported[0].top_logprobs[1].bytes == list("é".encode())
     assert response.top_logprobs == 2
 
 

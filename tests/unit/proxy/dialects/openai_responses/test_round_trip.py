@@ -69,7 +69,7 @@ WAYS = [as_it_is, without_reasoning_text, without_ids, through_pydantic]
 @pytest.mark.parametrize("way", WAYS)
 @given(say=said(), streamed=st.booleans(), size=st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
-def test_items_sent_back_are_the_message_that_was_said(
+def test_items_sent_back_are_the_sampled_message(
     way: Way, say: Say, streamed: bool, size: int
 ) -> None:
     call = ask(tools=TOOLS, include=["reasoning.encrypted_content"], store=False)
@@ -92,7 +92,7 @@ def test_items_sent_back_are_the_message_that_was_said(
 @given(st.lists(said(), min_size=2, max_size=4))
 @settings(max_examples=40, deadline=None)
 def test_many_turns_stay_apart(says: list[Say]) -> None:
-    """Even where no one speaks between them, as in a run that is told to go on."""
+    """Even where no one speaks between them, as in a run that has to go on."""
     history: list[Json] = []
     for say in says:
         call = ask(tools=TOOLS, include=["reasoning.encrypted_content"])

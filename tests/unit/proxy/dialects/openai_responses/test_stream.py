@@ -74,18 +74,18 @@ def test_events_come_in_openais_order() -> None:
 
 
 def test_deltas_add_up_to_what_is_done() -> None:
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
     for event in events_of(stream(ask(tools=[TOOL, PATCH]), EVERYTHING, size=2)):
         kind, _, change = event["type"].removeprefix("response.").rpartition(".")
         if change == "delta":
-            told[kind] = told.get(kind, "") + event["delta"]
-        elif change == "done" and kind in told:
+            reported[kind] = reported.get(kind, "") + event["delta"]
+        elif change == "done" and kind in reported:
             field = {
                 "function_call_arguments": "arguments",
                 "custom_tool_call_input": "input",
             }.get(kind, "text")
-            assert told[kind] == event[field]
-    assert told == {
+            assert reported[kind] == event[field]
+    assert reported == {
         "reasoning_text": "Hm, what?",
         "output_text": "Let me see.",
         "function_call_arguments": '{"at":  "it"}',
@@ -121,7 +121,7 @@ def test_items_begin_empty_and_in_progress() -> None:
     assert (custom["input"], custom["call_id"]) == ("", "c2")
 
 
-def test_a_stream_is_told_as_it_comes() -> None:
+def test_a_stream_is_sent_as_it_comes() -> None:
     writer = DIALECT.writer(ask())
     assert types(events_of(writer.begin(5))) == ["created", "in_progress"]
     first = writer.chunk(chunk({"content": "He"}))
@@ -153,9 +153,9 @@ def test_usage_is_that_of_the_last_chunk() -> None:
     ],
 )
 def test_a_finish_reason_decides_how_it_ends(finish_reason: str, event: str, status: str) -> None:
-    told = last(ask(), Say("Half an ans", finish_reason=finish_reason))
-    assert told["type"] == event
-    assert told["response"]["output"][0]["status"] == status
+    reported = last(ask(), Say("Half an ans", finish_reason=finish_reason))
+    assert reported["type"] == event
+    assert reported["response"]["output"][0]["status"] == status
 
 
 def test_a_stream_that_says_nothing_has_an_empty_message() -> None:
@@ -200,25 +200,25 @@ def test_arguments_for_a_call_that_has_ended_break_the_stream() -> None:
         writer.chunk(late)
 
 
-def test_a_broken_stream_tells_an_error_and_fails() -> None:
+def test_a_broken_stream_sends_an_error_and_fails() -> None:
     writer = DIALECT.writer(ask())
     body = writer.begin(None) + writer.chunk(chunk({"content": "Half"}))
     error = ApiError(502, "the engine died", kind="upstream_error")
     events = events_of(body + writer.error(error))
-    told, failed = events[-2:]
-    assert (told["type"], told["code"], told["message"]) == (
+    reported, failed = events[-2:]
+    assert (reported["type"], reported["code"], reported["message"]) == (
         "error",
         "server_error",
         "the engine died",
     )
-    assert told["error"]["message"] == "the engine died"
+    assert reported["error"]["message"] == "the engine died"
     assert failed["type"] == "response.failed"
     assert failed["response"]["error"] == {"code": "server_error", "message": "the engine died"}
     assert failed["response"]["status"] == "failed"
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "told"),
+    ("status", "code", "reported"),
     [
         (400, "context_length_exceeded", "context_length_exceeded"),
         (400, None, "invalid_prompt"),
@@ -226,12 +226,12 @@ def test_a_broken_stream_tells_an_error_and_fails() -> None:
         (503, "weights", "server_error"),
     ],
 )
-def test_codes_that_clients_act_on_are_kept(status: int, code: str | None, told: str) -> None:
+def test_codes_that_clients_act_on_are_kept(status: int, code: str | None, reported: str) -> None:
     writer = DIALECT.writer(ask())
     # Nothing has been sent before it: the client still gets a whole stream.
     body = writer.error(ApiError(status, "no", kind="x", code=code)).decode()
     assert body.startswith("event: response.created")
-    assert body.count(f'"code":"{told}"') == 3
+    assert body.count(f'"code":"{reported}"') == 3
 
 
 def test_a_stream_can_be_kept_alive_before_and_after_it_begins() -> None:
@@ -272,22 +272,22 @@ def test_logprobs_come_with_the_text_they_belong_to() -> None:
         body += writer.chunk(chunk(delta, logprobs=[entry(token) for token in tokens]))
     events = events_of(body + writer.end(last_chunks(Say())))
     deltas = [e for e in events if e["type"] == "response.output_text.delta"]
-    told = [[one["token"] for one in event["logprobs"]] for event in deltas]
-    assert told == [["h"], ["el"], ["lo", " y"], ["ou"]]
+    reported = [[one["token"] for one in event["logprobs"]] for event in deltas]
+    assert reported == [["h"], ["el"], ["lo", " y"], ["ou"]]
     part = events[-1]["response"]["output"][1]["content"][0]
     assert [one["token"] for one in part["logprobs"]] == ["h", "el", "lo", " y", "ou"]
     assert part["logprobs"][0]["bytes"] == [104]
 
 
-def test_a_token_in_two_texts_is_told_with_the_first() -> None:
+def test_a_token_in_two_texts_is_sent_with_the_first() -> None:
     writer = DIALECT.writer(ask(include=["message.output_text.logprobs"]))
     body = writer.begin(None)
     body += writer.chunk(chunk({"content": "ab"}, logprobs=[entry("a"), entry("bc")]))
     body += writer.chunk(chunk({"content": "cd"}, logprobs=[entry("d")]))
     events = events_of(body + writer.end(last_chunks(Say())))
     deltas = [e for e in events if e["type"] == "response.output_text.delta"]
-    told = [[one["token"] for one in event["logprobs"]] for event in deltas]
-    assert told == [["a", "bc"], ["d"]]
+    reported = [[one["token"] for one in event["logprobs"]] for event in deltas]
+    assert reported == [["a", "bc"], ["d"]]
 
 
 def test_nobody_else_sees_logprobs() -> None:
