@@ -13,7 +13,6 @@ from __future__ import annotations
 # would never be released in a process forked meanwhile.
 import atexit
 import base64
-import contextlib
 import functools
 import json
 import logging
@@ -41,6 +40,7 @@ from tracegrad.journal import (
     journals_size,
     orphaned_journals,
 )
+from tracegrad.private_files import FOLDER_MODE, open_private
 from tracegrad.protocol import EVENTS_PATH, TRACES_PATH
 from tracegrad.serializer import Serializer, encode
 from tracegrad.transport import REQUEST_TIMEOUT_S, ProxyRefused, ProxyUnreachable, Transport
@@ -382,8 +382,9 @@ class EventExporter:
     def _keep_refused(self, record: bytes, refusal: ProxyRefused) -> None:
         path = self.folder / "refused.jsonl"
         try:
-            with contextlib.closing(_Appended(path)) as file:
-                if file.size + len(record) > LARGEST_REFUSED_FILE:
+            path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            with open_private(path, "ab") as file:
+                if file.tell() + len(record) > LARGEST_REFUSED_FILE:
                     raise OSError(f"{path} is full")
                 file.write(record + b"\n")
         except OSError as error:
@@ -402,22 +403,6 @@ class EventExporter:
                 path,
                 path,
             )
-
-
-class _Appended:
-    """A file that only its owner reads, opened to append."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o600)
-        self.size = os.fstat(self._fd).st_size
-
-    def write(self, data: bytes) -> None:
-        os.write(self._fd, data)
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 def _encoded(event: Event) -> tuple[bytes, bool]:

@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    AliasChoices,
-    Field,
-    Secret,
-    SecretStr,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AliasChoices, Field, Secret, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from tracegrad.protocol import API_KEY_PREFIX

@@ -29,13 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tracegrad.events import Event, Span
 from tracegrad.key_derivation import CALLS, EVENTS, SCOPES, KeyScope, derive_key, verify_derived_key
-from tracegrad.protocol import (
-    API_KEY_PREFIX,
-    EVENTS_PATH,
-    KEY_HEADER,
-    ROLLOUT_HEADER,
-    TRACES_PATH,
-)
+from tracegrad.protocol import API_KEY_PREFIX, EVENTS_PATH, KEY_HEADER, ROLLOUT_HEADER, TRACES_PATH
 from tracegrad.proxy.auth.origin_check import OriginCheck
 from tracegrad.proxy.auth.rollout_keys import RolloutKeyService, hash_key, rollout_in_key
 from tracegrad.proxy.http.errors import ApiError, BadRequest

@@ -23,9 +23,7 @@ from tracegrad.events import (
     new_id,
 )
 from tracegrad.key_derivation import CALLS, KeyScope
-from tracegrad.protocol import (
-    ROLLOUT_ID_PATTERN,
-)
+from tracegrad.protocol import ROLLOUT_ID_PATTERN
 from tracegrad.proxy.auth.middleware import Authenticator, Caller, caller_of, restrict_to_rollout
 from tracegrad.proxy.capture.recorder import Recorder
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
@@ -43,7 +41,6 @@ def clamp_stated_time(stated: float | None, now: float) -> float:
 
 
 RolloutId = Annotated[str, Field(pattern=ROLLOUT_ID_PATTERN)]
-
 
 Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0)]
 

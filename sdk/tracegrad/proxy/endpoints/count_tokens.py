@@ -15,11 +15,7 @@ from tracegrad.proxy.dialects.base import Dialect
 from tracegrad.proxy.endpoints.llm_call import ProxyServices
 from tracegrad.proxy.engine.response import read_error
 from tracegrad.proxy.http.errors import ApiError, UpstreamError
-from tracegrad.proxy.http.request import (
-    ClientDisconnected,
-    cancel_on_disconnect,
-    read_body,
-)
+from tracegrad.proxy.http.request import ClientDisconnected, cancel_on_disconnect, read_body
 
 # vLLM's; it is not served to clients under this name.
 PATH = "/tokenize"

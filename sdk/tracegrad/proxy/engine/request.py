@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import orjson
 
 from tracegrad.chat.call import CHAT_PATH, Call
-from tracegrad.proxy.engine.routed_experts import (
-    ROUTED_EXPERTS_START,
-)
+from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS_START
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,8 @@ from msgspec.json import Decoder, encode
 from tracegrad.chat.call import CHAT_PATH, Call, VisibleFields
 from tracegrad.events import Json
 from tracegrad.proxy.engine.completion import SampledCompletion
-from tracegrad.proxy.engine.fast_parse import extract_tokens, parse_token_ids
-from tracegrad.proxy.engine.routed_experts import (
-    ROUTED_EXPERTS,
-    set_routed_experts,
-)
+from tracegrad.proxy.engine.fast_parse import LogprobEntry, extract_tokens, parse_token_ids
+from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS, set_routed_experts
 from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, UpstreamError
 
 _TOO_LONG = re.compile(rb"maximum context length|context_length_exceeded|exceeds model's max")
@@ -71,14 +68,10 @@ class EngineResponse:
     completions: list[SampledCompletion]
 
 
-class _Entry(Struct, gc=False):
-    logprob: float
-
-
 class _Logprobs(Struct, gc=False):
     """As chat completions (`content`) or text completions tell them; the rest is not for us."""
 
-    content: list[_Entry] | None = None
+    content: list[LogprobEntry] | None = None
     token_logprobs: list[float | None] | None = None
 
 

@@ -40,10 +40,8 @@ from tracegrad.proxy.http.errors import ApiError, BadRequest
 
 NAME = "messages"
 
-
 # vLLM's own fields of chat completions, which it judges itself.
 _VLLMS = ("seed", "structured_outputs", "vllm_xargs")
-
 
 _SERVED = frozenset(
     (
@@ -222,7 +220,6 @@ def _check_edits(management: JsonField) -> None:
 
 
 _NO_TOOL_CHANGES = "mid_conversation_tool_changes_not_supported"
-
 
 _BELONGS = {
     "tool_use": "assistant",

@@ -44,12 +44,9 @@ from tracegrad.proxy.http.errors import ApiError, BadRequest
 
 NAME = "gemini"
 
-
 STREAMED = "streamGenerateContent"
 
-
 WHOLE = "generateContent"
-
 
 # vLLM's own fields of chat completions, which it judges itself.
 _VLLMS = {
@@ -57,7 +54,6 @@ _VLLMS = {
     "structuredOutputs": "structured_outputs",
     "vllmXargs": "vllm_xargs",
 }
-
 
 _SERVED = frozenset(
     (
@@ -76,7 +72,6 @@ _SERVED = frozenset(
         "store",
     )
 )
-
 
 _REFUSED = {
     "cachedContent": "nothing is cached by name here; send the contents",
@@ -179,7 +174,6 @@ _NUMBERS = {
     "frequencyPenalty": "frequency_penalty",
 }
 
-
 # The engine's name, and the least that makes sense.
 _INTEGERS = {
     "topK": ("top_k", None),
@@ -187,7 +181,6 @@ _INTEGERS = {
     "candidateCount": ("n", 1),
     "seed": ("seed", None),
 }
-
 
 _SERVED_SETTINGS = (
     *_NUMBERS,
@@ -203,9 +196,7 @@ _SERVED_SETTINGS = (
     "thinkingConfig",
 )
 
-
 _LEVELS = ("MINIMAL", "LOW", "MEDIUM", "HIGH", "XHIGH")
-
 
 _UNSPECIFIED = "THINKING_LEVEL_UNSPECIFIED"
 

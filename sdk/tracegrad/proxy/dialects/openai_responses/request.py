@@ -55,7 +55,6 @@ from tracegrad.proxy.http.errors import ApiError, BadRequest
 
 PATH = "/v1/responses"
 
-
 _LOGPROBS = "message.output_text.logprobs"
 
 _INCLUDABLE = (
@@ -73,7 +72,6 @@ _INCLUDABLE = (
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 _MOST_TOP_LOGPROBS = 20
-
 
 # Read below, one by one.
 _READ: dict[str, Kind] = {

@@ -232,7 +232,6 @@ def _not_served(kind: str, where: str) -> BadRequest:
 
 INPUT = "input"
 
-
 # Where the text begins, with the white space that a model may put there.
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 

@@ -17,7 +17,6 @@ from tracegrad.urls import http_base, unix_socket
 
 log = logging.getLogger("tracegrad.proxy")
 
-
 # Seconds between looks at a server that is down: doubling, up to the longest.
 FIRST_PROBE_S = 0.1
 
@@ -26,10 +25,8 @@ MAX_PROBE_INTERVAL_S = 2.0
 PROBE_TIMEOUT_S = 5.0
 _WEIGHTS_TIMEOUT = aiohttp.ClientTimeout(total=5)
 
-
 # What vLLM says when its engine process has died under the server, which then shuts down.
 ENGINE_DIED = b"EngineCore encountered an issue"
-
 
 Admit = Callable[[str], Awaitable[bool]]
 
