@@ -21,8 +21,6 @@ from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy, served_
 from support.proxy.servers import CONTROL_KEY, EngineServer, HeldWriter, serving
 from support.proxy.upstream_pool import Pool
 from tracegrad.events import Turn
-from tracegrad.proxy import create_app
-from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.engine.upstreams import UpstreamPool
 from tracegrad.proxy.engine.upstreams.litellm import LiteLLMUpstream
 from tracegrad.store import GroupCommitWriter, Store
@@ -71,9 +69,9 @@ def writer(store: Store) -> Iterator[HeldWriter]:
 
 @pytest.fixture
 def proxy(engine_url: str, store: Store, writer: HeldWriter) -> Iterator[str]:
-    settings = ProxySettings(upstream=engine_url, control_key=CONTROL_KEY)  # type: ignore[arg-type]
-    with serving(create_app(settings, store=store, writer=writer)) as url:
-        yield url
+    settings = {"upstream": engine_url, "control_key": CONTROL_KEY}
+    with served_proxy(store, writer, **settings) as client:
+        yield str(client.base_url).rstrip("/")
 
 
 @pytest.fixture

@@ -77,11 +77,7 @@ class SpanIngest:
                 self._notes_of(span.trace_id).add(span)
 
     def _notes_of(self, trace_id: str) -> TraceSummary:
-        notes = self._notes.get(trace_id)
-        if notes is None:
-            notes = TraceSummary()
-            self._notes[trace_id] = notes
-        return notes
+        return self._notes.setdefault(trace_id, TraceSummary())
 
     def _roots(self, spans: Sequence[ReportedSpan]) -> list[tuple[str, Span]]:
         """The rollouts that begin and end with a root span among these. One that somebody named

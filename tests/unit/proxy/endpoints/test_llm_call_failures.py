@@ -13,10 +13,8 @@ import openai
 import pytest
 
 from support.engines.mock_engine import MODEL, Answer, logprobs_of, render
-from support.proxy.proxy_with_engine import ProxyWithEngine
-from support.proxy.servers import HeldWriter, eventually, serving
-from tracegrad.proxy import create_app
-from tracegrad.proxy.config import ProxySettings
+from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
+from support.proxy.servers import eventually
 from tracegrad.store import Store
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -24,13 +22,12 @@ CHAT = "/rollouts/r1/v1/chat/completions"
 
 
 @pytest.fixture
-def dead_upstream(store: Store, writer: HeldWriter) -> Iterator[str]:
+def dead_upstream(serve_proxy: ServeProxy) -> Iterator[httpx.Client]:
     """A proxy whose engine does not run."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    settings = ProxySettings(upstream=f"http://127.0.0.1:{port}", max_wait_s=0.3)
-    with serving(create_app(settings, store=store, writer=writer)) as url:
-        yield url
+    with serve_proxy(upstream=f"http://127.0.0.1:{port}", max_wait_s=0.3) as client:
+        yield client
 
 
 def test_a_client_that_hangs_up_leaves_an_aborted_turn(rig: ProxyWithEngine) -> None:
@@ -82,20 +79,20 @@ def test_an_engine_that_asks_for_patience_is_relayed(rig: ProxyWithEngine) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_engine_is_a_503_to_try_again(dead_upstream: str, store: Store, stream: bool) -> None:
-    answer = httpx.post(f"{dead_upstream}{CHAT}", json={"messages": HELLO, "stream": stream})
+def test_no_engine_is_a_503_to_try_again(
+    dead_upstream: httpx.Client, store: Store, stream: bool
+) -> None:
+    answer = dead_upstream.post(CHAT, json={"messages": HELLO, "stream": stream})
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["code"] == "upstream_unreachable"
     assert "does not answer" in answer.json()["error"]["message"]
-    assert httpx.get(f"{dead_upstream}/v1/models").status_code == 503
-    assert httpx.get(f"{dead_upstream}/healthz").status_code == 200
+    assert dead_upstream.get("/v1/models").status_code == 503
+    assert dead_upstream.get("/healthz").status_code == 200
     assert store.rollouts() == []
 
 
-def test_a_pooled_connection_that_went_stale_is_not_an_error(
-    store: Store, writer: HeldWriter
-) -> None:
+def test_a_pooled_connection_that_went_stale_is_not_an_error(serve_proxy: ServeProxy) -> None:
     """The engine's server drops idle connections; the call is sent again over a new one."""
     requests: list[bytes] = []
     answer = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 2\r\n\r\nno"
@@ -111,10 +108,9 @@ def test_a_pooled_connection_that_went_stale_is_not_an_error(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=engine, args=(listener,))
         thread.start()
-        settings = ProxySettings(upstream=f"http://127.0.0.1:{listener.getsockname()[1]}")
-        with serving(create_app(settings, store=store, writer=writer)) as url:
+        with serve_proxy(upstream=f"http://127.0.0.1:{listener.getsockname()[1]}") as http:
             for _ in range(2):
-                answered = httpx.post(f"{url}{CHAT}", json={"messages": HELLO})
+                answered = http.post(CHAT, json={"messages": HELLO})
                 assert answered.status_code == 400
                 assert answered.json()["error"]["message"] == "the engine answered 400: no"
         thread.join(5)
@@ -222,10 +218,9 @@ def test_a_wrong_body_is_refused_by_name(
     assert rig.engine.requests == []
 
 
-def test_a_body_that_is_too_large(engine_url: str, store: Store, writer: HeldWriter) -> None:
-    settings = ProxySettings(upstream=engine_url, max_body_mib=1)
-    with serving(create_app(settings, store=store, writer=writer)) as url:
-        answer = httpx.post(f"{url}{CHAT}", content=b" " * (1 << 20) + b"{}")
+def test_a_body_that_is_too_large(serve_proxy: ServeProxy) -> None:
+    with serve_proxy(max_body_mib=1) as http:
+        answer = http.post(CHAT, content=b" " * (1 << 20) + b"{}")
     assert answer.status_code == 413
     assert "larger than 1 MiB" in answer.json()["error"]["message"]
 
