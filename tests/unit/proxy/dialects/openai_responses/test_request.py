@@ -8,7 +8,8 @@ import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 from pydantic import TypeAdapter
 
-from support.proxy.openai_responses import PATCH, TOOL, ask, parse, tool_call
+from support.engines.engine_answers import tool_call
+from support.proxy.openai_responses import PATCH, TOOL, ask, parse
 from tracegrad.events import new_id
 from tracegrad.proxy.dialects.openai_responses.response import seal_reasoning
 
