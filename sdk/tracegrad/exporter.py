@@ -413,8 +413,8 @@ def _encoded(event: Event) -> tuple[bytes, bool]:
 
 
 def _body(records: list[bytes], path: str) -> tuple[bytes, str]:
-    """A request's body and its content type. Raises Refused for a span that another version of
-    this package wrote in another way."""
+    """A request's body and its content type. Raises ProxyRefused for a span that another version
+    of this package wrote in another way."""
     if path == EVENTS_PATH:
         return b'{"events":[%b]}' % b",".join(records), "application/json"
     # Serialized messages one after another are the message that has the fields of all.
@@ -435,7 +435,7 @@ def _by_path(records: list[bytes]) -> Iterator[tuple[str, list[bytes]]]:
 
 
 def post_records(transport: Transport, records: list[bytes]) -> None:
-    """Send records, once. Raises Unreachable and Refused."""
+    """Send records, once. Raises ProxyUnreachable and ProxyRefused."""
     for path, some in _by_path(records):
         transport.post(path, *_body(some, path))
 

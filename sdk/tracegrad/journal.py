@@ -67,7 +67,7 @@ def journal_folder(url: str) -> Path:
 
 
 def journal_size_limit() -> int:
-    """TRACEGRAD_JOURNAL_BYTES, else `MOST_BYTES`."""
+    """TRACEGRAD_JOURNAL_BYTES, else `DEFAULT_JOURNAL_BYTES`."""
     chosen = os.environ.get("TRACEGRAD_JOURNAL_BYTES", "").strip()
     if not chosen:
         return DEFAULT_JOURNAL_BYTES

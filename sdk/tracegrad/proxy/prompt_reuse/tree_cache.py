@@ -38,7 +38,7 @@ class TurnReader(Protocol):
 class CachedTurn(NamedTuple):
     """A recorded turn without its texts but for the reply: those are large.
 
-    `said` is its conversation with the reply; None where there was none, or no whole reply.
+    `conversation` is with the reply; None where there was none, or no whole reply.
     """
 
     rollout_id: str

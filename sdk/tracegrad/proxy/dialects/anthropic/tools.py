@@ -25,7 +25,7 @@ _ON_THE_SERVER = ("web_search", "web_fetch", "code_execution", "tool_search", "m
 
 @dataclass(frozen=True, slots=True)
 class AnthropicTools:
-    """`shown`: canonical tools, in order. `by_name`: those, and the deferred ones."""
+    """`visible`: canonical tools, in order. `by_name`: those, and the deferred ones."""
 
     visible: list[Json]
     by_name: Mapping[str, Json]

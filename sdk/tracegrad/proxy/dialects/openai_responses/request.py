@@ -478,7 +478,7 @@ def _reasoning(conversation: InputMessages, item: Json, where: str) -> None:
 
 
 def _additional_tools(conversation: InputMessages, item: Json, where: str) -> None:
-    """Read with the other tools (`responses_tools`); it says nothing."""
+    """Read with the other tools (`tools_of`); it says nothing."""
 
 
 _READERS: dict[str, Reader] = {

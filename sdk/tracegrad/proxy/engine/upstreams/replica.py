@@ -76,7 +76,7 @@ class Replica:
         """The response, to be closed, and what there is to read of it: its first bytes are here.
 
         A stream's headers come before its engine has done anything, so they do not count.
-        Raises Refused, Dropped, or ApiError.
+        Raises ReplicaRefused, ReplicaDropped, or ApiError.
         """
         self.in_flight += 1
         try:
