@@ -1,4 +1,4 @@
-"""The proxy as an ASGI application: its rooms, put together."""
+"""The proxy as an ASGI application, put together from its parts."""
 
 from __future__ import annotations
 

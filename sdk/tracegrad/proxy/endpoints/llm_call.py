@@ -1,4 +1,4 @@
-"""The walk of one LLM call: client -> engine -> store -> client.
+"""One LLM call from end to end: client -> engine -> store -> client.
 
     read and attribute -> exact prompt -> wait at the gate -> ask the engine
     -> place the turn in its tree -> commit -> let the client see the end

@@ -136,7 +136,7 @@ class Replica:
         """What an error before the first byte of an answer comes down to."""
         reason = str(error) or type(error).__name__
         if isinstance(error, aiohttp.ClientSSLError):
-            # Waiting mends no certificate.
+            # Waiting fixes no certificate.
             return UpstreamError(f"the engine at {self.url} cannot be trusted: {reason}")
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             return ReplicaRefused(reason)
