@@ -43,7 +43,7 @@ class rollout(AbstractContextManager[Rollout]):
 
     Nothing here waits for the proxy, and no argument, however large or strange, makes the code
     inside fail: what cannot be kept in full is cut, and says so. What is wrong in your own program
-    is told before any of it runs.
+    raises before any of it runs.
 
     Raises:
         ValueError: an argument, TRACEGRAD_URL, TRACEGRAD_TAGS, TRACEGRAD_API_KEY or

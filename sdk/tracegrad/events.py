@@ -1,7 +1,7 @@
-"""The words of the project as typed records. Floor zero: standard library only.
+"""The events of the project as typed records. Floor zero: standard library only.
 
-Everything that is captured is a *fact* (`Fact`): immutable, made once, with an id its maker
-chose, so that sending it twice changes nothing. Facts travel from an agent's process to the
+Everything that is captured is an event (`Event`): immutable, made once, with an id its maker
+chose, so that sending it twice changes nothing. Events travel from an agent's process to the
 proxy, and from the proxy into the store.
 
 Token arrays are `array.array`: `'i'` (int32) for ids and `'f'` (float32) for log-probabilities.
@@ -90,8 +90,8 @@ class RolloutStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFinished:
-    """`finished_at` is as whoever says so has it. `recorded_at` is when the proxy was told, by its
-    own clock: what the rollout is ordered and leased by; None: by `finished_at`."""
+    """`finished_at` is the client's time. `recorded_at` is the proxy's, by its own clock: the
+    rollout is ordered and leased by it; None: by `finished_at`."""
 
     rollout_id: str
     outcome: Outcome = Outcome.COMPLETED
@@ -149,7 +149,7 @@ class Span:
 
 # `Turn.untrainable` of a call without tokens: the engine refused its prompt as over its context.
 OVER_LENGTH = "over_length"
-# ... of a call whose client was told that it could not be stored, and then it was.
+# ... of a call whose client got the error that it could not be stored, and then it was.
 UNACKNOWLEDGED = "unacknowledged"
 
 # [(version, count), ...] over the completion's tokens, in order.

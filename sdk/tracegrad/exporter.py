@@ -1,4 +1,4 @@
-"""The way out: what was said leaves an agent's process in the background, in order, exactly once.
+"""Events leave an agent's process in the background, in order, exactly once.
 
 An `EventExporter` writes every event to this process's journal where it is put, and sends the
 journal to one proxy from one thread. Nothing but that thread ever uses the network: `put` neither
@@ -13,7 +13,6 @@ from __future__ import annotations
 # would never be released in a process forked meanwhile.
 import atexit
 import base64
-import contextlib
 import functools
 import json
 import logging
@@ -41,6 +40,7 @@ from tracegrad.journal import (
     journals_size,
     orphaned_journals,
 )
+from tracegrad.private_files import FOLDER_MODE, open_private
 from tracegrad.protocol import EVENTS_PATH, TRACES_PATH
 from tracegrad.serializer import Serializer, encode
 from tracegrad.transport import REQUEST_TIMEOUT_S, ProxyRefused, ProxyUnreachable, Transport
@@ -131,7 +131,7 @@ class EventExporter:
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        """Also a forked child's beginning: its parent's thread, sockets and journal are not its."""
+        """Also in a forked child: its parent's thread, sockets and journal are not its own."""
         self.journal = Journal(self.folder, self._limit)
         # Re-entrant, like everything on the way of `put`: a signal handler may give a reward.
         self._changed = threading.Condition(threading.RLock())
@@ -297,7 +297,7 @@ class EventExporter:
                 self._send_left()
             except _Stopped:
                 return
-            except Exception:  # whatever it was, the journal has what was said
+            except Exception:  # whatever it was, the journal has the events
                 _log.exception("tracegrad's exporter stumbled; it goes on")
                 time.sleep(FIRST_RETRY_S)
 
@@ -382,8 +382,9 @@ class EventExporter:
     def _keep_refused(self, record: bytes, refusal: ProxyRefused) -> None:
         path = self.folder / "refused.jsonl"
         try:
-            with contextlib.closing(_Appended(path)) as file:
-                if file.size + len(record) > LARGEST_REFUSED_FILE:
+            path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            with open_private(path, "ab") as file:
+                if file.tell() + len(record) > LARGEST_REFUSED_FILE:
                     raise OSError(f"{path} is full")
                 file.write(record + b"\n")
         except OSError as error:
@@ -404,32 +405,16 @@ class EventExporter:
             )
 
 
-class _Appended:
-    """A file that only its owner reads, opened to append."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o600)
-        self.size = os.fstat(self._fd).st_size
-
-    def write(self, data: bytes) -> None:
-        os.write(self._fd, data)
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
 def _encoded(event: Event) -> tuple[bytes, bool]:
     walk = Serializer()
-    said = event_payload(event)
-    plain = {name: walk.serialize(value) for name, value in said.items()}
+    payload = event_payload(event)
+    plain = {name: walk.serialize(value) for name, value in payload.items()}
     return encode(plain), walk.truncated
 
 
 def _body(records: list[bytes], path: str) -> tuple[bytes, str]:
-    """A request's body and its content type. Raises Refused for a span that another version of
-    this package wrote in another way."""
+    """A request's body and its content type. Raises ProxyRefused for a span that another version
+    of this package wrote in another way."""
     if path == EVENTS_PATH:
         return b'{"events":[%b]}' % b",".join(records), "application/json"
     # Serialized messages one after another are the message that has the fields of all.
@@ -450,7 +435,7 @@ def _by_path(records: list[bytes]) -> Iterator[tuple[str, list[bytes]]]:
 
 
 def post_records(transport: Transport, records: list[bytes]) -> None:
-    """Send records, once. Raises Unreachable and Refused."""
+    """Send records, once. Raises ProxyUnreachable and ProxyRefused."""
     for path, some in _by_path(records):
         transport.post(path, *_body(some, path))
 
@@ -526,7 +511,7 @@ def send_orphaned_at_exit(url: Callable[[], str]) -> None:
 
 
 def _close_all() -> None:
-    with suppress(Exception):  # a wrong setting, which a rollout would have told
+    with suppress(Exception):  # a wrong setting, which a rollout would have raised
         if _recorded_at is not None:
             url = _recorded_at()
             if any(entry.is_dir() for entry in os.scandir(journal_folder(url))):

@@ -144,7 +144,7 @@ def _safely(sign: Callable[..., None], *args: Any) -> None:
 
 
 def _sign(headers: MutableMapping[str, str], url: str) -> None:
-    """Add what `context.attribution` says, where the caller has not said it already."""
+    """Add what `context.attribution_headers` says, where the caller has not said it already."""
     ours = context.attribution_headers(url)
     # A key minted for a rollout was chosen on purpose, and a header would outrank it.
     if ours and _names_a_rollout(headers):

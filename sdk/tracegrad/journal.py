@@ -67,7 +67,7 @@ def journal_folder(url: str) -> Path:
 
 
 def journal_size_limit() -> int:
-    """TRACEGRAD_JOURNAL_BYTES, else `MOST_BYTES`."""
+    """TRACEGRAD_JOURNAL_BYTES, else `DEFAULT_JOURNAL_BYTES`."""
     chosen = os.environ.get("TRACEGRAD_JOURNAL_BYTES", "").strip()
     if not chosen:
         return DEFAULT_JOURNAL_BYTES
@@ -180,7 +180,7 @@ class Journal:
             self._measure()
             if self._first < self._last or self._offset < self._size or not self._size:
                 return
-            # All of it: the file begins anew, as a segment of its own.
+            # All of it: the file begins again, as a segment of its own.
             with suppress(OSError):
                 if self._write_fd is not None:
                     os.ftruncate(self._write_fd, 0)

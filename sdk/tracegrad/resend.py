@@ -26,8 +26,8 @@ def resend(paths: Iterable[Path], url: str) -> int:
         How many events were delivered.
 
     Raises:
-        Unreachable: the proxy did not answer; the file stays, and may be sent again as it is.
-        Refused: the proxy refuses an event; the message is its reason.
+        ProxyUnreachable: the proxy did not answer; the file stays, and may be sent again as it is.
+        ProxyRefused: the proxy refuses an event; the message is its reason.
         OSError: a file cannot be read.
     """
     transport = Transport(url)

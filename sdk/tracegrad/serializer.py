@@ -247,7 +247,7 @@ class Serializer:
 
 
 def to_json(value: object, limits: SerializerLimits = DISPLAY_LIMITS) -> Any:
-    """The value as JSON has it; see `Serializer.plain`."""
+    """The value as JSON has it; see `Serializer.serialize`."""
     return Serializer(limits).serialize(value)
 
 
@@ -266,7 +266,7 @@ def bounded_str(value: object, most: int = LONGEST_TEXT) -> str:
 
 
 def bounded_repr(value: object, most: int = 200) -> str:
-    """`repr(value)` for a message, else like `text_of`."""
+    """`repr(value)` for a message, else like `bounded_str`."""
     try:
         beginning = _beginning(value, most)
         return _cut(repr(value), most) if beginning is None else beginning

@@ -18,7 +18,7 @@ from tracegrad.serializer import SerializedValue, Serializer, SerializerLimits
 
 _log = logging.getLogger("tracegrad")
 
-# What tells one task from another. By count, not by time: a busy machine must not change it.
+# What distinguishes tasks. By count, not by time: a busy machine must not change it.
 IDENTITY_LIMITS = SerializerLimits(values=2_000, items=2_000, text=500_000, characters=500_000)
 
 MAX_TASK_ID_BYTES = 2_000  # bytes

@@ -154,7 +154,7 @@ _entered: ContextVar[object] = ContextVar("tracegrad_span", default=None)
 
 
 class SpanScope:
-    """`with Span(name, url):` a span that is current inside, and failed if an error leaves.
+    """`with SpanScope(name, url):` a span that is current inside, and failed if an error leaves.
 
     Where there can be none (settings of OpenTelemetry's own that it refuses, a span processor of
     the agent's that raises), the code inside runs all the same.

@@ -80,8 +80,8 @@ class Transport:
         """Send one request and wait for the answer.
 
         Raises:
-            Unreachable: no answer, or one that says "later"; logged, at most every five minutes.
-            Refused: the proxy finds the body itself wrong.
+            ProxyUnreachable: no answer, or one that says "later"; logged, once in five minutes.
+            ProxyRefused: the proxy finds the body itself wrong.
         """
         try:
             self._request(path, body, content_type)

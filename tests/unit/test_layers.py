@@ -23,6 +23,7 @@ FLOORS = {
     "tracegrad.private_files": -1,
     "tracegrad.jsonutil": -1,
     "tracegrad.import_path": -1,
+    "tracegrad.settings_sources": -1,
     "tracegrad.events": 0,
     "tracegrad.serializer": 0,
     "tracegrad.journal": 0,
@@ -96,8 +97,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
 }
 HEAVY = {"sqlalchemy", "alembic", "fastapi", "starlette", "uvicorn", "aiohttp", "pydantic",
          "pydantic_settings", "numpy", "torch", "vllm", "rich", "typer"}  # fmt: skip
-NOT_THE_AGENTS = {f"tracegrad.{part}" for part in ("store", "chat", "proxy", "proxy.config",
-                  "proxy.store_async", "inspect", "cli")}  # fmt: skip
+NOT_THE_AGENTS = {f"tracegrad.{part}" for part in ("settings_sources", "store", "chat", "proxy",
+                  "proxy.config", "proxy.store_async", "inspect", "cli")}  # fmt: skip
 
 
 def module_name(path: Path) -> str:

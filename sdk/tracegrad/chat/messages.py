@@ -10,11 +10,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import orjson
 
 from tracegrad.events import Json
+
+MediaKind = Literal["image", "audio", "video"]
 
 _TEXT_PARTS = {
     "text": "text",
@@ -243,11 +245,34 @@ def _dump(value: Any) -> bytes:
         return json.dumps(value).encode()
 
 
+def assistant_message(
+    content: str | Sequence[Json], calls: Sequence[Json] = (), reasoning: str = ""
+) -> Json:
+    """Canonical; a message that says nothing has the content None."""
+    message: Json = {"role": "assistant", "content": content or None}
+    if reasoning:
+        message["reasoning"] = reasoning
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> Json:
+    """Canonical: `arguments` as the model wrote them."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
 def text_part(text: str) -> Json:
     return {"type": "text", "text": text}
 
 
-def media_part(kind: Literal["image", "audio", "video"], url: str) -> Json:
+def media_kind(name: str) -> MediaKind | None:
+    """Of a MIME type's first half, say."""
+    return next((kind for kind in get_args(MediaKind) if kind == name), None)
+
+
+def media_part(kind: MediaKind, url: str) -> Json:
     """`url` may be one with the data in it; `audio_url` and `video_url` are vLLM's."""
     return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 

@@ -1,8 +1,8 @@
 """What a tokenizer makes of a text: `decode(encode(text))`, without encoding it.
 
 For most tokenizers that is the text itself. Some strip white space beside special tokens, compose
-characters, or write spaces in a way that cannot be told from a character of the text. The kinds
-that today's models have are told apart here by their parts; for any other, and for a text that
+characters, or write spaces in a way that looks the same as a character of the text. The kinds
+that today's models have are distinguished here by their parts; for any other, and for a text that
 is not simple enough, nothing is assumed and the tokenizer itself is asked.
 """
 

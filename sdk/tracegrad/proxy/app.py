@@ -1,4 +1,4 @@
-"""The proxy as an ASGI application: its rooms, put together."""
+"""The proxy as an ASGI application, put together from its parts."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ from tracegrad.proxy.endpoints.openapi import extend_openapi
 from tracegrad.proxy.endpoints.passthrough import PassthroughEndpoint, ShapeResponse
 from tracegrad.proxy.engine.request_rules import RequestRules
 from tracegrad.proxy.engine.upstreams import QueueLimits, Upstream, UpstreamPool, UpstreamTimeouts
-from tracegrad.proxy.engine.upstreams.weight_version import weight_version
+from tracegrad.proxy.engine.upstreams.replica import weight_version
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.errors import ApiError
-from tracegrad.proxy.http.request_body import BodyReader, RequestSizeLimits
-from tracegrad.proxy.http.worker_threads import WorkerThreads
+from tracegrad.proxy.http.request_body import BodyReader, RequestSizeLimits, WorkerThreads
 from tracegrad.proxy.otel.ingest import SpanIngest
 from tracegrad.proxy.otel.receiver import ExportLimits, OtlpReceiver
 from tracegrad.proxy.prompt_reuse.renderer_loader import EngineRenderer

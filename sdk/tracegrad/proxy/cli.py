@@ -138,13 +138,12 @@ def _settings(flags: dict[str, object]) -> ProxySettings:
     from pydantic import ValidationError
 
     from tracegrad.proxy.config import ProxySettings
+    from tracegrad.settings_sources import problems
 
     try:
         return ProxySettings(**flags)  # type: ignore[arg-type]
     except ValidationError as error:
-        for problem in error.errors():
-            name = ".".join(map(str, problem["loc"]))
-            message = problem["msg"].removeprefix("Value error, ")
+        for name, message in problems(error).items():
             print(f"tracegrad proxy: {name}: {message}", file=sys.stderr)
         raise typer.Exit(2) from None
     except ValueError as error:

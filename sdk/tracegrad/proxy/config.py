@@ -8,32 +8,19 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-import tomllib
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    AliasChoices,
-    Field,
-    Secret,
-    SecretStr,
-    ValidationInfo,
-    field_validator,
-)
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic import AliasChoices, Field, Secret, SecretStr, ValidationInfo, field_validator
+from pydantic_settings import SettingsConfigDict
 
 from tracegrad.protocol import API_KEY_PREFIX
+from tracegrad.settings_sources import SETTINGS_FILE, FileSettings, SettingsError, read_toml
 from tracegrad.store.anchors.schedule import AnchorSettings
 from tracegrad.urls import LONGEST_SOCKET_PATH, STORE_VARIABLE, masked, unix_socket, unmasked
 
 DEFAULT_STORE = "sqlite:///.tracegrad/store.db"
-SETTINGS_FILE = Path("tracegrad.toml")
 ADMIN_KEY_LENGTH = 16
 
 _visible = re.compile(r"[!-~]+")
@@ -50,7 +37,7 @@ class SecretUrl(Secret[str]):
         return masked(self.get_secret_value())
 
 
-class ProxySettings(BaseSettings):
+class ProxySettings(FileSettings):
     """What `tracegrad proxy` needs to know.
 
     Environment: `TRACEGRAD_STORE`, `TRACEGRAD_API_KEY`, and `TRACEGRAD_PROXY_<NAME>` for the rest.
@@ -100,7 +87,7 @@ class ProxySettings(BaseSettings):
     )
     routed_experts: bool = Field(
         False,
-        description="the engine tells which experts it chose (vLLM with"
+        description="the engine reports which experts it chose (vLLM with"
         " --enable-return-routed-experts), which it does only in answers of one piece: a call that"
         " asks for one is not streamed from the engine while weights are pushed; when a push falls"
         " into it all the same, its turn is not trained",
@@ -342,16 +329,11 @@ class ProxySettings(BaseSettings):
         return value
 
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        table = InitSettingsSource(settings_cls, _toml_table("proxy"))
-        return init_settings, env_settings, table
+    def file_values(cls) -> dict[str, Any]:
+        table = read_toml().get("proxy", {})
+        if not isinstance(table, dict):
+            raise SettingsError(f"{SETTINGS_FILE}: [proxy] is not a table")
+        return table
 
 
 def _is_address(value: str) -> bool:
@@ -393,17 +375,3 @@ def _socket_url(value: str) -> str:
 
 def _without_v1(url: str) -> str:
     return url if unix_socket(url) else url.removesuffix("/v1").rstrip("/")
-
-
-def _toml_table(name: str) -> dict[str, Any]:
-    """The table `name` of the settings file in the working directory, or nothing."""
-    try:
-        content = tomllib.loads(SETTINGS_FILE.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{SETTINGS_FILE}: {error}") from None
-    table = content.get(name, {})
-    if not isinstance(table, dict):
-        raise ValueError(f"{SETTINGS_FILE}: [{name}] is not a table")
-    return table

@@ -14,11 +14,11 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Said:
-    """What the engine sampled; tool calls as (name, text of the arguments)."""
+    """What the engine sampled; tool calls as (name, text of the arguments), or with an id too."""
 
     content: str = ""
     reasoning: str = ""
-    calls: Sequence[tuple[str, str]] = ()
+    calls: Sequence[tuple[str, ...]] = ()
     finish: str = ""
     hit: str | int | None = None  # the stop string or token
     prompt_tokens: int = 11
@@ -35,15 +35,12 @@ class Said:
         if self.reasoning:
             message["reasoning"] = self.reasoning
         if self.calls:
-            message["tool_calls"] = [
-                {
-                    "id": f"chatcmpl-tool-{number}",
-                    "type": "function",
-                    "function": {"name": name, "arguments": arguments},
-                }
-                for number, (name, arguments) in enumerate(self.calls)
-            ]
+            message["tool_calls"] = [tool_call(*call) for call in self.calls_with_ids()]
         return message
+
+    def calls_with_ids(self) -> Iterator[tuple[str, str, str]]:
+        for number, (name, arguments, *own_id) in enumerate(self.calls):
+            yield (*own_id, f"chatcmpl-tool-{number}")[0], name, arguments
 
     @property
     def usage(self) -> Json:
@@ -53,6 +50,11 @@ class Said:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": None,
         }
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> Json:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def whole(*said: Said) -> Json:
@@ -75,8 +77,17 @@ def whole(*said: Said) -> Json:
     }
 
 
-def chunk(delta: Json, *, index: int = 0, finish: str | None = None, hit: Any = None) -> Json:
+def chunk(
+    delta: Json,
+    *,
+    index: int = 0,
+    finish: str | None = None,
+    hit: Any = None,
+    logprobs: Sequence[Json] | None = None,
+) -> Json:
     choice = {"index": index, "delta": delta, "finish_reason": finish, "stop_reason": hit}
+    if logprobs is not None:
+        choice["logprobs"] = {"content": list(logprobs)}
     return {"object": "chat.completion.chunk", "choices": [choice]}
 
 
@@ -98,8 +109,8 @@ def _deltas(said: Said, size: int) -> Iterator[Json]:
         yield {"reasoning": piece}
     for piece in _pieces(said.content, size):
         yield {"content": piece}
-    for number, (name, arguments) in enumerate(said.calls):
-        head = {"index": number, "id": f"chatcmpl-tool-{number}", "type": "function"}
+    for number, (call_id, name, arguments) in enumerate(said.calls_with_ids()):
+        head = {"index": number, "id": call_id, "type": "function"}
         yield {"tool_calls": [{**head, "function": {"name": name}}]}
         for piece in _pieces(arguments, size):
             yield {"tool_calls": [{"index": number, "function": {"arguments": piece}}]}

@@ -103,10 +103,10 @@ def refused(answer: Answer | None, status: int) -> str:
     assert answer.status == status
     assert answer.headers["connection"] == "close"
     assert answer.headers["content-type"] == "application/json"
-    told: dict[str, Any] = answer.json()
-    assert told["type"] == "error"
-    assert set(told["error"]) == {"message", "type", "param", "code"}
-    message: str = told["error"]["message"]
+    reported: dict[str, Any] = answer.json()
+    assert reported["type"] == "error"
+    assert set(reported["error"]) == {"message", "type", "param", "code"}
+    message: str = reported["error"]["message"]
     return message
 
 

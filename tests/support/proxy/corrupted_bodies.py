@@ -15,6 +15,8 @@ DEEP: Any = []
 for _ in range(300):  # deeper than JSON is written here
     DEEP = [DEEP]
 
+_WORDS = ["", "user", "model", "auto", "text", "function", "custom", "message", "look", "é\u2028"]
+_NAMES = ["type", "name", "tools", "text", "content", "format", "x"]
 JUNK = st.one_of(
     st.none(),
     st.booleans(),
@@ -22,8 +24,9 @@ JUNK = st.one_of(
     st.sampled_from([0, -1, 2**63, 2**64, 10**30, -(10**30), 1e300, 0.5, -0.0]),
     st.floats(allow_nan=False, allow_infinity=False),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
-    st.sampled_from(["", "user", "model", "auto", "text", "\x00", "{}", "a" * 2000]),
+    st.sampled_from([*_WORDS, "\x00", "{}", "a" * 2000]),
     st.sampled_from([[], {}, [[]], [None], [{}], {"": None}, [1, "a"], {"type": "text"}, DEEP]),
+    st.dictionaries(st.sampled_from(_NAMES), st.sampled_from([None, 1, *_WORDS]), max_size=3),
     st.dictionaries(st.text(max_size=5).filter(str.isascii), st.integers(), max_size=3),
 )
 

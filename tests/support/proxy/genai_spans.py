@@ -57,7 +57,7 @@ RESPONSE = {
 def span(
     attributes: dict[str, Any], events: list[tuple[str, dict[str, Any]]] | None = None
 ) -> Span:
-    kept = [as_attribute(name, 1, told) for name, told in events or ()]
+    kept = [as_attribute(name, 1, reported) for name, reported in events or ()]
     return Span(
         trace_id="a" * 32,
         span_id="b" * 16,

@@ -11,8 +11,7 @@ from support.proxy.key_store import Cupboard
 from tracegrad.proxy.auth.middleware import Authenticator, AuthMiddleware, caller_of, engine_headers
 from tracegrad.proxy.auth.rollout_keys import RolloutKeyService
 from tracegrad.proxy.endpoints.control_api import add_error_handlers, make_keys_router
-from tracegrad.proxy.http.request_body import BodyReader, RequestSizeLimits
-from tracegrad.proxy.http.worker_threads import WorkerThreads
+from tracegrad.proxy.http.request_body import BodyReader, RequestSizeLimits, WorkerThreads
 
 ADMIN = "the-admin's-own-key"
 

@@ -222,8 +222,8 @@ AGENT = {"authorization": "Bearer tg-r1", "content-type": "application/json"}
 async def whole(upstream: LiteLLMUpstream, body: bytes) -> Json:
     async with upstream.request("POST", CHAT, body=body, headers=AGENT) as answer:
         assert answer.status == 200
-        told: Json = json.loads(await answer.read())
-        return told
+        reported: Json = json.loads(await answer.read())
+        return reported
 
 
 async def chunks(upstream: LiteLLMUpstream, body: bytes) -> list[Json]:

@@ -13,6 +13,7 @@ import openai
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from support.engines.engine_answers import Said, chunk, streamed, whole
 from tracegrad.chat.call import Call
 from tracegrad.proxy.dialects.openai_responses.request import OpenAIResponsesDialect
 from tracegrad.proxy.http.errors import ApiError
@@ -45,99 +46,17 @@ def ask(**request: Any) -> Call:
     return parse({"model": "m", "input": "hi", **request})
 
 
-@dataclass
-class Say:
-    """What the engine samples: a canonical assistant message."""
-
-    content: str | None = None
-    reasoning: str | None = None
-    calls: Sequence[tuple[str, str, str]] = ()  # id, name, arguments
-    finish_reason: str | None = None
-
-    @property
-    def ends(self) -> str:
-        return self.finish_reason or ("tool_calls" if self.calls else "stop")
-
-    @property
-    def message(self) -> Json:
-        message: Json = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            message["reasoning"] = self.reasoning
-        if self.calls:
-            message["tool_calls"] = [tool_call(*call) for call in self.calls]
-        return message
+def answer(one: Said, logprobs: Sequence[Json]) -> Json:
+    """A whole `chat.completion` with log-probabilities."""
+    body = whole(one)
+    body["choices"][0]["logprobs"] = {"content": list(logprobs)}
+    return body
 
 
-def tool_call(call_id: str, name: str, arguments: str) -> Json:
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
-
-
-def answer(say: Say, logprobs: Sequence[Json] | None = None) -> Json:
-    """A whole `chat.completion`, with the fields that vLLM fills with null."""
-    message = {"refusal": None, "annotations": None, "audio": None, "reasoning": None}
-    return {
-        "id": "chatcmpl-1",
-        "object": "chat.completion",
-        "created": 1_790_000_000,
-        "model": "served",
-        "choices": [
-            {
-                "index": 0,
-                "message": {**message, **say.message},
-                "logprobs": None if logprobs is None else {"content": list(logprobs)},
-                "finish_reason": say.ends,
-                "stop_reason": None,
-            }
-        ],
-        "usage": USAGE,
-    }
-
-
-def chunk(delta: Json, *, logprobs: Sequence[Json] | None = None, **choice: Any) -> Json:
-    told = None if logprobs is None else {"content": list(logprobs)}
-    return {
-        "id": "chatcmpl-1",
-        "object": "chat.completion.chunk",
-        "created": 1_790_000_000,
-        "model": "served",
-        "choices": [
-            {"index": 0, "delta": delta, "logprobs": told, "finish_reason": None, **choice}
-        ],
-    }
-
-
-def chunks_of(say: Say, size: int = 3) -> list[Json]:
-    """The same as chunks, all but those that end the stream."""
-    chunks = [chunk({"role": "assistant", "content": ""})]
-    chunks += [chunk({"reasoning": part}) for part in cut(say.reasoning or "", size)]
-    chunks += [chunk({"content": part}) for part in cut(say.content or "", size)]
-    for index, (call_id, name, arguments) in enumerate(say.calls):
-        start = {"id": call_id, "type": "function", "index": index}
-        chunks.append(chunk({"tool_calls": [{**start, "function": {"name": name}}]}))
-        chunks += [
-            chunk({"tool_calls": [{"index": index, "function": {"arguments": part}}]})
-            for part in cut(arguments, size)
-        ]
-    return chunks
-
-
-def last_chunks(say: Say) -> list[Json]:
-    end = chunk({}, finish_reason=say.ends, stop_reason=None)
-    return [end, {**end, "choices": [], "usage": USAGE}]
-
-
-def cut(text: str, size: int) -> list[str]:
-    return [text[start : start + size] for start in range(0, len(text), size)]
-
-
-def stream(call: Call, say: Say, size: int = 3) -> bytes:
+def stream(call: Call, one: Said, size: int = 3) -> bytes:
     writer = DIALECT.writer(call)
-    body = [writer.begin(None), *map(writer.chunk, chunks_of(say, size))]
-    return b"".join(body) + writer.end(last_chunks(say))
+    going_on, ending = streamed(one, size=size)
+    return writer.begin(None) + b"".join(map(writer.chunk, going_on)) + writer.end(ending)
 
 
 def events_of(body: bytes) -> list[Json]:
@@ -182,7 +101,7 @@ def unknown_fields(value: Any, where: str = "") -> Iterator[str]:
 class Served:
     """OpenAI's client, with the dialect in place of a server. Each call gets the next answer."""
 
-    says: list[Say | ApiError] = field(default_factory=list)
+    says: list[Said | ApiError] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
 
     def client(self) -> openai.OpenAI:
@@ -212,11 +131,11 @@ class Served:
         self.calls.append(call)
         say = self.says.pop(0)
         if call.stream:
-            body = stream(call, say) if isinstance(say, Say) else broken_stream(call, say)
+            body = stream(call, say) if isinstance(say, Said) else broken_stream(call, say)
             headers = {"content-type": "text/event-stream; charset=utf-8"}
             return httpx2.Response(200, content=body, headers=headers)
-        assert isinstance(say, Say)
-        return httpx2.Response(200, content=DIALECT.answer(call, answer(say)))
+        assert isinstance(say, Said)
+        return httpx2.Response(200, content=DIALECT.answer(call, whole(say)))
 
 
 def broken_stream(call: Call, error: ApiError) -> bytes:

@@ -14,20 +14,20 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 T0 = 1_700_000_000_000_000_000  # ns
 
 
-def value(told: Any) -> Json:
-    if isinstance(told, bool):
-        return {"boolValue": told}
-    if isinstance(told, int):
-        return {"intValue": str(told)}
-    if isinstance(told, float):
-        return {"doubleValue": told}
-    if isinstance(told, list):
-        return {"arrayValue": {"values": [value(each) for each in told]}}
-    return {"stringValue": str(told)}
+def value(reported: Any) -> Json:
+    if isinstance(reported, bool):
+        return {"boolValue": reported}
+    if isinstance(reported, int):
+        return {"intValue": str(reported)}
+    if isinstance(reported, float):
+        return {"doubleValue": reported}
+    if isinstance(reported, list):
+        return {"arrayValue": {"values": [value(each) for each in reported]}}
+    return {"stringValue": str(reported)}
 
 
 def pairs(attributes: Mapping[str, Any]) -> list[Json]:
-    return [{"key": key, "value": value(told)} for key, told in attributes.items()]
+    return [{"key": key, "value": value(reported)} for key, reported in attributes.items()]
 
 
 def span_id(number: int) -> str:
@@ -62,8 +62,8 @@ def span(
         made["status"] = {"code": 2, "message": error}
     if events:
         made["events"] = [
-            {"name": each, "timeUnixNano": str(T0), "attributes": pairs(told)}
-            for each, told in events
+            {"name": each, "timeUnixNano": str(T0), "attributes": pairs(reported)}
+            for each, reported in events
         ]
     return made
 

@@ -4,20 +4,49 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import httpx
+import openai
 
 from support.engines.mock_engine import Answer, MockEngine, logprobs_of
 from support.engines.prompt_driven_engine import PromptDrivenEngine
 from support.proxy.raw_http import bounded
-from support.proxy.servers import CONTROL_KEY, EngineServer, HeldWriter
+from support.proxy.servers import CONTROL_KEY, EngineServer, HeldWriter, serving
 from tracegrad.events import Turn
 from tracegrad.proxy import create_app
+from tracegrad.proxy.capture.recorder import EventWriter
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.http.limits import ConnectionLimits
 from tracegrad.store import GroupCommitWriter, Store
+
+
+class ServeProxy(Protocol):
+    """Serves another proxy before the same engine and store, with these settings. `as_admin`: its
+    client has the admin key."""
+
+    def __call__(
+        self, *, as_admin: bool = False, **settings: Any
+    ) -> AbstractContextManager[httpx.Client]: ...
+
+
+@contextmanager
+def served_proxy(
+    store: Store,
+    writer: EventWriter,
+    *,
+    patience_s: float | None = None,
+    as_admin: bool = False,
+    **settings: Any,
+) -> Iterator[httpx.Client]:
+    headers = {"authorization": f"Bearer {settings['admin_key']}"} if as_admin else {}
+    app = create_app(ProxySettings(**settings), store=store, writer=writer, patience_s=patience_s)
+    with serving(app) as url, httpx.Client(base_url=url, timeout=30, headers=headers) as client:
+        yield client
 
 
 @dataclass(frozen=True)
@@ -37,9 +66,24 @@ class ProxyWithEngine:
         """Where a client of the rollout sends its calls, without /v1."""
         return f"{self.url}/rollouts/{self.rollout_id}"
 
-    def turns(self) -> list[Turn]:
-        """Of the rollout."""
-        return self.turns_of(self.rollout_id)
+    @cached_property
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=20)
+
+    @cached_property
+    def client(self) -> openai.OpenAI:
+        """As the rollout's agent has it: the key names the rollout."""
+        key = f"tg-{self.rollout_id}"
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+
+    def close_clients(self) -> None:
+        for name in ("http", "client"):
+            if name in vars(self):
+                getattr(self, name).close()
+
+    def turns(self, rollout_id: str | None = None) -> list[Turn]:
+        """Of a rollout; of its own, where none is named."""
+        return self.turns_of(rollout_id or self.rollout_id)
 
     def turns_of(self, rollout_id: str) -> list[Turn]:
         return self.store.rollout_turns(rollout_id)

@@ -76,7 +76,7 @@ def bent_by(name: str) -> dict[str, Any]:
     return {name: given.get(name, 1)}
 
 
-# They say what the prompt is, when a reply ends, or how an answer is told.
+# They say what the prompt is, when a reply ends, or how an answer is sent.
 HARMLESS = """
 messages model logprobs top_logprobs max_tokens max_completion_tokens n seed stop stream
 stream_options reasoning_effort include_reasoning parallel_tool_calls user length_penalty

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,10 @@ import pytest
 from support.engines.mock_engine import MockEngine
 from support.engines.raw_http_engine import RawHttpEngine
 from support.proxy.litellm_provider import Provider, Teacher
+from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy, served_proxy
 from support.proxy.servers import CONTROL_KEY, EngineServer, HeldWriter, serving
 from support.proxy.upstream_pool import Pool
 from tracegrad.events import Turn
-from tracegrad.proxy import create_app
-from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.engine.upstreams import UpstreamPool
 from tracegrad.proxy.engine.upstreams.litellm import LiteLLMUpstream
 from tracegrad.store import GroupCommitWriter, Store
@@ -69,9 +69,9 @@ def writer(store: Store) -> Iterator[HeldWriter]:
 
 @pytest.fixture
 def proxy(engine_url: str, store: Store, writer: HeldWriter) -> Iterator[str]:
-    settings = ProxySettings(upstream=engine_url, control_key=CONTROL_KEY)  # type: ignore[arg-type]
-    with serving(create_app(settings, store=store, writer=writer)) as url:
-        yield url
+    settings = {"upstream": engine_url, "control_key": CONTROL_KEY}
+    with served_proxy(store, writer, **settings) as client:
+        yield str(client.base_url).rstrip("/")
 
 
 @pytest.fixture
@@ -95,6 +95,21 @@ def turns(store: Store) -> Callable[..., list[Turn]]:
         return store.rollout_turns(rollout_id)
 
     return read
+
+
+@pytest.fixture
+def serve_proxy(engine_url: str, store: Store, writer: HeldWriter) -> ServeProxy:
+    return partial(served_proxy, store, writer, upstream=engine_url)
+
+
+@pytest.fixture
+def rig(
+    proxy: str, engine_url: str, engine: MockEngine, store: Store, writer: HeldWriter
+) -> Iterator[ProxyWithEngine]:
+    """The fixtures above as one, for the tests of rollout "r1"."""
+    rig = ProxyWithEngine(proxy, engine_url, engine, store, writer)
+    yield rig
+    rig.close_clients()
 
 
 # Upstreams without a proxy

@@ -168,8 +168,8 @@ def test_an_openai_base_url_is_understood() -> None:
 
 
 def test_replicas_are_a_list_or_have_commas_between() -> None:
-    told = ["http://a:8000/v1", "http://b:8000/"]
-    for upstream in (told, ", ".join(told)):
+    reported = ["http://a:8000/v1", "http://b:8000/"]
+    for upstream in (reported, ", ".join(reported)):
         settings = ProxySettings(upstream=upstream)  # type: ignore[arg-type]
         assert settings.upstreams == ("http://a:8000", "http://b:8000")
     assert ProxySettings().upstreams == ("http://127.0.0.1:8000",)

@@ -21,7 +21,7 @@ from tracegrad import Outcome, context, reward, rollout, trace
 # --- rollout ---------------------------------------------------------------------------------
 
 
-def test_a_rollout_tells_its_story_in_order(proxy: FakeProxy) -> None:
+def test_a_rollouts_events_come_in_order(proxy: FakeProxy) -> None:
     with rollout(task="t1", tags={"split": "train", "epoch": 3}, agent="a", input={"q": 1}) as r:
         r.reward(0.5, turn=-1, name="format")
         reward(True)

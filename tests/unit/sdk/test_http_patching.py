@@ -122,7 +122,7 @@ def test_other_calls_stay_as_they_are(proxy: FakeProxy, send: Sender) -> None:
 
 
 @every_library
-def test_what_the_caller_says_stays_said(proxy: FakeProxy, send: Sender) -> None:
+def test_the_callers_own_headers_stay(proxy: FakeProxy, send: Sender) -> None:
     theirs = {"baggage": "user=7", "traceparent": f"00-{1:032x}-{2:016x}-01"}
     with rollout() as r:
         run(send, proxy.url, **theirs)
@@ -150,11 +150,11 @@ def test_a_call_says_the_state_of_the_environment(proxy: FakeProxy, send: Sender
             with rollout():
                 run(send, proxy.url)
         run(send, proxy.url)
-    told = [call.headers.get("x-tracegrad-state") for call in proxy.chats]
-    assert told == [None, "board 7", "mine", "board 7", None, None, None]
+    reported = [call.headers.get("x-tracegrad-state") for call in proxy.chats]
+    assert reported == [None, "board 7", "mine", "board 7", None, None, None]
 
 
-def test_states_that_are_no_short_text_are_told_by_a_digest(proxy: FakeProxy) -> None:
+def test_states_that_are_no_short_text_become_a_digest(proxy: FakeProxy) -> None:
     class Hostile:
         def __repr__(self) -> str:
             raise RuntimeError("broken")
@@ -174,13 +174,13 @@ def test_states_that_are_no_short_text_are_told_by_a_digest(proxy: FakeProxy) ->
         for state in states:
             with turn(state=state):
                 openai_sync(proxy.url)
-    told = [call.headers.get("x-tracegrad-state") for call in proxy.chats]
-    assert len(told) == len(states), "every call went out"
-    assert told[0] == told[1] != told[2]
-    digests = [key for key in told if key is not None]
+    reported = [call.headers.get("x-tracegrad-state") for call in proxy.chats]
+    assert len(reported) == len(states), "every call went out"
+    assert reported[0] == reported[1] != reported[2]
+    digests = [key for key in reported if key is not None]
     assert all(re.fullmatch(r"blake2b:[0-9a-f]{32}", key) for key in digests)
-    assert all(key is not None for key in told[:8])
-    assert len(set(told[1:8])) == 7
+    assert all(key is not None for key in reported[:8])
+    assert len(set(reported[1:8])) == 7
 
 
 def test_every_name_of_loopback_is_the_same_proxy(proxy: FakeProxy) -> None:
@@ -211,7 +211,7 @@ def test_a_call_goes_out_even_if_it_cannot_be_named(
     assert "could not name the rollout" in caplog.text
 
 
-async def test_concurrent_agents_are_told_apart(proxy: FakeProxy) -> None:
+async def test_concurrent_agents_are_kept_apart(proxy: FakeProxy) -> None:
     async with openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="none") as agent:
 
         @trace(task=lambda i: str(i))

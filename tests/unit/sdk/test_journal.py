@@ -161,7 +161,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_record(
     assert found == [b'{"n":1}', b'{"n":2}', b'{"n":3}', b'{"n":4}']
 
 
-def test_a_disk_that_takes_nothing_is_said_when_memory_is_full(
+def test_a_disk_that_takes_nothing_is_logged_when_memory_is_full(
     mine: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:

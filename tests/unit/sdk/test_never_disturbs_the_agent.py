@@ -184,7 +184,7 @@ def agents(returned: object, error: BaseException | None) -> dict[str, Callable[
     mode=st.sampled_from(MODES),
     key=st.none() | st.just("the-admin's-own-key"),
 )
-def test_an_agent_does_what_it_would_do_without_us_and_all_it_said_arrives_once(
+def test_an_agent_does_what_it_would_do_without_us_and_its_events_arrive_once(
     kind: str,
     argument: str,
     returned: str,
@@ -283,7 +283,7 @@ WORKERS = {"thread1", "thread2", "fork", "task1", "task2"}
 
 @pytest.mark.parametrize("mode", ["hang", 503])
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL", "SIGINT"])
-def test_what_was_said_before_a_signal_is_sent_by_the_next_process(
+def test_events_before_a_signal_are_sent_by_the_next_process(
     mode: str | int, end: str, tmp_path: Path
 ) -> None:
     fake, server = serve()

@@ -152,7 +152,7 @@ def test_a_class_whose_repr_fails_is_asked_once() -> None:
     assert Broken.asked == 1
 
 
-def test_an_id_that_is_too_long_is_told_by_its_beginning_and_a_digest() -> None:
+def test_an_id_that_is_too_long_becomes_its_beginning_and_a_digest() -> None:
     assert task_ids.bounded_task_id("t1") == "t1"
     one, other = (
         task_ids.bounded_task_id("ü" * 5_000 + "1"),

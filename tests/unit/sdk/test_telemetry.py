@@ -232,7 +232,7 @@ def test_the_agents_own_provider_is_joined_whenever_it_comes(proxy: FakeProxy) -
     assert theirs["first"][0] == theirs["request"][1]
 
 
-def test_flush_tells_whether_everything_left(
+def test_flush_returns_whether_everything_left(
     free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
     monkeypatch.chdir(str(tmp_path))

@@ -15,21 +15,15 @@ settings are stored with every step.
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import SettingsConfigDict
 
 from tracegrad.events import Json
-from tracegrad.proxy.config import SETTINGS_FILE, ProxySettings, SecretUrl
+from tracegrad.proxy.config import ProxySettings, SecretUrl
+from tracegrad.settings_sources import FileSettings, SettingsError, problems, read_toml
 from tracegrad.urls import masked
 from tracegrad_trainer.batches import BatchSettings
 from tracegrad_trainer.config.vllm import VllmSettings
@@ -38,10 +32,6 @@ from tracegrad_trainer.losses import ObjectiveSettings
 from tracegrad_trainer.losses.config import drop_unused as objective_without_unused
 from tracegrad_trainer.losses.part_names import SUPERVISED
 from tracegrad_trainer.metrics import MetricsSettings
-
-
-class SettingsError(ValueError):
-    """One line a wrong setting: its name, what is wrong, what was given."""
 
 
 class DataSettings(BaseModel):
@@ -82,7 +72,7 @@ class PushSettings(BaseModel):
     failures_in_a_row: int = Field(3, ge=1, description="failed pushes before the trainer ends")
 
 
-class TrainerSettings(BaseSettings):
+class TrainerSettings(FileSettings):
     """What `trainer serve` needs to know. Environment: `TRACEGRAD_TRAINER_<TABLE>__<NAME>`."""
 
     model_config = SettingsConfigDict(
@@ -277,7 +267,7 @@ def load_settings(
 
     Raises SettingsError: one line a wrong setting.
     """
-    file = _read_toml(config)
+    file = read_toml(config)
     flags: dict[str, Any] = {}
     for override in overrides or []:
         apply_override(flags, override)
@@ -285,15 +275,8 @@ def load_settings(
     class Loaded(TrainerSettings):
         # Sources are a matter of the class; this one's file is known only now.
         @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return init_settings, env_settings, InitSettingsSource(settings_cls, file)
+        def file_values(cls) -> dict[str, Any]:
+            return file
 
     try:
         return Loaded(**flags)
@@ -331,37 +314,16 @@ def without_unused(stored: Json) -> Json:
 
 
 def _lines(error: ValidationError) -> list[str]:
-    found = {".".join(map(str, one["loc"])): _message(one) for one in error.errors()}
+    found = problems(error)
+    for one in error.errors():
+        if one["type"] == "model_type":
+            table, given = one["loc"][-1], masked(repr(one["input"]))
+            found[".".join(map(str, one["loc"]))] = (
+                f"is a table of settings, not {given}: write [{table}] above them"
+            )
     if "model" in found:
         found.pop("vllm", None)  # it is missing only because the model is
-    # A check of the whole names its fields itself.
-    return [
-        ": ".join(filter(None, (name, message.removeprefix("Value error, "))))
-        for name, message in found.items()
-    ]
-
-
-def _message(one: ErrorDetails) -> str:
-    if one["type"] == "model_type":
-        given = masked(repr(one["input"]))
-        return f"is a table of settings, not {given}: write [{one['loc'][-1]}] above them"
-    return one["msg"]
-
-
-def _read_toml(config: Path | None) -> dict[str, Any]:
-    path = config or SETTINGS_FILE
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if config is None:
-            return {}
-        raise SettingsError(f"{path}: there is no such settings file") from None
-    except OSError as error:
-        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise SettingsError(f"{path}: this is no text in UTF-8, and so no TOML") from None
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path}: {error}") from None
+    return [": ".join(filter(None, problem)) for problem in found.items()]
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:

@@ -21,9 +21,9 @@ import numpy as np
 from pydantic import ValidationError
 
 from tracegrad.events import Json
+from tracegrad.settings_sources import SettingsError
 from tracegrad.store import Store
 from tracegrad_trainer.config.trainer import (
-    SettingsError,
     TrainerSettings,
     apply_override,
     without_unused,

@@ -2,9 +2,9 @@
 
 Without an admin key the proxy is open: it listens to this machine alone, and not to pages in its
 browsers; `tg-<rollout>` as an API key names a rollout, and any other key is the engine's. With one,
-a request brings the admin key, which may do everything, or a rollout's key (see `keys`), which may
-do what it was minted for, and for its own rollout. Routes are denied to rollout keys unless they
-are listed here, so that a new one is closed until somebody thinks about it.
+a request brings the admin key, which may do everything, or a rollout's key (see `rollout_keys`),
+which may do what it was minted for, and for its own rollout. Routes are denied to rollout keys
+unless they are listed here, so that a new one is closed until somebody thinks about it.
 
 Whoever brings a rollout's key for calls is the agent that is scored: it calls models and sends
 spans, and neither rewards nor ends nor scores are taken from it, in an open proxy either.
@@ -29,13 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tracegrad.events import Event, Span
 from tracegrad.key_derivation import CALLS, EVENTS, SCOPES, KeyScope, derive_key, verify_derived_key
-from tracegrad.protocol import (
-    API_KEY_PREFIX,
-    EVENTS_PATH,
-    KEY_HEADER,
-    ROLLOUT_HEADER,
-    TRACES_PATH,
-)
+from tracegrad.protocol import API_KEY_PREFIX, EVENTS_PATH, KEY_HEADER, ROLLOUT_HEADER, TRACES_PATH
 from tracegrad.proxy.auth.origin_check import OriginCheck
 from tracegrad.proxy.auth.rollout_keys import RolloutKeyService, hash_key, rollout_in_key
 from tracegrad.proxy.http.errors import ApiError, BadRequest

@@ -8,10 +8,11 @@ them is attributed later, by what its prompt continues.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote
+
+from cachetools import FIFOCache
 
 from tracegrad.protocol import ROLLOUT_ATTRIBUTE, ROLLOUT_ID_PATTERN
 from tracegrad.proxy.http.errors import BadRequest
@@ -93,17 +94,13 @@ class TraceIndex:
     """
 
     def __init__(self, limit: int = 10_000) -> None:
-        self._limit = limit
-        self._rollouts: OrderedDict[str, str | None] = OrderedDict()
+        self._rollouts: FIFOCache[str, str | None] = FIFOCache(limit)
 
     def add(self, trace_id: str | None, rollout_id: str | None) -> None:
         if trace_id is None or rollout_id is None:
             return
         known = self._rollouts.get(trace_id, rollout_id)
         self._rollouts[trace_id] = rollout_id if known == rollout_id else None
-        self._rollouts.move_to_end(trace_id)
-        if len(self._rollouts) > self._limit:
-            self._rollouts.popitem(last=False)
 
     def rollout_of(self, trace_id: str) -> str | None:
         return self._rollouts.get(trace_id)

@@ -14,9 +14,10 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol, TypeVar
+
+from cachetools import TTLCache
 
 from tracegrad.key_derivation import CALLS, KeyScope
 from tracegrad.protocol import API_KEY_PREFIX, SECRET_KEY
@@ -32,7 +33,6 @@ REFUSED_S = 5.0
 REMEMBERED, REFUSED = 10_000, 1_000
 # Lookups at a time: strangers with made-up keys must not keep the threads from everybody else.
 LOOKUPS = 4
-_NOBODY = KeyOwner("", "")
 
 # A rollout's id may hold dots; a secret holds none, and 32 bytes make 43 characters.
 
@@ -70,13 +70,12 @@ class KeyGrant(NamedTuple):
 
 
 class RolloutKeyService:
-    """Makes keys, and tells whose they are; those seen lately without asking the store."""
+    """Makes keys and finds their rollouts; those seen lately without asking the store."""
 
     def __init__(self, store: KeyStore, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
-        self._clock = clock
-        self._owners = _TtlCache(REMEMBERED, REMEMBERED_S)
-        self._refused = _TtlCache(REFUSED, REFUSED_S)
+        self._owners: TTLCache[bytes, KeyOwner] = TTLCache(REMEMBERED, REMEMBERED_S, timer=clock)
+        self._refused: TTLCache[bytes, bool] = TTLCache(REFUSED, REFUSED_S, timer=clock)
         self._lookups = asyncio.Semaphore(LOOKUPS)
         self._revocations = 0
 
@@ -86,21 +85,23 @@ class RolloutKeyService:
         hashed = hash_key(key)
         scope = " ".join(sorted(set(scopes)))
         await _stored(self._store.add_key, rollout_id, hashed, scope)
-        self._owners.put(hashed, KeyOwner(rollout_id, scope), self._clock())
+        self._owners[hashed] = KeyOwner(rollout_id, scope)
         return key
 
     async def add(self, rollout_id: str, key: str, scope: KeyScope) -> None:
         """Keep a key that was made elsewhere; again, or after its revocation, changes nothing.
         Raises Unavailable."""
-        hashed, now = hash_key(key), self._clock()
-        if self._owners.get(hashed, now) is None and self._refused.get(hashed, now) is None:
+        hashed = hash_key(key)
+        if hashed not in self._owners and hashed not in self._refused:
             await _stored(self._store.add_key, rollout_id, hashed, scope)
 
     async def revoke(self, rollout_id: str) -> None:
         """None of the rollout's keys opens anything from now on. Raises Unavailable."""
         await _stored(self._store.revoke_keys, rollout_id)
         self._revocations += 1
-        self._owners.forget(rollout_id)
+        for hashed, owner in list(self._owners.items()):
+            if owner.rollout_id == rollout_id:
+                self._owners.pop(hashed, None)
 
     async def lookup(self, key: str) -> KeyGrant | None:
         """What the key was made for; None for any other key. Raises Unavailable."""
@@ -108,14 +109,13 @@ class RolloutKeyService:
         if named is None:
             return None
         hashed = hash_key(key)
-        now = self._clock()
-        owner = self._owners.get(hashed, now)
+        owner = self._owners.get(hashed)
         if owner is None:
-            if self._refused.get(hashed, now) is not None:
+            if hashed in self._refused:
                 return None
             owner = await self._looked_up(hashed)
         if owner is None or not hmac.compare_digest(owner.rollout_id.encode(), named[1].encode()):
-            self._refused.put(hashed, _NOBODY, now)
+            self._refused[hashed] = True
             return None
         return KeyGrant(owner.rollout_id, frozenset(owner.scope.split()))
 
@@ -125,35 +125,8 @@ class RolloutKeyService:
             owner = await _stored(self._store.key_owner, hashed)
         # What was read before a revocation may be wrong after it: it counts for this call alone.
         if owner is not None and revocations == self._revocations:
-            self._owners.put(hashed, owner, self._clock())
+            self._owners[hashed] = owner
         return owner
-
-
-class _TtlCache:
-    """The owners of the hashes seen last, each for a while."""
-
-    def __init__(self, limit: int, seconds: float) -> None:
-        self._limit = limit
-        self._seconds = seconds
-        self._found: OrderedDict[bytes, tuple[KeyOwner, float]] = OrderedDict()
-
-    def get(self, hashed: bytes, now: float) -> KeyOwner | None:
-        found = self._found.get(hashed)
-        if found is None or found[1] <= now:
-            return None
-        self._found.move_to_end(hashed)
-        return found[0]
-
-    def put(self, hashed: bytes, owner: KeyOwner, now: float) -> None:
-        self._found[hashed] = owner, now + self._seconds
-        self._found.move_to_end(hashed)
-        if len(self._found) > self._limit:
-            self._found.popitem(last=False)
-
-    def forget(self, rollout_id: str) -> None:
-        found = self._found.items()
-        for hashed in [key for key, (owner, _) in found if owner.rollout_id == rollout_id]:
-            del self._found[hashed]
 
 
 async def _stored(method: Callable[..., T], *args: object) -> T:

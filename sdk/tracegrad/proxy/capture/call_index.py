@@ -1,7 +1,7 @@
-"""Which calls came through this proxy, by what a span can say of them.
+"""Which calls came through this proxy, by what a span reports of them.
 
 An agent whose libraries send spans may call models through the proxy too. Its span of such a call
-tells of a turn that is recorded already. It is known by the server's id of the answer, which the
+reports a turn that is recorded already. It is known by the server's id of the answer, which the
 client read from us, or by where in its trace it lies: the call came with the id of the span that it
 was made in, which is the LLM span or one inside it.
 
@@ -10,14 +10,11 @@ Nothing here is sure to be remembered: whoever asks looks into the store too.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+
+from cachetools import FIFOCache
 
 from tracegrad.events import Span, Turn
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 # How dialects make the ids that their clients see of a turn's.
 _ID_PREFIXES = ("msg_", "resp_")
@@ -26,39 +23,23 @@ _DEEPEST = 1000
 _SEVERAL = "*"  # no rollout's id
 
 
-class LruMap(Generic[K, V]):
-    """The latest so many of a dictionary's entries."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._entries: OrderedDict[K, V] = OrderedDict()
-
-    def put(self, key: K, value: V) -> None:
-        self._entries[key] = value
-        self._entries.move_to_end(key)
-        if len(self._entries) > self._limit:
-            self._entries.popitem(last=False)
-
-    def get(self, key: K) -> V | None:
-        return self._entries.get(key)
-
-
 class CallIndex:
-    """Of the last `limit` calls and spans. To be used from one event loop."""
+    """Of the last `limit` calls and spans: reading one does not keep it longer. To be used from one
+    event loop."""
 
     def __init__(self, limit: int = 50_000) -> None:
         # By trace and span: the span around it, and whether a call was made inside it.
-        self._outer: LruMap[tuple[str, str], str] = LruMap(limit)
-        self._around: LruMap[tuple[str, str], bool] = LruMap(limit)
-        self._turns: LruMap[tuple[str, str], bool] = LruMap(limit)
-        self._turn_answers: LruMap[tuple[str, str], str] = LruMap(limit)
-        self._answers: LruMap[str, str] = LruMap(limit)
-        self._inferred: LruMap[str, bool] = LruMap(limit)
+        self._outer: FIFOCache[tuple[str, str], str] = FIFOCache(limit)
+        self._around: FIFOCache[tuple[str, str], bool] = FIFOCache(limit)
+        self._turns: FIFOCache[tuple[str, str], bool] = FIFOCache(limit)
+        self._turn_answers: FIFOCache[tuple[str, str], str] = FIFOCache(limit)
+        self._answers: FIFOCache[str, str] = FIFOCache(limit)
+        self._inferred: FIFOCache[str, bool] = FIFOCache(limit)
 
     def call_started(self, trace_id: str | None, span_id: str | None) -> None:
         """A call was made from inside a span.
 
-        To be said when the call comes in: its client has no answer yet, so that its span is sent
+        To be called when the call comes in: its client has no answer yet, so that its span is sent
         later than this, whatever becomes of the call.
         """
         if trace_id is None:
@@ -66,36 +47,36 @@ class CallIndex:
         for _ in range(_DEEPEST):
             if span_id is None:
                 return
-            self._around.put((trace_id, span_id), True)
+            self._around[(trace_id, span_id)] = True
             span_id = self._outer.get((trace_id, span_id))
 
     def span_received(self, trace_id: str, span_id: str, outer: str | None) -> None:
         """A span came, with the one around it."""
         if outer is not None:
-            self._outer.put((trace_id, span_id), outer)
+            self._outer[(trace_id, span_id)] = outer
             if self.has_call_inside(trace_id, span_id):
                 self.call_started(trace_id, outer)
 
     def turn_created(self, span: Span, response_id: str | None) -> None:
         """A span reports a call that nobody else has reported."""
-        self._turns.put((span.trace_id, span.span_id), True)
+        self._turns[(span.trace_id, span.span_id)] = True
         if response_id is not None:
-            self._turn_answers.put((span.trace_id, response_id), span.span_id)
+            self._turn_answers[(span.trace_id, response_id)] = span.span_id
         self.call_started(span.trace_id, span.parent_span_id)
 
     def turns_answered(self, turns: Sequence[Turn], *, inferred: bool) -> None:
         """Turns are about to be recorded, and then seen by the client. `inferred`: nobody named
         their rollout."""
         for turn in turns:
-            self._answers.put(turn.turn_id, turn.rollout_id)
+            self._answers[turn.turn_id] = turn.rollout_id
             answer_id = (turn.response or {}).get("id")
             if isinstance(answer_id, str) and answer_id:
                 # Engines take ids from requests: one of several rollouts says nothing.
                 known = self._answers.get(answer_id)
                 same = known in (None, turn.rollout_id)
-                self._answers.put(answer_id, turn.rollout_id if same else _SEVERAL)
+                self._answers[answer_id] = turn.rollout_id if same else _SEVERAL
             if inferred:
-                self._inferred.put(turn.rollout_id, True)
+                self._inferred[turn.rollout_id] = True
 
     def has_call_inside(self, trace_id: str, span_id: str) -> bool:
         """Whether a call was made in the span, or in one inside it."""
@@ -103,7 +84,7 @@ class CallIndex:
 
     def is_duplicate(self, span: Span, response_id: str | None) -> bool:
         """Whether another span of its trace became a turn for the same call: one around it, or
-        one with the same answer. Two libraries tell of it."""
+        one with the same answer. Two libraries report it."""
         trace_id = span.trace_id
         if response_id is not None:
             answered = self._turn_answers.get((trace_id, response_id))

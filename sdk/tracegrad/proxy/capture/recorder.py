@@ -282,7 +282,7 @@ async def commit_each(recorder: Recorder, events: Sequence[Event]) -> dict[int, 
         await recorder.commit(events)
     except EventRejected as error:
         if len(events) == 1:
-            log.warning("an event that a span tells of is refused: %s", error)
+            log.warning("an event that a span reports is refused: %s", error)
             return {0: str(error)}
     else:
         return {}

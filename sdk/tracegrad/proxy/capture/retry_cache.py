@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from cachetools import LRUCache
 
 from tracegrad.chat.call import CHAT_PATH, Call
 from tracegrad.events import Json, Turn
@@ -50,7 +51,8 @@ class _Outcomes:
 
     @property
     def size(self) -> int:
-        return _CALL_BYTES + _ID_BYTES * sum(map(len, self.answers))
+        """One alone may be larger than all are to be together."""
+        return min(_CALL_BYTES + _ID_BYTES * sum(map(len, self.answers)), MOST_BYTES)
 
 
 class RetryCache:
@@ -62,23 +64,32 @@ class RetryCache:
     """
 
     def __init__(self) -> None:
-        self._given: OrderedDict[Fingerprint, _Outcomes] = OrderedDict()
-        self.size = 0  # in bytes
+        self._given: LRUCache[Fingerprint, _Outcomes] = LRUCache(
+            MOST_BYTES, getsizeof=lambda given: given.size
+        )
+
+    @property
+    def size(self) -> float:
+        """In bytes."""
+        return self._given.currsize
 
     def record_answer(self, call: Fingerprint, turn_ids: Sequence[str]) -> None:
-        given = self._of(call)
+        given = self._given.get(call) or _Outcomes()
+        given.at = time.monotonic()
         if len(given.answers) < _MOST_ANSWERS:
             # The second one's ids are never asked for.
             given.answers.append(tuple(turn_ids) if not given.answers else ())
-            self.size += _ID_BYTES * len(given.answers[-1])
-            self._forget_oldest()
+        self._given[call] = given  # with its size of now
 
     def record_failure(self, call: Fingerprint) -> None:
         """It was refused, or broke off, or its client left."""
-        self._of(call).failed += 1
+        given = self._given.get(call) or _Outcomes()
+        given.at = time.monotonic()
+        given.failed += 1
+        self._given[call] = given
 
     def lookup(self, call: Fingerprint) -> tuple[str, ...]:
-        """The turns that answered the call which is now repeated; empty to sample anew."""
+        """The turns that answered the call which is now repeated; empty to sample again."""
         given = self._given.get(call)
         if given is None or time.monotonic() - given.at > KEPT_S:
             return ()
@@ -86,21 +97,6 @@ class RetryCache:
             given.failed -= 1
             return ()
         return given.answers[0] if len(given.answers) == 1 else ()
-
-    def _of(self, call: Fingerprint) -> _Outcomes:
-        given = self._given.get(call)
-        if given is None:
-            given = self._given[call] = _Outcomes()
-            self.size += given.size
-        given.at = time.monotonic()
-        self._given.move_to_end(call)
-        self._forget_oldest()
-        return given
-
-    def _forget_oldest(self) -> None:
-        while self.size > MOST_BYTES and len(self._given) > 1:
-            _, oldest = self._given.popitem(last=False)
-            self.size -= oldest.size
 
 
 def recorded_answer(turns: Sequence[Turn], call: Call) -> Json:

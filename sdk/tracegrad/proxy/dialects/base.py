@@ -31,7 +31,7 @@ class StreamWriter(Protocol):
 
     def chunk(self, chunk: Json) -> bytes:
         """A `chat.completion.chunk` of the engine's, without token ids and log-probabilities
-        unless `shown` asks for them."""
+        unless `call.visible` asks for them."""
         ...
 
     def end(self, chunks: Sequence[Json]) -> bytes:

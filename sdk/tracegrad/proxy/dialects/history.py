@@ -39,7 +39,7 @@ def recorded_call(turn: Turn, find: FindsTurn) -> Call | None:
 
 
 def conversation_of(turn_id: str, find: FindsTurn) -> list[Json]:
-    """A turn's messages and its reply, without its instructions. Raises NotRecorded."""
+    """A turn's messages and its reply, without its instructions. Raises TurnNotRecorded."""
     calls: list[tuple[Call, Json]] = []
     wanted: str | None = turn_id
     while wanted is not None:

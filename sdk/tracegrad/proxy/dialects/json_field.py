@@ -35,6 +35,16 @@ class JsonField:
         value = self.object().get(name)
         return None if value is None else type(self)(value, self, name)
 
+    def is_set(self, name: str) -> bool:
+        """Whether the field is true; null or absent is false."""
+        field = self.get(name)
+        return field is not None and field.flag()
+
+    def items_of(self, name: str) -> list[Self]:
+        """The list of that name; empty where it is null or absent."""
+        field = self.get(name)
+        return field.items() if field is not None else []
+
     def require(self, name: str) -> Self:
         field = self.get(name)
         if field is None:
@@ -55,6 +65,16 @@ class JsonField:
         if not isinstance(self.value, str):
             raise self.error("is not a string")
         return self.value
+
+    def some_text(self) -> str:
+        if not self.text():
+            raise self.error("is empty")
+        return self.text()
+
+    def stop_strings(self) -> list[str]:
+        if "" in (texts := self.texts()):
+            raise self.error("has an empty string in it")
+        return texts
 
     def flag(self) -> bool:
         if not isinstance(self.value, bool):

@@ -52,13 +52,13 @@ class OpenAIChatDialect:
         return Call(
             dialect=self.name,
             request=request,
-            body={k: v for k, v in request.items() if k not in _NOT_FOR_THE_ENGINE},
+            body=engine_body(request),
             stream=bool(request.get("stream")),
             visible=VisibleFields(
                 ids=bool(request.get("return_token_ids")),
                 logprobs=bool(request.get("logprobs")),
                 reasoning=request.get("include_reasoning") is not False,
-                usage=_wants_usage(request),
+                usage=wants_usage(request),
             ),
             untrainable=media_untrainable_reason(request["messages"]),
         )
@@ -94,6 +94,10 @@ class ChatStreamWriter:
         return b": \n\n"
 
 
+def engine_body(request: Json) -> Json:
+    return {name: value for name, value in request.items() if name not in _NOT_FOR_THE_ENGINE}
+
+
 def check_common(request: Json) -> None:
     """What chat and text completions share. Raises BadRequest."""
     if (n := request.get("n")) is not None and n < 1:
@@ -123,8 +127,7 @@ def _check_tools(tools: object) -> None:
     if not isinstance(tools, list):
         raise BadRequest("tools is not a list", param="tools")
     for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if not _has_function(tool):
             where = f"tools[{index}]"
             raise BadRequest(f"{where} has no function with a name", param=where)
 
@@ -151,11 +154,16 @@ def _check_calls(calls: object, where: str) -> None:
     if not isinstance(calls, list):
         raise BadRequest(f"{name} is not a list", param=name)
     for index, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if not _has_function(call):
             name = f"{name}[{index}]"
             raise BadRequest(f"{name} has no function with a name", param=name)
 
 
-def _wants_usage(request: Json) -> bool:
+def _has_function(tool: object) -> bool:
+    """Of a tool, or a call of one: a function with a name."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def wants_usage(request: Json) -> bool:
     return bool((request.get("stream_options") or {}).get("include_usage"))

@@ -15,7 +15,12 @@ from tracegrad.proxy.dialects.body_checks import (
     check_types,
     json_object,
 )
-from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect, check_common
+from tracegrad.proxy.dialects.openai_chat import (
+    OpenAIChatDialect,
+    check_common,
+    engine_body,
+    wants_usage,
+)
 from tracegrad.proxy.http.errors import BadRequest
 
 PATH = "/v1/completions"
@@ -29,7 +34,6 @@ FIELD_TYPES = {
     "logprobs": INTEGER,
     **dict.fromkeys(DEFAULTS, NUMBER),
 }
-_NOT_FOR_THE_ENGINE = ("stream", "stream_options", "return_token_ids")
 
 
 class OpenAICompletionsDialect(OpenAIChatDialect):
@@ -42,16 +46,15 @@ class OpenAICompletionsDialect(OpenAIChatDialect):
         _check_prompt(request.get("prompt"))
         check_types(request, FIELD_TYPES)
         check_common(request)
-        options = request.get("stream_options") or {}
         return Call(
             dialect=self.name,
             request=request,
-            body={k: v for k, v in request.items() if k not in _NOT_FOR_THE_ENGINE},
+            body=engine_body(request),
             stream=bool(request.get("stream")),
             visible=VisibleFields(
                 ids=bool(request.get("return_token_ids")),
                 logprobs=request.get("logprobs") is not None,
-                usage=bool(options.get("include_usage")),
+                usage=wants_usage(request),
             ),
             path=PATH,
             # The engine then reports the prompt's tokens among those that it sampled.

@@ -1,7 +1,7 @@
 """Arguments of tool calls where a dialect carries objects, and models write text.
 
 What a model wrote goes out as it is, where it is a JSON object. Where it is none (cut short, a
-list, no JSON at all) nothing is mended: it goes out as `{"INVALID_JSON": "<what it wrote>"}`,
+list, no JSON at all) nothing is repaired: it goes out as `{"INVALID_JSON": "<what it wrote>"}`,
 Anthropic's convention, which fails the tool's own check with the text in it. Both come back as
 the text that the model wrote, though perhaps spelled differently where it is an object. Integers
 of more than 64 bits come back as floats.

@@ -11,7 +11,7 @@ from tracegrad.events import RolloutStarted
 from tracegrad.proxy.capture.redaction import Redactor
 from tracegrad.proxy.http.errors import ApiError, Unavailable
 from tracegrad.proxy.store_async import run_in_thread
-from tracegrad.store.anchors.anchor_store import AnchorStore, RolloutFromAnchor
+from tracegrad.store.anchors.anchor_store import AnchorStore
 from tracegrad.store.errors import StoreCorrupt, StoreUnavailable
 
 
@@ -69,11 +69,6 @@ def make_anchors_router(anchors: AnchorStore | None, redactor: Redactor) -> APIR
             raise Unavailable(message, code="store_unavailable") from error
         except StoreCorrupt as error:
             raise ApiError(500, str(error), kind="store_error") from error
-        return _to_response(found)
+        return AnchoredRollout.model_validate(found, from_attributes=True)
 
     return router
-
-
-def _to_response(found: RolloutFromAnchor) -> AnchoredRollout:
-    names = AnchoredRollout.model_fields
-    return AnchoredRollout(**{name: getattr(found, name) for name in names})

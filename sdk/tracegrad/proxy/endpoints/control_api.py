@@ -23,17 +23,15 @@ from tracegrad.events import (
     new_id,
 )
 from tracegrad.key_derivation import CALLS, KeyScope
-from tracegrad.protocol import (
-    ROLLOUT_ID_PATTERN,
-)
+from tracegrad.protocol import ROLLOUT_ID_PATTERN
 from tracegrad.proxy.auth.middleware import Authenticator, Caller, caller_of, restrict_to_rollout
 from tracegrad.proxy.capture.recorder import Recorder
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.errors import ApiError, BadRequest
 from tracegrad.store.errors import EventRejected
 
-# Facts wait for a proxy that is away, and clocks differ. What is said to be older than this is a
-# clock that was never set, or a mistake.
+# Events wait for a proxy that is away, and clocks differ. One that claims to be older than this
+# has a clock that was never set, or a mistake.
 MAX_EVENT_AGE_S = 86_400.0
 
 
@@ -44,13 +42,12 @@ def clamp_stated_time(stated: float | None, now: float) -> float:
 
 RolloutId = Annotated[str, Field(pattern=ROLLOUT_ID_PATTERN)]
 
-
 Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0)]
 
 
 class _EventBody(BaseModel):
-    """What may be said of the record of the same name. `fact(caller, now)` is the record: of what
-    decides something, who says it and when are the proxy's own to say."""
+    """What a client may send of the event of the same name. `to_event(caller, now)` is the event:
+    where it decides something, its source and its time are the proxy's to set."""
 
     model_config = ConfigDict(extra="forbid")
     rollout_id: RolloutId
@@ -166,8 +163,8 @@ def make_control_router(recorder: Recorder, gate: WeightUpdateGate) -> APIRouter
         of one name and turn the one that arrives last counts, whatever `given_at` says."""
         caller, now = caller_of(request.scope), time.time()
         try:
-            facts = [event.to_event(caller, now) for event in body.events]
-            await recorder.commit(restrict_to_rollout(facts, caller))
+            received = [event.to_event(caller, now) for event in body.events]
+            await recorder.commit(restrict_to_rollout(received, caller))
         except EventRejected as error:
             raise BadRequest(str(error), status=422) from None
         return EventsAccepted(accepted=len(body.events))

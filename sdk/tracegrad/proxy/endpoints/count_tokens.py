@@ -14,12 +14,8 @@ from tracegrad.proxy.auth.middleware import caller_of, engine_headers
 from tracegrad.proxy.dialects.base import Dialect
 from tracegrad.proxy.endpoints.llm_call import ProxyServices
 from tracegrad.proxy.engine.response import read_error
-from tracegrad.proxy.http.errors import ApiError
-from tracegrad.proxy.http.request import (
-    ClientDisconnected,
-    cancel_on_disconnect,
-    read_body,
-)
+from tracegrad.proxy.http.errors import ApiError, UpstreamError
+from tracegrad.proxy.http.request import ClientDisconnected, cancel_on_disconnect, read_body
 
 # vLLM's; it is not served to clients under this name.
 PATH = "/tokenize"
@@ -39,17 +35,17 @@ class CountTokensEndpoint:
         shape: Callable[[int], bytes],
     ) -> None:
         self._dialect = dialect
-        self._rooms = services
+        self._services = services
         self._parse = parse
         self._shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             raw = await read_body(receive)
-            run, size = self._rooms.workers.run, len(raw)
+            run, size = self._services.workers.run, len(raw)
             call = await run(size, self._parse, raw, scope["path_params"])
             caller = caller_of(scope)
-            call = await run(size, self._rooms.rules.apply, call, admin=caller.admin)
+            call = await run(size, self._services.rules.apply, call, admin=caller.admin)
             del raw
             async with cancel_on_disconnect(receive):
                 tokens = await self._count(call, size, engine_headers(caller))
@@ -62,10 +58,10 @@ class CountTokensEndpoint:
 
     async def _count(self, call: Call, size: int, headers: dict[str, str]) -> int:
         body = {name: call.body[name] for name in _RENDERING if name in call.body}
-        if self._rooms.model is not None:
-            body["model"] = self._rooms.model
-        asked = await self._rooms.workers.run(size, orjson.dumps, body)
-        async with self._rooms.upstream.request(
+        if self._services.model is not None:
+            body["model"] = self._services.model
+        asked = await self._services.workers.run(size, orjson.dumps, body)
+        async with self._services.upstream.request(
             "POST", PATH, body=asked, headers=headers
         ) as engine:
             raw = await engine.read()
@@ -74,6 +70,4 @@ class CountTokensEndpoint:
         try:
             return int(orjson.loads(raw)["count"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ApiError(
-                502, "the engine's count of tokens cannot be read", kind="upstream_error"
-            ) from error
+            raise UpstreamError("the engine's count of tokens cannot be read") from error

@@ -1,4 +1,4 @@
-"""The walk of one LLM call: client -> engine -> store -> client.
+"""One LLM call from end to end: client -> engine -> store -> client.
 
     read and attribute -> exact prompt -> wait at the gate -> ask the engine
     -> place the turn in its tree -> commit -> let the client see the end
@@ -47,7 +47,7 @@ from tracegrad.proxy.engine.stream import EngineStream
 from tracegrad.proxy.engine.upstreams import Upstream, UpstreamResponse
 from tracegrad.proxy.engine.weight_gate import Admission, WeightUpdateGate
 from tracegrad.proxy.http import sse
-from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
+from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, UpstreamError
 from tracegrad.proxy.http.request import (
     ClientDisconnected,
     Headers,
@@ -55,9 +55,8 @@ from tracegrad.proxy.http.request import (
     headers_of,
     read_body,
 )
-from tracegrad.proxy.http.request_body import lease_of
+from tracegrad.proxy.http.request_body import WorkerThreads, lease_of
 from tracegrad.proxy.http.streaming_response import StreamedResponse
-from tracegrad.proxy.http.worker_threads import WorkerThreads
 from tracegrad.proxy.prompt_reuse.resolver import ContinuationPlan, PromptReuse
 from tracegrad.store.errors import StoreUnavailable
 
@@ -355,4 +354,4 @@ def _broken_end(stream: EngineStream) -> ApiError | None:
     if stream.error is not None or stream.done:
         return stream.error
     message = "the engine broke off its answer: it has no end"
-    return ApiError(502, message, kind="upstream_error")
+    return UpstreamError(message)

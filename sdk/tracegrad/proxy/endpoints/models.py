@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from tracegrad.events import Json
-from tracegrad.proxy.http.errors import ApiError
+from tracegrad.proxy.http.errors import ApiError, UpstreamError
 
 _METHODS = ["generateContent", "streamGenerateContent", "countTokens"]
 
@@ -90,6 +90,4 @@ def _listed(raw: bytes) -> list[Json]:
     try:
         return [model for model in orjson.loads(raw)["data"] if isinstance(model["id"], str)]
     except (ValueError, KeyError, TypeError) as error:
-        raise ApiError(
-            502, "the engine's list of models cannot be read", kind="upstream_error"
-        ) from error
+        raise UpstreamError("the engine's list of models cannot be read") from error

@@ -29,11 +29,11 @@ _ROUTES = b',"routed_experts":"'
 _COMMA = ord(",")
 
 
-class _Entry(msgspec.Struct, gc=False):
+class LogprobEntry(msgspec.Struct, gc=False):
     logprob: float
 
 
-_entries = msgspec.json.Decoder(list[_Entry])
+_entries = msgspec.json.Decoder(list[LogprobEntry])
 
 
 class TokenIdText(NamedTuple):

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import orjson
 
 from tracegrad.chat.call import CHAT_PATH, Call
-from tracegrad.proxy.engine.routed_experts import (
-    ROUTED_EXPERTS_START,
-)
+from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS_START
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +16,9 @@ class EngineRequest:
     """How a call is put to the engine.
 
     `prompt_ids` takes the place of rendering the messages: vLLM uses these tokens as they are,
-    and keeps its parsers (`kv_transfer_params`, meant for disaggregated decoding). `capture` is
-    False for an engine that knows nothing of tokens. `routes_from` is the first of the prompt's
-    tokens whose routed experts are not known yet.
+    and keeps its parsers (`kv_transfer_params`, meant for disaggregated decoding).
+    `return_tokens` is False for an engine that knows nothing of tokens. `routed_experts_from` is
+    the first of the prompt's tokens whose routed experts are not known yet.
     """
 
     stream: bool

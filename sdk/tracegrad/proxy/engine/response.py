@@ -20,12 +20,9 @@ from msgspec.json import Decoder, encode
 from tracegrad.chat.call import CHAT_PATH, Call, VisibleFields
 from tracegrad.events import Json
 from tracegrad.proxy.engine.completion import SampledCompletion
-from tracegrad.proxy.engine.fast_parse import extract_tokens, parse_token_ids
-from tracegrad.proxy.engine.routed_experts import (
-    ROUTED_EXPERTS,
-    set_routed_experts,
-)
-from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
+from tracegrad.proxy.engine.fast_parse import LogprobEntry, extract_tokens, parse_token_ids
+from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS, set_routed_experts
+from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, UpstreamError
 
 _TOO_LONG = re.compile(rb"maximum context length|context_length_exceeded|exceeds model's max")
 
@@ -43,9 +40,7 @@ def read_error(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
         text = raw[:300].decode(errors="replace").strip()
         message = f"the engine answered {status}: {text}" if text else f"the engine says {status}"
-        return ApiError(
-            status, message, kind="upstream_error", retry_after=headers.get("retry-after")
-        )
+        return UpstreamError(message, status=status, retry_after=headers.get("retry-after"))
     if status in (400, 413, 422) and _TOO_LONG.search(raw):
         return ApiError(
             400,
@@ -73,14 +68,10 @@ class EngineResponse:
     completions: list[SampledCompletion]
 
 
-class _Entry(Struct, gc=False):
-    logprob: float
-
-
 class _Logprobs(Struct, gc=False):
     """As chat completions (`content`) or text completions tell them; the rest is not for us."""
 
-    content: list[_Entry] | None = None
+    content: list[LogprobEntry] | None = None
     token_logprobs: list[float | None] | None = None
 
 
@@ -98,9 +89,7 @@ def read_response(raw: bytes, call: Call, version: int) -> EngineResponse:
     try:
         return _read_light(raw, call, version) or _read_any(raw, call, version)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ApiError(
-            502, "the engine's answer is not a completion", kind="upstream_error"
-        ) from None
+        raise UpstreamError("the engine's answer is not a completion") from None
 
 
 def _read_light(raw: bytes, call: Call, version: int) -> EngineResponse | None:

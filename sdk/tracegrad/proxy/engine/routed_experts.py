@@ -1,6 +1,6 @@
-"""Which experts the engine's routers chose, as vLLM tells it: base64 of a `.npy` file.
+"""Which experts the engine's routers chose, as vLLM reports it: base64 of a `.npy` file.
 
-It tells of a prompt too, from `routed_experts_prompt_start` on, and only in answers of one piece.
+It reports a prompt too, from `routed_experts_prompt_start` on, and only in answers of one piece.
 """
 
 from __future__ import annotations

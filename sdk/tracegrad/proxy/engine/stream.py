@@ -19,7 +19,7 @@ from tracegrad.proxy.engine.fast_parse import extract_prompt
 from tracegrad.proxy.engine.response import logprobs_of, read_error, strip_unrequested
 from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS
 from tracegrad.proxy.http import sse
-from tracegrad.proxy.http.errors import ApiError
+from tracegrad.proxy.http.errors import ApiError, UpstreamError
 
 
 class EngineStream:
@@ -85,9 +85,7 @@ class EngineStream:
                 return None
             code = (chunk.get("error") or {}).get("code")
         except (ValueError, KeyError, TypeError, AttributeError):
-            return ApiError(
-                502, "the engine sent a chunk that cannot be read", kind="upstream_error"
-            )
+            return UpstreamError("the engine sent a chunk that cannot be read")
         return read_error(code if isinstance(code, int) else 502, payload, {})
 
     def _first(self, payload: bytes) -> Any:

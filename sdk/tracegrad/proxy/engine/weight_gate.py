@@ -30,8 +30,8 @@ SETTLE_LIMIT_S = 1.0
 class Admission:
     """One call's way through the gate, as an async context manager.
 
-    `version` is the policy version at the time of entry. `unknown` tells, after the call, that
-    its tokens cannot be split by version.
+    `version` is the policy version at the time of entry. `version_unknown`, after the call: its
+    tokens cannot be split by version.
     """
 
     __slots__ = ("_gate", "admitted", "blocked", "key", "streaming", "version", "version_unknown")

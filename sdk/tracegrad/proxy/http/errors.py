@@ -76,6 +76,21 @@ class BadRequest(ApiError):
         super().__init__(status, message, kind="invalid_request_error", param=param, code=code)
 
 
+class UpstreamError(ApiError):
+    """The engine's fault, or a provider's."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 502,
+        code: str | None = None,
+        retry_after: str | None = None,
+    ) -> None:
+        kind = "upstream_error"
+        super().__init__(status, message, kind=kind, code=code, retry_after=retry_after)
+
+
 class Unavailable(ApiError):
     """Nothing wrong with the request: it may be sent again a moment later."""
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
+from typing import ParamSpec, Self, TypeVar
 
 from starlette.types import Message, Receive, Scope
 
@@ -25,7 +26,6 @@ from tracegrad.proxy.http.json_size import (
     parsed_memory,
 )
 from tracegrad.proxy.http.request import read_body
-from tracegrad.proxy.http.worker_threads import WorkerThreads
 
 # Seconds that a body waits for memory, and how many wait at a time; the server's buffers hold some
 # 300 KiB of each meanwhile.
@@ -35,6 +35,13 @@ WAITING = 128
 _API_SHARE = 10
 # Spans are no JSON, or packed: their route unpacks and counts itself.
 _STEP = 256 << 10
+# Bytes. To read a body of this size takes a few milliseconds; a thread costs a tenth of one.
+LARGE_BODY_BYTES = 256 << 10
+# More would only compete for Python's one lock; what waits is bounded by the memory for bodies.
+THREADS = 2
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,24 @@ class RequestSizeLimits:
             values=settings.max_values,
             memory=settings.max_bodies_mib << 20,
         )
+
+
+class WorkerThreads:
+    """Threads for what large requests need: the event loop goes on serving the others meanwhile."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tracegrad-large")
+
+    async def run(self, size: int, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+        """What `work` returns: at once for a request of at most `LARGE_BODY_BYTES`, else from a
+        thread."""
+        if size <= LARGE_BODY_BYTES:
+            return work(*args, **more)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: work(*args, **more))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class MemoryBudget:

@@ -1,4 +1,4 @@
-"""Spans into facts: themselves, the turns that LLM spans tell of, scores, and whole rollouts.
+"""Spans into events: themselves, the turns that LLM spans report, scores, and whole rollouts.
 
 All is made of the spans alone, under ids that never change: an export that is sent again, because
 its answer was lost or the store could not be written half-way, changes nothing that is stored.
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from cachetools import FIFOCache
+
 from tracegrad.events import Span
 from tracegrad.proxy.auth.rollout_attribution import TraceIndex
-from tracegrad.proxy.capture.call_index import LruMap
 from tracegrad.proxy.capture.recorder import Recorder, commit_each
 from tracegrad.proxy.otel.llm_span import ReportedSpan
 from tracegrad.proxy.otel.rewards import SpanRewards, TurnOrder
@@ -37,7 +38,7 @@ class SpanIngest:
         self._naming = RolloutAssignment(traces, store)
         self._calls = LlmSpanConverter(recorder, continuation, self._naming, store)
         self._rewards = SpanRewards(self._naming, recorder.call_index, store)
-        self._notes: LruMap[str, TraceSummary] = LruMap(_TRACES)
+        self._notes: FIFOCache[str, TraceSummary] = FIFOCache(_TRACES)
 
     async def commit(self, spans: Sequence[ReportedSpan]) -> str:
         """Commits all of it; what is wrong with some of it, empty where nothing is.
@@ -76,11 +77,7 @@ class SpanIngest:
                 self._notes_of(span.trace_id).add(span)
 
     def _notes_of(self, trace_id: str) -> TraceSummary:
-        notes = self._notes.get(trace_id)
-        if notes is None:
-            notes = TraceSummary()
-            self._notes.put(trace_id, notes)
-        return notes
+        return self._notes.setdefault(trace_id, TraceSummary())
 
     def _roots(self, spans: Sequence[ReportedSpan]) -> list[tuple[str, Span]]:
         """The rollouts that begin and end with a root span among these. One that somebody named

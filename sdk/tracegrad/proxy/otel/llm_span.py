@@ -1,4 +1,4 @@
-"""A span with all that it tells of."""
+"""A span with all that it reports."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ from starlette.types import Receive, Scope, Send
 from tracegrad.proxy.auth.middleware import Caller, caller_of, restrict_to_rollout
 from tracegrad.proxy.http.errors import ApiError, BadRequest
 from tracegrad.proxy.http.request import ClientDisconnected, headers_of, read_body
-from tracegrad.proxy.http.request_body import MemoryLease, lease_of
-from tracegrad.proxy.http.worker_threads import LARGE_BODY_BYTES, WorkerThreads
+from tracegrad.proxy.http.request_body import LARGE_BODY_BYTES, MemoryLease, WorkerThreads, lease_of
 from tracegrad.proxy.otel.ingest import SpanIngest
 from tracegrad.proxy.otel.llm_span import ReportedSpan, read_span, without_evaluations
 from tracegrad.proxy.otel.otlp import (

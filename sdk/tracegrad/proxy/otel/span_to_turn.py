@@ -79,7 +79,7 @@ class LlmSpanConverter:
 
     async def _answered_in(self, span: Span, llm: LlmCall) -> set[str]:
         """The rollout of the turn that the client had its answer from: by the answer's id, or,
-        where the span tells none, by what was said meanwhile, which may be several."""
+        where the span has none, by what was said meanwhile, which may be several."""
         if llm.response_id is None:
             return self._said_in(span, llm)
         found = self._seen.rollout_of_response(llm.response_id)
@@ -139,8 +139,8 @@ class LlmSpanConverter:
 
 
 def _rank(reported: ReportedSpan) -> tuple[bool, int, int]:
-    """Of several libraries that tell of one call, the one that counts comes first: who tells what
-    was said; then who is nearer to the call."""
+    """Of several libraries that report one call, the one that counts comes first: the one that has
+    the messages; then the one nearer to the call."""
     silent = reported.llm is not None and not reported.llm.request["messages"]
     return silent, reported.span.end_ns, -reported.span.start_ns
 

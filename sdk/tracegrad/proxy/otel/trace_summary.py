@@ -46,7 +46,7 @@ class TraceSummary:
                 self.tags.setdefault(tag, str(value))
 
     def rollout_started(self, rollout_id: str, root: Span) -> RolloutStarted:
-        """As the root tells it, which comes last."""
+        """From the root span, which comes last."""
         attributes = root.attributes
         agent = self.agent or first(attributes, (SERVICE, _WORKFLOW))
         if agent is None and attributes.get(openinference.KIND) == "AGENT":

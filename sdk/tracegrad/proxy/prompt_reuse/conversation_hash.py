@@ -1,11 +1,11 @@
-"""Which recorded turn a conversation continues, by what was said.
+"""Which recorded turn a conversation continues, by its messages.
 
 A conversation has a key at each of its positions: a rolling hash of its messages so far, and of
 the tools and template arguments. A recorded turn is filed under the key of its messages and its
-reply; the longest position of a new conversation whose key is filed tells which turn it continues.
+reply; the longest position of a new conversation whose key is filed gives the turn it continues.
 Replies are hashed tolerantly, since clients write them down again: by the ids of their tool
 calls where they have any, otherwise by their trimmed text, and never by their reasoning. Whether
-a reply really came back as it was is then said by `same_reply`.
+a reply really came back as it was is then decided by `same_reply`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from tracegrad.chat.call import Call
 from tracegrad.chat.messages import custom_rendering_field, render_options
 from tracegrad.events import Json, new_id, token_id_array
-from tracegrad.proxy.http.worker_threads import LARGE_BODY_BYTES
+from tracegrad.proxy.http.request_body import LARGE_BODY_BYTES
 from tracegrad.proxy.prompt_reuse.conversation_hash import (
     HashedConversation,
     fork_reason_of_miss,
@@ -102,7 +102,7 @@ class PromptReuse:
             return ContinuationPlan(rollout_id, said)
         parent = self._trees.find(said, rollout_id)
         if parent is None and rollout_id is not None:
-            turns = await self._trees.turns(rollout_id, anew=True)
+            turns = await self._trees.turns(rollout_id, refresh=True)
             parent = self._trees.find(said, rollout_id)
             if parent is None:
                 return ContinuationPlan(rollout_id, said, fork=_missed(said, turns))
@@ -229,7 +229,7 @@ async def _said(call: Call) -> HashedConversation | None:
 
 
 def _follows(prompt: array[int], parent: CachedTurn) -> bool:
-    # Where an engine tells no tokens, what was said is all there is to compare.
+    # Where an engine reports no tokens, only the messages can be compared.
     return bool(prompt) == bool(parent.prompt_token_ids) and extends(prompt, parent)
 
 

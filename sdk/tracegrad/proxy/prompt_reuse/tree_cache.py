@@ -38,7 +38,7 @@ class TurnReader(Protocol):
 class CachedTurn(NamedTuple):
     """A recorded turn without its texts but for the reply: those are large.
 
-    `said` is its conversation with the reply; None where there was none, or no whole reply.
+    `conversation` is with the reply; None where there was none, or no whole reply.
     """
 
     rollout_id: str
@@ -121,15 +121,15 @@ class TurnTreeCache:
         self._continued: set[str] = set()
         self.size = 0
 
-    async def turns(self, rollout_id: str, *, anew: bool = False) -> list[CachedTurn]:
+    async def turns(self, rollout_id: str, *, refresh: bool = False) -> list[CachedTurn]:
         """All turns of a rollout, read from the store where they are not here.
 
-        `anew`: read in any case; another proxy may have written some. Raises what the store
+        `refresh`: read in any case; another proxy may have written some. Raises what the store
         raises.
         """
         tree = self._trees.get(rollout_id) or self.create(rollout_id, whole=False)
         self._trees.move_to_end(rollout_id)
-        tree.whole = tree.whole and not anew
+        tree.whole = tree.whole and not refresh
         if not tree.whole and tree.loading is None:
             tree.loading = asyncio.create_task(self._load(rollout_id, tree))
             # Whoever waits for it sees its error; when nobody does any more, nobody needs to.

@@ -15,8 +15,9 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from support.engines.mock_engine import MODEL, Answer, MockEngine
+from support.proxy.proxy_with_engine import ServeProxy
 from support.proxy.raw_http import bounded, connect
-from support.proxy.servers import HeldWriter, eventually, serving
+from support.proxy.servers import HeldWriter, eventually
 from tracegrad.events import Turn
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
@@ -32,13 +33,10 @@ PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 
 
 @pytest.fixture
-def closed(engine_url: str, store: Store, writer: HeldWriter) -> Iterator[httpx.Client]:
+def closed(serve_proxy: ServeProxy) -> Iterator[httpx.Client]:
     """A client with the admin key of a proxy that has one."""
-    settings = ProxySettings(upstream=engine_url, admin_key=ADMIN)  # type: ignore[arg-type]
-    with serving(create_app(settings, store=store, writer=writer)) as url:
-        headers = {"authorization": f"Bearer {ADMIN}"}
-        with httpx.Client(base_url=url, timeout=20, headers=headers) as client:
-            yield client
+    with serve_proxy(admin_key=ADMIN, as_admin=True) as client:
+        yield client
 
 
 def key_for(closed: httpx.Client, rollout_id: str, *scopes: str) -> str:
@@ -77,16 +75,16 @@ def test_a_rollouts_key_makes_turns_of_its_rollout(
         ("/docs", "type", "authentication_error"),
     ],
 )
-def test_a_stranger_is_told_in_the_words_of_the_dialect(
+def test_a_stranger_gets_an_error_of_the_dialect(
     closed: httpx.Client, engine: MockEngine, path: str, name: str, word: str
 ) -> None:
     for key in ("none", f"tg-r1.{'s' * 43}"):
         answer = closed.post(path, json=ASK, headers=bearer(key))
         assert answer.status_code == 401
-        told = answer.json()
-        assert told["error"][name] == word
-        assert (told.get("type") == "error") is path.endswith("/messages")
-        assert "TRACEGRAD_API_KEY" in told["error"]["message"]
+        reported = answer.json()
+        assert reported["error"][name] == word
+        assert (reported.get("type") == "error") is path.endswith("/messages")
+        assert "TRACEGRAD_API_KEY" in reported["error"]["message"]
     assert engine.requests == []
 
 
@@ -174,38 +172,30 @@ def test_a_rollouts_key_reads_no_other_rollouts_answers(
 
 
 def test_a_key_outlives_the_proxy_and_is_nowhere_in_the_store(
-    engine_url: str, store: Store, writer: HeldWriter, tmp_path: Path
+    serve_proxy: ServeProxy, tmp_path: Path
 ) -> None:
-    settings = ProxySettings(upstream=engine_url, admin_key=ADMIN)  # type: ignore[arg-type]
-    with (
-        serving(create_app(settings, store=store, writer=writer)) as url,
-        httpx.Client(base_url=url, headers=bearer(ADMIN)) as admin,
-    ):
+    with serve_proxy(admin_key=ADMIN, as_admin=True) as admin:
         key = key_for(admin, "r1")
         admin.post("/v1/chat/completions", json=ASK, headers=bearer(key)).raise_for_status()
-    with serving(create_app(settings, store=store, writer=writer)) as url:
-        answer = httpx.get(f"{url}/v1/models", headers=bearer(key))
-        assert answer.status_code == 200
-        httpx.delete(f"{url}/api/rollouts/r1/keys", headers=bearer(ADMIN)).raise_for_status()
-        assert httpx.get(f"{url}/v1/models", headers=bearer(key)).status_code == 401
+    with serve_proxy(admin_key=ADMIN, as_admin=True) as admin:
+        assert admin.get("/v1/models", headers=bearer(key)).status_code == 200
+        admin.delete("/api/rollouts/r1/keys").raise_for_status()
+        assert admin.get("/v1/models", headers=bearer(key)).status_code == 401
     kept = b"".join(path.read_bytes() for path in tmp_path.glob("store.db*"))
     assert key.rpartition(".")[2].encode() not in kept
     assert hashlib.sha256(key.encode()).hexdigest().encode() not in kept, "bytes, not text"
 
 
-def test_a_body_of_any_kind_has_its_limit(
-    engine_url: str, store: Store, writer: HeldWriter
-) -> None:
+def test_a_body_of_any_kind_has_its_limit(serve_proxy: ServeProxy) -> None:
     def endless() -> Iterator[bytes]:
         for _ in range(40):
             yield b" " * (1 << 16)
 
-    settings = ProxySettings(upstream=engine_url, max_body_mib=1)
-    with serving(create_app(settings, store=store, writer=writer)) as url:
+    with serve_proxy(max_body_mib=1) as http:
         for path in ("/v1/chat/completions", "/v1/messages", "/api/events", "/v1/traces"):
             kind = "application/x-protobuf" if path == "/v1/traces" else "application/json"
             for content in (b" " * ((1 << 20) + 1), endless()):
-                answer = httpx.post(f"{url}{path}", content=content, headers={"content-type": kind})
+                answer = http.post(path, content=content, headers={"content-type": kind})
                 assert answer.status_code == 413, path
                 assert "larger than 1 MiB" in answer.json()["error"]["message"]
 
@@ -242,19 +232,11 @@ def clean(record):
 
 @pytest.fixture
 def redacting(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    engine_url: str,
-    store: Store,
-    writer: HeldWriter,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve_proxy: ServeProxy
 ) -> Iterator[httpx.Client]:
     (tmp_path / "walk_hooks.py").write_text(HOOKS)
     monkeypatch.syspath_prepend(tmp_path)
-    settings = ProxySettings(upstream=engine_url, redact=["walk_hooks:clean"])
-    with (
-        serving(create_app(settings, store=store, writer=writer)) as url,
-        httpx.Client(base_url=url, timeout=20) as client,
-    ):
+    with serve_proxy(redact=["walk_hooks:clean"]) as client:
         yield client
 
 

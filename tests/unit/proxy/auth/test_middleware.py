@@ -11,10 +11,7 @@ from fastapi import FastAPI
 from support.proxy.guarded_app import ADMIN, LIMIT, a_proxy
 from support.proxy.key_store import SECRET, Cupboard
 from tracegrad.events import Reward, RolloutStarted, Span
-from tracegrad.proxy.auth.middleware import (
-    Caller,
-    restrict_to_rollout,
-)
+from tracegrad.proxy.auth.middleware import Caller, restrict_to_rollout
 from tracegrad.proxy.http.errors import ApiError
 
 Client = httpx.AsyncClient
@@ -70,11 +67,11 @@ async def test_without_a_key_nothing_is_to_be_had(
     answer = await closed.post(path, headers=headers)
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
-    told = answer.json()
-    assert told["at"] == path, "in the shape of the path's dialect"
-    assert "TRACEGRAD_API_KEY" in told["says"]
-    assert "/api/rollouts/<id>/keys" in told["says"]
-    assert ADMIN not in told["says"]
+    reported = answer.json()
+    assert reported["at"] == path, "in the shape of the path's dialect"
+    assert "TRACEGRAD_API_KEY" in reported["says"]
+    assert "/api/rollouts/<id>/keys" in reported["says"]
+    assert ADMIN not in reported["says"]
 
 
 async def test_whether_it_lives_anybody_may_ask(closed: Client) -> None:
@@ -99,11 +96,11 @@ async def test_a_key_may_come_where_any_vendors_client_puts_it(
     closed: Client, key: str, how: dict[str, dict[str, str]]
 ) -> None:
     for given, rollout in ((ADMIN, None), (key, "r.1")):
-        told = {
+        reported = {
             part: {name: text.format(given) for name, text in pairs.items()}
             for part, pairs in how.items()
         }
-        answer = await closed.post("/v1/messages", **told)  # type: ignore[arg-type]
+        answer = await closed.post("/v1/messages", **reported)  # type: ignore[arg-type]
         assert answer.status_code == 200, answer.text
         assert answer.json()["rollout"] == rollout
         assert answer.json()["bound"] is (rollout is not None)
@@ -234,14 +231,16 @@ async def test_a_store_that_is_away_is_a_503(closed: Client, cupboard: Cupboard,
 async def test_in_the_open_keys_name_rollouts_or_are_the_engines(
     open_: Client, headers: dict[str, str], rollout: str | None, to_engine: str | None
 ) -> None:
-    told = (await open_.post("/v1/messages", headers=headers)).json()
-    assert told == {"rollout": rollout, "bound": False, "to_engine": to_engine, "size": 0}
+    reported = (await open_.post("/v1/messages", headers=headers)).json()
+    assert reported == {"rollout": rollout, "bound": False, "to_engine": to_engine, "size": 0}
 
 
 async def test_in_the_open_a_key_of_the_url_counts_too(open_: Client) -> None:
     for key, rollout, to_engine in (("tg-r1", "r1", None), ("AI-own", None, "Bearer AI-own")):
-        told = (await open_.post("/v1beta/models/m:generateContent", params={"key": key})).json()
-        assert (told["rollout"], told["to_engine"]) == (rollout, to_engine)
+        reported = (
+            await open_.post("/v1beta/models/m:generateContent", params={"key": key})
+        ).json()
+        assert (reported["rollout"], reported["to_engine"]) == (rollout, to_engine)
 
 
 async def test_in_the_open_a_minted_key_only_names(open_: Client, cupboard: Cupboard) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-import httpx
 import pytest
 
-from support.engines.mock_engine import MODEL, MockEngine
+from support.engines.mock_engine import MODEL
+from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
 from support.proxy.raw_http import Reader, bounded, connect
 from support.proxy.servers import HeldWriter, serving
 from tracegrad.proxy import create_app
@@ -70,7 +70,7 @@ def test_names_of_this_machine_are_served(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ALLOWED)
-def test_names_that_it_was_told_are_served(host: str) -> None:
+def test_names_in_the_settings_are_served(host: str) -> None:
     named = ProxySettings(allowed_hosts=[*NAMED, "Other.Example."]).allowed_hosts
     check(("host", host), ("origin", f"http://{host}"), allowed=named)
 
@@ -169,17 +169,15 @@ FOREIGN = [
 ]
 
 
-def test_nothing_of_a_refused_call_reaches_the_engine_or_the_store(
-    http: httpx.Client, engine: MockEngine, store: Store
-) -> None:
+def test_nothing_of_a_refused_call_reaches_the_engine_or_the_store(rig: ProxyWithEngine) -> None:
     for headers in FOREIGN:
         for path in ("/v1/chat/completions", "/api/events", "/v1/traces", "/api/push/hold"):
-            answer = http.post(path, json=ASK, headers=headers)
+            answer = rig.http.post(path, json=ASK, headers=headers)
             assert answer.status_code == 403
             assert answer.json()["error"]["code"] == "not_from_here"
-    assert engine.requests == []
-    assert store.rollouts() == []
-    assert http.get("/healthz", headers={"host": "evil.example"}).status_code == 200
+    assert rig.engine.requests == []
+    assert rig.store.rollouts() == []
+    assert rig.http.get("/healthz", headers={"host": "evil.example"}).status_code == 200
 
 
 @pytest.mark.parametrize("server", [bounded, serving])
@@ -203,22 +201,15 @@ def test_a_websocket_of_a_page_is_refused(
     assert answer.status == 403
 
 
-def test_whoever_has_the_key_may_come_by_any_name(
-    engine_url: str, store: Store, writer: HeldWriter
-) -> None:
-    key = "the-admin's-own-key"
-    settings = ProxySettings(upstream=engine_url, admin_key=key)  # type: ignore[arg-type]
-    with serving(create_app(settings, store=store, writer=writer)) as url:
-        headers = {"host": "proxy.example", "authorization": f"Bearer {key}"}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=ASK, headers=headers, timeout=20)
+def test_whoever_has_the_key_may_come_by_any_name(serve_proxy: ServeProxy) -> None:
+    with serve_proxy(admin_key="the-admin's-own-key", as_admin=True) as http:
+        headers = {"host": "proxy.example"}
+        answer = http.post("/v1/chat/completions", json=ASK, headers=headers)
     assert answer.status_code == 200
 
 
-def test_a_container_comes_by_the_name_that_the_proxy_was_told(
-    engine_url: str, store: Store, writer: HeldWriter
-) -> None:
-    settings = ProxySettings(upstream=engine_url, allowed_hosts=["host.docker.internal"])
-    with serving(create_app(settings, store=store, writer=writer)) as url:
+def test_a_container_comes_by_the_name_in_the_proxys_settings(serve_proxy: ServeProxy) -> None:
+    with serve_proxy(allowed_hosts=["host.docker.internal"]) as http:
         headers = {"host": "host.docker.internal:4141"}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=ASK, headers=headers, timeout=20)
+        answer = http.post("/v1/chat/completions", json=ASK, headers=headers)
     assert answer.status_code == 200

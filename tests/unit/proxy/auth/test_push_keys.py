@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
 
-from support.proxy.servers import CONTROL, CONTROL_KEY, HeldWriter, serving
-from tracegrad.proxy import create_app
-from tracegrad.proxy.config import ProxySettings
-from tracegrad.store import Store
+from support.proxy.proxy_with_engine import ServeProxy
+from support.proxy.servers import CONTROL, CONTROL_KEY
 
 ADMIN = "the-admin's-long-key"
 PUSHES = {"hold": {"ttl_s": 60, "drain_s": 0}, "version": {"version": 77}, "release": {}}
-
-Proxy = Callable[..., Any]
-
-
-@pytest.fixture
-def proxy_with(engine_url: str, store: Store, writer: HeldWriter) -> Proxy:
-    @contextmanager
-    def start(**keys: str) -> Iterator[httpx.Client]:
-        settings = ProxySettings(upstream=engine_url, **keys)  # type: ignore[arg-type]
-        app = create_app(settings, store=store, writer=writer)
-        with serving(app) as url, httpx.Client(base_url=url, timeout=20) as http:
-            yield http
-
-    return start
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -41,8 +23,8 @@ def is_untouched(http: httpx.Client, **more: Any) -> None:
     assert (state["version"], state["held"]) == (0, False)
 
 
-def test_in_the_open_nobody_pushes_without_a_key(proxy_with: Proxy) -> None:
-    with proxy_with() as http:
+def test_in_the_open_nobody_pushes_without_a_key(serve_proxy: ServeProxy) -> None:
+    with serve_proxy() as http:
         for what, body in PUSHES.items():
             for headers in ({}, CONTROL, bearer("tg-r1")):
                 answer = http.post(f"/api/push/{what}", json=body, headers=headers)
@@ -54,9 +36,9 @@ def test_in_the_open_nobody_pushes_without_a_key(proxy_with: Proxy) -> None:
 
 @pytest.mark.parametrize("headers", [{}, bearer("another-key-of-sorts"), bearer("tg-r1")])
 def test_a_control_key_is_asked_for_in_the_open_too(
-    proxy_with: Proxy, headers: dict[str, str]
+    serve_proxy: ServeProxy, headers: dict[str, str]
 ) -> None:
-    with proxy_with(control_key=CONTROL_KEY) as http:
+    with serve_proxy(control_key=CONTROL_KEY) as http:
         for what, body in PUSHES.items():
             answer = http.post(f"/api/push/{what}", json=body, headers=headers)
             assert answer.status_code == 401
@@ -66,8 +48,8 @@ def test_a_control_key_is_asked_for_in_the_open_too(
         assert http.get("/api/push").json()["version"] == 7
 
 
-def test_with_an_admin_key_both_push_and_rollouts_do_not(proxy_with: Proxy) -> None:
-    with proxy_with(control_key=CONTROL_KEY, admin_key=ADMIN) as http:
+def test_with_an_admin_key_both_push_and_rollouts_do_not(serve_proxy: ServeProxy) -> None:
+    with serve_proxy(control_key=CONTROL_KEY, admin_key=ADMIN) as http:
         minted = http.post("/api/rollouts/r1/keys", headers=bearer(ADMIN)).json()["key"]
         for version, key in enumerate((CONTROL_KEY, ADMIN), start=1):
             body = {"version": version}
@@ -79,8 +61,8 @@ def test_with_an_admin_key_both_push_and_rollouts_do_not(proxy_with: Proxy) -> N
         assert http.get("/api/push", headers=bearer(ADMIN)).json()["version"] == 2
 
 
-def test_the_control_key_opens_nothing_else(proxy_with: Proxy) -> None:
-    with proxy_with(control_key=CONTROL_KEY, admin_key=ADMIN) as http:
+def test_the_control_key_opens_nothing_else(serve_proxy: ServeProxy) -> None:
+    with serve_proxy(control_key=CONTROL_KEY, admin_key=ADMIN) as http:
         for method, path in (
             ("GET", "/v1/models"),
             ("GET", "/api/push"),

@@ -100,7 +100,7 @@ async def test_made_up_keys_push_no_real_one_out(
     asked = cupboard.lookups
     assert await owner(keys, key) == "r1"
     assert cupboard.lookups == asked
-    assert len(keys._refused._found) == REFUSED
+    assert len(keys._refused) == REFUSED
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_an_agent_inside_a_rollout_needs_no_key_of_its_own(proxy: str) -> None:
     assert outside.status_code == 401
 
 
-def test_facts_and_spans_are_sent_with_the_key(proxy: str, seen: Seen) -> None:
+def test_events_and_spans_are_sent_with_the_key(proxy: str, seen: Seen) -> None:
     with rollout() as r:
         r.reward(1)
     assert tracegrad.flush(5)
@@ -200,7 +200,7 @@ def test_a_key_that_cannot_be_sent_is_not_shown(
     assert key not in str(caught.value)
 
 
-def test_facts_wait_for_the_right_key(
+def test_events_wait_for_the_right_key(
     proxy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TRACEGRAD_API_KEY", "a-wrong-admin-key")

@@ -11,11 +11,9 @@ import pytest
 
 from support.engines.mock_engine import MODEL
 from support.proxy.otlp_json import TRACE, Json, chat, export, send, span
-from support.proxy.servers import HeldWriter, serving
+from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
 from tracegrad import exporter, rollout
 from tracegrad.events import Outcome, Reward
-from tracegrad.proxy import create_app
-from tracegrad.proxy.config import ProxySettings
 from tracegrad.store import Ledger, Store
 
 ADMIN = "the-admin's-own-key"
@@ -36,13 +34,9 @@ OWN_ENDS = [
 
 
 @pytest.fixture
-def closed(engine_url: str, store: Store, writer: HeldWriter) -> Iterator[httpx.Client]:
+def closed(serve_proxy: ServeProxy) -> Iterator[httpx.Client]:
     """As the harness has it: with the admin key of a proxy that has one."""
-    settings = ProxySettings(upstream=engine_url, admin_key=ADMIN)  # type: ignore[arg-type]
-    with (
-        serving(create_app(settings, store=store, writer=writer)) as url,
-        httpx.Client(base_url=url, timeout=20, headers=bearer(ADMIN)) as http,
-    ):
+    with serve_proxy(admin_key=ADMIN, as_admin=True) as http:
         yield http
 
 
@@ -125,9 +119,9 @@ def test_an_agents_spans_are_kept_and_their_scores_are_not_believed(
     agent.post("/v1/chat/completions", json=ASK, headers=headers).raise_for_status()
     answer = agent.post("/v1/traces", json=export([scored]))
     assert answer.status_code == 200
-    told = answer.json()["partialSuccess"]
-    assert told["rejectedSpans"] == "0"
-    assert "is no reward, since it came with the agent's own key" in told["errorMessage"]
+    reported = answer.json()["partialSuccess"]
+    assert reported["rejectedSpans"] == "0"
+    assert "is no reward, since it came with the agent's own key" in reported["errorMessage"]
     assert len(store.spans("mine")) == 1
     assert given(store) == given(store, TRACE) == []
     assert store.rollout("mine").summary.outcome is None, "nor does its root span end it"
@@ -152,21 +146,17 @@ def test_an_agent_scores_no_other_rollout(closed: httpx.Client, store: Store) ->
 
 
 def test_the_score_of_anothers_trace_cannot_be_drawn_to_oneself(
-    engine_url: str, closed: httpx.Client, store: Store, writer: HeldWriter
+    serve_proxy: ServeProxy, closed: httpx.Client, store: Store
 ) -> None:
     """The harness scores a trace; the agent of another rollout says that the trace is its own."""
     mine = minted(closed, "calls") | {"traceparent": PARENT}
     send(closed, span(2, "work", {"tracegrad.rollout": "theirs"}, parent=1))
-    settings = ProxySettings(upstream=engine_url, admin_key=ADMIN)  # type: ignore[arg-type]
     # A proxy that was restarted knows nothing of the trace but what is stored.
-    with (
-        serving(create_app(settings, store=store, writer=writer)) as url,
-        httpx.Client(base_url=url, timeout=20, headers=bearer(ADMIN)) as again,
-    ):
+    with serve_proxy(admin_key=ADMIN, as_admin=True) as again:
         again.post("/v1/chat/completions", json=ASK, headers=mine).raise_for_status()
         lone = span(9, "evaluate", events=[("gen_ai.evaluation.result", EVALUATION)], parent=1)
-        told = again.post("/v1/traces", json=export([lone])).json()["partialSuccess"]
-    assert "its trace is of no rollout" in told["errorMessage"]
+        reported = again.post("/v1/traces", json=export([lone])).json()["partialSuccess"]
+    assert "its trace is of no rollout" in reported["errorMessage"]
     assert given(store) == given(store, "theirs") == []
 
 
@@ -202,27 +192,32 @@ def test_the_score_of_anothers_answer_cannot_be_drawn_to_oneself(closed: httpx.C
 
 
 def test_the_source_is_who_asked_and_the_time_the_proxys_own(
-    closed: httpx.Client, http: httpx.Client, store: Store
+    rig: ProxyWithEngine, closed: httpx.Client
 ) -> None:
     said = {"label": "judge", "given_at": YEAR_5138}
     event: Json = {"type": "reward", "rollout_id": "mine", "value": 1.0} | said
     events_key = minted(closed, "events")
     before = time.time()
-    for proxy, headers in ((closed, {}), (closed, events_key), (http, {}), (http, bearer("sk-x"))):
+    for proxy, headers in (
+        (closed, {}),
+        (closed, events_key),
+        (rig.http, {}),
+        (rig.http, bearer("sk-x")),
+    ):
         post(proxy, event, headers=headers).raise_for_status()
     score = span(9, "x", events=[("gen_ai.evaluation.result", EVALUATION)])
     send(closed, score, **{"tracegrad.rollout": "mine"})
-    rewards = store.rewards("mine")
+    rewards = rig.store.rewards("mine")
     sources = ["admin_key", "events_key", "open", "open", "otel"]
     assert [reward.source for reward in rewards] == sources
     assert all(before <= reward.created_at <= time.time() for reward in rewards)
     assert {(reward.label, reward.given_at) for reward in rewards[:-1]} == {("judge", YEAR_5138)}
 
 
-def test_what_earlier_sdks_said_of_themselves_is_a_label(http: httpx.Client, store: Store) -> None:
+def test_the_source_that_earlier_sdks_sent_is_a_label(rig: ProxyWithEngine) -> None:
     event = {"type": "reward", "rollout_id": "r", "value": 1, "source": "judge", "created_at": 5.0}
-    post(http, event).raise_for_status()
-    [reward] = store.rewards("r")
+    post(rig.http, event).raise_for_status()
+    [reward] = rig.store.rewards("r")
     assert (reward.source, reward.label, reward.given_at) == ("open", "judge", 5.0)
     assert reward.created_at > 1e9
 
@@ -257,9 +252,9 @@ def test_a_scope_that_there_is_not_is_named(closed: httpx.Client, scopes: object
     assert answer.json()["error"]["param"].startswith("scopes")
 
 
-def test_an_open_proxy_asks_for_no_key(http: httpx.Client) -> None:
+def test_an_open_proxy_asks_for_no_key(rig: ProxyWithEngine) -> None:
     for body, key in (({}, "tg-mine"), ({"scopes": ["events"]}, None)):
-        answer = http.post("/api/rollouts/mine/keys", json=body)
+        answer = rig.http.post("/api/rollouts/mine/keys", json=body)
         assert (answer.status_code, answer.json()) == (201, {"key": key})
 
 
@@ -281,55 +276,51 @@ def test_the_sdk_gives_the_agent_a_key_for_calls_and_the_scorer_one_for_events(
 
 
 def test_a_scorer_inside_a_rollout_is_not_taken_for_the_agent(
-    http: httpx.Client, store: Store, monkeypatch: pytest.MonkeyPatch
+    rig: ProxyWithEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The SDK signs what HTTP clients send to the proxy inside a rollout: calls, not rewards."""
     monkeypatch.setattr(exporter, "_exporters", {})
-    monkeypatch.setenv("TRACEGRAD_URL", str(http.base_url))
+    monkeypatch.setenv("TRACEGRAD_URL", str(rig.http.base_url))
     monkeypatch.setenv("TRACEGRAD_API_KEY", ADMIN)  # though this proxy asks for none
     with rollout() as r:
         assert r.api_key.startswith(f"tg-{r.id}.")
-        post(http, {"type": "reward", "rollout_id": r.id, "value": 1}).raise_for_status()
-        http.post("/v1/chat/completions", json=ASK).raise_for_status()
+        post(rig.http, {"type": "reward", "rollout_id": r.id, "value": 1}).raise_for_status()
+        rig.http.post("/v1/chat/completions", json=ASK).raise_for_status()
     assert exporter.flush(10)
-    assert given(store, r.id) == [(1.0, "open")]
-    assert len(store.rollout_turns(r.id)) == 1
+    assert given(rig.store, r.id) == [(1.0, "open")]
+    assert len(rig.store.rollout_turns(r.id)) == 1
 
 
 # What counts
 
 
-def test_the_later_arrival_counts_whatever_times_are_stated(
-    http: httpx.Client, store: Store
-) -> None:
+def test_the_later_arrival_counts_whatever_times_are_stated(rig: ProxyWithEngine) -> None:
     for value, at in ((1.0, YEAR_5138), (0.25, 0.0), (0.5, time.time())):
         for turn in (None, 0):
             event = {"type": "reward", "rollout_id": "r", "value": value, "given_at": at}
-            post(http, event | {"turn": turn}).raise_for_status()
-        assert store.rollout("r").summary.reward == value
-    http.post("/rollouts/r/v1/chat/completions", json=ASK).raise_for_status()
-    post(http, {"type": "rollout_finished", "rollout_id": "r"}).raise_for_status()
-    [group] = Ledger(store).lease(groups=1, group_size=1, owner="t", ttl_s=60)
+            post(rig.http, event | {"turn": turn}).raise_for_status()
+        assert rig.store.rollout("r").summary.reward == value
+    rig.http.post("/rollouts/r/v1/chat/completions", json=ASK).raise_for_status()
+    post(rig.http, {"type": "rollout_finished", "rollout_id": "r"}).raise_for_status()
+    [group] = Ledger(rig.store).lease(groups=1, group_size=1, owner="t", ttl_s=60)
     [sample] = group.rollouts
     assert (sample.reward, sample.turn_rewards) == (0.5, {0: 0.5})
 
 
 @pytest.mark.parametrize("stated", [0.0, YEAR_5138], ids=["1970", "5138"])
-def test_stated_ends_order_and_lease_nothing(
-    http: httpx.Client, store: Store, stated: float
-) -> None:
+def test_stated_ends_order_and_lease_nothing(rig: ProxyWithEngine, stated: float) -> None:
     reward = {"type": "reward", "value": 1.0}
     end = {"type": "rollout_finished", "finished_at": stated}
     opened = {"type": "rollout_started", "opened_at": stated, "task_id": "t"}
     for name in ("first", "second", "third"):
         how = end if name == "second" else {"type": "rollout_finished"}
-        post(http, *({**each, "rollout_id": name} for each in (opened, reward, how)))
+        post(rig.http, *({**each, "rollout_id": name} for each in (opened, reward, how)))
     before = time.time()
-    rows = store.rollouts()
+    rows = rig.store.rollouts()
     assert [row.rollout_id for row in rows] == ["third", "second", "first"]
     assert all(before - 60 <= row.opened_at <= before for row in rows)
-    assert store.outcomes("second")[0].finished_at == stated, "as it was told"
-    ledger = Ledger(store)
+    assert rig.store.outcomes("second")[0].finished_at == stated, "as it was sent"
+    ledger = Ledger(rig.store)
     # Were it believed, a group of two would look left over for long, or come last.
     waiting = ledger.preview(groups=1, group_size=4, incomplete_after_s=3600)
     assert waiting.groups == []
@@ -337,40 +328,40 @@ def test_stated_ends_order_and_lease_nothing(
     assert [rollout.rollout_id for rollout in group.rollouts] == ["first", "second", "third"]
 
 
-def test_a_time_that_may_be_true_is_kept(http: httpx.Client, store: Store) -> None:
+def test_a_time_that_may_be_true_is_kept(rig: ProxyWithEngine) -> None:
     """As of events that waited until the proxy was there."""
     at = time.time() - 600
-    post(http, {"type": "rollout_started", "rollout_id": "r", "opened_at": at}).raise_for_status()
-    assert store.rollout("r").summary.opened_at == at
+    post(
+        rig.http, {"type": "rollout_started", "rollout_id": "r", "opened_at": at}
+    ).raise_for_status()
+    assert rig.store.rollout("r").summary.opened_at == at
 
 
-def test_a_rewards_id_that_another_rollout_has_is_refused(http: httpx.Client, store: Store) -> None:
+def test_a_rewards_id_that_another_rollout_has_is_refused(rig: ProxyWithEngine) -> None:
     """It would keep that one's own from being stored."""
     event = {"type": "reward", "reward_id": "w", "value": 1.0}
-    post(http, event | {"rollout_id": "mine"}).raise_for_status()
-    answer = post(http, event | {"rollout_id": "theirs"})
+    post(rig.http, event | {"rollout_id": "mine"}).raise_for_status()
+    answer = post(rig.http, event | {"rollout_id": "theirs"})
     assert answer.status_code == 422
     assert "reward_id: w is a reward of rollout mine" in answer.json()["error"]["message"]
-    post(http, event | {"rollout_id": "mine"}).raise_for_status()
-    assert len(store.rewards("mine")) == 1
+    post(rig.http, event | {"rollout_id": "mine"}).raise_for_status()
+    assert len(rig.store.rewards("mine")) == 1
 
 
-def test_a_score_beyond_bounds_is_told_and_not_kept(http: httpx.Client, store: Store) -> None:
+def test_a_score_beyond_bounds_is_reported_and_not_kept(rig: ProxyWithEngine) -> None:
     huge = EVALUATION | {"gen_ai.evaluation.score.value": 1e308}
     spans = [
         span(2, "chat", chat(1), at=(2, 3)),
         span(9, "x", events=[("gen_ai.evaluation.result", huge)], parent=2),
     ]
-    told = http.post("/v1/traces", json=export(spans)).json()["partialSuccess"]
-    assert "value: reward 'reward' of rollout" in told["errorMessage"]
-    assert "give a finite number from -1,000,000 to 1,000,000" in told["errorMessage"]
-    assert store.rewards(TRACE) == []
+    reported = rig.http.post("/v1/traces", json=export(spans)).json()["partialSuccess"]
+    assert "value: reward 'reward' of rollout" in reported["errorMessage"]
+    assert "give a finite number from -1,000,000 to 1,000,000" in reported["errorMessage"]
+    assert rig.store.rewards(TRACE) == []
 
 
-def test_rewards_of_an_old_store_that_would_be_refused_do_not_count(
-    http: httpx.Client, store: Store
-) -> None:
-    store.append([Reward(rollout_id="r", value=0.5), Reward(rollout_id="r", value=0.75)])
-    with store.appending() as connection:
+def test_rewards_of_an_old_store_that_would_be_refused_do_not_count(rig: ProxyWithEngine) -> None:
+    rig.store.append([Reward(rollout_id="r", value=0.5), Reward(rollout_id="r", value=0.75)])
+    with rig.store.appending() as connection:
         connection.exec_driver_sql("UPDATE rewards SET value = 1e308 WHERE value = 0.75")
-    assert store.rollout("r").summary.reward == 0.5
+    assert rig.store.rollout("r").summary.reward == 0.5

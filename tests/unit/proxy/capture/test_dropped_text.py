@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from support.engines.mock_engine import Answer, MockEngine
-from support.proxy.servers import HeldWriter, serving
+from support.engines.mock_engine import Answer
+from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
 from tracegrad.cli.commands.redact import make_cleaner, pattern_hook
-from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.store import Store
 from tracegrad.store.maintenance import (
@@ -32,13 +31,9 @@ EVERYTHING = RolloutSelection()
 
 
 @pytest.fixture
-def textless(engine_url: str, store: Store, writer: HeldWriter) -> Iterator[httpx.Client]:
+def textless(serve_proxy: ServeProxy) -> Iterator[httpx.Client]:
     """A proxy that keeps no text."""
-    settings = ProxySettings(upstream=engine_url, keep_text=False)
-    with (
-        serving(create_app(settings, store=store, writer=writer)) as url,
-        httpx.Client(base_url=url, timeout=20) as client,
-    ):
+    with serve_proxy(keep_text=False) as client:
         yield client
 
 
@@ -73,7 +68,7 @@ def test_without_text_there_are_tokens_and_the_conversation_is_one_path(
     assert len(first.completion_logprobs) == len(first.completion_token_ids)
 
 
-def test_without_text_spans_tell_only_what_they_are(textless: httpx.Client, store: Store) -> None:
+def test_without_text_spans_hold_only_what_they_are(textless: httpx.Client, store: Store) -> None:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     request = ExportTraceServiceRequest()
@@ -101,9 +96,11 @@ def test_without_text_a_response_cannot_be_continued_by_its_id(
     assert store.turn_counts().captured == 1
 
 
-def test_a_response_that_never_was_is_not_told_to_lack_its_text(http: httpx.Client) -> None:
+def test_the_error_of_an_unknown_response_does_not_mention_missing_text(
+    rig: ProxyWithEngine,
+) -> None:
     body = {"model": "m", "input": "more", "previous_response_id": "resp_nothing"}
-    error = http.post("/v1/responses", json=body).json()["error"]
+    error = rig.http.post("/v1/responses", json=body).json()["error"]
     assert error["message"] == "Previous response with id 'resp_nothing' not found."
 
 
@@ -113,50 +110,45 @@ def redacted(store: Store, text: str) -> None:
 
 
 @pytest.mark.parametrize("dropped", ["at capture", "since", "redacted"])
-def test_without_text_a_repeat_is_sampled_anew(
-    engine: MockEngine, http: httpx.Client, textless: httpx.Client, store: Store, dropped: str
+def test_without_text_a_repeat_is_sampled_again(
+    rig: ProxyWithEngine, textless: httpx.Client, dropped: str
 ) -> None:
-    engine.replies += [Answer("first"), Answer("second")]
-    client = textless if dropped == "at capture" else http
+    rig.engine.replies += [Answer("first"), Answer("second")]
+    client = textless if dropped == "at capture" else rig.http
     body = {"messages": [user("hello")]}
     client.post(CHAT, json=body).raise_for_status()
     if dropped == "since":
-        drop_text(store, TextRemovalRule(selection=EVERYTHING))
+        drop_text(rig.store, TextRemovalRule(selection=EVERYTHING))
     elif dropped == "redacted":
-        redacted(store, "first")
+        redacted(rig.store, "first")
     answer = client.post(CHAT, json=body, headers={"x-stainless-retry-count": "1"})
     assert answer.json()["choices"][0]["message"]["content"] == "second"
-    assert [turn.parent_id for turn in store.rollout_turns("r1")] == [None, None]
+    assert [turn.parent_id for turn in rig.store.rollout_turns("r1")] == [None, None]
 
 
-def test_a_response_whose_text_was_redacted_is_continued_as_a_fork(
-    engine: MockEngine, http: httpx.Client, store: Store
-) -> None:
-    engine.replies += [Answer("the code is 1234"), Answer("yes")]
+def test_a_response_whose_text_was_redacted_is_continued_as_a_fork(rig: ProxyWithEngine) -> None:
+    rig.engine.replies += [Answer("the code is 1234"), Answer("yes")]
     path = "/rollouts/r1/v1/responses"
-    first = http.post(path, json={"model": "m", "input": "tell me"}).json()
-    redacted(store, "1234")
+    first = rig.http.post(path, json={"model": "m", "input": "tell me"}).json()
+    redacted(rig.store, "1234")
     body = {"model": "m", "input": "more", "previous_response_id": first["id"]}
-    http.post(path, json=body).raise_for_status()
-    assert "the code is [redacted]" in json.dumps(engine.requests[-1])
-    second = store.rollout_turns("r1")[1]
+    rig.http.post(path, json=body).raise_for_status()
+    assert "the code is [redacted]" in json.dumps(rig.engine.requests[-1])
+    second = rig.store.rollout_turns("r1")[1]
     assert (second.parent_id, second.fork_reason) == (None, "edited_history")
 
 
 def test_after_a_restart_a_conversation_without_text_is_continued_by_its_tokens(
-    engine_url: str, http: httpx.Client, store: Store, writer: HeldWriter
+    rig: ProxyWithEngine, serve_proxy: ServeProxy
 ) -> None:
-    reply = said(http, user("hello"))
-    drop_text(store, TextRemovalRule(selection=EVERYTHING))
-    with (
-        serving(create_app(ProxySettings(upstream=engine_url), store=store, writer=writer)) as url,
-        httpx.Client(base_url=url, timeout=20) as restarted,
-    ):
+    reply = said(rig.http, user("hello"))
+    drop_text(rig.store, TextRemovalRule(selection=EVERYTHING))
+    with serve_proxy() as restarted:
         said(restarted, user("hello"), reply, user("more"))
         # What was said here, and the model never: neither by words nor by tokens.
         said(restarted, user("other"), {**reply, "content": "something else"}, user("more"))
         said(restarted, user("once more"))
-    first, second, third, fourth = store.rollout_turns("r1")
+    first, second, third, fourth = rig.store.rollout_turns("r1")
     assert (second.parent_id, second.fork_reason) == (first.turn_id, None)
     assert (third.parent_id, third.fork_reason) == (None, "no_text")
     assert (fourth.parent_id, fourth.fork_reason) == (None, "new_conversation")
@@ -164,13 +156,15 @@ def test_after_a_restart_a_conversation_without_text_is_continued_by_its_tokens(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_rollout_that_is_pruned_under_its_agent_goes_on_as_a_fork(
-    http: httpx.Client, store: Store, stream: bool
+    rig: ProxyWithEngine, stream: bool
 ) -> None:
-    reply = said(http, user("hello"))
-    [first] = store.rollout_turns("r1")
-    prune(store, RetentionRule(selection=RolloutSelection(rollouts=("r1",)), also_untrained=True))
+    reply = said(rig.http, user("hello"))
+    [first] = rig.store.rollout_turns("r1")
+    prune(
+        rig.store, RetentionRule(selection=RolloutSelection(rollouts=("r1",)), also_untrained=True)
+    )
     messages = [user("hello"), reply, user("more")]
-    answer = http.post(CHAT, json={"messages": messages, "stream": stream})
+    answer = rig.http.post(CHAT, json={"messages": messages, "stream": stream})
     assert answer.status_code == 200
     if stream:
         assert "[DONE]" in answer.text
@@ -183,13 +177,13 @@ def test_a_rollout_that_is_pruned_under_its_agent_goes_on_as_a_fork(
         following = {"role": "assistant", "content": content}
     else:
         following = answer.json()["choices"][0]["message"]
-    [second] = store.rollout_turns("r1")
+    [second] = rig.store.rollout_turns("r1")
     assert second.turn_id != first.turn_id
     assert (second.parent_id, second.fork_reason) == (None, "removed")
     # From there on it is a path again.
-    said(http, *messages, following, user("and more"))
-    third = store.rollout_turns("r1")[1]
+    said(rig.http, *messages, following, user("and more"))
+    third = rig.store.rollout_turns("r1")[1]
     assert (third.parent_id, third.fork_reason) == (second.turn_id, None)
     # And so is what begins anew where the removed turn had ended.
-    said(http, *messages[:2], user("less"))
-    assert store.rollout_turns("r1")[2].fork_reason is not None
+    said(rig.http, *messages[:2], user("less"))
+    assert rig.store.rollout_turns("r1")[2].fork_reason is not None

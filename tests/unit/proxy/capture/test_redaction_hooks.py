@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracegrad.events import (
@@ -57,8 +57,8 @@ SPAN = Span(
 OPENED = RolloutStarted(rollout_id="r", task_id="t", task={"q": "geheim"}, tags={"a": "geheim"})
 FINISHED = RolloutFinished(rollout_id="r", outcome=Outcome.AGENT_ERROR, error="geheim")
 REWARD = Reward(rollout_id="r", value=1.0)
-FACTS: list[Event] = [TURN, SPAN, OPENED, FINISHED, REWARD]
-WITH_TEXTS = [fact for fact in FACTS if fact is not REWARD]
+EVENTS: list[Event] = [TURN, SPAN, OPENED, FINISHED, REWARD]
+WITH_TEXTS = [event for event in EVENTS if event is not REWARD]
 
 
 def redactor(*functions: Any) -> Redactor:
@@ -81,18 +81,18 @@ def clear_in_place(record: Json) -> Json:
 
 
 async def test_without_hooks_nothing_is_touched() -> None:
-    assert await Redactor([]).redact(FACTS) is FACTS
+    assert await Redactor([]).redact(EVENTS) is EVENTS
 
 
-async def test_a_hook_sees_every_text_of_every_fact() -> None:
-    told: list[str] = []
+async def test_a_hook_sees_every_text_of_every_event() -> None:
+    reported: list[str] = []
 
     def look(record: Json) -> Json:
-        told.append(record["type"])
+        reported.append(record["type"])
         return upper(record)
 
-    kept = await redactor(look).redact(FACTS)
-    assert told == ["turn", "span", "rollout_started", "rollout_finished"]
+    kept = await redactor(look).redact(EVENTS)
+    assert reported == ["turn", "span", "rollout_started", "rollout_finished"]
     assert "geheim" not in repr(kept)
     turn, span, opened, finished, reward = kept
     assert isinstance(turn, Turn)
@@ -140,9 +140,9 @@ async def test_hooks_follow_one_another() -> None:
 
 
 async def test_a_hook_works_on_a_copy() -> None:
-    before = repr(FACTS)
-    kept = await redactor(clear_in_place).redact(FACTS)
-    assert repr(FACTS) == before
+    before = repr(EVENTS)
+    kept = await redactor(clear_in_place).redact(EVENTS)
+    assert repr(EVENTS) == before
     assert kept[0].request == {}  # type: ignore[union-attr]
 
 
@@ -187,9 +187,9 @@ async def test_where_a_hook_fails_no_text_is_stored(
     hook: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing = redactor(hook)
-    kept = await failing.redact(FACTS)
+    kept = await failing.redact(EVENTS)
     assert "geheim" not in repr(kept)
-    assert [type(fact) for fact in kept] == [type(fact) for fact in FACTS]
+    assert [type(event) for event in kept] == [type(event) for event in EVENTS]
     assert kept[0].completion_token_ids == TURN.completion_token_ids  # type: ignore[union-attr]
     assert kept[1].name == "[redacted]"  # type: ignore[union-attr]
     assert failing.failed == len(WITH_TEXTS)
@@ -201,9 +201,9 @@ async def test_where_a_hook_fails_no_text_is_stored(
     assert [record.args[-1] for record in caplog.records] == [1, 2, 4]  # type: ignore[index]
 
 
-async def test_a_failure_concerns_its_own_fact_alone() -> None:
+async def test_a_failure_concerns_its_own_event_alone() -> None:
     failing = redactor(forgets_the_first)
-    turn, *_, finished, _ = await failing.redact(FACTS)
+    turn, *_, finished, _ = await failing.redact(EVENTS)
     assert turn.request is None  # type: ignore[union-attr]
     assert finished.error == "***"  # type: ignore[union-attr]
     assert failing.failed == 2
@@ -214,21 +214,22 @@ async def test_a_second_hook_that_fails_is_named(caplog: pytest.LogCaptureFixtur
     assert "test:raises failed (KeyError at " in caplog.text
 
 
+@settings(deadline=None)
 @given(st.sampled_from(WITH_TEXTS), st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 ))  # fmt: skip
-def test_whatever_a_hook_returns_a_fact_comes_of_it(fact: Event, returned: Any) -> None:
-    kept = redactor(lambda record: returned).redact_event(fact)
-    assert type(kept) is type(fact)
+def test_whatever_a_hook_returns_an_event_comes_of_it(event: Event, returned: Any) -> None:
+    kept = redactor(lambda record: returned).redact_event(event)
+    assert type(kept) is type(event)
     assert "geheim" not in repr(kept)
 
 
-@pytest.mark.parametrize("fact", WITH_TEXTS)
-def test_what_a_hook_gives_back_unchanged_is_the_fact(fact: Event) -> None:
-    texts = texts_of(fact)
+@pytest.mark.parametrize("event", WITH_TEXTS)
+def test_what_a_hook_gives_back_unchanged_is_the_event(event: Event) -> None:
+    texts = texts_of(event)
     assert texts is not None
-    assert with_texts(fact, texts) == fact
+    assert with_texts(event, texts) == event
 
 
 def names(*hooks: Hook) -> Sequence[str]:

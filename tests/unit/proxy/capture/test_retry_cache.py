@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import httpx
 import httpx2
 import openai
@@ -11,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.engines.mock_engine import MODEL, Answer, MockEngine
+from support.engines.mock_engine import MODEL, Answer
+from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.proxy.servers import eventually
-from tracegrad.events import Turn
 from tracegrad.proxy.capture.retry_cache import RetryCache, fingerprint
-
-Turns = Callable[..., list[Turn]]
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT = "/rollouts/r1/v1/chat/completions"
@@ -26,98 +22,88 @@ AGAIN = {"x-stainless-retry-count": "1"}
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 def test_a_repeat_of_an_answered_call_gets_the_recorded_answer(
-    engine: MockEngine, http: httpx.Client, turns: Turns, path: str, stream: bool
+    rig: ProxyWithEngine, path: str, stream: bool
 ) -> None:
-    engine.replies += [Answer("the first answer"), Answer("another one")]
+    rig.engine.replies += [Answer("the first answer"), Answer("another one")]
     body = {"messages": HELLO, "prompt": "Hello", "stream": stream}
     url = f"/rollouts/r1/v1/{path}"
-    first = http.post(url, json=body)
-    second = http.post(url, json=body, headers=AGAIN)
+    first = rig.http.post(url, json=body)
+    second = rig.http.post(url, json=body, headers=AGAIN)
     assert first.status_code == second.status_code == 200
     assert "first answer" in second.text or stream
     assert "another" not in second.text
-    assert len(engine.requests) == 1
-    assert len(turns()) == 1
+    assert len(rig.engine.requests) == 1
+    assert len(rig.turns()) == 1
 
 
-def test_a_repeated_stream_says_the_same_with_its_tools(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns
-) -> None:
-    engine.replies.append(Answer("Look:", [("look", '{"a": 1}'), ("look", '{"a": 2}')], "Hm."))
+def test_a_repeated_stream_says_the_same_with_its_tools(rig: ProxyWithEngine) -> None:
+    rig.engine.replies.append(Answer("Look:", [("look", '{"a": 1}'), ("look", '{"a": 2}')], "Hm."))
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     asked = {"model": MODEL, "messages": HELLO, "tools": tools}
-    with client.chat.completions.stream(**asked) as events:
+    with rig.client.chat.completions.stream(**asked) as events:
         first = events.get_final_completion()
-    with client.chat.completions.stream(**asked, extra_headers=AGAIN) as events:
+    with rig.client.chat.completions.stream(**asked, extra_headers=AGAIN) as events:
         second = events.get_final_completion()
     assert second.choices[0].message == first.choices[0].message
     assert second.choices[0].finish_reason == "tool_calls"
     assert second.id == first.id
-    assert len(turns()) == 1
+    assert len(rig.turns()) == 1
 
 
-def test_another_body_or_rollout_is_no_repeat(
-    engine: MockEngine, http: httpx.Client, turns: Turns
-) -> None:
-    http.post(CHAT, json={"messages": HELLO})
-    http.post(CHAT, json={"messages": HELLO, "seed": 1}, headers=AGAIN)
-    http.post("/rollouts/r2/v1/chat/completions", json={"messages": HELLO}, headers=AGAIN)
-    assert len(engine.requests) == 3
-    assert (len(turns("r1")), len(turns("r2"))) == (2, 1)
+def test_another_body_or_rollout_is_no_repeat(rig: ProxyWithEngine) -> None:
+    rig.http.post(CHAT, json={"messages": HELLO})
+    rig.http.post(CHAT, json={"messages": HELLO, "seed": 1}, headers=AGAIN)
+    rig.http.post("/rollouts/r2/v1/chat/completions", json={"messages": HELLO}, headers=AGAIN)
+    assert len(rig.engine.requests) == 3
+    assert (len(rig.turns("r1")), len(rig.turns("r2"))) == (2, 1)
 
 
-def test_parallel_samples_of_one_prompt_are_turns_of_their_own(
-    engine: MockEngine, http: httpx.Client, turns: Turns
-) -> None:
+def test_parallel_samples_of_one_prompt_are_turns_of_their_own(rig: ProxyWithEngine) -> None:
     for _ in range(3):
-        http.post(CHAT, json={"messages": HELLO})
-    assert len(turns()) == 3
+        rig.http.post(CHAT, json={"messages": HELLO})
+    assert len(rig.turns()) == 3
 
 
-def test_a_repeat_of_one_of_several_equal_calls_is_sampled(
-    engine: MockEngine, http: httpx.Client, turns: Turns
-) -> None:
+def test_a_repeat_of_one_of_several_equal_calls_is_sampled(rig: ProxyWithEngine) -> None:
     """Nobody can tell which of them it repeats: no agent gets another's sample."""
-    engine.replies += [Answer("one"), Answer("two"), Answer("three")]
+    rig.engine.replies += [Answer("one"), Answer("two"), Answer("three")]
     for _ in range(2):
-        http.post(CHAT, json={"messages": HELLO})
-    again = http.post(CHAT, json={"messages": HELLO}, headers=AGAIN)
+        rig.http.post(CHAT, json={"messages": HELLO})
+    again = rig.http.post(CHAT, json={"messages": HELLO}, headers=AGAIN)
     assert "three" in again.text
-    assert len(turns()) == 3
+    assert len(rig.turns()) == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_repeat_of_a_refused_call_does_not_get_anothers_answer(
-    engine: MockEngine, http: httpx.Client, turns: Turns, stream: bool
+    rig: ProxyWithEngine, stream: bool
 ) -> None:
-    engine.replies += [Answer("another agent's"), Answer("its own")]
+    rig.engine.replies += [Answer("another agent's"), Answer("its own")]
     body = {"messages": HELLO, "stream": stream}
-    http.post(CHAT, json=body)
-    engine.failure = (500, {"error": {"message": "oh", "type": "x", "code": 500}}, {})
-    assert http.post(CHAT, json=body).status_code == 500
-    engine.failure = None
-    http.post(CHAT, json=body, headers=AGAIN)
-    assert len(engine.requests) == 3
-    assert len(turns()) == 2
+    rig.http.post(CHAT, json=body)
+    rig.engine.failure = (500, {"error": {"message": "oh", "type": "x", "code": 500}}, {})
+    assert rig.http.post(CHAT, json=body).status_code == 500
+    rig.engine.failure = None
+    rig.http.post(CHAT, json=body, headers=AGAIN)
+    assert len(rig.engine.requests) == 3
+    assert len(rig.turns()) == 2
 
 
-def test_a_repeat_of_an_aborted_call_is_sampled_and_alone_trainable(
-    engine: MockEngine, client: openai.OpenAI, http: httpx.Client, turns: Turns
-) -> None:
-    engine.replies.append(Answer("a long story that nobody waits for"))
+def test_a_repeat_of_an_aborted_call_is_sampled_and_alone_trainable(rig: ProxyWithEngine) -> None:
+    rig.engine.replies.append(Answer("a long story that nobody waits for"))
     body = {"messages": HELLO, "stream": True}
-    never = engine.wait_before(1)
-    with http.stream("POST", CHAT, json=body) as response:
+    never = rig.engine.wait_before(1)
+    with rig.http.stream("POST", CHAT, json=body) as response:
         next(response.iter_raw())
-    eventually(lambda: turns())
+    eventually(lambda: rig.turns())
     never.set()
-    assert http.post(CHAT, json=body, headers=AGAIN).status_code == 200
-    assert [turn.untrainable for turn in turns()] == ["aborted", None]
+    assert rig.http.post(CHAT, json=body, headers=AGAIN).status_code == 200
+    assert [turn.untrainable for turn in rig.turns()] == ["aborted", None]
 
 
-def test_the_library_itself_repeats(engine: MockEngine, proxy: str, turns: Turns) -> None:
+def test_the_library_itself_repeats(rig: ProxyWithEngine) -> None:
     """OpenAI's client, its connection broken after the answer was recorded, asks again."""
-    engine.replies += [Answer("recorded"), Answer("never asked for")]
+    rig.engine.replies += [Answer("recorded"), Answer("never asked for")]
     tries: list[str] = []
 
     def breaks_once(request: httpx2.Request) -> httpx2.Response:
@@ -130,11 +116,11 @@ def test_the_library_itself_repeats(engine: MockEngine, proxy: str, turns: Turns
         return httpx2.Response(answer.status_code, json=answer.json())
 
     transport = httpx2.Client(transport=httpx2.MockTransport(breaks_once))
-    with openai.OpenAI(base_url=f"{proxy}/v1", api_key="tg-r1", http_client=transport) as client:
+    with openai.OpenAI(base_url=f"{rig.url}/v1", api_key="tg-r1", http_client=transport) as client:
         answer = client.chat.completions.create(model=MODEL, messages=HELLO)
     assert tries == ["0", "1"]
     assert answer.choices[0].message.content == "recorded"
-    assert len(turns()) == 1
+    assert len(rig.turns()) == 1
 
 
 def test_of_equal_calls_no_more_than_two_answers_are_kept() -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 
-from support.engines.mock_engine import MockEngine
-from tracegrad.events import Turn
+from support.proxy.proxy_with_engine import ProxyWithEngine
 from tracegrad.proxy.capture.recorder import observation_of
 from tracegrad.task_ids import state_key
 
-Turns = Callable[..., list[Turn]]
 Json = dict[str, Any]
 
 CHAT = "/v1/chat/completions"
@@ -31,24 +27,20 @@ def called(call_id: str, arguments: str = "{}") -> Json:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_key_that_a_call_says_is_stored(
-    http: httpx.Client, turns: Turns, stream: bool, engine: MockEngine
-) -> None:
+def test_the_key_that_a_call_says_is_stored(rig: ProxyWithEngine, stream: bool) -> None:
     body = {"messages": [message("user", "hi")], "stream": stream}
     for key in ("board 7", "x" * 400, "grün".encode(), ""):
         headers = {"x-tracegrad-rollout": "r1", "x-tracegrad-state": key}
-        http.post(CHAT, json=body, headers=headers).raise_for_status()  # type: ignore[arg-type]
-    http.post(CHAT, json=body, headers={"x-tracegrad-rollout": "r1"}).raise_for_status()
-    told = [turn.state_key for turn in turns()]
-    assert told[:2] == ["board 7", state_key("x" * 400)]
-    assert told[2] is not None
-    assert told[2].startswith("blake2b:")
-    assert told[3:] == [None, None]
+        rig.http.post(CHAT, json=body, headers=headers).raise_for_status()  # type: ignore[arg-type]
+    rig.http.post(CHAT, json=body, headers={"x-tracegrad-rollout": "r1"}).raise_for_status()
+    reported = [turn.state_key for turn in rig.turns()]
+    assert reported[:2] == ["board 7", state_key("x" * 400)]
+    assert reported[2] is not None
+    assert reported[2].startswith("blake2b:")
+    assert reported[3:] == [None, None]
 
 
-def test_another_way_to_the_same_observation_is_the_same_state(
-    http: httpx.Client, turns: Turns
-) -> None:
+def test_another_way_to_the_same_observation_is_the_same_state(rig: ProxyWithEngine) -> None:
     """Two rollouts see the same behind different replies, ids and instructions."""
     ways = [
         [message("system", "It is noon."), message("user", "go"), called("c1", '{"by": "left"}')],
@@ -58,8 +50,8 @@ def test_another_way_to_the_same_observation_is_the_same_state(
         headers = {"x-tracegrad-rollout": f"r{number}"}
         seen = message("tool", "a door", tool_call_id=f"t{number}")
         for messages in (way[:2], [*way, seen]):
-            http.post(CHAT, json={"messages": messages}, headers=headers).raise_for_status()
-    (first, later), (other_first, other_later) = turns("r0"), turns("r1")
+            rig.http.post(CHAT, json={"messages": messages}, headers=headers).raise_for_status()
+    (first, later), (other_first, other_later) = rig.turns("r0"), rig.turns("r1")
     assert first.observation == other_first.observation
     assert later.observation == other_later.observation
     assert first.observation != later.observation

@@ -1,4 +1,4 @@
-"""A client that was told 503 has no turn that is trained, whatever the store does later."""
+"""A client that got a 503 has no turn that is trained, whatever the store does later."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import openai
 import pytest
 
 from support.engines.mock_engine import MODEL
-from support.proxy.servers import eventually, serving
+from support.proxy.proxy_with_engine import ServeProxy
+from support.proxy.servers import eventually
 from tracegrad.events import Turn
-from tracegrad.proxy import create_app
-from tracegrad.proxy.config import ProxySettings
 from tracegrad.store import GroupCommitWriter, Ledger, Store
 
 Turns = Callable[..., list[Turn]]
@@ -32,10 +31,9 @@ def writer(store: Store) -> Iterator[GroupCommitWriter]:  # type: ignore[overrid
 
 
 @pytest.fixture
-def http(engine_url: str, store: Store, writer: GroupCommitWriter) -> Iterator[httpx.Client]:
+def http(serve_proxy: ServeProxy) -> Iterator[httpx.Client]:
     """A proxy that waits for the store for as long as a test can."""
-    app = create_app(ProxySettings(upstream=engine_url), store=store, writer=writer, patience_s=0.3)
-    with serving(app) as url, httpx.Client(base_url=url, timeout=30) as client:
+    with serve_proxy(patience_s=0.3) as client:
         yield client
 
 
@@ -80,7 +78,7 @@ def test_what_was_refused_is_kept_and_not_trained(
     assert http.get("/healthz").json()["writer"]["unacknowledged"] == len(kept) - 1
 
 
-def test_the_trainer_is_told_why(http: httpx.Client, store: Store, turns: Turns) -> None:
+def test_the_trainer_sees_why(http: httpx.Client, store: Store, turns: Turns) -> None:
     with locked(store):
         assert call(http).status_code == 503
     eventually(turns)
@@ -114,7 +112,9 @@ def test_a_client_that_tries_again_by_itself_is_recorded_once(
     assert sorted(map(str, reasons)) == ["None", "unacknowledged"]
 
 
-def test_a_stream_is_told_and_not_trained(http: httpx.Client, store: Store, turns: Turns) -> None:
+def test_a_stream_gets_an_error_and_is_not_trained(
+    http: httpx.Client, store: Store, turns: Turns
+) -> None:
     with locked(store):
         answer = http.post(PATH, json={**ASK, "stream": True})
         assert "the store cannot be written" in answer.text
@@ -134,11 +134,10 @@ def test_events_that_were_refused_are_sent_again(http: httpx.Client, store: Stor
 
 
 def test_a_full_queue_is_a_503_at_once(
-    engine_url: str, store: Store, writer: GroupCommitWriter, turns: Turns
+    serve_proxy: ServeProxy, store: Store, writer: GroupCommitWriter, turns: Turns
 ) -> None:
     """With all the patience that there is by default."""
-    app = create_app(ProxySettings(upstream=engine_url), store=store, writer=writer)
-    with serving(app) as url, httpx.Client(base_url=url, timeout=30) as http:
+    with serve_proxy() as http:
         waiting = [threading.Thread(target=call, args=(http,)) for _ in range(4)]
         with locked(store):
             [each.start() for each in waiting]

@@ -76,8 +76,8 @@ def test_answers_find_their_calls() -> None:
     """By id, else the first of that name that has none; each call once."""
     names = ["a", "b", "a", "b"]
     calls = [{"functionCall": {"name": name, "id": f"{name}{n}"}} for n, name in enumerate(names)]
-    told = [{"name": "b", "id": "b1"}, {"name": "a"}, {}, {"name": "b"}]
-    answers = [{"functionResponse": each} for each in told]
+    reported = [{"name": "b", "id": "b1"}, {"name": "a"}, {}, {"name": "b"}]
+    answers = [{"functionResponse": each} for each in reported]
     body = {"contents": [{"role": "model", "parts": calls}, {"role": "user", "parts": answers}]}
     messages = gemini(body).messages[1:]
     assert [message["tool_call_id"] for message in messages] == ["b1", "a0", "a2", "b3"]

@@ -13,11 +13,9 @@ import openai
 import pytest
 
 from support.engines.mock_engine import END, MODEL, Answer, MockEngine, logprobs_of, render
-from support.proxy.servers import HeldWriter, eventually, serving
+from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
+from support.proxy.servers import eventually
 from tracegrad.events import Turn
-from tracegrad.proxy import create_app
-from tracegrad.proxy.config import ProxySettings
-from tracegrad.store import Store
 
 Turns = Callable[..., list[Turn]]
 
@@ -43,12 +41,10 @@ def assert_sampled(turn: Turn, say: Answer, prompt: list[int]) -> None:
     assert turn.untrainable is None
 
 
-def test_a_whole_answer_is_recorded_and_stripped(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns
-) -> None:
+def test_a_whole_answer_is_recorded_and_stripped(rig: ProxyWithEngine) -> None:
     say = Answer("It is a fine day.")
-    engine.replies.append(say)
-    answer = client.chat.completions.create(model=MODEL, messages=HELLO)
+    rig.engine.replies.append(say)
+    answer = rig.client.chat.completions.create(model=MODEL, messages=HELLO)
 
     assert answer.choices[0].message.content == "It is a fine day."
     assert answer.choices[0].finish_reason == "stop"
@@ -56,7 +52,7 @@ def test_a_whole_answer_is_recorded_and_stripped(
     assert answer.usage.completion_tokens == len(say.token_ids)
     text = answer.model_dump_json()
     assert "token_ids" not in text
-    [turn] = turns()
+    [turn] = rig.turns()
     assert_sampled(turn, say, render(HELLO))
     assert (turn.rollout_id, turn.dialect, turn.model) == ("r1", "chat", MODEL)
     assert turn.parent_id is None
@@ -64,17 +60,15 @@ def test_a_whole_answer_is_recorded_and_stripped(
     assert turn.request["messages"] == HELLO
     assert "return_token_ids" not in turn.request
     assert turn.response["choices"][0]["message"]["content"] == "It is a fine day."
-    assert engine.requests[0]["return_token_ids"] is True
-    assert engine.requests[0]["logprobs"] is True
+    assert rig.engine.requests[0]["return_token_ids"] is True
+    assert rig.engine.requests[0]["logprobs"] is True
 
 
-def test_a_stream_comes_chunk_by_chunk_and_is_recorded(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns
-) -> None:
+def test_a_stream_comes_chunk_by_chunk_and_is_recorded(rig: ProxyWithEngine) -> None:
     say = Answer("A stream of words, one after another.")
-    engine.replies.append(say)
-    later = engine.wait_before(3)
-    stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    rig.engine.replies.append(say)
+    later = rig.engine.wait_before(3)
+    stream = rig.client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
     early = [next(stream) for _ in range(4)]  # the role, and three chunks of the text
     assert [c.choices[0].delta.content for c in early] == ["", "A st", "ream", " of "]
     later.set()
@@ -84,18 +78,18 @@ def test_a_stream_comes_chunk_by_chunk_and_is_recorded(
     assert all(c.choices[0].logprobs is None for c in early + late)
     assert "".join(c.choices[0].delta.content or "" for c in early + late) == say.content
     assert late[-1].choices[0].finish_reason == "stop"
-    [turn] = turns()
+    [turn] = rig.turns()
     assert_sampled(turn, say, render(HELLO))
     assert turn.response["choices"][0]["message"] == {"role": "assistant", "content": say.content}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_asks_for_ids_and_logprobs_gets_them(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
+    rig: ProxyWithEngine, stream: bool
 ) -> None:
     say = Answer("ids, please")
-    engine.replies.append(say)
-    answer = client.chat.completions.create(
+    rig.engine.replies.append(say)
+    answer = rig.client.chat.completions.create(
         model=MODEL,
         messages=HELLO,
         stream=stream,
@@ -109,62 +103,56 @@ def test_a_client_that_asks_for_ids_and_logprobs_gets_them(
     assert prompts == [render(HELLO)]
     assert ids == say.token_ids
     assert [e.logprob for e in entries] == logprobs_of(say.token_ids)
-    assert_sampled(turns()[0], say, render(HELLO))
+    assert_sampled(rig.turns()[0], say, render(HELLO))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_alone_do_not_bring_ids(
-    engine: MockEngine, http: httpx.Client, stream: bool
-) -> None:
+def test_logprobs_alone_do_not_bring_ids(rig: ProxyWithEngine, stream: bool) -> None:
     body = {"messages": HELLO, "logprobs": True, "stream": stream}
-    text = http.post("/v1/chat/completions", json=body).text
+    text = rig.http.post("/v1/chat/completions", json=body).text
     assert "token_ids" not in text
     assert '"logprob":-0.125' in text
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tool_calls_arrive_whole(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
-) -> None:
+def test_tool_calls_arrive_whole(rig: ProxyWithEngine, stream: bool) -> None:
     arguments = '{"city": "Ghent", "unit": "celsius"}'
     say = Answer("", [("look", arguments)])
-    engine.replies.append(say)
+    rig.engine.replies.append(say)
     if stream:
-        with client.chat.completions.stream(model=MODEL, messages=HELLO, tools=TOOLS) as events:
+        with rig.client.chat.completions.stream(model=MODEL, messages=HELLO, tools=TOOLS) as events:
             answer = events.get_final_completion()
     else:
-        answer = client.chat.completions.create(model=MODEL, messages=HELLO, tools=TOOLS)
+        answer = rig.client.chat.completions.create(model=MODEL, messages=HELLO, tools=TOOLS)
 
     [call] = answer.choices[0].message.tool_calls
     assert (call.function.name, call.function.arguments) == ("look", arguments)
     assert answer.choices[0].finish_reason == "tool_calls"
-    [turn] = turns()
+    [turn] = rig.turns()
     assert_sampled(turn, say, render(HELLO, TOOLS))
     [recorded] = turn.response["choices"][0]["message"]["tool_calls"]
     assert recorded["id"] == call.id
     assert recorded["function"] == {"name": "look", "arguments": arguments}
 
 
-async def test_the_async_client(engine: MockEngine, proxy: str, turns: Turns) -> None:
-    engine.replies += [Answer("one"), Answer("two")]
-    async with openai.AsyncOpenAI(base_url=f"{proxy}/v1", api_key="tg-r1") as client:
+async def test_the_async_client(rig: ProxyWithEngine) -> None:
+    rig.engine.replies += [Answer("one"), Answer("two")]
+    async with openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="tg-r1") as client:
         whole = await client.chat.completions.create(model=MODEL, messages=HELLO)
         stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
         text = "".join([c.choices[0].delta.content or "" async for c in stream])
     assert (whole.choices[0].message.content, text) == ("one", "two")
-    assert [t.completion_token_ids.tolist() for t in turns()] == [
+    assert [t.completion_token_ids.tolist() for t in rig.turns()] == [
         Answer("one").token_ids,
         Answer("two").token_ids,
     ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_choice_is_its_own_turn(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
-) -> None:
+def test_every_choice_is_its_own_turn(rig: ProxyWithEngine, stream: bool) -> None:
     says = [Answer("first"), Answer("second, longer"), Answer("third", cut=True)]
-    engine.replies += says
-    answer = client.chat.completions.create(model=MODEL, messages=HELLO, n=3, stream=stream)
+    rig.engine.replies += says
+    answer = rig.client.chat.completions.create(model=MODEL, messages=HELLO, n=3, stream=stream)
     if stream:
         texts = ["", "", ""]
         for chunk in answer:
@@ -172,112 +160,102 @@ def test_every_choice_is_its_own_turn(
     else:
         texts = [choice.message.content for choice in answer.choices]
     assert texts == [say.content for say in says]
-    recorded = turns()
+    recorded = rig.turns()
     assert len(recorded) == 3
     for turn, say in zip(recorded, says, strict=True):
         assert_sampled(turn, say, render(HELLO))
         assert turn.parent_id is None
 
 
-def test_usage_of_a_stream_comes_after_the_finish(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns
-) -> None:
+def test_usage_of_a_stream_comes_after_the_finish(rig: ProxyWithEngine) -> None:
     chunks = list(
-        client.chat.completions.create(
+        rig.client.chat.completions.create(
             model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
         )
     )
     assert [bool(c.usage) for c in chunks] == [False] * (len(chunks) - 1) + [True]
     assert chunks[-1].usage.completion_tokens == len(Answer().token_ids)
-    assert turns()[0].response["usage"] == chunks[-1].usage.model_dump(exclude_unset=True)
+    assert rig.turns()[0].response["usage"] == chunks[-1].usage.model_dump(exclude_unset=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_hidden_reasoning_is_still_recorded(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
-) -> None:
+def test_hidden_reasoning_is_still_recorded(rig: ProxyWithEngine, stream: bool) -> None:
     say = Answer("Yes.", reasoning="Is it so? It is.")
-    engine.replies.append(say)
-    answer = client.chat.completions.create(
+    rig.engine.replies.append(say)
+    answer = rig.client.chat.completions.create(
         model=MODEL, messages=HELLO, stream=stream, extra_body={"include_reasoning": False}
     )
     parts = list(answer) if stream else [answer]
     assert all("Is it so?" not in part.model_dump_json() for part in parts)
-    assert "include_reasoning" not in engine.requests[0]
-    assert_sampled(turns()[0], say, render(HELLO))
+    assert "include_reasoning" not in rig.engine.requests[0]
+    assert_sampled(rig.turns()[0], say, render(HELLO))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_end_waits_for_the_commit(
-    engine: MockEngine, client: openai.OpenAI, writer: HeldWriter, turns: Turns, stream: bool
-) -> None:
-    engine.replies.append(Answer("Not yet."))
+def test_the_end_waits_for_the_commit(rig: ProxyWithEngine, stream: bool) -> None:
+    rig.engine.replies.append(Answer("Not yet."))
     seen: list[str] = []
     ended = threading.Event()
 
     def agent() -> None:
-        answer = client.chat.completions.create(model=MODEL, messages=HELLO, stream=stream)
+        answer = rig.client.chat.completions.create(model=MODEL, messages=HELLO, stream=stream)
         for part in answer if stream else [answer]:
             seen.append(part.choices[0].finish_reason)
         ended.set()
 
-    writer.hold()
+    rig.writer.hold()
     thread = threading.Thread(target=agent)
     thread.start()
-    eventually(lambda: writer.waiting)
+    eventually(lambda: rig.writer.waiting)
     assert not ended.wait(0.2)
     assert "stop" not in seen
     if stream:
         assert seen, "what comes before the end is not held back"
-    assert turns() == []
-    writer.release()
+    assert rig.turns() == []
+    rig.writer.release()
     assert ended.wait(5)
     thread.join()
     assert seen[-1] == "stop"
-    assert len(turns()) == 1
+    assert len(rig.turns()) == 1
 
 
-def test_commit_is_before_done_on_the_wire(
-    http: httpx.Client, writer: HeldWriter, turns: Turns
-) -> None:
+def test_commit_is_before_done_on_the_wire(rig: ProxyWithEngine) -> None:
     got: list[str] = []
 
     def read() -> None:
         body = {"messages": HELLO, "stream": True}
-        with http.stream("POST", "/rollouts/r1/v1/chat/completions", json=body) as response:
+        with rig.http.stream("POST", "/rollouts/r1/v1/chat/completions", json=body) as response:
             got.extend(response.iter_text())
 
-    writer.hold()
+    rig.writer.hold()
     thread = threading.Thread(target=read)
     thread.start()
-    eventually(lambda: writer.waiting)
+    eventually(lambda: rig.writer.waiting)
     time.sleep(0.1)
     assert "[DONE]" not in "".join(got)
     assert '"finish_reason":"stop"' not in "".join(got)
-    assert turns() == []
-    writer.release()
+    assert rig.turns() == []
+    rig.writer.release()
     thread.join()
     assert '"finish_reason":"stop"' in "".join(got)
     assert got[-1].endswith("data: [DONE]\n\n")
-    assert len(turns()) == 1
+    assert len(rig.turns()) == 1
 
 
-def test_a_cut_reply_has_no_end_token(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns
-) -> None:
-    engine.replies.append(Answer("cut off he", cut=True))
-    answer = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=10)
+def test_a_cut_reply_has_no_end_token(rig: ProxyWithEngine) -> None:
+    rig.engine.replies.append(Answer("cut off he", cut=True))
+    answer = rig.client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=10)
     assert answer.choices[0].finish_reason == "length"
-    [turn] = turns()
+    [turn] = rig.turns()
     assert END not in turn.completion_token_ids
     assert turn.sampling["max_tokens"] == 10
 
 
-def test_sampling_settings_are_recorded_with_their_defaults(
-    client: openai.OpenAI, turns: Turns
-) -> None:
-    client.chat.completions.create(model=MODEL, messages=HELLO, temperature=0.7, seed=3, stop="#")
-    assert turns()[0].sampling == {
+def test_sampling_settings_are_recorded_with_their_defaults(rig: ProxyWithEngine) -> None:
+    rig.client.chat.completions.create(
+        model=MODEL, messages=HELLO, temperature=0.7, seed=3, stop="#"
+    )
+    assert rig.turns()[0].sampling == {
         "temperature": 0.7,
         "top_p": 1.0,
         "top_k": 0,
@@ -288,7 +266,7 @@ def test_sampling_settings_are_recorded_with_their_defaults(
         "seed": 3,
         "stop": "#",
     }
-    assert turns()[0].untrainable is None
+    assert rig.turns()[0].untrainable is None
 
 
 @pytest.mark.parametrize(
@@ -323,43 +301,36 @@ def test_sampling_settings_are_recorded_with_their_defaults(
     ],
 )
 def test_what_must_not_be_trained_says_why(
-    http: httpx.Client, turns: Turns, settings: dict[str, object], reason: str | None
+    rig: ProxyWithEngine, settings: dict[str, object], reason: str | None
 ) -> None:
     body = {"messages": HELLO, **settings}
-    assert http.post("/rollouts/r1/v1/chat/completions", json=body).status_code == 200
-    assert turns()[0].untrainable == reason
+    assert rig.http.post("/rollouts/r1/v1/chat/completions", json=body).status_code == 200
+    assert rig.turns()[0].untrainable == reason
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_without_ids_still_serves(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
-) -> None:
-    engine.tell_ids = False
-    engine.replies.append(Answer("no ids here"))
-    answer = client.chat.completions.create(model=MODEL, messages=HELLO, stream=stream)
+def test_an_engine_without_ids_still_serves(rig: ProxyWithEngine, stream: bool) -> None:
+    rig.engine.tell_ids = False
+    rig.engine.replies.append(Answer("no ids here"))
+    answer = rig.client.chat.completions.create(model=MODEL, messages=HELLO, stream=stream)
     parts = list(answer) if stream else [answer]
     assert parts[-1].choices[0].finish_reason == "stop"
-    [turn] = turns()
+    [turn] = rig.turns()
     assert turn.untrainable == "no_tokens"
     assert len(turn.completion_token_ids) == 0
 
 
-def test_models_are_the_engines(client: openai.OpenAI, proxy: str) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL]
-    assert httpx.get(f"{proxy}/rollouts/r9/v1/models").json()["data"][0]["id"] == MODEL
+def test_models_are_the_engines(rig: ProxyWithEngine) -> None:
+    assert [model.id for model in rig.client.models.list()] == [MODEL]
+    assert httpx.get(f"{rig.url}/rollouts/r9/v1/models").json()["data"][0]["id"] == MODEL
 
 
 def test_one_model_takes_the_place_of_whatever_name_the_agent_gives(
-    engine: MockEngine, engine_url: str, store: Store, writer: HeldWriter, turns: Turns
+    engine: MockEngine, serve_proxy: ServeProxy, turns: Turns
 ) -> None:
-    settings = ProxySettings(upstream=engine_url, model="policy")
-    with (
-        serving(create_app(settings, store=store, writer=writer)) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="tg-r1", max_retries=0) as client,
-    ):
-        client.chat.completions.create(
-            model="gpt-4.1-mini", messages=[{"role": "user", "content": "hello"}]
-        )
+    with serve_proxy(model="policy") as http:
+        body = {"model": "gpt-4.1-mini", "messages": HELLO}
+        http.post("/rollouts/r1/v1/chat/completions", json=body).raise_for_status()
     assert engine.requests[-1]["model"] == "policy"
     [turn] = turns()
     assert turn.model == "policy"
@@ -367,9 +338,9 @@ def test_one_model_takes_the_place_of_whatever_name_the_agent_gives(
     assert turn.request["model"] == "gpt-4.1-mini"
 
 
-def test_concurrent_calls_are_all_recorded(proxy: str, store: object, turns: Turns) -> None:
+def test_concurrent_calls_are_all_recorded(rig: ProxyWithEngine) -> None:
     def agent(number: int) -> None:
-        with openai.OpenAI(base_url=f"{proxy}/rollouts/c{number}/v1", api_key="none") as client:
+        with openai.OpenAI(base_url=f"{rig.url}/rollouts/c{number}/v1", api_key="none") as client:
             for stream in (False, True):
                 answer = client.chat.completions.create(
                     model=MODEL,
@@ -386,5 +357,5 @@ def test_concurrent_calls_are_all_recorded(proxy: str, store: object, turns: Tur
         thread.join()
     for number in range(16):
         prompt = render([{"role": "user", "content": f"call {number}"}])
-        assert [t.prompt_token_ids.tolist() for t in turns(f"c{number}")] == [prompt, prompt]
-    assert json.dumps(turns("c0")[0].request)
+        assert [t.prompt_token_ids.tolist() for t in rig.turns(f"c{number}")] == [prompt, prompt]
+    assert json.dumps(rig.turns("c0")[0].request)

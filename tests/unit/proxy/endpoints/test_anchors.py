@@ -9,9 +9,7 @@ import httpx
 import pytest
 
 from support.engines.mock_engine import Answer, MockEngine
-from support.proxy.servers import HeldWriter, serving
-from tracegrad.proxy import create_app
-from tracegrad.proxy.config import ProxySettings
+from support.proxy.proxy_with_engine import ServeProxy
 from tracegrad.store import Store
 from tracegrad.store.anchors.schedule import AnchorSettings
 from tracegrad.turn_tree import extends
@@ -20,10 +18,8 @@ Json = dict[str, Any]
 
 
 @pytest.fixture
-def anchored(engine_url: str, store: Store, writer: HeldWriter) -> Iterator[httpx.Client]:
-    settings = ProxySettings(upstream=engine_url, anchors=AnchorSettings(window=1, group_size=1))
-    app = create_app(settings, store=store, writer=writer)
-    with serving(app) as url, httpx.Client(base_url=url, timeout=20) as client:
+def anchored(serve_proxy: ServeProxy) -> Iterator[httpx.Client]:
+    with serve_proxy(anchors=AnchorSettings(window=1, group_size=1)) as client:
         yield client
 
 
@@ -98,18 +94,12 @@ def test_a_proxy_without_anchors_says_what_to_do(http: httpx.Client) -> None:
     assert "[proxy.anchors]" in refused.json()["error"]["message"]
 
 
-def test_what_is_said_of_the_rollout_is_redacted(
-    engine_url: str, store: Store, writer: HeldWriter
-) -> None:
-    settings = ProxySettings(
-        upstream=engine_url,
-        anchors=AnchorSettings(),
-        redact=["tracegrad.proxy.capture.redaction:secrets"],
-    )
+def test_the_texts_of_the_rollout_are_redacted(serve_proxy: ServeProxy, store: Store) -> None:
+    redact = ["tracegrad.proxy.capture.redaction:secrets"]
     secret = "sk-" + "a1B2" * 12
-    with serving(create_app(settings, store=store, writer=writer)) as url:
+    with serve_proxy(anchors=AnchorSettings(), redact=redact) as http:
         body = {"task_id": "maze", "task": {"say": secret}, "tags": {"by": secret}}
-        found = httpx.post(f"{url}/api/anchors/next", json=body, timeout=20).json()
+        found = http.post("/api/anchors/next", json=body).json()
     detail = store.rollout(found["rollout_id"])
     assert secret not in str(detail.task)
     assert detail.summary.tags["by"] == "[redacted]"

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import Status, StatusCode, Tracer
 
-from support.proxy.servers import HeldWriter
+from support.proxy.proxy_with_engine import ProxyWithEngine
 from tracegrad.events import Outcome
 from tracegrad.store import Store
 
@@ -25,9 +25,9 @@ def send(http: httpx.Client, events: Events) -> httpx.Response:
     return http.post("/api/events", json={"events": events})
 
 
-def test_events_become_facts(http: httpx.Client, store: Store) -> None:
+def test_posted_events_are_stored(rig: ProxyWithEngine) -> None:
     answer = send(
-        http,
+        rig.http,
         [
             {
                 "type": "rollout_started",
@@ -49,11 +49,11 @@ def test_events_become_facts(http: httpx.Client, store: Store) -> None:
         ],
     )
     assert (answer.status_code, answer.json()) == (200, {"accepted": 4})
-    [row] = store.rollouts()
+    [row] = rig.store.rollouts()
     assert (row.rollout_id, row.task_id, row.agent) == ("r1", "t1", "shop")
     assert row.outcome == Outcome.AGENT_ERROR
     assert dict(row.tags) == {"split": "train"}
-    rewards = store.rewards("r1")
+    rewards = rig.store.rewards("r1")
     assert [(r.name, r.value, r.turn, r.source) for r in rewards] == [
         ("reward", 1.0, None, "open"),
         ("format", 0.5, -1, "open"),
@@ -63,22 +63,22 @@ def test_events_become_facts(http: httpx.Client, store: Store) -> None:
 
 @pytest.mark.parametrize("word", ["span", "span_ended"])  # the second: in journals of older SDKs
 def test_a_span_that_could_not_leave_by_otlp_comes_as_an_event(
-    http: httpx.Client, store: Store, word: str
+    rig: ProxyWithEngine, word: str
 ) -> None:
     started = "rollout_started" if word == "span" else "rollout_opened"
-    assert send(http, [{"type": started, "rollout_id": "r1"}]).status_code == 200
+    assert send(rig.http, [{"type": started, "rollout_id": "r1"}]).status_code == 200
     span = {"type": word, "rollout_id": "r1", "trace_id": "a" * 32, "span_id": "b" * 16}
-    answer = send(http, [span | {"name": "solve", "start_ns": 1, "end_ns": 2, "status": "ok"}])
+    answer = send(rig.http, [span | {"name": "solve", "start_ns": 1, "end_ns": 2, "status": "ok"}])
     assert answer.status_code == 200, answer.text
-    [kept] = store.spans("r1")
+    [kept] = rig.store.spans("r1")
     assert (kept.name, kept.span_id, kept.status) == ("solve", "b" * 16, "ok")
-    assert send(http, [span | {"name": "solve", "start_ns": 1}]).status_code == 422
+    assert send(rig.http, [span | {"name": "solve", "start_ns": 1}]).status_code == 422
 
 
-def test_events_are_idempotent(http: httpx.Client, store: Store) -> None:
+def test_events_are_idempotent(rig: ProxyWithEngine) -> None:
     event: Events = [{"type": "reward", "rollout_id": "r", "reward_id": "w", "value": 1.0}]
-    assert send(http, event).status_code == send(http, event).status_code == 200
-    assert len(store.rewards("r")) == 1
+    assert send(rig.http, event).status_code == send(rig.http, event).status_code == 200
+    assert len(rig.store.rewards("r")) == 1
 
 
 @pytest.mark.parametrize(
@@ -96,21 +96,21 @@ def test_events_are_idempotent(http: httpx.Client, store: Store) -> None:
     ],
 )
 def test_a_bad_event_is_named_and_nothing_of_its_batch_stored(
-    http: httpx.Client, store: Store, bad: dict[str, object], param: str
+    rig: ProxyWithEngine, bad: dict[str, object], param: str
 ) -> None:
-    answer = send(http, [{"type": "rollout_started", "rollout_id": "r1"}, bad])
+    answer = send(rig.http, [{"type": "rollout_started", "rollout_id": "r1"}, bad])
     assert answer.status_code == 422
     assert answer.json()["error"]["param"] == param
     assert answer.json()["error"]["message"].startswith(param)
-    assert store.rollouts() == []
+    assert rig.store.rollouts() == []
 
 
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", "-Infinity", "1e999", "1e308", "1000000.5", "-1e7"]
 )
-def test_rewards_are_bounded(http: httpx.Client, store: Store, value: str) -> None:
+def test_rewards_are_bounded(rig: ProxyWithEngine, value: str) -> None:
     event = f'{{"type": "reward", "rollout_id": "r1", "value": {value}}}'
-    answer = http.post(
+    answer = rig.http.post(
         "/api/events",
         content=f'{{"events": [{event}]}}',
         headers={"content-type": "application/json"},
@@ -119,18 +119,18 @@ def test_rewards_are_bounded(http: httpx.Client, store: Store, value: str) -> No
     error = answer.json()["error"]
     assert error["param"] == "events[0].value"
     assert "finite number" in error["message"] or "1000000" in error["message"]
-    assert store.rollouts() == []
+    assert rig.store.rollouts() == []
 
 
-def test_a_full_store_is_a_503(http: httpx.Client, writer: HeldWriter) -> None:
-    writer.broken = True
-    answer = send(http, [{"type": "rollout_started", "rollout_id": "r1"}])
+def test_a_full_store_is_a_503(rig: ProxyWithEngine) -> None:
+    rig.writer.broken = True
+    answer = send(rig.http, [{"type": "rollout_started", "rollout_id": "r1"}])
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert "disk is full" in answer.json()["error"]["message"]
 
 
-def test_the_api_describes_itself(http: httpx.Client) -> None:
-    paths = http.get("/openapi.json").json()["paths"]
+def test_the_api_describes_itself(rig: ProxyWithEngine) -> None:
+    paths = rig.http.get("/openapi.json").json()["paths"]
     assert {path for path in paths if path.startswith("/api")} == {
         "/api/anchors/next",
         "/api/events",
@@ -200,16 +200,18 @@ def test_a_resource_may_name_the_rollout(tracer: Callable[..., Tracer], store: S
 
 
 def test_spans_of_a_trace_seen_with_a_call_join_its_rollout(
-    tracer: Callable[..., Tracer], http: httpx.Client, store: Store
+    rig: ProxyWithEngine, tracer: Callable[..., Tracer]
 ) -> None:
     with tracer().start_as_current_span("plain") as span:
         context = span.get_span_context()
         parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
         body = {"messages": [{"role": "user", "content": "hi"}]}
-        http.post("/rollouts/r3/v1/chat/completions", json=body, headers={"traceparent": parent})
-    [found] = store.spans("r3")
+        rig.http.post(
+            "/rollouts/r3/v1/chat/completions", json=body, headers={"traceparent": parent}
+        )
+    [found] = rig.store.spans("r3")
     assert found.name == "plain"
-    assert store.rollout_turns("r3")[0].parent_span_id == found.span_id
+    assert rig.store.rollout_turns("r3")[0].parent_span_id == found.span_id
 
 
 def test_spans_of_nobody_are_kept(tracer: Callable[..., Tracer], store: Store) -> None:
@@ -242,8 +244,8 @@ def test_spans_of_nobody_are_kept(tracer: Callable[..., Tracer], store: Store) -
     ],
 )
 def test_what_is_no_export_is_refused(
-    http: httpx.Client, headers: dict[str, str], content: bytes, status: int
+    rig: ProxyWithEngine, headers: dict[str, str], content: bytes, status: int
 ) -> None:
-    answer = http.post("/v1/traces", content=content, headers=headers)
+    answer = rig.http.post("/v1/traces", content=content, headers=headers)
     assert answer.status_code == status
     assert answer.json()["error"]["type"] == "invalid_request_error"

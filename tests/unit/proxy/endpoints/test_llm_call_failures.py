@@ -5,48 +5,41 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from support.engines.mock_engine import MODEL, Answer, MockEngine, logprobs_of, render
-from support.proxy.servers import HeldWriter, eventually, serving
-from tracegrad.events import Turn
-from tracegrad.proxy import create_app
-from tracegrad.proxy.config import ProxySettings
+from support.engines.mock_engine import MODEL, Answer, logprobs_of, render
+from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
+from support.proxy.servers import eventually
 from tracegrad.store import Store
-
-Turns = Callable[..., list[Turn]]
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT = "/rollouts/r1/v1/chat/completions"
 
 
 @pytest.fixture
-def dead_upstream(store: Store, writer: HeldWriter) -> Iterator[str]:
+def dead_upstream(serve_proxy: ServeProxy) -> Iterator[httpx.Client]:
     """A proxy whose engine does not run."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    settings = ProxySettings(upstream=f"http://127.0.0.1:{port}", max_wait_s=0.3)
-    with serving(create_app(settings, store=store, writer=writer)) as url:
-        yield url
+    with serve_proxy(upstream=f"http://127.0.0.1:{port}", max_wait_s=0.3) as client:
+        yield client
 
 
-def test_a_client_that_hangs_up_leaves_an_aborted_turn(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns
-) -> None:
+def test_a_client_that_hangs_up_leaves_an_aborted_turn(rig: ProxyWithEngine) -> None:
     say = Answer("a long story that nobody wants to hear")
-    engine.replies.append(say)
-    never = engine.wait_before(3)
-    stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    rig.engine.replies.append(say)
+    never = rig.engine.wait_before(3)
+    stream = rig.client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
     for _ in range(1 + 3):
         next(stream)
     stream.close()
-    eventually(lambda: engine.aborted)
-    [turn] = eventually(turns)
+    eventually(lambda: rig.engine.aborted)
+    [turn] = eventually(rig.turns)
     assert turn.untrainable == "aborted"
     assert turn.finish_reason is None
     assert turn.prompt_token_ids.tolist() == render(HELLO)
@@ -56,56 +49,50 @@ def test_a_client_that_hangs_up_leaves_an_aborted_turn(
     never.set()
 
 
-def test_a_client_that_hangs_up_on_a_whole_answer(
-    engine: MockEngine, http: httpx.Client, turns: Turns
-) -> None:
-    engine.wait_before(0)
+def test_a_client_that_hangs_up_on_a_whole_answer(rig: ProxyWithEngine) -> None:
+    rig.engine.wait_before(0)
     with pytest.raises(httpx.ReadTimeout):
-        http.post(CHAT, json={"messages": HELLO}, timeout=0.3)
-    eventually(lambda: engine.aborted)
-    [turn] = eventually(turns)
+        rig.http.post(CHAT, json={"messages": HELLO}, timeout=0.3)
+    eventually(lambda: rig.engine.aborted)
+    [turn] = eventually(rig.turns)
     assert turn.untrainable == "aborted"
     assert turn.request["messages"] == HELLO
     assert len(turn.prompt_token_ids) == 0
-    assert http.get("/api/push").json()["in_flight"] == 0
+    assert rig.http.get("/api/push").json()["in_flight"] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engines_error_is_relayed(
-    engine: MockEngine, client: openai.OpenAI, store: Store, stream: bool
-) -> None:
+def test_an_engines_error_is_relayed(rig: ProxyWithEngine, stream: bool) -> None:
     body = {"error": {"message": "too long", "type": "BadRequestError", "param": "n", "code": 400}}
-    engine.failure = (400, body, {})
+    rig.engine.failure = (400, body, {})
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model=MODEL, messages=HELLO, stream=stream)
+        rig.client.chat.completions.create(model=MODEL, messages=HELLO, stream=stream)
     assert caught.value.body == body["error"]
-    assert store.rollouts() == []
+    assert rig.store.rollouts() == []
 
 
-def test_an_engine_that_asks_for_patience_is_relayed(
-    engine: MockEngine, http: httpx.Client
-) -> None:
-    engine.failure = (503, {"error": {"message": "busy"}}, {"retry-after": "7"})
-    answer = http.post(CHAT, json={"messages": HELLO})
+def test_an_engine_that_asks_for_patience_is_relayed(rig: ProxyWithEngine) -> None:
+    rig.engine.failure = (503, {"error": {"message": "busy"}}, {"retry-after": "7"})
+    answer = rig.http.post(CHAT, json={"messages": HELLO})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
     assert answer.json() == {"error": {"message": "busy"}}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_engine_is_a_503_to_try_again(dead_upstream: str, store: Store, stream: bool) -> None:
-    answer = httpx.post(f"{dead_upstream}{CHAT}", json={"messages": HELLO, "stream": stream})
+def test_no_engine_is_a_503_to_try_again(
+    dead_upstream: httpx.Client, store: Store, stream: bool
+) -> None:
+    answer = dead_upstream.post(CHAT, json={"messages": HELLO, "stream": stream})
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["code"] == "upstream_unreachable"
     assert "does not answer" in answer.json()["error"]["message"]
-    assert httpx.get(f"{dead_upstream}/v1/models").status_code == 503
-    assert httpx.get(f"{dead_upstream}/healthz").status_code == 200
+    assert dead_upstream.get("/v1/models").status_code == 503
+    assert dead_upstream.get("/healthz").status_code == 200
     assert store.rollouts() == []
 
 
-def test_a_pooled_connection_that_went_stale_is_not_an_error(
-    store: Store, writer: HeldWriter
-) -> None:
+def test_a_pooled_connection_that_went_stale_is_not_an_error(serve_proxy: ServeProxy) -> None:
     """The engine's server drops idle connections; the call is sent again over a new one."""
     requests: list[bytes] = []
     answer = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 2\r\n\r\nno"
@@ -121,10 +108,9 @@ def test_a_pooled_connection_that_went_stale_is_not_an_error(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=engine, args=(listener,))
         thread.start()
-        settings = ProxySettings(upstream=f"http://127.0.0.1:{listener.getsockname()[1]}")
-        with serving(create_app(settings, store=store, writer=writer)) as url:
+        with serve_proxy(upstream=f"http://127.0.0.1:{listener.getsockname()[1]}") as http:
             for _ in range(2):
-                answered = httpx.post(f"{url}{CHAT}", json={"messages": HELLO})
+                answered = http.post(CHAT, json={"messages": HELLO})
                 assert answered.status_code == 400
                 assert answered.json()["error"]["message"] == "the engine answered 400: no"
         thread.join(5)
@@ -132,90 +118,76 @@ def test_a_pooled_connection_that_went_stale_is_not_an_error(
     assert all(b"return_token_ids" in request for request in requests)
 
 
-def test_a_stream_that_breaks_is_an_error_and_an_aborted_turn(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns
-) -> None:
-    engine.replies.append(Answer("a story that breaks off"))
-    engine.break_at = 3
-    stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+def test_a_stream_that_breaks_is_an_error_and_an_aborted_turn(rig: ProxyWithEngine) -> None:
+    rig.engine.replies.append(Answer("a story that breaks off"))
+    rig.engine.break_at = 3
+    stream = rig.client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
     with pytest.raises(openai.APIError, match="broke off"):
         list(stream)
-    [turn] = turns()
+    [turn] = rig.turns()
     assert turn.untrainable == "aborted"
     assert len(turn.completion_token_ids) == 12
 
 
-def test_an_error_inside_a_stream_is_relayed(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns
-) -> None:
-    engine.replies.append(Answer("a story that goes wrong"))
-    engine.error_at = 2
-    stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+def test_an_error_inside_a_stream_is_relayed(rig: ProxyWithEngine) -> None:
+    rig.engine.replies.append(Answer("a story that goes wrong"))
+    rig.engine.error_at = 2
+    stream = rig.client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
     with pytest.raises(openai.APIError, match="EngineCore died"):
         list(stream)
-    assert turns()[0].untrainable == "aborted"
+    assert rig.turns()[0].untrainable == "aborted"
 
 
-def test_an_answer_that_is_no_completion_is_a_502(
-    engine: MockEngine, http: httpx.Client, store: Store
-) -> None:
-    engine.failure = (200, {"hello": "there"}, {})
-    answer = http.post(CHAT, json={"messages": HELLO})
+def test_an_answer_that_is_no_completion_is_a_502(rig: ProxyWithEngine) -> None:
+    rig.engine.failure = (200, {"hello": "there"}, {})
+    answer = rig.http.post(CHAT, json={"messages": HELLO})
     assert answer.status_code == 502
     assert answer.json()["error"]["type"] == "upstream_error"
-    assert store.rollouts() == []
+    assert rig.store.rollouts() == []
 
 
 def test_a_full_store_is_a_503_and_one_line(
-    engine: MockEngine,
-    http: httpx.Client,
-    writer: HeldWriter,
-    turns: Turns,
-    caplog: pytest.LogCaptureFixture,
+    rig: ProxyWithEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer.broken = True
+    rig.writer.broken = True
     with caplog.at_level(logging.WARNING, "tracegrad.proxy"):
         for _ in range(3):
-            answer = http.post(CHAT, json={"messages": HELLO})
+            answer = rig.http.post(CHAT, json={"messages": HELLO})
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "1"
             assert answer.json()["error"]["code"] == "store_unavailable"
-        writer.broken = False
-        assert http.post(CHAT, json={"messages": HELLO}).status_code == 200
+        rig.writer.broken = False
+        assert rig.http.post(CHAT, json={"messages": HELLO}).status_code == 200
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [
         "disk is full; calls are answered with 503 until it can be written",
         "the store can be written again",
     ]
-    [turn] = turns()
+    [turn] = rig.turns()
     assert turn.parent_id is None
     assert turn.fork_reason is None, "what was not recorded is nothing to fork from"
 
 
-def test_a_full_store_ends_a_stream_with_an_error(
-    client: openai.OpenAI, http: httpx.Client, writer: HeldWriter
-) -> None:
-    writer.broken = True
+def test_a_full_store_ends_a_stream_with_an_error(rig: ProxyWithEngine) -> None:
+    rig.writer.broken = True
     seen = []
-    stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    stream = rig.client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
     with pytest.raises(openai.APIError, match="disk is full"):
         seen.extend(chunk.choices[0].finish_reason for chunk in stream)
     assert seen
     assert "stop" not in seen
-    text = http.post(CHAT, json={"messages": HELLO, "stream": True}).text
+    text = rig.http.post(CHAT, json={"messages": HELLO, "stream": True}).text
     assert "[DONE]" not in text
-    assert http.post("/api/events", json={"events": []}).status_code == 503
+    assert rig.http.post("/api/events", json={"events": []}).status_code == 503
 
 
-def test_a_client_that_hangs_up_does_not_stop_the_commit(
-    proxy: str, writer: HeldWriter, turns: Turns
-) -> None:
-    writer.hold()
+def test_a_client_that_hangs_up_does_not_stop_the_commit(rig: ProxyWithEngine) -> None:
+    rig.writer.hold()
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{proxy}{CHAT}", json={"messages": HELLO}, timeout=0.3)
-    assert writer.waiting == 1
-    writer.release()
-    [turn] = eventually(turns)
+        httpx.post(f"{rig.url}{CHAT}", json={"messages": HELLO}, timeout=0.3)
+    assert rig.writer.waiting == 1
+    rig.writer.release()
+    [turn] = eventually(rig.turns)
     assert turn.untrainable is None
 
 
@@ -235,27 +207,26 @@ def test_a_client_that_hangs_up_does_not_stop_the_commit(
     ],
 )
 def test_a_wrong_body_is_refused_by_name(
-    http: httpx.Client, engine: MockEngine, body: bytes, param: str | None, words: str
+    rig: ProxyWithEngine, body: bytes, param: str | None, words: str
 ) -> None:
-    answer = http.post(CHAT, content=body)
+    answer = rig.http.post(CHAT, content=body)
     error = answer.json()["error"]
     assert answer.status_code == 400
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert words in error["message"]
-    assert engine.requests == []
+    assert rig.engine.requests == []
 
 
-def test_a_body_that_is_too_large(engine_url: str, store: Store, writer: HeldWriter) -> None:
-    settings = ProxySettings(upstream=engine_url, max_body_mib=1)
-    with serving(create_app(settings, store=store, writer=writer)) as url:
-        answer = httpx.post(f"{url}{CHAT}", content=b" " * (1 << 20) + b"{}")
+def test_a_body_that_is_too_large(serve_proxy: ServeProxy) -> None:
+    with serve_proxy(max_body_mib=1) as http:
+        answer = http.post(CHAT, content=b" " * (1 << 20) + b"{}")
     assert answer.status_code == 413
     assert "larger than 1 MiB" in answer.json()["error"]["message"]
 
 
-def test_unknown_paths_and_methods_have_the_same_shape(http: httpx.Client) -> None:
-    for answer, status in ((http.get("/v1/nothing"), 404), (http.get(CHAT), 405)):
+def test_unknown_paths_and_methods_have_the_same_shape(rig: ProxyWithEngine) -> None:
+    for answer, status in ((rig.http.get("/v1/nothing"), 404), (rig.http.get(CHAT), 405)):
         assert answer.status_code == status
         error: dict[str, Any] = answer.json()["error"]
         assert error["type"] == "invalid_request_error"
@@ -263,39 +234,43 @@ def test_unknown_paths_and_methods_have_the_same_shape(http: httpx.Client) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_that_is_too_long_ends_the_rollout_as_budget(
-    engine: MockEngine, client: openai.OpenAI, http: httpx.Client, store: Store, stream: bool
+    rig: ProxyWithEngine, stream: bool
 ) -> None:
     said = "This model's maximum context length is 100 tokens. However, your prompt contains 200"
-    engine.failure = (400, {"error": {"message": said, "type": "BadRequestError", "code": 400}}, {})
+    rig.engine.failure = (
+        400,
+        {"error": {"message": said, "type": "BadRequestError", "code": 400}},
+        {},
+    )
     with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
-        client.chat.completions.create(model=MODEL, messages=HELLO, stream=stream)
+        rig.client.chat.completions.create(model=MODEL, messages=HELLO, stream=stream)
     assert caught.value.code == "context_length_exceeded"
     crashed = {"type": "rollout_finished", "rollout_id": "r1", "outcome": "agent_error"}
-    http.post("/api/events", json={"events": [crashed]}).raise_for_status()
-    [turn] = store.rollout_turns("r1")
+    rig.http.post("/api/events", json={"events": [crashed]}).raise_for_status()
+    [turn] = rig.store.rollout_turns("r1")
     assert (turn.untrainable, turn.finish_reason) == ("over_length", "refused")
-    [rollout] = store.rollouts()
+    [rollout] = rig.store.rollouts()
     assert rollout.outcome == "budget"
 
 
-def test_an_agent_that_shortens_its_prompt_goes_on(
-    engine: MockEngine, client: openai.OpenAI, http: httpx.Client, store: Store
-) -> None:
+def test_an_agent_that_shortens_its_prompt_goes_on(rig: ProxyWithEngine) -> None:
     said = "This model's maximum context length is 100 tokens."
-    engine.failure = (400, {"error": {"message": said, "type": "BadRequestError", "code": 400}}, {})
+    rig.engine.failure = (
+        400,
+        {"error": {"message": said, "type": "BadRequestError", "code": 400}},
+        {},
+    )
     with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model=MODEL, messages=HELLO)
-    engine.failure = None
-    client.chat.completions.create(model=MODEL, messages=HELLO)
+        rig.client.chat.completions.create(model=MODEL, messages=HELLO)
+    rig.engine.failure = None
+    rig.client.chat.completions.create(model=MODEL, messages=HELLO)
     crashed = {"type": "rollout_finished", "rollout_id": "r1", "outcome": "agent_error"}
-    http.post("/api/events", json={"events": [crashed]}).raise_for_status()
-    assert store.rollouts()[0].outcome == "agent_error"
+    rig.http.post("/api/events", json={"events": [crashed]}).raise_for_status()
+    assert rig.store.rollouts()[0].outcome == "agent_error"
 
 
 @pytest.mark.parametrize("ids", [[1.5, 2], ["a", "b"], [None, 1], [2**31, 1], [-1, 3], {}, "x", 7])
-def test_ids_that_are_none_leave_a_turn_without_tokens(
-    engine: MockEngine, http: httpx.Client, turns: Turns, ids: object
-) -> None:
+def test_ids_that_are_none_leave_a_turn_without_tokens(rig: ProxyWithEngine, ids: object) -> None:
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": "hello"},
@@ -303,8 +278,12 @@ def test_ids_that_are_none_leave_a_turn_without_tokens(
         "token_ids": ids,
         "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]},
     }
-    engine.failure = (200, {"model": MODEL, "choices": [choice], "prompt_token_ids": [1, 2]}, {})
-    answer = http.post(CHAT, json={"messages": HELLO})
+    rig.engine.failure = (
+        200,
+        {"model": MODEL, "choices": [choice], "prompt_token_ids": [1, 2]},
+        {},
+    )
+    answer = rig.http.post(CHAT, json={"messages": HELLO})
     assert answer.json()["choices"][0]["message"]["content"] == "hello"
-    [turn] = turns()
+    [turn] = rig.turns()
     assert (turn.untrainable, len(turn.completion_token_ids)) == ("no_tokens", 0)

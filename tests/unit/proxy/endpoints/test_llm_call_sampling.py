@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
-import httpx
 import pytest
 
 from support.chat.bent_sampling import BENT
 from support.engines.mock_engine import MODEL, MockEngine
-from support.proxy.servers import HeldWriter, serving
+from support.proxy.proxy_with_engine import ServeProxy
 from tracegrad.events import Turn
-from tracegrad.proxy import create_app
-from tracegrad.proxy.config import ProxySettings
-from tracegrad.store import Store
 
 PATH = "/rollouts/r1/v1/chat/completions"
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **BENT}
 
 
-Serve = Callable[[Literal["free", "as_asked"]], AbstractContextManager[httpx.Client]]
-
-
 @pytest.fixture
-def sampling(engine_url: str, store: Store, writer: HeldWriter) -> Serve:
+def sampling(serve_proxy: ServeProxy) -> Callable[[str], Any]:
     """Proxies that pass every field on: without that, beams and plug-ins of the engine's are
     refused."""
-
-    @contextmanager
-    def serve(sampling: Literal["free", "as_asked"]) -> Iterator[httpx.Client]:
-        settings = ProxySettings(upstream=engine_url, sampling=sampling, pass_unknown_fields=True)
-        with (
-            serving(create_app(settings, store=store, writer=writer)) as url,
-            httpx.Client(base_url=url, timeout=20) as client,
-        ):
-            yield client
-
-    return serve
+    return lambda kind: serve_proxy(sampling=kind, pass_unknown_fields=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_engine_is_asked_for_free_samples(
-    sampling: Serve, engine: MockEngine, turns: Callable[..., list[Turn]], stream: bool
+    sampling: Callable[[str], Any],
+    engine: MockEngine,
+    turns: Callable[..., list[Turn]],
+    stream: bool,
 ) -> None:
     with sampling("free") as http:
         assert http.post(PATH, json={**ASK, "stream": stream}).status_code == 200
@@ -57,8 +42,8 @@ def test_the_engine_is_asked_for_free_samples(
     assert turn.request["top_p"] == 0.9
 
 
-def test_unless_it_is_told_the_proxy_samples_as_asked(
-    sampling: Serve, engine: MockEngine, turns: Callable[..., list[Turn]]
+def test_by_default_the_proxy_samples_as_asked(
+    sampling: Callable[[str], Any], engine: MockEngine, turns: Callable[..., list[Turn]]
 ) -> None:
     with sampling("as_asked") as http:
         assert http.post(PATH, json=ASK).status_code == 200
@@ -77,7 +62,7 @@ def test_unless_it_is_told_the_proxy_samples_as_asked(
     ],
 )
 def test_samples_of_plug_ins_and_beams_are_not_the_policys(
-    sampling: Serve, turns: Callable[..., list[Turn]], replaced: dict[str, Any]
+    sampling: Callable[[str], Any], turns: Callable[..., list[Turn]], replaced: dict[str, Any]
 ) -> None:
     with sampling("as_asked") as http:
         body = {"model": MODEL, "messages": ASK["messages"], **replaced}

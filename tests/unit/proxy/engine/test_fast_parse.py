@@ -22,7 +22,7 @@ from tracegrad.proxy.http import sse
 from tracegrad.proxy.http.errors import ApiError
 
 VERSION = 4
-# Everything that is looked for, as text that an agent may be told.
+# Everything that is looked for, as text that an agent may read.
 TRAP = 'x "token_ids":[1],"routed_experts":"A" "logprobs":{"content":[ "top_logprobs":[]}]} '
 TRAP += '"prompt_token_ids":[9] \\"'
 
@@ -101,11 +101,11 @@ def test_both_ways_read_the_same(
         light = read(raw, seen)
         assert light.completions == parsed.completions
         assert orjson.loads(OpenAIChatDialect().answer(seen, light.body)) == parsed.body
-    for reply, told in zip(answer.completions, replies, strict=True):
+    for reply, reported in zip(answer.completions, replies, strict=True):
         assert reply.prompt_token_ids == token_id_array(prompt)
-        assert reply.token_ids.tolist() == [token for token, _ in told]
-        assert reply.logprobs.tolist() == [value for _, value in told]
-        tokens = len(prompt) + len(told) - 1
+        assert reply.token_ids.tolist() == [token for token, _ in reported]
+        assert reply.logprobs.tolist() == [value for _, value in reported]
+        tokens = len(prompt) + len(reported) - 1
         assert (reply.routed_experts or b"").endswith(bytes(range(tokens)))
         assert bool(reply.routed_experts) == (tokens > 0)
     assert TRAP in answer.body["choices"][0]["message"]["content"]

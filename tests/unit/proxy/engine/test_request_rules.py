@@ -1,20 +1,19 @@
-"""Which fields of a request reach the engine, and which media it may be told to fetch."""
+"""Which fields of a request reach the engine, and which media it may have to fetch."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
 
 from support.engines.mock_engine import MODEL, MockEngine
-from support.proxy.servers import HeldWriter, serving
+from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
 from tracegrad.chat.call import Call
 from tracegrad.events import Turn
-from tracegrad.proxy import create_app
-from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.engine.request_rules import ALLOWED_FIELDS, REFUSED_FIELDS, RequestRules
 from tracegrad.proxy.http.errors import BadRequest
 from tracegrad.store import Store
@@ -25,24 +24,11 @@ CHAT = {"model": MODEL, "messages": HELLO}
 PNG = "data:image/png;base64,QQ=="
 WEB = "https://pictures.example/a.png"
 
-Serve = Callable[..., httpx.Client]
-
 
 @pytest.fixture
-def serve(engine_url: str, store: Store, writer: HeldWriter) -> Iterator[Serve]:
-    closing: list[Any] = []
-
-    def start(**given: Any) -> httpx.Client:
-        settings = ProxySettings(upstream=engine_url, **given)
-        context = serving(create_app(settings, store=store, writer=writer))
-        client = httpx.Client(base_url=context.__enter__(), timeout=20)
-        closing.append((client, context))
-        return client
-
-    yield start
-    for client, context in closing:
-        client.close()
-        context.__exit__(None, None, None)
+def serve(serve_proxy: ServeProxy) -> Iterator[Callable[..., httpx.Client]]:
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(serve_proxy(**settings))
 
 
 def rules(*domains: str, pass_unknown: bool = False) -> RequestRules:
@@ -142,7 +128,10 @@ def test_prompts_and_choices_multiply() -> None:
 
 
 def test_a_field_of_a_newer_api_is_left_out_and_counted(
-    serve: Serve, engine: MockEngine, store: Store, caplog: pytest.LogCaptureFixture
+    serve: Callable[..., httpx.Client],
+    engine: MockEngine,
+    store: Store,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The agent goes on, the engine never sees it, and the record has what was sent."""
     http = serve()
@@ -152,7 +141,9 @@ def test_a_field_of_a_newer_api_is_left_out_and_counted(
                 "/rollouts/r1/v1/chat/completions", json={**CHAT, "brand_new": [1], "user": "u"}
             )
             assert answer.status_code == 200
-    assert all("brand_new" not in told and told["user"] == "u" for told in engine.requests)
+    assert all(
+        "brand_new" not in reported and reported["user"] == "u" for reported in engine.requests
+    )
     turns: list[Turn] = store.rollout_turns("r1")
     assert all((turn.request or {})["brand_new"] == [1] for turn in turns)
     said = [record.getMessage() for record in caplog.records if "brand_new" in record.getMessage()]
@@ -168,7 +159,7 @@ def test_names_that_a_client_makes_up_are_counted_within_bounds() -> None:
     assert max(map(len, held.dropped_fields)) <= 64
 
 
-def test_an_agents_key_is_no_admins(serve: Serve, engine: MockEngine) -> None:
+def test_an_agents_key_is_no_admins(serve: Callable[..., httpx.Client], engine: MockEngine) -> None:
     http = serve(admin_key=ADMIN)
     admin = {"authorization": f"Bearer {ADMIN}"}
     key = http.post("/api/rollouts/r1/keys", headers=admin).json()["key"]
@@ -177,7 +168,7 @@ def test_an_agents_key_is_no_admins(serve: Serve, engine: MockEngine) -> None:
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "vllm_xargs"
     assert http.post("/v1/chat/completions", json=body, headers=admin).status_code == 200
-    assert [told["vllm_xargs"] for told in engine.requests] == [{"a": 1}]
+    assert [reported["vllm_xargs"] for reported in engine.requests] == [{"a": 1}]
 
 
 OF_EVERY_DIALECT = {
@@ -193,11 +184,11 @@ OF_EVERY_DIALECT = {
 
 
 @pytest.mark.parametrize("path", OF_EVERY_DIALECT)
-def test_every_dialect_is_held_to_it(http: httpx.Client, engine: MockEngine, path: str) -> None:
-    answer = http.post(path, json=OF_EVERY_DIALECT[path])
+def test_every_dialect_is_held_to_it(rig: ProxyWithEngine, path: str) -> None:
+    answer = rig.http.post(path, json=OF_EVERY_DIALECT[path])
     assert answer.status_code == 400
     assert "vllm_xargs" in answer.text
-    assert engine.requests == []
+    assert rig.engine.requests == []
 
 
 # Media
@@ -228,22 +219,22 @@ LINKS: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("path", LINKS)
-def test_nothing_is_fetched_for_a_client_by_default(
-    http: httpx.Client, engine: MockEngine, path: str
-) -> None:
+def test_nothing_is_fetched_for_a_client_by_default(rig: ProxyWithEngine, path: str) -> None:
     for url in (WEB, "http://169.254.169.254/latest/meta-data", "http://127.0.0.1:8000/pause"):
-        answer = http.post(path, json={"model": MODEL} | LINKS[path](url))
+        answer = rig.http.post(path, json={"model": MODEL} | LINKS[path](url))
         assert answer.status_code == 400, answer.text
         assert "allowed_media_domains" in answer.text
-    assert engine.requests == []
+    assert rig.engine.requests == []
 
 
 @pytest.mark.parametrize("path", [path for path in LINKS if "count" not in path])
-def test_a_named_domain_is_passed_on(serve: Serve, engine: MockEngine, path: str) -> None:
+def test_a_named_domain_is_passed_on(
+    serve: Callable[..., httpx.Client], engine: MockEngine, path: str
+) -> None:
     http = serve(allowed_media_domains=["Pictures.Example."])
     http.post(path, json={"model": MODEL} | LINKS[path](WEB))
-    [told] = engine.requests
-    assert told["messages"][0]["content"][0]["image_url"]["url"] == WEB
+    [reported] = engine.requests
+    assert reported["messages"][0]["content"][0]["image_url"]["url"] == WEB
 
 
 EMBEDDED: list[tuple[dict[str, Any], str]] = [
@@ -257,12 +248,12 @@ EMBEDDED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("body", "named"), EMBEDDED, ids=str)
 def test_embeddings_are_held_to_the_same(
-    http: httpx.Client, engine: MockEngine, body: dict[str, Any], named: str
+    rig: ProxyWithEngine, body: dict[str, Any], named: str
 ) -> None:
-    answer = http.post("/v1/embeddings", json={"model": MODEL} | body)
+    answer = rig.http.post("/v1/embeddings", json={"model": MODEL} | body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"].startswith(named)
-    assert engine.requests == []
+    assert rig.engine.requests == []
 
 
 def test_embeddings_of_texts_go_on_as_they_came() -> None:

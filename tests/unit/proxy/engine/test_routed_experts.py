@@ -17,17 +17,15 @@ from numpy.typing import NDArray
 
 from support.engines.byte_tokenizer import save_byte_tokenizer
 from support.engines.mock_engine import MODEL, Answer, MockEngine, render
-from support.proxy.servers import CONTROL, CONTROL_KEY, HeldWriter, serving
+from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
+from support.proxy.servers import CONTROL, CONTROL_KEY
 from support.trainer.routing_files import routing_file
 from tracegrad.events import Turn, token_id_array
-from tracegrad.proxy import create_app
-from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
 from tracegrad.proxy.engine import routed_experts
 from tracegrad.proxy.engine.completion import SampledCompletion
 from tracegrad.proxy.engine.stream import EngineStream
 from tracegrad.proxy.http import sse
-from tracegrad.store import Store
 
 Turns = Callable[..., list[Turn]]
 
@@ -59,20 +57,10 @@ def engine(engine: MockEngine) -> MockEngine:
 
 
 @pytest.fixture
-def exact(
-    engine: MockEngine, engine_url: str, store: Store, writer: HeldWriter, tmp_path: Path
-) -> Iterator[httpx.Client]:
+def exact(serve_proxy: ServeProxy, tmp_path: Path) -> Iterator[httpx.Client]:
     """A proxy that has the model's tokenizer, and knows that the engine tells its experts."""
-    settings = ProxySettings(
-        upstream=engine_url,
-        tokenizer=save_byte_tokenizer(tmp_path),
-        routed_experts=True,
-        control_key=CONTROL_KEY,  # type: ignore[arg-type]
-    )
-    with (
-        serving(create_app(settings, store=store, writer=writer)) as url,
-        httpx.Client(base_url=url, timeout=20) as client,
-    ):
+    tokenizer = save_byte_tokenizer(tmp_path)
+    with serve_proxy(tokenizer=tokenizer, routed_experts=True, control_key=CONTROL_KEY) as client:
         yield client
 
 
@@ -93,12 +81,12 @@ def ask(http: httpx.Client, messages: Sequence[Any], **more: Any) -> Any:
 
 @pytest.mark.parametrize("shown", [{}, {"return_token_ids": True, "logprobs": True}])
 def test_the_file_is_recorded_as_it_came_and_no_client_sees_it(
-    http: httpx.Client, turns: Turns, shown: dict[str, bool]
+    rig: ProxyWithEngine, shown: dict[str, bool]
 ) -> None:
-    choice = ask(http, HELLO, **shown)["choices"][0]
+    choice = ask(rig.http, HELLO, **shown)["choices"][0]
     assert choice["routed_experts"] is None, "as an engine answers that tells none"
     assert ("token_ids" in choice) == bool(shown)
-    [turn] = turns()
+    [turn] = rig.turns()
     assert turn.routed_experts == routing_file(by_token(read_by(turn)))
     assert turn.untrainable is None
     assert "routed" not in str(turn.response)
@@ -130,32 +118,30 @@ def test_a_fork_has_them_all(engine: MockEngine, exact: httpx.Client, turns: Tur
     assert (of(turns()[1]) == by_token(read_by(turns()[1]))).all()
 
 
-def test_each_choice_has_its_own(engine: MockEngine, http: httpx.Client, turns: Turns) -> None:
-    engine.replies += [Answer("one"), Answer("other")]
-    ask(http, HELLO, n=2)
-    files = [turn.routed_experts for turn in turns()]
+def test_each_choice_has_its_own(rig: ProxyWithEngine) -> None:
+    rig.engine.replies += [Answer("one"), Answer("other")]
+    ask(rig.http, HELLO, n=2)
+    files = [turn.routed_experts for turn in rig.turns()]
     assert files == [routing_file(by_token([*render(HELLO), *b"one"])),
                      routing_file(by_token([*render(HELLO), *b"other"]))]  # fmt: skip
 
 
-def test_each_prompt_of_a_text_completion_has_its_own(
-    engine: MockEngine, http: httpx.Client, turns: Turns
-) -> None:
-    engine.replies += [Answer("one"), Answer("other")]
+def test_each_prompt_of_a_text_completion_has_its_own(rig: ProxyWithEngine) -> None:
+    rig.engine.replies += [Answer("one"), Answer("other")]
     body = {"model": MODEL, "prompt": ["a", "bc"], START: 1, "return_token_ids": True}
-    answer = http.post("/rollouts/r1/v1/completions", json=body).json()
+    answer = rig.http.post("/rollouts/r1/v1/completions", json=body).json()
     assert [choice["routed_experts"] for choice in answer["choices"]] == [None, None]
-    assert START not in engine.requests[0]
-    assert [of(turn).tolist() for turn in turns()] == [
+    assert START not in rig.engine.requests[0]
+    assert [of(turn).tolist() for turn in rig.turns()] == [
         by_token(list(text)).tolist() for text in (b"aone", b"bcother")
     ]
 
 
-def test_another_dialect_has_them_too(http: httpx.Client, turns: Turns) -> None:
+def test_another_dialect_has_them_too(rig: ProxyWithEngine) -> None:
     body = {"model": MODEL, "max_tokens": 9, "messages": HELLO}
-    answer = http.post("/rollouts/r1/v1/messages", json=body)
+    answer = rig.http.post("/rollouts/r1/v1/messages", json=body)
     assert "routed" not in answer.text
-    assert (of(turns()[0]) == by_token(read_by(turns()[0]))).all()
+    assert (of(rig.turns()[0]) == by_token(read_by(rig.turns()[0]))).all()
 
 
 def test_while_weights_are_pushed_whole_answers_stay_whole(
@@ -170,7 +156,7 @@ def test_while_weights_are_pushed_whole_answers_stay_whole(
 
 
 @pytest.mark.usefixtures("said")
-def test_streams_have_none_and_that_is_said(
+def test_streams_have_none_and_that_is_logged(
     engine: MockEngine, exact: httpx.Client, turns: Turns, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = ask(exact, HELLO)["choices"][0]["message"]
@@ -187,7 +173,7 @@ def test_streams_have_none_and_that_is_said(
 
 @pytest.mark.usefixtures("said")
 @pytest.mark.parametrize(
-    "told",
+    "reported",
     [
         "no base64!",
         base64.b64encode(b"no file").decode(),
@@ -198,19 +184,17 @@ def test_streams_have_none_and_that_is_said(
         7,
     ],
 )
-def test_what_cannot_be_read_is_dropped_and_said_once(
-    engine: MockEngine,
-    http: httpx.Client,
-    turns: Turns,
+def test_what_cannot_be_read_is_dropped_and_logged_once(
+    rig: ProxyWithEngine,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    told: object,
+    reported: object,
 ) -> None:
-    monkeypatch.setattr(engine, "_routed", lambda *_: told)
+    monkeypatch.setattr(rig.engine, "_routed", lambda *_: reported)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert ask(http, HELLO)["choices"][0]["routed_experts"] is None
-    for turn in turns():
+            assert ask(rig.http, HELLO)["choices"][0]["routed_experts"] is None
+    for turn in rig.turns():
         assert (turn.routed_experts, turn.untrainable) == (None, None)
         assert turn.completion_token_ids.tolist() == Answer().token_ids
     assert len([r for r in caplog.records if "routed_experts" in r.message]) == 1
@@ -229,36 +213,30 @@ def test_a_stream_that_ends_with_them_does_not_show_them() -> None:
 def test_tokens_that_are_dropped_take_them_along(caplog: pytest.LogCaptureFixture) -> None:
     reply = SampledCompletion(prompt_token_ids=token_id_array(range(9)))
     reply.add([5], [-9999.0], 0)
-    told = orjson.dumps(base64.b64encode(routing_file(by_token(range(3)))).decode())
-    routed_experts.set_routed_experts(reply, told)
+    reported = orjson.dumps(base64.b64encode(routing_file(by_token(range(3)))).decode())
+    routed_experts.set_routed_experts(reply, reported)
     assert (reply.discard_reason, reply.routed_experts) == ("no_logprobs", None)
     routed_experts.set_routed_experts(
-        whole := SampledCompletion(prompt_token_ids=token_id_array(range(9))), told
+        whole := SampledCompletion(prompt_token_ids=token_id_array(range(9))), reported
     )
     assert whole.routed_experts is None, "nothing was sampled"
     assert caplog.records == []
 
 
 def test_a_server_that_knows_nothing_of_tokens_is_not_asked(
-    engine: MockEngine, engine_url: str, store: Store, writer: HeldWriter, turns: Turns
+    engine: MockEngine, serve_proxy: ServeProxy, turns: Turns
 ) -> None:
     engine.tell_ids = False
-    settings = ProxySettings(upstream=engine_url, upstream_kind="openai", routed_experts=True)
-    with (
-        serving(create_app(settings, store=store, writer=writer)) as url,
-        httpx.Client(base_url=url) as client,
-    ):
+    with serve_proxy(upstream_kind="openai", routed_experts=True) as client:
         assert ask(client, HELLO, **{START: 3})["choices"][0]["routed_experts"] is None
     assert START not in engine.requests[0]
     assert turns()[0].routed_experts is None
     assert orjson.dumps(turns()[0].request).count(START.encode()) == 1, "kept as it was sent"
 
 
-def test_a_call_that_is_repeated_gets_its_answer_without_them(
-    engine: MockEngine, http: httpx.Client, turns: Turns
-) -> None:
-    ask(http, HELLO)
+def test_a_call_that_is_repeated_gets_its_answer_without_them(rig: ProxyWithEngine) -> None:
+    ask(rig.http, HELLO)
     body = {"model": MODEL, "messages": HELLO}
-    again = http.post(PATH, json=body, headers={"x-stainless-retry-count": "1"})
-    assert (again.status_code, len(engine.requests), len(turns())) == (200, 1, 1)
+    again = rig.http.post(PATH, json=body, headers={"x-stainless-retry-count": "1"})
+    assert (again.status_code, len(rig.engine.requests), len(rig.turns())) == (200, 1, 1)
     assert "routed" not in again.text

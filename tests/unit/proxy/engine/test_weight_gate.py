@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
-import openai
 import pytest
 
-from support.engines.mock_engine import MODEL, Answer, MockEngine, logprobs_of, render
-from support.proxy.servers import CONTROL, CONTROL_KEY, HeldWriter, eventually, serving
-from tracegrad.events import Turn
-from tracegrad.proxy import create_app
-from tracegrad.proxy.config import ProxySettings
+from support.engines.mock_engine import MODEL, Answer, logprobs_of, render
+from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
+from support.proxy.servers import CONTROL, CONTROL_KEY, eventually
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.store import PolicyVersion, Store
-
-Turns = Callable[..., list[Turn]]
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -40,61 +35,52 @@ def state(http: httpx.Client) -> dict[str, int]:
     return http.get("/api/push").json()
 
 
-def test_a_stream_across_two_marks_has_exact_spans(
-    engine: MockEngine,
-    client: openai.OpenAI,
-    http: httpx.Client,
-    turns: Turns,
-) -> None:
-    engine.replies.append(Answer("0123456789" * 3))  # 31 tokens with the end, by fours
-    gates = [engine.wait_before(3), engine.wait_before(5)]
-    stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+def test_a_stream_across_two_marks_has_exact_spans(rig: ProxyWithEngine) -> None:
+    rig.engine.replies.append(Answer("0123456789" * 3))  # 31 tokens with the end, by fours
+    gates = [rig.engine.wait_before(3), rig.engine.wait_before(5)]
+    stream = rig.client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
     for _ in range(1 + 3):
         next(stream)
-    assert push(http, "hold", ttl_s=60, drain_s=5) == {"in_flight": 1}
-    push(http, "version", version=7)
+    assert push(rig.http, "hold", ttl_s=60, drain_s=5) == {"in_flight": 1}
+    push(rig.http, "version", version=7)
     gates[0].set()
     for _ in range(2):
         next(stream)
-    push(http, "version", version=8)
+    push(rig.http, "version", version=8)
     gates[1].set()
-    push(http, "release")
+    push(rig.http, "release")
     rest = list(stream)
     assert rest[-1].choices[0].finish_reason == "stop"
-    [turn] = turns()
+    [turn] = rig.turns()
     assert turn.policy_versions == ((0, 12), (7, 8), (8, 11))
     assert turn.untrainable is None
-    assert state(http) == {"version": 8, "held": False, "in_flight": 0, "waiting": 0}
+    assert state(rig.http) == {"version": 8, "held": False, "in_flight": 0, "waiting": 0}
 
 
 def test_a_whole_answer_across_a_mark_has_exact_spans_too(
-    engine: MockEngine,
-    client: openai.OpenAI,
-    http: httpx.Client,
-    turns: Turns,
-    pool: ThreadPoolExecutor,
+    rig: ProxyWithEngine, pool: ThreadPoolExecutor
 ) -> None:
     """Where weights are pushed the engine streams to the proxy what the client gets whole."""
-    push(http, "hold", ttl_s=60)
-    push(http, "release")
+    push(rig.http, "hold", ttl_s=60)
+    push(rig.http, "release")
     say = Answer("0123456789", [("look", '{"at": "it"}')], "Why not?")
-    engine.replies.append(say)
-    gate = engine.wait_before(3)
+    rig.engine.replies.append(say)
+    gate = rig.engine.wait_before(3)
     answer = pool.submit(
-        client.chat.completions.create,
+        rig.client.chat.completions.create,
         model=MODEL,
         messages=HELLO,
         logprobs=True,
         extra_body={"return_token_ids": True},
     )
-    eventually(lambda: engine.requests)
-    assert engine.requests[0]["stream"] is True
-    assert push(http, "hold", drain_s=5) == {"in_flight": 1}
-    push(http, "version", version=7)
+    eventually(lambda: rig.engine.requests)
+    assert rig.engine.requests[0]["stream"] is True
+    assert push(rig.http, "hold", drain_s=5) == {"in_flight": 1}
+    push(rig.http, "version", version=7)
     gate.set()
-    push(http, "release")
+    push(rig.http, "release")
 
-    [turn] = turns() if answer.result() else []
+    [turn] = rig.turns() if answer.result() else []
     tokens = len(say.token_ids)
     assert turn.policy_versions == ((0, 12), (7, tokens - 12))
     assert turn.untrainable is None
@@ -111,22 +97,18 @@ def test_a_whole_answer_across_a_mark_has_exact_spans_too(
 
 
 def test_a_whole_answer_across_the_first_mark_of_all_has_no_known_version(
-    engine: MockEngine,
-    client: openai.OpenAI,
-    http: httpx.Client,
-    turns: Turns,
-    pool: ThreadPoolExecutor,
+    rig: ProxyWithEngine, pool: ThreadPoolExecutor
 ) -> None:
-    go = engine.wait_before(0)
-    answer = pool.submit(client.chat.completions.create, model=MODEL, messages=HELLO)
-    eventually(lambda: engine.requests)
-    assert push(http, "hold", ttl_s=60, drain_s=0.05) == {"in_flight": 1}
-    push(http, "version", version=1)
-    push(http, "release")
+    go = rig.engine.wait_before(0)
+    answer = pool.submit(rig.client.chat.completions.create, model=MODEL, messages=HELLO)
+    eventually(lambda: rig.engine.requests)
+    assert push(rig.http, "hold", ttl_s=60, drain_s=0.05) == {"in_flight": 1}
+    push(rig.http, "version", version=1)
+    push(rig.http, "release")
     go.set()
     assert answer.result().choices[0].finish_reason == "stop"
-    client.chat.completions.create(model=MODEL, messages=HELLO)
-    across, after = turns()
+    rig.client.chat.completions.create(model=MODEL, messages=HELLO)
+    across, after = rig.turns()
     assert across.untrainable == "version_unknown"
     assert across.policy_versions == ((0, len(Answer().token_ids)),)
     assert after.untrainable is None
@@ -134,74 +116,65 @@ def test_a_whole_answer_across_the_first_mark_of_all_has_no_known_version(
 
 
 def test_a_hold_waits_for_whole_answers_and_only_so_long(
-    engine: MockEngine, client: openai.OpenAI, http: httpx.Client, pool: ThreadPoolExecutor
+    rig: ProxyWithEngine, pool: ThreadPoolExecutor
 ) -> None:
-    go = engine.wait_before(0)
-    answer = pool.submit(client.chat.completions.create, model=MODEL, messages=HELLO)
-    eventually(lambda: engine.requests)
-    held = pool.submit(push, http, "hold", ttl_s=60, drain_s=20)
+    go = rig.engine.wait_before(0)
+    answer = pool.submit(rig.client.chat.completions.create, model=MODEL, messages=HELLO)
+    eventually(lambda: rig.engine.requests)
+    held = pool.submit(push, rig.http, "hold", ttl_s=60, drain_s=20)
     with pytest.raises(TimeoutError):
         held.result(timeout=0.1)
     go.set()
     assert held.result(timeout=5) == {"in_flight": 0}
     answer.result()
-    push(http, "release")
+    push(rig.http, "release")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_held_calls_wait_and_then_get_the_new_version(
-    engine: MockEngine,
-    client: openai.OpenAI,
-    http: httpx.Client,
-    turns: Turns,
-    pool: ThreadPoolExecutor,
-    stream: bool,
+    rig: ProxyWithEngine, pool: ThreadPoolExecutor, stream: bool
 ) -> None:
     def ask(text: str) -> str:
         messages = [{"role": "user", "content": text}]
-        answer = client.chat.completions.create(model=MODEL, messages=messages, stream=stream)
+        answer = rig.client.chat.completions.create(model=MODEL, messages=messages, stream=stream)
         if stream:
             return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
         return answer.choices[0].message.content
 
-    push(http, "hold", ttl_s=60, drain_s=1)
+    push(rig.http, "hold", ttl_s=60, drain_s=1)
     answers: list[Future[str]] = []
     for number in range(4):
         answers.append(pool.submit(ask, f"call {number}"))
-        eventually(lambda: state(http)["waiting"] == len(answers))
-    assert engine.requests == []
-    assert state(http)["held"]
-    push(http, "version", version=3)
-    push(http, "release")
+        eventually(lambda: state(rig.http)["waiting"] == len(answers))
+    assert rig.engine.requests == []
+    assert state(rig.http)["held"]
+    push(rig.http, "version", version=3)
+    push(rig.http, "release")
     assert [answer.result(5) for answer in answers] == ["ok"] * 4
-    order = [request["messages"][0]["content"] for request in engine.requests]
+    order = [request["messages"][0]["content"] for request in rig.engine.requests]
     assert sorted(order) == [f"call {number}" for number in range(4)]
-    assert {turn.policy_versions for turn in turns()} == {((3, 3),)}
+    assert {turn.policy_versions for turn in rig.turns()} == {((3, 3),)}
 
 
-def test_a_client_that_leaves_while_held_is_forgotten(
-    engine: MockEngine, http: httpx.Client, proxy: str, store: Store
-) -> None:
-    push(http, "hold", ttl_s=60, drain_s=1)
+def test_a_client_that_leaves_while_held_is_forgotten(rig: ProxyWithEngine) -> None:
+    push(rig.http, "hold", ttl_s=60, drain_s=1)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{proxy}/v1/chat/completions", json={"messages": HELLO}, timeout=0.2)
-    eventually(lambda: state(http)["waiting"] == 0)
-    push(http, "release")
-    assert engine.requests == []
-    assert store.rollouts() == []
+        httpx.post(f"{rig.url}/v1/chat/completions", json={"messages": HELLO}, timeout=0.2)
+    eventually(lambda: state(rig.http)["waiting"] == 0)
+    push(rig.http, "release")
+    assert rig.engine.requests == []
+    assert rig.store.rollouts() == []
 
 
-def test_the_version_at_start_is_the_stores(
-    engine_url: str, store: Store, writer: HeldWriter
-) -> None:
+def test_the_version_at_start_is_the_stores(store: Store, serve_proxy: ServeProxy) -> None:
     for version, label in ((4, "serving"), (5, "failed")):
         store.record_version(
             PolicyVersion(version=version, step=version, state=label, created_at=1.0, detail={})
         )
-    with serving(create_app(ProxySettings(upstream=engine_url), store=store, writer=writer)) as url:
-        assert httpx.get(f"{url}/api/push").json()["version"] == 4
-        told = httpx.get(f"{url}/healthz").json()
-        assert (told["status"], told["version"]) == ("ok", 4)
+    with serve_proxy() as http:
+        assert http.get("/api/push").json()["version"] == 4
+        health = http.get("/healthz").json()
+        assert (health["status"], health["version"]) == ("ok", 4)
 
 
 @pytest.mark.parametrize(
@@ -215,9 +188,9 @@ def test_the_version_at_start_is_the_stores(
     ],
 )
 def test_wrong_bodies_name_the_field(
-    http: httpx.Client, what: str, body: dict[str, object], field: str
+    rig: ProxyWithEngine, what: str, body: dict[str, object], field: str
 ) -> None:
-    answer = http.post(f"/api/push/{what}", json=body, headers=CONTROL)
+    answer = rig.http.post(f"/api/push/{what}", json=body, headers=CONTROL)
     assert answer.status_code == 422
     assert answer.json()["error"]["param"] == field
 
@@ -332,15 +305,8 @@ async def test_a_gate_that_begins_held_opens_with_the_first_release() -> None:
     assert await early == 4, "the weights that it meets are the pushed ones"
 
 
-def test_the_proxy_begins_held_when_it_is_told_to(
-    engine_url: str, store: Store, writer: HeldWriter
-) -> None:
-    key = {"control_key": CONTROL_KEY}
-    settings = ProxySettings(upstream=engine_url, held=True, **key)  # type: ignore[arg-type]
-    with (
-        serving(create_app(settings, store=store, writer=writer)) as url,
-        httpx.Client(base_url=url) as http,
-    ):
+def test_the_proxy_begins_held_where_its_settings_say_so(serve_proxy: ServeProxy) -> None:
+    with serve_proxy(held=True, control_key=CONTROL_KEY) as http:
         assert state(http)["held"]
         push(http, "release")
         assert not state(http)["held"]

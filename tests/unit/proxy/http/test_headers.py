@@ -50,7 +50,7 @@ def test_a_key_that_no_header_can_hold_is_a_400(url: str, engine: MockEngine, ke
             assert "API key" in answer.text
         else:
             assert answer.status_code < 500, path
-    assert all("x-evil" not in told for told in engine.headers)
+    assert all("x-evil" not in reported for reported in engine.headers)
 
 
 HEADERS = ["authorization", "x-api-key", "x-goog-api-key", "x-tracegrad-key", "content-type"]

@@ -1,4 +1,4 @@
-"""Memory for request bodies: how much one needs is told before it is parsed, and who gets it."""
+"""Memory for request bodies: how much one needs is known before it is parsed, and who gets it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from tracegrad.proxy.http import json_size
 from tracegrad.proxy.http.errors import BadRequest, Unavailable
 from tracegrad.proxy.http.json_size import count_punctuation, count_punctuation_outside_strings
 from tracegrad.proxy.http.request_body import (
+    LARGE_BODY_BYTES,
     BodyReader,
     MemoryBudget,
     RequestSizeLimits,
+    WorkerThreads,
     parsed_size,
 )
-from tracegrad.proxy.http.worker_threads import LARGE_BODY_BYTES, WorkerThreads
 from tracegrad.proxy.otel.otlp import JSON, PROTOBUF, export_memory
 from tracegrad.proxy.otel.otlp_size import fields_in
 
@@ -94,7 +95,7 @@ HEAVY = [
 
 
 @pytest.mark.parametrize("item", HEAVY, ids=lambda item: item.decode())
-def test_no_text_takes_more_memory_than_is_said(item: bytes) -> None:
+def test_no_text_takes_more_memory_than_is_counted(item: bytes) -> None:
     raw = b"[" + b",".join([item] * 20_000) + b"]"
     tracemalloc.start()
     kept = orjson.loads(raw)

@@ -1,4 +1,4 @@
-"""What a request's head may be, and how many connections there are: told with raw sockets."""
+"""What a request's head may be, and how many connections there are: tested with raw sockets."""
 
 from __future__ import annotations
 

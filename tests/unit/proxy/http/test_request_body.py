@@ -1,4 +1,4 @@
-"""How long a request's body may take, and how much of it is read: told with raw sockets."""
+"""How long a request's body may take, and how much of it is read: tested with raw sockets."""
 
 from __future__ import annotations
 

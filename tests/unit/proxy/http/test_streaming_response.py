@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from support.engines.mock_engine import MODEL, Answer, MockEngine
-from support.proxy.servers import CONTROL, CONTROL_KEY, HeldWriter, serving
+from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
+from support.proxy.servers import CONTROL, CONTROL_KEY
 from tracegrad.events import Turn
-from tracegrad.proxy import app, create_app
-from tracegrad.proxy.config import ProxySettings
+from tracegrad.proxy import app
 from tracegrad.proxy.http.streaming_response import StreamedResponse
 from tracegrad.store import Store
 
@@ -25,14 +25,11 @@ CHAT = "/rollouts/r1/v1/chat/completions"
 
 
 @pytest.fixture
-def impatient(
-    engine_url: str, store: Store, writer: HeldWriter, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
+def impatient(serve_proxy: ServeProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A proxy that says something after 50 ms of silence."""
     monkeypatch.setattr(app, "KEEPALIVE_S", 0.05)
-    settings = ProxySettings(upstream=engine_url, control_key=CONTROL_KEY)  # type: ignore[arg-type]
-    with serving(create_app(settings, store=store, writer=writer)) as url:
-        yield url
+    with serve_proxy(control_key=CONTROL_KEY) as client:
+        yield str(client.base_url).rstrip("/")
 
 
 def test_a_silent_engine_is_covered_by_comments(
@@ -66,7 +63,7 @@ def test_clients_do_not_see_what_keeps_them_alive(
     assert len(turns()) == 1
 
 
-def test_a_refusal_after_the_first_comment_is_told_in_the_stream(
+def test_a_refusal_after_the_first_comment_is_sent_in_the_stream(
     engine: MockEngine, impatient: str, store: Store
 ) -> None:
     push = partial(httpx.post, headers=CONTROL, timeout=20)
@@ -81,14 +78,12 @@ def test_a_refusal_after_the_first_comment_is_told_in_the_stream(
     assert store.rollouts() == []
 
 
-def test_a_quick_refusal_keeps_its_status_and_says_when_to_come_back(
-    engine: MockEngine, http: httpx.Client
-) -> None:
-    engine.failure = (429, {"error": {"message": "too many", "type": "x", "code": 429}}, {})
-    answer = http.post(CHAT, json={"messages": HELLO, "stream": True})
+def test_a_quick_refusal_keeps_its_status_and_says_when_to_come_back(rig: ProxyWithEngine) -> None:
+    rig.engine.failure = (429, {"error": {"message": "too many", "type": "x", "code": 429}}, {})
+    answer = rig.http.post(CHAT, json={"messages": HELLO, "stream": True})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-    engine.failure = (503, {"error": {"message": "busy"}}, {"retry-after": "7"})
-    answer = http.post(CHAT, json={"messages": HELLO})
+    rig.engine.failure = (503, {"error": {"message": "busy"}}, {"retry-after": "7"})
+    answer = rig.http.post(CHAT, json={"messages": HELLO})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
 
 

@@ -8,7 +8,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from google.protobuf.json_format import ParseDict
 from hypothesis import given
@@ -19,23 +18,23 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from support.proxy.otlp_json import TRACE, Json, export, span, span_id
+from support.proxy.proxy_with_engine import ProxyWithEngine
 from tracegrad.protocol import ROLLOUT_ATTRIBUTE
 from tracegrad.proxy.http.errors import BadRequest
 from tracegrad.proxy.otel.otlp import JSON, PROTOBUF, read_export
-from tracegrad.store import Store
 
 RECORDED = Path(__file__).resolve().parents[3] / "support" / "recorded_spans"
 LIMIT = 1 << 20
 
 
-def as_json(told: Json) -> bytes:
-    return json.dumps(told).encode()
+def as_json(reported: Json) -> bytes:
+    return json.dumps(reported).encode()
 
 
-def as_protobuf(told: Json) -> bytes:
+def as_protobuf(reported: Json) -> bytes:
     """By protobuf's own reader of JSON, with ids as it wants them."""
-    request = ParseDict(_without_ids(told), ExportTraceServiceRequest())
-    for resource, theirs in zip(request.resource_spans, told["resourceSpans"], strict=True):
+    request = ParseDict(_without_ids(reported), ExportTraceServiceRequest())
+    for resource, theirs in zip(request.resource_spans, reported["resourceSpans"], strict=True):
         for scope, spans in zip(resource.scope_spans, theirs["scopeSpans"], strict=True):
             for made, each in zip(scope.spans, spans["spans"], strict=True):
                 made.trace_id = bytes.fromhex(each["traceId"])
@@ -45,26 +44,26 @@ def as_protobuf(told: Json) -> bytes:
     return encoded
 
 
-def _without_ids(told: Any) -> Any:
-    if isinstance(told, list):
-        return [_without_ids(each) for each in told]
-    if isinstance(told, dict):
+def _without_ids(reported: Any) -> Any:
+    if isinstance(reported, list):
+        return [_without_ids(each) for each in reported]
+    if isinstance(reported, dict):
         ids = ("traceId", "spanId", "parentSpanId")
-        return {name: _without_ids(each) for name, each in told.items() if name not in ids}
-    return told
+        return {name: _without_ids(each) for name, each in reported.items() if name not in ids}
+    return reported
 
 
 @pytest.mark.parametrize("recorded", sorted(RECORDED.glob("*.json")), ids=lambda path: path.stem)
 def test_json_and_protobuf_are_read_alike(recorded: Path) -> None:
-    told = json.loads(recorded.read_text())
-    by_json = read_export(as_json(told), JSON, LIMIT)
-    by_protobuf = read_export(as_protobuf(told), PROTOBUF, LIMIT)
+    reported = json.loads(recorded.read_text())
+    by_json = read_export(as_json(reported), JSON, LIMIT)
+    by_protobuf = read_export(as_protobuf(reported), PROTOBUF, LIMIT)
     assert len(by_json.spans) == 4
     assert by_json == by_protobuf
 
 
-def test_every_kind_of_value_is_kept(http: httpx.Client, store: Store) -> None:
-    told: list[Json] = [
+def test_every_kind_of_value_is_kept(rig: ProxyWithEngine) -> None:
+    reported: list[Json] = [
         {"key": "tracegrad.rollout", "value": {"stringValue": "r1"}},
         {"key": "big", "value": {"intValue": "9007199254740993"}},
         {"key": "int", "value": {"intValue": 7}},
@@ -77,16 +76,16 @@ def test_every_kind_of_value_is_kept(http: httpx.Client, store: Store) -> None:
             "value": {"kvlistValue": {"values": [{"key": "x", "value": {"doubleValue": 0.5}}]}},
         },
     ]
-    one = span(1, "work", error="broke", events=[("note", {"n": 1})]) | {"attributes": told}
+    one = span(1, "work", error="broke", events=[("note", {"n": 1})]) | {"attributes": reported}
     body = gzip.compress(as_json(export([one | {"unheardOf": [1]}])))
-    answer = http.post(
+    answer = rig.http.post(
         "/v1/traces",
         content=body,
         headers={"content-type": "application/json; charset=utf-8", "content-encoding": "gzip"},
     )
     assert (answer.status_code, answer.json()) == (200, {})
     assert answer.headers["content-type"] == "application/json"
-    [kept] = store.spans("r1")
+    [kept] = rig.store.spans("r1")
     assert (kept.trace_id, kept.span_id, kept.kind) == (TRACE, span_id(1), "internal")
     assert kept.status == "error"
     assert kept.attributes.pop("otel.events")[0]["attributes"] == {"n": 1}
@@ -114,36 +113,36 @@ BAD = [
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_span_that_cannot_be_kept_is_told_and_the_others_are_kept(
-    http: httpx.Client, store: Store, bad: Json
+def test_a_span_that_cannot_be_kept_is_reported_and_the_others_are_kept(
+    rig: ProxyWithEngine, bad: Json
 ) -> None:
-    answer = http.post("/v1/traces", json=export([bad, GOOD]))
+    answer = rig.http.post("/v1/traces", json=export([bad, GOOD]))
     assert answer.status_code == 200
     partial = answer.json()["partialSuccess"]
     assert partial["rejectedSpans"] == "1"
     assert partial["errorMessage"].startswith("span 'bad': ")
-    assert [each.name for each in store.spans("r1")] == ["good"]
+    assert [each.name for each in rig.store.spans("r1")] == ["good"]
 
 
-def test_protobuf_is_answered_in_protobuf(http: httpx.Client, store: Store) -> None:
-    told = as_protobuf(export([GOOD, GOOD | {"spanId": "", "name": "bad"}]))
-    answer = http.post("/v1/traces", content=told, headers={"content-type": PROTOBUF})
+def test_protobuf_is_answered_in_protobuf(rig: ProxyWithEngine) -> None:
+    reported = as_protobuf(export([GOOD, GOOD | {"spanId": "", "name": "bad"}]))
+    answer = rig.http.post("/v1/traces", content=reported, headers={"content-type": PROTOBUF})
     assert (answer.status_code, answer.headers["content-type"]) == (200, PROTOBUF)
     partial = ExportTraceServiceResponse.FromString(answer.content).partial_success
     assert partial.rejected_spans == 1
     assert "spanId" in partial.error_message
-    assert len(store.spans("r1")) == 1
+    assert len(rig.store.spans("r1")) == 1
 
 
-def test_a_name_that_no_rollout_can_have_is_told_and_its_span_kept(
-    http: httpx.Client, store: Store
+def test_a_name_that_no_rollout_can_have_is_reported_and_its_span_kept(
+    rig: ProxyWithEngine,
 ) -> None:
-    answer = http.post("/v1/traces", json=export([span(1, "x", {"tracegrad.rollout": "a b"})]))
+    answer = rig.http.post("/v1/traces", json=export([span(1, "x", {"tracegrad.rollout": "a b"})]))
     partial = answer.json()["partialSuccess"]
     assert partial["rejectedSpans"] == "0"
     assert "no rollout id" in partial["errorMessage"]
-    assert store.rollouts() == []
-    with store.reading() as connection:
+    assert rig.store.rollouts() == []
+    with rig.store.reading() as connection:
         assert connection.exec_driver_sql("select count(*) from spans").scalar() == 1
 
 
@@ -164,8 +163,8 @@ def test_a_name_that_no_rollout_can_have_is_told_and_its_span_kept(
         b'{"\xff": 1}',
     ],
 )
-def test_what_is_no_export_is_refused(http: httpx.Client, body: bytes) -> None:
-    answer = http.post("/v1/traces", content=body, headers={"content-type": JSON})
+def test_what_is_no_export_is_refused(rig: ProxyWithEngine, body: bytes) -> None:
+    answer = rig.http.post("/v1/traces", content=body, headers={"content-type": JSON})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith("the body is not an OTLP export: ")
 
@@ -187,9 +186,9 @@ FIELDS = st.sampled_from([*GOOD, "links", "flags", "status", "droppedEventsCount
 
 @given(st.dictionaries(FIELDS, ANY_JSON, max_size=4), ANY_JSON)
 def test_whatever_comes_is_read_or_refused(changes: Json, anything: Any) -> None:
-    for told in (export([GOOD | changes]), {"resourceSpans": anything}, anything):
+    for reported in (export([GOOD | changes]), {"resourceSpans": anything}, anything):
         try:
-            read = read_export(as_json(told), JSON, LIMIT)
+            read = read_export(as_json(reported), JSON, LIMIT)
         except BadRequest:  # which names nothing but the request
             continue
         assert bool(read.problem) or not read.rejected
@@ -203,20 +202,22 @@ def packed(encoding: str, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_a_packed_export_is_unpacked(http: httpx.Client, store: Store, encoding: str) -> None:
+def test_a_packed_export_is_unpacked(rig: ProxyWithEngine, encoding: str) -> None:
     body = packed(encoding, as_json(export([span(1, "x" * 100_000, {ROLLOUT_ATTRIBUTE: "r1"})])))
     headers = {"content-encoding": encoding, "content-type": JSON}
-    assert http.post("/v1/traces", content=body, headers=headers).json() == {}
-    [kept] = store.spans("r1")
+    assert rig.http.post("/v1/traces", content=body, headers=headers).json() == {}
+    [kept] = rig.store.spans("r1")
     assert len(kept.name) == 100_000
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_a_packed_export_is_not_unpacked_beyond_the_limit(
-    http: httpx.Client, encoding: str
+    rig: ProxyWithEngine, encoding: str
 ) -> None:
     headers = {"content-encoding": encoding, "content-type": JSON}
-    answer = http.post("/v1/traces", content=packed(encoding, b" " * (33 << 20)), headers=headers)
+    answer = rig.http.post(
+        "/v1/traces", content=packed(encoding, b" " * (33 << 20)), headers=headers
+    )
     assert answer.status_code == 413
     assert "max_body_mib" in answer.json()["error"]["message"]
 
@@ -235,15 +236,15 @@ def test_a_packed_export_is_not_unpacked_beyond_the_limit(
     ids=["cut short", "empty", "plain", "two", "gzip as deflate", "zstd", "brotli"],
 )
 def test_what_cannot_be_unpacked_is_refused(
-    http: httpx.Client, encoding: str, body: bytes, status: int
+    rig: ProxyWithEngine, encoding: str, body: bytes, status: int
 ) -> None:
     headers = {"content-encoding": encoding, "content-type": JSON}
-    assert http.post("/v1/traces", content=body, headers=headers).status_code == status
+    assert rig.http.post("/v1/traces", content=body, headers=headers).status_code == status
 
 
 def test_spans_beyond_the_most_are_rejected_and_counted() -> None:
-    told = export([span(number, "s") for number in range(1, 8)])
-    for data, kind in ((as_json(told), JSON), (as_protobuf(told), PROTOBUF)):
+    reported = export([span(number, "s") for number in range(1, 8)])
+    for data, kind in ((as_json(reported), JSON), (as_protobuf(reported), PROTOBUF)):
         read = read_export(data, kind, 5)
         assert [each.span_id for each in read.spans] == [span_id(number) for number in range(1, 6)]
         assert read.rejected == 2
@@ -251,10 +252,10 @@ def test_spans_beyond_the_most_are_rejected_and_counted() -> None:
 
 
 @pytest.mark.parametrize("depth", [50, 90, 200, 5000])
-def test_values_in_each_other_are_kept_or_refused(http: httpx.Client, depth: int) -> None:
+def test_values_in_each_other_are_kept_or_refused(rig: ProxyWithEngine, depth: int) -> None:
     value = '{"arrayValue":{"values":[' * depth + '{"stringValue":"x"}' + "]}}" * depth
     held = as_json(export([span(1, "s", {"a": "HERE"})]))
     body = held.replace(b'{"stringValue": "HERE"}', value.encode())
     assert len(body) > len(held)
-    answer = http.post("/v1/traces", content=body, headers={"content-type": JSON})
+    answer = rig.http.post("/v1/traces", content=body, headers={"content-type": JSON})
     assert answer.status_code in (200, 400), answer.text

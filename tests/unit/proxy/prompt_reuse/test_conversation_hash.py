@@ -266,7 +266,7 @@ def test_a_reply_may_come_back_written_otherwise(echoed: Json) -> None:
         (user("I look."), ForkReason.EDITED_HISTORY),
     ],
 )
-def test_a_reply_that_says_something_else_is_told_apart(echoed: Json, reason: ForkReason) -> None:
+def test_a_reply_with_another_content_is_another_reply(echoed: Json, reason: ForkReason) -> None:
     assert reply_difference(CALLED, echoed) == reason
 
 
@@ -304,8 +304,8 @@ def test_the_conversation_goes_on_with_what_was_recorded() -> None:
     recorded = says("I look.", [CALL], reasoning="hm")
     final = says(" 17 ", reasoning="so")
     incoming = [ASK, says(None, [CALL]), FOUND, says("17"), user("And?")]
-    told = with_recorded_replies(incoming, [turn(recorded, 1), turn(final, 3)])
-    assert told == [ASK, recorded, FOUND, final, user("And?")]
+    reported = with_recorded_replies(incoming, [turn(recorded, 1), turn(final, 3)])
+    assert reported == [ASK, recorded, FOUND, final, user("And?")]
     assert incoming[1] == says(None, [CALL])
 
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import httpx
-import openai
 import pytest
 
 from support.engines.mock_engine import MODEL, Answer, MockEngine, render
-from support.proxy.servers import HeldWriter, serving
+from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
 from tracegrad.chat.call import Call
 from tracegrad.events import Turn, logprob_array, token_id_array
-from tracegrad.proxy import create_app
-from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
 from tracegrad.proxy.prompt_reuse.resolver import PromptReuse, TreePosition
 from tracegrad.proxy.prompt_reuse.tree_cache import cached_turn
 from tracegrad.store import Store
 from tracegrad.turn_tree import extends
 
-Turns = Callable[..., list[Turn]]
 Json = dict[str, Any]
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -35,29 +29,34 @@ def user(text: str) -> Json:
     return {"role": "user", "content": text}
 
 
-def test_names_work_over_http(http: httpx.Client, turns: Turns) -> None:
+def test_names_work_over_http(rig: ProxyWithEngine) -> None:
     body = {"messages": [user("hi")]}
     headers = {"authorization": "Bearer tg-by-key", "traceparent": PARENT}
-    http.post(f"/rollouts/by-path{CHAT}", json=body, headers=headers).raise_for_status()
-    http.post(CHAT, json=body, headers=headers).raise_for_status()
-    http.post(CHAT, json=body, headers={"baggage": "tracegrad.rollout=by-bag"}).raise_for_status()
-    assert turns("by-path")[0].parent_span_id == SPAN
-    assert turns("by-key")[0].parent_span_id == SPAN
-    assert turns("by-bag")[0].parent_span_id is None
+    rig.http.post(f"/rollouts/by-path{CHAT}", json=body, headers=headers).raise_for_status()
+    rig.http.post(CHAT, json=body, headers=headers).raise_for_status()
+    rig.http.post(
+        CHAT, json=body, headers={"baggage": "tracegrad.rollout=by-bag"}
+    ).raise_for_status()
+    assert rig.turns("by-path")[0].parent_span_id == SPAN
+    assert rig.turns("by-key")[0].parent_span_id == SPAN
+    assert rig.turns("by-bag")[0].parent_span_id is None
 
 
-def test_only_a_clients_own_key_reaches_the_engine(http: httpx.Client, engine: MockEngine) -> None:
+def test_only_a_clients_own_key_reaches_the_engine(rig: ProxyWithEngine) -> None:
     for key in ("tg-r1", "sk-own"):
-        http.post(CHAT, json={"messages": [user("hi")]}, headers={"authorization": f"Bearer {key}"})
-    assert [headers.get("authorization") for headers in engine.headers] == [None, "Bearer sk-own"]
+        rig.http.post(
+            CHAT, json={"messages": [user("hi")]}, headers={"authorization": f"Bearer {key}"}
+        )
+    assert [headers.get("authorization") for headers in rig.engine.headers] == [
+        None,
+        "Bearer sk-own",
+    ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_conversation_is_one_path(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
-) -> None:
+def test_a_tool_conversation_is_one_path(rig: ProxyWithEngine, stream: bool) -> None:
     """As an agent's loop does it: append the reply, append the tool's answer, call again."""
-    engine.replies += [
+    rig.engine.replies += [
         Answer("", [("look", '{"q": 1}'), ("look", '{"q": 2}')]),
         Answer("Let me see. ", [("look", '{"q": 3}')]),
         Answer("It is 7."),
@@ -66,12 +65,12 @@ def test_a_tool_conversation_is_one_path(
     messages: list[Any] = [user("What is it?")]
     while True:
         if stream:
-            with client.chat.completions.stream(
+            with rig.client.chat.completions.stream(
                 model=MODEL, messages=messages, tools=tools
             ) as events:
                 reply = events.get_final_completion().choices[0].message
         else:
-            answer = client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
+            answer = rig.client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
             reply = answer.choices[0].message
         messages.append(
             reply.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
@@ -81,7 +80,7 @@ def test_a_tool_conversation_is_one_path(
         for call in reply.tool_calls:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": "42"})
 
-    first, second, third = turns()
+    first, second, third = rig.turns()
     assert (first.parent_id, second.parent_id) == (None, first.turn_id)
     assert third.parent_id == second.turn_id
     assert all(turn.fork_reason is None for turn in (first, second, third))
@@ -89,23 +88,21 @@ def test_a_tool_conversation_is_one_path(
     assert third.prompt_token_ids.tolist() == render(messages[:-1], tools)
 
 
-def test_a_continued_choice_is_the_parent(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns
-) -> None:
-    engine.replies += [Answer("left"), Answer("right"), Answer("done")]
-    answer = client.chat.completions.create(model=MODEL, messages=[user("go")], n=2)
+def test_a_continued_choice_is_the_parent(rig: ProxyWithEngine) -> None:
+    rig.engine.replies += [Answer("left"), Answer("right"), Answer("done")]
+    answer = rig.client.chat.completions.create(model=MODEL, messages=[user("go")], n=2)
     second = {"role": "assistant", "content": answer.choices[1].message.content}
-    client.chat.completions.create(model=MODEL, messages=[user("go"), second, user("on")])
-    _, right, done = turns()
+    rig.client.chat.completions.create(model=MODEL, messages=[user("go"), second, user("on")])
+    _, right, done = rig.turns()
     assert done.parent_id == right.turn_id
 
 
-def test_forks_say_why(engine: MockEngine, client: openai.OpenAI, turns: Turns) -> None:
+def test_forks_say_why(rig: ProxyWithEngine) -> None:
     def ask(*messages: Json) -> Any:
-        answer = client.chat.completions.create(model=MODEL, messages=list(messages))
+        answer = rig.client.chat.completions.create(model=MODEL, messages=list(messages))
         return answer.choices[0].message
 
-    engine.replies += [
+    rig.engine.replies += [
         Answer("", [("look", '{"q": 1}')]),
         Answer("b"),
         Answer("c"),
@@ -121,8 +118,8 @@ def test_forks_say_why(engine: MockEngine, client: openai.OpenAI, turns: Turns) 
     said = {"role": "assistant", "content": "b"}
     ask(user("go!"), said, user("on"), said, user("on"))
     ask(user("a sub-agent's own task"))
-    assert [turn.parent_id for turn in turns()] == [None] * 5
-    assert [turn.fork_reason for turn in turns()] == [
+    assert [turn.parent_id for turn in rig.turns()] == [None] * 5
+    assert [turn.fork_reason for turn in rig.turns()] == [
         None,
         "tokenizer",  # the mock engine has none that the proxy could read
         "new_conversation",
@@ -131,67 +128,63 @@ def test_forks_say_why(engine: MockEngine, client: openai.OpenAI, turns: Turns) 
     ]
 
 
-def test_reasoning_that_the_template_drops_forks(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns
-) -> None:
-    engine.replies += [Answer("Yes.", reasoning="Is it? It is."), Answer("Sure.")]
-    client.chat.completions.create(model=MODEL, messages=[user("Is it?")])
+def test_reasoning_that_the_template_drops_forks(rig: ProxyWithEngine) -> None:
+    rig.engine.replies += [Answer("Yes.", reasoning="Is it? It is."), Answer("Sure.")]
+    rig.client.chat.completions.create(model=MODEL, messages=[user("Is it?")])
     reply = {"role": "assistant", "content": "Yes."}
-    client.chat.completions.create(model=MODEL, messages=[user("Is it?"), reply, user("Sure?")])
-    assert turns()[1].fork_reason == "tokenizer"
+    rig.client.chat.completions.create(model=MODEL, messages=[user("Is it?"), reply, user("Sure?")])
+    assert rig.turns()[1].fork_reason == "tokenizer"
 
 
-def test_a_branch_off_an_earlier_turn_has_it_as_parent(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns
-) -> None:
-    engine.replies += [Answer("a"), Answer("b"), Answer("b2")]
+def test_a_branch_off_an_earlier_turn_has_it_as_parent(rig: ProxyWithEngine) -> None:
+    rig.engine.replies += [Answer("a"), Answer("b"), Answer("b2")]
     start = [user("go"), {"role": "assistant", "content": "a"}]
     for messages in ([user("go")], [*start, user("this way")], [*start, user("that way")]):
-        client.chat.completions.create(model=MODEL, messages=messages)
-    first, *branches = turns()
+        rig.client.chat.completions.create(model=MODEL, messages=messages)
+    first, *branches = rig.turns()
     assert [turn.parent_id for turn in branches] == [first.turn_id] * 2
 
 
-def test_untitled_calls_find_their_conversation(
-    http: httpx.Client, engine: MockEngine, store: Store
-) -> None:
-    engine.replies += [Answer("alpha"), Answer("beta"), Answer("more alpha"), Answer("more beta")]
+def test_untitled_calls_find_their_conversation(rig: ProxyWithEngine) -> None:
+    rig.engine.replies += [
+        Answer("alpha"),
+        Answer("beta"),
+        Answer("more alpha"),
+        Answer("more beta"),
+    ]
 
     def ask(*messages: Json) -> None:
-        http.post(CHAT, json={"messages": messages}).raise_for_status()
+        rig.http.post(CHAT, json={"messages": messages}).raise_for_status()
 
     ask(user("go"))
     ask(user("go"))
     for word in ("alpha", "beta"):
         ask(user("go"), {"role": "assistant", "content": word}, user("on"))
-    conversations = [store.rollout_turns(row.rollout_id) for row in store.rollouts()]
+    conversations = [rig.store.rollout_turns(row.rollout_id) for row in rig.store.rollouts()]
     assert sorted(len(turns) for turns in conversations) == [2, 2]
     for first, second in conversations:
         assert second.parent_id == first.turn_id
 
 
-def test_an_untitled_call_joins_the_titled_rollout_that_it_continues(
-    http: httpx.Client, engine: MockEngine, turns: Turns
-) -> None:
-    engine.replies.append(Answer("mine"))
-    http.post(f"/rollouts/r1{CHAT}", json={"messages": [user("go")]})
+def test_an_untitled_call_joins_the_titled_rollout_that_it_continues(rig: ProxyWithEngine) -> None:
+    rig.engine.replies.append(Answer("mine"))
+    rig.http.post(f"/rollouts/r1{CHAT}", json={"messages": [user("go")]})
     messages = [user("go"), {"role": "assistant", "content": "mine"}, user("on")]
-    http.post(CHAT, json={"messages": messages})
-    first, second = turns()
+    rig.http.post(CHAT, json={"messages": messages})
+    first, second = rig.turns()
     assert second.parent_id == first.turn_id
 
 
 def test_a_conversation_goes_on_after_a_restart(
-    engine: MockEngine, engine_url: str, store: Store, writer: HeldWriter
+    engine: MockEngine, serve_proxy: ServeProxy, store: Store
 ) -> None:
     engine.replies += [Answer("before"), Answer("after")]
-    settings = ProxySettings(upstream=engine_url)
     for messages in (
         [user("go")],
         [user("go"), {"role": "assistant", "content": "before"}, user("on")],
     ):
-        with serving(create_app(settings, store=store, writer=writer)) as url:
-            httpx.post(f"{url}/rollouts/r1{CHAT}", json={"messages": messages}).raise_for_status()
+        with serve_proxy() as http:
+            http.post(f"/rollouts/r1{CHAT}", json={"messages": messages}).raise_for_status()
     first, second = store.rollout_turns("r1")
     assert second.parent_id == first.turn_id
 

@@ -132,7 +132,7 @@ def test_tokens_that_no_encoding_gives_are_kept() -> None:
         ({"calls": "ignored"}, says("see", [CALL]), True),
     ],
 )
-def test_what_a_fresh_prompt_would_lose_is_told(changed: Any, reply: Json, lossy: bool) -> None:
+def test_what_a_fresh_prompt_would_lose_is_reported(changed: Any, reply: Json, lossy: bool) -> None:
     new = [FOUND] if "tool_calls" in reply else [MORE]
     done = continued(friendly(**changed), reply, new, "see <tool_call>{}<|end|>")
     assert new_text(done).endswith("<|end|><|assistant|>")

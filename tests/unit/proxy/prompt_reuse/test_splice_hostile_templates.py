@@ -57,7 +57,7 @@ def test_a_hostile_template_forks(changed: Any, expected: ForkReason) -> None:
         ("{{ m.content }}<|end|>", "{% if messages|length > 2 %}{{ m.content }}{% endif %}<|end|>"),
     ],
 )
-def test_a_template_that_looks_at_what_was_said_forks(found: str, put: str) -> None:
+def test_a_template_that_looks_at_earlier_messages_forks(found: str, put: str) -> None:
     source = friendly().source
     assert found in source
     text = model_of(source.replace(found, put))

@@ -158,9 +158,9 @@ def test_what_was_sampled_as_the_template_has_it_gives_the_engines_own_prompt(
         reply = data.draw(replies(number))
         new = data.draw(answers(reply))
         before = episode.rendered(episode.messages)
-        told = [*episode.messages, reply, *new]
-        whole = episode.rendered(told)
-        end = episode.seam(told, len(episode.messages))
+        reported = [*episode.messages, reply, *new]
+        whole = episode.rendered(reported)
+        end = episode.seam(reported, len(episode.messages))
         ids = tokenizer.encode(whole)
         # Its tokens are those of the whole prompt, where these begin as the last prompt did.
         left = tokenizer.encode(whole[:end] + parts.stop)

@@ -22,10 +22,10 @@ from support.trainer.prepared_run import SMALL, fill, save_smallest_model, setti
 from support.trainer.ranks import fork_ranks_of_commands
 from support.trainer.tiny_model import load_model
 from tracegrad.events import Reward, RolloutFinished, RolloutStarted
+from tracegrad.settings_sources import SettingsError
 from tracegrad.store import Store, StoreTooNew
 from tracegrad_trainer.cli.app import app
 from tracegrad_trainer.config.trainer import (
-    SettingsError,
     TrainerSettings,
     without_unused,
 )

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from support.trainer.prepared_run import save_smallest_model
-from tracegrad_trainer.config.trainer import SettingsError, load_settings
+from tracegrad.settings_sources import SettingsError
+from tracegrad_trainer.config.trainer import load_settings
 from tracegrad_trainer.launch.session import StartError, lock_state_folder
 
 

@@ -20,7 +20,15 @@ from typing import Any
 import orjson
 
 from tracegrad.chat.call import Call, VisibleFields
-from tracegrad.chat.messages import content_of, media_part, media_untrainable_reason, text_part
+from tracegrad.chat.messages import (
+    assistant_message,
+    content_of,
+    media_part,
+    media_untrainable_reason,
+    text_part,
+    tool_call,
+    without_billing_line,
+)
 from tracegrad.events import Json
 from tracegrad.proxy.dialects import tool_arguments
 from tracegrad.proxy.dialects.anthropic import response as output
@@ -32,10 +40,8 @@ from tracegrad.proxy.http.errors import ApiError, BadRequest
 
 NAME = "messages"
 
-
 # vLLM's own fields of chat completions, which it judges itself.
 _VLLMS = ("seed", "structured_outputs", "vllm_xargs")
-
 
 _SERVED = frozenset(
     (
@@ -119,12 +125,11 @@ def count_answer(tokens: int) -> bytes:
 
 
 def _call(request: Json, body: Json, given: JsonField) -> Call:
-    stream = given.get("stream")
     return Call(
         dialect=NAME,
         request=request,
         body=body,
-        stream=stream is not None and stream.flag(),
+        stream=given.is_set("stream"),
         visible=VisibleFields(reasoning=_thinking(given) != "disabled"),
         untrainable=media_untrainable_reason(body["messages"]),
     )
@@ -133,12 +138,10 @@ def _call(request: Json, body: Json, given: JsonField) -> Call:
 def _conversation(given: JsonField) -> Json:
     """What the prompt is made of."""
     given.refuse_all_but(_SERVED, _REFUSED)
-    model = given.require("model")
-    if not model.text():
-        raise model.error("is empty")
+    model = given.require("model").some_text()
     tools = read_tools(given.get("tools"))
     body: Json = {
-        "model": model.text(),
+        "model": model,
         "messages": system_of(given.get("system")) + messages_of(given.require("messages"), tools),
     }
     if tools.visible:
@@ -198,9 +201,7 @@ def _sampling(given: JsonField) -> Json:
     if (top_k := given.get("top_k")) is not None:
         body["top_k"] = top_k.integer()
     if (stops := given.get("stop_sequences")) is not None and stops.texts():
-        if "" in stops.texts():
-            raise stops.error("has an empty string in it")
-        body["stop"] = stops.texts()
+        body["stop"] = stops.stop_strings()
     for name in _VLLMS:
         if (field := given.get(name)) is not None:
             body[name] = field.value
@@ -209,8 +210,7 @@ def _sampling(given: JsonField) -> Json:
 
 def _check_edits(management: JsonField) -> None:
     """Of earlier thoughts a chat template keeps what it keeps; other edits are the client's."""
-    edits = management.get("edits")
-    for edit in edits.items() if edits else ():
+    for edit in management.items_of("edits"):
         kind = edit.require("type")
         if not kind.text().startswith("clear_thinking_"):
             raise kind.error(
@@ -220,12 +220,6 @@ def _check_edits(management: JsonField) -> None:
 
 
 _NO_TOOL_CHANGES = "mid_conversation_tool_changes_not_supported"
-
-
-# A line of Claude Code's that is for Anthropic's accounts and says other things in each call;
-# vLLM takes it out too.
-_BILLING = "x-anthropic-billing-header"
-
 
 _BELONGS = {
     "tool_use": "assistant",
@@ -298,26 +292,15 @@ def _assistant(blocks: Iterator[tuple[str, JsonField]]) -> Json:
             calls.append(_tool_call(block))
         elif kind != "redacted_thinking":
             raise _not_served(block, kind)
-    message: Json = {"role": "assistant", "content": "".join(texts) or None}
-    if reasoning := "".join(thoughts):
-        message["reasoning"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
+    return assistant_message("".join(texts), calls, "".join(thoughts))
 
 
 def _tool_call(block: JsonField) -> Json:
     # The vendor takes objects alone; its own SDK makes other things of what models write.
     if "input" not in block.object():
         raise JsonField(None, block, "input").error("is missing")
-    return {
-        "id": block.require("id").text(),
-        "type": "function",
-        "function": {
-            "name": block.require("name").text(),
-            "arguments": tool_arguments.as_text(block.object()["input"]),
-        },
-    }
+    arguments = tool_arguments.as_text(block.object()["input"])
+    return tool_call(block.require("id").text(), block.require("name").text(), arguments)
 
 
 def _user(blocks: Iterator[tuple[str, JsonField]], tools: AnthropicTools) -> Iterator[Json]:
@@ -334,8 +317,7 @@ def _user(blocks: Iterator[tuple[str, JsonField]], tools: AnthropicTools) -> Ite
 
 
 def _result(block: JsonField, tools: AnthropicTools) -> Json:
-    if (failed := block.get("is_error")) is not None:
-        failed.flag()
+    block.is_set("is_error")  # read for its type alone
     content = block.get("content")
     parts: list[Json] = []
     if content is not None and isinstance(content.value, str):
@@ -384,7 +366,7 @@ def _system_inside(message: JsonField) -> Json | None:
 
 def _system_text(given: JsonField) -> str:
     if isinstance(given.value, str):
-        return _without_billing(given.value)
+        return str(without_billing_line(given.value))
     texts = []
     for block in given.items():
         kind = block.require("type").text()
@@ -395,12 +377,8 @@ def _system_text(given: JsonField) -> str:
             )
         if kind != "text":
             raise _not_served(block, kind)
-        texts.append(_without_billing(block.require("text").text()))
+        texts.append(without_billing_line(block.require("text").text()))
     return "\n".join(text for text in texts if text)
-
-
-def _without_billing(text: str) -> str:
-    return text.partition("\n")[2] if text.startswith(_BILLING) else text
 
 
 def _not_served(block: JsonField, kind: str) -> BadRequest:

@@ -25,7 +25,7 @@ _ON_THE_SERVER = ("web_search", "web_fetch", "code_execution", "tool_search", "m
 
 @dataclass(frozen=True, slots=True)
 class AnthropicTools:
-    """`shown`: canonical tools, in order. `by_name`: those, and the deferred ones."""
+    """`visible`: canonical tools, in order. `by_name`: those, and the deferred ones."""
 
     visible: list[Json]
     by_name: Mapping[str, Json]
@@ -48,8 +48,7 @@ def read_tools(given: JsonField | None) -> AnthropicTools:
         if function["name"] in by_name:
             raise tool.require("name").error("is the name of another tool too")
         by_name[function["name"]] = canonical
-        deferred = tool.get("defer_loading")
-        if deferred is None or not deferred.flag():
+        if not tool.is_set("defer_loading"):
             shown.append(canonical)
     return AnthropicTools(shown, by_name)
 
@@ -71,8 +70,7 @@ def read_choice(given: JsonField | None, tools: AnthropicTools) -> Json:
         if name.text() not in (tool["function"]["name"] for tool in tools.visible):
             raise name.error("is not the name of one of the tools")
         fields["tool_choice"] = {"type": "function", "function": {"name": name.text()}}
-    one_only = given.get("disable_parallel_tool_use")
-    if one_only is not None and one_only.flag():
+    if given.is_set("disable_parallel_tool_use"):
         fields["parallel_tool_calls"] = False
     return fields
 
@@ -81,20 +79,18 @@ def _function(tool: JsonField) -> Json:
     kind = tool.get("type")
     if kind is not None and kind.text() != "custom":
         _refuse(tool, kind.text())
-    name = tool.require("name")
-    if not name.text():
-        raise name.error("is empty")
-    examples = tool.get("input_examples")
-    if examples is not None and examples.items():
-        raise examples.error("is not served; put the examples in the description")
+    name = tool.require("name").some_text()
+    if tool.items_of("input_examples"):
+        problem = "is not served; put the examples in the description"
+        raise tool.require("input_examples").error(problem)
     callers = tool.get("allowed_callers")
     if callers is not None and "direct" not in callers.texts():
         raise callers.error("has no 'direct': there is no code execution here to call the tool")
-    function: Json = {"name": name.text()}
+    function: Json = {"name": name}
     if (description := tool.get("description")) is not None:
         function["description"] = description.text()
     function["parameters"] = tool.require("input_schema").object()
-    if (strict := tool.get("strict")) is not None and strict.flag():
+    if tool.is_set("strict"):
         function["strict"] = True
     return function
 

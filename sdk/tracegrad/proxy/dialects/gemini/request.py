@@ -19,12 +19,20 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
 from tracegrad.chat.call import Call, VisibleFields
-from tracegrad.chat.messages import content_of, media_part, media_untrainable_reason, text_part
+from tracegrad.chat.messages import (
+    assistant_message,
+    content_of,
+    media_kind,
+    media_part,
+    media_untrainable_reason,
+    text_part,
+    tool_call,
+)
 from tracegrad.events import Json
 from tracegrad.proxy.dialects import tool_arguments
 from tracegrad.proxy.dialects.body_checks import json_object
@@ -36,12 +44,9 @@ from tracegrad.proxy.http.errors import ApiError, BadRequest
 
 NAME = "gemini"
 
-
 STREAMED = "streamGenerateContent"
 
-
 WHOLE = "generateContent"
-
 
 # vLLM's own fields of chat completions, which it judges itself.
 _VLLMS = {
@@ -49,7 +54,6 @@ _VLLMS = {
     "structuredOutputs": "structured_outputs",
     "vllmXargs": "vllm_xargs",
 }
-
 
 _SERVED = frozenset(
     (
@@ -68,7 +72,6 @@ _SERVED = frozenset(
         "store",
     )
 )
-
 
 _REFUSED = {
     "cachedContent": "nothing is cached by name here; send the contents",
@@ -171,7 +174,6 @@ _NUMBERS = {
     "frequencyPenalty": "frequency_penalty",
 }
 
-
 # The engine's name, and the least that makes sense.
 _INTEGERS = {
     "topK": ("top_k", None),
@@ -179,7 +181,6 @@ _INTEGERS = {
     "candidateCount": ("n", 1),
     "seed": ("seed", None),
 }
-
 
 _SERVED_SETTINGS = (
     *_NUMBERS,
@@ -195,9 +196,7 @@ _SERVED_SETTINGS = (
     "thinkingConfig",
 )
 
-
 _LEVELS = ("MINIMAL", "LOW", "MEDIUM", "HIGH", "XHIGH")
-
 
 _UNSPECIFIED = "THINKING_LEVEL_UNSPECIFIED"
 
@@ -215,20 +214,16 @@ def read_config(config: GeminiJsonField | None) -> tuple[Json, VisibleFields]:
         if (field := config.get(name)) is not None:
             body[engine_name] = field.integer(least)
     if (stops := config.get("stopSequences")) is not None and stops.texts():
-        if "" in stops.texts():
-            raise stops.error("has an empty string in it")
-        body["stop"] = stops.texts()
-    if (modalities := config.get("responseModalities")) is not None:
-        for modality in modalities.items():
-            modality.one_of(("TEXT", "MODALITY_UNSPECIFIED"))
+        body["stop"] = stops.stop_strings()
+    for modality in config.items_of("responseModalities"):
+        modality.one_of(("TEXT", "MODALITY_UNSPECIFIED"))
     body.update(_format(config))
     logprobs = _logprobs(config, body)
     return body, VisibleFields(logprobs=logprobs, reasoning=_thinking(config, body))
 
 
 def _logprobs(config: GeminiJsonField, body: Json) -> bool:
-    asked = config.get("responseLogprobs")
-    shown = asked is not None and asked.flag()
+    shown = config.is_set("responseLogprobs")
     if (most := config.get("logprobs")) is not None:
         if not shown:
             raise most.error("is set, but responseLogprobs is not true")
@@ -247,8 +242,7 @@ def _thinking(config: GeminiJsonField, body: Json) -> bool:
         body["reasoning_effort"] = level.one_of((*_LEVELS, *map(str.lower, _LEVELS))).lower()
     elif budget is not None and budget.integer(-1) == 0:
         body["reasoning_effort"] = "none"
-    shown = thinking.get("includeThoughts")
-    return shown is not None and shown.flag()
+    return thinking.is_set("includeThoughts")
 
 
 def _format(config: GeminiJsonField) -> Json:
@@ -279,18 +273,12 @@ _BESIDE = ("thought", "thoughtSignature", "partMetadata")
 
 _DATA = ("text", "inlineData", "fileData", "functionCall", "functionResponse")
 
-_KINDS: dict[str, Literal["image", "audio", "video"]] = {
-    "image": "image",
-    "audio": "audio",
-    "video": "video",
-}
-
 
 def system_of(given: GeminiJsonField | None) -> list[Json]:
     """The system message of `systemInstruction`; none where it says nothing. Its role is not
     read: clients write all sorts of things there."""
-    parts = given.get("parts") if given else None
-    texts = [part.require("text").text() for part in parts.items()] if parts else []
+    parts = given.items_of("parts") if given else []
+    texts = [part.require("text").text() for part in parts]
     return [{"role": "system", "content": "\n".join(texts)}] if any(texts) else []
 
 
@@ -365,10 +353,9 @@ def _role(content: GeminiJsonField) -> str:
 
 def _parts(content: GeminiJsonField) -> list[GeminiJsonField]:
     content.refuse_all_but(("role", "parts"))
-    parts = content.get("parts")
-    if parts is None and _role(content) == "user":
+    if content.get("parts") is None and _role(content) == "user":
         raise content.error("has no parts")
-    return parts.items() if parts else []
+    return content.items_of("parts")
 
 
 def _data(part: GeminiJsonField) -> GeminiJsonField:
@@ -387,19 +374,12 @@ def _assistant(parts: list[GeminiJsonField], calls: _Calls) -> Json:
     for part in parts:
         data = _data(part)
         if data.named("text"):
-            thought = part.get("thought")
-            is_thought = thought is not None and thought.flag()
-            (thoughts if is_thought else texts).append(data.text())
+            (thoughts if part.is_set("thought") else texts).append(data.text())
         elif data.named("functionCall"):
             called.append(_function_call(data, calls))
         else:
             raise data.error("is not served in a turn of the model")
-    message: Json = {"role": "assistant", "content": "".join(texts) or None}
-    if reasoning := "".join(thoughts):
-        message["reasoning"] = reasoning
-    if called:
-        message["tool_calls"] = called
-    return message
+    return assistant_message("".join(texts), called, "".join(thoughts))
 
 
 def _function_call(call: GeminiJsonField, calls: _Calls) -> Json:
@@ -409,14 +389,8 @@ def _function_call(call: GeminiJsonField, calls: _Calls) -> Json:
     name = call.require("name").text()
     given_id = call.get("id")
     args = call.get("args")
-    return {
-        "id": calls.add(given_id.text() if given_id else None, name),
-        "type": "function",
-        "function": {
-            "name": name,
-            "arguments": tool_arguments.as_text(args.object()) if args else "{}",
-        },
-    }
+    arguments = tool_arguments.as_text(args.object()) if args else "{}"
+    return tool_call(calls.add(given_id.text() if given_id else None, name), name, arguments)
 
 
 def _user(parts: list[GeminiJsonField], calls: _Calls) -> Iterator[Json]:
@@ -445,15 +419,14 @@ def _response(response: GeminiJsonField, calls: _Calls) -> Json:
     said: list[Json] = []
     answer = response.get("response")
     if answer is not None:
-        said.append(text_part(_told(answer.object())))
-    media = response.get("parts")
-    for part in media.items() if media else ():
+        said.append(text_part(_result_text(answer.object())))
+    for part in response.items_of("parts"):
         part.refuse_all_but(("inlineData", "fileData"))
         said.append(_media(part.get("inlineData") or part.require("fileData")))
     return {"role": "tool", "tool_call_id": calls.answer(response), "content": content_of(said)}
 
 
-def _told(response: Json) -> str:
+def _result_text(response: Json) -> str:
     """What a function returned: the text under `output`, or else the object as JSON."""
     output = response.get("output")
     if len(response) == 1 and isinstance(output, str):
@@ -464,7 +437,7 @@ def _told(response: Json) -> str:
 def _media(data: GeminiJsonField) -> Json:
     """`inlineData` or `fileData`."""
     mime_type = data.require("mimeType")
-    kind = _KINDS.get(mime_type.text().partition("/")[0])
+    kind = media_kind(mime_type.text().partition("/")[0])
     if kind is None:
         raise mime_type.error("is not of an image, audio or video; no other data is served")
     if data.named("fileData"):

@@ -43,8 +43,7 @@ def read_tools(given: GeminiJsonField | None) -> list[Json]:
     for tool in given.items() if given else ():
         _refuse_server_tools(tool)
         tool.refuse_all_but(("functionDeclarations",))
-        declarations = tool.get("functionDeclarations")
-        for declaration in declarations.items() if declarations else ():
+        for declaration in tool.items_of("functionDeclarations"):
             tools.append({"type": "function", "function": _function(declaration)})
     return tools
 
@@ -96,10 +95,7 @@ def _function(declaration: GeminiJsonField) -> Json:
     declaration.refuse_all_but(_DECLARATION)
     if (behavior := declaration.get("behavior")) is not None:
         behavior.one_of(("BLOCKING", "UNSPECIFIED"))
-    name = declaration.require("name")
-    if not name.text():
-        raise name.error("is empty")
-    function: Json = {"name": name.text()}
+    function: Json = {"name": declaration.require("name").some_text()}
     if (description := declaration.get("description")) is not None:
         function["description"] = description.text()
     schema = declaration.get("parameters")

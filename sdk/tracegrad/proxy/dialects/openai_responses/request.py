@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from tracegrad.chat.call import Call, VisibleFields
-from tracegrad.chat.messages import media_untrainable_reason
+from tracegrad.chat.messages import media_untrainable_reason, tool_call
 from tracegrad.chat.sampling_params import DEFAULTS
 from tracegrad.events import Json
 from tracegrad.proxy.dialects.body_checks import (
@@ -55,7 +55,6 @@ from tracegrad.proxy.http.errors import ApiError, BadRequest
 
 PATH = "/v1/responses"
 
-
 _LOGPROBS = "message.output_text.logprobs"
 
 _INCLUDABLE = (
@@ -73,7 +72,6 @@ _INCLUDABLE = (
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 _MOST_TOP_LOGPROBS = 20
-
 
 # Read below, one by one.
 _READ: dict[str, Kind] = {
@@ -388,13 +386,7 @@ class _Turn:
         self.message["reasoning"] = self.message.get("reasoning", "") + text
 
     def add_call(self, call_id: str, name: str, arguments: str) -> None:
-        self.message.setdefault("tool_calls", []).append(
-            {
-                "id": call_id,
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-        )
+        self.message.setdefault("tool_calls", []).append(tool_call(call_id, name, arguments))
 
 
 def read_input(value: object, instructions: str | None) -> InputMessages:
@@ -486,7 +478,7 @@ def _reasoning(conversation: InputMessages, item: Json, where: str) -> None:
 
 
 def _additional_tools(conversation: InputMessages, item: Json, where: str) -> None:
-    """Read with the other tools (`responses_tools`); it says nothing."""
+    """Read with the other tools (`tools_of`); it says nothing."""
 
 
 _READERS: dict[str, Reader] = {

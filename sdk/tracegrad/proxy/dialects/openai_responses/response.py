@@ -47,10 +47,8 @@ _REPEATED = (
     "user",
 )
 
-
 # Finish reasons that make a response incomplete, with OpenAI's names for why.
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
-
 
 ABORTED = "the engine gave up this answer before its end; send the request again"
 
@@ -58,7 +56,7 @@ ABORTED = "the engine gave up this answer before its end; send the request again
 class ResponseEnvelope:
     """The `response` object of one call, but for what changes while it is answered.
 
-    What repeats the request is encoded once: a stream tells it three times, and tools are long.
+    What repeats the request is encoded once: a stream sends it three times, and tools are long.
     """
 
     def __init__(self, call: Call) -> None:
@@ -281,7 +279,6 @@ def _repeated(tool: Json) -> Json:
 
 _RESPONSE = re.compile(r"resp_([0-9a-f]{32})")
 
-
 _ITEM = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]{32})(?:_\d+)?")
 
 
@@ -306,7 +303,6 @@ def turn_of_item(value: object) -> str | None:
 
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
-
 
 _MARK = "tg1."
 

@@ -12,8 +12,9 @@ Events are dictionaries without their sequence numbers.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -31,7 +32,7 @@ from tracegrad.proxy.dialects.openai_responses.response import (
     text_part,
 )
 from tracegrad.proxy.dialects.openai_responses.tools import CustomInputReader
-from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
+from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, UpstreamError
 
 # Codes that clients act on when a response fails; all else is the server's fault.
 _FAILURE_CODES = (
@@ -54,9 +55,7 @@ class ResponsesStreamWriter:
         self._sequence = 0
         self._begun = False
         self._growing: ItemStream | None = None
-        self._calls: dict[
-            int, FunctionCallItemStream | CustomToolCallItemStream
-        ] = {}  # by the engine's index
+        self._calls: dict[int, FunctionCallItemStream] = {}  # by the engine's index
         self._output: list[Json] = []
         self._tokens = TextLogprobs()
         self._finish_reason: str | None = None
@@ -130,10 +129,10 @@ class ResponsesStreamWriter:
         for choice in chunk.get("choices") or ():
             if self._call.visible.logprobs:
                 self._tokens.add(entries_of(choice))
-            self._tell(choice.get("delta") or {}, events)
+            self._read_delta(choice.get("delta") or {}, events)
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
 
-    def _tell(self, delta: Json, events: list[Json]) -> None:
+    def _read_delta(self, delta: Json, events: list[Json]) -> None:
         if thought := delta.get("reasoning"):
             self._tokens.take(thought)
             events.append(self._reasoning(events).add(thought))
@@ -157,9 +156,7 @@ class ResponsesStreamWriter:
         assert isinstance(self._growing, MessageItemStream)
         return self._growing
 
-    def _called(
-        self, call: Json, function: Json, events: list[Json]
-    ) -> FunctionCallItemStream | CustomToolCallItemStream:
+    def _called(self, call: Json, function: Json, events: list[Json]) -> FunctionCallItemStream:
         index = call["index"]
         known = self._calls.get(index)
         if known is None:
@@ -171,9 +168,7 @@ class ResponsesStreamWriter:
             known = self._calls[index] = kind(self._items, self._next(), call_id, name)
             self._open(known, events)
         elif known is not self._growing and function.get("arguments"):
-            raise ApiError(
-                502, "the engine went back to a tool call that had ended", kind="upstream_error"
-            )
+            raise UpstreamError("the engine went back to a tool call that had ended")
         return known
 
     def _next(self) -> int:
@@ -217,169 +212,120 @@ def _code_of(status: int) -> str:
 Events = list[Json]
 
 
-class ItemStream(Protocol):
-    """An item from its beginning to its end."""
+class ItemStream(ABC):
+    """An output item from its beginning to its end. `prefix` is that of its id, `kind` the name of
+    the events that its text comes in."""
 
-    def begin(self) -> Events: ...
+    prefix: str
+    kind: str
 
-    def end(self, status: str) -> tuple[Events, Json]:
-        """The last events, and the item as it is for good."""
-        ...
-
-
-class ReasoningItemStream:
     def __init__(self, items: OutputItems, position: int) -> None:
         self._items = items
-        self._id = items.new_id("rs")
+        self._id = items.new_id(self.prefix)
         self._place = {"item_id": self._id, "output_index": position}
         self._text: list[str] = []
 
+    @abstractmethod
+    def begin(self) -> Events: ...
+
+    @abstractmethod
+    def end(self, status: str) -> tuple[Events, Json]:
+        """The last events, and the item as it is for good."""
+
+    def _text_event(self, change: str, **fields: Any) -> Json:
+        return {"type": f"response.{self.kind}.{change}", **self._place, **fields}
+
+    def _part_event(self, change: str, part: Json) -> Json:
+        kind = f"response.content_part.{change}"
+        return {"type": kind, **self._place, "content_index": 0, "part": part}
+
+    def _item_event(self, change: str, item: Json) -> Json:
+        kind, position = f"response.output_item.{change}", self._place["output_index"]
+        return {"type": kind, "output_index": position, "item": item}
+
+
+class ReasoningItemStream(ItemStream):
+    prefix, kind = "rs", "reasoning_text"
+
     def begin(self) -> Events:
         item = self._items.reasoning(self._id, None, "in_progress")
-        return [
-            _added(item, self._place),
-            _part("added", self._place, reasoning_part("")),
-        ]
+        return [self._item_event("added", item), self._part_event("added", reasoning_part(""))]
 
     def add(self, text: str) -> Json:
         self._text.append(text)
-        return {
-            "type": "response.reasoning_text.delta",
-            **self._place,
-            "content_index": 0,
-            "delta": text,
-        }
+        return self._text_event("delta", content_index=0, delta=text)
 
     def end(self, status: str) -> tuple[Events, Json]:
         text = "".join(self._text)
         item = self._items.reasoning(self._id, text, status)
-        done = {
-            "type": "response.reasoning_text.done",
-            **self._place,
-            "content_index": 0,
-            "text": text,
-        }
-        part = _part("done", self._place, reasoning_part(text))
-        return [done, part, _done(item, self._place)], item
+        done = self._text_event("done", content_index=0, text=text)
+        part = self._part_event("done", reasoning_part(text))
+        return [done, part, self._item_event("done", item)], item
 
 
-class MessageItemStream:
+class MessageItemStream(ItemStream):
+    prefix, kind = "msg", "output_text"
+
     def __init__(self, items: OutputItems, position: int) -> None:
-        self._items = items
-        self._id = items.new_id("msg")
-        self._place = {"item_id": self._id, "output_index": position}
-        self._text: list[str] = []
+        super().__init__(items, position)
         self._logprobs: list[Json] = []
 
     def begin(self) -> Events:
         item = self._items.message(self._id, [], "in_progress")
-        return [_added(item, self._place), _part("added", self._place, text_part(""))]
+        return [self._item_event("added", item), self._part_event("added", text_part(""))]
 
     def add(self, text: str, logprobs: Sequence[Json]) -> Json:
         self._text.append(text)
         self._logprobs += logprobs
-        return {
-            "type": "response.output_text.delta",
-            **self._place,
-            "content_index": 0,
-            "delta": text,
-            "logprobs": in_event(logprobs),
-        }
+        return self._text_event("delta", content_index=0, delta=text, logprobs=in_event(logprobs))
 
     def end(self, status: str) -> tuple[Events, Json]:
-        text = "".join(self._text)
+        text, logprobs = "".join(self._text), in_event(self._logprobs)
         part = text_part(text, self._logprobs)
         item = self._items.message(self._id, [part], status)
-        done = {
-            "type": "response.output_text.done",
-            **self._place,
-            "content_index": 0,
-            "text": text,
-            "logprobs": in_event(self._logprobs),
-        }
-        return [done, _part("done", self._place, part), _done(item, self._place)], item
+        done = self._text_event("done", content_index=0, text=text, logprobs=logprobs)
+        return [done, self._part_event("done", part), self._item_event("done", item)], item
 
 
-class FunctionCallItemStream:
-    """A call of a function."""
+class FunctionCallItemStream(ItemStream):
+    prefix, kind, field = "fc", "function_call_arguments", "arguments"
 
     def __init__(self, items: OutputItems, position: int, call_id: str, name: str) -> None:
-        self._items = items
-        self._id = items.new_id("fc")
+        super().__init__(items, position)
         self._call = (call_id, name)
-        self._place = {"item_id": self._id, "output_index": position}
-        self._arguments: list[str] = []
 
     def begin(self) -> Events:
         item = self._items.call(self._id, *self._call, "", "in_progress")
-        return [_added(item, self._place)]
+        return [self._item_event("added", item)]
 
     def add(self, arguments: str) -> Events:
-        self._arguments.append(arguments)
-        event = {
-            "type": "response.function_call_arguments.delta",
-            **self._place,
-            "delta": arguments,
-        }
-        return [event]
+        self._text.append(arguments)
+        return [self._text_event("delta", delta=arguments)]
 
     def end(self, status: str) -> tuple[Events, Json]:
-        arguments = "".join(self._arguments)
-        item = self._items.call(self._id, *self._call, arguments, status)
-        done = {
-            "type": "response.function_call_arguments.done",
-            **self._place,
-            "arguments": arguments,
-        }
-        return [done, _done(item, self._place)], item
+        text = "".join(self._text)
+        item = self._items.call(self._id, *self._call, text, status)
+        return [
+            self._text_event("done", **{self.field: text}),
+            self._item_event("done", item),
+        ], item
 
 
-class CustomToolCallItemStream:
+class CustomToolCallItemStream(FunctionCallItemStream):
     """A call of a custom tool: its input is read from the arguments as they come."""
 
-    def __init__(self, items: OutputItems, position: int, call_id: str, name: str) -> None:
-        self._items = items
-        self._id = items.new_id("ctc")
-        self._call = (call_id, name)
-        self._place = {"item_id": self._id, "output_index": position}
-        self._reader = CustomInputReader()
-        self._input: list[str] = []
+    prefix, kind, field = "ctc", "custom_tool_call_input", "input"
 
-    def begin(self) -> Events:
-        return [_added(self._items.call(self._id, *self._call, "", "in_progress"), self._place)]
+    def __init__(self, items: OutputItems, position: int, call_id: str, name: str) -> None:
+        super().__init__(items, position, call_id, name)
+        self._reader = CustomInputReader()
 
     def add(self, arguments: str) -> Events:
-        return self._tell(self._reader.feed(arguments))
+        text = self._reader.feed(arguments)
+        return super().add(text) if text else []
 
     def end(self, status: str) -> tuple[Events, Json]:
-        rest = self._tell(self._reader.finish())
-        text = "".join(self._input)
-        item = self._items.call(self._id, *self._call, text, status)
-        done = {"type": "response.custom_tool_call_input.done", **self._place, "input": text}
-        return [*rest, done, _done(item, self._place)], item
-
-    def _tell(self, text: str) -> Events:
-        if not text:
-            return []
-        self._input.append(text)
-        return [{"type": "response.custom_tool_call_input.delta", **self._place, "delta": text}]
-
-
-def _added(item: Json, place: Json) -> Json:
-    return {
-        "type": "response.output_item.added",
-        "output_index": place["output_index"],
-        "item": item,
-    }
-
-
-def _done(item: Json, place: Json) -> Json:
-    return {
-        "type": "response.output_item.done",
-        "output_index": place["output_index"],
-        "item": item,
-    }
-
-
-def _part(change: str, place: Json, part: Json) -> Json:
-    return {"type": f"response.content_part.{change}", **place, "content_index": 0, "part": part}
+        rest = self._reader.finish()
+        events = super().add(rest) if rest else []
+        last, item = super().end(status)
+        return [*events, *last], item

@@ -1,6 +1,6 @@
 """Tools of the Responses API as functions of an engine, and calls of them back again.
 
-A function stays one. A custom tool is a function with one string (`responses_custom`). The
+A function stays one. A custom tool is a function with one string. The
 tools of a namespace are functions called `<namespace>__<name>`, as vLLM calls them too. Tools
 that run on OpenAI's servers are refused.
 
@@ -231,7 +231,6 @@ def _not_served(kind: str, where: str) -> BadRequest:
 
 
 INPUT = "input"
-
 
 # Where the text begins, with the white space that a model may put there.
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')

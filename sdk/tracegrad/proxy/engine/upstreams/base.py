@@ -1,4 +1,4 @@
-"""What the walk knows of an upstream: its answers, what it can tell, and its limits."""
+"""An upstream as the endpoints use it: its answers, its capabilities and its limits."""
 
 from __future__ import annotations
 

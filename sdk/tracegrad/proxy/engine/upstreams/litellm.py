@@ -29,7 +29,7 @@ from tracegrad.proxy.engine.upstreams.base import (
     UpstreamTimeouts,
 )
 from tracegrad.proxy.http import sse
-from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, BadRequest
+from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, BadRequest, UpstreamError
 
 # 1.82.7 and 1.82.8 were somebody else's, made to steal keys.
 OLDEST = (1, 83, 0)
@@ -37,7 +37,8 @@ FIX = "pip install 'tracegrad[litellm]'"
 
 # Read at its import and later. No look-up of prices or of Anthropic's headers on the network, no
 # .env file of whatever folder this runs in. Over aiohttp it neither hangs up on a provider when a
-# stream is left, nor tells a stream that broke off from one that ended; over httpx it does.
+# stream is left, nor distinguishes a stream that broke off from one that ended; over httpx it
+# does.
 _ENVIRONMENT = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "LITELLM_LOCAL_ANTHROPIC_BETA_HEADERS": "True",
@@ -137,7 +138,7 @@ class LiteLLMUpstream:
                 param="model",
             )
         keywords = shapes.completion_kwargs(body)
-        with self._told():
+        with self._translated_errors():
             async with asyncio.timeout(self._silence_s):
                 return await self._litellm.acompletion(
                     model=model,
@@ -151,7 +152,7 @@ class LiteLLMUpstream:
     async def _events(self, stream: Any) -> AsyncGenerator[bytes, None]:
         parts = aiter(stream)
         while True:
-            with self._told():
+            with self._translated_errors():
                 async with asyncio.timeout(self._silence_s):
                     part = await anext(parts, None)
             if part is None:
@@ -160,13 +161,11 @@ class LiteLLMUpstream:
             chunk = part.model_dump()
             # litellm ends every stream with "stop", also one that broke off.
             if shapes.finishes(chunk) and getattr(stream, "received_finish_reason", "?") is None:
-                raise ApiError(
-                    502, "the provider broke off its answer: it has no end", kind="upstream_error"
-                )
+                raise UpstreamError("the provider broke off its answer: it has no end")
             yield sse.encode_event(orjson.dumps(shapes.chat_completion_chunk(chunk)))
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         """litellm's errors as ours."""
         try:
             yield
@@ -236,4 +235,4 @@ def _api_error(error: Exception, litellm: Any, silence_s: float) -> ApiError:
 
 def _silent(silence_s: float) -> ApiError:
     message = f"the provider sent nothing for {silence_s:g} s"
-    return ApiError(504, message, kind="upstream_error", code="upstream_timeout")
+    return UpstreamError(message, status=504, code="upstream_timeout")

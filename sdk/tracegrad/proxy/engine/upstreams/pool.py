@@ -27,7 +27,7 @@ from tracegrad.proxy.engine.upstreams.replica import (
     session_to,
 )
 from tracegrad.proxy.engine.upstreams.router import UpstreamRouter
-from tracegrad.proxy.http.errors import ApiError, Unavailable
+from tracegrad.proxy.http.errors import ApiError, Unavailable, UpstreamError
 
 # vLLM's server drops an idle connection after 5 s; we must be the first to let go.
 KEEPALIVE_S = 3.0
@@ -177,4 +177,4 @@ class UpstreamPool:
 
 def _given_up(replica: Replica, error: ReplicaDropped) -> ApiError:
     message = f"{DROPS} times an engine took this call and gave no answer, last {replica.url}"
-    return ApiError(502, f"{message}: {error}", kind="upstream_error", code="upstream_dropped")
+    return UpstreamError(f"{message}: {error}", code="upstream_dropped")

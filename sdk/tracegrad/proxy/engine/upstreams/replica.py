@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import lru_cache
 
 import aiohttp
+import orjson
 from yarl import URL
 
 from tracegrad.proxy.engine.upstreams.base import UpstreamResponse
-from tracegrad.proxy.http.errors import ApiError
+from tracegrad.proxy.http.errors import ApiError, UpstreamError
 from tracegrad.urls import http_base, unix_socket
 
 log = logging.getLogger("tracegrad.proxy")
-
 
 # Seconds between looks at a server that is down: doubling, up to the longest.
 FIRST_PROBE_S = 0.1
@@ -23,11 +23,10 @@ FIRST_PROBE_S = 0.1
 MAX_PROBE_INTERVAL_S = 2.0
 
 PROBE_TIMEOUT_S = 5.0
-
+_WEIGHTS_TIMEOUT = aiohttp.ClientTimeout(total=5)
 
 # What vLLM says when its engine process has died under the server, which then shuts down.
 ENGINE_DIED = b"EngineCore encountered an issue"
-
 
 Admit = Callable[[str], Awaitable[bool]]
 
@@ -77,7 +76,7 @@ class Replica:
         """The response, to be closed, and what there is to read of it: its first bytes are here.
 
         A stream's headers come before its engine has done anything, so they do not count.
-        Raises Refused, Dropped, or ApiError.
+        Raises ReplicaRefused, ReplicaDropped, or ApiError.
         """
         self.in_flight += 1
         try:
@@ -137,8 +136,8 @@ class Replica:
         """What an error before the first byte of an answer comes down to."""
         reason = str(error) or type(error).__name__
         if isinstance(error, aiohttp.ClientSSLError):
-            # Waiting mends no certificate.
-            return _upstream_error(f"the engine at {self.url} cannot be trusted: {reason}")
+            # Waiting fixes no certificate.
+            return UpstreamError(f"the engine at {self.url} cannot be trusted: {reason}")
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             return ReplicaRefused(reason)
         if isinstance(error, TimeoutError):
@@ -147,18 +146,18 @@ class Replica:
             return self._silent()
         if isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError):
             return ReplicaDropped(reason)
-        return _upstream_error(f"the engine at {self.url} does not speak HTTP: {reason}")
+        return UpstreamError(f"the engine at {self.url} does not speak HTTP: {reason}")
 
     def _broken_off(self, error: Exception) -> ApiError:
         if isinstance(error, TimeoutError):
             return self._silent()
         reason = str(error) or type(error).__name__
-        return _upstream_error(f"the engine broke off its answer: {reason}")
+        return UpstreamError(f"the engine broke off its answer: {reason}")
 
     def _silent(self) -> ApiError:
         silence = self._session.timeout.sock_read
         message = f"the engine at {self.url} sent nothing for {silence:g} s"
-        return ApiError(504, message, kind="upstream_error", code="upstream_timeout")
+        return UpstreamError(message, status=504, code="upstream_timeout")
 
     async def _look_until_back(self) -> None:
         loop = asyncio.get_running_loop()
@@ -200,10 +199,6 @@ def _join(base: str, path: str) -> URL:
     return URL(base + path)
 
 
-def _upstream_error(message: str) -> ApiError:
-    return ApiError(502, message, kind="upstream_error")
-
-
 def session_to(
     url: str, *, timeout: aiohttp.ClientTimeout, keepalive_s: float
 ) -> aiohttp.ClientSession:
@@ -217,3 +212,20 @@ def session_to(
     return aiohttp.ClientSession(
         connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()
     )
+
+
+async def weight_version(url: str) -> str | None:
+    """Which weights an engine serves that has been away, in vLLM's own word: that of the last push,
+    "default" after a start.
+
+    None where it does not say: its routes for weights are there only when weights are pushed.
+    """
+    async with (
+        session_to(url, timeout=_WEIGHTS_TIMEOUT, keepalive_s=1) as session,
+        session.get(f"{http_base(url)}/weight_info", headers={"connection": "close"}) as answer,
+    ):
+        if answer.status != 200:
+            return None
+        state = orjson.loads(await answer.read())
+    version = state.get("weight_version") if isinstance(state, dict) else None
+    return version if isinstance(version, str) else None

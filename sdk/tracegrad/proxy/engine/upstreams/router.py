@@ -12,11 +12,12 @@ become far busier than another, which is how load comes back to a server that wa
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-# Rollouts remembered, least recently used first to go; one that is forgotten is placed anew.
+from cachetools import LRUCache
+
+# Rollouts remembered, least recently used first to go; one that is forgotten is placed again.
 REMEMBERED = 16_384
 # A rollout leaves a server with more than twice the calls in flight of the least busy one, and
 # this many more: below that a cached prefix is worth more than a shorter queue.
@@ -37,8 +38,7 @@ ServerT = TypeVar("ServerT", bound=RoutedServer)
 class UpstreamRouter(Generic[ServerT]):
     def __init__(self, servers: Sequence[ServerT], remembered: int = REMEMBERED) -> None:
         self._servers = servers
-        self._remembered = remembered
-        self._homes: OrderedDict[str, int] = OrderedDict()
+        self._homes: LRUCache[str, int] = LRUCache(remembered)
         self._rollouts = [0] * len(servers)  # at home on each
 
     def choose(self, rollout: str | None) -> ServerT | None:
@@ -53,7 +53,6 @@ class UpstreamRouter(Generic[ServerT]):
         if home is None or not self._keeps(home, best):
             self._move(rollout, home, best)
             home = best
-        self._homes.move_to_end(rollout)
         return self._servers[home]
 
     def _least_busy(self) -> int | None:
@@ -71,8 +70,8 @@ class UpstreamRouter(Generic[ServerT]):
     def _move(self, rollout: str, old: int | None, new: int) -> None:
         if old is not None:
             self._rollouts[old] -= 1
+        elif len(self._homes) >= self._homes.maxsize:
+            _, forgotten = self._homes.popitem()
+            self._rollouts[forgotten] -= 1
         self._homes[rollout] = new
         self._rollouts[new] += 1
-        if len(self._homes) > self._remembered:
-            _, forgotten = self._homes.popitem(last=False)
-            self._rollouts[forgotten] -= 1

@@ -13,7 +13,7 @@ _PREFIXES = ("gen_ai.", "openinference.", "traceloop.", "llm.")
 
 
 def llm_call(span: Span) -> LlmCall | None:
-    """The call that the span tells of; None for a span that is none.
+    """The call that the span reports; None for a span that is none.
 
     Many spans carry names of several conventions. The one that its library wrote for decides.
     """

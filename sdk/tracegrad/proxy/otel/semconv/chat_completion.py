@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from tracegrad.chat.messages import content_of, media_part, text_part
+from tracegrad.chat.messages import assistant_message, content_of, media_kind, media_part, text_part
 from tracegrad.events import Json
 from tracegrad.jsonutil import dump_json
 from tracegrad.proxy.dialects.body_checks import check_types
@@ -144,16 +144,6 @@ def tool_call(id: object, name: object, arguments: object) -> Json:
     return {**call, "type": "function", "function": {"name": str(name or ""), "arguments": text}}
 
 
-def reply(text: str | list[Json], calls: Sequence[Json], reasoning: str = "") -> Json:
-    """A message of the model's."""
-    message: Json = {"role": "assistant", "content": text or None}
-    if reasoning:
-        message["reasoning"] = reasoning
-    if calls:
-        message["tool_calls"] = list(calls)
-    return message
-
-
 def tool_message(id: object, content: str | list[Json]) -> Json:
     return {"role": "tool", "tool_call_id": str(id or ""), "content": content}
 
@@ -164,7 +154,7 @@ def message_of(role: object, content: Any, calls: Sequence[Json] = (), **more: A
     name = role_of(role)
     said = canonical_content(content)
     if name == "assistant":
-        return reply(said, calls, str(more.get("reasoning") or ""))
+        return assistant_message(said, calls, str(more.get("reasoning") or ""))
     if name == "tool":
         return tool_message(more.get("tool_call_id"), said)
     named: Json = {"name": str(more["name"])} if more.get("name") else {}
@@ -206,14 +196,8 @@ def _part(part: Any) -> Json:
 
 
 def url_part(modality: object, url: str) -> Json:
-    kind = str(modality or "image")
-    if kind == "image":
-        return media_part("image", url)
-    if kind == "audio":
-        return media_part("audio", url)
-    if kind == "video":
-        return media_part("video", url)
-    return {"type": "file", "file": {"file_data": url}}
+    kind = media_kind(str(modality or "image"))
+    return media_part(kind, url) if kind else {"type": "file", "file": {"file_data": url}}
 
 
 def function_tool(definition: Any) -> Json | None:
@@ -252,6 +236,12 @@ def parsed(value: Any) -> Any:
         return json.loads(value, parse_constant=str)  # NaN, lone surrogates
     except (ValueError, RecursionError):
         return value
+
+
+def content_parts(content: Any) -> Any:
+    """A content; a text that is a JSON list of parts, as some libraries write it, as that list."""
+    is_list = isinstance(content, str) and content.startswith("[{") and objects(content)
+    return parsed(content) if is_list else content
 
 
 def objects(value: Any) -> list[Json]:

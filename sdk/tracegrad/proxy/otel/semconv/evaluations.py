@@ -24,7 +24,7 @@ _FLAT = (
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """`key` tells it from the span's others. `whole`: of the whole trace, not of the span.
+    """`key` is its own among the span's. `whole`: of the whole trace, not of the span.
     `response_id`: the answer that it is of, where it says so."""
 
     key: str

@@ -13,7 +13,6 @@ from tracegrad.events import Json, Span
 from tracegrad.proxy.otel.semconv.chat_completion import (
     LlmCall,
     first,
-    function_tool,
     function_tools,
     message_of,
     objects,
@@ -114,8 +113,8 @@ def _tools(attributes: Mapping[str, Any], wished: Json) -> list[Json]:
     branches = [
         _branch(each, "tool") for each in in_index_order(unflatten(attributes, "llm.tools"))
     ]
-    found = (function_tool(parsed(each.get("json_schema"))) for each in branches)
-    return [tool for tool in found if tool is not None] or function_tools(wished.get("tools"))
+    found = function_tools([each.get("json_schema") for each in branches])
+    return found or function_tools(wished.get("tools"))
 
 
 def _asked(asked: Json, attributes: Mapping[str, Any]) -> list[Json]:

@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tracegrad.chat.messages import assistant_message
 from tracegrad.events import Json, Span
 from tracegrad.proxy.otel.semconv.chat_completion import (
     LlmCall,
     canonical_content,
+    content_parts,
     first,
     function_tools,
     message_of,
     objects,
     parsed,
-    reply,
     request_of,
     response_of,
     role_of,
@@ -137,7 +138,7 @@ def _reply(message: Json) -> Json:
     if not isinstance(message.get("parts"), list):
         return _plain({**message, "role": "assistant"})
     content, calls, reasoning = _taken_apart(message["parts"])
-    return reply(content, calls, reasoning)
+    return assistant_message(content, calls, reasoning)
 
 
 def _taken_apart(parts: list[Any]) -> tuple[str | list[Json], list[Json], str]:
@@ -175,17 +176,12 @@ def _plain(message: Mapping[str, Any]) -> Json:
     calls = [_plain_call(each) for each in objects(message.get("tool_calls"))]
     return message_of(
         message.get("role"),
-        parsed(content) if _is_list(content := message.get("content")) else content,
+        content_parts(message.get("content")),
         calls,
         tool_call_id=message.get("tool_call_id", message.get("id")),
         name=message.get("name"),
         reasoning=message.get("reasoning") or message.get("reasoning_content"),
     )
-
-
-def _is_list(content: Any) -> bool:
-    """Whether a text is a JSON list of parts, as some libraries write contents."""
-    return isinstance(content, str) and content.startswith("[{") and bool(objects(content))
 
 
 def _plain_call(call: Json) -> Json:

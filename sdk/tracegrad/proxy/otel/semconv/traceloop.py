@@ -13,10 +13,9 @@ from tracegrad.events import Json, Span
 from tracegrad.proxy.otel.semconv import opentelemetry
 from tracegrad.proxy.otel.semconv.chat_completion import (
     LlmCall,
-    function_tool,
+    content_parts,
+    function_tools,
     message_of,
-    objects,
-    parsed,
     tool_call,
 )
 from tracegrad.proxy.otel.semconv.flat_attributes import in_index_order, unflatten
@@ -36,11 +35,10 @@ def is_flat(attributes: Mapping[str, Any]) -> bool:
 def read(span: Span) -> LlmCall:
     attributes = span.attributes
     completions = in_index_order(unflatten(attributes, _COMPLETION))
-    tools = (function_tool(each) for each in in_index_order(unflatten(attributes, _FUNCTIONS)))
     return opentelemetry.call_of(
         attributes,
         messages=[_message(each) for each in in_index_order(unflatten(attributes, _PROMPT))],
-        tools=[tool for tool in tools if tool is not None],
+        tools=function_tools(in_index_order(unflatten(attributes, _FUNCTIONS))),
         replies=[_message({**each, "role": "assistant"}) for each in completions],
         finish_reasons=[each.get("finish_reason") for each in completions],
     )
@@ -51,12 +49,9 @@ def _message(entry: Json) -> Json:
         tool_call(each.get("id"), each.get("name"), each.get("arguments"))
         for each in in_index_order(entry.get("tool_calls"))
     ]
-    content = entry.get("content")
-    if isinstance(content, str) and content.startswith("[{") and objects(content):
-        content = parsed(content)  # parts, as JSON
     return message_of(
         entry.get("role") or ("assistant" if calls else "user"),
-        content,
+        content_parts(entry.get("content")),
         calls,
         tool_call_id=entry.get("tool_call_id"),
         reasoning=entry.get("reasoning"),

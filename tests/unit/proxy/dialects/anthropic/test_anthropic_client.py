@@ -62,7 +62,7 @@ def test_tokens_are_counted_by_the_engine(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_overlong_prompt_is_told_and_recorded(
+def test_an_overlong_prompt_is_refused_and_recorded(
     engine: MockEngine, claude: anthropic.Anthropic, turns: Turns, stream: bool
 ) -> None:
     said = (

@@ -115,7 +115,7 @@ def test_what_cannot_be_served_is_refused_by_name(fields: Json, named: str) -> N
     assert named in error.message
 
 
-def test_server_tools_and_tools_of_the_vendors_schema_are_told_apart() -> None:
+def test_server_tools_and_tools_of_the_vendors_schema_have_different_errors() -> None:
     search = refused(tools=[{"type": "web_search_20260318", "name": "web_search"}])
     bash = refused(tools=[{"type": "text_editor_20250728", "name": "edit"}])
     assert "runs on Anthropic's servers" in search.message
@@ -305,11 +305,11 @@ def test_thoughts_are_shown_unless_thinking_is_disabled(
 
 def test_output_config_is_effort_and_format() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    told = {"type": "json_schema", "schema": schema}
+    reported = {"type": "json_schema", "schema": schema}
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    body = parse(output_config={"effort": "high", "format": told}).body
+    body = parse(output_config={"effort": "high", "format": reported}).body
     assert (body["reasoning_effort"], body["response_format"]) == ("high", wanted)
-    assert parse(output_format=told).body["response_format"] == wanted
+    assert parse(output_format=reported).body["response_format"] == wanted
     assert refused(output_config={"effort": "huge"}).param == "output_config.effort"
 
 

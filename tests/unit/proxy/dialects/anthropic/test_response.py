@@ -91,8 +91,8 @@ class Bytes(httpx2.SyncByteStream, httpx2.AsyncByteStream):
 
 def history(content: object) -> Json:
     """The canonical message that a client's echo of an answer becomes."""
-    told = [*ASKED["messages"], {"role": "assistant", "content": content}, *ASKED["messages"]]
-    return call_of(messages=told).messages[1]
+    reported = [*ASKED["messages"], {"role": "assistant", "content": content}, *ASKED["messages"]]
+    return call_of(messages=reported).messages[1]
 
 
 def test_a_whole_answer_has_blocks_in_the_vendors_order() -> None:
@@ -127,7 +127,7 @@ def test_an_empty_answer_has_no_blocks() -> None:
     assert hidden["content"] == []
 
 
-def test_tokens_from_the_engines_cache_are_told_apart() -> None:
+def test_tokens_from_the_engines_cache_are_counted_separately() -> None:
     answer = whole(Said("ok"))
     answer["usage"]["prompt_tokens_details"] = {"cached_tokens": 4}
     usage = orjson.loads(AnthropicDialect().answer(call_of(), answer))["usage"]
@@ -207,8 +207,10 @@ def test_text_between_pieces_of_a_tool_call_waits_for_its_end() -> None:
     end = writer.end([chunk({}, finish="tool_calls")])
     assert held == b""
     blocks = [e for e in events_of(out + more + end) if e["type"].startswith("content_block")]
-    told = [e["delta"].get("partial_json", e["delta"].get("text")) for e in blocks if "delta" in e]
-    assert told == ['{"a"', ":1}", "late"]
+    reported = [
+        e["delta"].get("partial_json", e["delta"].get("text")) for e in blocks if "delta" in e
+    ]
+    assert reported == ['{"a"', ":1}", "late"]
     assert [e["index"] for e in blocks] == [0, 0, 0, 0, 1, 1, 1]
 
 
@@ -240,9 +242,9 @@ async def test_the_vendors_async_client_puts_the_stream_together() -> None:
         anthropic.AsyncAnthropic(api_key="k", max_retries=0, http_client=http) as claude,
         claude.messages.stream(**ASKED) as events,
     ):
-        told = [text async for text in events.text_stream]
+        reported = [text async for text in events.text_stream]
         message = await events.get_final_message()
-    assert "".join(told) == "I look."
+    assert "".join(reported) == "I look."
     assert same_message(history(message.to_dict()["content"]), TWO_CALLS.message)
 
 
@@ -298,16 +300,18 @@ def test_errors_have_the_vendors_types(error: ApiError, kind: str, raised: type)
         ("context window full", "prompt is too long: context window full"),
     ],
 )
-def test_an_overlong_prompt_is_told_as_claude_code_reads_it(engine: str, message: str) -> None:
+def test_the_error_of_an_overlong_prompt_is_worded_for_claude_code(
+    engine: str, message: str
+) -> None:
     error = ApiError(400, engine, kind="invalid_request_error", code=CONTEXT_LENGTH_EXCEEDED)
     assert orjson.loads(AnthropicDialect().error(error))["error"]["message"] == message
 
 
-def test_a_template_without_system_text_inside_is_told_as_claude_code_reads_it() -> None:
+def test_the_error_of_a_template_without_system_text_inside_is_worded_for_claude_code() -> None:
     error = ApiError(400, "System message must be at the beginning.", kind="BadRequestError")
-    told = orjson.loads(AnthropicDialect().error(error))["error"]
-    assert told["details"] == {"error_code": "mid_conversation_system_not_supported"}
-    assert "role 'system' inside messages is not supported" in told["message"]
+    reported = orjson.loads(AnthropicDialect().error(error))["error"]
+    assert reported["details"] == {"error_code": "mid_conversation_system_not_supported"}
+    assert "role 'system' inside messages is not supported" in reported["message"]
 
 
 def test_an_error_in_the_midst_of_a_stream_is_raised() -> None:

@@ -189,7 +189,7 @@ def test_finish_reasons(finish: str, reason: str) -> None:
     assert events_of(pieces_of(one))[-1]["candidates"][0]["finishReason"] == reason
 
 
-def test_usage_tells_thoughts_and_cached_tokens_apart() -> None:
+def test_usage_counts_thoughts_and_cached_tokens_separately() -> None:
     answer = whole(Said("ok"))
     answer["usage"]["completion_tokens_details"] = {"reasoning_tokens": 3}
     answer["usage"]["prompt_tokens_details"] = {"cached_tokens": 4}
@@ -315,8 +315,8 @@ def test_an_empty_answer_has_a_candidate_without_parts() -> None:
 )
 def test_errors_have_the_vendors_names(error: ApiError, status: str) -> None:
     body = GeminiDialect().error(error)
-    told = {"code": error.status, "message": error.message, "status": status}
-    assert orjson.loads(body) == {"error": told}
+    reported = {"code": error.status, "message": error.message, "status": status}
+    assert orjson.loads(body) == {"error": reported}
     with pytest.raises(errors.APIError) as caught:
         client(body, error.status).models.generate_content(model="m", contents="hi")
     assert (caught.value.code, caught.value.status) == (error.status, status)
@@ -369,6 +369,6 @@ def test_a_streamed_answer_comes_back_as_the_message_that_it_was(one: Said, size
     data = b"".join(pieces_of(one, size=size))
     parts: list[Json] = []
     for each in client(data).models.generate_content_stream(model="m", contents="hi"):
-        told = each.model_dump(mode="json", by_alias=True, exclude_none=True)
-        parts += told["candidates"][0]["content"].get("parts", [])
+        reported = each.model_dump(mode="json", by_alias=True, exclude_none=True)
+        parts += reported["candidates"][0]["content"].get("parts", [])
     assert same_message(history({"role": "model", "parts": parts}), one.message)

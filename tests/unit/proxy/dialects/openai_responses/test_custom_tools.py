@@ -17,7 +17,7 @@ from tracegrad.proxy.dialects.openai_responses.tools import (
 
 
 def in_pieces(arguments: str, cuts: list[int]) -> tuple[str, str]:
-    """What is told while the pieces come, and what at the end."""
+    """What is sent while the pieces come, and what at the end."""
     reader = CustomInputReader()
     places = sorted({cut % (len(arguments) + 1) for cut in cuts})
     edges = [0, *places, len(arguments)]
@@ -81,7 +81,7 @@ def test_nothing_that_a_model_writes_is_lost(arguments: str, text: str) -> None:
     assert custom_input_as_text(arguments) == text
 
 
-def test_text_is_told_before_its_end_has_come() -> None:
+def test_text_is_sent_before_its_end_has_come() -> None:
     reader = CustomInputReader()
     assert reader.feed('{"inp') == ""
     assert reader.feed('ut": "*** Be') == "*** Be"

@@ -215,8 +215,8 @@ def test_reasoning_that_cannot_be_read_is_refused(content: str) -> None:
     assert error.param == "input[1].encrypted_content"
 
 
-@pytest.mark.parametrize("told", ["resp_1", "resp_" + "g" * 32, "0" * 32, ""])
-def test_a_response_that_is_not_ours_is_not_found(told: str) -> None:
-    error = refused(previous_response_id=told)
+@pytest.mark.parametrize("reported", ["resp_1", "resp_" + "g" * 32, "0" * 32, ""])
+def test_a_response_that_is_not_ours_is_not_found(reported: str) -> None:
+    error = refused(previous_response_id=reported)
     assert error.code == "previous_response_not_found"
     assert error.param == "previous_response_id"

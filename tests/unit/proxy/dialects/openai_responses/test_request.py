@@ -8,7 +8,8 @@ import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 from pydantic import TypeAdapter
 
-from support.proxy.openai_responses import PATCH, TOOL, ask, parse, tool_call
+from support.engines.engine_answers import tool_call
+from support.proxy.openai_responses import PATCH, TOOL, ask, parse
 from tracegrad.events import new_id
 from tracegrad.proxy.dialects.openai_responses.response import seal_reasoning
 
@@ -149,7 +150,7 @@ def test_a_turns_items_become_one_message_again() -> None:
     ]
 
 
-def test_ids_tell_turns_apart_that_follow_each_other() -> None:
+def test_ids_separate_turns_that_follow_each_other() -> None:
     read = messages([user("hi"), message("a", id=f"msg_{TURN}"), message("b", id=f"msg_{OTHER}")])
     assert [said["content"] for said in read] == ["hi", "a", "b"]
     joined = messages(
@@ -162,7 +163,7 @@ def test_ids_join_a_turn_whose_outputs_came_between_its_calls() -> None:
     items = [call("c1", id=f"fc_{TURN}"), output("c1"), call("c2", id=f"fc_{TURN}_1")]
     read = messages([user("hi"), *items, output("c2")])
     assert [said["role"] for said in read] == ["user", "assistant", "tool", "tool"]
-    assert [told["id"] for told in read[1]["tool_calls"]] == ["c1", "c2"]
+    assert [reported["id"] for reported in read[1]["tool_calls"]] == ["c1", "c2"]
 
 
 def test_without_ids_the_next_turn_begins_after_a_tools_output() -> None:

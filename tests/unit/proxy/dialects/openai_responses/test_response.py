@@ -10,11 +10,12 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from support.engines.engine_answers import Said
+from support.engines.engine_answers import whole as engine_answer
 from support.proxy.openai_responses import (
     DIALECT,
     PATCH,
     TOOL,
-    Say,
     Served,
     answer,
     ask,
@@ -27,13 +28,14 @@ Json = dict[str, Any]
 NAMESPACE = {"type": "namespace", "name": "eyes", "description": "To see.", "tools": [TOOL, PATCH]}
 
 
-def whole(call: Call, say: Say, **told: Any) -> Response:
-    return check_response(DIALECT.answer(call, {**answer(say), **told}))
+def whole(call: Call, say: Said, **reported: Any) -> Response:
+    return check_response(DIALECT.answer(call, {**engine_answer(say), **reported}))
 
 
 def test_a_text_is_a_message() -> None:
     call = ask(instructions="Be brief.", temperature=0.5, metadata={"a": "b"})
-    response = whole(call, Say("Hello"))
+    usage = Said().usage | {"prompt_tokens_details": {"cached_tokens": 4}}
+    response = whole(call, Said("Hello"), usage=usage)
     assert response.id == f"resp_{call.turn_id}"
     assert response.output_text == "Hello"
     assert (response.status, response.model) == ("completed", "m")
@@ -56,8 +58,8 @@ def test_a_text_is_a_message() -> None:
 
 def test_reasoning_text_and_calls_are_items_in_this_order() -> None:
     call = ask(tools=[TOOL])
-    calls = [("c1", "look", '{"at":  "it"}'), ("c2", "look", "{")]
-    response = whole(call, Say("Let me.", "Hm.", calls))
+    calls = [("look", '{"at":  "it"}', "c1"), ("look", "{", "c2")]
+    response = whole(call, Said("Let me.", "Hm.", calls))
     thought, message, first, second = response.output
     assert thought.id == f"rs_{call.turn_id}"
     assert thought.content[0].text == "Hm."
@@ -83,7 +85,7 @@ def test_the_request_is_repeated_in_openais_form() -> None:
         previous_response_id="resp_" + "0" * 32,
         max_output_tokens=5,
     )
-    response = whole(call, Say("{}"))
+    response = whole(call, Said("{}"))
     assert [tool.type for tool in response.tools] == ["function", "custom", "namespace"]
     assert response.tools[0].strict is False
     assert response.tool_choice.name == "bare"
@@ -96,7 +98,7 @@ def test_the_request_is_repeated_in_openais_form() -> None:
 
 
 def test_a_call_of_a_custom_tool_has_the_text_as_its_input() -> None:
-    say = Say(calls=[("c1", "apply_patch", '{"input": "*** Begin\\n\\u00e9"}')])
+    say = Said(calls=[("apply_patch", '{"input": "*** Begin\\n\\u00e9"}', "c1")])
     call = ask(tools=[PATCH])
     [item] = whole(call, say).output
     assert (item.type, item.id, item.call_id) == ("custom_tool_call", f"ctc_{call.turn_id}", "c1")
@@ -104,8 +106,8 @@ def test_a_call_of_a_custom_tool_has_the_text_as_its_input() -> None:
 
 
 def test_calls_in_a_namespace_have_its_name_and_their_own() -> None:
-    calls = [("c1", "eyes__look", "{}"), ("c2", "eyes__apply_patch", '{"input":"x"}')]
-    function, custom = whole(ask(tools=[NAMESPACE]), Say(calls=calls)).output
+    calls = [("eyes__look", "{}", "c1"), ("eyes__apply_patch", '{"input":"x"}', "c2")]
+    function, custom = whole(ask(tools=[NAMESPACE]), Said(calls=calls)).output
     assert (function.type, function.namespace, function.name) == ("function_call", "eyes", "look")
     assert (custom.type, custom.namespace, custom.name) == (
         "custom_tool_call",
@@ -115,13 +117,13 @@ def test_calls_in_a_namespace_have_its_name_and_their_own() -> None:
 
 
 def test_a_call_of_an_unknown_tool_keeps_its_name() -> None:
-    [item] = whole(ask(tools=[TOOL]), Say(calls=[("c1", "eyes__peek", "{}")])).output
+    [item] = whole(ask(tools=[TOOL]), Said(calls=[("eyes__peek", "{}", "c1")])).output
     assert (item.type, item.name, item.namespace) == ("function_call", "eyes__peek", None)
 
 
 def test_sealed_reasoning_is_for_those_who_include_it() -> None:
     call = ask(include=["reasoning.encrypted_content"], store=False)
-    [item, _] = whole(call, Say("a", "Grübeln")).output
+    [item, _] = whole(call, Said("a", "Grübeln")).output
     assert item.encrypted_content
     sent_back = {"type": "reasoning", "summary": [], "encrypted_content": item.encrypted_content}
     [message] = ask(input=[sent_back]).messages
@@ -133,7 +135,7 @@ def test_sealed_reasoning_is_for_those_who_include_it() -> None:
     [("length", "max_output_tokens"), ("content_filter", "content_filter")],
 )
 def test_a_cut_answer_is_incomplete_and_so_is_its_last_item(finish_reason: str, why: str) -> None:
-    response = whole(ask(), Say("Half an ans", "Hm.", finish_reason=finish_reason))
+    response = whole(ask(), Said("Half an ans", "Hm.", finish=finish_reason))
     assert response.status == "incomplete"
     assert response.incomplete_details.reason == why
     assert response.completed_at is None
@@ -141,28 +143,28 @@ def test_a_cut_answer_is_incomplete_and_so_is_its_last_item(finish_reason: str, 
 
 
 def test_an_answer_that_the_engine_gave_up_has_failed() -> None:
-    response = whole(ask(), Say("Half an ans", finish_reason="abort"))
+    response = whole(ask(), Said("Half an ans", finish="abort"))
     assert response.status == "failed"
     assert response.error.code == "server_error"
 
 
 def test_an_answer_that_says_nothing_is_an_empty_message() -> None:
-    [item] = whole(ask(), Say(None)).output
+    [item] = whole(ask(), Said()).output
     assert (item.type, item.content[0].text) == ("message", "")
 
 
 def test_reasoning_alone_is_no_message() -> None:
-    [item] = whole(ask(), Say(None, "Hm.", finish_reason="length")).output
+    [item] = whole(ask(), Said(reasoning="Hm.", finish="length")).output
     assert (item.type, item.status) == ("reasoning", "incomplete")
 
 
-def test_an_engine_that_tells_no_usage_leaves_it_out() -> None:
-    assert whole(ask(), Say("a"), usage=None).usage is None
+def test_an_answer_without_usage_leaves_it_out() -> None:
+    assert whole(ask(), Said("a"), usage=None).usage is None
 
 
 def test_the_engines_name_stands_where_the_client_gave_none() -> None:
     call = DIALECT.parse(b'{"input": "hi"}', {}, {})
-    assert whole(call, Say("a")).model == "served"
+    assert whole(call, Said("a")).model == "engine"
 
 
 def entry(token: str, logprob: float, top: tuple[str, ...] = ()) -> Json:
@@ -178,32 +180,32 @@ def test_logprobs_are_those_of_the_text_alone() -> None:
     call = ask(include=["message.output_text.logprobs"], top_logprobs=2)
     tokens = ["<think>", "Yes", "</think>", "\n\n", "Yes", " it", " is", "<|im_end|>"]
     entries = [entry(token, -float(place), ("a", "é")) for place, token in enumerate(tokens)]
-    response = check_response(DIALECT.answer(call, answer(Say("Yes it is", "Yes"), entries)))
-    told = response.output[1].content[0].logprobs
-    assert [(one.token, one.logprob) for one in told] == [
+    response = check_response(DIALECT.answer(call, answer(Said("Yes it is", "Yes"), entries)))
+    reported = response.output[1].content[0].logprobs
+    assert [(one.token, one.logprob) for one in reported] == [
         ("Yes", -4.0),
         (" it", -5.0),
         (" is", -6.0),
     ]
-    assert [top.token for top in told[0].top_logprobs] == ["a", "é"]
-    assert told[0].top_logprobs[1].bytes == list("é".encode())
+    assert [top.token for top in reported[0].top_logprobs] == ["a", "é"]
+    assert reported[0].top_logprobs[1].bytes == list("é".encode())
     assert response.top_logprobs == 2
 
 
 def test_openais_client_reads_an_answer_and_sends_it_back() -> None:
-    served = Served([Say("Let me.", "Hm.", [("c1", "look", '{"at":  "it"}')]), Say("Seen.")])
+    served = Served([Said("Let me.", "Hm.", [("look", '{"at":  "it"}', "c1")]), Said("Seen.")])
     client = served.client()
     first = client.responses.create(model="m", input="hi", tools=[TOOL])
     result = {"type": "function_call_output", "call_id": "c1", "output": "a cat"}
     second = client.responses.create(model="m", input=[*first.output, result], tools=[TOOL])
     assert second.output_text == "Seen."
     said, tool = served.calls[1].messages
-    assert said == Say("Let me.", "Hm.", [("c1", "look", '{"at":  "it"}')]).message
+    assert said == Said("Let me.", "Hm.", [("look", '{"at":  "it"}', "c1")]).message
     assert tool == {"role": "tool", "tool_call_id": "c1", "content": "a cat"}
 
 
 def test_openais_client_continues_a_response() -> None:
-    served = Served([Say("a"), Say("b")])
+    served = Served([Said("a"), Said("b")])
     client = served.client()
     first = client.responses.create(model="m", input="hi")
     client.responses.create(model="m", input="more", previous_response_id=first.id)
@@ -214,7 +216,7 @@ def test_openais_client_parses_structured_output() -> None:
     class Point(BaseModel):
         x: int
 
-    served = Served([Say('{"x": 3}')])
+    served = Served([Said('{"x": 3}')])
     parsed = served.client().responses.parse(model="m", input="hi", text_format=Point)
     assert parsed.output_parsed == Point(x=3)
     form = served.calls[0].body["response_format"]["json_schema"]
@@ -230,6 +232,6 @@ def test_openais_client_raises_what_is_refused() -> None:
 
 
 def test_the_body_is_json_of_one_line() -> None:
-    body = DIALECT.answer(ask(), answer(Say("a")))
+    body = DIALECT.answer(ask(), engine_answer(Said("a")))
     assert json.loads(body)["object"] == "response"
     assert b"\n" not in body

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import openai
 import pytest
 
-from support.engines.mock_engine import MODEL, Answer, MockEngine, logprobs_of, render
-from tracegrad.events import Turn
-
-Turns = Callable[..., list[Turn]]
+from support.engines.mock_engine import MODEL, Answer, logprobs_of, render
+from support.proxy.proxy_with_engine import ProxyWithEngine
 
 TOOL = {
     "type": "function",
@@ -21,17 +17,15 @@ TOOL = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_is_recorded_with_its_tokens(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
-) -> None:
+def test_a_response_is_recorded_with_its_tokens(rig: ProxyWithEngine, stream: bool) -> None:
     say = Answer("It is fine.", [("look", '{"at": "it"}')], "Hm.")
-    engine.replies.append(say)
+    rig.engine.replies.append(say)
     asked = {"model": MODEL, "input": "How is it?", "instructions": "Be brief.", "tools": [TOOL]}
     if stream:
-        with client.responses.stream(**asked) as events:
+        with rig.client.responses.stream(**asked) as events:
             response = events.get_final_response()
     else:
-        response = client.responses.create(**asked)
+        response = rig.client.responses.create(**asked)
 
     assert response.output_text == "It is fine."
     [call] = [item for item in response.output if item.type == "function_call"]
@@ -40,10 +34,10 @@ def test_a_response_is_recorded_with_its_tokens(
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "How is it?"},
     ]
-    assert engine.requests[0]["messages"] == messages
-    [turn] = turns()
+    assert rig.engine.requests[0]["messages"] == messages
+    [turn] = rig.turns()
     assert (turn.dialect, turn.untrainable, turn.finish_reason) == ("responses", None, "tool_calls")
-    assert turn.prompt_token_ids.tolist() == render(messages, engine.requests[0]["tools"])
+    assert turn.prompt_token_ids.tolist() == render(messages, rig.engine.requests[0]["tools"])
     assert turn.completion_token_ids.tolist() == say.token_ids
     assert turn.completion_logprobs.tolist() == pytest.approx(logprobs_of(say.token_ids))
     assert turn.request["input"] == "How is it?"
@@ -51,74 +45,68 @@ def test_a_response_is_recorded_with_its_tokens(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_came_before_need_not_be_sent_again(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns, stream: bool
-) -> None:
-    engine.replies += [Answer("One."), Answer("Two."), Answer("Three.")]
-    first = client.responses.create(model=MODEL, input="Count!", instructions="Be brief.")
-    second = client.responses.create(
+def test_what_came_before_need_not_be_sent_again(rig: ProxyWithEngine, stream: bool) -> None:
+    rig.engine.replies += [Answer("One."), Answer("Two."), Answer("Three.")]
+    first = rig.client.responses.create(model=MODEL, input="Count!", instructions="Be brief.")
+    second = rig.client.responses.create(
         model=MODEL, input="Go on.", previous_response_id=first.id, instructions="Be quick."
     )
     asked = {"model": MODEL, "input": "And on.", "previous_response_id": second.id}
     if stream:
-        with client.responses.stream(**asked) as events:
+        with rig.client.responses.stream(**asked) as events:
             events.until_done()
     else:
-        client.responses.create(**asked)
-    assert [(m["role"], m["content"]) for m in engine.requests[2]["messages"]] == [
+        rig.client.responses.create(**asked)
+    assert [(m["role"], m["content"]) for m in rig.engine.requests[2]["messages"]] == [
         ("user", "Count!"),
         ("assistant", "One."),
         ("user", "Go on."),
         ("assistant", "Two."),
         ("user", "And on."),
     ]
-    assert engine.requests[1]["messages"][0] == {"role": "system", "content": "Be quick."}
-    assert len(turns()) == 3
+    assert rig.engine.requests[1]["messages"][0] == {"role": "system", "content": "Be quick."}
+    assert len(rig.turns()) == 3
 
 
-def test_a_response_belongs_to_the_rollout_of_the_one_before(
-    proxy: str, client: openai.OpenAI, turns: Turns
-) -> None:
-    first = client.responses.create(model=MODEL, input="Count!")
-    with openai.OpenAI(base_url=f"{proxy}/v1", api_key="no name", max_retries=0) as nameless:
+def test_a_response_belongs_to_the_rollout_of_the_one_before(rig: ProxyWithEngine) -> None:
+    first = rig.client.responses.create(model=MODEL, input="Count!")
+    with openai.OpenAI(base_url=f"{rig.url}/v1", api_key="no name", max_retries=0) as nameless:
         nameless.responses.create(model=MODEL, input="Go on.", previous_response_id=first.id)
-    assert len(turns("r1")) == 2
-    assert turns("r1")[1].parent_id == turns("r1")[0].turn_id
+    assert len(rig.turns("r1")) == 2
+    assert rig.turns("r1")[1].parent_id == rig.turns("r1")[0].turn_id
 
 
-def test_an_unknown_response_is_not_found(engine: MockEngine, client: openai.OpenAI) -> None:
+def test_an_unknown_response_is_not_found(rig: ProxyWithEngine) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(
+        rig.client.responses.create(
             model=MODEL, input="Go on.", previous_response_id="resp_" + "0" * 32
         )
     assert caught.value.code == "previous_response_not_found"
     assert caught.value.param == "previous_response_id"
-    assert engine.requests == []
+    assert rig.engine.requests == []
 
 
-def test_another_rollouts_response_is_not_found(proxy: str, client: openai.OpenAI) -> None:
-    first = client.responses.create(model=MODEL, input="A secret.")
+def test_another_rollouts_response_is_not_found(rig: ProxyWithEngine) -> None:
+    first = rig.client.responses.create(model=MODEL, input="A secret.")
     with (
-        openai.OpenAI(base_url=f"{proxy}/rollouts/r2/v1", api_key="none") as other,
+        openai.OpenAI(base_url=f"{rig.url}/rollouts/r2/v1", api_key="none") as other,
         pytest.raises(openai.BadRequestError, match="not found"),
     ):
         other.responses.create(model=MODEL, input="Tell.", previous_response_id=first.id)
 
 
-def test_instructions_and_developers_become_one_system_message(
-    engine: MockEngine, client: openai.OpenAI, turns: Turns
-) -> None:
-    first = client.responses.create(
+def test_instructions_and_developers_become_one_system_message(rig: ProxyWithEngine) -> None:
+    first = rig.client.responses.create(
         model=MODEL,
         instructions="Be brief.",
         input=[{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hello"}],
     )
-    client.responses.create(
+    rig.client.responses.create(
         model=MODEL, instructions="Be quick.", input="On.", previous_response_id=first.id
     )
     systems = [
         [m["content"] for m in request["messages"] if m["role"] == "system"]
-        for request in engine.requests
+        for request in rig.engine.requests
     ]
     assert systems == [["Be brief.\n\nBe kind."], ["Be quick.\n\nBe kind."]]
-    assert turns()[1].fork_reason == "edited_history", "other instructions: another prompt"
+    assert rig.turns()[1].fork_reason == "edited_history", "other instructions: another prompt"

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from openai.types.responses import ResponseInputItemParam
 from pydantic import TypeAdapter
 
-from support.proxy.openai_responses import DIALECT, PATCH, TOOL, Say, answer, ask, events_of, stream
+from support.engines.engine_answers import Said, texts, whole
+from support.proxy.openai_responses import DIALECT, PATCH, TOOL, ask, events_of, stream
 from tracegrad.proxy.dialects.openai_responses.tools import custom_input_as_arguments
 
 Json = dict[str, Any]
@@ -26,20 +27,17 @@ TOOLS = [
 ]
 NAMES = ["look", "ns__look", "unknown", "apply_patch", "ns__apply_patch"]
 
-texts = st.text(st.characters(codec="utf-8"), max_size=30)
-some_text = st.none() | texts.filter(bool)
-
 
 @st.composite
-def said(draw: st.DrawFn) -> Say:
+def said(draw: st.DrawFn) -> Said:
     calls = []
     for number in range(draw(st.integers(0, 3))):
         name = draw(st.sampled_from(NAMES))
         arguments = draw(texts)
         if name.endswith("apply_patch"):
             arguments = custom_input_as_arguments(arguments)
-        calls.append((f"call-{number}", name, arguments))
-    return Say(draw(some_text), draw(some_text), calls)
+        calls.append((name, arguments, f"call-{number}"))
+    return Said(draw(texts), draw(texts), calls)
 
 
 def as_it_is(item: Json) -> Json:
@@ -69,37 +67,37 @@ WAYS = [as_it_is, without_reasoning_text, without_ids, through_pydantic]
 @pytest.mark.parametrize("way", WAYS)
 @given(say=said(), streamed=st.booleans(), size=st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
-def test_items_sent_back_are_the_message_that_was_said(
-    way: Way, say: Say, streamed: bool, size: int
+def test_items_sent_back_are_the_sampled_message(
+    way: Way, say: Said, streamed: bool, size: int
 ) -> None:
     call = ask(tools=TOOLS, include=["reasoning.encrypted_content"], store=False)
     if streamed:
         response = events_of(stream(call, say, size))[-1]["response"]
     else:
-        response = json.loads(DIALECT.answer(call, answer(say)))
+        response = json.loads(DIALECT.answer(call, whole(say)))
     results = [
         {"type": "function_call_output", "call_id": call_id, "output": "done"}
-        for call_id, _, _ in say.calls
+        for _, _, call_id in say.calls
     ]
     history = [{"role": "user", "content": "hi"}, *map(way, response["output"]), *results]
     user, message, *after = ask(tools=TOOLS, input=history).messages
     assert user == {"role": "user", "content": "hi"}
     # An answer that says nothing comes back as an empty text.
     assert {**message, "content": message["content"] or None} == say.message
-    assert [one["tool_call_id"] for one in after] == [call_id for call_id, _, _ in say.calls]
+    assert [one["tool_call_id"] for one in after] == [call_id for _, _, call_id in say.calls]
 
 
 @given(st.lists(said(), min_size=2, max_size=4))
 @settings(max_examples=40, deadline=None)
-def test_many_turns_stay_apart(says: list[Say]) -> None:
-    """Even where no one speaks between them, as in a run that is told to go on."""
+def test_many_turns_stay_apart(says: list[Said]) -> None:
+    """Even where no one speaks between them, as in a run that has to go on."""
     history: list[Json] = []
     for say in says:
         call = ask(tools=TOOLS, include=["reasoning.encrypted_content"])
-        history += json.loads(DIALECT.answer(call, answer(say)))["output"]
+        history += json.loads(DIALECT.answer(call, whole(say)))["output"]
         history += [
             {"type": "function_call_output", "call_id": call_id, "output": "done"}
-            for call_id, _, _ in say.calls
+            for _, _, call_id in say.calls
         ]
     read = [m for m in ask(tools=TOOLS, input=history).messages if m["role"] == "assistant"]
     assert [{**m, "content": m["content"] or None} for m in read] == [s.message for s in says]
@@ -107,7 +105,7 @@ def test_many_turns_stay_apart(says: list[Say]) -> None:
 
 @given(said())
 @settings(max_examples=40, deadline=None)
-def test_output_items_are_input_items_of_openais_types(say: Say) -> None:
+def test_output_items_are_input_items_of_openais_types(say: Said) -> None:
     call = ask(tools=TOOLS, include=["reasoning.encrypted_content"])
-    for item in json.loads(DIALECT.answer(call, answer(say)))["output"]:
+    for item in json.loads(DIALECT.answer(call, whole(say)))["output"]:
         INPUT_ITEM.validate_python(item)

@@ -9,26 +9,24 @@ from typing import Any
 import openai
 import pytest
 
+from support.engines.engine_answers import Said, chunk, streamed, tool_call
+from support.engines.engine_answers import whole as engine_answer
 from support.proxy.openai_responses import (
     DIALECT,
     PATCH,
     TOOL,
     Json,
-    Say,
     Served,
-    answer,
     ask,
-    chunk,
-    chunks_of,
     events_of,
-    last_chunks,
     stream,
 )
 from tracegrad.chat.call import Call
 from tracegrad.proxy.http.errors import ApiError
 
-CALLS = [("c1", "look", '{"at":  "it"}'), ("c2", "apply_patch", '{"input": "a\\nb"}')]
-EVERYTHING = Say("Let me see.", "Hm, what?", CALLS)
+CALLS = [("look", '{"at":  "it"}', "c1"), ("apply_patch", '{"input": "a\\nb"}', "c2")]
+_, ENDING = streamed(Said())
+EVERYTHING = Said("Let me see.", "Hm, what?", CALLS)
 
 
 def types(events: list[Json]) -> list[str]:
@@ -37,7 +35,7 @@ def types(events: list[Json]) -> list[str]:
     return [name for at, name in enumerate(names) if at == 0 or name != names[at - 1]]
 
 
-def last(call: Call, say: Say) -> Json:
+def last(call: Call, say: Said) -> Json:
     event: Json = events_of(stream(call, say))[-1]
     return event
 
@@ -74,18 +72,18 @@ def test_events_come_in_openais_order() -> None:
 
 
 def test_deltas_add_up_to_what_is_done() -> None:
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
     for event in events_of(stream(ask(tools=[TOOL, PATCH]), EVERYTHING, size=2)):
         kind, _, change = event["type"].removeprefix("response.").rpartition(".")
         if change == "delta":
-            told[kind] = told.get(kind, "") + event["delta"]
-        elif change == "done" and kind in told:
+            reported[kind] = reported.get(kind, "") + event["delta"]
+        elif change == "done" and kind in reported:
             field = {
                 "function_call_arguments": "arguments",
                 "custom_tool_call_input": "input",
             }.get(kind, "text")
-            assert told[kind] == event[field]
-    assert told == {
+            assert reported[kind] == event[field]
+    assert reported == {
         "reasoning_text": "Hm, what?",
         "output_text": "Let me see.",
         "function_call_arguments": '{"at":  "it"}',
@@ -96,9 +94,9 @@ def test_deltas_add_up_to_what_is_done() -> None:
 @pytest.mark.parametrize("finish_reason", ["stop", "length", "content_filter", "abort"])
 def test_a_stream_ends_with_what_a_whole_answer_is(finish_reason: str) -> None:
     call = ask(tools=[TOOL, PATCH], include=["reasoning.encrypted_content"])
-    say = Say("Let me see.", "Hm, what?", CALLS, finish_reason)
+    say = Said("Let me see.", "Hm, what?", CALLS, finish_reason)
     streamed = last(call, say)["response"]
-    whole = json.loads(DIALECT.answer(call, answer(say)))
+    whole = json.loads(DIALECT.answer(call, engine_answer(say)))
     for response in (streamed, whole):
         for name in ("created_at", "completed_at"):
             response.pop(name, None)
@@ -121,7 +119,7 @@ def test_items_begin_empty_and_in_progress() -> None:
     assert (custom["input"], custom["call_id"]) == ("", "c2")
 
 
-def test_a_stream_is_told_as_it_comes() -> None:
+def test_a_stream_is_sent_as_it_comes() -> None:
     writer = DIALECT.writer(ask())
     assert types(events_of(writer.begin(5))) == ["created", "in_progress"]
     first = writer.chunk(chunk({"content": "He"}))
@@ -133,14 +131,14 @@ def test_a_stream_is_told_as_it_comes() -> None:
 def test_a_last_chunk_may_still_say_something() -> None:
     writer = DIALECT.writer(ask())
     body = writer.begin(None)
-    end = chunk({"content": "Hello"}, finish_reason="stop")
+    end = chunk({"content": "Hello"}, finish="stop")
     events = events_of(body + writer.end([end]))
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == "Hello"
     assert events[-1]["response"]["usage"] is None
 
 
 def test_usage_is_that_of_the_last_chunk() -> None:
-    assert last(ask(), Say("a"))["response"]["usage"]["total_tokens"] == 18
+    assert last(ask(), Said("a"))["response"]["usage"]["total_tokens"] == 18
 
 
 @pytest.mark.parametrize(
@@ -153,13 +151,13 @@ def test_usage_is_that_of_the_last_chunk() -> None:
     ],
 )
 def test_a_finish_reason_decides_how_it_ends(finish_reason: str, event: str, status: str) -> None:
-    told = last(ask(), Say("Half an ans", finish_reason=finish_reason))
-    assert told["type"] == event
-    assert told["response"]["output"][0]["status"] == status
+    reported = last(ask(), Said("Half an ans", finish=finish_reason))
+    assert reported["type"] == event
+    assert reported["response"]["output"][0]["status"] == status
 
 
 def test_a_stream_that_says_nothing_has_an_empty_message() -> None:
-    events = events_of(stream(ask(), Say(None)))
+    events = events_of(stream(ask(), Said()))
     assert types(events)[2:] == [
         "output_item.added",
         "content_part.added",
@@ -176,11 +174,11 @@ def test_text_after_a_call_is_another_message_of_the_turn() -> None:
     body = writer.begin(None)
     for each in [
         chunk({"content": "a"}),
-        *chunks_of(Say(calls=CALLS[:1])),
+        chunk({"tool_calls": [{"index": 0, **tool_call("c1", "look", "{}")}]}),
         chunk({"content": "b"}),
     ]:
         body += writer.chunk(each)
-    output = events_of(body + writer.end(last_chunks(Say())))[-1]["response"]["output"]
+    output = events_of(body + writer.end(ENDING))[-1]["response"]["output"]
     assert [item["id"] for item in output] == [
         f"msg_{call.turn_id}",
         f"fc_{call.turn_id}",
@@ -193,32 +191,32 @@ def test_text_after_a_call_is_another_message_of_the_turn() -> None:
 
 def test_arguments_for_a_call_that_has_ended_break_the_stream() -> None:
     writer = DIALECT.writer(ask(tools=[TOOL]))
-    for each in chunks_of(Say(calls=[("c1", "look", "{}"), ("c2", "look", "{}")])):
-        writer.chunk(each)
+    for index, call_id in enumerate(["c1", "c2"]):
+        writer.chunk(chunk({"tool_calls": [{"index": index, **tool_call(call_id, "look", "{}")}]}))
     late = chunk({"tool_calls": [{"index": 0, "function": {"arguments": "!"}}]})
     with pytest.raises(ApiError, match="had ended"):
         writer.chunk(late)
 
 
-def test_a_broken_stream_tells_an_error_and_fails() -> None:
+def test_a_broken_stream_sends_an_error_and_fails() -> None:
     writer = DIALECT.writer(ask())
     body = writer.begin(None) + writer.chunk(chunk({"content": "Half"}))
     error = ApiError(502, "the engine died", kind="upstream_error")
     events = events_of(body + writer.error(error))
-    told, failed = events[-2:]
-    assert (told["type"], told["code"], told["message"]) == (
+    reported, failed = events[-2:]
+    assert (reported["type"], reported["code"], reported["message"]) == (
         "error",
         "server_error",
         "the engine died",
     )
-    assert told["error"]["message"] == "the engine died"
+    assert reported["error"]["message"] == "the engine died"
     assert failed["type"] == "response.failed"
     assert failed["response"]["error"] == {"code": "server_error", "message": "the engine died"}
     assert failed["response"]["status"] == "failed"
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "told"),
+    ("status", "code", "reported"),
     [
         (400, "context_length_exceeded", "context_length_exceeded"),
         (400, None, "invalid_prompt"),
@@ -226,12 +224,12 @@ def test_a_broken_stream_tells_an_error_and_fails() -> None:
         (503, "weights", "server_error"),
     ],
 )
-def test_codes_that_clients_act_on_are_kept(status: int, code: str | None, told: str) -> None:
+def test_codes_that_clients_act_on_are_kept(status: int, code: str | None, reported: str) -> None:
     writer = DIALECT.writer(ask())
     # Nothing has been sent before it: the client still gets a whole stream.
     body = writer.error(ApiError(status, "no", kind="x", code=code)).decode()
     assert body.startswith("event: response.created")
-    assert body.count(f'"code":"{told}"') == 3
+    assert body.count(f'"code":"{reported}"') == 3
 
 
 def test_a_stream_can_be_kept_alive_before_and_after_it_begins() -> None:
@@ -239,7 +237,7 @@ def test_a_stream_can_be_kept_alive_before_and_after_it_begins() -> None:
     writer = DIALECT.writer(call)
     body = writer.keepalive() + writer.keepalive() + writer.begin(5) + writer.keepalive()
     body += writer.chunk(chunk({"content": "a"})) + writer.keepalive()
-    events = events_of(body + writer.end(last_chunks(Say())))
+    events = events_of(body + writer.end(ENDING))
     names = [event["type"] for event in events]
     assert names[:4] == ["response.created", *["response.in_progress"] * 3]
     assert names.count("response.created") == 1
@@ -270,28 +268,28 @@ def test_logprobs_come_with_the_text_they_belong_to() -> None:
         ({"content": "ou"}, ["<|im_end|>"]),
     ]:
         body += writer.chunk(chunk(delta, logprobs=[entry(token) for token in tokens]))
-    events = events_of(body + writer.end(last_chunks(Say())))
+    events = events_of(body + writer.end(ENDING))
     deltas = [e for e in events if e["type"] == "response.output_text.delta"]
-    told = [[one["token"] for one in event["logprobs"]] for event in deltas]
-    assert told == [["h"], ["el"], ["lo", " y"], ["ou"]]
+    reported = [[one["token"] for one in event["logprobs"]] for event in deltas]
+    assert reported == [["h"], ["el"], ["lo", " y"], ["ou"]]
     part = events[-1]["response"]["output"][1]["content"][0]
     assert [one["token"] for one in part["logprobs"]] == ["h", "el", "lo", " y", "ou"]
     assert part["logprobs"][0]["bytes"] == [104]
 
 
-def test_a_token_in_two_texts_is_told_with_the_first() -> None:
+def test_a_token_in_two_texts_is_sent_with_the_first() -> None:
     writer = DIALECT.writer(ask(include=["message.output_text.logprobs"]))
     body = writer.begin(None)
     body += writer.chunk(chunk({"content": "ab"}, logprobs=[entry("a"), entry("bc")]))
     body += writer.chunk(chunk({"content": "cd"}, logprobs=[entry("d")]))
-    events = events_of(body + writer.end(last_chunks(Say())))
+    events = events_of(body + writer.end(ENDING))
     deltas = [e for e in events if e["type"] == "response.output_text.delta"]
-    told = [[one["token"] for one in event["logprobs"]] for event in deltas]
-    assert told == [["a", "bc"], ["d"]]
+    reported = [[one["token"] for one in event["logprobs"]] for event in deltas]
+    assert reported == [["a", "bc"], ["d"]]
 
 
 def test_nobody_else_sees_logprobs() -> None:
-    events = events_of(stream(ask(), Say("abc")))
+    events = events_of(stream(ask(), Said("abc")))
     deltas = [e for e in events if e["type"] == "response.output_text.delta"]
     assert [event["logprobs"] for event in deltas] == [[]]
 
@@ -321,9 +319,10 @@ def test_openais_client_accumulates_over_keepalives() -> None:
             response = super()._serve(request)
             writer = DIALECT.writer(self.calls[-1])
             body = writer.keepalive() + writer.keepalive() + writer.begin(None)
-            for each in chunks_of(EVERYTHING):
+            going_on, ending = streamed(EVERYTHING)
+            for each in going_on:
                 body += writer.chunk(each) + writer.keepalive()
-            content = body + writer.end(last_chunks(EVERYTHING))
+            content = body + writer.end(ending)
             return type(response)(200, content=content, headers=response.headers)
 
     with (
@@ -338,14 +337,14 @@ def test_openais_client_accumulates_over_keepalives() -> None:
 
 
 async def test_openais_async_client_streams_an_answer() -> None:
-    async with Served([Say("Hello")]).async_client() as client:
+    async with Served([Said("Hello")]).async_client() as client:
         events = await client.responses.create(model="m", input="hi", stream=True)
         text = [event.delta async for event in events if event.type == "response.output_text.delta"]
     assert "".join(text) == "Hello"
 
 
 def test_openais_client_gets_a_cut_answer() -> None:
-    served = Served([Say("Half an ans", finish_reason="length")])
+    served = Served([Said("Half an ans", finish="length")])
     events = list(served.client().responses.create(model="m", input="hi", stream=True))
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.incomplete_details.reason == "max_output_tokens"

@@ -77,9 +77,9 @@ async def test_a_whole_answer_is_a_chat_completion_without_tokens(
 
 
 async def test_a_stream_is_chunks_without_tokens(provider: Provider, teacher: Teacher) -> None:
-    told = await chunks(teacher(), call(provider, tools=TOOLS, **STREAM))
-    assert {chunk["object"] for chunk in told} == {"chat.completion.chunk"}
-    *spoken, end, usage = told
+    reported = await chunks(teacher(), call(provider, tools=TOOLS, **STREAM))
+    assert {chunk["object"] for chunk in reported} == {"chat.completion.chunk"}
+    *spoken, end, usage = reported
     deltas = [choice["delta"] for chunk in spoken for choice in chunk["choices"]]
     assert deltas[0]["role"] == "assistant"
     assert "".join(delta.get("reasoning", "") for delta in deltas) == "One and two."

@@ -1,4 +1,4 @@
-"""A teacher behind litellm refuses, breaks off, is silent or not there: what the caller is told."""
+"""A teacher behind litellm refuses, breaks off, is silent or not there: the error."""
 
 from __future__ import annotations
 

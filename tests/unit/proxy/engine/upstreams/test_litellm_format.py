@@ -9,13 +9,7 @@ import json
 
 import pytest
 
-from support.proxy.litellm_provider import (
-    USER,
-    Provider,
-    Teacher,
-    call,
-    whole,
-)
+from support.proxy.litellm_provider import USER, Provider, Teacher, call, whole
 from tracegrad.proxy.engine.upstreams.litellm_format import completion_kwargs
 from tracegrad.proxy.http.errors import ApiError, BadRequest
 

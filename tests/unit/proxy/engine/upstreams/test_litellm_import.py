@@ -94,7 +94,7 @@ def test_litellm_talks_to_nobody_but_the_provider(tmp_path: Path) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout.splitlines()[-1])
-    assert set(told["went"]) <= {"127.0.0.1", "None"}
-    assert "127.0.0.1" in told["went"]
-    assert told["dotenv"] is None
+    reported = json.loads(ran.stdout.splitlines()[-1])
+    assert set(reported["went"]) <= {"127.0.0.1", "None"}
+    assert "127.0.0.1" in reported["went"]
+    assert reported["dotenv"] is None

@@ -1,4 +1,4 @@
-"""A server that is silent, does not accept or speaks no HTTP: what the caller is told, and when."""
+"""A server that is silent, does not accept or speaks no HTTP: the error, and when it comes."""
 
 from __future__ import annotations
 

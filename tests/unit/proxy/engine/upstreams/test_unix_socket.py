@@ -11,17 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 import uvicorn
 from pydantic import ValidationError
 
 from support.engines.mock_engine import MODEL, Answer, MockEngine
-from support.proxy.servers import HeldWriter, serving
-from tracegrad.proxy import create_app
+from support.proxy.proxy_with_engine import ServeProxy
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.engine.upstreams import QueueLimits, UpstreamPool
-from tracegrad.proxy.engine.upstreams.weight_version import weight_version
+from tracegrad.proxy.engine.upstreams.replica import weight_version
 from tracegrad.store import Store
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -48,16 +46,15 @@ def on_a_socket(engine: MockEngine, path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_calls_reach_it_and_are_recorded(
-    stream: bool, tmp_path: Path, store: Store, writer: HeldWriter
+    stream: bool, tmp_path: Path, store: Store, serve_proxy: ServeProxy
 ) -> None:
     engine = MockEngine()
     engine.replies.append(Answer("At the other end of a socket."))
     with on_a_socket(engine, tmp_path / "engine.sock") as upstream:
-        settings = ProxySettings(upstream=upstream)
-        assert settings.upstreams == (upstream,)
-        with serving(create_app(settings, store=store, writer=writer)) as url:
+        assert ProxySettings(upstream=upstream).upstreams == (upstream,)
+        with serve_proxy(upstream=upstream) as http:
             body = {"model": MODEL, "messages": HELLO, "stream": stream}
-            answer = httpx.post(f"{url}/rollouts/r1/v1/chat/completions", json=body, timeout=20)
+            answer = http.post("/rollouts/r1/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     text = (
         "".join(

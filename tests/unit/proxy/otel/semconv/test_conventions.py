@@ -26,7 +26,7 @@ from tracegrad.proxy.otel.semconv.flat_attributes import in_index_order, unflatt
 
 
 @pytest.mark.parametrize(
-    "told",
+    "reported",
     [
         pytest.param(span(OTEL | OTEL_TEXTS), id="OpenTelemetry"),
         pytest.param(
@@ -44,15 +44,15 @@ from tracegrad.proxy.otel.semconv.flat_attributes import in_index_order, unflatt
         pytest.param(span(WHOLE), id="OpenInference, request and response whole"),
     ],
 )
-def test_every_library_tells_of_the_same_call(told: Span) -> None:
-    call = llm_call(told)
+def test_every_library_reports_the_same_call(reported: Span) -> None:
+    call = llm_call(reported)
     assert call is not None
     assert call.request == REQUEST
     assert call.response == RESPONSE
     assert (call.model, call.finish_reason, call.response_id) == ("m-2", "stop", "a1")
     assert call.sampling == {"temperature": 0.5, "max_tokens": 9}
     assert call.reply == RESPONSE["choices"][0]["message"]
-    assert is_genai(told)
+    assert is_genai(reported)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_other_spans_are_no_calls(attributes: dict[str, Any]) -> None:
     assert llm_call(span(attributes)) is None
 
 
-def test_a_library_that_keeps_the_texts_to_itself_tells_the_rest() -> None:
+def test_a_library_that_keeps_the_texts_to_itself_reports_the_rest() -> None:
     call = llm_call(span(OTEL))
     assert call is not None
     assert call.request == {"model": "m", "messages": [], "temperature": 0.5, "max_tokens": 9}
@@ -107,8 +107,8 @@ def test_results_beside_a_text_become_messages_of_their_own() -> None:
         {"type": "uri", "modality": "image", "uri": "https://example.com/a.png"},
         {"type": "blob", "modality": "audio", "mime_type": "audio/wav", "content": "UklG"},
     ]
-    told = [{"role": "user", "parts": parts}]
-    call = llm_call(span(OTEL | {"gen_ai.input.messages": json.dumps(told)}))
+    reported = [{"role": "user", "parts": parts}]
+    call = llm_call(span(OTEL | {"gen_ai.input.messages": json.dumps(reported)}))
     assert call is not None
     assert call.request["messages"] == [
         {"role": "tool", "tool_call_id": "c1", "content": '{"rain":true}'},
@@ -125,7 +125,7 @@ def test_results_beside_a_text_become_messages_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "reason"),
+    ("reported", "reason"),
     [
         ("end_turn", "stop"),
         ("tool_call", "tool_calls"),
@@ -135,8 +135,8 @@ def test_results_beside_a_text_become_messages_of_their_own() -> None:
         ("pause_turn", "pause_turn"),
     ],
 )
-def test_finish_reasons_are_those_of_chat_completions(told: str, reason: str) -> None:
-    call = llm_call(span(OTEL | {"gen_ai.response.finish_reasons": [told]}))
+def test_finish_reasons_are_those_of_chat_completions(reported: str, reason: str) -> None:
+    call = llm_call(span(OTEL | {"gen_ai.response.finish_reasons": [reported]}))
     assert call is not None
     assert call.finish_reason == reason
 
@@ -150,7 +150,7 @@ def test_langchain_has_the_answers_name_further_in() -> None:
     assert (call.response_id, call.finish_reason) == ("a1", "stop")
 
 
-def test_texts_that_are_no_json_are_what_was_said() -> None:
+def test_texts_that_are_no_json_are_messages() -> None:
     attributes = {"openinference.span.kind": "LLM", "input.value": "Rain?", "output.value": "Yes."}
     call = llm_call(span(attributes))
     assert call is not None
