@@ -23,9 +23,10 @@ from tracegrad.store.anchors import schedule
 from tracegrad.store.anchors.schedule import AnchorSettings, AnchorState
 from tracegrad.store.databases import upsert
 from tracegrad.store.errors import StoreCorrupt
-from tracegrad.store.expressions import SCORED_OUTCOMES, chunks, latest_reward
+from tracegrad.store.expressions import SCORED_OUTCOMES, latest_reward
 from tracegrad.store.models import Rollouts, TaskAnchors, Turns
 from tracegrad.store.read.training_samples import deciding_turn
+from tracegrad.store.rows import rows_of_keys
 from tracegrad.store.store import Store
 from tracegrad.store.types import DEMONSTRATION
 
@@ -353,14 +354,14 @@ def _save(connection: Connection, task_id: str, state: TaskState) -> None:
 
 def _ended(connection: Connection, pending: Sequence[PendingRollout]) -> dict[str, _End]:
     """Those that are in the store, ended or not."""
-    found = {}
-    for some in chunks([one.rollout_id for one in pending]):
-        query = select(
-            Rollouts.rollout_id, Rollouts.finished_at, Rollouts.outcome, latest_reward()
-        ).where(Rollouts.rollout_id.in_(some))
-        for rollout_id, finished_at, outcome, reward in connection.execute(query):
-            found[rollout_id] = _End(finished_at, outcome in SCORED_OUTCOMES, reward)
-    return found
+    query = select(Rollouts.rollout_id, Rollouts.finished_at, Rollouts.outcome, latest_reward())
+    ids = [one.rollout_id for one in pending]
+    return {
+        rollout_id: _End(finished_at, outcome in SCORED_OUTCOMES, reward)
+        for rollout_id, finished_at, outcome, reward in rows_of_keys(
+            connection, query, Rollouts.rollout_id, ids
+        )
+    }
 
 
 def _turns_taken(connection: Connection, rollout_id: str) -> int | None:

@@ -33,8 +33,8 @@ from sqlalchemy import (
 from tracegrad.store.databases import insert_new
 from tracegrad.store.encoding.blobs import BlobContent, json_content, unpack_json
 from tracegrad.store.errors import StoreCorrupt
-from tracegrad.store.expressions import chunks
 from tracegrad.store.models import SharedTexts, TurnTexts
+from tracegrad.store.rows import chunks
 
 MIN_CHARACTERS = 1024  # bytes of JSON below which a value is not worth a row
 _VALUES = 2_000  # looked at in one reply or item: replies may hold many log-probabilities

@@ -86,21 +86,13 @@ class _Earlier:
         return [parent, *latest] if parent else latest
 
 
-def read_texts(connection: Connection, rollout_id: str) -> Iterator[EditableTexts]:
-    """In order of capture. Raises StoreCorrupt that names the turn."""
-    earlier = _Earlier()
-    rows = _rows(connection, rollout_id)
-    placed = load_shared_texts(connection, [row.turn_id for row in rows])
-    for row in rows:
-        yield _texts(row, earlier, placed)
-
-
 def rewritten_turns(
     connection: Connection, rollout_id: str, change: TextEdit, repeats: TextSightings
 ) -> Iterator[RewrittenTurn]:
     """The turns whose rows `change` makes other ones. Raises StoreCorrupt that names the turn."""
     earlier = _Earlier()
-    rows = _rows(connection, rollout_id)
+    query = select(*_COLUMNS).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
+    rows = connection.execute(query).all()
     placed = load_shared_texts(connection, [row.turn_id for row in rows])
     for row in rows:
         old = _texts(row, earlier, placed)
@@ -134,11 +126,6 @@ def write_rewritten(connection: Connection, turns: Sequence[RewrittenTurn]) -> N
             add_texts(connection, dict(zip(turn.extraction.texts, packed, strict=True)))
             add_links(connection, turn.extraction.links(turn.turn_id))
     remove_unused(connection, unused)
-
-
-def _rows(connection: Connection, rollout_id: str) -> Sequence[Row[Any]]:
-    query = select(*_COLUMNS).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
-    return connection.execute(query).all()
 
 
 def _texts(row: Row[Any], earlier: _Earlier, placed: SharedTextsByTurn) -> EditableTexts:

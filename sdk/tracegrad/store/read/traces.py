@@ -6,21 +6,15 @@ from collections.abc import Collection, Sequence
 
 from sqlalchemy import Connection, select
 
-from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Spans, Turns
+from tracegrad.store.rows import rows_of_keys
 
 
 def rollouts_of_traces(connection: Connection, trace_ids: Collection[str]) -> list[tuple[str, str]]:
     """Trace and rollout of all that are known; a trace may have several."""
-    found: list[tuple[str, str]] = []
-    for ids in chunks(sorted(trace_ids)):
-        query = (
-            select(Spans.trace_id, Spans.rollout_id)
-            .where(Spans.trace_id.in_(ids), Spans.rollout_id.is_not(None))
-            .distinct()
-        )
-        found += [(row.trace_id, row.rollout_id) for row in connection.execute(query)]
-    return found
+    known = select(Spans.trace_id, Spans.rollout_id).where(Spans.rollout_id.is_not(None)).distinct()
+    rows = rows_of_keys(connection, known, Spans.trace_id, sorted(trace_ids))
+    return [(trace_id, rollout_id) for trace_id, rollout_id in rows if rollout_id is not None]
 
 
 def calling_spans(connection: Connection, rollout_id: str, *, except_dialect: str) -> list[str]:

@@ -31,8 +31,8 @@ from tracegrad.store.encoding.shared_texts import (
     unpack_turn_content,
 )
 from tracegrad.store.errors import StoreCorrupt
-from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Turns
+from tracegrad.store.rows import chunks, common_names
 from tracegrad.store.types import DEMONSTRATION, OLD_DEMONSTRATION
 
 T = TypeVar("T")
@@ -43,25 +43,17 @@ _one_at_a_time = threading.Lock()
 
 _EXPERT_ROUTING = (Turns.routed_experts,)
 _RAW = (Turns.request, Turns.response, Turns.request_base, Turns.request_marks)
+_ENCODED = {"policy_versions", "sampling", "request", "response", "routed_experts"}
+# Fields of a turn that its row holds as they are.
+_PLAIN = [name for name in common_names(Turn, Turns) if name not in _ENCODED]
 _COLUMNS = (
-    Turns.turn_id,
-    Turns.rollout_id,
-    Turns.parent_id,
-    Turns.fork_reason,
-    Turns.dialect,
-    Turns.model,
+    *(getattr(Turns, name) for name in _PLAIN),
     Turns.context_digest,
     Turns.delta,
     Turns.completion,
     Turns.logprobs,
     Turns.policy_versions,
     Turns.sampling,
-    Turns.finish_reason,
-    Turns.untrainable,
-    Turns.parent_span_id,
-    Turns.created_at,
-    Turns.state_key,
-    Turns.observation,
 )
 
 
@@ -117,6 +109,7 @@ def load_turns(
 def find_turn(
     connection: Connection, turn_id: str, *, raw: bool = True, expert_routing: bool = True
 ) -> Turn | None:
+    """None: there is none. `raw` and `expert_routing` as for `load_turns`."""
     rows = connection.execute(_WITH_ANCESTORS[raw, expert_routing], {"id": turn_id}).all()
     turns = _restore_turns(
         rows, _shared_texts(connection, rows, raw), expert_routing=expert_routing
@@ -200,26 +193,15 @@ def _turn(
         raise StoreCorrupt(f"{len(logprobs)} log-probabilities for {len(completion)} tokens")
     request, response = (None, None) if placed is None else _texts(row, earlier.requests, placed)
     return Turn(
-        turn_id=row.turn_id,
-        rollout_id=row.rollout_id,
-        parent_id=row.parent_id,
-        fork_reason=row.fork_reason,
-        dialect=row.dialect,
-        model=row.model,
+        **{name: getattr(row, name) for name in _PLAIN},
         prompt_token_ids=prompt,
         completion_token_ids=completion,
         completion_logprobs=logprobs,
         policy_versions=tuple((v, n) for v, n in row.policy_versions),
         sampling=_sampling(row.sampling),
-        finish_reason=row.finish_reason,
-        untrainable=row.untrainable,
-        parent_span_id=row.parent_span_id,
         request=request,
         response=response,
-        state_key=row.state_key,
-        observation=row.observation,
         routed_experts=unpack_routing(row.routed_experts) if expert_routing else None,
-        created_at=row.created_at,
     )
 
 

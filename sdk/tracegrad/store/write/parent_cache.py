@@ -20,8 +20,8 @@ from sqlalchemy import Connection, bindparam, func, select
 
 from tracegrad.events import Turn
 from tracegrad.store.encoding.shared_texts import TextSightings
-from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Removals, Turns
+from tracegrad.store.rows import chunks
 
 # Turns in memory (about 600 bytes each), and how many of one rollout.
 _MAX_TURNS = 20_000
