@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
+import msgspec
 from sqlalchemy import Connection, select
 
 from tracegrad.events import UNACKNOWLEDGED, Event, Json, RolloutStarted, Turn, new_id
@@ -36,6 +37,8 @@ MAX_PENDING = 4096
 FORGET_MISSING_AFTER_S = 3600.0
 # Successes of a task among which its first demonstration is looked for, the newest ones.
 MAX_CANDIDATES = 32
+# As stores of before the first release have them.
+_OLD_KEYS = {"demonstration": "expert", "pending": "coming"}
 
 
 class PendingRollout(NamedTuple):
@@ -60,29 +63,13 @@ class TaskState:
     best: tuple[str, int] | None = None  # the best success since: its id and its turns
 
     def as_json(self) -> Json:
-        return {
-            "demonstration": self.demonstration,
-            "anchors": None if self.anchors is None else schedule.as_json(self.anchors),
-            "queue": list(self.queue),
-            "pending": [list(one) for one in self.pending],
-            "counted": self.counted,
-            "best": None if self.best is None else list(self.best),
-        }
+        json: Json = msgspec.to_builtins(self, str_keys=True)
+        return json
 
     @classmethod
     def from_json(cls, known: Json) -> Self:
-        # Before the first release the keys were "expert" and "coming".
-        demonstration = known["demonstration" if "demonstration" in known else "expert"]
-        pending = known["pending" if "pending" in known else "coming"]
-        anchors, best = known["anchors"], known["best"]
-        return cls(
-            demonstration=demonstration,
-            anchors=None if anchors is None else schedule.from_json(anchors),
-            queue=tuple(known["queue"]),
-            pending=tuple(PendingRollout(*one) for one in pending),
-            counted=known["counted"],
-            best=None if best is None else (best[0], best[1]),
-        )
+        older = {new: known[old] for new, old in _OLD_KEYS.items() if old in known}
+        return msgspec.convert({**older, **known}, cls, str_keys=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, exists, select
+from sqlalchemy import ColumnElement, Connection, exists, select, tuple_
 
 from tracegrad.events import Reward, RolloutFinished, Span, Turn, is_reward
 from tracegrad.store.expressions import MAIN_REWARD_NAME
@@ -159,22 +159,14 @@ def load_versions(store: Store, versions: Sequence[int] | None = None) -> list[V
         ]
 
 
-def iter_spans_without_rollout(store: Store) -> Iterator[list[Span]]:
+def iter_spans_without_rollout(store: Store, at_once: int = 1000) -> Iterator[list[Span]]:
     """Spans that belong to no rollout, some at a time."""
     after = ("", "")
+    key = (Spans.trace_id, Spans.span_id)
+    query = select_fields(Span, Spans).where(Spans.rollout_id.is_(None)).order_by(*key)
     while True:
-        query = (
-            select_fields(Span, Spans)
-            .where(
-                Spans.rollout_id.is_(None),
-                (Spans.trace_id > after[0])
-                | ((Spans.trace_id == after[0]) & (Spans.span_id > after[1])),
-            )
-            .order_by(Spans.trace_id, Spans.span_id)
-            .limit(1000)
-        )
         with store.reading() as connection:
-            spans = load(connection, Span, query)
+            spans = load(connection, Span, query.where(tuple_(*key) > after).limit(at_once))
         if not spans:
             return
         yield spans

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, product
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import Connection, Row, Select, bindparam, select
 from sqlalchemy.orm import aliased
@@ -24,18 +24,19 @@ from tracegrad.store.encoding.blobs import (
     unpack_logprobs,
     unpack_routing,
 )
-from tracegrad.store.encoding.request_restore import RestoredRequest, restore_request
+from tracegrad.store.encoding.request_restore import (
+    RestoredRequest,
+    require_earlier,
+    restore_content,
+)
 from tracegrad.store.encoding.shared_texts import (
     SharedTextsByTurn,
     load_shared_texts,
-    unpack_turn_content,
 )
 from tracegrad.store.errors import StoreCorrupt
 from tracegrad.store.models import Turns
 from tracegrad.store.rows import chunks, common_names
 from tracegrad.store.types import DEMONSTRATION, OLD_DEMONSTRATION
-
-T = TypeVar("T")
 
 # Rows and blobs come from libraries that give up the interpreter's lock for microseconds each. Many
 # threads that read would spend their time on passing it around: three quarters of it with 64.
@@ -183,7 +184,7 @@ def _turn(
     if row.parent_id is None:
         parent = _TokenContext(token_id_array(), 0, ContextDigest())
     else:
-        parent = _require(earlier.contexts, row.parent_id)
+        parent = require_earlier(earlier.contexts, row.parent_id)
     prompt, context = parent.extended(unpack_ids(row.delta), completion)
     if context.digest.value() != row.context_digest:
         raise StoreCorrupt("its tokens are not the ones that were stored")
@@ -191,7 +192,9 @@ def _turn(
     logprobs = unpack_logprobs(row.logprobs)
     if len(logprobs) != len(completion):
         raise StoreCorrupt(f"{len(logprobs)} log-probabilities for {len(completion)} tokens")
-    request, response = (None, None) if placed is None else _texts(row, earlier.requests, placed)
+    request, response = (
+        (None, None) if placed is None else restore_content(row, placed, earlier.requests)
+    )
     return Turn(
         **{name: getattr(row, name) for name in _PLAIN},
         prompt_token_ids=prompt,
@@ -209,20 +212,3 @@ def _sampling(stored: Json) -> Json:
     if stored.get("source") == OLD_DEMONSTRATION:
         return {**stored, "source": DEMONSTRATION}
     return stored
-
-
-def _texts(
-    row: Row[Any], requests: dict[str, RestoredRequest], placed: SharedTextsByTurn
-) -> tuple[Any, Any]:
-    request, response = unpack_turn_content(row, placed)
-    if row.request_marks is None:
-        return request, response
-    base = _require(requests, row.request_base) if row.request_base is not None else None
-    requests[row.turn_id] = rebuilt = restore_request(request, response, row.request_marks, base)
-    return rebuilt.request, response
-
-
-def _require(earlier: Mapping[str, T], turn_id: str) -> T:
-    if turn_id not in earlier:
-        raise StoreCorrupt(f"turn {turn_id}, which it continues, is not stored")
-    return earlier[turn_id]
