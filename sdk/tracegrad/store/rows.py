@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar, TypeVarTuple
 
-from sqlalchemy import Connection, Row, Select, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, func, select
 from sqlalchemy.orm import DeclarativeBase, InstrumentedAttribute
 
 T = TypeVar("T")
@@ -49,6 +49,14 @@ def load(
 ) -> list[T]:
     """A `kind` made of each row."""
     return [kind(**row) for row in connection.execute(query).mappings()]
+
+
+def count_rows(
+    connection: Connection,
+    table: Table,
+    *where: ColumnElement[bool] | InstrumentedAttribute[bool],
+) -> int:
+    return connection.scalar(select(func.count()).select_from(table).where(*where)) or 0
 
 
 def column_values(record: Any, table: Table) -> dict[str, Any]:

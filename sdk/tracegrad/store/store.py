@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from sqlalchemy import Connection, Engine, func, insert, select
@@ -114,31 +114,23 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def reading(self) -> Iterator[Connection]:
+    def reading(self) -> AbstractContextManager[Connection]:
         """A transaction that sees one state of the store."""
-        with (
-            self.database.one_line_errors(),
-            self.database.reading(self._engine) as connection,
-        ):
-            yield connection
+        return self._transaction(self.database.reading)
 
-    @contextmanager
-    def appending(self) -> Iterator[Connection]:
+    def appending(self) -> AbstractContextManager[Connection]:
         """A transaction that adds events (`databases.base`)."""
-        with (
-            self.database.one_line_errors(),
-            self.database.appending(self._engine) as connection,
-        ):
-            yield connection
+        return self._transaction(self.database.appending)
+
+    def exclusive(self) -> AbstractContextManager[Connection]:
+        """The only transaction of its kind until it commits (`databases.base`)."""
+        return self._transaction(self.database.exclusive)
 
     @contextmanager
-    def exclusive(self) -> Iterator[Connection]:
-        """The only transaction of its kind until it commits (`databases.base`)."""
-        with (
-            self.database.one_line_errors(),
-            self.database.exclusive(self._engine) as connection,
-        ):
+    def _transaction(
+        self, begin: Callable[[Engine], AbstractContextManager[Connection]]
+    ) -> Iterator[Connection]:
+        with self.database.one_line_errors(), begin(self._engine) as connection:
             yield connection
 
     # Events

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, exists, select, tuple_
+from sqlalchemy import ColumnElement, exists, select, tuple_
 
 from tracegrad.events import Reward, RolloutFinished, Span, Turn, is_reward
 from tracegrad.store.expressions import MAIN_REWARD_NAME
@@ -112,9 +112,7 @@ def iter_rollouts(
     """
     where = [wanted.where(), *_trained(trained)]
     for ids in _pages(store, where):
-        with store.reading() as connection:
-            copies = _load_records(connection, ids, raw=raw, expert_routing=expert_routing)
-        yield from copies
+        yield from _load_records(store, ids, raw=raw, expert_routing=expert_routing)
 
 
 def iter_task_groups(
@@ -129,12 +127,9 @@ def iter_task_groups(
     for name in names:
         pages = _pages(store, [*where, Rollouts.task_id == name])
         ids = [rollout_id for page in pages for rollout_id in page]
-        with store.reading() as connection:
-            yield _load_records(connection, ids, raw=raw, expert_routing=False)
+        yield _load_records(store, ids, raw=raw, expert_routing=False)
     for ids in _pages(store, [*where, Rollouts.task_id.is_(None)]):
-        with store.reading() as connection:
-            copies = _load_records(connection, ids, raw=raw, expert_routing=False)
-        yield from ([copy] for copy in copies)
+        yield from ([one] for one in _load_records(store, ids, raw=raw, expert_routing=False))
 
 
 def load_steps(store: Store, steps: Sequence[int] | None = None) -> list[StepRecord]:
@@ -198,17 +193,18 @@ def _pages(store: Store, where: Sequence[ColumnElement[bool]]) -> Iterator[list[
 
 
 def _load_records(
-    connection: Connection, ids: Sequence[str], *, raw: bool, expert_routing: bool
+    store: Store, ids: Sequence[str], *, raw: bool, expert_routing: bool
 ) -> list[RolloutRecord]:
-    turns = load_turns(connection, ids, raw=raw, expert_routing=expert_routing)
-    rewards = load_rewards(connection, ids)
-    tags = load_tags(connection, ids)
-    outcomes = load_outcomes(connection, ids)
-    spans = load_spans(connection, ids)
-    dispositions = load_dispositions(connection, ids)
     query = select_fields(RolloutRecord, Rollouts)
-    rows = rows_of_keys(connection, query, Rollouts.rollout_id, ids)
-    here = {row.rollout_id: row._mapping for row in rows}
+    with store.reading() as connection:
+        turns = load_turns(connection, ids, raw=raw, expert_routing=expert_routing)
+        rewards = load_rewards(connection, ids)
+        tags = load_tags(connection, ids)
+        outcomes = load_outcomes(connection, ids)
+        spans = load_spans(connection, ids)
+        dispositions = load_dispositions(connection, ids)
+        rows = rows_of_keys(connection, query, Rollouts.rollout_id, ids)
+        here = {row.rollout_id: row._mapping for row in rows}
     return [
         RolloutRecord(
             **here[name],

@@ -57,15 +57,11 @@ class TextRemovalRule:
     def spans(self) -> ColumnElement[bool]:
         """Of `Spans`: those whose texts go."""
         known = Spans.rollout_id.is_not(None)
-        return and_(known, *([Spans.start_ns < self._before_ns] if self._bounded else []))
+        return and_(known, *([Spans.start_ns < round(self.before * 1e9)] if self._bounded else []))
 
     @property
     def _bounded(self) -> bool:
         return self.before != float("inf")
-
-    @property
-    def _before_ns(self) -> int:
-        return round(self.before * 1e9)
 
 
 def without_texts_of_event(event: Event) -> Event:

@@ -34,7 +34,7 @@ from tracegrad.store.models import (
     VersionEvents,
 )
 from tracegrad.store.read.turns import load_turns
-from tracegrad.store.rows import load, rows_of_keys, select_fields
+from tracegrad.store.rows import count_rows, load, rows_of_keys, select_fields
 from tracegrad.store.types import (
     PolicyVersion,
     RewardPoint,
@@ -326,7 +326,7 @@ def turn_counts(connection: Connection, tags: Mapping[str, str] | None = None) -
     )
     by_state = select(states.c.state, func.sum(states.c.turns)).group_by(states.c.state)
     pending = {state: int(turns) for state, turns in connection.execute(by_state) if turns}
-    captured = connection.scalar(select(func.count()).select_from(Turns)) or 0
+    captured = count_rows(connection, Turns)
     # Captured after the ledger had closed their rollout: they will never be trained.
     if late := captured - trained - sum(skipped.values()) - sum(pending.values()):
         skipped["late"] = skipped.get("late", 0) + late

@@ -8,7 +8,7 @@ from sqlalchemy import Select, Text, cast, func, select
 
 from tracegrad.store.models import Rollouts, RolloutTags, Steps, TurnLedger
 from tracegrad.store.read.training_samples import load_samples
-from tracegrad.store.rows import load, select_fields
+from tracegrad.store.rows import count_rows, load, select_fields
 from tracegrad.store.types import Readable, RolloutSample, StepRecord
 
 # Settings and batches are large: a step trains on thousands of rollouts.
@@ -40,7 +40,7 @@ class StepHistory:
 
     def count(self) -> int:
         with self._store.reading() as connection:
-            return connection.scalar(select(func.count()).select_from(Steps)) or 0
+            return count_rows(connection, Steps)
 
     def step(self, step: int) -> StepRecord | None:
         """With its settings and its batch."""
