@@ -98,8 +98,8 @@ def start(folder: Path, *, durable: bool = False) -> Server:
         folder.chmod(0o755)
         if _USER:
             shutil.chown(folder, _USER["user"], _USER["group"])
-        initdb = [programs() / "initdb", "-D", data, "-U", _ROLE, "-A", "trust", "-E", "UTF8"]
-        command: list[str | Path] = [*initdb, "--locale=C.UTF-8", "--no-sync"]
+        command = [str(programs() / "initdb"), "-D", str(data), "-U", _ROLE, "-A", "trust"]
+        command += ["-E", "UTF8", "--locale=C.UTF-8", "--no-sync"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120, **_USER)
     options = () if durable else _FAST
     settings = ("listen_addresses=", f"unix_socket_directories={folder}", "max_connections=200")
