@@ -87,7 +87,7 @@ class RolloutFromAnchor:
     demonstration: str | None
     demonstration_turns: int
     turns: list[Turn] = field(default_factory=list)
-    request: Json | None = None  # the demonstration's at the anchor: all that was said before it
+    request: Json | None = None  # the demonstration's at the anchor, with all messages before it
     responses: list[Json | None] = field(default_factory=list)  # of the turns before it
 
 

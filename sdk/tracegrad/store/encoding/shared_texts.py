@@ -1,10 +1,9 @@
 """Long texts that come in several rollouts, stored once for all of them.
 
 What one rollout repeats is a delta to its own earlier requests (`request_delta`). Rollouts of one
-agent
-repeat each other's system prompt, tools and files. A value of a request or a reply that was seen
-with another rollout before is lifted out: null takes its place, a row of `texts` has its JSON
-under a digest of that, and rows of `turn_texts` say which turn wants it, and where. What is seen
+agent repeat each other's system prompt, tools and files. A value of a request or a reply that was
+seen with another rollout before is taken out: null takes its place, a row of `texts` has its JSON
+under a digest of that, and rows of `turn_texts` name the turn that uses it, and where. What is seen
 for the first time stays in its turn, so texts that never come again cost nothing.
 
 Looked at are, from the outside in: the parts of a request, the items of these, and the long
@@ -252,5 +251,5 @@ def remove_unused(connection: Connection, digests: Iterable[bytes]) -> int:
 
 
 def is_unused() -> ColumnElement[bool]:
-    """Of `Texts`."""
+    """Of `SharedTexts`: no turn uses it."""
     return ~exists().where(TurnTexts.digest == SharedTexts.digest)

@@ -185,7 +185,7 @@ def form_groups(
 
 
 def update_rollouts(connection: Connection, ids: Sequence[str], values: Mapping[str, Any]) -> int:
-    """How many there were. They are held in order, as by those who append (`ingest`)."""
+    """How many there were. They are held in order, as by those who append (`write.events`)."""
     changed = 0
     for some in chunks(sorted(set(ids))):
         query = select(Rollouts.rollout_id).where(Rollouts.rollout_id.in_(some))

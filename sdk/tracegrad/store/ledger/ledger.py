@@ -146,7 +146,7 @@ class Ledger:
             )
 
     def renew(self, leases: Mapping[str, str], *, ttl_s: float) -> list[LostLease]:
-        """Leases (rollout -> lease, as `leases_of` says) end `ttl_s` seconds from now.
+        """Leases (rollout -> lease, as of `lease_by_rollout`) end `ttl_s` seconds from now.
 
         A lease that ran out is renewed too if nobody took its rollout since. Returns those that
         are lost: taken by somebody else, given back, consumed or removed.
@@ -202,7 +202,7 @@ class Ledger:
 
         `trained` are turn ids, `skipped` maps turn ids to reasons. Turns of `rollouts` that are
         in neither came in after the lease and are skipped as "late". `leases` maps rollouts to
-        the leases that they were given out under (`leases_of`); one that is not in it must not be
+        the leases that they were given out under (`lease_by_rollout`); one that is not in it must not be
         leased to anybody.
 
         Raises, and then nothing is stored:

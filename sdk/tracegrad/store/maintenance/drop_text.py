@@ -29,7 +29,7 @@ from tracegrad.store.store import Store
 AT_ONCE, _LONG = 100, 0.2
 # What is left of a text: that there was one.
 DROPPED = "[dropped]"
-# Attributes whose last word is one of these say what a span is, not what was said in it.
+# Attributes whose last word is one of these name what a span is, and hold no text of it.
 _KEPT_ATTRIBUTES = frozenset(
     {"id", "kind", "model", "name", "operation", "provider", "reason", "role", "system", "type"}
     | {"rollout", "span_kind", "request_model", "response_model", "model_name", "finish_reasons"}

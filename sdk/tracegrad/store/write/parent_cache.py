@@ -1,8 +1,8 @@
 """What the store must know of earlier turns to write later ones: in memory, of the latest.
 
 A turn's context never changes once it is stored, whoever else writes to the store, with one
-exception: care of the store (`store.care`) removes turns, or changes their texts. Every such
-transaction leaves a row in `removals`. So whoever writes a turn that refers to others looks, in
+exception: `store.maintenance` removes turns, or changes their texts. Every such transaction leaves
+a row in `removals`. So whoever writes a turn that refers to others looks, in
 the same transaction, whether there is a newer row than the one that memory knows of; then memory
 is given up. Parents that are not in memory are read.
 """
