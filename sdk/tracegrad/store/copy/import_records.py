@@ -1,4 +1,4 @@
-"""Copies into a store (`export_records`): what it has already stays as it is, what it lacks is added.
+"""Copies into a store: what it has already stays as it is, what it lacks is added.
 
 Rollouts, turns, rewards and spans are distinguished by the ids that their makers gave them. Steps
 and policy versions have only numbers: one whose number is taken by another is refused.

@@ -202,8 +202,8 @@ class Ledger:
 
         `trained` are turn ids, `skipped` maps turn ids to reasons. Turns of `rollouts` that are
         in neither came in after the lease and are skipped as "late". `leases` maps rollouts to
-        the leases that they were given out under (`lease_by_rollout`); one that is not in it must not be
-        leased to anybody.
+        the leases that they were given out under (`lease_by_rollout`); one that is not in it must
+        not be leased to anybody.
 
         Raises, and then nothing is stored:
             AlreadyTrained: a turn is in the ledger already, or a rollout is consumed.

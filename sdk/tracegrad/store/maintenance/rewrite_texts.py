@@ -1,8 +1,8 @@
 """The texts of a rollout's turns and spans, changed; requests are encoded again where they refer
 to each other.
 
-A request is stored as what it adds to an earlier one of its rollout (`request_delta`). So when one is
-changed or dropped, the deltas to it must be made again; the others stay as they are.
+A request is stored as what it adds to an earlier one of its rollout (`request_delta`). So when one
+is changed or dropped, the deltas to it must be made again; the others stay as they are.
 """
 
 from __future__ import annotations

@@ -39,8 +39,7 @@ _decoded_fingerprint = lru_cache(maxsize=1024)(RequestFingerprint.decode)
 
 @dataclass(slots=True)
 class TurnRows:
-    """Of `Turns`, of the `SharedTexts` that they share with other rollouts (blobs by digest), and of
-    `TurnTexts`."""
+    """Of `Turns`, of `SharedTexts` (blobs by digest), and of `TurnTexts`."""
 
     turns: list[ColumnValues] = field(default_factory=list)
     texts: dict[bytes, bytes] = field(default_factory=dict)
