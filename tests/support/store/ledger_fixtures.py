@@ -56,7 +56,7 @@ def commit(ledger: Ledger, groups: Sequence[Group] = (), step: int = 1, **more: 
         "leases": lease_by_rollout(groups),
     }
     given |= {name: more.pop(name) for name in given if name in more}
-    ledger.commit_step(StepRecord(step=step, version=step, **more), **given)
+    ledger.commit_step(StepRecord(**{"step": step, "version": step, **more}), **given)
 
 
 def ids(groups: Sequence[Group]) -> list[list[str]]:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from support.store.ledger_fixtures import FakeClock, fill, ids, lease, turn_ids
+from support.store.ledger_fixtures import FakeClock, commit, fill, ids, lease
 from support.store.ledger_fixtures import fake_clock as fake_clock
 from support.store.ledger_fixtures import ledger as ledger
 from tracegrad.store import (
     AlreadyTrained,
-    Group,
     LeaseLost,
     Ledger,
     LedgerError,
@@ -21,16 +20,6 @@ from tracegrad.store import (
     lease_by_rollout,
 )
 from tracegrad.store.databases import statements
-
-
-def commit(ledger: Ledger, groups: list[Group], step: int = 1, **more: Any) -> None:
-    given: dict[str, Any] = {
-        "trained": [turn for group in groups for turn in turn_ids(group)],
-        "skipped": {},
-        "rollouts": [rollout for group in ids(groups) for rollout in group],
-        "leases": lease_by_rollout(groups),
-    }
-    ledger.commit_step(StepRecord(step=step, version=step), **{**given, **more})
 
 
 def everything(store: Store, ledger: Ledger) -> Any:
