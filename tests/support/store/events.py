@@ -44,14 +44,14 @@ def make_turn(
     )
 
 
-def chain(rollout_id: str, length: int, **more: Any) -> list[Turn]:
-    """Turns each of which continues the one before; `more` as for `make_turn`, of a function of
-    the turn's number where it has one."""
+def chain(rollout_id: str, length: int, *, behind: Turn | None = None, **more: Any) -> list[Turn]:
+    """Turns each of which continues the one before, the first of them `behind`. `more` as for
+    `make_turn`, or functions of the turn's number."""
     turns: list[Turn] = []
     for number in range(length):
         own = {name: value(number) if callable(value) else value for name, value in more.items()}
-        parent = turns[-1] if turns else None
-        turns.append(make_turn(f"{rollout_id}.{number}", rollout_id, parent=parent, **own))
+        behind = make_turn(f"{rollout_id}.{number}", rollout_id, parent=behind, **own)
+        turns.append(behind)
     return turns
 
 
