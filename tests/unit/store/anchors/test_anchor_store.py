@@ -27,6 +27,8 @@ from tracegrad.store.anchors.schedule import AnchorSettings
 from tracegrad.store.models import TaskAnchors
 from tracegrad.turn_tree import extends
 
+pytestmark = pytest.mark.databases("sqlite")  # the state is one JSON column
+
 
 def turns_of(rollout_id: str, count: int, *, parent: Turn | None = None) -> list[Turn]:
     """A conversation, or how it goes on behind `parent`."""
@@ -85,6 +87,7 @@ def test_without_a_demonstration_a_task_is_sampled_from_its_beginning(store: Sto
     )
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_an_anchored_rollout_begins_with_the_demonstrations_turns(store: Store) -> None:
     add_demonstration(store)
     store.append([Reward(rollout_id="e", value=1.0, turn=1, name="deciding")])
@@ -112,6 +115,7 @@ def test_an_anchored_rollout_begins_with_the_demonstrations_turns(store: Store) 
     assert found.responses == [turn.response for turn in original[:2]]
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_of_several_successes_the_shortest_with_tokens_is_the_demonstration(store: Store) -> None:
     add_demonstration(store, "long", turns=5)
     add_demonstration(store, "short", turns=2)
@@ -122,6 +126,7 @@ def test_of_several_successes_the_shortest_with_tokens_is_the_demonstration(stor
     assert anchors(store).next("t")[0].demonstration == "short"
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_rollback_moves_when_what_was_given_out_succeeded_and_counts_it_once(store: Store) -> None:
     add_demonstration(store)
     one, other = anchors(store), anchors(store)  # two processes, or one that started again
@@ -148,6 +153,7 @@ def test_an_anchor_that_moved_is_sampled_from_once_the_group_is_whole(store: Sto
     assert [each.anchor for each in mine.next("t", count=5)] == [2, 2, 2, 1, 1]
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_failures_that_are_not_the_policys_and_those_that_explore_do_not_count(
     store: Store,
 ) -> None:
@@ -229,6 +235,7 @@ def test_a_demonstration_that_was_removed_is_replaced_or_done_without(store: Sto
     assert (found.demonstration, found.anchor) == ("second", 1)
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_tasks_stand_apart_and_state_survives(store: Store) -> None:
     add_demonstration(store)
     mine = anchors(store)

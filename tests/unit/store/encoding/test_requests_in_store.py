@@ -24,6 +24,8 @@ from tracegrad.store.models import Turns
 CHARACTERS_A_TOKEN = 4.4  # of English, in vocabularies of 150,000
 VOCABULARY = 151_936
 
+pytestmark = pytest.mark.databases("sqlite")  # blobs are the same in each
+
 
 def say(role: str, number: int, characters: int = 400) -> Json:
     return {"role": role, "content": prose(number * 50, characters)}
@@ -45,6 +47,7 @@ def chat(turns: int, rollout: str = "r", *, linked: bool = True) -> list[Turn]:
     return made
 
 
+@pytest.mark.databases("sqlite", "postgres")
 @pytest.mark.parametrize("linked", [True, False], ids=["tree", "all roots"])
 def test_a_conversation_costs_its_length_once_and_comes_back(store: Store, linked: bool) -> None:
     turns = chat(60, linked=linked)
@@ -60,6 +63,7 @@ def test_a_conversation_costs_its_length_once_and_comes_back(store: Store, linke
     assert all(turn.request is None for turn in store.rollout_turns("r", raw=False))
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_another_process_goes_on_with_the_conversation(store: Store, url: str) -> None:
     turns = chat(6)
     store.append(turns[:3])
@@ -105,6 +109,7 @@ def test_rollouts_share_nothing(store: Store) -> None:
     assert column(store, "request_base")["b.000"] is None
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_turns_sent_again_do_not_mislead_later_ones(store: Store, url: str) -> None:
     """What is stored counts, also where the second sending was a delta to something else."""
     turns = chat(5, linked=False)
@@ -120,6 +125,7 @@ def test_turns_sent_again_do_not_mislead_later_ones(store: Store, url: str) -> N
     assert store.find_turn("child") == child
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_turns_that_were_deleted_meanwhile_are_not_relied_on(store: Store, url: str) -> None:
     turns = chat(4, linked=False)
     store.append(turns[:2])
@@ -210,6 +216,7 @@ def test_a_damaged_blob_is_one_line(store: Store, name: str, harm: Any) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_a_base_cannot_be_deleted_from_under_others(store: Store) -> None:
     store.append(chat(2, linked=False))
     with pytest.raises(IntegrityError, match=r"(?i)foreign key"), store.appending() as connection:
@@ -284,6 +291,7 @@ def fresh(empty_url: str) -> Iterator[Store]:
         yield store
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_a_first_turn_and_its_sequels_are_small_on_the_disk(fresh: Store, empty_url: str) -> None:
     """The goal is 45 KB for a first turn of 8,192 + 512 tokens, and only what is new later."""
     store, url = fresh, empty_url

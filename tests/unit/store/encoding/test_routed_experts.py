@@ -27,6 +27,8 @@ from tracegrad.store.read.steps import StepHistory
 KINDS = st.sampled_from(["|u1", "<u2", "<i4"])
 SIDE = st.integers(1, 70)
 
+pytestmark = pytest.mark.databases("sqlite")  # blobs are the same in each
+
 
 def packed(file: bytes) -> bytes:
     [blob] = pack_blobs([routing_content(file)])
@@ -82,6 +84,7 @@ def two() -> list[Turn]:
     return [root, child]
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_they_are_read_where_they_are_asked_for(store: Store, url: str) -> None:
     turns = two()
     store.append(turns)
@@ -173,6 +176,7 @@ def test_broken_ones_are_not_given_out(store: Store) -> None:
         store.rollout_turns("r")
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_their_room_is_counted(store: Store) -> None:
     def size() -> int:
         with store.reading() as connection:

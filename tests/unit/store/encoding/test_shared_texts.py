@@ -34,6 +34,8 @@ TOOLS = [
 ]
 FILE = prose(77, 3_000)  # what a tool returns to every rollout
 
+pytestmark = pytest.mark.databases("sqlite")  # blobs are the same in each
+
 
 def conversation(rollout_id: str, *, turns: int = 3, task: str = "") -> list[Turn]:
     """Each request repeats the one before, and holds what only this rollout has."""
@@ -69,6 +71,7 @@ def raw_bytes(store: Store) -> int:
     return sum(int(each or 0) for each in sums)
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_what_rollouts_have_in_common_is_stored_once(store: Store) -> None:
     first, *others = (conversation(f"r{n}") for n in range(8))
     store.append(first)
@@ -97,6 +100,7 @@ def test_samples_of_one_task_share_its_whole_prompt(store: Store) -> None:
         assert store.rollout_turns(turns[0].rollout_id) == turns
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_another_process_learns_by_itself_and_writes_the_same_text_once(
     store: Store, url: str
 ) -> None:
@@ -116,6 +120,7 @@ def test_a_long_reply_that_comes_again_is_stored_once(store: Store) -> None:
     assert [store.find_turn(turn.turn_id) for turn in turns] == turns
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_texts_that_json_says_in_its_own_way(store: Store) -> None:
     odd = {"role": "user", "content": "\ud800 \x00 é" + "x" * MIN_CHARACTERS, "n": 2**80}
     request = {"messages": [odd, {"\udc00": "y" * MIN_CHARACTERS, "k\n": "z" * MIN_CHARACTERS}]}
@@ -126,6 +131,7 @@ def test_texts_that_json_says_in_its_own_way(store: Store) -> None:
     assert found(store, "texts") == []
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_a_text_goes_with_the_last_rollout_that_has_it(store: Store) -> None:
     names = ("a", "b", "c")
     for name in names:
@@ -149,6 +155,7 @@ def test_writers_go_on_after_a_text_was_taken_out(store: Store, url: str) -> Non
     assert found(store, "texts") == []
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_dropped_texts_take_the_shared_ones_along(store: Store) -> None:
     store_conversations(store, "abc")
     drop(store, before=1500.0)
@@ -199,6 +206,7 @@ def test_the_doctor_names_damaged_and_missing_texts(
     assert {f.subject for f in report.findings if f.subject.startswith("turn b")} >= {"turn b.0"}
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_the_doctor_takes_out_texts_that_nobody_wants(store: Store, url: str) -> None:
     store_conversations(store, "ab")
     corrupt(url, "DELETE FROM turn_texts")
@@ -210,6 +218,7 @@ def test_the_doctor_takes_out_texts_that_nobody_wants(store: Store, url: str) ->
     assert found(store, "texts") == []
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_threads_that_write_the_same_texts_at_once(store: Store) -> None:
     rollouts = [conversation(f"r{n}") for n in range(24)]
 

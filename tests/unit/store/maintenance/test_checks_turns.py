@@ -16,6 +16,8 @@ from tracegrad.events import logprob_array, token_id_array
 from tracegrad.store import Store
 from tracegrad.store.encoding.blobs import array_content, pack_blobs
 
+pytestmark = pytest.mark.databases("sqlite")  # of rows that were read
+
 
 def blob(values: Any) -> bytes:
     [found] = pack_blobs([array_content(values)])
@@ -74,6 +76,7 @@ def test_a_log_probability_that_is_no_number(store: Store, breaks: Breaks) -> No
     assert finding.subject == "turn t"
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_version_spans_that_do_not_cover_the_tokens(store: Store, breaks: Breaks) -> None:
     store.append([make_turn("t"), make_turn("u")])
     breaks("UPDATE turns SET policy_versions = '[[0, 1]]' WHERE turn_id = 't'")

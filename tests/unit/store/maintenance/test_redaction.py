@@ -29,7 +29,10 @@ from tracegrad.store import RolloutFilter, Store
 from tracegrad.store.maintenance import RedactionResult, RedactionRule, RolloutSelection, redact
 from tracegrad.store.models import Removals, Turns
 
+pytestmark = pytest.mark.databases("sqlite")  # of rows that were read
 
+
+@pytest.mark.databases("sqlite", "postgres")
 def test_every_turn_that_repeats_a_text_loses_it(store: Store) -> None:
     turns = conversation(store, "hello", f"my password: {SECRET}", "and now?", "bye")
     assert all(bases(store)[f"r.{n}"] for n in (1, 2, 3))
@@ -64,6 +67,7 @@ def test_turns_that_do_not_change_are_told_anew_where_they_must(store: Store) ->
     assert store.rollout_turns("r") == [without(first), second]
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_doing_it_again_changes_and_records_nothing(store: Store) -> None:
     conversation(store, SECRET, "x")
     redact(store, rule())
@@ -76,6 +80,7 @@ def test_doing_it_again_changes_and_records_nothing(store: Store) -> None:
         assert connection.scalar(select(func.count()).select_from(Removals)) == 1
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_the_record_of_it_does_not_say_what_it_was(store: Store) -> None:
     conversation(store, SECRET)
     redact(store, rule(selection=RolloutSelection(wanted=RolloutFilter(outcome="open"))))
@@ -141,6 +146,7 @@ def everything(store: Store) -> str:
     return dump_json(texts)
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_a_text_goes_wherever_it_stands(store: Store) -> None:
     store.append(everywhere())
     found = redact(store, rule())
@@ -196,6 +202,7 @@ def test_a_hook_that_fails_stops_it_and_destroys_nothing(store: Store) -> None:
     assert store.rollout_turns("r") == turns
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_tokens_go_only_when_asked_with_all_that_continues_them(store: Store) -> None:
     turns = conversation(store, "hello", SECRET)
     fork = make_turn("fork", parent=turns[0], request=request("hi"), new=[9])

@@ -15,6 +15,8 @@ from tracegrad.store.encoding import blobs
 from tracegrad.store.encoding.blobs import ContextDigest, array_content, pack_blobs
 from tracegrad.store.read import turns as reading
 
+pytestmark = pytest.mark.databases("sqlite")  # of rows that were read
+
 
 def conversation(length: int, rollout: str = "r") -> list[Turn]:
     return chain(rollout, length, new=lambda n: range(n, n + 30), sampled=range(10))
@@ -51,6 +53,7 @@ def test_no_two_turns_have_one_array(store: Store) -> None:
     assert store.rollout_turns("r") == [*turns, fork]
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_rollouts_that_were_written_in_turns_are_read_each_in_order(store: Store) -> None:
     rollouts = {name: conversation(5, name) for name in ("b", "a", "c")}
     for number in range(5):
@@ -88,6 +91,7 @@ def test_a_digest_goes_on_from_a_copy_and_leaves_the_first_as_it_was() -> None:
     assert first.value() == value
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_many_threads_read_at_once_also_after_one_found_damage(store: Store) -> None:
     rollouts = {name: conversation(6, name) for name in "abcdefgh"}
     store.append([turn for turns in rollouts.values() for turn in turns])

@@ -21,6 +21,8 @@ from support.system.module_environment import environment
 from tracegrad.events import Event, Reward, Turn
 from tracegrad.store import EventRejected, GroupCommitWriter, Store, StoreBusy, StoreUnavailable
 
+pytestmark = pytest.mark.databases("sqlite")  # of threads
+
 # Writes rollouts of chained turns; prints each turn's id once it is acknowledged.
 _WRITE_FOR_EVER = """
 import sys, threading
@@ -52,6 +54,7 @@ def _writing(url: str, name: str, most: int) -> Iterator[subprocess.Popen[str]]:
             child.kill()
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_many_threads_share_transactions(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     commits = []
     append = store.append
@@ -78,6 +81,7 @@ def test_many_threads_share_transactions(store: Store, monkeypatch: pytest.Monke
     assert len(commits) < 120, "waiting submissions go into one transaction"
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_done_means_committed(writer: GroupCommitWriter, url: str) -> None:
     with Store.open(url) as other:
         for index in range(5):
@@ -112,6 +116,7 @@ def writer(store: Store) -> Iterator[GroupCommitWriter]:
         yield made
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_a_bad_event_fails_alone(store: Store, held: Held, writer: GroupCommitWriter) -> None:
     first = writer.submit([make_turn("first")])
     assert held.inside.wait(30)
@@ -150,6 +155,7 @@ def test_cancelling_takes_nothing_back(store: Store, held: Held, writer: GroupCo
     assert store.find_turn("t1") is not None
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_kill_9_loses_no_acknowledged_turn(url: str) -> None:
     with _writing(url, "k", 100_000) as child:
         assert child.stdout is not None
@@ -229,6 +235,7 @@ def test_what_was_refused_while_it_waited_is_never_written(
     assert writer.load() == (0, 0, 0, 0)
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_what_was_refused_in_a_locked_store_is_not_trained_when_it_is_free(
     store: Store, watched: Watched, writer: GroupCommitWriter
 ) -> None:
@@ -247,6 +254,7 @@ def test_what_was_refused_in_a_locked_store_is_not_trained_when_it_is_free(
     assert writer.load().unacknowledged == 2
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_the_mark_is_in_the_transaction_that_writes_the_turn(
     store: Store, url: str, watched: Watched, writer: GroupCommitWriter
 ) -> None:
@@ -301,6 +309,7 @@ def test_a_connection_that_breaks_in_the_commit_leaves_nothing_to_train(
     assert _reasons(store) == {"t": "unacknowledged"}
 
 
+@pytest.mark.databases("sqlite", "postgres")
 @pytest.mark.parametrize("down_meanwhile", [True, False])
 def test_who_writes_a_refused_turn_again_and_gets_an_answer_has_it_trained(
     store: Store, monkeypatch: pytest.MonkeyPatch, down_meanwhile: bool
