@@ -1,4 +1,4 @@
-"""Each test that takes `store`, `url` or `empty_url` runs on SQLite and on a real PostgreSQL, unless
+"""A test that takes `store`, `url` or `empty_url` runs on SQLite and on a real PostgreSQL, unless
 `pytest.mark.databases` names some: where what it checks does not depend on the database."""
 
 from __future__ import annotations
