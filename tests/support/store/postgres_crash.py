@@ -23,7 +23,7 @@ class Crashing:
         self.server = server
 
     def kill(self) -> None:
-        """SIGKILL to the server and all its processes: nothing is flushed, no client gets a reason."""
+        """SIGKILL to the server and all its processes: nothing is flushed or answered."""
         postmaster = psutil.Process(self.server.process.pid)
         postmaster.suspend()  # it forks no more
         family = [*postmaster.children(recursive=True), postmaster]

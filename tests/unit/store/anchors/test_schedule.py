@@ -53,7 +53,7 @@ def test_rollback_counts_only_the_latest_rollouts_of_where_it_stands() -> None:
     state = observe(start_at_last_turn(3), 2, [False] * 10, ROLLBACK)
     assert observe(state, 2, [True, True], ROLLBACK).at == 2
     assert observe(state, 2, [True, True, True], ROLLBACK).at == 1
-    late = observe(state, 1, [True] * 4, ROLLBACK)  # from elsewhere: nothing said of 2
+    late = observe(state, 1, [True] * 4, ROLLBACK)  # from elsewhere: it says nothing of 2
     assert late == state
 
 

@@ -55,7 +55,7 @@ def test_a_layers_favourites_make_it_smaller() -> None:
     for tokens, most in ((60, 355), (2000, 315)):
         file = experts_of(tokens, layers=48, k=8, experts=128)
         assert len(packed(file)) / tokens < most
-    # 512 experts: the upper byte of two tells one bit.
+    # 512 experts: the upper byte of two holds one bit.
     wide = experts_of(500, layers=8, k=10, experts=512, kind="<u2")
     assert len(packed(wide)) < 0.65 * len(wide)
 

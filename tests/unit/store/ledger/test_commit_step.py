@@ -35,11 +35,8 @@ def test_a_step_commits_with_its_turns(store: Store, ledger: Ledger) -> None:
     assert store.turn_counts() == TurnCounts(8, 4, {"equal_rewards": 4}, {})
     detail = store.rollout("t0.0")
     assert {fate.step for fate in detail.dispositions.values()} == {7}
-    assert (detail.summary.state, detail.summary.consumed_step, detail.summary.trained_turns) == (
-        "consumed",
-        7,
-        2,
-    )
+    row = detail.summary
+    assert (row.state, row.consumed_step, row.trained_turns) == ("consumed", 7, 2)
     assert lease(ledger) == []
 
 

@@ -40,29 +40,23 @@ def test_a_lease_that_is_renewed_outlives_its_time(
         assert lease(ledger, owner="other") == []
     [held] = ledger.leases("t0.0")
     assert held.leased_until == fake_clock.now + 10
-    commit(ledger, groups)
-    assert store.turn_counts().trained == 4
-
-
-def test_a_lease_that_nobody_renews_ends(
-    store: Store, ledger: Ledger, fake_clock: FakeClock
-) -> None:
-    """A dead process' leases expire, however long it had renewed them."""
-    fill(store, tasks=1, size=2)
-    groups = lease(ledger, ttl_s=10)
-    ledger.renew(lease_by_rollout(groups), ttl_s=10)
+    # A dead process' leases expire, however long it had renewed them.
     fake_clock.advance(10)
     assert ids(lease(ledger, owner="other")) == ids(groups)
 
 
+@pytest.mark.parametrize("renewed", [True, False])
 def test_a_lease_that_ran_out_and_that_nobody_took_is_its_holders_still(
-    store: Store, ledger: Ledger, fake_clock: FakeClock
+    store: Store, ledger: Ledger, fake_clock: FakeClock, renewed: bool
 ) -> None:
     fill(store, tasks=1, size=2)
     groups = lease(ledger, ttl_s=10)
     fake_clock.advance(1000)
-    assert ledger.renew(lease_by_rollout(groups), ttl_s=10) == []
-    assert lease(ledger, owner="other") == []
+    if renewed:
+        assert ledger.renew(lease_by_rollout(groups), ttl_s=10) == []
+        assert lease(ledger, owner="other") == []
+    commit(ledger, groups)
+    assert store.turn_counts().trained == 4
 
 
 def test_renewing_names_what_is_lost_and_renews_the_rest(
@@ -137,24 +131,9 @@ def test_a_commit_without_the_lease_that_there_is_is_refused(store: Store, ledge
         commit(ledger, groups, leases={})
     with pytest.raises(LeaseLost, match="holder has it now"):
         commit(ledger, groups, leases=dict.fromkeys(ids(groups)[0], "made up"))
-
-
-def test_a_commit_after_the_lease_was_given_back_is_refused(store: Store, ledger: Ledger) -> None:
-    fill(store, tasks=1, size=2)
-    groups = lease(ledger)
     ledger.release(groups)
     with pytest.raises(LeaseLost, match="nobody has it now"):
         commit(ledger, groups)
-
-
-def test_a_lease_that_ran_out_and_that_nobody_took_can_be_committed(
-    store: Store, ledger: Ledger, fake_clock: FakeClock
-) -> None:
-    fill(store, tasks=1, size=2)
-    groups = lease(ledger, ttl_s=10)
-    fake_clock.advance(11)
-    commit(ledger, groups)
-    assert store.turn_counts().trained == 4
 
 
 def test_a_rollout_is_consumed_once(store: Store, ledger: Ledger) -> None:

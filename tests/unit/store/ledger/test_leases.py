@@ -32,10 +32,11 @@ def test_a_lease_holds_the_oldest_groups_with_all_they_need(store: Store, ledger
 
 
 def test_all_or_nothing_unless_fewer_will_do(store: Store, ledger: Ledger) -> None:
-    fill(store, tasks=2, size=2)
+    fill(store, tasks=1, size=5)
     assert lease(ledger, groups=3) == []
-    assert store.turn_counts().pending == {"waiting": 8}, "nothing was held back"
-    assert len(lease(ledger, groups=3, at_least=1)) == 2
+    assert store.turn_counts().pending == {"waiting": 10}, "nothing was held back"
+    groups = lease(ledger, groups=3, at_least=1)
+    assert ids(groups) == [["t0.0", "t0.1"], ["t0.2", "t0.3"]], "one task may fill several"
     assert lease(ledger, groups=1, at_least=0) == []
 
 
@@ -57,13 +58,9 @@ def test_what_is_not_ready_is_not_leased(store: Store, ledger: Ledger) -> None:
     assert ledger.ready({"split": "train"}) == 0, "leased"
 
 
-def test_scored_failures_are_trained_on(store: Store, ledger: Ledger) -> None:
-    store.append(rollout_events("a", outcome=Outcome.AGENT_ERROR, reward=0.0))
-    store.append(rollout_events("b", outcome=Outcome.BUDGET, reward=0.0))
-    assert [r.outcome for r in lease(ledger)[0].rollouts] == [Outcome.AGENT_ERROR, Outcome.BUDGET]
-
-
-def test_unscored_rollouts_are_consumed_with_their_outcome(store: Store, ledger: Ledger) -> None:
+def test_scored_failures_are_leased_and_unscored_ones_consumed_with_their_outcome(
+    store: Store, ledger: Ledger
+) -> None:
     store.append(rollout_events("a", outcome=Outcome.ENV_ERROR))
     store.append(rollout_events("b", outcome=Outcome.ABORTED, turns=1))
     store.append(rollout_events("c", outcome=Outcome.ABORTED, tags={"split": "other"}, turns=3))
@@ -71,12 +68,10 @@ def test_unscored_rollouts_are_consumed_with_their_outcome(store: Store, ledger:
     assert lease(ledger) == []
     assert store.turn_counts() == TurnCounts(6, 0, {"env_error": 2, "aborted": 4}, {})
     assert store.rollout("a").summary.state == "consumed"
-
-
-def test_a_task_may_fill_several_groups(store: Store, ledger: Ledger) -> None:
-    fill(store, tasks=1, size=5)
-    groups = lease(ledger, groups=2)
-    assert ids(groups) == [["t0.0", "t0.1"], ["t0.2", "t0.3"]]
+    scored = [Outcome.AGENT_ERROR, Outcome.BUDGET]
+    for outcome in scored:
+        store.append(rollout_events(outcome.value, outcome=outcome, reward=0.0))
+    assert [rollout.outcome for rollout in lease(ledger)[0].rollouts] == scored
 
 
 def test_an_incomplete_group_waits_then_goes_smaller(store: Store, ledger: Ledger) -> None:
@@ -212,12 +207,8 @@ def test_a_turn_that_its_client_never_got_is_not_counted_by_rewards(store: Store
     assert rollout.turn_rewards == {0: 0.1, 2: 0.2, 3: 0.3}
     assert rollout.deciding_turn == 2
     detail = store.rollout("r")
-    assert [[r.value for r in rewards_of_turn(index, detail)] for index in range(4)] == [
-        [0.1],
-        [],
-        [0.2, 1.0],
-        [0.3],
-    ]
+    shown = [[r.value for r in rewards_of_turn(index, detail)] for index in range(4)]
+    assert shown == [[0.1], [], [0.2, 1.0], [0.3]]
 
 
 def test_the_deciding_turn_is_the_last_one_that_is_marked() -> None:

@@ -92,8 +92,8 @@ def test_gaps_in_steps_and_versions(store: Store, breaks: Breaks) -> None:
     breaks("UPDATE rollouts SET consumed_step = 3 WHERE consumed_step = 2")
     breaks("DELETE FROM steps WHERE step = 2")
     report = look(store)
-    told = {(f.check, f.subject, f.message, f.broken) for f in report.findings}
-    assert told == {
+    named = {(f.check, f.subject, f.message, f.broken) for f in report.findings}
+    assert named == {
         ("steps", "steps 2", "1 is followed by 3", False),
         ("versions", "versions 4 to 6", "3 is followed by 7", False),
     }

@@ -174,7 +174,7 @@ def test_kill_9_loses_no_acknowledged_turn(url: str) -> None:
 
 @contextmanager
 def _locked(store: Store) -> Iterator[None]:
-    """Another connection holds all that a writer needs, as a backup or a long mend does."""
+    """Another connection holds all that a writer needs, as a backup or a long repair does."""
     if store.database.describe().startswith("postgresql"):
         with store.appending() as connection:
             connection.execute(text("LOCK TABLE turns IN ACCESS EXCLUSIVE MODE"))
