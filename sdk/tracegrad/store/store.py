@@ -15,7 +15,7 @@ from tracegrad.store.errors import StoreMissing
 from tracegrad.store.migrate import migrate, revision_of
 from tracegrad.store.models import REVISION, PolicyVersions, VersionEvents
 from tracegrad.store.read import rollouts as queries
-from tracegrad.store.read import traces, turns
+from tracegrad.store.read import turns
 from tracegrad.store.retry import retry_on_conflict
 from tracegrad.store.rows import column_values, load, select_fields
 from tracegrad.store.types import PolicyVersion
@@ -210,10 +210,10 @@ class Store:
 
     # Traces
 
-    rollouts_of_traces = _method(traces.rollouts_of_traces)
-    calling_spans = _method(traces.calling_spans)
-    rollout_of_turn = _method(traces.rollout_of_turn)
-    turn_order = _method(traces.turn_order)
+    rollouts_of_traces = _method(queries.rollouts_of_traces)
+    calling_spans = _method(turns.calling_spans)
+    rollout_of_turn = _method(turns.rollout_of_turn)
+    turn_order = _method(turns.turn_order)
 
     # Keys of rollouts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -275,6 +275,13 @@ def load_spans(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, 
     """By start."""
     order = (Spans.start_ns, Spans.trace_id, Spans.span_id)
     return _of_rollouts(connection, rollout_ids, Span, Spans, *order)
+
+
+def rollouts_of_traces(connection: Connection, trace_ids: Collection[str]) -> list[tuple[str, str]]:
+    """Trace and rollout of all that are known; a trace may have several."""
+    known = select(Spans.trace_id, Spans.rollout_id).where(Spans.rollout_id.is_not(None)).distinct()
+    rows = rows_of_keys(connection, known, Spans.trace_id, sorted(trace_ids))
+    return [(trace_id, rollout_id) for trace_id, rollout_id in rows if rollout_id is not None]
 
 
 def _of_rollouts(

@@ -212,3 +212,23 @@ def _sampling(stored: Json) -> Json:
     if stored.get("source") == OLD_DEMONSTRATION:
         return {**stored, "source": DEMONSTRATION}
     return stored
+
+
+def calling_spans(connection: Connection, rollout_id: str, *, except_dialect: str) -> list[str]:
+    """The spans that the rollout's turns were called from, but for turns of one dialect."""
+    query = select(Turns.parent_span_id).where(
+        Turns.rollout_id == rollout_id,
+        Turns.parent_span_id.is_not(None),
+        Turns.dialect != except_dialect,
+    )
+    return [span_id for span_id in connection.scalars(query) if span_id is not None]
+
+
+def rollout_of_turn(connection: Connection, turn_id: str) -> str | None:
+    return connection.scalar(select(Turns.rollout_id).where(Turns.turn_id == turn_id))
+
+
+def turn_order(connection: Connection, rollout_id: str) -> Sequence[str]:
+    """The ids of a rollout's turns in order of capture."""
+    query = select(Turns.turn_id).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
+    return list(connection.scalars(query))
