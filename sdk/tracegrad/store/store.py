@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
+from typing import Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar
 
 from sqlalchemy import Connection, Engine, func, insert, select
 from sqlalchemy.exc import IntegrityError
@@ -36,9 +36,10 @@ T = TypeVar("T")
 
 
 def _method(
-    work: Callable[Concatenate[Connection, P], T], transaction: str = "reading"
+    work: Callable[Concatenate[Connection, P], T],
+    transaction: Literal["reading", "appending"] = "reading",
 ) -> Callable[Concatenate[Store, P], T]:
-    """Of a store: the work in a transaction of this kind."""
+    """A method of the store that does the work in a transaction of this kind."""
 
     def method(self: Store, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with getattr(self, transaction)() as connection:
