@@ -1,4 +1,5 @@
-"""Each test that takes `store`, `url` or `empty_url` runs on SQLite and on a real PostgreSQL."""
+"""A test that takes `store`, `url` or `empty_url` runs on SQLite and on a real PostgreSQL, unless
+`pytest.mark.databases` names some: where what it checks does not depend on the database."""
 
 from __future__ import annotations
 
@@ -12,12 +13,33 @@ from support.store.empty_stores import PostgreSQLStores, SQLiteStores
 from tracegrad.store import Store
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "databases(*names): that a test runs on; without it all")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _refuse_vllm(items)
+    elsewhere = [item for item in items if _database(item) not in _databases(item)]
+    config.hook.pytest_deselected(items=elsewhere)
+    items[:] = [item for item in items if _database(item) in _databases(item)]
+
+
+def _refuse_vllm(items: list[pytest.Item]) -> None:
     """`make test` looks for vLLM's and the CLI agents' tests elsewhere only."""
     unit = Path(__file__).parent
     for item in items:
         if unit in item.path.parents and any(map(item.get_closest_marker, ("vllm", "agents"))):
             raise pytest.UsageError(f"{item.nodeid}: belongs into tests/integration")
+
+
+def _database(item: pytest.Item) -> str | None:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("url") if callspec else None
+
+
+def _databases(item: pytest.Item) -> tuple[str | None, ...]:
+    marker = item.get_closest_marker("databases")
+    return (_database(item),) if marker is None else (None, *marker.args)
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +66,7 @@ def sqlite_url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def postgres_url(postgres_stores: PostgreSQLStores) -> Iterator[str]:
-    """Of a store without facts."""
+    """Of a store without events."""
     url = postgres_stores.take()
     yield url
     postgres_stores.give_back(url)
@@ -60,7 +82,7 @@ def empty_postgres_url(postgres_server: postgres.Server) -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of a store without facts, in each database."""
+    """Of a store without events, in each database."""
     found: str = request.getfixturevalue(f"{request.param}_url")
     if request.param == "sqlite":
         stores: SQLiteStores = request.getfixturevalue("sqlite_stores")

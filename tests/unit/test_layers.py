@@ -53,7 +53,7 @@ FLOORS = {
 # Package -> its layers, the lowest first. Parts of one layer do not import each other.
 LAYERS: dict[str, tuple[str, ...]] = {
     "tracegrad.store": (
-        "errors models types checkpoint_manifest",
+        "errors models rows types",
         "databases expressions migrations migrate",
         "filters retry encoding",
         "read write",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping
 
 from sqlalchemy import ColumnElement, and_, case, exists, literal, select, true
 from sqlalchemy.orm import InstrumentedAttribute
@@ -14,14 +13,6 @@ from tracegrad.store.models import Rewards, Rollouts, RolloutTags
 SCORED_OUTCOMES = [outcome.value for outcome in Outcome if outcome.scored]
 # The event name whose latest value, given for the whole rollout, is the rollout's reward.
 MAIN_REWARD_NAME = "reward"
-
-T = TypeVar("T")
-
-
-def chunks(items: Sequence[T], size: int = 500) -> Iterator[Sequence[T]]:
-    """Databases bound the number of parameters in a statement."""
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
 
 
 def begins_with(column: InstrumentedAttribute[str], prefix: str) -> ColumnElement[bool]:

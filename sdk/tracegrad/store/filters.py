@@ -25,7 +25,7 @@ STATES = (
 class RolloutFilter:
     """Rollouts for which all that is given holds.
 
-    `outcome` is an `Outcome` or "open", `state` one of `STATES` (`RolloutRow.state`, as it is
+    `outcome` is an `Outcome` or "open", `state` one of `STATES` (`RolloutSummary.state`, as it is
     now). `since` and `until` are seconds since the epoch, of the opening:
     `since <= opened_at < until`. Rewards and versions are inclusive bounds; a version is in them
     if it sampled the last token of any of the rollout's turns. ValueError names the field.

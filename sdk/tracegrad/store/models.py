@@ -175,7 +175,7 @@ class Turns(Base):
 
 
 class SharedTexts(Base):
-    """A long text of requests or replies that came in several rollouts (module `texts`)."""
+    """A long text that requests or replies of several rollouts have (`encoding.shared_texts`)."""
 
     __tablename__ = "texts"
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Protocol, Self
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar
 
 from sqlalchemy import Connection, Engine, func, insert, select
 from sqlalchemy.exc import IntegrityError
@@ -13,28 +12,16 @@ from sqlalchemy.exc import IntegrityError
 from tracegrad.events import Event, Reward, RolloutFinished, Span, Turn
 from tracegrad.store.databases import BUSY_TIMEOUT_S, Conflict, Database, database_at, upsert
 from tracegrad.store.errors import StoreMissing
-from tracegrad.store.filters import ALL, RolloutFilter
 from tracegrad.store.migrate import migrate, revision_of
 from tracegrad.store.models import REVISION, PolicyVersions, VersionEvents
 from tracegrad.store.read import rollouts as queries
-from tracegrad.store.read import traces
-from tracegrad.store.read import turns as reading
+from tracegrad.store.read import turns
 from tracegrad.store.retry import retry_on_conflict
-from tracegrad.store.types import (
-    PolicyVersion,
-    RewardPoint,
-    RolloutDetail,
-    RolloutSummary,
-    TurnCounts,
-)
+from tracegrad.store.rows import column_values, load, select_fields
+from tracegrad.store.types import PolicyVersion
 from tracegrad.store.write import api_keys
-from tracegrad.store.write.events import (
-    EventBatch,
-    mark_unacknowledged,
-    rows_from_store,
-    sort_events,
-    write_batch,
-)
+from tracegrad.store.write import events as writing
+from tracegrad.store.write.events import EventBatch, rows_from_store, sort_events, write_batch
 from tracegrad.store.write.parent_cache import ParentCache, last_removal
 from tracegrad.store.write.turn_rows import TurnRows, make_turn_rows
 
@@ -42,6 +29,24 @@ DEFAULT_URL = "sqlite:///.tracegrad/store.db"
 
 # What is done in a transaction, as the last thing before its commit.
 BeforeCommit = Callable[[Connection, Sequence[str]], None]
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _method(
+    work: Callable[Concatenate[Connection, P], T],
+    transaction: Literal["reading", "appending"] = "reading",
+) -> Callable[Concatenate[Store, P], T]:
+    """A method of the store that does the work in a transaction of this kind."""
+
+    def method(self: Store, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with getattr(self, transaction)() as connection:
+            return work(connection, *args, **kwargs)
+
+    method.__doc__ = work.__doc__
+    return method
 
 
 class SecretValue(Protocol):
@@ -107,39 +112,26 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def reading(self) -> Iterator[Connection]:
+    def reading(self) -> AbstractContextManager[Connection]:
         """A transaction that sees one state of the store."""
-        with (
-            self.database.one_line_errors(),
-            self.database.reading(self._engine) as connection,
-        ):
-            yield connection
+        return self._transaction(self.database.reading)
 
-    @contextmanager
-    def appending(self) -> Iterator[Connection]:
+    def appending(self) -> AbstractContextManager[Connection]:
         """A transaction that adds events (`databases.base`)."""
-        with (
-            self.database.one_line_errors(),
-            self.database.appending(self._engine) as connection,
-        ):
-            yield connection
+        return self._transaction(self.database.appending)
+
+    def exclusive(self) -> AbstractContextManager[Connection]:
+        """The only transaction of its kind until it commits (`databases.base`)."""
+        return self._transaction(self.database.exclusive)
 
     @contextmanager
-    def exclusive(self) -> Iterator[Connection]:
-        """The only transaction of its kind until it commits (`databases.base`)."""
-        with (
-            self.database.one_line_errors(),
-            self.database.exclusive(self._engine) as connection,
-        ):
+    def _transaction(
+        self, begin: Callable[[Engine], AbstractContextManager[Connection]]
+    ) -> Iterator[Connection]:
+        with self.database.one_line_errors(), begin(self._engine) as connection:
             yield connection
 
     # Events
@@ -165,9 +157,8 @@ class Store:
             self._parent_cache.invalidate_before(as_of)
 
     def _append_from_cache(self, batch: EventBatch, before_commit: BeforeCommit) -> None:
-        turns = list(batch.turns.values())
-        known = self._parent_cache.lookup(turns, self.reading)
-        rows, contexts = make_turn_rows(turns, known)
+        known = self._parent_cache.lookup(batch.turns.values(), self.reading)
+        rows, contexts = make_turn_rows(batch.turns.values(), known)
         with self.appending() as connection:
             write_batch(
                 connection, batch, rows, self._parent_cache.rollouts_not_cached(batch.first_seen)
@@ -187,11 +178,7 @@ class Store:
             before_commit(connection, rows.turn_ids())
         return as_of
 
-    def mark_unacknowledged(self, turn_ids: Sequence[str]) -> int:
-        """Turns whose clients were refused, as far as they are here, will not be trained. Returns
-        how many were marked."""
-        with self.appending() as connection:
-            return mark_unacknowledged(connection, turn_ids)
+    mark_unacknowledged = _method(writing.mark_unacknowledged, "appending")
 
     def rollout_turns(
         self, rollout_id: str, *, raw: bool = True, expert_routing: bool = True
@@ -203,15 +190,11 @@ class Store:
         `StoreCorrupt` where tokens or requests are not the ones that were stored.
         """
         with self.reading() as connection:
-            turns = reading.load_turns(
+            return turns.load_turns(
                 connection, [rollout_id], raw=raw, expert_routing=expert_routing
-            )
-        return turns[rollout_id]
+            )[rollout_id]
 
-    def find_turn(self, turn_id: str, *, expert_routing: bool = True) -> Turn | None:
-        """None: there is none. `expert_routing=False` leaves routed experts out."""
-        with self.reading() as connection:
-            return reading.find_turn(connection, turn_id, expert_routing=expert_routing)
+    find_turn = _method(turns.find_turn)
 
     def rewards(self, rollout_id: str) -> list[Reward]:
         with self.reading() as connection:
@@ -228,91 +211,38 @@ class Store:
 
     # Traces
 
-    def rollouts_of_traces(self, trace_ids: Collection[str]) -> list[tuple[str, str]]:
-        """Trace and rollout of all that are known; a trace may have several."""
-        with self.reading() as connection:
-            return traces.rollouts_of_traces(connection, trace_ids)
-
-    def calling_spans(self, rollout_id: str, *, except_dialect: str) -> list[str]:
-        """The spans that the rollout's turns were called from, but for turns of one dialect."""
-        with self.reading() as connection:
-            return traces.calling_spans(connection, rollout_id, except_dialect=except_dialect)
-
-    def rollout_of_turn(self, turn_id: str) -> str | None:
-        with self.reading() as connection:
-            return traces.rollout_of_turn(connection, turn_id)
-
-    def turn_order(self, rollout_id: str) -> Sequence[str]:
-        """The ids of a rollout's turns in order of capture."""
-        with self.reading() as connection:
-            return traces.turn_order(connection, rollout_id)
+    rollouts_of_traces = _method(queries.rollouts_of_traces)
+    calling_spans = _method(turns.calling_spans)
+    rollout_of_turn = _method(turns.rollout_of_turn)
+    turn_order = _method(turns.turn_order)
 
     # Keys of rollouts
 
-    def add_key(self, rollout_id: str, key_hash: bytes, scope: str = "calls") -> None:
-        """Remember a key by the SHA-256 digest of its secret; also before the rollout opens.
-
-        `scope` is what it is for. A hash that is known already stays as it is.
-        """
-        with self.appending() as connection:
-            api_keys.add_key(connection, rollout_id, key_hash, scope)
-
-    def key_owner(self, key_hash: bytes) -> api_keys.KeyOwner | None:
-        """The rollout that the key was minted for, and for what; None: it is unknown, or
-        revoked."""
-        with self.reading() as connection:
-            return api_keys.key_owner(connection, key_hash)
-
-    def revoke_keys(self, rollout_id: str) -> int:
-        """How many keys of the rollout that were valid are not any more."""
-        with self.appending() as connection:
-            return api_keys.revoke_keys(connection, rollout_id)
+    add_key = _method(api_keys.add_key, "appending")
+    key_owner = _method(api_keys.key_owner)
+    revoke_keys = _method(api_keys.revoke_keys, "appending")
 
     # Questions
 
-    def rollouts(
-        self, wanted: RolloutFilter = ALL, *, limit: int | None = 50
-    ) -> list[RolloutSummary]:
-        """The newest first."""
-        with self.reading() as connection:
-            return queries.list_rollouts(connection, wanted, limit=limit)
-
-    def rollout(self, prefix: str) -> RolloutDetail:
-        """By id or a prefix of it. Raises `UnknownRollout` or `AmbiguousRollout`."""
-        with self.reading() as connection:
-            return queries.rollout_detail(connection, prefix)
-
-    def turn_counts(self, tags: Mapping[str, str] | None = None) -> TurnCounts:
-        with self.reading() as connection:
-            return queries.turn_counts(connection, tags)
-
-    def reward_curve(
-        self, tags: Mapping[str, str] | None = None, *, limit: int | None = None
-    ) -> list[RewardPoint]:
-        """By time of finish; the last `limit` points."""
-        with self.reading() as connection:
-            return queries.reward_curve(connection, tags, limit=limit)
+    rollouts = _method(queries.list_rollouts)
+    rollout = _method(queries.rollout_detail)
+    turn_counts = _method(queries.turn_counts)
+    reward_curve = _method(queries.reward_curve)
 
     # Policy versions
 
     def record_version(self, version: PolicyVersion) -> None:
         """What became of a version; the latest record is its state."""
-        row = {
-            "version": version.version,
-            "step": version.step,
-            "state": version.state,
-            "created_at": version.created_at,
-            "detail": version.detail,
-        }
+        row = column_values(version, PolicyVersions)
         with self.appending() as connection:
             connection.execute(upsert(connection, PolicyVersions, "version"), row)
             connection.execute(insert(VersionEvents), row)
 
     def versions(self) -> list[PolicyVersion]:
         """The oldest first."""
-        query = select(*PolicyVersions.__table__.columns).order_by(PolicyVersions.version)
+        query = select_fields(PolicyVersion, PolicyVersions).order_by(PolicyVersions.version)
         with self.reading() as connection:
-            return [PolicyVersion(**row) for row in connection.execute(query).mappings()]
+            return load(connection, PolicyVersion, query)
 
     def failed_versions(self) -> list[int]:
         """Those whose push failed, the oldest first."""
@@ -321,10 +251,7 @@ class Store:
         with self.reading() as connection:
             return list(connection.scalars(query))
 
-    def version_events(self, version: int) -> list[PolicyVersion]:
-        """All that became of it, in order."""
-        with self.reading() as connection:
-            return queries.version_events(connection, version)
+    version_events = _method(queries.version_events)
 
     def current_version(self) -> int | None:
         """The newest version that serves; None before the first."""

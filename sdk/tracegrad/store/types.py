@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from sqlalchemy import Connection
@@ -211,8 +211,3 @@ class LostLease:
 def lease_by_rollout(groups: Iterable[Group]) -> dict[str, str]:
     """Rollout -> the lease that it was given out under."""
     return {each.rollout_id: group.lease_id for group in groups for each in group.rollouts}
-
-
-def column_values(record: StepRecord | PolicyVersion) -> dict[str, Any]:
-    """Of its table, whose columns are named as its fields are."""
-    return {each.name: getattr(record, each.name) for each in fields(record)}

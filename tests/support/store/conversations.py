@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import select
 
-from support.store.events import make_turn
+from support.store.events import chain
 from tracegrad.events import Turn
 from tracegrad.store import Store
 from tracegrad.store.models import Turns
@@ -14,35 +14,35 @@ from tracegrad.store.models import Turns
 LONG = "a system prompt that every turn repeats, and which is stored once only. " * 8
 
 
-def request(*said: str) -> dict[str, Any]:
+def request(*texts: str) -> dict[str, Any]:
     messages = [{"role": "system", "content": LONG}]
-    return {"model": "m", "messages": [*messages, *({"role": "user", "content": s} for s in said)]}
+    return {"model": "m", "messages": [*messages, *({"role": "user", "content": t} for t in texts)]}
 
 
-def response(said: str) -> dict[str, Any]:
-    return {"choices": [{"message": {"role": "assistant", "content": said}}]}
+def response(text: str) -> dict[str, Any]:
+    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
 def conversation(rollout_id: str = "r", turns: int = 4, at: float = 1000.0) -> list[Turn]:
     """A turn every 1000 seconds; each request repeats the one before."""
-    made: list[Turn] = []
-    for number in range(turns):
-        said = [f"message {n} of many, none of them short enough to be told twice" * 3 for n in
-                range(number + 1)]  # fmt: skip
-        made.append(
-            make_turn(
-                f"{rollout_id}.{number}",
-                rollout_id,
-                parent=made[-1] if made else None,
-                request=request(*said),
-                response=response(f"reply {number}"),
-                created_at=at + 1000.0 * number,
-            )
-        )
-    return made
+    texts = [
+        f"message {n} of many, each long enough to be stored as a delta" * 3 for n in range(turns)
+    ]
+    return chain(
+        rollout_id,
+        turns,
+        request=lambda number: request(*texts[: number + 1]),
+        response=lambda number: response(f"reply {number}"),
+        created_at=lambda number: at + 1000.0 * number,
+    )
+
+
+def column(store: Store, name: str) -> dict[str, Any]:
+    """Of the turns' rows, by turn in order of capture."""
+    query = select(Turns.turn_id, getattr(Turns, name)).order_by(Turns.seq)
+    with store.reading() as connection:
+        return dict(connection.execute(query).tuples().all())
 
 
 def bases(store: Store) -> dict[str, str | None]:
-    query = select(Turns.turn_id, Turns.request_base).order_by(Turns.seq)
-    with store.reading() as connection:
-        return dict(connection.execute(query).tuples().all())
+    return column(store, "request_base")

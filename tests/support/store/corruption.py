@@ -7,7 +7,16 @@ from contextlib import closing
 from typing import Any
 
 import psycopg
-from sqlalchemy import make_url
+from sqlalchemy import make_url, update
+
+from tracegrad.store import Store
+from tracegrad.store.models import Turns
+
+
+def set_columns(store: Store, turn_id: str, **values: Any) -> None:
+    """Of a turn's row."""
+    with store.appending() as connection:
+        connection.execute(update(Turns).where(Turns.turn_id == turn_id).values(**values))
 
 
 def corrupt(url: str, statement: str, *values: Any) -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from support.store.conversations import conversation
+from support.store.corruption import corrupt
 from support.store.events import make_turn, rollout_events
 from tracegrad.events import Outcome, RolloutStarted
 from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
-from tracegrad.store.maintenance import (
-    DoctorReport,
-    Finding,
-    examine,
-)
+from tracegrad.store.maintenance import DoctorReport, Finding, examine
+
+Breaks = Callable[..., None]
+
+
+@pytest.fixture
+def breaks(url: str) -> Breaks:
+    """Runs a statement that no program of ours would."""
+    return lambda statement, *values: corrupt(url, statement, *values)
 
 
 def found(store: Store, check: str, **more: Any) -> list[Finding]:
@@ -25,7 +33,7 @@ def found(store: Store, check: str, **more: Any) -> list[Finding]:
 
 
 def look(store: Store, **more: Any) -> DoctorReport:
-    """Without the tests' PostgreSQL being told off for its speed."""
+    """Without the warnings for the settings that make the tests' PostgreSQL fast."""
     report = examine(store, **more)
     report.findings = [f for f in report.findings if f.check != "database" or f.broken]
     return report
@@ -48,7 +56,9 @@ def healthy(store: Store) -> None:
             rollouts=[f"r{number}"],
         )
     ledger.lease(groups=1, group_size=1, owner="trainer", ttl_s=60)
-    store.append([*conversation("told", at=now), RolloutStarted(rollout_id="told", opened_at=now)])
+    store.append(
+        [*conversation("deltas", at=now), RolloutStarted(rollout_id="deltas", opened_at=now)]
+    )
     store.append([make_turn("t", "untitled", sampled=(), untrainable="over_length")])
     store.append(rollout_events("broken", outcome=Outcome.INFRA_ERROR, at=now))
     store.add_key("not-yet", b"k" * 32)

@@ -1,4 +1,4 @@
-"""Whether a store has kept what its writers were told it has; every loss by its name."""
+"""Whether a store has kept what it acknowledged to its writers; every loss by its name."""
 
 from __future__ import annotations
 
@@ -44,30 +44,33 @@ class _Stored:
     rewards: Mapping[str, Reward]
     spans: Mapping[str, Span]
 
-    def has(self, fact: Event) -> bool | None:
+    def has(self, event: Event) -> bool | None:
         """None: there is something of it, and it is not what was sent."""
-        match fact:
+        match event:
             case RolloutStarted():
                 if self.row is None or self.row.task_id is None:
                     return False
                 same = (self.row.task_id, self.row.agent, self.row.tags, self.row.opened_at) == (
-                    fact.task_id,
-                    fact.agent,
-                    fact.tags,
-                    fact.opened_at,
+                    event.task_id,
+                    event.agent,
+                    event.tags,
+                    event.opened_at,
                 )
                 return same or None
             case RolloutFinished():
                 if self.row is None or self.row.outcome is None:
                     return False
-                same = (self.row.outcome, self.row.finished_at) == (fact.outcome, fact.finished_at)
+                same = (self.row.outcome, self.row.finished_at) == (
+                    event.outcome,
+                    event.finished_at,
+                )
                 return same or None
             case Turn():
-                return _same(self.turns.get(fact.turn_id), fact)
+                return _same(self.turns.get(event.turn_id), event)
             case Reward():
-                return _same(self.rewards.get(fact.reward_id), fact)
+                return _same(self.rewards.get(event.reward_id), event)
             case Span():
-                return _same(self.spans.get(fact.span_id), fact)
+                return _same(self.spans.get(event.span_id), event)
 
 
 def _same(stored: Event | None, sent: Event) -> bool | None:
@@ -76,16 +79,18 @@ def _same(stored: Event | None, sent: Event) -> bool | None:
     return True if stored == sent else None
 
 
-def check_durability(store: Store, seed: str, told: Mapping[str, Acknowledged]) -> DurabilityReport:
+def check_durability(
+    store: Store, seed: str, acknowledged: Mapping[str, Acknowledged]
+) -> DurabilityReport:
     """Every submission that any of the agents can have made, looked up."""
     _wait_for_killed_clients(store)
     found = DurabilityReport()
     expected = {
         rollout_id(agent, number): waves(seed, agent, number)
-        for agent, each in told.items()
+        for agent, each in acknowledged.items()
         for number in range(each.begun + 1)
     }
-    places = {agent: each.places for agent, each in told.items()}
+    places = {agent: each.places for agent, each in acknowledged.items()}
     ids = list(expected)
     rows = {row.rollout_id: row for row in store.rollouts(limit=None)}
     found.faults += [f"rollout {name}: nobody made it" for name in rows.keys() - expected.keys()]
@@ -136,16 +141,16 @@ def _compare(
     name: str,
     stored: _Stored,
     made: Sequence[Sequence[Submission]],
-    told: Mapping[str, set[tuple[int, int, int]]],
+    acknowledged: Mapping[str, set[tuple[int, int, int]]],
 ) -> None:
     strange = {*stored.turns, *stored.rewards, *stored.spans}
     for parcel in (parcel for wave in made for parcel in wave):
-        has = [stored.has(fact) for fact in parcel.facts]
-        strange -= {_id(fact) for fact in parcel.facts}
-        if parcel.place in told[parcel.agent]:
+        has = [stored.has(event) for event in parcel.events]
+        strange -= {_id(event) for event in parcel.events}
+        if parcel.place in acknowledged[parcel.agent]:
             found.acknowledged += 1
             if has != [True] * len(has):
-                found.faults.append(f"told, and not kept: {_listed(parcel, has)}")
+                found.faults.append(f"acknowledged, and not kept: {_listed(parcel, has)}")
         elif all(has):
             found.unacknowledged["whole"] += 1
         elif any(each is not False for each in has):
@@ -163,25 +168,25 @@ def _compare(
     found.turns += len(stored.turns)
 
 
-def _id(fact: Event) -> str:
-    match fact:
+def _id(event: Event) -> str:
+    match event:
         case Turn():
-            return fact.turn_id
+            return event.turn_id
         case Reward():
-            return fact.reward_id
+            return event.reward_id
         case Span():
-            return fact.span_id
+            return event.span_id
         case _:
-            return type(fact).__name__
+            return type(event).__name__
 
 
 def _listed(parcel: Submission, has: Sequence[bool | None]) -> str:
     words = {True: "whole", False: "absent", None: "changed"}
-    facts = (
-        f"{type(fact).__name__} {_id(fact)} {words[each]}"
-        for fact, each in zip(parcel.facts, has, strict=True)
+    events = (
+        f"{type(event).__name__} {_id(event)} {words[each]}"
+        for event, each in zip(parcel.events, has, strict=True)
     )
-    return f"submission {parcel}: {', '.join(facts)}"
+    return f"submission {parcel}: {', '.join(events)}"
 
 
 def _ends_told_twice(store: Store, rows: Mapping[str, RolloutSummary]) -> list[str]:
@@ -203,9 +208,9 @@ def integrity(store: Store) -> list[str]:
     """What the database itself finds wrong in its files."""
     with store.exclusive() as connection:
         if connection.dialect.name == "sqlite":
-            said = connection.scalars(text("PRAGMA integrity_check")).all()
+            lines = connection.scalars(text("PRAGMA integrity_check")).all()
             broken = connection.execute(text("PRAGMA foreign_key_check")).all()
-            return [f"integrity_check: {each}" for each in said if each != "ok"] + [
+            return [f"integrity_check: {each}" for each in lines if each != "ok"] + [
                 f"foreign_key_check: {each}" for each in broken
             ]
         connection.execute(text("CREATE EXTENSION IF NOT EXISTS amcheck"))

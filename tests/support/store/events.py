@@ -1,4 +1,4 @@
-"""Facts for the store's tests."""
+"""Events for the store's tests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tracegrad.events import (
     Reward,
     RolloutFinished,
     RolloutStarted,
+    Span,
     Turn,
     logprob_array,
     token_id_array,
@@ -43,6 +44,23 @@ def make_turn(
     )
 
 
+def chain(rollout_id: str, length: int, *, behind: Turn | None = None, **more: Any) -> list[Turn]:
+    """Turns each of which continues the one before, the first of them `behind`. `more` as for
+    `make_turn`, or functions of the turn's number."""
+    turns: list[Turn] = []
+    for number in range(length):
+        own = {name: value(number) if callable(value) else value for name, value in more.items()}
+        behind = make_turn(f"{rollout_id}.{number}", rollout_id, parent=behind, **own)
+        turns.append(behind)
+    return turns
+
+
+def make_span(number: int, rollout_id: str | None = None, **more: Any) -> Span:
+    given: dict[str, Any] = {"trace_id": f"{number:032x}", "name": f"s{number}", "start_ns": number}
+    given = {**given, "end_ns": number + 1, **more}
+    return Span(span_id=f"{number:016x}", rollout_id=rollout_id, **given)
+
+
 def rollout_events(
     rollout_id: str,
     *,
@@ -55,17 +73,12 @@ def rollout_events(
     version: int = 0,
 ) -> list[Event]:
     """Opened at `at`, finished a second later; each turn continues the one before."""
-    facts: list[Event] = [
-        RolloutStarted(rollout_id=rollout_id, task_id=task, tags=tags or {}, opened_at=at)
+    events: list[Event] = [
+        RolloutStarted(rollout_id=rollout_id, task_id=task, tags=tags or {}, opened_at=at),
+        *chain(rollout_id, turns, created_at=at, version=version),
     ]
-    parent = None
-    for index in range(turns):
-        parent = make_turn(
-            f"{rollout_id}.{index}", rollout_id, parent=parent, created_at=at, version=version
-        )
-        facts.append(parent)
     if reward is not None:
-        facts.append(Reward(rollout_id=rollout_id, value=reward, created_at=at))
+        events.append(Reward(rollout_id=rollout_id, value=reward, created_at=at))
     if outcome is not None:
-        facts.append(RolloutFinished(rollout_id=rollout_id, outcome=outcome, finished_at=at + 1))
-    return facts
+        events.append(RolloutFinished(rollout_id=rollout_id, outcome=outcome, finished_at=at + 1))
+    return events

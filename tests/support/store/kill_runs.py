@@ -1,4 +1,4 @@
-"""The test's side of `store_victim`: victims made and killed at random, and what they told."""
+"""The test's side of `killed_process`: victims made and killed at random, and what they report."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class KillCounts:
     """What the victims were doing when they were killed."""
 
     phases: Counter[str] = field(default_factory=Counter)
-    told: int = 0
+    acknowledgements: int = 0
 
     @classmethod
     def of(cls, killers: Iterable[RandomKiller]) -> KillCounts:
         sum_ = cls()
         for killer in killers:
             sum_.phases += killer.toll.phases
-            sum_.told += killer.toll.told
+            sum_.acknowledgements += killer.toll.acknowledgements
         return sum_
 
     @property
@@ -57,7 +57,7 @@ class KillCounts:
 
     def __str__(self) -> str:
         where = ", ".join(f"{count} in {phase}" for phase, count in self.phases.most_common())
-        return f"{self.kills} kills: {where}; {self.told} acknowledgements"
+        return f"{self.kills} kills: {where}; {self.acknowledgements} acknowledgements"
 
     def check(self, kills: int) -> None:
         """So many kills, and they met what they were to meet."""
@@ -83,7 +83,7 @@ class ForkServer:
             )
 
     def one(self, order: Json, hear: Callable[[list[Any]], None]) -> tuple[int, str]:
-        """A victim's whole life; `hear` gets all that it tells. Its exit status and last phase."""
+        """A victim's whole life; `hear` gets what it reports. Its exit status and last phase."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
@@ -92,8 +92,8 @@ class ForkServer:
             match json.loads(line):
                 case ["dead", status, phase]:
                     return status, phase
-                case said:
-                    hear(said)
+                case words:
+                    hear(words)
         raise AssertionError(f"the victims' parent died: {self.log()}")
 
     def log(self) -> str:
@@ -140,9 +140,9 @@ class RandomKiller:
             assert status == -9, f"a victim ended by itself ({status}): {self.range.log()}"
             self.toll.phases[phase] += 1
 
-    def _hear(self, said: list[Any]) -> None:
-        self.toll.told += 1
-        self.hear(said)
+    def _hear(self, words: list[Any]) -> None:
+        self.toll.acknowledgements += 1
+        self.hear(words)
 
 
 def all_at_once(work: Sequence[Callable[[], None]]) -> None:

@@ -3,7 +3,7 @@
 Started as `python -m support.store.killed_process ROLE URL`. Each line on its standard input is an
 order (JSON); it forks a process, which does as its role says and reports each acknowledgement, and
 kills it at the order's moment (`Moment`). All of them write whole lines to one pipe, so what a
-victim told before its death stands before the line that says it is dead.
+victim reported before its death stands before the line that says it is dead.
 
 Forks save the second that Python and SQLAlchemy take to load, so that hundreds of kills fit
 into a test.
@@ -66,7 +66,7 @@ class KillMoment(TypedDict, total=False):
 
 class SharedProgress:
     """What a victim leaves behind in memory: its phase, how many transactions it has begun, and
-    whether it has told anything."""
+    whether it has reported anything."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 8)
@@ -79,7 +79,7 @@ class SharedProgress:
         if phase == "statements":  # threads may miss one of each other's
             self._memory[4:8] = (self.transactions + 1).to_bytes(4, "little")
 
-    def tell(self, *words: object) -> None:
+    def report(self, *words: object) -> None:
         self._memory[1] = 1
         report(*words)
 
@@ -92,7 +92,7 @@ class SharedProgress:
         return PHASES[self._memory[0]]
 
     @property
-    def told(self) -> bool:
+    def reported(self) -> bool:
         return self._memory[1] == 1
 
 
@@ -108,36 +108,36 @@ def write(url: str, order: Json, shared: SharedProgress) -> None:
     with Store.open(url) as store:
         watch(store, shared)
 
-        def tell(parcel: Submission) -> None:
-            shared.tell("ack", parcel.agent, *parcel.place)
+        def acknowledged(parcel: Submission) -> None:
+            shared.report("ack", parcel.agent, *parcel.place)
 
         def refused(error: StoreUnavailable) -> None:
             report("refused", str(error))
 
         with GroupCommitWriter(store) as writer:
             agents = {name: (place[0], place[1]) for name, place in order["agents"].items()}
-            for thread in WriterAgents(writer, order["seed"], tell, refused).start(agents):
+            for thread in WriterAgents(writer, order["seed"], acknowledged, refused).start(agents):
                 thread.join()
 
 
 def create_store(url: str, order: Json, shared: SharedProgress) -> None:
     """A new store at `order["url"]`."""
-    shared.tell("begins")
+    shared.report("begins")
     Store.open(order["url"]).close()
-    shared.tell("made")
+    shared.report("made")
     time.sleep(60)
 
 
 def train(url: str, order: Json, shared: SharedProgress) -> None:
     """Lease, "train", commit, for ever or (`order["until_all"]`) until all is consumed.
 
-    Each step says itself which turns it is made of; it is told once it is committed.
+    Each step says itself which turns it is made of; it is reported once it is committed.
     """
     draw = random.Random(order["seed"])
     with Store.open(url) as store:
         watch(store, shared)
         ledger = Ledger(store)
-        shared.tell("open")
+        shared.report("open")
         while True:
             groups = ledger.lease(
                 groups=GROUPS,
@@ -209,9 +209,9 @@ def watch(store: Store, shared: SharedProgress) -> None:
 
         return transaction
 
-    def preparing(facts: Any, **more: Any) -> None:
+    def preparing(events: Any, **more: Any) -> None:
         shared.enter("preparing")
-        append(facts, **more)
+        append(events, **more)
 
     store.append = preparing  # type: ignore[method-assign]
     store.appending = watched(store.appending)  # type: ignore[method-assign]
@@ -285,7 +285,7 @@ class PendingKill:
 
     def _found(self, now: float) -> float | None:
         """When to kill it, once that is known."""
-        if self.moment is None or not self.shared.told:
+        if self.moment is None or not self.shared.reported:
             return None
         if not self.opening_s:
             self.opening_s = now - self.began

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from support.store.events import rollout_events
-from tracegrad.store import Group, Ledger, Store
+from tracegrad.store import Group, Ledger, StepRecord, Store, lease_by_rollout
 from tracegrad.store.databases import statements
 
 
@@ -46,7 +47,19 @@ def lease(ledger: Ledger, groups: int = 1, size: int = 2, **more: Any) -> list[G
     return ledger.lease(groups=groups, group_size=size, **wanted)
 
 
-def ids(groups: list[Group]) -> list[list[str]]:
+def commit(ledger: Ledger, groups: Sequence[Group] = (), step: int = 1, **more: Any) -> None:
+    """A step that trains all turns of the groups; `more` is of the step, or of `commit_step`."""
+    given: dict[str, Any] = {
+        "trained": [turn for group in groups for turn in turn_ids(group)],
+        "skipped": {},
+        "rollouts": [rollout for group in ids(groups) for rollout in group],
+        "leases": lease_by_rollout(groups),
+    }
+    given |= {name: more.pop(name) for name in given if name in more}
+    ledger.commit_step(StepRecord(**{"step": step, "version": step, **more}), **given)
+
+
+def ids(groups: Sequence[Group]) -> list[list[str]]:
     return [[rollout.rollout_id for rollout in group.rollouts] for group in groups]
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 
@@ -21,12 +18,12 @@ _GONE_S = 20.0
 class Crashing:
     """`server` is the one that runs now, or ran last."""
 
-    def __init__(self, folder: Path, *, durable: bool) -> None:
+    def __init__(self, server: postgres_server.Server, *, durable: bool) -> None:
         self._durable = durable
-        self.server = postgres_server.start(folder, durable=durable)
+        self.server = server
 
     def kill(self) -> None:
-        """SIGKILL to the server and all its processes: nothing of it is flushed or said."""
+        """SIGKILL to the server and all its processes: nothing is flushed or answered."""
         postmaster = psutil.Process(self.server.process.pid)
         postmaster.suspend()  # it forks no more
         family = [*postmaster.children(recursive=True), postmaster]
@@ -40,7 +37,7 @@ class Crashing:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """In order: clients are told."""
+        """In order: its clients get a reason."""
         postgres_server.stop(self.server)
 
     def start(self) -> None:
@@ -64,15 +61,8 @@ class Crashing:
 
 @contextmanager
 def crashing(*, durable: bool = True) -> Iterator[Crashing]:
-    folder = Path(tempfile.mkdtemp(prefix="tg-pg-"))
-    try:
-        found = Crashing(folder, durable=durable)
-        try:
-            yield found
-        finally:
-            postgres_server.stop(found.server)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with postgres_server.running(durable=durable) as server:
+        yield Crashing(server, durable=durable)
 
 
 def _runs(process: psutil.Process) -> bool:

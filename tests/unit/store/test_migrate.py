@@ -16,6 +16,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 import tracegrad.store
 from support.store.events import make_turn
+from support.store.ledger_fixtures import commit
 from support.store.old_stores import (
     export_of_revision_0009,
     first_revision_row,
@@ -25,12 +26,10 @@ from support.store.old_stores import (
 from tracegrad.events import RolloutStarted
 from tracegrad.store import (
     Ledger,
-    StepRecord,
     Store,
     StoreForeign,
     StoreMissing,
     StoreTooOld,
-    lease_by_rollout,
 )
 from tracegrad.store.anchors.anchor_store import AnchorStore
 from tracegrad.store.anchors.schedule import AnchorSettings
@@ -157,14 +156,7 @@ def test_a_store_of_the_first_release_opens_and_goes_on(empty_url: str) -> None:
         ]
         groups = ledger.lease(groups=2, group_size=2, owner="me", ttl_s=60, at_least=1)
         assert [[each.rollout_id for each in group.rollouts] for group in groups] == [["a", "b"]]
-        turns = [turn.turn_id for each in groups[0].rollouts for turn in each.turns]
-        ledger.commit_step(
-            StepRecord(step=2, version=2),
-            trained=turns,
-            skipped={},
-            rollouts=["a", "b"],
-            leases=lease_by_rollout(groups),
-        )
+        commit(ledger, groups, step=2)
         assert [step.step for step in ledger.steps()] == [1, 2]
         last = store.rollout_turns("a")[1]
         store.append([make_turn("a.3", "a", parent=last, request=last.request)])
@@ -185,10 +177,10 @@ def _with_new_words(written: Any) -> Any:
 
 
 def test_rows_as_the_first_revision_packed_them_are_read_and_continued(store: Store) -> None:
-    said = [{"role": "user", "content": "é " * 300}, {"role": "assistant", "content": "ok " * 99}]
-    request = {"messages": said[:1], "seed": 2**70}
-    root = make_turn("t0", request=request, response={"choices": [{"message": said[1]}]})
-    child = make_turn("t1", parent=root, request={"messages": said})
+    chat = [{"role": "user", "content": "é " * 300}, {"role": "assistant", "content": "ok " * 99}]
+    request = {"messages": chat[:1], "seed": 2**70}
+    root = make_turn("t0", request=request, response={"choices": [{"message": chat[1]}]})
+    child = make_turn("t1", parent=root, request={"messages": chat})
     with store.appending() as connection:
         insert_row(connection, "rollouts", {"rollout_id": "r", "opened": True, "opened_at": 1.0})
         insert_row(connection, "turns", first_revision_row(root, 0))
@@ -196,8 +188,8 @@ def test_rows_as_the_first_revision_packed_them_are_read_and_continued(store: St
     assert store.rollout_turns("r") == [root, child]
     last = child
     for number in range(2, 5):
-        said = [*said, {"role": "user", "content": f"{number} " * 200}]
-        last = make_turn(f"t{number}", parent=last, request={"messages": said})
+        chat = [*chat, {"role": "user", "content": f"{number} " * 200}]
+        last = make_turn(f"t{number}", parent=last, request={"messages": chat})
         store.append([last])
         assert store.find_turn(last.turn_id) == last
     store.append([root, child])

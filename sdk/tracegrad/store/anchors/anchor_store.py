@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
+import msgspec
 from sqlalchemy import Connection, select
 
 from tracegrad.events import UNACKNOWLEDGED, Event, Json, RolloutStarted, Turn, new_id
@@ -23,9 +24,10 @@ from tracegrad.store.anchors import schedule
 from tracegrad.store.anchors.schedule import AnchorSettings, AnchorState
 from tracegrad.store.databases import upsert
 from tracegrad.store.errors import StoreCorrupt
-from tracegrad.store.expressions import SCORED_OUTCOMES, chunks, latest_reward
+from tracegrad.store.expressions import SCORED_OUTCOMES, latest_reward
 from tracegrad.store.models import Rollouts, TaskAnchors, Turns
 from tracegrad.store.read.training_samples import deciding_turn
+from tracegrad.store.rows import rows_of_keys
 from tracegrad.store.store import Store
 from tracegrad.store.types import DEMONSTRATION
 
@@ -35,6 +37,8 @@ MAX_PENDING = 4096
 FORGET_MISSING_AFTER_S = 3600.0
 # Successes of a task among which its first demonstration is looked for, the newest ones.
 MAX_CANDIDATES = 32
+# As stores of before the first release have them.
+_OLD_KEYS = {"demonstration": "expert", "pending": "coming"}
 
 
 class PendingRollout(NamedTuple):
@@ -59,29 +63,13 @@ class TaskState:
     best: tuple[str, int] | None = None  # the best success since: its id and its turns
 
     def as_json(self) -> Json:
-        return {
-            "demonstration": self.demonstration,
-            "anchors": None if self.anchors is None else schedule.as_json(self.anchors),
-            "queue": list(self.queue),
-            "pending": [list(one) for one in self.pending],
-            "counted": self.counted,
-            "best": None if self.best is None else list(self.best),
-        }
+        json: Json = msgspec.to_builtins(self, str_keys=True)
+        return json
 
     @classmethod
     def from_json(cls, known: Json) -> Self:
-        # Before the first release the keys were "expert" and "coming".
-        demonstration = known["demonstration" if "demonstration" in known else "expert"]
-        pending = known["pending" if "pending" in known else "coming"]
-        anchors, best = known["anchors"], known["best"]
-        return cls(
-            demonstration=demonstration,
-            anchors=None if anchors is None else schedule.from_json(anchors),
-            queue=tuple(known["queue"]),
-            pending=tuple(PendingRollout(*one) for one in pending),
-            counted=known["counted"],
-            best=None if best is None else (best[0], best[1]),
-        )
+        older = {new: known[old] for new, old in _OLD_KEYS.items() if old in known}
+        return msgspec.convert({**older, **known}, cls, str_keys=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +87,7 @@ class RolloutFromAnchor:
     demonstration: str | None
     demonstration_turns: int
     turns: list[Turn] = field(default_factory=list)
-    request: Json | None = None  # the demonstration's at the anchor: all that was said before it
+    request: Json | None = None  # the demonstration's at the anchor, with all messages before it
     responses: list[Json | None] = field(default_factory=list)  # of the turns before it
 
 
@@ -353,14 +341,14 @@ def _save(connection: Connection, task_id: str, state: TaskState) -> None:
 
 def _ended(connection: Connection, pending: Sequence[PendingRollout]) -> dict[str, _End]:
     """Those that are in the store, ended or not."""
-    found = {}
-    for some in chunks([one.rollout_id for one in pending]):
-        query = select(
-            Rollouts.rollout_id, Rollouts.finished_at, Rollouts.outcome, latest_reward()
-        ).where(Rollouts.rollout_id.in_(some))
-        for rollout_id, finished_at, outcome, reward in connection.execute(query):
-            found[rollout_id] = _End(finished_at, outcome in SCORED_OUTCOMES, reward)
-    return found
+    query = select(Rollouts.rollout_id, Rollouts.finished_at, Rollouts.outcome, latest_reward())
+    ids = [one.rollout_id for one in pending]
+    return {
+        rollout_id: _End(finished_at, outcome in SCORED_OUTCOMES, reward)
+        for rollout_id, finished_at, outcome, reward in rows_of_keys(
+            connection, query, Rollouts.rollout_id, ids
+        )
+    }
 
 
 def _turns_taken(connection: Connection, rollout_id: str) -> int | None:

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-
-from tracegrad.events import Json
 
 
 class AnchorSettings(BaseModel):
@@ -136,13 +134,3 @@ def with_new_demonstration(state: AnchorState, turns: int) -> AnchorState:
     nothing known of its anchors. ValueError: it has none."""
     at = turns - (state.turns - state.at)
     return replace(start_at_last_turn(turns), at=max(0, at), rounds=state.rounds)
-
-
-def as_json(state: AnchorState) -> Json:
-    return asdict(state)
-
-
-def from_json(known: Json) -> AnchorState:
-    # JSON's keys are texts, and its sequences lists.
-    results = {int(anchor): tuple(each) for anchor, each in known["results"].items()}
-    return AnchorState(**{**known, "results": results})

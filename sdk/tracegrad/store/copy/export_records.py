@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, exists, select
+from sqlalchemy import ColumnElement, exists, select, tuple_
 
 from tracegrad.events import Reward, RolloutFinished, Span, Turn, is_reward
-from tracegrad.store.expressions import MAIN_REWARD_NAME, chunks
+from tracegrad.store.expressions import MAIN_REWARD_NAME
 from tracegrad.store.filters import ALL, RolloutFilter
 from tracegrad.store.models import (
     PolicyVersions,
@@ -24,6 +24,7 @@ from tracegrad.store.models import (
     Turns,
 )
 from tracegrad.store.read.rollouts import (
+    load_dispositions,
     load_outcomes,
     load_rewards,
     load_spans,
@@ -31,6 +32,7 @@ from tracegrad.store.read.rollouts import (
     version_events,
 )
 from tracegrad.store.read.turns import load_turns
+from tracegrad.store.rows import load, rows_of_keys, select_fields
 from tracegrad.store.store import Store
 from tracegrad.store.types import PolicyVersion, StepRecord, TurnDisposition
 
@@ -110,9 +112,7 @@ def iter_rollouts(
     """
     where = [wanted.where(), *_trained(trained)]
     for ids in _pages(store, where):
-        with store.reading() as connection:
-            copies = _load_records(connection, ids, raw=raw, expert_routing=expert_routing)
-        yield from copies
+        yield from _load_records(store, ids, raw=raw, expert_routing=expert_routing)
 
 
 def iter_task_groups(
@@ -127,51 +127,41 @@ def iter_task_groups(
     for name in names:
         pages = _pages(store, [*where, Rollouts.task_id == name])
         ids = [rollout_id for page in pages for rollout_id in page]
-        with store.reading() as connection:
-            yield _load_records(connection, ids, raw=raw, expert_routing=False)
+        yield _load_records(store, ids, raw=raw, expert_routing=False)
     for ids in _pages(store, [*where, Rollouts.task_id.is_(None)]):
-        with store.reading() as connection:
-            copies = _load_records(connection, ids, raw=raw, expert_routing=False)
-        yield from ([copy] for copy in copies)
+        yield from ([one] for one in _load_records(store, ids, raw=raw, expert_routing=False))
 
 
 def load_steps(store: Store, steps: Sequence[int] | None = None) -> list[StepRecord]:
     """All steps, or those of these numbers that there are; by number."""
-    query = select(*Steps.__table__.columns).order_by(Steps.step)
-    queries = [query] if steps is None else [query.where(Steps.step.in_(s)) for s in chunks(steps)]
+    query = select_fields(StepRecord, Steps).order_by(Steps.step)
     with store.reading() as connection:
-        return [StepRecord(**row) for q in queries for row in connection.execute(q).mappings()]
+        if steps is None:
+            return load(connection, StepRecord, query)
+        rows = rows_of_keys(connection, query, Steps.step, steps)
+        return [StepRecord(**row._mapping) for row in rows]
 
 
 def load_versions(store: Store, versions: Sequence[int] | None = None) -> list[VersionRecord]:
     """All policy versions, or those of these numbers that there are; by number."""
-    now = select(*PolicyVersions.__table__.columns).order_by(PolicyVersions.version)
-    found: list[VersionRecord] = []
+    query = select_fields(PolicyVersion, PolicyVersions).order_by(PolicyVersions.version)
+    wanted = None if versions is None else set(versions)
     with store.reading() as connection:
-        for some in [None] if versions is None else chunks(versions):
-            query = now if some is None else now.where(PolicyVersions.version.in_(some))
-            for row in connection.execute(query).mappings().all():
-                version = PolicyVersion(**row)
-                found.append(VersionRecord(version, version_events(connection, version.version)))
-    return found
+        return [
+            VersionRecord(current, version_events(connection, current.version))
+            for current in load(connection, PolicyVersion, query)
+            if wanted is None or current.version in wanted
+        ]
 
 
-def iter_spans_without_rollout(store: Store) -> Iterator[list[Span]]:
+def iter_spans_without_rollout(store: Store, at_once: int = 1000) -> Iterator[list[Span]]:
     """Spans that belong to no rollout, some at a time."""
     after = ("", "")
+    key = (Spans.trace_id, Spans.span_id)
+    query = select_fields(Span, Spans).where(Spans.rollout_id.is_(None)).order_by(*key)
     while True:
-        query = (
-            select(*Spans.__table__.columns)
-            .where(
-                Spans.rollout_id.is_(None),
-                (Spans.trace_id > after[0])
-                | ((Spans.trace_id == after[0]) & (Spans.span_id > after[1])),
-            )
-            .order_by(Spans.trace_id, Spans.span_id)
-            .limit(1000)
-        )
         with store.reading() as connection:
-            spans = [Span(**row) for row in connection.execute(query).mappings()]
+            spans = load(connection, Span, query.where(tuple_(*key) > after).limit(at_once))
         if not spans:
             return
         yield spans
@@ -203,73 +193,28 @@ def _pages(store: Store, where: Sequence[ColumnElement[bool]]) -> Iterator[list[
 
 
 def _load_records(
-    connection: Connection, ids: Sequence[str], *, raw: bool, expert_routing: bool
+    store: Store, ids: Sequence[str], *, raw: bool, expert_routing: bool
 ) -> list[RolloutRecord]:
-    turns = load_turns(connection, ids, raw=raw, expert_routing=expert_routing)
-    rewards = load_rewards(connection, ids)
-    tags = load_tags(connection, ids)
-    outcomes = load_outcomes(connection, ids)
-    spans = load_spans(connection, ids)
-    fates = _load_dispositions(connection, ids)
-    copies = []
-    for row in _rollouts(connection, ids):
-        name = row["rollout_id"]
-        copies.append(
-            RolloutRecord(
-                **row,
-                tags=tags[name],
-                outcomes=outcomes[name],
-                rewards=rewards[name],
-                spans=spans[name],
-                turns=turns[name],
-                dispositions=fates[name],
-            )
+    query = select_fields(RolloutRecord, Rollouts)
+    with store.reading() as connection:
+        turns = load_turns(connection, ids, raw=raw, expert_routing=expert_routing)
+        rewards = load_rewards(connection, ids)
+        tags = load_tags(connection, ids)
+        outcomes = load_outcomes(connection, ids)
+        spans = load_spans(connection, ids)
+        dispositions = load_dispositions(connection, ids)
+        rows = rows_of_keys(connection, query, Rollouts.rollout_id, ids)
+        here = {row.rollout_id: row._mapping for row in rows}
+    return [
+        RolloutRecord(
+            **here[name],
+            tags=tags[name],
+            outcomes=outcomes[name],
+            rewards=rewards[name],
+            spans=spans[name],
+            turns=turns[name],
+            dispositions=dispositions[name],
         )
-    return copies
-
-
-_ROLLOUT_COLUMNS = (
-    Rollouts.rollout_id,
-    Rollouts.opened,
-    Rollouts.opened_at,
-    Rollouts.task_id,
-    Rollouts.agent,
-    Rollouts.task,
-    Rollouts.outcome,
-    Rollouts.error,
-    Rollouts.finished_at,
-    Rollouts.consumed_at,
-    Rollouts.consumed_step,
-)
-
-
-def _rollouts(connection: Connection, ids: Sequence[str]) -> list[Mapping[str, Any]]:
-    """In the order of `ids`."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for some in chunks(ids):
-        query = select(*_ROLLOUT_COLUMNS).where(Rollouts.rollout_id.in_(some))
-        found |= {row["rollout_id"]: row for row in connection.execute(query).mappings()}
-    return [found[rollout_id] for rollout_id in ids if rollout_id in found]
-
-
-def _load_dispositions(
-    connection: Connection, ids: Sequence[str]
-) -> dict[str, dict[str, TurnDisposition]]:
-    found: dict[str, dict[str, TurnDisposition]] = {rollout_id: {} for rollout_id in ids}
-    for some in chunks(ids):
-        query = (
-            select(
-                Turns.rollout_id,
-                TurnLedger.turn_id,
-                TurnLedger.step,
-                TurnLedger.skip_reason,
-                TurnLedger.created_at,
-            )
-            .join(Turns, Turns.turn_id == TurnLedger.turn_id)
-            .where(Turns.rollout_id.in_(some))
-            .order_by(Turns.seq)
-        )
-        for row in connection.execute(query):
-            fate = TurnDisposition(row.step, row.skip_reason, row.created_at)
-            found[row.rollout_id][row.turn_id] = fate
-    return found
+        for name in ids
+        if name in here
+    ]

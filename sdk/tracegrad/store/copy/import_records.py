@@ -1,4 +1,4 @@
-"""Copies into a store (`copies`): what it has already stays as it is, what it lacks is added.
+"""Copies into a store: what it has already stays as it is, what it lacks is added.
 
 Rollouts, turns, rewards and spans are distinguished by the ids that their makers gave them. Steps
 and policy versions have only numbers: one whose number is taken by another is refused.
@@ -12,25 +12,17 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, exc, insert, select, update
 
-from tracegrad.events import Event, Reward, RolloutStarted, Span
+from tracegrad.events import Event, RolloutStarted, Span
 from tracegrad.store.copy.export_records import RolloutRecord, VersionRecord
 from tracegrad.store.databases import insert_new
 from tracegrad.store.encoding.blobs import ContextDigest
 from tracegrad.store.errors import EventRejected
-from tracegrad.store.expressions import chunks
-from tracegrad.store.models import (
-    PolicyVersions,
-    Rewards,
-    Rollouts,
-    Spans,
-    Steps,
-    TurnLedger,
-    VersionEvents,
-)
+from tracegrad.store.models import PolicyVersions, Rollouts, Steps, TurnLedger, VersionEvents
 from tracegrad.store.read.rollouts import version_events
 from tracegrad.store.retry import retry_on_conflict
+from tracegrad.store.rows import column_values, rows_of_keys
 from tracegrad.store.store import Store
-from tracegrad.store.types import StepRecord, column_values
+from tracegrad.store.types import StepRecord
 from tracegrad.store.write.events import rows_from_store, sort_events, write_batch
 from tracegrad.store.write.turn_rows import TurnRows
 
@@ -65,31 +57,24 @@ def import_rollouts(store: Store, copies: Sequence[RolloutRecord]) -> ImportCoun
 
 def opening_times(store: Store, rollout_ids: Sequence[str]) -> dict[str, float]:
     """Of those rollouts that are here."""
-    found: dict[str, float] = {}
+    query = select(Rollouts.rollout_id, Rollouts.opened_at)
     with store.reading() as connection:
-        for ids in chunks(rollout_ids):
-            query = select(Rollouts.rollout_id, Rollouts.opened_at)
-            rows = connection.execute(query.where(Rollouts.rollout_id.in_(ids)))
-            found |= dict(rows.tuples().all())
-    return found
+        return dict(rows_of_keys(connection, query, Rollouts.rollout_id, rollout_ids))
 
 
 def import_steps(store: Store, steps: Sequence[StepRecord]) -> ImportCounts:
     """Raises `EventRejected` where a step of the same number is another one; stores none then."""
+    query = select(Steps.step, Steps.version, Steps.created_at)
     with store.exclusive() as connection:
-        known: dict[int, tuple[Any, ...]] = {}
-        for some in chunks([step.step for step in steps]):
-            query = select(Steps.step, Steps.version, Steps.created_at).where(Steps.step.in_(some))
-            known |= {row.step: (row.version, row.created_at) for row in connection.execute(query)}
+        rows = rows_of_keys(connection, query, Steps.step, [step.step for step in steps])
+        known = {number: (version, created_at) for number, version, created_at in rows}
         for step in steps:
-            if known.get(step.step, (step.version, step.created_at)) != (
-                step.version,
-                step.created_at,
-            ):
+            here = known.get(step.step)
+            if here is not None and here != (step.version, step.created_at):
                 raise EventRejected(
                     f"step: the store has another step {step.step}; {_IMPORT_ELSEWHERE}"
                 )
-        new = [column_values(step) for step in steps if step.step not in known]
+        new = [column_values(step, Steps) for step in steps if step.step not in known]
         if new:
             connection.execute(insert(Steps), new)
     return ImportCounts(steps=len(new))
@@ -105,9 +90,8 @@ def import_versions(store: Store, versions: Sequence[VersionRecord]) -> ImportCo
 def import_spans(store: Store, spans: Sequence[Span]) -> ImportCounts:
     """Spans that belong to no rollout."""
     with store.exclusive() as connection:
-        added = ImportCounts(spans=_new_spans(connection, spans))
-        write_batch(connection, sort_events(spans), TurnRows(), [])
-    return added
+        new = write_batch(connection, sort_events(spans), TurnRows(), [])
+    return ImportCounts(spans=new.spans)
 
 
 def _add_rollouts(store: Store, copies: Sequence[RolloutRecord]) -> ImportCounts:
@@ -120,32 +104,24 @@ def _add_rollouts(store: Store, copies: Sequence[RolloutRecord]) -> ImportCounts
         rows, known = rows_from_store(connection, batch)
         _refuse_other_turns(copies, known)
         fresh = [copy for copy in copies if copy.rollout_id not in here]
-        added = ImportCounts(
-            rollouts=len(fresh),
-            known=len(copies) - len(fresh),
-            turns=len(rows.turns),
-            rewards=_new_rewards(connection, batch.rewards),
-            spans=_new_spans(connection, batch.spans),
-        )
-        write_batch(connection, batch, rows, new_rollouts=())
+        new = write_batch(connection, batch, rows, new_rollouts=())
         _copy_rollout_columns(connection, fresh)
         _consume(connection, [copy for copy in copies if copy.rollout_id in here])
         _insert_dispositions(connection, copies)
-    return added
+    return ImportCounts(
+        rollouts=len(fresh),
+        known=len(copies) - len(fresh),
+        turns=len(rows.turns),
+        rewards=new.rewards,
+        spans=new.spans,
+    )
 
 
 def _events(copy: RolloutRecord) -> list[Event]:
     """In the order in which they make sense: turns before ends, parents before children."""
-    opening = RolloutStarted(
-        rollout_id=copy.rollout_id,
-        task_id=copy.task_id,
-        agent=copy.agent,
-        tags=copy.tags,
-        task=copy.task,
-        opened_at=copy.opened_at,
-    )
+    opening = {each.name: getattr(copy, each.name) for each in fields(RolloutStarted)}
     return [
-        *([opening] if copy.opened else []),
+        *([RolloutStarted(**opening)] if copy.opened else []),
         *copy.turns,
         *copy.rewards,
         *copy.spans,
@@ -157,19 +133,16 @@ def _known_rollouts(connection: Connection, copies: Sequence[RolloutRecord]) -> 
     """Raises EventRejected for one that is another rollout here."""
     openings = {copy.rollout_id: copy for copy in copies}
     known: set[str] = set()
-    for ids in chunks(list(openings)):
-        query = select(
-            Rollouts.rollout_id, Rollouts.opened, Rollouts.opened_at, Rollouts.task_id
-        ).where(Rollouts.rollout_id.in_(ids))
-        for row in connection.execute(query):
-            copy = openings[row.rollout_id]
-            known.add(row.rollout_id)
-            same = (row.opened_at, row.task_id) == (copy.opened_at, copy.task_id)
-            if row.opened and copy.opened and not same:
-                raise EventRejected(
-                    f"rollout_id: the store has another rollout {row.rollout_id} (of task "
-                    f"{row.task_id}, opened at {row.opened_at}); give this one another id"
-                )
+    query = select(Rollouts.rollout_id, Rollouts.opened, Rollouts.opened_at, Rollouts.task_id)
+    for row in rows_of_keys(connection, query, Rollouts.rollout_id, openings):
+        copy = openings[row.rollout_id]
+        known.add(row.rollout_id)
+        same = (row.opened_at, row.task_id) == (copy.opened_at, copy.task_id)
+        if row.opened and copy.opened and not same:
+            raise EventRejected(
+                f"rollout_id: the store has another rollout {row.rollout_id} (of task "
+                f"{row.task_id}, opened at {row.opened_at}); give this one another id"
+            )
     return known
 
 
@@ -183,24 +156,6 @@ def _refuse_other_turns(copies: Sequence[RolloutRecord], known: dict[str, Any]) 
                 f"turn_id: the store has another turn {turn.turn_id} (of rollout "
                 f"{context.rollout_id}); give this one another id"
             )
-
-
-def _new_rewards(connection: Connection, rewards: Sequence[Reward]) -> int:
-    ids = {reward.reward_id for reward in rewards}
-    known: set[str] = set()
-    for some in chunks(sorted(ids)):
-        query = select(Rewards.reward_id).where(Rewards.reward_id.in_(some))
-        known.update(connection.scalars(query))
-    return len(ids - known)
-
-
-def _new_spans(connection: Connection, spans: Sequence[Span]) -> int:
-    ids = {(span.trace_id, span.span_id) for span in spans}
-    known: set[tuple[str, str]] = set()
-    for traces in chunks(sorted({trace_id for trace_id, _ in ids})):
-        query = select(Spans.trace_id, Spans.span_id).where(Spans.trace_id.in_(traces))
-        known.update(connection.execute(query).tuples())
-    return len(ids - known)
 
 
 def _copy_rollout_columns(connection: Connection, copies: Sequence[RolloutRecord]) -> None:
@@ -242,12 +197,7 @@ def _consume(connection: Connection, copies: Sequence[RolloutRecord]) -> None:
 
 def _insert_dispositions(connection: Connection, copies: Sequence[RolloutRecord]) -> None:
     rows = [
-        {
-            "turn_id": turn_id,
-            "step": fate.step,
-            "skip_reason": fate.skip_reason,
-            "created_at": fate.created_at,
-        }
+        {"turn_id": turn_id, **column_values(fate, TurnLedger)}
         for copy in copies
         for turn_id, fate in copy.dispositions.items()
     ]
@@ -269,11 +219,13 @@ def _add_version(connection: Connection, version: VersionRecord) -> bool:
         raise EventRejected(f"version: the store has another version {number}; {_IMPORT_ELSEWHERE}")
     new = theirs[len(here) :]
     if new:
-        connection.execute(insert(VersionEvents), [column_values(event) for event in new])
+        connection.execute(
+            insert(VersionEvents), [column_values(event, VersionEvents) for event in new]
+        )
     if since is None:
-        connection.execute(insert(PolicyVersions), column_values(version.current))
+        connection.execute(insert(PolicyVersions), column_values(version.current, PolicyVersions))
     elif new:
-        row = column_values(version.current)
+        row = column_values(version.current, PolicyVersions)
         connection.execute(
             update(PolicyVersions).where(PolicyVersions.version == number).values(row)
         )

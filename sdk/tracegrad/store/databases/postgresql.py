@@ -7,7 +7,7 @@ gives back at their end, whatever the end is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, func, select
@@ -121,10 +121,8 @@ class PostgreSQL(Database):
             with connection.begin():
                 yield connection
 
-    @contextmanager
-    def appending(self, engine: Engine) -> Iterator[Connection]:
-        with engine.begin() as connection:
-            yield connection
+    def appending(self, engine: Engine) -> AbstractContextManager[Connection]:
+        return engine.begin()
 
     @contextmanager
     def exclusive(self, engine: Engine) -> Iterator[Connection]:
@@ -140,6 +138,6 @@ class PostgreSQL(Database):
         elif not state.startswith(_SERVERS):
             return None
         reason = getattr(error.orig, "diag", None)
-        said = (reason and reason.message_primary) or str(error.orig)
-        line = self.line(said + fix_for(said, self.url))
+        message = (reason and reason.message_primary) or str(error.orig)
+        line = self.line(message + fix_for(message, self.url))
         return Conflict(line) if state in _CONFLICTS else StoreUnavailable(line)

@@ -1,4 +1,4 @@
-"""What to do about a PostgreSQL server that does not let us in, by what it says."""
+"""What to do about a PostgreSQL server that does not let us in, by its message."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _FIXES: tuple[tuple[str, Callable[[re.Match[str], URL], str]], ...] = (
 )
 
 
-def fix_for(said: str, url: URL) -> str:
-    """To be put after what the server said; empty where nothing is known."""
+def fix_for(message: str, url: URL) -> str:
+    """To be put after the server's message; empty where nothing is known."""
     for pattern, advice in _FIXES:
-        if found := re.search(pattern, said):
+        if found := re.search(pattern, message):
             return f"; {advice(found, url)}"
     return ""
 

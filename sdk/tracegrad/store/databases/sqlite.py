@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +70,11 @@ class SQLite(Database):
         event.listen(engine, "begin", _on_begin)
         return engine
 
-    @contextmanager
-    def reading(self, engine: Engine) -> Iterator[Connection]:
-        with engine.begin() as connection:
-            yield connection
+    def reading(self, engine: Engine) -> AbstractContextManager[Connection]:
+        return engine.begin()
 
-    @contextmanager
-    def appending(self, engine: Engine) -> Iterator[Connection]:
-        with engine.execution_options(**{_WRITE: True}).begin() as connection:
-            yield connection
+    def appending(self, engine: Engine) -> AbstractContextManager[Connection]:
+        return engine.execution_options(**{_WRITE: True}).begin()
 
     exclusive = appending
 

@@ -55,10 +55,6 @@ class Reclaimed:
 
 class Upkeep(ABC):
     @abstractmethod
-    def file_bytes(self, connection: Connection) -> int:
-        """On the disk, with free room inside."""
-
-    @abstractmethod
     def used_bytes(self, connection: Connection) -> int | None:
         """Without free room inside; None: the database does not know."""
 
@@ -99,9 +95,6 @@ class _SQLiteUpkeep(Upkeep):
     def __init__(self, database: SQLite) -> None:
         self._database = database
         self._path = Path(database.describe())
-
-    def file_bytes(self, connection: Connection) -> int:
-        return self._size()
 
     def used_bytes(self, connection: Connection) -> int:
         pages = _pragma(connection, "page_count") - _pragma(connection, "freelist_count")
@@ -150,9 +143,6 @@ class _SQLiteUpkeep(Upkeep):
 class _PostgreSQLUpkeep(Upkeep):
     def __init__(self, database: PostgreSQL) -> None:
         self._database = database
-
-    def file_bytes(self, connection: Connection) -> int:
-        return int(connection.exec_driver_sql(_TOTAL).scalar_one())
 
     def used_bytes(self, connection: Connection) -> None:
         return None

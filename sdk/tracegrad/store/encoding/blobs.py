@@ -82,7 +82,7 @@ _zstd = _Zstd()
 
 
 class BlobContent(NamedTuple):
-    """What a blob is made of: `pack` turns many of them into blobs at once."""
+    """What a blob is made of: `pack_blobs` turns many of them into blobs at once."""
 
     tag: int
     pieces: Sequence[bytes]

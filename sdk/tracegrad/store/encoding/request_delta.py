@@ -9,8 +9,8 @@ The client of a conversation sends all of it again with every call. Stored is wh
 - at each path, in place of "", the long string of the earlier turn that has this digest.
 
 The earlier turn is named by the column `request_base`; a request without one is stored whole.
-Digests of 64 bits are compared (`marks`): writing a turn reads no earlier text. Reading proves
-every request against its own marks (`rebuilding`).
+Digests of 64 bits are compared (`request_fingerprint`): writing a turn reads no earlier text.
+Reading proves every request against its own fingerprint (`request_restore`).
 """
 
 from __future__ import annotations

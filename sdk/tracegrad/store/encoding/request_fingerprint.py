@@ -216,7 +216,7 @@ def _is_small(value: Any) -> bool:
 
 
 def _strings(values: list[Any], most: int | None) -> Iterator[str]:
-    """Level by level: what was said is higher up than log-probabilities are."""
+    """Level by level: messages are higher up than log-probabilities are."""
     for item in islice(values, most):  # which grows meanwhile
         if isinstance(item, str):
             if len(item) >= _LONG:

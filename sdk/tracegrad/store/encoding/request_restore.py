@@ -1,11 +1,14 @@
-"""Requests as they were, from what `sharing` made of them, each proven against its own marks."""
+"""Requests as they were, from what `request_delta` made of them, each proven against its own
+fingerprint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
+
+from sqlalchemy import Row
 
 from tracegrad.events import Json
 from tracegrad.store.encoding.request_fingerprint import (
@@ -20,7 +23,14 @@ from tracegrad.store.encoding.request_fingerprint import (
     prefix_states,
     skeleton_digest,
 )
+from tracegrad.store.encoding.shared_texts import (
+    SharedTextsByTurn,
+    TurnContent,
+    unpack_turn_content,
+)
 from tracegrad.store.errors import StoreCorrupt
+
+T = TypeVar("T")
 
 # States of a part from which a later one's proof may begin: of its own end, of earlier parts.
 _NEAR, _EARLIER = 4, 16
@@ -46,10 +56,32 @@ class RestoredRequest:
         return self._strings[digest]
 
 
+def restore_content(
+    row: Row[Any], placed: SharedTextsByTurn, earlier: dict[str, RestoredRequest]
+) -> TurnContent:
+    """Of a turn's row; `earlier` has the requests of its rollout before it, and gets this one.
+
+    Raises StoreCorrupt.
+    """
+    request, response = unpack_turn_content(row, placed)
+    if row.request_marks is None:
+        return TurnContent(request, response)
+    base = require_earlier(earlier, row.request_base) if row.request_base is not None else None
+    restored = restore_request(request, response, row.request_marks, base)
+    earlier[row.turn_id] = restored
+    return TurnContent(restored.request, response)
+
+
+def require_earlier(earlier: Mapping[str, T], turn_id: str) -> T:
+    if turn_id not in earlier:
+        raise StoreCorrupt(f"turn {turn_id}, which it continues, is not stored")
+    return earlier[turn_id]
+
+
 def restore_request(
     text: Any, response: Any, marks: bytes, base: RestoredRequest | None
 ) -> RestoredRequest:
-    """The inverse of `sharing.share`; all of a conversation takes time linear in its length.
+    """The inverse of `make_delta`; all of a conversation takes time linear in its length.
 
     Raises StoreCorrupt where the result is not what was shared.
     """

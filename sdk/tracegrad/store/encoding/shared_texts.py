@@ -1,10 +1,9 @@
 """Long texts that come in several rollouts, stored once for all of them.
 
 What one rollout repeats is a delta to its own earlier requests (`request_delta`). Rollouts of one
-agent
-repeat each other's system prompt, tools and files. A value of a request or a reply that was seen
-with another rollout before is lifted out: null takes its place, a row of `texts` has its JSON
-under a digest of that, and rows of `turn_texts` say which turn wants it, and where. What is seen
+agent repeat each other's system prompt, tools and files. A value of a request or a reply that was
+seen with another rollout before is taken out: null takes its place, a row of `texts` has its JSON
+under a digest of that, and rows of `turn_texts` name the turn that uses it, and where. What is seen
 for the first time stays in its turn, so texts that never come again cost nothing.
 
 Looked at are, from the outside in: the parts of a request, the items of these, and the long
@@ -33,8 +32,8 @@ from sqlalchemy import (
 from tracegrad.store.databases import insert_new
 from tracegrad.store.encoding.blobs import BlobContent, json_content, unpack_json
 from tracegrad.store.errors import StoreCorrupt
-from tracegrad.store.expressions import chunks
 from tracegrad.store.models import SharedTexts, TurnTexts
+from tracegrad.store.rows import chunks
 
 MIN_CHARACTERS = 1024  # bytes of JSON below which a value is not worth a row
 _VALUES = 2_000  # looked at in one reply or item: replies may hold many log-probabilities
@@ -252,5 +251,5 @@ def remove_unused(connection: Connection, digests: Iterable[bytes]) -> int:
 
 
 def is_unused() -> ColumnElement[bool]:
-    """Of `Texts`."""
+    """Of `SharedTexts`: no turn uses it."""
     return ~exists().where(TurnTexts.digest == SharedTexts.digest)

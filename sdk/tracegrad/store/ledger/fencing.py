@@ -7,15 +7,27 @@ Everything here happens inside the caller's exclusive transaction.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 from sqlalchemy import Connection, select
 
 from tracegrad.store.errors import AlreadyTrained, LeaseLost, LedgerError
-from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Rollouts, Steps, TurnLedger
+from tracegrad.store.rows import rows_of_keys
 from tracegrad.store.types import LostLease, StepRecord
+
+# In a checkpoint's folder: it names each of the files with size and checksum, so its own digest
+# stands for the whole checkpoint. A committed step keeps that digest.
+MANIFEST_NAME = "counters.json"
+
+
+def manifest_digest(folder: Path) -> str:
+    """SHA-256 of the manifest's bytes, in hex. Raises OSError: it cannot be read."""
+    return hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()
 
 
 def refuse_duplicates(what: str, names: Iterable[str]) -> None:
@@ -44,13 +56,10 @@ def refuse_step(connection: Connection, step: StepRecord) -> None:
 
 
 def refuse_recorded_turns(connection: Connection, turn_ids: Sequence[str]) -> None:
-    for ids in chunks(turn_ids):
-        query = select(TurnLedger.turn_id, TurnLedger.step, TurnLedger.skip_reason).where(
-            TurnLedger.turn_id.in_(ids)
-        )
-        for turn_id, step, reason in connection.execute(query):
-            was = f"trained by step {step}" if step is not None else f"skipped ({reason})"
-            raise AlreadyTrained(f"turn {turn_id} was {was} already")
+    query = select(TurnLedger.turn_id, TurnLedger.step, TurnLedger.skip_reason)
+    for turn_id, step, reason in rows_of_keys(connection, query, TurnLedger.turn_id, turn_ids):
+        was = f"trained by step {step}" if step is not None else f"skipped ({reason})"
+        raise AlreadyTrained(f"turn {turn_id} was {was} already")
 
 
 def refuse_lost_leases(
@@ -69,36 +78,26 @@ def refuse_lost_leases(
 
 def lost_leases(connection: Connection, leases: Mapping[str, str | None]) -> list[LostLease]:
     """Of rollout -> lease, those that are another's now; in the order of their ids."""
+    query = select(
+        Rollouts.rollout_id,
+        Rollouts.lease_id,
+        Rollouts.lease_owner,
+        Rollouts.leased_until,
+        Rollouts.consumed_at,
+        Rollouts.consumed_step,
+    )
+    rows = rows_of_keys(connection, query, Rollouts.rollout_id, leases)
+    here = {row.rollout_id: row for row in rows}
     lost: list[LostLease] = []
-    for some in chunks(sorted(leases)):
-        query = select(
-            Rollouts.rollout_id,
-            Rollouts.lease_id,
-            Rollouts.lease_owner,
-            Rollouts.leased_until,
-            Rollouts.consumed_at,
-            Rollouts.consumed_step,
-        ).where(Rollouts.rollout_id.in_(some))
-        rows = {row.rollout_id: row for row in connection.execute(query)}
-        for name in some:
-            row, lease = rows.get(name), leases[name]
-            if row is None:
-                lost.append(LostLease(rollout_id=name, lease_id=lease, state="removed"))
-            elif row.consumed_at is not None:
-                lost.append(
-                    LostLease(
-                        rollout_id=name, lease_id=lease, state="consumed", step=row.consumed_step
-                    )
-                )
-            elif row.lease_id != lease:
-                state = "free" if row.lease_id is None else "leased"
-                lost.append(
-                    LostLease(
-                        rollout_id=name,
-                        lease_id=lease,
-                        state=state,  # type: ignore[arg-type]
-                        owner=row.lease_owner,
-                        leased_until=row.leased_until,
-                    )
-                )
+    for name, lease in sorted(leases.items()):
+        named = partial(LostLease, rollout_id=name, lease_id=lease)
+        row = here.get(name)
+        if row is None:
+            lost.append(named(state="removed"))
+        elif row.consumed_at is not None:
+            lost.append(named(state="consumed", step=row.consumed_step))
+        elif row.lease_id is None and lease is not None:
+            lost.append(named(state="free", owner=row.lease_owner, leased_until=row.leased_until))
+        elif row.lease_id != lease:
+            lost.append(named(state="leased", owner=row.lease_owner, leased_until=row.leased_until))
     return lost

@@ -13,13 +13,13 @@ from sqlalchemy import ColumnElement, Connection, func, insert, or_, select, upd
 
 from tracegrad.store.expressions import (
     SCORED_OUTCOMES,
-    chunks,
     has_tags,
     latest_reward,
     training_state,
 )
 from tracegrad.store.models import Leases, Rollouts
 from tracegrad.store.read.training_samples import load_samples
+from tracegrad.store.rows import chunks, load, rows_of_keys
 from tracegrad.store.types import Group, IncompleteGroup
 
 NO_LEASE = {"lease_id": None, "lease_owner": None, "leased_until": None}
@@ -52,7 +52,7 @@ def ready_rollouts(
     )
     if not alone:
         query = query.where(Rollouts.task_id.is_not(None))
-    return [ReadyRollout(**row) for row in connection.execute(query).mappings()]
+    return load(connection, ReadyRollout, query)
 
 
 def load_groups(
@@ -85,14 +85,13 @@ def incomplete_groups(
         by_task.setdefault(rollout.task_id or rollout.rollout_id, []).append(rollout)
     coming: dict[str, dict[str, int]] = {task_id: {} for task_id in by_task}
     state = training_state(tags, now).label("state")
-    for some in chunks(list(by_task)):
-        query = (
-            select(Rollouts.task_id, state, func.count())
-            .where(Rollouts.consumed_at.is_(None), Rollouts.task_id.in_(some))
-            .group_by(Rollouts.task_id, state)
-        )
-        for task_id, name, count in connection.execute(query):
-            coming[str(task_id)][name] = count
+    query = (
+        select(Rollouts.task_id, state, func.count())
+        .where(Rollouts.consumed_at.is_(None))
+        .group_by(Rollouts.task_id, state)
+    )
+    for task_id, name, count in rows_of_keys(connection, query, Rollouts.task_id, by_task):
+        coming[str(task_id)][name] = count
     return [
         IncompleteGroup(
             task_id=task_id,
@@ -186,7 +185,7 @@ def form_groups(
 
 
 def update_rollouts(connection: Connection, ids: Sequence[str], values: Mapping[str, Any]) -> int:
-    """How many there were. They are held in order, as by those who append (`ingest`)."""
+    """How many there were. They are held in order, as by those who append (`write.events`)."""
     changed = 0
     for some in chunks(sorted(set(ids))):
         query = select(Rollouts.rollout_id).where(Rollouts.rollout_id.in_(some))

@@ -12,19 +12,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
-from sqlalchemy import (
-    Connection,
-    exc,
-    insert,
-    literal,
-    null,
-    select,
-)
+from sqlalchemy import Connection, exc, insert, literal, null, select
 
 from tracegrad.events import new_id
 from tracegrad.store.databases import statements
 from tracegrad.store.errors import LedgerError
-from tracegrad.store.expressions import SCORED_OUTCOMES, chunks, has_tags
+from tracegrad.store.expressions import SCORED_OUTCOMES, has_tags
 from tracegrad.store.ledger.fencing import (
     lost_leases,
     refuse_duplicates,
@@ -47,6 +40,7 @@ from tracegrad.store.ledger.leases import (
 )
 from tracegrad.store.models import Leases, Rollouts, Steps, TurnLedger, Turns
 from tracegrad.store.retry import retry_on_conflict
+from tracegrad.store.rows import chunks, column_values, load, rows_of_keys, select_fields
 from tracegrad.store.store import Store
 from tracegrad.store.types import (
     LATE,
@@ -56,7 +50,6 @@ from tracegrad.store.types import (
     LostLease,
     StepRecord,
     TurnDisposition,
-    column_values,
 )
 
 NO_LEASES: Mapping[str, str] = MappingProxyType({})
@@ -153,7 +146,7 @@ class Ledger:
             )
 
     def renew(self, leases: Mapping[str, str], *, ttl_s: float) -> list[LostLease]:
-        """Leases (rollout -> lease, as `leases_of` says) end `ttl_s` seconds from now.
+        """Leases (rollout -> lease, as of `lease_by_rollout`) end `ttl_s` seconds from now.
 
         A lease that ran out is renewed too if nobody took its rollout since. Returns those that
         are lost: taken by somebody else, given back, consumed or removed.
@@ -189,12 +182,12 @@ class Ledger:
     def leases(self, rollout_id: str) -> list[LeaseRecord]:
         """Who had it to train on, and how long; the oldest first."""
         query = (
-            select(*Leases.__table__.columns)
+            select_fields(LeaseRecord, Leases)
             .where(Leases.rollout_id == rollout_id)
             .order_by(Leases.leased_at, Leases.lease_id)
         )
         with self._store.reading() as connection:
-            return [LeaseRecord(**row) for row in connection.execute(query).mappings()]
+            return load(connection, LeaseRecord, query)
 
     def commit_step(
         self,
@@ -209,8 +202,8 @@ class Ledger:
 
         `trained` are turn ids, `skipped` maps turn ids to reasons. Turns of `rollouts` that are
         in neither came in after the lease and are skipped as "late". `leases` maps rollouts to
-        the leases that they were given out under (`leases_of`); one that is not in it must not be
-        leased to anybody.
+        the leases that they were given out under (`lease_by_rollout`); one that is not in it must
+        not be leased to anybody.
 
         Raises, and then nothing is stored:
             AlreadyTrained: a turn is in the ledger already, or a rollout is consumed.
@@ -221,7 +214,7 @@ class Ledger:
 
         def commit(connection: Connection) -> None:
             refuse_step(connection, step)
-            connection.execute(insert(Steps), column_values(step))
+            connection.execute(insert(Steps), column_values(step, Steps))
             _record(connection, step.step, trained, skipped, rollouts, leases)
 
         self._exclusively(commit)
@@ -243,9 +236,9 @@ class Ledger:
 
     def steps(self, limit: int | None = None) -> list[StepRecord]:
         """The last `limit` steps, the oldest of them first."""
-        query = select(*Steps.__table__.columns).order_by(Steps.step.desc()).limit(limit)
+        query = select_fields(StepRecord, Steps).order_by(Steps.step.desc()).limit(limit)
         with self._store.reading() as connection:
-            return [StepRecord(**row) for row in connection.execute(query).mappings()][::-1]
+            return load(connection, StepRecord, query)[::-1]
 
     def _exclusively(self, work: Callable[[Connection], T]) -> T:
         def once() -> T:
@@ -294,21 +287,19 @@ def _record(
     refuse_duplicates("rollout", rollouts)
     if both := set(trained) & skipped.keys():
         raise LedgerError(f"turn {min(both)} is both trained and skipped")
-    dispositions = dict.fromkeys(trained, TurnDisposition(step, None))
-    dispositions |= {turn_id: TurnDisposition(None, reason) for turn_id, reason in skipped.items()}
-    refuse_recorded_turns(connection, list(dispositions))
+    refuse_recorded_turns(connection, [*trained, *skipped])
     refuse_lost_leases(connection, rollouts, leases)
     now = statements.server_time(connection)
-    _insert_dispositions(connection, dispositions, now)
-    late: dict[str, TurnDisposition] = {}
-    for ids in chunks(list(rollouts)):
-        query = (
-            select(Turns.turn_id)
-            .outerjoin(TurnLedger, TurnLedger.turn_id == Turns.turn_id)
-            .where(Turns.rollout_id.in_(ids), TurnLedger.turn_id.is_(None))
-        )
-        late |= dict.fromkeys(connection.scalars(query), TurnDisposition(None, LATE))
-    _insert_dispositions(connection, late, now)
+    dispositions = dict.fromkeys(trained, TurnDisposition(step, None, now))
+    dispositions |= {name: TurnDisposition(None, why, now) for name, why in skipped.items()}
+    _insert_dispositions(connection, dispositions)
+    query = (
+        select(Turns.turn_id)
+        .outerjoin(TurnLedger, TurnLedger.turn_id == Turns.turn_id)
+        .where(TurnLedger.turn_id.is_(None))
+    )
+    late = [row.turn_id for row in rows_of_keys(connection, query, Turns.rollout_id, rollouts)]
+    _insert_dispositions(connection, dict.fromkeys(late, TurnDisposition(None, LATE, now)))
     values = {"consumed_at": now, "consumed_step": step, "leased_until": None}
     changed = update_rollouts(connection, list(rollouts), values)
     for ids in chunks(list(rollouts)):
@@ -318,10 +309,10 @@ def _record(
 
 
 def _insert_dispositions(
-    connection: Connection, dispositions: Mapping[str, TurnDisposition], now: float
+    connection: Connection, dispositions: Mapping[str, TurnDisposition]
 ) -> None:
     rows = [
-        {"turn_id": turn_id, "step": each.step, "skip_reason": each.skip_reason, "created_at": now}
+        {"turn_id": turn_id, **column_values(each, TurnLedger)}
         for turn_id, each in dispositions.items()
     ]
     if not rows:

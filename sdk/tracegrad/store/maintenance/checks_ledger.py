@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, exists, func, not_, select
+from sqlalchemy import ColumnElement, Connection, exists, func, not_, select
 
 from tracegrad.events import MAX_REWARD, REWARD_RANGE
 from tracegrad.store.databases import statements
@@ -24,6 +24,7 @@ from tracegrad.store.models import (
     Turns,
     VersionEvents,
 )
+from tracegrad.store.rows import count_rows
 
 DAY_S = 86_400.0
 # A rollout without an end and without a turn for so long is taken for left behind, and a key of a
@@ -102,8 +103,7 @@ def _unconsumed(connection: Connection) -> Iterator[Finding]:
 
 def _open_for_long(connection: Connection, now: float) -> Iterator[Finding]:
     left = (Rollouts.finished_at.is_(None), Rollouts.opened, last_activity() < now - OPEN_S)
-    count = connection.scalar(select(func.count()).select_from(Rollouts).where(*left)) or 0
-    if count:
+    if count := count_rows(connection, Rollouts, *left):
         oldest = select(Rollouts.rollout_id).where(*left).order_by(Rollouts.opened_at).limit(1)
         yield Finding(
             check="open",
@@ -117,9 +117,7 @@ def _open_for_long(connection: Connection, now: float) -> Iterator[Finding]:
 
 
 def _keys(connection: Connection, now: float) -> Iterator[Finding]:
-    where = unknown_keys(now)
-    count = connection.scalar(select(func.count()).select_from(RolloutKeys).where(where)) or 0
-    if count:
+    if count := count_rows(connection, RolloutKeys, unknown_keys(now)):
         yield Finding(
             check="keys",
             message=f"{count} keys were made a week ago or earlier for rollouts that never came",
@@ -218,20 +216,12 @@ def _steps_without_turns(connection: Connection) -> Iterator[Finding]:
 
 def _sums(connection: Connection) -> Iterator[Finding]:
     """Captured = trained + skipped + pending, each counted by itself."""
-
-    def counted(query: Select[Any]) -> int:
-        return connection.scalar(query) or 0
-
-    captured = counted(select(func.count()).select_from(Turns))
-    trained = counted(select(func.count(TurnLedger.step)))
-    skipped = counted(select(func.count(TurnLedger.skip_reason)))
-    pending = counted(
-        select(func.count())
-        .select_from(Turns)
-        .join(Rollouts, Rollouts.rollout_id == Turns.rollout_id)
-        .outerjoin(TurnLedger, TurnLedger.turn_id == Turns.turn_id)
-        .where(TurnLedger.turn_id.is_(None))
-    )
+    captured = count_rows(connection, Turns)
+    trained = count_rows(connection, TurnLedger, TurnLedger.step.is_not(None))
+    skipped = count_rows(connection, TurnLedger, TurnLedger.skip_reason.is_not(None))
+    decided = exists().where(TurnLedger.turn_id == Turns.turn_id)
+    placed = exists().where(Rollouts.rollout_id == Turns.rollout_id)
+    pending = count_rows(connection, Turns, placed, ~decided)
     if captured != trained + skipped + pending:
         yield Finding(
             check="sums",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import Connection, Row, select
 
 from tracegrad.store.encoding.blobs import (
     ContextDigest,
@@ -34,6 +34,7 @@ from tracegrad.store.encoding.shared_texts import (
 from tracegrad.store.errors import StoreCorrupt
 from tracegrad.store.maintenance.findings import Finding
 from tracegrad.store.models import SharedTexts, Turns
+from tracegrad.store.rows import count_rows
 
 _TOKENS = (
     "restore the last good copy; without one let the rollout go: "
@@ -95,37 +96,26 @@ def _tokens(
     completion: array[int] | None = None
     try:
         delta, completion = unpack_ids(row.delta), unpack_ids(row.completion)
+        if len(completion) != row.completion_tokens:
+            found = f"{len(completion)} sampled tokens"
+            yield broken("lengths", f"{found}, and {row.completion_tokens} are recorded")
+        if row.parent_id in seen.broken_tokens:
+            raise StoreCorrupt(f"it continues turn {row.parent_id}, whose tokens are broken")
+        if row.parent_id is not None and row.parent_id not in seen.digests:
+            raise StoreCorrupt(
+                f"it continues turn {row.parent_id}, which its rollout does not have"
+            )
+        prompt = seen.lengths.get(row.parent_id, 0) + len(delta)
+        if prompt != row.prompt_tokens:
+            yield broken("lengths", f"{prompt} prompt tokens, and {row.prompt_tokens} are recorded")
+        digest = seen.digests[row.parent_id].copy() if row.parent_id else ContextDigest()
+        if digest.add(delta).add(completion).value() != row.context_digest:
+            raise StoreCorrupt("its tokens are not the ones that were stored")
+        seen.digests[row.turn_id] = digest
+        seen.lengths[row.turn_id] = prompt + len(completion)
     except (StoreCorrupt, ValueError) as error:
         seen.broken_tokens.add(row.turn_id)
         yield broken("tokens", str(error))
-        return completion
-    if len(completion) != row.completion_tokens:
-        yield broken(
-            "lengths", f"{len(completion)} sampled tokens, and {row.completion_tokens} are recorded"
-        )
-    if row.parent_id in seen.broken_tokens:
-        seen.broken_tokens.add(row.turn_id)
-        yield broken("tokens", f"it continues turn {row.parent_id}, whose tokens are broken")
-        return completion
-    if row.parent_id is not None and row.parent_id not in seen.digests:
-        seen.broken_tokens.add(row.turn_id)
-        yield broken(
-            "tokens", f"it continues turn {row.parent_id}, which its rollout does not have"
-        )
-        return completion
-    known = seen.lengths.get(row.parent_id, 0)
-    if known + len(delta) != row.prompt_tokens:
-        yield broken(
-            "lengths", f"{known + len(delta)} prompt tokens, and {row.prompt_tokens} are recorded"
-        )
-    digest = seen.digests[row.parent_id].copy() if row.parent_id else ContextDigest()
-    digest.add(delta).add(completion)
-    if digest.value() != row.context_digest:
-        seen.broken_tokens.add(row.turn_id)
-        yield broken("tokens", "its tokens are not the ones that were stored")
-        return completion
-    seen.digests[row.turn_id] = digest
-    seen.lengths[row.turn_id] = known + len(delta) + len(completion)
     return completion
 
 
@@ -201,7 +191,7 @@ def shared_text_checks(connection: Connection) -> Iterator[Finding]:
                 fix="their tokens are whole and can be trained; restore the last good copy, or "
                 "drop the text of the rollouts that doctor names",
             )
-    if count := connection.scalar(select(func.count()).select_from(SharedTexts).where(is_unused())):
+    if count := count_rows(connection, SharedTexts, is_unused()):
         yield Finding(
             check="texts",
             message=f"{count:,} shared texts that no turn wants",

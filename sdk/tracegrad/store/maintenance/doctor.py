@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,8 +20,9 @@ from tracegrad.store.maintenance.checks_steps import step_checks
 from tracegrad.store.maintenance.checks_turns import shared_text_checks, turn_checks
 from tracegrad.store.maintenance.findings import Finding, truncate_findings
 from tracegrad.store.maintenance.repairs import repair
-from tracegrad.store.maintenance.selection import EVERYTHING, PageKey, RolloutSelection, next_page
+from tracegrad.store.maintenance.selection import EVERYTHING, RolloutSelection, pages
 from tracegrad.store.models import Rollouts
+from tracegrad.store.rows import chunks
 from tracegrad.store.store import Store
 
 # Rollouts whose turns are read in one transaction.
@@ -71,8 +72,8 @@ def examine(
         with _readable(report, what), store.reading() as connection:
             report.findings += truncate_findings(check(connection))
     with _readable(report, "turns"):
-        pages = _rollouts(store, selection, max_rollouts)
-        report.findings += truncate_findings(_turns(store, pages, report, progress))
+        ids = _rollouts(store, selection, max_rollouts)
+        report.findings += truncate_findings(_turns(store, ids, report, progress))
     return report
 
 
@@ -94,7 +95,7 @@ def _readable(report: DoctorReport, what: str) -> Iterator[None]:
 
 
 def _turns(
-    store: Store, pages: Iterator[list[str]], report: DoctorReport, progress: Progress
+    store: Store, pages: Iterator[Sequence[str]], report: DoctorReport, progress: Progress
 ) -> Iterator[Finding]:
     for ids in pages:
         with store.reading() as connection:
@@ -107,22 +108,12 @@ def _turns(
         progress("turns", report.turns)
 
 
-def _rollouts(store: Store, selection: RolloutSelection, most: int | None) -> Iterator[list[str]]:
+def _rollouts(
+    store: Store, selection: RolloutSelection, most: int | None
+) -> Iterator[Sequence[str]]:
     if most is not None:
         query = select(Rollouts.rollout_id).where(selection.where()).order_by(func.random())
         with store.reading() as connection:
             chosen = list(connection.scalars(query.limit(most)))
-        for start in range(0, len(chosen), _AT_ONCE):
-            yield chosen[start : start + _AT_ONCE]
-        return
-    after: PageKey | None = None
-    while True:
-        with store.reading() as connection:
-            keys = [
-                PageKey(*row)
-                for row in connection.execute(next_page(selection.where(), after, _AT_ONCE))
-            ]
-        if not keys:
-            return
-        after = keys[-1]
-        yield [key.rollout_id for key in keys]
+        return chunks(chosen, _AT_ONCE)
+    return pages(store, selection.where(), _AT_ONCE)

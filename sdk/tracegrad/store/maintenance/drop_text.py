@@ -7,26 +7,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, bindparam, exists, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, update
 
 from tracegrad.events import Event, Json, Span, Turn
 from tracegrad.store.encoding.shared_texts import TextSightings, remove_links, remove_unused
 from tracegrad.store.maintenance.removal_log import TEXT, add_counts, record_removal
 from tracegrad.store.maintenance.rewrite_texts import (
     EditableTexts,
+    rewritten_spans,
     rewritten_turns,
     write_rewritten,
+    write_spans,
 )
 from tracegrad.store.maintenance.selection import PageKey, RolloutSelection, lock_next_page
 from tracegrad.store.maintenance.sizes import text_bytes
 from tracegrad.store.models import Rollouts, Spans, Turns, TurnTexts
+from tracegrad.store.rows import load, select_fields
 from tracegrad.store.store import Store
 
 # Rollouts of one transaction, and seconds after which it takes no more: proxies wait for it.
 AT_ONCE, _LONG = 100, 0.2
 # What is left of a text: that there was one.
 DROPPED = "[dropped]"
-# Attributes whose last word is one of these say what a span is, not what was said in it.
+# Attributes whose last word is one of these name what a span is, and hold no text of it.
 _KEPT_ATTRIBUTES = frozenset(
     {"id", "kind", "model", "name", "operation", "provider", "reason", "role", "system", "type"}
     | {"rollout", "span_kind", "request_model", "response_model", "model_name", "finish_reasons"}
@@ -54,15 +57,11 @@ class TextRemovalRule:
     def spans(self) -> ColumnElement[bool]:
         """Of `Spans`: those whose texts go."""
         known = Spans.rollout_id.is_not(None)
-        return and_(known, *([Spans.start_ns < self._before_ns] if self._bounded else []))
+        return and_(known, *([Spans.start_ns < round(self.before * 1e9)] if self._bounded else []))
 
     @property
     def _bounded(self) -> bool:
         return self.before != float("inf")
-
-    @property
-    def _before_ns(self) -> int:
-        return round(self.before * 1e9)
 
 
 def without_texts_of_event(event: Event) -> Event:
@@ -182,14 +181,7 @@ def _rewrite_dependents(
 
 
 def _drop_of_spans(connection: Connection, rollout_id: str, rule: TextRemovalRule) -> int:
-    query = select(Spans.trace_id, Spans.span_id, Spans.attributes).where(
-        Spans.rollout_id == rollout_id, rule.spans()
-    )
-    rows = []
-    for trace_id, span_id, attributes in connection.execute(query):
-        if (kept := without_attribute_texts(attributes)) != attributes:
-            rows.append({"which": trace_id, "what": span_id, "attributes": kept})
-    if rows:
-        its = (Spans.trace_id == bindparam("which"), Spans.span_id == bindparam("what"))
-        connection.execute(update(Spans).where(*its), rows)
+    query = select_fields(Span, Spans).where(Spans.rollout_id == rollout_id, rule.spans())
+    rows = rewritten_spans(load(connection, Span, query), without_texts_of_event)
+    write_spans(connection, rows)
     return len(rows)

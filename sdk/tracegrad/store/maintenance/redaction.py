@@ -8,11 +8,12 @@ the context of the last turn above it that keeps its own. They can never be trai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, tuple_, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from tracegrad.events import (
     Event,
@@ -20,11 +21,11 @@ from tracegrad.events import (
     Outcome,
     RolloutFinished,
     RolloutStarted,
-    Span,
     Turn,
     logprob_array,
     token_id_array,
 )
+from tracegrad.store.copy.export_records import iter_spans_without_rollout
 from tracegrad.store.encoding.blobs import ContextDigest
 from tracegrad.store.encoding.shared_texts import TextSightings
 from tracegrad.store.errors import StoreCorrupt
@@ -34,13 +35,16 @@ from tracegrad.store.maintenance.rewrite_texts import (
     RewrittenTurn,
     TextEdit,
     Values,
+    rewritten_spans,
     rewritten_turns,
     write_rewritten,
+    write_spans,
 )
-from tracegrad.store.maintenance.selection import PageKey, RolloutSelection, next_page
-from tracegrad.store.models import Outcomes, Rollouts, RolloutTags, Spans, Turns
-from tracegrad.store.read.rollouts import load_tags
+from tracegrad.store.maintenance.selection import RolloutSelection, pages
+from tracegrad.store.models import Outcomes, Rollouts, RolloutTags, Turns
+from tracegrad.store.read.rollouts import load_spans, load_tags
 from tracegrad.store.store import Store
+from tracegrad.store.write.events import tag_rows
 
 # `Turn.untrainable` of a turn whose tokens were dropped.
 TOKENS_REDACTED = "redacted"
@@ -101,7 +105,7 @@ def redact(
     total: Json = {"rollouts": 0, "turns": 0, "spans": 0, "tasks": 0, "errors": 0}
     repeats = TextSightings()
     unreadable: dict[str, str] = {}
-    for rollout_id in _rollouts(store, rule):
+    for rollout_id in chain.from_iterable(pages(store, rule.selection.where(), _AT_ONCE)):
         try:
             with store.reading() as connection:
                 found = _changes(connection, rollout_id, rule, repeats).counts()
@@ -115,18 +119,6 @@ def redact(
     if "span" in rule.fields and rule.selection.matches_all:
         total = add_counts(total, _redact_spans_without_rollout(store, rule, dry_run=dry_run))
     return RedactionResult(total, unreadable)
-
-
-def _rollouts(store: Store, rule: RedactionRule) -> Iterator[str]:
-    after: PageKey | None = None
-    while True:
-        with store.reading() as connection:
-            query = next_page(rule.selection.where(), after, _AT_ONCE)
-            keys = [PageKey(*row) for row in connection.execute(query)]
-        if not keys:
-            return
-        after = keys[-1]
-        yield from (key.rollout_id for key in keys)
 
 
 @dataclass(slots=True)
@@ -172,7 +164,7 @@ def _changes(
         changed=len(own),
         rewritten=len(turns) - len(own),
         dropped=len(dropped),
-        spans=_spans(connection, Spans.rollout_id == rollout_id, rule),
+        spans=_spans(connection, rollout_id, rule),
         opened=_opened(connection, rollout_id, rule),
         errors=errors,
         error=error,
@@ -189,7 +181,7 @@ def _apply(store: Store, rollout_id: str, rule: RedactionRule, repeats: TextSigh
         if not counts:
             return {}
         write_rewritten(connection, changes.turns)
-        _write_spans(connection, changes.spans)
+        write_spans(connection, changes.spans)
         if changes.opened is not None:
             _write_opened(connection, changes.opened)
         if changes.error is not None:
@@ -250,32 +242,10 @@ def _without_tokens(
     return [*without.values()]
 
 
-def _spans(connection: Connection, where: Any, rule: RedactionRule) -> list[Values]:
+def _spans(connection: Connection, rollout_id: str, rule: RedactionRule) -> list[Values]:
     if "span" not in rule.fields:
         return []
-    columns = (Spans.trace_id, Spans.span_id, Spans.name, Spans.attributes)
-    rows = []
-    for trace_id, span_id, name, attributes in connection.execute(select(*columns).where(where)):
-        event = Span(
-            trace_id=trace_id,
-            span_id=span_id,
-            name=name,
-            start_ns=0,
-            end_ns=0,
-            attributes=attributes,
-        )
-        cleaned = rule.clean(event)
-        assert isinstance(cleaned, Span)
-        if (cleaned.name, cleaned.attributes) != (name, attributes):
-            its = {"which": trace_id, "what": span_id}
-            rows.append({**its, "name": cleaned.name, "attributes": cleaned.attributes})
-    return rows
-
-
-def _write_spans(connection: Connection, rows: list[Values]) -> None:
-    if rows:
-        its = (Spans.trace_id == bindparam("which"), Spans.span_id == bindparam("what"))
-        connection.execute(update(Spans).where(*its), rows)
+    return rewritten_spans(load_spans(connection, [rollout_id])[rollout_id], rule.clean)
 
 
 def _opened(connection: Connection, rollout_id: str, rule: RedactionRule) -> RolloutStarted | None:
@@ -295,11 +265,7 @@ def _write_opened(connection: Connection, event: RolloutStarted) -> None:
     here = Rollouts.rollout_id == event.rollout_id
     connection.execute(update(Rollouts).where(here).values(task=event.task))
     connection.execute(delete(RolloutTags).where(RolloutTags.rollout_id == event.rollout_id))
-    rows = [
-        {"rollout_id": event.rollout_id, "key": key, "value": value, "position": position}
-        for position, (key, value) in enumerate(event.tags.items())
-    ]
-    if rows:
+    if rows := tag_rows(event):
         connection.execute(insert(RolloutTags), rows)
 
 
@@ -335,24 +301,12 @@ def _errors(
 def _redact_spans_without_rollout(store: Store, rule: RedactionRule, *, dry_run: bool) -> Json:
     """Spans of no rollout."""
     total: Json = {}
-    after = ("", "")
-    key = tuple_(Spans.trace_id, Spans.span_id)
-    while True:
-        query = select(Spans.trace_id, Spans.span_id).where(Spans.rollout_id.is_(None), key > after)
-        with store.reading() as connection:
-            ids = (
-                connection.execute(query.order_by(Spans.trace_id, Spans.span_id).limit(_AT_ONCE))
-                .tuples()
-                .all()
-            )
-            rows = _spans(connection, key.in_(ids), rule) if ids else []
-        if not ids:
-            return total
-        after = ids[-1]
-        if rows:
+    for spans in iter_spans_without_rollout(store, _AT_ONCE):
+        if rows := rewritten_spans(spans, rule.clean):
             counts = {"spans": len(rows)}
             if not dry_run:
                 with store.exclusive() as connection:
-                    _write_spans(connection, rows)
+                    write_spans(connection, rows)
                     record_removal(connection, REDACTION, rule.describe(), counts)
             total = add_counts(total, counts)
+    return total

@@ -16,7 +16,7 @@ ROLLOUTS, TEXT, REDACTION, REPAIRS = "rollouts", "text", "redaction", "mends"
 def record_removal(connection: Connection, kind: str, rule: Json, removed: Json) -> None:
     """One row for each transaction that removes something, in that transaction.
 
-    Writers see by it that what they remember of turns may not be true any more (`contexts`).
+    Writers see by it that `write.parent_cache` may not be true any more.
     """
     row = {"kind": kind, "created_at": time.time(), "rule": rule, "removed": removed}
     connection.execute(insert(Removals), row)

@@ -20,7 +20,6 @@ from sqlalchemy import (
 
 from tracegrad.store.databases import statements
 from tracegrad.store.encoding.shared_texts import is_unused
-from tracegrad.store.expressions import chunks
 from tracegrad.store.ledger.leases import NO_LEASE
 from tracegrad.store.maintenance.checks_ledger import expired, unconsumed, unknown_keys
 from tracegrad.store.maintenance.checks_secrets import remove_passwords
@@ -35,6 +34,7 @@ from tracegrad.store.models import (
     TurnLedger,
     Turns,
 )
+from tracegrad.store.rows import chunks
 from tracegrad.store.store import Store
 
 

@@ -30,7 +30,7 @@ from sqlalchemy import (
 from tracegrad.events import Json
 from tracegrad.store.databases.upkeep import upkeep_of
 from tracegrad.store.encoding.shared_texts import remove_links, remove_unused
-from tracegrad.store.expressions import SCORED_OUTCOMES, chunks, training_state
+from tracegrad.store.expressions import SCORED_OUTCOMES, training_state
 from tracegrad.store.maintenance.removal_log import ROLLOUTS, add_counts, record_removal
 from tracegrad.store.maintenance.selection import (
     PageKey,
@@ -51,6 +51,7 @@ from tracegrad.store.models import (
     Turns,
     TurnTexts,
 )
+from tracegrad.store.rows import chunks
 from tracegrad.store.store import Store
 from tracegrad.store.types import LATE
 

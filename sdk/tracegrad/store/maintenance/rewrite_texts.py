@@ -1,22 +1,23 @@
-"""The texts of a rollout's turns, changed, and encoded again where they refer to each other.
+"""The texts of a rollout's turns and spans, changed; requests are encoded again where they refer
+to each other.
 
-A request is stored as what it adds to an earlier one of its rollout (`sharing`). So when one is
-changed or dropped, the deltas to it must be made again; the others stay as they are.
+A request is stored as what it adds to an earlier one of its rollout (`request_delta`). So when one
+is changed or dropped, the deltas to it must be made again; the others stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, select, update
 
-from tracegrad.events import Json
+from tracegrad.events import Event, Json, Span
 from tracegrad.store.encoding.blobs import json_content, pack_blobs
 from tracegrad.store.encoding.request_delta import BaseCandidate, make_delta
 from tracegrad.store.encoding.request_fingerprint import RequestFingerprint
-from tracegrad.store.encoding.request_restore import RestoredRequest, restore_request
+from tracegrad.store.encoding.request_restore import RestoredRequest, restore_content
 from tracegrad.store.encoding.shared_texts import (
     SharedTextsByTurn,
     TextExtraction,
@@ -26,10 +27,9 @@ from tracegrad.store.encoding.shared_texts import (
     load_shared_texts,
     remove_links,
     remove_unused,
-    unpack_turn_content,
 )
 from tracegrad.store.errors import StoreCorrupt
-from tracegrad.store.models import Turns, TurnTexts
+from tracegrad.store.models import Spans, Turns, TurnTexts
 from tracegrad.store.write.parent_cache import RECENT_TURNS
 
 Values = dict[str, Any]
@@ -86,21 +86,13 @@ class _Earlier:
         return [parent, *latest] if parent else latest
 
 
-def read_texts(connection: Connection, rollout_id: str) -> Iterator[EditableTexts]:
-    """In order of capture. Raises StoreCorrupt that names the turn."""
-    earlier = _Earlier()
-    rows = _rows(connection, rollout_id)
-    placed = load_shared_texts(connection, [row.turn_id for row in rows])
-    for row in rows:
-        yield _texts(row, earlier, placed)
-
-
 def rewritten_turns(
     connection: Connection, rollout_id: str, change: TextEdit, repeats: TextSightings
 ) -> Iterator[RewrittenTurn]:
     """The turns whose rows `change` makes other ones. Raises StoreCorrupt that names the turn."""
     earlier = _Earlier()
-    rows = _rows(connection, rollout_id)
+    query = select(*_COLUMNS).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
+    rows = connection.execute(query).all()
     placed = load_shared_texts(connection, [row.turn_id for row in rows])
     for row in rows:
         old = _texts(row, earlier, placed)
@@ -136,21 +128,27 @@ def write_rewritten(connection: Connection, turns: Sequence[RewrittenTurn]) -> N
     remove_unused(connection, unused)
 
 
-def _rows(connection: Connection, rollout_id: str) -> Sequence[Row[Any]]:
-    query = select(*_COLUMNS).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
-    return connection.execute(query).all()
+def rewritten_spans(spans: Iterable[Span], change: Callable[[Event], Event]) -> list[Values]:
+    """Of the spans whose name or attributes `change` makes other ones, for `write_spans`."""
+    rows = []
+    for span in spans:
+        new = change(span)
+        assert isinstance(new, Span)
+        if (new.name, new.attributes) != (span.name, span.attributes):
+            its = {"which": span.trace_id, "what": span.span_id}
+            rows.append({**its, "name": new.name, "attributes": new.attributes})
+    return rows
+
+
+def write_spans(connection: Connection, rows: Sequence[Values]) -> None:
+    if rows:
+        its = (Spans.trace_id == bindparam("which"), Spans.span_id == bindparam("what"))
+        connection.execute(update(Spans).where(*its), rows)
 
 
 def _texts(row: Row[Any], earlier: _Earlier, placed: SharedTextsByTurn) -> EditableTexts:
     try:
-        request, response = unpack_turn_content(row, placed)
-        if row.request_marks is not None:
-            base = earlier.requests.get(row.request_base or "")
-            if base is None and row.request_base is not None:
-                raise StoreCorrupt(f"turn {row.request_base}, which it continues, is not stored")
-            rebuilt = restore_request(request, response, row.request_marks, base)
-            earlier.requests[row.turn_id] = rebuilt
-            request = rebuilt.request
+        request, response = restore_content(row, placed, earlier.requests)
     except StoreCorrupt as error:
         raise StoreCorrupt(f"turn {row.turn_id}: {error}") from error
     return EditableTexts(

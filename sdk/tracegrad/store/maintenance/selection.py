@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, func, select, tr
 from tracegrad.events import Json
 from tracegrad.store.filters import ALL, RolloutFilter
 from tracegrad.store.models import Rollouts, Turns
+from tracegrad.store.store import Store
 
 
 class PageKey(NamedTuple):
@@ -68,6 +70,18 @@ def next_page(where: ColumnElement[bool], after: PageKey | None, limit: int) -> 
     if after is not None:
         query = query.where(tuple_(Rollouts.opened_at, Rollouts.rollout_id) > after)
     return query.order_by(Rollouts.opened_at, Rollouts.rollout_id).limit(limit)
+
+
+def pages(store: Store, where: ColumnElement[bool], limit: int) -> Iterator[list[str]]:
+    """Ids of all rollouts for which `where` holds; a page is read in a transaction of its own."""
+    after: PageKey | None = None
+    while True:
+        with store.reading() as connection:
+            keys = [PageKey(*row) for row in connection.execute(next_page(where, after, limit))]
+        if not keys:
+            return
+        after = keys[-1]
+        yield [key.rollout_id for key in keys]
 
 
 def lock_next_page(

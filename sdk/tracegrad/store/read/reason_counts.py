@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Row, Select, Subquery, and_, case, func, lite
 from tracegrad.store.expressions import training_state
 from tracegrad.store.filters import RolloutFilter
 from tracegrad.store.models import Rollouts, TurnLedger, Turns
+from tracegrad.store.rows import count_rows
 from tracegrad.store.types import LATE, PENDING_STATES
 
 
@@ -40,10 +41,9 @@ class ReasonCounts:
 def count_reasons(connection: Connection, wanted: RolloutFilter) -> ReasonCounts:
     turns = connection.execute(_not_trained_query(wanted)).all()
     forks = connection.execute(_forks_query(wanted)).all()
-    rollouts = select(func.count()).select_from(Rollouts).where(wanted.where())
     not_trained = [_counted(row) for row in turns if row.reason is not None]
     return ReasonCounts(
-        rollouts=connection.scalar(rollouts) or 0,
+        rollouts=count_rows(connection, Rollouts, wanted.where()),
         turns=sum(row.turns for row in turns),
         trained=sum(row.turns for row in turns if row.reason is None),
         not_trained=_most_first(not_trained),

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Select, func, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, func, select
+from sqlalchemy.orm import InstrumentedAttribute
 
 from tracegrad.events import Outcome, Reward, RolloutFinished, Span
 from tracegrad.store.errors import AmbiguousRollout, UnknownRollout
 from tracegrad.store.expressions import (
     SCORED_OUTCOMES,
     begins_with,
-    chunks,
     has_tags,
     latest_reward,
     training_state,
@@ -34,6 +34,7 @@ from tracegrad.store.models import (
     VersionEvents,
 )
 from tracegrad.store.read.turns import load_turns
+from tracegrad.store.rows import count_rows, load, rows_of_keys, select_fields
 from tracegrad.store.types import (
     PolicyVersion,
     RewardPoint,
@@ -42,6 +43,8 @@ from tracegrad.store.types import (
     TurnCounts,
     TurnDisposition,
 )
+
+T = TypeVar("T")
 
 
 class RolloutOrder(StrEnum):
@@ -82,12 +85,12 @@ def list_rollouts(
 ) -> list[RolloutSummary]:
     """The newest first."""
     query = (
-        _rollout_query()
+        _summary_query()
         .where(wanted.where())
         .order_by(Rollouts.opened_at.desc(), Rollouts.rollout_id.desc())
         .limit(limit)
     )
-    return _rollout_rows(connection, query)
+    return _summaries(connection, connection.execute(query))
 
 
 def list_ordered(
@@ -107,12 +110,11 @@ def list_ordered(
         .limit(limit)
     )
     ids = list(connection.scalars(query))
-    rows = {
-        row.rollout_id: row
-        for some in chunks(ids)
-        for row in _rollout_rows(connection, _rollout_query().where(Rollouts.rollout_id.in_(some)))
-    }
-    return [rows[rollout_id] for rollout_id in ids]
+    found = _summaries(
+        connection, rows_of_keys(connection, _summary_query(), Rollouts.rollout_id, ids)
+    )
+    by_id = {summary.rollout_id: summary for summary in found}
+    return [by_id[rollout_id] for rollout_id in ids]
 
 
 _BELOW_EVERY_REWARD = -1e308
@@ -155,10 +157,9 @@ def count_untrained(connection: Connection) -> tuple[int, int]:
     return every, with_task
 
 
-def _rollout_query() -> Select[Any]:
+def _summary_query() -> Select[*tuple[Any, ...]]:
     per_rollout = Turns.rollout_id == Rollouts.rollout_id
-    return select(
-        Rollouts,
+    return select_fields(RolloutSummary, Rollouts).add_columns(
         latest_reward().label("reward"),
         select(func.count()).where(per_rollout).scalar_subquery().label("turns"),
         select(func.coalesce(func.sum(Turns.completion_tokens), 0))
@@ -173,40 +174,27 @@ def _rollout_query() -> Select[Any]:
     )
 
 
-def _rollout_rows(connection: Connection, query: Select[Any]) -> list[RolloutSummary]:
-    rows = connection.execute(query).all()
-    tags = load_tags(connection, [row.rollout_id for row in rows])
-    return [
-        RolloutSummary(
-            rollout_id=row.rollout_id,
-            task_id=row.task_id,
-            agent=row.agent,
-            tags=tags[row.rollout_id],
-            outcome=Outcome(row.outcome) if row.outcome else None,
-            error=row.error,
-            opened_at=row.opened_at,
-            finished_at=row.finished_at,
-            reward=row.reward,
-            turns=row.turns,
-            completion_tokens=int(row.completion_tokens),
-            trained_turns=row.trained_turns,
-            state=row.state,
-            consumed_step=row.consumed_step,
-        )
-        for row in rows
-    ]
+def _summaries(
+    connection: Connection, rows: Iterable[Row[*tuple[Any, ...]]]
+) -> list[RolloutSummary]:
+    found = [dict(row._mapping) for row in rows]
+    tags = load_tags(connection, [row["rollout_id"] for row in found])
+    for row in found:
+        row["tags"] = tags[row["rollout_id"]]
+        row["outcome"] = Outcome(row["outcome"]) if row["outcome"] else None
+        row["completion_tokens"] = int(row["completion_tokens"])  # PostgreSQL's sum is a decimal
+    return [RolloutSummary(**row) for row in found]
 
 
 def load_tags(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {rollout_id: {} for rollout_id in rollout_ids}
-    for ids in chunks(rollout_ids):
-        query = (
-            select(RolloutTags.rollout_id, RolloutTags.key, RolloutTags.value)
-            .where(RolloutTags.rollout_id.in_(ids))
-            .order_by(RolloutTags.rollout_id, RolloutTags.position)
-        )
-        for rollout_id, key, value in connection.execute(query):
-            found[rollout_id][key] = value
+    query = select(RolloutTags.rollout_id, RolloutTags.key, RolloutTags.value).order_by(
+        RolloutTags.rollout_id, RolloutTags.position
+    )
+    for rollout_id, key, value in rows_of_keys(
+        connection, query, RolloutTags.rollout_id, rollout_ids
+    ):
+        found[rollout_id][key] = value
     return found
 
 
@@ -235,74 +223,86 @@ def resolve_rollout(connection: Connection, prefix: str) -> str:
 
 
 def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
+    """By id or a prefix of it. Raises `UnknownRollout` or `AmbiguousRollout`."""
     rollout_id = resolve_rollout(connection, prefix)
-    [row] = _rollout_rows(connection, _rollout_query().where(Rollouts.rollout_id == rollout_id))
-    dispositions = (
-        select(TurnLedger.turn_id, TurnLedger.step, TurnLedger.skip_reason)
-        .join(Turns, Turns.turn_id == TurnLedger.turn_id)
-        .where(Turns.rollout_id == rollout_id)
-    )
+    query = _summary_query().where(Rollouts.rollout_id == rollout_id)
+    [summary] = _summaries(connection, connection.execute(query))
     return RolloutDetail(
-        summary=row,
+        summary=summary,
         task=connection.scalar(select(Rollouts.task).where(Rollouts.rollout_id == rollout_id)),
         turns=load_turns(connection, [rollout_id], expert_routing=False)[rollout_id],
         rewards=load_rewards(connection, [rollout_id])[rollout_id],
         spans=load_spans(connection, [rollout_id])[rollout_id],
-        dispositions={
-            turn_id: TurnDisposition(step, reason)
-            for turn_id, step, reason in connection.execute(dispositions)
-        },
+        dispositions=load_dispositions(connection, [rollout_id])[rollout_id],
     )
+
+
+def load_dispositions(
+    connection: Connection, rollout_ids: Sequence[str]
+) -> dict[str, dict[str, TurnDisposition]]:
+    """By turn id, in order of capture."""
+    found: dict[str, dict[str, TurnDisposition]] = {rollout_id: {} for rollout_id in rollout_ids}
+    query = (
+        select_fields(TurnDisposition, TurnLedger)
+        .add_columns(Turns.rollout_id, Turns.turn_id)
+        .join(Turns, Turns.turn_id == TurnLedger.turn_id)
+        .order_by(Turns.seq)
+    )
+    for *values, rollout_id, turn_id in rows_of_keys(
+        connection, query, Turns.rollout_id, rollout_ids
+    ):
+        found[rollout_id][turn_id] = TurnDisposition(*values)
+    return found
 
 
 def load_rewards(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, list[Reward]]:
     """Every reward event in order of arrival."""
-    found: dict[str, list[Reward]] = {rollout_id: [] for rollout_id in rollout_ids}
-    names = [column.name for column in Rewards.__table__.columns if column.name != "seq"]
-    for ids in chunks(rollout_ids):
-        query = (
-            select(*(Rewards.__table__.c[name] for name in names))
-            .where(Rewards.rollout_id.in_(ids))
-            .order_by(Rewards.seq)
-        )
-        for row in connection.execute(query).mappings():
-            found[row["rollout_id"]].append(Reward(**row))
-    return found
+    return _of_rollouts(connection, rollout_ids, Reward, Rewards, Rewards.seq)
 
 
 def load_outcomes(
     connection: Connection, rollout_ids: Sequence[str]
 ) -> dict[str, list[RolloutFinished]]:
     """Every end in order of arrival."""
-    found: dict[str, list[RolloutFinished]] = {rollout_id: [] for rollout_id in rollout_ids}
-    names = [column for column in Outcomes.__table__.columns if column.name != "seq"]
-    for ids in chunks(rollout_ids):
-        query = select(*names).where(Outcomes.rollout_id.in_(ids)).order_by(Outcomes.seq)
-        for row in connection.execute(query).mappings():
-            end = RolloutFinished(**{**row, "outcome": Outcome(row["outcome"])})
-            found[end.rollout_id].append(end)
-    return found
+    found = _of_rollouts(connection, rollout_ids, RolloutFinished, Outcomes, Outcomes.seq)
+    return {
+        rollout_id: [replace(end, outcome=Outcome(end.outcome)) for end in ends]
+        for rollout_id, ends in found.items()
+    }
 
 
 def load_spans(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, list[Span]]:
     """By start."""
-    found: dict[str, list[Span]] = {rollout_id: [] for rollout_id in rollout_ids}
-    for ids in chunks(rollout_ids):
-        query = (
-            select(*Spans.__table__.columns)
-            .where(Spans.rollout_id.in_(ids))
-            .order_by(Spans.start_ns, Spans.trace_id, Spans.span_id)
-        )
-        for row in connection.execute(query).mappings():
-            found[row["rollout_id"]].append(Span(**row))
+    order = (Spans.start_ns, Spans.trace_id, Spans.span_id)
+    return _of_rollouts(connection, rollout_ids, Span, Spans, *order)
+
+
+def rollouts_of_traces(connection: Connection, trace_ids: Collection[str]) -> list[tuple[str, str]]:
+    """Trace and rollout of all that are known; a trace may have several."""
+    known = select(Spans.trace_id, Spans.rollout_id).where(Spans.rollout_id.is_not(None)).distinct()
+    rows = rows_of_keys(connection, known, Spans.trace_id, sorted(trace_ids))
+    return [(trace_id, rollout_id) for trace_id, rollout_id in rows if rollout_id is not None]
+
+
+def _of_rollouts(
+    connection: Connection,
+    rollout_ids: Sequence[str],
+    kind: type[T],
+    table: type[Rewards | Outcomes | Spans],
+    *order: InstrumentedAttribute[Any],
+) -> dict[str, list[T]]:
+    """A `kind` made of each of the table's rows, by rollout."""
+    found: dict[str, list[T]] = {rollout_id: [] for rollout_id in rollout_ids}
+    query = select_fields(kind, table).order_by(*order)
+    for row in rows_of_keys(connection, query, table.rollout_id, rollout_ids):
+        found[row.rollout_id].append(kind(**row._mapping))
     return found
 
 
 def version_events(connection: Connection, version: int) -> list[PolicyVersion]:
     """All that became of it, in order."""
-    names = [column for column in VersionEvents.__table__.columns if column.name != "seq"]
-    query = select(*names).where(VersionEvents.version == version).order_by(VersionEvents.seq)
-    return [PolicyVersion(**row) for row in connection.execute(query).mappings()]
+    query = select_fields(PolicyVersion, VersionEvents).order_by(VersionEvents.seq)
+    return load(connection, PolicyVersion, query.where(VersionEvents.version == version))
 
 
 def turn_counts(connection: Connection, tags: Mapping[str, str] | None = None) -> TurnCounts:
@@ -333,7 +333,7 @@ def turn_counts(connection: Connection, tags: Mapping[str, str] | None = None) -
     )
     by_state = select(states.c.state, func.sum(states.c.turns)).group_by(states.c.state)
     pending = {state: int(turns) for state, turns in connection.execute(by_state) if turns}
-    captured = connection.scalar(select(func.count()).select_from(Turns)) or 0
+    captured = count_rows(connection, Turns)
     # Captured after the ledger had closed their rollout: they will never be trained.
     if late := captured - trained - sum(skipped.values()) - sum(pending.values()):
         skipped["late"] = skipped.get("late", 0) + late

@@ -8,6 +8,7 @@ from sqlalchemy import Select, Text, cast, func, select
 
 from tracegrad.store.models import Rollouts, RolloutTags, Steps, TurnLedger
 from tracegrad.store.read.training_samples import load_samples
+from tracegrad.store.rows import count_rows, load, select_fields
 from tracegrad.store.types import Readable, RolloutSample, StepRecord
 
 # Settings and batches are large: a step trains on thousands of rollouts.
@@ -39,11 +40,11 @@ class StepHistory:
 
     def count(self) -> int:
         with self._store.reading() as connection:
-            return connection.scalar(select(func.count()).select_from(Steps)) or 0
+            return count_rows(connection, Steps)
 
     def step(self, step: int) -> StepRecord | None:
         """With its settings and its batch."""
-        found = self._read(select(*Steps.__table__.columns).where(Steps.step == step))
+        found = self._read(select_fields(StepRecord, Steps).where(Steps.step == step))
         return found[0] if found else None
 
     def before(self, step: int) -> StepRecord | None:
@@ -106,4 +107,4 @@ class StepHistory:
 
     def _read(self, query: Select[tuple[object, ...]]) -> list[StepRecord]:
         with self._store.reading() as connection:
-            return [StepRecord(**row) for row in connection.execute(query).mappings()]
+            return load(connection, StepRecord, query)

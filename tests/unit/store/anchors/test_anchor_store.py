@@ -1,4 +1,4 @@
-"""Anchors of tasks in a store: who the expert is, what is next, and that nothing counts twice."""
+"""Anchors of tasks in a store: which demonstration, what is next, and that nothing counts twice."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
+from support.store.events import chain, rollout_events
+from support.store.maintenance import remove
 from tracegrad.events import (
     Event,
     Outcome,
     Reward,
-    RolloutFinished,
     RolloutStarted,
     Turn,
     logprob_array,
@@ -23,49 +24,36 @@ from tracegrad.events import (
 from tracegrad.store import Store
 from tracegrad.store.anchors.anchor_store import AnchorStore, RolloutFromAnchor
 from tracegrad.store.anchors.schedule import AnchorSettings
-from tracegrad.store.maintenance import RetentionRule, RolloutSelection, prune
 from tracegrad.store.models import TaskAnchors
 from tracegrad.turn_tree import extends
+
+pytestmark = pytest.mark.databases("sqlite")  # the state is one JSON column
 
 
 def turns_of(rollout_id: str, count: int, *, parent: Turn | None = None) -> list[Turn]:
     """A conversation, or how it goes on behind `parent`."""
-    turns: list[Turn] = []
-    for index in range(count):
-        before = (
-            parent.prompt_token_ids + parent.completion_token_ids if parent else token_id_array()
-        )
-        parent = Turn(
-            turn_id=f"{rollout_id}.{index}",
-            rollout_id=rollout_id,
-            parent_id=parent.turn_id if parent else None,
-            dialect="chat",
-            model="m",
-            prompt_token_ids=before + token_id_array([index + 1]),
-            completion_token_ids=token_id_array([100 + index, 7]),
-            completion_logprobs=logprob_array([-0.5, -0.5]),
-            policy_versions=((3, 2),),
-            request={"messages": [{"role": "user", "content": f"ask {index}"}]},
-            response={"said": f"answer {index}"},
-        )
-        turns.append(parent)
-    return turns
+    return chain(
+        rollout_id,
+        count,
+        behind=parent,
+        new=lambda index: [index + 1],
+        sampled=lambda index: [100 + index, 7],
+        version=3,
+        request=lambda index: {"messages": [{"role": "user", "content": f"ask {index}"}]},
+        response=lambda index: {"text": f"answer {index}"},
+    )
 
 
 def ended(
     rollout_id: str, reward: float | None, outcome: Outcome = Outcome.COMPLETED, at: float = 0
 ) -> list[Event]:
-    given: list[Event] = []
-    if reward is not None:
-        given = [Reward(rollout_id=rollout_id, value=reward)]
-    finished_at = time.time() + at
-    return [
-        *given,
-        RolloutFinished(rollout_id=rollout_id, outcome=outcome, finished_at=finished_at),
-    ]
+    now = time.time() + at - 1
+    return rollout_events(rollout_id, turns=0, reward=reward, outcome=outcome, at=now)[1:]
 
 
-def add_expert(store: Store, rollout_id: str = "e", turns: int = 3, reward: float = 1.0) -> None:
+def add_demonstration(
+    store: Store, rollout_id: str = "e", turns: int = 3, reward: float = 1.0
+) -> None:
     opened = RolloutStarted(rollout_id=rollout_id, task_id="t")
     store.append([opened, *turns_of(rollout_id, turns), *ended(rollout_id, reward)])
 
@@ -83,24 +71,25 @@ def end(store: Store, found: RolloutFromAnchor, reward: float | None, **how: Any
     )
 
 
-def test_without_an_expert_a_task_is_sampled_from_its_beginning(store: Store) -> None:
+def test_without_a_demonstration_a_task_is_sampled_from_its_beginning(store: Store) -> None:
     mine = anchors(store)
     [found] = mine.next("t", tags={"split": "train"}, agent="a")
     assert (found.task_id, found.anchor, found.demonstration, found.turns) == ("t", 0, None, [])
     row = store.rollout(found.rollout_id).summary
     assert row.tags == {"split": "train", "anchor_task": "t", "anchor": "0"}
     assert row.agent == "a"
-    add_expert(store, "failed", reward=0.5)
+    add_demonstration(store, "failed", reward=0.5)
     assert mine.next("t")[0].demonstration is None
     end(store, found, 1.0)
     [after] = mine.next("t")
     assert (after.demonstration, after.demonstration_turns) == (found.rollout_id, 1), (
-        "it is its own expert now"
+        "it is its own demonstration now"
     )
 
 
-def test_an_anchored_rollout_begins_with_the_experts_turns(store: Store) -> None:
-    add_expert(store)
+@pytest.mark.databases("sqlite", "postgres")
+def test_an_anchored_rollout_begins_with_the_demonstrations_turns(store: Store) -> None:
+    add_demonstration(store)
     store.append([Reward(rollout_id="e", value=1.0, turn=1, name="deciding")])
     [found] = anchors(store).next("t")
     assert (found.task_id, found.anchor, found.demonstration) == ("t@2", 2, "e")
@@ -110,25 +99,26 @@ def test_an_anchored_rollout_begins_with_the_experts_turns(store: Store) -> None
     assert extends(second.prompt_token_ids, first)
     assert second.parent_id == first.turn_id
     assert beside.parent_id == second.turn_id
-    said = {"source": "demonstration", "reward": 1.0}
+    copied = {"source": "demonstration", "reward": 1.0}
     assert [turn.sampling for turn in stored] == [
-        {**said, "distance": 1},
-        {**said, "distance": 0},
-        {**said, "distance": 1, "taken": False},
+        {**copied, "distance": 1},
+        {**copied, "distance": 0},
+        {**copied, "distance": 1, "taken": False},
     ]
-    expert = store.rollout_turns("e")
-    for mine, theirs in zip(stored, expert, strict=True):
+    original = store.rollout_turns("e")
+    for mine, theirs in zip(stored, original, strict=True):
         assert mine.completion_token_ids == theirs.completion_token_ids
         assert mine.turn_id != theirs.turn_id
     assert beside.request is None
     assert beside.response is None
-    assert found.request == expert[2].request
-    assert found.responses == [turn.response for turn in expert[:2]]
+    assert found.request == original[2].request
+    assert found.responses == [turn.response for turn in original[:2]]
 
 
-def test_of_several_successes_the_shortest_with_tokens_is_the_expert(store: Store) -> None:
-    add_expert(store, "long", turns=5)
-    add_expert(store, "short", turns=2)
+@pytest.mark.databases("sqlite", "postgres")
+def test_of_several_successes_the_shortest_with_tokens_is_the_demonstration(store: Store) -> None:
+    add_demonstration(store, "long", turns=5)
+    add_demonstration(store, "short", turns=2)
     textual = RolloutStarted(rollout_id="text", task_id="t")
     [turn] = turns_of("text", 1)
     none = {"completion_token_ids": token_id_array(), "completion_logprobs": logprob_array()}
@@ -136,8 +126,9 @@ def test_of_several_successes_the_shortest_with_tokens_is_the_expert(store: Stor
     assert anchors(store).next("t")[0].demonstration == "short"
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_rollback_moves_when_what_was_given_out_succeeded_and_counts_it_once(store: Store) -> None:
-    add_expert(store)
+    add_demonstration(store)
     one, other = anchors(store), anchors(store)  # two processes, or one that started again
     first = [*one.next("t"), *other.next("t")]
     assert [found.anchor for found in first] == [2, 2]
@@ -148,24 +139,25 @@ def test_rollback_moves_when_what_was_given_out_succeeded_and_counts_it_once(sto
     standing = other.task_state("t").anchors
     assert standing is not None
     assert standing.results == {2: (True,)}
-    one.next("t")  # hears of it
+    one.next("t")  # which counts it
     moved = other.task_state("t").anchors
     assert moved is not None
     assert (moved.at, moved.results) == (1, {})
 
 
 def test_an_anchor_that_moved_is_sampled_from_once_the_group_is_whole(store: Store) -> None:
-    add_expert(store)
+    add_demonstration(store)
     mine = anchors(store, group_size=4, groups=3, window=1)
     [found] = mine.next("t")
     end(store, found, 1.0)
     assert [each.anchor for each in mine.next("t", count=5)] == [2, 2, 2, 1, 1]
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_failures_that_are_not_the_policys_and_those_that_explore_do_not_count(
     store: Store,
 ) -> None:
-    add_expert(store)
+    add_demonstration(store)
     mine = anchors(store)
     broken, explored, late, counted = (
         *mine.next("t"),
@@ -191,7 +183,7 @@ def test_failures_that_are_not_the_policys_and_those_that_explore_do_not_count(
 
 
 def test_groups_come_in_a_row_from_one_anchor(store: Store) -> None:
-    add_expert(store, turns=6)
+    add_demonstration(store, turns=6)
     mine = anchors(store, mode="parallel", at_once=3, groups=3, group_size=4)
     given = [found.anchor for _ in range(3) for found in mine.next("t", count=4)]
     blocks = [given[i : i + 4] for i in range(0, 12, 4)]
@@ -200,14 +192,14 @@ def test_groups_come_in_a_row_from_one_anchor(store: Store) -> None:
     assert len({found.task_id for found in mine.next("t", count=4)}) == 1
 
 
-def test_the_expert_is_refreshed_by_the_policys_own_success_if_it_is_no_longer(
+def test_the_demonstration_is_refreshed_by_the_policys_own_success_if_it_is_no_longer(
     store: Store,
 ) -> None:
-    add_expert(store, turns=4)
+    add_demonstration(store, turns=4)
     mine = anchors(store, refresh=3, window=8)
     given = mine.next("t", count=4)
     for found, reward in zip(given, (0.0, 1.0, 1.0, 0.0), strict=True):
-        end(store, found, reward)  # 3 turns of the expert's, and one of its own
+        end(store, found, reward)  # 3 turns of the demonstration's, and one of its own
     fresh = mine.next("t")[0]
     assert fresh.demonstration == given[2].rollout_id, "the newest of the successes"
     assert fresh.demonstration_turns == 4, "the turn that was not taken is none of them"
@@ -215,7 +207,7 @@ def test_the_expert_is_refreshed_by_the_policys_own_success_if_it_is_no_longer(
     taken = [turn for turn in store.rollout_turns(given[2].rollout_id)
              if turn.sampling.get("taken", True)]  # fmt: skip
     assert [t.completion_token_ids for t in fresh.turns] == [t.completion_token_ids for t in taken]
-    # A success that took longer is nobody's expert.
+    # A success that took longer is no demonstration.
     later = mine.next("t", count=3)
     for found in later:
         parent = found.turns[found.anchor - 1]
@@ -223,30 +215,29 @@ def test_the_expert_is_refreshed_by_the_policys_own_success_if_it_is_no_longer(
     assert mine.next("t")[0].demonstration == fresh.demonstration
 
 
-def test_without_refresh_the_first_expert_stays(store: Store) -> None:
-    add_expert(store)
+def test_without_refresh_the_first_demonstration_stays(store: Store) -> None:
+    add_demonstration(store)
     mine = anchors(store)
     for _ in range(4):
         end(store, mine.next("t")[0], 1.0)
     assert mine.next("t")[0].demonstration == "e"
 
 
-def test_an_expert_that_was_removed_is_replaced_or_done_without(store: Store) -> None:
-    add_expert(store, "first", turns=4)
+def test_a_demonstration_that_was_removed_is_replaced_or_done_without(store: Store) -> None:
+    add_demonstration(store, "first", turns=4)
     mine = anchors(store)
     assert mine.next("t")[0].demonstration == "first"
-    prune(
-        store, RetentionRule(selection=RolloutSelection(rollouts=("first",)), also_untrained=True)
-    )
+    remove(store, "first")
     [found] = mine.next("t")
     assert (found.demonstration, found.task_id, found.turns) == (None, "t", [])
-    add_expert(store, "second", turns=2)
+    add_demonstration(store, "second", turns=2)
     [found] = mine.next("t")
     assert (found.demonstration, found.anchor) == ("second", 1)
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_tasks_stand_apart_and_state_survives(store: Store) -> None:
-    add_expert(store)
+    add_demonstration(store)
     mine = anchors(store)
     mine.next("t", count=3)
     assert mine.next("other")[0].demonstration is None
@@ -263,7 +254,7 @@ def test_what_makes_no_sense_is_refused(store: Store) -> None:
         anchors(store).next("t", count=0)
 
 
-def test_a_turn_that_the_experts_client_never_got_is_no_step_of_its(store: Store) -> None:
+def test_a_turn_that_the_demonstrations_client_never_got_is_no_step_of_its(store: Store) -> None:
     first, refused, _ = turns_of("e", 3)
     retry, last = (replace(turn, turn_id=f"{turn.turn_id}.again") for turn in turns_of("e", 3)[1:])
     last = replace(last, parent_id=retry.turn_id)

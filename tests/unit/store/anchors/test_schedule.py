@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Literal
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from tracegrad.store.anchors.schedule import (
     AnchorSettings,
     AnchorState,
-    as_json,
-    from_json,
     is_mastered,
     observe,
     plan,
@@ -55,7 +53,7 @@ def test_rollback_counts_only_the_latest_rollouts_of_where_it_stands() -> None:
     state = observe(start_at_last_turn(3), 2, [False] * 10, ROLLBACK)
     assert observe(state, 2, [True, True], ROLLBACK).at == 2
     assert observe(state, 2, [True, True, True], ROLLBACK).at == 1
-    late = observe(state, 1, [True] * 4, ROLLBACK)  # from elsewhere: nothing said of 2
+    late = observe(state, 1, [True] * 4, ROLLBACK)  # from elsewhere: it says nothing of 2
     assert late == state
 
 
@@ -129,7 +127,7 @@ def test_a_schedule_that_goes_on_from_json_plans_what_it_would_have_planned(
     one = start_at_last_turn(5)
     for came in results[:5]:
         one = round_of(one, came)
-    other = from_json(json.loads(json.dumps(as_json(one))))
+    other = msgspec.json.decode(msgspec.json.encode(one), type=AnchorState)
     assert other == one
     for came in results[:4]:
         one, other = round_of(one, came), round_of(other, came)

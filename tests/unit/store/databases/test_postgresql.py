@@ -36,6 +36,14 @@ def own_server() -> Iterator[postgres.Server]:
         yield server
 
 
+@pytest.fixture
+def own_database(request: pytest.FixtureRequest, postgres_server: postgres.Server) -> Iterator[str]:
+    """The URL of one that the test may change; made with the options of its parameter."""
+    url = postgres_server.new_database(getattr(request, "param", ""))
+    yield url
+    postgres_server.drop(url)
+
+
 # URLs
 
 
@@ -65,65 +73,56 @@ def test_a_useless_url_is_one_line_without_its_password(url: str, match: str) ->
 def refused(url: str, *, create: bool = True) -> str:
     with pytest.raises(StoreUnavailable) as caught:
         Store.open(url, create=create)
-    said = str(caught.value)
-    assert SECRET not in said
-    assert "\n" not in said
-    return said
+    message = str(caught.value)
+    assert SECRET not in message
+    assert "\n" not in message
+    return message
 
 
-def test_a_database_that_is_not_there_is_named_with_its_mend(
+def test_a_database_that_is_not_there_is_named_with_its_fix(
     postgres_server: postgres.Server,
 ) -> None:
-    said = refused(postgres_server.url("nobody's") + f"&password={SECRET}")
-    assert said.startswith("store postgresql://tests@/nobody%27s?host=")
-    assert 'database "nobody\'s" does not exist' in said
-    assert said.endswith(f"make it: createdb -h {postgres_server.folder} 'nobody'\"'\"'s'")
+    message = refused(postgres_server.url("nobody's") + f"&password={SECRET}")
+    assert message.startswith("store postgresql://tests@/nobody%27s?host=")
+    assert 'database "nobody\'s" does not exist' in message
+    assert message.endswith(f"make it: createdb -h {postgres_server.folder} 'nobody'\"'\"'s'")
 
 
-def test_a_role_that_is_not_there_is_named_with_its_mend(postgres_url: str) -> None:
-    said = refused(postgres_url.replace("//tests@", f"//stranger:{SECRET}@"))
-    assert 'role "stranger" does not exist; make it (createuser stranger), or name' in said
-    assert "stranger:***@" in said
+def test_a_role_that_is_not_there_is_named_with_its_fix(postgres_url: str) -> None:
+    message = refused(postgres_url.replace("//tests@", f"//stranger:{SECRET}@"))
+    assert 'role "stranger" does not exist; make it (createuser stranger), or name' in message
+    assert "stranger:***@" in message
 
 
 def test_a_host_that_is_not_there_is_one_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         port = taken.getsockname()[1]
-        said = refused(f"postgres://u:{SECRET}@127.0.0.1:{port}/db")
-    assert f"port {port} failed: Connection refused" in said
-    said = refused(f"postgres://u:{SECRET}@no.such.host.invalid/db")
-    assert said.endswith("look at the host in the URL")
+        message = refused(f"postgres://u:{SECRET}@127.0.0.1:{port}/db")
+    assert f"port {port} failed: Connection refused" in message
+    message = refused(f"postgres://u:{SECRET}@no.such.host.invalid/db")
+    assert message.endswith("look at the host in the URL")
 
 
-def test_a_role_that_may_not_make_tables_is_told_what_to_do(
-    postgres_server: postgres.Server, empty_postgres_url: str
+def test_a_role_that_may_not_make_tables_gets_the_fix(
+    postgres_server: postgres.Server, own_database: str
 ) -> None:
-    name = postgres.database_of(empty_postgres_url)
-    with postgres_server.connect(name) as connection:
-        connection.execute(f"CREATE ROLE guest_{name} LOGIN")
-    try:
-        said = refused(empty_postgres_url.replace("//tests@", f"//guest_{name}@"))
-        assert "permission denied for schema public" in said
-        assert said.endswith(f'ALTER DATABASE "{name}" OWNER TO "guest_{name}"')
-        with postgres_server.connect(name) as connection:
-            connection.execute(f"ALTER DATABASE {name} OWNER TO guest_{name}")
-        Store.open(empty_postgres_url.replace("//tests@", f"//guest_{name}@")).close()
-    finally:
-        with postgres_server.connect(name) as connection:
-            connection.execute(f"ALTER DATABASE {name} OWNER TO tests")
-            connection.execute(f"REASSIGN OWNED BY guest_{name} TO tests")
-            connection.execute(f"DROP ROLE guest_{name}")
+    name = postgres.database_of(own_database)
+    guests = own_database.replace("//tests@", f"//guest_{name}@")
+    postgres_server.say(f"CREATE ROLE guest_{name} LOGIN")
+    message = refused(guests)
+    assert "permission denied for schema public" in message
+    assert message.endswith(f'ALTER DATABASE "{name}" OWNER TO "guest_{name}"')
+    postgres_server.say(f"ALTER DATABASE {name} OWNER TO guest_{name}")
+    Store.open(guests).close()
 
 
-def test_a_database_that_cannot_hold_any_text_is_refused(
-    postgres_server: postgres.Server,
-) -> None:
-    url = postgres_server.new_database("ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
-    try:
-        assert "encoding is LATIN1; make one that holds any text: createdb -E UTF8" in refused(url)
-    finally:
-        postgres_server.drop(url)
+@pytest.mark.parametrize(
+    "own_database", ["ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0"], indirect=True
+)
+def test_a_database_that_cannot_hold_any_text_is_refused(own_database: str) -> None:
+    message = refused(own_database)
+    assert "encoding is LATIN1; make one that holds any text: createdb -E UTF8" in message
 
 
 def test_a_database_without_tables_of_ours_is_no_store(empty_postgres_url: str) -> None:
@@ -144,21 +143,20 @@ def test_a_schema_of_its_own_can_be_named_in_the_url(
         assert connection.execute("SELECT count(*) FROM mine.turns").fetchone() == (1,)
 
 
+@pytest.mark.parametrize(
+    "own_database",
+    ["TEMPLATE template0 LOCALE_PROVIDER icu ICU_LOCALE 'de-DE' LOCALE 'C.UTF-8'"],
+    indirect=True,
+)
 def test_ids_are_found_by_their_beginning_whatever_the_databases_language(
-    postgres_server: postgres.Server,
+    own_database: str,
 ) -> None:
-    url = postgres_server.new_database(
-        "TEMPLATE template0 LOCALE_PROVIDER icu ICU_LOCALE 'de-DE' LOCALE 'C.UTF-8'"
-    )
-    try:
-        with Store.open(url) as store:
-            store.append([RolloutStarted(rollout_id=name) for name in ("Ab", "ab", "äb", "b")])
-            assert [row.rollout_id for row in store.rollouts()] != []
-            assert store.rollout("A").summary.rollout_id == "Ab"
-            query = select(Rollouts.rollout_id).where(begins_with(Rollouts.rollout_id, "a"))
-            assert uses_index(store, query)
-    finally:
-        postgres_server.drop(url)
+    with Store.open(own_database) as store:
+        store.append([RolloutStarted(rollout_id=name) for name in ("Ab", "ab", "äb", "b")])
+        assert [row.rollout_id for row in store.rollouts()] != []
+        assert store.rollout("A").summary.rollout_id == "Ab"
+        query = select(Rollouts.rollout_id).where(begins_with(Rollouts.rollout_id, "a"))
+        assert uses_index(store, query)
 
 
 # A server that goes away
@@ -223,38 +221,32 @@ def test_a_connection_that_is_cut_inside_a_transaction_stores_nothing(
         assert [row.rollout_id for row in store.rollouts()] == ["r"]
 
 
-def test_a_server_that_only_reads_is_one_line(postgres_server: postgres.Server) -> None:
-    url = postgres_server.new_database()
-    try:
-        Store.open(url).close()
-        name = postgres.database_of(url)
-        postgres_server.say(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
-        with Store.open(url) as store:
-            assert store.rollouts() == []
-            with pytest.raises(StoreUnavailable, match="read-only transaction; connect to the pri"):
-                store.append([make_turn("t")])
-    finally:
-        postgres_server.drop(url)
+def test_a_server_that_only_reads_is_one_line(
+    postgres_server: postgres.Server, own_database: str
+) -> None:
+    Store.open(own_database).close()
+    name = postgres.database_of(own_database)
+    postgres_server.say(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    with Store.open(own_database) as store:
+        assert store.rollouts() == []
+        with pytest.raises(StoreUnavailable, match="read-only transaction; connect to the pri"):
+            store.append([make_turn("t")])
 
 
-def test_a_server_without_free_connections_is_one_line(postgres_server: postgres.Server) -> None:
-    url = postgres_server.new_database()
-    try:
-        Store.open(url).close()
-        name = postgres.database_of(url)
-        postgres_server.say(f"CREATE ROLE one_{name} LOGIN CONNECTION LIMIT 1")
-        postgres_server.say(f"ALTER DATABASE {name} OWNER TO one_{name}")
-        with postgres_server.connect(name) as connection:
-            connection.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA public TO one_{name}")
-        with (
-            Store.open(url.replace("//tests@", f"//one_{name}@")) as store,
-            store.reading(),
-            pytest.raises(StoreUnavailable, match="too many connections for role"),
-        ):
-            store.rollouts()
-    finally:
-        postgres_server.drop(url)
-        postgres_server.say(f"DROP ROLE one_{name}")
+def test_a_server_without_free_connections_is_one_line(
+    postgres_server: postgres.Server, own_database: str
+) -> None:
+    Store.open(own_database).close()
+    name = postgres.database_of(own_database)
+    with postgres_server.connect(name) as connection:
+        connection.execute(f"CREATE ROLE one_{name} LOGIN CONNECTION LIMIT 1")
+        connection.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA public TO one_{name}")
+    with (
+        Store.open(own_database.replace("//tests@", f"//one_{name}@")) as store,
+        store.reading(),
+        pytest.raises(StoreUnavailable, match="too many connections for role"),
+    ):
+        store.rollouts()
 
 
 @pytest.mark.parametrize(
@@ -282,9 +274,9 @@ def test_a_mistake_of_ours_does_not_look_like_a_server_that_is_away(
     original = psycopg.errors.lookup(state)("what\nit says")
     error = exc.DBAPIError.instance("SELECT 1", {}, original, psycopg.Error)
     assert isinstance(error, exc.DBAPIError)
-    told = database_at(f"postgres://u:{SECRET}@h/db").translate_error(error)
-    assert (told and type(told)) == kind
-    assert told is None or str(told) == "store postgresql://u:***@h/db: what it says"
+    made = database_at(f"postgres://u:{SECRET}@h/db").translate_error(error)
+    assert (made and type(made)) == kind
+    assert made is None or str(made) == "store postgresql://u:***@h/db: what it says"
 
 
 def test_a_missing_driver_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

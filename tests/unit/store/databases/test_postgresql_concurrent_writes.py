@@ -1,4 +1,4 @@
-"""Writers that meet in PostgreSQL: nobody is overwritten, locked out, or told half of it."""
+"""Writers that meet in PostgreSQL: nobody is overwritten, locked out, or sees half of it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_reader_sees_one_state_whatever_is_written_meanwhile(url: str) -> None
 def waiting_for_a_lock(server: postgres.Server, url: str, many: int = 1) -> None:
     """Returns when so many wait."""
     query = "SELECT count(*) FROM pg_stat_activity WHERE datname = %s AND wait_event_type = 'Lock'"
-    deadline = time.monotonic() + 25  # before they are told that it took too long
+    deadline = time.monotonic() + 25  # before their wait times out
     with server.connect() as connection:
         while time.monotonic() < deadline:
             if connection.execute(query, [postgres.database_of(url)]).fetchone() == (many,):
@@ -52,17 +52,17 @@ def waiting_for_a_lock(server: postgres.Server, url: str, many: int = 1) -> None
     raise AssertionError("they do not wait")
 
 
-class Aside:
+class AppendAside:
     """An append in a thread of its own."""
 
-    def __init__(self, store: Store, facts: Sequence[Event]) -> None:
+    def __init__(self, store: Store, events: Sequence[Event]) -> None:
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(store, facts))
+        self._thread = threading.Thread(target=self._run, args=(store, events))
         self._thread.start()
 
-    def _run(self, store: Store, facts: Sequence[Event]) -> None:
+    def _run(self, store: Store, events: Sequence[Event]) -> None:
         try:
-            store.append(facts)
+            store.append(events)
         except BaseException as error:
             self.error = error
 
@@ -87,9 +87,9 @@ def test_a_turn_that_another_is_just_writing_counts_as_that_one_wrote_it(
             row = {"reward_id": given.reward_id, "rollout_id": "r", "value": 0.0}
             row |= {"name": "n", "source": "s", "created_at": 0.0}
             connection.execute(insert(Rewards), row)
-            writing = Aside(other, [first, given])  # its turn is written; its reward waits
+            writing = AppendAside(other, [first, given])  # its turn is written; its reward waits
             waiting_for_a_lock(postgres_server, postgres_url)
-            second = Aside(store, [mine, child])  # waits for the turn
+            second = AppendAside(store, [mine, child])  # waits for the turn
             waiting_for_a_lock(postgres_server, postgres_url, 2)
         writing.result()
         if first.prompt_token_ids == mine.prompt_token_ids:
@@ -108,12 +108,12 @@ def test_nobody_comes_between_reading_what_is_stored_and_writing_by_it(
 ) -> None:
     with Store.open(postgres_url) as store, Store.open(postgres_url) as other:
         store.append([make_turn("t0")])
-        asides: list[Aside] = []
+        asides: list[AppendAside] = []
 
         def read(connection: Connection, turn_ids: Iterable[str]) -> dict[str, ParentInfo]:
             found = parent_cache.load_parents(connection, turn_ids)
             if not asides:
-                asides.append(Aside(other, [make_turn("t1")]))
+                asides.append(AppendAside(other, [make_turn("t1")]))
                 waiting_for_a_lock(postgres_server, postgres_url)
             return found
 
@@ -132,9 +132,9 @@ def test_of_two_openings_at_once_one_counts_with_all_its_tags(
         store.append([make_turn("t")])
         with store.appending() as connection:
             connection.execute(update(Rollouts).values(agent="nobody"))  # holds the row
-            asides = [Aside(other, [second])]
+            asides = [AppendAside(other, [second])]
             waiting_for_a_lock(postgres_server, postgres_url)
-            asides.append(Aside(store, [first]))
+            asides.append(AppendAside(store, [first]))
             waiting_for_a_lock(postgres_server, postgres_url, 2)
         for aside in asides:
             aside.result()
@@ -149,12 +149,12 @@ def test_transactions_that_lock_each_other_out_are_tried_again(
     with Store.open(postgres_url) as store, Store.open(postgres_url) as other:
         store.append([RolloutStarted(rollout_id="a"), RolloutStarted(rollout_id="b")])
         with store.appending() as connection:
-            connection.execute(
-                text("SET LOCAL deadlock_timeout = '60s'")
-            )  # the other is the victim
+            # The other is the victim.
+            connection.execute(text("SET LOCAL deadlock_timeout = '60s'"))
             hold = update(Rollouts).values(agent="me")
             connection.execute(hold.where(Rollouts.rollout_id == "b"))
-            aside = Aside(other, [RolloutFinished(rollout_id="a"), RolloutFinished(rollout_id="b")])
+            ends = [RolloutFinished(rollout_id=name) for name in "ab"]
+            aside = AppendAside(other, ends)
             waiting_for_a_lock(postgres_server, postgres_url)
             connection.execute(hold.where(Rollouts.rollout_id == "a"))
         aside.result()

@@ -1,4 +1,4 @@
-"""Requests told by earlier ones come back as they were, and cost only what is new."""
+"""Requests stored as deltas to earlier ones come back as they were, and cost only what is new."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def stored(shared: RequestDelta) -> Any:
     return json.loads(dump_json(shared.text))
 
 
-class Told:
+class Deltas:
     """Shares requests with all earlier ones, and rebuilds them from nothing but what is stored."""
 
     def __init__(self) -> None:
         self.shared: list[RequestDelta] = []
         self._rebuilt: dict[str, RestoredRequest] = {}
 
-    def tell(self, request: Json, response: Any = None) -> Json:
+    def add(self, request: Json, response: Any = None) -> Json:
         earlier = [
             BaseCandidate(str(number), RequestFingerprint.decode(shared.fingerprint))
             for number, shared in reversed(list(enumerate(self.shared)))
@@ -118,9 +118,9 @@ class Told:
 @settings(max_examples=150, deadline=None)
 @given(rollouts())
 def test_any_requests_come_back_as_json_has_them(made: list[tuple[Json, Any]]) -> None:
-    told = Told()
+    deltas = Deltas()
     for request, response in made:
-        back = told.tell(request, response)
+        back = deltas.add(request, response)
         # Lone surrogates that make a pair become one character in any JSON.
         assert back == json.loads(dump_json(request))
         assert list(back) == list(json.loads(dump_json(request))), "in the order they were sent in"
@@ -137,27 +137,27 @@ ODD: dict[str, Json] = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_json_comes_back_and_is_shared(name: str) -> None:
-    told = Told()
+    deltas = Deltas()
     request = ODD[name]
-    assert told.tell(request) == request
-    assert told.tell(request) == request
-    assert told.last.base == "0"
+    assert deltas.add(request) == request
+    assert deltas.add(request) == request
+    assert deltas.last.base == "0"
     longer = {**request, "messages": [*(request.get("messages") or []), {"new": 2**80}]}
-    assert told.tell(longer) == longer
+    assert deltas.add(longer) == longer
 
 
 def test_numbers_come_back_to_the_last_bit() -> None:
     numbers = {"a": 1e-320, "b": 1.7976931348623157e308, "c": 1e22, "d": 2**64 - 1, "e": 0.1 + 0.2}
-    assert Told().tell({"n": [numbers] * 20}) == {"n": [numbers] * 20}
-    assert str(Told().tell({"top_p": -0.0})["top_p"]) == "-0.0"
+    assert Deltas().add({"n": [numbers] * 20}) == {"n": [numbers] * 20}
+    assert str(Deltas().add({"top_p": -0.0})["top_p"]) == "-0.0"
 
 
 def test_what_is_no_json_becomes_what_json_makes_of_it() -> None:
-    told = Told()
+    deltas = Deltas()
     odd: Any = {"a": [float("nan"), {3: (1, 2)}, object], "b": [None] * 50, 7: "x" * 300}
     for _ in range(2):
-        assert told.tell(odd) == json.loads(dump_json(odd))
-    assert told.last.base == "0"
+        assert deltas.add(odd) == json.loads(dump_json(odd))
+    assert deltas.last.base == "0"
 
 
 # What real clients do
@@ -172,19 +172,19 @@ def conversation(turns: int, text: int = 600) -> list[tuple[Json, Json]]:
     for number in range(turns):
         messages = [*messages, {"role": "user", "content": prose(2000 + 10 * number, text)}]
         request = {"model": "m", "messages": messages, "temperature": 1.0, "tools": tools}
-        said = {"role": "assistant", "content": prose(50_000 + 10 * number, text)}
-        made.append((request, {"id": f"c{number}", "choices": [{"message": said}]}))
-        messages = [*messages, said]
+        reply = {"role": "assistant", "content": prose(50_000 + 10 * number, text)}
+        made.append((request, {"id": f"c{number}", "choices": [{"message": reply}]}))
+        messages = [*messages, reply]
     return made
 
 
 def test_a_later_turn_costs_its_new_messages_without_the_reply_it_repeats() -> None:
-    told = Told()
+    deltas = Deltas()
     for number, (request, response) in enumerate(conversation(40)):
-        assert told.tell(request, response) == request
+        assert deltas.add(request, response) == request
         if number:
-            assert told.last.base == str(number - 1)
-            assert told.size < 600 + 400, "one message, digests, and the frame around them"
+            assert deltas.last.base == str(number - 1)
+            assert deltas.size < 600 + 400, "one message, digests, and the frame around them"
 
 
 def test_a_very_long_conversation_has_small_marks() -> None:
@@ -204,75 +204,75 @@ def marked(request: Json) -> Json:
 
 
 def test_marks_that_move_do_not_cost_the_texts_they_stood_at() -> None:
-    told = Told()
+    deltas = Deltas()
     for number, (request, response) in enumerate(conversation(30, text=3000)):
         sent = marked(request)
-        assert told.tell(sent, response) == sent
+        assert deltas.add(sent, response) == sent
         if number:
-            assert told.size < 3000 + 1200, "the new message, and the outer parts of four others"
+            assert deltas.size < 3000 + 1200, "the new message, and the outer parts of four others"
 
 
 @pytest.mark.parametrize("key", ["messages", "input", "contents", "anything"])
 def test_a_list_is_shared_whatever_it_is_called(key: str) -> None:
-    told = Told()
+    deltas = Deltas()
     items = [{"parts": [{"text": prose(10 * i, 500)}]} for i in range(20)]
-    told.tell({key: items[:18], "model": "m"})
-    assert told.tell({key: items, "model": "m"})[key] == items
-    assert stored(told.last) == [None, {key: [18, items[18:]]}, []]
+    deltas.add({key: items[:18], "model": "m"})
+    assert deltas.add({key: items, "model": "m"})[key] == items
+    assert stored(deltas.last) == [None, {key: [18, items[18:]]}, []]
 
 
 def test_values_that_stay_are_not_stored_again() -> None:
-    told = Told()
+    deltas = Deltas()
     config = {"responseSchema": {"type": "object", "properties": {"a": {"d": prose(0, 400)}}}}
     same = {"systemInstruction": config, "tools": [config] * 3, "instructions": prose(1, 900)}
-    told.tell({**same, "contents": [1]})
-    told.tell({**same, "contents": [2]})
-    assert stored(told.last) == [{**dict.fromkeys(same), "contents": [2]}, {}, []]
+    deltas.add({**same, "contents": [1]})
+    deltas.add({**same, "contents": [2]})
+    assert stored(deltas.last) == [{**dict.fromkeys(same), "contents": [2]}, {}, []]
 
 
 def test_a_prompt_that_grows_is_stored_by_what_it_grew() -> None:
-    told = Told()
+    deltas = Deltas()
     for end in range(1000, 5000, 500):
         request = {"model": "m", "prompt": prose(0, end)}
-        assert told.tell(request) == request
-        assert end == 1000 or told.size < 800
+        assert deltas.add(request) == request
+        assert end == 1000 or deltas.size < 800
     ids = list(range(100_000, 103_000))
-    told.tell({"prompt": ids[:2500]})
-    assert told.tell({"prompt": ids})["prompt"] == ids
-    assert stored(told.last)[1] == {"prompt": [2500, ids[2500:]]}
+    deltas.add({"prompt": ids[:2500]})
+    assert deltas.add({"prompt": ids})["prompt"] == ids
+    assert stored(deltas.last)[1] == {"prompt": [2500, ids[2500:]]}
 
 
 def test_an_edited_history_keeps_what_comes_before_the_edit() -> None:
     """Where the edit lies far from the end, at least half of what is left before it."""
     messages = [{"role": "user", "content": prose(10 * i, 500)} for i in range(100)]
     for at in (99, 98, 90, 60, 20):
-        told = Told()
-        told.tell({"messages": messages})
+        deltas = Deltas()
+        deltas.add({"messages": messages})
         edited = [*messages[:at], {"role": "user", "content": "edited"}, *messages[at + 1 :]]
-        assert told.tell({"messages": edited})["messages"] == edited
-        kept = stored(told.last)[1]["messages"][0] if told.last.base else 0
+        assert deltas.add({"messages": edited})["messages"] == edited
+        kept = stored(deltas.last)[1]["messages"][0] if deltas.last.base else 0
         assert 100 - 2 * (100 - at) <= kept <= at
 
 
-def test_a_request_is_told_by_the_one_it_shares_most_with() -> None:
+def test_a_request_is_a_delta_to_the_one_it_shares_most_with() -> None:
     """Sub-agents take turns in one rollout, each with a conversation of its own."""
-    told = Told()
+    deltas = Deltas()
     for number in range(10):
         for agent in (0, 1):
             texts = [prose(100_000 * agent + 100 * i, 500) for i in range(number + 2)]
             request = {"messages": [{"role": "user", "content": text} for text in texts]}
-            assert told.tell(request) == request
+            assert deltas.add(request) == request
             if number:
-                assert told.last.base == str(2 * (number - 1) + agent)
+                assert deltas.last.base == str(2 * (number - 1) + agent)
 
 
 def test_a_request_without_anything_in_common_is_whole() -> None:
-    told = Told()
-    told.tell({"messages": [{"content": prose(0, 500)}], "model": "m"})
+    deltas = Deltas()
+    deltas.add({"messages": [{"content": prose(0, 500)}], "model": "m"})
     other = {"messages": [{"content": prose(9000, 500)}], "model": "m"}
-    told.tell(other)
-    assert told.last.base is None
-    assert told.last.text == other
+    deltas.add(other)
+    assert deltas.last.base is None
+    assert deltas.last.text == other
 
 
 def test_a_conversation_is_rebuilt_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,10 +286,10 @@ def test_a_conversation_is_rebuilt_in_linear_time(monkeypatch: pytest.MonkeyPatc
         return data
 
     monkeypatch.setattr(request_restore, "encode_any", counting)
-    told = Told()
+    deltas = Deltas()
     made = conversation(100)
     for request, response in made:
-        told.tell(request, response)
+        deltas.add(request, response)
     whole = len(dump_json(made[-1][0]))
     assert hashed < 4 * whole, "not the whole of it for every turn"
 

@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, delete, select, text, update
+from sqlalchemy import create_engine, select, text
 from sqlalchemy.exc import IntegrityError
 
+from support.store.conversations import column
+from support.store.corruption import corrupt, set_columns
 from support.store.english_text import prose
 from support.store.events import make_turn
-from tracegrad.events import Json, Turn, logprob_array, new_id, token_id_array
+from tracegrad.events import Json, Turn, logprob_array, new_id
 from tracegrad.store import EventRejected, Store, StoreCorrupt
 from tracegrad.store.databases import database_at
 from tracegrad.store.models import Turns
 
 CHARACTERS_A_TOKEN = 4.4  # of English, in vocabularies of 150,000
 VOCABULARY = 151_936
+
+pytestmark = pytest.mark.databases("sqlite")  # blobs are the same in each
 
 
 def say(role: str, number: int, characters: int = 400) -> Json:
@@ -34,36 +38,16 @@ def chat(turns: int, rollout: str = "r", *, linked: bool = True) -> list[Turn]:
     for number in range(turns):
         messages = [*messages, say("user", 2 * number)]
         reply = say("assistant", 2 * number + 1)
-        made.append(
-            make_turn(
-                f"{rollout}.{number:03d}",
-                rollout,
-                parent=made[-1] if made and linked else None,
-                request={"model": "m", "messages": messages, "stream": True},
-                response={"choices": [{"message": reply}]},
-            )
-        )
+        request = {"model": "m", "messages": messages, "stream": True}
+        parent = made[-1] if made and linked else None
+        turn_id = f"{rollout}.{number:03d}"
+        made.append(make_turn(turn_id, rollout, parent=parent, request=request,
+                              response={"choices": [{"message": reply}]}))  # fmt: skip
         messages = [*messages, reply]
     return made
 
 
-def column(store: Store, name: str) -> dict[str, Any]:
-    with store.reading() as connection:
-        query = select(Turns.turn_id, getattr(Turns, name)).order_by(Turns.seq)
-        rows = connection.execute(query).all()
-    return dict(rows)  # type: ignore[arg-type]
-
-
-def delete_unchecked(url: str, turn_id: str) -> None:
-    """As somebody does who looks after no reference."""
-    engine = create_engine(database_at(url).url)
-    with engine.begin() as connection:
-        if engine.dialect.name == "postgresql":
-            connection.execute(text("SET LOCAL session_replication_role = replica"))
-        connection.execute(delete(Turns).where(Turns.turn_id == turn_id))
-    engine.dispose()
-
-
+@pytest.mark.databases("sqlite", "postgres")
 @pytest.mark.parametrize("linked", [True, False], ids=["tree", "all roots"])
 def test_a_conversation_costs_its_length_once_and_comes_back(store: Store, linked: bool) -> None:
     turns = chat(60, linked=linked)
@@ -79,6 +63,7 @@ def test_a_conversation_costs_its_length_once_and_comes_back(store: Store, linke
     assert all(turn.request is None for turn in store.rollout_turns("r", raw=False))
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_another_process_goes_on_with_the_conversation(store: Store, url: str) -> None:
     turns = chat(6)
     store.append(turns[:3])
@@ -89,7 +74,7 @@ def test_another_process_goes_on_with_the_conversation(store: Store, url: str) -
     assert store.rollout_turns("r") == turns
 
 
-def test_a_whole_rollout_in_one_batch_is_told_turn_by_turn(store: Store) -> None:
+def test_a_whole_rollout_in_one_batch_is_stored_as_deltas(store: Store) -> None:
     turns = chat(10)
     store.append(turns)
     assert store.rollout_turns("r") == turns
@@ -108,7 +93,7 @@ def test_samples_of_one_call_share_all_of_its_request(store: Store) -> None:
     assert len(column(store, "request")["s3"]) < 30
 
 
-def test_a_fork_is_told_by_a_turn_that_is_not_its_parent(store: Store) -> None:
+def test_a_fork_is_a_delta_to_a_turn_that_is_not_its_parent(store: Store) -> None:
     turns = chat(4)
     fork = replace(make_turn("fork", new=[9, 9], request=turns[3].request), fork_reason="template")
     store.append(turns)
@@ -124,8 +109,9 @@ def test_rollouts_share_nothing(store: Store) -> None:
     assert column(store, "request_base")["b.000"] is None
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_turns_sent_again_do_not_mislead_later_ones(store: Store, url: str) -> None:
-    """What is stored counts, also where the second sending was told by something else."""
+    """What is stored counts, also where the second sending was a delta to something else."""
     turns = chat(5, linked=False)
     store.append(turns[:3])
     with Store.open(url) as other:  # knows nothing of them yet
@@ -139,10 +125,11 @@ def test_turns_sent_again_do_not_mislead_later_ones(store: Store, url: str) -> N
     assert store.find_turn("child") == child
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_turns_that_were_deleted_meanwhile_are_not_relied_on(store: Store, url: str) -> None:
     turns = chat(4, linked=False)
     store.append(turns[:2])
-    delete_unchecked(url, "r.001")
+    corrupt(url, "DELETE FROM turns WHERE turn_id = 'r.001'")
     store.append([turns[2]])
     assert column(store, "request_base")["r.002"] is None
     with pytest.raises(EventRejected, match=r"turn r\.001, parent of child, is not stored"):
@@ -193,17 +180,12 @@ def test_a_request_nested_as_deep_as_python_goes_comes_back(store: Store) -> Non
 # What is broken is noticed
 
 
-def damage(store: Store, turn_id: str, **values: Any) -> None:
-    with store.appending() as connection:
-        connection.execute(update(Turns).where(Turns.turn_id == turn_id).values(**values))
-
-
 @pytest.mark.parametrize("name", ["request", "request_marks"])
-def test_a_base_that_changed_is_noticed_by_those_it_tells(store: Store, name: str) -> None:
+def test_a_base_that_changed_is_noticed_by_its_deltas(store: Store, name: str) -> None:
     store.append(chat(4))
     other = chat(1, "other")[0]
     store.append([replace(other, request={"messages": [say("user", 77, 3000)], "model": "m"})])
-    damage(store, "r.000", **{name: column(store, name)["other.000"]})
+    set_columns(store, "r.000", **{name: column(store, name)["other.000"]})
     with pytest.raises(StoreCorrupt, match=r"turn r\.000: its request"):
         store.find_turn("r.003")
     with pytest.raises(StoreCorrupt, match=r"turn r\.000"):
@@ -214,7 +196,7 @@ def test_a_base_that_changed_is_noticed_by_those_it_tells(store: Store, name: st
 def test_a_base_that_is_gone_is_noticed(store: Store, url: str) -> None:
     turns = chat(3, linked=False)
     store.append(turns)
-    delete_unchecked(url, "r.001")
+    corrupt(url, "DELETE FROM turns WHERE turn_id = 'r.001'")
     with pytest.raises(StoreCorrupt, match=r"turn r\.002: turn r\.001, which it continues, is not"):
         store.find_turn("r.002")
     assert store.find_turn("r.000") == turns[0]
@@ -228,12 +210,13 @@ def test_a_base_that_is_gone_is_noticed(store: Store, url: str) -> None:
 )
 def test_a_damaged_blob_is_one_line(store: Store, name: str, harm: Any) -> None:
     store.append([make_turn("t", new=range(500), request={"a": "b" * 500}, response={"c": 1})])
-    damage(store, "t", **{name: harm(column(store, name)["t"])})
+    set_columns(store, "t", **{name: harm(column(store, name)["t"])})
     with pytest.raises(StoreCorrupt, match="turn t: ") as caught:
         store.find_turn("t")
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_a_base_cannot_be_deleted_from_under_others(store: Store) -> None:
     store.append(chat(2, linked=False))
     with pytest.raises(IntegrityError, match=r"(?i)foreign key"), store.appending() as connection:
@@ -271,31 +254,22 @@ class Speaker:
 
     def turn(self, earlier: Turn | None, rollout: str, new: int, sampled: int) -> Turn:
         if earlier is None or earlier.request is None or earlier.response is None:
-            messages = [
-                {"role": "system", "content": self.text(1500)},
-                {"role": "user", "content": self.text(new - 1500)},
-            ]
-            known = token_id_array()
+            before, user = [{"role": "system", "content": self.text(1500)}], new - 1500
         else:
-            messages = [
-                *earlier.request["messages"],
-                earlier.response["choices"][0]["message"],
-                {"role": "user", "content": self.text(new)},
-            ]
-            known = earlier.prompt_token_ids + earlier.completion_token_ids
-        said = {"role": "assistant", "content": self.text(sampled), "tool_calls": []}
-        choice = {"index": 0, "message": said, "logprobs": None, "finish_reason": "stop"}
-        return Turn(
-            rollout_id=rollout,
-            parent_id=earlier.turn_id if earlier else None,
-            dialect="chat",
+            reply = earlier.response["choices"][0]["message"]
+            before, user = [*earlier.request["messages"], reply], new
+        messages = [*before, {"role": "user", "content": self.text(user)}]
+        reply = {"role": "assistant", "content": self.text(sampled), "tool_calls": []}
+        choice = {"index": 0, "message": reply, "logprobs": None, "finish_reason": "stop"}
+        scores = [-(self._random.expovariate(1.5) ** 2) for _ in range(sampled)]
+        turn = make_turn(
+            new_id(),
+            rollout,
+            parent=earlier,
+            new=self.ids(new),
+            sampled=self.ids(sampled),
+            version=7,
             model="Qwen/Qwen3-8B",
-            prompt_token_ids=known + token_id_array(self.ids(new)),
-            completion_token_ids=token_id_array(self.ids(sampled)),
-            completion_logprobs=logprob_array(
-                [-(self._random.expovariate(1.5) ** 2) for _ in range(sampled)]
-            ),
-            policy_versions=((7, sampled),),
             sampling={"temperature": 1.0, "top_p": 1.0, "max_tokens": 512},
             finish_reason="stop",
             request={"model": "Qwen/Qwen3-8B", "messages": messages, "temperature": 1.0},
@@ -307,6 +281,7 @@ class Speaker:
                 "usage": {"prompt_tokens": 8192, "completion_tokens": sampled},
             },
         )
+        return replace(turn, completion_logprobs=logprob_array(scores))
 
 
 @pytest.fixture
@@ -316,6 +291,7 @@ def fresh(empty_url: str) -> Iterator[Store]:
         yield store
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_a_first_turn_and_its_sequels_are_small_on_the_disk(fresh: Store, empty_url: str) -> None:
     """The goal is 45 KB for a first turn of 8,192 + 512 tokens, and only what is new later."""
     store, url = fresh, empty_url

@@ -9,29 +9,25 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import text
 
+from support.store.corruption import set_columns
 from support.store.doctor_findings import found
 from support.store.events import make_turn, rollout_events
+from support.store.maintenance import drop, selection
 from support.trainer.routing_files import experts_of, routing_file
 from tracegrad.events import RolloutStarted, Turn
 from tracegrad.store import EventRejected, Ledger, Store, StoreCorrupt
 from tracegrad.store.copy.export_records import iter_rollouts, iter_task_groups
 from tracegrad.store.encoding.blobs import json_content, pack_blobs, routing_content, unpack_routing
 from tracegrad.store.encoding.routed_experts import check_routing, routing_shape
-from tracegrad.store.maintenance import (
-    RedactionRule,
-    RolloutSelection,
-    TextRemovalRule,
-    drop_text,
-    examine,
-    redact,
-)
+from tracegrad.store.maintenance import RedactionRule, examine, redact
 from tracegrad.store.maintenance.sizes import all_bytes
 from tracegrad.store.read.steps import StepHistory
 
 KINDS = st.sampled_from(["|u1", "<u2", "<i4"])
 SIDE = st.integers(1, 70)
+
+pytestmark = pytest.mark.databases("sqlite")  # blobs are the same in each
 
 
 def packed(file: bytes) -> bytes:
@@ -59,7 +55,7 @@ def test_a_layers_favourites_make_it_smaller() -> None:
     for tokens, most in ((60, 355), (2000, 315)):
         file = experts_of(tokens, layers=48, k=8, experts=128)
         assert len(packed(file)) / tokens < most
-    # 512 experts: the upper byte of two tells one bit.
+    # 512 experts: the upper byte of two holds one bit.
     wide = experts_of(500, layers=8, k=10, experts=512, kind="<u2")
     assert len(packed(wide)) < 0.65 * len(wide)
 
@@ -88,6 +84,7 @@ def two() -> list[Turn]:
     return [root, child]
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_they_are_read_where_they_are_asked_for(store: Store, url: str) -> None:
     turns = two()
     store.append(turns)
@@ -135,7 +132,7 @@ def test_those_of_other_tokens_are_not_stored(store: Store, file: bytes) -> None
 def test_dropped_text_leaves_them(store: Store) -> None:
     turns = two()
     store.append(turns)
-    drop_text(store, TextRemovalRule(selection=RolloutSelection(), before=1.5))
+    drop(store, before=1.5)
     assert store.rollout_turns("r") == [replace(turns[0], request=None), turns[1]]
 
 
@@ -143,22 +140,16 @@ def test_they_go_with_the_tokens(store: Store) -> None:
     turns = two()
     store.append(turns)
 
-    def clean(fact: Turn) -> Turn:
-        gone = fact.request == turns[1].request
-        return replace(fact, request={}) if gone else fact
+    def clean(turn: Turn) -> Turn:
+        gone = turn.request == turns[1].request
+        return replace(turn, request={}) if gone else turn
 
-    rule = RedactionRule(selection=RolloutSelection(), clean=clean, name="n", drop_tokens=True)  # type: ignore[arg-type]
+    rule = RedactionRule(selection=selection(), clean=clean, name="n", drop_tokens=True)  # type: ignore[arg-type]
     redact(store, rule)
     kept = store.rollout_turns("r")
     assert [turn.routed_experts for turn in kept] == [turns[0].routed_experts, None]
     assert kept[1].untrainable == "redacted"
     assert examine(store).ok
-
-
-def changed(store: Store, blob: bytes) -> None:
-    with store.exclusive() as connection:
-        change = text("UPDATE turns SET routed_experts = :blob WHERE turn_id = 't1'")
-        connection.execute(change, {"blob": blob})
 
 
 def test_the_doctor_finds_broken_ones(store: Store) -> None:
@@ -171,7 +162,7 @@ def test_the_doctor_finds_broken_ones(store: Store) -> None:
         (b"\x01" + whole[1:], "unknown tag 01"),
         (b"", "unknown tag"),
     ):
-        changed(store, blob)
+        set_columns(store, "t1", routed_experts=blob)
         [finding] = found(store, "routes")
         assert finding.subject == "turn t1"
         assert re.search(why, finding.message), finding.message
@@ -180,11 +171,12 @@ def test_the_doctor_finds_broken_ones(store: Store) -> None:
 
 def test_broken_ones_are_not_given_out(store: Store) -> None:
     store.append(two())
-    changed(store, packed(experts_of(5))[:-9])
+    set_columns(store, "t1", routed_experts=packed(experts_of(5))[:-9])
     with pytest.raises(StoreCorrupt, match="turn t1: "):
         store.rollout_turns("r")
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_their_room_is_counted(store: Store) -> None:
     def size() -> int:
         with store.reading() as connection:
@@ -193,5 +185,5 @@ def test_their_room_is_counted(store: Store) -> None:
     store.append([make_turn("t1")])
     before = size()
     blob = packed(experts_of(4))
-    changed(store, blob)
+    set_columns(store, "t1", routed_experts=blob)
     assert size() == before + len(blob)

@@ -17,29 +17,24 @@ from support.store.corruption import corrupt
 from support.store.doctor_findings import found
 from support.store.english_text import prose
 from support.store.events import make_turn
-from tracegrad.cli.commands.redact import make_cleaner, pattern_hook
+from support.store.maintenance import drop, remove, selection
+from support.store.redactions import rule
 from tracegrad.events import RolloutFinished, Turn
 from tracegrad.store import Store
 from tracegrad.store.encoding.blobs import BlobContent, json_content, pack_blobs, unpack_json
 from tracegrad.store.encoding.shared_texts import MIN_CHARACTERS, TextExtraction, TextSightings
-from tracegrad.store.maintenance import (
-    RedactionRule,
-    RetentionRule,
-    RolloutSelection,
-    TextRemovalRule,
-    drop_text,
-    examine,
-    prune,
-    redact,
-)
+from tracegrad.store.maintenance import examine, redact
 from tracegrad.store.models import SharedTexts, Turns, TurnTexts
+from tracegrad.store.rows import count_rows
 
 SYSTEM = {"role": "system", "content": prose(1, 6_000)}
 TOOLS = [
     {"type": "function", "function": {"name": f"tool_{n}", "description": prose(n, 400)}}
     for n in range(12)
 ]
-FILE = prose(77, 3_000)  # what a tool says to every rollout
+FILE = prose(77, 3_000)  # what a tool returns to every rollout
+
+pytestmark = pytest.mark.databases("sqlite")  # blobs are the same in each
 
 
 def conversation(rollout_id: str, *, turns: int = 3, task: str = "") -> list[Turn]:
@@ -47,47 +42,36 @@ def conversation(rollout_id: str, *, turns: int = 3, task: str = "") -> list[Tur
     made: list[Turn] = []
     messages = [SYSTEM, {"role": "user", "content": task or f"{rollout_id}: " + "do it. " * 40}]
     for n in range(turns):
-        reply = f"{rollout_id} calls tool {n}. " * 20
-        made.append(
-            make_turn(
-                f"{rollout_id}.{n}",
-                rollout_id,
-                parent=made[-1] if made else None,
-                request={"model": "m", "tools": TOOLS, "messages": copy.deepcopy(messages)},
-                response={"choices": [{"message": {"role": "assistant", "content": reply}}]},
-                created_at=1000.0 * n,
-            )
-        )
+        reply = {"role": "assistant", "content": f"{rollout_id} calls tool {n}. " * 20}
+        request = {"model": "m", "tools": TOOLS, "messages": copy.deepcopy(messages)}
+        parent, more = made[-1] if made else None, {"response": {"choices": [{"message": reply}]}}
+        turn = make_turn(f"{rollout_id}.{n}", rollout_id, parent=parent, request=request, **more)
+        made.append(replace(turn, created_at=1000.0 * n))
         call = f"{rollout_id}-{n}"
-        messages += [
-            {"role": "assistant", "content": reply},
-            {"role": "tool", "tool_call_id": call, "content": FILE if n == 0 else f"done {call}"},
-        ]
+        result = FILE if n == 0 else f"done {call}"
+        messages += [reply, {"role": "tool", "tool_call_id": call, "content": result}]
     return made
+
+
+def store_conversations(store: Store, names: str) -> None:
+    for name in names:
+        store.append(conversation(name))
 
 
 def shared(store: Store) -> tuple[int, int]:
     """Texts, and places that want one."""
     with store.reading() as connection:
-        return tuple(  # type: ignore[return-value]
-            connection.scalar(select(func.count()).select_from(table))
-            for table in (SharedTexts, TurnTexts)
-        )
+        return count_rows(connection, SharedTexts), count_rows(connection, TurnTexts)
 
 
 def raw_bytes(store: Store) -> int:
-    size = func.coalesce(func.length(Turns.request), 0) + func.coalesce(
-        func.length(Turns.response), 0
-    )
     with store.reading() as connection:
-        blobs = connection.scalar(select(func.coalesce(func.sum(func.length(SharedTexts.blob)), 0)))
-        return int(connection.scalar(select(func.sum(size))) or 0) + int(blobs or 0)
+        columns = (Turns.request, Turns.response, SharedTexts.blob)
+        sums = [connection.scalar(select(func.sum(func.length(each)))) for each in columns]
+    return sum(int(each or 0) for each in sums)
 
 
-def stored(store: Store, *rollout_ids: str) -> dict[str, list[Turn]]:
-    return {name: store.rollout_turns(name) for name in rollout_ids}
-
-
+@pytest.mark.databases("sqlite", "postgres")
 def test_what_rollouts_have_in_common_is_stored_once(store: Store) -> None:
     first, *others = (conversation(f"r{n}") for n in range(8))
     store.append(first)
@@ -116,14 +100,13 @@ def test_samples_of_one_task_share_its_whole_prompt(store: Store) -> None:
         assert store.rollout_turns(turns[0].rollout_id) == turns
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_another_process_learns_by_itself_and_writes_the_same_text_once(
     store: Store, url: str
 ) -> None:
-    for name in ("a", "b"):
-        store.append(conversation(name))
+    store_conversations(store, "ab")
     with Store.open(url) as other:
-        for name in ("c", "d", "e"):
-            other.append(conversation(name))
+        store_conversations(other, "cde")
         assert shared(other) == (3, 3 * 3)
     assert store.rollout_turns("e") == conversation("e")
 
@@ -137,6 +120,7 @@ def test_a_long_reply_that_comes_again_is_stored_once(store: Store) -> None:
     assert [store.find_turn(turn.turn_id) for turn in turns] == turns
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_texts_that_json_says_in_its_own_way(store: Store) -> None:
     odd = {"role": "user", "content": "\ud800 \x00 é" + "x" * MIN_CHARACTERS, "n": 2**80}
     request = {"messages": [odd, {"\udc00": "y" * MIN_CHARACTERS, "k\n": "z" * MIN_CHARACTERS}]}
@@ -147,24 +131,23 @@ def test_texts_that_json_says_in_its_own_way(store: Store) -> None:
     assert found(store, "texts") == []
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_a_text_goes_with_the_last_rollout_that_has_it(store: Store) -> None:
     names = ("a", "b", "c")
     for name in names:
         store.append([*conversation(name), RolloutFinished(rollout_id=name, finished_at=1.0)])
     assert shared(store) == (3, 6)
     for name, left in (("b", (3, 3)), ("c", (0, 0)), ("a", (0, 0))):
-        selection = RolloutSelection(rollouts=(name,))
-        prune(store, RetentionRule(selection=selection, also_untrained=True))
+        remove(store, name)
         assert shared(store) == left
     assert store.rollouts() == []
 
 
 def test_writers_go_on_after_a_text_was_taken_out(store: Store, url: str) -> None:
     """They remember it as stored."""
-    for name in ("a", "b", "c"):
-        store.append(conversation(name))
+    store_conversations(store, "abc")
     with Store.open(url) as care:
-        prune(care, RetentionRule(selection=RolloutSelection(), also_untrained=True))
+        remove(care)
         assert shared(care) == (0, 0)
     for name in ("d", "e"):
         store.append(conversation(name))
@@ -172,36 +155,30 @@ def test_writers_go_on_after_a_text_was_taken_out(store: Store, url: str) -> Non
     assert found(store, "texts") == []
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_dropped_texts_take_the_shared_ones_along(store: Store) -> None:
-    for name in ("a", "b", "c"):
-        store.append(conversation(name))
-    drop_text(store, TextRemovalRule(selection=RolloutSelection(), before=1500.0))
-    # The last request of each is told anew: what it shares with the others is shared again.
+    store_conversations(store, "abc")
+    drop(store, before=1500.0)
+    # The last request of each is encoded again: what it shares with the others is shared again.
     for name in ("a", "b", "c"):
         *dropped, last = store.rollout_turns(name)
         assert [turn.request for turn in dropped] == [None, None]
         assert last == conversation(name)[-1]
     assert found(store, "texts") == []
     assert shared(store)[0] == 3
-    drop_text(store, TextRemovalRule(selection=RolloutSelection()))
+    drop(store)
     assert shared(store) == (0, 0)
 
 
 def test_redaction_reaches_shared_texts(store: Store) -> None:
     secret = SYSTEM["content"][100:160]
-    for name in ("a", "b", "c", "d"):
-        store.append(conversation(name))
-    clean = make_cleaner([pattern_hook(secret, literal=True)])
-
-    def redacted(selection: RolloutSelection) -> None:
-        redact(store, RedactionRule(selection=selection, clean=clean, name="a literal"))
-
-    redacted(RolloutSelection(rollouts=("b",)))
-    # Of the others nobody spoke: they keep the text that they have.
+    store_conversations(store, "abcd")
+    redact(store, rule(secret, selection=selection("b")))
+    # The others, which were not selected, keep the text that they have.
     assert store.rollout_turns("c") == conversation("c")
     assert secret not in str(store.rollout_turns("b"))
-    redacted(RolloutSelection())
-    for turns in stored(store, "a", "b", "c", "d").values():
+    redact(store, rule(secret))
+    for turns in map(store.rollout_turns, "abcd"):
         assert secret not in str(turns)
         assert FILE in str(turns)
     with store.reading() as connection:
@@ -221,8 +198,7 @@ def test_redaction_reaches_shared_texts(store: Store) -> None:
 def test_the_doctor_names_damaged_and_missing_texts(
     store: Store, url: str, statement: str, check: str
 ) -> None:
-    for name in ("a", "b"):
-        store.append(conversation(name))
+    store_conversations(store, "ab")
     corrupt(url, statement, b"\x10garbage" if "UPDATE" in statement else 0)
     report = examine(store)
     assert not report.ok
@@ -230,9 +206,9 @@ def test_the_doctor_names_damaged_and_missing_texts(
     assert {f.subject for f in report.findings if f.subject.startswith("turn b")} >= {"turn b.0"}
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_the_doctor_takes_out_texts_that_nobody_wants(store: Store, url: str) -> None:
-    for name in ("a", "b"):
-        store.append(conversation(name))
+    store_conversations(store, "ab")
     corrupt(url, "DELETE FROM turn_texts")
     corrupt(url, "UPDATE turns SET request = NULL, request_base = NULL, request_marks = NULL")
     [finding] = found(store, "texts")
@@ -242,6 +218,7 @@ def test_the_doctor_takes_out_texts_that_nobody_wants(store: Store, url: str) ->
     assert found(store, "texts") == []
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_threads_that_write_the_same_texts_at_once(store: Store) -> None:
     rollouts = [conversation(f"r{n}") for n in range(24)]
 
@@ -258,8 +235,7 @@ def test_threads_that_write_the_same_texts_at_once(store: Store) -> None:
 
 
 def test_a_turn_written_twice_shares_once(store: Store) -> None:
-    for name in ("a", "b"):
-        store.append(conversation(name))
+    store_conversations(store, "ab")
     before = shared(store)
     store.append(conversation("b"))
     store.append([replace(conversation("b")[0], request={"other": True})])

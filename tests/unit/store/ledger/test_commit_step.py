@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 import pytest
 
 from support.store.events import make_turn, rollout_events
-from support.store.ledger_fixtures import FakeClock, fill, ids, lease, turn_ids
+from support.store.ledger_fixtures import FakeClock, commit, fill, ids, lease, turn_ids
 from support.store.ledger_fixtures import fake_clock as fake_clock
 from support.store.ledger_fixtures import ledger as ledger
 from tracegrad.events import Outcome
@@ -26,22 +29,14 @@ def test_a_step_commits_with_its_turns(store: Store, ledger: Ledger) -> None:
     step = StepRecord(
         step=7, version=8, settings={"lr": 1e-5}, metrics={"loss": 0.5}, checkpoint="ckpt/7"
     )
-    ledger.commit_step(
-        step,
-        trained=turn_ids(used),
-        skipped=dict.fromkeys(turn_ids(dropped), "equal_rewards"),
-        rollouts=[r.rollout_id for group in (used, dropped) for r in group.rollouts],
-        leases=lease_by_rollout([used, dropped]),
-    )
+    skipped = dict.fromkeys(turn_ids(dropped), "equal_rewards")
+    commit(ledger, [used, dropped], trained=turn_ids(used), skipped=skipped, **asdict(step))
     assert ledger.last_step() == step
     assert store.turn_counts() == TurnCounts(8, 4, {"equal_rewards": 4}, {})
     detail = store.rollout("t0.0")
     assert {fate.step for fate in detail.dispositions.values()} == {7}
-    assert (detail.summary.state, detail.summary.consumed_step, detail.summary.trained_turns) == (
-        "consumed",
-        7,
-        2,
-    )
+    row = detail.summary
+    assert (row.state, row.consumed_step, row.trained_turns) == ("consumed", 7, 2)
     assert lease(ledger) == []
 
 
@@ -54,23 +49,11 @@ def test_a_turn_is_trained_once_and_a_second_step_leaves_no_trace(
     [quick] = lease(ledger)
     assert ids([slow]) == ids([quick]), "the slow trainer outlived its lease"
     names = [r.rollout_id for r in quick.rollouts]
-    ledger.commit_step(
-        StepRecord(step=1, version=1),
-        trained=turn_ids(quick),
-        skipped={},
-        rollouts=names,
-        leases=lease_by_rollout([quick]),
-    )
+    commit(ledger, [quick])
     [other] = lease(ledger)
     before = (store.turn_counts(), store.rollouts(), ledger.steps())
     with pytest.raises(AlreadyTrained, match=r"turn t0\.\d\.\d was trained by step 1 already"):
-        ledger.commit_step(
-            StepRecord(step=2, version=2),
-            trained=[*turn_ids(other), *turn_ids(slow)],
-            skipped={},
-            rollouts=["t1.0", "t1.1", *names],
-            leases=lease_by_rollout([other, slow]),
-        )
+        commit(ledger, [other, slow], step=2)
     assert (store.turn_counts(), store.rollouts(), ledger.steps()) == before
     with pytest.raises(AlreadyTrained, match="trained by step 1"):
         ledger.commit_skipped({turn_ids(slow)[0]: "stale"}, names)
@@ -78,32 +61,26 @@ def test_a_turn_is_trained_once_and_a_second_step_leaves_no_trace(
 
 def test_a_step_that_contradicts_itself_is_refused(store: Store, ledger: Ledger) -> None:
     fill(store, tasks=1, size=2)
-    step = StepRecord(step=1, version=1)
-    names = ["t0.0", "t0.1"]
-    with pytest.raises(LedgerError, match="both trained and skipped"):
-        ledger.commit_step(step, trained=["t0.0.0"], skipped={"t0.0.0": "x"}, rollouts=names)
-    with pytest.raises(LedgerError, match="a turn that is not stored"):
-        ledger.commit_step(step, trained=["nobody"], skipped={}, rollouts=names)
-    with pytest.raises(LedgerError, match="1 of the step's rollouts"):
-        ledger.commit_step(step, trained=["t0.0.0"], skipped={}, rollouts=[*names, "nobody"])
+    good: dict[str, Any] = {"trained": ["t0.0.0"], "rollouts": ["t0.0", "t0.1"]}
+    for more, message in (
+        ({"skipped": {"t0.0.0": "x"}}, "both trained and skipped"),
+        ({"trained": ["nobody"]}, "a turn that is not stored"),
+        ({"rollouts": ["t0.0", "t0.1", "nobody"]}, "1 of the step's rollouts"),
+    ):
+        with pytest.raises(LedgerError, match=message):
+            commit(ledger, **(good | more))
     assert ledger.last_step() is None
     assert store.turn_counts().pending == {"waiting": 4}
-    ledger.commit_step(step, trained=["t0.0.0"], skipped={}, rollouts=names)
+    commit(ledger, **good)
     with pytest.raises(LedgerError, match="step 1 is in the ledger already"):
-        ledger.commit_step(step, trained=[], skipped={}, rollouts=[])
+        commit(ledger)
 
 
 def test_turns_that_come_late_are_counted(store: Store, ledger: Ledger) -> None:
     fill(store, tasks=1, size=2)
     [group] = lease(ledger)
     store.append([make_turn("during", "t0.0")])
-    ledger.commit_step(
-        StepRecord(step=1, version=1),
-        trained=turn_ids(group),
-        skipped={},
-        rollouts=["t0.0", "t0.1"],
-        leases=lease_by_rollout([group]),
-    )
+    commit(ledger, [group])
     store.append([make_turn("after", "t0.1")])
     assert store.turn_counts() == TurnCounts(6, 4, {"late": 2}, {})
 
@@ -116,13 +93,8 @@ def test_the_counts_always_add_up(store: Store, ledger: Ledger) -> None:
     store.append(rollout_events("h", tags={"split": "held_out"}, turns=5))
     store.append(rollout_events("e", tags=train, outcome=Outcome.ENV_ERROR, turns=1))
     first = lease(ledger, tags=train)
-    ledger.commit_step(
-        StepRecord(step=1, version=1),
-        trained=turn_ids(first[0])[:3],
-        skipped={turn_ids(first[0])[3]: "greedy"},
-        rollouts=ids(first)[0],
-        leases=lease_by_rollout(first),
-    )
+    *trained, skipped = turn_ids(first[0])
+    commit(ledger, first, trained=trained, skipped={skipped: "greedy"})
     lease(ledger, tags=train)
     counts = store.turn_counts(train)
     assert counts == TurnCounts(
@@ -145,19 +117,9 @@ def test_skipped_groups_need_no_step(store: Store, ledger: Ledger) -> None:
     assert store.turn_counts() == TurnCounts(4, 0, {"equal_rewards": 4}, {})
 
 
-def test_the_last_steps_come_in_order(ledger: Ledger) -> None:
+def test_the_last_steps_come_in_order_with_what_they_were_made_of(ledger: Ledger) -> None:
     for number in (1, 2, 3):
-        ledger.commit_step(
-            StepRecord(step=number, version=number), trained=[], skipped={}, rollouts=[]
-        )
+        commit(ledger, step=number, batch={"groups": [], "ranks": 2} if number == 2 else None)
     assert [step.step for step in ledger.steps(2)] == [2, 3]
     assert [step.step for step in ledger.steps()] == [1, 2, 3]
-
-
-def test_a_step_says_what_it_was_made_of(store: Store) -> None:
-    batch = {"groups": [{"group_id": "g", "rollouts": []}], "ranks": 2}
-    ledger = Ledger(store)
-    for number, made_of in ((1, batch), (2, None)):
-        step = StepRecord(step=number, version=number, batch=made_of)
-        ledger.commit_step(step, trained=[], skipped={}, rollouts=[])
-    assert [step.batch for step in ledger.steps()] == [batch, None]
+    assert [step.batch for step in ledger.steps()] == [None, {"groups": [], "ranks": 2}, None]

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from support.store.ledger_fixtures import FakeClock, fill, ids, lease, turn_ids
+from support.store.ledger_fixtures import FakeClock, commit, fill, ids, lease
 from support.store.ledger_fixtures import fake_clock as fake_clock
 from support.store.ledger_fixtures import ledger as ledger
 from tracegrad.store import (
     AlreadyTrained,
-    Group,
     LeaseLost,
     Ledger,
     LedgerError,
@@ -21,16 +20,6 @@ from tracegrad.store import (
     lease_by_rollout,
 )
 from tracegrad.store.databases import statements
-
-
-def commit(ledger: Ledger, groups: list[Group], step: int = 1, **more: Any) -> None:
-    given: dict[str, Any] = {
-        "trained": [turn for group in groups for turn in turn_ids(group)],
-        "skipped": {},
-        "rollouts": [rollout for group in ids(groups) for rollout in group],
-        "leases": lease_by_rollout(groups),
-    }
-    ledger.commit_step(StepRecord(step=step, version=step), **{**given, **more})
 
 
 def everything(store: Store, ledger: Ledger) -> Any:
@@ -51,29 +40,23 @@ def test_a_lease_that_is_renewed_outlives_its_time(
         assert lease(ledger, owner="other") == []
     [held] = ledger.leases("t0.0")
     assert held.leased_until == fake_clock.now + 10
-    commit(ledger, groups)
-    assert store.turn_counts().trained == 4
-
-
-def test_a_lease_that_nobody_renews_ends(
-    store: Store, ledger: Ledger, fake_clock: FakeClock
-) -> None:
-    """A dead process' leases expire, however long it had renewed them."""
-    fill(store, tasks=1, size=2)
-    groups = lease(ledger, ttl_s=10)
-    ledger.renew(lease_by_rollout(groups), ttl_s=10)
+    # A dead process' leases expire, however long it had renewed them.
     fake_clock.advance(10)
     assert ids(lease(ledger, owner="other")) == ids(groups)
 
 
+@pytest.mark.parametrize("renewed", [True, False])
 def test_a_lease_that_ran_out_and_that_nobody_took_is_its_holders_still(
-    store: Store, ledger: Ledger, fake_clock: FakeClock
+    store: Store, ledger: Ledger, fake_clock: FakeClock, renewed: bool
 ) -> None:
     fill(store, tasks=1, size=2)
     groups = lease(ledger, ttl_s=10)
     fake_clock.advance(1000)
-    assert ledger.renew(lease_by_rollout(groups), ttl_s=10) == []
-    assert lease(ledger, owner="other") == []
+    if renewed:
+        assert ledger.renew(lease_by_rollout(groups), ttl_s=10) == []
+        assert lease(ledger, owner="other") == []
+    commit(ledger, groups)
+    assert store.turn_counts().trained == 4
 
 
 def test_renewing_names_what_is_lost_and_renews_the_rest(
@@ -148,24 +131,9 @@ def test_a_commit_without_the_lease_that_there_is_is_refused(store: Store, ledge
         commit(ledger, groups, leases={})
     with pytest.raises(LeaseLost, match="holder has it now"):
         commit(ledger, groups, leases=dict.fromkeys(ids(groups)[0], "made up"))
-
-
-def test_a_commit_after_the_lease_was_given_back_is_refused(store: Store, ledger: Ledger) -> None:
-    fill(store, tasks=1, size=2)
-    groups = lease(ledger)
     ledger.release(groups)
     with pytest.raises(LeaseLost, match="nobody has it now"):
         commit(ledger, groups)
-
-
-def test_a_lease_that_ran_out_and_that_nobody_took_can_be_committed(
-    store: Store, ledger: Ledger, fake_clock: FakeClock
-) -> None:
-    fill(store, tasks=1, size=2)
-    groups = lease(ledger, ttl_s=10)
-    fake_clock.advance(11)
-    commit(ledger, groups)
-    assert store.turn_counts().trained == 4
 
 
 def test_a_rollout_is_consumed_once(store: Store, ledger: Ledger) -> None:

@@ -32,10 +32,11 @@ def test_a_lease_holds_the_oldest_groups_with_all_they_need(store: Store, ledger
 
 
 def test_all_or_nothing_unless_fewer_will_do(store: Store, ledger: Ledger) -> None:
-    fill(store, tasks=2, size=2)
+    fill(store, tasks=1, size=5)
     assert lease(ledger, groups=3) == []
-    assert store.turn_counts().pending == {"waiting": 8}, "nothing was held back"
-    assert len(lease(ledger, groups=3, at_least=1)) == 2
+    assert store.turn_counts().pending == {"waiting": 10}, "nothing was held back"
+    groups = lease(ledger, groups=3, at_least=1)
+    assert ids(groups) == [["t0.0", "t0.1"], ["t0.2", "t0.3"]], "one task may fill several"
     assert lease(ledger, groups=1, at_least=0) == []
 
 
@@ -57,13 +58,9 @@ def test_what_is_not_ready_is_not_leased(store: Store, ledger: Ledger) -> None:
     assert ledger.ready({"split": "train"}) == 0, "leased"
 
 
-def test_scored_failures_are_trained_on(store: Store, ledger: Ledger) -> None:
-    store.append(rollout_events("a", outcome=Outcome.AGENT_ERROR, reward=0.0))
-    store.append(rollout_events("b", outcome=Outcome.BUDGET, reward=0.0))
-    assert [r.outcome for r in lease(ledger)[0].rollouts] == [Outcome.AGENT_ERROR, Outcome.BUDGET]
-
-
-def test_unscored_rollouts_are_consumed_with_their_outcome(store: Store, ledger: Ledger) -> None:
+def test_scored_failures_are_leased_and_unscored_ones_consumed_with_their_outcome(
+    store: Store, ledger: Ledger
+) -> None:
     store.append(rollout_events("a", outcome=Outcome.ENV_ERROR))
     store.append(rollout_events("b", outcome=Outcome.ABORTED, turns=1))
     store.append(rollout_events("c", outcome=Outcome.ABORTED, tags={"split": "other"}, turns=3))
@@ -71,12 +68,10 @@ def test_unscored_rollouts_are_consumed_with_their_outcome(store: Store, ledger:
     assert lease(ledger) == []
     assert store.turn_counts() == TurnCounts(6, 0, {"env_error": 2, "aborted": 4}, {})
     assert store.rollout("a").summary.state == "consumed"
-
-
-def test_a_task_may_fill_several_groups(store: Store, ledger: Ledger) -> None:
-    fill(store, tasks=1, size=5)
-    groups = lease(ledger, groups=2)
-    assert ids(groups) == [["t0.0", "t0.1"], ["t0.2", "t0.3"]]
+    scored = [Outcome.AGENT_ERROR, Outcome.BUDGET]
+    for outcome in scored:
+        store.append(rollout_events(outcome.value, outcome=outcome, reward=0.0))
+    assert [rollout.outcome for rollout in lease(ledger)[0].rollouts] == scored
 
 
 def test_an_incomplete_group_waits_then_goes_smaller(store: Store, ledger: Ledger) -> None:
@@ -113,7 +108,7 @@ def test_a_lease_ends_by_itself_or_by_release(
     assert ids(lease(ledger)) == ids(first)
 
 
-def test_a_leases_history_tells_who_had_what(
+def test_a_leases_history_names_who_had_what(
     store: Store, ledger: Ledger, fake_clock: FakeClock
 ) -> None:
     fill(store, tasks=1, size=2)
@@ -153,16 +148,12 @@ def test_a_leases_history_tells_who_had_what(
 
 def test_a_lease_that_is_held_says_so(store: Store, ledger: Ledger) -> None:
     fill(store, tasks=1, size=2)
+    assert lease(ledger, groups=2) == []
+    assert ledger.leases("t0.0") == [], "what was not given has no history"
     lease(ledger, ttl_s=60)
     [held] = ledger.leases("t0.0")
     assert held.state(time.time()) == "held"
     assert held.state(held.leased_until) == "expired"
-
-
-def test_a_refused_lease_leaves_no_history(store: Store, ledger: Ledger) -> None:
-    fill(store, tasks=1, size=2)
-    assert lease(ledger, groups=2) == []
-    assert ledger.leases("t0.0") == []
 
 
 @pytest.mark.parametrize(
@@ -216,12 +207,8 @@ def test_a_turn_that_its_client_never_got_is_not_counted_by_rewards(store: Store
     assert rollout.turn_rewards == {0: 0.1, 2: 0.2, 3: 0.3}
     assert rollout.deciding_turn == 2
     detail = store.rollout("r")
-    assert [[r.value for r in rewards_of_turn(index, detail)] for index in range(4)] == [
-        [0.1],
-        [],
-        [0.2, 1.0],
-        [0.3],
-    ]
+    shown = [[r.value for r in rewards_of_turn(index, detail)] for index in range(4)]
+    assert shown == [[0.1], [], [0.2, 1.0], [0.3]]
 
 
 def test_the_deciding_turn_is_the_last_one_that_is_marked() -> None:
@@ -240,15 +227,11 @@ def test_finish_without_an_opening_can_be_trained(store: Store, ledger: Ledger) 
     assert ids(lease(ledger, size=1)) == [["r"]]
 
 
-def test_leases_of_an_owner_who_was_killed_are_free_at_once(store: Store) -> None:
-    for name in ("a", "b", "c", "d"):
-        store.append(rollout_events(name))
-    ledger = Ledger(store)
-    first = ledger.lease(groups=2, group_size=1, owner="killed", ttl_s=600)
-    ledger.lease(groups=1, group_size=1, owner="alive", ttl_s=600)
-    ids = [rollout.rollout_id for group in first for rollout in group.rollouts]
+def test_leases_of_an_owner_who_was_killed_are_free_at_once(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=4, size=1)
+    first = lease(ledger, groups=2, size=1, owner="killed")
+    lease(ledger, groups=1, size=1, owner="alive")
     assert ledger.release_owner("killed") == 2
     assert ledger.release_owner("killed") == 0
-    again = ledger.lease(groups=2, group_size=1, owner="next", ttl_s=600)
-    assert [rollout.rollout_id for group in again for rollout in group.rollouts] == ids
-    assert [lease.state(time.time()) for lease in ledger.leases(ids[0])] == ["released", "held"]
+    assert ids(lease(ledger, groups=2, size=1, owner="next")) == ids(first)
+    assert [one.state(time.time()) for one in ledger.leases("t0.0")] == ["released", "held"]

@@ -52,7 +52,7 @@ class Ledgers(RuleBasedStateMachine):
         shutil.copy(self.filled, self.folder / "store.db")
         self.store = Store.open(f"sqlite:///{self.folder}/store.db")
         self.ledger = Ledger(self.store)
-        self.trained: list[str] = []  # as committed steps said
+        self.trained: list[str] = []  # by committed steps
         self.held: dict[str, set[str]] = {"a": set(), "b": set()}
 
     def teardown(self) -> None:

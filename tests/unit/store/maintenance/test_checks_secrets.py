@@ -30,8 +30,8 @@ def test_a_password_in_a_steps_settings_is_found_and_taken_out(store: Store, url
     assert WORD not in repr(report)
 
     fixed = examine(store, fix=True)
-    [mended] = [each for each in fixed.findings if each.check == "secrets"]
-    assert (mended.fixed, mended.count) == (True, 1)
+    [repaired] = [each for each in fixed.findings if each.check == "secrets"]
+    assert (repaired.fixed, repaired.count) == (True, 1)
     assert [step.settings for step in Ledger(store).steps()] == [
         {"lr": 1.0},
         {

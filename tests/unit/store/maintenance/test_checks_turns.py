@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from support.store.conversations import conversation
-from support.store.corruption import corrupt
-from support.store.doctor_findings import found
+from support.store.doctor_findings import Breaks, found
+from support.store.doctor_findings import breaks as breaks
 from support.store.events import make_turn
+from support.store.maintenance import drop
 from tracegrad.events import logprob_array, token_id_array
 from tracegrad.store import Store
 from tracegrad.store.encoding.blobs import array_content, pack_blobs
-from tracegrad.store.maintenance import (
-    RolloutSelection,
-    TextRemovalRule,
-    drop_text,
-)
 
-Breaks = Callable[..., None]
-
-
-@pytest.fixture
-def breaks(url: str) -> Breaks:
-    return lambda statement, *values: corrupt(url, statement, *values)
+pytestmark = pytest.mark.databases("sqlite")  # of rows that were read
 
 
 def blob(values: Any) -> bytes:
@@ -86,6 +76,7 @@ def test_a_log_probability_that_is_no_number(store: Store, breaks: Breaks) -> No
     assert finding.subject == "turn t"
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_version_spans_that_do_not_cover_the_tokens(store: Store, breaks: Breaks) -> None:
     store.append([make_turn("t"), make_turn("u")])
     breaks("UPDATE turns SET policy_versions = '[[0, 1]]' WHERE turn_id = 't'")
@@ -108,6 +99,6 @@ def test_a_request_that_cannot_be_rebuilt(store: Store, breaks: Breaks) -> None:
         "it is a delta to that of turn r.1, which is broken (rollout r)",
         "it is a delta to that of turn r.2, which is broken (rollout r)",
     ]
-    # The mend that it names does it.
-    drop_text(store, TextRemovalRule(selection=RolloutSelection(rollouts=("r",))))
+    # The fix that it names does it.
+    drop(store, "r")
     assert found(store, "texts") == []

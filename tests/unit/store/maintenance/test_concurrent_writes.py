@@ -5,28 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from support.store.conversations import request
 from support.store.events import make_turn, rollout_events
+from support.store.maintenance import drop, remove, selection
 from support.store.redactions import SECRET, WORDS, conversation, rule, without
 from tracegrad.events import Outcome, Turn
 from tracegrad.jsonutil import dump_json
 from tracegrad.store import Store
 from tracegrad.store import store as store_module
-from tracegrad.store.maintenance import (
-    RetentionRule,
-    RolloutSelection,
-    TextRemovalRule,
-    drop_text,
-    examine,
-    prune,
-    redact,
-    redaction,
-)
+from tracegrad.store.maintenance import RetentionRule, examine, prune, redact, redaction
 
 ABORTED = Outcome.ABORTED
 
@@ -51,11 +43,11 @@ def while_it_holds(
 
 def following(parent: Turn) -> Turn:
     assert parent.request is not None
-    said = [message["content"] for message in parent.request["messages"][1:]]
-    return make_turn("next", parent=parent, request=request(*said, f"{WORDS}one more"))
+    texts = [message["content"] for message in parent.request["messages"][1:]]
+    return make_turn("next", parent=parent, request=request(*texts, f"{WORDS}one more"))
 
 
-def test_a_turn_that_comes_while_what_it_is_told_by_is_redacted(
+def test_a_turn_that_comes_while_its_base_is_redacted(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Store.open(url) as writing, Store.open(url) as caring:
@@ -106,7 +98,6 @@ def test_a_writer_believes_its_memory_again_after_a_removal(
 
 def test_after_all_kinds_of_care_beside_busy_writers_the_doctor_finds_nothing(url: str) -> None:
     """Writers share rollouts and put several into one transaction, as proxies do."""
-    failures: list[BaseException] = []
     with Store.open(url) as caring:
 
         def write(writer: int) -> None:
@@ -119,34 +110,21 @@ def test_after_all_kinds_of_care_beside_busy_writers_the_doctor_finds_nothing(ur
                     writing.append([*made, *rollout_events(f"{writer}.{number}", outcome=ABORTED)])
 
         def longer(parent: Turn | None, name: str, turn_id: str) -> Turn:
-            said = parent.request["messages"][1:] if parent and parent.request else []
-            texts = [*(message["content"] for message in said[-5:]), f"{WORDS}{SECRET}"]
+            before = parent.request["messages"][1:] if parent and parent.request else []
+            texts = [*(message["content"] for message in before[-5:]), f"{WORDS}{SECRET}"]
             return make_turn(f"{name}.{turn_id}", name, parent=parent, request=request(*texts))
 
-        def guarded(work: Callable[[], object]) -> Callable[[], None]:
-            def run() -> None:
-                try:
-                    work()
-                except BaseException as error:
-                    failures.append(error)
-
-            return run
-
-        threads = [threading.Thread(target=guarded(partial(write, n))) for n in range(3)]
-        for thread in threads:
-            thread.start()
         removed = 0
-        while any(thread.is_alive() for thread in threads):
+        pool = ThreadPoolExecutor(3)
+        writers = [pool.submit(write, n) for n in range(3)]
+        while not all(writer.done() for writer in writers):
             redact(caring, rule(drop_tokens=True))
-            drop_text(caring, TextRemovalRule(selection=RolloutSelection(rollouts=("shared0",))))
-            removed += prune(caring, RetentionRule(selection=RolloutSelection()), at_once=3)[
-                "rollouts"
-            ]
-        for thread in threads:
-            thread.join()
-        assert not failures
+            drop(caring, "shared0")
+            removed += prune(caring, RetentionRule(selection=selection()), at_once=3)["rollouts"]
+        for writer in writers:
+            writer.result()
         redact(caring, rule())
-        removed += prune(caring, RetentionRule(selection=RolloutSelection()))["rollouts"]
+        removed += remove(caring, also_untrained=False)["rollouts"]
         assert removed == 75
         assert [f for f in examine(caring).findings if f.check != "database"] == []
         turns = [turn for n in range(4) for turn in caring.rollout_turns(f"shared{n}")]

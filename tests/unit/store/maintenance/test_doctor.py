@@ -1,40 +1,24 @@
-"""Each kind of damage is named, with how to mend it; a healthy store is not complained about."""
+"""Each kind of damage is named, with its fix; a healthy store has no findings."""
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from support.store.conversations import conversation
 from support.store.corruption import corrupt
-from support.store.doctor_findings import found, healthy, look
+from support.store.doctor_findings import Breaks, found, healthy, look
+from support.store.doctor_findings import breaks as breaks
 from support.store.events import make_turn, rollout_events
-from tracegrad.cli.commands.redact import make_cleaner, pattern_hook
+from support.store.maintenance import drop, remove, selection
+from support.store.redactions import rule
 from tracegrad.events import Reward, RolloutStarted
-from tracegrad.store import Ledger, PolicyVersion, RolloutFilter, StepRecord, Store
-from tracegrad.store.maintenance import (
-    Finding,
-    RedactionRule,
-    RetentionRule,
-    RolloutSelection,
-    TextRemovalRule,
-    drop_text,
-    examine,
-    prune,
-    redact,
-)
+from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
+from tracegrad.store.maintenance import Finding, examine, redact
 from tracegrad.store.maintenance.findings import truncate_findings
-
-Breaks = Callable[..., None]
-
-
-@pytest.fixture
-def breaks(url: str) -> Breaks:
-    return lambda statement, *values: corrupt(url, statement, *values)
 
 
 def test_a_healthy_store_is_silent(store: Store) -> None:
@@ -50,15 +34,11 @@ def test_an_empty_store_is_silent(store: Store) -> None:
 
 def test_a_store_that_was_taken_care_of_is_silent(store: Store) -> None:
     healthy(store)
-    drop_text(store, TextRemovalRule(selection=RolloutSelection(rollouts=("r0",))))
-    clean = make_cleaner([pattern_hook("message 2", literal=True)])
-    only = RolloutSelection(rollouts=("told",))
-    found = redact(store, RedactionRule(selection=only, clean=clean, name="x", drop_tokens=True))
+    drop(store, "r0")
+    found = redact(store, rule("message 2", selection=selection("deltas"), drop_tokens=True))
     assert found.removed["tokens_dropped"] == 2
     # Step 0 has no turns any more, and that is known.
-    assert prune(store, RetentionRule(selection=RolloutSelection(rollouts=("r0",))))["steps"] == {
-        "0": 2
-    }
+    assert remove(store, "r0")["steps"] == {"0": 2}
     assert look(store).findings == []
 
 
@@ -112,8 +92,8 @@ def test_gaps_in_steps_and_versions(store: Store, breaks: Breaks) -> None:
     breaks("UPDATE rollouts SET consumed_step = 3 WHERE consumed_step = 2")
     breaks("DELETE FROM steps WHERE step = 2")
     report = look(store)
-    told = {(f.check, f.subject, f.message, f.broken) for f in report.findings}
-    assert told == {
+    named = {(f.check, f.subject, f.message, f.broken) for f in report.findings}
+    assert named == {
         ("steps", "steps 2", "1 is followed by 3", False),
         ("versions", "versions 4 to 6", "3 is followed by 7", False),
     }
@@ -146,8 +126,8 @@ def test_a_trained_rollout_that_waits(store: Store, breaks: Breaks) -> None:
     breaks("UPDATE rollouts SET consumed_at = NULL, consumed_step = NULL WHERE rollout_id = 'r0'")
     [finding] = found(store, "consumed")
     assert finding.subject == "rollout r0"
-    [mended] = found(store, "consumed", fix=True)
-    assert mended.fixed
+    [repaired] = found(store, "consumed", fix=True)
+    assert repaired.fixed
     assert store.rollout("r0").summary.consumed_step == 0
     assert found(store, "consumed") == []
 
@@ -159,8 +139,8 @@ def test_a_lease_that_ran_out(store: Store) -> None:
     [finding] = found(store, "leases")
     assert "trainer-1 held 1 rollouts" in finding.message
     assert not finding.broken
-    [mended] = found(store, "leases", fix=True)
-    assert (mended.fixed, mended.count) == (True, 1)
+    [repaired] = found(store, "leases", fix=True)
+    assert (repaired.fixed, repaired.count) == (True, 1)
     assert found(store, "leases") == []
     [group] = Ledger(store).lease(groups=1, group_size=1, owner="trainer-2", ttl_s=60)
     assert group.rollouts[0].rollout_id == "r"
@@ -202,8 +182,8 @@ def test_a_missing_index_is_named_and_made(empty_url: str) -> None:
         corrupt(empty_url, "DROP INDEX ix_turns_parent_id")
         [finding] = found(store, "schema")
         assert "ix_turns_parent_id" in finding.message
-        [mended] = found(store, "schema", fix=True)
-        assert mended.fixed
+        [repaired] = found(store, "schema", fix=True)
+        assert repaired.fixed
         assert found(store, "schema") == []
 
 
@@ -214,7 +194,7 @@ def test_a_missing_column_is_named(empty_url: str) -> None:
     assert finding.message == "the column spans.status is missing"
 
 
-def test_what_only_refers_to_something_gone_is_mended_without_a_loss(
+def test_what_only_refers_to_something_gone_is_fixed_without_a_loss(
     store: Store, breaks: Breaks
 ) -> None:
     turns = conversation()
@@ -231,7 +211,7 @@ def test_what_only_refers_to_something_gone_is_mended_without_a_loss(
     assert store.rollout("r").summary.reward == 1.0
 
 
-def test_a_damaged_file_is_told(sqlite_url: str) -> None:
+def test_a_damaged_file_is_reported(sqlite_url: str) -> None:
     with Store.open(sqlite_url) as store:
         for number in range(40):
             store.append(rollout_events(f"r{number}", at=time.time() - 9, turns=3))
@@ -266,7 +246,7 @@ def test_pages_that_cannot_be_read_end_one_check_and_not_the_others(sqlite_url: 
     assert report.turns == 120
 
 
-def test_a_server_that_may_lose_what_it_acknowledged_is_told(postgres_url: str) -> None:
+def test_a_server_that_may_lose_what_it_acknowledged_is_reported(postgres_url: str) -> None:
     with Store.open(postgres_url) as store:
         report = examine(store)
     messages = [f.message for f in report.findings]
@@ -275,7 +255,7 @@ def test_a_server_that_may_lose_what_it_acknowledged_is_told(postgres_url: str) 
     assert report.findings[0].fix.startswith("ALTER SYSTEM SET fsync = on")
 
 
-def test_a_disk_that_is_nearly_full_is_told(
+def test_a_disk_that_is_nearly_full_is_reported(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = shutil.disk_usage("/")._replace(free=5 << 20)
@@ -290,9 +270,9 @@ def test_some_rollouts_are_enough_where_that_is_asked(store: Store, breaks: Brea
         store.append(rollout_events(f"r{number}", at=time.time() - 9, task=str(number)))
     breaks("UPDATE turns SET prompt_tokens = 9 WHERE rollout_id = 'r3' AND parent_id IS NULL")
     assert look(store, max_rollouts=2).rollouts == 2
-    chosen = look(store, selection=RolloutSelection(wanted=RolloutFilter(task="3")))
+    chosen = look(store, selection=selection(task="3"))
     assert (chosen.rollouts, len(chosen.findings)) == (1, 1)
-    other = look(store, selection=RolloutSelection(wanted=RolloutFilter(task="2")))
+    other = look(store, selection=selection(task="2"))
     assert (other.rollouts, other.ok) == (1, True)
 
 
@@ -300,7 +280,7 @@ def test_many_findings_of_one_kind_are_counted() -> None:
     many = (
         Finding(check="a", message=str(n), fix="m", subject=str(n), broken=True) for n in range(25)
     )
-    told = list(truncate_findings(many))
-    assert [f.message for f in told] == [*map(str, range(10)), "15 more of these"]
-    assert told[-1].count == 15
-    assert told[-1].broken
+    named = list(truncate_findings(many))
+    assert [f.message for f in named] == [*map(str, range(10)), "15 more of these"]
+    assert named[-1].count == 15
+    assert named[-1].broken

@@ -5,11 +5,10 @@ from __future__ import annotations
 from sqlalchemy import func, select
 
 from support.store.conversations import bases, conversation
-from support.store.events import rollout_events
-from tracegrad.events import Span
-from tracegrad.store import Ledger, RolloutFilter, StepRecord, Store
+from support.store.events import make_span, rollout_events
+from support.store.maintenance import drop, selection
+from tracegrad.store import Ledger, StepRecord, Store
 from tracegrad.store.maintenance import (
-    RolloutSelection,
     TextRemovalRule,
     drop_text,
     preview_drop_text,
@@ -32,7 +31,7 @@ def test_texts_go_and_tokens_rewards_and_ledger_stay(store: Store) -> None:
     Ledger(store).commit_step(
         StepRecord(step=1, version=1), trained=["r.0"], skipped={}, rollouts=["r"]
     )
-    removed = drop_text(store, TextRemovalRule(selection=RolloutSelection()))
+    removed = drop(store)
     assert (removed["rollouts"], removed["turns"], removed["retold"]) == (1, 4, 0)
     assert removed["bytes"] > 0
     assert store.rollout_turns("r") == before
@@ -48,7 +47,7 @@ def test_only_turns_from_before_lose_their_text_and_later_ones_stay_readable(
     for turn in turns:
         store.append([turn])
     assert bases(store) == {"r.0": None, "r.1": "r.0", "r.2": "r.1", "r.3": "r.2"}
-    removed = drop_text(store, TextRemovalRule(selection=RolloutSelection(), before=2500.0))
+    removed = drop(store, before=2500.0)
     assert (removed["turns"], removed["retold"]) == (2, 1)
     assert bases(store) == {"r.0": None, "r.1": None, "r.2": None, "r.3": "r.2"}
     kept = store.rollout_turns("r")
@@ -59,7 +58,7 @@ def test_only_turns_from_before_lose_their_text_and_later_ones_stay_readable(
 
 def test_doing_it_again_changes_and_records_nothing(store: Store) -> None:
     store.append(conversation())
-    rule = TextRemovalRule(selection=RolloutSelection(), before=2500.0)
+    rule = TextRemovalRule(selection=selection(), before=2500.0)
     assert preview_drop_text(store, rule)["turns"] == 2
     drop_text(store, rule)
     assert preview_drop_text(store, rule) == {"turns": 0, "bytes": 0}
@@ -71,7 +70,7 @@ def test_doing_it_again_changes_and_records_nothing(store: Store) -> None:
 def test_filters_choose_the_rollouts(store: Store) -> None:
     for name in ("a", "b"):
         store.append([*rollout_events(name, turns=0, task=name), *conversation(name)])
-    drop_text(store, TextRemovalRule(selection=RolloutSelection(wanted=RolloutFilter(task="a"))))
+    drop(store, task="a")
     assert [turn.request is None for turn in store.rollout_turns("a")] == [True] * 4
     assert [turn.request is None for turn in store.rollout_turns("b")] == [False] * 4
 
@@ -79,31 +78,17 @@ def test_filters_choose_the_rollouts(store: Store) -> None:
 def test_many_rollouts_go_in_several_transactions(store: Store) -> None:
     for number in range(7):
         store.append(conversation(f"r{number}", turns=2))
-    assert (
-        drop_text(store, TextRemovalRule(selection=RolloutSelection()), at_once=3)["rollouts"] == 7
-    )
+    assert drop_text(store, TextRemovalRule(selection=selection()), at_once=3)["rollouts"] == 7
     with store.reading() as connection:
         kinds = list(connection.scalars(select(Removals.kind)))
     assert kinds == ["text"] * 3
 
 
-def test_spans_keep_numbers_and_names_and_lose_what_was_said(store: Store) -> None:
-    span = Span(
-        trace_id="0" * 32,
-        span_id="0" * 16,
-        rollout_id="r",
-        name="tool",
-        start_ns=10**12,
-        end_ns=10**12,
-        attributes=ATTRIBUTES,
-    )
+def test_spans_keep_numbers_and_names_and_lose_texts(store: Store) -> None:
+    span = make_span(1, "r", start_ns=10**12, end_ns=10**12, attributes=ATTRIBUTES)
     store.append([span])
-    assert (
-        drop_text(store, TextRemovalRule(selection=RolloutSelection(), before=999.0))["spans"] == 0
-    )
-    assert (
-        drop_text(store, TextRemovalRule(selection=RolloutSelection(), before=1001.0))["spans"] == 1
-    )
+    assert drop(store, before=999.0)["spans"] == 0
+    assert drop(store, before=1001.0)["spans"] == 1
     kept = {
         "gen_ai.request.model": "m",
         "gen_ai.usage.input_tokens": 12,
@@ -113,14 +98,14 @@ def test_spans_keep_numbers_and_names_and_lose_what_was_said(store: Store) -> No
     }
     assert store.spans("r")[0].attributes == kept
     assert without_texts_of_event(span).attributes == kept  # type: ignore[union-attr]
-    assert drop_text(store, TextRemovalRule(selection=RolloutSelection()))["spans"] == 0
+    assert drop(store)["spans"] == 0
 
 
 def test_a_conversation_goes_on_under_a_writer_that_remembers_the_text(store: Store) -> None:
     turns = conversation(turns=3)
     store.append(turns[:2])
-    drop_text(store, TextRemovalRule(selection=RolloutSelection()))
-    # In memory the writer still has what the second turn's request was told by.
+    drop(store)
+    # In memory the writer still has the base of the second turn's request.
     store.append([turns[2]])
     assert store.rollout_turns("r")[2] == turns[2]
     assert bases(store)["r.2"] is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +10,8 @@ from hypothesis import strategies as st
 from sqlalchemy import func, select
 
 from support.store.conversations import bases, request, response
-from support.store.events import make_turn, rollout_events
+from support.store.events import make_span, make_turn, rollout_events
+from support.store.maintenance import selection
 from support.store.redactions import SECRET, WORDS, conversation, rule, without
 from tracegrad.cli.commands.redact import HookFailed, make_cleaner
 from tracegrad.events import (
@@ -20,28 +20,30 @@ from tracegrad.events import (
     Outcome,
     RolloutFinished,
     RolloutStarted,
-    Span,
     Turn,
 )
 from tracegrad.jsonutil import dump_json
 from tracegrad.proxy.capture.redaction import Hook, secrets
-from tracegrad.store import RolloutFilter, Store
-from tracegrad.store.maintenance import RedactionResult, RedactionRule, RolloutSelection, redact
-from tracegrad.store.models import Removals, Turns
+from tracegrad.store import Store
+from tracegrad.store.maintenance import RedactionResult, RedactionRule, redact
+from tracegrad.store.models import Outcomes, Removals, Spans, Turns
+
+pytestmark = pytest.mark.databases("sqlite")  # of rows that were read
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_every_turn_that_repeats_a_text_loses_it(store: Store) -> None:
     turns = conversation(store, "hello", f"my password: {SECRET}", "and now?", "bye")
     assert all(bases(store)[f"r.{n}"] for n in (1, 2, 3))
     found = redact(store, rule())
     assert store.rollout_turns("r") == [without(turn) for turn in turns]
     assert (found.removed["turns"], found.removed["rollouts"]) == (3, 1)
-    # Still told by each other.
+    # Still deltas to each other.
     assert [bases(store)[f"r.{n}"] for n in range(4)] == [None, "r.0", "r.1", "r.2"]
 
 
-def test_a_text_in_a_reply_goes_from_the_requests_that_are_told_by_it(store: Store) -> None:
-    # The second request holds the reply at a place where it is told by its digest.
+def test_a_text_in_a_reply_goes_from_the_requests_that_refer_to_it(store: Store) -> None:
+    # The second request holds the reply where only its digest is stored.
     reply = f"{WORDS}{SECRET}"
     first = make_turn("a", request=request(WORDS), response=response(reply))
     second_request = request(WORDS, "x")
@@ -53,7 +55,7 @@ def test_a_text_in_a_reply_goes_from_the_requests_that_are_told_by_it(store: Sto
     assert store.rollout_turns("r") == [without(first), without(second)]
 
 
-def test_turns_that_do_not_change_are_told_anew_where_they_must(store: Store) -> None:
+def test_turns_that_do_not_change_are_encoded_again_where_they_must(store: Store) -> None:
     reply = f"{WORDS}{SECRET}"
     first = make_turn("a", request=request(WORDS), response=response(reply))
     second = make_turn("b", parent=first, request=request(WORDS, "x"))
@@ -64,6 +66,7 @@ def test_turns_that_do_not_change_are_told_anew_where_they_must(store: Store) ->
     assert store.rollout_turns("r") == [without(first), second]
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_doing_it_again_changes_and_records_nothing(store: Store) -> None:
     conversation(store, SECRET, "x")
     redact(store, rule())
@@ -76,9 +79,10 @@ def test_doing_it_again_changes_and_records_nothing(store: Store) -> None:
         assert connection.scalar(select(func.count()).select_from(Removals)) == 1
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_the_record_of_it_does_not_say_what_it_was(store: Store) -> None:
     conversation(store, SECRET)
-    redact(store, rule(selection=RolloutSelection(wanted=RolloutFilter(outcome="open"))))
+    redact(store, rule(selection=selection(outcome="open")))
     with store.reading() as connection:
         [row] = connection.execute(select(Removals.kind, Removals.rule, Removals.removed)).all()
     assert row.kind == "redaction"
@@ -96,7 +100,7 @@ def test_a_dry_run_counts_the_same_and_changes_nothing(store: Store) -> None:
 
 
 def everywhere(rollout_id: str = "r") -> list[Event]:
-    span: dict[str, Any] = {"trace_id": "1" * 32, "start_ns": 0, "end_ns": 1}
+    ends = ((Outcome.AGENT_ERROR, f"E: {SECRET}", 2.0), (Outcome.ABORTED, f"F: {SECRET}", 3.0))
     return [
         RolloutStarted(
             rollout_id=rollout_id, task={"q": SECRET}, tags={"k": SECRET, "split": "train"}
@@ -108,29 +112,17 @@ def everywhere(rollout_id: str = "r") -> list[Event]:
             response={"choices": [SECRET]},
             sampling={"temperature": 1.0, "stop": [SECRET]},
         ),
-        Span(
-            span_id="1" * 16,
-            rollout_id=rollout_id,
-            name=f"a {SECRET}",
-            attributes={"x": [SECRET]},
-            **span,
-        ),
-        Span(span_id="2" * 16, name="loose", attributes={"y": SECRET}, **span),
-        RolloutFinished(
-            rollout_id=rollout_id, outcome=Outcome.AGENT_ERROR, error=f"E: {SECRET}", finished_at=2
-        ),
-        RolloutFinished(
-            rollout_id=rollout_id, outcome=Outcome.ABORTED, error=f"F: {SECRET}", finished_at=3
-        ),
-    ]
+        make_span(1, rollout_id, name=f"a {SECRET}", attributes={"x": [SECRET]}),
+        make_span(2, name="loose", attributes={"y": SECRET}),
+        *(RolloutFinished(rollout_id=rollout_id, outcome=outcome, error=error, finished_at=at)
+          for outcome, error, at in ends),
+    ]  # fmt: skip
 
 
 def everything(store: Store) -> str:
     """All texts that anybody can read."""
     detail = store.rollout("r")
     with store.reading() as connection:
-        from tracegrad.store.models import Outcomes, Spans
-
         spans = connection.execute(select(Spans.name, Spans.attributes)).all()
         ends = connection.execute(select(Outcomes.error)).all()
     texts = [
@@ -141,6 +133,7 @@ def everything(store: Store) -> str:
     return dump_json(texts)
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_a_text_goes_wherever_it_stands(store: Store) -> None:
     store.append(everywhere())
     found = redact(store, rule())
@@ -168,7 +161,7 @@ def test_other_rollouts_than_the_selected_stay_as_they_are(store: Store) -> None
     for name in ("a", "b"):
         store.append(rollout_events(name, task=name, turns=0))
         conversation(store, SECRET, rollout_id=name)
-    redact(store, rule(selection=RolloutSelection(rollouts=("a",))))
+    redact(store, rule(selection=selection("a")))
     assert SECRET not in dump_json(store.rollout_turns("a")[0].request)
     assert SECRET in dump_json(store.rollout_turns("b")[0].request)
 
@@ -177,7 +170,7 @@ def test_secrets_of_known_forms_are_found_as_at_capture(store: Store) -> None:
     key = "ghp_" + "a1B2" * 9
     conversation(store, f"use {key}", "then")
     clean = make_cleaner([Hook("secrets", secrets)])
-    redact(store, RedactionRule(selection=RolloutSelection(), clean=clean, name="secrets"))
+    redact(store, RedactionRule(selection=selection(), clean=clean, name="secrets"))
     assert key not in dump_json([turn.request for turn in store.rollout_turns("r")])
 
 
@@ -187,15 +180,15 @@ def test_a_hook_that_fails_stops_it_and_destroys_nothing(store: Store) -> None:
     def fails(record: Json) -> Json:
         raise RuntimeError(SECRET)
 
-    failing = RedactionRule(
-        selection=RolloutSelection(), clean=make_cleaner([Hook("m:f", fails)]), name="m:f"
-    )
+    clean = make_cleaner([Hook("m:f", fails)])
+    failing = RedactionRule(selection=selection(), clean=clean, name="m:f")
     with pytest.raises(HookFailed, match=r"m:f failed on a turn \(RuntimeError\)") as raised:
         redact(store, failing)
     assert SECRET not in str(raised.value)
     assert store.rollout_turns("r") == turns
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_tokens_go_only_when_asked_with_all_that_continues_them(store: Store) -> None:
     turns = conversation(store, "hello", SECRET)
     fork = make_turn("fork", parent=turns[0], request=request("hi"), new=[9])
@@ -239,7 +232,7 @@ def test_a_conversation_goes_on_under_a_writer_that_remembers_what_was_redacted(
     assert stored.parent_id == "r.1"
 
 
-def test_a_rollout_that_cannot_be_read_is_told_and_the_others_are_done(store: Store) -> None:
+def test_a_rollout_that_cannot_be_read_is_reported_and_the_others_are_done(store: Store) -> None:
     for name in ("a", "b"):
         conversation(store, SECRET, rollout_id=name)
     with store.exclusive() as connection:
@@ -265,38 +258,25 @@ TEXTS = st.lists(st.sampled_from(["", "s", WORDS, f"{WORDS}s", f"s{WORDS}", "a" 
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(said=st.lists(TEXTS, min_size=1, max_size=5), drop=st.integers(0, 5))
+@given(requests=st.lists(TEXTS, min_size=1, max_size=5), drop=st.integers(0, 5))
 def test_whatever_changes_every_request_reads_as_it_would_have_been_stored(
-    sqlite_store: Store, said: list[list[str]], drop: int
+    store: Store, requests: list[list[str]], drop: int
 ) -> None:
-    name = f"r{len(sqlite_store.rollouts(limit=None))}"
+    name = f"r{len(store.rollouts(limit=None))}"
     turns = [
         make_turn(f"{name}.{n}", name, request=request(*texts), response=response("".join(texts)))
-        for n, texts in enumerate(said)
+        for n, texts in enumerate(requests)
     ]
     for turn in turns:
-        sqlite_store.append([turn])
+        store.append([turn])
 
-    def clean(fact: Event) -> Event:
-        assert isinstance(fact, Turn)
-        if fact.turn_id == f"{name}.{drop}":
-            return replace(fact, request=None)
-        return without(fact, "s")
+    def clean(event: Event) -> Event:
+        assert isinstance(event, Turn)
+        if event.turn_id == f"{name}.{drop}":
+            return replace(event, request=None)
+        return without(event, "s")
 
-    found = redact(
-        sqlite_store,
-        RedactionRule(
-            selection=RolloutSelection(rollouts=(name,)),
-            clean=clean,
-            name="x",
-            fields=frozenset(["request", "response"]),
-        ),
-    )
-    assert not found.unreadable
-    assert sqlite_store.rollout_turns(name) == [clean(turn) for turn in turns]
-
-
-@pytest.fixture(scope="module")
-def sqlite_store(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with Store.open(f"sqlite:///{tmp_path_factory.mktemp('redaction') / 'store.db'}") as store:
-        yield store
+    fields = frozenset(["request", "response"])
+    wanted = RedactionRule(selection=selection(name), clean=clean, name="x", fields=fields)
+    assert not redact(store, wanted).unreadable
+    assert store.rollout_turns(name) == [clean(turn) for turn in turns]

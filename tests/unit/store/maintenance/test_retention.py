@@ -5,45 +5,35 @@ from __future__ import annotations
 import random
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from sqlalchemy import func, select
 
-from support.store.events import make_turn, rollout_events
-from tracegrad.events import Outcome, Reward, RolloutFinished, RolloutStarted, Span
-from tracegrad.store import Ledger, ParentMissing, RolloutFilter, StepRecord, Store
+from support.store.events import chain, make_span, make_turn, rollout_events
+from support.store.maintenance import selection
+from tracegrad.events import Outcome, Reward, RolloutStarted
+from tracegrad.store import Ledger, ParentMissing, StepRecord, Store
 from tracegrad.store.databases.upkeep import upkeep_of
 from tracegrad.store.maintenance import (
     PrunePreview,
     RetentionRule,
-    RolloutSelection,
     preview_prune,
     prune,
     retention,
     total_removed,
 )
 from tracegrad.store.maintenance.retention import used_bytes
-from tracegrad.store.models import Base, Removals, Steps
+from tracegrad.store.models import Base, Removals
 
-OLD = RetentionRule(selection=RolloutSelection(before=5000.0))
-GONE = 0
-
-
-def span(rollout_id: str | None, number: int, start_s: float = 1000.0) -> Span:
-    return Span(
-        trace_id=f"{number:032x}",
-        span_id=f"{number:016x}",
-        rollout_id=rollout_id,
-        name="tool",
-        start_ns=round(start_s * 1e9),
-        end_ns=round(start_s * 1e9) + 1,
-    )
+OLD = RetentionRule(selection=selection(before=5000.0))
 
 
 def trained(store: Store, *rollouts: str, step: int = 1, at: float = 1000.0) -> None:
     for rollout_id in rollouts:
-        store.append([*rollout_events(rollout_id, at=at), span(rollout_id, abs(hash(rollout_id)))])
+        span = make_span(abs(hash(rollout_id)), rollout_id)
+        store.append([*rollout_events(rollout_id, at=at), span])
         store.add_key(rollout_id, rollout_id.encode().ljust(32, b"k"))
     turns = [turn.turn_id for name in rollouts for turn in store.rollout_turns(name)]
     Ledger(store).commit_step(
@@ -109,8 +99,7 @@ def test_what_waits_is_leased_or_open_stays_until_it_is_asked_for(store: Store) 
     prune(store, OLD)
     assert ids(store) == {"leased", "waiting", "unrewarded", "open"}
 
-    all_of_it = RetentionRule(selection=RolloutSelection(before=5000.0), also_untrained=True)
-    prune(store, all_of_it)
+    prune(store, RetentionRule(selection=OLD.selection, also_untrained=True))
     assert ids(store) == set()
     with store.reading() as connection:
         pending = total_removed(connection)["pending"]
@@ -120,27 +109,21 @@ def test_what_waits_is_leased_or_open_stays_until_it_is_asked_for(store: Store) 
 def test_age_counts_from_the_end_and_of_open_rollouts_from_the_last_turn(store: Store) -> None:
     trained(store, "old", step=1, at=1000.0)
     trained(store, "young", step=2, at=4999.5)  # it ended at 5000.5
-    store.append([RolloutStarted(rollout_id="idle", opened_at=1000.0)])
-    store.append(
-        [
-            RolloutStarted(rollout_id="busy", opened_at=1000.0),
-            make_turn("b", "busy", created_at=9000.0),
-        ]
-    )
+    store.append([RolloutStarted(rollout_id=name, opened_at=1000.0) for name in ("idle", "busy")])
+    store.append([make_turn("b", "busy", created_at=9000.0)])
     prune(store, RetentionRule(selection=OLD.selection, also_untrained=True))
     assert ids(store) == {"young", "busy"}
 
 
 def test_filters_choose_among_the_old(store: Store) -> None:
     trained(store, "a", "b")
-    only = RolloutSelection(wanted=RolloutFilter(task="task"), rollouts=("a",), before=5000.0)
-    prune(store, RetentionRule(selection=only))
+    prune(store, RetentionRule(selection=selection("a", task="task", before=5000.0)))
     assert ids(store) == {"b"}
-    prune(store, RetentionRule(selection=RolloutSelection(wanted=RolloutFilter(task="nothing"))))
+    prune(store, RetentionRule(selection=selection(task="nothing")))
     assert ids(store) == {"b"}
 
 
-def test_a_preview_tells_what_the_run_removes_and_changes_nothing(store: Store) -> None:
+def test_a_preview_names_what_the_run_removes_and_changes_nothing(store: Store) -> None:
     trained(store, "a", "b")
     before = rows(store)
     found: PrunePreview = preview_prune(store, OLD)
@@ -155,22 +138,13 @@ def test_the_oldest_go_until_the_store_is_small_enough(store: Store) -> None:
         text = {"messages": [chance.random() for _ in range(5000)]}
         ids_ = [chance.randrange(1 << 30) for _ in range(9000)]
         name = f"r{number:02}"
-        store.append(
-            [
-                RolloutStarted(rollout_id=name, opened_at=1000.0 + number),
-                make_turn(f"{name}.0", name, request=text, new=ids_, created_at=1000.0),
-                RolloutFinished(rollout_id=name, outcome=Outcome.ABORTED, finished_at=2000.0),
-            ]
-        )
+        ended = rollout_events(name, at=1000.0 + number, turns=0, outcome=Outcome.ABORTED)
+        store.append([make_turn(f"{name}.0", name, request=text, new=ids_, created_at=1.0), *ended])
     with store.reading() as connection:
         used = used_bytes(store, connection)
-    assert (
-        prune(store, RetentionRule(selection=RolloutSelection(), max_bytes=used))["rollouts"]
-        == GONE
-    )
-    removed = prune(
-        store, RetentionRule(selection=RolloutSelection(), max_bytes=used // 2), at_once=3
-    )
+    assert prune(store, RetentionRule(selection=selection(), max_bytes=used))["rollouts"] == 0
+    half = RetentionRule(selection=selection(), max_bytes=used // 2)
+    removed = prune(store, half, at_once=3)
     left = sorted(ids(store))
     assert left == [f"r{number:02}" for number in range(20 - len(left), 20)]
     assert 9 <= removed["rollouts"] <= 12
@@ -179,30 +153,22 @@ def test_the_oldest_go_until_the_store_is_small_enough(store: Store) -> None:
         # Several transactions, and a row for each.
         assert connection.scalar(select(func.count()).select_from(Removals)) == 4
     # Room that is free inside the files is not counted as taken again.
-    again = prune(store, RetentionRule(selection=RolloutSelection(), max_bytes=used // 2))
-    assert again["rollouts"] <= 2
+    assert prune(store, half)["rollouts"] <= 2
 
 
 def test_of_what_may_go_by_size_the_trained_go_before_the_older_untrained(store: Store) -> None:
     store.append(rollout_events("older", at=10.0))
     trained(store, "younger", at=20.0)
-    rule = RetentionRule(selection=RolloutSelection(), max_bytes=1, also_untrained=True)
     with store.reading() as connection:
         used = used_bytes(store, connection)
-    prune(
-        store, RetentionRule(selection=RolloutSelection(), max_bytes=used - 1, also_untrained=True)
-    )
-    assert ids(store) == {"older"}
-    prune(store, rule)
-    assert ids(store) == set()
+    for most, left in ((used - 1, {"older"}), (1, set())):
+        prune(store, RetentionRule(selection=selection(), max_bytes=most, also_untrained=True))
+        assert ids(store) == left
 
 
 def test_spans_of_no_rollout_go_by_age_alone(store: Store) -> None:
-    store.append([span(None, 1, 1000.0), span(None, 2, 9000.0)])
-    prune(
-        store,
-        RetentionRule(selection=RolloutSelection(wanted=RolloutFilter(task="x"), before=5000.0)),
-    )
+    store.append([make_span(n, start_ns=at, end_ns=at) for n, at in ((1, 10**12), (2, 9 * 10**12))])
+    prune(store, RetentionRule(selection=selection(task="x", before=5000.0)))
     assert rows(store)["spans"] == 2
     assert prune(store, OLD)["loose_spans"] == 1
     assert rows(store)["spans"] == 1
@@ -248,26 +214,20 @@ def test_writers_go_on_while_rollouts_are_pruned(url: str) -> None:
     with Store.open(url) as store, Store.open(url) as writing:
         for number in range(60):
             store.append(rollout_events(f"old{number}", outcome=Outcome.ABORTED, turns=3))
-        failures: list[BaseException] = []
         done = threading.Event()
 
         def write() -> None:
-            try:
-                number = 0
-                while not done.is_set() or number < 20:
-                    parent = make_turn(f"{number}.0", f"new{number}")
-                    writing.append([parent])
-                    writing.append([make_turn(f"{number}.1", f"new{number}", parent=parent)])
-                    number += 1
-            except BaseException as error:
-                failures.append(error)
+            number = 0
+            while not done.is_set() or number < 20:
+                for turn in chain(f"new{number}", 2):
+                    writing.append([turn])
+                number += 1
 
-        thread = threading.Thread(target=write)
-        thread.start()
-        removed = prune(store, OLD, at_once=5)
-        done.set()
-        thread.join()
-        assert not failures
+        with ThreadPoolExecutor(1) as pool:
+            writer = pool.submit(write)
+            removed = prune(store, OLD, at_once=5)
+            done.set()
+            writer.result()
         assert removed["rollouts"] == 60
         assert not {name for name in ids(store) if name.startswith("old")}
         for name in ids(store):
@@ -288,13 +248,6 @@ def test_a_rollout_that_is_being_written_to_is_left_for_the_next_run(postgres_ur
         assert prune(store, OLD)["rewards"] == 2
 
 
-def test_steps_outlive_their_turns(store: Store) -> None:
-    trained(store, "a", step=7)
-    prune(store, OLD)
-    with store.reading() as connection:
-        assert list(connection.scalars(select(Steps.step))) == [7]
-
-
 def test_the_file_becomes_smaller(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     with Store.open(f"sqlite:///{path}") as store:
@@ -312,7 +265,7 @@ def test_the_file_becomes_smaller(tmp_path: Path) -> None:
         assert second.after == path.stat().st_size < second.before / 4
 
 
-def test_a_disk_without_room_for_a_copy_is_told(
+def test_a_disk_without_room_for_a_copy_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = shutil.disk_usage(tmp_path)._replace(free=100_000)

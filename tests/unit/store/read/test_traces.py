@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from support.store.events import make_turn
-from tracegrad.events import Span
+from functools import partial
+
+from support.store.events import make_span, make_turn
 from tracegrad.store import Store
 
 TRACE, OTHER = "a" * 32, "b" * 32
-
-
-def span(number: int, rollout_id: str | None = None, trace_id: str = TRACE) -> Span:
-    return Span(
-        trace_id=trace_id,
-        span_id=f"{number:016x}",
-        rollout_id=rollout_id,
-        name=f"s{number}",
-        start_ns=number,
-        end_ns=number,
-    )
+span = partial(make_span, trace_id=TRACE)
 
 
 def names(store: Store, rollout_id: str) -> list[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from array import array
 from dataclasses import replace
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import select, update
+from sqlalchemy import select
 
+from support.store.events import chain
 from tracegrad.events import Turn, logprob_array, new_id, token_id_array
-from tracegrad.store import Store, StoreCorrupt
+from tracegrad.store import Store
 from tracegrad.store.encoding.blobs import unpack_ids
 from tracegrad.store.models import Turns
 
@@ -91,40 +91,10 @@ def test_a_random_tree_comes_back_identical(
 
 
 def test_a_long_conversation_costs_its_length_once(store: Store) -> None:
-    turn: Turn | None = None
-    for number in range(200):
-        known = turn.prompt_token_ids + turn.completion_token_ids if turn else token_id_array()
-        turn = Turn(
-            turn_id=f"t{number:03d}",
-            rollout_id="r",
-            parent_id=turn.turn_id if turn else None,
-            dialect="chat",
-            model="m",
-            prompt_token_ids=known + token_id_array(range(100)),
-            completion_token_ids=token_id_array(range(50)),
-            completion_logprobs=logprob_array([-1.0] * 50),
-            policy_versions=((0, 50),),
-        )
+    turns = chain("r", 200, new=range(100), sampled=range(50))
+    for turn in turns:
         store.append([turn])
     with store.reading() as connection:
         rows = connection.execute(select(Turns.delta, Turns.completion)).all()
     assert sum(len(unpack_ids(a)) + len(unpack_ids(b)) for a, b in rows) == 200 * 150
-    assert store.rollout_turns("r")[-1] == turn
-
-
-def test_tokens_that_changed_in_the_store_are_noticed(store: Store) -> None:
-    first = Turn(
-        turn_id="a",
-        rollout_id="r",
-        dialect="chat",
-        model="m",
-        prompt_token_ids=token_id_array([1]),
-        completion_token_ids=token_id_array(),
-        completion_logprobs=logprob_array(),
-        policy_versions=(),
-    )
-    store.append([first])
-    with store.appending() as connection:
-        connection.execute(update(Turns).values(delta=b""))
-    with pytest.raises(StoreCorrupt, match="turn a"):
-        store.rollout_turns("r")
+    assert store.rollout_turns("r")[-1] == turns[-1]

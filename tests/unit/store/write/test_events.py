@@ -1,4 +1,4 @@
-"""Facts go in once, in any order, and come out as they were."""
+"""Events go in once, in any order, and come out as they were."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from support.store.events import make_turn, rollout_events
+from support.store.events import make_span, make_turn, rollout_events
 from support.store.query_plans import uses_index
 from tracegrad.events import (
     OVER_LENGTH,
@@ -35,7 +35,7 @@ from tracegrad.store.expressions import begins_with
 from tracegrad.store.models import Rollouts
 
 
-def test_every_field_of_every_fact_comes_back(store: Store) -> None:
+def test_every_field_of_every_event_comes_back(store: Store) -> None:
     opened = RolloutStarted(
         rollout_id="r", task_id="t", agent="a", tags={"z": "1", "a": "2"}, task={"q": [1, None]}
     )
@@ -75,28 +75,21 @@ def test_every_field_of_every_fact_comes_back(store: Store) -> None:
     row = detail.summary
     assert (row.task_id, row.agent, row.opened_at) == ("t", "a", opened.opened_at)
     assert list(row.tags.items()) == [("z", "1"), ("a", "2")]
-    assert (row.outcome, row.error, row.finished_at) == (
-        Outcome.AGENT_ERROR,
-        "boom",
-        finished.finished_at,
-    )
+    ended = (row.outcome, row.error, row.finished_at)
+    assert ended == (Outcome.AGENT_ERROR, "boom", finished.finished_at)
     assert store.find_turn("t1") == turn
     assert store.find_turn("nobody") is None
 
 
 def test_writing_again_changes_nothing(store: Store) -> None:
-    facts = rollout_events("r")
-    store.append(facts)
+    events = rollout_events("r")
+    store.append(events)
     before = store.rollout("r")
-    store.append(facts)
-    store.append([*facts, *facts])
+    store.append(events)
+    store.append([*events, *events])
     assert store.outcomes("r") == [RolloutFinished(rollout_id="r", finished_at=1001.0)]
-    store.append(
-        [
-            RolloutStarted(rollout_id="r", task_id="other", tags={"late": "yes"}),
-            RolloutFinished(rollout_id="r", outcome=Outcome.ABORTED),
-        ]
-    )
+    late = RolloutStarted(rollout_id="r", task_id="other", tags={"late": "yes"})
+    store.append([late, RolloutFinished(rollout_id="r", outcome=Outcome.ABORTED)])
     assert store.rollout("r") == before
 
 
@@ -108,7 +101,7 @@ def test_every_end_is_kept_and_the_first_counts(store: Store) -> None:
         RolloutFinished(rollout_id="r", outcome=Outcome.INFRA_ERROR, finished_at=30.0),
     ]
     store.append([make_turn("t"), *ends[:2]])
-    store.append([ends[2], ends[0]])  # told later, of an earlier time; and one told twice
+    store.append([ends[2], ends[0]])  # sent later, of an earlier time; and one sent twice
     store.append([ends[3]])
     assert store.outcomes("r") == ends
     row = store.rollout("r").summary
@@ -125,23 +118,23 @@ def test_ends_that_come_after_training_are_kept(store: Store) -> None:
     assert (row.outcome, row.state) == (Outcome.COMPLETED, "consumed")
 
 
-def test_a_crash_over_a_full_context_is_told_as_it_was(store: Store) -> None:
+def test_a_crash_over_a_full_context_is_kept_as_it_was(store: Store) -> None:
     store.append([refused("a"), crash()])
     assert store.rollout("r").summary.outcome == Outcome.BUDGET
     assert [end.outcome for end in store.outcomes("r")] == [Outcome.AGENT_ERROR]
 
 
-def test_facts_may_come_in_any_order(store: Store) -> None:
+def test_events_may_come_in_any_order(store: Store) -> None:
     """Whatever comes first makes a bare rollout; the opening fills it in."""
-    facts: list[Event] = [
+    events: list[Event] = [
         RolloutStarted(rollout_id="?", task_id="t", agent="a", tags={"k": "v"}, opened_at=5.0),
         make_turn("?.t", "?", created_at=7.0),
         Reward(rollout_id="?", value=1.0),
-        Span(trace_id="?", span_id="s", rollout_id="?", name="n", start_ns=0, end_ns=1),
+        make_span(1, "?"),
         RolloutFinished(rollout_id="?", finished_at=9.0),
     ]
-    orders = {f"r{n:03d}": order for n, order in enumerate(itertools.permutations(facts))}
-    for each in range(len(facts)):
+    orders = {f"r{n:03d}": order for n, order in enumerate(itertools.permutations(events))}
+    for each in range(len(events)):
         store.append([_renamed(order[each], name) for name, order in orders.items()])
     for name in orders:
         row = store.rollout(name).summary
@@ -149,31 +142,27 @@ def test_facts_may_come_in_any_order(store: Store) -> None:
         assert (row.reward, row.turns, row.outcome) == (1.0, 1, Outcome.COMPLETED)
 
 
-def _renamed(fact: Event, name: str) -> Event:
-    match fact:
+def _renamed(event: Event, name: str) -> Event:
+    match event:
         case Turn():
-            return replace(fact, rollout_id=name, turn_id=f"{name}.t")
+            return replace(event, rollout_id=name, turn_id=f"{name}.t")
         case Span():
-            return replace(fact, rollout_id=name, trace_id=name)
+            return replace(event, rollout_id=name, trace_id=name)
         case Reward():
-            return replace(fact, rollout_id=name, reward_id=f"{name}.w")
+            return replace(event, rollout_id=name, reward_id=f"{name}.w")
         case _:
-            return replace(fact, rollout_id=name)
+            return replace(event, rollout_id=name)
 
 
 def test_a_bare_rollout_is_listed_untitled(store: Store) -> None:
     store.append([make_turn("t", "wanderer", created_at=42.0)])
     [row] = store.rollouts()
-    assert (row.rollout_id, row.task_id, row.opened_at, row.state) == (
-        "wanderer",
-        None,
-        42.0,
-        "open",
-    )
+    bare = (row.rollout_id, row.task_id, row.opened_at, row.state)
+    assert bare == ("wanderer", None, 42.0, "open")
 
 
 def test_a_span_without_a_rollout_is_kept(store: Store) -> None:
-    store.append([Span(trace_id="t", span_id="s", name="n", start_ns=0, end_ns=1)])
+    store.append([make_span(1)])
     assert store.rollouts() == []
 
 
@@ -200,18 +189,11 @@ def test_a_child_must_continue_its_parent(store: Store) -> None:
 
 def test_what_the_database_could_not_hold_is_made_fit(store: Store) -> None:
     """An error text from a broken program must not cost the rollout its end."""
+    odd = {"big": 2**70, "odd": object, "half": "\ud800\0", 3: math.nan}
     store.append(
         [
             RolloutFinished(rollout_id="r", error="bad \ud800 \0 text"),
-            Span(
-                trace_id="t",
-                span_id="s",
-                rollout_id="r",
-                name="n",
-                start_ns=0,
-                end_ns=1,
-                attributes={"big": 2**70, "odd": object, "half": "\ud800\0", 3: math.nan},  # type: ignore[dict-item]
-            ),
+            make_span(1, "r", attributes=odd),
             RolloutStarted(rollout_id="r", task=[math.inf, "NaN", "\0", -math.inf]),
         ]
     )
@@ -224,23 +206,20 @@ def test_what_the_database_could_not_hold_is_made_fit(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fact", "field"),
+    ("event", "field"),
     [
         (RolloutStarted(rollout_id="é" * 257), "rollout_id: 514 bytes; give at most 512"),
         (RolloutStarted(rollout_id="r", task_id="t" * 2049), "task_id: 2049 bytes"),
         (RolloutStarted(rollout_id="r", tags={"k": "v" * 2048}), "tags: 'k': 2049 bytes"),
         (Reward(rollout_id="r", value=1.0, turn=2**63), "turn: 9223372036854775808 is more"),
-        (
-            Span(trace_id="t", span_id="s", name="n", start_ns=0, end_ns=2**63),
-            "end_ns: 9223372036854775808 is more than 64 bits",
-        ),
+        (make_span(1, end_ns=2**63), "end_ns: 9223372036854775808 is more than 64 bits"),
         (make_turn("t" * 513), "turn_id: 513 bytes"),
     ],
     ids=lambda value: value.partition(":")[0] if isinstance(value, str) else "",
 )
-def test_what_no_database_can_find_again_is_refused(store: Store, fact: Event, field: str) -> None:
+def test_what_no_database_can_find_again_is_refused(store: Store, event: Event, field: str) -> None:
     with pytest.raises(EventRejected, match=field):
-        store.append([make_turn("good"), fact])
+        store.append([make_turn("good"), event])
     assert store.rollouts() == [], "nothing of the batch was stored"
 
 
@@ -256,12 +235,9 @@ def test_the_longest_names_are_stored_and_found(store: Store) -> None:
             RolloutStarted(rollout_id=rollout, task_id=task, tags=dict([tag])),
             make_turn(name(512), rollout),
             Reward(rollout_id=rollout, value=1.0, reward_id=name(512)),
-            Span(
-                trace_id=name(512), span_id=name(512), rollout_id=rollout, name="n",
-                start_ns=0, end_ns=1,
-            ),
+            replace(make_span(1, rollout, trace_id=name(512)), span_id=name(512)),
         ]
-    )  # fmt: skip
+    )
     [row] = store.rollouts(RolloutFilter(task=task, tags=dict([tag])))
     assert (row.rollout_id, row.turns, row.reward) == (rollout, 1, 1.0)
 
@@ -313,7 +289,7 @@ def test_the_beginning_of_an_id_is_found_through_an_index(store: Store) -> None:
     assert uses_index(store, query.order_by(Rollouts.rollout_id).limit(4))
 
 
-def test_beginnings_are_told_by_case_and_by_accent(store: Store) -> None:
+def test_beginnings_differ_by_case_and_by_accent(store: Store) -> None:
     names = {"A": "Abc", "abd": "abd", "á": "ábe", "ab\U0001f600": "ab\U0001f600z", "%": "%%"}
     store.append([RolloutStarted(rollout_id=name) for name in names.values()])
     for prefix, name in names.items():
@@ -360,7 +336,7 @@ def crash(rollout_id: str = "r") -> RolloutFinished:
         [[crash(), make_turn("a"), refused("b")]],
         [[refused("b")], [crash(), crash()]],
     ],
-    ids=["one by one", "one batch", "end first in the batch", "told twice"],
+    ids=["one by one", "one batch", "end first in the batch", "sent twice"],
 )
 def test_a_crash_over_a_full_context_is_the_budgets_end(
     store: Store, batches: list[list[Event]]
@@ -372,7 +348,7 @@ def test_a_crash_over_a_full_context_is_the_budgets_end(
 
 
 @pytest.mark.parametrize(
-    ("facts", "outcome"),
+    ("events", "outcome"),
     [
         ([crash()], Outcome.AGENT_ERROR),
         ([make_turn("a"), crash()], Outcome.AGENT_ERROR),
@@ -388,9 +364,9 @@ def test_a_crash_over_a_full_context_is_the_budgets_end(
     ids=str.split("bare trained went-on aborted other-rollout completed env-error"),
 )
 def test_other_ends_stay_what_they_were_called(
-    store: Store, facts: list[Event], outcome: Outcome
+    store: Store, events: list[Event], outcome: Outcome
 ) -> None:
-    store.append(facts)
+    store.append(events)
     assert store.rollout("r").summary.outcome == outcome
 
 

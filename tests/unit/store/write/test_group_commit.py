@@ -21,6 +21,8 @@ from support.system.module_environment import environment
 from tracegrad.events import Event, Reward, Turn
 from tracegrad.store import EventRejected, GroupCommitWriter, Store, StoreBusy, StoreUnavailable
 
+pytestmark = pytest.mark.databases("sqlite")  # of threads
+
 # Writes rollouts of chained turns; prints each turn's id once it is acknowledged.
 _WRITE_FOR_EVER = """
 import sys, threading
@@ -52,13 +54,14 @@ def _writing(url: str, name: str, most: int) -> Iterator[subprocess.Popen[str]]:
             child.kill()
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_many_threads_share_transactions(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     commits = []
     append = store.append
 
-    def counting(facts: Sequence[Event], **more: Any) -> None:
-        commits.append(len(facts))
-        append(facts, **more)
+    def counting(events: Sequence[Event], **more: Any) -> None:
+        commits.append(len(events))
+        append(events, **more)
 
     monkeypatch.setattr(store, "append", counting)
 
@@ -78,47 +81,58 @@ def test_many_threads_share_transactions(store: Store, monkeypatch: pytest.Monke
     assert len(commits) < 120, "waiting submissions go into one transaction"
 
 
-def test_done_means_committed(store: Store, url: str) -> None:
-    with GroupCommitWriter(store) as writer, Store.open(url) as other:
+@pytest.mark.databases("sqlite", "postgres")
+def test_done_means_committed(writer: GroupCommitWriter, url: str) -> None:
+    with Store.open(url) as other:
         for index in range(5):
             writer.submit([make_turn(f"t{index}")]).result(timeout=30)
             assert other.find_turn(f"t{index}") is not None
 
 
-class _Held:
-    """Holds the writer's thread before its transaction until told."""
+class Held:
+    """Holds the writer's thread before its transaction until `go` is set."""
 
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
         self.inside = threading.Event()
         append = store.append
 
-        def held(facts: Sequence[Event], **more: Any) -> None:
+        def held(events: Sequence[Event], **more: Any) -> None:
             self.inside.set()
             assert self.go.wait(30)
-            append(facts, **more)
+            append(events, **more)
 
         monkeypatch.setattr(store, "append", held)
 
 
-def test_a_bad_fact_fails_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = _Held(store, monkeypatch)
-    with GroupCommitWriter(store) as writer:
-        first = writer.submit([make_turn("first")])
-        assert held.inside.wait(30)
-        bad = writer.submit([make_turn("x"), Reward(rollout_id="r", value=float("nan"))])
-        good = [writer.submit([make_turn(f"g{n}")]) for n in range(3)]
-        held.go.set()
-        for future in (first, *good):
-            future.result(timeout=30)
-        with pytest.raises(EventRejected):
-            bad.result(timeout=30)
+@pytest.fixture
+def held(store: Store, monkeypatch: pytest.MonkeyPatch) -> Held:
+    return Held(store, monkeypatch)
+
+
+@pytest.fixture
+def writer(store: Store) -> Iterator[GroupCommitWriter]:
+    with GroupCommitWriter(store) as made:
+        yield made
+
+
+@pytest.mark.databases("sqlite", "postgres")
+def test_a_bad_event_fails_alone(store: Store, held: Held, writer: GroupCommitWriter) -> None:
+    first = writer.submit([make_turn("first")])
+    assert held.inside.wait(30)
+    bad = writer.submit([make_turn("x"), Reward(rollout_id="r", value=float("nan"))])
+    good = [writer.submit([make_turn(f"g{n}")]) for n in range(3)]
+    held.go.set()
+    for future in (first, *good):
+        future.result(timeout=30)
+    with pytest.raises(EventRejected):
+        bad.result(timeout=30)
     assert {turn.turn_id for turn in store.rollout_turns("r")} == {"first", "g0", "g1", "g2"}
 
 
-def test_close_writes_what_was_submitted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = _Held(store, monkeypatch)
-    writer = GroupCommitWriter(store)
+def test_close_writes_what_was_submitted(
+    store: Store, held: Held, writer: GroupCommitWriter
+) -> None:
     futures = [writer.submit([make_turn("t0")])]
     assert held.inside.wait(30)
     futures += [writer.submit([make_turn(f"t{n}")]) for n in range(1, 20)]
@@ -131,17 +145,17 @@ def test_close_writes_what_was_submitted(store: Store, monkeypatch: pytest.Monke
         writer.submit([make_turn("late")])
 
 
-def test_cancelling_takes_nothing_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = _Held(store, monkeypatch)
-    with GroupCommitWriter(store) as writer:
-        writer.submit([make_turn("t0")])
-        assert held.inside.wait(30)
-        submission = writer.submit([make_turn("t1")])
-        assert not submission.cancel()
-        held.go.set()
+def test_cancelling_takes_nothing_back(store: Store, held: Held, writer: GroupCommitWriter) -> None:
+    writer.submit([make_turn("t0")])
+    assert held.inside.wait(30)
+    submission = writer.submit([make_turn("t1")])
+    assert not submission.cancel()
+    held.go.set()
+    writer.close()
     assert store.find_turn("t1") is not None
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_kill_9_loses_no_acknowledged_turn(url: str) -> None:
     with _writing(url, "k", 100_000) as child:
         assert child.stdout is not None
@@ -160,7 +174,7 @@ def test_kill_9_loses_no_acknowledged_turn(url: str) -> None:
 
 @contextmanager
 def _locked(store: Store) -> Iterator[None]:
-    """Another connection holds all that a writer needs, as a backup or a long mend does."""
+    """Another connection holds all that a writer needs, as a backup or a long repair does."""
     if store.database.describe().startswith("postgresql"):
         with store.appending() as connection:
             connection.execute(text("LOCK TABLE turns IN ACCESS EXCLUSIVE MODE"))
@@ -173,7 +187,7 @@ def _locked(store: Store) -> Iterator[None]:
     other.close()
 
 
-class _Watched:
+class Watched:
     """Says when the writer's thread begins a transaction and when it is about to commit it, and
     can hold it there."""
 
@@ -182,16 +196,21 @@ class _Watched:
         self.go.set()
         append = store.append
 
-        def watched(facts: Sequence[Event], *, before_commit: Any) -> None:
+        def watched(events: Sequence[Event], *, before_commit: Any) -> None:
             def last(connection: Connection, new: Sequence[str]) -> None:
                 before_commit(connection, new)
                 self.committing.set()
                 assert self.go.wait(30)
 
             self.began.set()
-            append(facts, before_commit=last)
+            append(events, before_commit=last)
 
         monkeypatch.setattr(store, "append", watched)
+
+
+@pytest.fixture
+def watched(store: Store, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(store, monkeypatch)
 
 
 def _reasons(store: Store) -> dict[str, str | None]:
@@ -199,58 +218,49 @@ def _reasons(store: Store) -> dict[str, str | None]:
 
 
 def test_what_was_refused_while_it_waited_is_never_written(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, held: Held, writer: GroupCommitWriter
 ) -> None:
-    held = _Held(store, monkeypatch)
-    with GroupCommitWriter(store) as writer:
-        first = writer.submit([make_turn("first")])
-        assert held.inside.wait(30)
-        waiting = writer.submit([make_turn("waiting")])
-        waiting.withdraw("too late")
-        with pytest.raises(StoreUnavailable, match="too late"):
-            waiting.result(timeout=0)
-        assert writer.load().submissions == 1
-        held.go.set()
-        first.result(timeout=30)
-        first.withdraw("it is stored")
+    first = writer.submit([make_turn("first")])
+    assert held.inside.wait(30)
+    waiting = writer.submit([make_turn("waiting")])
+    waiting.withdraw("too late")
+    with pytest.raises(StoreUnavailable, match="too late"):
+        waiting.result(timeout=0)
+    assert writer.load().submissions == 1
+    held.go.set()
+    first.result(timeout=30)
+    first.withdraw("it is stored")
+    writer.close()
     assert _reasons(store) == {"first": None}
     assert writer.load() == (0, 0, 0, 0)
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_what_was_refused_in_a_locked_store_is_not_trained_when_it_is_free(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, watched: Watched, writer: GroupCommitWriter
 ) -> None:
-    watched = _Watched(store, monkeypatch)
-    with GroupCommitWriter(store) as writer:
-        with _locked(store):
-            refused = writer.submit(
-                [make_turn("refused"), make_turn("greedy", untrainable="greedy")]
-            )
-            assert watched.began.wait(30)
-            patient = writer.submit([make_turn("patient")])
-            refused.withdraw("the store has not answered")
-            with pytest.raises(StoreUnavailable, match="has not answered"):
-                refused.result(timeout=0)
-        patient.result(timeout=30)
-        retried = writer.submit([make_turn("retried")])
-        retried.result(timeout=30)
-    reasons = _reasons(store)
-    assert reasons == {
-        "refused": "unacknowledged",
-        "greedy": "greedy",
-        "patient": None,
-        "retried": None,
-    }
+    with _locked(store):
+        refused = writer.submit([make_turn("refused"), make_turn("greedy", untrainable="greedy")])
+        assert watched.began.wait(30)
+        patient = writer.submit([make_turn("patient")])
+        refused.withdraw("the store has not answered")
+        with pytest.raises(StoreUnavailable, match="has not answered"):
+            refused.result(timeout=0)
+    patient.result(timeout=30)
+    writer.submit([make_turn("retried")]).result(timeout=30)
+    writer.close()
+    marked = {"refused": "unacknowledged", "greedy": "greedy"}
+    assert _reasons(store) == {**marked, "patient": None, "retried": None}
     assert writer.load().unacknowledged == 2
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_the_mark_is_in_the_transaction_that_writes_the_turn(
-    store: Store, url: str, monkeypatch: pytest.MonkeyPatch
+    store: Store, url: str, watched: Watched, writer: GroupCommitWriter
 ) -> None:
     """A crash right after the commit leaves nothing to train."""
-    watched = _Watched(store, monkeypatch)
     watched.go.clear()
-    with GroupCommitWriter(store) as writer, Store.open(url) as other:
+    with Store.open(url) as other:
         with _locked(store):
             refused = writer.submit([make_turn("refused")])
             assert watched.began.wait(30)
@@ -258,35 +268,26 @@ def test_the_mark_is_in_the_transaction_that_writes_the_turn(
         assert watched.committing.wait(30)
         assert other.find_turn("refused") is None, "not visible unmarked"
         watched.go.set()
+    writer.close()
     assert _reasons(store) == {"refused": "unacknowledged"}
 
 
-def test_a_commit_on_its_way_is_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = _Watched(store, monkeypatch)
-    watched.go.clear()
-    with GroupCommitWriter(store) as writer:
-        submission = writer.submit([make_turn("t")])
-        assert watched.committing.wait(30)
-        submission.withdraw("too late")
-        assert not submission.done(), "nobody knows yet what becomes of it"
-        watched.go.set()
-        submission.result(timeout=30)
-    assert _reasons(store) == {"t": None}
-
-
-def test_who_does_not_wait_for_the_commit_has_nothing_trained(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("waits", "reason"), [(True, None), (False, "unacknowledged")])
+def test_a_commit_on_its_way_is_waited_for_or_has_nothing_trained(
+    store: Store, watched: Watched, writer: GroupCommitWriter, waits: bool, reason: str | None
 ) -> None:
-    watched = _Watched(store, monkeypatch)
     watched.go.clear()
-    with GroupCommitWriter(store) as writer:
-        submission = writer.submit([make_turn("t")])
-        assert watched.committing.wait(30)
-        submission.withdraw("too late")
-        assert submission.abandon()
-        watched.go.set()
+    submission = writer.submit([make_turn("t")])
+    assert watched.committing.wait(30)
+    submission.withdraw("too late")
+    assert not submission.done(), "nobody knows yet what becomes of it"
+    assert waits or submission.abandon()
+    watched.go.set()
+    if waits:
+        submission.result(timeout=30)
+    writer.close()
     assert not submission.abandon(), "it is settled"
-    assert _reasons(store) == {"t": "unacknowledged"}
+    assert _reasons(store) == {"t": reason}
 
 
 def test_a_connection_that_breaks_in_the_commit_leaves_nothing_to_train(
@@ -295,8 +296,8 @@ def test_a_connection_that_breaks_in_the_commit_leaves_nothing_to_train(
     """The commit arrived, its answer did not: who asks is refused, and the turn is there."""
     append = store.append
 
-    def broken(facts: Sequence[Event], **more: Any) -> None:
-        append(facts, **more)
+    def broken(events: Sequence[Event], **more: Any) -> None:
+        append(events, **more)
         raise StoreUnavailable("server closed the connection unexpectedly")
 
     monkeypatch.setattr(store, "append", broken)
@@ -308,16 +309,17 @@ def test_a_connection_that_breaks_in_the_commit_leaves_nothing_to_train(
     assert _reasons(store) == {"t": "unacknowledged"}
 
 
+@pytest.mark.databases("sqlite", "postgres")
 @pytest.mark.parametrize("down_meanwhile", [True, False])
-def test_who_writes_a_refused_turn_again_and_is_told_so_has_it_trained(
+def test_who_writes_a_refused_turn_again_and_gets_an_answer_has_it_trained(
     store: Store, monkeypatch: pytest.MonkeyPatch, down_meanwhile: bool
 ) -> None:
     """Whether the mark could be set before the turn came again (it is taken back) or not."""
     append, mark = store.append, store.mark_unacknowledged
     commits = iter([StoreUnavailable("server closed the connection unexpectedly")])
 
-    def breaks_once(facts: Sequence[Event], **more: Any) -> None:
-        append(facts, **more)
+    def breaks_once(events: Sequence[Event], **more: Any) -> None:
+        append(events, **more)
         for error in commits:
             raise error
 
@@ -337,50 +339,47 @@ def test_who_writes_a_refused_turn_again_and_is_told_so_has_it_trained(
     assert _reasons(store) == {"t": None}
 
 
-def test_a_repeat_that_is_refused_takes_nothing_from_who_was_told(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+def test_a_repeat_that_is_refused_takes_nothing_from_who_was_answered(
+    store: Store, watched: Watched, writer: GroupCommitWriter
 ) -> None:
-    watched = _Watched(store, monkeypatch)
-    with GroupCommitWriter(store) as writer:
-        writer.submit([make_turn("t")]).result(timeout=30)
-        watched.committing.clear()
-        watched.go.clear()
-        repeat = writer.submit([make_turn("t")])
-        assert watched.committing.wait(30)
-        assert repeat.abandon()
-        watched.go.set()
+    writer.submit([make_turn("t")]).result(timeout=30)
+    watched.committing.clear()
+    watched.go.clear()
+    repeat = writer.submit([make_turn("t")])
+    assert watched.committing.wait(30)
+    assert repeat.abandon()
+    watched.go.set()
+    writer.close()
     assert _reasons(store) == {"t": None}
 
 
-def test_what_is_withdrawn_from_a_batch_with_a_bad_fact_is_not_written(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+def test_what_is_withdrawn_from_a_batch_with_a_bad_event_is_not_written(
+    store: Store, held: Held, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = _Held(store, monkeypatch)
     second = threading.Event()
-    with GroupCommitWriter(store) as writer:
-        writer.submit([make_turn("first")])
-        assert held.inside.wait(30)
-        bad = writer.submit([Reward(rollout_id="r", value=float("nan"))])
-        refused, good = writer.submit([make_turn("refused")]), writer.submit([make_turn("good")])
-        append = store.append
+    writer.submit([make_turn("first")])
+    assert held.inside.wait(30)
+    bad = writer.submit([Reward(rollout_id="r", value=float("nan"))])
+    refused, good = writer.submit([make_turn("refused")]), writer.submit([make_turn("good")])
+    append = store.append
 
-        def once_refused(facts: Sequence[Event], **more: Any) -> None:
-            if len(facts) > 1 and not second.is_set():
-                second.set()
-                refused.withdraw("too late")
-            append(facts, **more)
+    def once_refused(events: Sequence[Event], **more: Any) -> None:
+        if len(events) > 1 and not second.is_set():
+            second.set()
+            refused.withdraw("too late")
+        append(events, **more)
 
-        monkeypatch.setattr(store, "append", once_refused)
-        held.go.set()
-        good.result(timeout=30)
-        for submission in (bad, refused):
-            assert submission.exception(timeout=30) is not None
+    monkeypatch.setattr(store, "append", once_refused)
+    held.go.set()
+    good.result(timeout=30)
+    for submission in (bad, refused):
+        assert submission.exception(timeout=30) is not None
+    writer.close()
     assert second.is_set()
     assert _reasons(store) == {"first": None, "good": None}
 
 
-def test_a_full_queue_refuses_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = _Held(store, monkeypatch)
+def test_a_full_queue_refuses_at_once(store: Store, held: Held) -> None:
     with GroupCommitWriter(store, max_submissions=2) as writer:
         one = writer.submit([make_turn("one")])
         assert held.inside.wait(30)
@@ -397,10 +396,7 @@ def test_a_full_queue_refuses_at_once(store: Store, monkeypatch: pytest.MonkeyPa
     assert _reasons(store).keys() == {"one", "four", "five"}
 
 
-def test_bytes_are_bounded_too_and_one_may_be_of_any_size(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = _Held(store, monkeypatch)
+def test_bytes_are_bounded_too_and_one_may_be_of_any_size(store: Store, held: Held) -> None:
     large = {"messages": [{"role": "user", "content": "x" * 300_000}]}
     with GroupCommitWriter(store, max_bytes=100_000) as writer:
         first = writer.submit([make_turn("large", request=large)])

@@ -14,6 +14,8 @@ from tracegrad.events import Turn
 from tracegrad.store import Store
 from tracegrad.store.write.parent_cache import RECENT_TURNS, ParentCache, ParentInfo
 
+pytestmark = pytest.mark.databases("sqlite")  # what is in memory
+
 
 def context(turn: str, rollout: str) -> ParentInfo:
     return ParentInfo(turn, rollout, 1, b"", None)
@@ -29,6 +31,7 @@ def turns(rollout: str, *parents: str | None) -> list[Turn]:
     return [replace(make_turn("x", rollout), parent_id=parent) for parent in parents]
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_a_conversation_is_continued_without_reading(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,6 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from support.trainer.prepared_run import SMALL, fill, save_smallest_model, settings_of, steps_of
-from support.trainer.ranks import fork_ranks_of_commands
 from support.trainer.tiny_model import load_model
 from tracegrad.events import Reward, RolloutFinished, RolloutStarted
 from tracegrad.settings_sources import SettingsError
@@ -52,12 +51,6 @@ def signals() -> Iterator[None]:
     yield
     for each, handler in before.items():
         signal.signal(each, handler)
-
-
-@pytest.fixture
-def forked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are forked; those of `run` were started as commands start them."""
-    fork_ranks_of_commands(monkeypatch)
 
 
 def trainer(*words: object) -> Done:
@@ -99,7 +92,6 @@ def test_steps_are_taken_recorded_and_printed(run: Path) -> None:
     assert not list((run / "checkpoints").glob(".*")), "no half of one"
 
 
-@pytest.mark.usefixtures("forked")
 def test_what_is_left_is_trained_and_then_there_is_nothing(
     run: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -172,7 +164,6 @@ def test_a_run_that_is_in_order_is_let_through(run: Path, model: Path) -> None:
     checked(settings_of(model, run))
 
 
-@pytest.mark.usefixtures("forked")
 def test_a_missing_part_of_the_last_checkpoint_is_one_line_and_nothing_starts(
     run: Path, model: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from sqlalchemy import select, update
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from support.trainer.ranks import fork_ranks_of_commands, run_on_ranks
+from support.trainer.ranks import run_on_ranks
 from support.trainer.row_samples import POISON, VOCABULARY, tiny_model
 from support.trainer.step_samples import (
     SEVERAL,
@@ -48,9 +48,7 @@ def problems(settings: TrainerSettings) -> list[str | None]:
         return [one.problem for one in list_candidates(store, settings.state_dir, limit=9)]
 
 
-def test_a_batch_of_several_updates_of_two_ranks_is_replayed_by_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_of_several_updates_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
     settings = trainer_settings(tmp_path, ranks=2, optim=SEVERAL)
     with Store.open(settings.proxy.store) as store:
         fill(store, 2)
@@ -66,7 +64,6 @@ def test_a_batch_of_several_updates_of_two_ranks_is_replayed_by_two(
     assert sum(abs(turn.gradient_share) for turn in found.replayed.turns) == pytest.approx(1)
     # An error of the ranks is one line too.
     other_model(tmp_path / "model")
-    fork_ranks_of_commands(monkeypatch)
     with pytest.raises(ReplayError, match=r"^12 of the 12 turns .* tokens that this model does"):
         replayed(settings)
 
