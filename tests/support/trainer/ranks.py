@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
@@ -43,9 +43,7 @@ def _server() -> ForkServerContext:
     return context
 
 
-def run_on_ranks(
-    job: Callable[..., None], ranks: int, *arguments: Any, env: Mapping[str, str] | None = None
-) -> None:
+def run_on_ranks(job: Callable[..., None], ranks: int, *arguments: Any) -> None:
     """`job(*arguments)` on every rank, `job` a module's own function; returns once all are done.
 
     Raises:
@@ -55,7 +53,7 @@ def run_on_ranks(
     with TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank-{rank}" for rank in range(ranks)]
         started = [
-            _server().Process(target=_rank, args=(job, arguments, rank, ranks, port, str(log), env))
+            _server().Process(target=_rank, args=(job, arguments, rank, ranks, port, str(log)))
             for rank, log in enumerate(logs)
         ]
         for process in started:
@@ -107,12 +105,10 @@ def _rank(
     ranks: int,
     port: int,
     log: str,
-    env: Mapping[str, str] | None,
 ) -> None:
     with open(log, "w") as out:
         os.dup2(out.fileno(), sys.stdout.fileno())
         os.dup2(out.fileno(), sys.stderr.fileno())
-    os.environ.update(env or {})
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     os.environ.update(zip(names, map(str, (rank, rank, ranks, ranks)), strict=True))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
