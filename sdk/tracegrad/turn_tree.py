@@ -112,12 +112,13 @@ class TurnTree(Generic[P]):
         inner = set(self.parents)
         return tuple(place for place in range(len(self.turns)) if place not in inner)
 
-    @cached_property
-    def paths(self) -> tuple[tuple[P, ...], ...]:
-        """Every root-to-leaf path, in the order of the leaves."""
-        return tuple(self._path(leaf) for leaf in self.leaves)
+    def paths(self) -> Iterator[tuple[P, ...]]:
+        """Every root-to-leaf path, in the order of the leaves; one at a time, since all paths of a
+        tree that forks at each turn hold the square of its turns."""
+        return map(self.path, self.leaves)
 
-    def _path(self, leaf: int) -> tuple[P, ...]:
+    def path(self, leaf: int) -> tuple[P, ...]:
+        """From the root to the turn at this place."""
         path = [self.turns[leaf]]
         for place in self.ancestors(leaf):
             path.append(self.turns[place])
@@ -163,6 +164,6 @@ class TurnTree(Generic[P]):
         return tuple(found)
 
 
-def paths(turns: Iterable[P]) -> tuple[tuple[P, ...], ...]:
+def paths(turns: Iterable[P]) -> Iterator[tuple[P, ...]]:
     """Every root-to-leaf path, where nothing else is asked of the tree."""
-    return TurnTree.of(turns).paths
+    return TurnTree.of(turns).paths()

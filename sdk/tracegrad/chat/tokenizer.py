@@ -31,7 +31,7 @@ class Tokenizer:
         self._reading = roundtrip_of(core)
 
     def encode(self, text: str) -> array[int]:
-        """Ids without special tokens that the text does not spell out. Raises NotText."""
+        """Ids without special tokens that the text does not spell out. Raises UnencodableText."""
         try:
             return array("i", self._core.encode(text, add_special_tokens=False).ids)
         except TypeError as error:  # what the library makes of a lone surrogate

@@ -99,8 +99,10 @@ def find_forks(transcript: Transcript) -> list[ForkFinding]:
     found = []
     seen: set[tuple[str | None, bytes]] = set()  # prompts
     for index, turn in enumerate(transcript.turns):
-        afresh = index > 0 and transcript.parent(index) is None and sample_key(turn) not in seen
-        seen.add(sample_key(turn))
+        afresh = False
+        if transcript.parent(index) is None:
+            afresh = index > 0 and sample_key(turn) not in seen
+            seen.add(sample_key(turn))
         if turn.fork_reason is not None or afresh:
             found.append(_fork(index, transcript))
     return found

@@ -74,7 +74,7 @@ def create_app(
     patience_s: float | None = None,
 ) -> FastAPI:
     """`store` is read, `writer` writes to it; both stay open, and are the caller's to close.
-    `patience_s`: how long a call waits for what it writes (`store_async.PATIENCE_S`)."""
+    `patience_s`: how long a call waits for what it writes (`store_async.STORE_TIMEOUT_S`)."""
     gate = WeightUpdateGate(
         version=store.current_version() or 0,
         held=settings.held,

@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 async def run_in_thread(method: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
-    """What a method of the store returns. Raises what it raises, and as `in_time`."""
+    """What a method of the store returns. Raises what it raises, and as `within_store_timeout`."""
     return await within_store_timeout(asyncio.to_thread(method, *args, **more))
 
 
 async def within_store_timeout(answer: Awaitable[T]) -> T:
-    """Raises StoreUnavailable after `PATIENCE_S`. What was asked for may still be done later."""
+    """Raises StoreUnavailable after STORE_TIMEOUT_S. What was asked for may still be done later."""
     try:
         async with asyncio.timeout(STORE_TIMEOUT_S):
             return await answer
@@ -36,7 +36,7 @@ async def within_store_timeout(answer: Awaitable[T]) -> T:
 
 async def wait_committed(submission: Submission, *, patience_s: float | None = None) -> None:
     """On return it is on the disk. Raises what the submission fails with, and StoreUnavailable
-    after `patience_s` (`PATIENCE_S`): then none of its turns will be trained, whatever the store
+    after `patience_s` (STORE_TIMEOUT_S): then none of its turns will be trained, whatever the store
     does later."""
     patience_s = STORE_TIMEOUT_S if patience_s is None else patience_s
     try:

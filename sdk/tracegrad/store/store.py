@@ -45,7 +45,8 @@ def _method(
         with getattr(self, transaction)() as connection:
             return work(connection, *args, **kwargs)
 
-    method.__doc__ = work.__doc__
+    method.__name__, method.__doc__ = work.__name__, work.__doc__
+    method.__qualname__ = f"Store.{work.__name__}"
     return method
 
 

@@ -91,7 +91,7 @@ def _span(read: Struct, rollout_id: str | None) -> Span:
 def _version(value: object) -> VersionRecord:
     read = validate(value, VersionObject)
     return VersionRecord(
-        PolicyVersion(**_values(read, PolicyVersion)),
+        PolicyVersion(**{"step": None} | _values(read, PolicyVersion)),
         [
             PolicyVersion(read.version, **{"step": None} | _values(each, PolicyVersion))
             for each in read.events or ()

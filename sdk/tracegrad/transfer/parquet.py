@@ -93,7 +93,7 @@ def _write(file: BinaryIO, rows: Iterable[Json], columns: Mapping[str, Column]) 
         [(name, _type(column)) for name, column in columns.items()],
         metadata={"tracegrad": str(FORMAT)},
     )
-    if "other" in columns:
+    if "tracegrad" in columns:  # lines of several kinds in one table
         rows = map(_rollout_row, rows)
     count = 0
     with pyarrow.parquet.ParquetWriter(file, schema, compression="zstd") as writer:

@@ -36,7 +36,7 @@ class TokenRow:
 def token_rows(turns: Sequence[Turn], left_out: Collection[str] = ()) -> Iterator[TokenRow]:
     """`left_out` (turn ids) are owned by no row, and are context of turns that are."""
     owned: set[str] = set()
-    for path in TurnTree.of(turns).without(left_out).paths:
+    for path in TurnTree.of(turns).without(left_out).paths():
         own = [t for t in path if t.turn_id not in owned and t.turn_id not in left_out]
         owned |= {turn.turn_id for turn in own}
         if own:

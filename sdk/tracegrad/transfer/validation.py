@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable, Iterable
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,10 +12,11 @@ from msgspec import inspect
 
 T = TypeVar("T")
 
-# How msgspec says where: $.turns[0].tags[...]; [...] is some value of a dictionary.
-_PATH = re.compile(r" - at `\$(.*)`$")
+# How msgspec says where, after its words, which may quote what was given: $.turns[0].tags[...];
+# [...] is some value of a dictionary.
+_AT = " - at `$"
 _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
-_UNKNOWN = re.compile("Object contains unknown field `(.*?)`( - at `|$)", re.DOTALL)
+_UNKNOWN = "Object contains unknown field"
 _MISSING = re.compile("Object missing required field `(.*?)`")
 
 # What to write for types without a description of their own.
@@ -39,16 +42,22 @@ def validate(value: object, schema: type[T]) -> T:
     try:
         return msgspec.convert(value, schema)
     except msgspec.ValidationError as error:
-        raise _explained(str(error), value, inspect.type_info(schema)) from None
+        raise _explained(str(error), value, _type_info(schema)) from None
     except UnicodeEncodeError as error:  # msgspec reads names, choices and base64 as UTF-8
         problem = f"{error.object!a} holds half a surrogate pair; write whole characters"
         raise InvalidObject("object", problem) from None
 
 
+@cache
+def _type_info(schema: Hashable) -> inspect.Type:
+    return inspect.type_info(schema)
+
+
 def _explained(message: str, value: Any, expected: inspect.Type) -> InvalidObject:
     """msgspec's error about some part of `value`, with the fix; `expected`: the whole's type."""
-    path = _PATH.search(message)
-    steps = _STEP.findall(path[1] if path else "")
+    if message.startswith(_UNKNOWN) and (field := _unknown_field(value, expected)):
+        return InvalidObject(field.removeprefix("."), "this format has no such field; leave it out")
+    steps = _STEP.findall(message.rpartition(_AT)[2] if _AT in message else "")
     if missing := _MISSING.match(message):
         steps.append((missing[1], ""))
     place = ""
@@ -65,11 +74,31 @@ def _explained(message: str, value: Any, expected: inspect.Type) -> InvalidObjec
             value, at = value[int(index)], int(index)
             expected = whole.item_type if hasattr(whole, "item_type") else whole.item_types[at]
         place += f".{name}" if name else f"[{index}]"
-    if unknown := _UNKNOWN.match(message):
-        field = f"{place}.{unknown[1]}".removeprefix(".")
-        return InvalidObject(field, "this format has no such field; leave it out")
     problem = f"{_problem(value, without_null(expected))}; write {_fix(expected)}"
     return InvalidObject(place.removeprefix(".") or "object", problem)
+
+
+def _unknown_field(value: Any, expected: inspect.Type) -> str | None:
+    """The first one's place. msgspec quotes its name, which may look like a place of its own."""
+    whole = without_null(expected)
+    found: Iterable[tuple[str, Any, inspect.Type]] = ()
+    if isinstance(whole, inspect.StructType) and isinstance(value, dict):
+        known = {field.name: field.type for field in whole.fields}
+        if whole.forbid_unknown_fields:
+            for name in value:
+                if name not in known:
+                    return f".{name}"
+        found = ((f".{name}", value[name], known[name]) for name in value.keys() & known)
+    elif (
+        isinstance(whole, inspect.ListType)
+        and isinstance(without_null(whole.item_type), inspect.StructType)
+        and isinstance(value, list)
+    ):
+        found = ((f"[{at}]", item, whole.item_type) for at, item in enumerate(value))
+    for place, item, its_type in found:
+        if inner := _unknown_field(item, its_type):
+            return place + inner
+    return None
 
 
 def without_null(expected: inspect.Type) -> inspect.Type:

@@ -199,7 +199,8 @@ class _Maker:
     def history(self, store: Store, rollouts: Sequence[Sequence[Event]]) -> None:
         """Versions, and two steps that some of the rollouts were trained by."""
         for version, state in [(0, "serving"), (1, "pushing"), (1, "serving"), (2, "failed")]:
-            record = PolicyVersion(version, version, state, self._time(), self.json())  # type: ignore[arg-type]
+            # What served before the first step is of none.
+            record = PolicyVersion(version, version or None, state, self._time(), self.json())  # type: ignore[arg-type]
             store.record_version(record)
         ledger = Ledger(store)
         for step in (1, 2):

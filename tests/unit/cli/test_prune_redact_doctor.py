@@ -106,9 +106,10 @@ def test_prune_removes_and_gives_room_back(kept: str) -> None:
 
 
 def test_prune_wants_to_know_what(kept: str) -> None:
+    sizes = ("much", "1,5GB", "1'000MB", "20-GB", "20 GB x", "100Mbit")
     for arguments, message in (
         ((), "say what may go"),
-        (("--max-size", "much"), "500MB"),
+        *((("--max-size", size), "500MB") for size in sizes),
         (("--older-than", "soon"), "how long ago"),
         (("--text-only", "--max-size", "1GB"), "--max-size is about whole rollouts"),
         (("--text-only", "--also-untrained", "--task", "t"), "--also-untrained is about whole"),
@@ -123,7 +124,14 @@ def test_prune_wants_to_know_what(kept: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("500", 500), ("2kB", 2000), ("1.5 GB", 1_500_000_000), ("1GiB", 1 << 30), ("3T", 3 * 10**12)],
+    [
+        ("500", 500),
+        ("2kB", 2000),
+        ("1.5 GB", 1_500_000_000),
+        ("1GiB", 1 << 30),
+        ("3T", 3 * 10**12),
+        ("20Gi", 20 << 30),
+    ],
 )
 def test_sizes_are_read_as_they_are_written(text: str, size: int) -> None:
     from tracegrad.cli.commands.prune import _parse_size

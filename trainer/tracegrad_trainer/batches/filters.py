@@ -188,7 +188,7 @@ def _lost_paths(tree: TurnTree[Turn], settings: BatchSettings) -> frozenset[str]
     """Turns all of whose paths are longer than a row."""
     fitting = {
         turn.turn_id
-        for path in tree.paths
+        for path in tree.paths()
         if max(map(length_of, path)) <= settings.row_limit
         for turn in path
     }

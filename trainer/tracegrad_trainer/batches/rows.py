@@ -223,7 +223,7 @@ def path_rows(source: RowSource, paths: Iterable[Sequence[Turn]] | None = None) 
     """A row for each path, by default for each that leads to a trained turn."""
     owned: set[str] = set()
     rows = []
-    for path in source.trained.paths if paths is None else paths:
+    for path in source.trained.paths() if paths is None else paths:
         leaf = path[-1]
         draft = RowDraft(as_int_array(leaf.prompt_token_ids + leaf.completion_token_ids), source)
         if source.layout is not None:

@@ -73,15 +73,15 @@ def tree_rows(source: RowSource, *, limit: int) -> tuple[list[Row], int]:
     tree = source.trained
     if len(tree.leaves) <= 1:
         return path_rows(source), 0
-    path_to = dict(zip(tree.leaves, tree.paths, strict=True))
+    leaves = frozenset(tree.leaves)
     rows: list[Row] = []
     too_long = 0
     for top, ends in _prefix_trees(tree):
-        paths = [path_to[place] for place in ends if place in path_to]
-        if len(paths) == 1:
-            rows += path_rows(source, paths)
+        own = [place for place in ends if place in leaves]
+        if len(own) == 1:
+            rows += path_rows(source, map(tree.path, own))
         elif (nodes := _laid_out(top))[0].stop > limit:
-            rows += path_rows(source, paths)
+            rows += path_rows(source, map(tree.path, own))
             too_long += 1
         else:
             rows.append(_row(nodes, ends, source))

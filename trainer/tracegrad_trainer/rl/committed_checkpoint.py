@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tracegrad.events import Json
 from tracegrad.store import StepHistory, StepRecord, Store
-from tracegrad.store.ledger.fencing import MANIFEST_NAME, manifest_digest
+from tracegrad.store.checkpoint_manifest import MANIFEST_NAME, manifest_digest
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.manifest import (
     CheckpointError,

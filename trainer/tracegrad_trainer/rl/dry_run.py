@@ -156,10 +156,12 @@ def _batch(ready: Sequence[Group], settings: TrainerSettings) -> list[Group]:
     if not settings.refills:
         return list(ready[:wanted])
     taken: list[Group] = []
+    different = 0
     for group in ready:
-        if sum(not has_equal_rewards(one) for one in taken) == wanted:
+        if different == wanted:
             break
         taken.append(group)
+        different += not has_equal_rewards(group)
     return taken
 
 

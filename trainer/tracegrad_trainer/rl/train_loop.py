@@ -20,7 +20,7 @@ from typing import Literal
 
 from tracegrad.events import Json
 from tracegrad.store import LedgerError, Store, StoreError
-from tracegrad.store.ledger.fencing import manifest_digest
+from tracegrad.store.checkpoint_manifest import manifest_digest
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import (
     destroy_process_group,

@@ -66,11 +66,13 @@ def _lock(folder: Path) -> int | None:
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """An empty folder beside, which becomes `folder` when the block ends well, in place of one that
-    was there."""
-    partial = folder.with_name(f".{folder.name}.partial")
+    was there. Killed between the two renames, the one that was there is `.NAME.old`."""
+    partial, old = (folder.with_name(f".{folder.name}.{end}") for end in ("partial", "old"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
     if folder.exists():
-        shutil.rmtree(folder)
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(folder, old)
     os.replace(partial, folder)
+    shutil.rmtree(old, ignore_errors=True)

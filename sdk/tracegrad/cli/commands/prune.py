@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
 from humanize import naturalsize
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import ByteSize, TypeAdapter
 
 from tracegrad.cli.commands.destructive import (
     USAGE_ERROR,
@@ -140,13 +141,17 @@ def _prune_text(store: Store, rule: TextRemovalRule, how: RemovalOptions) -> Non
     print_reclaimed(room)
 
 
+# ByteSize reads a beginning: to it 1,5GB is one byte.
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]i?)?B?\s*", re.IGNORECASE)
+
+
 def _parse_size(text: str) -> int:
-    try:
-        return TypeAdapter(ByteSize).validate_python(text)
-    except ValidationError:
+    found = _SIZE.fullmatch(text)
+    if found is None:
         raise typer.BadParameter(
             f"{text!r}; write bytes, or a size like 500MB, 20GB or 20GiB", param_hint="--max-size"
-        ) from None
+        )
+    return TypeAdapter(ByteSize).validate_python(f"{found[1]}{found[2] or ''}B")
 
 
 def _print_preview(found: PrunePreview) -> None:

@@ -26,7 +26,7 @@ class FairQueue:
         return self._count
 
     async def wait(self, key: str | None, seconds: float) -> None:
-        """Until `release`. Raises NoRoom, or TimeoutError after `seconds`."""
+        """Until `release`. Raises QueueFull, or TimeoutError after `seconds`."""
         self._make_room(key)
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lanes.setdefault(key, deque()).append(place)

@@ -20,7 +20,7 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Raises ClientGone when the rest of it never comes. The guard has bounded it."""
+    """Raises ClientDisconnected when the rest of it never comes. The guard has bounded it."""
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -33,7 +33,7 @@ async def read_body(receive: Receive) -> bytes:
 
 @asynccontextmanager
 async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
-    """Ends what runs inside with ClientGone as soon as the client hangs up.
+    """Ends what runs inside with ClientDisconnected as soon as the client hangs up.
 
     To be entered after the body has been read.
     """

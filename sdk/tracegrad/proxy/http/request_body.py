@@ -158,7 +158,7 @@ class MemoryLease:
         self._held = 0
 
     async def acquire(self, size: int) -> None:
-        """As `Budget.take`."""
+        """As `MemoryBudget.acquire`."""
         if size > 0:
             await self._budget.acquire(self._client, self._held, size)
             self._held += size
@@ -190,7 +190,7 @@ class BodyReader:
         """A `receive` that has the whole body in its first message.
 
         Raises BadRequest (413) for a body that is too large or holds too many values, Unavailable
-        where there is no memory for it, ClientGone when the rest of it never comes.
+        where there is no memory for it, ClientDisconnected when the rest of it never comes.
         """
         path = scope["path"]
         in_api = path.startswith("/api/")

@@ -3,7 +3,7 @@
 First match wins: the attribute `tracegrad.rollout` of the span or its resource; the rollout that
 the span's trace is known to belong to, here or in the store; else the trace of an agent is a
 rollout of its own, by the trace's id. Spans of a trace that nothing is known of yet are nobody's,
-until one of an agent comes: then the store gives them to its rollout (`store.traces.adopt`).
+until one of an agent comes: then the store gives them to its rollout (`store/write/events.py`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ the tools and template arguments. A recorded turn is filed under the key of its 
 reply; the longest position of a new conversation whose key is filed gives the turn it continues.
 Replies are hashed tolerantly, since clients write them down again: by the ids of their tool
 calls where they have any, otherwise by their trimmed text, and never by their reasoning. Whether
-a reply really came back as it was is then decided by `same_reply`.
+a reply really came back as it was is then decided by `reply_difference`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HashedConversation:
     """Some messages, by what it takes to find the turn that they continue.
 
     `replies` are the positions of the model's own. `frame` is the key of tools and template
-    arguments (`messages.Frame.key`).
+    arguments (`messages.RenderOptions.key`).
     """
 
     __slots__ = ("_marks", "_unmarked", "frame", "replies")

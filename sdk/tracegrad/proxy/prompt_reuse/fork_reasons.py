@@ -17,7 +17,7 @@ class ForkReason(StrEnum):
         reason.meaning = meaning
         return reason
 
-    # Found while the recorded turn is looked for (`matching`).
+    # Found while the recorded turn is looked for (`conversation_hash`).
     NEW_CONVERSATION = (
         "new_conversation",
         "The request holds no reply of the model: it begins a conversation (a retry, a sub-agent).",

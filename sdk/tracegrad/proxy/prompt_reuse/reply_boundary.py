@@ -45,7 +45,7 @@ class ReplyBoundary:
 
 
 def boundary_after_stop(pair: PromptPair, stop: str, sampled: Sequence[int]) -> ReplyBoundary:
-    """The reply was ended by the token with the text `stop`. Raises Forked."""
+    """The reply was ended by the token with the text `stop`. Raises PromptForked."""
     before, whole = pair.before, pair.whole
     views = _ProbedRenderings(pair)
     if not views.seen:
@@ -68,7 +68,7 @@ def boundary_after_stop(pair: PromptPair, stop: str, sampled: Sequence[int]) -> 
 
 
 def boundary_at_length(pair: PromptPair, sampled: Sequence[int]) -> ReplyBoundary:
-    """The reply was cut short, so the template's own end of a reply is new. Raises Forked."""
+    """The reply was cut short, so the template's own end of a reply is new. Raises PromptForked."""
     tokenizer = pair.renderer.tokenizer
     said = tokenizer.decode(sampled)
     tail = pair.whole[len(pair.before) + len(said) :]
@@ -164,8 +164,8 @@ class _ProbedRenderings:
             raise PromptForked(ForkReason.TEMPLATE, "what ends the reply is not the reply's")
 
     def lost(self, end: int, said: str) -> bool:
-        """Whether `said` lacks something of the reply. Raises Forked where what is shown is not
-        what was said, or reasoning is not shown."""
+        """Whether `said` lacks something of the reply. Raises PromptForked where what is shown is
+        not what was said, or reasoning is not shown."""
         region = self.shown[len(self.pair.before) : end]
         probe, reply = self._probe, self.pair.reply
         lost = any(mark not in region for mark in probe.arguments)

@@ -58,7 +58,7 @@ def splice_prompt(
 
     `chain` is the path to that turn from its root: each turn's prompt begins with the prompt and
     completion of the one before. `messages` hold the recorded replies in place of what the client
-    sent (`matching.recorded_conversation`). `now` is the clock of the root's rendering, the same
+    sent (`with_recorded_replies`). `now` is the clock of the root's rendering, the same
     for all of a path. It costs 5 renderings: one less the first time that a root is continued, one
     more where the template writes the reply otherwise than the model did.
     """

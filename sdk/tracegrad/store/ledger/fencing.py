@@ -7,11 +7,9 @@ Everything here happens inside the caller's exclusive transaction.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from sqlalchemy import Connection, select
 
@@ -19,15 +17,6 @@ from tracegrad.store.errors import AlreadyTrained, LeaseLost, LedgerError
 from tracegrad.store.models import Rollouts, Steps, TurnLedger
 from tracegrad.store.rows import rows_of_keys
 from tracegrad.store.types import LostLease, StepRecord
-
-# In a checkpoint's folder: it names each of the files with size and checksum, so its own digest
-# stands for the whole checkpoint. A committed step keeps that digest.
-MANIFEST_NAME = "counters.json"
-
-
-def manifest_digest(folder: Path) -> str:
-    """SHA-256 of the manifest's bytes, in hex. Raises OSError: it cannot be read."""
-    return hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()
 
 
 def refuse_duplicates(what: str, names: Iterable[str]) -> None:

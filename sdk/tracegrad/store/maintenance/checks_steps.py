@@ -17,7 +17,7 @@ from typing import Any
 from sqlalchemy import Connection, func, select
 
 from tracegrad.events import Json
-from tracegrad.store.ledger.fencing import MANIFEST_NAME, manifest_digest
+from tracegrad.store.checkpoint_manifest import MANIFEST_NAME, manifest_digest
 from tracegrad.store.maintenance.findings import Finding
 from tracegrad.store.models import Rollouts, Steps
 

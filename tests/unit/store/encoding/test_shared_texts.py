@@ -143,6 +143,7 @@ def test_a_text_goes_with_the_last_rollout_that_has_it(store: Store) -> None:
     assert store.rollouts() == []
 
 
+@pytest.mark.databases("sqlite", "postgres")
 def test_writers_go_on_after_a_text_was_taken_out(store: Store, url: str) -> None:
     """They remember it as stored."""
     store_conversations(store, "abc")

@@ -148,6 +148,7 @@ def test_a_text_goes_wherever_it_stands(store: Store) -> None:
     assert list(turn.completion_token_ids) == [4, 5]
 
 
+@pytest.mark.databases("sqlite", "postgres")
 @pytest.mark.parametrize("field", ["request", "response", "span", "task", "error"])
 def test_only_the_chosen_fields_lose_it(store: Store, field: str) -> None:
     store.append(everywhere())

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 from sqlalchemy import event
 
+from support.proxy.servers import eventually
 from support.trainer.step_samples import rollout
 from tracegrad.events import Event, RolloutStarted
 from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
@@ -166,6 +167,32 @@ def test_each_step_is_new_once_however_many_come_between(store: Store) -> None:
         commit(store, number)
     assert [step.step for step in feed.new_steps()] == [*range(2, 53)]
     assert feed.new_steps() == []
+
+
+def test_ranks_that_end_well_while_steps_are_shown_are_no_fault(
+    store: Store, tmp_path: Path
+) -> None:
+    """Their end falls between two looks at it; the step that they made last is shown."""
+    fifo = tmp_path / "end"
+    os.mkfifo(fifo)
+    command = [sys.executable, "-c", f"open({str(fifo)!r}).read()"]
+    ranks = ChildProcess("ranks", command, log=tmp_path / "ranks.log")
+    feed, shown = StepFeed(store), list[int]()
+    commit(store, 1)
+
+    def show(step: StepRecord) -> None:
+        shown.append(step.step)
+        if step.step == 1:
+            commit(store, 2)
+            fifo.open("w").close()
+            eventually(lambda: ranks.exit_code() == 0)
+
+    ranks.start()
+    try:
+        feed.show_until_end(ranks, show, ranks.check)
+    finally:
+        ranks.stop()
+    assert shown == [1, 2]
 
 
 def test_a_mismatch_after_a_push_is_loud() -> None:

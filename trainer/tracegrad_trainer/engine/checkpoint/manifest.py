@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tracegrad.store.ledger.fencing import MANIFEST_NAME, manifest_digest
+from tracegrad.store.checkpoint_manifest import MANIFEST_NAME, manifest_digest
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PIECE = 1 << 24
