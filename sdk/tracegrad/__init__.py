@@ -2,8 +2,10 @@
 
     from tracegrad import trace, reward, rollout
 
-    @trace                      # a rollout; what it returns, or reward(x), is its reward
-    def solve(question): ...
+    @trace                      # a call is a rollout
+    def solve(question):
+        ...
+        reward(1.0)             # what it was worth
 
     with rollout(task="t1", tags={"split": "train"}) as r:
         r.reward(0.5)
@@ -13,12 +15,13 @@ belong to the rollout. Importing starts nothing and reaches for no network.
 """
 
 from tracegrad.context import Rollout, tags
-from tracegrad.decorators import reward, rollout, trace, turn
+from tracegrad.decorators import Reward, reward, rollout, trace, turn
 from tracegrad.events import Outcome
 from tracegrad.exporter import Stats, flush, stats
 
 __all__ = [
     "Outcome",
+    "Reward",
     "Rollout",
     "Stats",
     "flush",

@@ -1,8 +1,7 @@
 """Where am I: which rollout the running code belongs to, and how an LLM call says so.
 
 The answer lives in context variables, so every thread and every asyncio task has its own. A task
-inherits it from the code that starts it; a bare thread does not: start it with
-`contextvars.copy_context().run`, or give its client `rollout.base_url` or `rollout.api_key`.
+inherits it from the code that starts it; so do threads and what executors run (thread_patching.py).
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any, SupportsFloat, TypeVar
 from urllib.parse import urlsplit
 
@@ -77,9 +77,16 @@ class Rollout:
         self.task_id = task_id
         self.url = url
         self.rewarded = False  # whether its own reward (not a turn's, not another name) was given
+        # Whether an LLM call may have been made: a request was signed, a URL or key given out, or a
+        # span other than ours began.
+        self.may_have_calls = False
         self._finished = False
         self._emit = emit
         self._drop = drop
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finished
 
     def __repr__(self) -> str:
         return f"Rollout(id={self.id!r}, task_id={self.task_id!r})"
@@ -87,6 +94,7 @@ class Rollout:
     @property
     def base_url(self) -> str:
         """The OpenAI base URL whose calls belong to this rollout, from any process."""
+        self.may_have_calls = True
         return f"{self.url}/rollouts/{self.id}/v1"
 
     @property
@@ -98,6 +106,7 @@ class Rollout:
         their environment: it opens every rollout. The key is derived from it and nobody is asked
         for it, so that it is there at once, whatever the proxy does.
         """
+        self.may_have_calls = True
         return self.own_key or f"{API_KEY_PREFIX}{self.id}"
 
     @property
@@ -171,12 +180,14 @@ class Rollout:
 
 def _number(value: SupportsFloat) -> float | None:
     """None: it is no reward."""
+    # A text is none even where float() would read it: a reward is computed, not parsed.
+    if issubclass(type(value), str | bytes | bytearray):
+        return None
     try:
         number = float(value)
     except Exception:  # an agent's own types may raise whatever they like
         return None
-    # A string is none even where float() would read it: a reward is computed, not parsed.
-    return None if isinstance(value, str) or not is_reward(number) else number
+    return number if is_reward(number) else None
 
 
 _rollout: ContextVar[Rollout | None] = ContextVar("tracegrad_rollout", default=None)
@@ -186,9 +197,46 @@ _state: ContextVar[tuple[Rollout | None, str | None]] = ContextVar(
 _tags: ContextVar[Mapping[str, str] | None] = ContextVar("tracegrad_tags", default=None)
 
 
+# The rollout that the thread was started in: once it is finished, others may work here.
+_until_finished: ContextVar[Rollout | None] = ContextVar("tracegrad_until_finished", default=None)
+
+
 def current() -> Rollout | None:
     """The rollout that the running code belongs to, or None outside of one."""
-    return _rollout.get()
+    rollout = _rollout.get()
+    if rollout is not None and rollout.is_finished and rollout is _until_finished.get():
+        return None
+    return rollout
+
+
+def carried(function: Callable[..., T], *, until_finished: bool = False) -> Callable[..., T]:
+    """`function`, run in the rollout, state, tags and span of the code that calls this, in
+    whichever thread. `until_finished`: no longer than the rollout lasts."""
+    rollout, state, tags = _rollout.get(), _state.get(), _tags.get()
+    # OpenTelemetry is there where a rollout is; outside of one its context is the agent's own.
+    spans: Any = sys.modules.get("opentelemetry.context") if rollout is not None else None
+    span = spans.get_current() if spans is not None else None
+
+    def run(*args: Any, **kwargs: Any) -> T:
+        tokens: list[tuple[ContextVar[Any], Token[Any]]] = [
+            (variable, variable.set(value))
+            for variable, value in (
+                (_rollout, rollout),
+                (_state, state),
+                (_tags, tags),
+                (_until_finished, rollout if until_finished else None),
+            )
+        ]
+        attached = spans.attach(span) if spans is not None else None
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if spans is not None:
+                spans.detach(attached)
+            for variable, token in reversed(tokens):
+                variable.reset(token)
+
+    return run
 
 
 def require() -> Rollout:
@@ -201,8 +249,8 @@ def require() -> Rollout:
     if rollout is None:
         raise RuntimeError(
             "no rollout is open here: call this inside a function decorated with @trace or inside "
-            "`with tracegrad.rollout(...)`. In a thread of your own, start it with "
-            "contextvars.copy_context().run, or keep the rollout and call its reward()"
+            "`with tracegrad.rollout(...)`; in another process or a thread that was there before, "
+            "keep the rollout and call its reward()"
         )
     return rollout
 
@@ -326,11 +374,12 @@ def attribution_headers(url: str) -> dict[str, str]:
         ask there (`/api/...`), or when TRACEGRAD_API_KEY is another rollout's, for which the proxy
         would refuse the call.
     """
-    rollout = _rollout.get()
+    rollout = current()
     if rollout is None or rollout.foreign or _origin(url) != _origin(rollout.url):
         return {}
     if urlsplit(url).path.startswith(f"{urlsplit(rollout.url).path}/api/"):
         return {}
+    rollout.may_have_calls = True
     headers = {ROLLOUT_HEADER: rollout.id, "baggage": f"{ROLLOUT_ATTRIBUTE}={rollout.id}"}
     if rollout.own_key is not None:
         headers[KEY_HEADER] = rollout.own_key

@@ -10,11 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mappi
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass
-from numbers import Real
 from types import TracebackType
 from typing import Any, Generic, SupportsFloat, TypeVar, cast, overload
 
-from tracegrad import context, exporter, http_patching, task_ids, transport
+from tracegrad import context, exporter, http_patching, task_ids, thread_patching, transport
 from tracegrad.context import Rollout
 from tracegrad.events import Outcome, RolloutStarted
 from tracegrad.serializer import bounded_repr, error_line
@@ -23,6 +22,13 @@ _log = logging.getLogger("tracegrad")
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+
+
+class Reward(float):
+    """A number that a function of `@trace` returns as its rollout's reward: `return Reward(0.5)`.
+
+    To the caller it is the number itself.
+    """
 
 
 class rollout(AbstractContextManager[Rollout]):
@@ -88,6 +94,7 @@ class rollout(AbstractContextManager[Rollout]):
             )
         )
         http_patching.install()
+        thread_patching.install()
         with ExitStack() as scope:
             scope.enter_context(context.use_rollout(opened))
             scope.enter_context(_span(self._name, to.url))
@@ -104,6 +111,7 @@ class rollout(AbstractContextManager[Rollout]):
         self._scope.__exit__(kind, error, trace)
         if os.getpid() != self._process:
             return  # a forked child unwinds a copy of the stack: the rollout is its parent's
+        _warn_without_calls(self._rollout, self._name)
         if error is None:
             self._rollout.finish()
         else:
@@ -121,6 +129,27 @@ class rollout(AbstractContextManager[Rollout]):
         trace: TracebackType | None,
     ) -> None:
         self.__exit__(kind, error, trace)
+
+
+_warned_without_calls = False
+
+
+def _warn_without_calls(ended: Rollout, name: str) -> None:
+    """Once a process: a score without any call that it could be of trains nothing, silently."""
+    global _warned_without_calls
+    if _warned_without_calls or not ended.rewarded or ended.may_have_calls:
+        return
+    _warned_without_calls = True
+    _log.warning(
+        "rollout %s (%s) ends with a reward, and no LLM call to %s was seen in it: nothing of it "
+        "can be trained. Give the agent's client the base URL %s/v1; one that sends by other means "
+        "than httpx, requests or aiohttp, or from another process, needs the rollout's own "
+        "(rollout.base_url). This warning comes once",
+        ended.id,
+        name,
+        ended.url,
+        ended.url,
+    )
 
 
 def reward(value: SupportsFloat, *, name: str = "reward", turn: int | None = None) -> None:
@@ -164,6 +193,7 @@ def trace(
     name: str | None = None,
     agent: str | None = None,
     tags: Mapping[str, object] | None = None,
+    reward: bool | Callable[[Any], SupportsFloat | None] = False,
 ) -> Callable[[F], F]: ...
 def trace(
     function: F | None = None,
@@ -173,14 +203,16 @@ def trace(
     name: str | None = None,
     agent: str | None = None,
     tags: Mapping[str, object] | None = None,
+    reward: bool | Callable[[Any], SupportsFloat | None] = False,
 ) -> F | Callable[[F], F]:
     """Record what a function does: `@trace`, or `@trace(task=..., agent=...)`.
 
-    A call outside a rollout opens one, for as long as it runs, and a number (or bool) that it
-    returns is the rollout's reward, unless `reward()` gave it one. A call inside a rollout is a
-    span of that rollout, and nothing else here applies to it. Arguments, results and
-    exceptions pass through unchanged. Takes plain functions, coroutine functions, generators and
-    async generators; a generator runs in a context of its own, and is aborted if closed early.
+    A call outside a rollout opens one, for as long as it runs. What it returns is an answer and no
+    reward, unless you say so: `@trace(reward=...)`, or `return Reward(0.5)`; `reward()` inside
+    goes before both. A call inside a rollout is a span of that rollout, and nothing else here
+    applies to it. Arguments, results and exceptions pass through unchanged. Takes plain functions,
+    coroutine functions, generators and async generators; a generator runs in a context of its own,
+    and is aborted if closed early.
 
     Args:
         task: the task's id, or a function of the call's arguments that returns it. None: a hash
@@ -188,10 +220,17 @@ def trace(
         name: the span's name. None: the function's.
         agent: the agent's name. None: the span's.
         tags: what to select rollouts by, as in `rollout`.
+        reward: True: the number (or bool) that the function returns is the rollout's reward; or a
+            function of what it returns that gives the reward. None is no reward.
 
     Raises:
-        ValueError: what is decorated is not a function.
+        ValueError: what is decorated is not a function, or `reward` neither a bool nor a function.
     """
+    if not isinstance(reward, bool) and not callable(reward):
+        raise ValueError(
+            "reward: expected True, False or a function of the result, got "
+            f"{bounded_repr(reward)}; give a number with tracegrad.reward(...) inside the function"
+        )
 
     def decorate(function: F) -> F:
         if isinstance(function, type | staticmethod | classmethod) or not callable(function):
@@ -202,7 +241,15 @@ def trace(
         exporter.send_orphaned_at_exit(context.proxy_url)
         span = name or task_ids.qualified_name(function)
         return _wrap(
-            _Traced(function, _signature(function), span, agent or span, task, dict(tags or {}))
+            _Traced(
+                function,
+                _signature(function),
+                span,
+                agent or span,
+                task,
+                dict(tags or {}),
+                reward,
+            )
         )
 
     return decorate if function is None else decorate(function)
@@ -216,6 +263,7 @@ class _Traced(Generic[F]):
     agent: str
     task: str | Callable[..., object] | None
     tags: Mapping[str, object]
+    reward: bool | Callable[[Any], SupportsFloat | None]
 
     def begin(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -240,6 +288,22 @@ class _Traced(Generic[F]):
         elif self.task:
             task = self.task
         return rollout(task, tags=self.tags, agent=self.agent, input=plain, name=self.name)
+
+    def score(self, opened: Rollout | None, returned: Any) -> None:
+        """Gives the rollout that the call opened the reward that is declared, if any."""
+        if opened is None or opened.rewarded:
+            return
+        value: SupportsFloat | None = None
+        if callable(self.reward):
+            try:
+                value = self.reward(returned)
+            except Exception:  # the agent's call is not to fail for its score
+                _log.warning("reward of @trace failed for %s", self.name, exc_info=True)
+        # The type: an object of the agent's may lie about its class, or raise when asked.
+        elif self.reward or issubclass(type(returned), Reward):
+            value = returned
+        if value is not None:
+            opened.reward(value)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -279,7 +343,7 @@ def _wrap(traced: _Traced[F]) -> F:
             here = copy_context()
             with _In(here, traced.begin(args, kwargs)) as opened:
                 returned = yield from _each_in(here, function(*args, **kwargs))
-                _score(opened, returned)
+                traced.score(opened, returned)
                 return returned
 
     elif inspect.iscoroutinefunction(function):
@@ -287,7 +351,7 @@ def _wrap(traced: _Traced[F]) -> F:
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
             with traced.begin(args, kwargs) as opened:
                 returned = await function(*args, **kwargs)
-                _score(opened, returned)
+                traced.score(opened, returned)
                 return returned
 
     else:
@@ -295,19 +359,10 @@ def _wrap(traced: _Traced[F]) -> F:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             with traced.begin(args, kwargs) as opened:
                 returned = function(*args, **kwargs)
-                _score(opened, returned)
+                traced.score(opened, returned)
                 return returned
 
     return cast(F, functools.update_wrapper(wrapper, function))
-
-
-def _score(opened: Rollout | None, returned: object) -> None:
-    try:
-        if opened is None or opened.rewarded or not isinstance(returned, Real):
-            return
-    except Exception:  # of its own class, when asked what it is
-        return
-    opened.reward(returned)
 
 
 _no_telemetry = False  # OpenTelemetry cannot be imported

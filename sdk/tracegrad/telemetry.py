@@ -38,6 +38,7 @@ from tracegrad.serializer import bounded_str, error_line
 
 _log = logging.getLogger("tracegrad")
 
+_TRACER = "tracegrad"
 # Bytes of all of a span's texts; of a larger one each text is cut to so many characters.
 MAX_SPAN_BYTES = 1_000_000
 CUT_TEXT_CHARS = 10_000
@@ -54,6 +55,9 @@ class RolloutSpanProcessor(SpanProcessor):
         rollout = context.current()
         if rollout is not None:
             span.set_attribute(ROLLOUT_ATTRIBUTE, rollout.id)
+            scope = span.instrumentation_scope
+            if scope is None or scope.name != _TRACER:
+                rollout.may_have_calls = True
 
     def on_end(self, span: ReadableSpan) -> None:
         if not span.attributes or ROLLOUT_ATTRIBUTE not in span.attributes:
@@ -140,13 +144,13 @@ def tracer(url: str) -> trace.Tracer:
         if isinstance(theirs, TracerProvider):
             if (ours := _joined.get(theirs)) is None:
                 theirs.add_span_processor(RolloutSpanProcessor(exporter(url)))
-                ours = _joined[theirs] = theirs.get_tracer("tracegrad")
+                ours = _joined[theirs] = theirs.get_tracer(_TRACER)
             return ours
         if url not in _private:
             # Not theirs to sample; and the exporter flushes at exit, in its own time.
             provider = TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False)
             provider.add_span_processor(RolloutSpanProcessor(exporter(url)))
-            _private[url] = provider.get_tracer("tracegrad")
+            _private[url] = provider.get_tracer(_TRACER)
         return _private[url]
 
 

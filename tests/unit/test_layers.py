@@ -36,6 +36,7 @@ FLOORS = {
     "tracegrad.exporter": 1,
     "tracegrad.resend": 2,
     "tracegrad.http_patching": 2,
+    "tracegrad.thread_patching": 2,
     "tracegrad.telemetry": 2,
     "tracegrad.store": 2,
     "tracegrad.chat": 2,

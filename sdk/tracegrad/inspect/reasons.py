@@ -228,6 +228,10 @@ WAITING_TEXTS = {
     "open": ReasonText(
         "Its rollout has not ended.", "End it; a rollout whose agent died stays open."
     ),
+    "no_turns": ReasonText(
+        "Its rollout ended without any recorded call: its reward is compared with nothing.",
+        "Point the agent's client at the proxy, or send its spans; see docs/agents.md.",
+    ),
     "no_reward": ReasonText(
         "Its rollout ended and has no reward.",
         "Give one: `reward(x)` in the agent, or POST /api/events.",

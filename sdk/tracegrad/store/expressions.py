@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, and_, case, exists, literal, select, true
 from sqlalchemy.orm import InstrumentedAttribute
 
 from tracegrad.events import MAX_REWARD, Outcome
-from tracegrad.store.models import Rewards, Rollouts, RolloutTags
+from tracegrad.store.models import Rewards, Rollouts, RolloutTags, Turns
 
 SCORED_OUTCOMES = [outcome.value for outcome in Outcome if outcome.scored]
 # The event name whose latest value, given for the whole rollout, is the rollout's reward.
@@ -33,6 +33,11 @@ def has_tags(tags: Mapping[str, str]) -> ColumnElement[bool]:
             for key, value in tags.items()
         ),
     )
+
+
+def has_turns() -> ColumnElement[bool]:
+    """Without any, a rollout's reward says nothing of the policy, and is compared with none."""
+    return exists().where(Turns.rollout_id == Rollouts.rollout_id).correlate(Rollouts)
 
 
 def latest_reward() -> ColumnElement[float | None]:
@@ -62,6 +67,7 @@ def training_state(tags: Mapping[str, str], now: float) -> ColumnElement[str]:
         (~has_tags(tags), literal("not_selected")),
         (Rollouts.finished_at.is_(None), literal("open")),
         (Rollouts.outcome.not_in(SCORED_OUTCOMES), Rollouts.outcome),
+        (~has_turns(), literal("no_turns")),
         (latest_reward().is_(None), literal("no_reward")),
         (Rollouts.leased_until > now, literal("leased")),
         else_=literal("waiting"),

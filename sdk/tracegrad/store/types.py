@@ -19,7 +19,7 @@ DEMONSTRATION, OLD_DEMONSTRATION = "demonstration", "expert"
 # Why a turn was skipped that came in after its rollout was leased; nobody trained on it.
 LATE = "late"
 # States of rollouts whose turns may still be trained (`expressions.training_state`).
-PENDING_STATES = ("open", "no_reward", "waiting", "leased", "not_selected")
+PENDING_STATES = ("open", "no_turns", "no_reward", "waiting", "leased", "not_selected")
 
 
 class Readable(Protocol):
@@ -32,8 +32,8 @@ class Readable(Protocol):
 class RolloutSummary:
     """One rollout in a list.
 
-    `state` on the way to training: `open`, an unscored outcome's name,
-    `no_reward`, `waiting`, `leased` or `consumed` (trained or skipped: `consumed_step`).
+    `state` on the way to training: `open`, an unscored outcome's name, `no_turns`, `no_reward`,
+    `waiting`, `leased` or `consumed` (trained or skipped: `consumed_step`).
     """
 
     rollout_id: str
@@ -156,6 +156,7 @@ class IncompleteGroup:
     since: float  # the first of them finished
     open: int
     no_reward: int
+    no_turns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ class ToyAgents:
     async def traced(self, task: str, temperature: float = 1.0) -> float:
         """`@trace` around async code with a tool in between; the reward is what it returns."""
 
-        @trace(task=lambda question: question, agent="traced", tags=SPLIT)
+        @trace(task=lambda question: question, agent="traced", tags=SPLIT, reward=True)
         async def answer(question: str) -> float:
             @trace(name="look_up")
             async def look_up(text: str) -> str:
@@ -96,7 +96,7 @@ class ToyAgents:
     def streamed(self, task: str) -> float:
         """`@trace` around sync code that streams; one turn."""
 
-        @trace(task=lambda question: question, agent="streamed", tags=SPLIT)
+        @trace(task=lambda question: question, agent="streamed", tags=SPLIT, reward=True)
         def answer(question: str) -> float:
             messages: list[Message] = [{"role": "user", "content": question}]
             with OpenAI(base_url=f"{self.url}/v1", api_key="not-needed") as client:

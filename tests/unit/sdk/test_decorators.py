@@ -16,7 +16,7 @@ import pytest
 
 import tracegrad
 from support.sdk.fake_proxy import FakeProxy
-from tracegrad import Outcome, context, reward, rollout, trace
+from tracegrad import Outcome, Reward, context, reward, rollout, trace
 
 # --- rollout ---------------------------------------------------------------------------------
 
@@ -193,22 +193,52 @@ def test_one_rollout_object_is_one_attempt(proxy: FakeProxy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "reward_"),
+    ("returned", "value"),
     [(0.5, 0.5), (True, 1.0), (2, 2.0), (np.float32(0.25), 0.25), ("0.5", None), (None, None)],
 )
-def test_a_returned_number_is_the_reward(
-    proxy: FakeProxy, returned: Any, reward_: float | None
+def test_a_returned_number_is_the_reward_where_that_is_declared(
+    proxy: FakeProxy, returned: Any, value: float | None
 ) -> None:
-    @trace
+    @trace(reward=True)
     def solve() -> Any:
         return returned
 
     assert solve() is returned
-    assert proxy.rewards() == ([] if reward_ is None else [(reward_, "reward", None)])
+    assert proxy.rewards() == ([] if value is None else [(value, "reward", None)])
+
+
+def test_an_answer_is_no_reward(proxy: FakeProxy) -> None:
+    """42 may be what was asked for."""
+
+    @trace
+    def solve() -> int:
+        return 42
+
+    assert solve() == 42
+    assert proxy.rewards() == []
+
+
+def test_a_reward_is_returned_as_one_or_made_of_the_result(proxy: FakeProxy) -> None:
+    @trace
+    def solve() -> float:
+        return Reward(0.5)
+
+    @trace(reward=lambda answer: answer == "42")
+    def answer() -> str:
+        return "42"
+
+    assert solve() == 0.5
+    assert answer() == "42"
+    assert proxy.rewards() == [(0.5, "reward", None), (1.0, "reward", None)]
+
+
+def test_a_reward_that_is_neither_a_flag_nor_a_function_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ValueError, match=r"reward: expected True, False or a function .*, got 0.5"):
+        trace(reward=0.5)  # type: ignore[call-overload]
 
 
 def test_a_given_reward_wins_over_a_returned_number(proxy: FakeProxy) -> None:
-    @trace
+    @trace(reward=True)
     def add(a: int, b: int) -> int:
         reward(0.1, name="format")
         reward(0.2, turn=0)
@@ -223,7 +253,7 @@ def test_a_given_reward_wins_over_a_returned_number(proxy: FakeProxy) -> None:
 def test_a_returned_nan_passes_through_and_is_no_reward(
     proxy: FakeProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    @trace
+    @trace(reward=True)
     def solve() -> float:
         return float("nan")
 
@@ -236,12 +266,12 @@ def test_a_returned_nan_passes_through_and_is_no_reward(
 def test_nested_calls_share_the_rollout_and_only_the_outermost_scores(proxy: FakeProxy) -> None:
     seen = []
 
-    @trace
+    @trace(reward=True)
     def tool(x: int) -> int:
         seen.append(context.require().id)
         return 100 * x
 
-    @trace(agent="adder", tags={"k": 1}, task=lambda n: f"sum-{n}")
+    @trace(agent="adder", tags={"k": 1}, task=lambda n: f"sum-{n}", reward=True)
     def solve(n: int) -> float:
         seen.append(context.require().id)
         assert tool(n) == 300
@@ -256,7 +286,7 @@ def test_nested_calls_share_the_rollout_and_only_the_outermost_scores(proxy: Fak
 
 
 def test_a_traced_call_under_an_explicit_rollout_is_a_span_of_it(proxy: FakeProxy) -> None:
-    @trace
+    @trace(reward=True)
     def count() -> int:
         return 42
 
@@ -343,7 +373,7 @@ async def test_tasks_run_side_by_side_in_rollouts_of_their_own(proxy: FakeProxy)
         await asyncio.sleep(0.001 * (i % 3))
         seen[i].add(context.require().id)
 
-    @trace(task=lambda i: str(i))
+    @trace(task=lambda i: str(i), reward=True)
     async def solve(i: int) -> float:
         seen[i] = {context.require().id}
         # A gather inside a rollout belongs to it as well.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import re
 import subprocess
 import sys
@@ -238,17 +237,6 @@ def test_threads_have_rollouts_of_their_own(proxy: FakeProxy) -> None:
     opened = {e["rollout_id"]: e["task_id"] for e in proxy.events("rollout_started")}
     seen = {(opened[c.headers["x-tracegrad-rollout"]], c.headers["x-i"]) for c in proxy.chats}
     assert seen == {(str(i), str(i)) for i in range(4)}
-
-
-def test_a_thread_inside_a_rollout_joins_it_by_its_context(proxy: FakeProxy) -> None:
-    with rollout() as r, ThreadPoolExecutor(1) as pool:
-        pool.submit(openai_sync, proxy.url).result()
-        pool.submit(contextvars.copy_context().run, openai_sync, proxy.url).result()
-        pool.submit(openai_sync, r.base_url.removesuffix("/v1")).result()
-    alone, joined, by_path = proxy.chats
-    assert "x-tracegrad-rollout" not in alone.headers
-    assert joined.headers["x-tracegrad-rollout"] == r.id
-    assert by_path.path == f"/rollouts/{r.id}/v1/chat/completions"
 
 
 LAZY = """

@@ -27,7 +27,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 import tracegrad
 from support.sdk.fake_proxy import FakeProxy, serve
-from support.sdk.hostile_values import ERRORS, NO_REWARDS, VALUES
+from support.sdk.hostile_values import ERRORS, USABLE_REWARD, VALUES
 from tracegrad import exporter, reward, rollout, telemetry, trace
 
 # What the proxy does while the agent runs. Afterwards it works.
@@ -167,6 +167,8 @@ def agents(returned: object, error: BaseException | None) -> dict[str, Callable[
 
     return {
         "plain": trace(plain),
+        "rewarded": trace(reward=True)(plain),
+        "badly rewarded": trace(reward=lambda result: 1 // 0)(plain),
         "coroutine": run_coroutine,
         "generator": run_generator,
         "explicit": explicit,
@@ -210,7 +212,7 @@ def test_an_agent_does_what_it_would_do_without_us_and_its_events_arrive_once(
         assert {name: arrived[name] for name in whole} == whole
         if kind == "explicit":
             assert arrived["reward"] == 1
-        unusable = error is None and kind != "explicit" and returned in NO_REWARDS
+        unusable = error is None and kind == "rewarded" and returned != USABLE_REWARD
         assert tracegrad.stats().dropped == ({"invalid_reward": 1} if unusable else {})
 
 

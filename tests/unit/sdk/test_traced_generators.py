@@ -12,7 +12,7 @@ from support.sdk.fake_proxy import FakeProxy
 from tracegrad import context, reward, rollout, trace
 
 
-@trace(task="count")
+@trace(task="count", reward=True)
 def counting(n: int) -> Any:
     received = []
     for i in range(n):

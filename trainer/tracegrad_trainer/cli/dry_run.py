@@ -147,9 +147,9 @@ def _reasons(skipped: Mapping[str, int], passed: Mapping[str, int]) -> PlainTabl
 
 
 def _waiting(waiting: Sequence[IncompleteGroup]) -> PlainTable:
-    shown = plain_table("task that lacks rollouts", "ready", "open", "no reward", "for")
+    shown = plain_table("task that lacks rollouts", "ready", "open", "no reward", "no turns", "for")
     for task in waiting[:MAX_GROUPS_SHOWN]:
-        cells = (len(task.ready), task.open, task.no_reward)
+        cells = (len(task.ready), task.open, task.no_reward, task.no_turns)
         shown.add_row(task.task_id, *map(str, cells), format_age(task.since))
     return _with_rest(shown, len(waiting))
 

@@ -45,6 +45,8 @@ def render_explanation(detail: RolloutDetail, width: int | None) -> Iterator[Tex
     yield rollout_title(detail, width)
     if not detail.turns:
         yield Text("no turns")
+        if detail.summary.state == "no_turns":
+            yield from _advice(untrained_text("no_turns"), margin=_MARGIN, width=width)
         return
     transcript = Transcript(detail.turns)
     found = find_forks(transcript)

@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, Connection, func, insert, or_, select, upd
 from tracegrad.store.expressions import (
     SCORED_OUTCOMES,
     has_tags,
+    has_turns,
     latest_reward,
     training_state,
 )
@@ -46,6 +47,7 @@ def ready_rollouts(
             Rollouts.outcome.in_(SCORED_OUTCOMES),
             or_(Rollouts.leased_until.is_(None), Rollouts.leased_until <= now),
             reward.is_not(None),
+            has_turns(),
             has_tags(tags),
         )
         .order_by(Rollouts.finished_at, Rollouts.rollout_id)
@@ -99,6 +101,7 @@ def incomplete_groups(
             since=min(rollout.finished_at for rollout in rollouts),
             open=coming[task_id].get("open", 0),
             no_reward=coming[task_id].get("no_reward", 0),
+            no_turns=coming[task_id].get("no_turns", 0),
         )
         for task_id, rollouts in by_task.items()
     ]

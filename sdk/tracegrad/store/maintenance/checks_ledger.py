@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Connection, exists, func, not_, select
 
 from tracegrad.events import MAX_REWARD, REWARD_RANGE
 from tracegrad.store.databases import statements
+from tracegrad.store.expressions import has_turns
 from tracegrad.store.maintenance.findings import Finding
 from tracegrad.store.maintenance.removal_log import total_removed
 from tracegrad.store.maintenance.selection import last_activity
@@ -39,6 +40,7 @@ def ledger_checks(connection: Connection) -> Iterator[Finding]:
     yield from _leases(connection, statements.server_time(connection))
     yield from _unconsumed(connection)
     yield from _open_for_long(connection, now)
+    yield from _without_turns(connection)
     yield from _keys(connection, now)
     yield from _rewards(connection)
     yield from _gaps(connection, "steps", Steps.step)
@@ -111,6 +113,24 @@ def _open_for_long(connection: Connection, now: float) -> Iterator[Finding]:
             message=f"{count} rollouts have no end, and nothing happened in them for a day",
             fix="their agents ended without saying so: finish them (POST /api/events), or "
             "tracegrad prune --outcome open --older-than 1d --also-untrained",
+            broken=False,
+            count=count,
+        )
+
+
+def _without_turns(connection: Connection) -> Iterator[Finding]:
+    rewarded = exists().where(Rewards.rollout_id == Rollouts.rollout_id)
+    empty = (Rollouts.finished_at.is_not(None), Rollouts.consumed_at.is_(None))
+    empty += (rewarded, ~has_turns())
+    if count := count_rows(connection, Rollouts, *empty):
+        newest = select(Rollouts.rollout_id).where(*empty)
+        newest = newest.order_by(Rollouts.opened_at.desc()).limit(1)
+        yield Finding(
+            check="no_turns",
+            subject=f"rollout {connection.scalar(newest)}",
+            message=f"{count} rollouts have a reward and not a single call: no group counts them",
+            fix="their agents called past the proxy, or named another rollout: give their clients "
+            "the rollout's base URL or key (docs/agents.md)",
             broken=False,
             count=count,
         )

@@ -42,6 +42,7 @@ def count_reasons(connection: Connection, wanted: RolloutFilter) -> ReasonCounts
     turns = connection.execute(_not_trained_query(wanted)).all()
     forks = connection.execute(_forks_query(wanted)).all()
     not_trained = [_counted(row) for row in turns if row.reason is not None]
+    not_trained += _without_turns(connection, wanted)
     return ReasonCounts(
         rollouts=count_rows(connection, Rollouts, wanted.where()),
         turns=sum(row.turns for row in turns),
@@ -49,6 +50,14 @@ def count_reasons(connection: Connection, wanted: RolloutFilter) -> ReasonCounts
         not_trained=_most_first(not_trained),
         forks=_most_first([_counted(row) for row in forks]),
     )
+
+
+def _without_turns(connection: Connection, wanted: RolloutFilter) -> list[ReasonCount]:
+    """Rollouts that no group counts, since nothing was recorded of them."""
+    state = training_state({}, time.time())
+    query = select(func.count(), func.max(Rollouts.rollout_id))
+    count, example = connection.execute(query.where(wanted.where(), state == "no_turns")).one()
+    return [ReasonCount("no_turns", False, 0, count, example)] if count else []
 
 
 def _forks_query(wanted: RolloutFilter) -> Select[Any]:

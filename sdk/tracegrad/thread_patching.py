@@ -1,0 +1,68 @@
+"""A rollout follows its code into threads: `ThreadPoolExecutor` (also `run_in_executor`) and
+`threading.Thread`. Asyncio's tasks and `asyncio.to_thread` do so by themselves.
+
+What an executor runs belongs to whoever submitted it. A thread belongs to the rollout that it was
+started in (as every thread does in Python 3.14 with `-X thread_inherit_context=1`), until that
+rollout is finished: what a worker of many rollouts does afterwards is nobody's.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from tracegrad import context
+
+_log = logging.getLogger("tracegrad")
+
+
+def install() -> None:
+    """Wrap both, once a process."""
+    if not hasattr(threading.Thread.start, "_tracegrad"):
+        _replace(ThreadPoolExecutor, "submit", _submit)
+        _replace(threading.Thread, "start", _start)
+
+
+def _replace(owner: Any, method: str, wrap: Callable[[Any], Callable[..., Any]]) -> None:
+    original = getattr(owner, method)
+    wrapped: Any = functools.wraps(original)(wrap(original))
+    wrapped._tracegrad = True
+    setattr(owner, method, wrapped)
+
+
+def _submit(submit: Callable[..., Any]) -> Callable[..., Any]:
+    # Outside of a rollout too: the executor's thread may have been started inside one.
+    def wrapped(self: Any, *call: Any, **kwargs: Any) -> Any:
+        if call:
+            call = (context.carried(call[0]), *call[1:])
+        return submit(self, *call, **kwargs)
+
+    return wrapped
+
+
+def _start(start: Callable[..., None]) -> Callable[..., None]:
+    def wrapped(self: threading.Thread) -> None:
+        if context.current() is not None:
+            try:
+                _carry_into(self)
+            except Exception:  # a thread of the agent's own class; it runs all the same
+                _log.warning("a thread does not belong to its rollout", exc_info=True)
+        start(self)
+
+    return wrapped
+
+
+def _carry_into(thread: Any) -> None:
+    run = context.carried(thread.run, until_finished=True)
+
+    def carried() -> None:
+        with suppress(AttributeError):
+            del thread.run  # its own again
+        run()
+
+    thread.run = carried

@@ -1,0 +1,196 @@
+"""A rollout follows its code into threads, and into no code that is another's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from queue import SimpleQueue
+from typing import Any
+
+import httpx
+import pytest
+
+from support.sdk.fake_proxy import FakeProxy
+from tracegrad import context, decorators, rollout, tags, trace, turn
+
+ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "2 + 2?"}]}
+
+
+def ask(url: str) -> None:
+    httpx.post(f"{url}/v1/chat/completions", json=ASK)
+
+
+def here() -> str | None:
+    current = context.current()
+    return current.id if current else None
+
+
+class Worker(threading.Thread):
+    def __init__(self, task: Callable[[], None]) -> None:
+        super().__init__()
+        self._task = task
+
+    def run(self) -> None:
+        self._task()
+
+
+def joined(thread: threading.Thread) -> None:
+    thread.start()
+    thread.join()
+
+
+def in_executor(task: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(task).result()
+
+
+def mapped(task: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        list(pool.map(lambda _: task(), range(1)))
+
+
+def in_a_loops_executor(task: Callable[[], None]) -> None:
+    async def run() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, task)
+
+    asyncio.run(run())
+
+
+WAYS: list[Callable[[Callable[[], None]], None]] = [
+    in_executor,
+    mapped,
+    in_a_loops_executor,
+    lambda task: joined(threading.Thread(target=task)),
+    lambda task: joined(Worker(task)),
+    lambda task: joined(threading.Timer(0.0, task)),
+    lambda task: joined(threading.Thread(target=in_executor, args=(task,))),
+]
+
+
+@pytest.mark.parametrize("run", WAYS)
+def test_calls_of_a_thread_are_the_rollouts(
+    proxy: FakeProxy, run: Callable[[Callable[[], None]], None]
+) -> None:
+    with rollout() as r, turn(state="s"):
+        run(lambda: ask(r.url))
+        ask(r.url)
+    run(lambda: ask(r.url))
+    inside, beside, after = proxy.chats
+    for name in ("x-tracegrad-rollout", "x-tracegrad-state", "traceparent"):
+        assert inside.headers[name] == beside.headers[name]
+    assert inside.headers["x-tracegrad-rollout"] == r.id
+    assert "x-tracegrad-rollout" not in after.headers
+
+
+def test_what_an_executor_runs_is_the_submitters(proxy: FakeProxy) -> None:
+    """Its one thread was started inside the first rollout."""
+    with ThreadPoolExecutor(1) as pool:
+        with rollout() as first:
+            assert pool.submit(here).result() == first.id
+            between = pool.submit(here)
+        assert between.result() == first.id
+        assert pool.submit(here).result() is None
+        with rollout() as second, tags(k="v"):
+            assert pool.submit(here).result() == second.id
+            assert pool.submit(context.current_tags).result() == {"k": "v"}
+        assert pool.submit(context.current_tags).result() == {}
+
+
+def test_a_thread_that_outlives_its_rollout_is_nobodys(proxy: FakeProxy) -> None:
+    questions: SimpleQueue[str] = SimpleQueue()
+    answers: SimpleQueue[str | None] = SimpleQueue()
+
+    def work() -> None:
+        for _ in iter(questions.get, ""):
+            answers.put(here())
+        with rollout() as own:
+            own.finish()
+            answers.put(here() if own.id == here() else "another")
+
+    with rollout() as r:
+        thread = threading.Thread(target=work)
+        thread.start()
+        questions.put("during")
+        assert answers.get(timeout=10) == r.id
+    questions.put("after")
+    assert answers.get(timeout=10) is None
+    with rollout():
+        questions.put("in another")
+        assert answers.get(timeout=10) is None
+    questions.put("")
+    assert answers.get(timeout=10) not in (None, "another", r.id)
+    thread.join()
+
+
+def test_a_late_reward_of_a_thread_still_counts(proxy: FakeProxy) -> None:
+    with rollout() as r:
+        ended = threading.Event()
+
+        def score() -> None:
+            ended.wait(10)
+            context.require().reward(1.0)
+
+        thread = threading.Thread(target=score)
+        thread.start()
+    ended.set()
+    thread.join()
+    assert proxy.rewards() == [(1.0, "reward", None)]
+    assert proxy.events("reward")[0]["rollout_id"] == r.id
+
+
+def test_threads_stay_the_agents_own(proxy: FakeProxy) -> None:
+    """Context variables are those of the thread; its run method and its errors are its own."""
+    mine: ContextVar[str] = ContextVar("mine", default="unset")
+
+    def fail() -> None:
+        raise LookupError(mine.get())
+
+    with rollout(), ThreadPoolExecutor(1) as pool:
+        mine.set("outside")
+        with pytest.raises(LookupError, match="unset"):
+            pool.submit(fail).result()
+        with pytest.raises(TypeError, match="positional argument"):
+            pool.submit()  # type: ignore[call-arg]
+        worker = Worker(lambda: None)
+        joined(worker)
+        assert "run" not in vars(worker)
+        with pytest.raises(RuntimeError, match="only be started once"):
+            worker.start()
+
+
+@pytest.fixture
+def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decorators, "_warned_without_calls", False)
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_a_reward_without_any_call_is_warned_of_once(
+    proxy: FakeProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    @trace(reward=True)
+    def solve() -> float:
+        return 1.0
+
+    solve()
+    solve()
+    [warned] = [r for r in caplog.records if "no LLM call" in r.message]
+    assert f"base URL {proxy.url}/v1" in warned.message
+    assert "solve" in warned.message
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_a_rollout_that_may_have_calls_is_not_warned_of(
+    proxy: FakeProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rollout() as called:
+        ask(called.url)
+        called.reward(1.0)
+    with rollout() as elsewhere:
+        assert elsewhere.base_url
+        elsewhere.reward(1.0)
+    with rollout():
+        pass  # nothing was scored
+    assert "no LLM call" not in caplog.text
