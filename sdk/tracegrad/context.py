@@ -219,13 +219,10 @@ def carried(function: Callable[..., T], *, until_finished: bool = False) -> Call
 
     def run(*args: Any, **kwargs: Any) -> T:
         tokens: list[tuple[ContextVar[Any], Token[Any]]] = [
-            (variable, variable.set(value))
-            for variable, value in (
-                (_rollout, rollout),
-                (_state, state),
-                (_tags, tags),
-                (_until_finished, rollout if until_finished else None),
-            )
+            (_rollout, _rollout.set(rollout)),
+            (_state, _state.set(state)),
+            (_tags, _tags.set(tags)),
+            (_until_finished, _until_finished.set(rollout if until_finished else None)),
         ]
         attached = spans.attach(span) if spans is not None else None
         try:

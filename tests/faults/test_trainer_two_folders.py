@@ -16,7 +16,7 @@ from support.store.kill_runs import drawn_seed
 from support.trainer.kill_runs import Runs, fates, log_of, step_runs
 from support.trainer.prepared_run import fill, save_smallest_model, settings_of, steps_of
 from tracegrad.store import StepRecord, Store
-from tracegrad.store.ledger.fencing import manifest_digest
+from tracegrad.store.checkpoint_manifest import manifest_digest
 from tracegrad.store.maintenance import examine
 
 KILLED, REFUSED = -9, 1

@@ -54,7 +54,7 @@ FLOORS = {
 # Package -> its layers, the lowest first. Parts of one layer do not import each other.
 LAYERS: dict[str, tuple[str, ...]] = {
     "tracegrad.store": (
-        "errors models rows types",
+        "checkpoint_manifest errors models rows types",
         "databases expressions migrations migrate",
         "filters retry encoding",
         "read write",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -48,9 +48,7 @@ def validate(value: object, schema: type[T]) -> T:
         raise InvalidObject("object", problem) from None
 
 
-@cache
-def _type_info(schema: Hashable) -> inspect.Type:
-    return inspect.type_info(schema)
+_type_info: Callable[[type], inspect.Type] = cache(inspect.type_info)
 
 
 def _explained(message: str, value: Any, expected: inspect.Type) -> InvalidObject:

@@ -300,8 +300,9 @@ def test_without_a_disk_events_wait_in_memory_and_are_dropped_by_count(
 
 AGENT = """
 import tracegrad
-@tracegrad.trace(task="t")
+@tracegrad.trace(task="t", reward=True)
 def solve():
+    assert tracegrad.context.require().base_url  # where a process of its own would call
     return 1.0
 solve()
 """
@@ -354,8 +355,9 @@ def test_children_of_multiprocessing_deliver_before_they_end(
 import multiprocessing
 import tracegrad
 
-@tracegrad.trace
+@tracegrad.trace(reward=True)
 def solve(i):
+    assert tracegrad.context.require().base_url  # where a process of its own would call
     return i
 
 if __name__ == "__main__":
@@ -401,8 +403,9 @@ POOL = """
 import multiprocessing
 import tracegrad
 
-@tracegrad.trace
+@tracegrad.trace(reward=True)
 def solve(i):
+    assert tracegrad.context.require().base_url  # where a process of its own would call
     return i
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ class Spy:
 sys.meta_path.insert(0, Spy())
 import tracegrad
 
-with tracegrad.rollout():
+with tracegrad.rollout() as r:
+    assert r.base_url
     tracegrad.reward(1)
 assert tracegrad.flush(10)
 print(found)

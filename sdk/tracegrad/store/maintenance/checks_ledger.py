@@ -120,8 +120,8 @@ def _open_for_long(connection: Connection, now: float) -> Iterator[Finding]:
 
 def _without_turns(connection: Connection) -> Iterator[Finding]:
     rewarded = exists().where(Rewards.rollout_id == Rollouts.rollout_id)
-    empty = (Rollouts.finished_at.is_not(None), Rollouts.consumed_at.is_(None))
-    empty += (rewarded, ~has_turns())
+    undecided = Rollouts.finished_at.is_not(None) & Rollouts.consumed_at.is_(None)
+    empty = (undecided, rewarded, ~has_turns())
     if count := count_rows(connection, Rollouts, *empty):
         newest = select(Rollouts.rollout_id).where(*empty)
         newest = newest.order_by(Rollouts.opened_at.desc()).limit(1)

@@ -177,7 +177,7 @@ def test_reasoning_that_a_template_drops_is_shown(store: Store, url: str) -> Non
 
 
 def test_a_rollout_without_turns_is_named(store: Store, url: str) -> None:
-    store.append(rollout_events("r", turns=0))
+    store.append(rollout_events("r", turns=0, outcome=None))
     assert printed(url, "explain", "r").splitlines()[1:] == ["no turns"]
 
 

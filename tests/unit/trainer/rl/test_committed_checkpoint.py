@@ -13,7 +13,7 @@ from sqlalchemy import text
 
 from support.trainer.step_samples import fill, train, trainer_settings
 from tracegrad.store import Ledger, LedgerError, StepRecord, Store
-from tracegrad.store.ledger.fencing import manifest_digest
+from tracegrad.store.checkpoint_manifest import manifest_digest
 from tracegrad.store.maintenance import Finding, examine
 from tracegrad_trainer.batches import BatchSettings, select
 from tracegrad_trainer.cli.export import ExportError, checkpoint_to_export

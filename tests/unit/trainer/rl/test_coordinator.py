@@ -10,7 +10,7 @@ import pytest
 
 from support.trainer.prepared_run import fill
 from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
-from tracegrad.store.ledger.fencing import manifest_digest
+from tracegrad.store.checkpoint_manifest import manifest_digest
 from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
 from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.engine.checkpoint.manifest import write_manifest
