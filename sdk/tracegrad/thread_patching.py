@@ -39,7 +39,8 @@ def _submit(submit: Callable[..., Any]) -> Callable[..., Any]:
     # Outside of a rollout too: the executor's thread may have been started inside one.
     def wrapped(self: Any, *call: Any, **kwargs: Any) -> Any:
         if call:
-            call = (context.carried(call[0]), *call[1:])
+            with suppress(Exception):  # OpenTelemetry half imported by another thread
+                call = (context.carried(call[0]), *call[1:])
         return submit(self, *call, **kwargs)
 
     return wrapped

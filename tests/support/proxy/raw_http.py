@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,9 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
-import uvicorn
 from starlette.types import ASGIApp
 
+from support.proxy.servers import running
 from tracegrad.proxy.http.limits import ConnectionLimits
 from tracegrad.proxy.http.protocol import server_config
 
@@ -29,20 +27,8 @@ def bounded(
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    config = server_config(app, limits)
-    config.timeout_graceful_shutdown = 1
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive(), "the server died at its start"
-        time.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        listener.close()
+    with running(server_config(app, limits), listener) as url:
+        yield url
 
 
 def connect(url: str, *, receive_buffer: int | None = None) -> socket.socket:

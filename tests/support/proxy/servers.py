@@ -24,10 +24,15 @@ CONTROL = {"authorization": f"Bearer {CONTROL_KEY}"}
 @contextmanager
 def serving(app: Any, lifespan: Literal["auto", "off"] = "auto") -> Iterator[str]:
     """The application on a free port, in a thread; its URL."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-    config = uvicorn.Config(
-        app, log_level="critical", lifespan=lifespan, timeout_graceful_shutdown=1
-    )
+    config = uvicorn.Config(app, log_level="critical", lifespan=lifespan)
+    with running(config, socket.create_server(("127.0.0.1", 0), backlog=256)) as url:
+        yield url
+
+
+@contextmanager
+def running(config: uvicorn.Config, listener: socket.socket) -> Iterator[str]:
+    """uvicorn in a thread; its URL."""
+    config.timeout_graceful_shutdown = 1
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -14,7 +14,8 @@ from tracegrad.store.databases import statements
 
 
 class FakeClock:
-    """The database's clock, moved by the test: nobody waits for a lease to end."""
+    """The database's clock, moved by the test: nobody waits for a lease to end. Threads read it
+    too."""
 
     def __init__(self) -> None:
         self.now = time.time()

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from support.store.ledger_fixtures import FakeClock
+from support.store.ledger_fixtures import fake_clock as fake_clock
 from support.trainer.step_samples import fill, trainer_settings
 from tracegrad.store import Group, LeaseLost, Ledger, LedgerError, Store, lease_by_rollout
-from tracegrad.store.databases import statements
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.rl import train_loop as training_module
@@ -24,23 +25,6 @@ from tracegrad_trainer.rl.train_loop import TrainLoop
 OFFLINE = RolloutSupply(is_open=False)
 TTL_S = 1800.0
 PATIENCE_S = 60.0  # for what comes at once on a machine that is not overloaded
-
-
-class FakeClock:
-    """The database's. Threads of ours read it too."""
-
-    def __init__(self) -> None:
-        self.now = time.time()
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def fake_clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    made = FakeClock()
-    monkeypatch.setattr(statements, "server_time", lambda _connection: made.now)
-    return made
 
 
 @pytest.fixture
