@@ -314,7 +314,9 @@ def test_stated_ends_order_and_lease_nothing(rig: ProxyWithEngine, stated: float
     opened = {"type": "rollout_started", "opened_at": stated, "task_id": "t"}
     for name in ("first", "second", "third"):
         how = end if name == "second" else {"type": "rollout_finished"}
-        post(rig.http, *({**each, "rollout_id": name} for each in (opened, reward, how)))
+        post(rig.http, opened | {"rollout_id": name}).raise_for_status()
+        rig.http.post(f"/rollouts/{name}/v1/chat/completions", json=ASK).raise_for_status()
+        post(rig.http, *({**each, "rollout_id": name} for each in (reward, how)))
     before = time.time()
     rows = rig.store.rollouts()
     assert [row.rollout_id for row in rows] == ["third", "second", "first"]
