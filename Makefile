@@ -15,7 +15,7 @@ install:  ## what the demo needs
 install-dev:  ## and what tests and checks need
 	@$(PYTHON) scripts/install.py --dev
 
-demo: install  ## the main job, end to end, on this machine (about five minutes)
+demo: install  ## the main job, end to end, on this machine (three to five minutes)
 	@exec $(BIN)/python -m examples.shop.demo
 
 # Two processes of one thread each; whichever is done first takes half of what the other has left.
