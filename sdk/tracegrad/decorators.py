@@ -141,10 +141,10 @@ def _warn_without_calls(ended: Rollout, name: str) -> None:
         return
     _warned_without_calls = True
     _log.warning(
-        "rollout %s (%s) ends with a reward, and no LLM call to %s was seen in it: nothing of it "
-        "can be trained. Give the agent's client the base URL %s/v1; one that sends by other means "
-        "than httpx, requests or aiohttp, or from another process, needs the rollout's own "
-        "(rollout.base_url). This warning comes once",
+        "rollout %s (%s) ends with a reward, and no LLM call to %s was seen in it: unless another "
+        "process makes its calls, nothing of it can be trained. Give the agent's client the base "
+        "URL %s/v1; one that sends by other means than httpx, requests or aiohttp, or from another "
+        "process, needs the rollout's own (rollout.base_url). This warning comes once",
         ended.id,
         name,
         ended.url,

@@ -52,8 +52,8 @@ def _wrap_httpx(module: Any) -> None:
 
         return wrapped
 
-    _replace(module, "Client", "send", wrap_sync)
-    _replace(module, "AsyncClient", "send", wrap_async)
+    replace_method(module, "Client", "send", wrap_sync)
+    replace_method(module, "AsyncClient", "send", wrap_async)
 
 
 def _wrap_requests(module: Any) -> None:
@@ -64,7 +64,7 @@ def _wrap_requests(module: Any) -> None:
 
         return wrapped
 
-    _replace(module, "Session", "send", wrap)
+    replace_method(module, "Session", "send", wrap)
 
 
 def _wrap_aiohttp(module: Any) -> None:
@@ -76,7 +76,7 @@ def _wrap_aiohttp(module: Any) -> None:
 
         return wrapped
 
-    _replace(module, "ClientSession", "_request", wrap)
+    replace_method(module, "ClientSession", "_request", wrap)
 
 
 _WRAPPERS: dict[str, Callable[[Any], None]] = {
@@ -121,15 +121,16 @@ def _wrap_when_loaded(spec: ModuleSpec) -> None:
     loader.exec_module = exec_module
 
 
-def _replace(
+def replace_method(
     module: Any, class_name: str, method: str, wrap: Callable[[Any], Callable[..., Any]]
 ) -> None:
+    """Once, however often it is asked for."""
     # A module that another thread is still importing has no such class yet: next time.
     owner = getattr(module, class_name, None)
     original = getattr(owner, method, None)
     if original is None or hasattr(original, "_tracegrad"):
         return
-    # Two threads may both come here; signing twice is the same as signing once.
+    # Two threads may both come here; wrapping twice does the same as wrapping once.
     wrapped: Any = functools.wraps(original)(wrap(original))
     wrapped._tracegrad = True
     setattr(owner, method, wrapped)

@@ -8,31 +8,23 @@ rollout is finished: what a worker of many rollouts does afterwards is nobody's.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from contextlib import suppress
 from typing import Any
 
 from tracegrad import context
+from tracegrad.http_patching import replace_method
 
 _log = logging.getLogger("tracegrad")
 
 
 def install() -> None:
     """Wrap both, once a process."""
-    if not hasattr(threading.Thread.start, "_tracegrad"):
-        _replace(ThreadPoolExecutor, "submit", _submit)
-        _replace(threading.Thread, "start", _start)
-
-
-def _replace(owner: Any, method: str, wrap: Callable[[Any], Callable[..., Any]]) -> None:
-    original = getattr(owner, method)
-    wrapped: Any = functools.wraps(original)(wrap(original))
-    wrapped._tracegrad = True
-    setattr(owner, method, wrapped)
+    replace_method(futures, "ThreadPoolExecutor", "submit", _submit)
+    replace_method(threading, "Thread", "start", _start)
 
 
 def _submit(submit: Callable[..., Any]) -> Callable[..., Any]:

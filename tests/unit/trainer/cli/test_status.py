@@ -185,7 +185,7 @@ def test_ranks_that_end_well_while_steps_are_shown_are_no_fault(
         if step.step == 1:
             commit(store, 2)
             fifo.open("w").close()
-            eventually(lambda: ranks.exit_code() == 0)
+            eventually(lambda: ranks.exit_code() == 0, seconds=60)
 
     ranks.start()
     try:
