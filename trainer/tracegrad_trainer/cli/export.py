@@ -5,8 +5,6 @@ In one process on the host's memory, whatever number of ranks wrote the checkpoi
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from tracegrad_trainer.rl.committed_checkpoint import (
     resume_checkpoint,
 )
 from tracegrad_trainer.utils.console import no_progress_bars, print_error
+from tracegrad_trainer.utils.scratch_folder import replacing_folder
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -162,13 +161,8 @@ def _write_whole(
 ) -> None:
     """transformers' own writer: it splits the weights, and gives a mixture's experts the names
     that they have in files."""
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     model.to(dtype)
     model.config.dtype = dtype
-    model.save_pretrained(partial, max_shard_size=shard_size)
-    copy_tokenizer_files(companions, partial)
-    if out.exists():
-        shutil.rmtree(out)
-    os.replace(partial, out)
+    with replacing_folder(out) as partial:
+        model.save_pretrained(partial, max_shard_size=shard_size)
+        copy_tokenizer_files(companions, partial)
