@@ -91,6 +91,11 @@ class OptimSettings(BaseModel):
         1, ge=1, description="optimizer steps that a pass over a batch is divided into, by rollout"
     )
     epochs: int = Field(1, ge=1, description="passes over a batch")
+    scale_by_groups: bool = Field(
+        True,
+        description="where fewer than batches.groups groups have a turn to train, a step counts for"
+        " that share of one: learning rate and moments; false: always a whole step",
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
