@@ -106,6 +106,8 @@ def _header(table: Table, *, there: bool) -> Iterator[str]:
 
 def _entry(setting: Setting, given: Mapping[str, Any], found: BaseModel | None) -> Iterator[str]:
     value = setting.default if found is None else getattr(found, setting.name)
+    if value == setting.default:
+        value = setting.default  # 600.0 as it is written: 600
     default = toml_value(setting.default)
     shown_default = default or setting.follows or ("" if setting.required else "none")
     yield from _comment(setting.what)
@@ -125,7 +127,7 @@ def _entry(setting: Setting, given: Mapping[str, Any], found: BaseModel | None) 
     elif text is None or (setting.follows and found is None):
         yield f"# {setting.name} ="
     else:
-        yield f"#{setting.name} = {text}" + ("" if text == default else "  # follows from others")
+        yield f"#{setting.name} = {text}" + ("" if text == default else "  # as resolved here")
 
 
 def _comment(text: str) -> list[str]:

@@ -27,6 +27,7 @@ from tracegrad_trainer.config.settings_file import (
     toml_value,
 )
 from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
+from tracegrad_trainer.metrics.names import find_metric
 
 ROOT = Path(__file__).resolve().parents[4]
 OPTIONAL = {table.name for table in settings_tables() if table.optional}
@@ -171,7 +172,8 @@ def test_what_a_file_comes_to_is_read_back_unchanged(model: Path, tmp_path: Path
     assert "max_grad_norm = inf  # changed; default: 1.0" in lines
     assert "eps = 1e-08" in lines, "given, and as the default"
     assert "refill = true  # changed; default: none" in lines
-    assert '#ratio = "sequence"  # follows from others' in lines, "of the preset"
+    assert '#ratio = "sequence"  # as resolved here' in lines, "of the preset"
+    assert "#max_wait_s = 900" in lines, "neither given nor changed"
     assert "[fsdp.lora]" in lines
     assert "0123456789abcdef0" not in text
     assert "# control_key = is given, and not written here" in lines
@@ -226,3 +228,32 @@ def test_values_as_toml() -> None:
         read = tomllib.loads(f"x = {toml_value(value)}")["x"]
         assert read == (str(value) if isinstance(value, Path) else value)
     assert toml_value(None) is None
+
+
+RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_read_and_the_page_says_what_is_in_it(recipe: Path, model: Path) -> None:
+    found = load_settings(recipe, [f"model={model}"])
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    [row] = [line for line in page.splitlines() if f"recipes/{recipe.name}" in line]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    batches, lora = found.batches, found.fsdp.lora
+    assert cells[2] == ("full" if lora is None else f"LoRA, rank {lora.rank}")
+    assert float(cells[3]) == found.optim.lr
+    assert cells[4] == f"{batches.groups} x {batches.group_size}"
+    assert int(cells[5]) == found.vllm.max_model_len <= batches.row_limit
+    assert "not run on a GPU" in recipe.read_text(encoding="utf-8")
+
+
+def test_there_is_a_recipe_for_each_size() -> None:
+    assert [path.stem for path in RECIPES] == ["qwen2.5-0.5b", "qwen3-1.7b", "qwen3-8b-lora"]
+
+
+def test_the_page_names_metrics_that_there_are() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    watched = page.split("## What to watch")[1].split("##")[0]
+    names = re.findall(r"^\| `([a-z0-9_/]+)`", watched, re.M)
+    assert len(names) > 8
+    assert [name for name in names if find_metric(name) is None] == []

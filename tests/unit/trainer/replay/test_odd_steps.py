@@ -49,13 +49,14 @@ def problems(settings: TrainerSettings) -> list[str | None]:
 
 
 def test_a_batch_of_several_updates_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
-    settings = trainer_settings(tmp_path, ranks=2, optim=SEVERAL)
+    settings = trainer_settings(tmp_path, ranks=2, optim=SEVERAL, batches=BATCHES_OF_FOUR)
     with Store.open(settings.proxy.store) as store:
         fill(store, 2)
     run_on_ranks(train, 2, settings, 1)
     found = replayed(settings, preset="dr_grpo")
     assert found.recorded.batch.ranks == 2
     assert found.replayed.metrics["updates"] == 4
+    assert found.compared["step_share"] == (0.5, 0.5), "rank 0's, on both"
     assert found.replayed.metrics["policy_k3"] > 0
     assert found.equal, found.differing
     assert found.other is not None
