@@ -79,7 +79,7 @@ def _written(given: Mapping[str, Any], settings: TrainerSettings | None) -> str:
         here = _inside(given, table.name)
         found = _object(settings, table.name)
         blocks.append([*_header(table, there=found is not None or not table.optional)])
-        blocks += [[*_entry(setting, here, found)] for setting in table.settings]
+        blocks += [[*_entry(table, setting, here, found)] for setting in table.settings]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
@@ -104,7 +104,9 @@ def _header(table: Table, *, there: bool) -> Iterator[str]:
         yield from _comment(table.what)
 
 
-def _entry(setting: Setting, given: Mapping[str, Any], found: BaseModel | None) -> Iterator[str]:
+def _entry(
+    table: Table, setting: Setting, given: Mapping[str, Any], found: BaseModel | None
+) -> Iterator[str]:
     value = setting.default if found is None else getattr(found, setting.name)
     if value == setting.default:
         value = setting.default  # 600.0 as it is written: 600
@@ -121,7 +123,9 @@ def _entry(setting: Setting, given: Mapping[str, Any], found: BaseModel | None) 
         yield f"# {setting.name} = {'is given, and not written here' if here else ''}".rstrip()
         return
     text = toml_value(value)
-    if setting.name in given and text is not None:
+    if setting.name in given and text is None and default is not None:
+        yield f"# {setting.name} = none; TOML has no word for it: --set {table.path(setting)}=null"
+    elif setting.name in given and text is not None:
         changed = f"  # changed; default: {shown_default or 'none, it is required'}"
         yield f"{setting.name} = {text}{changed if text != default else ''}"
     elif text is None or (setting.follows and found is None):

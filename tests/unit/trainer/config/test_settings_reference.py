@@ -181,6 +181,12 @@ def test_what_a_file_comes_to_is_read_back_unchanged(model: Path, tmp_path: Path
     assert again.objective.ratio == "token", "a preset still fills what it is about"
 
 
+def test_what_toml_cannot_say_is_said(model: Path) -> None:
+    text = effective_settings_file(None, [f"model={model}", "batches.max_staleness=null"])
+    said = "# max_staleness = none; TOML has no word for it: --set batches.max_staleness=null"
+    assert said in text.splitlines()
+
+
 def test_the_environment_counts_as_given(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
