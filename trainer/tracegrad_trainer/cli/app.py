@@ -106,6 +106,30 @@ def step(
 
 
 @app.command()
+def settings(
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "--settings", "-c", help="TOML file; default: the defaults alone"),
+    ] = None,
+    model: Model = None,
+    state_dir: StateDir = None,
+    sets: Sets = None,
+) -> None:
+    """Print every setting as a TOML file: defaults, what is allowed, units, meaning."""
+    from tracegrad_trainer.config import settings_file
+
+    overrides = _flags(sets, model=model, state_dir=state_dir)
+    if config is None and not overrides:
+        text = settings_file.default_settings_file()
+    else:
+        try:
+            text = settings_file.effective_settings_file(config, overrides)
+        except ValueError as error:
+            _fail(f"trainer settings: {error}")
+    print(text, end="")
+
+
+@app.command()
 def export(
     out: Annotated[Path, typer.Option("--out", "-o", help="the folder to write")],
     config: Config = None,

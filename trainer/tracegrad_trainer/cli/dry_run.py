@@ -41,6 +41,8 @@ def render_plan(plan: StepPlan) -> RenderableType:
     parts: list[RenderableType] = [_headline(plan)]
     if plan.note is not None:
         parts.append(Text(f"note: {plan.note}", style="yellow"))
+    if plan.trained and plan.share < 1:
+        parts.append(Text(_share(plan), style="yellow"))
     if plan.groups:
         parts += [Text(), _groups(plan.groups)]
     if plan.loads:
@@ -73,6 +75,14 @@ def _headline(plan: StepPlan) -> Text:
         f" on version {plan.version}: {groups}{few}, {turns}, {plan.tokens} tokens,"
         f" {targets} of them trained{more}",
         style="not bold",
+    )
+
+
+def _share(plan: StepPlan) -> str:
+    trained = plan.stats["groups_trained"]
+    return (
+        f"{trained:.0f} of the {plan.wanted} groups that are wanted would be trained: the step"
+        f" counts for {plan.share:.2g} of one (optim.scale_by_groups)"
     )
 
 

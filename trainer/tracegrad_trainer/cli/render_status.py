@@ -25,10 +25,20 @@ def format_step_line(step: StepRecord) -> str:
         f"step {step.step} → version {step.version}",
         f"reward {m.get('reward_mean', 0):.2f}",
         f"{m.get('rollouts', 0):.0f} rollouts, {trained_turns(m)} turns trained",
+        format_share(m),
         f"gap {m['gap_max']:.1e}{MISMATCH if m.get('mismatch') else ''}" if has_gap(m) else "",
         format_time_shares(m.get("seconds", {})),
     ]
     return " · ".join(part for part in parts if part)
+
+
+def format_share(metrics: Mapping[str, float]) -> str:
+    """`1 of 8 groups with a signal: 0.12 of a step`; nothing of a whole step."""
+    share = metrics.get("step_share", 1.0)
+    if share == 1:
+        return ""
+    trained = metrics.get("groups_trained", 0)
+    return f"{trained:.0f} of {trained / share:.0f} groups with a signal: {share:.2g} of a step"
 
 
 def format_time_shares(seconds: Mapping[str, float]) -> str:

@@ -254,6 +254,12 @@ class TrainerSettings(FileSettings):
             return self.objective.preset == "dapo"
         return self.data.refill
 
+    def step_share(self, groups_trained: float) -> float:
+        """How much of a whole step a batch is of which so many groups have a turn to train."""
+        if not self.optim.scale_by_groups:
+            return 1.0
+        return min(1.0, groups_trained / self.batches.groups)
+
     def stored(self) -> dict[str, Any]:
         """The resolved settings as JSON, secrets masked: what a step is recorded with."""
         resolved: dict[str, Any] = self.model_dump(mode="json")
@@ -294,7 +300,7 @@ def parse_resolved(text: str) -> TrainerSettings:
 
 def without_unused(stored: Json) -> Json:
     """A step's settings less what its objective does not use: they were recorded before that was
-    an error, or for another objective.
+    an error, or for another objective. What was no setting yet is as it was done then.
 
     Raises:
         ValidationError: the objective is none.
@@ -307,7 +313,8 @@ def without_unused(stored: Json) -> Json:
     if batches.get("stale") != "weight":
         batches.pop("stale_decay", None)
     data.pop("refill", None)  # a recorded batch is what it is
-    found = stored | {"objective": given, "batches": batches, "data": data}
+    optim = {"scale_by_groups": False} | stored.get("optim", {})
+    found = stored | {"objective": given, "batches": batches, "data": data, "optim": optim}
     if "reference" not in objective.needs:
         found.pop("reference", None)
     return found

@@ -67,6 +67,7 @@ class StepPlan:
     loads: list[MicroBatchLoad]
     budget: int  # tokens of a micro-batch
     stats: dict[str, float]
+    share: float  # of a whole step that it would count for
     waiting: list[IncompleteGroup]
     pending: dict[str, int]  # turns of the store that no step has looked at, by state
     note: str | None  # what could not be known
@@ -124,6 +125,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         loads=_loads(packed, batches.tokens_per_micro_batch) if selection.trained else [],
         budget=batches.tokens_per_micro_batch,
         stats=selection.stats,
+        share=settings.step_share(selection.stats["groups_trained"]),
         waiting=peek.incomplete,
         pending=store.turn_counts(data.tags).pending,
         note=note,

@@ -166,6 +166,7 @@ class TrainLoop:
             version=self.version,
             budget=self.settings.batches.tokens_per_micro_batch,
             seed=self.settings.seed,
+            share=self._share(),
         )
         self.watch.lap("train")
         if done.mismatch is not None:
@@ -195,6 +196,12 @@ class TrainLoop:
         )
         self.batch = None
         return True
+
+    def _share(self) -> float:
+        """Rank 0's counts."""
+        if self.batch is None:
+            return 1.0
+        return self.settings.step_share(self.batch.selection.stats["groups_trained"])
 
     def _check(self) -> None:
         assert self.batch is not None

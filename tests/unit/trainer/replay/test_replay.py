@@ -139,7 +139,7 @@ def test_a_preset_is_taken_whole_and_settings_change_the_recorded_one() -> None:
         stored, ReplayRequest(overrides=["optim.lr=0.25", "objective.ratio=turn"])
     )
     assert kept["objective"] == stored["objective"] | {"ratio": "turn"}
-    assert kept["optim"] == {"lr": 0.25}
+    assert kept["optim"] == {"lr": 0.25, "scale_by_groups": False}  # as it was done then
     assert stored["optim"] == {"lr": 1}, "the record stays as it is"
 
 

@@ -15,6 +15,7 @@ from support.trainer.step_samples import fill, rollout, train, trainer_settings
 from tracegrad.events import Event, RolloutStarted, Turn
 from tracegrad.store import Ledger, PolicyVersion, StepHistory, Store
 from tracegrad_trainer.cli import dry_run
+from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.losses import preset
 from tracegrad_trainer.rl.dry_run import StepPlan, plan_step
@@ -177,3 +178,27 @@ KNOWN = ("given", "observed", "unknown")
 
 def _at(event: Event, **state: Any) -> Event:
     return replace(event, **state) if isinstance(event, Turn) else event
+
+
+def test_a_batch_of_few_groups_with_a_signal_is_announced_as_a_share_of_a_step(
+    settings: TrainerSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 1)
+        equal_rewards(store, "same", at=1004.0)
+        plan = plan_step(settings, store)
+        assert (plan.share, plan.stats["groups_trained"]) == (0.5, 1)
+        console = Console(file=sys.stdout, width=100, color_system=None)
+        assert dry_run.show_dry_run(settings, console, False) == 0
+        said = "1 of the 2 groups that are wanted would be trained: the step counts for 0.5 of one"
+        assert said in " ".join(capsys.readouterr().out.split())
+        train(settings, 1)
+        [step] = StepHistory(store).steps()
+    assert step.metrics["step_share"] == plan.share
+    assert "1 of 2 groups with a signal: 0.5 of a step" in format_step_line(step)
+    whole = planned(
+        settings.model_copy(
+            update={"optim": settings.optim.model_copy(update={"scale_by_groups": False})}
+        )
+    )
+    assert whole.share == 1
