@@ -1,4 +1,4 @@
-"""Both commands as a shell has them: help, version, completion, and installs that lack a library."""
+"""Both commands as a shell has them: help, version, completion, and libraries that are missing."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def _turn_of(detail: RolloutDetail, turn: int) -> int:
 def tree_command(
     rollout: IdArgument, store: StoreOption = None, as_json: JsonOption = False
 ) -> None:
-    """Draw which turn continues which: forks, samples of one prompt, sub-agents."""
+    """Draw which turn continues which: forks, samples, sub-agents."""
     with open_store(store) as reading:
         detail = reading.rollout(rollout)
     screen = Terminal()
@@ -172,7 +172,10 @@ def explain_command(
     which: RolloutFilter = ALL,
     as_json: JsonOption = False,
 ) -> None:
-    """Say why a rollout's tree forked and why its turns are not trained; without ID, of all."""
+    """Say why a tree forked and why its turns are not trained.
+
+    Without ID: of all rollouts, counted.
+    """
     if rollout is not None and not which.matches_all:
         raise typer.BadParameter("name a rollout or filter them, not both", param_hint="ID")
     screen = Terminal()
