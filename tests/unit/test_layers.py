@@ -73,7 +73,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "app",
         "cli",
     ),
-    "tracegrad.cli": ("missing_dependency render options store_option", "commands", "app", "__main__"),
+    "tracegrad.cli": (
+        "missing_dependency render options store_option",
+        "commands",
+        "app",
+        "__main__",
+    ),
     "tracegrad_trainer": (
         "utils",
         "metrics losses",
