@@ -376,12 +376,17 @@ def _model_folders(data: dict[str, Any], before: dict[str, Any]) -> dict[str, Pa
 
 
 def _last_resolved(state_dir: Path) -> dict[str, Any]:
-    """The settings of the last command that trained in this folder, if there was one."""
-    try:
-        found = json.loads((state_dir / "run" / "settings.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    """The settings of the last `trainer serve` or `step` in this folder, or else of the last
+    `sft`, if there was one."""
+    for name in ("settings.json", "sft.json"):
+        try:
+            found = json.loads((state_dir / "run" / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            trainer: dict[str, Any] = found.get("trainer", found)
+            return trainer
+    return {}
 
 
 def parse_resolved(text: str) -> TrainerSettings:

@@ -77,9 +77,11 @@ class EngineRenderer:
             root = orjson.loads(await self._models())["data"][0].get("root")
         except (ValueError, KeyError, TypeError, LookupError, AttributeError) as error:
             raise NotReproducible("the engine does not say where its model is") from error
+        if not isinstance(root, str):
+            raise NotReproducible("the engine does not say where its model is")
         try:
             # Of a model of the Hub an engine on this machine has filled the cache.
-            return await asyncio.to_thread(find_model_folder, str(root), weights=False, fetch=False)
+            return await asyncio.to_thread(find_model_folder, root, weights=False, fetch=False)
         except ModelNotFound as error:
             raise NotReproducible(
                 f"the engine's model is {root!r}, no folder here and not in the Hub's cache: give "
