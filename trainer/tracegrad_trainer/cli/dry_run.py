@@ -105,7 +105,11 @@ def _groups(groups: Sequence[GroupPlan]) -> PlainTable:
 def _title(title: str, task_id: str) -> str:
     """Of what was asked the beginning is enough; an id stays whole."""
     line = one_line(title)
-    return line if title == task_id or len(line) <= MAX_TITLE_SHOWN else f"{line[: MAX_TITLE_SHOWN - 1]}…"
+    return (
+        line
+        if title == task_id or len(line) <= MAX_TITLE_SHOWN
+        else f"{line[: MAX_TITLE_SHOWN - 1]}…"
+    )
 
 
 def _rewards(rewards: Sequence[float]) -> str:
@@ -158,7 +162,9 @@ def _waiting(waiting: Sequence[IncompleteGroup], titles: Mapping[str, str]) -> P
     shown = plain_table("task that lacks rollouts", "ready", "open", "no reward", "no turns", "for")
     for task in waiting[:MAX_GROUPS_SHOWN]:
         cells = (len(task.ready), task.open, task.no_reward, task.no_turns)
-        shown.add_row(_title(titles[task.task_id], task.task_id), *map(str, cells), format_age(task.since))
+        shown.add_row(
+            _title(titles[task.task_id], task.task_id), *map(str, cells), format_age(task.since)
+        )
     return _with_rest(shown, len(waiting))
 
 
