@@ -24,7 +24,10 @@ app = typer.Typer(
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file; default: tracegrad.toml")
 ]
-Model = Annotated[Path | None, typer.Option(help="Hugging Face model folder")]
+Model = Annotated[
+    Path | None,
+    typer.Option(help="Hugging Face model folder, or a name on the Hub: Qwen/Qwen3-0.6B"),
+]
 StateDir = Annotated[Path | None, typer.Option(help="store, checkpoints, logs")]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", help="table.name=value, as often as needed")
@@ -150,7 +153,7 @@ def replay(
     checkpoint: Annotated[
         Path | None, typer.Option(help="weights to begin with; default: the step before's")
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="the model folder, if it was moved")] = None,
+    model: Annotated[Path | None, typer.Option(help="the model, if it was moved")] = None,
     listing: Annotated[bool, typer.Option("--list", help="which steps can be replayed")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:
