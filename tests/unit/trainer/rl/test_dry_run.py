@@ -56,8 +56,11 @@ def test_the_plan_is_what_is_trained_then(settings: TrainerSettings) -> None:
 
 
 def test_tasks_that_nobody_named_are_shown_by_what_was_asked(
-    settings: TrainerSettings, capsys: pytest.CaptureFixture[str]
+    settings: TrainerSettings,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     question = "Which river runs through Vienna, and through which other capitals?"
     with Store.open(settings.proxy.store) as store:
         for at, (name, task) in enumerate(
