@@ -23,6 +23,7 @@ FLOORS = {
     "tracegrad.private_files": -1,
     "tracegrad.jsonutil": -1,
     "tracegrad.import_path": -1,
+    "tracegrad.version": -1,
     "tracegrad.settings_sources": -1,
     "tracegrad.text_format": -1,
     "tracegrad.environment": -1,
@@ -74,7 +75,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "app",
         "cli",
     ),
-    "tracegrad.cli": ("render options store_option", "commands", "app", "__main__"),
+    "tracegrad.cli": (
+        "missing_dependency render options store_option",
+        "commands",
+        "app",
+        "__main__",
+    ),
     "tracegrad_trainer": (
         "utils",
         "metrics losses",

@@ -42,7 +42,11 @@ def proxy_command(
         typer.Option(help="The engine's model for every call, whatever name the agent gives."),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Folder of the engine's tokenizer and chat template.")
+        str | None,
+        typer.Option(
+            help="Folder of the engine's tokenizer and chat template, or the model's name on the"
+            " Hugging Face Hub."
+        ),
     ] = None,
     redact: Annotated[
         list[str] | None,
@@ -88,6 +92,7 @@ def serve(settings: ProxySettings) -> None:
     from tracegrad.store import GroupCommitWriter, Store, StoreError
 
     _check_hooks(settings.redact)
+    settings = _with_tokenizer_folder(settings)
     listener = _listen(settings.host, settings.port)
     try:
         store = Store.open(settings.store)
@@ -124,6 +129,19 @@ def _check_hooks(names: Sequence[str]) -> None:
         _fail(str(error))
 
 
+def _with_tokenizer_folder(settings: ProxySettings) -> ProxySettings:
+    """What is not there is said now, not with the first call that a continuation would serve."""
+    from tracegrad.chat.model_folder import ModelNotFound, find_model_folder
+
+    if settings.tokenizer is None:
+        return settings
+    try:
+        folder = find_model_folder(str(settings.tokenizer), weights=False)
+    except ModelNotFound as error:
+        _fail(f"tokenizer: {error}")
+    return settings.model_copy(update={"tokenizer": folder})
+
+
 def _tune_gc() -> None:
     """Every answer is parsed into a thousand objects that are soon dropped, none in a cycle.
 
@@ -143,7 +161,7 @@ def _settings(flags: dict[str, object]) -> ProxySettings:
     try:
         return ProxySettings(**flags)  # type: ignore[arg-type]
     except ValidationError as error:
-        for name, message in problems(error).items():
+        for name, message in problems(error, ProxySettings).items():
             print(f"tracegrad proxy: {name}: {message}", file=sys.stderr)
         raise typer.Exit(2) from None
     except ValueError as error:

@@ -10,19 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from tracegrad.cli.options import with_rollout_filter
+from tracegrad.cli.options import VersionOption, with_rollout_filter
 from tracegrad.private_files import set_private_umask
 from tracegrad.store import ALL, RolloutFilter
 
 if TYPE_CHECKING:  # `trainer status` need not wait for pydantic
     from tracegrad_trainer.config.trainer import TrainerSettings
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="trainer", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file; default: tracegrad.toml")
 ]
-Model = Annotated[Path | None, typer.Option(help="Hugging Face model folder")]
+Model = Annotated[
+    Path | None,
+    typer.Option(help="Hugging Face model folder, or a name on the Hub: Qwen/Qwen3-0.6B"),
+]
 StateDir = Annotated[Path | None, typer.Option(help="store, checkpoints, logs")]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", help="table.name=value, as often as needed")
@@ -32,7 +37,7 @@ BAD_USAGE = 2
 
 
 @app.callback()
-def _callback() -> None:
+def _callback(version: VersionOption = False) -> None:
     """Trains the model behind your agents on the turns that the proxy captured."""
 
 
@@ -46,7 +51,7 @@ def serve(
         bool, typer.Option("--dry-run", help="print the resolved settings and end")
     ] = False,
 ) -> None:
-    """Start vLLM, the proxy and the FSDP ranks; train on finished groups until stopped."""
+    """Serve and train: vLLM, the proxy and FSDP ranks, until stopped."""
     settings = _settings(config, _flags(sets, model=model, state_dir=state_dir))
     if dry_run:
         print(settings.model_dump_json(indent=2))
@@ -64,7 +69,7 @@ def status(
     store: Annotated[str | None, typer.Option(help="store URL; default: the folder's own")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:
-    """What is going on, and what happened: versions, steps, turns trained and not, and why."""
+    """What goes on and what happened: versions, steps, turns, reasons."""
     from tracegrad.store import Store, StoreError
     from tracegrad_trainer.cli import render_status
     from tracegrad_trainer.cli import status as reading
@@ -94,7 +99,7 @@ def step(
         bool, typer.Option("--dry-run", help="what would be trained, and why the rest would not")
     ] = False,
 ) -> None:
-    """Take optimizer steps on what the store holds: no agents, no vLLM, no weight push."""
+    """Take optimizer steps on stored turns: no agents, no vLLM, no push."""
     settings = _settings(config, _flags(sets, model=model, state_dir=state_dir), command="step")
     if dry:
         from tracegrad_trainer.cli import dry_run
@@ -143,7 +148,7 @@ def export(
     shard_size: Annotated[str, typer.Option(help="largest file of weights")] = "5GB",
     sets: Sets = None,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load."""
+    """Write a checkpoint as a folder for transformers and vLLM."""
     from tracegrad_trainer.cli import export as exporting
 
     settings = _settings(config, _flags(sets, model=model, state_dir=state_dir), command="export")
@@ -172,11 +177,11 @@ def replay(
     checkpoint: Annotated[
         Path | None, typer.Option(help="weights to begin with; default: the step before's")
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="the model folder, if it was moved")] = None,
+    model: Annotated[Path | None, typer.Option(help="the model, if it was moved")] = None,
     listing: Annotated[bool, typer.Option("--list", help="which steps can be replayed")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:
-    """Run a recorded step again: are the numbers the same, and what would others be?"""
+    """Run a recorded step again, as it was or with other settings."""
     from tracegrad_trainer.cli import replay as replay_command
     from tracegrad_trainer.replay.replay import ReplayRequest
 

@@ -57,7 +57,7 @@ def render_status(status: RunStatus) -> RenderableType:
     if status.not_trained:
         parts += [Text(), _reasons(status.not_trained)]
     if status.steps:
-        parts += [Text(), _steps(status.steps)]
+        parts += [Text(), _steps(status.steps), Text(), _legend(status.steps)]
     return Group(*parts)
 
 
@@ -102,35 +102,54 @@ def _reasons(not_trained: Mapping[str, int]) -> PlainTable:
     return shown
 
 
-# Heading, metric, format of a step's line in `trainer status`, the most important first.
+# Heading, metric, format of a step's line in `trainer status`, the most important first, and what
+# the legend says of it; None: the heading says it.
 _OF_STEP = (
-    ("reward", "reward_mean", ".3f"),
-    ("spread", "group_spread", ".2f"),
-    ("turns", "turns_trained", ".0f"),
-    ("loss", "loss", "+.3f"),
-    ("grad", "grad_norm", ".2g"),
-    ("ent.", "entropy", ".2f"),
-    ("k3", "k3", ".0e"),
-    ("ess", "ess", ".2f"),
-    ("clip", "clipped_turn_share", ".0%"),
-    ("lag", "staleness_mean", ".1f"),
-    ("gap", "gap_max", ".0e"),
-    ("tok/s", "tokens_per_second", ""),
+    ("reward", "reward_mean", ".3f", None),
+    ("spread", "group_spread", ".2f", "deviation of the rewards within a group; 0 teaches nothing"),
+    ("turns", "turns_trained", ".0f", None),
+    ("loss", "loss", "+.3f", None),
+    ("grad", "grad_norm", ".2g", "norm of the gradient before clipping"),
+    ("ent.", "entropy", ".2f", "entropy of the policy, nats a token; near 0 it has stopped to try"),
+    ("k3", "k3", ".0e", "KL of the policy that sampled to the one before the step, nats a token"),
+    (
+        "ess",
+        "ess",
+        ".2f",
+        "effective sample size: share of tokens left by that difference; 1 is all",
+    ),
+    ("clip", "clipped_turn_share", ".0%", "turns with a token whose ratio was clipped"),
+    ("lag", "staleness_mean", ".1f", "versions between the policy that sampled and this one"),
+    ("gap", "gap_max", ".0e", "largest difference of served and trained log-probabilities, nats"),
+    ("tok/s", "tokens_per_second", "", None),
 )
 
 
 def _steps(steps: list[Json]) -> PlainTable:
     """Columns of metrics that none of the steps has are left out."""
-    shown = [one for one in _OF_STEP if any(one[1] in step["metrics"] for step in steps)]
+    shown = _columns_of(steps)
     lines = PlainTable()
     lines.title, lines.title_justify = "last steps", "left"
     lines.padding = (0, 1, 0, 0)
-    for name in ("step", *(heading for heading, _, _ in shown), "ago"):
+    for name in ("step", *(heading for heading, *_ in shown), "ago"):
         lines.add_column(name, justify="right")
     for step in steps:
         m = step["metrics"]
-        cells = [_cell(_value(m, name), how) for _, name, how in shown]
+        cells = [_cell(_value(m, name), how) for _, name, how, _ in shown]
         lines.add_row(str(step["step"]), *cells, format_age(step["created_at"]))
+    return lines
+
+
+def _columns_of(steps: list[Json]) -> list[tuple[str, str, str, str | None]]:
+    return [one for one in _OF_STEP if any(one[1] in step["metrics"] for step in steps)]
+
+
+def _legend(steps: list[Json]) -> PlainTable:
+    """What the headings of `_steps` stand for."""
+    lines = PlainTable(header=False)
+    for heading, _, _, meaning in _columns_of(steps):
+        if meaning is not None:
+            lines.add_row(heading, meaning, style="dim")
     return lines
 
 

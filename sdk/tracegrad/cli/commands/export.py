@@ -56,7 +56,7 @@ def export_command(
     ] = None,
     which: RolloutFilter = ALL,
 ) -> None:
-    """Write rollouts, turns or rows for another trainer, as JSONL or Parquet."""
+    """Write rollouts, turns or rows of other trainers: JSONL, Parquet."""
     if rollouts + turns + (layout is not None) > 1:
         fail("--rollouts, --turns, --layout: choose one", FAILED)
     chosen = _layout(layout)

@@ -33,7 +33,10 @@ def import_command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Read rollouts that were exported, or conversations, into the store. Twice is as once."""
+    """Read exported rollouts, or conversations, into the store.
+
+    Reading them twice is as reading them once.
+    """
     with open_store(store, create=True) as writing:
         importing = RolloutImport(writing, skip_bad=skip_bad, untrained=untrained)
         try:

@@ -77,7 +77,7 @@ def redact_command(
     which: RolloutFilter,
     how: RemovalOptions,
 ) -> None:
-    """Take texts out of what is stored already: each match becomes [redacted].
+    """Take texts out of the store: each match becomes [redacted].
 
     Token ids are not changed: whoever has the tokenizer can turn them back into text. With
     --drop-tokens the turns whose text changes lose their tokens, and all turns that continue

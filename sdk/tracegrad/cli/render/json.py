@@ -7,16 +7,18 @@ from typing import Any
 
 from tracegrad.cli.render.turn import rewards_of_turn
 from tracegrad.store import RolloutDetail, RolloutSummary
+from tracegrad.store.read.task_titles import input_text
 
 
-def summary_json(row: RolloutSummary) -> dict[str, Any]:
-    return asdict(row)
+def summary_json(row: RolloutSummary, asked: str | None) -> dict[str, Any]:
+    """`asked`: the beginning of its input."""
+    return {**asdict(row), "asked": asked}
 
 
 def detail_json(detail: RolloutDetail, *, tokens: bool) -> dict[str, Any]:
     """Token ids and log-probabilities only with `tokens`: they are most of the bytes."""
     return {
-        **summary_json(detail.summary),
+        **summary_json(detail.summary, input_text(detail.task)),
         "task": detail.task,
         "rewards": [asdict(reward) for reward in detail.rewards],
         "turns": [

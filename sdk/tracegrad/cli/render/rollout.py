@@ -23,6 +23,7 @@ from tracegrad.inspect.transcript import Transcript
 from tracegrad.inspect.tree_layout import children_of
 from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail
+from tracegrad.store.read.task_titles import input_text
 from tracegrad.store.read.training_samples import agent_turn_indices
 from tracegrad.text_format import format_count, format_duration, format_time
 
@@ -59,7 +60,8 @@ def rollout_title(detail: RolloutDetail, width: int | None) -> Text:
     """The rollout in one line."""
     row = detail.summary
     line = Text.assemble(("rollout ", "dim"), (one_line(row.rollout_id), "bold cyan"))
-    for part in (task_text(row), outcome_text(row)):
+    task = task_text(row.task_id, input_text(detail.task))
+    for part in (task, outcome_text(row)):
         line.append(" · ").append_text(part)
     if row.reward is not None:
         line.append(" · ").append(f"reward {format_number(row.reward)}", style="bold")

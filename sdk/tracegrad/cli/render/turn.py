@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.text import Text
 
@@ -36,13 +36,22 @@ _DEFAULT_LIMITS = (16, 1200)
 
 @dataclass(frozen=True, slots=True)
 class TurnView:
-    """How much: whole messages (`full`), token ids (`tokens`)."""
+    """How much: whole messages (`full`), token ids (`tokens`). `explained`: reasons that a turn
+    shown above has said the meaning of."""
 
     detail: RolloutDetail
     transcript: Transcript
     width: int | None
     full: bool = False
     tokens: bool = False
+    explained: set[str] = field(default_factory=set)
+
+    def meaning_once(self, reason: str, meaning: str) -> str:
+        """`: meaning` where the reason comes first, nothing below."""
+        if reason in self.explained:
+            return ""
+        self.explained.add(reason)
+        return f": {meaning}"
 
 
 def render_turn(index: int, how: TurnView) -> Iterator[Text]:
@@ -93,12 +102,15 @@ def _about(index: int, how: TurnView) -> Iterator[Text]:
     if turn.fork_reason:
         rival = expected_parent(index, how.transcript)
         instead = f", instead of continuing turn {rival}" if rival is not None else ""
-        why = f"{one_line(turn.fork_reason)}{instead}: {fork_text(turn.fork_reason).meaning}"
+        meaning = how.meaning_once(turn.fork_reason, fork_text(turn.fork_reason).meaning)
+        why = f"{one_line(turn.fork_reason)}{instead}{meaning}"
         yield from _row("fork", Text(why, style="yellow"), how)
     missing = untrained_reason(turn, how.detail)
     if missing is not None and missing.final:
-        why = f"{one_line(missing.reason)}: {untrained_text(missing.reason).meaning}"
-        yield from _row("untrained", Text(why, style="yellow"), how)
+        meaning = how.meaning_once(missing.reason, untrained_text(missing.reason).meaning)
+        if meaning:  # the turn's title has the reason itself
+            why = f"{one_line(missing.reason)}{meaning}"
+            yield from _row("untrained", Text(why, style="yellow"), how)
     for reward in rewards_of_turn(index, how.detail):
         yield from _row("reward", reward_text(reward, how.detail), how)
 

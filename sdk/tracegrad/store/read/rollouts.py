@@ -60,6 +60,7 @@ class TaskSummary:
 
     task_id: str | None
     last_opened_at: float
+    last_rollout_id: str
     outcomes: Counter[str] = field(default_factory=Counter)  # with "open"
     rewards: list[float] = field(default_factory=list)
 
@@ -132,13 +133,19 @@ def summarize_tasks(
 ) -> list[TaskSummary]:
     """The task with the newest rollout first, or that with the highest mean reward."""
     query = (
-        select(Rollouts.task_id, Rollouts.opened_at, Rollouts.outcome, latest_reward())
+        select(
+            Rollouts.task_id,
+            Rollouts.opened_at,
+            Rollouts.rollout_id,
+            Rollouts.outcome,
+            latest_reward(),
+        )
         .where(wanted.where())
-        .order_by(Rollouts.opened_at.desc())
+        .order_by(Rollouts.opened_at.desc(), Rollouts.rollout_id.desc())
     )
     found: dict[str | None, TaskSummary] = {}
-    for task_id, opened_at, outcome, reward in connection.execute(query):
-        task = found.setdefault(task_id, TaskSummary(task_id, opened_at))
+    for task_id, opened_at, rollout_id, outcome, reward in connection.execute(query):
+        task = found.setdefault(task_id, TaskSummary(task_id, opened_at, rollout_id))
         task.outcomes[outcome or OPEN] += 1
         if reward is not None:
             task.rewards.append(reward)

@@ -332,3 +332,19 @@ def test_postgresql_shows_the_same(url: str, postgres_url: str) -> None:
             store.append(coding_agent())
         shown.append([printed(each, command, rollout) for command in ("show", "tree", "explain")])
     assert shown[0] == shown[1]
+
+
+def test_what_a_reason_means_is_said_once(store: Store, url: str) -> None:
+    store.append([RolloutStarted(rollout_id="r", task_id="t")])
+    for n in range(4):
+        store.append(
+            [make_turn(f"t{n}", fork_reason="edited_history" if n else None, untrainable="greedy")]
+        )
+    text = printed(url, "show", "r", columns=160)
+    assert len(re.findall("untrained +greedy: ", text)) == 1
+    assert text.count("not trainable: greedy") == 4, "each turn's title names it"
+    assert text.count("fork       edited_history") == 3
+    assert len(re.findall("An earlier message was changed", text)) == 1
+    alone = printed(url, "show", "r", "--turn", "3", columns=160)
+    assert re.search("untrained +greedy: ", alone)
+    assert "An earlier message was changed" in alone

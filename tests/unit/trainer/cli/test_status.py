@@ -252,3 +252,17 @@ def test_the_rank_that_was_killed_is_named(tmp_path: Path, code: int, words: str
     ranks._process.wait()  # type: ignore[union-attr]
     with pytest.raises(ChildError, match=words):
         ranks.check()
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_headings_of_steps_have_a_legend_that_the_docs_have_too(
+    store: Store, tmp_path: Path, width: int
+) -> None:
+    commit(store, 1)
+    text = printed(collect_status(store, tmp_path, tags={}), width)
+    page = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
+    explained = [one for one in render_status._OF_STEP if one[3] is not None]
+    assert {heading for heading, *_ in explained} >= {"spread", "ent.", "k3", "ess", "clip", "gap"}
+    for heading, metric, _, meaning in explained:
+        assert f"{heading} {meaning}" in [" ".join(line.split()) for line in text.splitlines()]
+        assert f"| `{heading}` | `{metric}` | {meaning} |\n" in page

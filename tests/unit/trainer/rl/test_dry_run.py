@@ -56,6 +56,28 @@ def test_the_plan_is_what_is_trained_then(settings: TrainerSettings) -> None:
     assert (after.step, after.version, [g.group_id for g in after.groups]) == (2, 1, ["t2"])
 
 
+def test_tasks_that_nobody_named_are_shown_by_what_was_asked(
+    settings: TrainerSettings,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    question = "Which river runs through Vienna, and through which other capitals?"
+    with Store.open(settings.proxy.store) as store:
+        for at, (name, task) in enumerate(
+            [("a0", "0123456789abcdef"), ("a1", "0123456789abcdef"), ("b0", "fedcba9876543210")]
+        ):
+            opened, *rest = rollout(name, task, reward=float(at), seed=at, at=10.0 + at)
+            assert isinstance(opened, RolloutStarted)
+            store.append([replace(opened, task={"question": question}), *rest])
+    plan = planned(settings)
+    [group] = plan.groups
+    assert (group.group_id, group.title) == ("0123456789abcdef", question)
+    assert plan.titles == {"fedcba9876543210": question}
+    assert dry_run.show_dry_run(settings, Console(file=sys.stdout), False) == 0
+    assert capsys.readouterr().out.count("Which river runs through Vienna, and th…") == 2
+
+
 def test_every_rank_has_its_micro_batches(settings: TrainerSettings) -> None:
     with Store.open(settings.proxy.store) as store:
         fill(store, 2)
