@@ -19,7 +19,9 @@ DEMONSTRATION, OLD_DEMONSTRATION = "demonstration", "expert"
 # Why a turn was skipped that came in after its rollout was leased; nobody trained on it.
 LATE = "late"
 # States of rollouts whose turns may still be trained (`expressions.training_state`).
-PENDING_STATES = ("open", "no_turns", "no_reward", "waiting", "leased", "not_selected")
+PENDING_STATES = (
+    *("open", "no_turns", "no_reward", "named_reward", "waiting", "leased", "not_selected"),
+)
 
 
 class Readable(Protocol):
@@ -33,7 +35,7 @@ class RolloutSummary:
     """One rollout in a list.
 
     `state` on the way to training: `open`, an unscored outcome's name, `no_turns`, `no_reward`,
-    `waiting`, `leased` or `consumed` (trained or skipped: `consumed_step`).
+    `named_reward`, `waiting`, `leased` or `consumed` (trained or skipped: `consumed_step`).
     """
 
     rollout_id: str

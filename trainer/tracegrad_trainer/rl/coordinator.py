@@ -108,6 +108,7 @@ class Coordinator:
         """Where the last committed step left off; what a killed run of ours had is free again."""
         self.ledger.release_owner(self.owner)
         point = resume_point(self.settings, self.store)
+        logger.info(describe_resume(point, self.settings))
         if point.weights is not None:
             self._log_origin(point.weights)
         return point
@@ -348,6 +349,18 @@ def resume_point(settings: TrainerSettings, store: Store) -> ResumePoint:
     if last is not None and weights is not None and weights.step != step:
         version = max(version, last.version + 1)  # other weights than those that had the number
     return ResumePoint(step, version, weights)
+
+
+def describe_resume(point: ResumePoint, settings: TrainerSettings) -> str:
+    """Where a run begins, in a line."""
+    if point.weights is None:
+        return f"begins with the weights of {settings.model}"
+    if point.weights.step == point.step:
+        return f"resumes from step {point.step}, version {point.version}"
+    return (
+        f"resumes with the weights of step {point.weights.step} (checkpoint.resume_from), served as"
+        f" version {point.version}; the next step is {point.step + 1}"
+    )
 
 
 def has_equal_rewards(group: Group) -> bool:

@@ -37,7 +37,12 @@ from tracegrad_trainer.launch.run_state import RunState
 from tracegrad_trainer.metrics import MetricSinks
 from tracegrad_trainer.rl.build_learner import build_learner, model_vocab_size
 from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint
-from tracegrad_trainer.rl.coordinator import Coordinator, LeasedBatch, RolloutSupply
+from tracegrad_trainer.rl.coordinator import (
+    Coordinator,
+    LeasedBatch,
+    RolloutSupply,
+    describe_resume,
+)
 from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
 from tracegrad_trainer.utils.stopwatch import Stopwatch
 
@@ -123,6 +128,7 @@ class TrainLoop:
             if self.coordinator is not None:
                 self.coordinator.memory = kept["memory"]
         self.step, self.version = point.step, point.version
+        self.report_stage("starting", begins=describe_resume(point, self.settings))
         self.watch.lap("start")
 
     @property

@@ -99,7 +99,8 @@ def test_what_is_left_is_trained_and_then_there_is_nothing(
     shutil.copytree(run, again)  # its checkpoints move with it
     rest = trainer("step", *options(model, again), "--steps", 9)
     assert rest.returncode == 0, rest.stdout
-    assert rest.stdout.splitlines()[0].startswith("step 3 → version 3")
+    assert rest.stdout.splitlines()[0] == "resumes from step 2, version 2"
+    assert rest.stdout.splitlines()[1].startswith("step 3 → version 3")
     last = " ".join(rest.stdout.splitlines()[-1].split())
     assert last.startswith("1 step taken, now at step 3; nothing more to train: of ")
     assert "equal_reward" in last
