@@ -22,11 +22,12 @@ from rich.console import Console
 
 from tracegrad.store import StepRecord, Store, StoreError
 from tracegrad_trainer.cli.render_status import format_step_line
+from tracegrad_trainer.cli.wait_notice import WaitNotice
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.launch.run_journal import Ending, RunJournal
-from tracegrad_trainer.launch.run_state import RunState, delete_state, read_state
+from tracegrad_trainer.launch.run_state import RunState, delete_state, read_state, run_id
 from tracegrad_trainer.launch.session import (
     NOTHING,
     RANKS_GRACE_S,
@@ -44,6 +45,7 @@ from tracegrad_trainer.launch.session import (
 from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.rl.coordinator import describe_resume, resume_point
 from tracegrad_trainer.rl.preflight import check_before_training
+from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
 from tracegrad_trainer.utils.console import print_error
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding
 
@@ -172,7 +174,19 @@ class ServeStack:
         def show(step: StepRecord) -> None:
             self.console.print(format_step_line(step), highlight=False)
 
-        StepFeed(self.store).show_until_end(self.children[-1], show, self._check)
+        needs = BatchNeeds.of(self.settings.stored(), self.settings.url)
+        ours, store = run_id(self.settings.state_dir), self.store
+        notice = WaitNotice(
+            self.settings.state_dir,
+            lambda: wait_reason(store, needs, ours),
+            lambda line: self.console.print(line, highlight=False, soft_wrap=True),
+        )
+
+        def check() -> None:
+            self._check()
+            notice.tick()
+
+        StepFeed(self.store).show_until_end(self.children[-1], show, check)
         step, version = committed_point(self.store)
         where = f"step {step}, version {version}"
         if reached := max_steps_reached(self.settings, step):
