@@ -102,6 +102,11 @@ def _overview(status: RunStatus) -> PlainTable:
     shown.add_row(
         "turns trained", f"{status.turns_trained}  in {format_count(status.steps_total, 'step')}"
     )
+    if status.late_rewards:
+        late = status.late_rewards
+        count, rollouts = late["rewards"], format_count(late["rollouts"], "rollout")
+        came = f"for {rollouts}, of the last {late['of']}: came after training, not used"
+        shown.add_row("late rewards", f"{count}  {came}")
     if status.removed:
         gone = f"{status.removed['turns']}  of {status.removed['rollouts']} rollouts (prune)"
         shown.add_row("turns removed", f"{gone}, {status.removed['trained']} of them were trained")

@@ -10,6 +10,7 @@ from pathlib import Path
 from tracegrad.events import Json
 from tracegrad.store import PolicyVersion, StepHistory, Store
 from tracegrad.store.maintenance import total_removed
+from tracegrad.store.read.reward_arrival import RECENT_REWARDS
 from tracegrad_trainer.launch.run_journal import RunRecord, read_runs
 from tracegrad_trainer.launch.run_state import read_state, run_id
 from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
@@ -37,6 +38,7 @@ class RunStatus:
     turns_captured: int
     turns_trained: int
     not_trained: dict[str, int]  # reason -> turns
+    late_rewards: Json  # that came after training, of the newest: rewards, rollouts, of
     removed: Json  # what `tracegrad prune` took: rollouts, turns, and of these trained
     steps_total: int
     steps: list[Json]  # the newest first
@@ -89,6 +91,7 @@ def collect_status(
         turns_captured=counts.captured,
         turns_trained=counts.trained,
         not_trained={**counts.pending, **counts.skipped},
+        late_rewards=_late_rewards(store),
         removed=_removed(store),
         steps_total=history.count(),
         steps=[asdict(step) | {"settings": None} for step in recent[::-1][:steps]],
@@ -113,6 +116,15 @@ def _last_seen(last: RunRecord | None, *states: Json) -> float | None:
     if last is None or last.alive or last.ended_at is not None:
         return None
     return max(last.started_at, *(float(state.get("updated_at", 0.0)) for state in states))
+
+
+def _late_rewards(store: Store) -> Json:
+    """Of the newest; {} where none was late."""
+    found = store.late_rewards()
+    if not found.rewards:
+        return {}
+    looked_at = min(found.last, RECENT_REWARDS)
+    return {"rewards": found.rewards, "rollouts": found.rollouts, "of": looked_at}
 
 
 def _removed(store: Store) -> Json:

@@ -103,6 +103,7 @@ class Coordinator:
         self.owner = f"{socket.gethostname()}:{settings.state_dir}:{self.run_id}"
         self.leases = HeldLeases(self.ledger, settings.data.lease_ttl_s)
         self._held: list[Group] = []
+        self._rewards_seen = store.late_rewards().last  # by number of arrival
 
     def resume_point(self) -> ResumePoint:
         """Where the last committed step left off; what a killed run of ours had is free again."""
@@ -279,7 +280,7 @@ class Coordinator:
             step=step,
             version=version,
             settings=self.settings.stored(),
-            metrics={**selection.stats, **metrics},
+            metrics={**selection.stats, **self._late_rewards(), **metrics},
             checkpoint=checkpoint,
             batch=inputs.model_dump(mode="json"),
             run_id=self.run_id,
@@ -295,6 +296,12 @@ class Coordinator:
         )
         self.leases.drop(batch.groups)
         return made
+
+    def _late_rewards(self) -> dict[str, float]:
+        """Those that came since the step before, and after training of their rollouts."""
+        found = self.store.late_rewards(after=self._rewards_seen)
+        self._rewards_seen = found.last
+        return {"rewards_after_training": float(found.rewards)}
 
     def check_leases(self, batch: LeasedBatch) -> None:
         """That all of the batch is still ours; it is renewed. Raises LeaseLost."""

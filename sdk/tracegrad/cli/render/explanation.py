@@ -263,6 +263,9 @@ def _untrained(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
     step = f" in step {detail.summary.consumed_step}" if trained else ""
     line = Text(f"{trained:,} of {plural(len(detail.turns), 'turn')} trained{step}")
     yield from indented(line, margin=_MARGIN, width=width)
+    if late := sum(map(detail.came_late, detail.rewards)):
+        came = f"{plural(late, 'reward')} came when training had taken the others: not used"
+        yield from indented(Text(came, style="yellow"), margin=_MARGIN, width=width)
     for (reason, final), turns in by_reason.items():
         words = untrained_text(reason)
         which = f"  {plural(len(turns), 'turn')}: {format_ranges(turns)}"

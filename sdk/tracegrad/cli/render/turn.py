@@ -173,6 +173,12 @@ def reward_text(reward: Reward, detail: RolloutDetail) -> Text:
     if not is_latest_reward(reward, detail):
         text.stylize("strike")
         text.append("  revised", style="not strike dim")
+    if detail.came_late(reward):
+        step = detail.summary.consumed_step
+        when = "while it was being trained" if step is None else f"after step {step}"
+        if detail.summary.state == "consumed" and step is None:
+            when = "after its turns were skipped"
+        text.append(f"  came {when}: not trained with", style="not strike yellow")
     return text
 
 
