@@ -64,6 +64,9 @@ def wait_reason(store: Store, needs: BatchNeeds, run_id: str | None = None) -> W
     parts = sorted(_parts(found, needs, run_id), key=lambda part: -part[1])
     ready = f"{found.groups} of {format_count(needs.groups, 'group')} ready"
     age = "" if found.newest is None else f"newest {format_age(found.newest)} ago"
+    ours = sum(count for owner, count in found.leased.items() if _is_ours(owner, run_id))
+    if ours and not needs.refills:  # held for a moment: a step of it is about to be made
+        return WaitReason("ready", f"a batch of {format_count(ours, 'rollout')} is under way")
     if found.groups >= needs.groups:
         if found.groups > needs.groups:
             ready = f"{found.groups} groups ready, of which a batch takes {needs.groups}"
@@ -87,7 +90,7 @@ def _parts(
             sum(have * tasks for have, tasks in found.attempts.items()),
             _attempts(found.attempts, needs.group_size),
         ),
-        *_leases(found.leased, needs, run_id),
+        *_leases(found.leased, run_id),
     ]
     parts += [
         (name, count, words(format_count(count, "rollout")))
@@ -124,15 +127,17 @@ def _attempts(attempts: Mapping[int, int], wanted: int) -> str:
     return ", ".join(texts)
 
 
-def _leases(
-    leased: Mapping[str, int], needs: BatchNeeds, run_id: str | None
-) -> list[tuple[str, int, str]]:
+def _is_ours(owner: str, run_id: str | None) -> bool:
+    return run_id is not None and owner.endswith(f":{run_id}")
+
+
+def _leases(leased: Mapping[str, int], run_id: str | None) -> list[tuple[str, int, str]]:
     parts = []
     for owner, count in leased.items():
         rollouts = format_count(count, "rollout")
-        if run_id is not None and owner.endswith(f":{run_id}"):
-            wants = ", which waits for groups of different rewards" if needs.refills else ""
-            parts.append(("held", count, f"{rollouts} held for the batch under way{wants}"))
+        if _is_ours(owner, run_id):
+            held = f"{rollouts} held for a batch that waits for groups of different rewards"
+            parts.append(("held", count, held))
         else:
             parts.append(("leased", count, f"{rollouts} leased to another trainer ({owner})"))
     return parts

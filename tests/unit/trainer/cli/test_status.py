@@ -258,8 +258,8 @@ def test_what_runs_says_where_it_began_and_what_it_waits_for(store: Store, tmp_p
         "data": {"tags": {}, "incomplete_after_s": 120.0, "refill": None},
         "objective": {"preset": "grpo"},
     }
-    store.append(rollout("r", "r", reward=1.0, seed=1, at=time.time() - 200))
-    waits = "1 task has 1 of 4 attempts; 0 of 2 groups ready; newest 3 min ago"
+    store.append(rollout("r", "r", reward=1.0, seed=1, at=time.time() - 3 * 3600))
+    waits = "1 task has 1 of 4 attempts; 0 of 2 groups ready; newest 3 h ago"
     stopped = collect_status(store, tmp_path, resolved=resolved)
     assert stopped.waiting_for == waits
     assert f"next batch      {waits}" in printed(stopped, 120)

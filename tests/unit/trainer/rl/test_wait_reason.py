@@ -21,7 +21,7 @@ from tracegrad.events import (
 from tracegrad.store import Ledger, StepRecord, Store
 from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
 
-AGO_S = 180.0
+AGO_S = 3 * 3600.0
 URL = "http://127.0.0.1:4141"
 
 
@@ -37,7 +37,7 @@ def needs(**changes: Any) -> BatchNeeds:
 
 
 def rollouts(tasks: int, attempts: int = 1, first: int = 0) -> list[Event]:
-    """Finished, with a reward, three minutes ago."""
+    """Finished, with a reward, three hours ago."""
     at = time.time() - AGO_S - 6
     return [
         event
@@ -74,14 +74,14 @@ def untitled(event: RolloutStarted) -> Event:
         (
             rollouts(24),
             "few_attempts",
-            "24 tasks have 1 of 4 attempts; 0 of 2 groups ready; newest 3 min ago",
+            "24 tasks have 1 of 4 attempts; 0 of 2 groups ready; newest 3 h ago",
         ),
         (
             [*rollouts(5, 2), *rollouts(1, 3, first=5), *rollouts(1, 4, first=6)],
             "few_attempts",
-            "5 tasks have 2 of 4 attempts, 1 has 3 of 4; 1 of 2 groups ready; newest 3 min ago",
+            "5 tasks have 2 of 4 attempts, 1 has 3 of 4; 1 of 2 groups ready; newest 3 h ago",
         ),
-        (rollouts(2, 4), "ready", "2 of 2 groups ready; newest 3 min ago"),
+        (rollouts(2, 4), "ready", "2 of 2 groups ready; newest 3 h ago"),
         (without(Reward), "no_reward", "6 rollouts ended without a reward; 0 of 2 groups"),
         (changed(renamed, Reward), "named_reward", "6 rollouts with other rewards than the main"),
         (without(RolloutFinished), "open", "6 rollouts not finished; 0 of 2"),
@@ -140,6 +140,8 @@ def test_a_lease_is_ours_or_anothers(store: Store) -> None:
     ours = wait_reason(store, needs(refills=True), "abc")
     assert ours.kind == "held"
     assert "waits for groups of different rewards" in ours.text
+    under_way = wait_reason(store, needs(), "abc")
+    assert (under_way.kind, under_way.text) == ("ready", "a batch of 4 rollouts is under way")
 
 
 def test_when_all_was_trained_nothing_new_came(store: Store) -> None:
@@ -150,5 +152,5 @@ def test_when_all_was_trained_nothing_new_came(store: Store) -> None:
     found = wait_reason(store, needs())
     assert (found.kind, found.text) == (
         "idle",
-        "no new rollouts; 0 of 2 groups ready; newest 3 min ago",
+        "no new rollouts; 0 of 2 groups ready; newest 3 h ago",
     )
