@@ -236,6 +236,12 @@ WAITING_TEXTS = {
         "Its rollout ended and has no reward.",
         "Give one: `reward(x)` in the agent, or POST /api/events.",
     ),
+    "named_reward": ReasonText(
+        "Its rollout ended, and has only rewards of other names, or of turns: rollouts are "
+        'compared by the main one, which is named "reward" and is for the whole rollout.',
+        "Give that one too: `reward(x)` without a name and a turn in the agent, or POST "
+        '/api/events with neither "name" nor "turn".',
+    ),
     "waiting": ReasonText(
         "It is ready, and waits until enough rollouts of its task and enough groups are.", ""
     ),

@@ -134,7 +134,7 @@ def create_app(
     )
     app.router.routes[:0] = _hot_routes(services, spans)
     app.router.routes.append(_health(gate, writer))
-    app.include_router(make_control_router(recorder, gate))
+    app.include_router(make_control_router(recorder, gate, store))
     app.include_router(make_keys_router(access))
     anchors = AnchorStore(store, settings.anchors) if settings.anchors is not None else None
     app.include_router(make_anchors_router(anchors, redactor))

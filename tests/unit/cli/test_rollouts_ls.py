@@ -193,7 +193,7 @@ def test_an_empty_store_says_so(store: Store, url: str) -> None:
     ("arguments", "line"),
     [
         (["--outcome", "good"], "'good'; use open, completed"),
-        (["--state", "good"], "'good'; use open, no_turns, no_reward, waiting"),
+        (["--state", "good"], "'good'; use open, no_turns, no_reward, named_reward"),
         (["--tag", "good"], "'good'; write key=value"),
         (["--by-task", "--sort", "turns"], "tasks are sorted by newest or reward"),
     ],

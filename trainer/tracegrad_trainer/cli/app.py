@@ -75,10 +75,9 @@ def status(
     from tracegrad_trainer.cli import status as reading
     from tracegrad_trainer.utils.console import print_json, print_report
 
-    tags = _resolved(state_dir).get("data", {}).get("tags", {})
     try:
         with Store.open(store or _store_url(state_dir), create=False) as opened:
-            found = reading.collect_status(opened, state_dir, tags=tags)
+            found = reading.collect_status(opened, state_dir, resolved=_resolved(state_dir))
     except (StoreError, ValueError) as error:
         _fail(f"trainer status: {error}")
     if as_json:

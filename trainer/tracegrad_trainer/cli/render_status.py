@@ -62,15 +62,46 @@ def render_status(status: RunStatus) -> RenderableType:
 
 
 def _headline(status: RunStatus) -> Text:
-    if not status.processes:
-        return Text("not running; this is what the store holds", style="yellow")
+    if status.stage == "stopped":
+        return _ended(status)
     since = format_age(status.since) if status.since is not None else ""
+    doing = status.doing
+    if status.doing_since is not None:
+        doing += f" for {format_age(status.doing_since)}"
     line = Text(f"{status.stage}", style="bold green" if status.stage == "serving" else "bold")
-    return line.append(f" at {status.url}  (for {since}; {status.doing})", style="default")
+    where = f" at {status.url}" if status.url else ""
+    return line.append(f"{where}  (for {since}; {doing})", style="default")
+
+
+def _ended(status: RunStatus) -> Text:
+    """How the last run ended."""
+    run = status.last_run
+    if run is None:
+        return Text("not running; this is what the store holds", style="yellow")
+    if run["ending"] is None:
+        assert status.last_seen is not None
+        seen = format_age(status.last_seen)
+        return Text(
+            f"not running; {run['command']} ended without a word (killed by SIGKILL, out of memory,"
+            f" or the machine went down); last seen {seen} ago",
+            style="red",
+        )
+    step = "" if run["at_step"] is None else f" at step {run['at_step']}"
+    how = "failed" if run["ending"] == "error" else "ended"
+    return Text(
+        f"not running; {run['command']} {how} {format_age(run['ended_at'])} ago{step}:"
+        f" {run['detail']}",
+        style="red" if how == "failed" else "yellow",
+    )
 
 
 def _overview(status: RunStatus) -> PlainTable:
     shown = PlainTable(header=False)
+    if status.begins is not None:
+        shown.add_row("this run", status.begins)
+    if status.waiting_for is not None:
+        running = status.stage != "stopped"
+        shown.add_row("waiting" if running else "next batch", status.waiting_for)
     version = "none served yet" if status.version is None else str(status.version)
     if status.failed_versions:
         version += f"  (failed pushes: {', '.join(map(str, status.failed_versions))})"
@@ -82,6 +113,11 @@ def _overview(status: RunStatus) -> PlainTable:
     shown.add_row(
         "turns trained", f"{status.turns_trained}  in {format_count(status.steps_total, 'step')}"
     )
+    if status.late_rewards:
+        late = status.late_rewards
+        count, rollouts = late["rewards"], format_count(late["rollouts"], "rollout")
+        came = f"for {rollouts}, of the last {late['of']}: came after training, not used"
+        shown.add_row("late rewards", f"{count}  {came}")
     if status.removed:
         gone = f"{status.removed['turns']}  of {status.removed['rollouts']} rollouts (prune)"
         shown.add_row("turns removed", f"{gone}, {status.removed['trained']} of them were trained")

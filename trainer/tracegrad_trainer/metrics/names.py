@@ -29,6 +29,9 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "groups_equal_reward": Metric("groups", "whose rewards are all equal: no signal"),
         "groups_trained": Metric("groups", "with at least one turn that is trained"),
         "rollouts": Metric("rollouts", "of the batch"),
+        "rewards_after_training": Metric(
+            "rewards", "since the step before, whose rollouts had been trained or skipped by then"
+        ),
         "advantage_abs_mean": Metric("advantage", "mean size over the turns"),
         "turns": Metric("turns", "of the batch"),
         "turns_skipped": Metric("turns", "of the batch, not trained for any reason"),

@@ -103,11 +103,13 @@ class Coordinator:
         self.owner = f"{socket.gethostname()}:{settings.state_dir}:{self.run_id}"
         self.leases = HeldLeases(self.ledger, settings.data.lease_ttl_s)
         self._held: list[Group] = []
+        self._rewards_seen = store.late_rewards().last  # by number of arrival
 
     def resume_point(self) -> ResumePoint:
         """Where the last committed step left off; what a killed run of ours had is free again."""
         self.ledger.release_owner(self.owner)
         point = resume_point(self.settings, self.store)
+        logger.info(describe_resume(point, self.settings))
         if point.weights is not None:
             self._log_origin(point.weights)
         return point
@@ -278,7 +280,7 @@ class Coordinator:
             step=step,
             version=version,
             settings=self.settings.stored(),
-            metrics={**selection.stats, **metrics},
+            metrics={**selection.stats, **self._late_rewards(), **metrics},
             checkpoint=checkpoint,
             batch=inputs.model_dump(mode="json"),
             run_id=self.run_id,
@@ -294,6 +296,12 @@ class Coordinator:
         )
         self.leases.drop(batch.groups)
         return made
+
+    def _late_rewards(self) -> dict[str, float]:
+        """Those that came since the step before, and after training of their rollouts."""
+        found = self.store.late_rewards(after=self._rewards_seen)
+        self._rewards_seen = found.last
+        return {"rewards_after_training": float(found.rewards)}
 
     def check_leases(self, batch: LeasedBatch) -> None:
         """That all of the batch is still ours; it is renewed. Raises LeaseLost."""
@@ -348,6 +356,18 @@ def resume_point(settings: TrainerSettings, store: Store) -> ResumePoint:
     if last is not None and weights is not None and weights.step != step:
         version = max(version, last.version + 1)  # other weights than those that had the number
     return ResumePoint(step, version, weights)
+
+
+def describe_resume(point: ResumePoint, settings: TrainerSettings) -> str:
+    """Where a run begins, in a line."""
+    if point.weights is None:
+        return f"begins with the weights of {settings.model}"
+    if point.weights.step == point.step:
+        return f"resumes from step {point.step}, version {point.version}"
+    return (
+        f"resumes with the weights of step {point.weights.step} (checkpoint.resume_from), served as"
+        f" version {point.version}; the next step is {point.step + 1}"
+    )
 
 
 def has_equal_rewards(group: Group) -> bool:

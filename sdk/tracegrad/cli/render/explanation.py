@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from tracegrad.cli.render.console import hanging, indented, rule
-from tracegrad.cli.render.format import format_ranges, one_line
+from tracegrad.cli.render.format import format_number, format_ranges, one_line
 from tracegrad.cli.render.rollout import rollout_title
 from tracegrad.cli.render.rollout_list import short_id_width
 from tracegrad.inspect.forks import (
@@ -264,12 +264,27 @@ def _untrained(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
     step = f" in step {detail.summary.consumed_step}" if trained else ""
     line = Text(f"{trained:,} of {format_count(len(detail.turns), 'turn')} trained{step}")
     yield from indented(line, margin=_MARGIN, width=width)
+    if late := sum(map(detail.came_late, detail.rewards)):
+        came = f"{format_count(late, 'reward')} came when training had taken the others: not used"
+        yield from indented(Text(came, style="yellow"), margin=_MARGIN, width=width)
     for (reason, final), turns in by_reason.items():
         words = untrained_text(reason)
         which = f"  {format_count(len(turns), 'turn')}: {format_ranges(turns)}"
         label = Text.assemble((one_line(reason), "yellow" if final else "bold"), (which, "dim"))
         yield from indented(label, margin=_MARGIN, width=width)
         yield from _advice(words, margin=_MARGIN + 2, width=width)
+        if reason == "named_reward":
+            given = Text(f"given so far: {_rewards_given(detail)}", style="dim")
+            yield from indented(given, margin=_MARGIN + 2, width=width)
+
+
+def _rewards_given(detail: RolloutDetail) -> str:
+    """`score` (0.5), `format` of turn 2 (1): the last of each."""
+    last = {(each.name, each.turn): each.value for each in detail.rewards}
+    return ", ".join(
+        f"{one_line(name)!r}{'' if turn is None else f' of turn {turn}'} ({format_number(value)})"
+        for (name, turn), value in last.items()
+    )
 
 
 def _advice(words: ReasonText, *, margin: int, width: int | None) -> Iterator[Text]:

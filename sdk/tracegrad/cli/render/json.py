@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tracegrad.cli.render.turn import rewards_of_turn
+from tracegrad.events import Reward
 from tracegrad.store import RolloutDetail, RolloutSummary
 from tracegrad.store.read.task_titles import input_text
 
@@ -20,7 +21,7 @@ def detail_json(detail: RolloutDetail, *, tokens: bool) -> dict[str, Any]:
     return {
         **summary_json(detail.summary, input_text(detail.task)),
         "task": detail.task,
-        "rewards": [asdict(reward) for reward in detail.rewards],
+        "rewards": [_reward_json(reward, detail) for reward in detail.rewards],
         "turns": [
             indexed_turn_json(index, detail, tokens=tokens) for index in range(len(detail.turns))
         ],
@@ -47,7 +48,13 @@ def indexed_turn_json(index: int, detail: RolloutDetail, *, tokens: bool) -> dic
     }
     if tokens:
         found |= {name: getattr(turn, name).tolist() for name in _TOKEN_FIELDS}
-    return found | {"rewards": [asdict(reward) for reward in rewards_of_turn(index, detail)]}
+    return found | {
+        "rewards": [_reward_json(reward, detail) for reward in rewards_of_turn(index, detail)]
+    }
+
+
+def _reward_json(reward: Reward, detail: RolloutDetail) -> dict[str, Any]:
+    return {**asdict(reward), "after_training": detail.came_late(reward)}
 
 
 _TURN_FIELDS = (

@@ -173,20 +173,34 @@ def _turn_of(reward: Reward, known: Sequence[int]) -> int | None:
 
 
 def reward_text(reward: Reward, detail: RolloutDetail) -> Text:
-    """Struck through where a later one revises it."""
+    """Struck through where a later one revises it, unless training has used it."""
     text = Text.assemble((format_number(reward.value), "bold"))
     if reward.name != "reward":
         text.append(f" {one_line(reward.name)}")
     text.append(f"  from {one_line(reward.source)}", style="dim")
     if reward.label:
         text.append(f" ({one_line(reward.label)})", style="dim")
-    if not is_latest_reward(reward, detail):
-        text.stylize("strike")
-        text.append("  revised", style="not strike dim")
-    return text
+    if detail.came_late(reward):
+        text.append(f"  came {_late_by(detail)}: not used", style="yellow")
+    if is_latest_reward(reward, detail):
+        return text
+    if is_latest_reward(reward, detail, in_time=True):
+        return text.append("  training took this one", style="dim")
+    text.stylize("strike")
+    return text.append("  revised", style="not strike dim")
 
 
-def is_latest_reward(reward: Reward, detail: RolloutDetail) -> bool:
+def _late_by(detail: RolloutDetail) -> str:
+    row = detail.summary
+    if row.state != "consumed":
+        return "while it was being trained"
+    if row.consumed_step is None:
+        return "after its turns were skipped"
+    return f"after step {row.consumed_step}"
+
+
+def is_latest_reward(reward: Reward, detail: RolloutDetail, *, in_time: bool = False) -> bool:
+    """Of all that have its name and turn; `in_time`: of those that training could take."""
     turns = len(agent_turn_indices(detail.turns))
 
     def given_for(each: Reward) -> tuple[str, int | None]:
@@ -194,7 +208,11 @@ def is_latest_reward(reward: Reward, detail: RolloutDetail) -> bool:
         return each.name, each.turn + turns if behind and each.turn is not None else each.turn
 
     # The last in arrival, as the ledger has it.
-    return [each for each in detail.rewards if given_for(each) == given_for(reward)][-1] is reward
+    same = [each for each in detail.rewards if given_for(each) == given_for(reward)]
+    if in_time:
+        same = [each for each in same if not detail.came_late(each)]
+        return detail.rewards_closed_at is not None and same[-1:] == [reward]
+    return same[-1] is reward
 
 
 def _tools(index: int, how: TurnView) -> Iterator[Text]:

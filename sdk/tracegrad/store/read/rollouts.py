@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, func, select
 from sqlalchemy.orm import InstrumentedAttribute
 
 from tracegrad.events import Outcome, Reward, RolloutFinished, Span
+from tracegrad.store.databases import statements
 from tracegrad.store.errors import AmbiguousRollout, UnknownRollout
 from tracegrad.store.expressions import (
     SCORED_OUTCOMES,
@@ -33,6 +34,7 @@ from tracegrad.store.models import (
     Turns,
     VersionEvents,
 )
+from tracegrad.store.read.reward_arrival import reward_targets
 from tracegrad.store.read.turns import load_turns
 from tracegrad.store.rows import count_rows, load, rows_of_keys, select_fields
 from tracegrad.store.types import (
@@ -234,6 +236,7 @@ def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
     rollout_id = resolve_rollout(connection, prefix)
     query = _summary_query().where(Rollouts.rollout_id == rollout_id)
     [summary] = _summaries(connection, connection.execute(query))
+    [target] = reward_targets(connection, [rollout_id], statements.server_time(connection))
     return RolloutDetail(
         summary=summary,
         task=connection.scalar(select(Rollouts.task).where(Rollouts.rollout_id == rollout_id)),
@@ -241,6 +244,7 @@ def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
         rewards=load_rewards(connection, [rollout_id])[rollout_id],
         spans=load_spans(connection, [rollout_id])[rollout_id],
         dispositions=load_dispositions(connection, [rollout_id])[rollout_id],
+        rewards_closed_at=target.closed_at,
     )
 
 

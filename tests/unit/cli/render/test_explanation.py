@@ -17,6 +17,7 @@ from support.cli.sample_rollouts import (
     user,
 )
 from support.store.events import make_turn, rollout_events
+from tracegrad.events import Reward
 from tracegrad.store import Ledger, StepRecord, Store
 
 
@@ -100,6 +101,28 @@ def test_a_turn_that_waits_names_what_it_waits_for(store: Store, url: str) -> No
         "Its rollout ended and has no reward.",
         "→ Give one: `reward(x)` in the agent, or POST /api/events.",
     ])  # fmt: skip
+
+
+def test_a_reward_of_another_name_is_named_with_what_is_missing(store: Store, url: str) -> None:
+    store.append(rollout_events("r", reward=None))
+    store.append([
+        Reward(rollout_id="r", value=0.25, name="score"),
+        Reward(rollout_id="r", value=0.5, name="score"),
+        Reward(rollout_id="r", value=1.0, turn=1),
+    ])  # fmt: skip
+    in_order(printed(url, "explain", "r"), [
+        "0 of 2 turns trained",
+        "named_reward 2 turns: 0-1",
+        "Its rollout ended, and has only rewards of other names, or of turns:",
+        "→ Give that one too: `reward(x)` without a name and a turn in the agent, or",
+        "given so far: 'score' (0.5), 'reward' of turn 1 (1)",
+    ])  # fmt: skip
+    [found] = printed_json(url, "explain", "r")["not_trained"]
+    assert (found["reason"], found["final"]) == ("named_reward", False)
+    [counted] = printed_json(url, "explain")["not_trained"]
+    assert (counted["reason"], counted["turns"]) == ("named_reward", 2)
+    store.append([Reward(rollout_id="r", value=1.0)])
+    assert printed_json(url, "explain", "r")["not_trained"][0]["reason"] == "waiting"
 
 
 def test_samples_of_one_prompt_are_no_forks(store: Store, url: str) -> None:
