@@ -19,7 +19,9 @@ DEMONSTRATION, OLD_DEMONSTRATION = "demonstration", "expert"
 # Why a turn was skipped that came in after its rollout was leased; nobody trained on it.
 LATE = "late"
 # States of rollouts whose turns may still be trained (`expressions.training_state`).
-PENDING_STATES = ("open", "no_turns", "no_reward", "waiting", "leased", "not_selected")
+PENDING_STATES = (
+    *("open", "no_turns", "no_reward", "no_task", "waiting", "leased", "not_selected"),
+)
 
 
 class Readable(Protocol):

@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.console import Group as Lines
 from rich.text import Text
 
+from tracegrad.inspect.reasons import untrained_text
 from tracegrad.store import IncompleteGroup, Store, StoreError
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.rl.dry_run import GroupPlan, MicroBatchLoad, StepPlan, plan_step
@@ -63,6 +64,9 @@ def render_plan(plan: StepPlan) -> RenderableType:
     if elsewhere:
         states = ", ".join(f"{n} {state}" for state, n in sorted(elsewhere.items()))
         parts += [Text(), Text(f"turns that no step would look at yet: {states}")]
+        if "no_task" in elsewhere:
+            words = untrained_text("no_task")
+            parts += [Text(f"no_task: {words.meaning}"), Text(f"→ {words.fix}", style="dim")]
     return Lines(*parts)
 
 

@@ -125,7 +125,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         budget=batches.tokens_per_micro_batch,
         stats=selection.stats,
         waiting=peek.incomplete,
-        pending=store.turn_counts(data.tags).pending,
+        pending=store.turn_counts(data.tags, compared=batches.group_size > 1).pending,
         note=note,
         compares_states=settings.objective.advantage == "gigpo",
     )
