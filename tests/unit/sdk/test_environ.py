@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from support.sdk.fake_proxy import FakeProxy
 from tracegrad import rollout, trace
+from tracegrad.client_environ import client_variables
 from tracegrad.key_derivation import derive_key
 
 # What a client without httpx, requests and aiohttp does; also in a process of its own.
@@ -75,6 +77,13 @@ def test_each_vendors_variables_lead_to_the_rollout(proxy: FakeProxy) -> None:
         assert not {"ANTHROPIC_AUTH_TOKEN", "GOOGLE_API_KEY"} & os.environ.keys()
     assert os.environ["GOOGLE_API_KEY"] == "theirs"
     assert "ANTHROPIC_BASE_URL" not in os.environ
+
+
+def test_the_page_names_every_variable() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
+    said = page[page.index("### Clients that read the environment") :]
+    missing = [name for name in client_variables("b/v1", "k") if f"`{name}`" not in said]
+    assert missing == []
 
 
 def test_what_was_there_comes_back_whatever_happens_but_for_what_the_agent_set(
