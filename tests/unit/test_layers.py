@@ -24,6 +24,7 @@ FLOORS = {
     "tracegrad.jsonutil": -1,
     "tracegrad.import_path": -1,
     "tracegrad.settings_sources": -1,
+    "tracegrad.text_format": -1,
     "tracegrad.events": 0,
     "tracegrad.serializer": 0,
     "tracegrad.journal": 0,

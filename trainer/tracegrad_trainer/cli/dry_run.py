@@ -12,16 +12,10 @@ from rich.text import Text
 
 from tracegrad.inspect.reasons import untrained_text
 from tracegrad.store import IncompleteGroup, Store, StoreError
+from tracegrad.text_format import format_age, format_count
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.rl.dry_run import GroupPlan, MicroBatchLoad, StepPlan, plan_step
-from tracegrad_trainer.utils.console import (
-    PlainTable,
-    format_age,
-    format_count,
-    plain_table,
-    print_json,
-    print_report,
-)
+from tracegrad_trainer.utils.console import PlainTable, plain_table, print_json, print_report
 
 WOULD_TRAIN, NOTHING, BAD_USAGE = 0, 3, 2
 MAX_GROUPS_SHOWN = 20  # lines of a table

@@ -9,9 +9,10 @@ from rich.text import Text
 
 from tracegrad.events import Json
 from tracegrad.store import StepRecord
+from tracegrad.text_format import format_age, format_count
 from tracegrad_trainer.cli.status import RunStatus
 from tracegrad_trainer.metrics.points import has_gap, trained_turns
-from tracegrad_trainer.utils.console import PlainTable, format_age, format_count, plain_table
+from tracegrad_trainer.utils.console import PlainTable, plain_table
 
 # In full in the trainer's log: see `StepResult.mismatch`.
 MISMATCH = " TOO LARGE: serving and training engine disagree (ranks.log)"

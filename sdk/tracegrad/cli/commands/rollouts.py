@@ -15,7 +15,6 @@ from tracegrad.cli.render.explanation import (
     render_explanation,
     render_reason_counts,
 )
-from tracegrad.cli.render.format import plural
 from tracegrad.cli.render.json import detail_json, indexed_turn_json, summary_json
 from tracegrad.cli.render.rollout import render_one_turn, render_rollout
 from tracegrad.cli.render.rollout_list import render_rollouts
@@ -32,6 +31,7 @@ from tracegrad.cli.store_option import (
 from tracegrad.store import ALL, RolloutDetail, RolloutFilter, Store
 from tracegrad.store.read.reason_counts import count_reasons
 from tracegrad.store.read.rollouts import RolloutOrder, list_ordered, summarize_tasks
+from tracegrad.text_format import format_count
 
 TOO_DEEP = 3
 
@@ -96,7 +96,7 @@ def _list_tasks(
         return
     screen.print(render_tasks(every[:limit], screen.width))
     if len(every) > limit:
-        more = f"{limit} of {plural(len(every), 'task')}; more with --limit"
+        more = f"{limit} of {format_count(len(every), 'task')}; more with --limit"
         screen.print([Text(more, style="dim")])
 
 
@@ -137,7 +137,7 @@ def show_command(
 def _turn_of(detail: RolloutDetail, turn: int) -> int:
     turns = len(detail.turns)
     if not -turns <= turn < turns:
-        there = f"{plural(turns, 'turn')}" + (f", 0 to {turns - 1}" if turns else "")
+        there = f"{format_count(turns, 'turn')}" + (f", 0 to {turns - 1}" if turns else "")
         fail(f"no turn {turn}: rollout {detail.summary.rollout_id} has {there}", NO_SUCH_ROLLOUT)
     return turn % turns
 

@@ -8,7 +8,6 @@ from rich.text import Text
 
 from tracegrad.cli.render.format import (
     OUTCOME_STYLE,
-    format_age,
     format_number,
     one_line,
     tag_text,
@@ -17,6 +16,7 @@ from tracegrad.cli.render.format import (
 from tracegrad.cli.render.table import TableColumn, render_table
 from tracegrad.store import RolloutSummary
 from tracegrad.store.read.rollouts import TaskSummary
+from tracegrad.text_format import format_age
 
 
 def render_rollouts(rows: Sequence[RolloutSummary], width: int | None) -> list[Text]:
@@ -28,7 +28,10 @@ def _columns(rows: Sequence[RolloutSummary]) -> list[TableColumn[RolloutSummary]
     columns: list[TableColumn[RolloutSummary]] = [
         TableColumn("id", lambda row: Text(one_line(row.rollout_id[:short]), style="cyan")),
         TableColumn(
-            "age", lambda row: Text(format_age(row.opened_at), style="dim"), "right", drop_order=2
+            "age",
+            lambda row: Text(format_age(row.opened_at, compact=True), style="dim"),
+            "right",
+            drop_order=2,
         ),
         TableColumn("task", task_text, min_width=8),
         TableColumn("outcome", outcome_text),

@@ -7,12 +7,13 @@ from typing import Any
 
 from rich.text import Text
 
-from tracegrad.cli.render.format import OUTCOME_STYLE, format_age, format_number
+from tracegrad.cli.render.format import OUTCOME_STYLE, format_number
 from tracegrad.cli.render.rollout_list import task_text
 from tracegrad.cli.render.table import TableColumn, render_table
 from tracegrad.events import Outcome
 from tracegrad.store import OPEN
 from tracegrad.store.read.rollouts import TaskSummary
+from tracegrad.text_format import format_age
 
 
 def render_tasks(rows: Sequence[TaskSummary], width: int | None) -> list[Text]:
@@ -20,7 +21,7 @@ def render_tasks(rows: Sequence[TaskSummary], width: int | None) -> list[Text]:
         TableColumn("task", task_text, min_width=8),
         TableColumn(
             "age",
-            lambda task: Text(format_age(task.last_opened_at), style="dim"),
+            lambda task: Text(format_age(task.last_opened_at, compact=True), style="dim"),
             "right",
             drop_order=2,
         ),

@@ -11,11 +11,8 @@ from tracegrad.cli.render.console import hanging, indented, rule
 from tracegrad.cli.render.format import (
     clip,
     finish_reason_text,
-    format_duration,
     format_number,
-    format_time,
     one_line,
-    plural,
     printable,
     training_text,
 )
@@ -26,6 +23,7 @@ from tracegrad.inspect.transcript import Message, RepeatedMessages, Transcript
 from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail
 from tracegrad.store.read.training_samples import agent_turn_indices
+from tracegrad.text_format import format_count, format_duration, format_time
 
 COLUMN = 11
 _MARGIN = 2
@@ -54,7 +52,7 @@ def render_turn(index: int, how: TurnView) -> Iterator[Text]:
         yield from _tools(index, how)
     for news in how.transcript.new_messages(index):
         if isinstance(news, RepeatedMessages):
-            elided = f"… {plural(news.messages, 'message')} as in turn {news.of_turn}"
+            elided = f"… {format_count(news.messages, 'message')} as in turn {news.of_turn}"
             yield from _row("", Text(elided, style="dim italic"), how)
         else:
             yield from _message(news, how)
@@ -73,7 +71,7 @@ def render_full_turn(index: int, how: TurnView) -> Iterator[Text]:
     if turn.sampling:
         settings = (f"{name}={text_or_json(value)}" for name, value in turn.sampling.items())
         yield from _row("sampling", Text(one_line(" ".join(settings))), how)
-    versions = ", ".join(f"{plural(n, 'token')} by {v}" for v, n in turn.policy_versions)
+    versions = ", ".join(f"{format_count(n, 'token')} by {v}" for v, n in turn.policy_versions)
     if versions:
         yield from _row("versions", Text(versions), how)
     if turn.parent_span_id is not None:
@@ -120,7 +118,7 @@ def _summary(turn: Turn, detail: RolloutDetail) -> Text:
     sampled = len(turn.completion_token_ids)
     parts = [f"+{format_duration(max(0.0, turn.created_at - detail.summary.opened_at))}"]
     if sampled or turn.prompt_token_ids:
-        parts.append(f"{len(turn.prompt_token_ids):,} prompt + {plural(sampled, 'token')}")
+        parts.append(f"{len(turn.prompt_token_ids):,} prompt + {format_count(sampled, 'token')}")
     else:
         parts.append("no tokens")
     parts.append(versions_text(turn))
