@@ -17,7 +17,8 @@ from tracegrad import context
 from tracegrad.client_environ import client_variables, set_variables
 from tracegrad.context import Rollout
 
-_lock = threading.Lock()
+# Reentrant: the collector may close a forgotten generator, and so its rollout, while it is held.
+_lock = threading.RLock()
 # Weak: a generator that is never closed must not keep its rollout open for good.
 _open: weakref.WeakSet[Rollout] = weakref.WeakSet()
 _holders: list[Rollout] = []  # whose environment it is; the innermost last
@@ -75,7 +76,7 @@ def _after_fork_in_child() -> None:
     global _lock, _open, _holders
     here = context.current()
     mine = [here, *here.around()] if here is not None else []
-    _lock, _open = threading.Lock(), weakref.WeakSet(mine)
+    _lock, _open = threading.RLock(), weakref.WeakSet(mine)
     _holders = [each for each in _holders if each in mine]
 
 
