@@ -67,9 +67,14 @@ def _without_main_reward() -> ColumnElement[str]:
     return case((some, literal("named_reward")), else_=literal("no_reward"))
 
 
-def training_state(tags: Mapping[str, str], now: float) -> ColumnElement[str]:
-    """The state of a rollout on its way to training (`RolloutSummary.state`, or `not_selected`)."""
-    return case(
+def training_state(
+    tags: Mapping[str, str], now: float, *, compared: bool = False
+) -> ColumnElement[str]:
+    """The state of a rollout on its way to training (`RolloutSummary.state`, or `not_selected`).
+
+    `compared`: training compares rollouts of a task, so that those without one are `no_task`.
+    """
+    states = [
         (Rollouts.consumed_at.is_not(None), literal("consumed")),
         (~has_tags(tags), literal("not_selected")),
         (Rollouts.finished_at.is_(None), literal("open")),
@@ -77,5 +82,7 @@ def training_state(tags: Mapping[str, str], now: float) -> ColumnElement[str]:
         (~has_turns(), literal("no_turns")),
         (latest_reward().is_(None), _without_main_reward()),
         (Rollouts.leased_until > now, literal("leased")),
-        else_=literal("waiting"),
-    )
+    ]
+    if compared:
+        states.append((Rollouts.task_id.is_(None), literal("no_task")))
+    return case(*states, else_=literal("waiting"))

@@ -22,7 +22,14 @@ JUDGE_SOURCE = "judge"
 LATE = "late"
 # States of rollouts whose turns may still be trained (`expressions.training_state`).
 PENDING_STATES = (
-    *("open", "no_turns", "no_reward", "named_reward", "waiting", "leased", "not_selected"),
+    "open",
+    "no_turns",
+    "no_reward",
+    "named_reward",
+    "no_task",
+    "waiting",
+    "leased",
+    "not_selected",
 )
 
 

@@ -11,6 +11,7 @@ from rich.console import Group as Lines
 from rich.text import Text
 
 from tracegrad.cli.render.format import one_line
+from tracegrad.inspect.reasons import untrained_text
 from tracegrad.store import IncompleteGroup, Store, StoreError
 from tracegrad.text_format import format_age, format_count
 from tracegrad_trainer.config.trainer import TrainerSettings
@@ -61,6 +62,9 @@ def render_plan(plan: StepPlan) -> RenderableType:
     if elsewhere:
         states = ", ".join(f"{n} {state}" for state, n in sorted(elsewhere.items()))
         parts += [Text(), Text(f"turns that no step would look at yet: {states}")]
+        if "no_task" in elsewhere:
+            words = untrained_text("no_task")
+            parts += [Text(f"no_task: {words.meaning}"), Text(f"→ {words.fix}", style="dim")]
     return Lines(*parts)
 
 

@@ -323,7 +323,9 @@ class Coordinator:
 
     def explain_no_batch(self) -> str:
         """Why there is nothing (more) to train, in one line of counts."""
-        counts = self.store.turn_counts(self.settings.data.tags)
+        counts = self.store.turn_counts(
+            self.settings.data.tags, compared=self.settings.batches.group_size > 1
+        )
         if not counts.captured:
             return "nothing to train: the store holds no turns"
         parts = [f"{counts.trained} trained"]
@@ -378,5 +380,5 @@ def has_equal_rewards(group: Group) -> bool:
 def _counted(reasons: dict[str, int]) -> str:
     """`20 equal_reward, 10 stale`; a group that lacks rollouts is named as such."""
     ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
-    names = {"waiting": "in groups that lack rollouts"}
+    names = {"waiting": "in groups that lack rollouts", "no_task": "in rollouts without a task"}
     return ", ".join(f"{count} {names.get(reason, reason)}" for reason, count in ordered)

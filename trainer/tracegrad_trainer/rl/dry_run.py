@@ -133,7 +133,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         stats=selection.stats,
         share=settings.step_share(selection.stats["groups_trained"]),
         waiting=peek.incomplete,
-        pending=store.turn_counts(data.tags).pending,
+        pending=store.turn_counts(data.tags, compared=batches.group_size > 1).pending,
         note=note,
         compares_states=settings.objective.advantage == "gigpo",
         titles={task.task_id: titles[task.task_id] for task in peek.incomplete},

@@ -12,6 +12,7 @@ from tracegrad.cli.render.console import hanging, indented, rule
 from tracegrad.cli.render.format import format_number, format_ranges, one_line
 from tracegrad.cli.render.rollout import rollout_title
 from tracegrad.cli.render.rollout_list import short_id_width
+from tracegrad.inspect.asked_settings import MEND, AskedSettings, asked_settings
 from tracegrad.inspect.forks import (
     ForkFinding,
     FrameDifference,
@@ -71,10 +72,16 @@ def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
         "forks": [_with_text(asdict(fork), fork_text, fork.reason) for fork in found],
         "not_trained": [
             _with_text({"reason": reason, "final": final, "turns": turns}, untrained_text, reason)
+            | _asked_json(asked_settings(reason, [detail.turns[index] for index in turns]))
             for (reason, final), turns in _by_reason(detail).items()
         ],
         "tokens": asdict(token_totals(transcript, found)),
     }
+
+
+def _asked_json(asked: AskedSettings | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"asked_for": [] if asked is None else asked.fields}
+    return found | {"fix": MEND} if asked is not None and asked.freed else found
 
 
 def _with_text(found: dict[str, Any], words: Any, reason: str | None) -> dict[str, Any]:
@@ -272,7 +279,8 @@ def _untrained(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
         which = f"  {format_count(len(turns), 'turn')}: {format_ranges(turns)}"
         label = Text.assemble((one_line(reason), "yellow" if final else "bold"), (which, "dim"))
         yield from indented(label, margin=_MARGIN, width=width)
-        yield from _advice(words, margin=_MARGIN + 2, width=width)
+        asked = asked_settings(reason, [detail.turns[index] for index in turns])
+        yield from _advice(words, margin=_MARGIN + 2, width=width, asked=asked)
         if reason == "named_reward":
             given = Text(f"given so far: {_rewards_given(detail)}", style="dim")
             yield from indented(given, margin=_MARGIN + 2, width=width)
@@ -287,10 +295,16 @@ def _rewards_given(detail: RolloutDetail) -> str:
     )
 
 
-def _advice(words: ReasonText, *, margin: int, width: int | None) -> Iterator[Text]:
+def _advice(
+    words: ReasonText, *, margin: int, width: int | None, asked: AskedSettings | None = None
+) -> Iterator[Text]:
     yield from indented(Text(words.meaning), margin=margin, width=width)
-    if words.fix:
-        yield from indented(Text(f"→ {words.fix}", style="dim"), margin=margin, width=width)
+    if asked is not None:
+        fields = one_line(", ".join(asked.fields))
+        yield from indented(Text(f"The agent asked for: {fields}"), margin=margin, width=width)
+    fix = MEND if asked is not None and asked.freed else words.fix
+    if fix:
+        yield from indented(Text(f"→ {fix}", style="dim"), margin=margin, width=width)
 
 
 def _totals(found: TokenTotals, width: int | None) -> Iterator[Text]:

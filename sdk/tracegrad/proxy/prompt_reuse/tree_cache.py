@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from tracegrad.chat.call import CHAT_PATH, Call, RecordedTurn
 from tracegrad.chat.messages import render_options
-from tracegrad.events import Turn
+from tracegrad.events import REFUSED, Turn
 from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
 from tracegrad.proxy.prompt_reuse.conversation_hash import HashedConversation, hash_conversation
 from tracegrad.proxy.store_async import within_store_timeout
@@ -38,7 +38,8 @@ class TurnReader(Protocol):
 class CachedTurn(NamedTuple):
     """A recorded turn without its texts but for the reply: those are large.
 
-    `conversation` is with the reply; None where there was none, or no whole reply.
+    `conversation` is with the reply; None where there was none, or no whole one. `refused` is what
+    the engine refused to answer: nothing continues it, and what is shorter is a compaction of it.
     """
 
     rollout_id: str
@@ -47,6 +48,7 @@ class CachedTurn(NamedTuple):
     conversation: HashedConversation | None
     created_at: float
     has_text: bool = True  # whether its request is known
+    refused: HashedConversation | None = None
 
     @property
     def prompt_token_ids(self) -> array[int]:
@@ -62,7 +64,8 @@ class CachedTurn(NamedTuple):
 
     @property
     def size(self) -> int:
-        marks = len(self.conversation) if self.conversation is not None else 0
+        said = self.conversation or self.refused
+        marks = len(said) if said is not None else 0
         reply = sum(map(len, map(str, self.turn.reply.values())))
         return _TURN_BYTES + 4 * self.length + _MARK_BYTES * marks + reply
 
@@ -88,6 +91,9 @@ def cached_turn(turn: Turn, said: HashedConversation | None) -> CachedTurn:
         stop_reason=choices[0].get("stop_reason"),
     )
     whole = said is not None and reply is not None and turn.finish_reason is not None
+    refused = said if turn.finish_reason == REFUSED else None
+    if refused is not None:
+        _ = refused.prefix_hashes  # in place of the messages themselves
     return CachedTurn(
         rollout_id=turn.rollout_id,
         parent_id=turn.parent_id,
@@ -97,6 +103,7 @@ def cached_turn(turn: Turn, said: HashedConversation | None) -> CachedTurn:
         else None,
         created_at=turn.created_at,
         has_text=turn.request is not None,
+        refused=refused,
     )
 
 

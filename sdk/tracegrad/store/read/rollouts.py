@@ -316,10 +316,13 @@ def version_events(connection: Connection, version: int) -> list[PolicyVersion]:
     return load(connection, PolicyVersion, query.where(VersionEvents.version == version))
 
 
-def turn_counts(connection: Connection, tags: Mapping[str, str] | None = None) -> TurnCounts:
+def turn_counts(
+    connection: Connection, tags: Mapping[str, str] | None = None, *, compared: bool = False
+) -> TurnCounts:
     """How many turns were trained, skipped and why, and what the others wait for.
 
-    With `tags`, turns of rollouts that do not carry them all wait as `not_selected`.
+    With `tags`, turns of rollouts that do not carry them all wait as `not_selected`; if training
+    compares rollouts of a task (`compared`), those of rollouts without one as `no_task`.
     """
     trained = connection.scalar(select(func.count(TurnLedger.step))) or 0
     reasons = (
@@ -338,7 +341,10 @@ def turn_counts(connection: Connection, tags: Mapping[str, str] | None = None) -
         .scalar_subquery()
     )
     states = (
-        select(training_state(tags or {}, time.time()).label("state"), waiting.label("turns"))
+        select(
+            training_state(tags or {}, time.time(), compared=compared).label("state"),
+            waiting.label("turns"),
+        )
         .where(Rollouts.consumed_at.is_(None))
         .subquery()
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import json
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -17,6 +20,7 @@ from opentelemetry.trace import Status, StatusCode, Tracer
 from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.store.events import rollout_events
 from tracegrad.events import Outcome
+from tracegrad.inspect.reasons import untrained_reason
 from tracegrad.store import Ledger, StepRecord, Store, lease_by_rollout
 
 Events = list[dict[str, object]]
@@ -60,6 +64,39 @@ def test_posted_events_are_stored(rig: ProxyWithEngine) -> None:
         ("format", 0.5, -1, "open"),
     ]
     assert rewards[0].reward_id == "w1"
+
+
+AGENTS_PAGE = Path(__file__).parents[4] / "docs" / "agents.md"
+
+
+def test_the_recipe_by_http_makes_a_group_and_without_its_first_half_none(
+    rig: ProxyWithEngine,
+) -> None:
+    opening, ending = re.findall(r"```json\n(.*?)\n```", AGENTS_PAGE.read_text(), re.DOTALL)[:2]
+
+    def attempt(name: str, *, opened: bool) -> None:
+        def post(recipe: str) -> None:
+            body = json.loads(recipe.replace("attempt-1", name))
+            rig.http.post("/api/events", json=body).raise_for_status()
+
+        if opened:
+            post(opening)
+        chat = f"/rollouts/{name}/v1/chat/completions"
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        rig.http.post(chat, json=body).raise_for_status()
+        post(ending)
+
+    attempt("attempt-1", opened=True)
+    attempt("attempt-2", opened=True)
+    attempt("attempt-3", opened=False)
+    ready = Ledger(rig.store).preview(groups=9, group_size=2, tags={}, incomplete_after_s=0.0)
+    [group] = ready.groups
+    assert group.group_id == "fix-the-bug"
+    assert {each.rollout_id for each in group.rollouts} == {"attempt-1", "attempt-2"}
+    alone = rig.store.rollout("attempt-3")
+    assert untrained_reason(alone.turns[0], alone) == ("no_task", False)
+    old = json.loads(opening.replace("rollout_started", "rollout_opened"))
+    assert rig.http.post("/api/events", json=old).status_code == 200, "its name before 0.1"
 
 
 @pytest.mark.parametrize("word", ["span", "span_ended"])  # the second: in journals of older SDKs

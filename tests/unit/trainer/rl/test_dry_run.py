@@ -129,6 +129,26 @@ def test_tasks_that_lack_rollouts_are_listed(settings: TrainerSettings) -> None:
     assert plan.pending == {"waiting": 3, "open": 1}
 
 
+def test_rollouts_without_a_task_are_counted_where_tasks_are_compared(
+    settings: TrainerSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Store.open(settings.proxy.store) as store:
+        for name in ("r0", "r1"):  # as by HTTP alone: nobody opened them
+            events = rollout(name, "t", reward=float(name == "r1"), seed=1)
+            store.append([event for event in events if not isinstance(event, RolloutStarted)])
+    plan = planned(settings)
+    assert (plan.groups, plan.waiting, plan.pending) == ([], [], {"no_task": 6})
+    console = Console(file=sys.stdout, width=200, color_system=None)
+    assert dry_run.show_dry_run(settings, console, False) == dry_run.NOTHING
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "turns that no step would look at yet: 6 no_task" in printed
+    assert "→ Name one where a rollout begins: @trace(task=...)" in printed
+    alone = settings.batches.model_copy(update={"group_size": 1, "drop_equal_reward": False})
+    objective = settings.objective.model_copy(update={"advantage": "running"})
+    plan = planned(settings.model_copy(update={"batches": alone, "objective": objective}))
+    assert (plan.trained, plan.pending) == (6, {"waiting": 6})
+
+
 def test_a_checkpoint_that_is_gone_is_a_note_not_the_end(settings: TrainerSettings) -> None:
     with Store.open(settings.proxy.store) as store:
         fill(store, 4)
