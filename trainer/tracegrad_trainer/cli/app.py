@@ -24,9 +24,12 @@ app = typer.Typer(
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file; default: tracegrad.toml")
 ]
+# No Path: that makes nope of ./nope, which might be a name of the Hub.
 Model = Annotated[
-    Path | None,
-    typer.Option(help="Hugging Face model folder, or a name on the Hub: Qwen/Qwen3-0.6B"),
+    str | None,
+    typer.Option(
+        metavar="MODEL", help="Hugging Face model folder, or a name on the Hub: Qwen/Qwen3-0.6B"
+    ),
 ]
 StateDir = Annotated[Path | None, typer.Option(help="store, checkpoints, logs")]
 Sets = Annotated[

@@ -143,7 +143,9 @@ class TrainerSettings(FileSettings):
             return None
         for name in ("config.json", "tokenizer_config.json"):
             if not (path / name).is_file():
-                raise ValueError(f"{path} has no {name}: give a Hugging Face model folder")
+                raise ValueError(
+                    f"{path} has no {name}: give a Hugging Face model folder, or a name on the Hub"
+                )
         if not any(path.glob("*.safetensors")):
             raise ValueError(f"{path} has no *.safetensors: give a folder with weights")
         if missing := _missing_shards(path):

@@ -50,6 +50,18 @@ def test_a_model_that_cannot_be_had_is_one_line_that_names_the_setting(
             load_settings(None, given)
 
 
+def test_a_path_is_no_name_of_the_hub(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tracegrad_trainer.cli.app import app
+
+    with pytest.raises(SystemExit) as end:
+        app(["serve", "--dry-run", "--model", "./nope", "--state-dir", str(tmp_path)])
+    assert end.value.code == 2
+    said = "trainer serve: model: nope has no config.json: give a Hugging Face model folder"
+    assert capsys.readouterr().err.startswith(said)
+
+
 def test_a_step_trains_a_model_of_the_hub(
     cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
