@@ -82,14 +82,14 @@ def extract_tokens(raw: bytes, choices: int) -> ExtractedTokens | None:
     return ExtractedTokens(b"".join(rest), prompt, found)
 
 
-def extract_prompt(raw: bytes) -> tuple[bytes, array[int] | None]:
+def extract_prompt(raw: bytes) -> tuple[bytes, TokenIdText | None]:
     """Only the prompt's ids, as in the first chunk of a stream; None where there are none."""
     rest: list[bytes] = []
     try:
         prompt, at = _cut_prompt(raw, 0, rest)
     except ValueError:
         return raw, None
-    return b"".join((*rest, raw[at:])), prompt.values
+    return b"".join((*rest, raw[at:])), prompt
 
 
 def _cut_ids(raw: bytes, at: int, rest: list[bytes]) -> tuple[TokenIdText, int]:

@@ -36,6 +36,7 @@ class EngineStream:
         # A client of chat completions gets the engine's own chunks.
         self._verbatim = call.stream and call.dialect == "chat" and call.visible.reasoning
         self._token_chunks: TokenChunkReader | None = None
+        self._shown_prompt: orjson.Fragment | None = None  # as the engine wrote it
         self._pending_version = 0  # of what is pending in it
         self.tail: list[Json] = []
         self.done = False  # the engine said [DONE]
@@ -124,7 +125,7 @@ class EngineStream:
 
     def _first(self, payload: bytes) -> Any:
         """The chunk that has the prompt's ids, which are most of it."""
-        if self._call.visible.ids or self._call.path != CHAT_PATH:
+        if self._call.path != CHAT_PATH:
             return orjson.loads(payload)
         rest, prompt = extract_prompt(payload)
         chunk = orjson.loads(rest)
@@ -132,7 +133,8 @@ class EngineStream:
             return chunk
         if chunk.get("prompt_token_ids", prompt) is not None:  # another object's was cut out
             return orjson.loads(payload)
-        chunk["prompt_token_ids"] = prompt
+        chunk["prompt_token_ids"] = prompt.values
+        self._shown_prompt = orjson.Fragment(prompt.text)
         return chunk
 
     def _chunk(self, chunk: Json, out: list[Json | bytes]) -> None:
@@ -144,6 +146,8 @@ class EngineStream:
             ends = ends or choice.get("finish_reason") is not None
         if usage := chunk.get("usage"):
             self._usage = usage
+        if self._shown_prompt is not None:
+            chunk["prompt_token_ids"], self._shown_prompt = self._shown_prompt, None
         strip_unrequested(chunk, self._call.visible)
         if ends:
             if choices or self._call.visible.usage:

@@ -34,7 +34,9 @@ def test_the_prompt_that_an_engine_was_given_comes_back_as_the_same_array(
     asked = orjson.loads(request_body(a_call(), EngineRequest(stream=True, prompt_ids=given)))
     assert asked["kv_transfer_params"] == {"prompt_token_ids": given.tolist()}
     answer = orjson.dumps({"prompt_token_ids": given.tolist()})
-    assert extract_prompt(answer)[1] is given
+    _, found = extract_prompt(answer)
+    assert found is not None
+    assert found.values is given
 
 
 def test_a_prompt_that_comes_again_is_found_and_another_is_read(known: PromptTexts) -> None:
@@ -44,8 +46,9 @@ def test_a_prompt_that_comes_again_is_found_and_another_is_read(known: PromptTex
         _, first = extract_prompt(answer)
         _, again = extract_prompt(answer)
         assert first is not None
-        assert first is again
-        assert first.tolist() == ids
+        assert again is not None
+        assert first.values is again.values
+        assert first.values.tolist() == ids
 
 
 def test_what_is_no_list_of_ids_is_not_kept(known: PromptTexts) -> None:

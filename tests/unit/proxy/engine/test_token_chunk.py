@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tracegrad.chat.call import Call
 from tracegrad.events import Json
-from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
+from tracegrad.proxy.dialects.openai_chat import ChatStreamWriter, OpenAIChatDialect
 from tracegrad.proxy.engine.stream import EngineStream
 from tracegrad.proxy.engine.token_chunk import MOST_PENDING, TokenChunkReader
 from tracegrad.proxy.http import sse
@@ -60,9 +60,9 @@ def shown_and_recorded(chunks: list[bytes], call: Call, *, as_json: bool) -> tup
 
 
 def as_chunk(one: Json | bytes) -> Json:
-    if not isinstance(one, bytes):
-        return one
-    data = sse.event_data(one.removesuffix(b"\n\n"))
+    """As its client reads it."""
+    event = one if isinstance(one, bytes) else ChatStreamWriter().chunk(one)
+    data = sse.event_data(event.removesuffix(b"\n\n"))
     assert data is not None
     chunk: Json = orjson.loads(data)
     return chunk
@@ -71,6 +71,7 @@ def as_chunk(one: Json | bytes) -> Json:
 def check(chunks: list[bytes], **asked: Any) -> None:
     call = a_call(**asked)
     fast = shown_and_recorded(chunks, call, as_json=False)
+    assert fast[0][0].get("prompt_token_ids") == (PROMPT if call.visible.ids else None)
     assert fast == shown_and_recorded(chunks, call, as_json=True)
 
 
