@@ -101,7 +101,7 @@ def step(
         bool, typer.Option("--dry-run", help="what would be trained, and why the rest would not")
     ] = False,
 ) -> None:
-    """Take optimizer steps on stored turns: no agents, no vLLM, no push."""
+    """Take optimizer steps on stored turns; no agents and no vLLM."""
     settings = _settings(config, _flags(sets, model=model, state_dir=state_dir), command="step")
     if dry:
         from tracegrad_trainer.cli import dry_run
@@ -122,7 +122,7 @@ def settings(
     state_dir: StateDir = None,
     sets: Sets = None,
 ) -> None:
-    """Print every setting as a TOML file: defaults, what is allowed, units, meaning."""
+    """Print every setting as TOML: default, type, unit, meaning."""
     from tracegrad_trainer.config import settings_file
 
     overrides = _flags(sets, model=model, state_dir=state_dir)

@@ -65,7 +65,8 @@ def collect_status(
     running = serving or stepping
     since = serve.get("started_at") if serving else last.started_at if last and stepping else None
     doing = ranks.get("stage", "starting") if running else ""
-    counts = store.turn_counts(tags)
+    compared = resolved.get("batches", {}).get("group_size", 1) > 1
+    counts = store.turn_counts(tags, compared=compared)
     history = StepHistory(store)
     recent = history.steps(RECENT_STEPS)
     seconds: Counter[str] = Counter()

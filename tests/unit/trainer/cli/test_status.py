@@ -329,7 +329,7 @@ def test_headings_of_steps_have_a_legend_that_the_docs_have_too(
     store: Store, tmp_path: Path, width: int
 ) -> None:
     commit(store, 1)
-    text = printed(collect_status(store, tmp_path, tags={}), width)
+    text = printed(collect_status(store, tmp_path), width)
     page = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
     explained = [one for one in render_status._OF_STEP if one[3] is not None]
     assert {heading for heading, *_ in explained} >= {"spread", "ent.", "k3", "ess", "clip", "gap"}
