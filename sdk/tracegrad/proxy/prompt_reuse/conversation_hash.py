@@ -162,7 +162,7 @@ def with_recorded_replies(
         reply = turn.reply
         reason = reply_difference(reply, echoed)
         if is_extended(turn, echoed):
-            reply, reason = {**reply, "content": _said(echoed)}, None
+            reply, reason = {**reply, "content": echoed["content"]}, None
         if reason is None and not _restore_ids(messages, turn):
             reason = ForkReason.EDITED_CALLS
         if reason is not None:

@@ -17,6 +17,7 @@ from tracegrad.proxy.prompt_reuse.probes import (
     probe_reply,
     unused_salt,
 )
+from tracegrad.turn_tree import common_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +113,21 @@ def _added_text(
         # All that the model wrote comes first, and no special token in what follows.
         start = said.find(wrote) if wrote else -1
         added = said[start + len(wrote) :]
+        # White space that it wrote itself is not put there twice.
+        space = tokenizer.decode(sampled, skip_special=True).lstrip()[len(wrote) :]
+        added = added[common_prefix(added, space) :]
         whole = start >= 0 and not said[:start].strip()
         return added if whole and tokenizer.first_added_token(added) is None else None
     if pair.reply.get("tool_calls"):
         return "" if wrote == _bare(said) else None
-    # What it wrote last: the template may have put a stub before it that the model left out.
-    last = content_text(pair.reply.get("content"), joint="") or pair.reply.get("reasoning") or ""
-    last = _bare(last)
-    alike = _bare(said).endswith(last) and wrote.endswith(last)
-    return "" if alike and (last or wrote == _bare(said)) else None
+    if wrote == _bare(said):
+        return ""
+    # What it wrote last: the template may have put a stub before it that the model left out, or
+    # other white space around its reasoning.
+    reasoning = _bare(pair.reply.get("reasoning") or "")
+    last = _bare(content_text(pair.reply.get("content"), joint="")) or reasoning
+    alike = last and _bare(said).endswith(last) and wrote.endswith(last)
+    return "" if alike and reasoning in wrote else None
 
 
 def _bare(text: str) -> str:
