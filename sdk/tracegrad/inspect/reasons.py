@@ -66,7 +66,8 @@ _FORK_FIXES = {
     "replies (preserve_thinking, where it has that argument), or switch thinking off.",
     ForkReason.CONTENT_CHANGED: "Serve with a template that keeps text as it is (no strip or trim "
     "of replies).",
-    ForkReason.STOP_STRING: "Let the model's own end token end its replies, not stop strings.",
+    ForkReason.STOP_STRING: "Let the model's own end token end its replies, or send the stop "
+    "string back with the reply (include_stop_str_in_output).",
     ForkReason.STOP_NOT_RENDERED: "Serve with a template that ends each reply with the end token.",
     ForkReason.CUT_SHORT: "Give replies more room (max_tokens).",
     ForkReason.TEMPLATE: "Read the proxy's log; another template may be provable.",

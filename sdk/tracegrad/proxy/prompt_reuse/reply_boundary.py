@@ -83,6 +83,8 @@ def boundary_of_open_reply(
     tokenizer = pair.renderer.tokenizer
     views = _ProbedRenderings(pair)
     if not views.seen:
+        if pair.reply.get("reasoning"):
+            raise PromptForked(ForkReason.REASONING_DROPPED)
         return None
     end = views.seen[-1]
     closing = views.shown[end:]
@@ -122,12 +124,11 @@ def _added_text(
         return "" if wrote == _bare(said) else None
     if wrote == _bare(said):
         return ""
-    # What it wrote last: the template may have put a stub before it that the model left out, or
-    # other white space around its reasoning.
-    reasoning = _bare(pair.reply.get("reasoning") or "")
-    last = _bare(content_text(pair.reply.get("content"), joint="")) or reasoning
-    alike = last and _bare(said).endswith(last) and wrote.endswith(last)
-    return "" if alike and reasoning in wrote else None
+    # The template may have put a stub before its text that the model left out, or other white space
+    # around its reasoning.
+    text = _bare(content_text(pair.reply.get("content"), joint=""))
+    alike = text and _bare(said).endswith(text) and wrote.endswith(text)
+    return "" if alike and _bare(pair.reply.get("reasoning") or "") in wrote else None
 
 
 def _bare(text: str) -> str:

@@ -230,7 +230,7 @@ async def _said(call: Call) -> HashedConversation | None:
     def hashed() -> HashedConversation | None:
         said = hash_call(call)
         if said is not None:
-            _ = said.prefix_hashes  # made now, and not by the event loop
+            _ = said.prefix_hashes, said.text_hashes  # made now, and not by the event loop
         return said
 
     return await asyncio.to_thread(hashed)
