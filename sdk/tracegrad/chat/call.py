@@ -29,6 +29,12 @@ class RecordedTurn:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether more text may follow what was sampled: no token ended the reply, but the limit
+        on its length, or a stop string, whose tokens are among the sampled ones."""
+        return self.finish_reason == "length" or isinstance(self.stop_reason, str)
+
 
 CHAT_PATH = "/v1/chat/completions"
 
@@ -63,6 +69,8 @@ class Call:
     # Bytes of the request's body, and of the conversation that it only names: what is made of a
     # large one is made in a thread.
     size: int = 0
+    # What the ids of its tool calls begin with, as clients of its dialect expect them.
+    tool_call_prefix: str = "call_"
     # Why the turn must not be trained whatever the sampling was ("media"), or None.
     untrainable: str | None = None
 

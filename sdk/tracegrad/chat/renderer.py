@@ -51,9 +51,9 @@ class Renderer:
 
 
 def stop_token_text(turn: RecordedTurn, tokenizer: Tokenizer) -> str | None:
-    """The text of the token that ended the turn. None if it was cut short, or ended by a token
-    of ordinary text."""
-    if turn.finish_reason in ("length", "abort"):
+    """The text of the token that ended the turn. None if it was cut short or ended by a stop
+    string, or by a token of ordinary text."""
+    if turn.is_open or turn.finish_reason == "abort":
         return None
     return tokenizer.added_token(turn.completion_ids[-1])
 
@@ -62,7 +62,8 @@ def was_sent(text: str, chain: Sequence[RecordedTurn], tokenizer: Tokenizer) -> 
     """Whether `text` is what the engine was sent for the last turn of `chain`.
 
     Inside earlier replies the sent prompt holds what the model wrote, `text` how the template
-    writes it; so these are passed over, up to the end token that each was cut at.
+    writes it; so these are passed over, up to the end token that each was cut at, or to what was
+    put behind one that had none.
     """
     start = tokenizer.decode(chain[0].prompt_ids)
     if not text.startswith(start):
@@ -70,15 +71,20 @@ def was_sent(text: str, chain: Sequence[RecordedTurn], tokenizer: Tokenizer) -> 
     at = len(start)
     for turn, following in pairwise(chain):
         added = following.prompt_ids[len(turn.prompt_ids) + len(turn.completion_ids) :]
-        stop = stop_token_text(turn, tokenizer)
-        if stop is None:
-            at += len(tokenizer.decode(turn.completion_ids))
-        else:
-            # A reply that held this text itself would not have been continued.
-            at = text.find(stop, at)
+        stop, lead = stop_token_text(turn, tokenizer), ""
+        if stop is not None:
             added = array("i", turn.completion_ids[-1:]) + added
-        part = tokenizer.decode(added)
-        if at < 0 or not text.startswith(part, at):
+        else:
+            closer = next((n for n, id_ in enumerate(added) if tokenizer.added_token(id_)), None)
+            if closer is None:
+                return False
+            stop, lead = (
+                tokenizer.added_token(added[closer]) or "",
+                tokenizer.decode(added[:closer]),
+            )
+        # A reply that held this text itself would not have been continued.
+        part, end = tokenizer.decode(added), text.find(stop, at)
+        if end - len(lead) < at or not text.startswith(part, end - len(lead)):
             return False
-        at += len(part)
+        at = end - len(lead) + len(part)
     return at == len(text)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Sequence
+from functools import cached_property
 
 from tokenizers import Tokenizer as Core
 
@@ -37,10 +39,11 @@ class Tokenizer:
         except TypeError as error:  # what the library makes of a lone surrogate
             raise UnencodableText("the text holds half a character (a lone surrogate)") from error
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text with special tokens in it. Ids that stand for nothing leave nothing."""
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text with special tokens in it, or without, as engines report replies. Ids that stand
+        for nothing leave nothing."""
         plain = ids.tolist() if isinstance(ids, array) else list(ids)
-        text: str = self._core.decode(plain, skip_special_tokens=False)
+        text: str = self._core.decode(plain, skip_special_tokens=skip_special)
         return text
 
     def roundtrip(self, text: str) -> str:
@@ -57,6 +60,17 @@ class Tokenizer:
         """The added token that the text begins with, the longest where several do."""
         starts = (id_ for id_ in self._longest_first if text.startswith(self._added[id_]))
         return next(starts, None)
+
+    def first_added_token(self, text: str) -> tuple[int, str] | None:
+        """Where the first text of an added token stands, and that text, the longest there."""
+        if not self._added:
+            return None
+        found = self._any_added.search(text)
+        return (found.start(), found.group()) if found is not None else None
+
+    @cached_property
+    def _any_added(self) -> re.Pattern[str]:
+        return re.compile("|".join(re.escape(self._added[id_]) for id_ in self._longest_first))
 
     def encode_tail(self, tail: str, whole: str) -> array[int] | None:
         """The ids that `tail` has at the end of `encode(whole)`, without encoding what is before.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from tracegrad.chat.messages import render_options
 from tracegrad.events import Json, Turn
 from tracegrad.inspect.transcript import Message, Transcript
 from tracegrad.inspect.tree_layout import sample_key
 from tracegrad.proxy.dialects.history import recorded_reply
-from tracegrad.proxy.prompt_reuse.conversation_hash import reply_difference
+from tracegrad.proxy.prompt_reuse.conversation_hash import reply_difference, same_but_for_ids
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.turn_tree import common_prefix, paths
 
@@ -69,6 +70,7 @@ class ForkFinding:
     context: int
     again: int
     texts: bool  # of both are stored
+    ids_changed: bool  # of tool calls, in messages that are the same otherwise
     reply: Message | None  # to `instead_of`
     message: MessageDifference | None
     frame: FrameDifference | None
@@ -155,6 +157,7 @@ def _fork(index: int, transcript: Transcript) -> ForkFinding:
         again=max(0, shared - transcript.parent_tokens(index)),
         texts=rival is not None
         and bool(transcript.all_messages(index) and transcript.all_messages(rival)),
+        ids_changed=rival is not None and _ids_changed(index, rival, transcript),
         reply=transcript.reply(rival) if rival is not None else None,
         message=_message_difference(index, rival, transcript) if rival is not None else None,
         frame=_frame_difference(index, rival, transcript) if rival is not None else None,
@@ -192,10 +195,23 @@ def _recorded(index: int, transcript: Transcript) -> list[Json]:
 
 
 def _same(mine: Json, theirs: Json) -> bool:
-    if mine == theirs:
+    """As the proxy compares them: ids of tool calls may be others."""
+    if mine == theirs or same_but_for_ids(mine, theirs):
         return True
     # A reply is recorded with fields that clients do not send back.
     return theirs.get("role") == "assistant" and reply_difference(theirs, mine) is None
+
+
+def _ids_changed(index: int, rival: int, transcript: Transcript) -> bool:
+    pairs = zip(transcript.all_messages(index), _recorded(rival, transcript), strict=False)
+    shared = takewhile(lambda pair: _same(*pair), pairs)
+    return any(_ids(mine) != _ids(theirs) for mine, theirs in shared)
+
+
+def _ids(message: Json) -> list[str | None]:
+    answered = message.get("tool_call_id")
+    calls = message.get("tool_calls") or ()
+    return [answered, *(call.get("id") for call in calls)]
 
 
 def _frame_difference(index: int, rival: int, transcript: Transcript) -> FrameDifference | None:

@@ -30,6 +30,15 @@ _FORK_FIXES = {
     ForkReason.TOOLS_CHANGED: "Offer the same tools, in the same order, with the same template "
     "arguments in every call of a conversation.",
     ForkReason.EDITED_CALLS: "Send tool calls back with the ids, names and arguments that came.",
+    ForkReason.CALLS_AS_TEXT: "Send calls back in tool_calls, and their results as messages of the "
+    "role tool. Of smolagents take the CodeAgent: its ToolCallingAgent writes calls as text.",
+    ForkReason.EXTENDED_REPLY: "Put what is added into a message of its own behind the reply, or "
+    "end replies with a stop string instead of the end token: text behind it is continued.",
+    ForkReason.RESPELLED_ARGUMENTS: "Let the agent keep the reply's own text, or call tools by "
+    "the API (llama-index: FunctionAgent instead of ReActAgent).",
+    ForkReason.MOVED_MESSAGE: "Append what changes behind the conversation instead of moving it "
+    "along (aider moves the files that it edits behind its history with every message: name those "
+    "that are only read with --read).",
     ForkReason.EDITED_CONTENT: "Send the reply's text back as it came (only white space around it "
     "is forgiven).",
     ForkReason.EDITED_REASONING: "Send the reasoning back as it came, or leave it out.",
@@ -57,7 +66,8 @@ _FORK_FIXES = {
     "replies (preserve_thinking, where it has that argument), or switch thinking off.",
     ForkReason.CONTENT_CHANGED: "Serve with a template that keeps text as it is (no strip or trim "
     "of replies).",
-    ForkReason.STOP_STRING: "Let the model's own end token end its replies, not stop strings.",
+    ForkReason.STOP_STRING: "Let the model's own end token end its replies, or send the stop "
+    "string back with the reply (include_stop_str_in_output).",
     ForkReason.STOP_NOT_RENDERED: "Serve with a template that ends each reply with the end token.",
     ForkReason.CUT_SHORT: "Give replies more room (max_tokens).",
     ForkReason.TEMPLATE: "Read the proxy's log; another template may be provable.",

@@ -16,6 +16,7 @@ from tracegrad.events import Json, Turn
 from tracegrad.jsonutil import dump_json
 from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
 from tracegrad.proxy.dialects.registry import call_of
+from tracegrad.proxy.prompt_reuse.conversation_hash import arguments_value
 from tracegrad.turn_tree import common_prefix
 
 _DATA_URL = re.compile(r"data:([\w.+/-]*)[^,]*,")
@@ -207,14 +208,16 @@ def _is_reply(raw: Json) -> bool:
 
 
 def _key(raw: Json) -> str:
-    """Equal for messages that say the same; clients send replies back in their own spelling."""
+    """Equal for messages that say the same; clients send replies back in their own spelling,
+    without the text beside calls, and with other ids."""
     if not _is_reply(raw):
-        return dump_json(raw)
+        return dump_json({name: value for name, value in raw.items() if name != "tool_call_id"})
     calls = raw.get("tool_calls")
-    calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    if calls and all(call.get("id") for call in calls):
-        return dump_json([call["id"] for call in calls])
-    return dump_json([as_text(raw.get("content")).strip(), [c.get("function") for c in calls]])
+    if not isinstance(calls, list) or not calls:
+        return dump_json(as_text(raw.get("content")).strip())
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    called = [function for function in functions if isinstance(function, dict)]
+    return dump_json([[f.get("name"), arguments_value(f.get("arguments"))] for f in called])
 
 
 def as_text(content: Any) -> str:

@@ -336,7 +336,11 @@ class MockEngine:
             pieces.append({"reasoning": say.reasoning})
         pieces += [{"content": part} for part in parts(say.content, 4)]
         for number, (name, arguments) in enumerate(say.tool_calls):
-            start = {"id": f"call-{uuid.uuid4().hex[:8]}", "type": "function", "index": number}
+            start = {
+                "id": f"chatcmpl-tool-{uuid.uuid4().hex[:16]}",
+                "type": "function",
+                "index": number,
+            }
             pieces.append({"tool_calls": [{**start, "function": {"name": name}}]})
             pieces += [
                 {"tool_calls": [{"index": number, "function": {"arguments": part}}]}

@@ -29,14 +29,16 @@ def continued(
     before: list[Json] | None = None,
     frame: RenderOptions | None = None,
     clock: datetime = NOW,
+    echoed: Json | None = None,
     **ended: Any,
 ) -> tuple[SplicedPrompt | PromptFork, ChatFormat, RecordedTurn]:
-    """A root turn that the engine rendered, and what continues it."""
+    """A root turn that the engine rendered, and what continues it; `echoed` is the reply as it
+    came back, where that is another."""
     text, before, frame = model_of(parts.source), before or [ASK], frame or RenderOptions()
     prompt = fresh_ids(text, before, frame, NOW)
     ids = text.tokenizer.encode(sampled)
     turn = RecordedTurn("t", prompt, ids, reply, len(before), **{"finish_reason": "stop"} | ended)
-    return splice_prompt(text, [turn], [*before, reply, *new], frame, clock), text, turn
+    return splice_prompt(text, [turn], [*before, echoed or reply, *new], frame, clock), text, turn
 
 
 def new_text(outcome: tuple[SplicedPrompt | PromptFork, ChatFormat, RecordedTurn]) -> str:

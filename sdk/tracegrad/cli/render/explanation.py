@@ -152,6 +152,8 @@ def _fork(fork: ForkFinding, width: int | None) -> Iterator[Text]:
         yield from _messages(fork.message, fork, row)
     elif fork.texts:
         yield from row("messages", f"all of turn {fork.instead_of}'s are there, with its reply")
+    if fork.ids_changed:
+        yield from row("ids", "the client gave tool calls other ids; that alone is no reason")
     if fork.frame is not None:
         yield from _frame(fork.frame, row)
     yield from _tokens(fork, row)
@@ -190,6 +192,15 @@ def _messages(found: MessageDifference, fork: ForkFinding, row: _Row) -> Iterato
             role = "assistant" if message.role == "reply" else one_line(message.role)
             body = Text(f"{role}: {_excerpt(text, start)}", style=style)
         yield from row(label, body, style)
+    if before == now and found.before is not None and found.now is not None:
+        yield from row("differ", _unseen_difference(found.before, found.now))
+
+
+def _unseen_difference(before: Message, now: Message) -> str:
+    """Of two messages that are the same in one line."""
+    if before.text != now.text:
+        return "in white space alone"
+    return "in a field that is not shown (tracegrad rollouts show --json has all of them)"
 
 
 def _message_line(message: Message | None) -> str:

@@ -10,6 +10,17 @@ from tracegrad.events import Json, logprob_array, token_id_array
 # What vLLM writes where it has no log-probability.
 MISSING_LOGPROB = -9999.0
 _LISTS = (list, array)  # `list | array` is made anew at every use
+# How vLLM's own ids of tool calls begin. Others are the model's words ("functions.look:0" of
+# Kimi) or of the form that its template wants (nine characters for Mistral), and stay.
+_ENGINE_TOOL_ID = "chatcmpl-tool-"
+
+
+def tool_call_id(engine_id: str, prefix: str) -> str:
+    """The id that clients get for a tool call: as unique as the engine's, of the form that
+    libraries expect. Some rewrite all others, and the calls are then not found by their ids."""
+    if not engine_id.startswith(_ENGINE_TOOL_ID):
+        return engine_id
+    return prefix + engine_id.removeprefix(_ENGINE_TOOL_ID)
 
 
 @dataclass(slots=True)

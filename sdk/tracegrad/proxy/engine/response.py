@@ -19,7 +19,7 @@ from msgspec.json import Decoder, encode
 
 from tracegrad.chat.call import CHAT_PATH, Call, VisibleFields
 from tracegrad.events import Json
-from tracegrad.proxy.engine.completion import SampledCompletion
+from tracegrad.proxy.engine.completion import SampledCompletion, tool_call_id
 from tracegrad.proxy.engine.fast_parse import LogprobEntry, extract_tokens, parse_token_ids
 from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS, set_routed_experts
 from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, UpstreamError
@@ -140,6 +140,9 @@ def _read_any(raw: bytes, call: Call, version: int) -> EngineResponse:
 
 def _closed(body: Json, replies: list[SampledCompletion], call: Call) -> EngineResponse:
     for reply, choice in zip(replies, body["choices"], strict=True):
+        for tool in (choice.get("message") or {}).get("tool_calls") or ():
+            if tool.get("id"):
+                tool["id"] = tool_call_id(tool["id"], call.tool_call_prefix)
         _close(reply, body, choice)
     strip_unrequested(body, call.visible)
     return EngineResponse(body, replies)

@@ -14,7 +14,11 @@ import orjson
 
 from tracegrad.chat.call import CHAT_PATH, Call
 from tracegrad.events import Json
-from tracegrad.proxy.engine.completion import SampledCompletion, prompt_token_ids_of
+from tracegrad.proxy.engine.completion import (
+    SampledCompletion,
+    prompt_token_ids_of,
+    tool_call_id,
+)
 from tracegrad.proxy.engine.fast_parse import extract_prompt
 from tracegrad.proxy.engine.response import logprobs_of, read_error, strip_unrequested
 from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS
@@ -200,7 +204,7 @@ class _Choice:
         if (text := choice.get("text")) is not None:
             self._content.append(text)
         else:
-            self._say(choice["delta"])
+            self._say(choice["delta"], call.tool_call_prefix)
         if (finish := choice.get("finish_reason")) is not None:
             self.reply.finish_reason = finish
             self.reply.stop_reason = choice.get("stop_reason")
@@ -210,7 +214,10 @@ class _Choice:
         """As `add`, of a stream that its client gets as one: nobody puts its log-probabilities
         together again."""
         self.reply.add(run.token_ids, run.logprobs, version)
-        self._say({"content": run.content, "reasoning": run.reasoning})
+        if run.content:
+            self._content.append(run.content)
+        if run.reasoning:
+            self._reasoning.append(run.reasoning)
 
     def close(self, head: Json, usage: Json | None) -> SampledCompletion:
         self.reply.response = {
@@ -254,7 +261,7 @@ class _Choice:
             message["tool_calls"] = [self._tools[index] for index in sorted(self._tools)]
         return message
 
-    def _say(self, delta: Json) -> None:
+    def _say(self, delta: Json, tool_call_prefix: str) -> None:
         if role := delta.get("role"):
             self._role = role
         if content := delta.get("content"):
@@ -262,9 +269,9 @@ class _Choice:
         if thought := delta.get("reasoning"):
             self._reasoning.append(thought)
         for tool in delta.get("tool_calls") or ():
-            self._tool(tool)
+            self._tool(tool, tool_call_prefix)
 
-    def _tool(self, delta: Json) -> None:
+    def _tool(self, delta: Json, prefix: str) -> None:
         function = delta.get("function") or {}
         known = self._tools.get(delta["index"])
         if known is None:
@@ -273,7 +280,9 @@ class _Choice:
                 "type": "function",
                 "function": {"name": "", "arguments": ""},
             }
-        known["id"] = delta.get("id") or known["id"]
+        if engine_id := delta.get("id"):
+            # In the delta too, which the client gets.
+            known["id"] = delta["id"] = tool_call_id(engine_id, prefix)
         known["function"]["name"] += function.get("name") or ""
         known["function"]["arguments"] += function.get("arguments") or ""
 

@@ -39,6 +39,24 @@ class ForkReason(StrEnum):
         "edited_calls",
         "The client sent the model's tool calls back changed.",
     )
+    CALLS_AS_TEXT = (
+        "calls_as_text",
+        "The client sent the model's tool calls back as text.",
+    )
+    EXTENDED_REPLY = (
+        "extended_reply",
+        "The client added text to the model's reply, behind the token that the model ended it "
+        "with.",
+    )
+    RESPELLED_ARGUMENTS = (
+        "respelled_arguments",
+        "The client wrote the model's text anew: the arguments in it are the same, spelled "
+        "otherwise.",
+    )
+    MOVED_MESSAGE = (
+        "moved_message",
+        "Earlier messages are there, but in another order: the client moved one.",
+    )
     EDITED_CONTENT = (
         "edited_content",
         "The client sent the text of the model's reply back changed.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from tracegrad.proxy.prompt_reuse.probes import (
     probe_reply,
     unused_salt,
 )
+from tracegrad.turn_tree import common_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,15 @@ class PromptPair:
 @dataclass(frozen=True, slots=True)
 class ReplyBoundary:
     """`tail` is the end of `whole` from the reply's end on; it begins with an added token, the
-    one that ended the reply if one did. `lossy`: the template shows less than the reply has."""
+    one that ended the reply if one did. `lossy`: the template shows less than the reply has.
+
+    `lead`: ordinary text between what was sampled and `tail`, where no token ended the reply: what
+    the client added to it, and white space of the template's.
+    """
 
     tail: str
     lossy: bool
+    lead: str = ""
 
 
 def boundary_after_stop(pair: PromptPair, stop: str, sampled: Sequence[int]) -> ReplyBoundary:
@@ -67,20 +74,66 @@ def boundary_after_stop(pair: PromptPair, stop: str, sampled: Sequence[int]) -> 
     return ReplyBoundary(tail, views.lost(at, said))
 
 
-def boundary_at_length(pair: PromptPair, sampled: Sequence[int]) -> ReplyBoundary:
-    """The reply was cut short, so the template's own end of a reply is new. Raises PromptForked."""
+def boundary_of_open_reply(
+    pair: PromptPair, sampled: Sequence[int], *, extended: bool
+) -> ReplyBoundary | None:
+    """No token ended the reply, so the template's own end of a reply is new, and so is what the
+    client put behind its text (`extended`). None: what the template shows is not what was sampled.
+    Raises PromptForked."""
     tokenizer = pair.renderer.tokenizer
-    said = tokenizer.decode(sampled)
-    tail = pair.whole[len(pair.before) + len(said) :]
-    closer = tokenizer.added_token_at_start(tail)
-    if not pair.whole.startswith(said, len(pair.before)) or closer is None:
-        raise PromptForked(ForkReason.CUT_SHORT)
     views = _ProbedRenderings(pair)
-    if not views.seen or views.shown[views.seen[-1] :] != tail:
-        raise PromptForked(ForkReason.CUT_SHORT)
-    first = tokenizer.added_token(closer) or ""
-    views.prove(views.seen[-1] + len(first), said + first)
-    return ReplyBoundary(tail, views.lost(views.seen[-1], said))
+    if not views.seen:
+        if pair.reply.get("reasoning"):
+            raise PromptForked(ForkReason.REASONING_DROPPED)
+        return None
+    end = views.seen[-1]
+    closing = views.shown[end:]
+    closer = tokenizer.first_added_token(closing)
+    # Of a reply that is not finished, what ends a call, say, is not the end of the reply.
+    if closer is None or closing[: closer[0]].strip() or not pair.ends_with(closing):
+        return None
+    space, first = closing[: closer[0]], closer[1]
+    said = pair.whole[len(pair.before) : len(pair.whole) - len(closing)]
+    added = _added_text(pair, said, sampled, extended=extended)
+    if added is None or first in tokenizer.decode(sampled) or first in said:
+        return None
+    views.prove(end + len(space + first), said + space + first)
+    if _bare(tokenizer.decode(sampled)) != _bare(said):
+        views.prove_reply(end + len(space))
+    return ReplyBoundary(closing[len(space) :], views.lost(end, said), added + space)
+
+
+def _added_text(
+    pair: PromptPair, said: str, sampled: Sequence[int], *, extended: bool
+) -> str | None:
+    """What `said`, which the template shows of the reply, has behind the end of what was
+    `sampled`. White space at its end may be missing, and half a character. None: it is another
+    text."""
+    tokenizer = pair.renderer.tokenizer
+    wrote = _bare(tokenizer.decode(sampled, skip_special=True))
+    if extended:
+        # All that the model wrote comes first, and no special token in what follows.
+        start = said.find(wrote) if wrote else -1
+        added = said[start + len(wrote) :]
+        # White space that it wrote itself is not put there twice.
+        space = tokenizer.decode(sampled, skip_special=True).lstrip()[len(wrote) :]
+        added = added[common_prefix(added, space) :]
+        whole = start >= 0 and not said[:start].strip()
+        return added if whole and tokenizer.first_added_token(added) is None else None
+    if pair.reply.get("tool_calls"):
+        return "" if wrote == _bare(said) else None
+    if wrote == _bare(said):
+        return ""
+    # The template may have put a stub before its text that the model left out, or other white space
+    # around its reasoning.
+    text = _bare(content_text(pair.reply.get("content"), joint=""))
+    alike = text and _bare(said).endswith(text) and wrote.endswith(text)
+    return "" if alike and _bare(pair.reply.get("reasoning") or "") in wrote else None
+
+
+def _bare(text: str) -> str:
+    """Without white space around it, and half a character at its end."""
+    return text.strip().rstrip("\ufffd" + string.whitespace)
 
 
 def _cut_by_text(views: _ProbedRenderings, stop: str, sampled: Sequence[int]) -> ReplyBoundary:

@@ -22,6 +22,8 @@ from tracegrad.proxy.http.request_body import LARGE_BODY_BYTES
 from tracegrad.proxy.prompt_reuse.conversation_hash import (
     HashedConversation,
     fork_reason_of_miss,
+    is_extended,
+    reply_difference,
     with_recorded_replies,
 )
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
@@ -104,10 +106,16 @@ class PromptReuse:
         if parent is None and rollout_id is not None:
             turns = await self._trees.turns(rollout_id, refresh=True)
             parent = self._trees.find(said, rollout_id)
-            if parent is None:
+            if parent is None and not self._trees.answered_otherwise(said, rollout_id):
                 return ContinuationPlan(rollout_id, said, fork=_missed(said, turns))
+        if rollout_id is not None and not _is_last_reply(parent, said):
+            # It continues no recorded reply; if it has one with a change, that is why.
+            edited = _edited(call, said, self._trees.answered_otherwise(said, rollout_id))
+            if isinstance(edited, PromptFork):
+                return ContinuationPlan(rollout_id, said, parent, fork=edited)
+            parent = edited or parent
         if parent is None:
-            return ContinuationPlan(None, said)
+            return ContinuationPlan(rollout_id, said)
         prompt = await self._continued(call, parent)
         if isinstance(prompt, PromptFork):
             return ContinuationPlan(parent.rollout_id, said, parent, fork=prompt)
@@ -222,7 +230,7 @@ async def _said(call: Call) -> HashedConversation | None:
     def hashed() -> HashedConversation | None:
         said = hash_call(call)
         if said is not None:
-            _ = said.prefix_hashes  # made now, and not by the event loop
+            _ = said.prefix_hashes, said.text_hashes  # made now, and not by the event loop
         return said
 
     return await asyncio.to_thread(hashed)
@@ -231,6 +239,26 @@ async def _said(call: Call) -> HashedConversation | None:
 def _follows(prompt: array[int], parent: CachedTurn) -> bool:
     # Where an engine reports no tokens, only the messages can be compared.
     return bool(prompt) == bool(parent.prompt_token_ids) and extends(prompt, parent)
+
+
+def _is_last_reply(turn: CachedTurn | None, said: HashedConversation) -> bool:
+    return turn is not None and turn.turn.reply_index == said.replies[-1]
+
+
+def _edited(
+    call: Call, said: HashedConversation, answered: Sequence[CachedTurn]
+) -> CachedTurn | PromptFork | None:
+    """Which of these turns was `answered` with the last reply of the call's messages, which its
+    key does not show (the client added to it; or rewrote ids, and dropped the text beside calls),
+    or what was changed in it. None where there are no such turns."""
+    position = said.replies[-1]
+    echoed = call.messages[position]
+    reasons = [reply_difference(turn.turn.reply, echoed) for turn in answered]
+    for turn, reason in zip(answered, reasons, strict=True):
+        if reason is None or is_extended(turn.turn, echoed):
+            return turn
+    known = next((reason for reason in reasons if reason is not None), None)
+    return PromptFork(known, f"message {position}") if known is not None else None
 
 
 def _missed(said: HashedConversation, turns: Sequence[CachedTurn]) -> PromptFork | None:

@@ -5,7 +5,9 @@ for that of the new one. A splice is right when
 
     whole = before + reply + stop + new
 
-where `stop` is the text of the token that ended the reply. The tokens are then those of the
+where `stop` is the text of the token that ended the reply; where none did (a limit on its length,
+a stop string) it is the template's own, and text that the client put behind the reply may come
+before it: both are new then. The tokens are those of the
 recorded prompt, those that were sampled, and those of `new`; the prompt differs from one rendered
 afresh only inside replies, where it keeps what the model wrote itself. The equation is checked
 on the real text. What it does not tell is where in `whole` the reply ends: that is proven by
@@ -26,13 +28,15 @@ from tracegrad.chat.messages import RenderOptions, has_media
 from tracegrad.chat.model import ChatFormat
 from tracegrad.chat.renderer import Renderer, stop_token_text, was_sent
 from tracegrad.chat.template import RenderError
-from tracegrad.chat.tokenizer import UnencodableText
+from tracegrad.chat.tokenizer import Tokenizer, UnencodableText
 from tracegrad.events import Json
+from tracegrad.proxy.prompt_reuse.conversation_hash import is_extended
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork, PromptForked
 from tracegrad.proxy.prompt_reuse.reply_boundary import (
     PromptPair,
+    ReplyBoundary,
     boundary_after_stop,
-    boundary_at_length,
+    boundary_of_open_reply,
 )
 from tracegrad.turn_tree import common_prefix
 
@@ -79,8 +83,10 @@ def _accept(parent: RecordedTurn, messages: Sequence[Json]) -> None:
         raise PromptForked(ForkReason.NO_TOKENS)
     if has_media(messages):
         raise PromptForked(ForkReason.MEDIA)
-    if isinstance(parent.stop_reason, str):
-        raise PromptForked(ForkReason.STOP_STRING)
+    reply = messages[parent.reply_index]
+    if reply != parent.reply and not is_extended(parent, reply):
+        # Its tokens would say something else than the client did.
+        raise PromptForked(ForkReason.EDITED_CONTENT)
     new = messages[parent.reply_index + 1 :]
     if not new or any(message["role"] == "assistant" for message in new):
         raise PromptForked(ForkReason.NOTHING_NEW)
@@ -104,18 +110,37 @@ def _spliced(
         raise _rewritten(pair)
     stop = stop_token_text(parent, tokenizer)
     sampled = parent.completion_ids
-    cut = (
-        boundary_at_length(pair, sampled)
-        if stop is None
-        else boundary_after_stop(pair, stop, sampled)
-    )
+    if stop is not None:
+        cut = boundary_after_stop(pair, stop, sampled)
+    else:
+        extended = messages[parent.reply_index] != parent.reply
+        cut = _open_boundary(parent, pair, extended=extended)
     new = tokenizer.encode_tail(cut.tail, raw)
     if stop is not None and new:
         # The end token is the model's: it is among the sampled ones already.
         new = new[1:] if new[0] == sampled[-1] else None
+    if new is not None and cut.lead:
+        new = _after(sampled, cut.lead, tokenizer) + new
     if new is None:
         raise PromptForked(ForkReason.TOKENS)
     return SplicedPrompt(parent.prompt_ids + sampled + new, len(new), cut.lossy)
+
+
+def _open_boundary(parent: RecordedTurn, pair: PromptPair, *, extended: bool) -> ReplyBoundary:
+    cut = boundary_of_open_reply(pair, parent.completion_ids, extended=extended)
+    if cut is not None:
+        return cut
+    by_text = isinstance(parent.stop_reason, str)
+    raise PromptForked(ForkReason.STOP_STRING if by_text else ForkReason.CUT_SHORT)
+
+
+def _after(sampled: array[int], text: str, tokenizer: Tokenizer) -> array[int]:
+    """The ids of `text` behind what was sampled. It is tokenised by itself, so it must be the same
+    text there: some tokenizers put a space before a first word, and characters can fall apart."""
+    ids = tokenizer.encode(text)
+    if tokenizer.decode(sampled + ids) != tokenizer.decode(sampled) + text:
+        raise PromptForked(ForkReason.TOKENS)
+    return ids
 
 
 def _before(renderer: Renderer, chain: Sequence[RecordedTurn], earlier: Sequence[Json]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -21,9 +21,12 @@ from tracegrad.proxy.prompt_reuse.conversation_hash import HashedConversation, h
 from tracegrad.proxy.store_async import within_store_timeout
 
 # What Python needs around the tokens themselves.
-_TURN_BYTES = 1200
-_MARK_BYTES = 60
+_TURN_BYTES = 1700
+_MARK_BYTES = 140
 _TREE_BYTES = 500
+
+
+_TurnIndex = defaultdict[bytes, list["CachedTurn"]]
 
 
 class TurnReader(Protocol):
@@ -123,8 +126,10 @@ class TurnTreeCache:
         self._store = store
         self._limit = limit_bytes
         self._trees: OrderedDict[str, _Tree] = OrderedDict()
-        # Ids of turns by the key of their conversations: there may be several equal ones.
-        self._keys: defaultdict[bytes, list[CachedTurn]] = defaultdict(list)
+        # Turns by the keys of their conversations: there may be several equal ones.
+        self._by_id: _TurnIndex = defaultdict(list)
+        self._by_text: _TurnIndex = defaultdict(list)
+        self._by_prompt: _TurnIndex = defaultdict(list)
         self._continued: set[str] = set()
         self.size = 0
 
@@ -158,15 +163,35 @@ class TurnTreeCache:
         return list(islice(every, most))
 
     def find(self, said: HashedConversation, rollout_id: str | None) -> CachedTurn | None:
-        """The turn with the longest conversation that `said` begins with.
+        """The turn with the longest conversation that `said` begins with, by the ids of tool
+        calls, or else by what was said."""
+        by_id = self._longest(self._by_id, said.reply_keys(), rollout_id)
+        if by_id is not None and by_id.conversation is not None:
+            said.continues(by_id.conversation)
+            if by_id.turn.reply_index == said.replies[-1]:
+                return by_id
+        by_text = self._longest(self._by_text, said.reply_text_keys(), rollout_id)
+        if by_id is None or by_text is None:
+            return by_id or by_text
+        return max(by_id, by_text, key=lambda turn: turn.turn.reply_index)
 
-        Of equal ones the latest that nothing continues yet: samples of one prompt that came out
-        equal are distinguished by who continues them.
-        """
-        for _, key in said.reply_keys():
+    def answered_otherwise(self, said: HashedConversation, rollout_id: str) -> list[CachedTurn]:
+        """Turns of the rollout that were asked what comes before the last reply in `said`: it may
+        be theirs, edited. The latest that nothing continues yet first."""
+        key = said.prompt_key_at(said.replies[-1])
+        found = [turn for turn in self._by_prompt.get(key, ()) if turn.rollout_id == rollout_id]
+        found.reverse()
+        return sorted(found, key=lambda turn: turn.turn.turn_id in self._continued)
+
+    def _longest(
+        self, index: _TurnIndex, keys: Iterable[tuple[int, bytes]], rollout_id: str | None
+    ) -> CachedTurn | None:
+        """Of equal ones the latest that nothing continues yet: samples of one prompt that came
+        out equal are distinguished by who continues them."""
+        for _, key in keys:
             found = [
                 each
-                for each in self._keys.get(key, ())
+                for each in index.get(key, ())
                 if rollout_id is None or each.rollout_id == rollout_id
             ]
             if found:
@@ -207,7 +232,8 @@ class TurnTreeCache:
         tree.turns[turn.turn.turn_id] = turn
         self.size += turn.size
         if turn.conversation is not None:
-            self._keys[turn.conversation.key].append(turn)
+            for index, key in self._places(turn.conversation):
+                index[key].append(turn)
         if turn.parent_id is not None:
             self._continued.add(turn.parent_id)
 
@@ -251,14 +277,23 @@ class TurnTreeCache:
             self.size -= turn.size
             self._continued.discard(turn.parent_id or "")
             if turn.conversation is not None:
-                self._unfile(turn.conversation.key, turn)
+                for index, key in self._places(turn.conversation):
+                    _take_out(index, key, turn)
 
-    def _unfile(self, key: bytes, turn: CachedTurn) -> None:
-        others = [each for each in self._keys[key] if each is not turn]
-        if others:
-            self._keys[key] = others
-        else:
-            del self._keys[key]
+    def _places(self, said: HashedConversation) -> list[tuple[_TurnIndex, bytes]]:
+        return [
+            (self._by_id, said.key),
+            (self._by_text, said.text_key),
+            (self._by_prompt, said.prompt_key),
+        ]
+
+
+def _take_out(index: _TurnIndex, key: bytes, turn: CachedTurn) -> None:
+    others = [each for each in index[key] if each is not turn]
+    if others:
+        index[key] = others
+    else:
+        del index[key]
 
 
 def longest_first(turns: Sequence[CachedTurn]) -> list[CachedTurn]:

@@ -234,6 +234,39 @@ def test_a_reply_that_came_back_changed_is_held_against_what_was_recorded(
     ])  # fmt: skip
 
 
+def test_messages_that_look_the_same_are_never_said_to_differ(store: Store, url: str) -> None:
+    """A store of before: agno had rewritten ids, and nothing was found by its text."""
+    talk = Talk("r")
+    first = talk.turn([user("go")], assistant(None, call(1, "bash", command="ls")))
+    sent = talk.then(first, result(1, "a b"))
+    sent[1] = assistant(None, {**call(1, "bash", command="ls"), "id": "call_00000000"})
+    sent[2] = {**result(1, "a b"), "tool_call_id": "call_00000000"}
+    talk.turn(sent, assistant("ok"), fork_reason="edited_history")
+    store.append(talk.turns)
+    text = printed(url, "explain", "r")
+    assert "the first that differs" not in text
+    in_order(text, [
+        "messages all of turn 0's are there, with its reply",
+        "ids the client gave tool calls other ids; that alone is no reason",
+    ])  # fmt: skip
+    assert printed_json(url, "explain", "r")["forks"][0]["ids_changed"] is True
+
+
+def test_a_difference_in_white_space_is_named(store: Store, url: str) -> None:
+    talk = Talk("r")
+    first = talk.turn([SYSTEM, user("list  them")], assistant("Done."))
+    sent = talk.then(first, user("more"))
+    sent[1] = user("list them")
+    talk.turn(sent, assistant("ok"), fork_reason="edited_history")
+    store.append(talk.turns)
+    in_order(printed(url, "explain", "r"), [
+        "message number 1 is the first that differs:",
+        "- turn 0 user: list them",
+        "+ turn 1 user: list them",
+        "differ in white space alone",
+    ])  # fmt: skip
+
+
 def test_a_difference_in_the_reply_names_how_far_it_got(store: Store, url: str) -> None:
     first = make_turn("a", "r", new=[1, 2, 3], sampled=[4, 5, 6])
     later = make_turn("b", "r", new=[1, 2, 3, 4, 9, 9], fork_reason="tokens")

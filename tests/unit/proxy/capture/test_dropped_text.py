@@ -135,7 +135,7 @@ def test_a_response_whose_text_was_redacted_is_continued_as_a_fork(rig: ProxyWit
     rig.http.post(path, json=body).raise_for_status()
     assert "the code is [redacted]" in json.dumps(rig.engine.requests[-1])
     second = rig.store.rollout_turns("r1")[1]
-    assert (second.parent_id, second.fork_reason) == (None, "edited_history")
+    assert (second.parent_id, second.fork_reason) == (None, "edited_content")
 
 
 def test_after_a_restart_a_conversation_without_text_is_continued_by_its_tokens(

@@ -77,7 +77,7 @@ def test_replies_with_calls_are_known_by_their_ids() -> None:
     echoed["content"] = None
     echoed["tool_calls"][0]["function"]["arguments"] = '{ "city":"Oslo","item":"lamp" }'
     assert found([ASK, echoed, FOUND], turns) == (1, "t0")
-    other = deepcopy(reply)
+    other = deepcopy(echoed)
     other["tool_calls"][0]["id"] = "another"
     assert found([ASK, other, FOUND], turns) is None
     assert found([ASK, says("I look. ", [CALL_TOO, CALL]), FOUND], turns) is None
@@ -292,11 +292,11 @@ def test_arguments_are_compared_as_values(spelled: str, same: str, other: str) -
     assert reply_difference(respelled(spelled), respelled(other)) == ForkReason.EDITED_CALLS
 
 
-@pytest.mark.parametrize("field", ["id", "name"])
-def test_ids_and_names_of_calls_must_be_the_same(field: str) -> None:
+def test_names_of_calls_must_be_the_same_and_ids_need_not() -> None:
     echoed = deepcopy(CALLED)
-    entry = echoed["tool_calls"][0]
-    (entry if field == "id" else entry["function"])[field] = "another"
+    echoed["tool_calls"][0]["id"] = "another"
+    assert reply_difference(CALLED, echoed) is None
+    echoed["tool_calls"][0]["function"]["name"] = "another"
     assert reply_difference(CALLED, echoed) == ForkReason.EDITED_CALLS
 
 
@@ -357,3 +357,67 @@ def test_a_frame_is_made_of_a_request_and_the_engines_defaults() -> None:
     assert frame.kwargs == {"style": "x", "enable_thinking": True, "reasoning_effort": "low"}
     assert frame.tools == TOOLS
     assert frame.add_generation_prompt
+
+
+# Clients that rewrite ids.
+
+
+def rewritten(messages: Sequence[Json], names: dict[str, str]) -> list[Json]:
+    """As a framework does it that wants ids of its own form, in calls and in their results."""
+    out = deepcopy(list(messages))
+    for message in out:
+        if message.get("tool_call_id") in names:
+            message["tool_call_id"] = names[message["tool_call_id"]]
+        for entry in message.get("tool_calls") or ():
+            entry["id"] = names.get(entry["id"], entry["id"])
+    return out
+
+
+def by_text(messages: Sequence[Json], recorded: HashedConversation) -> list[int]:
+    keys = hash_conversation(messages, FRAME).reply_text_keys()
+    return [position for position, key in keys if key == recorded.text_key]
+
+
+def test_rewritten_ids_are_found_by_what_was_said() -> None:
+    first = [ASK, says("I look.", [CALL])]
+    second = [*first, FOUND, says("Again.", [CALL_TOO])]
+    sent = rewritten([*second, result(2, "4")], {CALL["id"]: "call_0", CALL_TOO["id"]: "call_1"})
+    recorded = known(*second)
+    assert recorded.key not in [key for _, key in hash_conversation(sent, FRAME).reply_keys()]
+    assert by_text(sent, recorded) == [3]
+    assert by_text(sent, known(*first)) == [1]
+    sent[3]["tool_calls"][0]["function"]["arguments"] = '{"item": "chair"}'
+    assert by_text(sent, recorded) == []
+
+
+def test_both_keys_are_those_of_a_conversation_that_is_hashed_at_once() -> None:
+    messages = [SYSTEM, ASK, says("17"), user("And?"), says("I look.", [CALL]), FOUND, says("4")]
+    at_once = hash_conversation(messages, FRAME)
+    _ = at_once.prefix_hashes, at_once.text_hashes
+    for length in range(1, len(messages)):
+        if messages[length]["role"] != "assistant":
+            continue
+        grown = hash_conversation(messages[:length], FRAME)
+        earlier = [n for n in range(1, length) if messages[n]["role"] == "assistant"]
+        if earlier:
+            grown.continues(known(*messages[: earlier[-1] + 1]))
+        grown = grown.with_reply(messages[length])
+        assert grown.prefix_hashes == at_once.prefix_hashes[: length + 1]
+        assert grown.text_hashes == at_once.text_hashes[: length + 1]
+        assert grown.content_hashes == at_once.content_hashes[: length + 1]
+    assert at_once.text_hashes[4] != at_once.prefix_hashes[4]
+    assert at_once.text_hashes[:4] == at_once.prefix_hashes[:4]
+
+
+def test_results_get_the_ids_that_were_given_out() -> None:
+    reply = says(None, [CALL, CALL_TOO])
+    swapped = {CALL["id"]: CALL_TOO["id"], CALL_TOO["id"]: CALL["id"]}
+    for names in ({CALL["id"]: "call_0", CALL_TOO["id"]: "call_1"}, swapped):
+        more = [says("done"), {"role": "tool", "tool_call_id": "call_0", "content": "later"}]
+        sent = rewritten([ASK, reply, result(2, "4"), result(1, "17")], names) + more
+        restored = with_recorded_replies(sent, [turn(reply, 1)])
+        assert restored == [ASK, reply, result(2, "4"), result(1, "17"), *more]
+    one = rewritten([ASK, reply, FOUND], {CALL["id"]: "call_0", CALL_TOO["id"]: "call_0"})
+    assert with_recorded_replies(one, [turn(reply, 1)]) == PromptFork(
+        ForkReason.EDITED_CALLS, "message 1"
+    )

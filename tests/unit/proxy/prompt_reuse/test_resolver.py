@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
 from tracegrad.chat.call import Call
 from tracegrad.events import Turn, logprob_array, token_id_array
 from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
+from tracegrad.proxy.engine.completion import tool_call_id
 from tracegrad.proxy.prompt_reuse.resolver import PromptReuse, TreePosition
 from tracegrad.proxy.prompt_reuse.tree_cache import cached_turn
 from tracegrad.store import Store
@@ -92,6 +94,51 @@ def test_a_tool_conversation_is_one_path(rig: ProxyWithEngine, stream: bool) -> 
     assert all(turn.fork_reason is None for turn in (first, second, third))
     assert extends(third.prompt_token_ids, second)
     assert third.prompt_token_ids.tolist() == render(messages[:-1], tools)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_get_ids_that_libraries_keep(rig: ProxyWithEngine, stream: bool) -> None:
+    """agno rewrites those that begin otherwise. What the model says itself stays (Kimi)."""
+    rig.engine.replies.append(Answer("", [("look", "{}"), ("look", "{}")]))
+    body: Json = {"messages": [user("go")], "model": MODEL}
+    if stream:
+        with rig.client.chat.completions.stream(**body) as events:
+            message = events.get_final_completion().choices[0].message
+    else:
+        message = rig.client.chat.completions.create(**body).choices[0].message
+    ids = [call.id for call in message.tool_calls or []]
+    assert len(set(ids)) == 2
+    assert all(re.fullmatch("call_[0-9a-f]{16}", id_) for id_ in ids)
+    [turn] = rig.turns()
+    recorded = (turn.response or {})["choices"][0]["message"]["tool_calls"]
+    assert [call["id"] for call in recorded] == ids
+    assert tool_call_id("functions.look:0", "call_") == "functions.look:0"
+    assert tool_call_id("chatcmpl-tool-ab", "toolu_") == "toolu_ab"
+
+
+def test_ids_that_a_client_rewrote_still_continue(rig: ProxyWithEngine) -> None:
+    """As agno does with those of stores of before, and of models that make their own: by a
+    counter, in calls and results."""
+    rig.engine.replies += [Answer("Let me see.", [("look", '{"q": 1}')]), Answer("It is 7.")]
+    first = rig.client.chat.completions.create(model=MODEL, messages=[user("go")])
+    [call] = first.choices[0].message.tool_calls or []
+    reply: Any = {
+        "role": "assistant",
+        "content": "Let me see.",
+        "tool_calls": [{**call.model_dump(), "id": "call_00000000"}],
+    }
+    result: Any = {"role": "tool", "tool_call_id": "call_00000000", "content": "42"}
+    rig.client.chat.completions.create(model=MODEL, messages=[user("go"), reply, result])
+    one, two = rig.turns()
+    assert (two.parent_id, two.fork_reason) == (one.turn_id, None)
+    # Without the text beside it, too.
+    reply["content"] = None
+    rig.client.chat.completions.create(model=MODEL, messages=[user("go"), reply, result])
+    assert rig.turns()[2].fork_reason == "tokenizer"
+    # Calls with other arguments are other calls.
+    reply["tool_calls"][0]["function"]["arguments"] = '{"q": 2}'
+    rig.client.chat.completions.create(model=MODEL, messages=[user("go"), reply, result])
+    assert rig.turns()[3].fork_reason == "edited_calls"
 
 
 def test_a_continued_choice_is_the_parent(rig: ProxyWithEngine) -> None:
@@ -306,7 +353,8 @@ async def test_what_is_forgotten_leaves_nothing_behind() -> None:
         continuation.add(cached_turn(turn, plan.conversation))
     trees = continuation._trees
     assert len(trees._trees) < 10
-    assert len(trees._keys) == sum(len(tree.turns) for tree in trees._trees.values())
+    kept = sum(len(tree.turns) for tree in trees._trees.values())
+    assert {len(trees._by_id), len(trees._by_text), len(trees._by_prompt)} == {kept}
     assert 0 < trees.size <= 20_000
 
 

@@ -50,6 +50,80 @@ def test_a_stop_string_forks() -> None:
     assert reason(done) == ForkReason.STOP_STRING
 
 
+def test_a_stop_string_that_the_client_kept_is_what_was_sampled() -> None:
+    """Or the engine did: `include_stop_str_in_output`."""
+    done = continued(friendly(), says("17###"), [MORE], "17###", stop_reason="###")
+    assert new_text(done) == "<|end|><|user|>And in Rome?<|end|><|assistant|>"
+
+
+# Replies to which the client added text.
+
+CODE = "I add.\n<code>\nprint(1)\n"
+
+
+@pytest.mark.parametrize("sampled", [f"{CODE}</code>", f" {CODE}</code>\n"])
+def test_text_behind_a_stop_string_is_new(sampled: str) -> None:
+    """As smolagents' CodeAgent: it puts the stop string back, and a list of calls behind it."""
+    echoed = says(f"{CODE}</code>\nCalling tools:\n[{{'id': 'call_1'}}]")
+    done = continued(friendly(), says(CODE), [MORE], sampled, stop_reason="</code>", echoed=echoed)
+    calling = "Calling tools:\n[{'id': 'call_1'}]<|end|><|user|>And in Rome?<|end|><|assistant|>"
+    assert new_text(done) == ("" if sampled.endswith("\n") else "\n") + calling
+    cut = continued(friendly(), says(CODE), [MORE], CODE, finish_reason="length", echoed=echoed)
+    assert new_text(cut) == "</code>\n" + calling
+
+
+@pytest.mark.parametrize(
+    ("changed", "sampled", "echoed", "ended", "expected"),
+    [
+        # The stop string did not come back: its tokens say what the message does not.
+        ({}, "17###", "17 and more", {"stop_reason": "###"}, ForkReason.STOP_STRING),
+        ({}, "17###", "17 ## and more", {"stop_reason": "###"}, ForkReason.STOP_STRING),
+        # An end token stands between, which the new prompt lacks.
+        ({}, "17<|end|>", "17 and more", {}, ForkReason.EDITED_CONTENT),
+        ({}, "17<|end|>", "17 and more", {"stop_reason": 400}, ForkReason.EDITED_CONTENT),
+        # It is another text.
+        ({}, "17", "18 and more", {"finish_reason": "length"}, ForkReason.EDITED_CONTENT),
+        # What is added changes what the template shows of the reply.
+        (
+            {"text": "split"},
+            "17",
+            "17</think> and more",
+            {"finish_reason": "length"},
+            ForkReason.CUT_SHORT,
+        ),
+        ({"text": "shouted"}, "as", "as it is", {"finish_reason": "length"}, ForkReason.CUT_SHORT),
+        (
+            {"closing": "said"},
+            "17",
+            "17 and more",
+            {"finish_reason": "length"},
+            ForkReason.CUT_SHORT,
+        ),
+        # What is added would end the reply, or open another message.
+        ({}, "17", "17<|end|><|user|>so", {"finish_reason": "length"}, ForkReason.CUT_SHORT),
+        ({}, "17", "17 <tool_call>{}", {"finish_reason": "length"}, ForkReason.CUT_SHORT),
+    ],
+)
+def test_an_addition_that_is_not_proven_forks(
+    changed: Any, sampled: str, echoed: str, ended: Any, expected: ForkReason
+) -> None:
+    reply = says(sampled.removesuffix("<|end|>").removesuffix("###"))
+    done = continued(friendly(**changed), reply, [MORE], sampled, echoed=says(echoed), **ended)
+    assert reason(done) == expected
+
+
+def test_an_addition_that_would_be_other_text_behind_the_reply_forks() -> None:
+    """A tokenizer that puts a space before a first word puts one before the addition."""
+    for kind, expected in (("bytes", True), ("first_word", False), ("every_piece", False)):
+        text = model_of(friendly().source, kind)
+        prompt = fresh_ids(text, [ASK], RenderOptions(), NOW)
+        left = text.tokenizer.encode(text.tokenizer.decode(prompt) + "seven")
+        turn = RecordedTurn("t", prompt, left[len(prompt) :], says("seven"), 1, "length")
+        messages = [ASK, says("seventeen"), MORE]
+        spliced = splice_prompt(text, [turn], messages, RenderOptions(), NOW)
+        assert isinstance(spliced, SplicedPrompt) == expected
+
+
 def test_a_stop_token_id_is_an_end_like_any_other() -> None:
     done = continued(friendly(), says("17"), [MORE], "17<|end|>", stop_reason=400)
     assert new_text(done) == "<|user|>And in Rome?<|end|><|assistant|>"
@@ -60,12 +134,56 @@ def test_a_reply_at_its_length_limit_is_closed_by_the_template() -> None:
     assert new_text(done) == "<|end|><|user|>And in Rome?<|end|><|assistant|>"
 
 
+@pytest.mark.parametrize("sampled", ["There are 1 ", "\n There are 1\n\n"])
+def test_white_space_that_the_template_trims_stays_in_what_was_sampled(sampled: str) -> None:
+    parts, reply = friendly(text="trimmed"), says(sampled)
+    done = continued(parts, reply, [MORE], sampled, finish_reason="length")
+    assert new_text(done) == "<|end|><|user|>And in Rome?<|end|><|assistant|>"
+
+
+def test_a_reply_that_ends_within_a_character_is_closed_behind_it() -> None:
+    """The engine reports the text without it."""
+    text = model_of(friendly().source)
+    prompt = fresh_ids(text, [ASK], RenderOptions(), NOW)
+    sampled = text.tokenizer.encode("17 é")[:-1]
+    assert text.tokenizer.decode(sampled) == "17 \ufffd"
+    turn = RecordedTurn("t", prompt, sampled, says("17 "), 1, "length")
+    spliced = splice_prompt(text, [turn], [ASK, says("17 "), MORE], RenderOptions(), NOW)
+    end = "<|end|><|user|>And in Rome?<|end|><|assistant|>"
+    assert isinstance(spliced, SplicedPrompt)
+    assert spliced.ids == prompt + sampled + text.tokenizer.encode(end)
+
+
+def test_special_tokens_that_the_engine_leaves_out_of_the_text_stay_sampled() -> None:
+    sampled = "There <|tool|>are 1"
+    done = continued(friendly(), says("There are 1"), [MORE], sampled, finish_reason="length")
+    assert new_text(done) == "<|end|><|user|>And in Rome?<|end|><|assistant|>"
+    for ends in ("There are 1<|end|>", "There <|end|>are 1"):
+        done = continued(friendly(), says("There are 1"), [MORE], ends, finish_reason="length")
+        assert reason(done) == ForkReason.CUT_SHORT
+
+
+def test_reasoning_that_was_cut_short_is_closed_by_the_template() -> None:
+    """Where the token that ends it is one, and only white space comes before that."""
+    parts = friendly(reasoning="trimmed")
+    source = parts.source.replace("</think>", "<|system|>")
+    text = model_of(source)
+    prompt = fresh_ids(text, [ASK], RenderOptions(), NOW)
+    sampled = text.tokenizer.encode("<think>\nI should \n")
+    reply = says(None, reasoning="I should")
+    turn = RecordedTurn("t", prompt, sampled, reply, 1, "length")
+    spliced = splice_prompt(text, [turn], [ASK, reply, MORE], RenderOptions(), NOW)
+    assert isinstance(spliced, SplicedPrompt)
+    added = text.tokenizer.decode(spliced.ids[len(prompt + sampled) :])
+    assert added == "\n<|system|>\n\n<|end|><|user|>And in Rome?<|end|><|assistant|>"
+
+
 @pytest.mark.parametrize(
     ("reply", "sampled"),
     [
         (says("There are", reasoning="hm"), "<think>hm</think>There are <think>"),
         (says(None, reasoning="I should"), "<think>I should"),
-        (says('<tool_call>{"na'), '<tool_call>{"na '),
+        (says('<tool_call>{"na'), '<tool_call>{"nan'),
         (
             says(calls=[call(1, city="Os")]),
             '<tool_call>{"name": "stock", "arguments": {"city": "Os',

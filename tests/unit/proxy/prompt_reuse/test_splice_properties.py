@@ -104,7 +104,10 @@ class Episode:
             assert tokenizer.roundtrip(whole[end:]) in (news, tokenizer.roundtrip(news))
             assert whole[end:].startswith(stop)
         else:
-            assert whole == before + tokenizer.decode(sampled) + whole[end:]
+            added = tokenizer.decode(spliced.ids[len(context) :])
+            assert added.lstrip() == whole[end:].lstrip()
+            assert whole.endswith(added)
+            assert whole[len(before) : end].strip().endswith(tokenizer.decode(sampled).strip())
         assert whole.startswith(before)
         return spliced
 
@@ -184,6 +187,39 @@ def test_a_reply_that_was_cut_short_is_closed_as_the_template_closes_it(
     reply = says(said, reasoning=data.draw(st.sampled_from(["", "", "hm"])))
     sampled = episode.text.tokenizer.encode(said) or episode.text.tokenizer.encode("a")
     episode.go_on(episode.fresh(), sampled, reply, [user(data.draw(WORDS))], "length")
+
+
+@many
+@given(st.data(), grown(), st.sampled_from(sorted(KINDS)))
+def test_an_addition_to_a_reply_changes_nothing_before_it(
+    data: st.DataObject, parts: Parts, kind: str
+) -> None:
+    """The prompt says what the template says of the whole conversation, but for white space."""
+    text, ask, new = model_of(parts.source, kind), user(data.draw(WORDS)), user(data.draw(WORDS))
+    said, stop = data.draw(WORDS), data.draw(st.sampled_from(["", "###", "</code>"]))
+    echoed = said.strip() + stop + data.draw(WORDS)
+    prompt = text.tokenizer.encode(_rendered(text, [ask]))
+    sampled = array("i", [i for char in said + stop for i in text.tokenizer.encode(char)])
+    ended: Any = ("stop", stop) if stop else ("length", None)
+    turn = RecordedTurn("t", prompt, sampled, says(said), 1, *ended)
+    messages = [ask, says(echoed), new]
+    spliced = splice_prompt(text, [turn], messages, RenderOptions(), NOW)
+    if isinstance(spliced, SplicedPrompt):
+        assert spliced.ids[: len(prompt) + len(sampled)] == prompt + sampled
+        shown = text.tokenizer.decode(spliced.ids[len(prompt) :])
+        whole = text.tokenizer.roundtrip(_rendered(text, messages))
+        before = text.tokenizer.decode(prompt)
+        assert whole.startswith(before)
+        mine, theirs = "".join(shown.split()), "".join(whole[len(before) :].split())
+        if echoed.strip() != said.strip():
+            assert mine == theirs
+        # Nothing was added: a header that the model did not write is not put there.
+        assert theirs.endswith(mine)
+
+
+def _rendered(text: ChatFormat, messages: Sequence[Json]) -> str:
+    shown = [engine_message(message, parts=False) for message in messages]
+    return text.template.render(shown, now=NOW)
 
 
 def test_the_friendly_template_is_continued() -> None:

@@ -12,13 +12,18 @@ a reply ends was written down for each model by hand (`FAMILIES`).
 
 from __future__ import annotations
 
+from array import array
+from random import Random
+
 import pytest
 from jinja2 import TemplateError
 
-from support.chat.conversations import CELLS, Cell, call, result, says
-from support.chat.real_templates import FAMILIES, NOW, engine_text, model
+from support.chat.conversations import CELLS, SYSTEM, Cell, Json, call, result, says, user
+from support.chat.real_templates import FAMILIES, NOW, engine_text, fresh_ids, model
 from tracegrad.chat.call import RecordedTurn
 from tracegrad.chat.messages import RenderOptions
+from tracegrad.chat.model import ChatFormat
+from tracegrad.chat.template import RenderError
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.proxy.prompt_reuse.splice import SplicedPrompt, splice_prompt
 
@@ -147,3 +152,46 @@ def test_a_tool_loop_goes_on_for_as_long_as_it_likes(name: str) -> None:
         new = text.tokenizer.decode(spliced.ids[len(context) :])
         assert engine_text(name, messages, cell.tools).endswith(family.stop[True] + new)
         prompt = spliced.ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_text_that_is_cut_short_is_closed_as_plain_text_is(name: str) -> None:
+    """As a model says it that knows nothing yet: white space at its ends, special tokens, half
+    characters. Where a template continues plain words it continues these, with the same tokens
+    behind them but for white space that it puts there itself."""
+    text = model(name)
+    frame = RenderOptions(kwargs=FAMILIES[name].kwargs)
+    before = [SYSTEM, user("Say something.")]
+    try:
+        prompt = fresh_ids(text, before, frame, NOW)
+    except RenderError:
+        return
+    closed = {_closing(text, before, prompt, text.tokenizer.encode("17 lamps"), frame)}
+    random = Random(name)
+    for _ in range(24):
+        words = random.choices(["lamp", " 17", "\n", " ", ".", "\t", "é", "中", "{", '"'], k=12)
+        sampled = text.tokenizer.encode("a" + "".join(words))
+        if random.random() < 0.3:
+            sampled += text.tokenizer.encode("é")[:1]
+        if random.random() < 0.2:
+            sampled.insert(random.randrange(len(sampled)), text.tokenizer.encode("<bos>")[0])
+        closed.add(_closing(text, before, prompt, sampled, frame))
+    assert len(closed) == 1
+
+
+def _closing(
+    text: ChatFormat,
+    before: list[Json],
+    prompt: array[int],
+    sampled: array[int],
+    frame: RenderOptions,
+) -> str:
+    """What follows a reply that was cut short, or why it forks."""
+    said = text.tokenizer.decode(sampled, skip_special=True).rstrip("\ufffd")
+    turn = RecordedTurn("t", prompt, sampled, says(said), len(before), "length")
+    messages = [*before, says(said), user("Go on.")]
+    spliced = splice_prompt(text, [turn], messages, frame, NOW)
+    if not isinstance(spliced, SplicedPrompt):
+        return spliced.reason
+    assert spliced.ids[: len(prompt) + len(sampled)] == prompt + sampled
+    return text.tokenizer.decode(spliced.ids[len(prompt) + len(sampled) :])

@@ -132,6 +132,7 @@ def _call(request: Json, body: Json, given: JsonField) -> Call:
         stream=given.is_set("stream"),
         visible=VisibleFields(reasoning=_thinking(given) != "disabled"),
         untrainable=media_untrainable_reason(body["messages"]),
+        tool_call_prefix="toolu_",
     )
 
 

@@ -38,6 +38,7 @@ def test_a_message_is_recorded_with_its_tokens(
         message = claude.messages.create(**asked, tools=[TOOL])
 
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
+    assert message.content[2].id.startswith("toolu_")
     assert message.content[1].text == "It is fine."
     assert (message.content[2].name, message.content[2].input) == ("look", {"at": "it"})
     assert message.stop_reason == "tool_use"
