@@ -63,6 +63,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "maintenance",
     ),
     "tracegrad.proxy": (
+        "shared_counts shared_log",
         "http",
         "auth dialects",
         "engine prompt_reuse",
@@ -70,6 +71,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "otel",
         "endpoints",
         "app",
+        "workers",
         "cli",
     ),
     "tracegrad.cli": ("render options store_option", "commands", "app", "__main__"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import APIRouter, FastAPI, Path, Request
 from fastapi.exceptions import RequestValidationError
@@ -154,7 +154,33 @@ class GateState(BaseModel):
     waiting: int
 
 
-def make_control_router(recorder: Recorder, gate: WeightUpdateGate) -> APIRouter:
+class WeightPushes(Protocol):
+    """The gate, of this process alone or of all workers of the proxy."""
+
+    async def hold(self, *, ttl_s: float, drain_s: float) -> int: ...
+
+    async def set_version(self, version: int) -> None: ...
+
+    async def release(self) -> None: ...
+
+    async def state(self) -> dict[str, int | bool]: ...
+
+
+class OwnGate:
+    """That of a proxy of one process."""
+
+    def __init__(self, gate: WeightUpdateGate) -> None:
+        self._gate = gate
+        self.hold, self.set_version = gate.hold, gate.set_version
+
+    async def release(self) -> None:
+        self._gate.release()
+
+    async def state(self) -> dict[str, int | bool]:
+        return self._gate.state()
+
+
+def make_control_router(recorder: Recorder, gate: WeightPushes) -> APIRouter:
     router = APIRouter(prefix="/api")
 
     @router.post("/events", summary="Rollouts started and finished, rewards, spans")
@@ -171,7 +197,7 @@ def make_control_router(recorder: Recorder, gate: WeightUpdateGate) -> APIRouter
 
     @router.get("/push", summary="Policy version and gate")
     async def push() -> GateState:
-        return GateState.model_validate(gate.state())
+        return GateState.model_validate(await gate.state())
 
     @router.post("/push/hold", summary="Before a weight push: new calls wait")
     async def hold(body: HoldRequest) -> InFlight:
@@ -182,12 +208,12 @@ def make_control_router(recorder: Recorder, gate: WeightUpdateGate) -> APIRouter
     async def set_version(body: SetVersionRequest) -> GateState:
         """To be sent while the engine is paused."""
         await gate.set_version(body.version)
-        return GateState.model_validate(gate.state())
+        return GateState.model_validate(await gate.state())
 
     @router.post("/push/release", summary="Waiting calls go on, in order")
     async def release() -> GateState:
-        gate.release()
-        return GateState.model_validate(gate.state())
+        await gate.release()
+        return GateState.model_validate(await gate.state())
 
     return router
 
