@@ -52,7 +52,8 @@ class SharedLog:
         """To be called once, in the worker's own process, behind every `subscribe`: what is in the
         rings yet is read, its predecessor's words too."""
         self._read = [ring.tail for ring in self._rings]
-        self.catch_up()
+        for number, ring in enumerate(self._rings):
+            self._read_ring(number, ring)
         self._own = self._rings[worker]
 
     def subscribe(self, kind: str, handler: Handler) -> None:
@@ -70,7 +71,10 @@ class SharedLog:
         return self._own.append(marshal.dumps((kind, args)))
 
     def catch_up(self) -> None:
-        """Hand what others published since the last time to its handlers."""
+        """Hand what others published since the last time to its handlers; nothing before `join`,
+        which must find all caches there."""
+        if self._own is None:
+            return
         for number, ring in enumerate(self._rings):
             if ring is not self._own and ring.head != self._read[number]:
                 self._read_ring(number, ring)

@@ -21,14 +21,16 @@ _START_S = 60.0
 class ProxyProcess:
     """On the same port each time; forked from a process that has loaded the command already."""
 
-    def __init__(self, upstream: str, store_url: str, log: Path) -> None:
+    def __init__(self, upstream: str, store_url: str, log: Path, **settings: object) -> None:
+        """`settings` are the proxy's, by their names."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+            self.port: int = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        self._command = ["proxy", f"--port={port}", f"--upstream={upstream}"]
+        self._command = ["proxy", f"--port={self.port}", f"--upstream={upstream}"]
         self._command += [f"--store={store_url}"]
         self._pid: int | None = None
+        variables = {f"TRACEGRAD_PROXY_{name.upper()}": str(v) for name, v in settings.items()}
         with log.open("ab") as errors:
             self._nursery = subprocess.Popen(
                 [sys.executable, "-m", "support.proxy.fork_server"],
@@ -36,7 +38,7 @@ class ProxyProcess:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env=environment(),
+                env={**environment(), **variables},
             )
 
     def start(self) -> None:
@@ -51,6 +53,12 @@ class ProxyProcess:
             waits = self.runs and time.monotonic() < deadline
             assert waits, self.log.read_text()[-2000:]
             time.sleep(0.02)
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started: with several workers, of their supervisor."""
+        assert self._pid is not None
+        return self._pid
 
     @property
     def runs(self) -> bool:
