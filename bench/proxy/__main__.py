@@ -50,7 +50,6 @@ class Plan:
             2_000 if options.quick else 20_000,
         )
 
-    @property
     def wants(self, server: str) -> bool:
         return any(server in cell.servers for cell in self.at_once)
 

@@ -71,6 +71,7 @@ class Supervisor:
         self._workers = [_Worker(number) for number in range(settings.workers)]
         self._shared = SharedLog(settings.workers)
         self._counts = SharedCounts(settings.workers, upstream_rows(settings.upstreams))
+        self._writing = os.memfd_create("tracegrad-writing")
         self._requests = GroupRequests(self._send, GateNow(version, settings.held))
         self._unplaced: deque[socket.socket] = deque()
         self._selector = selectors.DefaultSelector()
@@ -144,6 +145,7 @@ class Supervisor:
                     self._requests.gate,
                     self._shared,
                     self._counts,
+                    self._writing,
                 )
             )
             code = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import signal
@@ -46,6 +47,21 @@ class Seat:
     gate: GateNow
     shared: SharedLog
     counts: SharedCounts
+    writing: int  # a file, for `WriteTurn`
+
+
+class WriteTurn:
+    """Of workers that write one file, one at a time: SQLite would let the others look again and
+    again whether it is free. The system frees what a worker that is killed holds."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    def __enter__(self) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN)
 
 
 def worker_settings(settings: ProxySettings) -> ProxySettings:
@@ -70,7 +86,8 @@ def run_worker(seat: Seat) -> None:
         raise SystemExit(2) from None
     limits = ConnectionLimits.of(settings)
     limits = replace(limits, connections=raise_file_limit(limits.connections))
-    with store, GroupCommitWriter(store) as writer:
+    turn = WriteTurn(seat.writing) if store.database.url.get_backend_name() == "sqlite" else None
+    with store, GroupCommitWriter(store, turn=turn) as writer:
         gate = WeightUpdateGate(
             seat.gate.version,
             held=seat.gate.held_for(time.monotonic()) is not None,
