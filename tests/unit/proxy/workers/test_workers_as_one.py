@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from support.engines.mock_engine import MODEL, Answer, render
+from support.proxy.otlp_json import chat, send, span
 from support.proxy.workers import ADMIN_KEY, Workers, two_workers
-from tracegrad.events import Turn
+from tracegrad.events import Outcome, Turn
 
 
 @pytest.fixture
@@ -80,6 +81,20 @@ def test_a_trace_is_known_to_every_worker(lasting: Workers) -> None:
     lasting.chat(lasting.clients[0], [*hello], "traced", trace)
     lasting.chat(lasting.clients[1], [{"role": "user", "content": "bye"}], None, trace)
     assert len(lasting.store.rollout_turns("traced")) == 2
+
+
+def test_the_spans_of_a_call_and_of_its_trace_may_come_to_any_worker(lasting: Workers) -> None:
+    first, second = lasting.clients
+    answer = lasting.chat(first, [{"role": "user", "content": "spans"}])
+    before = {row.rollout_id for row in lasting.store.rollouts(limit=None)}
+    reported = {"gen_ai.response.id": answer["id"], "session.id": "s1"}
+    send(second, span(2, "chat", chat(1, **reported), parent=1))
+    send(first, span(1, "agent", {"gen_ai.operation.name": "invoke_agent"}))
+    rows = {row.rollout_id: row for row in lasting.store.rollouts(limit=None)}
+    assert set(rows) == before, "the span told of a call that is a turn already"
+    [mine] = [row for row in rows.values() if row.tags]
+    assert mine.tags == {"session.id": "s1"}
+    assert (mine.turns, mine.outcome) == (1, Outcome.COMPLETED)
 
 
 def test_previous_responses_are_found_by_every_worker(lasting: Workers) -> None:
