@@ -10,8 +10,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -75,9 +76,7 @@ def worker_settings(settings: ProxySettings) -> ProxySettings:
 
 def run_worker(seat: Seat) -> None:
     """Until SIGTERM, or the supervisor's end. Raises SystemExit where it cannot start."""
-    # uvicorn passes signals on when it has shut down; the writer and the store come after that.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
+    _on_signals(lambda *_: sys.exit(0))
     settings = worker_settings(seat.settings)
     try:
         store = Store.open(settings.store)
@@ -106,7 +105,15 @@ def run_worker(seat: Seat) -> None:
         )
         app = create_app(settings, store=store, writer=writer, links=links)
         tune_gc()
-        WorkerServer(server_config(app, limits), seat, gate, group).run(sockets=[])
+        server = WorkerServer(server_config(app, limits), seat, gate, group)
+        # uvicorn passes signals on when it has shut down; the writer and the store come after that.
+        _on_signals(server.handle_exit)
+        server.run(sockets=[])
+
+
+def _on_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
 
 
 class WorkerServer(uvicorn.Server):
