@@ -73,7 +73,7 @@ def test_a_killed_proxy_loses_no_call_that_a_client_saw_end_in_postgresql(
 def test_a_killed_worker_loses_nothing_and_the_others_go_on(
     engine_url: str, url: str, tmp_path: Path
 ) -> None:
-    kills, draw = 6, random.Random(drawn_seed())
+    kills, draw = 4, random.Random(drawn_seed())
     proxy = ProxyProcess(engine_url, url, tmp_path / "proxy.log", workers=2)
     proxy.start()
     try:
