@@ -14,6 +14,7 @@ from bench.proxy.peers import DIRECT, LITELLM, LITELLM_TWO, OURS, OURS_TWO, PLAI
 PATH = "/v1/chat/completions"
 ALL = (DIRECT, PLAIN, OURS, LITELLM)
 WITHOUT_LITELLM = (DIRECT, PLAIN, OURS)
+FEW = 16
 # Calls of one rollout, one after another: short, as agents' episodes are.
 _CALLS_A_ROLLOUT = 8
 
@@ -110,6 +111,10 @@ def with_tokens() -> list[Cell]:
         Cell(False, 8192, 256, tokens=True),
         Cell(False, 8192, 32, rate=650, tokens=True),
         Cell(True, 8192, 32, tokens=True),
+        # As many callers as a small run has: held against the pass-through alone.
+        Cell(False, 8192, FEW, rate=100, servers=WITHOUT_LITELLM, tokens=True),
+        Cell(False, 8192, FEW, rate=650, servers=WITHOUT_LITELLM, tokens=True),
+        Cell(True, 8192, FEW, rate=50, servers=WITHOUT_LITELLM, tokens=True),
     ]
 
 

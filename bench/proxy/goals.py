@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bench.proxy.cells import FEW
 from bench.proxy.endurance import Memory, Stored
 from bench.proxy.peers import LITELLM, OURS, OURS_TWO, PLAIN
 from bench.proxy.rounds import Result
@@ -11,6 +12,9 @@ from bench.tables import Goal
 
 ADDED_MS = 2.0
 OF_PLAIN = 0.7
+# Where all ask for tokens, of the pass-through: its calls a second, and its CPU for a stream.
+OF_PLAIN_FEW = 0.8
+STREAM_CPU = 1.5
 OF_LITELLM = 10.0
 OF_ONE_WORKER = 1.6
 FIRST_TURN_BYTES = 45_000
@@ -21,7 +25,13 @@ LONG = 20_000
 
 
 def goals(results: Sequence[Result], memory: Memory, stored: Stored) -> list[Goal]:
-    found = [*_latency(results), *_throughput(results), *_workers(results), *_streams(results)]
+    found = [
+        *_latency(results),
+        *_beside_plain(results),
+        *_throughput(results),
+        *_workers(results),
+        *_streams(results),
+    ]
     if memory.samples[-1][0] >= LONG:
         found.append(_memory(memory))
     return [*found, *_size(stored)]
@@ -60,6 +70,8 @@ def _latency(results: Sequence[Result]) -> list[Goal]:
         cell = result.cell
         if cell.prompt_tokens != 8192 or not (cell.concurrency == 1 or cell.rate == 100):
             continue
+        if cell.concurrency == FEW:
+            continue  # `_beside_plain`
         if cell.tokens and cell.stream:
             continue  # its words come in the same piece as its prompt's ids
         what = "first_p50" if cell.stream else "p50"
@@ -75,6 +87,34 @@ def _latency(results: Sequence[Result]) -> list[Goal]:
                 )
             )
     return found
+
+
+def _beside_plain(results: Sequence[Result]) -> list[Goal]:
+    """Few callers that ask for tokens: what tracegrad costs more than the pass-through."""
+    found = []
+    for result in results:
+        cell = result.cell
+        if cell.concurrency != FEW or not cell.tokens or PLAIN not in result.rounds:
+            continue
+        if cell.rate == 100:
+            more = (result.added(OURS, "p50") or 0.0) - (result.added(PLAIN, "p50") or 0.0)
+            wanted, measured = f"at most {ADDED_MS:g} ms", f"{more:.2f} ms"
+            what, met = "p50 over that of pass-through", more <= ADDED_MS
+        elif cell.stream:
+            times = _times(result, "server_cpu")
+            wanted, measured = f"at most {STREAM_CPU:g} times", f"{times:.2f} times"
+            what, met = "CPU over that of pass-through", times <= STREAM_CPU
+        else:
+            times = _times(result, "calls_per_s")
+            wanted, measured = f"at least {OF_PLAIN_FEW:g} times", f"{times:.2f} times"
+            what, met = "calls/s over those of pass-through", times >= OF_PLAIN_FEW
+        found.append(Goal(f"{what}, {cell.name}", wanted, measured, met))
+    return found
+
+
+def _times(result: Result, what: str) -> float:
+    theirs = result.median(PLAIN, what) or 0.0
+    return (result.median(OURS, what) or 0.0) / theirs if theirs else float("inf")
 
 
 def _throughput(results: Sequence[Result]) -> list[Goal]:

@@ -20,12 +20,13 @@ proxy that the same libraries make (uvicorn, uvloop, httptools, aiohttp; nothing
 `--workers 2`; **LiteLLM** is its proxy with one
 worker, without a database, a key to check, or a log.
 
-Prompts differ from call to call; 512 tokens are generated. Without being asked the engine answers
-with text only; tracegrad asks it for all token ids and log-probabilities, which make an answer to
-an 8k prompt some 110 kB instead of 3, and commits them to the disk before its client sees the end.
-Times *added* are over direct in the same round, the median of the rounds. CPU is milliseconds a
-call of the server's own processes: of all columns it depends least on what else the machine did.
-The load generator, the engine and the server share the cores.
+Prompts differ from call to call, and come again as those of attempts at one task do; 512 tokens are
+generated. Without being asked the engine answers with text only; tracegrad asks it for all token
+ids and log-probabilities, which make an answer to an 8k prompt some 110 kB instead of 3, and
+commits them to the disk before its client sees the end. Times *added* are over direct in the same
+round, the median of the rounds. CPU is milliseconds a call of the server's own processes: of all
+columns it depends least on what else the machine did. The load generator, the engine and the server
+share the cores.
 """
 
 

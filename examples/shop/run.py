@@ -36,8 +36,6 @@ SERVE: Mapping[str, object] = {
     "batches.tokens_per_micro_batch": 2048,
     "objective.preset": "grpo",
     "optim.lr": 5e-4,
-    # A group or two with signal left in a batch must not move the weights like a full one.
-    "optim.eps": 1e-4,
     "fsdp.reshard": "false",
     "fsdp.threads": 1,
     "vllm.max_model_len": 512,

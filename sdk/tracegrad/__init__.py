@@ -18,12 +18,16 @@ from tracegrad.context import Rollout, tags
 from tracegrad.decorators import Reward, reward, rollout, trace, turn
 from tracegrad.events import Outcome
 from tracegrad.exporter import Stats, flush, stats
+from tracegrad.version import VERSION
+
+__version__ = VERSION
 
 __all__ = [
     "Outcome",
     "Reward",
     "Rollout",
     "Stats",
+    "__version__",
     "flush",
     "reward",
     "rollout",

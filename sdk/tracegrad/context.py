@@ -10,12 +10,13 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar, Token
 from typing import Any, SupportsFloat, TypeVar
 from urllib.parse import urlsplit
 
+from tracegrad.client_environ import subprocess_environ
 from tracegrad.events import (
     REWARD_RANGE,
     Event,
@@ -65,10 +66,11 @@ class Rollout:
         emit: Callable[[Event], None],
         drop: Callable[[str], int],
         admin_key: str | None = None,
+        outer: Rollout | None = None,
     ) -> None:
         """`drop` counts what is not sent, by reason, and returns the count. `admin_key` is
         TRACEGRAD_API_KEY, from which the rollout's own keys are derived; None where the proxy asks
-        for none."""
+        for none. `outer` is the rollout inside of which this one is opened."""
         self.id = new_id()
         # The key of another rollout opens nothing for this one: its calls stay as they are.
         self.foreign = admin_key is not None and is_secret_key(admin_key)
@@ -81,6 +83,7 @@ class Rollout:
         # span other than ours began.
         self.may_have_calls = False
         self._finished = False
+        self._outer = outer
         self._emit = emit
         self._drop = drop
 
@@ -108,6 +111,23 @@ class Rollout:
         """
         self.may_have_calls = True
         return self.own_key or f"{API_KEY_PREFIX}{self.id}"
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment for an agent in a process of its own, whose calls belong to this rollout:
+        `subprocess.run(["some-agent"], env=rollout.environ)`.
+
+        A copy of `os.environ` in which the base URLs and keys that OpenAI's, Anthropic's and
+        Google's clients read lead here, without TRACEGRAD_API_KEY.
+        """
+        return subprocess_environ(self.base_url, self.api_key)
+
+    def around(self) -> Iterator[Rollout]:
+        """The rollouts that this one was opened in, the innermost first."""
+        outer = self._outer
+        while outer is not None:
+            yield outer
+            outer = outer._outer
 
     @property
     def events_key(self) -> str | None:

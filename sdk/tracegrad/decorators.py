@@ -16,6 +16,7 @@ from typing import Any, Generic, SupportsFloat, TypeVar, cast, overload
 from tracegrad import context, exporter, http_patching, task_ids, thread_patching, transport
 from tracegrad.context import Rollout
 from tracegrad.events import Outcome, RolloutStarted
+from tracegrad.open_rollouts import OpenRollout
 from tracegrad.serializer import bounded_repr, error_line
 
 _log = logging.getLogger("tracegrad")
@@ -46,6 +47,11 @@ class rollout(AbstractContextManager[Rollout]):
         agent: the agent's name.
         input: what was asked, for people to read; anything, kept as JSON.
         name: the name of the rollout's outermost span; the agent's name if None.
+        environ: whether `os.environ` leads here meanwhile (OPENAI_BASE_URL, OPENAI_API_KEY and
+            those of Anthropic's and Google's clients), for clients that read it when they are made
+            inside and send by other means than httpx, requests or aiohttp. What was there comes
+            back afterwards. The environment is one for the process: no other rollout may be open
+            beside this one. Rollouts inside of it set their own.
 
     Nothing here waits for the proxy, and no argument, however large or strange, makes the code
     inside fail: what cannot be kept in full is cut, and says so. What is wrong in your own program
@@ -53,7 +59,8 @@ class rollout(AbstractContextManager[Rollout]):
 
     Raises:
         ValueError: an argument, TRACEGRAD_URL, TRACEGRAD_TAGS, TRACEGRAD_API_KEY or
-            TRACEGRAD_JOURNAL_BYTES is not what it must be.
+            TRACEGRAD_JOURNAL_BYTES is not what it must be; or `environ`, and another rollout is
+            open beside this one.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class rollout(AbstractContextManager[Rollout]):
         agent: str | None = None,
         input: Any = None,
         name: str | None = None,
+        environ: bool = False,
     ) -> None:
         for field, value in (("task", task), ("agent", agent), ("name", name)):
             if value is not None and (not isinstance(value, str) or not value):
@@ -71,7 +79,7 @@ class rollout(AbstractContextManager[Rollout]):
                     f"{field}: expected a non-empty string or None, got {bounded_repr(value)}"
                 )
         self._task, self._agent, self._input = task and task_ids.bounded_task_id(task), agent, input
-        self._name = name or agent or "rollout"
+        self._name, self._environ = name or agent or "rollout", environ
         self._tags = context.as_tags(tags or {})
         self._scope: ExitStack | None = None
 
@@ -82,20 +90,27 @@ class rollout(AbstractContextManager[Rollout]):
         to = exporter.exporter(context.proxy_url())
         self._process = os.getpid()
         self._rollout = opened = Rollout(
-            task_id=self._task, url=to.url, emit=to.put, drop=to.drop, admin_key=transport.api_key()
+            task_id=self._task,
+            url=to.url,
+            emit=to.put,
+            drop=to.drop,
+            admin_key=transport.api_key(),
+            outer=context.current(),
         )
-        to.put(
-            RolloutStarted(
-                rollout_id=opened.id,
-                task_id=opened.task_id,
-                agent=self._agent,
-                tags=tags,
-                task=self._input,
-            )
-        )
-        http_patching.install()
-        thread_patching.install()
         with ExitStack() as scope:
+            # Refuses before anything is recorded of what will not run.
+            scope.enter_context(OpenRollout(opened, environ=self._environ))
+            to.put(
+                RolloutStarted(
+                    rollout_id=opened.id,
+                    task_id=opened.task_id,
+                    agent=self._agent,
+                    tags=tags,
+                    task=self._input,
+                )
+            )
+            http_patching.install()
+            thread_patching.install()
             scope.enter_context(context.use_rollout(opened))
             scope.enter_context(_span(self._name, to.url))
             self._scope = scope.pop_all()
@@ -132,6 +147,7 @@ class rollout(AbstractContextManager[Rollout]):
 
 
 _warned_without_calls = False
+_warned_tasks: set[tuple[str, str]] = set()  # the traced function, and the one that names its tasks
 
 
 def _warn_without_calls(ended: Rollout, name: str) -> None:
@@ -143,8 +159,10 @@ def _warn_without_calls(ended: Rollout, name: str) -> None:
     _log.warning(
         "rollout %s (%s) ends with a reward, and no LLM call to %s was seen in it: unless another "
         "process makes its calls, nothing of it can be trained. Give the agent's client the base "
-        "URL %s/v1; one that sends by other means than httpx, requests or aiohttp, or from another "
-        "process, needs the rollout's own (rollout.base_url). This warning comes once",
+        "URL %s/v1. One that sends by other means than httpx, requests or aiohttp needs the "
+        "rollout's own: pass rollout.base_url to it, or open the rollout with environ=True where "
+        "it reads OPENAI_BASE_URL; another process gets env=rollout.environ. This warning comes "
+        "once",
         ended.id,
         name,
         ended.url,
@@ -194,6 +212,7 @@ def trace(
     agent: str | None = None,
     tags: Mapping[str, object] | None = None,
     reward: bool | Callable[[Any], SupportsFloat | None] = False,
+    environ: bool = False,
 ) -> Callable[[F], F]: ...
 def trace(
     function: F | None = None,
@@ -204,6 +223,7 @@ def trace(
     agent: str | None = None,
     tags: Mapping[str, object] | None = None,
     reward: bool | Callable[[Any], SupportsFloat | None] = False,
+    environ: bool = False,
 ) -> F | Callable[[F], F]:
     """Record what a function does: `@trace`, or `@trace(task=..., agent=...)`.
 
@@ -215,13 +235,15 @@ def trace(
     and is aborted if closed early.
 
     Args:
-        task: the task's id, or a function of the call's arguments that returns it. None: a hash
-            of the function's name and the arguments, so that equal calls form a group.
+        task: the task's id, or a function of the call's arguments that returns it; where that
+            raises, or returns None, the rollout has no task. None: a hash of the function's name
+            and the arguments, so that equal calls form a group.
         name: the span's name. None: the function's.
         agent: the agent's name. None: the span's.
         tags: what to select rollouts by, as in `rollout`.
         reward: True: the number (or bool) that the function returns is the rollout's reward; or a
             function of what it returns that gives the reward. None is no reward.
+        environ: whether `os.environ` leads clients to the rollout meanwhile, as in `rollout`.
 
     Raises:
         ValueError: what is decorated is not a function, or `reward` neither a bool nor a function.
@@ -249,6 +271,7 @@ def trace(
                 task,
                 dict(tags or {}),
                 reward,
+                environ,
             )
         )
 
@@ -264,6 +287,7 @@ class _Traced(Generic[F]):
     task: str | Callable[..., object] | None
     tags: Mapping[str, object]
     reward: bool | Callable[[Any], SupportsFloat | None]
+    environ: bool
 
     def begin(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -280,14 +304,37 @@ class _Traced(Generic[F]):
                 call.apply_defaults()
                 arguments = call.arguments
         task, plain = task_ids.task_and_input(self.function, arguments)
-        if callable(self.task):
-            try:
-                task = str(self.task(*args, **kwargs)) or task
-            except Exception:  # the agent's call is not to fail for its name
-                _log.warning("task of @trace failed for %s", self.name, exc_info=True)
-        elif self.task:
-            task = self.task
-        return rollout(task, tags=self.tags, agent=self.agent, input=plain, name=self.name)
+        return rollout(
+            self._named_task(args, kwargs) if callable(self.task) else self.task or task,
+            tags=self.tags,
+            agent=self.agent,
+            input=plain,
+            name=self.name,
+            environ=self.environ,
+        )
+
+    def _named_task(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+        """What the caller's own function says; None, which is no task, where it says nothing."""
+        assert callable(self.task)
+        try:
+            named = self.task(*args, **kwargs)
+            # A plain str: a subclass may do as it likes.
+            if text := "" if named is None else str.__str__(str(named)):
+                return text
+            wrong = f"returned {bounded_repr(named)}"
+        except Exception as error:  # the agent's call is not to fail for its name
+            wrong = f"raised {error_line(error, context.MAX_ERROR_CHARS)}"
+        function = task_ids.qualified_name(self.task)
+        if (self.name, function) not in _warned_tasks:
+            _warned_tasks.add((self.name, function))
+            _log.warning(
+                "task of @trace: %s, called for %s, %s: the rollout has no task, and is compared "
+                "with no other. This warning comes once for each function",
+                function,
+                self.name,
+                wrong,
+            )
+        return None
 
     def score(self, opened: Rollout | None, returned: Any) -> None:
         """Gives the rollout that the call opened the reward that is declared, if any."""

@@ -149,6 +149,8 @@ class Span:
 
 # `Turn.untrainable` of a call without tokens: the engine refused its prompt as over its context.
 OVER_LENGTH = "over_length"
+# `Turn.finish_reason` of a call that the engine would not answer.
+REFUSED = "refused"
 # ... of a call whose client got the error that it could not be stored, and then it was.
 UNACKNOWLEDGED = "unacknowledged"
 

@@ -54,6 +54,7 @@ LARGEST_REFUSED_FILE = 16 << 20
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 5.0
 # So that a rollout's events share a request, and the agent its interpreter with fewer wake-ups.
 LINGER_S = 0.02
+MAX_WARNINGS = 20  # of single rollouts
 SCAN_EVERY_S = 10.0  # for journals of processes that ended
 # At exit, as long as something is acknowledged now and then; the journal keeps the rest.
 EXIT_PATIENCE_S, EXIT_STALLED_S = 10.0, 2.0
@@ -142,6 +143,7 @@ class EventExporter:
         self._scans = self._scans_wanted = 0
         self._scan_at = 0.0
         self._counts: Counter[str] = Counter()
+        self._warned: set[str] = set()
         self._dropped: Counter[str] = Counter()
         self._refused_said = False
         self._stopped = False
@@ -355,7 +357,7 @@ class EventExporter:
             if self._stopped:
                 raise _Stopped
             try:
-                self._transport.post(path, *_body(records, path))
+                answer = self._transport.post(path, *_body(records, path))
                 break
             except ProxyRefused as refusal:
                 if len(records) > 1:  # some of them: find out which
@@ -371,6 +373,31 @@ class EventExporter:
         with self._changed:
             self._counts["acknowledged"] += len(records)
             self._changed.notify_all()
+        if path == EVENTS_PATH:
+            self._warn_of_rewards(answer)
+
+    def _warn_of_rewards(self, answer: bytes) -> None:
+        """What the proxy says of rewards that it stored, and that are of no use."""
+        with suppress(ValueError, TypeError, KeyError, AttributeError):  # another proxy's words
+            found = json.loads(answer)
+            for rollout_id in found.get("unknown_rollouts", ()):
+                self._warn_once(
+                    f"reward for rollout {rollout_id}: the proxy knows no such rollout; look at"
+                    " the id, and whether it was opened at another proxy"
+                )
+            for late in found.get("after_training", ()):
+                step = late.get("step")
+                when = f"step {step} had trained it" if step is not None else "training took it"
+                self._warn_once(
+                    f"reward for rollout {late['rollout_id']} came after {when}: it is kept, and"
+                    " changes nothing; give rewards before the rollout ends"
+                )
+
+    def _warn_once(self, line: str) -> None:
+        """Of one rollout once; of many, the first ones."""
+        if line not in self._warned and len(self._warned) < MAX_WARNINGS:
+            self._warned.add(line)
+            _log.warning("%s", line)
 
     def _pause(self, seconds: float) -> None:
         """A flush cuts it short, but never below the first pause."""

@@ -7,11 +7,13 @@ KeyError where the file has not the table, and does not name a file that is no T
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
 SETTINGS_FILE = Path("tracegrad.toml")
@@ -60,9 +62,54 @@ def read_toml(path: Path | None = None) -> dict[str, Any]:
         raise SettingsError(f"{path}: {error}") from None
 
 
-def problems(error: ValidationError) -> dict[str, str]:
-    """What is wrong, by the field's name; a check of the whole names its fields itself."""
+def problems(
+    error: ValidationError,
+    settings: type[BaseModel] | None = None,
+    synonyms: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, str]:
+    """What is wrong, by the field's name; a check of the whole names its fields itself.
+
+    For a name that `settings` lacks: the one that was meant, as far as it can be told. `synonyms`:
+    what others call a setting, and its name here.
+    """
     return {
-        ".".join(map(str, one["loc"])): one["msg"].removeprefix("Value error, ")
+        (name := ".".join(map(str, one["loc"]))): (
+            _unknown(name, settings, synonyms)
+            if one["type"] == "extra_forbidden" and settings is not None
+            else one["msg"].removeprefix("Value error, ")
+        )
         for one in error.errors()
     }
+
+
+def _unknown(name: str, settings: type[BaseModel], synonyms: Mapping[str, str]) -> str:
+    meant = meant_setting(name, setting_names(settings), synonyms)
+    return "there is no such setting" + (f"; did you mean {meant}?" if meant else "")
+
+
+def setting_names(settings: type[BaseModel], table: str = "") -> Iterator[str]:
+    """`optim.lr` and all others, the names of tables too."""
+    for name, field in settings.model_fields.items():
+        yield f"{table}{name}"
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from setting_names(kind, f"{table}{name}.")
+
+
+def meant_setting(
+    name: str, known: Iterable[str], synonyms: Mapping[str, str] = MappingProxyType({})
+) -> str | None:
+    """The known name that `name` is most likely a slip for: one of another table, or by spelling;
+    those of its own table first."""
+    table, _, leaf = name.rpartition(".")
+    if leaf in synonyms:
+        return synonyms[leaf]
+    every = list(known)
+    if elsewhere := [each for each in every if each.rpartition(".")[2] == leaf]:
+        return elsewhere[0]
+    siblings = [each for each in every if each.rpartition(".")[0] == table]
+    for among in (siblings, every):
+        by_leaf = {each.rpartition(".")[2]: each for each in reversed(among)}
+        if close := get_close_matches(leaf, by_leaf, n=1):
+            return by_leaf[close[0]]
+    return None

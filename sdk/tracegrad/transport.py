@@ -76,15 +76,15 @@ class Transport:
         self._unreachable = False  # since the last request
         self._silent_until = 0.0
 
-    def post(self, path: str, body: bytes, content_type: str) -> None:
-        """Send one request and wait for the answer.
+    def post(self, path: str, body: bytes, content_type: str) -> bytes:
+        """Send one request and wait for the answer; its body.
 
         Raises:
             ProxyUnreachable: no answer, or one that says "later"; logged, once in five minutes.
             ProxyRefused: the proxy finds the body itself wrong.
         """
         try:
-            self._request(path, body, content_type)
+            answer = self._request(path, body, content_type)
         except urllib.error.HTTPError as error:
             with error:
                 if error.code in _REFUSALS:
@@ -98,14 +98,16 @@ class Transport:
         if self._unreachable:
             _log.info("the tracegrad proxy at %s answers again", self.url)
         self.answered, self._unreachable = True, False
+        return answer
 
-    def _request(self, path: str, body: bytes, content_type: str) -> None:
+    def _request(self, path: str, body: bytes, content_type: str) -> bytes:
         headers = {"Content-Type": content_type}
         if (key := api_key()) is not None:
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(self.url + path, body, headers)
         with self._opener.open(request, timeout=REQUEST_TIMEOUT_S) as answer:
-            answer.read()
+            found: bytes = answer.read()
+        return found
 
     def _no_answer(self, reason: str) -> ProxyUnreachable:
         self._unreachable = True

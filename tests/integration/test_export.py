@@ -3,13 +3,21 @@ LoRA loader reads the adapter folder."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from rich.console import Console
 
-from support.engines.vllm_server import tiny_settings
 from support.trainer.kill_runs import log_of, step_runs
 from support.trainer.prepared_run import fill, settings_of
 from support.trainer.tiny_model import load_model, reference_logprobs, save_tiny_model
@@ -18,11 +26,53 @@ from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings
 from tracegrad_trainer.engine.model.lora import adapter_tensors, save_adapter
 from tracegrad_trainer.engine.model.parallelize import build_model
 from tracegrad_trainer.inference.logprob_probe import compare_logprobs, sample_probe
-from tracegrad_trainer.inference.vllm_process import VllmProcess
+from tracegrad_trainer.utils.network import find_free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 GAP = 1e-4  # nats; the two engines agree to about 1e-6
 PROMPT = [5 + 7 * i % 290 for i in range(24)]
+
+
+@contextmanager
+def documented_server(folder: Path) -> Iterator[str]:
+    """The command of docs/training.md for CPUs, run beside the folder `exported`: its base URL."""
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    [line] = [each for each in page.splitlines() if each.startswith("python -m vllm.")]
+    port = find_free_port()
+    environment = os.environ | {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    with (folder / "vllm.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, *shlex.split(line)[1:], f"--port={port}"],
+            cwd=folder,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while not _is_healthy(url):
+            assert process.poll() is None, (folder / "vllm.log").read_text()[-4000:]
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=10).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_vllm_serves_what_was_exported(tmp_path: Path) -> None:
@@ -37,10 +87,8 @@ def test_vllm_serves_what_was_exported(tmp_path: Path) -> None:
     out = tmp_path / "exported"
     assert export(settings, ExportRequest(out=out, dtype="float32"), Console(quiet=True)) == 0
 
-    served = tiny_settings(out, tmp_path / "vllm.log").model_copy(update={"max_model_len": 128})
-    with VllmProcess(served) as engine:
-        engine.wait_healthy(timeout=240)
-        sample = sample_probe(engine.url, PROMPT, tokens=24, model=served.served_model_name)
+    with documented_server(tmp_path) as url:
+        sample = sample_probe(url, PROMPT, tokens=24, model="exported")
     trained = reference_logprobs(load_model(out), PROMPT, sample.token_ids)
     compare_logprobs(sample.logprobs, trained, GAP)
     before = reference_logprobs(load_model(model), PROMPT, sample.token_ids)

@@ -6,6 +6,7 @@ One run of two starts is shared by all tests here; each of them checks one thing
 from __future__ import annotations
 
 import math
+import re
 import signal
 import stat
 from collections import Counter, defaultdict
@@ -281,7 +282,9 @@ def test_it_stops_cleanly_when_it_is_told_to(job: Job) -> None:
     for ended in job.ended:
         ended.is_clean()
         assert ended.code == 0
-        assert ended.last_line == "stopped; everything captured is in the store"
+        assert re.fullmatch(
+            r"stopped by (Ctrl-C|SIGTERM); everything captured is in the store", ended.last_line
+        )
     steps = [line for line in job.ended[0].lines if line.startswith("step ")]
     assert [line[:18] for line in steps] == [f"step {n} → version {n}" for n in (1, 2, 3)]
 

@@ -77,22 +77,41 @@ def untrainable_reason(body: Json, settings: Json) -> str | None:
         return "sampling_penalised"
     if any(body.get(name) for name in _SAMPLERS):
         return "sampling_replaced"
-    return "constrained" if _constrained(body) else None
+    return "constrained" if _constraints(body) else None
 
 
-def _constrained(body: Json) -> bool:
+def bending_fields(body: Json) -> list[str]:
+    """What of the request makes `untrainable_reason` give one, for people: `temperature = 0`."""
+    settings = sampling_params_of(body)
+    bent = {
+        "temperature": settings["temperature"] < GREEDY_BELOW,
+        "top_p": settings["top_p"] < 1,
+        "top_k": settings["top_k"] > 0,
+        "min_p": settings["min_p"] > 0,
+        **{name: settings[name] != DEFAULTS[name] for name in _PENALTIES},
+    }
+    return [
+        *(f"{name} = {settings[name]:g}" for name, is_bent in bent.items() if is_bent),
+        *(name for name in ("logit_bias", *_SAMPLERS) if body.get(name)),
+        *_constraints(body),
+    ]
+
+
+def _constraints(body: Json) -> list[str]:
+    """What allows the model only some of the tokens, as people would name it."""
+    found = []
     response_format = body.get("response_format")
     if isinstance(response_format, dict) and response_format.get("type", "text") != "text":
-        return True
+        found.append("response_format")
     tool_choice = body.get("tool_choice")
     if tool_choice == "required" or isinstance(tool_choice, dict):
-        return True
+        found.append('tool_choice = "required"' if tool_choice == "required" else "tool_choice")
     # vLLM holds a strict tool's arguments to its schema while they are sampled.
     tools = body.get("tools")
     functions = [tool.get("function") for tool in tools or () if isinstance(tool, dict)]
     if any(isinstance(each, dict) and each.get("strict") for each in functions):
-        return True
+        found.append("strict tools")
     # None and -1: as many tokens as it likes. At 0 the end of thinking is forced at once.
     if body.get("thinking_token_budget") not in (None, -1):
-        return True
-    return any(body.get(name) for name in _CONSTRAINTS)
+        found.append("thinking_token_budget")
+    return found + [name for name in _CONSTRAINTS if body.get(name)]

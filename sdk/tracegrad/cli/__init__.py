@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
+from tracegrad.cli.missing_dependency import naming_the_extra
 from tracegrad.private_files import set_private_umask
 
 
 def main() -> None:
-    try:
+    with naming_the_extra("tracegrad", "proxy"):
         from tracegrad.cli.app import app
-    except ModuleNotFoundError as error:
-        # The light install that agents use has no command line.
-        sys.exit(f"tracegrad: {error.name} is not installed: pip install 'tracegrad[proxy]'")
-    set_private_umask()
-    app()
+
+        set_private_umask()
+        app()

@@ -5,15 +5,23 @@ from __future__ import annotations
 import typer
 
 from tracegrad.cli.commands import doctor, export, import_, prune, redact, rollouts
+from tracegrad.cli.options import VersionOption
 from tracegrad.proxy.cli import proxy_command
 
 app = typer.Typer(
     name="tracegrad",
-    help="Traces in, gradients out: look at what was captured, and serve the proxy.",
     no_args_is_help=True,
-    add_completion=False,
+    # Plain: what Rich takes for markup, such as [redacted], would be missing in the help.
+    rich_markup_mode=None,
     pretty_exceptions_show_locals=False,
 )
+
+
+@app.callback()
+def _callback(version: VersionOption = False) -> None:
+    """Traces in, gradients out: look at what was captured, and serve the proxy."""
+
+
 app.add_typer(rollouts.app, name="rollouts")
 app.command("proxy")(proxy_command)
 app.command("export")(export.export_command)

@@ -15,9 +15,24 @@ import typer
 from tracegrad.events import Outcome
 from tracegrad.store import OPEN, RolloutFilter
 from tracegrad.store.filters import STATES
+from tracegrad.version import VERSION
 
 _AGO = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _WHEN = "a date (2026-11-20), a time (2026-11-20T14:00), seconds since 1970, or how long ago (7d)"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tracegrad {VERSION}")
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool,
+    typer.Option(
+        "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+    ),
+]
 
 
 def with_options(

@@ -81,8 +81,8 @@ UNTRAINED_TEXTS = {
     "greedy": ReasonText(
         "It was sampled at temperature 0, or so near (below 0.01) that vLLM takes another: its "
         "tokens are no sample of the policy.",
-        "Give the agent a temperature above 0, best 1, or have the proxy overrule it "
-        '(sampling = "free").',
+        "Give the agent a temperature above 0, best 1, or have the proxy overrule it: "
+        "TRACEGRAD_PROXY_SAMPLING=free.",
     ),
     "sampling_truncated": ReasonText(
         "top_p, top_k or min_p cut off part of the distribution: the recorded log-probabilities "
@@ -104,9 +104,10 @@ UNTRAINED_TEXTS = {
     "constrained": ReasonText(
         "A grammar, schema, forced or strict tool, least length, forbidden word, list of tokens or "
         "thinking budget allowed the model only some of the tokens.",
-        "Leave response_format, guided decoding, strict tools, tool_choice, min_tokens, bad_words, "
-        "allowed_token_ids and thinking_token_budget out, or have the "
-        'agent check the answer itself. sampling = "free" of the proxy frees strict tools.',
+        "Strict tools, which openai-agents, CrewAI and pydantic-ai make by default: have the proxy "
+        "free them (TRACEGRAD_PROXY_SAMPLING=free). Else leave response_format, guided decoding, "
+        "tool_choice, min_tokens, bad_words, allowed_token_ids and thinking_token_budget out, or "
+        "have the agent check the answer itself.",
     ),
     "media": ReasonText(
         "Its messages hold images, audio or video, whose tokens are not recorded.",
@@ -236,6 +237,19 @@ WAITING_TEXTS = {
         "Its rollout ended and has no reward.",
         "Give one: `reward(x)` in the agent, or POST /api/events.",
     ),
+    "named_reward": ReasonText(
+        "Its rollout ended, and has only rewards of other names, or of turns: rollouts are "
+        'compared by the main one, which is named "reward" and is for the whole rollout.',
+        "Give that one too: `reward(x)` without a name and a turn in the agent, or POST "
+        '/api/events with neither "name" nor "turn".',
+    ),
+    "no_task": ReasonText(
+        "It is ready, but its rollout has no task: training that compares the rollouts of a task"
+        " (batches.group_size above 1, as by default) has nothing to compare it with.",
+        'Name one where a rollout begins: @trace(task=...), rollout("task"), or `rollout_started`'
+        " with `task_id` to POST /api/events. Or train without groups: batches.group_size = 1 and"
+        ' objective.advantage = "running".',
+    ),
     "waiting": ReasonText(
         "It is ready, and waits until enough rollouts of its task and enough groups are.", ""
     ),
@@ -277,4 +291,6 @@ def untrained_reason(turn: Turn, detail: RolloutDetail) -> UntrainedReason | Non
         return UntrainedReason(turn.untrainable, True)
     # The ledger closes a rollout with every turn it has: this one came after that.
     reason = LATE if row.state == "consumed" else row.state
+    if reason == "waiting" and row.task_id is None:
+        reason = "no_task"
     return UntrainedReason(reason, reason not in WAITING_TEXTS)

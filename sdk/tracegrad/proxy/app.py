@@ -157,7 +157,8 @@ def create_app(
     )
     app.router.routes[:0] = _hot_routes(services, spans)
     app.router.routes.append(_health(links.health if links else partial(_state, gate, writer)))
-    app.include_router(make_control_router(recorder, links.pushes if links else OwnGate(gate)))
+    pushes = links.pushes if links is not None else OwnGate(gate)
+    app.include_router(make_control_router(recorder, pushes, store))
     app.include_router(make_keys_router(access))
     anchors = AnchorStore(store, settings.anchors) if settings.anchors is not None else None
     app.include_router(make_anchors_router(anchors, redactor))

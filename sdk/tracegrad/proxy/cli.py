@@ -43,7 +43,11 @@ def proxy_command(
         typer.Option(help="The engine's model for every call, whatever name the agent gives."),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Folder of the engine's tokenizer and chat template.")
+        str | None,
+        typer.Option(
+            help="Folder of the engine's tokenizer and chat template, or the model's name on the"
+            " Hugging Face Hub."
+        ),
     ] = None,
     redact: Annotated[
         list[str] | None,
@@ -93,6 +97,7 @@ def serve(settings: ProxySettings) -> None:
     from tracegrad.store import GroupCommitWriter, Store, StoreError
 
     _check_hooks(settings.redact)
+    settings = _with_tokenizer_folder(settings)
     listener = _listen(settings.host, settings.port)
     try:
         store = Store.open(settings.store)
@@ -157,6 +162,19 @@ def _check_hooks(names: Sequence[str]) -> None:
         _fail(str(error))
 
 
+def _with_tokenizer_folder(settings: ProxySettings) -> ProxySettings:
+    """What is not there is said now, not with the first call that a continuation would serve."""
+    from tracegrad.chat.model_folder import ModelNotFound, find_model_folder
+
+    if settings.tokenizer is None:
+        return settings
+    try:
+        folder = find_model_folder(str(settings.tokenizer), weights=False)
+    except ModelNotFound as error:
+        _fail(f"tokenizer: {error}")
+    return settings.model_copy(update={"tokenizer": folder})
+
+
 def _settings(flags: dict[str, object]) -> ProxySettings:
     from pydantic import ValidationError
 
@@ -166,7 +184,7 @@ def _settings(flags: dict[str, object]) -> ProxySettings:
     try:
         return ProxySettings(**flags)  # type: ignore[arg-type]
     except ValidationError as error:
-        for name, message in problems(error).items():
+        for name, message in problems(error, ProxySettings).items():
             print(f"tracegrad proxy: {name}: {message}", file=sys.stderr)
         raise typer.Exit(2) from None
     except ValueError as error:

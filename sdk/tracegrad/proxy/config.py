@@ -76,8 +76,9 @@ class ProxySettings(FileSettings):
     )
     tokenizer: Path | None = Field(
         None,
-        description="folder of the engine's tokenizer and chat template, for exact continuation;"
-        " without it the one that the engine says it serves, where that is a folder here",
+        description="folder of the engine's tokenizer and chat template, or the model's name on the"
+        " Hugging Face Hub, for exact continuation; without it the one that the engine says it"
+        " serves, where that is a folder here or in the Hub's cache",
     )
     sampling: Literal["as_asked", "free"] = Field(
         "as_asked",

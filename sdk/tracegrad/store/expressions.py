@@ -60,15 +60,29 @@ def latest_reward() -> ColumnElement[float | None]:
     )
 
 
-def training_state(tags: Mapping[str, str], now: float) -> ColumnElement[str]:
-    """The state of a rollout on its way to training (`RolloutSummary.state`, or `not_selected`)."""
-    return case(
+def _without_main_reward() -> ColumnElement[str]:
+    """Of a rollout that nobody scored, and of one that has rewards of other names, or of turns
+    alone, which training does not compare rollouts by."""
+    some = exists().where(Rewards.rollout_id == Rollouts.rollout_id).correlate(Rollouts)
+    return case((some, literal("named_reward")), else_=literal("no_reward"))
+
+
+def training_state(
+    tags: Mapping[str, str], now: float, *, compared: bool = False
+) -> ColumnElement[str]:
+    """The state of a rollout on its way to training (`RolloutSummary.state`, or `not_selected`).
+
+    `compared`: training compares rollouts of a task, so that those without one are `no_task`.
+    """
+    states = [
         (Rollouts.consumed_at.is_not(None), literal("consumed")),
         (~has_tags(tags), literal("not_selected")),
         (Rollouts.finished_at.is_(None), literal("open")),
         (Rollouts.outcome.not_in(SCORED_OUTCOMES), Rollouts.outcome),
         (~has_turns(), literal("no_turns")),
-        (latest_reward().is_(None), literal("no_reward")),
+        (latest_reward().is_(None), _without_main_reward()),
         (Rollouts.leased_until > now, literal("leased")),
-        else_=literal("waiting"),
-    )
+    ]
+    if compared:
+        states.append((Rollouts.task_id.is_(None), literal("no_task")))
+    return case(*states, else_=literal("waiting"))

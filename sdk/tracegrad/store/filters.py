@@ -16,7 +16,7 @@ from tracegrad.store.models import Rollouts, Turns
 OPEN = "open"
 OUTCOMES = (OPEN, *(outcome.value for outcome in Outcome))
 STATES = (
-    *(OPEN, "no_turns", "no_reward", "waiting", "leased", "consumed"),
+    *(OPEN, "no_turns", "no_reward", "named_reward", "waiting", "leased", "consumed"),
     *(outcome.value for outcome in Outcome if not outcome.scored),
 )
 

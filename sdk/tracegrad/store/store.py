@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar
 
@@ -10,12 +10,20 @@ from sqlalchemy import Connection, Engine, func, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from tracegrad.events import Event, Reward, RolloutFinished, Span, Turn
-from tracegrad.store.databases import BUSY_TIMEOUT_S, Conflict, Database, database_at, upsert
+from tracegrad.store.databases import (
+    BUSY_TIMEOUT_S,
+    Conflict,
+    Database,
+    database_at,
+    statements,
+    upsert,
+)
 from tracegrad.store.errors import StoreMissing
 from tracegrad.store.migrate import migrate, revision_of
 from tracegrad.store.models import REVISION, PolicyVersions, VersionEvents
+from tracegrad.store.read import reward_arrival, turns
 from tracegrad.store.read import rollouts as queries
-from tracegrad.store.read import turns
+from tracegrad.store.read.reward_arrival import LateRewards, RewardTarget
 from tracegrad.store.retry import retry_on_conflict
 from tracegrad.store.rows import column_values, load, select_fields
 from tracegrad.store.types import PolicyVersion
@@ -200,6 +208,18 @@ class Store:
     def rewards(self, rollout_id: str) -> list[Reward]:
         with self.reading() as connection:
             return queries.load_rewards(connection, [rollout_id])[rollout_id]
+
+    def reward_targets(self, rollout_ids: Collection[str]) -> list[RewardTarget]:
+        """What is known of rollouts that were given a reward, of those that are stored."""
+        with self.reading() as connection:
+            now = statements.server_time(connection)
+            return reward_arrival.reward_targets(connection, rollout_ids, now)
+
+    def late_rewards(self, *, after: int = 0) -> LateRewards:
+        """Rewards that arrived when their rollouts had been trained or skipped."""
+        with self.reading() as connection:
+            now = statements.server_time(connection)
+            return reward_arrival.late_rewards(connection, now, after=after)
 
     def outcomes(self, rollout_id: str) -> list[RolloutFinished]:
         """Every reported end, in order of arrival. The first one counts."""

@@ -16,10 +16,21 @@ from tracegrad.events import Json, Outcome, Reward, Span, Turn
 # release hold the second word (`read.turns`).
 DEMONSTRATION, OLD_DEMONSTRATION = "demonstration", "expert"
 
+# `Reward.source` of what a judge gave: the trainer asks it for groups that it has leased.
+JUDGE_SOURCE = "judge"
 # Why a turn was skipped that came in after its rollout was leased; nobody trained on it.
 LATE = "late"
 # States of rollouts whose turns may still be trained (`expressions.training_state`).
-PENDING_STATES = ("open", "no_turns", "no_reward", "waiting", "leased", "not_selected")
+PENDING_STATES = (
+    "open",
+    "no_turns",
+    "no_reward",
+    "named_reward",
+    "no_task",
+    "waiting",
+    "leased",
+    "not_selected",
+)
 
 
 class Readable(Protocol):
@@ -33,7 +44,7 @@ class RolloutSummary:
     """One rollout in a list.
 
     `state` on the way to training: `open`, an unscored outcome's name, `no_turns`, `no_reward`,
-    `waiting`, `leased` or `consumed` (trained or skipped: `consumed_step`).
+    `named_reward`, `waiting`, `leased` or `consumed` (trained or skipped: `consumed_step`).
     """
 
     rollout_id: str
@@ -69,6 +80,13 @@ class RolloutDetail:
     rewards: list[Reward]  # in order of arrival
     spans: list[Span]  # by start
     dispositions: dict[str, TurnDisposition]  # by turn id; a turn without one still waits
+    # When training took its rewards: those that arrived later changed nothing. None: it may yet.
+    rewards_closed_at: float | None = None
+
+    def came_late(self, reward: Reward) -> bool:
+        """Whether the reward arrived after training had taken the rollout's."""
+        closed = self.rewards_closed_at
+        return closed is not None and reward.source != JUDGE_SOURCE and reward.created_at > closed
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,8 @@ class FlatTurnObject(_Object, kw_only=True):
     created_at: float
     trained_step: int | None
     skip_reason: str | None
+    untrainable: str | None
+    fork_reason: str | None
 
 
 class FunctionObject(Struct):

@@ -71,6 +71,7 @@ def whole(*said: Said) -> Json:
     return {
         "id": "chatcmpl-1",
         "object": "chat.completion",
+        "created": 1_700_000_000,
         "model": "engine",
         "choices": choices,
         "usage": said[0].usage,

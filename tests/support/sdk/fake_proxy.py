@@ -47,6 +47,7 @@ class FakeProxy:
     refuse: str | None = None  # a batch that holds this text is answered 422
     # What becomes of every request: "ok", "hang" (no answer until it changes), "reset", or a status
     mode: str | int = "ok"
+    answer: bytes = b"{}"  # to what is no completion
 
     def sent_to(self, path: str) -> list[Call]:
         return [call for call in self.calls if call.path == path]
@@ -103,7 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
         if status == 200:
             headers = {name.lower(): value for name, value in self.headers.items()}
             self.proxy.calls.append(Call(self.path, headers, body))
-        answer = json.dumps(COMPLETION if "completions" in self.path else {}).encode()
+        completes = "completions" in self.path
+        answer = json.dumps(COMPLETION).encode() if completes else self.proxy.answer
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(answer)))

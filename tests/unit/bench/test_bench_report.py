@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from bench.proxy.cells import Cell
 from bench.proxy.endurance import Memory, Stored
@@ -47,6 +49,19 @@ def test_throughput_is_held_against_both_peers() -> None:
     found = {goal.what: goal.met for goal in goals([fast], FLAT, SMALL)}
     assert found["calls/s over those of pass-through, whole 8192 tokens x32"] is True
     assert found["calls/s over those of LiteLLM, whole 8192 tokens x32"] is False
+
+
+def test_few_callers_that_ask_for_tokens_are_held_against_the_pass_through() -> None:
+    def verdict(cell: Cell, ours: Round) -> list[bool]:
+        few = result(cell, direct=[one(1)], plain=[one(2, 100)], ours=[ours])
+        return [goal.met for goal in goals([few], FLAT, SMALL) if "pass-through" in goal.what]
+
+    slow, fast = Cell(False, 8192, 16, 100, tokens=True), Cell(False, 8192, 16, 650, tokens=True)
+    assert (verdict(slow, one(3.9)), verdict(slow, one(4.1))) == ([True], [False])
+    assert (verdict(fast, one(1, 81)), verdict(fast, one(1, 79))) == ([True], [False])
+    stream = Cell(True, 8192, 16, 50, tokens=True)
+    for cpu, met in ((1.4, True), (1.6, False)):
+        assert verdict(stream, replace(one(1), server_cpu=cpu)) == [met]
 
 
 def test_an_error_or_a_cut_among_a_thousand_streams_is_a_goal_missed() -> None:

@@ -13,6 +13,7 @@ from support.chat.bent_sampling import BENT, FUNCTION, STRICT
 from tracegrad.chat.messages import render_options
 from tracegrad.chat.sampling_params import (
     DEFAULTS,
+    bending_fields,
     force_on_policy,
     sampling_params_of,
     untrainable_reason,
@@ -26,6 +27,30 @@ def test_a_freed_call_can_be_trained() -> None:
     assert untrainable_reason(body, sampling_params_of(body)) is None
     assert body == {"temperature": 1.0, "tools": [{"type": "function", "function": FUNCTION}]}
     assert BENT["tools"][0]["function"]["strict"] is True, "what the client sent stays"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"temperature": 0}, ["temperature = 0"]),
+        ({"temperature": 0.001}, ["temperature = 0.001"]),
+        ({"temperature": 0.5, "stop": ["x"], "tools": [{"function": {"name": "f"}}]}, []),
+        ({"top_p": 0.95, "top_k": 64}, ["top_p = 0.95", "top_k = 64"]),
+        ({"frequency_penalty": 0.1}, ["frequency_penalty = 0.1"]),
+        ({"logit_bias": {"1": 2}}, ["logit_bias"]),
+        ({"vllm_xargs": {"a": 1}}, ["vllm_xargs"]),
+        ({"tools": [STRICT, STRICT]}, ["strict tools"]),
+        ({"tool_choice": "required"}, ['tool_choice = "required"']),
+        ({"tool_choice": {"type": "function"}}, ["tool_choice"]),
+        ({"response_format": {"type": "json_object"}}, ["response_format"]),
+        ({"response_format": {"type": "text"}, "thinking_token_budget": -1}, []),
+        ({"min_tokens": 3, "thinking_token_budget": 0}, ["thinking_token_budget", "min_tokens"]),
+        ({"temperature": 0, "tools": [STRICT]}, ["temperature = 0", "strict tools"]),
+    ],
+)  # fmt: skip
+def test_the_fields_that_bend_a_call_are_named(body: dict[str, Any], said: list[str]) -> None:
+    assert bending_fields(body) == said
+    assert bool(said) == (untrainable_reason(body, sampling_params_of(body)) is not None)
 
 
 def test_vllm_raises_a_temperature_below_the_bound() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from sqlalchemy import update
@@ -14,6 +15,8 @@ from tracegrad.cli.render.rollout_list import short_id_width
 from tracegrad.events import Outcome, Reward, RolloutFinished, RolloutStarted
 from tracegrad.store import Ledger, StepRecord, Store
 from tracegrad.store.models import Rollouts
+from tracegrad.store.read.task_titles import MAX_TITLE, input_text
+from tracegrad.task_ids import task_and_input
 
 
 def ids(url: str, *wanted: str) -> list[str]:
@@ -190,7 +193,7 @@ def test_an_empty_store_says_so(store: Store, url: str) -> None:
     ("arguments", "line"),
     [
         (["--outcome", "good"], "'good'; use open, completed"),
-        (["--state", "good"], "'good'; use open, no_turns, no_reward, waiting"),
+        (["--state", "good"], "'good'; use open, no_turns, no_reward, named_reward"),
         (["--tag", "good"], "'good'; write key=value"),
         (["--by-task", "--sort", "turns"], "tasks are sorted by newest or reward"),
     ],
@@ -208,3 +211,61 @@ def test_short_ids_stay_distinct() -> None:
     assert short_id_width(["0" * 13 + "a", "0" * 13 + "b"]) == 14
     assert short_id_width(["ab", "abc"]) == 3
     assert short_id_width([]) == 0
+
+
+def asked(url: str, **changes: object) -> None:
+    """Rollouts as `@trace` opens them: the task's id is a hash, the arguments are kept."""
+    for n, question in enumerate(["Which river runs\nthrough Vienna?", "Sort 3 1 2"]):
+        arguments = {"self": "<Agent>", "k": 3, "question": question} | changes
+        task_id, plain = task_and_input(asked, arguments)
+        opened, *rest = rollout_events(f"r{n}", task=task_id, reward=1.0, at=100.0 + n)
+        assert isinstance(opened, RolloutStarted)
+        with Store.open(url) as store:
+            store.append([replace(opened, task=plain.value), *rest])
+
+
+@pytest.mark.parametrize("by_task", [[], ["--by-task"]])
+def test_tasks_that_nobody_named_are_shown_by_what_was_asked(by_task: list[str], url: str) -> None:
+    with Store.open(url) as store:
+        store.append(rollout_events("named", task="board-17", reward=0.0, at=200.0))
+        store.append([RolloutStarted(rollout_id="r9", opened_at=90.0)])
+    asked(url)
+    for columns in (80, 100, 160, None):
+        said = printed(url, "ls", *by_task, columns=columns)
+        assert all(title in said for title in ("board-17", "Which river runs thro", "untitled"))
+        assert "Sort 3 1 2 · k=3" in said
+    task_id = task_and_input(asked, {"self": "<Agent>", "k": 3, "question": "Sort 3 1 2"})[0]
+    assert task_id in said, "where there is room, for --task"
+    assert "Sort 3 1 2" in printed(url, "ls", *by_task, "--task", task_id)
+    rows = {row["task_id"]: row["asked"] for row in printed_json(url, "ls", *by_task)}
+    assert rows[task_id] == "Sort 3 1 2 · k=3"
+    assert rows["board-17"] is None
+
+
+def test_a_long_input_is_cut_and_a_redacted_one_stays_so(url: str) -> None:
+    asked(url, question="word " * 100_000, image=None)
+    [row, _] = printed_json(url, "ls")
+    assert len(row["asked"]) == MAX_TITLE
+    assert row["asked"].endswith("…")
+    assert max(map(len, printed(url, "ls", columns=None).splitlines())) < 2 * MAX_TITLE
+    with Store.open(url) as store, store.exclusive() as connection:
+        connection.execute(update(Rollouts).values(task=None))
+    assert row["task_id"] in printed(url, "ls"), "what is left to call it by"
+
+
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [
+        (None, None),
+        ("", None),
+        ({}, None),
+        ("What\n is it?", "What is it?"),
+        ({"question": "What?"}, "What?"),
+        ({"board": [1, 2], "goal": "win"}, "win · board=[1,2]"),
+        ({"n": 3}, "3"),
+        ({"self": "<A>"}, None),
+        ([1, {"a": 2}], '[1,{"a":2}]'),
+    ],
+)
+def test_the_beginning_of_an_input(task: object, text: str | None) -> None:
+    assert input_text(task) == text

@@ -61,6 +61,22 @@ def test_it_serves_records_and_stops(tmp_path: Path, engine_url: str) -> None:
         assert len(store.rollout_turns("r1")) == 1
 
 
+def test_a_tokenizer_that_cannot_be_had_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    err = refused(tmp_path, "--tokenizer", "acme/tiny", "--port", "0")
+    assert re.fullmatch(r"tracegrad proxy: tokenizer: acme/tiny: .* hf download acme/tiny\n", err)
+
+
+def test_a_misspelt_setting_of_the_file_names_the_one_that_was_meant(tmp_path: Path) -> None:
+    (tmp_path / "tracegrad.toml").write_text("[proxy]\nupstrem = 'http://127.0.0.1:1'\n")
+    err = refused(tmp_path, "--port", "0")
+    wanted = "tracegrad proxy: upstrem: there is no such setting; did you mean upstream?\n"
+    assert err == wanted
+
+
 def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -8,7 +8,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import pytest
 
 import tracegrad
 from support.sdk.fake_proxy import FakeProxy
-from tracegrad import Outcome, Reward, context, reward, rollout, trace
+from tracegrad import Outcome, Reward, context, decorators, reward, rollout, trace
 
 # --- rollout ---------------------------------------------------------------------------------
 
@@ -283,6 +283,45 @@ def test_nested_calls_share_the_rollout_and_only_the_outermost_scores(proxy: Fak
     assert (opened["agent"], opened["task_id"], opened["tags"]) == ("adder", "sum-3", {"k": "1"})
     assert opened["task"] == {"n": 3}
     assert proxy.rewards() == [(1.0, "reward", None)]
+
+
+def _raises(n: int) -> str:
+    raise KeyError(n)
+
+
+class _Unreadable:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (_raises, "_raises, called for test_x, raised KeyError: 3"),
+        (lambda n: None, "<lambda>, called for test_x, returned None"),
+        (lambda n: "", "<lambda>, called for test_x, returned ''"),
+        (lambda n: _Unreadable(), "raised RuntimeError: no text"),
+        (lambda: "t", "raised TypeError"),
+    ],
+)
+def test_a_task_function_that_fails_leaves_the_rollout_without_a_task_and_says_so_once(
+    proxy: FakeProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    task: Callable[..., object],
+    said: str,
+) -> None:
+    monkeypatch.setattr(decorators, "_warned_tasks", set())
+
+    @trace(task=task, name="test_x", reward=True)
+    def solve(n: int) -> int:
+        return n
+
+    assert [solve(3), solve(4)] == [3, 4]
+    assert [event["task_id"] for event in proxy.events("rollout_started")] == [None, None]
+    assert [value for value, *_ in proxy.rewards()] == [3, 4]
+    [warned] = [each.message for each in caplog.records if "has no task" in each.message]
+    assert said in warned
 
 
 def test_a_traced_call_under_an_explicit_rollout_is_a_span_of_it(proxy: FakeProxy) -> None:

@@ -78,6 +78,39 @@ def to(proxy: FakeProxy) -> EventExporter:
     return exporter.exporter(proxy.url)
 
 
+def test_rewards_that_are_of_no_use_are_said_once(
+    proxy: FakeProxy, to: EventExporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy.answer = json.dumps(
+        {
+            "accepted": 1,
+            "unknown_rollouts": ["typo"],
+            "after_training": [
+                {"rollout_id": "r", "state": "trained", "step": 7},
+                {"rollout_id": "s", "state": "leased"},
+            ],
+        }
+    ).encode()
+    for value in (1.0, 2.0):
+        to.put(given(value))
+        assert to.flush(5)
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "reward for rollout typo: the proxy knows no such rollout",
+        "reward for rollout r came after step 7 had trained it: it is kept, and changes nothing",
+        "reward for rollout s came after training took it: it is kept, and changes nothing",
+    ]
+
+
+@pytest.mark.parametrize("answer", [b"", b"[]", b'{"unknown_rollouts": 7}', b"<html>"])
+def test_an_answer_of_another_proxy_costs_nothing(
+    proxy: FakeProxy, to: EventExporter, answer: bytes
+) -> None:
+    proxy.answer = answer
+    to.put(given(1.0))
+    assert to.flush(5)
+    assert values(proxy) == [1.0]
+
+
 @pytest.fixture
 def nowhere(free_port: int) -> EventExporter:
     return exporter.exporter(f"http://127.0.0.1:{free_port}")

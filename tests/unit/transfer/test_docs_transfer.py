@@ -56,5 +56,6 @@ def test_every_field_of_the_format_is_on_the_page(store: Store) -> None:
     copies = {row["rollout_id"]: row for row in RolloutExport(store=store).rollouts()}
     copy = copies["c1"]
     fields = {*copy, *copy["turns"][0], *copy["rewards"][0], *copy["outcomes"][0]}
+    fields |= next(RolloutExport(store=store).turns()).keys()
     missing = [field for field in fields if not re.search(rf"\b{field}\b", PAGE)]
     assert missing == []

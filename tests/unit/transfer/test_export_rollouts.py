@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner, Result
 
+from support.store.events import make_turn
 from support.system.small_disk import small_disk
 from support.transfer.template_store import fill
 from tracegrad.cli.app import app
@@ -25,7 +27,7 @@ from tracegrad.store import Ledger, StepRecord, Store
 NAMES = [
     "turn_id", "parent_turn_id", "rollout_id", "task_id", "agent", "outcome", "reward", "dialect",
     "model", "prompt_token_ids", "completion_token_ids", "completion_logprobs", "policy_versions",
-    "finish_reason", "created_at", "trained_step", "skip_reason",
+    "finish_reason", "created_at", "trained_step", "skip_reason", "untrainable", "fork_reason",
 ]  # fmt: skip
 
 
@@ -68,6 +70,29 @@ def test_turns_have_the_names_that_scripts_depend_on(scene: Store) -> None:
     assert {(row["outcome"], row["reward"], row["agent"]) for row in rows} == {
         ("completed", 0.25, "shop")
     }
+
+
+def test_turns_say_why_they_cannot_be_trained_and_why_they_forked(
+    store: Store, tmp_path: Path
+) -> None:
+    store.append([
+        make_turn("first"),
+        make_turn("cold", untrainable="greedy"),
+        make_turn("edited", fork_reason="edited_history"),
+        make_turn("long", sampled=(), untrainable="over_length", fork_reason="compaction"),
+    ])  # fmt: skip
+    found = {
+        "first": (None, None),
+        "cold": ("greedy", None),
+        "edited": (None, "edited_history"),
+        "long": ("over_length", "compaction"),
+    }
+    rows = objects(store, "--turns")
+    assert {r["turn_id"]: (r["untrainable"], r["fork_reason"]) for r in rows} == found
+    file = tmp_path / "turns.parquet"
+    assert run(store, "--turns", "-o", str(file)).exit_code == 0
+    rows = pyarrow.parquet.read_table(file).to_pylist()
+    assert {r["turn_id"]: (r["untrainable"], r["fork_reason"]) for r in rows} == found
 
 
 @pytest.mark.parametrize(

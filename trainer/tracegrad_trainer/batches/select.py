@@ -142,6 +142,9 @@ def select(
         rows += new
         too_long += not_shared
     trained = [turn_id for row in rows for turn_id in row.kept_turn_ids]
+    learnt = {
+        one.group for one, source in zip(scored, sources, strict=True) if source.trained.turns
+    }
     turns = [turn for tree in trees for turn in tree.turns]
     assert sorted([*trained, *skipped]) == sorted(turn.turn_id for turn in turns), (
         "each turn has one answer"
@@ -153,6 +156,7 @@ def select(
         rollouts=[rollout.rollout_id for rollout in rollouts],
         stats={
             **reward_stats(rewards, numbers, equal),
+            "groups_trained": float(len(learnt)),
             **advantage_stats(advantage),
             **turn_stats(len(turns), skipped),
             **state_stats(turns),

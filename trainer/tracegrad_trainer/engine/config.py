@@ -12,7 +12,7 @@ class LoraSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    rank: int = Field(16, ge=1)
+    rank: int = Field(16, ge=1, description="inner size of an adapter")
     alpha: int = Field(32, ge=1, description="adapters count for alpha / rank")
     targets: str | tuple[str, ...] = Field(
         "all-linear",
@@ -26,7 +26,9 @@ class FsdpSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where the trainer computes; auto: a GPU where there is one"
+    )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of forward and backward; weights and optimizer stay float32"
     )
@@ -63,9 +65,22 @@ class OptimSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    lr: float = Field(1e-6, ge=0, allow_inf_nan=False)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
+    lr: float = Field(
+        1e-6,
+        ge=0,
+        allow_inf_nan=False,
+        description="learning rate; full fine-tuning of pretrained models takes about 1e-6 whatever"
+        " their size, LoRA about ten times as much",
+    )
+    betas: tuple[float, float] = Field(
+        (0.9, 0.95), description="decay a step of the first and of the second moment"
+    )
+    eps: float = Field(
+        1e-8,
+        gt=0,
+        description="added to the root of the second moment: gradients far below it (a parameter's"
+        " own, not the norm of all) move a parameter in proportion to their size",
+    )
     weight_decay: float = Field(0.0, ge=0, description="of matrices; norms and biases never decay")
     max_grad_norm: float = Field(
         1.0, gt=0, description="of all gradients together; inf: never clip"
@@ -91,6 +106,11 @@ class OptimSettings(BaseModel):
         1, ge=1, description="optimizer steps that a pass over a batch is divided into, by rollout"
     )
     epochs: int = Field(1, ge=1, description="passes over a batch")
+    scale_by_groups: bool = Field(
+        True,
+        description="where fewer than batches.groups groups have a turn to train, a step counts for"
+        " that share of one: learning rate and moments; false: always a whole step",
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

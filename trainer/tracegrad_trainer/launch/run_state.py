@@ -23,15 +23,18 @@ class RunState:
     def __init__(self, state_dir: Path, name: str) -> None:
         self.path = state_dir / "run" / f"{name}.json"
         private_folder(self.path.parent)
-        self._fields: Json = {"pid": os.getpid(), "started_at": time.time()}
+        self._fields: Json = {**process_identity(), "started_at": time.time()}
 
     def update(self, **fields: object) -> None:
-        """Adds `fields` to those written before, and the time.
+        """Adds `fields` to those written before, the time, and since when `stage` is what it is.
 
         A full disk costs this note, not the run: who trains or stops must not fail over this.
         """
+        now = time.time()
+        if fields.get("stage", self._fields.get("stage")) != self._fields.get("stage"):
+            self._fields["stage_since"] = now
         self._fields |= fields
-        self._fields["updated_at"] = time.time()
+        self._fields["updated_at"] = now
         new = self.path.with_suffix(".new")
         with contextlib.suppress(OSError):
             private_file(new)
@@ -61,19 +64,39 @@ def read_state(state_dir: Path, name: str) -> Json | None:
         state: Json = json.loads((state_dir / "run" / f"{name}.json").read_text())
     except (OSError, ValueError):
         return None
-    return {**state, "alive": _is_alive(state["pid"])}
+    return {**state, "alive": process_is_alive(state)}
 
 
 def delete_state(state_dir: Path, name: str) -> None:
-    """Removes the state of a process that was killed: its pid may be another's by now."""
+    """Removes the state of a process that was killed."""
     (state_dir / "run" / f"{name}.json").unlink(missing_ok=True)
 
 
-def _is_alive(pid: int) -> bool:
+def process_identity() -> Json:
+    """This process: its pid alone may be another's later, after a reboot for one."""
+    pid = os.getpid()
+    return {"pid": pid, "process_start": _start_ticks(pid)}
+
+
+def process_is_alive(identity: Json) -> bool:
+    """Whether the process of a `process_identity` runs; notes of earlier versions have its pid."""
+    pid: int = identity["pid"]
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    return True
+        pass  # another user's
+    ticks, then = _start_ticks(pid), identity.get("process_start")
+    return ticks != 0 and (ticks is None or then is None or ticks == then)
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When it started, in ticks since the boot; 0: it has ended, and its parent has not asked how;
+    None: the system does not say."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # a program's name may hold spaces and brackets
+    return 0 if fields[0] in "ZX" else int(fields[19])

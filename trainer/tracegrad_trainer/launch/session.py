@@ -25,8 +25,12 @@ POLL_S = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+# Of a command that had nothing to do: no success, and no failure either.
+NOTHING = 3
+
+
 class StopRequested(BaseException):
-    """SIGTERM or SIGINT: not an error, and nothing on the way may swallow it."""
+    """SIGTERM or SIGINT, by its name: not an error, and nothing on the way may swallow it."""
 
 
 class StartError(RuntimeError):
@@ -38,7 +42,7 @@ def raising_on_stop_signals() -> Iterator[None]:
     """SIGINT and SIGTERM raise StopRequested, until the stack begins to stop."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise StopRequested
+        raise StopRequested("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
     before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
     try:
@@ -62,6 +66,20 @@ def open_store(url: SecretUrl) -> Store:
         return Store.open(url)
     except ValueError as error:
         raise StartError(f"proxy.{error}") from None
+
+
+def committed_point(store: Store) -> tuple[int, int]:
+    """Step and version of the last committed step; 0, 0: there is none."""
+    last = StepHistory(store).steps(limit=1)
+    return (last[0].step, last[0].version) if last else (0, 0)
+
+
+def max_steps_reached(settings: TrainerSettings, step: int) -> str | None:
+    """What to say where `step` is the last that is wanted; None: more are."""
+    limit = settings.max_steps
+    if limit is None or step < limit:
+        return None
+    return f"max_steps = {limit} is reached; to go on, set it higher (--set max_steps={2 * limit})"
 
 
 def lock_state_folder(state_dir: Path) -> IO[bytes]:

@@ -42,7 +42,7 @@ class ObjectiveSettings(BaseModel):
     judge: str | None = Field(
         None, description="package.module:function that rewards a group's rollouts by comparing"
     )
-    advantage: str = ""
+    advantage: str = Field("", description="how a turn's advantage comes from rewards")
     gamma: float = Field(
         1.0, gt=0, le=1, description="discount a turn (gae at level token: a token)"
     )
@@ -60,11 +60,17 @@ class ObjectiveSettings(BaseModel):
         " where there is no such turn",
     )
 
-    ratio: str = ""
-    surrogate: str = ""
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    clip_high: float = Field(0.2, ge=0)
-    dual_clip: float | None = Field(None, gt=1)
+    ratio: str = Field("", description="over what pi/old is taken")
+    surrogate: str = Field("", description="what is minimised at each token")
+    clip_low: float = Field(
+        0.2, ge=0, lt=1, description="ratios below 1 - clip_low have no gradient where A < 0"
+    )
+    clip_high: float = Field(
+        0.2, ge=0, description="ratios above 1 + clip_high have no gradient where A > 0"
+    )
+    dual_clip: float | None = Field(
+        None, gt=1, description="a token of A < 0 costs at most this times -A; none: no bound"
+    )
     prox: Literal["old", "interpolated"] = Field(
         "old", description="decoupled_ppo: a forward, or between mu and pi"
     )
@@ -82,8 +88,10 @@ class ObjectiveSettings(BaseModel):
     reinforcement: float = Field(1.0, ge=0, description="ipa: weight of sampled tokens")
     beta: float = Field(0.1, gt=0, description="dpo, kto: of the log-ratios to the reference")
 
-    correction: str = ""
-    correction_level: str = ""
+    correction: str = Field(
+        "", description="what is done with old/mu, the mismatch between the two engines"
+    )
+    correction_level: str = Field("", description="over what old/mu is taken")
     correction_cap: float = Field(
         2.0,
         gt=0,
@@ -95,7 +103,7 @@ class ObjectiveSettings(BaseModel):
     )
 
     kl: Literal["none", "k1", "k2", "k3"] = Field("none", description="to the reference policy")
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: float = Field(0.0, ge=0, description="of the KL to the reference")
     kl_unbiased: bool = Field(
         False, description="times pi/mu: right also where an older policy sampled"
     )
@@ -110,18 +118,22 @@ class ObjectiveSettings(BaseModel):
         0.1, gt=0, description="entropy_target: change of log entropy_coef a step and nat"
     )
 
-    aggregation: str = ""
+    aggregation: str = Field("", description="what the tokens' losses are averaged over")
     constant: float = Field(1.0, gt=0, description="sum_constant: divided out, per rollout")
 
     value_coef: float = Field(0.5, ge=0, description="of the value loss, where there are values")
-    value_clip: float | None = Field(0.2, gt=0)
+    value_clip: float | None = Field(
+        0.2, gt=0, description="how far a value may move from what it was, in reward"
+    )
     whiten: bool = Field(False, description="advantages of the step's tokens to mean 0, variance 1")
 
     overlong_budget: int | None = Field(
         None, ge=1, description="sampled tokens of a rollout from which the penalty is whole"
     )
     overlong_buffer: int = Field(1, ge=1, description="tokens before it over which it rises")
-    overlong_penalty: float = Field(1.0, ge=0)
+    overlong_penalty: float = Field(
+        1.0, ge=0, description="what the whole penalty takes off the reward"
+    )
 
     @property
     def needs(self) -> frozenset[Need]:

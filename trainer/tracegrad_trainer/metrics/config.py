@@ -14,10 +14,12 @@ class WandbSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    project: str = Field(min_length=1)
-    entity: str | None = None
+    project: str = Field(min_length=1, description="project that the run is put in")
+    entity: str | None = Field(None, description="team or user; default: the key's own")
     name: str | None = Field(None, description="of the run; default: one that they make up")
-    mode: Literal["online", "offline"] = "online"
+    mode: Literal["online", "offline"] = Field(
+        "online", description="offline: files in state_dir, for `wandb sync` later"
+    )
 
 
 class MetricsSettings(BaseModel):

@@ -27,7 +27,11 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "group_spread": Metric("reward", "deviation within a group, mean over the groups"),
         "groups": Metric("groups", "of the batch"),
         "groups_equal_reward": Metric("groups", "whose rewards are all equal: no signal"),
+        "groups_trained": Metric("groups", "with at least one turn that is trained"),
         "rollouts": Metric("rollouts", "of the batch"),
+        "rewards_after_training": Metric(
+            "rewards", "since the step before, whose rollouts had been trained or skipped by then"
+        ),
         "advantage_abs_mean": Metric("advantage", "mean size over the turns"),
         "turns": Metric("turns", "of the batch"),
         "turns_skipped": Metric("turns", "of the batch, not trained for any reason"),
@@ -60,8 +64,11 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "entropy_loss": Metric("loss", "the entropy bonus's part, 0 or below"),
         "entropy_coef": Metric("1", "coefficient of the bonus in the last update"),
         "grad_norm": Metric("norm", "of the gradient before clipping"),
-        "lr": Metric("rate", "learning rate of the step, of its last update"),
-        "value_lr": Metric("rate", "learning rate of the value head, of the last update"),
+        "step_share": Metric(
+            "share", "of a whole step that it counts for: `groups_trained` of those wanted"
+        ),
+        "lr": Metric("rate", "learning rate of the step, of its last update, times `step_share`"),
+        "value_lr": Metric("rate", "learning rate of the value head, likewise"),
         "updates_value_only": Metric("updates", "in which the value head alone learnt (warm-up)"),
         "updates": Metric("updates", "of the weights, on this batch"),
         "updates_skipped": Metric("updates", "left out: loss or gradient was not finite"),

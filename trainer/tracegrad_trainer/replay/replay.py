@@ -26,6 +26,7 @@ from tracegrad.store import Store
 from tracegrad_trainer.config.trainer import (
     TrainerSettings,
     apply_override,
+    problem_lines,
     without_unused,
 )
 from tracegrad_trainer.launch.torchrun import torchrun_command
@@ -261,10 +262,7 @@ def _resolved(stored: Json, whose: str, *, own: bool = False) -> TrainerSettings
     try:
         return TrainerSettings.model_validate(without_unused(stored) if own else stored)
     except ValidationError as error:
-        [first, *_] = error.errors()
-        where = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        raise ReplayError(f"{whose}: {where}: {message}") from None
+        raise ReplayError(f"{whose}: {problem_lines(error)[0]}") from None
 
 
 if __name__ == "__main__":

@@ -105,6 +105,7 @@ def _run(
         version=version,
         budget=budget,
         seed=settings.seed,
+        share=settings.step_share(selection.stats["groups_trained"]),
     )
     if dist.get_rank() != 0:
         return None

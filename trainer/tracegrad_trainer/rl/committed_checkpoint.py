@@ -14,6 +14,10 @@ from tracegrad.events import Json
 from tracegrad.store import StepHistory, StepRecord, Store
 from tracegrad.store.checkpoint_manifest import MANIFEST_NAME, manifest_digest
 from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.engine.checkpoint.base_model import (
+    BaseModelRecord,
+    base_model_difference,
+)
 from tracegrad_trainer.engine.checkpoint.manifest import (
     CheckpointError,
     may_exist,
@@ -61,7 +65,8 @@ def resume_checkpoint(store: Store, settings: TrainerSettings) -> CommittedCheck
     that of `checkpoint.resume_from`. None: nothing was committed yet.
 
     Raises:
-        CheckpointError: a part is missing, or it is not what was committed.
+        CheckpointError: a part is missing, it is not what was committed, or the model folder or
+            the adapters are not those that it belongs to.
     """
     last = next(iter(StepHistory(store).steps(1)), None)
     if last is None:
@@ -82,7 +87,47 @@ def resume_checkpoint(store: Store, settings: TrainerSettings) -> CommittedCheck
             ) from None
         found = committed_checkpoint_of(record, settings.checkpoints)
         read_manifest(found.folder)
+    check_base_model(store, settings, found)
     return found
+
+
+def base_model_of(settings: TrainerSettings) -> Json:
+    """What a checkpoint's manifest says of the model folder that it belongs to."""
+    record = BaseModelRecord.of(settings.model, settings.fsdp.lora)
+    return record.model_dump(mode="json")
+
+
+def check_base_model(
+    store: Store | None, settings: TrainerSettings, found: CommittedCheckpoint
+) -> None:
+    """That the checkpoint was trained from the settings' model folder, with their adapters.
+
+    Of checkpoints of earlier versions the step's settings say it: `store` has them.
+
+    Raises:
+        CheckpointError: it was not; names the setting, and what to do.
+    """
+    recorded = read_manifest(found.folder).get("base")
+    if recorded is None and store is not None:
+        step = StepHistory(store).step(found.step)
+        recorded = None if step is None else _base_of_settings(step.settings)
+    if recorded is None:
+        return
+    base = BaseModelRecord.model_validate(recorded)
+    if problem := base_model_difference(base, settings.model, settings.fsdp.lora):
+        raise CheckpointError(
+            f"{problem} (step {found.step}); set it back, or take a new state folder (--state-dir"
+            " ...). To begin there with these weights: trainer export"
+            f"{' --merged' if base.lora else ''} --out DIR with the former settings, then --model"
+            " DIR"
+        )
+
+
+def _base_of_settings(stored: Json) -> Json | None:
+    """None: they were not recorded."""
+    if "model" not in stored or "fsdp" not in stored:
+        return None
+    return {"path": stored["model"], "lora": stored["fsdp"].get("lora")}
 
 
 def _unverified(here: Path, recorded: Path) -> Path:

@@ -103,11 +103,13 @@ class Coordinator:
         self.owner = f"{socket.gethostname()}:{settings.state_dir}:{self.run_id}"
         self.leases = HeldLeases(self.ledger, settings.data.lease_ttl_s)
         self._held: list[Group] = []
+        self._rewards_seen = store.late_rewards().last  # by number of arrival
 
     def resume_point(self) -> ResumePoint:
         """Where the last committed step left off; what a killed run of ours had is free again."""
         self.ledger.release_owner(self.owner)
         point = resume_point(self.settings, self.store)
+        logger.info(describe_resume(point, self.settings))
         if point.weights is not None:
             self._log_origin(point.weights)
         return point
@@ -278,7 +280,7 @@ class Coordinator:
             step=step,
             version=version,
             settings=self.settings.stored(),
-            metrics={**selection.stats, **metrics},
+            metrics={**selection.stats, **self._late_rewards(), **metrics},
             checkpoint=checkpoint,
             batch=inputs.model_dump(mode="json"),
             run_id=self.run_id,
@@ -294,6 +296,12 @@ class Coordinator:
         )
         self.leases.drop(batch.groups)
         return made
+
+    def _late_rewards(self) -> dict[str, float]:
+        """Those that came since the step before, and after training of their rollouts."""
+        found = self.store.late_rewards(after=self._rewards_seen)
+        self._rewards_seen = found.last
+        return {"rewards_after_training": float(found.rewards)}
 
     def check_leases(self, batch: LeasedBatch) -> None:
         """That all of the batch is still ours; it is renewed. Raises LeaseLost."""
@@ -315,7 +323,9 @@ class Coordinator:
 
     def explain_no_batch(self) -> str:
         """Why there is nothing (more) to train, in one line of counts."""
-        counts = self.store.turn_counts(self.settings.data.tags)
+        counts = self.store.turn_counts(
+            self.settings.data.tags, compared=self.settings.batches.group_size > 1
+        )
         if not counts.captured:
             return "nothing to train: the store holds no turns"
         parts = [f"{counts.trained} trained"]
@@ -350,6 +360,18 @@ def resume_point(settings: TrainerSettings, store: Store) -> ResumePoint:
     return ResumePoint(step, version, weights)
 
 
+def describe_resume(point: ResumePoint, settings: TrainerSettings) -> str:
+    """Where a run begins, in a line."""
+    if point.weights is None:
+        return f"begins with the weights of {settings.model}"
+    if point.weights.step == point.step:
+        return f"resumes from step {point.step}, version {point.version}"
+    return (
+        f"resumes with the weights of step {point.weights.step} (checkpoint.resume_from), served as"
+        f" version {point.version}; the next step is {point.step + 1}"
+    )
+
+
 def has_equal_rewards(group: Group) -> bool:
     """Whether there is nothing to compare: such a group is replaced in a batch that refills."""
     return len(group.rollouts) > 1 and len({rollout.reward for rollout in group.rollouts}) == 1
@@ -358,5 +380,5 @@ def has_equal_rewards(group: Group) -> bool:
 def _counted(reasons: dict[str, int]) -> str:
     """`20 equal_reward, 10 stale`; a group that lacks rollouts is named as such."""
     ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
-    names = {"waiting": "in groups that lack rollouts"}
+    names = {"waiting": "in groups that lack rollouts", "no_task": "in rollouts without a task"}
     return ", ".join(f"{count} {names.get(reason, reason)}" for reason, count in ordered)

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 
 from tracegrad.store import Group, IncompleteGroup, Ledger, Store
+from tracegrad.store.read.task_titles import load_inputs, title_of_task
 from tracegrad_trainer.batches import MicroBatch, TrainingSelection, pack, select
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_manifest
@@ -30,7 +31,10 @@ from tracegrad_trainer.rl.coordinator import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
+    """`title`: the id, or where that is a hash the beginning of what was asked."""
+
     group_id: str
+    title: str
     rewards: list[float]  # a rollout each
     advantages: tuple[float, float] | None  # least and greatest of its trained turns
     trained: int  # turns
@@ -67,10 +71,12 @@ class StepPlan:
     loads: list[MicroBatchLoad]
     budget: int  # tokens of a micro-batch
     stats: dict[str, float]
+    share: float  # of a whole step that it would count for
     waiting: list[IncompleteGroup]
     pending: dict[str, int]  # turns of the store that no step has looked at, by state
     note: str | None  # what could not be known
     compares_states: bool  # whether turns are compared with those of equal environment state
+    titles: dict[str, str]  # of the waiting tasks, by id
 
     @property
     def tokens(self) -> int:
@@ -111,12 +117,13 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         groups = _batch(left, settings)
         left = left[len(groups) :]
         selection = choose(groups)
+    titles = _titles(store, groups, peek.incomplete)
     packed = pack(selection.rows, ranks=settings.ranks, budget=batches.tokens_per_micro_batch)
     return StepPlan(
         step=point.step + 1,
         version=point.version,
         wanted=batches.groups,
-        groups=[_group(group, selection) for group in groups],
+        groups=[_group(group, selection, titles[group.group_id]) for group in groups],
         more=len(left) + peek.more,
         trained=len(selection.trained),
         skipped=dict(Counter(selection.skipped.values())),
@@ -124,11 +131,27 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         loads=_loads(packed, batches.tokens_per_micro_batch) if selection.trained else [],
         budget=batches.tokens_per_micro_batch,
         stats=selection.stats,
+        share=settings.step_share(selection.stats["groups_trained"]),
         waiting=peek.incomplete,
-        pending=store.turn_counts(data.tags).pending,
+        pending=store.turn_counts(data.tags, compared=batches.group_size > 1).pending,
         note=note,
         compares_states=settings.objective.advantage == "gigpo",
+        titles={task.task_id: titles[task.task_id] for task in peek.incomplete},
     )
+
+
+def _titles(
+    store: Store, groups: Sequence[Group], waiting: Sequence[IncompleteGroup]
+) -> dict[str, str]:
+    """What each group or waiting task is about, by its id, as one of its rollouts has it."""
+    one = {group.group_id: group.rollouts[0].rollout_id for group in groups}
+    one |= {task.task_id: task.ready[0] for task in waiting}
+    with store.reading() as connection:
+        asked = load_inputs(connection, list(one.values()))
+    return {
+        name: title_of_task(None if name == rollout else name, asked.get(rollout)) or name
+        for name, rollout in one.items()
+    }
 
 
 def _beginning(
@@ -165,7 +188,7 @@ def _batch(ready: Sequence[Group], settings: TrainerSettings) -> list[Group]:
     return taken
 
 
-def _group(group: Group, selection: TrainingSelection) -> GroupPlan:
+def _group(group: Group, selection: TrainingSelection, title: str) -> GroupPlan:
     ours = {rollout.rollout_id for rollout in group.rollouts}
     turns = {turn.turn_id for rollout in group.rollouts for turn in rollout.turns}
     rows = [row for row in selection.rows if row.rollout_id in ours]
@@ -173,6 +196,7 @@ def _group(group: Group, selection: TrainingSelection) -> GroupPlan:
     reasons = Counter(why for turn_id, why in selection.skipped.items() if turn_id in turns)
     return GroupPlan(
         group_id=group.group_id,
+        title=title,
         rewards=[rollout.reward for rollout in group.rollouts],
         advantages=(float(values.min()), float(values.max())) if len(values) else None,
         trained=len(turns & set(selection.trained)),

@@ -16,6 +16,8 @@ from functools import partial
 
 from tracegrad.store import Store
 from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.launch.run_journal import Ending
+from tracegrad_trainer.launch.session import max_steps_reached
 from tracegrad_trainer.rl.coordinator import RolloutSupply
 from tracegrad_trainer.rl.preflight import check_before_training, check_store_has_groups
 from tracegrad_trainer.rl.rank_main import StopFlag, run_rank
@@ -45,21 +47,20 @@ def take_steps(
     while (steps is None or taken < steps) and training.next_action() == "train":
         taken += training.train_batch()
     training.commit_pending()
-    said = run_on_rank_zero(partial(_how_it_ended, training, taken, steps))
-    training.report_stage("stopped", taken=taken, said=said)
+    ending, said = run_on_rank_zero(partial(_how_it_ended, training, taken, steps))
+    training.report_stage("stopped", taken=taken, ending=ending, said=said)
     logger.info(said)
 
 
-def _how_it_ended(training: TrainLoop, taken: int, steps: int | None) -> str:
+def _how_it_ended(training: TrainLoop, taken: int, steps: int | None) -> tuple[Ending, str]:
     made = f"{taken} step{'' if taken == 1 else 's'} taken, now at step {training.step}"
-    limit = training.settings.max_steps
     if training.stopping():
-        return f"{made}; stopped by a signal"
+        return "signal", f"{made}; stopped by a signal"
+    if reached := max_steps_reached(training.settings, training.step):
+        return "max_steps", f"{made}; {reached}"
     if steps is not None and taken == steps:
-        return made
-    if limit is not None and training.step >= limit:
-        return f"{made}; max_steps = {limit} is reached"
-    return f"{made}; {training.leading.explain_no_batch()}"
+        return "done", made
+    return "done", f"{made}; {training.leading.explain_no_batch()}"
 
 
 def main(arguments: list[str]) -> int:

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from tracegrad.events import Reward
 from tracegrad.store import Group, Store
+from tracegrad.store.types import JUDGE_SOURCE
 from tracegrad_trainer.losses.judge import judge_rewards, load_judge
-
-JUDGE_SOURCE = "judge"
 
 
 class RewardJudge:

@@ -57,8 +57,15 @@ class ServeWorker:
 
     def _await_endpoints(self) -> None:
         """Until vLLM and the proxy answer; `trainer serve` ends us if one of them cannot."""
-        urls = [(self.settings.vllm.url, "/health"), (self.settings.url, "/healthz")]
-        while not self.stopping() and not all(is_responding(url, path) for url, path in urls):
+        probes = {
+            "vLLM": (self.settings.vllm.url, "/health"),
+            "the proxy": (self.settings.url, "/healthz"),
+        }
+        while not self.stopping():
+            missing = [name for name, probe in probes.items() if not is_responding(*probe)]
+            if not missing:
+                break
+            self.training.report_stage(f"waiting for {' and '.join(missing)}")
             time.sleep(0.2)
         if not self.stopping():
             check_served_tokenizer(self.settings)

@@ -36,8 +36,13 @@ from tracegrad_trainer.engine.step.result import StepResult
 from tracegrad_trainer.launch.run_state import RunState
 from tracegrad_trainer.metrics import MetricSinks
 from tracegrad_trainer.rl.build_learner import build_learner, model_vocab_size
-from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint
-from tracegrad_trainer.rl.coordinator import Coordinator, LeasedBatch, RolloutSupply
+from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint, base_model_of
+from tracegrad_trainer.rl.coordinator import (
+    Coordinator,
+    LeasedBatch,
+    RolloutSupply,
+    describe_resume,
+)
 from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
 from tracegrad_trainer.utils.stopwatch import Stopwatch
 
@@ -95,6 +100,8 @@ class TrainLoop:
             self.store = stack.enter_context(Store.open(settings.proxy.store))
             self.sinks = MetricSinks.open(settings.metrics, settings.state_dir)
             stack.callback(self.sinks.close)
+        # Before it is read: who replaces it meanwhile is found out at the next start.
+        self.base_model = None if self.store is None else base_model_of(settings)
         self.learner = build_learner(settings, mesh)
         if self.store is not None:
             if reason := self.learner.engine.head.reason:
@@ -123,6 +130,7 @@ class TrainLoop:
             if self.coordinator is not None:
                 self.coordinator.memory = kept["memory"]
         self.step, self.version = point.step, point.version
+        self.report_stage("starting", begins=describe_resume(point, self.settings))
         self.watch.lap("start")
 
     @property
@@ -166,6 +174,7 @@ class TrainLoop:
             version=self.version,
             budget=self.settings.batches.tokens_per_micro_batch,
             seed=self.settings.seed,
+            share=self._share(),
         )
         self.watch.lap("train")
         if done.mismatch is not None:
@@ -182,7 +191,9 @@ class TrainLoop:
         memory = self.coordinator.memory if self.coordinator is not None else {}
         counters = {"version": self.version, "memory": memory}
         parent = self.parent.as_parent() if self.parent and is_rank_zero() else None
-        folder = self.saver.start(self.learner, self.step, counters, parent=parent)
+        folder = self.saver.start(
+            self.learner, self.step, counters, parent=parent, base=self.base_model
+        )
         self.watch.lap("checkpoint")
         self.pending = PendingStep(
             self.step,
@@ -195,6 +206,12 @@ class TrainLoop:
         )
         self.batch = None
         return True
+
+    def _share(self) -> float:
+        """Rank 0's counts."""
+        if self.batch is None:
+            return 1.0
+        return self.settings.step_share(self.batch.selection.stats["groups_trained"])
 
     def _check(self) -> None:
         assert self.batch is not None

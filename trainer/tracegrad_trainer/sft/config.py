@@ -113,6 +113,7 @@ class SftSettings(BaseModel):
         trainer = self.trainer.model_dump(mode="json", include={"model", "reference", "seed"})
         for name in ("objective", "optim", "batches"):
             trainer[name] = getattr(self.trainer, name).model_dump(mode="json")
+        trainer["optim"].pop("scale_by_groups")  # of batches of groups: it decides nothing here
         fsdp = self.trainer.fsdp
         trainer["fsdp"] = fsdp.model_dump(mode="json", include={"compute_dtype", "lora"})
         own = {"preset", "epochs", "tokens_per_step", "held_out", "decay"}

@@ -13,11 +13,11 @@ from typing import Any
 
 from tracegrad.events import Json
 from tracegrad.store import StepRecord
+from tracegrad.text_format import format_count
 from tracegrad_trainer.engine.step.result import StepResult
 from tracegrad_trainer.metrics import MetricSinks
 from tracegrad_trainer.sft.evaluate import EvalResult
 from tracegrad_trainer.sft.schedule import SftData
-from tracegrad_trainer.utils.console import format_count
 
 METRICS = "metrics.jsonl"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -55,10 +54,6 @@ def plain_table(*columns: str, words: Collection[str] = ()) -> PlainTable:
     return made
 
 
-def format_count(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
-
-
 def print_report(report: RenderableType, console: Console) -> None:
     """On a terminal, and where COLUMNS is set, to fit; else in full."""
     if not (console.is_terminal or os.environ.get("COLUMNS", "").isdigit()):
@@ -69,14 +64,6 @@ def print_report(report: RenderableType, console: Console) -> None:
 def print_error(line: str, console: Console) -> None:
     """In red and unbroken: what it names is never markup."""
     console.print(Text(line, style="red"), soft_wrap=True)
-
-
-def format_age(moment: float) -> str:
-    seconds = max(0.0, time.time() - moment)
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 @contextlib.contextmanager

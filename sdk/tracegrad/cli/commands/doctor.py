@@ -12,10 +12,11 @@ from rich.text import Text
 
 from tracegrad.cli.options import with_rollout_filter
 from tracegrad.cli.render.console import clear_progress, show_progress
-from tracegrad.cli.render.format import plural, printable
+from tracegrad.cli.render.format import printable
 from tracegrad.cli.store_option import JsonOption, StoreOption, open_store, print_json
 from tracegrad.store import ALL, RolloutFilter
 from tracegrad.store.maintenance import DoctorReport, Finding, RolloutSelection, examine
+from tracegrad.text_format import format_count
 
 BROKEN = 1
 
@@ -76,7 +77,9 @@ def _print_report(report: DoctorReport, name: str) -> None:
         console.print(_line(finding))
         if finding.fix:
             console.print(Padding(Text(printable(finding.fix), style="dim"), (0, 0, 0, 4)))
-    read = f"{plural(report.turns, 'turn')} of {plural(report.rollouts, 'rollout')} read"
+    read = (
+        f"{format_count(report.turns, 'turn')} of {format_count(report.rollouts, 'rollout')} read"
+    )
     broken = sum(finding.count for finding in report.findings if finding.broken)
     if not report.ok:
         console.print(Text(f"{name}: {broken:,} broken; {read}"))

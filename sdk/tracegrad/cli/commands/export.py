@@ -15,10 +15,10 @@ import typer
 
 from tracegrad.atomic_file import atomic_write
 from tracegrad.cli.options import with_rollout_filter
-from tracegrad.cli.render.format import plural
 from tracegrad.cli.store_option import StoreOption, fail, open_store
 from tracegrad.events import Json
 from tracegrad.store import ALL, RolloutFilter
+from tracegrad.text_format import format_count
 from tracegrad.transfer import ExportLayout, LayoutUnknown, WriteFailed, find_layout, jsonl, parquet
 from tracegrad.transfer import parquet_columns as columns
 from tracegrad.transfer.export_rollouts import ExportCounts, RolloutExport
@@ -56,7 +56,7 @@ def export_command(
     ] = None,
     which: RolloutFilter = ALL,
 ) -> None:
-    """Write rollouts, turns or rows for another trainer, as JSONL or Parquet."""
+    """Write rollouts, turns or rows of other trainers: JSONL, Parquet."""
     if rollouts + turns + (layout is not None) > 1:
         fail("--rollouts, --turns, --layout: choose one", FAILED)
     chosen = _layout(layout)
@@ -144,7 +144,7 @@ def _failures() -> Iterator[None]:
 
 def _print_export_counts(counts: ExportCounts, output: Path | None) -> None:
     """On standard error: the rows may be on the other."""
-    written = ", ".join(plural(n, kind) for kind, n in counts.written.items()) or "nothing"
+    written = ", ".join(format_count(n, kind) for kind, n in counts.written.items()) or "nothing"
     where = f" to {output}" if output else ""
     typer.echo(f"exported {written}{where}", err=True)
     if counts.left_out:
@@ -155,5 +155,7 @@ def reason_lines(reasons: Mapping[str, int]) -> str:
     lines = []
     for reason, count in sorted(reasons.items()):
         kind, colon, why = reason.partition(": ")
-        lines.append(f"{why} ({plural(count, kind[:-1])})" if colon else f"{reason} ({count})")
+        lines.append(
+            f"{why} ({format_count(count, kind[:-1])})" if colon else f"{reason} ({count})"
+        )
     return ", ".join(lines)

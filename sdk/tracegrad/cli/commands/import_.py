@@ -13,8 +13,8 @@ from typing import Annotated, Any, cast
 import typer
 
 from tracegrad.cli.commands.export import FAILED, reason_lines
-from tracegrad.cli.render.format import plural
 from tracegrad.cli.store_option import JsonOption, StoreOption, fail, open_store, print_json
+from tracegrad.text_format import format_count
 from tracegrad.transfer import parquet
 from tracegrad.transfer.import_rollouts import ImportStopped, RolloutImport
 
@@ -33,7 +33,10 @@ def import_command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Read rollouts that were exported, or conversations, into the store. Twice is as once."""
+    """Read exported rollouts, or conversations, into the store.
+
+    Reading them twice is as reading them once.
+    """
     with open_store(store, create=True) as writing:
         importing = RolloutImport(writing, skip_bad=skip_bad, untrained=untrained)
         try:
@@ -69,11 +72,11 @@ def _input(name: str) -> Iterator[BufferedReader[Any]]:
 def _import_lines(importing: RolloutImport) -> Iterator[str]:
     added = importing.added
     rest = [
-        plural(count, f"new {name.removesuffix('s')}")
+        format_count(count, f"new {name.removesuffix('s')}")
         for name, count in asdict(added).items()
         if count and name not in ("rollouts", "known")
     ]
-    total = plural(added.rollouts + added.known, "rollout")
+    total = format_count(added.rollouts + added.known, "rollout")
     yield ", ".join([f"{total}: {added.rollouts} new", *rest])
     if importing.rejected:
         yield f"left out: {reason_lines(importing.rejected)}"

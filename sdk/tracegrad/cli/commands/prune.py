@@ -18,7 +18,6 @@ from tracegrad.cli.commands.destructive import (
     with_progress,
 )
 from tracegrad.cli.options import parse_time, rollout_filter, with_options
-from tracegrad.cli.render.format import plural
 from tracegrad.cli.store_option import StoreOption, fail, open_store, print_json
 from tracegrad.store import RolloutFilter, Store
 from tracegrad.store.maintenance import (
@@ -31,6 +30,7 @@ from tracegrad.store.maintenance import (
     preview_prune,
     prune,
 )
+from tracegrad.text_format import format_count
 
 
 @with_options(which=rollout_filter, how=RemovalOptions)
@@ -106,21 +106,22 @@ def _prune(store: Store, rule: RetentionRule, how: RemovalOptions) -> None:
             print_json({"would_remove": found.removed, "kept_untrained": found.kept})
         return
     if found.removed["rollouts"]:
-        how.confirm(f"Remove {plural(found.removed['rollouts'], 'rollout')} for good?")
+        how.confirm(f"Remove {format_count(found.removed['rollouts'], 'rollout')} for good?")
     removed = with_progress(lambda report: prune(store, rule, progress=report))
     room = how.reclaim_space(store, changed=bool(removed["rollouts"]))
     if how.as_json:
         print_json({"removed": removed, "kept_untrained": found.kept, "files": room})
         return
     typer.echo(
-        f"removed {plural(removed['rollouts'], 'rollout')}, {plural(removed['turns'], 'turn')}"
+        f"removed {format_count(removed['rollouts'], 'rollout')}, "
+        f"{format_count(removed['turns'], 'turn')}"
     )
     print_reclaimed(room)
 
 
 def _prune_text(store: Store, rule: TextRemovalRule, how: RemovalOptions) -> None:
     found = preview_drop_text(store, rule)
-    what = f"the text of {plural(found['turns'], 'turn')} ({naturalsize(found['bytes'])})"
+    what = f"the text of {format_count(found['turns'], 'turn')} ({naturalsize(found['bytes'])})"
     if how.dry_run:
         if how.as_json:
             print_json({"would_remove": found})
@@ -135,8 +136,9 @@ def _prune_text(store: Store, rule: TextRemovalRule, how: RemovalOptions) -> Non
         print_json({"removed": removed, "files": room})
         return
     typer.echo(
-        f"dropped the text of {plural(removed['turns'], 'turn')} and "
-        f"{plural(removed['spans'], 'span')}; tokens, log-probabilities and rewards are as before"
+        f"dropped the text of {format_count(removed['turns'], 'turn')} and "
+        f"{format_count(removed['spans'], 'span')}; "
+        "tokens, log-probabilities and rewards are as before"
     )
     print_reclaimed(room)
 
@@ -158,8 +160,8 @@ def _print_preview(found: PrunePreview) -> None:
     removed = found.removed
     typer.echo(
         f"the store takes {naturalsize(found.used_bytes)}; "
-        f"{plural(removed['rollouts'], 'rollout')} may go: {plural(removed['turns'], 'turn')}, "
-        f"about {naturalsize(removed['bytes'])}"
+        f"{format_count(removed['rollouts'], 'rollout')} may go: "
+        f"{format_count(removed['turns'], 'turn')}, about {naturalsize(removed['bytes'])}"
     )
     for state, number in sorted(removed.get("by_state", {}).items(), key=lambda each: -each[1]):
         typer.echo(f"  {number:>9,}  {state}")

@@ -20,7 +20,6 @@ from tracegrad.cli.commands.destructive import (
     with_progress,
 )
 from tracegrad.cli.options import rollout_filter, with_options
-from tracegrad.cli.render.format import plural
 from tracegrad.cli.store_option import StoreOption, fail, open_store, print_json
 from tracegrad.events import Event, Json
 from tracegrad.jsonutil import dump_json
@@ -41,6 +40,7 @@ from tracegrad.store.maintenance import (
     redact,
 )
 from tracegrad.store.maintenance.selection import EVERYTHING
+from tracegrad.text_format import format_count
 
 _SECRETS = "tracegrad.proxy.capture.redaction:secrets"
 
@@ -77,7 +77,7 @@ def redact_command(
     which: RolloutFilter,
     how: RemovalOptions,
 ) -> None:
-    """Take texts out of what is stored already: each match becomes [redacted].
+    """Take texts out of the store: each match becomes [redacted].
 
     Token ids are not changed: whoever has the tokenizer can turn them back into text. With
     --drop-tokens the turns whose text changes lose their tokens, and all turns that continue
@@ -128,7 +128,7 @@ def _redact(store: Store, rule: RedactionRule, how: RemovalOptions) -> None:
 def _print_result(found: RedactionResult, rule: RedactionRule, *, dry_run: bool) -> None:
     counts = found.removed
     parts = [
-        plural(counts[name], word)
+        format_count(counts[name], word)
         for name, word in (
             ("turns", "turn"),
             ("spans", "span"),
@@ -138,11 +138,11 @@ def _print_result(found: RedactionResult, rule: RedactionRule, *, dry_run: bool)
         if counts[name]
     ]
     what = ", ".join(parts) or "nothing"
-    rollouts = plural(counts["rollouts"], "rollout")
+    rollouts = format_count(counts["rollouts"], "rollout")
     typer.echo(f"{'would redact' if dry_run else 'redacted'} {what} in {rollouts}")
     if counts["turns"]:
         if rule.drop_tokens:
-            dropped = plural(counts.get("tokens_dropped", 0), "turn")
+            dropped = format_count(counts.get("tokens_dropped", 0), "turn")
             would = "would lose" if dry_run else "lost"
             typer.echo(f"{dropped} {would} the tokens and can never be trained (redacted)")
         else:

@@ -15,7 +15,6 @@ from tracegrad.cli.render.explanation import (
     render_explanation,
     render_reason_counts,
 )
-from tracegrad.cli.render.format import plural
 from tracegrad.cli.render.json import detail_json, indexed_turn_json, summary_json
 from tracegrad.cli.render.rollout import render_one_turn, render_rollout
 from tracegrad.cli.render.rollout_list import render_rollouts
@@ -32,6 +31,8 @@ from tracegrad.cli.store_option import (
 from tracegrad.store import ALL, RolloutDetail, RolloutFilter, Store
 from tracegrad.store.read.reason_counts import count_reasons
 from tracegrad.store.read.rollouts import RolloutOrder, list_ordered, summarize_tasks
+from tracegrad.store.read.task_titles import load_inputs
+from tracegrad.text_format import format_count
 
 TOO_DEEP = 3
 
@@ -68,15 +69,16 @@ def _list_rollouts(
     # One more than asked for shows whether there are more.
     with store.reading() as connection:
         rows = list_ordered(connection, which, sort, limit + 1)
-    shown = rows[:limit]
+        shown = rows[:limit]
+        asked = load_inputs(connection, [row.rollout_id for row in shown])
     if as_json:
-        print_json([summary_json(row) for row in shown])
+        print_json([summary_json(row, asked.get(row.rollout_id)) for row in shown])
         return
     screen = Terminal()
     if not shown:
         screen.print([_none(which)])
         return
-    screen.print(render_rollouts(shown, screen.width))
+    screen.print(render_rollouts(shown, asked, screen.width))
     if len(rows) > limit:
         first = "newest" if sort is RolloutOrder.NEWEST else f"first by {sort}"
         screen.print([Text(f"the {limit} {first}; more with --limit", style="dim")])
@@ -87,16 +89,17 @@ def _list_tasks(
 ) -> None:
     with store.reading() as connection:
         every = summarize_tasks(connection, which, sort)
+        asked = load_inputs(connection, [task.last_rollout_id for task in every[:limit]])
     if as_json:
-        print_json([task_json(task) for task in every[:limit]])
+        print_json([task_json(task, asked) for task in every[:limit]])
         return
     screen = Terminal()
     if not every:
         screen.print([_none(which)])
         return
-    screen.print(render_tasks(every[:limit], screen.width))
+    screen.print(render_tasks(every[:limit], asked, screen.width))
     if len(every) > limit:
-        more = f"{limit} of {plural(len(every), 'task')}; more with --limit"
+        more = f"{limit} of {format_count(len(every), 'task')}; more with --limit"
         screen.print([Text(more, style="dim")])
 
 
@@ -137,7 +140,7 @@ def show_command(
 def _turn_of(detail: RolloutDetail, turn: int) -> int:
     turns = len(detail.turns)
     if not -turns <= turn < turns:
-        there = f"{plural(turns, 'turn')}" + (f", 0 to {turns - 1}" if turns else "")
+        there = f"{format_count(turns, 'turn')}" + (f", 0 to {turns - 1}" if turns else "")
         fail(f"no turn {turn}: rollout {detail.summary.rollout_id} has {there}", NO_SUCH_ROLLOUT)
     return turn % turns
 
@@ -146,7 +149,7 @@ def _turn_of(detail: RolloutDetail, turn: int) -> int:
 def tree_command(
     rollout: IdArgument, store: StoreOption = None, as_json: JsonOption = False
 ) -> None:
-    """Draw which turn continues which: forks, samples of one prompt, sub-agents."""
+    """Draw which turn continues which: forks, samples, sub-agents."""
     with open_store(store) as reading:
         detail = reading.rollout(rollout)
     screen = Terminal()
@@ -172,7 +175,10 @@ def explain_command(
     which: RolloutFilter = ALL,
     as_json: JsonOption = False,
 ) -> None:
-    """Say why a rollout's tree forked and why its turns are not trained; without ID, of all."""
+    """Say why a tree forked and why its turns are not trained.
+
+    Without ID: of all rollouts, counted.
+    """
     if rollout is not None and not which.matches_all:
         raise typer.BadParameter("name a rollout or filter them, not both", param_hint="ID")
     screen = Terminal()

@@ -9,9 +9,10 @@ from typing import Any
 from rich.text import Text
 
 from tracegrad.cli.render.console import hanging, indented, rule
-from tracegrad.cli.render.format import format_ranges, one_line, plural
+from tracegrad.cli.render.format import format_number, format_ranges, one_line
 from tracegrad.cli.render.rollout import rollout_title
 from tracegrad.cli.render.rollout_list import short_id_width
+from tracegrad.inspect.asked_settings import MEND, AskedSettings, asked_settings
 from tracegrad.inspect.forks import (
     ForkFinding,
     FrameDifference,
@@ -31,6 +32,7 @@ from tracegrad.inspect.reasons import (
 from tracegrad.inspect.transcript import Message, Transcript
 from tracegrad.store import RolloutDetail
 from tracegrad.store.read.reason_counts import ReasonCount, ReasonCounts
+from tracegrad.text_format import format_count
 from tracegrad.turn_tree import common_prefix
 
 _MARGIN, _COLUMN = 2, 11
@@ -70,10 +72,16 @@ def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
         "forks": [_with_text(asdict(fork), fork_text, fork.reason) for fork in found],
         "not_trained": [
             _with_text({"reason": reason, "final": final, "turns": turns}, untrained_text, reason)
+            | _asked_json(asked_settings(reason, [detail.turns[index] for index in turns]))
             for (reason, final), turns in _by_reason(detail).items()
         ],
         "tokens": asdict(token_totals(transcript, found)),
     }
+
+
+def _asked_json(asked: AskedSettings | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"asked_for": [] if asked is None else asked.fields}
+    return found | {"fix": MEND} if asked is not None and asked.freed else found
 
 
 def _with_text(found: dict[str, Any], words: Any, reason: str | None) -> dict[str, Any]:
@@ -211,8 +219,8 @@ def _tokens(fork: ForkFinding, row: _Row) -> Iterator[Text]:
     into = found.in_reply
     if into is not None and fork.message is None and fork.reply is not None:
         yield from row("reply", _excerpt(_message_line(fork.reply), 0))
-    where = "prompt" if into is None else f"reply, after {plural(into, 'token')}"
-    shared = f"{plural(found.position, 'token')} shared with turn {other}"
+    where = "prompt" if into is None else f"reply, after {format_count(into, 'token')}"
+    shared = f"{format_count(found.position, 'token')} shared with turn {other}"
     yield from row("tokens", f"{shared}; they part in its {where}:")
     for label, ids, style in (
         (f"- turn {other}", found.before, "red"),
@@ -261,33 +269,55 @@ def _untrained(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
     yield rule(Text("training", style="bold"), width)
     trained = len(detail.turns) - missing
     step = f" in step {detail.summary.consumed_step}" if trained else ""
-    line = Text(f"{trained:,} of {plural(len(detail.turns), 'turn')} trained{step}")
+    line = Text(f"{trained:,} of {format_count(len(detail.turns), 'turn')} trained{step}")
     yield from indented(line, margin=_MARGIN, width=width)
+    if late := sum(map(detail.came_late, detail.rewards)):
+        came = f"{format_count(late, 'reward')} came when training had taken the others: not used"
+        yield from indented(Text(came, style="yellow"), margin=_MARGIN, width=width)
     for (reason, final), turns in by_reason.items():
         words = untrained_text(reason)
-        which = f"  {plural(len(turns), 'turn')}: {format_ranges(turns)}"
+        which = f"  {format_count(len(turns), 'turn')}: {format_ranges(turns)}"
         label = Text.assemble((one_line(reason), "yellow" if final else "bold"), (which, "dim"))
         yield from indented(label, margin=_MARGIN, width=width)
-        yield from _advice(words, margin=_MARGIN + 2, width=width)
+        asked = asked_settings(reason, [detail.turns[index] for index in turns])
+        yield from _advice(words, margin=_MARGIN + 2, width=width, asked=asked)
+        if reason == "named_reward":
+            given = Text(f"given so far: {_rewards_given(detail)}", style="dim")
+            yield from indented(given, margin=_MARGIN + 2, width=width)
 
 
-def _advice(words: ReasonText, *, margin: int, width: int | None) -> Iterator[Text]:
+def _rewards_given(detail: RolloutDetail) -> str:
+    """`score` (0.5), `format` of turn 2 (1): the last of each."""
+    last = {(each.name, each.turn): each.value for each in detail.rewards}
+    return ", ".join(
+        f"{one_line(name)!r}{'' if turn is None else f' of turn {turn}'} ({format_number(value)})"
+        for (name, turn), value in last.items()
+    )
+
+
+def _advice(
+    words: ReasonText, *, margin: int, width: int | None, asked: AskedSettings | None = None
+) -> Iterator[Text]:
     yield from indented(Text(words.meaning), margin=margin, width=width)
-    if words.fix:
-        yield from indented(Text(f"→ {words.fix}", style="dim"), margin=margin, width=width)
+    if asked is not None:
+        fields = one_line(", ".join(asked.fields))
+        yield from indented(Text(f"The agent asked for: {fields}"), margin=margin, width=width)
+    fix = MEND if asked is not None and asked.freed else words.fix
+    if fix:
+        yield from indented(Text(f"→ {fix}", style="dim"), margin=margin, width=width)
 
 
 def _totals(found: TokenTotals, width: int | None) -> Iterator[Text]:
     yield rule(Text("tokens", style="bold"), width)
     rows = [
-        (found.sent, f"sent as prompts of {plural(found.turns, 'turn')}"),
+        (found.sent, f"sent as prompts of {format_count(found.turns, 'turn')}"),
         (found.sampled, "sampled"),
         (found.stored, "stored: each turn keeps what its parent lacks"),
         (found.again, "of them a second time, because of forks"),
         (
             found.trained_on,
-            f"on {plural(found.paths, 'path')} from {plural(found.roots, 'root')}: what training "
-            "would read; a sampled token is trained on one path only",
+            f"on {format_count(found.paths, 'path')} from {format_count(found.roots, 'root')}: "
+            "what training would read; a sampled token is trained on one path only",
         ),
     ]
     column = max(len(f"{amount:,}") for amount, _ in rows)
@@ -299,7 +329,7 @@ def _totals(found: TokenTotals, width: int | None) -> Iterator[Text]:
 def render_reason_counts(found: ReasonCounts, width: int | None) -> Iterator[Text]:
     waiting = sum(each.turns for each in found.not_trained if not each.final)
     lost = found.turns - found.trained - waiting
-    line = f"{plural(found.turns, 'turn')} in {plural(found.rollouts, 'rollout')}: "
+    line = f"{format_count(found.turns, 'turn')} in {format_count(found.rollouts, 'rollout')}: "
     line += f"{found.trained:,} trained, {lost:,} not, {waiting:,} wait"
     yield from indented(Text(line), margin=0, width=width)
     shown = short_id_width([each.example for each in (*found.not_trained, *found.forks)])
@@ -323,7 +353,9 @@ def _reason_count(
     head = Text.assemble(
         (f"{each.turns:,}", "bold"), (f"  {one_line(each.reason)}", "yellow" if each.final else "")
     )
-    example = f"  in {plural(each.rollouts, 'rollout')}, newest {one_line(each.example[:shown])}"
+    example = (
+        f"  in {format_count(each.rollouts, 'rollout')}, newest {one_line(each.example[:shown])}"
+    )
     head.append(example, style="dim")
     yield from indented(head, margin=_MARGIN, width=width)
     yield from _advice(words, margin=_MARGIN + 3, width=width)

@@ -1,8 +1,7 @@
-"""Small texts for people: times, numbers, safe strings."""
+"""Small texts for people: numbers, safe strings, states."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from tracegrad.events import Outcome, Turn
@@ -37,35 +36,8 @@ def clip(text: str, *, lines: int, characters: int) -> str:
     return text if left <= 20 else f"{kept} … ({left:,} more characters)"
 
 
-def format_age(then: float) -> str:
-    seconds = max(0.0, time.time() - then)
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f}{unit}"
-    return f"{seconds:.0f}s"
-
-
-def format_duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    for unit, size in (("d", 86_400), ("h", 3_600)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds / 60:.1f} min"
-
-
-def format_time(then: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(then))
-
-
 def format_number(value: float) -> str:
     return f"{value:.4g}"
-
-
-def plural(amount: int, word: str) -> str:
-    return f"{amount:,} {word}" + ("" if amount == 1 else "s")
 
 
 def format_ranges(numbers: Sequence[int]) -> str:

@@ -6,19 +6,22 @@ from dataclasses import asdict
 from typing import Any
 
 from tracegrad.cli.render.turn import rewards_of_turn
+from tracegrad.events import Reward
 from tracegrad.store import RolloutDetail, RolloutSummary
+from tracegrad.store.read.task_titles import input_text
 
 
-def summary_json(row: RolloutSummary) -> dict[str, Any]:
-    return asdict(row)
+def summary_json(row: RolloutSummary, asked: str | None) -> dict[str, Any]:
+    """`asked`: the beginning of its input."""
+    return {**asdict(row), "asked": asked}
 
 
 def detail_json(detail: RolloutDetail, *, tokens: bool) -> dict[str, Any]:
     """Token ids and log-probabilities only with `tokens`: they are most of the bytes."""
     return {
-        **summary_json(detail.summary),
+        **summary_json(detail.summary, input_text(detail.task)),
         "task": detail.task,
-        "rewards": [asdict(reward) for reward in detail.rewards],
+        "rewards": [_reward_json(reward, detail) for reward in detail.rewards],
         "turns": [
             indexed_turn_json(index, detail, tokens=tokens) for index in range(len(detail.turns))
         ],
@@ -45,7 +48,13 @@ def indexed_turn_json(index: int, detail: RolloutDetail, *, tokens: bool) -> dic
     }
     if tokens:
         found |= {name: getattr(turn, name).tolist() for name in _TOKEN_FIELDS}
-    return found | {"rewards": [asdict(reward) for reward in rewards_of_turn(index, detail)]}
+    return found | {
+        "rewards": [_reward_json(reward, detail) for reward in rewards_of_turn(index, detail)]
+    }
+
+
+def _reward_json(reward: Reward, detail: RolloutDetail) -> dict[str, Any]:
+    return {**asdict(reward), "after_training": detail.came_late(reward)}
 
 
 _TURN_FIELDS = (

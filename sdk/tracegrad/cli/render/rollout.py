@@ -10,11 +10,8 @@ from rich.text import Text
 from tracegrad.cli.render.console import hanging, rule
 from tracegrad.cli.render.format import (
     clip,
-    format_duration,
     format_number,
-    format_time,
     one_line,
-    plural,
     printable,
     tag_text,
     training_text,
@@ -26,7 +23,9 @@ from tracegrad.inspect.transcript import Transcript
 from tracegrad.inspect.tree_layout import children_of
 from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail
+from tracegrad.store.read.task_titles import input_text
 from tracegrad.store.read.training_samples import agent_turn_indices
+from tracegrad.text_format import format_count, format_duration, format_time
 
 _COLUMN = 10
 
@@ -61,7 +60,8 @@ def rollout_title(detail: RolloutDetail, width: int | None) -> Text:
     """The rollout in one line."""
     row = detail.summary
     line = Text.assemble(("rollout ", "dim"), (one_line(row.rollout_id), "bold cyan"))
-    for part in (task_text(row), outcome_text(row)):
+    task = task_text(row.task_id, input_text(detail.task))
+    for part in (task, outcome_text(row)):
         line.append(" · ").append_text(part)
     if row.reward is not None:
         line.append(" · ").append(f"reward {format_number(row.reward)}", style="bold")
@@ -116,21 +116,23 @@ def _rewards(detail: RolloutDetail) -> Iterator[tuple[str, Text]]:
             text.append(f"  for turn {reward.turn}, which is not there", style="not strike red")
         yield "reward", text
     if beside:
-        yield "", Text(f"{plural(beside, 'reward')} for turns, with them below", style="dim")
+        yield "", Text(f"{format_count(beside, 'reward')} for turns, with them below", style="dim")
 
 
 def _shape(detail: RolloutDetail) -> str:
     turns = detail.turns
     if not turns:
-        return "none" + (f", {plural(len(detail.spans), 'span')}" if detail.spans else "")
+        return "none" + (f", {format_count(len(detail.spans), 'span')}" if detail.spans else "")
     children = children_of(turns)
     leaves = sum(not children[index] for index in range(len(turns)))
     sent = sum(len(turn.prompt_token_ids) for turn in turns)
     sampled = sum(len(turn.completion_token_ids) for turn in turns)
-    paths = f" on {plural(leaves, 'path')}" if leaves > 1 else ""
+    paths = f" on {format_count(leaves, 'path')}" if leaves > 1 else ""
     forks = sum(turn.fork_reason is not None for turn in turns)
-    tokens = f"{sent:,} prompt + {plural(sampled, 'token')} sampled" if sent else "without tokens"
-    forked = f", {plural(forks, 'fork')}" if forks else ""
+    tokens = (
+        f"{sent:,} prompt + {format_count(sampled, 'token')} sampled" if sent else "without tokens"
+    )
+    forked = f", {format_count(forks, 'fork')}" if forks else ""
     return f"{len(turns):,}{paths}, {tokens}{forked}"
 
 
@@ -140,6 +142,6 @@ def _training(detail: RolloutDetail) -> str:
     each = ", ".join(f"{amount} {one_line(reason)}" for reason, amount in reasons.most_common())
     why = f", {reasons.total()} not: {each}" if each else ""
     if row.trained_turns:
-        turns = f"{row.trained_turns} of {plural(row.turns, 'turn')}"
+        turns = f"{row.trained_turns} of {format_count(row.turns, 'turn')}"
         return f"{turns} trained in step {row.consumed_step}{why}"
     return training_text(row) + (f" ({', '.join(map(one_line, reasons))})" if reasons else "")

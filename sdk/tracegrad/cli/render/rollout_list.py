@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from rich.text import Text
 
 from tracegrad.cli.render.format import (
     OUTCOME_STYLE,
-    format_age,
     format_number,
     one_line,
     tag_text,
@@ -17,20 +17,32 @@ from tracegrad.cli.render.format import (
 from tracegrad.cli.render.table import TableColumn, render_table
 from tracegrad.store import RolloutSummary
 from tracegrad.store.read.rollouts import TaskSummary
+from tracegrad.store.read.task_titles import title_of_task
+from tracegrad.text_format import format_age
+
+Row = TypeVar("Row", RolloutSummary, TaskSummary)
 
 
-def render_rollouts(rows: Sequence[RolloutSummary], width: int | None) -> list[Text]:
-    return render_table(_columns(rows), rows, width)
+def render_rollouts(
+    rows: Sequence[RolloutSummary], asked: Mapping[str, str], width: int | None
+) -> list[Text]:
+    """`asked`: the beginning of a rollout's input, by rollout."""
+    return render_table(_columns(rows, asked), rows, width)
 
 
-def _columns(rows: Sequence[RolloutSummary]) -> list[TableColumn[RolloutSummary]]:
+def _columns(
+    rows: Sequence[RolloutSummary], asked: Mapping[str, str]
+) -> list[TableColumn[RolloutSummary]]:
     short = short_id_width([row.rollout_id for row in rows])
     columns: list[TableColumn[RolloutSummary]] = [
         TableColumn("id", lambda row: Text(one_line(row.rollout_id[:short]), style="cyan")),
         TableColumn(
-            "age", lambda row: Text(format_age(row.opened_at), style="dim"), "right", drop_order=2
+            "age",
+            lambda row: Text(format_age(row.opened_at, compact=True), style="dim"),
+            "right",
+            drop_order=2,
         ),
-        TableColumn("task", task_text, min_width=8),
+        *task_columns(rows, lambda row: asked.get(row.rollout_id)),
         TableColumn("outcome", outcome_text),
         TableColumn("reward", _reward, justify="right"),
         TableColumn("turns", lambda row: Text(f"{row.turns:,}"), justify="right", drop_order=1),
@@ -58,8 +70,27 @@ def _columns(rows: Sequence[RolloutSummary]) -> list[TableColumn[RolloutSummary]
     return columns
 
 
-def task_text(row: RolloutSummary | TaskSummary) -> Text:
-    return Text(one_line(row.task_id)) if row.task_id else Text("untitled", style="dim")
+def task_columns(
+    rows: Sequence[Row], asked: Callable[[Row], str | None]
+) -> Iterator[TableColumn[Row]]:
+    """What each is about; where that is not the task's id, the id too, if there is room: options
+    take that."""
+
+    def title(row: Row) -> Text:
+        return task_text(row.task_id, asked(row))
+
+    def task_id(row: Row) -> Text:
+        return Text(one_line(row.task_id or ""), style="dim")
+
+    prose = any(row.task_id != title_of_task(row.task_id, asked(row)) for row in rows)
+    yield TableColumn("task", title, min_width=24 if prose else 8)
+    if prose and any(row.task_id for row in rows):
+        yield TableColumn("task id", task_id, drop_order=6)
+
+
+def task_text(task_id: str | None, asked: str | None) -> Text:
+    title = title_of_task(task_id, asked)
+    return Text(one_line(title)) if title else Text("untitled", style="dim")
 
 
 def _reward(row: RolloutSummary) -> Text:

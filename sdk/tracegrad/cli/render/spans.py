@@ -8,18 +8,12 @@ from typing import Any
 from rich.text import Text
 
 from tracegrad.cli.render.console import wrapped
-from tracegrad.cli.render.format import (
-    clip,
-    format_duration,
-    format_ranges,
-    one_line,
-    plural,
-    printable,
-)
+from tracegrad.cli.render.format import clip, format_ranges, one_line, printable
 from tracegrad.events import Span
 from tracegrad.inspect.tree_layout import shorten_guide, with_guides
 from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail
+from tracegrad.text_format import format_count, format_duration
 
 _MARGIN = 2
 _WIDE = 200
@@ -101,7 +95,7 @@ def _line(span: Span, start: int, turns: Sequence[int]) -> Text:
     ]
     tokens = [_first(span.attributes, names) for names in (_TOKENS_IN, _TOKENS_OUT)]
     if not turns and any(isinstance(each, int) for each in tokens):
-        parts.append(f"{tokens[0] or 0:,} prompt + {plural(int(tokens[1] or 0), 'token')}")
+        parts.append(f"{tokens[0] or 0:,} prompt + {format_count(int(tokens[1] or 0), 'token')}")
     if parts:
         line.append("  " + one_line(" · ".join(parts)), style="dim")
     return line

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
 
-from tracegrad.cli.render.format import OUTCOME_STYLE, format_age, format_number
-from tracegrad.cli.render.rollout_list import task_text
+from tracegrad.cli.render.format import OUTCOME_STYLE, format_number
+from tracegrad.cli.render.rollout_list import task_columns
 from tracegrad.cli.render.table import TableColumn, render_table
 from tracegrad.events import Outcome
 from tracegrad.store import OPEN
 from tracegrad.store.read.rollouts import TaskSummary
+from tracegrad.text_format import format_age
 
 
-def render_tasks(rows: Sequence[TaskSummary], width: int | None) -> list[Text]:
+def render_tasks(
+    rows: Sequence[TaskSummary], asked: Mapping[str, str], width: int | None
+) -> list[Text]:
+    """`asked`: the beginning of a rollout's input, by rollout."""
     columns: list[TableColumn[TaskSummary]] = [
-        TableColumn("task", task_text, min_width=8),
+        *task_columns(rows, lambda task: _asked(task, asked)),
         TableColumn(
             "age",
-            lambda task: Text(format_age(task.last_opened_at), style="dim"),
+            lambda task: Text(format_age(task.last_opened_at, compact=True), style="dim"),
             "right",
             drop_order=2,
         ),
@@ -28,14 +32,20 @@ def render_tasks(rows: Sequence[TaskSummary], width: int | None) -> list[Text]:
         TableColumn("reward", _reward, "right"),
         TableColumn("from", lambda task: _bound(task, min), "right", drop_order=1),
         TableColumn("to", lambda task: _bound(task, max), "right", drop_order=1),
-        TableColumn("outcomes", _outcomes, min_width=10),
+        TableColumn("outcomes", _outcomes, min_width=16),
     ]
     return render_table(columns, rows, width)
 
 
-def task_json(task: TaskSummary) -> dict[str, Any]:
+def _asked(task: TaskSummary, asked: Mapping[str, str]) -> str | None:
+    """Rollouts without a task were asked many things."""
+    return None if task.task_id is None else asked.get(task.last_rollout_id)
+
+
+def task_json(task: TaskSummary, asked: Mapping[str, str]) -> dict[str, Any]:
     return {
         "task_id": task.task_id,
+        "asked": _asked(task, asked),
         "rollouts": task.rollouts,
         "outcomes": dict(task.outcomes),
         "rewarded": len(task.rewards),

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from tracegrad.cli.render.format import finish_reason_text, format_number, one_line, plural
+from tracegrad.cli.render.format import finish_reason_text, format_number, one_line
 from tracegrad.cli.render.rollout import rollout_title
 from tracegrad.cli.render.table import TableColumn, render_table
 from tracegrad.cli.render.turn import is_latest_reward, rewards_of_turn
@@ -27,6 +27,7 @@ from tracegrad.inspect.tree_layout import (
     turn_chains,
 )
 from tracegrad.store import RolloutDetail
+from tracegrad.text_format import format_count
 
 # At most so much of a line is what leads to a turn.
 _GUIDE = 30
@@ -222,5 +223,9 @@ def _sum(roots: Sequence[TurnChain], detail: RolloutDetail) -> str:
     for branch in every:
         every += branch.branches
     leaves = sum(not branch.branches for branch in every)
-    parts = [plural(len(detail.turns), "turn"), plural(len(roots), "root"), plural(leaves, "path")]
+    parts = [
+        format_count(len(detail.turns), "turn"),
+        format_count(len(roots), "root"),
+        format_count(leaves, "path"),
+    ]
     return " · ".join(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.text import Text
 
@@ -11,11 +11,8 @@ from tracegrad.cli.render.console import hanging, indented, rule
 from tracegrad.cli.render.format import (
     clip,
     finish_reason_text,
-    format_duration,
     format_number,
-    format_time,
     one_line,
-    plural,
     printable,
     training_text,
 )
@@ -26,6 +23,7 @@ from tracegrad.inspect.transcript import Message, RepeatedMessages, Transcript
 from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail
 from tracegrad.store.read.training_samples import agent_turn_indices
+from tracegrad.text_format import format_count, format_duration, format_time
 
 COLUMN = 11
 _MARGIN = 2
@@ -38,13 +36,22 @@ _DEFAULT_LIMITS = (16, 1200)
 
 @dataclass(frozen=True, slots=True)
 class TurnView:
-    """How much: whole messages (`full`), token ids (`tokens`)."""
+    """How much: whole messages (`full`), token ids (`tokens`). `explained`: reasons that a turn
+    shown above has said the meaning of."""
 
     detail: RolloutDetail
     transcript: Transcript
     width: int | None
     full: bool = False
     tokens: bool = False
+    explained: set[str] = field(default_factory=set)
+
+    def meaning_once(self, reason: str, meaning: str) -> str:
+        """`: meaning` where the reason comes first, nothing below."""
+        if reason in self.explained:
+            return ""
+        self.explained.add(reason)
+        return f": {meaning}"
 
 
 def render_turn(index: int, how: TurnView) -> Iterator[Text]:
@@ -54,7 +61,7 @@ def render_turn(index: int, how: TurnView) -> Iterator[Text]:
         yield from _tools(index, how)
     for news in how.transcript.new_messages(index):
         if isinstance(news, RepeatedMessages):
-            elided = f"… {plural(news.messages, 'message')} as in turn {news.of_turn}"
+            elided = f"… {format_count(news.messages, 'message')} as in turn {news.of_turn}"
             yield from _row("", Text(elided, style="dim italic"), how)
         else:
             yield from _message(news, how)
@@ -73,7 +80,7 @@ def render_full_turn(index: int, how: TurnView) -> Iterator[Text]:
     if turn.sampling:
         settings = (f"{name}={text_or_json(value)}" for name, value in turn.sampling.items())
         yield from _row("sampling", Text(one_line(" ".join(settings))), how)
-    versions = ", ".join(f"{plural(n, 'token')} by {v}" for v, n in turn.policy_versions)
+    versions = ", ".join(f"{format_count(n, 'token')} by {v}" for v, n in turn.policy_versions)
     if versions:
         yield from _row("versions", Text(versions), how)
     if turn.parent_span_id is not None:
@@ -95,12 +102,15 @@ def _about(index: int, how: TurnView) -> Iterator[Text]:
     if turn.fork_reason:
         rival = expected_parent(index, how.transcript)
         instead = f", instead of continuing turn {rival}" if rival is not None else ""
-        why = f"{one_line(turn.fork_reason)}{instead}: {fork_text(turn.fork_reason).meaning}"
+        meaning = how.meaning_once(turn.fork_reason, fork_text(turn.fork_reason).meaning)
+        why = f"{one_line(turn.fork_reason)}{instead}{meaning}"
         yield from _row("fork", Text(why, style="yellow"), how)
     missing = untrained_reason(turn, how.detail)
     if missing is not None and missing.final:
-        why = f"{one_line(missing.reason)}: {untrained_text(missing.reason).meaning}"
-        yield from _row("untrained", Text(why, style="yellow"), how)
+        meaning = how.meaning_once(missing.reason, untrained_text(missing.reason).meaning)
+        if meaning:  # the turn's title has the reason itself
+            why = f"{one_line(missing.reason)}{meaning}"
+            yield from _row("untrained", Text(why, style="yellow"), how)
     for reward in rewards_of_turn(index, how.detail):
         yield from _row("reward", reward_text(reward, how.detail), how)
 
@@ -120,7 +130,7 @@ def _summary(turn: Turn, detail: RolloutDetail) -> Text:
     sampled = len(turn.completion_token_ids)
     parts = [f"+{format_duration(max(0.0, turn.created_at - detail.summary.opened_at))}"]
     if sampled or turn.prompt_token_ids:
-        parts.append(f"{len(turn.prompt_token_ids):,} prompt + {plural(sampled, 'token')}")
+        parts.append(f"{len(turn.prompt_token_ids):,} prompt + {format_count(sampled, 'token')}")
     else:
         parts.append("no tokens")
     parts.append(versions_text(turn))
@@ -163,20 +173,34 @@ def _turn_of(reward: Reward, known: Sequence[int]) -> int | None:
 
 
 def reward_text(reward: Reward, detail: RolloutDetail) -> Text:
-    """Struck through where a later one revises it."""
+    """Struck through where a later one revises it, unless training has used it."""
     text = Text.assemble((format_number(reward.value), "bold"))
     if reward.name != "reward":
         text.append(f" {one_line(reward.name)}")
     text.append(f"  from {one_line(reward.source)}", style="dim")
     if reward.label:
         text.append(f" ({one_line(reward.label)})", style="dim")
-    if not is_latest_reward(reward, detail):
-        text.stylize("strike")
-        text.append("  revised", style="not strike dim")
-    return text
+    if detail.came_late(reward):
+        text.append(f"  came {_late_by(detail)}: not used", style="yellow")
+    if is_latest_reward(reward, detail):
+        return text
+    if is_latest_reward(reward, detail, in_time=True):
+        return text.append("  training took this one", style="dim")
+    text.stylize("strike")
+    return text.append("  revised", style="not strike dim")
 
 
-def is_latest_reward(reward: Reward, detail: RolloutDetail) -> bool:
+def _late_by(detail: RolloutDetail) -> str:
+    row = detail.summary
+    if row.state != "consumed":
+        return "while it was being trained"
+    if row.consumed_step is None:
+        return "after its turns were skipped"
+    return f"after step {row.consumed_step}"
+
+
+def is_latest_reward(reward: Reward, detail: RolloutDetail, *, in_time: bool = False) -> bool:
+    """Of all that have its name and turn; `in_time`: of those that training could take."""
     turns = len(agent_turn_indices(detail.turns))
 
     def given_for(each: Reward) -> tuple[str, int | None]:
@@ -184,7 +208,11 @@ def is_latest_reward(reward: Reward, detail: RolloutDetail) -> bool:
         return each.name, each.turn + turns if behind and each.turn is not None else each.turn
 
     # The last in arrival, as the ledger has it.
-    return [each for each in detail.rewards if given_for(each) == given_for(reward)][-1] is reward
+    same = [each for each in detail.rewards if given_for(each) == given_for(reward)]
+    if in_time:
+        same = [each for each in same if not detail.came_late(each)]
+        return detail.rewards_closed_at is not None and same[-1:] == [reward]
+    return same[-1] is reward
 
 
 def _tools(index: int, how: TurnView) -> Iterator[Text]:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from tracegrad.chat import sampling_params as sampling
 from tracegrad.chat.call import Call
-from tracegrad.events import Event, Json, Turn, new_id
+from tracegrad.events import REFUSED, Event, Json, Turn, new_id
 from tracegrad.jsonutil import dump_json, encode_json
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex
 from tracegrad.proxy.capture.call_index import CallIndex
@@ -153,7 +153,7 @@ class Recorder:
         self, call: Call, owner: CallOwner, plan: ContinuationPlan, reason: str
     ) -> None:
         """Commit a turn without tokens: the engine would not answer, for this `reason`."""
-        refusal = SampledCompletion(finish_reason="refused")
+        refusal = SampledCompletion(finish_reason=REFUSED)
         refusal.discard_tokens(reason)
         await self.record(call, owner, plan, [refusal], unknown_version=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import APIRouter, FastAPI, Path, Request
@@ -28,7 +28,9 @@ from tracegrad.proxy.auth.middleware import Authenticator, Caller, caller_of, re
 from tracegrad.proxy.capture.recorder import Recorder
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.errors import ApiError, BadRequest
-from tracegrad.store.errors import EventRejected
+from tracegrad.proxy.store_async import run_in_thread
+from tracegrad.store.errors import EventRejected, StoreError
+from tracegrad.store.read.reward_arrival import RewardTarget
 
 # Events wait for a proxy that is away, and clocks differ. One that claims to be older than this
 # has a clock that was never set, or a mistake.
@@ -128,8 +130,23 @@ class EventsRequest(BaseModel):
     events: list[EventBody]
 
 
+class LateReward(BaseModel):
+    """`state` of the rollout: `trained` (by `step`), `skipped`, or `leased` (is being trained)."""
+
+    rollout_id: str
+    state: Literal["leased", "trained", "skipped"]
+    step: int | None = None
+
+
 class EventsAccepted(BaseModel):
+    """All were stored. `unknown_rollouts` were given rewards, and nobody opened them and no call
+    belongs to them so far: look at the id, unless its events are still on their way.
+    `after_training` were given rewards when training had taken those it had: these are kept, and
+    change no step."""
+
     accepted: int
+    unknown_rollouts: list[str] = []
+    after_training: list[LateReward] = []
 
 
 class HoldRequest(BaseModel):
@@ -180,10 +197,40 @@ class OwnGate:
         return self._gate.state()
 
 
-def make_control_router(recorder: Recorder, gate: WeightPushes) -> APIRouter:
+class RewardTargets(Protocol):
+    """What `tracegrad.store.Store` does of it."""
+
+    def reward_targets(self, rollout_ids: Collection[str]) -> list[RewardTarget]: ...
+
+
+async def accepted(events: Sequence[Event], store: RewardTargets, now: float) -> EventsAccepted:
+    """The answer to events that were committed; `now`: when they arrived."""
+    rewarded = list(dict.fromkeys(e.rollout_id for e in events if isinstance(e, Reward)))
+    answer = EventsAccepted(accepted=len(events))
+    if not rewarded:
+        return answer
+    try:
+        targets = await run_in_thread(store.reward_targets, rewarded)
+    except StoreError:  # they are stored: that much is known
+        return answer
+    by_id = {target.rollout_id: target for target in targets}
+    for target in (by_id[name] for name in rewarded if name in by_id):
+        if not target.is_known:
+            answer.unknown_rollouts.append(target.rollout_id)
+        if target.state != "open" and target.closed_at is not None and target.closed_at < now:
+            late = LateReward(rollout_id=target.rollout_id, state=target.state, step=target.step)
+            answer.after_training.append(late)
+    return answer
+
+
+def make_control_router(recorder: Recorder, gate: WeightPushes, store: RewardTargets) -> APIRouter:
     router = APIRouter(prefix="/api")
 
-    @router.post("/events", summary="Rollouts started and finished, rewards, spans")
+    @router.post(
+        "/events",
+        summary="Rollouts started and finished, rewards, spans",
+        response_model_exclude_defaults=True,
+    )
     async def events(body: EventsRequest, request: Request) -> EventsAccepted:
         """Stored all together or not at all; the answer comes after the commit. Of several rewards
         of one name and turn the one that arrives last counts, whatever `given_at` says."""
@@ -193,7 +240,7 @@ def make_control_router(recorder: Recorder, gate: WeightPushes) -> APIRouter:
             await recorder.commit(restrict_to_rollout(received, caller))
         except EventRejected as error:
             raise BadRequest(str(error), status=422) from None
-        return EventsAccepted(accepted=len(body.events))
+        return await accepted(received, store, now)
 
     @router.get("/push", summary="Policy version and gate")
     async def push() -> GateState:

@@ -337,7 +337,7 @@ async def _relay(
                 if chunks := stream.feed(part):
                     out = [] if begun else [writer.begin(stream.prompt_tokens)]
                     begun = True
-                    out += map(writer.chunk, chunks)
+                    out += [c if isinstance(c, bytes) else writer.chunk(c) for c in chunks]
                     admission.blocked = True
                     await response.send(b"".join(out))
                     admission.blocked = False

@@ -9,6 +9,7 @@ from tracegrad.events import Json, logprob_array, token_id_array
 
 # What vLLM writes where it has no log-probability.
 MISSING_LOGPROB = -9999.0
+_LISTS = (list, array)  # `list | array` is made anew at every use
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class SampledCompletion:
             return
         if not ids and not values:
             return
-        if not isinstance(ids, list | array) or not isinstance(values, list):
+        if not isinstance(ids, _LISTS) or not isinstance(values, list):
             self.discard_tokens("no_tokens")
             return
         try:

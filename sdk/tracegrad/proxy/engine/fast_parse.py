@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from tracegrad.events import token_id_array
+from tracegrad.proxy.engine.prompt_texts import prompt_texts
 
 _PROMPT = b'"prompt_token_ids":['
 _TOKENS = b'"token_ids":['
@@ -69,35 +70,47 @@ def extract_tokens(raw: bytes, choices: int) -> ExtractedTokens | None:
             rest += (raw[at:start], b"null")
             shown = raw[start:end]
             entries = _entries.decode(shown[len(_LOGPROBS) - len(_KEY) - 1 : -1])
-            tokens, at = _cut_ids(raw, _TOKENS, end, rest)
+            tokens, at = _cut_ids(raw, end, rest)
             routes, at = _cut_routes(raw, at, rest)
             found.append(
                 ExtractedChoice(tokens, [entry.logprob for entry in entries], shown, routes)
             )
-        prompt, at = _cut_ids(raw, _PROMPT, at, rest)
+        prompt, at = _cut_prompt(raw, at, rest)
     except (ValueError, msgspec.DecodeError):
         return None
     rest.append(raw[at:])
     return ExtractedTokens(b"".join(rest), prompt, found)
 
 
-def extract_prompt(raw: bytes) -> tuple[bytes, array[int] | None]:
+def extract_prompt(raw: bytes) -> tuple[bytes, TokenIdText | None]:
     """Only the prompt's ids, as in the first chunk of a stream; None where there are none."""
     rest: list[bytes] = []
     try:
-        prompt, at = _cut_ids(raw, _PROMPT, 0, rest)
+        prompt, at = _cut_prompt(raw, 0, rest)
     except ValueError:
         return raw, None
-    return b"".join((*rest, raw[at:])), prompt.values
+    return b"".join((*rest, raw[at:])), prompt
 
 
-def _cut_ids(raw: bytes, key: bytes, at: int, rest: list[bytes]) -> tuple[TokenIdText, int]:
+def _cut_ids(raw: bytes, at: int, rest: list[bytes]) -> tuple[TokenIdText, int]:
+    text, at = _cut_list(raw, _TOKENS, at, rest)
+    return TokenIdText(parse_token_ids(text[1:-1]), text), at
+
+
+def _cut_prompt(raw: bytes, at: int, rest: list[bytes]) -> tuple[TokenIdText, int]:
+    text, at = _cut_list(raw, _PROMPT, at, rest)
+    if (ids := prompt_texts.get(text)) is None:
+        ids = parse_token_ids(text[1:-1])
+        prompt_texts.add(text, ids)
+    return TokenIdText(ids, text), at
+
+
+def _cut_list(raw: bytes, key: bytes, at: int, rest: list[bytes]) -> tuple[bytes, int]:
     """The list under `key`, and where it ends; `rest` gets what comes before it, and null."""
     start = raw.index(key, at) + len(key) - 1
     end = raw.index(b"]", start) + 1
     rest += (raw[at:start], b"null")
-    text = raw[start:end]
-    return TokenIdText(parse_token_ids(text[1:-1]), text), end
+    return raw[start:end], end
 
 
 def _cut_routes(raw: bytes, at: int, rest: list[bytes]) -> tuple[bytes | None, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import orjson
 
 from tracegrad.chat.call import CHAT_PATH, Call
+from tracegrad.proxy.engine.prompt_texts import prompt_texts
 from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS_START
 
 
@@ -51,5 +52,7 @@ def request_body(call: Call, ask: EngineRequest) -> bytes:
         if ask.routed_experts_from and not ask.stream:
             body[ROUTED_EXPERTS_START] = ask.routed_experts_from
     if ask.prompt_ids is not None:
-        body["kv_transfer_params"] = {"prompt_token_ids": ask.prompt_ids.tolist()}
+        text = orjson.dumps(ask.prompt_ids.tolist())
+        prompt_texts.add(text, ask.prompt_ids)  # the engine's answer will have it
+        body["kv_transfer_params"] = {"prompt_token_ids": orjson.Fragment(text)}
     return orjson.dumps(body)

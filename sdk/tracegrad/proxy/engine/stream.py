@@ -18,6 +18,7 @@ from tracegrad.proxy.engine.completion import SampledCompletion, prompt_token_id
 from tracegrad.proxy.engine.fast_parse import extract_prompt
 from tracegrad.proxy.engine.response import logprobs_of, read_error, strip_unrequested
 from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS
+from tracegrad.proxy.engine.token_chunk import MOST_PENDING, TokenChunkReader, TokenRun
 from tracegrad.proxy.http import sse
 from tracegrad.proxy.http.errors import ApiError, UpstreamError
 
@@ -32,13 +33,19 @@ class EngineStream:
         self._choices: dict[int, _Choice] = {}
         self._head: Json = {}
         self._usage: Json | None = None
+        # A client of chat completions gets the engine's own chunks.
+        self._verbatim = call.stream and call.dialect == "chat" and call.visible.reasoning
+        self._token_chunks: TokenChunkReader | None = None
+        self._shown_prompt: orjson.Fragment | None = None  # as the engine wrote it
+        self._pending_version = 0  # of what is pending in it
         self.tail: list[Json] = []
         self.done = False  # the engine said [DONE]
         self.error: ApiError | None = None  # that the engine reported, or a chunk that is none
 
-    def feed(self, data: bytes) -> list[Json]:
-        """The chunks that the client may see now; nothing more once there is an `error`."""
-        out: list[Json] = []
+    def feed(self, data: bytes) -> list[Json | bytes]:
+        """The chunks that the client may see now, or whole events where these are as the engine
+        wrote them; nothing more once there is an `error`."""
+        out: list[Json | bytes] = []
         for event in self._events.feed(data):
             payload = sse.event_data(event)
             if payload == sse.DONE:
@@ -57,10 +64,12 @@ class EngineStream:
 
     def completions(self) -> list[SampledCompletion]:
         """One for each choice, in order; those cut off have no finish reason."""
+        self._settle()
         return [self._choices[index].close(self._head, self._usage) for index in self._indexes()]
 
     def assemble(self) -> Json:
         """What the engine would have answered had it not streamed, as the client may see it."""
+        self._settle()
         text = self._head.get("object") == "text_completion"
         answer: Json = {
             **self._head,
@@ -77,20 +86,46 @@ class EngineStream:
     def _indexes(self) -> list[int]:
         return sorted(self._choices)
 
-    def _read(self, payload: bytes, out: list[Json]) -> ApiError | None:
+    def _read(self, payload: bytes, out: list[Json | bytes]) -> ApiError | None:
+        if self._token_chunks is not None and (shown := self._pass(payload)) is not None:
+            out.append(sse.encode_event(shown))
+            return None
+        self._settle()
         try:
             chunk = orjson.loads(payload) if self._head else self._first(payload)
             if chunk.get("choices") is not None:
                 self._chunk(chunk, out)
+                if self._verbatim and self._token_chunks is None:
+                    self._learn(payload)
                 return None
             code = (chunk.get("error") or {}).get("code")
         except (ValueError, KeyError, TypeError, AttributeError):
             return UpstreamError("the engine sent a chunk that cannot be read")
         return read_error(code if isinstance(code, int) else 502, payload, {})
 
+    def _pass(self, payload: bytes) -> bytes | None:
+        """What the client may see of a chunk that needs no more than to be passed on."""
+        assert self._token_chunks is not None
+        version = self._stamp()
+        if version != self._pending_version or self._token_chunks.pending >= MOST_PENDING:
+            self._settle()
+            self._pending_version = version
+        return self._token_chunks.read(payload)
+
+    def _settle(self) -> None:
+        """Record what was passed on."""
+        reader = self._token_chunks
+        if reader is not None and reader.pending:
+            self._choices[reader.index].add_run(reader.take(), self._pending_version)
+
+    def _learn(self, payload: bytes) -> None:
+        reader = TokenChunkReader.learn(payload, self._call.visible)
+        if reader is not None and reader.index in self._choices:
+            self._token_chunks = reader
+
     def _first(self, payload: bytes) -> Any:
         """The chunk that has the prompt's ids, which are most of it."""
-        if self._call.visible.ids or self._call.path != CHAT_PATH:
+        if self._call.path != CHAT_PATH:
             return orjson.loads(payload)
         rest, prompt = extract_prompt(payload)
         chunk = orjson.loads(rest)
@@ -98,10 +133,11 @@ class EngineStream:
             return chunk
         if chunk.get("prompt_token_ids", prompt) is not None:  # another object's was cut out
             return orjson.loads(payload)
-        chunk["prompt_token_ids"] = prompt
+        chunk["prompt_token_ids"] = prompt.values
+        self._shown_prompt = orjson.Fragment(prompt.text)
         return chunk
 
-    def _chunk(self, chunk: Json, out: list[Json]) -> None:
+    def _chunk(self, chunk: Json, out: list[Json | bytes]) -> None:
         choices = chunk["choices"]
         ends = not choices
         version = self._stamp()
@@ -110,6 +146,8 @@ class EngineStream:
             ends = ends or choice.get("finish_reason") is not None
         if usage := chunk.get("usage"):
             self._usage = usage
+        if self._shown_prompt is not None:
+            chunk["prompt_token_ids"], self._shown_prompt = self._shown_prompt, None
         strip_unrequested(chunk, self._call.visible)
         if ends:
             if choices or self._call.visible.usage:
@@ -167,6 +205,12 @@ class _Choice:
             self.reply.finish_reason = finish
             self.reply.stop_reason = choice.get("stop_reason")
             choice.pop(ROUTED_EXPERTS, None)  # no stream of vLLM's has them yet; no client may
+
+    def add_run(self, run: TokenRun, version: int) -> None:
+        """As `add`, of a stream that its client gets as one: nobody puts its log-probabilities
+        together again."""
+        self.reply.add(run.token_ids, run.logprobs, version)
+        self._say({"content": run.content, "reasoning": run.reasoning})
 
     def close(self, head: Json, usage: Json | None) -> SampledCompletion:
         self.reply.response = {

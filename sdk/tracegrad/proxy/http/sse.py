@@ -16,6 +16,8 @@ class EventBuffer:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that `data` completes, each without the empty line that ends it."""
+        if not self._rest and data.find(b"\n") == len(data) - 2 and data.endswith(b"\n"):
+            return [data[:-2]]  # one, as most come: the search for two line ends is slow
         whole = self._rest + data if self._rest else data
         if b"\r" in whole:  # some servers end their lines so; JSON has no raw line ends
             whole = whole.replace(b"\r\n", b"\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from tracegrad.proxy.otel.rollout_assignment import RolloutAssignment
 from tracegrad.proxy.otel.semconv.evaluations import Evaluation
 from tracegrad.proxy.otel.span_to_turn import turn_id_of
 from tracegrad.proxy.store_async import run_in_thread
+from tracegrad.store.read.reward_arrival import RewardTarget
 
 SOURCE = "otel"
 
@@ -21,6 +22,7 @@ class TurnOrder(Protocol):
     """What `tracegrad.store.Store` does of it."""
 
     def turn_order(self, rollout_id: str) -> Sequence[str]: ...
+    def reward_targets(self, rollout_ids: Collection[str]) -> Sequence[RewardTarget]: ...
 
 
 class SpanRewards:
@@ -46,7 +48,22 @@ class SpanRewards:
                 orders[rollout_id] = await run_in_thread(self._store.turn_order, rollout_id)
             turn = _turn_of(span, score, orders[rollout_id])
             rewards.append(_reward(span, score, rollout_id, turn))
-        return rewards, problem
+        return rewards, problem or await self._of_unknown(rewards)
+
+    async def _of_unknown(self, rewards: Sequence[Reward]) -> str:
+        """Of rollouts that nobody opened and that no call belongs to, so far."""
+        names = list(dict.fromkeys(reward.rollout_id for reward in rewards))
+        if not names:
+            return ""
+        targets = await run_in_thread(self._store.reward_targets, names)
+        known = {target.rollout_id for target in targets if target.is_known}
+        for name in names:
+            if name not in known:
+                return (
+                    f"a score of rollout {name[:100]!r} is kept as its reward, but nobody opened"
+                    " such a rollout and no call belongs to it so far"
+                )
+        return ""
 
     async def _rollout_of(self, span: Span, score: Evaluation) -> str | None:
         answered = self._seen.rollout_of_response(score.response_id)

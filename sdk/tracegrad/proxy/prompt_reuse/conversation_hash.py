@@ -134,10 +134,13 @@ def reply_difference(recorded: Json, echoed: Json) -> ForkReason | None:
 
 
 def fork_reason_of_miss(
-    incoming: HashedConversation, recorded: Iterable[HashedConversation]
+    incoming: HashedConversation,
+    recorded: Iterable[HashedConversation],
+    refused: Iterable[HashedConversation] = (),
 ) -> ForkReason | None:
     """Why no key of `incoming` is filed; `recorded` are the rollout's conversations with their
-    replies. None if there are none: the rollout's first turn has no reason to give."""
+    replies, `refused` those that the engine did not answer. None if none is recorded: the rollout's
+    first turn has no reason to give."""
     recorded = list(recorded)
     if not recorded:
         return None
@@ -146,7 +149,8 @@ def fork_reason_of_miss(
     seen = {incoming.prefix_hashes[position] for position in incoming.replies}
     if any(known.prefix_hashes[-1] in seen for known in recorded):
         return ForkReason.TOOLS_CHANGED
-    closest = max(recorded, key=lambda known: (_shared(incoming, known), len(known.prefix_hashes)))
+    asked = (*recorded, *refused)
+    closest = max(asked, key=lambda known: (_shared(incoming, known), len(known.prefix_hashes)))
     shorter = len(incoming.prefix_hashes) < len(closest.prefix_hashes)
     return ForkReason.COMPACTION if shorter else ForkReason.EDITED_HISTORY
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import orjson
 
 from tracegrad.chat.model import ChatFormat, NotReproducible, load_chat_format
+from tracegrad.chat.model_folder import ModelNotFound, find_model_folder
 from tracegrad.proxy.http.errors import ApiError
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
 
@@ -76,9 +77,13 @@ class EngineRenderer:
             root = orjson.loads(await self._models())["data"][0].get("root")
         except (ValueError, KeyError, TypeError, LookupError, AttributeError) as error:
             raise NotReproducible("the engine does not say where its model is") from error
-        if not isinstance(root, str) or not await asyncio.to_thread(Path(root).is_dir):
+        if not isinstance(root, str):
+            raise NotReproducible("the engine does not say where its model is")
+        try:
+            # Of a model of the Hub an engine on this machine has filled the cache.
+            return await asyncio.to_thread(find_model_folder, root, weights=False, fetch=False)
+        except ModelNotFound as error:
             raise NotReproducible(
-                f"the engine's model is {root!r}, no folder here: give its tokenizer's folder "
-                "with --tokenizer"
-            )
-        return Path(root)
+                f"the engine's model is {root!r}, no folder here and not in the Hub's cache: give "
+                "its tokenizer's folder, or the model's name on the Hub, with --tokenizer"
+            ) from error

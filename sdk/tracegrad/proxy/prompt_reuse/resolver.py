@@ -242,7 +242,9 @@ def _follows(prompt: array[int], parent: CachedTurn) -> bool:
 def _missed(said: HashedConversation, turns: Sequence[CachedTurn]) -> PromptFork | None:
     """Why no turn of the rollout is found by what was said; None for its first turn."""
     reason = fork_reason_of_miss(
-        said, [turn.conversation for turn in turns if turn.conversation is not None]
+        said,
+        [turn.conversation for turn in turns if turn.conversation is not None],
+        [turn.refused for turn in turns if turn.refused is not None],
     )
     if reason is not ForkReason.TOOLS_CHANGED and not all(turn.has_text for turn in turns):
         reason = ForkReason.NO_TEXT

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tracegrad.chat.call import CHAT_PATH, Call, RecordedTurn
 from tracegrad.chat.messages import render_options
-from tracegrad.events import Json, Turn, token_id_array
+from tracegrad.events import REFUSED, Json, Turn, token_id_array
 from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
 from tracegrad.proxy.prompt_reuse.conversation_hash import HashedConversation, hash_conversation
 from tracegrad.proxy.shared_log import SharedLog
@@ -39,7 +39,8 @@ class TurnReader(Protocol):
 class CachedTurn(NamedTuple):
     """A recorded turn without its texts but for the reply: those are large.
 
-    `conversation` is with the reply; None where there was none, or no whole reply.
+    `conversation` is with the reply; None where there was none, or no whole one. `refused` is what
+    the engine refused to answer: nothing continues it, and what is shorter is a compaction of it.
     """
 
     rollout_id: str
@@ -48,6 +49,7 @@ class CachedTurn(NamedTuple):
     conversation: HashedConversation | None
     created_at: float
     has_text: bool = True  # whether its request is known
+    refused: HashedConversation | None = None
 
     @property
     def prompt_token_ids(self) -> array[int]:
@@ -63,7 +65,8 @@ class CachedTurn(NamedTuple):
 
     @property
     def size(self) -> int:
-        marks = len(self.conversation) if self.conversation is not None else 0
+        said = self.conversation or self.refused
+        marks = len(said) if said is not None else 0
         reply = sum(map(len, map(str, self.turn.reply.values())))
         return _TURN_BYTES + 4 * self.length + _MARK_BYTES * marks + reply
 
@@ -89,6 +92,9 @@ def cached_turn(turn: Turn, said: HashedConversation | None) -> CachedTurn:
         stop_reason=choices[0].get("stop_reason"),
     )
     whole = said is not None and reply is not None and turn.finish_reason is not None
+    refused = said if turn.finish_reason == REFUSED else None
+    if refused is not None:
+        _ = refused.prefix_hashes  # in place of the messages themselves
     return CachedTurn(
         rollout_id=turn.rollout_id,
         parent_id=turn.parent_id,
@@ -98,6 +104,7 @@ def cached_turn(turn: Turn, said: HashedConversation | None) -> CachedTurn:
         else None,
         created_at=turn.created_at,
         has_text=turn.request is not None,
+        refused=refused,
     )
 
 
@@ -278,16 +285,24 @@ class TurnTreeCache:
 
 def _packed(turn: CachedTurn) -> tuple[Any, ...]:
     """Of plain values alone, for `SharedLog`."""
-    of, said = turn.turn, turn.conversation
+    of = turn.turn
     return (
         turn.rollout_id,
         turn.parent_id,
         (of.turn_id, of.prompt_ids.tobytes(), of.completion_ids.tobytes(), of.reply),
         (of.reply_index, of.finish_reason, of.stop_reason),
-        None if said is None else (said.frame, said.replies, said.prefix_hashes),
+        _marks(turn.conversation),
         turn.created_at,
         turn.has_text,
+        _marks(turn.refused),
     )
+
+
+_Marks = tuple[bytes, tuple[int, ...], tuple[bytes, ...]] | None
+
+
+def _marks(said: HashedConversation | None) -> _Marks:
+    return None if said is None else (said.frame, said.replies, said.prefix_hashes)
 
 
 def _unpacked(
@@ -295,14 +310,18 @@ def _unpacked(
     parent_id: str | None,
     tokens: tuple[str, bytes, bytes, Json],
     end: tuple[int, str | None, str | int | None],
-    said: tuple[bytes, tuple[int, ...], tuple[bytes, ...]] | None,
+    said: _Marks,
     created_at: float,
     has_text: bool,
+    refused: _Marks,
 ) -> CachedTurn:
     turn_id, prompt, completion, reply = tokens
     recorded = RecordedTurn(turn_id, _ids(prompt), _ids(completion), reply, *end)
-    conversation = None if said is None else HashedConversation(*said)
-    return CachedTurn(rollout_id, parent_id, recorded, conversation, created_at, has_text)
+    conversations = [
+        None if each is None else HashedConversation(*each) for each in (said, refused)
+    ]
+    answered, unanswered = conversations
+    return CachedTurn(rollout_id, parent_id, recorded, answered, created_at, has_text, unanswered)
 
 
 def _ids(data: bytes) -> array[int]:

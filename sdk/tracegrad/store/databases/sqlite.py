@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from tracegrad.private_files import private_file, private_folder, restrict_permi
 from tracegrad.store.databases.base import BUSY_TIMEOUT_S, Database, json_text
 from tracegrad.store.errors import StoreMissing, StoreUnavailable
 
-_WRITE = "tracegrad_write"
 # A folder of this name is nobody's but ours; any other may have been shared for a reason.
 STATE_FOLDER = ".tracegrad"
 
@@ -67,20 +67,19 @@ class SQLite(Database):
             pool_timeout=busy_timeout_s,
         )
         event.listen(engine, "connect", _on_connect)
-        event.listen(engine, "begin", _on_begin)
         return engine
 
     def reading(self, engine: Engine) -> AbstractContextManager[Connection]:
-        return engine.begin()
+        return _transaction(engine, "BEGIN")
 
     def appending(self, engine: Engine) -> AbstractContextManager[Connection]:
-        return engine.execution_options(**{_WRITE: True}).begin()
+        return _transaction(engine, "BEGIN IMMEDIATE")
 
     exclusive = appending
 
 
 def _on_connect(connection: Any, _record: object) -> None:
-    connection.isolation_level = None  # SQLAlchemy says BEGIN, not the driver
+    connection.isolation_level = None  # `_transaction` says BEGIN, not the driver
     cursor = connection.cursor()
     _use_wal(cursor)
     # FULL: a commit is flushed before it is acknowledged. It survives the end of any process and
@@ -105,6 +104,9 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
             time.sleep(0.02)
 
 
-def _on_begin(connection: Connection) -> None:
-    writes = connection.get_execution_options().get(_WRITE, False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+@contextmanager
+def _transaction(engine: Engine, begin: str) -> Iterator[Connection]:
+    # SQLAlchemy's own event for it would slow down every statement.
+    with engine.begin() as connection:
+        connection.exec_driver_sql(begin)
+        yield connection

@@ -218,6 +218,8 @@ def unpack_turn_content(row: Row[Any], placed: SharedTextsByTurn) -> TurnContent
 
 # Writing and removing, inside the caller's transaction
 
+_ADD_LINKS = insert(TurnTexts)  # built once: making a statement costs more than running it
+
 
 def add_texts(connection: Connection, texts: Mapping[bytes, bytes]) -> None:
     """Blobs by digest. In order: writers of the same ones do not wait for each other in a ring."""
@@ -228,7 +230,7 @@ def add_texts(connection: Connection, texts: Mapping[bytes, bytes]) -> None:
 
 def add_links(connection: Connection, links: Sequence[Mapping[str, Any]]) -> None:
     if links:
-        connection.execute(insert(TurnTexts), links)
+        connection.execute(_ADD_LINKS, links)
 
 
 def remove_links(connection: Connection, of_turns: ColumnElement[bool]) -> set[bytes]:

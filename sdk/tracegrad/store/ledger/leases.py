@@ -100,7 +100,7 @@ def incomplete_groups(
             ready=[rollout.rollout_id for rollout in rollouts],
             since=min(rollout.finished_at for rollout in rollouts),
             open=coming[task_id].get("open", 0),
-            no_reward=coming[task_id].get("no_reward", 0),
+            no_reward=sum(coming[task_id].get(name, 0) for name in ("no_reward", "named_reward")),
             no_turns=coming[task_id].get("no_turns", 0),
         )
         for task_id, rollouts in by_task.items()

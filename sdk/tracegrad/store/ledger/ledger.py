@@ -38,6 +38,7 @@ from tracegrad.store.ledger.leases import (
     release_owner,
     update_rollouts,
 )
+from tracegrad.store.ledger.readiness import BatchReadiness, batch_readiness
 from tracegrad.store.models import Leases, Rollouts, Steps, TurnLedger, Turns
 from tracegrad.store.retry import retry_on_conflict
 from tracegrad.store.rows import chunks, column_values, load, rows_of_keys, select_fields
@@ -115,6 +116,23 @@ class Ledger:
         with self._store.reading() as connection:
             now = statements.server_time(connection)
             return len(ready_rollouts(connection, tags or {}, now, alone=True))
+
+    def readiness(
+        self,
+        *,
+        group_size: int,
+        tags: Mapping[str, str] | None = None,
+        incomplete_after_s: float = float("inf"),
+    ) -> BatchReadiness:
+        """How many groups `lease` could give now, and what the other rollouts wait for."""
+        _check(groups=1, group_size=group_size, ttl_s=1.0)
+        with self._store.reading() as connection:
+            return batch_readiness(
+                connection,
+                group_size=group_size,
+                tags=tags or {},
+                incomplete_after_s=incomplete_after_s,
+            )
 
     def preview(
         self,

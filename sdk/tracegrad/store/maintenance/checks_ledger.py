@@ -26,6 +26,7 @@ from tracegrad.store.models import (
     VersionEvents,
 )
 from tracegrad.store.rows import count_rows
+from tracegrad.text_format import format_elapsed
 
 DAY_S = 86_400.0
 # A rollout without an end and without a turn for so long is taken for left behind, and a key of a
@@ -85,7 +86,7 @@ def _leases(connection: Connection, now: float) -> Iterator[Finding]:
             check="leases",
             subject=f"lease {lease_id}",
             message=f"{owner} held {count} rollouts and let the lease run out "
-            f"{_ago(now - (until or now))} ago: it ended, or is stuck",
+            f"{format_elapsed(now - (until or now))} ago: it ended, or is stuck",
             fix="nothing is lost: others can lease them. tracegrad doctor --fix gives them back",
             broken=False,
             count=count,
@@ -249,10 +250,3 @@ def _sums(connection: Connection) -> Iterator[Finding]:
             f"skipped + {pending:,} pending are {trained + skipped + pending:,}",
             fix="look at what else was found, orphans above all",
         )
-
-
-def _ago(seconds: float) -> str:
-    for unit, size in (("d", DAY_S), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

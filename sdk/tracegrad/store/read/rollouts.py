@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, func, select
 from sqlalchemy.orm import InstrumentedAttribute
 
 from tracegrad.events import Outcome, Reward, RolloutFinished, Span
+from tracegrad.store.databases import statements
 from tracegrad.store.errors import AmbiguousRollout, UnknownRollout
 from tracegrad.store.expressions import (
     SCORED_OUTCOMES,
@@ -33,6 +34,7 @@ from tracegrad.store.models import (
     Turns,
     VersionEvents,
 )
+from tracegrad.store.read.reward_arrival import reward_targets
 from tracegrad.store.read.turns import load_turns
 from tracegrad.store.rows import count_rows, load, rows_of_keys, select_fields
 from tracegrad.store.types import (
@@ -60,6 +62,7 @@ class TaskSummary:
 
     task_id: str | None
     last_opened_at: float
+    last_rollout_id: str
     outcomes: Counter[str] = field(default_factory=Counter)  # with "open"
     rewards: list[float] = field(default_factory=list)
 
@@ -132,13 +135,19 @@ def summarize_tasks(
 ) -> list[TaskSummary]:
     """The task with the newest rollout first, or that with the highest mean reward."""
     query = (
-        select(Rollouts.task_id, Rollouts.opened_at, Rollouts.outcome, latest_reward())
+        select(
+            Rollouts.task_id,
+            Rollouts.opened_at,
+            Rollouts.rollout_id,
+            Rollouts.outcome,
+            latest_reward(),
+        )
         .where(wanted.where())
-        .order_by(Rollouts.opened_at.desc())
+        .order_by(Rollouts.opened_at.desc(), Rollouts.rollout_id.desc())
     )
     found: dict[str | None, TaskSummary] = {}
-    for task_id, opened_at, outcome, reward in connection.execute(query):
-        task = found.setdefault(task_id, TaskSummary(task_id, opened_at))
+    for task_id, opened_at, rollout_id, outcome, reward in connection.execute(query):
+        task = found.setdefault(task_id, TaskSummary(task_id, opened_at, rollout_id))
         task.outcomes[outcome or OPEN] += 1
         if reward is not None:
             task.rewards.append(reward)
@@ -227,6 +236,7 @@ def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
     rollout_id = resolve_rollout(connection, prefix)
     query = _summary_query().where(Rollouts.rollout_id == rollout_id)
     [summary] = _summaries(connection, connection.execute(query))
+    [target] = reward_targets(connection, [rollout_id], statements.server_time(connection))
     return RolloutDetail(
         summary=summary,
         task=connection.scalar(select(Rollouts.task).where(Rollouts.rollout_id == rollout_id)),
@@ -234,6 +244,7 @@ def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
         rewards=load_rewards(connection, [rollout_id])[rollout_id],
         spans=load_spans(connection, [rollout_id])[rollout_id],
         dispositions=load_dispositions(connection, [rollout_id])[rollout_id],
+        rewards_closed_at=target.closed_at,
     )
 
 
@@ -305,10 +316,13 @@ def version_events(connection: Connection, version: int) -> list[PolicyVersion]:
     return load(connection, PolicyVersion, query.where(VersionEvents.version == version))
 
 
-def turn_counts(connection: Connection, tags: Mapping[str, str] | None = None) -> TurnCounts:
+def turn_counts(
+    connection: Connection, tags: Mapping[str, str] | None = None, *, compared: bool = False
+) -> TurnCounts:
     """How many turns were trained, skipped and why, and what the others wait for.
 
-    With `tags`, turns of rollouts that do not carry them all wait as `not_selected`.
+    With `tags`, turns of rollouts that do not carry them all wait as `not_selected`; if training
+    compares rollouts of a task (`compared`), those of rollouts without one as `no_task`.
     """
     trained = connection.scalar(select(func.count(TurnLedger.step))) or 0
     reasons = (
@@ -327,7 +341,10 @@ def turn_counts(connection: Connection, tags: Mapping[str, str] | None = None) -
         .scalar_subquery()
     )
     states = (
-        select(training_state(tags or {}, time.time()).label("state"), waiting.label("turns"))
+        select(
+            training_state(tags or {}, time.time(), compared=compared).label("state"),
+            waiting.label("turns"),
+        )
         .where(Rollouts.consumed_at.is_(None))
         .subquery()
     )

@@ -47,6 +47,8 @@ _UNCERTAIN_RETRY_S = 0.5
 _VALUE = 64
 _MOST_VALUES = 20_000
 _LARGE = 16 << 20
+# Made once; what is a dict is so found before it is asked whether it is any other mapping.
+_TEXTS, _SEQUENCES, _MAPPINGS = (str, bytes), (list, tuple), (dict, Mapping)
 _TOO_LATE = "its caller had given up before it was stored"
 
 
@@ -349,14 +351,14 @@ def estimate_bytes(event: Event) -> int:
         value = todo.pop()
         size += _VALUE
         looked_at += 1
-        if isinstance(value, str | bytes):
+        if isinstance(value, _TEXTS):
             size += len(value)
         elif isinstance(value, array):
             size += len(value) * value.itemsize
         elif looked_at + len(todo) > _MOST_VALUES:
             return size + _LARGE
-        elif isinstance(value, Mapping):
-            todo += value.values()
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, _SEQUENCES):
             todo += value
+        elif isinstance(value, _MAPPINGS):
+            todo += value.values()
     return size

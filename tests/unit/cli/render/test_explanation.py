@@ -17,6 +17,8 @@ from support.cli.sample_rollouts import (
     user,
 )
 from support.store.events import make_turn, rollout_events
+from tracegrad.events import Reward
+from tracegrad.inspect.reasons import untrained_text
 from tracegrad.store import Ledger, StepRecord, Store
 
 
@@ -100,6 +102,93 @@ def test_a_turn_that_waits_names_what_it_waits_for(store: Store, url: str) -> No
         "Its rollout ended and has no reward.",
         "→ Give one: `reward(x)` in the agent, or POST /api/events.",
     ])  # fmt: skip
+
+
+def test_a_reward_of_another_name_is_named_with_what_is_missing(store: Store, url: str) -> None:
+    store.append(rollout_events("r", reward=None))
+    store.append([
+        Reward(rollout_id="r", value=0.25, name="score"),
+        Reward(rollout_id="r", value=0.5, name="score"),
+        Reward(rollout_id="r", value=1.0, turn=1),
+    ])  # fmt: skip
+    in_order(printed(url, "explain", "r"), [
+        "0 of 2 turns trained",
+        "named_reward 2 turns: 0-1",
+        "Its rollout ended, and has only rewards of other names, or of turns:",
+        "→ Give that one too: `reward(x)` without a name and a turn in the agent, or",
+        "given so far: 'score' (0.5), 'reward' of turn 1 (1)",
+    ])  # fmt: skip
+    [found] = printed_json(url, "explain", "r")["not_trained"]
+    assert (found["reason"], found["final"]) == ("named_reward", False)
+    [counted] = printed_json(url, "explain")["not_trained"]
+    assert (counted["reason"], counted["turns"]) == ("named_reward", 2)
+    store.append([Reward(rollout_id="r", value=1.0)])
+    assert printed_json(url, "explain", "r")["not_trained"][0]["reason"] == "waiting"
+
+
+FUNCTION = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+STRICT = {"type": "function", "function": {**FUNCTION, "strict": True}}
+# As the agents ask without being told otherwise: the dialect, the request, what is said of it.
+BY_DEFAULT = {
+    "openai-agents": ("responses", {"input": "hi", "tools": [
+        {"type": "function", "strict": True, **FUNCTION}]}, "strict tools"),
+    "CrewAI": ("chat", {"messages": [user("hi")], "tools": [STRICT]}, "strict tools"),
+    "pydantic-ai": ("chat", {"messages": [user("hi")], "tools": [STRICT]}, "strict tools"),
+    "aider": ("chat", {"messages": [user("hi")], "temperature": 0}, "temperature = 0"),
+    "Gemini CLI": ("gemini", {"contents": [{"role": "user", "parts": [{"text": "hi"}]}],
+        "generationConfig": {"topP": 0.95, "topK": 64}}, "top_p = 0.95, top_k = 64"),
+}  # fmt: skip
+WHY = {"strict tools": "constrained", "temperature = 0": "greedy"}
+
+
+@pytest.mark.parametrize("agent", BY_DEFAULT)
+def test_what_an_agent_asked_for_is_named_with_the_line_that_mends_it(
+    store: Store, url: str, agent: str
+) -> None:
+    dialect, request, fields = BY_DEFAULT[agent]
+    reason = WHY.get(fields, "sampling_truncated")
+    store.append([make_turn("t", request=request, dialect=dialect, model="m", untrainable=reason)])
+    in_order(printed(url, "explain", "r"), [
+        f"{reason} 1 turn: 0",
+        f"The agent asked for: {fields}",
+        "→ Overrule it: start the proxy with TRACEGRAD_PROXY_SAMPLING=free.",
+    ])  # fmt: skip
+    [found] = printed_json(url, "explain", "r")["not_trained"]
+    assert found["asked_for"] == fields.split(", ")
+    assert "TRACEGRAD_PROXY_SAMPLING=free" in found["fix"]
+
+
+def test_a_setting_that_the_proxy_does_not_overrule_keeps_its_own_advice(
+    store: Store, url: str
+) -> None:
+    forced = {"messages": [user("hi")], "tools": [STRICT], "tool_choice": "required"}
+    store.append([
+        make_turn("forced", request=forced, dialect="chat", untrainable="constrained"),
+        make_turn("cold", request={**forced, "temperature": 0}, dialect="chat",
+                  untrainable="aborted"),
+    ])  # fmt: skip
+    constrained, aborted = printed_json(url, "explain", "r")["not_trained"]
+    assert constrained["asked_for"] == ['tool_choice = "required"', "strict tools"]
+    assert constrained["fix"] == untrained_text("constrained").fix
+    assert aborted["asked_for"] == [], "no setting gave this reason"
+
+
+def test_a_rollout_without_a_task_says_so(store: Store, url: str) -> None:
+    store.append([*rollout_events("r", task=None), *rollout_events("other")])
+    in_order(printed(url, "explain", "r"), [
+        "no_task 2 turns: 0-1",
+        "It is ready, but its rollout has no task: training that compares the",
+        "→ Name one where a rollout begins: @trace(task=...), rollout(\"task\"), or",
+        "`rollout_started` with `task_id` to POST /api/events. Or train without",
+    ])  # fmt: skip
+    assert [each["reason"] for each in printed_json(url, "explain", "other")["not_trained"]] == [
+        "waiting"
+    ]
+    counts = printed_json(url, "explain")["not_trained"]
+    assert [(each["reason"], each["turns"], each["final"]) for each in counts] == [
+        ("no_task", 2, False),
+        ("waiting", 2, False),
+    ]
 
 
 def test_samples_of_one_prompt_are_no_forks(store: Store, url: str) -> None:

@@ -17,7 +17,7 @@ from support.cli.sample_rollouts import (
     spans_alone,
     user,
 )
-from support.store.events import make_turn
+from support.store.events import make_turn, rollout_events
 from tracegrad.events import (
     Outcome,
     Reward,
@@ -26,7 +26,7 @@ from tracegrad.events import (
     Span,
     Turn,
 )
-from tracegrad.store import Ledger, StepRecord, Store
+from tracegrad.store import Ledger, StepRecord, Store, lease_by_rollout
 
 SYSTEM = {"role": "system", "content": "Answer with a number."}
 USER = {"role": "user", "content": "How many red mugs? [bold]"}
@@ -269,6 +269,32 @@ def test_an_open_rollout_without_texts(store: Store, url: str) -> None:
     assert "the request was not kept" in printed(url, "show", "r", "--turn", "0")
 
 
+def test_a_reward_that_came_after_training_says_so(store: Store, url: str) -> None:
+    store.append(rollout_events("r", reward=0.25))
+    ledger = Ledger(store)
+    groups = ledger.lease(groups=1, group_size=1, owner="o", ttl_s=600)
+    turns = [turn.turn_id for turn in groups[0].rollouts[0].turns]
+    store.append([Reward(rollout_id="r", value=0.5), Reward(rollout_id="r", value=1.0, turn=0)])
+    in_order(printed(url, "show", "r"), [
+        "reward 0.25 from direct training took this one",
+        "reward 0.5 from direct came while it was being trained: not used",
+    ])  # fmt: skip
+    step = StepRecord(step=3, version=3, checkpoint="c")
+    leases = lease_by_rollout(groups)
+    ledger.commit_step(step, trained=turns, skipped={}, rollouts=["r"], leases=leases)
+    in_order(printed(url, "show", "r"), [
+        "reward 0.25 from direct training took this one",
+        "reward 0.5 from direct came after step 3: not used",
+        "reward 1 from direct came after step 3: not used",
+    ])  # fmt: skip
+    in_order(printed(url, "explain", "r"), [
+        "2 of 2 turns trained in step 3",
+        "2 rewards came when training had taken the others: not used",
+    ])  # fmt: skip
+    found = printed_json(url, "show", "r")
+    assert [each["after_training"] for each in found["rewards"]] == [False, True, True]
+
+
 def test_a_reward_is_revised_by_another_name_of_its_turn(store: Store, url: str) -> None:
     store.append(
         [
@@ -332,3 +358,19 @@ def test_postgresql_shows_the_same(url: str, postgres_url: str) -> None:
             store.append(coding_agent())
         shown.append([printed(each, command, rollout) for command in ("show", "tree", "explain")])
     assert shown[0] == shown[1]
+
+
+def test_what_a_reason_means_is_said_once(store: Store, url: str) -> None:
+    store.append([RolloutStarted(rollout_id="r", task_id="t")])
+    for n in range(4):
+        store.append(
+            [make_turn(f"t{n}", fork_reason="edited_history" if n else None, untrainable="greedy")]
+        )
+    text = printed(url, "show", "r", columns=160)
+    assert len(re.findall("untrained +greedy: ", text)) == 1
+    assert text.count("not trainable: greedy") == 4, "each turn's title names it"
+    assert text.count("fork       edited_history") == 3
+    assert len(re.findall("An earlier message was changed", text)) == 1
+    alone = printed(url, "show", "r", "--turn", "3", columns=160)
+    assert re.search("untrained +greedy: ", alone)
+    assert "An earlier message was changed" in alone

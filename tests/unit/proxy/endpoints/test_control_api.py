@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import json
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,8 +18,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import Status, StatusCode, Tracer
 
 from support.proxy.proxy_with_engine import ProxyWithEngine
+from support.store.events import rollout_events
 from tracegrad.events import Outcome
-from tracegrad.store import Store
+from tracegrad.inspect.reasons import untrained_reason
+from tracegrad.store import Ledger, StepRecord, Store, lease_by_rollout
 
 Events = list[dict[str, object]]
 
@@ -61,6 +66,39 @@ def test_posted_events_are_stored(rig: ProxyWithEngine) -> None:
     assert rewards[0].reward_id == "w1"
 
 
+AGENTS_PAGE = Path(__file__).parents[4] / "docs" / "agents.md"
+
+
+def test_the_recipe_by_http_makes_a_group_and_without_its_first_half_none(
+    rig: ProxyWithEngine,
+) -> None:
+    opening, ending = re.findall(r"```json\n(.*?)\n```", AGENTS_PAGE.read_text(), re.DOTALL)[:2]
+
+    def attempt(name: str, *, opened: bool) -> None:
+        def post(recipe: str) -> None:
+            body = json.loads(recipe.replace("attempt-1", name))
+            rig.http.post("/api/events", json=body).raise_for_status()
+
+        if opened:
+            post(opening)
+        chat = f"/rollouts/{name}/v1/chat/completions"
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        rig.http.post(chat, json=body).raise_for_status()
+        post(ending)
+
+    attempt("attempt-1", opened=True)
+    attempt("attempt-2", opened=True)
+    attempt("attempt-3", opened=False)
+    ready = Ledger(rig.store).preview(groups=9, group_size=2, tags={}, incomplete_after_s=0.0)
+    [group] = ready.groups
+    assert group.group_id == "fix-the-bug"
+    assert {each.rollout_id for each in group.rollouts} == {"attempt-1", "attempt-2"}
+    alone = rig.store.rollout("attempt-3")
+    assert untrained_reason(alone.turns[0], alone) == ("no_task", False)
+    old = json.loads(opening.replace("rollout_started", "rollout_opened"))
+    assert rig.http.post("/api/events", json=old).status_code == 200, "its name before 0.1"
+
+
 @pytest.mark.parametrize("word", ["span", "span_ended"])  # the second: in journals of older SDKs
 def test_a_span_that_could_not_leave_by_otlp_comes_as_an_event(
     rig: ProxyWithEngine, word: str
@@ -73,6 +111,58 @@ def test_a_span_that_could_not_leave_by_otlp_comes_as_an_event(
     [kept] = rig.store.spans("r1")
     assert (kept.name, kept.span_id, kept.status) == ("solve", "b" * 16, "ok")
     assert send(rig.http, [span | {"name": "solve", "start_ns": 1}]).status_code == 422
+
+
+def test_a_reward_for_a_rollout_that_nobody_knows_is_kept_and_answered_as_such(
+    rig: ProxyWithEngine,
+) -> None:
+    reward = {"type": "reward", "rollout_id": "typo", "value": 1.0}
+    answer = send(rig.http, [{"type": "rollout_started", "rollout_id": "r1"}, reward])
+    assert answer.json() == {"accepted": 2, "unknown_rollouts": ["typo"]}
+    assert send(rig.http, [reward]).json() == {"accepted": 1, "unknown_rollouts": ["typo"]}
+    assert len(rig.store.rewards("typo")) == 2, "it may come before its rollout's opening"
+    opened = {"type": "rollout_started", "rollout_id": "typo", "task_id": "t"}
+    assert send(rig.http, [opened]).json() == {"accepted": 1}
+    assert send(rig.http, [reward]).json() == {"accepted": 1}
+    [row] = [each for each in rig.store.rollouts() if each.rollout_id == "typo"]
+    assert (row.reward, row.task_id) == (1.0, "t")
+
+
+def test_a_reward_and_the_opening_in_one_batch_are_known_in_either_order(
+    rig: ProxyWithEngine,
+) -> None:
+    reward = {"type": "reward", "rollout_id": "r1", "value": 1.0}
+    opened = {"type": "rollout_started", "rollout_id": "r1"}
+    assert send(rig.http, [reward, opened]).json() == {"accepted": 2}
+
+
+def test_a_reward_that_came_after_training_is_kept_and_answered_as_such(
+    rig: ProxyWithEngine,
+) -> None:
+    for name in ("r1", "r2", "r3"):
+        rig.store.append(rollout_events(name, task=name))
+    ledger = Ledger(rig.store)
+    reward = {"type": "reward", "value": 0.5}
+    rewards: Events = [{**reward, "rollout_id": name} for name in ("r1", "r2", "r3", "r1")]
+    assert send(rig.http, rewards).json() == {"accepted": 4}
+    groups = ledger.lease(groups=2, group_size=1, owner="o", ttl_s=600)
+    leased = [{"rollout_id": name, "state": "leased"} for name in ("r1", "r2")]
+    assert send(rig.http, rewards).json() == {"accepted": 4, "after_training": leased}
+    first, second = ([turn.turn_id for turn in group.rollouts[0].turns] for group in groups)
+    record = StepRecord(step=7, version=7, checkpoint="c")
+    leases = lease_by_rollout(groups[:1])
+    ledger.commit_step(record, trained=first, skipped={}, rollouts=["r1"], leases=leases)
+    skipped = dict.fromkeys(second, "stale")
+    ledger.commit_skipped(skipped, ["r2"], lease_by_rollout(groups[1:]))
+    assert send(rig.http, rewards).json()["after_training"] == [
+        {"rollout_id": "r1", "state": "trained", "step": 7},
+        {"rollout_id": "r2", "state": "skipped"},
+    ]
+    found = rig.store.late_rewards()
+    assert (found.rewards, found.rollouts) == (6, 2)
+    assert rig.store.late_rewards(after=found.last).rewards == 0
+    detail = rig.store.rollout("r1")
+    assert [detail.came_late(each) for each in detail.rewards] == [False] * 3 + [True] * 4
 
 
 def test_events_are_idempotent(rig: ProxyWithEngine) -> None:

@@ -185,7 +185,7 @@ def test_a_prompt_is_cut_out_of_a_streams_first_chunk() -> None:
     raw = orjson.dumps({"choices": [], "note": TRAP, "prompt_token_ids": [4, 5]})
     rest, prompt = extract_prompt(raw)
     assert orjson.loads(rest) == {"choices": [], "note": TRAP, "prompt_token_ids": None}
-    assert prompt == token_id_array([4, 5])
+    assert prompt == (token_id_array([4, 5]), b"[4,5]")
     assert extract_prompt(b'{"prompt_token_ids":null}') == (b'{"prompt_token_ids":null}', None)
     assert extract_prompt(b'{"prompt_token_ids":[1') == (b'{"prompt_token_ids":[1', None)
 

@@ -286,6 +286,13 @@ def test_a_score_of_no_rollout_is_reported(rig: ProxyWithEngine) -> None:
     assert rig.store.rollouts() == []
 
 
+def test_a_score_of_a_rollout_that_nobody_knows_is_kept_and_reported(rig: ProxyWithEngine) -> None:
+    scored = span(9, "evaluate", {"tracegrad.rollout": "typo"}, events=[evaluation("reward", 1.0)])
+    reported = rig.http.post("/v1/traces", json=export([scored])).json()["partialSuccess"]
+    assert "a score of rollout 'typo' is kept as its reward, but nobody" in reported["errorMessage"]
+    assert [reward.value for reward in rig.store.rewards("typo")] == [1.0]
+
+
 def test_a_score_of_an_answer_finds_its_turn(rig: ProxyWithEngine) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "model": "m", "max_tokens": 5}
     answer = rig.http.post("/rollouts/r1/v1/messages", json=body).json()

@@ -6,8 +6,10 @@ import json
 import logging
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 
+from support.chat.fake_hub import put_in_cache
 from support.trainer.char_model import char_tokenizer
 from tracegrad.chat.model import ChatFormat
 from tracegrad.events import token_id_array
@@ -46,6 +48,20 @@ async def test_the_folder_is_the_one_that_the_engine_serves(folder: Path) -> Non
     assert found.tokenizer.decode(found.tokenizer.encode("hello")) == "hello"
     assert await text.get() is found
     assert engine.answers == [], "asked once"
+
+
+async def test_a_model_of_the_hub_is_looked_for_in_the_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where `vllm serve org/name` on this machine has put it; nothing is fetched for it."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    missing = await EngineRenderer(None, Engine(root("org/name")).models).get()
+    assert isinstance(missing, PromptFork)
+    assert "not in the Hub's cache: give its tokenizer's folder" in missing.detail
+    put_in_cache(tmp_path, "org/name", folder, "a" * 40)
+    text = EngineRenderer(None, Engine(root("org/name")).models)
+    assert isinstance(await text.get(), ChatFormat)
 
 
 async def test_a_folder_that_is_given_needs_no_engine(folder: Path) -> None:

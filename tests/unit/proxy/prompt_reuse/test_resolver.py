@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
 from support.engines.mock_engine import MODEL, Answer, MockEngine, render
@@ -27,6 +29,10 @@ CHAT = "/v1/chat/completions"
 
 def user(text: str) -> Json:
     return {"role": "user", "content": text}
+
+
+def says(text: str) -> Json:
+    return {"role": "assistant", "content": text}
 
 
 def test_names_work_over_http(rig: ProxyWithEngine) -> None:
@@ -125,6 +131,47 @@ def test_forks_say_why(rig: ProxyWithEngine) -> None:
         "new_conversation",
         "edited_history",
         "new_conversation",
+    ]
+
+
+TOO_LONG = {
+    "message": "This model's maximum context length is 100 tokens.",
+    "type": "BadRequestError",
+    "code": 400,
+}
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["in memory", "from the store"])
+def test_what_is_shorter_than_a_refused_prompt_is_a_compaction_of_it(
+    engine: MockEngine, serve_proxy: ServeProxy, store: Store, restarted: bool
+) -> None:
+    engine.replies += [Answer("b"), Answer("done"), Answer("other")]
+    system, go, said = {"role": "system", "content": "Be brief."}, user("go"), says("b")
+    summary, more = says("of before: b"), [user(f"result {number}") for number in range(4)]
+    refusal = (400, {"error": TOO_LONG}, {})
+
+    def ask(http: httpx.Client, *messages: Json, failure: Any = None) -> None:
+        engine.failure = failure
+        http.post(f"/rollouts/r1{CHAT}", json={"messages": messages})
+
+    with ExitStack() as proxies:
+        http = proxies.enter_context(serve_proxy())
+        ask(http, system, go)
+        ask(http, system, go, said, *more, failure=refusal)
+        if restarted:
+            http = proxies.enter_context(serve_proxy())
+        # Longer than all that was answered, shorter than what was not; the third one fits.
+        ask(http, system, summary, *more, failure=refusal)
+        ask(http, system, summary, *more[1:], failure=refusal)
+        ask(http, system, summary, *more[2:])
+        ask(http, system, user("gone"), said, *more)
+    assert [(turn.finish_reason, turn.fork_reason) for turn in store.rollout_turns("r1")] == [
+        ("stop", None),
+        ("refused", None),
+        ("refused", "compaction"),
+        ("refused", "compaction"),
+        ("stop", "compaction"),
+        ("stop", "edited_history"),
     ]
 
 

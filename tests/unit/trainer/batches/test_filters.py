@@ -231,6 +231,7 @@ def test_the_selection_says_what_it_is_made_of() -> None:
     assert stats == {
         "groups": 2,
         "groups_equal_reward": 1,
+        "groups_trained": 1,
         "rollouts": 4,
         "reward_mean": 0.5,
         "reward_std": pytest.approx(0.125**0.5),

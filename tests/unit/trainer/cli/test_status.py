@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from tracegrad.store.maintenance import RetentionRule, RolloutSelection, prune
 from tracegrad_trainer.cli import render_status
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.cli.status import RECENT_STEPS, RunStatus, collect_status
+from tracegrad_trainer.launch.run_journal import Ending, RunJournal
 from tracegrad_trainer.launch.run_state import RunState, delete_state, read_state
 from tracegrad_trainer.launch.session import StepFeed
 from tracegrad_trainer.launch.torchrun import RankProcesses
@@ -80,7 +83,7 @@ def test_a_long_run_is_counted_whole_and_read_in_part(store: Store, tmp_path: Pa
         said.append(str(arguments[2]).lower())
 
     event.listen(store._engine, "before_cursor_execute", listen)
-    found = collect_status(store, tmp_path, tags={})
+    found = collect_status(store, tmp_path)
     assert (found.steps_total, len(found.steps), found.steps[0]["step"]) == (steps, 10, steps)
     assert found.seconds == {"train": float(RECENT_STEPS), "wait": 3.0 * RECENT_STEPS}
     assert found.seconds_steps == RECENT_STEPS
@@ -97,7 +100,7 @@ def test_success_is_that_of_each_split(store: Store, tmp_path: Path) -> None:
     for n in range(4):
         store.append(tagged(f"a{n}", "train", reward=float(n % 2), seed=n))
         store.append(tagged(f"b{n}", "held_out", reward=1.0, seed=n))
-    found = collect_status(store, tmp_path, tags={})
+    found = collect_status(store, tmp_path)
     assert found.success["train"] == {
         "mean": 0.5,
         "error": pytest.approx((1 / 3) ** 0.5 / 2),
@@ -112,11 +115,11 @@ def test_removed_turns_are_counted_apart_from_those_that_are_there(
 ) -> None:
     for n in range(3):
         store.append(rollout(f"r{n}", "t", reward=1.0, seed=n, at=1000.0 + 100 * n))
-    assert collect_status(store, tmp_path, tags={}).removed == {}
+    assert collect_status(store, tmp_path).removed == {}
     trained = [f"r0.{i}" for i in range(2)]
     commit(store, 1, trained=trained, skipped={"r0.2": "greedy"}, rollouts=["r0"])
     prune(store, RetentionRule(selection=RolloutSelection(before=1050.0)))
-    found = collect_status(store, tmp_path, tags={})
+    found = collect_status(store, tmp_path)
     assert found.removed == {"rollouts": 1, "turns": 3, "trained": 2}
     assert (found.turns_captured, found.turns_trained) == (6, 0)
     assert "turns removed" in printed(found, 80)
@@ -126,7 +129,7 @@ def test_the_gap_of_the_last_push_that_serves_is_shown(store: Store, tmp_path: P
     gap = {"tokens": 64, "mean": 1e-6, "max": 4e-6}
     store.record_version(PolicyVersion(1, 1, "serving", detail={"gap": gap}))
     store.record_version(PolicyVersion(2, 2, "failed", detail={"gap": None, "error": "x"}))
-    found = collect_status(store, tmp_path, tags={})
+    found = collect_status(store, tmp_path)
     assert (found.version, found.failed_versions) == (1, [2])
     assert found.push == {"version": 1, "gap": gap}
     assert "1.0e-06 on average, 4.0e-06 at most" in printed(found, 120)
@@ -135,7 +138,7 @@ def test_the_gap_of_the_last_push_that_serves_is_shown(store: Store, tmp_path: P
 @pytest.mark.parametrize("width", [80, 120])
 def test_its_tables_fit_a_terminal(store: Store, tmp_path: Path, width: int) -> None:
     commit(store, 1)
-    text = printed(collect_status(store, tmp_path, tags={}), width)
+    text = printed(collect_status(store, tmp_path), width)
     [head, line] = [each.split() for each in text.splitlines() if " ess" in each or "12k" in each]
     shown = dict(zip(head, line, strict=False))
     assert (shown["ess"], shown["clip"], shown["ent."], shown["grad"]) == (
@@ -152,7 +155,7 @@ def test_the_newest_steps_come_first(store: Store, tmp_path: Path) -> None:
     for number in range(1, 13):
         commit(store, number)
         store.record_version(PolicyVersion(number, number, "serving"))
-    found = collect_status(store, tmp_path, tags={})
+    found = collect_status(store, tmp_path)
     assert [step["step"] for step in found.steps] == list(range(12, 2, -1))
     assert found.steps_total == found.version == 12
     assert found.seconds == {"train": 12.0, "wait": 36.0}
@@ -207,11 +210,78 @@ def test_a_process_that_is_gone_does_not_run(store: Store, tmp_path: Path) -> No
     gone.wait()
     state = RunState(tmp_path, "serve")
     state.update(pid=gone.pid, stage="serving")
-    assert collect_status(store, tmp_path, tags={}).stage == "stopped"
+    assert collect_status(store, tmp_path).stage == "stopped"
     state.update(pid=os.getpid())
-    assert collect_status(store, tmp_path, tags={}).stage == "serving"
+    assert collect_status(store, tmp_path).stage == "serving"
     delete_state(tmp_path, "serve")
     assert read_state(tmp_path, "serve") is None
+
+
+@pytest.mark.parametrize(
+    ("ending", "detail", "step", "words"),
+    [
+        ("signal", "stopped by Ctrl-C", 7, " ago at step 7: stopped by Ctrl-C"),
+        ("max_steps", "max_steps = 7 is reached", 7, " ago at step 7: max_steps = 7 is"),
+        ("error", "vllm (pid 7) was killed", None, " ago: vllm (pid 7) was killed"),
+    ],
+)
+def test_why_the_last_run_ended_is_kept(
+    store: Store, tmp_path: Path, ending: Ending, detail: str, step: int | None, words: str
+) -> None:
+    RunJournal(tmp_path, "trainer serve", step=3, version=3).end(ending, detail, step=step)
+    found = collect_status(store, tmp_path)
+    assert found.last_run is not None
+    assert (found.stage, found.last_run["ending"], found.last_seen) == ("stopped", ending, None)
+    assert words in printed(found, 200).splitlines()[0]
+
+
+def test_a_run_that_was_killed_ended_without_a_word(store: Store, tmp_path: Path) -> None:
+    begin = "RunJournal(p, 'trainer serve', step=3, version=3); RunState(p, 'serve').update(stage="
+    program = (
+        "import os, sys; from pathlib import Path;"
+        "from tracegrad_trainer.launch.run_journal import RunJournal;"
+        "from tracegrad_trainer.launch.run_state import RunState; p = Path(sys.argv[1]);"
+        f"{begin}'serving'); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    found = collect_status(store, tmp_path)
+    assert found.stage == "stopped"
+    assert found.last_seen is not None
+    line = printed(found, 200).splitlines()[0]
+    assert "not running; trainer serve ended without a word (killed by SIGKILL" in line
+    assert "last seen" in line
+
+
+def test_what_runs_says_where_it_began_and_what_it_waits_for(store: Store, tmp_path: Path) -> None:
+    resolved = {
+        "batches": {"groups": 2, "group_size": 4},
+        "data": {"tags": {}, "incomplete_after_s": 120.0, "refill": None},
+        "objective": {"preset": "grpo"},
+    }
+    store.append(rollout("r", "r", reward=1.0, seed=1, at=time.time() - 3 * 3600))
+    waits = "1 task has 1 of 4 attempts; 0 of 2 groups ready; newest 3 h ago"
+    stopped = collect_status(store, tmp_path, resolved=resolved)
+    assert stopped.waiting_for == waits
+    assert f"next batch      {waits}" in printed(stopped, 120)
+    RunState(tmp_path, "serve").update(stage="serving", url="http://127.0.0.1:4141")
+    ranks = RunState(tmp_path, "ranks")
+    ranks.update(stage="waiting", begins="resumes from step 39, version 39")
+    found = collect_status(store, tmp_path, resolved=resolved)
+    text = printed(found, 120)
+    assert re.match(r"serving at http://127.0.0.1:4141  \(for \d+ s; waiting for \d+ s\)", text)
+    assert "this run        resumes from step 39, version 39" in text
+    assert f"waiting         {waits}" in text
+    ranks.update(stage="training")
+    assert collect_status(store, tmp_path, resolved=resolved).waiting_for is None
+    assert collect_status(store, tmp_path, resolved={"batches": {}}).waiting_for is None
+
+
+def test_a_trainer_step_that_runs_is_no_standstill(store: Store, tmp_path: Path) -> None:
+    RunJournal(tmp_path, "trainer step", step=3, version=3)
+    RunState(tmp_path, "ranks").update(stage="training")
+    found = collect_status(store, tmp_path)
+    assert (found.stage, found.doing) == ("stepping", "training")
+    assert "training for" in printed(found, 120).splitlines()[0]
 
 
 def test_news_that_cannot_be_written_stop_nobody(tmp_path: Path) -> None:
@@ -252,3 +322,17 @@ def test_the_rank_that_was_killed_is_named(tmp_path: Path, code: int, words: str
     ranks._process.wait()  # type: ignore[union-attr]
     with pytest.raises(ChildError, match=words):
         ranks.check()
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_headings_of_steps_have_a_legend_that_the_docs_have_too(
+    store: Store, tmp_path: Path, width: int
+) -> None:
+    commit(store, 1)
+    text = printed(collect_status(store, tmp_path, tags={}), width)
+    page = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
+    explained = [one for one in render_status._OF_STEP if one[3] is not None]
+    assert {heading for heading, *_ in explained} >= {"spread", "ent.", "k3", "ess", "clip", "gap"}
+    for heading, metric, _, meaning in explained:
+        assert f"{heading} {meaning}" in [" ".join(line.split()) for line in text.splitlines()]
+        assert f"| `{heading}` | `{metric}` | {meaning} |\n" in page

@@ -23,6 +23,7 @@ from support.trainer.tiny_model import load_model
 from tracegrad.events import Reward, RolloutFinished, RolloutStarted
 from tracegrad.settings_sources import SettingsError
 from tracegrad.store import Store, StoreTooNew
+from tracegrad.store.checkpoint_manifest import MANIFEST_NAME
 from tracegrad_trainer.cli.app import app
 from tracegrad_trainer.config.trainer import (
     TrainerSettings,
@@ -99,7 +100,8 @@ def test_what_is_left_is_trained_and_then_there_is_nothing(
     shutil.copytree(run, again)  # its checkpoints move with it
     rest = trainer("step", *options(model, again), "--steps", 9)
     assert rest.returncode == 0, rest.stdout
-    assert rest.stdout.splitlines()[0].startswith("step 3 → version 3")
+    assert rest.stdout.splitlines()[0] == "resumes from step 2, version 2"
+    assert rest.stdout.splitlines()[1].startswith("step 3 → version 3")
     last = " ".join(rest.stdout.splitlines()[-1].split())
     assert last.startswith("1 step taken, now at step 3; nothing more to train: of ")
     assert "equal_reward" in last
@@ -190,6 +192,47 @@ def test_a_damaged_checkpoint_is_not_loaded(run: Path, model: Path, tmp_path: Pa
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=rf"{part} has \d+ bytes, not"):
         checked(settings)
+
+
+def test_adapters_added_to_a_run_of_full_weights_are_one_line(run: Path, model: Path) -> None:
+    with pytest.raises(CheckpointError) as error:
+        checked(settings_of(model, run, fsdp__lora__rank=4))
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("fsdp.lora: the checkpoints are of full weights, and no")
+    assert "(step 2); set it back, or take a new state folder" in str(error.value)
+
+
+def test_another_model_is_refused_before_anything_starts(
+    run: Path, model: Path, tmp_path: Path
+) -> None:
+    other = save_smallest_model(tmp_path / "other", seed=5)
+    done = trainer("step", *options(other, run))
+    assert done.returncode == 1
+    [line] = done.stdout.splitlines()
+    assert line.startswith(
+        f"trainer step: model = {str(other)!r}: the checkpoints were trained from {str(model)!r}"
+    )
+    moved = Path(shutil.copytree(model, tmp_path / "moved"))
+    checked(settings_of(moved, run))
+
+
+def test_a_checkpoint_of_before_its_model_was_recorded_is_known_by_its_step(
+    run: Path, model: Path, tmp_path: Path
+) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(run, old)
+    for checkpoint in list_checkpoints(old / "checkpoints"):
+        manifest = json.loads((checkpoint / MANIFEST_NAME).read_text())
+        del manifest["base"]
+        (checkpoint / MANIFEST_NAME).write_text(json.dumps(manifest))
+    with sqlite3.connect(old / "store.db") as database:
+        database.execute("UPDATE steps SET manifest_digest = NULL, parent_digest = NULL")
+    checked(settings_of(model, old))
+    with pytest.raises(CheckpointError, match=r"fsdp\.lora: the checkpoints are of full"):
+        checked(settings_of(model, old, fsdp__lora__rank=4))
+    other = save_smallest_model(tmp_path / "other", seed=5)
+    with pytest.raises(CheckpointError, match="the checkpoints were trained from"):
+        checked(settings_of(other, old))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
             update={"batches": settings.batches.model_copy(update={"groups": 3})}
         )
         train(settings, 1)
-        found = collect_status(store, settings.state_dir, tags={})
+        found = collect_status(store, settings.state_dir)
         assert found.not_trained == {"equal_reward": 6}
         [step] = StepHistory(store).steps()
     return step_point(step).values

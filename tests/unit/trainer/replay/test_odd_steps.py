@@ -23,7 +23,7 @@ from support.trainer.step_samples import (
     trainer_settings,
 )
 from tracegrad.events import Turn, token_id_array
-from tracegrad.store import Store
+from tracegrad.store import StepHistory, Store
 from tracegrad.store.maintenance import RetentionRule, RolloutSelection, prune
 from tracegrad.store.models import Steps
 from tracegrad_trainer.config.trainer import TrainerSettings
@@ -49,13 +49,14 @@ def problems(settings: TrainerSettings) -> list[str | None]:
 
 
 def test_a_batch_of_several_updates_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
-    settings = trainer_settings(tmp_path, ranks=2, optim=SEVERAL)
+    settings = trainer_settings(tmp_path, ranks=2, optim=SEVERAL, batches=BATCHES_OF_FOUR)
     with Store.open(settings.proxy.store) as store:
         fill(store, 2)
     run_on_ranks(train, 2, settings, 1)
     found = replayed(settings, preset="dr_grpo")
     assert found.recorded.batch.ranks == 2
     assert found.replayed.metrics["updates"] == 4
+    assert found.compared["step_share"] == (0.5, 0.5), "rank 0's, on both"
     assert found.replayed.metrics["policy_k3"] > 0
     assert found.equal, found.differing
     assert found.other is not None
@@ -192,3 +193,57 @@ def test_another_torch_is_named_where_numbers_differ(settings: TrainerSettings) 
     shown = Console(width=100, record=True, file=StringIO())
     shown.print(render.render_replay(replayed(settings)))
     assert "The step was made with torch 1.0, this is" in shown.export_text()
+
+
+def few_useful(folder: Path) -> TrainerSettings:
+    """A whole step, one of a batch of which one group of four has different rewards, and a whole
+    one that goes on from its checkpoint."""
+    settings = trainer_settings(folder, batches=BATCHES_OF_FOUR, checkpoint={"keep": 9})
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 5)
+        for task in ("x", "y", "z"):
+            for n in range(2):
+                at = 2000.0 + n
+                store.append(rollout(f"{task}{n}", task, reward=1.0, seed=40 + n, at=at))
+        fill(store, 4, first=200)
+    for _ in range(3):
+        train(settings, 1)
+    return settings
+
+
+BATCHES_OF_FOUR = {"groups": 4, "group_size": 2, "tokens_per_micro_batch": 64}
+
+
+def test_a_step_of_few_groups_with_a_signal_is_a_share_of_one_and_replayed_as_such(
+    tmp_path: Path,
+) -> None:
+    settings = few_useful(tmp_path)
+    with Store.open(settings.proxy.store) as store:
+        whole, part, after = (step.metrics for step in StepHistory(store).steps())
+    assert (whole["groups_trained"], whole["step_share"], whole["lr"]) == (4, 1, 1e-2)
+    assert (part["groups_equal_reward"], part["groups_trained"]) == (3, 1)
+    assert (part["step_share"], part["lr"]) == (0.25, 1e-2 / 4)
+    assert (after["step_share"], after["lr"]) == (1, 1e-2)
+    found = replayed(settings, step=2)
+    assert found.equal
+    assert found.compared["step_share"] == (0.25, 0.25)
+    full = replayed(settings, step=2, overrides=["optim.scale_by_groups=false"])
+    assert full.other is not None
+    assert (full.other.metrics["step_share"], full.other.metrics["lr"]) == (1, 1e-2)
+    assert replayed(settings, step=3).equal, "its moments are of a step and a quarter"
+
+
+def test_a_step_that_was_recorded_before_there_were_shares_is_replayed_whole(
+    tmp_path: Path,
+) -> None:
+    settings = trained(
+        tmp_path, 2, 1, batches=BATCHES_OF_FOUR, optim={"lr": 1e-2, "scale_by_groups": False}
+    )
+    with Store.open(settings.proxy.store) as store, store.exclusive() as connection:
+        stored = connection.execute(select(Steps.settings)).scalar_one()
+        del stored["optim"]["scale_by_groups"]
+        connection.execute(update(Steps).values(settings=stored))
+    found = replayed(settings)
+    assert found.equal
+    assert found.compared["lr"] == (1e-2, 1e-2)
+    assert found.replayed.metrics["step_share"] == 1

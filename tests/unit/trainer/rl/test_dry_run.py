@@ -15,6 +15,7 @@ from support.trainer.step_samples import fill, rollout, train, trainer_settings
 from tracegrad.events import Event, RolloutStarted, Turn
 from tracegrad.store import Ledger, PolicyVersion, StepHistory, Store
 from tracegrad_trainer.cli import dry_run
+from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.losses import preset
 from tracegrad_trainer.rl.dry_run import StepPlan, plan_step
@@ -53,6 +54,28 @@ def test_the_plan_is_what_is_trained_then(settings: TrainerSettings) -> None:
     assert plan.groups[0].advantages == pytest.approx((-0.70710, 0.70710), abs=1e-4)
     after = planned(settings)
     assert (after.step, after.version, [g.group_id for g in after.groups]) == (2, 1, ["t2"])
+
+
+def test_tasks_that_nobody_named_are_shown_by_what_was_asked(
+    settings: TrainerSettings,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    question = "Which river runs through Vienna, and through which other capitals?"
+    with Store.open(settings.proxy.store) as store:
+        for at, (name, task) in enumerate(
+            [("a0", "0123456789abcdef"), ("a1", "0123456789abcdef"), ("b0", "fedcba9876543210")]
+        ):
+            opened, *rest = rollout(name, task, reward=float(at), seed=at, at=10.0 + at)
+            assert isinstance(opened, RolloutStarted)
+            store.append([replace(opened, task={"question": question}), *rest])
+    plan = planned(settings)
+    [group] = plan.groups
+    assert (group.group_id, group.title) == ("0123456789abcdef", question)
+    assert plan.titles == {"fedcba9876543210": question}
+    assert dry_run.show_dry_run(settings, Console(file=sys.stdout), False) == 0
+    assert capsys.readouterr().out.count("Which river runs through Vienna, and th…") == 2
 
 
 def test_every_rank_has_its_micro_batches(settings: TrainerSettings) -> None:
@@ -104,6 +127,26 @@ def test_tasks_that_lack_rollouts_are_listed(settings: TrainerSettings) -> None:
     [task] = plan.waiting
     assert (task.task_id, task.ready, task.open) == ("lonely", ["alone"], 1)
     assert plan.pending == {"waiting": 3, "open": 1}
+
+
+def test_rollouts_without_a_task_are_counted_where_tasks_are_compared(
+    settings: TrainerSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Store.open(settings.proxy.store) as store:
+        for name in ("r0", "r1"):  # as by HTTP alone: nobody opened them
+            events = rollout(name, "t", reward=float(name == "r1"), seed=1)
+            store.append([event for event in events if not isinstance(event, RolloutStarted)])
+    plan = planned(settings)
+    assert (plan.groups, plan.waiting, plan.pending) == ([], [], {"no_task": 6})
+    console = Console(file=sys.stdout, width=200, color_system=None)
+    assert dry_run.show_dry_run(settings, console, False) == dry_run.NOTHING
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "turns that no step would look at yet: 6 no_task" in printed
+    assert "→ Name one where a rollout begins: @trace(task=...)" in printed
+    alone = settings.batches.model_copy(update={"group_size": 1, "drop_equal_reward": False})
+    objective = settings.objective.model_copy(update={"advantage": "running"})
+    plan = planned(settings.model_copy(update={"batches": alone, "objective": objective}))
+    assert (plan.trained, plan.pending) == (6, {"waiting": 6})
 
 
 def test_a_checkpoint_that_is_gone_is_a_note_not_the_end(settings: TrainerSettings) -> None:
@@ -177,3 +220,27 @@ KNOWN = ("given", "observed", "unknown")
 
 def _at(event: Event, **state: Any) -> Event:
     return replace(event, **state) if isinstance(event, Turn) else event
+
+
+def test_a_batch_of_few_groups_with_a_signal_is_announced_as_a_share_of_a_step(
+    settings: TrainerSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 1)
+        equal_rewards(store, "same", at=1004.0)
+        plan = plan_step(settings, store)
+        assert (plan.share, plan.stats["groups_trained"]) == (0.5, 1)
+        console = Console(file=sys.stdout, width=100, color_system=None)
+        assert dry_run.show_dry_run(settings, console, False) == 0
+        said = "1 of the 2 groups that are wanted would be trained: the step counts for 0.5 of one"
+        assert said in " ".join(capsys.readouterr().out.split())
+        train(settings, 1)
+        [step] = StepHistory(store).steps()
+    assert step.metrics["step_share"] == plan.share
+    assert "1 of 2 groups with a signal: 0.5 of a step" in format_step_line(step)
+    whole = planned(
+        settings.model_copy(
+            update={"optim": settings.optim.model_copy(update={"scale_by_groups": False})}
+        )
+    )
+    assert whole.share == 1

@@ -175,6 +175,10 @@ def test_a_run_is_named_by_all_that_decides_its_weights(tmp_path: Path, model: P
     saved_often = settings(model, tmp_path, held_out=0.5, save_every=1)
     assert name != data_digest(found, other_rate)
     assert name == data_digest(found, more_ranks) == data_digest(found, saved_often)
+    of_groups = settings(
+        model, tmp_path, held_out=0.5, optim={"lr": 1e-2, "scale_by_groups": False}
+    )
+    assert name == data_digest(found, of_groups), "so that runs of earlier versions go on"
     fill(tmp_path / "more", ("a", "t", 1.0), ("b", "u", 1.0), ("c", "v", 1.0))
     assert name != data_digest(data(tmp_path / "more", plain), plain)
 

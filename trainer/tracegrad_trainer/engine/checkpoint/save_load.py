@@ -69,12 +69,14 @@ class CheckpointSaver:
         counters: dict[str, Any],
         *,
         parent: dict[str, Any] | None = None,
+        base: dict[str, Any] | None = None,
     ) -> Path:
         """Copies what checkpoint `step` is made of and begins to write it -> its folder.
 
         `counters` is JSON-able and comes back from `load_checkpoint`. `parent` (rank 0's counts)
         names the weights that the step began with: {"step", "digest"} of their checkpoint's
-        manifest; None: the model folder's. What was being written before must have been awaited.
+        manifest; None: the model folder's. `base` (rank 0's) is a `BaseModelRecord`. What was
+        being written before must have been awaited.
         A collective.
         """
         assert self._writing is None, "await the one before"
@@ -87,6 +89,7 @@ class CheckpointSaver:
         own = {
             "step": step,
             "parent": parent,
+            "base": base,
             "optimizer_steps": learner.steps,
             "entropy_coef": learner.adapted_entropy_coef,
             "counters": copy.deepcopy(counters),

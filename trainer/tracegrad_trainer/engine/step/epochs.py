@@ -31,12 +31,17 @@ class BatchStart:
 
 
 def train_epochs(
-    learner: Learner, parts: Sequence[Sequence[MicroBatch]], *, epochs: int, version: int
+    learner: Learner,
+    parts: Sequence[Sequence[MicroBatch]],
+    *,
+    epochs: int,
+    version: int,
+    share: float = 1.0,
 ) -> StepResult:
     """An optimizer step on each of the parts, as often as there are epochs.
 
     Every rank has as many parts, and as many micro-batches in each. `StepResult.dropped` are
-    keys of rows that were in no step that changed the weights.
+    keys of rows that were in no step that changed the weights. Each counts for `share` of a step.
     """
     start = prepare_batch(learner, [batch for part in parts for batch in part])
     before = start.before
@@ -47,7 +52,9 @@ def train_epochs(
         for part in parts:
             here = slice(at, at := at + len(part))
             micro_batches = start.micro_batches[here]
-            update = learner.update(micro_batches, version=version, before=before[here])
+            update = learner.update(
+                micro_batches, version=version, before=before[here], share=share
+            )
             before = [replace(known, current_logprobs=None) for known in before]  # it has moved
             updates.append(update)
             if update.applied:

@@ -24,6 +24,7 @@ from tracegrad_trainer.engine.model.lm_head import choose_lm_head
 from tracegrad_trainer.engine.model.reference import reference_of
 from tracegrad_trainer.engine.step.accumulate import Accumulated, accumulate, rows_to_drop
 from tracegrad_trainer.engine.step.optimizer import (
+    apply_share_of_step,
     learning_rate,
     local_gradients,
     make_optimizer,
@@ -97,9 +98,12 @@ class Learner:
         version: int,
         before: Sequence[TargetContext] | None = None,
         mismatched: Sequence[MicroBatch] = (),
+        share: float = 1.0,
     ) -> StepResult:
         """One optimizer step: `update`, and what came of it."""
-        update = self.update(micro_batches, version=version, before=before, mismatched=mismatched)
+        update = self.update(
+            micro_batches, version=version, before=before, mismatched=mismatched, share=share
+        )
         return result_of([update], dtype=self.engine.head.dtype, dropped=update.dropped)
 
     def update(
@@ -109,6 +113,7 @@ class Learner:
         version: int,
         before: Sequence[TargetContext] | None = None,
         mismatched: Sequence[MicroBatch] = (),
+        share: float = 1.0,
     ) -> UpdateResult:
         """One optimizer step; as many micro-batches on every rank, mismatched ones likewise.
 
@@ -117,6 +122,7 @@ class Learner:
             before: of each micro-batch what is known already. Without old log-probabilities the
                 current ones are taken, which they are at a batch's first step.
             mismatched: of KTO, rows whose targets answer another row; only looked at.
+            share: how much of a whole step this one is, as in `apply_share_of_step`.
         """
         watch = Stopwatch()
         known = [TargetContext()] * len(micro_batches) if before is None else before
@@ -134,9 +140,11 @@ class Learner:
         scale = self.mesh.size() / max(sums["units"], 1e-9)
         norm = sums["grad_squared"] ** 0.5 * scale
         applied = math.isfinite(norm) and sums["units"] > 0
-        lrs, alone, coef = self._rates(), self._critic_alone, self.entropy_coef
+        lrs = [rate * share for rate in self._rates()]
+        alone, coef = self._critic_alone, self.entropy_coef
         if applied:
-            self._apply(scale * min(1.0, self.optim.max_grad_norm / max(norm, 1e-12)), lrs)
+            clip = min(1.0, self.optim.max_grad_norm / max(norm, 1e-12))
+            self._apply(scale * clip, lrs, share)
             if not alone and sums["sampled"]:
                 mean = sums["entropy_sampled"] / sums["sampled"]
                 self.entropy_coef = self.objective.next_entropy_coef(coef, mean)
@@ -207,7 +215,7 @@ class Learner:
         own = 0.0 if self.steps < before else learning_rate(self.optim, self.steps - before)
         return own, value_learning_rate(self.optim, self.steps)
 
-    def _apply(self, scale: float, lrs: tuple[float, float]) -> None:
+    def _apply(self, scale: float, lrs: Sequence[float], share: float) -> None:
         alone = self._critic_alone
         if alone:  # also what may not be finite: it is no part of the norm
             for gradient in local_gradients(self.policy):
@@ -216,7 +224,7 @@ class Learner:
         for group in self.optimizer.param_groups:
             of_critic = any(group["params"][0] is one for one in self.critic)
             group["lr"] = lrs[of_critic]
-        self.optimizer.step()
+        apply_share_of_step(self.optimizer, share)
         if alone:  # the policy's moments begin with its own first step
             for parameter in self.policy:
                 if parameter in self.optimizer.state:

@@ -70,6 +70,33 @@ def _schedule(optim: OptimSettings, steps: int) -> float:
     return optim.lr_floor + (1 - optim.lr_floor) * left
 
 
+def apply_share_of_step(optimizer: torch.optim.AdamW, share: float) -> None:
+    """AdamW's update at `share` (above 0, at most 1) of a step: the weights move by share x rate,
+    and both moments decay by beta ** share, so that this gradient weighs `share` in them as well.
+
+    Smaller gradients would not do: AdamW divides by their size. A smaller rate alone would not
+    either: nine tenths of what a gradient moves (beta 0.9) it moves in later steps, at their rate.
+    So as many steps as make up a whole one leave the moments as it does, of equal gradients.
+    With share 1 this is `optimizer.step()`, bit for bit.
+
+    torch corrects the moments' bias by beta ** steps; it counts in steps of this share meanwhile,
+    so that the exponent is the sum of all shares.
+    """
+    if share == 1:
+        optimizer.step()
+        return
+    betas = [group["betas"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["betas"] = tuple(beta**share for beta in group["betas"])
+    for state in optimizer.state.values():
+        state["step"].div_(share)
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["step"].mul_(share)
+    for group, own in zip(optimizer.param_groups, betas, strict=True):
+        group["betas"] = own
+
+
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's shards of their gradients, reduced over ranks."""
     found = []

@@ -13,6 +13,7 @@ from tracegrad_trainer.batches import MicroBatch, Row, mini_batches, pack, packi
 from tracegrad_trainer.engine.step.epochs import train_epochs
 from tracegrad_trainer.engine.step.learner import Learner
 from tracegrad_trainer.engine.step.result import StepResult
+from tracegrad_trainer.utils.distributed import run_on_rank_zero
 
 
 def train_batch(
@@ -23,12 +24,14 @@ def train_batch(
     budget: int,
     mismatched: Sequence[Row] = (),
     seed: int = 0,
+    share: float = 1.0,
 ) -> StepResult:
     """The optimizer steps on rank 0's `rows` (None on the others), packed to `budget` tokens:
     one, or as many as `optim.minibatches` and `optim.epochs` ask for, `seed` deciding which.
 
     `mismatched` (rank 0's too, for one step only) as in `Learner.update`. `StepResult.dropped`
     are indices into `rows`; the metrics say how well they were packed, too.
+    `share` (rank 0's, above 0): how much of a whole step each of them is.
     """
     optim = learner.optim
     parts: list[list[int]] | None = None
@@ -37,15 +40,16 @@ def train_batch(
         # a batch that changed nothing must leave no trace.
         parts = mini_batches(rows, optim.minibatches, seed=f"{seed} step {learner.steps}")
     own, how_packed = _deal(rows, parts, budget=budget)
+    share = run_on_rank_zero(lambda: share)
     if len(own) * optim.epochs > 1:
-        done = train_epochs(learner, own, epochs=optim.epochs, version=version)
+        done = train_epochs(learner, own, epochs=optim.epochs, version=version, share=share)
     else:
         looked_at: list[MicroBatch] = []
         if "kto_z" in learner.objective.needs:
             looked_at, _ = deal_rows(mismatched, budget=budget)
         [only] = own
-        done = learner.train(only, version=version, mismatched=looked_at)
-    return replace(done, metrics=how_packed | done.metrics)
+        done = learner.train(only, version=version, mismatched=looked_at, share=share)
+    return replace(done, metrics=how_packed | done.metrics | {"step_share": share})
 
 
 def deal_rows(

@@ -51,7 +51,7 @@ from tracegrad.proxy.dialects.openai_responses.tools import (
     flat_name,
     tools_of,
 )
-from tracegrad.proxy.http.errors import ApiError, BadRequest
+from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, BadRequest
 
 PATH = "/v1/responses"
 
@@ -112,8 +112,12 @@ _REFUSED: dict[str, tuple[object, str]] = {
     "conversation": (None, "send 'previous_response_id' or the items themselves"),
     "moderation": (None, "leave it out"),
     "prompt": (None, "send the prompt's text in 'instructions' and 'input'"),
-    "truncation": ("disabled", "shorten the input in the client"),
 }
+
+_NEVER_TRUNCATED = (
+    "The input is never truncated here, with 'truncation' 'auto' neither: what would be dropped "
+    "would be missing where it is trained. Shorten the input in the client."
+)
 
 # vLLM's own sampling fields of chat completions, passed on as they are. The engine judges those
 # whose type is not relied on here.
@@ -149,7 +153,16 @@ _CLIENTS_NAMES = {
     "response_format": "text.format",
 }
 
-_KNOWN = {"input", "tool_choice", "include_reasoning", *_READ, *_NO_EFFECT, *_REFUSED, *_PASSED_ON}
+_KNOWN = {
+    "input",
+    "tool_choice",
+    "include_reasoning",
+    "truncation",
+    *_READ,
+    *_NO_EFFECT,
+    *_REFUSED,
+    *_PASSED_ON,
+}
 
 
 class OpenAIResponsesDialect:
@@ -185,8 +198,9 @@ class OpenAIResponsesDialect:
         """OpenAI's shape, whatever shape the engine's own refusal has."""
         # vLLM repeats the HTTP status as its code.
         code = None if error.code is not None and error.code.isdigit() else error.code
+        too_long = error.code == CONTEXT_LENGTH_EXCEEDED
         detail = {
-            "message": error.message,
+            "message": f"{error.message} {_NEVER_TRUNCATED}" if too_long else error.message,
             "type": error_type(error.status),
             "param": _CLIENTS_NAMES.get(error.param or "", error.param),
             "code": code,
@@ -205,6 +219,8 @@ def _check(request: Json) -> None:
     for name, (harmless, fix) in _REFUSED.items():
         if request.get(name) is not None and request[name] != harmless:
             raise refusal(f"'{name}' is not served: {fix}.", name, code="unsupported_parameter")
+    # "auto" is for an input that does not fit, which `error` refuses: nothing is ever dropped.
+    one_of(request, "truncation", ("auto", "disabled"))
     for key, value in (request.get("metadata") or {}).items():
         if not isinstance(value, str):
             raise refusal(f"'metadata.{key}' is not a string.", f"metadata.{key}", "invalid_type")

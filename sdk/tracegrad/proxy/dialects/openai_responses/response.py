@@ -76,7 +76,7 @@ class ResponseEnvelope:
             "tools": orjson.Fragment(orjson.dumps(_tools(request))),
             "top_logprobs": request.get("top_logprobs") or 0,
             "top_p": _or(request.get("top_p"), 1.0),
-            "truncation": "disabled",
+            "truncation": request.get("truncation") or "disabled",
         }
 
     def response(

@@ -127,7 +127,7 @@ REFUSALS: list[tuple[Json, str, str]] = [
     ({"background": True}, "background", "unsupported_parameter"),
     ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
     ({"prompt": {"id": "p"}}, "prompt", "unsupported_parameter"),
-    ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
+    ({"truncation": "left"}, "truncation", "invalid_value"),
     ({"moderation": {"model": "x"}}, "moderation", "unsupported_parameter"),
     (
         {"context_management": [{"type": "compaction"}]},

@@ -45,6 +45,24 @@ def test_a_response_is_recorded_with_its_tokens(rig: ProxyWithEngine, stream: bo
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_truncation_is_taken_as_long_as_nothing_has_to_be_dropped(
+    rig: ProxyWithEngine, stream: bool
+) -> None:
+    asked = {"model": MODEL, "input": "Hello", "truncation": "auto"}
+    answer = rig.client.responses.create(**asked)
+    assert answer.truncation == "auto"
+    assert "truncation" not in rig.engine.requests[0]
+
+    said = "This model's maximum context length is 100 tokens."
+    rig.engine.failure = (400, {"error": {"message": said, "type": "x", "code": 400}}, {})
+    with pytest.raises(openai.BadRequestError, match="is never truncated here") as caught:
+        rig.client.responses.create(**asked, stream=stream)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
+    assert said in caught.value.message
+    assert [turn.untrainable for turn in rig.turns()] == [None, "over_length"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_what_came_before_need_not_be_sent_again(rig: ProxyWithEngine, stream: bool) -> None:
     rig.engine.replies += [Answer("One."), Answer("Two."), Answer("Three.")]
     first = rig.client.responses.create(model=MODEL, input="Count!", instructions="Be brief.")

@@ -336,13 +336,6 @@ def test_openais_client_accumulates_over_keepalives() -> None:
     assert final.output[3].input == "a\nb"
 
 
-async def test_openais_async_client_streams_an_answer() -> None:
-    async with Served([Said("Hello")]).async_client() as client:
-        events = await client.responses.create(model="m", input="hi", stream=True)
-        text = [event.delta async for event in events if event.type == "response.output_text.delta"]
-    assert "".join(text) == "Hello"
-
-
 def test_openais_client_gets_a_cut_answer() -> None:
     served = Served([Said("Half an ans", finish="length")])
     events = list(served.client().responses.create(model="m", input="hi", stream=True))

@@ -11,6 +11,7 @@ from torch import nn
 
 from tracegrad_trainer.engine import OptimSettings
 from tracegrad_trainer.engine.step.optimizer import (
+    apply_share_of_step,
     learning_rate,
     local_gradients,
     make_optimizer,
@@ -96,3 +97,73 @@ def test_the_norm_is_over_all_gradients_together() -> None:
     assert squared_norm(local_gradients(model.parameters()), cpu) == pytest.approx(25)
     model.bias.grad = torch.tensor([12.0])
     assert squared_norm(local_gradients(model.parameters()), cpu) == pytest.approx(169)
+
+
+RATE = 0.1
+
+
+def stepped(
+    gradients: list[float], share: float = 1.0, *, before: int = 0
+) -> tuple[torch.optim.AdamW, nn.Parameter]:
+    """An optimizer after `before` whole steps on gradients of 1, and one of `share` on each of
+    these."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = make_optimizer(model, OptimSettings(lr=RATE))
+    for gradient, part in [(1.0, 1.0)] * before + [(g, share) for g in gradients]:
+        model.weight.grad = torch.full_like(model.weight, gradient)
+        optimizer.param_groups[0]["lr"] = RATE * part
+        apply_share_of_step(optimizer, part)
+    return optimizer, model.weight
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_eight_eighths_of_a_step_are_one(before: int) -> None:
+    """Of the same gradient; its moments then are those of a whole step, to float32's rounding."""
+    eighths, by_eighths = stepped([2.0] * 8, 1 / 8, before=before)
+    whole, at_once = stepped([2.0], before=before)
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        torch.testing.assert_close(
+            eighths.state[by_eighths][name], whole.state[at_once][name], rtol=1e-5, atol=1e-6
+        )
+    assert eighths.param_groups[0]["betas"] == (0.9, 0.95), "nothing of it stays"
+    assert by_eighths.item() == pytest.approx(at_once.item(), rel=0.05)
+
+
+def test_a_gradient_of_an_eighth_of_a_step_moves_an_eighth_in_later_steps_too() -> None:
+    """A rate alone would leave nine tenths of it, which the first moment hands on."""
+
+    def moved(gradient: float, share: float) -> float:
+        optimizer, weight = stepped([gradient], share, before=50)
+        for _ in range(200):  # all that the first moment still has of it
+            weight.grad = torch.ones_like(weight)
+            optimizer.param_groups[0]["lr"] = RATE
+            apply_share_of_step(optimizer, 1.0)
+        return weight.item()
+
+    # What a gradient does beyond one that is as all others are, in steps of the rate.
+    whole = (moved(1.5, 1.0) - moved(1.0, 1.0)) / RATE
+    eighth = (moved(1.5, 1 / 8) - moved(1.0, 1 / 8)) / RATE
+    assert eighth / whole == pytest.approx(1 / 8, rel=0.15)
+
+
+def test_smaller_gradients_move_adamw_as_far_as_large_ones() -> None:
+    """Why a loss that counts the groups without a signal would not do: the step's size is the
+    same once the second moment has followed."""
+    _, small = stepped([1 / 8] * 40)
+    _, large = stepped([1.0] * 40)
+    assert small.item() == pytest.approx(large.item(), rel=1e-5)
+    _, scaled = stepped([1 / 8] * 40, 1 / 8)
+    assert scaled.item() == pytest.approx(large.item() / 8, rel=1e-3)
+
+
+def test_a_whole_step_is_torch_s_own_to_the_last_bit() -> None:
+    found, weight = stepped([0.3, -0.7, 0.1], 1.0)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    plain = make_optimizer(model, OptimSettings(lr=RATE))
+    for gradient in (0.3, -0.7, 0.1):
+        model.weight.grad = torch.full_like(model.weight, gradient)
+        plain.step()
+    assert torch.equal(weight, model.weight)
+    assert torch.equal(found.state[weight]["step"], torch.tensor(3.0))

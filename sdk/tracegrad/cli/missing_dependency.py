@@ -1,0 +1,46 @@
+"""Commands in an install that lacks what they need: one line that says what to install.
+
+Nothing here needs more than the light install that agents use.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+
+_DISTRIBUTION = "tracegrad"
+
+
+@contextmanager
+def naming_the_extra(command: str, extra: str) -> Iterator[None]:
+    """Ends the process with one line where a library of one of our extras is not installed.
+
+    Other modules that are missing are somebody's mistake, and keep their traceback.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or not is_ours_to_install(error.name):
+            raise
+        sys.exit(
+            f"{command}: {error.name} is not installed: pip install '{_DISTRIBUTION}[{extra}]'"
+        )
+
+
+def is_ours_to_install(module: str) -> bool:
+    """Whether a module belongs to a library that tracegrad or one of its extras requires, by the
+    custom that a library is named like its module."""
+    name = _normalized(module)
+    try:
+        required = metadata.requires(_DISTRIBUTION) or ()
+    except metadata.PackageNotFoundError:  # run from a folder of sources
+        return False
+    names = (_normalized(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in required)
+    return any(name == each or name.startswith(f"{each}-") for each in names)
+
+
+def _normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,120 @@
+"""Chunks of a stream that say some words and their tokens, and nothing else, as vLLM writes them.
+
+Most chunks of most streams are of this kind, one a token. They differ only behind their head (id,
+model, index), which is learnt from a chunk that was read as JSON. What follows is matched, goes on
+to the client as it was written, and is converted for many chunks at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple, Self
+
+import orjson
+
+from tracegrad.chat.call import VisibleFields
+
+# Chunks that are kept as bytes, at most.
+MOST_PENDING = 64
+
+_DELTA = b'"delta":{'
+# Without `\u`, which not all of is text: such a chunk is read as JSON.
+_STRING = rb'"[^"\\\x00-\x1f]*(?:\\["\\/bfnrt][^"\\\x00-\x1f]*)*"'
+_NUMBER = rb"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
+_ENTRY = rb'\{"token":%b,"logprob":(%b),"bytes":(?:\[[0-9,]*\]|null),"top_logprobs":\[\]\}' % (
+    _STRING,
+    _NUMBER,
+)
+_REST = re.compile(
+    rb'"(content|reasoning)":(%b)\},"logprobs":(\{"content":\[%b(?:,%b)*\]\})'
+    rb',"finish_reason":null(,"token_ids":\[([0-9]+(?:,[0-9]+)*)\])\}\]\}'
+    % (_STRING, _ENTRY, _ENTRY)
+)
+# A key cannot stand inside a JSON string: its quotes would be escaped there.
+_LOGPROB = re.compile(rb'"logprob":(%b)' % _NUMBER)
+
+
+class TokenRun(NamedTuple):
+    """What some chunks said, in order."""
+
+    content: str
+    reasoning: str
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class TokenChunkReader:
+    """Reads the chunks of one choice, the one at `index`."""
+
+    def __init__(self, head: bytes, index: int, shown: VisibleFields) -> None:
+        self.index = index
+        self._head = head
+        self._shown = shown
+        self._content: list[bytes] = []  # JSON strings
+        self._reasoning: list[bytes] = []
+        self._token_ids: list[bytes] = []
+        self._logprobs: list[bytes] = []
+
+    @classmethod
+    def learn(cls, raw: bytes, shown: VisibleFields) -> Self | None:
+        """From a chunk that is JSON. None: there is no such head in it."""
+        head = raw[: raw.find(_DELTA) + len(_DELTA)]
+        try:
+            # What stands before the delta, and nothing else.
+            chunk = orjson.loads(head + b"}}]}")
+            (choice,) = chunk["choices"]
+        except (ValueError, TypeError, KeyError):
+            return None
+        if not isinstance(choice, Mapping) or choice.keys() != {"index", "delta"}:
+            return None
+        if chunk.keys() & {"usage", "error", "prompt_token_ids"}:
+            return None
+        return cls(head, choice["index"], shown)
+
+    @property
+    def pending(self) -> int:
+        """Chunks that `take` has not given yet."""
+        return len(self._token_ids)
+
+    def read(self, raw: bytes) -> bytes | None:
+        """What the client may see of the chunk. None for any other chunk: read it as JSON."""
+        if not raw.startswith(self._head):
+            return None
+        found = _REST.fullmatch(raw, len(self._head))
+        if found is None:
+            return None
+        try:
+            raw.decode()
+        except UnicodeDecodeError:
+            return None
+        kind, text, logprobs, first, other, tokens, ids = found.groups()
+        (self._content if kind == b"content" else self._reasoning).append(text)
+        self._token_ids.append(ids)
+        if other is None:
+            self._logprobs.append(first)
+        else:
+            self._logprobs += _LOGPROB.findall(logprobs)
+        if self._shown.ids and self._shown.logprobs:
+            return raw
+        return b'%b},"logprobs":%b,"finish_reason":null%b}]}' % (
+            raw[: found.end(2)],
+            logprobs if self._shown.logprobs else b"null",
+            tokens if self._shown.ids else b"",
+        )
+
+    def take(self) -> TokenRun:
+        """All that is pending."""
+        run = TokenRun(
+            _joined(self._content),
+            _joined(self._reasoning),
+            orjson.loads(b"[%b]" % b",".join(self._token_ids)),
+            [float(each) for each in self._logprobs],
+        )
+        for pending in (self._content, self._reasoning, self._token_ids, self._logprobs):
+            pending.clear()
+        return run
+
+
+def _joined(texts: list[bytes]) -> str:
+    return "".join(orjson.loads(b"[%b]" % b",".join(texts)))

@@ -1,0 +1,112 @@
+"""How far the store is from the next batch: what `lease` would find, as counts, and why it finds
+no more. Nothing is read of the turns themselves, so that it can be asked every few seconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, func, select
+
+from tracegrad.events import Outcome
+from tracegrad.store.databases import statements
+from tracegrad.store.expressions import SCORED_OUTCOMES, has_tags, training_state
+from tracegrad.store.ledger.leases import form_groups, ready_rollouts
+from tracegrad.store.models import Rollouts, Steps, TurnLedger, Turns
+
+_UNSCORED = {outcome.value for outcome in Outcome if not outcome.scored}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchReadiness:
+    """Counts of rollouts that no step consumed, where nothing else is said."""
+
+    is_empty: bool  # nothing was ever captured
+    groups: int  # that could be leased now
+    attempts: dict[int, int]  # ready rollouts -> tasks that have so many and lack others
+    states: dict[str, int]  # as `RolloutSummary.state`, and `not_selected`
+    without_task: int  # of those that are ready: no group has them
+    leased: dict[str, int]  # by the lease's owner
+    unscored: dict[str, int]  # by outcome, since the last step
+    passed: dict[str, int]  # reason -> turns that were looked at since the last step, not trained
+    newest: float | None  # when one with the tags was opened or finished last; None: there is none
+
+
+def batch_readiness(
+    connection: Connection, *, group_size: int, tags: Mapping[str, str], incomplete_after_s: float
+) -> BatchReadiness:
+    """`incomplete_after_s` as `Ledger.lease` has it."""
+    now = statements.server_time(connection)
+    ready = ready_rollouts(connection, tags, now, alone=True)
+    grouped = [each for each in ready if group_size == 1 or each.task_id is not None]
+    formed = form_groups(grouped, group_size, now - incomplete_after_s)
+    taken = {rollout.rollout_id for group in formed for rollout in group}
+    left = Counter(each.task_id for each in grouped if each.rollout_id not in taken)
+    states = _states(connection, tags, now)
+    unscored, passed = _consumed_since_the_last_step(connection, tags)
+    unscored.update({name: states[name] for name in _UNSCORED & states.keys()})
+    return BatchReadiness(
+        is_empty=connection.scalar(select(Rollouts.rollout_id).limit(1)) is None,
+        groups=len(formed),
+        attempts=dict(Counter(left.values())),
+        states=states,
+        without_task=len(ready) - len(grouped),
+        leased=_leased(connection, tags, now),
+        unscored=dict(unscored),
+        passed=dict(passed),
+        newest=_newest(connection, tags),
+    )
+
+
+def _states(connection: Connection, tags: Mapping[str, str], now: float) -> dict[str, int]:
+    state = training_state(tags, now).label("state")
+    found = select(state).where(Rollouts.consumed_at.is_(None)).subquery()
+    query = select(found.c.state, func.count()).group_by(found.c.state)
+    return {str(name): count for name, count in connection.execute(query)}
+
+
+def _leased(connection: Connection, tags: Mapping[str, str], now: float) -> dict[str, int]:
+    query = select(Rollouts.lease_owner, func.count()).where(
+        Rollouts.consumed_at.is_(None), Rollouts.leased_until > now, has_tags(tags)
+    )
+    rows = connection.execute(query.group_by(Rollouts.lease_owner))
+    return {str(owner): count for owner, count in rows}
+
+
+def _consumed_since_the_last_step(
+    connection: Connection, tags: Mapping[str, str]
+) -> tuple[Counter[str], Counter[str]]:
+    """Rollouts by their outcome, and turns of scored ones by the reason that they were skipped."""
+    step = connection.scalar(select(func.max(Steps.step)))
+    # Of the clock that `consumed_at` has: the trainer's own may go otherwise.
+    last = select(func.max(TurnLedger.created_at)).where(TurnLedger.step == step)
+    since = (connection.scalar(last) or 0.0) if step is not None else 0.0
+    consumed = (Rollouts.consumed_at > since, Rollouts.consumed_step.is_(None), has_tags(tags))
+    scored = Rollouts.outcome.in_(SCORED_OUTCOMES)
+    outcomes = select(Rollouts.outcome, func.count()).where(*consumed, ~scored)
+    reasons = (
+        select(TurnLedger.skip_reason, func.count())
+        .join(Turns, Turns.turn_id == TurnLedger.turn_id)
+        .join(Rollouts, Rollouts.rollout_id == Turns.rollout_id)
+        .where(*consumed, scored)
+    )
+    by_outcome = connection.execute(outcomes.group_by(Rollouts.outcome))
+    by_reason = connection.execute(reasons.group_by(TurnLedger.skip_reason))
+    return (
+        Counter({str(name): count for name, count in by_outcome}),
+        Counter({str(name): count for name, count in by_reason}),
+    )
+
+
+def _newest(connection: Connection, tags: Mapping[str, str]) -> float | None:
+    """Consumed ones too are asked for their beginning: do agents still run?"""
+    opened = select(Rollouts.opened_at).where(has_tags(tags))
+    finished = select(Rollouts.finished_at).where(
+        Rollouts.consumed_at.is_(None), Rollouts.finished_at.is_not(None), has_tags(tags)
+    )
+    times = (
+        connection.scalar(opened.order_by(Rollouts.opened_at.desc()).limit(1)),
+        connection.scalar(finished.order_by(Rollouts.finished_at.desc()).limit(1)),
+    )
+    return max((each for each in times if each is not None), default=None)

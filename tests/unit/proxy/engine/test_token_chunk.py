@@ -1,0 +1,158 @@
+"""Chunks that are passed on as they came are recorded, and shown, as if they were read as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tracegrad.chat.call import Call
+from tracegrad.events import Json
+from tracegrad.proxy.dialects.openai_chat import ChatStreamWriter, OpenAIChatDialect
+from tracegrad.proxy.engine.stream import EngineStream
+from tracegrad.proxy.engine.token_chunk import MOST_PENDING, TokenChunkReader
+from tracegrad.proxy.http import sse
+
+HEAD = {"id": "a", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+PROMPT = [1, 2, 3]
+# Everything that is looked for, as text that an agent may read.
+TRAP = '"},"logprobs":{"content":[{"token":"x","logprob":-1}]},"finish_reason":null,"delta":{'
+
+
+def a_call(**more: Any) -> Call:
+    body = {"model": "m", "messages": [{"role": "user", "content": "go"}], "stream": True, **more}
+    return OpenAIChatDialect().parse(orjson.dumps(body), {}, {})
+
+
+def a_chunk(delta: Json, tokens: list[tuple[int, float]], **more: Any) -> bytes:
+    """In vLLM's order of fields."""
+    entries = [
+        {"token": "é", "logprob": value, "bytes": [195], "top_logprobs": []} for _, value in tokens
+    ]
+    ids = [token for token, _ in tokens]
+    choice = {"index": 0, "delta": delta, "logprobs": {"content": entries}, "finish_reason": None}
+    return orjson.dumps({**HEAD, "choices": [{**choice, "token_ids": ids, **more}]})
+
+
+def the_first() -> bytes:
+    delta = {"role": "assistant", "content": ""}
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+    return orjson.dumps({**HEAD, "choices": [choice], "prompt_token_ids": PROMPT})
+
+
+def shown_and_recorded(chunks: list[bytes], call: Call, *, as_json: bool) -> tuple[list[Json], Any]:
+    """Weights are pushed in the middle of it."""
+    version = 4
+    stream = EngineStream(call, lambda: version)
+    shown: list[Json] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if as_json:
+            patch.setattr(TokenChunkReader, "learn", lambda *_: None)
+        for at, chunk in enumerate((the_first(), *chunks)):
+            version = 5 if at > len(chunks) // 2 else 4
+            for one in stream.feed(sse.encode_event(chunk)):
+                shown.append(as_chunk(one))
+    error = stream.error and stream.error.message
+    return shown, (stream.completions(), stream.tail, error)
+
+
+def as_chunk(one: Json | bytes) -> Json:
+    """As its client reads it."""
+    event = one if isinstance(one, bytes) else ChatStreamWriter().chunk(one)
+    data = sse.event_data(event.removesuffix(b"\n\n"))
+    assert data is not None
+    chunk: Json = orjson.loads(data)
+    return chunk
+
+
+def check(chunks: list[bytes], **asked: Any) -> None:
+    call = a_call(**asked)
+    fast = shown_and_recorded(chunks, call, as_json=False)
+    assert fast[0][0].get("prompt_token_ids") == (PROMPT if call.visible.ids else None)
+    assert fast == shown_and_recorded(chunks, call, as_json=True)
+
+
+texts = st.text(max_size=5) | st.sampled_from([TRAP, '\\"', "\\u0041", "\x00\x1f", "ü", "\n\t"])
+tokens = st.lists(
+    st.tuples(st.integers(0, 2**31 - 1), st.floats(-9000, 0, width=32)), min_size=1, max_size=3
+)
+deltas = texts.map(lambda text: {"content": text}) | texts.map(lambda text: {"reasoning": text})
+
+
+@given(
+    st.lists(st.builds(a_chunk, deltas, tokens), max_size=6),
+    st.booleans(),
+    st.booleans(),
+)
+def test_words_and_tokens_are_the_same_either_way(
+    chunks: list[bytes], ids: bool, logprobs: bool
+) -> None:
+    check(chunks, return_token_ids=ids, logprobs=logprobs)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        a_chunk({}, [(5, -1.0)]),
+        a_chunk({"content": "a", "reasoning": "b"}, [(5, -1.0)]),
+        a_chunk({"content": None}, [(5, -1.0)]),
+        a_chunk({"tool_calls": [{"index": 0, "id": "c", "function": {"name": "f"}}]}, [(5, -1.0)]),
+        a_chunk({"content": "a"}, [(5, -9999.0)]),
+        a_chunk({"content": "a"}, [(1 << 40, -1.0)]),
+        a_chunk({"content": "a"}, [], token_ids=[5]),
+        a_chunk({"content": "a"}, [(5, -1.0)], token_ids=[5, 6]),
+        a_chunk({"content": "a"}, [(5, -1.0)], token_ids=None),
+        a_chunk({"content": "a"}, [(5, -1.0)], logprobs=None),
+        a_chunk({"content": "a"}, [(5, -1.0)], finish_reason="stop"),
+        a_chunk({"content": "a"}, [(5, -1.0)], note="more"),
+        a_chunk({"content": "a"}, [(5, -1.0)], index=1),
+        a_chunk({"content": "a"}, [(5, -1.0)]).replace(b'"logprob":-1.0', b'"logprob":"a"'),
+        a_chunk({"content": "a"}, [(5, -1.0)]).replace(b'"logprob":-1.0,', b""),
+        a_chunk({"content": "a"}, [(5, -1.0)]).replace(b'"top_logprobs":[]', b'"top_logprobs":[1]'),
+        a_chunk({"content": "a"}, [(5, -1.0)]).replace(b'"a"', b'"\xff"'),
+        a_chunk({"content": "a"}, [(5, -1.0)]).replace(b'"a"', b'"\\ud800"'),
+        a_chunk({"content": "a"}, [(5, -1.0)]).replace(b'"a"', b'"\\x"'),
+        a_chunk({"content": "a"}, [(5, -1.0)]).replace(b"null", b"nul"),
+        a_chunk({"content": "a"}, [(5, -1.0)])[:-1],
+        b'{"error":{"message":"the engine died","code":500}}',
+        orjson.dumps({**HEAD, "choices": [], "usage": {"prompt_tokens": 3}}),
+    ],
+)
+@pytest.mark.parametrize("tokens_are_shown", [True, False])
+def test_any_other_chunk_is_read_as_json(odd: bytes, tokens_are_shown: bool) -> None:
+    usual = [a_chunk({"content": text}, [(at, -at / 8)]) for at, text in enumerate("abc")]
+    check([*usual, odd, *usual], return_token_ids=tokens_are_shown, logprobs=tokens_are_shown)
+
+
+def test_few_chunks_are_kept_unread() -> None:
+    stream = EngineStream(a_call(), lambda: 4)
+    many = 3 * MOST_PENDING + 7
+    stream.feed(sse.encode_event(the_first()))
+    most = 0
+    for at in range(many):
+        [event] = stream.feed(sse.encode_event(a_chunk({"content": "a"}, [(at, -0.5)])))
+        # The one after the first is read as JSON no more: it is passed on.
+        assert isinstance(event, bytes)
+        assert stream._token_chunks is not None
+        most = max(most, stream._token_chunks.pending)
+    assert most == MOST_PENDING
+    [reply] = stream.completions()
+    assert reply.token_ids.tolist() == list(range(many))
+    assert reply.response["choices"][0]["message"] == {"role": "assistant", "content": "a" * many}
+
+
+def test_a_head_that_holds_more_is_not_learnt() -> None:
+    shown = a_call().visible
+    usual = a_chunk({"content": "a"}, [(5, -1.0)])
+    assert TokenChunkReader.learn(usual, shown) is not None
+    for other in (
+        b'{"usage":{"a":1},' + usual[1:],
+        b'{"prompt_token_ids":[1],' + usual[1:],
+        usual.replace(b'"index":0', b'"index":0,"finish_reason":"stop"'),
+        b"[]",
+        b"",
+    ):
+        assert TokenChunkReader.learn(other, shown) is None

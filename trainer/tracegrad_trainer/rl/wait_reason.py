@@ -1,0 +1,158 @@
+"""Why nothing is trained right now, in a line: what the next batch needs, and what there is.
+
+`24 tasks have 1 of 4 attempts; 0 of 2 groups ready; newest 3 min ago`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tracegrad.events import Json
+from tracegrad.store import Ledger, Store
+from tracegrad.store.ledger.readiness import BatchReadiness
+from tracegrad.text_format import format_age, format_count
+
+# What is said of so many reasons; those that concern the most rollouts come first.
+_MOST = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchNeeds:
+    """What settings say of the next batch; of a run's resolved settings, as JSON."""
+
+    groups: int
+    group_size: int
+    tags: Mapping[str, str]
+    incomplete_after_s: float
+    refills: bool
+    url: str | None  # the proxy's
+
+    @classmethod
+    def of(cls, resolved: Json, url: str | None) -> BatchNeeds:
+        """Raises KeyError: these are no settings of a trainer."""
+        batches, data = resolved["batches"], resolved["data"]
+        refill = data.get("refill")
+        return cls(
+            groups=batches["groups"],
+            group_size=batches["group_size"],
+            tags=data["tags"],
+            incomplete_after_s=data["incomplete_after_s"],
+            refills=resolved["objective"].get("preset") == "dapo" if refill is None else refill,
+            url=url,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReason:
+    """`kind` is the first reason's name: it changes with the reason, not with its counts."""
+
+    kind: str
+    text: str
+
+
+def wait_reason(store: Store, needs: BatchNeeds, run_id: str | None = None) -> WaitReason:
+    """`run_id`: whose leases are the batch under way, and nobody else's. Raises StoreError."""
+    found = Ledger(store).readiness(
+        group_size=needs.group_size,
+        tags=needs.tags,
+        incomplete_after_s=needs.incomplete_after_s,
+    )
+    if found.is_empty:
+        where = f" at {needs.url}/v1" if needs.url else ""
+        return WaitReason("no_rollouts", f"no rollout yet: point agents at the proxy{where}")
+    parts = sorted(_parts(found, needs, run_id), key=lambda part: -part[1])
+    ready = f"{found.groups} of {format_count(needs.groups, 'group')} ready"
+    age = "" if found.newest is None else f"newest {format_age(found.newest)} ago"
+    ours = sum(count for owner, count in found.leased.items() if _is_ours(owner, run_id))
+    if ours and not needs.refills:  # held for a moment: a step of it is about to be made
+        return WaitReason("ready", f"a batch of {format_count(ours, 'rollout')} is under way")
+    if found.groups >= needs.groups:
+        if found.groups > needs.groups:
+            ready = f"{found.groups} groups ready, of which a batch takes {needs.groups}"
+        return WaitReason("ready", "; ".join(filter(None, [ready, age])))
+    if not parts and not found.groups:
+        return WaitReason("idle", "; ".join(filter(None, ["no new rollouts", ready, age])))
+    said = [text for _, _, text in parts[:_MOST]]
+    said.insert(1 if said else 0, ready)
+    kind = parts[0][0] if parts else "few_groups"
+    return WaitReason(kind, "; ".join(filter(None, [*said, age])))
+
+
+def _parts(
+    found: BatchReadiness, needs: BatchNeeds, run_id: str | None
+) -> list[tuple[str, int, str]]:
+    """Each reason: its name, how many rollouts (or turns) it holds back, and its words."""
+    states = found.states
+    parts = [
+        (
+            "few_attempts",
+            sum(have * tasks for have, tasks in found.attempts.items()),
+            _attempts(found.attempts, needs.group_size),
+        ),
+        *_leases(found.leased, run_id),
+    ]
+    parts += [
+        (name, count, words(format_count(count, "rollout")))
+        for name, count, words in (
+            ("no_task", found.without_task, _no_task),
+            ("not_selected", states.get("not_selected", 0), lambda n: _not_selected(n, needs.tags)),
+            *((name, states.get(name, 0), words) for name, words in _STATES.items()),
+        )
+    ]
+    for outcome, count in found.unscored.items():
+        text = f"{format_count(count, 'rollout')} ended with {outcome}, which is not scored"
+        parts.append((outcome, count, text))
+    skipped = sum(found.passed.values())
+    parts.append(("filtered", skipped, _filtered(skipped, found.passed)))
+    return [part for part in parts if part[1]]
+
+
+_STATES: Mapping[str, Callable[[str], str]] = {
+    "open": lambda n: f"{n} not finished",
+    "no_reward": lambda n: f"{n} ended without a reward",
+    "named_reward": lambda n: f'{n} with other rewards than the main one, named "reward"',
+    "no_turns": lambda n: f"{n} ended without a recorded call",
+}
+
+
+def _attempts(attempts: Mapping[int, int], wanted: int) -> str:
+    """`24 tasks have 1 of 4 attempts, 3 have 2 of 4`"""
+    ordered = sorted(attempts.items(), key=lambda item: (-item[1], item[0]))
+    texts = []
+    for i, (have, tasks) in enumerate(ordered):
+        who = str(tasks) if i else format_count(tasks, "task")
+        texts.append(f"{who} {'has' if tasks == 1 else 'have'} {have} of {wanted}")
+        texts[-1] += "" if i else " attempts"
+    return ", ".join(texts)
+
+
+def _is_ours(owner: str, run_id: str | None) -> bool:
+    return run_id is not None and owner.endswith(f":{run_id}")
+
+
+def _leases(leased: Mapping[str, int], run_id: str | None) -> list[tuple[str, int, str]]:
+    parts = []
+    for owner, count in leased.items():
+        rollouts = format_count(count, "rollout")
+        if _is_ours(owner, run_id):
+            held = f"{rollouts} held for a batch that waits for groups of different rewards"
+            parts.append(("held", count, held))
+        else:
+            parts.append(("leased", count, f"{rollouts} leased to another trainer ({owner})"))
+    return parts
+
+
+def _no_task(rollouts: str) -> str:
+    return f"{rollouts} without a task, which no group has: name it where a rollout is opened"
+
+
+def _not_selected(rollouts: str, tags: Mapping[str, str]) -> str:
+    wanted = " ".join(f"{key}={value}" for key, value in tags.items())
+    return f"{rollouts} without the tags that data.tags asks for ({wanted})"
+
+
+def _filtered(turns: int, passed: Mapping[str, int]) -> str:
+    ordered = sorted(passed.items(), key=lambda item: (-item[1], item[0]))
+    reasons = ", ".join(f"{count} {reason}" for reason, count in ordered)
+    return f"{format_count(turns, 'turn')} since the last step could not be trained ({reasons})"
