@@ -21,7 +21,7 @@ from bench.proxy import cells, machine, peers, report
 from bench.proxy.cells import Cell
 from bench.proxy.endurance import Memory, Stored, memory, stored
 from bench.proxy.goals import goals
-from bench.proxy.peers import LITELLM_TWO
+from bench.proxy.peers import LITELLM_TWO, OURS_TWO
 from bench.proxy.rounds import Result, run
 from bench.proxy.servers import HOST, DidNotStart, Server
 
@@ -50,9 +50,8 @@ class Plan:
             2_000 if options.quick else 20_000,
         )
 
-    @property
-    def wants_two_workers(self) -> bool:
-        return any(LITELLM_TWO in cell.servers for cell in self.at_once)
+    def wants(self, server: str) -> bool:
+        return any(server in cell.servers for cell in self.at_once)
 
 
 def main() -> None:
@@ -86,6 +85,8 @@ def _start(
     engine = stack.enter_context(peers.engine(folder))
     url = f"http://{HOST}:{engine.port}"
     others = [peers.pass_through(folder, url), peers.tracegrad(folder, url)]
+    if plan.wants(OURS_TWO):
+        others.append(peers.tracegrad(folder, url, workers=2))
     if not options.without_litellm:
         try:
             others.append(peers.litellm(folder, url))
@@ -93,7 +94,7 @@ def _start(
             raise DidNotStart(
                 "LiteLLM's packages cannot be installed; --without-litellm leaves it out"
             ) from None
-        if plan.wants_two_workers:
+        if plan.wants(LITELLM_TWO):
             others.append(peers.litellm(folder, url, workers=2))
     servers = [engine, *(stack.enter_context(server) for server in others)]
     for server in servers:

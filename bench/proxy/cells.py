@@ -9,7 +9,7 @@ from itertools import count, cycle
 from bench.proxy.calls import PROMPTS, REPLY_TOKENS, Prompt
 from bench.proxy.engine import Pace
 from bench.proxy.load import Load, request
-from bench.proxy.peers import DIRECT, LITELLM, LITELLM_TWO, OURS, PLAIN
+from bench.proxy.peers import DIRECT, LITELLM, LITELLM_TWO, OURS, OURS_TWO, PLAIN
 
 PATH = "/v1/chat/completions"
 ALL = (DIRECT, PLAIN, OURS, LITELLM)
@@ -93,7 +93,9 @@ def at_once() -> list[Cell]:
                 if stream and concurrency > 32:
                     servers = WITHOUT_LITELLM  # it would take minutes a round
                 elif not stream and tokens == 8192 and 1 < concurrency < 1000:
-                    servers = (*ALL, LITELLM_TWO)
+                    servers = (*ALL, OURS_TWO, LITELLM_TWO)
+                elif stream and tokens == 8192 and concurrency == 32:
+                    servers = (*ALL, OURS_TWO)
                 rounds = 2 if concurrency == 1000 else 3
                 cell = Cell(stream, tokens, concurrency, None, servers, rounds)
                 many_streams = stream and concurrency == 1000
@@ -139,7 +141,7 @@ def quick() -> list[Cell]:
     cells = [
         Cell(False, 200, 32),
         Cell(False, 8192, 1),
-        Cell(False, 8192, 32),
+        Cell(False, 8192, 32, servers=(*ALL, OURS_TWO)),
         Cell(False, 32768, 32),
         Cell(True, 8192, 1),
         Cell(True, 8192, 32, servers=WITHOUT_LITELLM),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bench.proxy.cells import FEW
 from bench.proxy.endurance import Memory, Stored
-from bench.proxy.peers import LITELLM, OURS, PLAIN
+from bench.proxy.peers import LITELLM, OURS, OURS_TWO, PLAIN
 from bench.proxy.rounds import Result
 from bench.tables import Goal
 
@@ -16,6 +16,7 @@ OF_PLAIN = 0.7
 OF_PLAIN_FEW = 0.8
 STREAM_CPU = 1.5
 OF_LITELLM = 10.0
+OF_ONE_WORKER = 1.6
 FIRST_TURN_BYTES = 45_000
 GROWTH = 0.05
 LATER = 1.2
@@ -28,6 +29,7 @@ def goals(results: Sequence[Result], memory: Memory, stored: Stored) -> list[Goa
         *_latency(results),
         *_beside_plain(results),
         *_throughput(results),
+        *_workers(results),
         *_streams(results),
     ]
     if memory.samples[-1][0] >= LONG:
@@ -135,6 +137,28 @@ def _throughput(results: Sequence[Result]) -> list[Goal]:
                     share >= least,
                 )
             )
+    return found
+
+
+def _workers(results: Sequence[Result]) -> list[Goal]:
+    """Two workers beside one in the same rounds. CPU says what they would do with cores of their
+    own: the engine and the load take the rest of these."""
+    found = []
+    for result in results:
+        if OURS_TWO not in result.rounds:
+            continue
+        one, two = (result.median(name, "calls_per_s") or 0.0 for name in (OURS, OURS_TWO))
+        cpu = [result.median(name, "server_cpu") or 0.0 for name in (OURS, OURS_TWO)]
+        share = two / one if one else float("inf")
+        found.append(
+            Goal(
+                f"calls/s of two workers over those of one, {result.cell.name}",
+                f"at least {OF_ONE_WORKER:g} times",
+                f"{share:.2f} times ({two:.0f} to {one:.0f}; {cpu[1]:.2f} and {cpu[0]:.2f} ms of"
+                " CPU a call)",
+                share >= OF_ONE_WORKER,
+            )
+        )
     return found
 
 

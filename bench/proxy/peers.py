@@ -14,6 +14,7 @@ from bench.proxy.servers import Server, free_port, python
 DIRECT = "direct"
 PLAIN = "pass-through"
 OURS = "tracegrad"
+OURS_TWO = "tracegrad, 2 workers"
 LITELLM = "LiteLLM"
 LITELLM_TWO = "LiteLLM, 2 workers"
 
@@ -62,15 +63,17 @@ def pass_through(folder: Path, upstream: str) -> Server:
     return Server(PLAIN, command, port=port, folder=folder, environment=_our_path())
 
 
-def tracegrad(folder: Path, upstream: str) -> Server:
-    """As users start it; its store is `store.db` in `folder`."""
+def tracegrad(folder: Path, upstream: str, *, workers: int = 1) -> Server:
+    """As users start it; its store is `store.db` in `folder`, that of two workers another."""
     port = free_port()
+    name = OURS if workers == 1 else OURS_TWO
+    store = store_path(folder) if workers == 1 else folder / f"store-{workers}.db"
     command = python(
         "tracegrad.cli",
-        *("proxy", "--upstream", upstream, "--store", f"sqlite:///{store_path(folder)}"),
-        *("--port", str(port)),
+        *("proxy", "--upstream", upstream, "--store", f"sqlite:///{store}"),
+        *("--port", str(port), "--workers", str(workers)),
     )
-    return Server(OURS, command, port=port, folder=folder)
+    return Server(name, command, port=port, folder=folder)
 
 
 def store_path(folder: Path) -> Path:

@@ -16,7 +16,8 @@ _INTRODUCTION = """\
 Written by `make bench-proxy`; do not edit. All servers stand before the same mock engine and are
 measured in one run, in turns. **direct** is the engine itself; **pass-through** is the plainest
 proxy that the same libraries make (uvicorn, uvloop, httptools, aiohttp; nothing is read);
-**tracegrad** is `tracegrad proxy` with its store on the disk; **LiteLLM** is its proxy with one
+**tracegrad** is `tracegrad proxy` with its store on the disk, **2 workers** the same with
+`--workers 2`; **LiteLLM** is its proxy with one
 worker, without a database, a key to check, or a log.
 
 Prompts differ from call to call, and come again as those of attempts at one task do; 512 tokens are

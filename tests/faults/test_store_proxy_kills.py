@@ -1,12 +1,16 @@
-"""The proxy killed with SIGKILL while agents call it: what they saw the end of is in the store."""
+"""The proxy, or one of its workers, killed with SIGKILL while agents call it: what they saw the end
+of is in the store."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from support.agents.conversation_load import ConversationLoad, lost_calls
@@ -64,3 +68,44 @@ def test_a_killed_proxy_loses_no_call_that_a_client_saw_end_in_postgresql(
     engine_url: str, postgres_url: str, tmp_path: Path
 ) -> None:
     proxies_killed(engine_url, postgres_url, tmp_path, kills=5)
+
+
+def test_a_killed_worker_loses_nothing_and_the_others_go_on(
+    engine_url: str, url: str, tmp_path: Path
+) -> None:
+    kills, draw = 4, random.Random(drawn_seed())
+    proxy = ProxyProcess(engine_url, url, tmp_path / "proxy.log", workers=2)
+    proxy.start()
+    try:
+        with ConversationLoad(proxy.url, _CALLERS) as callers:
+            for _ in range(kills):
+                before = len(callers.ended)
+                eventually(lambda seen=before: len(callers.ended) > seen, 60)
+                time.sleep(draw.uniform(0, _WITHIN_S))
+                workers = both(proxy)
+                os.kill(draw.choice(workers), signal.SIGKILL)
+            both(proxy)
+    finally:
+        proxy.close()
+    with Store.open(url) as store:
+        faults = [*lost_calls(store, callers), *integrity(store)]
+        captured = store.turn_counts().captured
+    print(f"{kills} kills: {len(callers.ended)} calls ended, {len(callers.failed)} failed")
+    assert not faults, f"{len(faults)} faults\n" + "\n".join(faults[:20])
+    assert {each.status for each in callers.failed} <= {None}
+    assert len(callers.failed) <= kills * _CALLERS, "those who were connected to another go on"
+    assert len(callers.ended) <= captured <= len(callers.ended) + kills * _CALLERS
+
+
+def both(proxy: ProxyProcess) -> list[int]:
+    """The workers, once there are two again."""
+
+    def found() -> list[int] | None:
+        try:
+            pids: list[int] = httpx.get(f"{proxy.url}/healthz", timeout=20).json()["workers"]
+        except httpx.TransportError:  # it was given to the one that was just killed
+            return None
+        return pids if len(pids) == 2 else None
+
+    pids: list[int] = eventually(found, 60)
+    return pids

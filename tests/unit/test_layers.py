@@ -68,6 +68,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "maintenance",
     ),
     "tracegrad.proxy": (
+        "shared_counts shared_log",
         "http",
         "auth dialects",
         "engine prompt_reuse",
@@ -75,6 +76,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "otel",
         "endpoints",
         "app",
+        "workers",
         "cli",
     ),
     "tracegrad.cli": (

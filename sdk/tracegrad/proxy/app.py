@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import orjson
 from fastapi import FastAPI
@@ -11,8 +13,9 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tracegrad.events import Json
 from tracegrad.protocol import TRACES_PATH
 from tracegrad.proxy.auth.middleware import Authenticator, AuthMiddleware, Caller
 from tracegrad.proxy.auth.origin_check import OriginCheck
@@ -30,6 +33,8 @@ from tracegrad.proxy.dialects.openai_completions import OpenAICompletionsDialect
 from tracegrad.proxy.dialects.openai_responses.request import OpenAIResponsesDialect
 from tracegrad.proxy.endpoints.anchors import make_anchors_router
 from tracegrad.proxy.endpoints.control_api import (
+    OwnGate,
+    WeightPushes,
     add_error_handlers,
     make_control_router,
     make_keys_router,
@@ -49,12 +54,28 @@ from tracegrad.proxy.otel.ingest import SpanIngest
 from tracegrad.proxy.otel.receiver import ExportLimits, OtlpReceiver
 from tracegrad.proxy.prompt_reuse.renderer_loader import EngineRenderer
 from tracegrad.proxy.prompt_reuse.resolver import PromptReuse
+from tracegrad.proxy.shared_counts import SharedCount
+from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.store import Store
 from tracegrad.store.anchors.anchor_store import AnchorStore
 
 # Seconds of silence after which a stream says something. Clients give up after 120 or more
 # (Qwen Code 120, most others 300); proxies on the way often after 60.
 KEEPALIVE_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLinks:
+    """What a worker has in common with the others of its proxy.
+
+    `in_flight` counts the calls at each upstream server. `health` is the state of all of them.
+    """
+
+    log: SharedLog
+    in_flight: Sequence[SharedCount]
+    gate: WeightUpdateGate
+    pushes: WeightPushes
+    health: Callable[[], Awaitable[Json]]
 
 
 class ModelName(PathConvertor):
@@ -72,27 +93,29 @@ def create_app(
     store: Store,
     writer: EventWriter,
     patience_s: float | None = None,
+    links: WorkerLinks | None = None,
 ) -> FastAPI:
     """`store` is read, `writer` writes to it; both stay open, and are the caller's to close.
-    `patience_s`: how long a call waits for what it writes (`store_async.STORE_TIMEOUT_S`)."""
-    gate = WeightUpdateGate(
-        version=store.current_version() or 0,
-        held=settings.held,
-        max_waiting=settings.max_waiting,
-        max_wait_s=settings.max_wait_s,
-    )
-    upstream = _upstream(settings, gate)
-    traces = TraceIndex()
+    `patience_s`: how long a call waits for what it writes (`store_async.STORE_TIMEOUT_S`).
+    `links`: those of a worker among others; without, this process is the whole proxy."""
+    others = links.log if links is not None else None
+    gate = links.gate if links is not None else _own_gate(settings, store)
+    upstream = _upstream(settings, gate, links)
+    traces = TraceIndex(others=others)
     exact = upstream.capabilities.exact_prompts
     text = EngineRenderer(settings.tokenizer, upstream.models) if exact else None
-    continuation = PromptReuse(store, limit_bytes=settings.cache_mib << 20, text=text)
+    continuation = PromptReuse(
+        store, limit_bytes=settings.cache_mib << 20, text=text, others=others
+    )
     redactor = Redactor(load_hooks(settings.redact), keep_text=settings.keep_text)
-    recorder = Recorder(writer, store, continuation, traces, redactor, patience_s=patience_s)
+    recorder = Recorder(
+        writer, store, continuation, traces, redactor, patience_s=patience_s, others=others
+    )
     admin = settings.admin_key
     control = settings.control_key
     access = Authenticator(
         admin.get_secret_value() if admin else None,
-        RolloutKeyService(store),
+        RolloutKeyService(store, others=others),
         OriginCheck(settings.allowed_hosts),
         control_key=control.get_secret_value() if control else None,
     )
@@ -105,7 +128,7 @@ def create_app(
         recorder=recorder,
         prompt_reuse=continuation,
         trace_index=traces,
-        retry_cache=RetryCache(),
+        retry_cache=RetryCache(others),
         model=settings.model,
         force_on_policy=settings.sampling == "free" and upstream.capabilities.tokens,
         routed_experts=settings.routed_experts,
@@ -128,22 +151,48 @@ def create_app(
     )
     add_error_handlers(app, _error_body)
     # First in line, before FastAPI's own routes: most requests are theirs.
-    ingest = SpanIngest(recorder, continuation, traces, store)
+    ingest = SpanIngest(recorder, continuation, traces, store, others)
     spans = OtlpReceiver(
         ingest, ExportLimits(limits.body, limits.values, settings.max_spans), workers
     )
     app.router.routes[:0] = _hot_routes(services, spans)
-    app.router.routes.append(_health(gate, writer))
-    app.include_router(make_control_router(recorder, gate, store))
+    app.router.routes.append(_health(links.health if links else partial(_state, gate, writer)))
+    pushes = links.pushes if links is not None else OwnGate(gate)
+    app.include_router(make_control_router(recorder, pushes, store))
     app.include_router(make_keys_router(access))
     anchors = AnchorStore(store, settings.anchors) if settings.anchors is not None else None
     app.include_router(make_anchors_router(anchors, redactor))
     extend_openapi(app)
     app.add_middleware(AuthMiddleware, access=access, bodies=bodies, shape=_error_body)
+    if others is not None:
+        app.add_middleware(CatchUp, others=others)
     return app
 
 
-def _upstream(settings: ProxySettings, gate: WeightUpdateGate) -> Upstream:
+class CatchUp:
+    """ASGI middleware: before a request is looked at, its worker learns what others did."""
+
+    def __init__(self, app: ASGIApp, others: SharedLog) -> None:
+        self._app = app
+        self._others = others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._others.catch_up()
+        await self._app(scope, receive, send)
+
+
+def _own_gate(settings: ProxySettings, store: Store) -> WeightUpdateGate:
+    return WeightUpdateGate(
+        version=store.current_version() or 0,
+        held=settings.held,
+        max_waiting=settings.max_waiting,
+        max_wait_s=settings.max_wait_s,
+    )
+
+
+def _upstream(
+    settings: ProxySettings, gate: WeightUpdateGate, links: WorkerLinks | None
+) -> Upstream:
     key = settings.upstream_api_key
     api_key = key.get_secret_value() if key else None
     timeouts = UpstreamTimeouts(read_s=settings.read_timeout_s)
@@ -167,6 +216,8 @@ def _upstream(settings: ProxySettings, gate: WeightUpdateGate) -> Upstream:
         timeouts=timeouts,
         queue=QueueLimits(settings.max_waiting, settings.max_wait_s),
         admit=serves_the_current_weights,
+        others=links.log if links is not None else None,
+        calls=links.in_flight if links is not None else (),
     )
 
 
@@ -220,10 +271,12 @@ def _dialect_at(path: str) -> Dialect:
     return messages.AnthropicDialect() if "/v1/messages" in path else OpenAIChatDialect()
 
 
-def _health(gate: WeightUpdateGate, writer: EventWriter) -> Route:
+async def _state(gate: WeightUpdateGate, writer: EventWriter) -> Json:
+    return {"status": "ok", "version": gate.version, "writer": writer.load()._asdict()}
+
+
+def _health(state: Callable[[], Awaitable[Json]]) -> Route:
     async def healthz(_: Request) -> Response:
-        state = {"status": "ok", "version": gate.version, "writer": writer.load()._asdict()}
-        body = orjson.dumps(state)
-        return Response(body, media_type="application/json")
+        return Response(orjson.dumps(await state()), media_type="application/json")
 
     return Route("/healthz", healthz)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ import typer
 
 if TYPE_CHECKING:
     from tracegrad.proxy.config import ProxySettings
+    from tracegrad.store import Store
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -60,6 +61,9 @@ def proxy_command(
         typer.Option(help="Any other than loopback needs an admin key. Default: 127.0.0.1"),
     ] = None,
     port: Annotated[int | None, typer.Option(help="0 takes a free one. Default: 4141")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that serve the port together. Default: 1")
+    ] = None,
 ) -> None:
     """Serve LLM calls to agents and record every turn.
 
@@ -78,6 +82,7 @@ def proxy_command(
         "redact": redact,
         "host": host,
         "port": port,
+        "workers": workers,
     }
     serve(_settings({name: value for name, value in flags.items() if value is not None}))
 
@@ -88,7 +93,7 @@ def serve(settings: ProxySettings) -> None:
 
     from tracegrad.proxy.app import create_app
     from tracegrad.proxy.http.limits import ConnectionLimits, raise_file_limit
-    from tracegrad.proxy.http.protocol import server_config
+    from tracegrad.proxy.http.protocol import server_config, tune_gc
     from tracegrad.store import GroupCommitWriter, Store, StoreError
 
     _check_hooks(settings.redact)
@@ -99,6 +104,9 @@ def serve(settings: ProxySettings) -> None:
     except (StoreError, ValueError) as error:
         _fail(f"store {settings.store}: {error}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    if settings.workers > 1:
+        _serve_with_workers(settings, listener, store)
+        return
     limits = ConnectionLimits.of(settings)
     connections = raise_file_limit(limits.connections)
     if connections < limits.connections:
@@ -106,16 +114,41 @@ def serve(settings: ProxySettings) -> None:
     with store, GroupCommitWriter(store) as writer:
         app = create_app(settings, store=store, writer=writer)
         config = server_config(app, replace(limits, connections=connections))
-        name, port = listener.getsockname()[:2]
-        print(
-            f"tracegrad proxy on http://{_url_host(name)}:{port} -> {settings.upstream}, "
-            f"store {store.database.url.render_as_string(hide_password=True)}",
-            flush=True,
-        )
-        _tune_gc()
+        print(_first_line(settings, listener, store), flush=True)
+        tune_gc()
         # uvicorn has shut down in order by the time it passes the signal on.
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
+
+
+def _serve_with_workers(settings: ProxySettings, listener: socket.socket, store: Store) -> None:
+    from tracegrad.proxy.http.protocol import tune_gc
+    from tracegrad.proxy.workers.supervisor import Supervisor
+    from tracegrad.store import StoreError
+
+    if sys.platform != "linux":
+        _fail("workers: more than one runs on Linux only; leave it out here")
+    try:
+        version = store.current_version() or 0
+    except StoreError as error:
+        _fail(f"store {settings.store}: {error}")
+    finally:
+        store.close()  # no connection of it may be in two processes
+    first = f"{_first_line(settings, listener, store)}, {settings.workers} workers"
+    tune_gc()
+    code = Supervisor(
+        settings, listener, version=version, announce=lambda: print(first, flush=True)
+    ).run()
+    if code < 0:  # as a proxy of one process ends
+        signal.signal(-code, signal.SIG_DFL)
+        signal.raise_signal(-code)
+    raise typer.Exit(code)
+
+
+def _first_line(settings: ProxySettings, listener: socket.socket, store: Store) -> str:
+    name, port = listener.getsockname()[:2]
+    url = store.database.url.render_as_string(hide_password=True)
+    return f"tracegrad proxy on http://{_url_host(name)}:{port} -> {settings.upstream}, store {url}"
 
 
 def _check_hooks(names: Sequence[str]) -> None:
@@ -140,16 +173,6 @@ def _with_tokenizer_folder(settings: ProxySettings) -> ProxySettings:
     except ModelNotFound as error:
         _fail(f"tokenizer: {error}")
     return settings.model_copy(update={"tokenizer": folder})
-
-
-def _tune_gc() -> None:
-    """Every answer is parsed into a thousand objects that are soon dropped, none in a cycle.
-
-    By default Python would look through all memory for cycles again and again meanwhile.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 def _settings(flags: dict[str, object]) -> ProxySettings:

@@ -164,6 +164,14 @@ class ProxySettings(FileSettings):
         " admin key is asked for, such as host.docker.internal; other names may be a web page's",
     )
 
+    workers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes that serve the port together (Linux); each takes its part of"
+        " max_connections, max_waiting and max_bodies_mib, and has cache_mib of its own",
+    )
+
     # What a client may ask of the engine
 
     pass_unknown_fields: bool = Field(

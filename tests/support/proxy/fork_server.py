@@ -1,7 +1,7 @@
 """`tracegrad ...` in forks of a process that has loaded all of it: a start takes no second.
 
-Each line on standard input is a command's arguments (JSON); its process id comes back. Output
-goes to standard error.
+Each line on standard input is a command (JSON: its `arguments`, `environment` and `log`, a file for
+all that it says); its process id comes back.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import os
 import signal
 import sys
 
-import uvicorn  # noqa: F401 (loaded for the forks, as is the next)
+import uvicorn  # noqa: F401 (loaded for the forks, as are the next)
 
 import tracegrad.proxy.app
 import tracegrad.proxy.http.protocol
+import tracegrad.proxy.workers.supervisor
 from tracegrad.cli import main as tracegrad
 
 
@@ -23,14 +24,18 @@ def main() -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            _run(json.loads(line))
+            _run(**json.loads(line))
         print(child, flush=True)
 
 
-def _run(arguments: list[str]) -> None:
+def _run(arguments: list[str], environment: dict[str, str], log: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
     sys.argv = ["tracegrad", *arguments]
     code = 1
     try:

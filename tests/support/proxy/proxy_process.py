@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -21,36 +23,38 @@ _START_S = 60.0
 class ProxyProcess:
     """On the same port each time; forked from a process that has loaded the command already."""
 
-    def __init__(self, upstream: str, store_url: str, log: Path) -> None:
+    def __init__(self, upstream: str, store_url: str, log: Path, **settings: object) -> None:
+        """`settings` are the proxy's, by their names."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+            self.port: int = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        self._command = ["proxy", f"--port={port}", f"--upstream={upstream}"]
+        self._command = ["proxy", f"--port={self.port}", f"--upstream={upstream}"]
         self._command += [f"--store={store_url}"]
         self._pid: int | None = None
-        with log.open("ab") as errors:
-            self._nursery = subprocess.Popen(
-                [sys.executable, "-m", "support.proxy.fork_server"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=environment(),
-            )
+        variables = {f"TRACEGRAD_PROXY_{name.upper()}": str(v) for name, v in settings.items()}
+        self._environment = {**environment(), **variables}
 
     def start(self) -> None:
         """Ready on return."""
-        assert self._nursery.stdin is not None
-        assert self._nursery.stdout is not None
-        self._nursery.stdin.write(json.dumps(self._command) + "\n")
-        self._nursery.stdin.flush()
-        self._pid = int(self._nursery.stdout.readline())
+        nursery = _nursery()
+        assert nursery.stdin is not None
+        assert nursery.stdout is not None
+        wanted = {"arguments": self._command, "environment": self._environment}
+        nursery.stdin.write(json.dumps({**wanted, "log": str(self.log)}) + "\n")
+        nursery.stdin.flush()
+        self._pid = int(nursery.stdout.readline())
         deadline = time.monotonic() + _START_S
         while not self._answers():
             waits = self.runs and time.monotonic() < deadline
             assert waits, self.log.read_text()[-2000:]
             time.sleep(0.02)
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started: with several workers, of their supervisor."""
+        assert self._pid is not None
+        return self._pid
 
     @property
     def runs(self) -> bool:
@@ -69,8 +73,6 @@ class ProxyProcess:
 
     def close(self) -> None:
         self._end()
-        self._nursery.kill()
-        self._nursery.communicate()
 
     def _end(self) -> None:
         if self._pid is not None and self.runs:
@@ -84,3 +86,23 @@ class ProxyProcess:
             return httpx.get(f"{self.url}/healthz", timeout=5).status_code == 200
         except httpx.TransportError:
             return False
+
+
+@cache
+def _nursery() -> subprocess.Popen[str]:
+    """One for all tests of this process: loading all of the command takes a second or more."""
+    command = [sys.executable, "-m", "support.proxy.fork_server"]
+    nursery = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+
+    def end() -> None:
+        nursery.kill()
+        nursery.communicate()
+
+    atexit.register(end)
+    return nursery

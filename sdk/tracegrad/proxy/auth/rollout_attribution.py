@@ -16,6 +16,7 @@ from cachetools import FIFOCache
 
 from tracegrad.protocol import ROLLOUT_ATTRIBUTE, ROLLOUT_ID_PATTERN
 from tracegrad.proxy.http.errors import BadRequest
+from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.task_ids import state_key
 
 _id = re.compile(ROLLOUT_ID_PATTERN)
@@ -93,14 +94,25 @@ class TraceIndex:
     belongs to none: it says nothing of a call.
     """
 
-    def __init__(self, limit: int = 10_000) -> None:
+    def __init__(self, limit: int = 10_000, others: SharedLog | None = None) -> None:
+        """`others`: the other workers of the proxy."""
         self._rollouts: FIFOCache[str, str | None] = FIFOCache(limit)
+        self._others = others
+        if others is not None:
+            others.subscribe("trace", self._add)
 
     def add(self, trace_id: str | None, rollout_id: str | None) -> None:
         if trace_id is None or rollout_id is None:
             return
+        if self._add(trace_id, rollout_id) and self._others is not None:
+            self._others.publish("trace", trace_id, rollout_id)
+
+    def _add(self, trace_id: str, rollout_id: str) -> bool:
+        """Whether it says anything new."""
+        new = trace_id not in self._rollouts
         known = self._rollouts.get(trace_id, rollout_id)
-        self._rollouts[trace_id] = rollout_id if known == rollout_id else None
+        now = self._rollouts[trace_id] = rollout_id if known == rollout_id else None
+        return new or known != now
 
     def rollout_of(self, trace_id: str) -> str | None:
         return self._rollouts.get(trace_id)

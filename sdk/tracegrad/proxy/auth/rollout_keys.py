@@ -22,12 +22,13 @@ from cachetools import TTLCache
 from tracegrad.key_derivation import CALLS, KeyScope
 from tracegrad.protocol import API_KEY_PREFIX, SECRET_KEY
 from tracegrad.proxy.http.errors import Unavailable
+from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.proxy.store_async import run_in_thread
 from tracegrad.store.errors import StoreUnavailable
 from tracegrad.store.write.api_keys import KeyOwner
 
 SECRET_BYTES = 32
-# A revocation in another process is seen after so many seconds.
+# A revocation by another proxy is seen after so many seconds, by another worker at once.
 REMEMBERED_S = 60.0
 REFUSED_S = 5.0
 REMEMBERED, REFUSED = 10_000, 1_000
@@ -72,8 +73,19 @@ class KeyGrant(NamedTuple):
 class RolloutKeyService:
     """Makes keys and finds their rollouts; those seen lately without asking the store."""
 
-    def __init__(self, store: KeyStore, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: KeyStore,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        others: SharedLog | None = None,
+    ) -> None:
+        """`others`: the other workers of the proxy."""
         self._store = store
+        self._others = others
+        if others is not None:
+            others.subscribe("revoked", self._forget)
+            others.when_lost(self._forget_all)
         self._owners: TTLCache[bytes, KeyOwner] = TTLCache(REMEMBERED, REMEMBERED_S, timer=clock)
         self._refused: TTLCache[bytes, bool] = TTLCache(REFUSED, REFUSED_S, timer=clock)
         self._lookups = asyncio.Semaphore(LOOKUPS)
@@ -98,6 +110,15 @@ class RolloutKeyService:
     async def revoke(self, rollout_id: str) -> None:
         """None of the rollout's keys opens anything from now on. Raises Unavailable."""
         await _stored(self._store.revoke_keys, rollout_id)
+        self._forget(rollout_id)
+        if self._others is not None:
+            self._others.publish("revoked", rollout_id)
+
+    def _forget_all(self) -> None:
+        self._revocations += 1
+        self._owners.clear()
+
+    def _forget(self, rollout_id: str) -> None:
         self._revocations += 1
         for hashed, owner in list(self._owners.items()):
             if owner.rollout_id == rollout_id:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from cachetools import FIFOCache
 
 from tracegrad.events import Span, Turn
+from tracegrad.proxy.shared_log import SharedLog
 
 # How dialects make the ids that their clients see of a turn's.
 _ID_PREFIXES = ("msg_", "resp_")
@@ -25,9 +26,15 @@ _SEVERAL = "*"  # no rollout's id
 
 class CallIndex:
     """Of the last `limit` calls and spans: reading one does not keep it longer. To be used from one
-    event loop."""
+    event loop. `others`: the other workers of the proxy; a call and its span may come to two."""
 
-    def __init__(self, limit: int = 50_000) -> None:
+    def __init__(self, limit: int = 50_000, others: SharedLog | None = None) -> None:
+        self._others = others
+        if others is not None:
+            others.subscribe("call inside", self._add_call)
+            others.subscribe("span", self._add_span)
+            others.subscribe("span's turn", self._add_turn)
+            others.subscribe("answer", self._add_answer)
         # By trace and span: the span around it, and whether a call was made inside it.
         self._outer: FIFOCache[tuple[str, str], str] = FIFOCache(limit)
         self._around: FIFOCache[tuple[str, str], bool] = FIFOCache(limit)
@@ -42,8 +49,16 @@ class CallIndex:
         To be called when the call comes in: its client has no answer yet, so that its span is sent
         later than this, whatever becomes of the call.
         """
-        if trace_id is None:
+        if trace_id is None or span_id is None:
             return
+        self._add_call(trace_id, span_id)
+        self._tell("call inside", trace_id, span_id)
+
+    def _tell(self, kind: str, *args: str | bool | None) -> None:
+        if self._others is not None:
+            self._others.publish(kind, *args)
+
+    def _add_call(self, trace_id: str, span_id: str | None) -> None:
         for _ in range(_DEEPEST):
             if span_id is None:
                 return
@@ -53,30 +68,46 @@ class CallIndex:
     def span_received(self, trace_id: str, span_id: str, outer: str | None) -> None:
         """A span came, with the one around it."""
         if outer is not None:
-            self._outer[(trace_id, span_id)] = outer
-            if self.has_call_inside(trace_id, span_id):
-                self.call_started(trace_id, outer)
+            self._add_span(trace_id, span_id, outer)
+            self._tell("span", trace_id, span_id, outer)
+
+    def _add_span(self, trace_id: str, span_id: str, outer: str) -> None:
+        self._outer[(trace_id, span_id)] = outer
+        if self.has_call_inside(trace_id, span_id):
+            self._add_call(trace_id, outer)
 
     def turn_created(self, span: Span, response_id: str | None) -> None:
         """A span reports a call that nobody else has reported."""
-        self._turns[(span.trace_id, span.span_id)] = True
+        self._add_turn(span.trace_id, span.span_id, span.parent_span_id, response_id)
+        self._tell("span's turn", span.trace_id, span.span_id, span.parent_span_id, response_id)
+
+    def _add_turn(
+        self, trace_id: str, span_id: str, outer: str | None, response_id: str | None
+    ) -> None:
+        self._turns[(trace_id, span_id)] = True
         if response_id is not None:
-            self._turn_answers[(span.trace_id, response_id)] = span.span_id
-        self.call_started(span.trace_id, span.parent_span_id)
+            self._turn_answers[(trace_id, response_id)] = span_id
+        self._add_call(trace_id, outer)
 
     def turns_answered(self, turns: Sequence[Turn], *, inferred: bool) -> None:
         """Turns are about to be recorded, and then seen by the client. `inferred`: nobody named
         their rollout."""
         for turn in turns:
-            self._answers[turn.turn_id] = turn.rollout_id
             answer_id = (turn.response or {}).get("id")
-            if isinstance(answer_id, str) and answer_id:
-                # Engines take ids from requests: one of several rollouts says nothing.
-                known = self._answers.get(answer_id)
-                same = known in (None, turn.rollout_id)
-                self._answers[answer_id] = turn.rollout_id if same else _SEVERAL
-            if inferred:
-                self._inferred[turn.rollout_id] = True
+            known = answer_id if isinstance(answer_id, str) and answer_id else None
+            self._add_answer(turn.turn_id, turn.rollout_id, known, inferred)
+            self._tell("answer", turn.turn_id, turn.rollout_id, known, inferred)
+
+    def _add_answer(
+        self, turn_id: str, rollout_id: str, answer_id: str | None, inferred: bool
+    ) -> None:
+        self._answers[turn_id] = rollout_id
+        if answer_id is not None:
+            # Engines take ids from requests: one of several rollouts says nothing.
+            known = self._answers.get(answer_id)
+            self._answers[answer_id] = rollout_id if known in (None, rollout_id) else _SEVERAL
+        if inferred:
+            self._inferred[rollout_id] = True
 
     def has_call_inside(self, trace_id: str, span_id: str) -> bool:
         """Whether a call was made in the span, or in one inside it."""

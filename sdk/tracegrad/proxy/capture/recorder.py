@@ -23,6 +23,7 @@ from tracegrad.proxy.http.json_size import count_punctuation, parsed_memory
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.proxy.prompt_reuse.resolver import ContinuationPlan, PromptReuse, TreePosition
 from tracegrad.proxy.prompt_reuse.tree_cache import CachedTurn, TurnReader, cached_turn
+from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.proxy.store_async import run_in_thread, wait_committed
 from tracegrad.store import Submission, WriterLoad
 from tracegrad.store.errors import EventRejected, ParentMissing, StoreError, StoreUnavailable
@@ -51,8 +52,9 @@ class Recorder:
         redactor: Redactor,
         *,
         patience_s: float | None = None,
+        others: SharedLog | None = None,
     ) -> None:
-        """`patience_s`: as `store_async.wait_committed`."""
+        """`patience_s`: as `store_async.wait_committed`. `others`: the other workers."""
         self._patience_s = patience_s
         self._writer = writer
         self._store = store
@@ -60,7 +62,7 @@ class Recorder:
         self._traces = traces
         self._redactor = redactor
         self._failing = False
-        self.call_index = CallIndex()
+        self.call_index = CallIndex(others=others)
 
     async def record(
         self,

@@ -16,6 +16,7 @@ from cachetools import LRUCache
 
 from tracegrad.chat.call import CHAT_PATH, Call
 from tracegrad.events import Json, Turn
+from tracegrad.proxy.shared_log import SharedLog
 
 # Clients wait at most some minutes between two tries.
 KEPT_S = 600.0
@@ -36,7 +37,7 @@ def is_retry(headers: Mapping[str, str]) -> bool:
 
 
 def fingerprint(rollout_id: str | None, path: str, raw: bytes) -> Fingerprint:
-    """Equal for equal calls of one rollout, in this process."""
+    """Equal for equal calls of one rollout, in this process and its forks."""
     return hash(raw), len(raw), hash((rollout_id, path))
 
 
@@ -63,7 +64,13 @@ class RetryCache:
     a repeat be about nothing else.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, others: SharedLog | None = None) -> None:
+        """`others`: the other workers of the proxy; a repeat may come to any of them."""
+        self._others = others
+        if others is not None:
+            others.subscribe("answered", self._add_answer)
+            others.subscribe("failed", self._add_failure)
+            others.subscribe("asked again", self._take_failure)
         self._given: LRUCache[Fingerprint, _Outcomes] = LRUCache(
             MOST_BYTES, getsizeof=lambda given: given.size
         )
@@ -74,6 +81,11 @@ class RetryCache:
         return self._given.currsize
 
     def record_answer(self, call: Fingerprint, turn_ids: Sequence[str]) -> None:
+        self._add_answer(call, turn_ids)
+        if self._others is not None:
+            self._others.publish("answered", call, tuple(turn_ids))
+
+    def _add_answer(self, call: Fingerprint, turn_ids: Sequence[str]) -> None:
         given = self._given.get(call) or _Outcomes()
         given.at = time.monotonic()
         if len(given.answers) < _MOST_ANSWERS:
@@ -83,6 +95,11 @@ class RetryCache:
 
     def record_failure(self, call: Fingerprint) -> None:
         """It was refused, or broke off, or its client left."""
+        self._add_failure(call)
+        if self._others is not None:
+            self._others.publish("failed", call)
+
+    def _add_failure(self, call: Fingerprint) -> None:
         given = self._given.get(call) or _Outcomes()
         given.at = time.monotonic()
         given.failed += 1
@@ -90,13 +107,21 @@ class RetryCache:
 
     def lookup(self, call: Fingerprint) -> tuple[str, ...]:
         """The turns that answered the call which is now repeated; empty to sample again."""
+        if self._others is not None:
+            self._others.catch_up()
         given = self._given.get(call)
         if given is None or time.monotonic() - given.at > KEPT_S:
             return ()
         if given.failed:
-            given.failed -= 1
+            self._take_failure(call)
+            if self._others is not None:
+                self._others.publish("asked again", call)
             return ()
         return given.answers[0] if len(given.answers) == 1 else ()
+
+    def _take_failure(self, call: Fingerprint) -> None:
+        if (given := self._given.get(call)) is not None and given.failed:
+            given.failed -= 1
 
 
 def recorded_answer(turns: Sequence[Turn], call: Call) -> Json:

@@ -171,6 +171,32 @@ class GateState(BaseModel):
     waiting: int
 
 
+class WeightPushes(Protocol):
+    """The gate, of this process alone or of all workers of the proxy."""
+
+    async def hold(self, *, ttl_s: float, drain_s: float) -> int: ...
+
+    async def set_version(self, version: int) -> None: ...
+
+    async def release(self) -> None: ...
+
+    async def state(self) -> dict[str, int | bool]: ...
+
+
+class OwnGate:
+    """That of a proxy of one process."""
+
+    def __init__(self, gate: WeightUpdateGate) -> None:
+        self._gate = gate
+        self.hold, self.set_version = gate.hold, gate.set_version
+
+    async def release(self) -> None:
+        self._gate.release()
+
+    async def state(self) -> dict[str, int | bool]:
+        return self._gate.state()
+
+
 class RewardTargets(Protocol):
     """What `tracegrad.store.Store` does of it."""
 
@@ -197,9 +223,7 @@ async def accepted(events: Sequence[Event], store: RewardTargets, now: float) ->
     return answer
 
 
-def make_control_router(
-    recorder: Recorder, gate: WeightUpdateGate, store: RewardTargets
-) -> APIRouter:
+def make_control_router(recorder: Recorder, gate: WeightPushes, store: RewardTargets) -> APIRouter:
     router = APIRouter(prefix="/api")
 
     @router.post(
@@ -220,7 +244,7 @@ def make_control_router(
 
     @router.get("/push", summary="Policy version and gate")
     async def push() -> GateState:
-        return GateState.model_validate(gate.state())
+        return GateState.model_validate(await gate.state())
 
     @router.post("/push/hold", summary="Before a weight push: new calls wait")
     async def hold(body: HoldRequest) -> InFlight:
@@ -231,12 +255,12 @@ def make_control_router(
     async def set_version(body: SetVersionRequest) -> GateState:
         """To be sent while the engine is paused."""
         await gate.set_version(body.version)
-        return GateState.model_validate(gate.state())
+        return GateState.model_validate(await gate.state())
 
     @router.post("/push/release", summary="Waiting calls go on, in order")
     async def release() -> GateState:
-        gate.release()
-        return GateState.model_validate(gate.state())
+        await gate.release()
+        return GateState.model_validate(await gate.state())
 
     return router
 

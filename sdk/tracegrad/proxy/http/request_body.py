@@ -100,7 +100,7 @@ class MemoryBudget:
         if held + size > self._share:
             raise BadRequest(
                 f"the body needs {(held + size) >> 20} MiB of memory to be read, and one client has"
-                f" {self._share >> 20} MiB (half of max_bodies_mib)",
+                f" {self._share >> 20} MiB (half of max_bodies_mib, or of one worker's part of it)",
                 status=413,
                 code="body_too_large",
             )

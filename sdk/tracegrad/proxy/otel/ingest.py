@@ -6,7 +6,7 @@ its answer was lost or the store could not be written half-way, changes nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cachetools import FIFOCache
@@ -20,6 +20,7 @@ from tracegrad.proxy.otel.rollout_assignment import RolloutAssignment, TraceStor
 from tracegrad.proxy.otel.span_to_turn import LlmSpanConverter, TurnLookup, with_call_kind
 from tracegrad.proxy.otel.trace_summary import TraceSummary, rollout_finished
 from tracegrad.proxy.prompt_reuse.resolver import PromptReuse
+from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.store.errors import StoreUnavailable
 
 # Traces whose spans are still expected, at most.
@@ -32,8 +33,17 @@ class SpanStore(TraceStore, TurnLookup, TurnOrder, Protocol):
 
 class SpanIngest:
     def __init__(
-        self, recorder: Recorder, continuation: PromptReuse, traces: TraceIndex, store: SpanStore
+        self,
+        recorder: Recorder,
+        continuation: PromptReuse,
+        traces: TraceIndex,
+        store: SpanStore,
+        others: SharedLog | None = None,
     ) -> None:
+        """`others`: the other workers of the proxy; the spans of a trace may come to several."""
+        self._others = others
+        if others is not None:
+            others.subscribe("trace's span", self._add_note)
         self._recorder = recorder
         self._naming = RolloutAssignment(traces, store)
         self._calls = LlmSpanConverter(recorder, continuation, self._naming, store)
@@ -74,7 +84,16 @@ class SpanIngest:
                 span.trace_id, span.span_id, span.parent_span_id
             )
             if each.is_genai:
-                self._notes_of(span.trace_id).add(span)
+                said = TraceSummary.said_by(span)
+                if said[0] or said[2]:
+                    self._add_note(span.trace_id, *said)
+                    if self._others is not None:
+                        self._others.publish("trace's span", span.trace_id, *said)
+
+    def _add_note(
+        self, trace_id: str, agent: str | None, agent_ns: int, tags: Mapping[str, str]
+    ) -> None:
+        self._notes_of(trace_id).merge(agent, agent_ns, tags)
 
     def _notes_of(self, trace_id: str) -> TraceSummary:
         return self._notes.setdefault(trace_id, TraceSummary())

@@ -33,17 +33,23 @@ class TraceSummary:
     agent_ns: int = 0
     tags: dict[str, str] = field(default_factory=dict)
 
-    def add(self, span: Span) -> None:
+    def merge(self, agent: str | None, agent_ns: int, tags: Mapping[str, str]) -> None:
+        """What one span says (`said_by`)."""
+        # The outermost agent began first.
+        if agent and (self.agent is None or agent_ns < self.agent_ns):
+            self.agent, self.agent_ns = agent, agent_ns
+        self.tags = {**tags, **self.tags}
+
+    @staticmethod
+    def said_by(span: Span) -> tuple[str | None, int, dict[str, str]]:
+        """Its agent, since when, and its tags: plain values, for other workers too."""
         attributes = span.attributes
         agent = first(attributes, _AGENT)
-        # The outermost agent began first.
-        if agent and (self.agent is None or span.start_ns < self.agent_ns):
-            self.agent, self.agent_ns = str(agent), span.start_ns
         metadata = parsed(attributes.get("metadata"))  # LangGraph's configuration, by OpenInference
         attributes = {**metadata, **attributes} if isinstance(metadata, Mapping) else attributes
-        for tag, names in _TAGS.items():
-            if (value := first(attributes, names)) not in (None, ""):
-                self.tags.setdefault(tag, str(value))
+        found = ((tag, first(attributes, names)) for tag, names in _TAGS.items())
+        tags = {tag: str(value) for tag, value in found if value not in (None, "")}
+        return str(agent) if agent else None, span.start_ns, tags
 
     def rollout_started(self, rollout_id: str, root: Span) -> RolloutStarted:
         """From the root span, which comes last."""

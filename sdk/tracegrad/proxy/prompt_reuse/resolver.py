@@ -36,6 +36,7 @@ from tracegrad.proxy.prompt_reuse.tree_cache import (
     hash_call,
     longest_first,
 )
+from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.store.errors import StoreUnavailable
 from tracegrad.turn_tree import extends, find_parent
 
@@ -80,9 +81,14 @@ class PromptReuse:
     """
 
     def __init__(
-        self, store: TurnReader, *, limit_bytes: int, text: EngineRenderer | None = None
+        self,
+        store: TurnReader,
+        *,
+        limit_bytes: int,
+        text: EngineRenderer | None = None,
+        others: SharedLog | None = None,
     ) -> None:
-        self._trees = TurnTreeCache(store, limit_bytes=limit_bytes)
+        self._trees = TurnTreeCache(store, limit_bytes=limit_bytes, others=others)
         self._text = text
         self._ignored = False
 

@@ -11,13 +11,14 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tracegrad.chat.call import CHAT_PATH, Call, RecordedTurn
 from tracegrad.chat.messages import render_options
-from tracegrad.events import REFUSED, Turn
+from tracegrad.events import REFUSED, Json, Turn, token_id_array
 from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
 from tracegrad.proxy.prompt_reuse.conversation_hash import HashedConversation, hash_conversation
+from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.proxy.store_async import within_store_timeout
 
 # What Python needs around the tokens themselves.
@@ -122,9 +123,13 @@ class _Tree:
 class TurnTreeCache:
     """To be used from one event loop. The store is read from another thread."""
 
-    def __init__(self, store: TurnReader, *, limit_bytes: int) -> None:
+    def __init__(
+        self, store: TurnReader, *, limit_bytes: int, others: SharedLog | None = None
+    ) -> None:
+        """`others`: the other workers of the proxy, whose turns are kept here as its own are."""
         self._store = store
         self._limit = limit_bytes
+        self._others = others
         self._trees: OrderedDict[str, _Tree] = OrderedDict()
         # Turns by the keys of their conversations: there may be several equal ones.
         self._by_id: _TurnIndex = defaultdict(list)
@@ -132,6 +137,10 @@ class TurnTreeCache:
         self._by_prompt: _TurnIndex = defaultdict(list)
         self._continued: set[str] = set()
         self.size = 0
+        if others is not None:
+            others.subscribe("turn", self._received)
+            others.subscribe("forget", self.forget)
+            others.when_lost(self._clear)
 
     async def turns(self, rollout_id: str, *, refresh: bool = False) -> list[CachedTurn]:
         """All turns of a rollout, read from the store where they are not here.
@@ -209,6 +218,15 @@ class TurnTreeCache:
 
     def add(self, turn: CachedTurn) -> None:
         """A turn that the store has committed."""
+        self._add(turn)
+        if self._others is not None and not self._others.publish("turn", *_packed(turn)):
+            # Too large to be told: the others read the rollout's turns from the store.
+            self._others.publish("forget", turn.rollout_id)
+
+    def _received(self, *packed: Any) -> None:
+        self._add(_unpacked(*packed))
+
+    def _add(self, turn: CachedTurn) -> None:
         tree = self._trees.get(turn.rollout_id) or self.create(turn.rollout_id, whole=False)
         self._trees.move_to_end(turn.rollout_id)
         self._file(tree, turn)
@@ -217,6 +235,10 @@ class TurnTreeCache:
     def forget(self, rollout_id: str) -> None:
         """The store has not the turns of this rollout any more that are here."""
         if rollout_id in self._trees:
+            self._forget(rollout_id)
+
+    def _clear(self) -> None:
+        for rollout_id in list(self._trees):
             self._forget(rollout_id)
 
     def create(self, rollout_id: str, *, whole: bool) -> _Tree:
@@ -294,6 +316,53 @@ def _take_out(index: _TurnIndex, key: bytes, turn: CachedTurn) -> None:
         index[key] = others
     else:
         del index[key]
+
+
+def _packed(turn: CachedTurn) -> tuple[Any, ...]:
+    """Of plain values alone, for `SharedLog`."""
+    of = turn.turn
+    return (
+        turn.rollout_id,
+        turn.parent_id,
+        (of.turn_id, of.prompt_ids.tobytes(), of.completion_ids.tobytes(), of.reply),
+        (of.reply_index, of.finish_reason, of.stop_reason),
+        _marks(turn.conversation),
+        turn.created_at,
+        turn.has_text,
+        _marks(turn.refused),
+    )
+
+
+_Marks = tuple[bytes, tuple[int, ...], tuple[bytes, ...]] | None
+
+
+def _marks(said: HashedConversation | None) -> _Marks:
+    return None if said is None else (said.frame, said.replies, said.prefix_hashes)
+
+
+def _unpacked(
+    rollout_id: str,
+    parent_id: str | None,
+    tokens: tuple[str, bytes, bytes, Json],
+    end: tuple[int, str | None, str | int | None],
+    said: _Marks,
+    created_at: float,
+    has_text: bool,
+    refused: _Marks,
+) -> CachedTurn:
+    turn_id, prompt, completion, reply = tokens
+    recorded = RecordedTurn(turn_id, _ids(prompt), _ids(completion), reply, *end)
+    conversations = [
+        None if each is None else HashedConversation(*each) for each in (said, refused)
+    ]
+    answered, unanswered = conversations
+    return CachedTurn(rollout_id, parent_id, recorded, answered, created_at, has_text, unanswered)
+
+
+def _ids(data: bytes) -> array[int]:
+    ids = token_id_array()
+    ids.frombytes(data)
+    return ids
 
 
 def longest_first(turns: Sequence[CachedTurn]) -> list[CachedTurn]:

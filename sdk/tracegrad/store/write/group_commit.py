@@ -21,7 +21,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields
 from enum import Enum, auto
 from functools import partial
@@ -125,10 +125,13 @@ class GroupCommitWriter:
         *,
         max_submissions: int = MAX_SUBMISSIONS,
         max_bytes: int = MAX_BYTES,
+        turn: AbstractContextManager[object] | None = None,
     ) -> None:
         """`max_submissions` and `max_bytes` (estimated) bound what waits or is being written; a
-        single submission may be larger."""
+        single submission may be larger. `turn` is taken for every transaction, by writers of one
+        store that take turns: what comes while one waits for its turn goes along."""
         self._store = store
+        self._turn = turn or nullcontext()
         self._max_submissions, self._max_bytes = max_submissions, max_bytes
         self._queue: queue.SimpleQueue[Submission | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of all below, and of the states of submissions
@@ -210,33 +213,33 @@ class GroupCommitWriter:
     def _run(self) -> None:
         open_ = True
         while open_:
-            batch, open_ = self._gather()
-            self._mark_uncertain()
-            if batch:
-                self._write(batch)
+            try:
+                first = self._queue.get(timeout=_UNCERTAIN_RETRY_S if self._doubtful else None)
+            except queue.Empty:
+                self._mark_uncertain()
+                continue
+            with self._turn:
+                batch, open_ = self._gather(first)
+                self._mark_uncertain()
+                if batch:
+                    self._write(batch)
         self._mark_uncertain()
 
-    def _gather(self) -> tuple[list[Submission], bool]:
-        """What waits now; at least one submission, unless something is in doubt. False after the
-        last."""
+    def _gather(self, item: Submission | None) -> tuple[list[Submission], bool]:
+        """What waits now, `item` before all. False after the last."""
         batch: list[Submission] = []
-        while True:
-            try:
-                if batch:
-                    item = self._queue.get_nowait()
-                else:
-                    item = self._queue.get(timeout=_UNCERTAIN_RETRY_S if self._doubtful else None)
-            except queue.Empty:
-                return batch, True
-            if item is None:
-                return batch, False
+        while item is not None:
             with self._lock:
-                if item._stage is not _Stage.WAITING:
-                    continue
-                item._stage = _Stage.WRITING
-            batch.append(item)
+                if item._stage is _Stage.WAITING:
+                    item._stage = _Stage.WRITING
+                    batch.append(item)
             if len(batch) == _MAX_BATCH:
                 return batch, True
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                return batch, True
+        return batch, False
 
     def _write(self, batch: list[Submission]) -> None:
         self._sent = set()

@@ -81,6 +81,28 @@ def test_many_threads_share_transactions(store: Store, monkeypatch: pytest.Monke
     assert len(commits) < 120, "waiting submissions go into one transaction"
 
 
+def test_what_comes_while_a_writer_waits_for_its_turn_goes_along(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = []
+    append = store.append
+
+    def counting(events: Sequence[Event], **more: Any) -> None:
+        batches.append((len(events), turn.locked()))
+        append(events, **more)
+
+    monkeypatch.setattr(store, "append", counting)
+    turn = threading.Lock()
+    with GroupCommitWriter(store, turn=turn) as writer:
+        with turn:  # another worker writes
+            waiting = [writer.submit([make_turn(f"w{number}")]) for number in range(5)]
+            waiting[0].withdraw("its caller left")
+        for submission in waiting[1:]:
+            submission.result(timeout=30)
+    assert batches == [(4, True)]
+    assert not turn.locked()
+
+
 @pytest.mark.databases("sqlite", "postgres")
 def test_done_means_committed(writer: GroupCommitWriter, url: str) -> None:
     with Store.open(url) as other:

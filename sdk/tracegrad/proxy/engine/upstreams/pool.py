@@ -28,6 +28,8 @@ from tracegrad.proxy.engine.upstreams.replica import (
 )
 from tracegrad.proxy.engine.upstreams.router import UpstreamRouter
 from tracegrad.proxy.http.errors import ApiError, Unavailable, UpstreamError
+from tracegrad.proxy.shared_counts import SharedCount
+from tracegrad.proxy.shared_log import SharedLog
 
 # vLLM's server drops an idle connection after 5 s; we must be the first to let go.
 KEEPALIVE_S = 3.0
@@ -53,10 +55,13 @@ class UpstreamPool:
         timeouts: UpstreamTimeouts | None = None,
         queue: QueueLimits | None = None,
         admit: Admit | None = None,
+        others: SharedLog | None = None,
+        calls: Sequence[SharedCount] = (),
     ) -> None:
         """`urls`: base URLs without `/v1`. `kind`: openai for any compatible server but vLLM.
         `admit(url)`: may a server that was down and is healthy again have calls? Its weights may
-        be those of its start. Asked again until it says yes.
+        be those of its start. Asked again until it says yes. `others`: the other workers of the
+        proxy, and `calls` what they and this one have in flight at each server.
         """
         if not urls:
             raise ValueError("upstream: no URL given")
@@ -69,6 +74,8 @@ class UpstreamPool:
         self._admit = admit
         self._waiting = FairQueue(self._queue.max_waiting)
         self._replicas: list[Replica] = []
+        self._others = others
+        self._calls = calls or [SharedCount() for _ in urls]
         self._placement = UpstreamRouter[Replica]([])
 
     def open(self) -> None:
@@ -85,10 +92,11 @@ class UpstreamPool:
                 headers=self._own,
                 admit=self._admit,
                 on_return=self._waiting.release,
+                calls=calls,
             )
-            for url in self._urls
+            for url, calls in zip(self._urls, self._calls, strict=True)
         ]
-        self._placement = UpstreamRouter(self._replicas)
+        self._placement = UpstreamRouter(self._replicas, others=self._others)
 
     async def close(self) -> None:
         for replica in self._replicas:

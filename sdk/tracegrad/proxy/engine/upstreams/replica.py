@@ -14,6 +14,7 @@ from yarl import URL
 
 from tracegrad.proxy.engine.upstreams.base import UpstreamResponse
 from tracegrad.proxy.http.errors import ApiError, UpstreamError
+from tracegrad.proxy.shared_counts import SharedCount
 from tracegrad.urls import http_base, unix_socket
 
 log = logging.getLogger("tracegrad.proxy")
@@ -41,7 +42,7 @@ class ReplicaDropped(Exception):
 
 
 class Replica:
-    """`in_flight` counts calls from `ask` to `leave`."""
+    """`in_flight` counts calls from `request` to `leave`, those of other workers too."""
 
     def __init__(
         self,
@@ -52,12 +53,14 @@ class Replica:
         headers: Mapping[str, str],
         admit: Admit | None,
         on_return: Callable[[], None],
+        calls: SharedCount | None = None,
     ) -> None:
         """`session` is its own, and closed with it. `headers` go with looks at `health` (a path),
-        not with calls. `admit` is asked whether a server that is healthy again may have calls."""
+        not with calls. `admit` is asked whether a server that is healthy again may have calls.
+        `calls` counts those in flight, where other processes have some there too."""
         self.url = url
         self._base = http_base(url)
-        self.in_flight = 0
+        self._calls = calls or SharedCount()
         self.fault: str | None = None  # why it is down
         self._session = session
         self._health = health
@@ -66,6 +69,10 @@ class Replica:
         self._admit = admit
         self._on_return = on_return
         self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def in_flight(self) -> int:
+        return self._calls.total()
 
     @property
     def up(self) -> bool:
@@ -79,17 +86,17 @@ class Replica:
         A stream's headers come before its engine has done anything, so they do not count.
         Raises ReplicaRefused, ReplicaDropped, or ApiError.
         """
-        self.in_flight += 1
+        self._calls.add(1)
         try:
             return await self._ask(method, path, body, headers)
         except BaseException as error:
-            self.in_flight -= 1
+            self._calls.add(-1)
             if isinstance(error, aiohttp.ClientError | TimeoutError):
                 raise self._meaning(error) from error
             raise
 
     def leave(self) -> None:
-        self.in_flight -= 1
+        self._calls.add(-1)
 
     def mark_down(self, fault: str) -> None:
         if self.fault is not None:

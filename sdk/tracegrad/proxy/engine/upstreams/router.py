@@ -17,6 +17,8 @@ from typing import Generic, Protocol, TypeVar
 
 from cachetools import LRUCache
 
+from tracegrad.proxy.shared_log import SharedLog
+
 # Rollouts remembered, least recently used first to go; one that is forgotten is placed again.
 REMEMBERED = 16_384
 # A rollout leaves a server with more than twice the calls in flight of the least busy one, and
@@ -36,7 +38,16 @@ ServerT = TypeVar("ServerT", bound=RoutedServer)
 
 
 class UpstreamRouter(Generic[ServerT]):
-    def __init__(self, servers: Sequence[ServerT], remembered: int = REMEMBERED) -> None:
+    def __init__(
+        self,
+        servers: Sequence[ServerT],
+        remembered: int = REMEMBERED,
+        others: SharedLog | None = None,
+    ) -> None:
+        """`others`: the other workers of the proxy; a rollout has one home for all of them."""
+        self._others = others
+        if others is not None:
+            others.subscribe("home", self._moved)
         self._servers = servers
         self._homes: LRUCache[str, int] = LRUCache(remembered)
         self._rollouts = [0] * len(servers)  # at home on each
@@ -53,6 +64,8 @@ class UpstreamRouter(Generic[ServerT]):
         if home is None or not self._keeps(home, best):
             self._move(rollout, home, best)
             home = best
+            if self._others is not None:
+                self._others.publish("home", rollout, home)
         return self._servers[home]
 
     def _least_busy(self) -> int | None:
@@ -66,6 +79,9 @@ class UpstreamRouter(Generic[ServerT]):
     def _keeps(self, home: int, best: int) -> bool:
         busy = self._servers[home].in_flight
         return self._servers[home].up and busy <= 2 * self._servers[best].in_flight + MARGIN
+
+    def _moved(self, rollout: str, new: int) -> None:
+        self._move(rollout, self._homes.get(rollout), new)
 
     def _move(self, rollout: str, old: int | None, new: int) -> None:
         if old is not None:

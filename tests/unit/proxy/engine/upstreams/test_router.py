@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tracegrad.proxy.engine.upstreams.router import MARGIN, UpstreamRouter
+from tracegrad.proxy.shared_counts import SharedCounts
+from tracegrad.proxy.shared_log import SharedLog
 
 
 @dataclass(eq=False)
@@ -123,3 +126,27 @@ def test_the_counts_of_rollouts_are_those_of_the_homes(
     homes = Counter(placement._homes.values())
     assert placement._rollouts == [homes[number] for number in range(count)]
     assert len(placement._homes) <= 6
+
+
+def test_workers_send_a_rollout_to_one_server_and_count_each_others_calls() -> None:
+    log, counts = SharedLog(2), SharedCounts(2, 2)
+    theirs, said = UpstreamRouter(some(2), others=log), []
+    log.subscribe("home", lambda *home: said.append(home))
+    log.join(0)
+    home = theirs.choose("r1")
+    pid = os.fork()
+    if pid == 0:  # the other worker
+        log._own = None
+        mine = UpstreamRouter(some(2), others=log)
+        log.join(1)
+        chosen = mine.choose("r1")
+        counts.count(1, 1).add(3)
+        os._exit(0 if chosen is not None and home is not None and chosen.name == home.name else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    log.catch_up()
+    assert said == [], "it had nothing to tell: the home was known"
+    calls = counts.count(1, 0)
+    calls.add(1)
+    assert calls.total() == 4
+    counts.reset(1)
+    assert calls.total() == 1

@@ -1,0 +1,105 @@
+"""The gate of all workers, and their state, as one of them sees it (`endpoints.control_api`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from tracegrad.events import Json
+from tracegrad.proxy.capture.recorder import EventWriter
+from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
+from tracegrad.proxy.http.errors import Unavailable
+from tracegrad.proxy.workers.group_requests import HEALTH, HOLD, RELEASE, SET_VERSION, STATE
+
+
+class GroupGate:
+    """Asks all workers through the supervisor (`send`), and does itself what any of them asks.
+
+    What is asked first is begun first, in every worker.
+    """
+
+    def __init__(
+        self, send: Callable[[Json], None], gate: WeightUpdateGate, writer: EventWriter
+    ) -> None:
+        self._send = send
+        self._gate = gate
+        self._writer = writer
+        self._numbers = count(1)
+        self._asked: dict[int, asyncio.Future[list[Any]]] = {}
+        self._doing: set[asyncio.Task[None]] = set()
+
+    # Asked for
+
+    async def hold(self, *, ttl_s: float, drain_s: float) -> int:
+        """As `WeightUpdateGate.hold`, once all workers hold: the calls inside of all of them."""
+        return sum(await self._of_all(HOLD, ttl_s=ttl_s, drain_s=drain_s))
+
+    async def set_version(self, version: int) -> None:
+        await self._of_all(SET_VERSION, version=version)
+
+    async def release(self) -> None:
+        await self._of_all(RELEASE)
+
+    async def state(self) -> dict[str, int | bool]:
+        states = await self._of_all(STATE)
+        return {
+            "version": self._gate.version,
+            "held": any(state["held"] for state in states),
+            "in_flight": sum(state["in_flight"] for state in states),
+            "waiting": sum(state["waiting"] for state in states),
+        }
+
+    async def health(self) -> Json:
+        """For `/healthz`. `workers` are those that answered, by their process ids."""
+        states = await self._of_all(HEALTH)
+        loads = [state["writer"] for state in states]
+        return {
+            "status": "ok",
+            "version": self._gate.version,
+            "writer": {name: sum(load[name] for load in loads) for name in loads[0]},
+            "workers": sorted(state["pid"] for state in states),
+        }
+
+    async def _of_all(self, asked: str, **args: float) -> list[Any]:
+        number = next(self._numbers)
+        answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        self._send({"ask": asked, "args": args, "number": number})
+        try:
+            return await answer
+        finally:
+            del self._asked[number]
+
+    # Sent by the supervisor
+
+    def received(self, message: Json) -> None:
+        if "do" in message:
+            task = asyncio.get_running_loop().create_task(self._do(message))
+            self._doing.add(task)
+            task.add_done_callback(self._doing.discard)
+        elif (answer := self._asked.get(message["answer"])) is not None and not answer.done():
+            answer.set_result(message["results"])
+
+    def closed(self) -> None:
+        """The supervisor has ended."""
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(Unavailable("the proxy is being stopped", code="stopping"))
+
+    async def _do(self, message: Json) -> None:
+        result = await self._result(message["do"], message["args"])
+        self._send({"done": message["do"], "number": message["number"], "result": result})
+
+    async def _result(self, asked: str, args: Json) -> Any:
+        if asked == HOLD:
+            return await self._gate.hold(**args)
+        if asked == SET_VERSION:
+            return await self._gate.set_version(**args)
+        if asked == RELEASE:
+            return self._gate.release()
+        if asked == STATE:
+            return self._gate.state()
+        return {"pid": os.getpid(), "writer": self._writer.load()._asdict()}

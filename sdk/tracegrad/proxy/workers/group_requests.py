@@ -1,0 +1,125 @@
+"""What one worker asks of all: the supervisor passes it on, and gathers the answers.
+
+A weight push comes to any worker and concerns all of them: it is answered when every worker that
+serves has answered. One that ends meanwhile is not waited for, one that is only starting neither:
+it does what it was sent before it gets a connection. One that does not answer in time is ended: a
+push must know that nobody goes on with calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tracegrad.events import Json
+
+# What can be asked, as `GateOfAll` does.
+HOLD, SET_VERSION, RELEASE, STATE, HEALTH = "hold", "set_version", "release", "state", "health"
+_CHANGES = frozenset({HOLD, SET_VERSION, RELEASE})
+# Seconds for an answer, beside those that a hold waits for calls: of what must be done, and of
+# what is only looked at.
+ANSWER_S = 15.0
+LOOK_S = 2.0
+
+
+class GateNow(NamedTuple):
+    """What a worker that starts has to join. `until`: when a hold opens by itself, on the clock of
+    `time.monotonic`; None where only a release opens it."""
+
+    version: int
+    held: bool = False
+    until: float | None = None
+    pushes: bool = False
+
+    def after(self, asked: str, args: Json, now: float) -> GateNow:
+        if asked == HOLD:
+            return self._replace(held=True, until=now + args["ttl_s"], pushes=True)
+        if asked == SET_VERSION:
+            return self._replace(version=args["version"])
+        if asked == RELEASE:
+            return self._replace(held=False, until=None)
+        return self
+
+    def held_for(self, now: float) -> float | None:
+        """Seconds that a hold lasts yet; infinite until a release; None where there is none."""
+        if not self.held:
+            return None
+        if self.until is None:
+            return float("inf")
+        return self.until - now if self.until > now else None
+
+
+@dataclass(slots=True)
+class _Open:
+    asker: int
+    number: int  # the asker's own
+    asked: str
+    deadline: float
+    waiting: set[int]
+    results: list[Any] = field(default_factory=list)
+
+
+class GroupRequests:
+    """The supervisor's side. Times are on one clock, given with every call."""
+
+    def __init__(self, send: Callable[[int, Json], None], gate: GateNow) -> None:
+        """`send(worker, message)`."""
+        self._send = send
+        self.gate = gate
+        self._open: dict[int, _Open] = {}
+        self._count = 0
+
+    def ask(
+        self,
+        asker: int,
+        message: Json,
+        *,
+        all_: Collection[int],
+        ready: Collection[int],
+        now: float,
+    ) -> None:
+        """`all_` get the question; those of them that are `ready` are waited for."""
+        asked, args = message["ask"], message["args"]
+        self.gate = self.gate.after(asked, args, now)
+        self._count += 1
+        wait_s = LOOK_S if asked not in _CHANGES else ANSWER_S + args.get("drain_s", 0.0)
+        found = _Open(asker, message["number"], asked, now + wait_s, set(ready))
+        self._open[self._count] = found
+        for worker in all_:
+            self._send(worker, {"do": asked, "args": args, "number": self._count})
+        self._settle(self._count)
+
+    def answered(self, worker: int, message: Json) -> None:
+        found = self._open.get(message["number"])
+        if found is not None and worker in found.waiting:
+            found.waiting.discard(worker)
+            found.results.append(message["result"])
+            self._settle(message["number"])
+
+    def gone(self, worker: int) -> None:
+        for number, found in list(self._open.items()):
+            found.waiting.discard(worker)
+            self._settle(number)
+
+    def overdue(self, now: float) -> set[int]:
+        """Workers that did not answer what had to be done."""
+        late: set[int] = set()
+        for number, found in list(self._open.items()):
+            if found.deadline > now:
+                continue
+            if found.asked in _CHANGES:
+                late |= found.waiting
+            else:
+                found.waiting.clear()
+                self._settle(number)
+        return late
+
+    def next_deadline(self) -> float | None:
+        return min((found.deadline for found in self._open.values()), default=None)
+
+    def _settle(self, number: int) -> None:
+        found = self._open[number]
+        if not found.waiting:
+            del self._open[number]
+            self._send(found.asker, {"answer": found.number, "results": found.results})

@@ -1,0 +1,331 @@
+"""The process that owns the port: starts workers, hands connections on, ends with all of them.
+
+It has no event loop and no threads, so that it can fork at any time. Connections go to the worker
+that has the fewest: clients keep theirs open, and one worker that took most of them would be the
+limit of all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from tracegrad.events import Json
+from tracegrad.proxy.config import ProxySettings
+from tracegrad.proxy.http.protocol import SHUTDOWN_S
+from tracegrad.proxy.shared_counts import SharedCounts
+from tracegrad.proxy.shared_log import SharedLog
+from tracegrad.proxy.workers.channel import Channel, ChannelClosed
+from tracegrad.proxy.workers.group_requests import GateNow, GroupRequests
+from tracegrad.proxy.workers.worker import CLOSED, Seat, run_worker, upstream_rows
+
+log = logging.getLogger("tracegrad.proxy")
+
+# Before a worker that ended is started again: at once after it served so long, else doubling.
+STABLE_S = 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
+# After the time that calls in flight get at the end, until a worker is killed.
+_KILL_S = SHUTDOWN_S + 10.0
+_PLACE_AGAIN_S = 0.02
+_ACCEPTS = 64  # connections at a time
+
+
+@dataclass(slots=True)
+class _Worker:
+    number: int
+    pid: int | None = None
+    channel: Channel | None = None
+    ready_at: float | None = None
+    accepts: bool = False
+    given: int = 0  # connections
+    failures: int = 0
+    start_at: float = field(default=0.0)  # where it has no process
+
+
+class Supervisor:
+    def __init__(
+        self,
+        settings: ProxySettings,
+        listener: socket.socket,
+        *,
+        version: int,
+        announce: Callable[[], None],
+    ) -> None:
+        """`version`: the policy version that is served. `announce` is called when all workers
+        serve."""
+        self._settings = settings
+        self._listener = listener
+        self._announce = announce
+        self._announced = False
+        self._workers = [_Worker(number) for number in range(settings.workers)]
+        self._shared = SharedLog(settings.workers)
+        self._counts = SharedCounts(settings.workers, upstream_rows(settings.upstreams))
+        self._writing = os.memfd_create("tracegrad-writing")
+        self._requests = GroupRequests(self._send, GateNow(version, settings.held))
+        self._unplaced: deque[socket.socket] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._listening = False
+        self._signals: list[int] = []
+        self._stop_at: float | None = None
+        self._code: int | None = None
+
+    def run(self) -> int:
+        """Until a signal ends it, or a worker that cannot start does. The exit status; that of a
+        signal is negative."""
+        self._listener.setblocking(False)
+        woken, wake = socket.socketpair()
+        for end in (woken, wake):
+            end.setblocking(False)
+        self._selector.register(woken, selectors.EVENT_READ, lambda: woken.recv(4096))
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda got, _: self._signals.append(got))
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        while self._code is None or any(worker.pid for worker in self._workers):
+            self._start_due()
+            self._listen()
+            for key, _ in self._selector.select(self._pause()):
+                key.data()
+            self._obey()
+            self._reap()
+            self._end_late()
+            self._place()
+        return self._code
+
+    # Workers
+
+    def _start_due(self) -> None:
+        for worker in self._workers:
+            if worker.pid is None and self._code is None and worker.start_at <= time.monotonic():
+                self._start(worker)
+
+    def _start(self, worker: _Worker) -> None:
+        ours, theirs = Channel.pair()
+        self._counts.reset(worker.number)
+        worker.given, worker.ready_at, worker.accepts = 0, None, False
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            self._become(worker.number, theirs)
+        theirs.close()
+        worker.pid, worker.channel = pid, ours
+        self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear(worker))
+
+    def _become(self, number: int, channel: Channel) -> NoReturn:
+        """In the fork: nothing of the supervisor's stays open, so that the others see it end."""
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._selector.close()
+            self._listener.close()
+            for other in self._workers:
+                if other.channel is not None:
+                    other.channel.close()
+            for connection in self._unplaced:
+                connection.close()
+            run_worker(
+                Seat(
+                    number,
+                    self._settings,
+                    channel,
+                    self._requests.gate,
+                    self._shared,
+                    self._counts,
+                    self._writing,
+                )
+            )
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        for worker in self._workers:
+            if worker.pid is None:
+                continue
+            pid, status = os.waitpid(worker.pid, os.WNOHANG)
+            if pid:
+                self._ended(worker, os.waitstatus_to_exitcode(status))
+
+    def _ended(self, worker: _Worker, code: int) -> None:
+        pid, now = worker.pid, time.monotonic()
+        self._cut_off(worker)
+        worker.pid = None
+        self._counts.reset(worker.number)
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        if self._code is not None:
+            return
+        if not self._announced:
+            log.error("worker %d (process %d) did not start: it %s", worker.number, pid, how)
+            self._stop(code if code > 0 else 1)
+            return
+        stable = worker.ready_at is not None and now - worker.ready_at >= STABLE_S
+        worker.failures = 0 if stable else worker.failures + 1
+        pause_s = min(FIRST_PAUSE_S * 2 ** (worker.failures - 1), LONGEST_PAUSE_S)
+        worker.start_at = now + (pause_s if worker.failures > 1 else 0)
+        log.error("worker %d (process %d) %s; it is started again", worker.number, pid, how)
+
+    def _cut_off(self, worker: _Worker) -> None:
+        if worker.channel is not None:
+            self._selector.unregister(worker.channel)
+            worker.channel.close()
+            worker.channel = None
+        worker.accepts = False
+        self._requests.gone(worker.number)
+
+    # What they say
+
+    def _send(self, number: int, message: Json) -> None:
+        channel = self._workers[number].channel
+        if channel is not None:
+            channel.send(message)
+
+    def _hear(self, worker: _Worker) -> None:
+        try:
+            while worker.channel is not None and (found := worker.channel.receive()) is not None:
+                if found.message is not None:
+                    self._heard(worker, found.message)
+        except ChannelClosed:
+            self._cut_off(worker)
+
+    def _heard(self, worker: _Worker, message: Json) -> None:
+        if "ready" in message:
+            worker.ready_at, worker.accepts = time.monotonic(), True
+            if not self._announced and all(each.accepts for each in self._workers):
+                self._announced = True
+                self._announce()
+        elif "closing" in message:
+            worker.accepts = False
+        elif "done" in message:
+            self._requests.answered(worker.number, message)
+        else:
+            self._requests.ask(
+                worker.number,
+                message,
+                all_=[each.number for each in self._workers if each.channel is not None],
+                ready=[
+                    each.number
+                    for each in self._workers
+                    if each.channel is not None and each.ready_at is not None
+                ],
+                now=time.monotonic(),
+            )
+
+    # Connections
+
+    def _listen(self) -> None:
+        """A connection that nobody could take stays in the system's queue."""
+        wanted = (
+            self._code is None
+            and self._announced
+            and not self._unplaced
+            and any(worker.accepts for worker in self._workers)
+        )
+        if wanted and not self._listening:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        elif self._listening and not wanted:
+            self._selector.unregister(self._listener)
+        self._listening = wanted
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # No files left: those who wait are served when others have gone.
+                log.error("a connection cannot be accepted: %s", error)
+                time.sleep(_PLACE_AGAIN_S)
+                return
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._unplaced.append(connection)
+            self._place()
+            if self._unplaced:
+                return
+
+    def _place(self) -> None:
+        while self._unplaced and self._given(self._unplaced[0]):
+            self._unplaced.popleft().close()
+
+    def _given(self, connection: socket.socket) -> bool:
+        able = [worker for worker in self._workers if worker.accepts]
+        closed = self._counts.count(CLOSED, 0)
+        for worker in sorted(able, key=lambda each: each.given - closed.of(each.number)):
+            if worker.channel is not None and worker.channel.send_connection(connection):
+                worker.given += 1
+                return True
+        return False
+
+    # The end
+
+    def _obey(self) -> None:
+        for number in self._signals:
+            if self._code is None:
+                self._stop(0 if number == signal.SIGINT else -number)
+            else:
+                self._signal_all(signal.SIGINT)  # uvicorn's word for: at once
+        self._signals.clear()
+
+    def _stop(self, code: int) -> None:
+        self._code = code
+        self._stop_at = time.monotonic() + _KILL_S
+        self._listen()
+        self._listener.close()
+        while self._unplaced:
+            self._unplaced.popleft().close()
+        self._signal_all(signal.SIGTERM)
+
+    def _end_late(self) -> None:
+        now = time.monotonic()
+        for number in self._requests.overdue(now):
+            worker = self._workers[number]
+            log.error("worker %d does not answer, and is killed", number)
+            self._cut_off(worker)
+            self._signal(worker, signal.SIGKILL)
+        if self._stop_at is not None and now > self._stop_at:
+            self._signal_all(signal.SIGKILL)
+
+    def _signal_all(self, number: int) -> None:
+        for worker in self._workers:
+            self._signal(worker, number)
+
+    def _signal(self, worker: _Worker, number: int) -> None:
+        if worker.pid is not None:
+            os.kill(worker.pid, number)
+
+    def _pause(self) -> float | None:
+        """Seconds until something is due."""
+        due = [self._requests.next_deadline(), self._stop_at]
+        if self._code is None:
+            due += [worker.start_at for worker in self._workers if worker.pid is None]
+        times = [each - time.monotonic() for each in due if each is not None]
+        blocked = any(
+            worker.channel is not None and worker.channel.is_blocked for worker in self._workers
+        )
+        if blocked or self._unplaced:
+            for worker in self._workers:
+                if worker.channel is not None:
+                    worker.channel.flush()
+            times.append(_PLACE_AGAIN_S)
+        return max(0.0, min(times)) if times else None

@@ -1,0 +1,69 @@
+"""What one worker asks of all: who is waited for, and for how long."""
+
+from __future__ import annotations
+
+from tracegrad.events import Json
+from tracegrad.proxy.workers.group_requests import ANSWER_S, LOOK_S, GateNow, GroupRequests
+
+HOLD = {"ask": "hold", "args": {"ttl_s": 60.0, "drain_s": 2.0}, "number": 5}
+STATE = {"ask": "state", "args": {}, "number": 6}
+
+
+class Group:
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, Json]] = []
+        self.requests = GroupRequests(lambda to, what: self.sent.append((to, what)), GateNow(4))
+
+    def ask(self, message: Json, ready: list[int], starting: int = 9) -> None:
+        self.requests.ask(0, message, all_=[*ready, starting], ready=ready, now=100.0)
+
+    def answer(self, worker: int, number: int, result: int) -> None:
+        self.requests.answered(worker, {"number": number, "result": result})
+
+    def answers(self) -> list[Json]:
+        return [what for _, what in self.sent if "answer" in what]
+
+
+def test_all_that_serve_are_waited_for_and_one_that_starts_is_told() -> None:
+    group = Group()
+    group.ask(HOLD, [0, 1])
+    assert [to for to, _ in group.sent] == [0, 1, 9]
+    group.answer(0, 1, 3)
+    group.answer(0, 1, 3)  # nobody counts twice
+    group.answer(9, 1, 8)
+    assert group.answers() == []
+    group.answer(1, 1, 4)
+    assert group.answers() == [{"answer": 5, "results": [3, 4]}]
+
+
+def test_one_that_dies_is_not_waited_for() -> None:
+    group = Group()
+    group.ask(HOLD, [0, 1])
+    group.answer(0, 1, 3)
+    group.requests.gone(1)
+    assert group.answers() == [{"answer": 5, "results": [3]}]
+
+
+def test_one_that_does_not_do_as_it_must_is_named_and_one_that_only_looks_is_left_out() -> None:
+    group = Group()
+    group.ask(HOLD, [0, 1])
+    group.ask(STATE, [0, 1])
+    for number in (1, 2):
+        group.answer(0, number, 3)
+    assert group.requests.overdue(100.0 + LOOK_S) == set()
+    assert group.answers() == [{"answer": 6, "results": [3]}]
+    assert group.requests.overdue(100.0 + ANSWER_S) == set()
+    assert group.requests.overdue(100.0 + ANSWER_S + 2.0) == {1}
+
+
+def test_the_gate_that_a_new_worker_joins() -> None:
+    group = Group()
+    assert group.requests.gate == GateNow(4)
+    group.ask(HOLD, [0])
+    group.ask({"ask": "set_version", "args": {"version": 5}, "number": 7}, [0])
+    gate = group.requests.gate
+    assert (gate.version, gate.pushes) == (5, True)
+    assert [gate.held_for(now) for now in (101.0, 160.0)] == [59.0, None]
+    group.ask({"ask": "release", "args": {}, "number": 8}, [0])
+    assert group.requests.gate.held_for(101.0) is None
+    assert GateNow(0, held=True).held_for(1e9) == float("inf")
