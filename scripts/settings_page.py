@@ -64,6 +64,7 @@ PROXY_OPTIONS = (
     "redact",
     "host",
     "port",
+    "workers",
 )
 
 

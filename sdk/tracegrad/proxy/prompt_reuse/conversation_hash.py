@@ -18,7 +18,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from tracegrad.chat.call import RecordedTurn
 from tracegrad.chat.messages import content_text, has_media, without_billing_line
@@ -29,6 +29,10 @@ from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
 _EXACT = 2**53
 # Characters of arguments within a text that are compared by their value.
 _LONGEST_ARGUMENTS = 20_000
+
+
+_HashValues = tuple[bytes, tuple[bytes, ...]]
+ConversationValues = tuple[bytes, tuple[int, ...], _HashValues, _HashValues | None]
 
 
 class HashedConversation:
@@ -96,6 +100,20 @@ class HashedConversation:
         """Of each message alone, without ids."""
         _ = self.text_hashes
         return self._by_text.contents
+
+    def as_values(self) -> ConversationValues:
+        """Its hashes as plain values, which another process makes one of again."""
+        _, _ = self.prefix_hashes, self.text_hashes
+        alike = self._by_text is self._by_id
+        by_text = None if alike else self._by_text.as_values()
+        return (self.frame, self.replies, self._by_id.as_values(), by_text)
+
+    @classmethod
+    def of_values(cls, values: ConversationValues) -> Self:
+        frame, replies, by_id, by_text = values
+        hashes = _Hashes.of_values(by_id)
+        alike = hashes if by_text is None else _Hashes.of_values(by_text)
+        return cls(frame, replies, by_id=hashes, by_text=alike)
 
     def continues(self, earlier: HashedConversation) -> None:
         """It was found to begin with `earlier`: those hashes need not be made once more."""
@@ -323,6 +341,15 @@ class _Hashes(NamedTuple):
             before = rolling[-1] if rolling else b""
             rolling.append(blake2b(before + content, digest_size=16).digest())
         return _Hashes(contents, tuple(rolling))
+
+    def as_values(self) -> _HashValues:
+        return self.contents.tobytes(), self.rolling
+
+    @classmethod
+    def of_values(cls, values: _HashValues) -> Self:
+        contents = array("Q")
+        contents.frombytes(values[0])
+        return cls(contents, values[1])
 
 
 def _content_hash(role: str, fields: list[str]) -> bytes:

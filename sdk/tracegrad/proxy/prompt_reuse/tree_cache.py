@@ -17,7 +17,11 @@ from tracegrad.chat.call import CHAT_PATH, Call, RecordedTurn
 from tracegrad.chat.messages import render_options
 from tracegrad.events import REFUSED, Json, Turn, token_id_array
 from tracegrad.proxy.dialects.history import recorded_call, recorded_reply
-from tracegrad.proxy.prompt_reuse.conversation_hash import HashedConversation, hash_conversation
+from tracegrad.proxy.prompt_reuse.conversation_hash import (
+    ConversationValues,
+    HashedConversation,
+    hash_conversation,
+)
 from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.proxy.store_async import within_store_timeout
 
@@ -326,18 +330,11 @@ def _packed(turn: CachedTurn) -> tuple[Any, ...]:
         turn.parent_id,
         (of.turn_id, of.prompt_ids.tobytes(), of.completion_ids.tobytes(), of.reply),
         (of.reply_index, of.finish_reason, of.stop_reason),
-        _marks(turn.conversation),
+        None if turn.conversation is None else turn.conversation.as_values(),
         turn.created_at,
         turn.has_text,
-        _marks(turn.refused),
+        None if turn.refused is None else turn.refused.as_values(),
     )
-
-
-_Marks = tuple[bytes, tuple[int, ...], tuple[bytes, ...]] | None
-
-
-def _marks(said: HashedConversation | None) -> _Marks:
-    return None if said is None else (said.frame, said.replies, said.prefix_hashes)
 
 
 def _unpacked(
@@ -345,15 +342,15 @@ def _unpacked(
     parent_id: str | None,
     tokens: tuple[str, bytes, bytes, Json],
     end: tuple[int, str | None, str | int | None],
-    said: _Marks,
+    said: ConversationValues | None,
     created_at: float,
     has_text: bool,
-    refused: _Marks,
+    refused: ConversationValues | None,
 ) -> CachedTurn:
     turn_id, prompt, completion, reply = tokens
     recorded = RecordedTurn(turn_id, _ids(prompt), _ids(completion), reply, *end)
     conversations = [
-        None if each is None else HashedConversation(*each) for each in (said, refused)
+        None if each is None else HashedConversation.of_values(each) for each in (said, refused)
     ]
     answered, unanswered = conversations
     return CachedTurn(rollout_id, parent_id, recorded, answered, created_at, has_text, unanswered)

@@ -197,6 +197,7 @@ def test_the_source_is_who_asked_and_the_time_the_proxys_own(
     said = {"label": "judge", "given_at": YEAR_5138}
     event: Json = {"type": "reward", "rollout_id": "mine", "value": 1.0} | said
     events_key = minted(closed, "events")
+    post(closed, {"type": "rollout_started", "rollout_id": "mine"}).raise_for_status()
     before = time.time()
     for proxy, headers in (
         (closed, {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import marshal
 from array import array
 from collections.abc import Sequence
 from copy import deepcopy
@@ -421,3 +422,21 @@ def test_results_get_the_ids_that_were_given_out() -> None:
     assert with_recorded_replies(one, [turn(reply, 1)]) == PromptFork(
         ForkReason.EDITED_CALLS, "message 1"
     )
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[], [ASK], [SYSTEM, ASK, says("Two."), user("And more?")], [ASK, says("", [CALL]), FOUND]],
+)
+def test_another_process_makes_the_same_keys_of_its_values(messages: list[Json]) -> None:
+    said = hash_conversation(messages, FRAME).with_reply(says("", [CALL_TOO]))
+    values = marshal.loads(marshal.dumps(said.as_values()))
+    again = HashedConversation.of_values(values)
+    for one, other in ((said, again), (said.with_reply(says("a")), again.with_reply(says("a")))):
+        assert (other.key, other.text_key, other.prompt_key) == (
+            one.key,
+            one.text_key,
+            one.prompt_key,
+        )
+        assert other.content_hashes == one.content_hashes
+        assert list(other.reply_text_keys()) == list(one.reply_text_keys())
