@@ -80,7 +80,7 @@ def test_a_folder_in_use(char_model: Path, tmp_path: Path) -> None:
     ("wrong", "words"),
     [
         ("optim.lr=-1", ["optim.lr", "greater than or equal to 0"]),
-        ("optim.lrr=1", ["optim.lrr", "not permitted"]),
+        ("optim.lrr=1", ["optim.lrr", "did you mean optim.lr?"]),
         ("ranks=two", ["ranks", "valid integer"]),
         ("proxy.host=0.0.0.0", ["proxy.host", "not a loopback address"]),
         ("vllm.host=0.0.0.0", ["vllm.host", "not a loopback address"]),
