@@ -87,6 +87,30 @@ def _unknown(name: str, settings: type[BaseModel], synonyms: Mapping[str, str]) 
     return "there is no such setting" + (f"; did you mean {meant}?" if meant else "")
 
 
+def unknown_settings(
+    values: Mapping[str, Any],
+    settings: type[BaseModel],
+    synonyms: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, str]:
+    """Of nested `values` the names that `settings` lacks, and what `problems` says of them: for a
+    check before any of the values is used."""
+    known = set(setting_names(settings))
+    tables = {name.rpartition(".")[0] for name in known}
+    return {
+        name: _unknown(name, settings, synonyms)
+        for name in _names(values, tables)
+        if name not in known
+    }
+
+
+def _names(values: Mapping[str, Any], tables: set[str], table: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        name = f"{table}{key}"
+        yield name
+        if isinstance(value, Mapping) and name in tables:
+            yield from _names(value, tables, f"{name}.")
+
+
 def setting_names(settings: type[BaseModel], table: str = "") -> Iterator[str]:
     """`optim.lr` and all others, the names of tables too."""
     for name, field in settings.model_fields.items():

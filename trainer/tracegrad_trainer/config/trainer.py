@@ -24,7 +24,13 @@ from pydantic_settings import SettingsConfigDict
 from tracegrad.chat.model_folder import HubName, ModelNotFound, find_model_folder
 from tracegrad.events import Json
 from tracegrad.proxy.config import ProxySettings, SecretUrl
-from tracegrad.settings_sources import FileSettings, SettingsError, problems, read_toml
+from tracegrad.settings_sources import (
+    FileSettings,
+    SettingsError,
+    problems,
+    read_toml,
+    unknown_settings,
+)
 from tracegrad.urls import masked
 from tracegrad_trainer.batches import BatchSettings
 from tracegrad_trainer.config.vllm import VllmSettings
@@ -364,7 +370,7 @@ def _model_folders(data: dict[str, Any], before: dict[str, Any]) -> dict[str, Pa
     """Absolute folders for `model` and `reference`; names of the Hub become snapshots, of the
     commit that `before` has. What is neither stays as it is: the field's check names it.
 
-    Raises ValueError: a name that cannot be had.
+    Raises ValueError: a name that cannot be had, or misspelt settings beside one.
     """
     found = {}
     for name in ("model", "reference"):
@@ -376,6 +382,9 @@ def _model_folders(data: dict[str, Any], before: dict[str, Any]) -> dict[str, Pa
         if (folder := Path(value).expanduser()).exists():
             found[name] = folder.resolve()
         elif HubName.parse(str(value)) is not None:
+            # Gigabytes are not fetched for settings that are refused after that.
+            if unknown := unknown_settings(data, TrainerSettings, _SYNONYMS):
+                raise ValueError("; ".join(map(": ".join, unknown.items())))
             try:
                 found[name] = find_model_folder(str(value), pinned_by=pin)
             except ModelNotFound as error:

@@ -50,6 +50,21 @@ def test_a_model_that_cannot_be_had_is_one_line_that_names_the_setting(
             load_settings(None, given)
 
 
+def test_nothing_is_fetched_for_misspelt_settings(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tracegrad_trainer.config.trainer.find_model_folder", pytest.fail)
+    given = [f"model={NAME}", "optim.learning_rate=1", "data.tags=split=x", "fsdp.lora.rnk=8"]
+    with pytest.raises(SettingsError) as raised:
+        load_settings(None, given)
+    wrong = ["optim.learning_rate", "fsdp.lora.rnk"]
+    meant = ["optim.lr", "fsdp.lora.rank"]
+    assert str(raised.value) == "; ".join(
+        f"{name}: there is no such setting; did you mean {right}?"
+        for name, right in zip(wrong, meant, strict=True)
+    )
+
+
 def test_a_path_is_no_name_of_the_hub(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
