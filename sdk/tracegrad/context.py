@@ -217,38 +217,52 @@ _state: ContextVar[tuple[Rollout | None, str | None]] = ContextVar(
 _tags: ContextVar[Mapping[str, str] | None] = ContextVar("tracegrad_tags", default=None)
 
 
-# The rollout that the thread was started in: once it is finished, others may work here.
-_until_finished: ContextVar[Rollout | None] = ContextVar("tracegrad_until_finished", default=None)
+# The rollout that the thread was started in, and its tags: once it is finished, others may work
+# here.
+_until_finished: ContextVar[tuple[Rollout | None, Mapping[str, str] | None]] = ContextVar(
+    "tracegrad_until_finished", default=(None, None)
+)
 
 
 def current() -> Rollout | None:
     """The rollout that the running code belongs to, or None outside of one."""
     rollout = _rollout.get()
-    if rollout is not None and rollout.is_finished and rollout is _until_finished.get():
+    if rollout is not None and rollout.is_finished and rollout is _until_finished.get()[0]:
         return None
     return rollout
+
+
+def _current_tags() -> Mapping[str, str]:
+    started_in, inherited = _until_finished.get()
+    tags = _tags.get()
+    if tags is inherited and started_in is not None and started_in.is_finished:
+        return {}
+    return tags or {}
 
 
 def carried(function: Callable[..., T], *, until_finished: bool = False) -> Callable[..., T]:
     """`function`, run in the rollout, state, tags and span of the code that calls this, in
     whichever thread. `until_finished`: no longer than the rollout lasts."""
     rollout, state, tags = _rollout.get(), _state.get(), _tags.get()
-    # OpenTelemetry is there where a rollout is; outside of one its context is the agent's own.
-    spans: Any = sys.modules.get("opentelemetry.context") if rollout is not None else None
+    spans: Any = sys.modules.get("opentelemetry.context")
     span = spans.get_current() if spans is not None else None
+    started_in = (rollout, tags) if until_finished else (None, None)
 
     def run(*args: Any, **kwargs: Any) -> T:
+        # Outside of rollouts OpenTelemetry's context is the agent's own affair, but for a thread
+        # that was started in a rollout: the span of that one is not to become a parent here.
+        spanned = spans is not None and (rollout or _until_finished.get()[0]) is not None
         tokens: list[tuple[ContextVar[Any], Token[Any]]] = [
             (_rollout, _rollout.set(rollout)),
             (_state, _state.set(state)),
             (_tags, _tags.set(tags)),
-            (_until_finished, _until_finished.set(rollout if until_finished else None)),
+            (_until_finished, _until_finished.set(started_in)),
         ]
-        attached = spans.attach(span) if spans is not None else None
+        attached = spans.attach(span) if spanned else None
         try:
             return function(*args, **kwargs)
         finally:
-            if spans is not None:
+            if spanned:
                 spans.detach(attached)
             for variable, token in reversed(tokens):
                 variable.reset(token)
@@ -262,7 +276,7 @@ def require() -> Rollout:
     Raises:
         RuntimeError: the running code belongs to none.
     """
-    rollout = _rollout.get()
+    rollout = _rollout.get()  # a finished one too: rewards may come late
     if rollout is None:
         raise RuntimeError(
             "no rollout is open here: call this inside a function decorated with @trace or inside "
@@ -314,7 +328,7 @@ def tags(
     Values are kept as text. Inner tags win over outer ones, a rollout's own over both.
     """
     own = as_tags({**(mapping or {}), **pairs})
-    return _Set(_tags, {**(_tags.get() or {}), **own}, None)
+    return _Set(_tags, {**_current_tags(), **own}, None)
 
 
 def current_tags() -> dict[str, str]:
@@ -323,7 +337,7 @@ def current_tags() -> dict[str, str]:
     Raises:
         ValueError: TRACEGRAD_TAGS is not of the form `key=value,key2=value2`.
     """
-    return {**_environment_tags(), **(_tags.get() or {})}
+    return {**_environment_tags(), **_current_tags()}
 
 
 def as_tags(mapping: Mapping[str, object]) -> dict[str, str]:

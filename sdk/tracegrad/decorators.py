@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import os
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from contextvars import Context, copy_context
@@ -147,6 +148,7 @@ class rollout(AbstractContextManager[Rollout]):
 
 
 _warned_without_calls = False
+_ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{4,}")
 _warned_tasks: set[tuple[str, str]] = set()  # the traced function, and the one that names its tasks
 
 
@@ -319,12 +321,19 @@ class _Traced(Generic[F]):
         try:
             named = self.task(*args, **kwargs)
             # A plain str: a subclass may do as it likes.
-            if text := "" if named is None else str.__str__(str(named)):
+            text = "" if named is None else str.__str__(str(named))
+            if inspect.iscoroutine(named):
+                named.close()  # never awaited, and said so here
+            # An address: another one in every call.
+            if text and not _ADDRESS.search(text):
                 return text
             wrong = f"returned {bounded_repr(named)}"
         except Exception as error:  # the agent's call is not to fail for its name
             wrong = f"raised {error_line(error, context.MAX_ERROR_CHARS)}"
-        function = task_ids.qualified_name(self.task)
+        try:
+            function = task_ids.qualified_name(self.task)
+        except Exception:  # an object of the agent's that raises whatever is asked of it
+            function = type(self.task).__name__
         if (self.name, function) not in _warned_tasks:
             _warned_tasks.add((self.name, function))
             _log.warning(

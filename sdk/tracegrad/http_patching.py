@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import threading
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
@@ -93,8 +94,18 @@ class _OnImport(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in _WRAPPERS:
+        # Another finder may ask all finders in its turn, this one too.
+        if name not in _WRAPPERS or name in _searching.names:
             return None
+        _searching.names.add(name)
+        try:
+            return self._found(name, path, target)
+        finally:
+            _searching.names.discard(name)
+
+    def _found(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
             if finder is not self and find is not None and (spec := find(name, path, target)):
@@ -103,6 +114,14 @@ class _OnImport(MetaPathFinder):
         return None
 
 
+class _Searching(threading.local):
+    """Modules that this thread is looking for."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+
+_searching = _Searching()
 _on_import = _OnImport()
 
 

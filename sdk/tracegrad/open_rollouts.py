@@ -21,7 +21,7 @@ from tracegrad.context import Rollout
 _lock = threading.RLock()
 # Weak: a generator that is never closed must not keep its rollout open for good.
 _open: weakref.WeakSet[Rollout] = weakref.WeakSet()
-_holders: list[Rollout] = []  # whose environment it is; the innermost last
+_holders: list[OpenRollout] = []  # whose environment it is; the innermost last
 
 
 class OpenRollout(AbstractContextManager[None]):
@@ -33,12 +33,12 @@ class OpenRollout(AbstractContextManager[None]):
     """
 
     def __init__(self, rollout: Rollout, *, environ: bool) -> None:
-        self._rollout = rollout
+        self.rollout = rollout
         self._before: dict[str, str | None] = {}
         self._ours: dict[str, str | None] = {}
         around = set(rollout.around())
         with _lock:
-            holder = _holders[-1] if _holders else None
+            holder = _holders[-1].rollout if _holders else None
             if holder is not None and holder not in around:
                 raise _beside(holder)
             # Where the proxy would refuse the rollout's key the agent's own stays.
@@ -47,19 +47,30 @@ class OpenRollout(AbstractContextManager[None]):
                 raise _beside(others[0])
             _open.add(rollout)
             if environ:
-                _holders.append(rollout)
+                _holders.append(self)
                 self._ours = client_variables(rollout.base_url, rollout.api_key)
                 self._before = {name: os.environ.get(name) for name in self._ours}
                 set_variables(os.environ, self._ours)
 
     def __exit__(self, *error: object) -> None:
         with _lock:
-            _open.discard(self._rollout)
-            if self._rollout not in _holders:
-                return
-            _holders.remove(self._rollout)
-            untouched = [n for n, value in self._ours.items() if os.environ.get(n) == value]
-            set_variables(os.environ, {name: self._before[name] for name in untouched})
+            _open.discard(self.rollout)
+            if self in _holders:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        """To `os.environ`; or to the rollout inside of this one that is open yet (a thread's or a
+        task's), which will put back what was there before both."""
+        place = _holders.index(self)
+        _holders.remove(self)
+        inner = _holders[place] if place < len(_holders) else None
+        now = os.environ if inner is None else inner._before
+        untouched = [name for name, value in self._ours.items() if now.get(name) == value]
+        before = {name: self._before[name] for name in untouched}
+        if inner is None:
+            set_variables(os.environ, before)
+        else:
+            inner._before |= before
 
 
 def _beside(other: Rollout) -> ValueError:
@@ -73,11 +84,13 @@ def _beside(other: Rollout) -> ValueError:
 
 def _after_fork_in_child() -> None:
     """Other threads' rollouts are not open here; what the forking code is in is."""
-    global _lock, _open, _holders
+    global _lock, _open
     here = context.current()
     mine = [here, *here.around()] if here is not None else []
     _lock, _open = threading.RLock(), weakref.WeakSet(mine)
-    _holders = [each for each in _holders if each in mine]
+    for holder in _holders[::-1]:
+        if holder.rollout not in mine:
+            holder._give_back()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -215,6 +215,8 @@ class Store:
             now = statements.server_time(connection)
             return reward_arrival.reward_targets(connection, rollout_ids, now)
 
+    reward_arrivals = _method(reward_arrival.reward_arrivals)
+
     def late_rewards(self, *, after: int = 0) -> LateRewards:
         """Rewards that arrived when their rollouts had been trained or skipped."""
         with self.reading() as connection:

@@ -294,6 +294,18 @@ class _Unreadable:
         raise RuntimeError("no text")
 
 
+async def _asked_later(n: int) -> str:
+    return f"sum-{n}"
+
+
+class _Hostile:
+    def __call__(self, n: int) -> str:
+        raise RuntimeError("no")
+
+    def __getattr__(self, name: str) -> object:
+        raise (RuntimeError if name == "__qualname__" else AttributeError)(name)
+
+
 @pytest.mark.parametrize(
     ("task", "said"),
     [
@@ -302,6 +314,9 @@ class _Unreadable:
         (lambda n: "", "<lambda>, called for test_x, returned ''"),
         (lambda n: _Unreadable(), "raised RuntimeError: no text"),
         (lambda: "t", "raised TypeError"),
+        (lambda n: object(), "<lambda>, called for test_x, returned <object object at 0x"),
+        (_asked_later, "_asked_later, called for test_x, returned <coroutine object"),
+        (_Hostile(), "_Hostile, called for test_x, raised RuntimeError: no"),
     ],
 )
 def test_a_task_function_that_fails_leaves_the_rollout_without_a_task_and_says_so_once(

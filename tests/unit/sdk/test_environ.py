@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextvars import copy_context
 from pathlib import Path
 
 import httpx
@@ -146,6 +147,20 @@ def test_rollouts_without_the_option_run_beside_each_other(proxy: FakeProxy) -> 
             each.start()
             each.join()
     assert len(proxy.events("rollout_started")) == 4
+
+
+def test_one_inside_that_is_open_longer_puts_back_what_was_there_before_both(
+    proxy: FakeProxy,
+) -> None:
+    before = dict(os.environ)
+    inner = rollout()
+    with rollout(environ=True):
+        task = copy_context()  # it outlives what started it
+        task.run(inner.__enter__)
+        held = dict(os.environ)
+    assert dict(os.environ) == held != before
+    task.run(inner.__exit__, None, None, None)
+    assert dict(os.environ) == before
 
 
 def test_a_generator_that_nobody_closes_keeps_the_environment_no_longer_than_it_lives(

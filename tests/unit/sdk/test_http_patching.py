@@ -263,6 +263,31 @@ except ModuleNotFoundError:
 """
 
 
+DELEGATES = """
+import sys
+import tracegrad
+from importlib.abc import MetaPathFinder
+
+class AsksAll(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)):
+                return spec
+
+with tracegrad.rollout():
+    sys.meta_path.insert(0, AsksAll())
+    import requests
+print(hasattr(requests.Session.send, "__wrapped__"))
+"""
+
+
+def test_a_finder_that_asks_all_others_is_no_end_of_imports(proxy: FakeProxy) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DELEGATES], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "True\n")
+
+
 def test_a_library_that_is_imported_inside_the_first_rollout_names_it(proxy: FakeProxy) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=60, check=False

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import httpx
+import opentelemetry.trace
 import pytest
 
 from support.sdk.fake_proxy import FakeProxy
@@ -97,6 +98,39 @@ def test_what_an_executor_runs_is_the_submitters(proxy: FakeProxy) -> None:
             assert pool.submit(here).result() == second.id
             assert pool.submit(context.current_tags).result() == {"k": "v"}
         assert pool.submit(context.current_tags).result() == {}
+
+
+def test_no_span_of_a_finished_rollout_is_left_in_a_pools_thread(proxy: FakeProxy) -> None:
+    """What an HTTP client's instrumentation sends as `traceparent` decides whose a call is."""
+
+    def trace_id() -> int:
+        return opentelemetry.trace.get_current_span().get_span_context().trace_id
+
+    with ThreadPoolExecutor(1) as pool:
+        with rollout():
+            first = pool.submit(trace_id).result()
+            assert first == trace_id() != 0
+        assert pool.submit(trace_id).result() == 0
+        with rollout():
+            assert pool.submit(trace_id).result() == trace_id() != first
+
+
+def test_tags_of_a_finished_rollout_are_not_inherited(proxy: FakeProxy) -> None:
+    ended, found = threading.Event(), []
+
+    def work() -> None:
+        found.append(context.current_tags())
+        ended.wait(60)
+        found.append(context.current_tags())
+        with tags(own="1"):
+            found.append(context.current_tags())
+
+    with tags(split="heldout"), rollout():
+        thread = threading.Thread(target=work)
+        thread.start()
+    ended.set()
+    thread.join()
+    assert found[1:] == [{}, {"own": "1"}]
 
 
 def test_a_thread_that_outlives_its_rollout_is_nobodys(proxy: FakeProxy) -> None:

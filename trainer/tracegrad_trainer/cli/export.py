@@ -116,7 +116,7 @@ def _of_step(store: Store, settings: TrainerSettings, step: int) -> CommittedChe
     ):
         raise ExportError(_no_such(settings, step))
     found = committed_checkpoint_of(record, settings.checkpoints)
-    check_base_model(store, settings, found)
+    check_base_model(store, settings, found, weights=False)
     return found
 
 

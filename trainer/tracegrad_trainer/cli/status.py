@@ -82,7 +82,7 @@ def collect_status(
         begins=ranks.get("begins") if running else None,
         last_run=None if last is None else last.as_json(),
         last_seen=_last_seen(last, serve, ranks),
-        waiting_for=_waiting_for(store, state_dir, resolved, url=serve.get("url"))
+        waiting_for=_waiting_for(store, state_dir, resolved, url=serve.get("url"), running=running)
         if not running or doing == "waiting"
         else None,
         url=serve.get("url") if serving else None,
@@ -103,13 +103,15 @@ def collect_status(
     )
 
 
-def _waiting_for(store: Store, state_dir: Path, resolved: Json, url: str | None) -> str | None:
+def _waiting_for(
+    store: Store, state_dir: Path, resolved: Json, *, url: str | None, running: bool
+) -> str | None:
     ours = run_id(state_dir) if (state_dir / "run" / "id").exists() else None
     try:
         needs = BatchNeeds.of(resolved, url)
     except (KeyError, TypeError, AttributeError):  # there are none, or of another version
         return None
-    return wait_reason(store, needs, ours).text
+    return wait_reason(store, needs, ours, running=running).text
 
 
 def _last_seen(last: RunRecord | None, *states: Json) -> float | None:

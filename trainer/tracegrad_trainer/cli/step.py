@@ -97,8 +97,8 @@ def _journalled(settings: TrainerSettings, store: Store) -> Iterator[RunJournal]
     except StopRequested as stop:
         journal.end("signal", f"stopped by {stop}", step=committed_point(store)[0])
         raise
-    except (StartError, ChildError, StoreError, OSError) as error:
-        journal.end("error", str(error), step=None)
+    except BaseException as error:
+        journal.end("error", str(error) or type(error).__name__, step=None)
         raise
 
 

@@ -98,9 +98,14 @@ def base_model_of(settings: TrainerSettings) -> Json:
 
 
 def check_base_model(
-    store: Store | None, settings: TrainerSettings, found: CommittedCheckpoint
+    store: Store | None,
+    settings: TrainerSettings,
+    found: CommittedCheckpoint,
+    *,
+    weights: bool = True,
 ) -> None:
-    """That the checkpoint was trained from the settings' model folder, with their adapters.
+    """That the checkpoint was trained from the settings' model folder, with their adapters;
+    without `weights` only adapters need that folder's weights.
 
     Of checkpoints of earlier versions the step's settings say it: `store` has them.
 
@@ -114,7 +119,7 @@ def check_base_model(
     if recorded is None:
         return
     base = BaseModelRecord.model_validate(recorded)
-    if problem := base_model_difference(base, settings.model, settings.fsdp.lora):
+    if problem := base_model_difference(base, settings.model, settings.fsdp.lora, weights=weights):
         raise CheckpointError(
             f"{problem} (step {found.step}); set it back, or take a new state folder (--state-dir"
             " ...). To begin there with these weights: trainer export"

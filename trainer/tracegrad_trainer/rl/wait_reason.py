@@ -51,8 +51,11 @@ class WaitReason:
     text: str
 
 
-def wait_reason(store: Store, needs: BatchNeeds, run_id: str | None = None) -> WaitReason:
-    """`run_id`: whose leases are the batch under way, and nobody else's. Raises StoreError."""
+def wait_reason(
+    store: Store, needs: BatchNeeds, run_id: str | None = None, *, running: bool = True
+) -> WaitReason:
+    """`run_id`: whose leases are the batch under way, and nobody else's. `running`: whether it
+    runs; if not, they are what a killed one has left. Raises StoreError."""
     found = Ledger(store).readiness(
         group_size=needs.group_size,
         tags=needs.tags,
@@ -66,7 +69,10 @@ def wait_reason(store: Store, needs: BatchNeeds, run_id: str | None = None) -> W
     age = "" if found.newest is None else f"newest {format_age(found.newest)} ago"
     ours = sum(count for owner, count in found.leased.items() if _is_ours(owner, run_id))
     if ours and not needs.refills:  # held for a moment: a step of it is about to be made
-        return WaitReason("ready", f"a batch of {format_count(ours, 'rollout')} is under way")
+        batch = f"a batch of {format_count(ours, 'rollout')}"
+        if running:
+            return WaitReason("ready", f"{batch} is under way")
+        return WaitReason("left", f"{batch} was under way: the next run takes it again")
     if found.groups >= needs.groups:
         if found.groups > needs.groups:
             ready = f"{found.groups} groups ready, of which a batch takes {needs.groups}"

@@ -71,6 +71,8 @@ class RetryCache:
             others.subscribe("answered", self._add_answer)
             others.subscribe("failed", self._add_failure)
             others.subscribe("asked again", self._take_failure)
+            # Sampled again: a failure that is not known of would give its retry another's turn.
+            others.when_lost(self._forget_all)
         self._given: LRUCache[Fingerprint, _Outcomes] = LRUCache(
             MOST_BYTES, getsizeof=lambda given: given.size
         )
@@ -79,6 +81,9 @@ class RetryCache:
     def size(self) -> float:
         """In bytes."""
         return self._given.currsize
+
+    def _forget_all(self) -> None:
+        self._given.clear()
 
     def record_answer(self, call: Fingerprint, turn_ids: Sequence[str]) -> None:
         self._add_answer(call, turn_ids)

@@ -202,22 +202,31 @@ class RewardTargets(Protocol):
 
     def reward_targets(self, rollout_ids: Collection[str]) -> list[RewardTarget]: ...
 
+    def reward_arrivals(self, reward_ids: Collection[str]) -> dict[str, float]: ...
 
-async def accepted(events: Sequence[Event], store: RewardTargets, now: float) -> EventsAccepted:
-    """The answer to events that were committed; `now`: when they arrived."""
-    rewarded = list(dict.fromkeys(e.rollout_id for e in events if isinstance(e, Reward)))
+
+async def accepted(events: Sequence[Event], store: RewardTargets) -> EventsAccepted:
+    """The answer to events that were committed."""
+    rewards = {e.reward_id: e.rollout_id for e in events if isinstance(e, Reward)}
+    rewarded = list(dict.fromkeys(rewards.values()))
     answer = EventsAccepted(accepted=len(events))
     if not rewarded:
         return answer
     try:
         targets = await run_in_thread(store.reward_targets, rewarded)
+        arrivals = await run_in_thread(store.reward_arrivals, list(rewards))
     except StoreError:  # they are stored: that much is known
         return answer
+    last: dict[str, float] = {}
+    for reward_id, arrived in arrivals.items():
+        rollout_id = rewards[reward_id]
+        last[rollout_id] = max(arrived, last.get(rollout_id, arrived))
     by_id = {target.rollout_id: target for target in targets}
     for target in (by_id[name] for name in rewarded if name in by_id):
         if not target.is_known:
             answer.unknown_rollouts.append(target.rollout_id)
-        if target.state != "open" and target.closed_at is not None and target.closed_at < now:
+        closed_at, arrived = target.closed_at, last.get(target.rollout_id, 0.0)
+        if target.state != "open" and closed_at is not None and closed_at < arrived:
             late = LateReward(rollout_id=target.rollout_id, state=target.state, step=target.step)
             answer.after_training.append(late)
     return answer
@@ -240,7 +249,7 @@ def make_control_router(recorder: Recorder, gate: WeightPushes, store: RewardTar
             await recorder.commit(restrict_to_rollout(received, caller))
         except EventRejected as error:
             raise BadRequest(str(error), status=422) from None
-        return await accepted(received, store, now)
+        return await accepted(received, store)
 
     @router.get("/push", summary="Policy version and gate")
     async def push() -> GateState:

@@ -89,12 +89,12 @@ class TokenChunkReader:
         except UnicodeDecodeError:
             return None
         kind, text, logprobs, first, other, tokens, ids = found.groups()
+        values = [first] if other is None else _LOGPROB.findall(logprobs)
+        if len(values) != ids.count(b",") + 1:
+            return None  # chunks are joined: one without a value would shift those behind it
         (self._content if kind == b"content" else self._reasoning).append(text)
         self._token_ids.append(ids)
-        if other is None:
-            self._logprobs.append(first)
-        else:
-            self._logprobs += _LOGPROB.findall(logprobs)
+        self._logprobs += values
         if self._shown.ids and self._shown.logprobs:
             return raw
         return b'%b},"logprobs":%b,"finish_reason":null%b}]}' % (

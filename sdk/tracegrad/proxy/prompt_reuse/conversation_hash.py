@@ -208,15 +208,20 @@ def _restore_ids(messages: list[Json], turn: RecordedTurn) -> bool:
     client rewrote both. False if it gave two calls one id."""
     recorded = turn.reply.get("tool_calls") or []
     echoed = messages[turn.reply_index].get("tool_calls") or []
-    given = {sent.get("id"): known.get("id") for known, sent in zip(recorded, echoed, strict=True)}
-    if all(sent == known for sent, known in given.items()):
+    pairs = [
+        (sent.get("id"), known.get("id")) for known, sent in zip(recorded, echoed, strict=True)
+    ]
+    if all(sent == known for sent, known in pairs):
         return True
+    given = dict(pairs)
     if len(given) != len(recorded):
         return False
     for position in range(turn.reply_index + 1, len(messages)):
         message = messages[position]
         if message.get("role") == "assistant":
             break
+        if message.get("role") != "tool":
+            continue
         if (known := given.get(message.get("tool_call_id"))) is not None:
             messages[position] = {**message, "tool_call_id": known}
     return True
@@ -260,14 +265,14 @@ def _written_arguments(text: str) -> tuple[str, str] | None:
         return None
     try:
         value, _ = json.JSONDecoder().raw_decode(text, start)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # also an integer of thousands of digits
         try:
             value = ast.literal_eval(text[start : text.rfind("}") + 1])
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             return None
     try:
         return "".join(text[:start].split()), arguments_value(json.dumps(value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return None
 
 

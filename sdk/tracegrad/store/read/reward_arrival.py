@@ -69,6 +69,14 @@ def reward_targets(
     return [RewardTarget(**{**row, "is_known": bool(row["is_known"])}) for row in found]
 
 
+def reward_arrivals(connection: Connection, reward_ids: Collection[str]) -> dict[str, float]:
+    """When each of those that are stored arrived first: a reward that is sent again, because its
+    answer was lost, is the one that is there already."""
+    query = select(Rewards.reward_id, Rewards.created_at)
+    rows = rows_of_keys(connection, query, Rewards.reward_id, reward_ids)
+    return {row.reward_id: row.created_at for row in rows}
+
+
 def late_rewards(connection: Connection, now: float, *, after: int = 0) -> LateRewards:
     """Rewards that arrived when training had taken their rollouts'; those `after` a number of
     arrival. `now` by the clock of leases."""

@@ -158,6 +158,9 @@ def test_a_reward_that_came_after_training_is_kept_and_answered_as_such(
         {"rollout_id": "r1", "state": "trained", "step": 7},
         {"rollout_id": "r2", "state": "skipped"},
     ]
+    [again] = rig.store.rewards("r1")[:1]
+    retried = {**reward, "rollout_id": "r1", "reward_id": again.reward_id}
+    assert send(rig.http, [retried]).json() == {"accepted": 1}, "it had come in time"
     found = rig.store.late_rewards()
     assert (found.rewards, found.rollouts) == (6, 2)
     assert rig.store.late_rewards(after=found.last).rewards == 0

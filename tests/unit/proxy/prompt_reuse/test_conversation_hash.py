@@ -310,6 +310,21 @@ def test_the_conversation_goes_on_with_what_was_recorded() -> None:
     assert incoming[1] == says(None, [CALL])
 
 
+def test_two_calls_that_come_back_with_one_id_fork() -> None:
+    recorded = says("I look.", [CALL, CALL_TOO])
+    one_id = [{**each, "id": CALL_TOO["id"]} for each in (CALL, CALL_TOO)]
+    incoming = [ASK, says("I look.", one_id), FOUND, user("And?")]
+    fork = PromptFork(ForkReason.EDITED_CALLS, "message 1")
+    assert with_recorded_replies(incoming, [turn(recorded, 1)]) == fork
+
+
+def test_calls_without_ids_change_no_other_message() -> None:
+    recorded = says("I look.", [CALL])
+    without = {name: value for name, value in CALL.items() if name != "id"}
+    incoming = [ASK, says("I look.", [without]), user("And?")]
+    assert with_recorded_replies(incoming, [turn(recorded, 1)]) == [ASK, recorded, user("And?")]
+
+
 def test_an_edited_reply_anywhere_in_the_chain_forks() -> None:
     incoming = [ASK, says(calls=[call(1, item="bulb")]), FOUND, says("17"), user("And?")]
     chain = [turn(says(calls=[call(1, item="lamp")]), 1), turn(says("17"), 3)]

@@ -41,7 +41,7 @@ def weights_digest(folder: Path) -> str | None:
     are divided into files; reads some hundred bytes a tensor. None: there are none to read."""
     found: dict[str, bytes] = {}
     try:
-        for path in folder.glob("*.safetensors"):
+        for path in _weight_files(folder):
             with path.open("rb") as file:
                 found |= _tensors(file)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
@@ -52,6 +52,17 @@ def weights_digest(folder: Path) -> str | None:
     for name in sorted(found):
         digest.update(json.dumps(name).encode() + found[name])
     return digest.hexdigest()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Those that transformers loads: other files beside them (`consolidated.safetensors`, variants
+    of another precision) are no part of the model."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [folder / name for name in sorted(set(names))]
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def _tensors(file: IO[bytes]) -> dict[str, bytes]:
@@ -74,9 +85,11 @@ def _tensors(file: IO[bytes]) -> dict[str, bytes]:
 
 
 def base_model_difference(
-    recorded: BaseModelRecord, folder: Path, lora: LoraSettings | None
+    recorded: BaseModelRecord, folder: Path, lora: LoraSettings | None, *, weights: bool = True
 ) -> str | None:
-    """The setting that does not fit, and why, in words that "; to …" can follow; None: all fit."""
+    """The setting that does not fit, and why, in words that "; to …" can follow; None: all fit.
+    `weights` False: where the checkpoint has all weights itself, those in the folder may be others.
+    """
     if recorded.lora is None and lora is not None:
         return "fsdp.lora: the checkpoints are of full weights, and no adapters can go on from them"
     if recorded.lora is not None and lora is None:
@@ -87,16 +100,22 @@ def base_model_difference(
     if recorded.lora is not None and lora is not None:
         for name in LoraSettings.model_fields:
             then, now = getattr(recorded.lora, name), getattr(lora, name)
-            if then != now:
+            if _in_any_order(then) != _in_any_order(now):
                 return (
                     f"fsdp.lora.{name} = {now!r}: the checkpoints hold adapters made with {then!r}"
                 )
+    if recorded.lora is None and not weights:
+        return None
     was = recorded.weights or _digest_elsewhere(recorded, folder)
     if was is None or was == weights_digest(folder):
         return None
     if recorded.path == str(folder):
         return f"model = {str(folder)!r}: the weights in it are others than those that were trained"
     return f"model = {str(folder)!r}: the checkpoints were trained from {recorded.path!r}"
+
+
+def _in_any_order(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list | tuple) else value
 
 
 def _digest_elsewhere(recorded: BaseModelRecord, folder: Path) -> str | None:

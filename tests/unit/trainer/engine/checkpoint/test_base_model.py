@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -77,6 +78,28 @@ def test_another_folder_is_named_with_the_former_one(folder: Path, tmp_path: Pat
     other = saved(tmp_path / "other", {"a": torch.ones(2)})
     problem = base_model_difference(BaseModelRecord.of(folder, None), other, None)
     assert problem == f"model = {str(other)!r}: the checkpoints were trained from {str(folder)!r}"
+
+
+def test_where_a_checkpoint_has_all_weights_the_folders_may_be_others(
+    folder: Path, tmp_path: Path
+) -> None:
+    other = saved(tmp_path / "other", {"a": torch.ones(2)})
+    full, lora = BaseModelRecord.of(folder, None), LoraSettings(targets=["q_proj", "v_proj"])
+    assert base_model_difference(full, other, None, weights=False) is None
+    adapters = BaseModelRecord.of(folder, lora)
+    assert base_model_difference(adapters, other, lora, weights=False) is not None
+    turned = LoraSettings(targets=["v_proj", "q_proj"])
+    assert base_model_difference(adapters, folder, turned) is None
+
+
+def test_files_beside_the_models_own_are_not_looked_at(folder: Path) -> None:
+    digest = weights_digest(folder)
+    for name in ("consolidated.safetensors", "model.fp16.safetensors"):
+        saved(folder, {"a": torch.ones(2)}, name)
+    assert weights_digest(folder) == digest
+    index = {"weight_map": {"a": "consolidated.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weights_digest(folder) != digest
 
 
 def test_what_an_earlier_version_recorded_is_compared_as_far_as_it_is_there(
