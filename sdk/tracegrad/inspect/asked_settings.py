@@ -1,5 +1,5 @@
 """What a request asked for that keeps its turn from being trained: which fields, and whether the
-proxy's `sampling = "free"` would mend it."""
+proxy's `sampling = "free"` would change that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tracegrad.chat.sampling_params import (
 from tracegrad.events import Turn
 from tracegrad.proxy.dialects.registry import call_of
 
-MEND = "Overrule it: start the proxy with TRACEGRAD_PROXY_SAMPLING=free."
+FREE_SAMPLING = "Overrule it: start the proxy with TRACEGRAD_PROXY_SAMPLING=free."
 
 
 # Reasons that a request's own settings give.

@@ -12,7 +12,7 @@ from tracegrad.cli.render.console import hanging, indented, rule
 from tracegrad.cli.render.format import format_number, format_ranges, one_line
 from tracegrad.cli.render.rollout import rollout_title
 from tracegrad.cli.render.rollout_list import short_id_width
-from tracegrad.inspect.asked_settings import MEND, AskedSettings, asked_settings
+from tracegrad.inspect.asked_settings import FREE_SAMPLING, AskedSettings, asked_settings
 from tracegrad.inspect.forks import (
     ForkFinding,
     FrameDifference,
@@ -81,7 +81,7 @@ def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
 
 def _asked_json(asked: AskedSettings | None) -> dict[str, Any]:
     found: dict[str, Any] = {"asked_for": [] if asked is None else asked.fields}
-    return found | {"fix": MEND} if asked is not None and asked.freed else found
+    return found | {"fix": FREE_SAMPLING} if asked is not None and asked.freed else found
 
 
 def _with_text(found: dict[str, Any], words: Any, reason: str | None) -> dict[str, Any]:
@@ -313,7 +313,7 @@ def _advice(
     if asked is not None:
         fields = one_line(", ".join(asked.fields))
         yield from indented(Text(f"The agent asked for: {fields}"), margin=margin, width=width)
-    fix = MEND if asked is not None and asked.freed else words.fix
+    fix = FREE_SAMPLING if asked is not None and asked.freed else words.fix
     if fix:
         yield from indented(Text(f"→ {fix}", style="dim"), margin=margin, width=width)
 
