@@ -127,7 +127,7 @@ class LlmCallEndpoint:
         if self._services.force_on_policy:
             call = replace(call, body=sampling_params.force_on_policy(call.body))
         if is_retry(headers) and (given := await self._recorded_turns(known)):
-            return await self._replay_recorded(call, given, send)
+            return await self._replay_recorded(call, given, scope, send)
         plan = await self._plan(call, owner)
         # A body in one piece cannot be split by version: where weights are pushed, the engine
         # streams to us what the client gets whole; but no stream has routed experts.
@@ -140,7 +140,7 @@ class LlmCallEndpoint:
         context = CallContext(call, owner, plan, engine_headers(caller), admission, known)
         try:
             if call.stream:
-                await self._stream(context, receive, send)
+                await self._stream(context, scope, receive, send)
                 return None
             answer = await self._complete(context, receive)
         except (ApiError, ClientDisconnected):
@@ -174,7 +174,7 @@ class LlmCallEndpoint:
         )
 
     async def _replay_recorded(
-        self, call: Call, turns: Sequence[Turn], send: Send
+        self, call: Call, turns: Sequence[Turn], scope: Scope, send: Send
     ) -> Response | None:
         """What was recorded for the same call: its client did not get it."""
         call = replace(call, turn_id=turns[0].turn_id)
@@ -186,7 +186,7 @@ class LlmCallEndpoint:
         said, ends = recorded_chunks(answer, call)
         out = [writer.begin(len(turns[0].prompt_token_ids)), *map(writer.chunk, said)]
         with StreamedResponse(
-            send, writer.content_type, writer.keepalive, self._services.keepalive_s
+            scope, send, writer.content_type, writer.keepalive, self._services.keepalive_s
         ) as response:
             await response.send(b"".join(out) + writer.end(ends), last=True)
         return None
@@ -215,13 +215,15 @@ class LlmCallEndpoint:
         await self._record(context, answer.completions)
         return answer.body
 
-    async def _stream(self, context: CallContext, receive: Receive, send: Send) -> None:
+    async def _stream(
+        self, context: CallContext, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """The answer chunk by chunk. Raises ApiError only while no stream has begun."""
         writer = self._dialect.writer(context.call)
         stream = EngineStream(context.call, context.admission.arrival_version)
         broken: ApiError | None = None
         with StreamedResponse(
-            send, writer.content_type, writer.keepalive, self._services.keepalive_s
+            scope, send, writer.content_type, writer.keepalive, self._services.keepalive_s
         ) as response:
             try:
                 async with (
@@ -229,7 +231,8 @@ class LlmCallEndpoint:
                     context.admission,
                     self._engine_response(context) as engine,
                 ):
-                    broken = await _relay(engine, stream, context.admission, writer, response)
+                    relay = _Relay(stream, context.admission, writer, response)
+                    broken = await relay.run(engine)
             except (ClientDisconnected, asyncio.CancelledError):
                 await self._record_partial(context, stream.completions())
                 raise
@@ -315,39 +318,72 @@ class LlmCallEndpoint:
 
 
 async def _collect(engine: UpstreamResponse, stream: EngineStream) -> EngineResponse:
-    async for data in engine.iter_any():
+    def consume(data: bytes) -> bool:
         stream.feed(data)
+        return False
+
+    async def drained() -> None:
+        raise AssertionError("nobody is behind")
+
+    await engine.deliver(consume, drained)
     if (broken := _broken_end(stream)) is not None:
         raise broken
     return EngineResponse(stream.assemble(), stream.completions())
 
 
-async def _relay(
-    engine: UpstreamResponse,
-    stream: EngineStream,
-    admission: Admission,
-    writer: StreamWriter,
-    response: StreamedResponse,
-) -> ApiError | None:
-    """Pass the engine's chunks on as they come. Returns what broke the stream, if anything did."""
-    begun = False
-    try:
-        async for data in engine.iter_any():
-            for part in (data,) if begun else sse.split_first_events(data):
-                if chunks := stream.feed(part):
-                    out = [] if begun else [writer.begin(stream.prompt_tokens)]
-                    begun = True
-                    out += [c if isinstance(c, bytes) else writer.chunk(c) for c in chunks]
-                    admission.blocked = True
-                    await response.send(b"".join(out))
-                    admission.blocked = False
-            if stream.error is not None:
-                break
-    except ApiError as error:
-        return error
-    if not begun:
-        await response.send(writer.begin(stream.prompt_tokens))
-    return _broken_end(stream)
+class _Relay:
+    """Passes the engine's chunks on to the client as they come."""
+
+    def __init__(
+        self,
+        stream: EngineStream,
+        admission: Admission,
+        writer: StreamWriter,
+        response: StreamedResponse,
+    ) -> None:
+        self._stream = stream
+        self._admission = admission
+        self._writer = writer
+        self._response = response
+        self._begun = False
+        self._first: list[bytes] = []  # what came with the first words, to be passed on after them
+
+    async def run(self, engine: UpstreamResponse) -> ApiError | None:
+        """Returns what broke the stream, if anything did."""
+        try:
+            await engine.deliver(self._consume, self._drained)
+        except ApiError as error:
+            if error is not self._stream.error:
+                return error
+        if not self._begun:
+            await self._response.send(self._writer.begin(self._stream.prompt_tokens))
+        return _broken_end(self._stream)
+
+    def _consume(self, data: bytes) -> bool:
+        if not self._begun:
+            self._first = list(sse.split_first_events(data))
+            data = self._first.pop(0)
+        return self._pass(data) or bool(self._first)
+
+    def _pass(self, data: bytes) -> bool:
+        """Whether the client is behind. Raises the stream's error."""
+        behind = False
+        if chunks := self._stream.feed(data):
+            out = [] if self._begun else [self._writer.begin(self._stream.prompt_tokens)]
+            self._begun = True
+            out += [c if isinstance(c, bytes) else self._writer.chunk(c) for c in chunks]
+            behind = self._response.write(b"".join(out))
+        if self._stream.error is not None:
+            raise self._stream.error
+        return behind
+
+    async def _drained(self) -> None:
+        self._admission.blocked = True
+        await self._response.drain()
+        self._admission.blocked = False
+        while self._first:
+            if self._pass(self._first.pop(0)):
+                await self._response.drain()
 
 
 def _broken_end(stream: EngineStream) -> ApiError | None:

@@ -37,8 +37,12 @@ class EngineStream:
         self._choices: dict[int, _Choice] = {}
         self._head: Json = {}
         self._usage: Json | None = None
-        # A client of chat completions gets the engine's own chunks.
-        self._verbatim = call.stream and call.dialect == "chat" and call.visible.reasoning
+        # A client of chat completions gets the engine's own chunks; who gets a whole answer gets
+        # none of them.
+        if call.stream:
+            self._verbatim = call.dialect == "chat" and call.visible.reasoning
+        else:
+            self._verbatim = call.path == CHAT_PATH and not call.visible.logprobs
         self._token_chunks: TokenChunkReader | None = None
         self._shown_prompt: orjson.Fragment | None = None  # as the engine wrote it
         self._pending_version = 0  # of what is pending in it
@@ -50,6 +54,8 @@ class EngineStream:
         """The chunks that the client may see now, or whole events where these are as the engine
         wrote them; nothing more once there is an `error`."""
         out: list[Json | bytes] = []
+        if self._token_chunks is not None and not (data := self._pass(data, out)):
+            return out
         for event in self._events.feed(data):
             payload = sse.event_data(event)
             if payload == sse.DONE:
@@ -91,9 +97,6 @@ class EngineStream:
         return sorted(self._choices)
 
     def _read(self, payload: bytes, out: list[Json | bytes]) -> ApiError | None:
-        if self._token_chunks is not None and (shown := self._pass(payload)) is not None:
-            out.append(sse.encode_event(shown))
-            return None
         self._settle()
         try:
             chunk = orjson.loads(payload) if self._head else self._first(payload)
@@ -107,19 +110,23 @@ class EngineStream:
             return UpstreamError("the engine sent a chunk that cannot be read")
         return read_error(code if isinstance(code, int) else 502, payload, {})
 
-    def _pass(self, payload: bytes) -> bytes | None:
-        """What the client may see of a chunk that needs no more than to be passed on."""
-        assert self._token_chunks is not None
+    def _pass(self, data: bytes, out: list[Json | bytes]) -> bytes:
+        """Passes on the events that need no more. Returns what is left of `data`."""
+        reader = self._token_chunks
+        assert reader is not None
+        if self._events.rest or self.error is not None:
+            return data
         version = self._stamp()
-        if version != self._pending_version or self._token_chunks.pending >= MOST_PENDING:
+        if version != self._pending_version or len(reader.token_ids) >= MOST_PENDING:
             self._settle()
             self._pending_version = version
-        return self._token_chunks.read(payload)
+        read = reader.read(data, out)
+        return data[read:] if read < len(data) else b""
 
     def _settle(self) -> None:
         """Record what was passed on."""
         reader = self._token_chunks
-        if reader is not None and reader.pending:
+        if reader is not None and reader.token_ids:
             self._choices[reader.index].add_run(reader.take(), self._pending_version)
 
     def _learn(self, payload: bytes) -> None:

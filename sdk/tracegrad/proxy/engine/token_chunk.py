@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 import orjson
 
 from tracegrad.chat.call import VisibleFields
+from tracegrad.events import Json
 
 # Chunks that are kept as bytes, at most.
 MOST_PENDING = 64
@@ -28,7 +29,7 @@ _ENTRY = rb'\{"token":%b,"logprob":(%b),"bytes":(?:\[[0-9,]*\]|null),"top_logpro
 )
 _REST = re.compile(
     rb'"(content|reasoning)":(%b)\},"logprobs":(\{"content":\[%b(?:,%b)*\]\})'
-    rb',"finish_reason":null(,"token_ids":\[([0-9]+(?:,[0-9]+)*)\])\}\]\}'
+    rb',"finish_reason":null(,"token_ids":\[([0-9]+(?:,[0-9]+)*)\])\}\]\}\n\n'
     % (_STRING, _ENTRY, _ENTRY)
 )
 # A key cannot stand inside a JSON string: its quotes would be escaped there.
@@ -51,9 +52,10 @@ class TokenChunkReader:
         self.index = index
         self._head = head
         self._shown = shown
+        self._shows_all = shown.ids and shown.logprobs
         self._content: list[bytes] = []  # JSON strings
         self._reasoning: list[bytes] = []
-        self._token_ids: list[bytes] = []
+        self.token_ids: list[bytes] = []  # one text a chunk that `take` has not given yet
         self._logprobs: list[bytes] = []
 
     @classmethod
@@ -70,50 +72,59 @@ class TokenChunkReader:
             return None
         if chunk.keys() & {"usage", "error", "prompt_token_ids"}:
             return None
-        return cls(head, choice["index"], shown)
+        return cls(b"data: " + head, choice["index"], shown)
 
-    @property
-    def pending(self) -> int:
-        """Chunks that `take` has not given yet."""
-        return len(self._token_ids)
-
-    def read(self, raw: bytes) -> bytes | None:
-        """What the client may see of the chunk. None for any other chunk: read it as JSON."""
-        if not raw.startswith(self._head):
-            return None
-        found = _REST.fullmatch(raw, len(self._head))
-        if found is None:
-            return None
-        try:
-            raw.decode()
-        except UnicodeDecodeError:
-            return None
-        kind, text, logprobs, first, other, tokens, ids = found.groups()
-        values = [first] if other is None else _LOGPROB.findall(logprobs)
-        if len(values) != ids.count(b",") + 1:
-            return None  # chunks are joined: one without a value would shift those behind it
-        (self._content if kind == b"content" else self._reasoning).append(text)
-        self._token_ids.append(ids)
-        self._logprobs += values
-        if self._shown.ids and self._shown.logprobs:
-            return raw
-        return b'%b},"logprobs":%b,"finish_reason":null%b}]}' % (
-            raw[: found.end(2)],
-            logprobs if self._shown.logprobs else b"null",
-            tokens if self._shown.ids else b"",
-        )
+    def read(self, data: bytes, out: list[Json | bytes]) -> int:
+        """Reads the events that `data` begins with as far as they are such chunks: `out` gets what
+        the client may see of them. Returns their bytes; what follows is to be read as JSON."""
+        at = 0
+        while data.startswith(self._head, at):
+            found = _REST.match(data, at + len(self._head))
+            if found is None or not _is_utf8(found):
+                break
+            kind, text, logprobs, first, other, tokens, ids = found.groups()
+            values = (first,) if other is None else _LOGPROB.findall(logprobs)
+            if len(values) != ids.count(b",") + 1:
+                break  # chunks are joined: one without a value would shift those behind it
+            (self._content if kind == b"content" else self._reasoning).append(text)
+            self.token_ids.append(ids)
+            self._logprobs += values
+            if not self._shows_all:
+                out.append(
+                    b'%b},"logprobs":%b,"finish_reason":null%b}]}\n\n'
+                    % (
+                        data[at : found.end(2)],
+                        logprobs if self._shown.logprobs else b"null",
+                        tokens if self._shown.ids else b"",
+                    )
+                )
+            at = found.end()
+        if self._shows_all and at:
+            out.append(data if at == len(data) else data[:at])
+        return at
 
     def take(self) -> TokenRun:
         """All that is pending."""
         run = TokenRun(
             _joined(self._content),
             _joined(self._reasoning),
-            orjson.loads(b"[%b]" % b",".join(self._token_ids)),
+            orjson.loads(b"[%b]" % b",".join(self.token_ids)),
             [float(each) for each in self._logprobs],
         )
-        for pending in (self._content, self._reasoning, self._token_ids, self._logprobs):
+        for pending in (self._content, self._reasoning, self.token_ids, self._logprobs):
             pending.clear()
         return run
+
+
+def _is_utf8(found: re.Match[bytes]) -> bool:
+    text = found[0]
+    if text.isascii():
+        return True
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _joined(texts: list[bytes]) -> str:

@@ -13,14 +13,15 @@ import asyncio
 import gc
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from http import HTTPStatus
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import orjson
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tracegrad.proxy.http.errors import RETRY_AFTER
 from tracegrad.proxy.http.limits import SPARE_CONNECTIONS, ConnectionLimits
@@ -32,6 +33,12 @@ SHUTDOWN_S = 5
 # After a refusal the client's remaining bytes are read and dropped for so long: a connection
 # closed over unread bytes is reset, and the client would lose the answer too.
 LINGER_S = 2.0
+
+# Where a request's scope has its `WriteChunk`: writes a piece of a streamed body at once, and says
+# whether the client is behind. None: it cannot yet, or no more; what is sent the ordinary way waits
+# for its turn. ASGI's `send` is a coroutine a token in each of several layers.
+WRITE_CHUNK = "tracegrad.write_chunk"
+WriteChunk = Callable[[bytes], bool | None]
 
 _upgrade = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 
@@ -148,7 +155,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(431, self._too_large())
         else:
             super().on_headers_complete()
-            self.cycle.transport = HeadCoalescingTransport(self.transport)  # type: ignore[assignment]
+            self.cycle.transport = CoalescingTransport(self.transport, self.loop)  # type: ignore[assignment]
+            scope = cast(dict[str, Any], self.cycle.scope)
+            scope[WRITE_CHUNK] = partial(self._write_chunk, self.cycle)
             self._stage = _BODY
             self._wordless = 0
             self._due = self.loop.time() + self.limits.body_s
@@ -227,6 +236,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     # What goes out
 
+    def _write_chunk(self, cycle: RequestResponseCycle, data: bytes) -> bool | None:
+        if not cycle.chunked_encoding or cycle.response_complete or self.flow.write_paused:
+            return None
+        if data and not cycle.disconnected:
+            cycle.transport.write_soon(b"%x\r\n%b\r\n" % (len(data), data))  # type: ignore[attr-defined]
+        return self.flow.write_paused
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._watch_sending()
@@ -271,29 +287,46 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._watch_sending()
 
 
-class HeadCoalescingTransport:
+class CoalescingTransport:
     """A transport that writes the head of an answer with the first of its body.
 
     uvicorn writes them one after the other, at the price of two system calls and of waking the
     client twice.
     """
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
+        self._loop = loop
         self._head: bytes | None = None  # empty when it is written
+        self._soon: list[bytes] = []
 
     def write(self, data: bytes) -> None:
         if self._head is None and not data.startswith(_CONTINUE):
             self._head = data
             return
-        self._transport.write(self._head + data if self._head else data)
-        if self._head:
-            self._head = b""
+        if self._head or self._soon:
+            data = b"".join((self._head or b"", *self._take(), data))
+        self._transport.write(data)
+
+    def write_soon(self, data: bytes) -> None:
+        """Write `data` when the loop has read what has come from all connections.
+
+        An engine that batches sends a token of each stream at once. A client process that waits
+        for several would be woken by each that is passed on before the next one is read.
+        """
+        if not self._soon:
+            self._loop.call_soon(self.flush)
+        self._soon.append(data)
 
     def flush(self) -> None:
+        if self._head or self._soon:
+            self._transport.write(b"".join((self._head or b"", *self._take())))
+
+    def _take(self) -> list[bytes]:
         if self._head:
-            self._transport.write(self._head)
             self._head = b""
+        taken, self._soon = self._soon, []
+        return taken
 
     def close(self) -> None:
         self.flush()

@@ -12,17 +12,17 @@ class EventBuffer:
     """Splits bytes, however they were cut, into whole events."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self.rest = b""  # the beginning of an event, which waits for its end
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that `data` completes, each without the empty line that ends it."""
-        if not self._rest and data.find(b"\n") == len(data) - 2 and data.endswith(b"\n"):
+        if not self.rest and data.find(b"\n") == len(data) - 2 and data.endswith(b"\n"):
             return [data[:-2]]  # one, as most come: the search for two line ends is slow
-        whole = self._rest + data if self._rest else data
+        whole = self.rest + data if self.rest else data
         if b"\r" in whole:  # some servers end their lines so; JSON has no raw line ends
             whole = whole.replace(b"\r\n", b"\n")
         events = whole.split(b"\n\n")
-        self._rest = events.pop()
+        self.rest = events.pop()
         return events
 
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from starlette.types import Send
+from starlette.types import Scope, Send
+
+from tracegrad.proxy.http.protocol import WRITE_CHUNK, WriteChunk
 
 
 class StreamedResponse:
@@ -18,9 +20,16 @@ class StreamedResponse:
     """
 
     def __init__(
-        self, send: Send, content_type: str, keepalive: Callable[[], bytes], every_s: float
+        self,
+        scope: Scope,
+        send: Send,
+        content_type: str,
+        keepalive: Callable[[], bytes],
+        every_s: float,
     ) -> None:
         self._send = send
+        # Under another server than ours there is none, and all goes through `send`.
+        self._write_chunk: WriteChunk | None = scope.get(WRITE_CHUNK)
         self._content_type = content_type
         self._keepalive = keepalive
         self._every_s = every_s
@@ -28,6 +37,7 @@ class StreamedResponse:
         self._spoke_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._filler: asyncio.Task[None] | None = None
+        self._unsent: list[bytes] = []
         self.begun = False
 
     def __enter__(self) -> Self:
@@ -44,6 +54,22 @@ class StreamedResponse:
         self._timer.cancel()
         if self._filler is not None:
             self._filler.cancel()
+
+    def write(self, data: bytes) -> bool:
+        """Send `data` without waiting. True: `drain` before more is written."""
+        self._spoke_at = self._loop.time()
+        if self._write_chunk is not None and not self._unsent:
+            behind = self._write_chunk(data)
+            if behind is not None:
+                return behind
+        self._unsent.append(data)
+        return True
+
+    async def drain(self) -> None:
+        """Until the client has taken what was written, or most of it."""
+        unsent, self._unsent = b"".join(self._unsent), []
+        if unsent or self.begun:
+            await self.send(unsent)
 
     async def send(self, data: bytes, *, last: bool = False) -> None:
         """Send `data` now; `last` ends the response."""

@@ -137,7 +137,7 @@ def test_few_chunks_are_kept_unread() -> None:
         # The one after the first is read as JSON no more: it is passed on.
         assert isinstance(event, bytes)
         assert stream._token_chunks is not None
-        most = max(most, stream._token_chunks.pending)
+        most = max(most, len(stream._token_chunks.token_ids))
     assert most == MOST_PENDING
     [reply] = stream.completions()
     assert reply.token_ids.tolist() == list(range(many))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -130,9 +131,44 @@ class Transport:
         self.closed = True
 
 
+class Loop:
+    def __init__(self) -> None:
+        self.soon: list[Callable[[], None]] = []
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        self.soon.append(callback)
+
+    def turn(self) -> None:
+        due, self.soon = self.soon, []
+        for callback in due:
+            callback()
+
+
+def a_transport(transport: Transport, loop: Loop | None = None) -> protocol.CoalescingTransport:
+    return protocol.CoalescingTransport(transport, loop or Loop())  # type: ignore[arg-type]
+
+
+def test_pieces_of_one_turn_of_the_loop_leave_together_and_in_order() -> None:
+    transport, loop = Transport(), Loop()
+    together = a_transport(transport, loop)
+    together.write(b"head ")
+    together.write_soon(b"one ")
+    together.write_soon(b"two ")
+    assert transport.written == []
+    loop.turn()
+    assert transport.written == [b"head one two "]
+    together.write_soon(b"three ")
+    together.write(b"at once ")
+    loop.turn()
+    together.write_soon(b"last")
+    together.close()
+    loop.turn()
+    assert transport.written == [b"head one two ", b"three at once ", b"last"]
+
+
 def test_an_answers_head_leaves_with_its_body() -> None:
     transport = Transport()
-    together = protocol.HeadCoalescingTransport(transport)  # type: ignore[arg-type]
+    together = a_transport(transport)
     together.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     together.write(b"HTTP/1.1 200 OK\r\n\r\n")
     together.write(b"HTTP/1.1 is a protocol")
@@ -148,7 +184,7 @@ def test_an_answers_head_leaves_with_its_body() -> None:
 @pytest.mark.parametrize("end", ["flush", "close"])
 def test_an_answer_without_a_body_has_its_head(end: str) -> None:
     transport = Transport()
-    together = protocol.HeadCoalescingTransport(transport)  # type: ignore[arg-type]
+    together = a_transport(transport)
     together.write(b"HTTP/1.1 204 No Content\r\n\r\n")
     getattr(together, end)()
     together.flush()

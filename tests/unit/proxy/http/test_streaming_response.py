@@ -87,13 +87,29 @@ def test_a_quick_refusal_keeps_its_status_and_says_when_to_come_back(rig: ProxyW
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
 
 
+async def test_under_another_server_what_is_written_goes_out_when_it_is_drained() -> None:
+    sent: list[dict[str, object]] = []
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    with StreamedResponse({}, send, "text/plain", lambda: b"filler", 60) as line:
+        await line.drain()
+        assert sent == [], "nothing was said, so nothing is begun"
+        assert line.write(b"one ")
+        assert line.write(b"two")
+        await line.drain()
+        await line.send(b"end", last=True)
+    assert [message.get("body") for message in sent] == [None, b"one two", b"end"]
+
+
 async def test_a_line_that_speaks_is_not_filled() -> None:
     sent: list[bytes] = []
 
     async def send(message: dict[str, object]) -> None:
         sent.append(message.get("body", b""))
 
-    with StreamedResponse(send, "text/plain", lambda: b"filler", 0.1) as line:
+    with StreamedResponse({}, send, "text/plain", lambda: b"filler", 0.1) as line:
         for _ in range(12):
             await asyncio.sleep(0.02)
             await line.send(b"word")

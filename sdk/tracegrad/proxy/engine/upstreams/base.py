@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,20 +43,46 @@ class QueueLimits:
     max_wait_s: float = 300.0
 
 
+Consume = Callable[[bytes], bool]
+Drained = Callable[[], Awaitable[None]]
+
+
+class Body(Protocol):
+    """The bytes of an answer as they arrive, never empty."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+    async def deliver(self, consume: Consume, drained: Drained) -> None: ...
+
+
+class IteratedBody:
+    """A body of an iterator's pieces."""
+
+    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
+        self._pieces = pieces
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._pieces
+
+    async def deliver(self, consume: Consume, drained: Drained) -> None:
+        """As `UpstreamResponse.deliver`."""
+        async for piece in self._pieces:
+            if consume(piece):
+                await drained()
+
+
 class UpstreamResponse:
-    """An answer that is coming in, its first bytes here already; to be read once, either way.
+    """An answer that is coming in, its first bytes here already; to be read once, one way or
+    another.
 
     Reading raises ApiError: 502 when the answer breaks off, 504 when it stops coming.
     """
 
-    __slots__ = ("_chunks", "headers", "status")
+    __slots__ = ("_body", "headers", "status")
 
-    def __init__(
-        self, status: int, headers: Mapping[str, str], chunks: AsyncIterator[bytes]
-    ) -> None:
+    def __init__(self, status: int, headers: Mapping[str, str], body: Body) -> None:
         self.status = status
         self.headers = headers
-        self._chunks = chunks
+        self._body = body
 
     @property
     def content(self) -> UpstreamResponse:
@@ -65,10 +91,16 @@ class UpstreamResponse:
 
     def iter_any(self) -> AsyncIterator[bytes]:
         """The bytes as they arrive, never empty."""
-        return self._chunks
+        return aiter(self._body)
 
     async def read(self) -> bytes:
-        return b"".join([chunk async for chunk in self._chunks])
+        return b"".join([piece async for piece in self._body])
+
+    async def deliver(self, consume: Consume, drained: Drained) -> None:
+        """Call `consume` with the bytes as they arrive, to the end, without waking this task for
+        each piece. Where it returns True it gets nothing more before `drained()` has returned.
+        What `consume` raises ends it and is raised here. It may run outside of this task."""
+        await self._body.deliver(consume, drained)
 
 
 class Upstream(Protocol):

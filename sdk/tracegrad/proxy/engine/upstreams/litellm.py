@@ -25,6 +25,7 @@ from tracegrad.proxy.engine.upstreams.base import (
     MODELS_PATH,
     TEXT_ONLY,
     Capabilities,
+    IteratedBody,
     UpstreamResponse,
     UpstreamTimeouts,
 )
@@ -115,7 +116,7 @@ class LiteLLMUpstream:
             return
         events = self._events(said)
         try:
-            yield UpstreamResponse(200, {"content-type": "text/event-stream"}, events)
+            yield UpstreamResponse(200, {"content-type": "text/event-stream"}, IteratedBody(events))
         finally:
             await events.aclose()
             await _hang_up(said)
@@ -203,7 +204,7 @@ def _incoming(answer: bytes) -> UpstreamResponse:
     async def once() -> AsyncIterator[bytes]:
         yield answer
 
-    return UpstreamResponse(200, {"content-type": "application/json"}, once())
+    return UpstreamResponse(200, {"content-type": "application/json"}, IteratedBody(once()))
 
 
 async def _hang_up(stream: Any) -> None:

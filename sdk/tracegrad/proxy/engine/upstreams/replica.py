@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache
-from typing import Self
 
 import aiohttp
 import orjson
 from yarl import URL
 
 from tracegrad.proxy.engine.upstreams.base import UpstreamResponse
+from tracegrad.proxy.engine.upstreams.response_body import ResponseBody
 from tracegrad.proxy.http.errors import ApiError, UpstreamError
 from tracegrad.proxy.shared_counts import SharedCount
 from tracegrad.urls import http_base, unix_socket
@@ -127,21 +127,9 @@ class Replica:
             response.close()
             self.mark_down("its engine process died")
             raise ReplicaDropped("its engine process died")
-        return response, UpstreamResponse(
-            response.status, response.headers, self._rest(response, first)
-        )
-
-    async def _rest(self, response: aiohttp.ClientResponse, chunk: bytes) -> AsyncIterator[bytes]:
-        read = response.content.readany
-        with _SilenceTimer(response, self._session.timeout.sock_read) as silence:
-            while chunk:
-                yield chunk
-                silence.begin()
-                try:
-                    chunk = await read()
-                except (aiohttp.ClientError, TimeoutError) as error:
-                    raise self._broken_off(error) from error
-                silence.end()
+        silence_s = self._session.timeout.sock_read
+        coming = ResponseBody(response, first, silence_s=silence_s, broken_off=self._broken_off)
+        return response, UpstreamResponse(response.status, response.headers, coming)
 
     def _meaning(self, error: Exception) -> Exception:
         """What an error before the first byte of an answer comes down to."""
@@ -197,46 +185,6 @@ class Replica:
         except Exception:
             log.exception("whether %s may have calls again is unknown", self.url)
             return False
-
-
-class _SilenceTimer:
-    """Breaks off an answer of which nothing comes for `limit_s` while it is waited for.
-
-    aiohttp's own `sock_read` cancels a timer and makes another with everything that comes, once a
-    token: this is one timer for all of it. Until the next bytes come aiohttp's last one runs on.
-    """
-
-    def __init__(self, response: aiohttp.ClientResponse, limit_s: float | None) -> None:
-        self._content = response.content
-        self._limit_s = limit_s
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._since: float | None = None
-        connection = response.connection  # None where the answer is here already
-        if limit_s and connection is not None and connection.protocol is not None:
-            connection.protocol.read_timeout = None  # for this answer alone
-            self._timer = self._loop.call_later(limit_s, self._look)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def begin(self) -> None:
-        self._since = self._loop.time()
-
-    def end(self) -> None:
-        self._since = None
-
-    def _look(self) -> None:
-        assert self._limit_s is not None
-        silent_s = 0.0 if self._since is None else self._loop.time() - self._since
-        if silent_s >= self._limit_s:
-            self._content.set_exception(aiohttp.SocketTimeoutError())
-        else:
-            self._timer = self._loop.call_later(self._limit_s - silent_s, self._look)
 
 
 def _says_engine_died(status: int, first: bytes) -> bool:

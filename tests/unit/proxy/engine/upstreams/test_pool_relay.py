@@ -10,6 +10,7 @@ from support.engines.raw_http_engine import RawHttpEngine, ReceivedRequest, Serv
 from support.proxy.upstream_pool import CHAT, JSON, Pool, ask, until
 from tracegrad.proxy.engine.upstreams import UpstreamPool
 from tracegrad.proxy.engine.upstreams.base import TEXT_ONLY, VLLM
+from tracegrad.proxy.http.errors import ApiError
 
 
 async def test_request_and_answer_go_through_as_they_are(
@@ -75,6 +76,131 @@ async def test_a_stream_is_passed_on_piece_by_piece(
             seen.append(data)
             taken.set()
     assert seen == [b"one", b"two"]
+
+
+async def test_a_stream_is_delivered_piece_by_piece(
+    engines: list[RawHttpEngine], pool: Pool
+) -> None:
+    """And the connection serves the next call: it is as it was."""
+    taken: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
+        await line.begin()
+        for piece in (b"one", b"two", b"three"):
+            await line.piece(piece)
+            assert await taken.get() == piece
+        await line.end()
+
+    async def never() -> None:
+        raise AssertionError("nobody is behind")
+
+    engines[0].behave = behave
+    mine = pool()
+    for _ in range(3):
+        async with mine.request("POST", CHAT, body=b"{}", headers=JSON) as answer:
+            await answer.deliver(lambda data: taken.put_nowait(data) is not None, never)
+    assert engines[0].open == 1
+
+
+async def test_who_is_behind_gets_nothing_until_it_has_caught_up(
+    engines: list[RawHttpEngine], pool: Pool
+) -> None:
+    said = [b"%d," % number for number in range(40)]
+    seen: list[bytes] = []
+    behind = False
+
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
+        await line.begin()
+        for piece in said:
+            await line.piece(piece)
+            await asyncio.sleep(0)
+        await line.end()
+
+    def consume(data: bytes) -> bool:
+        nonlocal behind
+        assert not behind
+        seen.append(data)
+        behind = len(seen) % 3 != 0
+        return behind
+
+    async def drained() -> None:
+        nonlocal behind
+        await asyncio.sleep(0.002)
+        behind = False
+
+    engines[0].behave = behave
+    async with pool().request("POST", CHAT, body=b"{}", headers=JSON) as answer:
+        await answer.deliver(consume, drained)
+    assert b"".join(seen) == b"".join(said)
+
+
+async def test_what_a_consumer_raises_ends_the_delivery(
+    engines: list[RawHttpEngine], pool: Pool
+) -> None:
+    seen: list[bytes] = []
+
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
+        await line.begin()
+        for number in range(5):
+            await line.piece(b"%d" % number)
+            await asyncio.sleep(0.01)
+        await asyncio.Event().wait()
+
+    def consume(data: bytes) -> bool:
+        seen.append(data)
+        if len(seen) == 3:
+            raise ApiError(502, "enough", kind="test")
+        return False
+
+    engines[0].behave = behave
+    with pytest.raises(ApiError, match="enough"):
+        async with pool().request("POST", CHAT, body=b"{}", headers=JSON) as answer:
+            await answer.deliver(consume, asyncio.Event().wait)  # type: ignore[arg-type]
+    await until(lambda: engines[0].open == 0)
+    assert len(seen) == 3
+
+
+async def test_who_leaves_a_delivery_hangs_up(engines: list[RawHttpEngine], pool: Pool) -> None:
+    begun = asyncio.Event()
+
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
+        await line.begin()
+        await line.piece(b"one")
+        await asyncio.Event().wait()
+
+    async def deliver() -> None:
+        async with mine.request("POST", CHAT, body=b"{}", headers=JSON) as answer:
+            await answer.deliver(lambda _: begun.set() is not None, begun.wait)  # type: ignore[arg-type]
+
+    engines[0].behave = behave
+    mine = pool()
+    task = asyncio.create_task(deliver())
+    await begun.wait()
+    task.cancel()
+    await until(lambda: engines[0].open == 0)
+    assert mine.state()["servers"] == [{"url": engines[0].url, "up": True, "in_flight": 0}]
+
+
+@pytest.mark.parametrize("ends", ["close", "reset"])
+async def test_a_delivery_that_breaks_off_is_a_502(
+    engines: list[RawHttpEngine], pool: Pool, ends: str
+) -> None:
+    seen: list[bytes] = []
+
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
+        await line.begin()
+        await line.piece(b"0")
+        await until(lambda: bool(seen))
+        await line.piece(b"12")
+        await until(lambda: len(seen) > 1)
+        getattr(line, ends)()
+
+    engines[0].behave = behave
+    with pytest.raises(ApiError, match="broke off its answer") as caught:
+        async with pool().request("POST", CHAT, body=b"{}", headers=JSON) as answer:
+            await answer.deliver(lambda data: seen.append(data) is not None, asyncio.Event().wait)  # type: ignore[arg-type]
+    assert caught.value.status == 502
+    assert b"".join(seen) == b"012"
 
 
 async def test_who_leaves_early_hangs_up(engines: list[RawHttpEngine], pool: Pool) -> None:

@@ -46,6 +46,14 @@ async def test_a_stream_that_falls_silent_is_a_504(
     assert caught.value.status == 504
     await until(lambda: engines[0].open == 0)
 
+    seen: list[bytes] = []
+    async with mine.request("POST", CHAT, body=b"{}", headers=JSON) as answer:
+        with pytest.raises(ApiError, match="sent nothing for") as caught:
+            await answer.deliver(lambda data: seen.append(data) is not None, asyncio.Event().wait)  # type: ignore[arg-type]
+    assert caught.value.status == 504
+    assert b"".join(seen) == b"one" * 6
+    await until(lambda: engines[0].open == 0)
+
 
 async def test_a_server_that_does_not_accept_is_as_good_as_dead() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as stack:
