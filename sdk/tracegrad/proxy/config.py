@@ -205,7 +205,7 @@ class ProxySettings(FileSettings):
         ge=1,
         description="memory for all request bodies in flight, as received and as objects, in MiB;"
         " half of it for one key, or one address where no key is asked for. A body that finds no"
-        " room in two seconds gets a 503",
+        " room in ten seconds gets a 503",
     )
     max_head_kib: int = Field(
         64, ge=1, le=1024, description="request line and headers together, in KiB"

@@ -29,8 +29,8 @@ from tracegrad.proxy.http.request import read_body
 
 # Seconds that a body waits for memory, and how many wait at a time; the server's buffers hold some
 # 300 KiB of each meanwhile.
-WAIT_S = 2.0
-WAITING = 128
+WAIT_S = 10.0
+WAITING = 1024
 # Events are read by one after the other on the event loop: a tenth of what others may hold.
 _API_SHARE = 10
 # Spans are no JSON, or packed: their route unpacks and counts itself.
