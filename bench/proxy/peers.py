@@ -9,7 +9,8 @@ from pathlib import Path
 
 from bench.pages import ROOT
 from bench.proxy.calls import MODEL
-from bench.proxy.servers import Server, free_port, python
+from bench.proxy.servers import Server, python
+from tracegrad_trainer.utils.network import find_free_port
 
 DIRECT = "direct"
 PLAIN = "pass-through"
@@ -52,20 +53,20 @@ _LITELLM_ENVIRONMENT = {
 
 def engine(folder: Path) -> Server:
     """The mock engine, which is also what `direct` calls."""
-    port = free_port()
+    port = find_free_port()
     command = python("bench.proxy.engine", "--port", str(port))
     return Server(DIRECT, command, port=port, folder=folder, environment=_our_path())
 
 
 def pass_through(folder: Path, upstream: str) -> Server:
-    port = free_port()
+    port = find_free_port()
     command = python("bench.proxy.passthrough", "--port", str(port), "--upstream", upstream)
     return Server(PLAIN, command, port=port, folder=folder, environment=_our_path())
 
 
 def tracegrad(folder: Path, upstream: str, *, workers: int = 1) -> Server:
     """As users start it; its store is `store.db` in `folder`, that of two workers another."""
-    port = free_port()
+    port = find_free_port()
     name = OURS if workers == 1 else OURS_TWO
     store = store_path(folder) if workers == 1 else folder / f"store-{workers}.db"
     command = python(
@@ -81,7 +82,7 @@ def store_path(folder: Path) -> Path:
 
 
 def litellm(folder: Path, upstream: str, *, workers: int = 1) -> Server:
-    port = free_port()
+    port = find_free_port()
     name = LITELLM if workers == 1 else LITELLM_TWO
     config = folder / "litellm.yaml"
     config.write_text(_LITELLM_CONFIG.format(model=MODEL, url=upstream))

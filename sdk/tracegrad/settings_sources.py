@@ -6,6 +6,7 @@ KeyError where the file has not the table, and does not name a file that is no T
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasChoices, BaseModel, ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
 SETTINGS_FILE = Path("tracegrad.toml")
@@ -101,6 +102,27 @@ def unknown_settings(
         for name in _names(values, tables)
         if name not in known
     }
+
+
+def unknown_variables(
+    settings: type[BaseSettings], environ: Mapping[str, str] = os.environ
+) -> Iterator[str]:
+    """A line for each variable of the environment that has the prefix of these settings and names
+    none of them. They are passed over, and not refused: a variable of another version, or one that
+    is meant for another program, must not keep this one from starting."""
+    prefix = str(settings.model_config.get("env_prefix", ""))
+    known: set[str] = set()
+    for name, field in settings.model_fields.items():
+        alias = field.validation_alias
+        others = alias.choices if isinstance(alias, AliasChoices) else [alias]
+        known |= {f"{prefix}{name.upper()}", *(str(other).upper() for other in others if other)}
+    for variable in sorted(environ):
+        top = variable.upper().partition("__")[0]
+        if variable.upper().startswith(prefix) and top not in known:
+            own = f"TRACEGRAD_{top.removeprefix(prefix)}"
+            close = [own] if own in known else get_close_matches(top, known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            yield f"{variable}: there is no such setting{meant}"
 
 
 def _names(values: Mapping[str, Any], tables: set[str], table: str = "") -> Iterator[str]:

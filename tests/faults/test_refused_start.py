@@ -87,7 +87,7 @@ def test_a_folder_in_use(char_model: Path, tmp_path: Path) -> None:
         ("proxy.port=0", ["proxy.port"]),
         ("objective.preset=best", ["objective", "unknown preset 'best'"]),
         ("batches.max_row_tokens=99999", ["batches", "tokens_per_micro_batch"]),
-        ("model=/nowhere", ["model", "/nowhere has no config.json"]),
+        ("model=/nowhere", ["model", "/nowhere: there is no such folder"]),
         ("proxy", ["write it as table.name=value"]),
     ],
 )

@@ -179,8 +179,10 @@ def _settings(flags: dict[str, object]) -> ProxySettings:
     from pydantic import ValidationError
 
     from tracegrad.proxy.config import ProxySettings
-    from tracegrad.settings_sources import problems
+    from tracegrad.settings_sources import problems, unknown_variables
 
+    for line in unknown_variables(ProxySettings):
+        print(f"tracegrad proxy: {line}", file=sys.stderr)
     try:
         return ProxySettings(**flags)  # type: ignore[arg-type]
     except ValidationError as error:

@@ -6,7 +6,6 @@ import atexit
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import httpx
 
 from support.system.module_environment import environment
+from tracegrad_trainer.utils.network import find_free_port
 
 _START_S = 60.0
 
@@ -25,8 +25,7 @@ class ProxyProcess:
 
     def __init__(self, upstream: str, store_url: str, log: Path, **settings: object) -> None:
         """`settings` are the proxy's, by their names."""
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port: int = listener.getsockname()[1]
+        self.port = find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self._command = ["proxy", f"--port={self.port}", f"--upstream={upstream}"]

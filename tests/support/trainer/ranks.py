@@ -8,7 +8,6 @@ of its own; the environment is that of torchrun.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from support.system.module_environment import environment
+from tracegrad_trainer.utils.network import find_free_port
 
 _PRELOADED = ("support.trainer.layout_ranks", "support.trainer.lora_ranks")
 _TIMEOUT_S = 240
@@ -49,7 +49,7 @@ def run_on_ranks(job: Callable[..., None], ranks: int, *arguments: Any) -> None:
     Raises:
         RuntimeError: a rank failed, with what it wrote; the others are ended.
     """
-    port = _free_port()
+    port = find_free_port()
     with TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank-{rank}" for rank in range(ranks)]
         started = [
@@ -78,7 +78,7 @@ def run_program(main: Callable[[list[str]], int], arguments: Sequence[str]) -> t
     """A rank's program, alone, as torchrun starts it -> its exit code, and what it wrote."""
     with TemporaryDirectory() as folder:
         log = Path(folder) / "rank-0"
-        asked = (_exit_with, (main, [*arguments]), 0, 1, _free_port(), str(log))
+        asked = (_exit_with, (main, [*arguments]), 0, 1, find_free_port(), str(log))
         process = _server().Process(target=_rank, args=asked)
         process.start()
         process.join(_TIMEOUT_S)
@@ -90,12 +90,6 @@ def run_program(main: Callable[[list[str]], int], arguments: Sequence[str]) -> t
 
 def _exit_with(main: Callable[[list[str]], int], arguments: list[str]) -> None:
     sys.exit(main(arguments))
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 def _rank(

@@ -77,6 +77,24 @@ def test_a_misspelt_setting_of_the_file_names_the_one_that_was_meant(tmp_path: P
     assert err == wanted
 
 
+def test_a_misspelt_variable_is_named_and_does_not_keep_it_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name in ("UPSTREEM", "API_KEY", "ZZZZZZ", "MODEL", "STORE"):
+            monkeypatch.setenv(f"TRACEGRAD_PROXY_{name}", "sqlite:///x.db")
+        lines = refused(tmp_path, "--port", str(port)).splitlines()
+    said = "tracegrad proxy: TRACEGRAD_PROXY_{}: there is no such setting"
+    assert lines[:3] == [
+        said.format("API_KEY") + "; did you mean TRACEGRAD_API_KEY?",
+        said.format("UPSTREEM") + "; did you mean TRACEGRAD_PROXY_UPSTREAM?",
+        said.format("ZZZZZZ"),
+    ]
+    [rest] = lines[3:]
+    assert "in use" in rest, "it went on"
+
+
 def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

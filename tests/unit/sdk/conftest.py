@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import random
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 from support.sdk.fake_proxy import FakeProxy, serve
 from tracegrad import exporter, telemetry
 from tracegrad.exporter import EventExporter
+from tracegrad_trainer.utils.network import find_free_port
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +40,6 @@ def proxy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeProxy
 
 @pytest.fixture
 def free_port() -> int:
-    """A port that nobody listens on, below those that the system hands out to clients.
-
-    One of the latter may be handed to the very client that calls it, which then talks to itself.
-    """
-    for port in random.sample(range(20_000, 30_000), 100):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
-    raise AssertionError("no free port among a hundred")
+    """A port that nobody listens on, and none of those that the system hands out to clients: one of
+    them may be handed to the very client that calls it, which then talks to itself."""
+    return find_free_port()

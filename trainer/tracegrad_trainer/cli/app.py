@@ -244,15 +244,16 @@ def sft(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
 ) -> None:
     """Learn from stored traces: no agents, no vLLM. The store stays as it is."""
-    from tracegrad_trainer.config.trainer import load_settings
     from tracegrad_trainer.sft import run as sft_command
-    from tracegrad_trainer.sft.config import load_sft_settings
+    from tracegrad_trainer.sft.config import check_settings_used, load_sft_settings
 
     named = {"optim.lr": lr, "proxy.store": store, "objective.preset": preset}
     flags = _flags(sets, model=model, state_dir=state_dir, ranks=ranks, seed=seed, **named)
+    trainer = _settings(config, flags, "sft")
     try:
+        check_settings_used(sets or [])
         settings = load_sft_settings(
-            load_settings(config, flags),
+            trainer,
             which,
             preset=preset,
             epochs=epochs,
@@ -278,8 +279,12 @@ def _flags(sets: list[str] | None, **named: object) -> list[str]:
 
 
 def _settings(config: Path | None, sets: list[str], command: str = "serve") -> TrainerSettings:
-    from tracegrad_trainer.config.trainer import load_settings
+    from tracegrad.proxy.config import ProxySettings
+    from tracegrad.settings_sources import unknown_variables
+    from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
 
+    for line in (*unknown_variables(TrainerSettings), *unknown_variables(ProxySettings)):
+        print(f"trainer {command}: {line}", file=sys.stderr)
     try:
         return load_settings(config, sets)
     except ValueError as error:

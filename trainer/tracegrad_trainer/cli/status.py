@@ -51,6 +51,9 @@ class RunStatus:
         return asdict(self)
 
 
+_STAGES = {"trainer step": "stepping"}
+
+
 def collect_status(
     store: Store, state_dir: Path, *, resolved: Json | None = None, steps: int = 10
 ) -> RunStatus:
@@ -61,9 +64,11 @@ def collect_status(
     ranks = read_state(state_dir, "ranks") or {}
     last = next(iter(read_runs(state_dir)[::-1]), None)
     serving = bool(serve.get("alive")) and serve.get("stage") != "stopped"
-    stepping = not serving and last is not None and last.alive and last.ended_at is None
-    running = serving or stepping
-    since = serve.get("started_at") if serving else last.started_at if last and stepping else None
+    # The journal has it from its first moment on, run/serve.json a little later.
+    begun = last if last is not None and last.alive and last.ended_at is None else None
+    running = serving or begun is not None
+    since = serve.get("started_at") if serving else begun.started_at if begun else None
+    stage = "stopped" if begun is None else _STAGES.get(begun.command, "starting")
     doing = ranks.get("stage", "starting") if running else ""
     compared = resolved.get("batches", {}).get("group_size", 1) > 1
     counts = store.turn_counts(tags, compared=compared)
@@ -75,7 +80,7 @@ def collect_status(
     version = store.current_version()
     pids = {name: state["pid"] for name, state in (("serve", serve), ("ranks", ranks)) if state}
     return RunStatus(
-        stage=serve.get("stage", "stopped") if serving else "stepping" if stepping else "stopped",
+        stage=serve.get("stage", "stopped") if serving else stage,
         doing=doing,
         since=since,
         doing_since=ranks.get("stage_since") if running else None,

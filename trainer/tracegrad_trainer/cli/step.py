@@ -32,6 +32,7 @@ from tracegrad_trainer.utils.console import print_error, print_json
 from tracegrad_trainer.utils.subprocesses import ChildError
 
 FAILED = 1
+UNCHECKED = "settings.unchecked.json"
 
 
 def step(settings: TrainerSettings, steps: int, console: Console, *, as_json: bool = False) -> int:
@@ -75,7 +76,7 @@ def _run(
         delete_state(settings.state_dir, "ranks")
         ranks = RankProcesses(
             settings,
-            write_resolved_settings(settings),
+            write_resolved_settings(settings, UNCHECKED),
             program="tracegrad_trainer.rl.offline_worker",
             arguments=["--steps", str(steps)],
         )
@@ -117,6 +118,7 @@ def _watch(
         line = None if begun else (read_state(settings.state_dir, "ranks") or {}).get("begins")
         if line is not None:
             begun = True
+            write_resolved_settings(settings)  # rank 0 has checked them
             say(line)
 
     def show_next(record: StepRecord) -> None:

@@ -147,6 +147,11 @@ class TrainerSettings(FileSettings):
     def _model_is_a_folder(cls, path: Path | None) -> Path | None:
         if path is None:
             return None
+        if not path.is_dir():
+            raise ValueError(
+                f"{path}: there is no such folder; give a Hugging Face model folder, or a name on"
+                " the Hub (owner/name)"
+            )
         for name in ("config.json", "tokenizer_config.json"):
             if not (path / name).is_file():
                 raise ValueError(

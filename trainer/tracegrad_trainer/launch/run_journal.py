@@ -77,7 +77,8 @@ class RunJournal:
 
 
 def read_runs(state_dir: Path) -> list[RunRecord]:
-    """The last runs in the folder, the newest last; a line that is not whole is passed over."""
+    """The last runs in the folder, the newest last; a line that is not whole, or not one of
+    ours, is passed over."""
     starts: dict[str, Json] = {}
     ends: dict[str, Json] = {}
     try:
@@ -89,7 +90,11 @@ def read_runs(state_dir: Path) -> list[RunRecord]:
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             found = json.loads(line)
             (starts if "command" in found else ends)[found.pop("run")] = found
-    return [_record(start, ends.get(run)) for run, start in starts.items()]
+    found = []
+    for run, start in starts.items():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found.append(_record(start, ends.get(run)))
+    return found
 
 
 def _record(start: Json, end: Json | None) -> RunRecord:

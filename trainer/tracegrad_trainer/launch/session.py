@@ -52,9 +52,13 @@ def raising_on_stop_signals() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def write_resolved_settings(settings: TrainerSettings) -> Path:
-    """The resolved settings as the ranks read them, less what is secret (see `RankProcesses`)."""
-    path = settings.state_dir / "run" / "settings.json"
+def write_resolved_settings(settings: TrainerSettings, name: str = "settings.json") -> Path:
+    """The resolved settings as the ranks read them, less what is secret (see `RankProcesses`).
+
+    Later commands take the commit of a model of the Hub from `settings.json`: where the ranks may
+    still refuse the settings, they read them under another `name`.
+    """
+    path = settings.state_dir / "run" / name
     private_file(path)
     path.write_text(settings.model_dump_json(indent=2))
     return path

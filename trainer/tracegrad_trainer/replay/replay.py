@@ -29,6 +29,8 @@ from tracegrad_trainer.config.trainer import (
     problem_lines,
     without_unused,
 )
+from tracegrad_trainer.engine.checkpoint.base_model import BaseModelRecord, base_model_difference
+from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_manifest
 from tracegrad_trainer.launch.torchrun import torchrun_command
 from tracegrad_trainer.losses import PRESETS
 from tracegrad_trainer.metrics.names import find_metric
@@ -136,6 +138,7 @@ def replay(store: Store, state_dir: Path, asked: ReplayRequest) -> ReplayResult:
     recorded = load_recorded_step(store, asked.step, state_dir, checkpoint=asked.checkpoint)
     stored = recorded_settings(recorded, model=asked.model)
     settings = [_resolved(stored, f"the settings of step {recorded.step.step}", own=True)]
+    _check_base_model(recorded, settings[0])
     if asked.other:
         other = _resolved(with_other_objective(stored, asked), asked.other_name)
         _check_possible(recorded, settings[0], other, asked.other_name)
@@ -220,6 +223,31 @@ def with_other_objective(stored: Json, asked: ReplayRequest) -> Json:
         except SettingsError as error:
             raise ReplayError(str(error)) from None
     return found
+
+
+def _check_base_model(recorded: RecordedStep, settings: TrainerSettings) -> None:
+    """Raises ReplayError: the step was trained from another model folder than the one given. Full
+    weights are all in the checkpoint that it began with, and then the folder's may be others."""
+    own = recorded.step.checkpoint
+    for folder in (recorded.checkpoint, Path(own) if own else None):
+        if folder is None:
+            continue
+        try:
+            base = read_manifest(folder).get("base")
+        except CheckpointError:
+            continue
+        if base is None:
+            continue
+        problem = base_model_difference(
+            BaseModelRecord.model_validate(base),
+            settings.model,
+            settings.fsdp.lora,
+            weights=recorded.checkpoint is None,
+        )
+        if problem:
+            said = problem.replace("model = ", "--model ", 1)
+            raise ReplayError(f"{said} (step {recorded.step.step}); name the folder of those")
+        return
 
 
 def _check_possible(

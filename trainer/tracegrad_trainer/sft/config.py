@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -118,6 +118,26 @@ class SftSettings(BaseModel):
         trainer["fsdp"] = fsdp.model_dump(mode="json", include={"compute_dtype", "lora"})
         own = {"preset", "epochs", "tokens_per_step", "held_out", "decay"}
         return trainer | self.model_dump(mode="json", include=own)
+
+
+# Of a settings file these are another command's; named for this one they are a mistake.
+_UNUSED_TABLES = ("data", "push", "vllm")
+_UNUSED = {
+    "max_steps": "set --epochs",
+    "batches.groups": "there are no groups; set --tokens-per-step",
+    "batches.group_size": "there are no groups; set --tokens-per-step",
+    "optim.scale_by_groups": "there are no groups; leave it out",
+}
+
+
+def check_settings_used(sets: Sequence[str]) -> None:
+    """`sets`: name=value, as they were given. Raises ValueError: `trainer sft` does not use one."""
+    for given in sets:
+        name = given.partition("=")[0].strip()
+        if name.partition(".")[0] in _UNUSED_TABLES:
+            raise ValueError(f"{name}: trainer sft does not use it; leave it out")
+        if name in _UNUSED:
+            raise ValueError(f"{name}: trainer sft does not use it: {_UNUSED[name]}")
 
 
 def load_sft_settings(trainer: TrainerSettings, which: RolloutFilter, **asked: Any) -> SftSettings:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import socket
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,6 +16,9 @@ import httpx
 
 from tracegrad.private_files import is_private, private_folder
 from tracegrad.urls import LONGEST_SOCKET_PATH, http_base, unix_socket
+
+# Below are those of well-known services.
+_FIRST_PORT = 10_000
 
 
 def http_client(url: str, *, timeout_s: float, key: str | None = None) -> httpx.Client:
@@ -86,10 +91,26 @@ def is_port_closed(url: str) -> bool:
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:
-    """A port that nothing listens on at the moment."""
+    """A port that nothing is bound to at the moment, and that nobody takes soon but by its number:
+    it is none of those that the kernel gives to connections going out."""
+    below = min(_first_ephemeral_port(), 1 << 16)
+    for _ in range(100):
+        port = random.SystemRandom().randrange(_FIRST_PORT, below)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind((host, port))
+            return port
     with socket.create_server((host, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
+
+
+def _first_ephemeral_port() -> int:
+    """Linux says; elsewhere the first of IANA's range. One that leaves hardly any below it is as
+    good as none."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = 49152
+    return first if first > _FIRST_PORT + 1000 else 1 << 16
 
 
 def _fits(path: Path) -> bool:

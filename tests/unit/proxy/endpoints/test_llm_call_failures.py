@@ -16,6 +16,7 @@ from support.engines.mock_engine import MODEL, Answer, logprobs_of, render
 from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
 from support.proxy.servers import eventually
 from tracegrad.store import Store
+from tracegrad_trainer.utils.network import find_free_port
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT = "/rollouts/r1/v1/chat/completions"
@@ -24,9 +25,7 @@ CHAT = "/rollouts/r1/v1/chat/completions"
 @pytest.fixture
 def dead_upstream(serve_proxy: ServeProxy) -> Iterator[httpx.Client]:
     """A proxy whose engine does not run."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with serve_proxy(upstream=f"http://127.0.0.1:{port}", max_wait_s=0.3) as client:
+    with serve_proxy(upstream=f"http://127.0.0.1:{find_free_port()}", max_wait_s=0.3) as client:
         yield client
 
 

@@ -284,6 +284,11 @@ def test_a_trainer_step_that_runs_is_no_standstill(store: Store, tmp_path: Path)
     assert "training for" in printed(found, 120).splitlines()[0]
 
 
+def test_a_serve_that_has_just_begun_is_starting(store: Store, tmp_path: Path) -> None:
+    RunJournal(tmp_path, "trainer serve", step=3, version=3)
+    assert collect_status(store, tmp_path).stage == "starting"
+
+
 def test_news_that_cannot_be_written_stop_nobody(tmp_path: Path) -> None:
     state = RunState(tmp_path / "state", "serve")
     state.update(stage="serving")

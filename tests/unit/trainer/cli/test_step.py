@@ -206,8 +206,10 @@ def test_another_model_is_refused_before_anything_starts(
     run: Path, model: Path, tmp_path: Path
 ) -> None:
     other = save_smallest_model(tmp_path / "other", seed=5)
+    before = (run / "run" / "settings.json").read_bytes()
     done = trainer("step", *options(other, run))
     assert done.returncode == 1
+    assert (run / "run" / "settings.json").read_bytes() == before, "its model is still the run's"
     [line] = done.stdout.splitlines()
     assert line.startswith(
         f"trainer step: model = {str(other)!r}: the checkpoints were trained from {str(model)!r}"
@@ -327,7 +329,7 @@ def test_the_reference_is_the_model_unless_another_is_named(model: Path, tmp_pat
         ({"objective__gae_lambda": 0.5}, "gae_lambda = 0.5: nothing in this objective uses it (it"),
         ({"batches__group_size": 1}, "'grpo' compares the rollouts of a group"),
         ({"reference": "MODEL"}, "reference: objective 'grpo' compares with none"),
-        ({"reference": "/nowhere"}, "reference: /nowhere has no config.json"),
+        ({"reference": "/nowhere"}, "reference: /nowhere: there is no such folder"),
         (
             {"fsdp__attention": "flahs"},
             "fsdp.attention: Input should be 'auto', 'packed'",

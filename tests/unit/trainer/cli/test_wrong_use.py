@@ -8,6 +8,7 @@ import pytest
 
 from support.trainer.prepared_run import save_smallest_model
 from tracegrad.settings_sources import SettingsError
+from tracegrad_trainer.cli.app import app
 from tracegrad_trainer.config.trainer import load_settings
 from tracegrad_trainer.launch.session import StartError, lock_state_folder
 
@@ -39,6 +40,46 @@ def test_a_value_where_a_table_belongs_says_how_to_write_it(tmp_path: Path) -> N
     model = save_smallest_model(tmp_path / "model")
     with pytest.raises(SettingsError, match=r"^optim: is a table of settings, not 3: .*\[optim\]"):
         load_settings(None, [f"model={model}", f"state_dir={tmp_path}", "optim=3"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("optim.scale_by_groups=false", "there are no groups; leave it out"),
+        ("batches.group_size=4", "there are no groups; set --tokens-per-step"),
+        ("max_steps=3", "set --epochs"),
+        ("data.max_staleness=3", "leave it out"),
+        ("vllm.max_model_len=512", "leave it out"),
+    ],
+)
+def test_sft_refuses_what_it_does_not_use(
+    given: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_smallest_model(tmp_path / "model")
+    words = ["sft", "--model", str(model), "--state-dir", str(tmp_path / "s"), "--set", given]
+    with pytest.raises(SystemExit) as end:
+        app(words)
+    assert end.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    name = given.partition("=")[0]
+    assert line.startswith(f"trainer sft: {name}: trainer sft does not use it")
+    assert said in line
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_misspelt_variable_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRACEGRAD_TRAINER_OPTIMS__LR", "1")
+    monkeypatch.setenv("TRACEGRAD_PROXY_HELDD", "1")
+    with pytest.raises(SystemExit):
+        app(["serve", "--dry-run", "--model", str(tmp_path / "none")])
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("; did")[2] for line in lines[:2]] == [
+        " you mean TRACEGRAD_TRAINER_OPTIM?",
+        " you mean TRACEGRAD_PROXY_HELD?",
+    ]
+    assert "there is no such folder" in lines[2]
 
 
 def test_a_state_folder_that_is_a_file_names_the_setting(tmp_path: Path) -> None:

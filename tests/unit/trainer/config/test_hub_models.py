@@ -73,7 +73,7 @@ def test_a_path_is_no_name_of_the_hub(
     with pytest.raises(SystemExit) as end:
         app(["serve", "--dry-run", "--model", "./nope", "--state-dir", str(tmp_path)])
     assert end.value.code == 2
-    said = "trainer serve: model: nope has no config.json: give a Hugging Face model folder"
+    said = "trainer serve: model: nope: there is no such folder; give a Hugging Face model folder"
     assert capsys.readouterr().err.startswith(said)
 
 

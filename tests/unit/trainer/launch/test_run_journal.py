@@ -55,6 +55,16 @@ def test_a_run_that_was_killed_has_no_end_and_no_process(tmp_path: Path) -> None
     assert (killed.alive, killed.ending, killed.from_step) == (False, None, 39)
 
 
+def test_a_line_that_lacks_something_is_passed_over(tmp_path: Path) -> None:
+    RunJournal(tmp_path, "trainer serve", step=1, version=1)
+    [file] = (tmp_path / "run").glob("*.jsonl")
+    damaged = ['{"run": "x", "command": "trainer step"}', '{"run": "y", "command": "s", "at": "?"}']
+    with file.open("a") as journal:
+        journal.write("\n".join([*damaged, "[1]", '{"run": {}, "command": 1, "at": 2}', ""]))
+    RunJournal(tmp_path, "trainer step", step=2, version=2)
+    assert [run.from_step for run in read_runs(tmp_path)] == [1, 2]
+
+
 def test_another_process_with_the_pid_is_another() -> None:
     mine = process_identity()
     assert process_is_alive(mine)
