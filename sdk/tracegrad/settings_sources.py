@@ -120,8 +120,12 @@ def unknown_variables(
         top = variable.upper().partition("__")[0]
         if variable.upper().startswith(prefix) and top not in known:
             own = f"TRACEGRAD_{top.removeprefix(prefix)}"
-            close = [own] if own in known else get_close_matches(top, known, n=1)
-            meant = f"; did you mean {close[0]}?" if close else ""
+            rests = {name.removeprefix(prefix): name for name in known}  # all begin alike
+            close = [
+                rests[rest] for rest in get_close_matches(top.removeprefix(prefix), rests, n=1)
+            ]
+            meant = own if own in known else next(iter(close), "")
+            meant = f"; did you mean {meant}?" if meant else ""
             yield f"{variable}: there is no such setting{meant}"
 
 

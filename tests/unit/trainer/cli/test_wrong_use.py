@@ -48,7 +48,7 @@ def test_a_value_where_a_table_belongs_says_how_to_write_it(tmp_path: Path) -> N
         ("optim.scale_by_groups=false", "there are no groups; leave it out"),
         ("batches.group_size=4", "there are no groups; set --tokens-per-step"),
         ("max_steps=3", "set --epochs"),
-        ("data.max_staleness=3", "leave it out"),
+        ("data.tags=split=x", "leave it out"),
         ("vllm.max_model_len=512", "leave it out"),
     ],
 )
