@@ -82,14 +82,17 @@ class Rollout:
         # Whether an LLM call may have been made: a request was signed, a URL or key given out, or a
         # span other than ours began.
         self.may_have_calls = False
-        self._finished = False
+        self.outcome: Outcome | None = None  # once it is finished
+        self.has_inner = False  # whether another rollout was opened inside of it
         self._outer = outer
+        if outer is not None:
+            outer.has_inner = True
         self._emit = emit
         self._drop = drop
 
     @property
     def is_finished(self) -> bool:
-        return self._finished
+        return self.outcome is not None
 
     def __repr__(self) -> str:
         return f"Rollout(id={self.id!r}, task_id={self.task_id!r})"
@@ -192,8 +195,8 @@ class Rollout:
             raise ValueError(
                 f"outcome: expected one of {words}; got {bounded_repr(outcome)}"
             ) from None
-        if not self._finished:
-            self._finished = True
+        if self.outcome is None:
+            self.outcome = known
             said = None if error is None else bounded_str(error, MAX_ERROR_CHARS)
             self._emit(RolloutFinished(rollout_id=self.id, outcome=known, error=said))
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Generic, SupportsFloat, TypeVar, cast, overload
 
 from tracegrad import context, exporter, http_patching, task_ids, thread_patching, transport
+from tracegrad.call_check import RewardedRollout
 from tracegrad.context import Rollout
 from tracegrad.events import Outcome, RolloutStarted
 from tracegrad.open_rollouts import OpenRollout
@@ -88,7 +89,7 @@ class rollout(AbstractContextManager[Rollout]):
         if self._scope is not None:
             raise RuntimeError("this rollout was opened before: write a new rollout(...) for each")
         tags = {**context.current_tags(), **self._tags}
-        to = exporter.exporter(context.proxy_url())
+        self._exporter = to = exporter.exporter(context.proxy_url())
         self._process = os.getpid()
         self._rollout = opened = Rollout(
             task_id=self._task,
@@ -127,13 +128,28 @@ class rollout(AbstractContextManager[Rollout]):
         self._scope.__exit__(kind, error, trace)
         if os.getpid() != self._process:
             return  # a forked child unwinds a copy of the stack: the rollout is its parent's
-        _warn_without_calls(self._rollout, self._name)
-        if error is None:
-            self._rollout.finish()
-        else:
+        outcome, said = Outcome.COMPLETED, None
+        if error is not None:
             agents_own = isinstance(error, Exception)
             outcome = Outcome.AGENT_ERROR if agents_own else Outcome.ABORTED
-            self._rollout.finish(outcome, error_line(error, context.MAX_ERROR_CHARS))
+            said = error_line(error, context.MAX_ERROR_CHARS)
+        self._expect_calls(outcome)
+        self._rollout.finish(outcome, said)
+
+    def _expect_calls(self, outcome: Outcome) -> None:
+        """A score without any call that it could be of trains nothing. Rollouts inside of this one
+        have their own calls, and another rollout's key makes calls of that one."""
+        ended = self._rollout
+        scored = ended.rewarded and (ended.outcome or outcome).scored
+        if scored and not ended.has_inner and not ended.foreign:
+            self._exporter.calls.watch(
+                RewardedRollout(
+                    rollout_id=ended.id,
+                    name=self._name,
+                    environ=self._environ,
+                    may_have_calls=ended.may_have_calls,
+                )
+            )
 
     async def __aenter__(self) -> Rollout:
         return self.__enter__()
@@ -147,29 +163,8 @@ class rollout(AbstractContextManager[Rollout]):
         self.__exit__(kind, error, trace)
 
 
-_warned_without_calls = False
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{4,}")
 _warned_tasks: set[tuple[str, str]] = set()  # the traced function, and the one that names its tasks
-
-
-def _warn_without_calls(ended: Rollout, name: str) -> None:
-    """Once a process: a score without any call that it could be of trains nothing, silently."""
-    global _warned_without_calls
-    if _warned_without_calls or not ended.rewarded or ended.may_have_calls:
-        return
-    _warned_without_calls = True
-    _log.warning(
-        "rollout %s (%s) ends with a reward, and no LLM call to %s was seen in it: unless another "
-        "process makes its calls, nothing of it can be trained. Give the agent's client the base "
-        "URL %s/v1. One that sends by other means than httpx, requests or aiohttp needs the "
-        "rollout's own: pass rollout.base_url to it, or open the rollout with environ=True where "
-        "it reads OPENAI_BASE_URL; another process gets env=rollout.environ. This warning comes "
-        "once",
-        ended.id,
-        name,
-        ended.url,
-        ended.url,
-    )
 
 
 def reward(value: SupportsFloat, *, name: str = "reward", turn: int | None = None) -> None:

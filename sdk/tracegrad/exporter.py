@@ -29,6 +29,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from tracegrad.call_check import CallCheck, question
 from tracegrad.events import Event, Reward, RolloutFinished
 from tracegrad.journal import (
     Journal,
@@ -148,6 +149,7 @@ class EventExporter:
         self._refused_said = False
         self._stopped = False
         self._transport.answered = False
+        self.calls = CallCheck(self.url)
 
     def after_fork_in_child(self) -> None:
         self.journal.abandon()
@@ -340,11 +342,24 @@ class EventExporter:
             finally:
                 self._left = None
                 left.close()
+        self._ask_for_calls(hurry=self._scans < wanted)
         self.journal.others_bytes = journals_size(self.folder, self.journal.folder)
         self._scan_at = time.monotonic() + SCAN_EVERY_S
         with self._changed:
             self._scans = max(self._scans, wanted)
             self._changed.notify_all()
+
+    def _ask_for_calls(self, *, hurry: bool) -> None:
+        """Behind everything that was put so far: what of it makes a call is there."""
+        if not (asked := self.calls.due(hurry=hurry)):
+            return
+        try:
+            answer = self._transport.post(EVENTS_PATH, question(asked), "application/json")
+        except ProxyUnreachable:
+            return  # they are asked for again
+        except ProxyRefused:
+            answer = b""
+        self.calls.decide(asked, answer)
 
     def _deliver(self, records: list[bytes]) -> None:
         """Returns when the proxy has taken or refused them all."""
@@ -375,6 +390,7 @@ class EventExporter:
             self._changed.notify_all()
         if path == EVENTS_PATH:
             self._warn_of_rewards(answer)
+            self.calls.answered(answer)
 
     def _warn_of_rewards(self, answer: bytes) -> None:
         """What the proxy says of rewards that it stored, and that are of no use."""

@@ -34,6 +34,7 @@ FLOORS = {
     "tracegrad.key_derivation": 0,
     "tracegrad.atomic_file": 0,
     "tracegrad.client_environ": 0,
+    "tracegrad.call_check": 0,
     "tracegrad.turn_tree": 1,
     "tracegrad.context": 1,
     "tracegrad.task_ids": 1,
