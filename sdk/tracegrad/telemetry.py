@@ -164,14 +164,16 @@ class SpanScope:
     the agent's that raises), the code inside runs all the same.
     """
 
-    def __init__(self, name: str, url: str) -> None:
+    def __init__(self, name: str, url: str, *, root: bool = False) -> None:
+        """`root`: the span that is current here is none of this one's."""
         self._name = name
         self._url = url
+        self._around = otel_context.Context() if root else None
         self._span: trace.Span | None = None
 
     def __enter__(self) -> None:
         try:
-            self._span = span = tracer(self._url).start_span(self._name)
+            self._span = span = tracer(self._url).start_span(self._name, self._around)
         except Exception:
             _lose_span(self._url)
             return
