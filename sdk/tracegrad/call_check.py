@@ -108,9 +108,9 @@ class CallCheck:
                 "tracegrad.rollout(...) as rollout` and give it base_url=rollout.base_url"
             )
         else:
-            own = "" if unnamed else f"Give the agent's client the base URL {base}. "
+            which = "A client" if unnamed else f"Give the agent's client the base URL {base}. One"
             fix = (
-                f"{own}One that sends by other means than httpx, requests or aiohttp needs the "
+                f"{which} that sends by other means than httpx, requests or aiohttp needs the "
                 "rollout's own: pass base_url=rollout.base_url to it, or open the rollout with "
                 "environ=True where it reads OPENAI_BASE_URL; another process gets "
                 "env=rollout.environ"

@@ -123,10 +123,15 @@ class rollout(AbstractContextManager[Rollout]):
                     task=self._input,
                 )
             )
-            http_patching.install()
-            thread_patching.install()
-            scope.enter_context(context.use_rollout(opened))
-            scope.enter_context(_span(self._name, to.url, root=stray))
+            try:
+                http_patching.install()
+                thread_patching.install()
+                scope.enter_context(context.use_rollout(opened))
+                scope.enter_context(_span(self._name, to.url, root=stray))
+            except BaseException as error:  # Ctrl-C: OpenTelemetry takes a while to import
+                opened.leave()
+                opened.finish(Outcome.ABORTED, error_line(error, context.MAX_ERROR_CHARS))
+                raise
             self._scope = scope.pop_all()
         return opened
 

@@ -83,6 +83,20 @@ async def test_a_rollout_that_was_left_elsewhere_holds_its_context_no_longer(
         assert here() == second.id
 
 
+def test_an_interrupt_while_a_rollout_begins_ends_it(
+    proxy: FakeProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decorators, "_span", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rollout().__enter__()
+    assert here() is None
+    assert proxy.ends() == [("aborted", "KeyboardInterrupt")]
+
+
 def test_an_early_finish_ends_no_rollout(proxy: FakeProxy) -> None:
     with rollout() as r:
         r.finish("budget")

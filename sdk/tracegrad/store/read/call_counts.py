@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, select
 
-from tracegrad.store.models import Rollouts, Turns
+from tracegrad.store.models import Outcomes, Rollouts, Turns
 from tracegrad.store.rows import rows_of_keys
 
 MOST_UNNAMED_CALLS = 1_000  # more are not counted
@@ -33,15 +33,22 @@ def count_calls(connection: Connection, rollout_ids: Collection[str]) -> list[Ca
         .correlate(Rollouts)
         .scalar_subquery()
     )
-    query = select(Rollouts.rollout_id, Rollouts.opened_at, Rollouts.finished_at, turns)
+    # The client's own clock, as of `opened_at`: the end may have waited for the proxy for long.
+    ended_at = (
+        select(func.min(Outcomes.finished_at))
+        .where(Outcomes.rollout_id == Rollouts.rollout_id)
+        .correlate(Rollouts)
+        .scalar_subquery()
+    )
+    query = select(Rollouts.rollout_id, Rollouts.opened_at, ended_at, turns)
     rows = rows_of_keys(connection, query, Rollouts.rollout_id, rollout_ids)
     return [
         CallCount(
             rollout_id=rollout_id,
             turns=count,
-            unnamed_calls=0 if count else _unnamed_calls(connection, opened_at, finished_at),
+            unnamed_calls=0 if count else _unnamed_calls(connection, opened_at, ended_at),
         )
-        for rollout_id, opened_at, finished_at, count in [*rows]
+        for rollout_id, opened_at, ended_at, count in [*rows]
     ]
 
 

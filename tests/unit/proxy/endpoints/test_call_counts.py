@@ -115,6 +115,7 @@ def test_a_client_that_goes_to_the_plain_address_under_environ_is_warned_of(
         return 1.0
 
     solve()
+    raw_call(plain)  # somebody else's, before the end arrives
     solve()
     [said] = warnings()
     assert "(solve) ended with a reward, and no LLM call" in said
