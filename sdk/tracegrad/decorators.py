@@ -35,6 +35,7 @@ from tracegrad.context import Rollout
 from tracegrad.events import Outcome, RolloutStarted
 from tracegrad.open_rollouts import OpenRollout
 from tracegrad.serializer import bounded_repr, error_line
+from tracegrad.signal_errors import is_of_signal_handler
 
 _log = logging.getLogger("tracegrad")
 
@@ -124,8 +125,7 @@ class rollout(AbstractContextManager[Rollout]):
                 )
             )
             try:
-                http_patching.install()
-                thread_patching.install()
+                _wrap_libraries()
                 scope.enter_context(context.use_rollout(opened))
                 scope.enter_context(_span(self._name, to.url, root=stray))
             except BaseException as error:  # Ctrl-C: OpenTelemetry takes a while to import
@@ -319,7 +319,7 @@ class _Traced(Generic[F]):
         """A new rollout, which `with` gives; or a span of the current one, and None."""
         here = context.current()
         if here is not None:
-            http_patching.install()
+            _wrap_libraries()
             return _span(self.name, here.url)
         arguments: Mapping[str, object] = {"args": args, "kwargs": kwargs}
         if self.signature is not None:
@@ -351,6 +351,8 @@ class _Traced(Generic[F]):
                 return text
             wrong = f"returned {bounded_repr(named)}"
         except Exception as error:  # the agent's call is not to fail for its name
+            if is_of_signal_handler(error):
+                raise
             wrong = f"raised {error_line(error, context.MAX_ERROR_CHARS)}"
         try:
             function = task_ids.qualified_name(self.task)
@@ -375,7 +377,9 @@ class _Traced(Generic[F]):
         if callable(self.reward):
             try:
                 value = self.reward(returned)
-            except Exception:  # the agent's call is not to fail for its score
+            except Exception as error:  # the agent's call is not to fail for its score
+                if is_of_signal_handler(error):
+                    raise
                 _log.warning("reward of @trace failed for %s", self.name, exc_info=True)
         # The type: an object of the agent's may lie about its class, or raise when asked.
         elif self.reward or issubclass(type(returned), Reward):
@@ -505,6 +509,15 @@ def _wrap(traced: _Traced[F]) -> F:
                 return returned
 
     return cast(F, functools.update_wrapper(wrapper, function))
+
+
+def _wrap_libraries() -> None:
+    """Also of a process that is about to end, in which not everything can be imported any more."""
+    try:
+        http_patching.install()
+        thread_patching.install()
+    except Exception:  # the agent runs all the same
+        _log.warning("tracegrad cannot wrap every library", exc_info=True)
 
 
 _no_telemetry = False  # OpenTelemetry cannot be imported

@@ -25,11 +25,14 @@ _log = logging.getLogger("tracegrad")
 
 def install() -> None:
     """Wrap both, once a process."""
-    replace_method(futures, "ThreadPoolExecutor", "submit", _submit)
     replace_method(threading, "Thread", "start", _start)
     if (pools := sys.modules.get("multiprocessing.pool")) is not None:
         for method in ("apply_async", "_map_async", "imap", "imap_unordered"):
             replace_method(pools, "ThreadPool", method, _submit)
+    # Imported with its first mention, which a process that is about to end refuses; nobody makes
+    # an executor there either.
+    with suppress(RuntimeError):
+        replace_method(futures, "ThreadPoolExecutor", "submit", _submit)
 
 
 def _submit(submit: Callable[..., Any]) -> Callable[..., Any]:

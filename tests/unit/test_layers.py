@@ -27,6 +27,7 @@ FLOORS = {
     "tracegrad.settings_sources": -1,
     "tracegrad.text_format": -1,
     "tracegrad.environment": -1,
+    "tracegrad.signal_errors": -1,
     "tracegrad.events": 0,
     "tracegrad.serializer": 0,
     "tracegrad.journal": 0,
