@@ -516,7 +516,9 @@ def _wrap_libraries() -> None:
     try:
         http_patching.install()
         thread_patching.install()
-    except Exception:  # the agent runs all the same
+    except Exception as error:  # the agent runs all the same
+        if is_of_signal_handler(error):
+            raise
         _log.warning("tracegrad cannot wrap every library", exc_info=True)
 
 
@@ -531,7 +533,9 @@ def _span(name: str, url: str, *, root: bool = False) -> AbstractContextManager[
             from tracegrad.telemetry import SpanScope
 
             return SpanScope(name, url, root=root)
-        except Exception:  # a setting in OTEL_... that it refuses; the agent runs all the same
+        except Exception as error:  # a setting in OTEL_... that it refuses; the agent runs anyhow
+            if is_of_signal_handler(error):
+                raise
             _no_telemetry = True  # another attempt would cost as much as the first
             _log.warning("tracegrad records no spans", exc_info=True)
     exporter.exporter(url).drop("span_failed")

@@ -29,7 +29,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 import tracegrad
 from support.sdk.fake_proxy import FakeProxy, serve
 from support.sdk.hostile_values import ERRORS, USABLE_REWARD, VALUES
-from tracegrad import context, exporter, reward, rollout, telemetry, trace
+from tracegrad import context, exporter, reward, rollout, telemetry, thread_patching, trace
 
 # What the proxy does while the agent runs. Afterwards it works.
 MODES = ["ok", "hang", "reset", 503, 500, 401, 404]
@@ -407,6 +407,16 @@ def in_a_span(patched: pytest.MonkeyPatch) -> None:
         trace(lambda: None)()
 
 
+def at_the_beginning(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(thread_patching, "install", interrupt)
+    trace(task="t")(lambda: None)()
+
+
+def before_a_span(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(telemetry.SpanScope, "__init__", interrupt)
+    trace(task="t")(lambda: None)()
+
+
 def in_a_call(patched: pytest.MonkeyPatch) -> None:
     with rollout(task="t") as r:
         patched.setattr(context, "attribution_headers", interrupt)
@@ -422,6 +432,8 @@ def in_a_call(patched: pytest.MonkeyPatch) -> None:
         in_a_reward,
         in_a_write,
         in_a_span,
+        at_the_beginning,
+        before_a_span,
         in_a_call,
     ],
 )
