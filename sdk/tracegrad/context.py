@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar, Token
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, NoReturn, SupportsFloat, TypeVar
 from urllib.parse import urlsplit
 
 from tracegrad.client_environ import subprocess_environ
@@ -82,14 +83,20 @@ class Rollout:
         # Whether an LLM call may have been made: a request was signed, a URL or key given out, or a
         # span other than ours began.
         self.may_have_calls = False
-        self._finished = False
-        self._outer = outer
+        self.outcome: Outcome | None = None  # once it is finished
+        self._left = False
+        # Of processes that are forked inside of it: whether it was left meanwhile.
+        self._left_in: tuple[int, mmap.mmap] | None = None
+        self.has_inner = False  # whether another rollout was opened inside of it
+        self.outer = outer
+        if outer is not None:
+            outer.has_inner = True
         self._emit = emit
         self._drop = drop
 
     @property
     def is_finished(self) -> bool:
-        return self._finished
+        return self.outcome is not None
 
     def __repr__(self) -> str:
         return f"Rollout(id={self.id!r}, task_id={self.task_id!r})"
@@ -122,12 +129,40 @@ class Rollout:
         """
         return subprocess_environ(self.base_url, self.api_key)
 
+    @property
+    def is_left(self) -> bool:
+        """Whether the code that it was opened around has ended."""
+        return self._left or (self._left_in is not None and self._left_in[1][0] != 0)
+
+    def leave(self) -> None:
+        self._left = True
+        if self._left_in is not None and self._left_in[0] == os.getpid():
+            self._left_in[1][0] = 1
+
+    def share_with_children(self) -> None:
+        """Before a fork: the child is to know when its parent leaves the rollout."""
+        if self._left_in is None and not self._left:
+            with suppress(OSError):
+                self._left_in = os.getpid(), mmap.mmap(-1, 1)
+
+    def __copy__(self) -> Rollout:
+        return self
+
+    def __deepcopy__(self, _: object) -> Rollout:
+        return self  # as in an agent's state that a framework copies
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Rollout belongs to its process: give another one env=rollout.environ, or "
+            "rollout.base_url and rollout.api_key; and to who scores it there rollout.id"
+        )
+
     def around(self) -> Iterator[Rollout]:
         """The rollouts that this one was opened in, the innermost first."""
-        outer = self._outer
+        outer = self.outer
         while outer is not None:
             yield outer
-            outer = outer._outer
+            outer = outer.outer
 
     @property
     def events_key(self) -> str | None:
@@ -192,8 +227,8 @@ class Rollout:
             raise ValueError(
                 f"outcome: expected one of {words}; got {bounded_repr(outcome)}"
             ) from None
-        if not self._finished:
-            self._finished = True
+        if self.outcome is None:
+            self.outcome = known
             said = None if error is None else bounded_str(error, MAX_ERROR_CHARS)
             self._emit(RolloutFinished(rollout_id=self.id, outcome=known, error=said))
 
@@ -224,12 +259,38 @@ _until_finished: ContextVar[tuple[Rollout | None, Mapping[str, str] | None]] = C
 )
 
 
+# The rollout of the job that an executor runs: the job is its own, however late it runs.
+_job: ContextVar[Rollout | None] = ContextVar("tracegrad_job", default=None)
+
+
 def current() -> Rollout | None:
-    """The rollout that the running code belongs to, or None outside of one."""
+    """The rollout that the running code belongs to, or None outside of one.
+
+    A task, a thread or a forked process that outlives its rollout belongs to the one around that,
+    if that lasts.
+    """
     rollout = _rollout.get()
-    if rollout is not None and rollout.is_finished and rollout is _until_finished.get()[0]:
+    if rollout is None or rollout is _job.get():
+        return rollout
+    if rollout.is_finished and rollout is _until_finished.get()[0]:
         return None
+    while rollout is not None and rollout.is_left:
+        rollout = rollout.outer
     return rollout
+
+
+def is_stray() -> bool:
+    """Whether the running code outlived the rollouts that it was started in."""
+    return _rollout.get() is not None and current() is None
+
+
+def _share_before_fork() -> None:
+    here = _rollout.get()
+    for each in [here, *here.around()] if here is not None else ():
+        each.share_with_children()
+
+
+os.register_at_fork(before=_share_before_fork)
 
 
 def _current_tags() -> Mapping[str, str]:
@@ -247,6 +308,7 @@ def carried(function: Callable[..., T], *, until_finished: bool = False) -> Call
     spans: Any = sys.modules.get("opentelemetry.context")
     span = spans.get_current() if spans is not None else None
     started_in = (rollout, tags) if until_finished else (None, None)
+    job = None if until_finished or current() is None else rollout
 
     def run(*args: Any, **kwargs: Any) -> T:
         # Outside of rollouts OpenTelemetry's context is the agent's own affair, but for a thread
@@ -257,6 +319,7 @@ def carried(function: Callable[..., T], *, until_finished: bool = False) -> Call
             (_state, _state.set(state)),
             (_tags, _tags.set(tags)),
             (_until_finished, _until_finished.set(started_in)),
+            (_job, _job.set(job)),
         ]
         attached = spans.attach(span) if spanned else None
         try:
@@ -327,7 +390,7 @@ def tags(
 
     Values are kept as text. Inner tags win over outer ones, a rollout's own over both.
     """
-    own = as_tags({**(mapping or {}), **pairs})
+    own = {**as_tags(mapping or {}), **as_tags(pairs)}
     return _Set(_tags, {**_current_tags(), **own}, None)
 
 
@@ -341,7 +404,11 @@ def current_tags() -> dict[str, str]:
 
 
 def as_tags(mapping: Mapping[str, object]) -> dict[str, str]:
-    """As text, each short enough for the store."""
+    """As text, each short enough for the store. Raises ValueError for what is no mapping."""
+    if not isinstance(mapping, Mapping):
+        raise ValueError(
+            f"tags: expected a mapping such as {{'split': 'train'}}, got {bounded_repr(mapping)}"
+        )
     return {_tag(key): _tag(value) for key, value in mapping.items()}
 
 

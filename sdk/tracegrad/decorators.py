@@ -8,17 +8,34 @@ import logging
 import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    _AsyncGeneratorContextManager,
+    _GeneratorContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from contextvars import Context, copy_context
 from dataclasses import dataclass
-from types import TracebackType
+from types import (
+    AsyncGeneratorType,
+    CoroutineType,
+    FunctionType,
+    GeneratorType,
+    TracebackType,
+)
 from typing import Any, Generic, SupportsFloat, TypeVar, cast, overload
 
 from tracegrad import context, exporter, http_patching, task_ids, thread_patching, transport
+from tracegrad.call_check import RewardedRollout
 from tracegrad.context import Rollout
 from tracegrad.events import Outcome, RolloutStarted
 from tracegrad.open_rollouts import OpenRollout
 from tracegrad.serializer import bounded_repr, error_line
+from tracegrad.signal_errors import is_of_signal_handler
 
 _log = logging.getLogger("tracegrad")
 
@@ -74,11 +91,7 @@ class rollout(AbstractContextManager[Rollout]):
         name: str | None = None,
         environ: bool = False,
     ) -> None:
-        for field, value in (("task", task), ("agent", agent), ("name", name)):
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(
-                    f"{field}: expected a non-empty string or None, got {bounded_repr(value)}"
-                )
+        _check_names(task=task, agent=agent, name=name)
         self._task, self._agent, self._input = task and task_ids.bounded_task_id(task), agent, input
         self._name, self._environ = name or agent or "rollout", environ
         self._tags = context.as_tags(tags or {})
@@ -88,7 +101,8 @@ class rollout(AbstractContextManager[Rollout]):
         if self._scope is not None:
             raise RuntimeError("this rollout was opened before: write a new rollout(...) for each")
         tags = {**context.current_tags(), **self._tags}
-        to = exporter.exporter(context.proxy_url())
+        stray = context.is_stray()
+        self._exporter = to = exporter.exporter(context.proxy_url())
         self._process = os.getpid()
         self._rollout = opened = Rollout(
             task_id=self._task,
@@ -110,10 +124,14 @@ class rollout(AbstractContextManager[Rollout]):
                     task=self._input,
                 )
             )
-            http_patching.install()
-            thread_patching.install()
-            scope.enter_context(context.use_rollout(opened))
-            scope.enter_context(_span(self._name, to.url))
+            try:
+                _wrap_libraries()
+                scope.enter_context(context.use_rollout(opened))
+                scope.enter_context(_span(self._name, to.url, root=stray))
+            except BaseException as error:  # Ctrl-C: OpenTelemetry takes a while to import
+                opened.leave()
+                opened.finish(Outcome.ABORTED, error_line(error, context.MAX_ERROR_CHARS))
+                raise
             self._scope = scope.pop_all()
         return opened
 
@@ -125,15 +143,31 @@ class rollout(AbstractContextManager[Rollout]):
     ) -> None:
         assert self._scope is not None, "a rollout is entered before it is left"
         self._scope.__exit__(kind, error, trace)
+        self._rollout.leave()
         if os.getpid() != self._process:
             return  # a forked child unwinds a copy of the stack: the rollout is its parent's
-        _warn_without_calls(self._rollout, self._name)
-        if error is None:
-            self._rollout.finish()
-        else:
+        outcome, said = Outcome.COMPLETED, None
+        if error is not None:
             agents_own = isinstance(error, Exception)
             outcome = Outcome.AGENT_ERROR if agents_own else Outcome.ABORTED
-            self._rollout.finish(outcome, error_line(error, context.MAX_ERROR_CHARS))
+            said = error_line(error, context.MAX_ERROR_CHARS)
+        self._expect_calls(outcome)
+        self._rollout.finish(outcome, said)
+
+    def _expect_calls(self, outcome: Outcome) -> None:
+        """A score without any call that it could be of trains nothing. Rollouts inside of this one
+        have their own calls, and another rollout's key makes calls of that one."""
+        ended = self._rollout
+        scored = ended.rewarded and (ended.outcome or outcome).scored
+        if scored and not ended.has_inner and not ended.foreign:
+            self._exporter.calls.watch(
+                RewardedRollout(
+                    rollout_id=ended.id,
+                    name=self._name,
+                    environ=self._environ,
+                    may_have_calls=ended.may_have_calls,
+                )
+            )
 
     async def __aenter__(self) -> Rollout:
         return self.__enter__()
@@ -147,29 +181,8 @@ class rollout(AbstractContextManager[Rollout]):
         self.__exit__(kind, error, trace)
 
 
-_warned_without_calls = False
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{4,}")
 _warned_tasks: set[tuple[str, str]] = set()  # the traced function, and the one that names its tasks
-
-
-def _warn_without_calls(ended: Rollout, name: str) -> None:
-    """Once a process: a score without any call that it could be of trains nothing, silently."""
-    global _warned_without_calls
-    if _warned_without_calls or not ended.rewarded or ended.may_have_calls:
-        return
-    _warned_without_calls = True
-    _log.warning(
-        "rollout %s (%s) ends with a reward, and no LLM call to %s was seen in it: unless another "
-        "process makes its calls, nothing of it can be trained. Give the agent's client the base "
-        "URL %s/v1. One that sends by other means than httpx, requests or aiohttp needs the "
-        "rollout's own: pass rollout.base_url to it, or open the rollout with environ=True where "
-        "it reads OPENAI_BASE_URL; another process gets env=rollout.environ. This warning comes "
-        "once",
-        ended.id,
-        name,
-        ended.url,
-        ended.url,
-    )
 
 
 def reward(value: SupportsFloat, *, name: str = "reward", turn: int | None = None) -> None:
@@ -234,7 +247,8 @@ def trace(
     goes before both. A call inside a rollout is a span of that rollout, and nothing else here
     applies to it. Arguments, results and exceptions pass through unchanged. Takes plain functions,
     coroutine functions, generators and async generators; a generator runs in a context of its own,
-    and is aborted if closed early.
+    and is aborted if closed early. The rollout of a plain function that returns a generator, a
+    coroutine or a context manager is over when that begins to run: a warning says so once.
 
     Args:
         task: the task's id, or a function of the call's arguments that returns it; where that
@@ -245,11 +259,17 @@ def trace(
         tags: what to select rollouts by, as in `rollout`.
         reward: True: the number (or bool) that the function returns is the rollout's reward; or a
             function of what it returns that gives the reward. None is no reward.
-        environ: whether `os.environ` leads clients to the rollout meanwhile, as in `rollout`.
+        environ: whether `os.environ` leads clients to the rollout meanwhile, as in `rollout`. Not
+            for generators: what runs between their steps is no part of the rollout.
 
     Raises:
-        ValueError: what is decorated is not a function, or `reward` neither a bool nor a function.
+        ValueError: what is decorated is not a function, or an argument is not what it must be.
+        TypeError: `environ`, and a generator or a context manager.
     """
+    if not callable(task):
+        _check_names(task=task)
+    _check_names(name=name, agent=agent)
+    tags = context.as_tags(tags or {})
     if not isinstance(reward, bool) and not callable(reward):
         raise ValueError(
             "reward: expected True, False or a function of the result, got "
@@ -262,6 +282,8 @@ def trace(
                 f"@trace: expected a function, got {function!r}; decorate a class's methods, and "
                 "put @trace below @staticmethod or @classmethod"
             )
+        if environ and (kind := _suspended_kind(function)):
+            raise _no_environ(task_ids.qualified_name(function), kind)
         exporter.send_orphaned_at_exit(context.proxy_url)
         span = name or task_ids.qualified_name(function)
         return _wrap(
@@ -271,7 +293,7 @@ def trace(
                 span,
                 agent or span,
                 task,
-                dict(tags or {}),
+                tags,
                 reward,
                 environ,
             )
@@ -297,7 +319,7 @@ class _Traced(Generic[F]):
         """A new rollout, which `with` gives; or a span of the current one, and None."""
         here = context.current()
         if here is not None:
-            http_patching.install()
+            _wrap_libraries()
             return _span(self.name, here.url)
         arguments: Mapping[str, object] = {"args": args, "kwargs": kwargs}
         if self.signature is not None:
@@ -329,6 +351,8 @@ class _Traced(Generic[F]):
                 return text
             wrong = f"returned {bounded_repr(named)}"
         except Exception as error:  # the agent's call is not to fail for its name
+            if is_of_signal_handler(error):
+                raise
             wrong = f"raised {error_line(error, context.MAX_ERROR_CHARS)}"
         try:
             function = task_ids.qualified_name(self.task)
@@ -353,13 +377,77 @@ class _Traced(Generic[F]):
         if callable(self.reward):
             try:
                 value = self.reward(returned)
-            except Exception:  # the agent's call is not to fail for its score
+            except Exception as error:  # the agent's call is not to fail for its score
+                if is_of_signal_handler(error):
+                    raise
                 _log.warning("reward of @trace failed for %s", self.name, exc_info=True)
         # The type: an object of the agent's may lie about its class, or raise when asked.
         elif self.reward or issubclass(type(returned), Reward):
             value = returned
         if value is not None:
             opened.reward(value)
+
+
+def _check_names(**given: object) -> None:
+    """Raises ValueError."""
+    for field, value in given.items():
+        if value is not None and (not isinstance(value, str) or not value):
+            raise ValueError(
+                f"{field}: expected a non-empty string or None, got {bounded_repr(value)}"
+            )
+
+
+# What runs behind the functions that these make.
+_makes_nothing: Any = lambda: None  # noqa: E731
+_MANAGERS = {make(_makes_nothing).__code__ for make in (contextmanager, asynccontextmanager)}
+
+
+def _suspended_kind(function: Callable[..., Any]) -> str | None:
+    """What it is, if others run between its steps."""
+    if _is(inspect.isgeneratorfunction, function) or _is(inspect.isasyncgenfunction, function):
+        return "a generator"
+    if isinstance(function, FunctionType) and function.__code__ in _MANAGERS:
+        return "a context manager"
+    return None
+
+
+def _no_environ(function: str, kind: str) -> TypeError:
+    return TypeError(
+        f"@trace(environ=True): {function} is {kind}. Others run between its steps, and os.environ "
+        "is one for the whole process: their clients would call this rollout. Put "
+        "@trace(environ=True) on a function that runs it to its end; or leave environ=True out and "
+        "give the client base_url=rollout.base_url of `with tracegrad.rollout(...) as rollout`"
+    )
+
+
+_warned_lazy: set[str] = set()
+_LAZY = (
+    GeneratorType,
+    AsyncGeneratorType,
+    CoroutineType,
+    _GeneratorContextManager,
+    _AsyncGeneratorContextManager,
+)
+
+
+def _warn_of_lazy(name: str, returned: object) -> None:
+    """The rollout is over, and what it was opened for has not begun."""
+    # The type: an object of the agent's may lie about its class, or raise when asked.
+    if name not in _warned_lazy and issubclass(type(returned), _LAZY):
+        _warned_lazy.add(name)
+        _log.warning(
+            "@trace: %s returned a %s, which runs after its rollout has ended: calls in it belong "
+            "to nobody. Decorate the function that runs it (the `async def` or the generator "
+            "itself, below other decorators), or write `with tracegrad.rollout(...)` around it. "
+            "This warning comes once for each function",
+            name,
+            type(returned).__name__.lstrip("_"),
+        )
+
+
+def _is(kind: Callable[[Any], bool], function: Callable[..., Any]) -> bool:
+    """Of an object that can be called its `__call__` says it."""
+    return kind(function) or kind(type(function).__call__)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -372,7 +460,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 def _wrap(traced: _Traced[F]) -> F:
     function: Callable[..., Any] = traced.function
     wrapper: Callable[..., Any]
-    if inspect.isasyncgenfunction(function):
+    if _is(inspect.isasyncgenfunction, function):
 
         async def wrapper(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
             here = copy_context()
@@ -393,7 +481,7 @@ def _wrap(traced: _Traced[F]) -> F:
                 finally:
                     await _AwaitIn(here, generator.aclose())
 
-    elif inspect.isgeneratorfunction(function):
+    elif _is(inspect.isgeneratorfunction, function):
 
         def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
             here = copy_context()
@@ -402,7 +490,7 @@ def _wrap(traced: _Traced[F]) -> F:
                 traced.score(opened, returned)
                 return returned
 
-    elif inspect.iscoroutinefunction(function):
+    elif _is(inspect.iscoroutinefunction, function):
 
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
             with traced.begin(args, kwargs) as opened:
@@ -416,23 +504,38 @@ def _wrap(traced: _Traced[F]) -> F:
             with traced.begin(args, kwargs) as opened:
                 returned = function(*args, **kwargs)
                 traced.score(opened, returned)
+                if opened is not None:
+                    _warn_of_lazy(traced.name, returned)
                 return returned
 
     return cast(F, functools.update_wrapper(wrapper, function))
 
 
+def _wrap_libraries() -> None:
+    """Also of a process that is about to end, in which not everything can be imported any more."""
+    try:
+        http_patching.install()
+        thread_patching.install()
+    except Exception as error:  # the agent runs all the same
+        if is_of_signal_handler(error):
+            raise
+        _log.warning("tracegrad cannot wrap every library", exc_info=True)
+
+
 _no_telemetry = False  # OpenTelemetry cannot be imported
 
 
-def _span(name: str, url: str) -> AbstractContextManager[None]:
+def _span(name: str, url: str, *, root: bool = False) -> AbstractContextManager[None]:
     global _no_telemetry
     if not _no_telemetry:
         try:
             # OpenTelemetry is loaded with the first rollout, not on import
             from tracegrad.telemetry import SpanScope
 
-            return SpanScope(name, url)
-        except Exception:  # a setting in OTEL_... that it refuses; the agent runs all the same
+            return SpanScope(name, url, root=root)
+        except Exception as error:  # a setting in OTEL_... that it refuses; the agent runs anyhow
+            if is_of_signal_handler(error):
+                raise
             _no_telemetry = True  # another attempt would cost as much as the first
             _log.warning("tracegrad records no spans", exc_info=True)
     exporter.exporter(url).drop("span_failed")

@@ -29,6 +29,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from tracegrad.call_check import CallCheck, question
 from tracegrad.events import Event, Reward, RolloutFinished
 from tracegrad.journal import (
     Journal,
@@ -43,6 +44,7 @@ from tracegrad.journal import (
 from tracegrad.private_files import FOLDER_MODE, open_private
 from tracegrad.protocol import EVENTS_PATH, TRACES_PATH
 from tracegrad.serializer import Serializer, encode
+from tracegrad.signal_errors import is_of_signal_handler
 from tracegrad.transport import REQUEST_TIMEOUT_S, ProxyRefused, ProxyUnreachable, Transport
 
 _log = logging.getLogger("tracegrad")
@@ -73,7 +75,8 @@ class Stats:
         acknowledged: those that the proxy took, also of journals that other processes left.
         truncated: events from which something was left out, because a value was too large.
         dropped: events and spans that are lost, by reason: "invalid_reward" (no number within
-            bounds), "journal_full", "too_large", "unencodable", "span_failed", "torn" (half a
+            bounds), "journal_full", "too_large", "unencodable", "interrupted" (by an exception of a
+            signal handler), "span_failed", "torn" (half a
             record, whose writer was killed), "refused" (and not kept, for there was no room),
             "unsent" (in memory, for the disk took nothing, when the process ended).
         refused: those that the proxy will never take; they are kept in a file.
@@ -148,6 +151,7 @@ class EventExporter:
         self._refused_said = False
         self._stopped = False
         self._transport.answered = False
+        self.calls = CallCheck(self.url)
 
     def after_fork_in_child(self) -> None:
         self.journal.abandon()
@@ -160,7 +164,10 @@ class EventExporter:
         """Record an event. Returns at once and never raises an `Exception`."""
         try:
             record, truncated = _encoded(event)
-        except Exception:
+        except Exception as error:
+            if is_of_signal_handler(error):
+                self.drop("interrupted")
+                raise
             self.drop("unencodable")
             _log.exception("tracegrad could not encode an event")
             return
@@ -268,6 +275,9 @@ class EventExporter:
                 _log.warning("tracegrad: %s", error)
             self.drop("journal_full")
             return
+        except Exception:  # of a signal handler of the agent's
+            self.drop("interrupted")
+            raise
         with self._changed:
             self._counts["recorded"] += 1
             self._counts["truncated"] += truncated
@@ -340,11 +350,24 @@ class EventExporter:
             finally:
                 self._left = None
                 left.close()
+        self._ask_for_calls(hurry=self._scans < wanted)
         self.journal.others_bytes = journals_size(self.folder, self.journal.folder)
         self._scan_at = time.monotonic() + SCAN_EVERY_S
         with self._changed:
             self._scans = max(self._scans, wanted)
             self._changed.notify_all()
+
+    def _ask_for_calls(self, *, hurry: bool) -> None:
+        """Behind everything that was put so far: what of it makes a call is there."""
+        if not (asked := self.calls.due(hurry=hurry)):
+            return
+        try:
+            answer = self._transport.post(EVENTS_PATH, question(asked), "application/json")
+        except ProxyUnreachable:
+            return  # they are asked for again
+        except ProxyRefused:
+            answer = b""
+        self.calls.decide(asked, answer)
 
     def _deliver(self, records: list[bytes]) -> None:
         """Returns when the proxy has taken or refused them all."""
@@ -375,6 +398,7 @@ class EventExporter:
             self._changed.notify_all()
         if path == EVENTS_PATH:
             self._warn_of_rewards(answer)
+            self.calls.answered(answer)
 
     def _warn_of_rewards(self, answer: bytes) -> None:
         """What the proxy says of rewards that it stored, and that are of no use."""
@@ -541,7 +565,9 @@ def _close_all() -> None:
     with suppress(Exception):  # a wrong setting, which a rollout would have raised
         if _recorded_at is not None:
             url = _recorded_at()
-            if any(entry.is_dir() for entry in os.scandir(journal_folder(url))):
+            with os.scandir(journal_folder(url)) as entries:
+                left = any(entry.is_dir() for entry in entries)
+            if left:
                 exporter(url)
     for each in [*_exporters.values()]:
         with suppress(KeyboardInterrupt):

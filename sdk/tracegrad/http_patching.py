@@ -20,6 +20,7 @@ from typing import Any
 
 from tracegrad import context
 from tracegrad.protocol import API_KEY_PREFIX, ROLLOUT_ATTRIBUTE, STATE_HEADER
+from tracegrad.signal_errors import is_of_signal_handler
 
 _log = logging.getLogger(__name__)
 
@@ -159,7 +160,9 @@ def _safely(sign: Callable[..., None], *args: Any) -> None:
     """An agent's call must not fail for the sake of its record; the proxy infers the rest."""
     try:
         sign(*args)
-    except Exception:
+    except Exception as error:
+        if is_of_signal_handler(error):
+            raise
         _log.warning("could not name the rollout on a call", exc_info=True)
 
 

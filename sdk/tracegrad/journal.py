@@ -29,6 +29,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tracegrad.signal_errors import is_of_signal_handler
+
 _log = logging.getLogger("tracegrad")
 
 SEGMENT_BYTES = 8 << 20  # a file of a journal; acknowledged ones are deleted whole
@@ -225,6 +227,8 @@ class Journal:
                 os.ftruncate(self._write_fd, os.lseek(self._write_fd, 0, os.SEEK_CUR) - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
+            if is_of_signal_handler(error):  # a TimeoutError is one
+                raise
             return f"the journal in {self._parent} cannot be written ({error})"
         self._size = os.lseek(self._write_fd, 0, os.SEEK_CUR)  # O_APPEND: the file's end
         return None

@@ -24,6 +24,8 @@ from itertools import islice
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+from tracegrad.signal_errors import is_of_signal_handler
+
 LONGEST_TEXT = 100_000  # characters of one text
 LONGEST_KEY = 1_000  # of a mapping's key
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -102,7 +104,9 @@ class Serializer:
             return value
         try:
             return self._plain(value, depth)
-        except Exception:  # of the agent's own class; its call is not to fail for it
+        except Exception as error:  # of the agent's own class; its call is not to fail for it
+            if is_of_signal_handler(error):
+                raise
             return self.text(_opaque(value))
 
     def _plain(self, value: object, depth: int) -> Any:
@@ -261,7 +265,9 @@ def bounded_str(value: object, most: int = LONGEST_TEXT) -> str:
             return _cut(str.__str__(str(value)), most)
         beginning = _beginning(value, most)
         return _cut(str.__str__(str(value)), most) if beginning is None else beginning
-    except Exception:
+    except Exception as error:
+        if is_of_signal_handler(error):
+            raise
         return _opaque(value)
 
 
@@ -270,7 +276,9 @@ def bounded_repr(value: object, most: int = 200) -> str:
     try:
         beginning = _beginning(value, most)
         return _cut(repr(value), most) if beginning is None else beginning
-    except Exception:
+    except Exception as error:
+        if is_of_signal_handler(error):
+            raise
         return _opaque(value)
 
 

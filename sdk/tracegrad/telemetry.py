@@ -35,6 +35,7 @@ from tracegrad import context
 from tracegrad.exporter import EventExporter, exporter
 from tracegrad.protocol import ROLLOUT_ATTRIBUTE
 from tracegrad.serializer import bounded_str, error_line
+from tracegrad.signal_errors import is_of_signal_handler
 
 _log = logging.getLogger("tracegrad")
 
@@ -68,8 +69,10 @@ class RolloutSpanProcessor(SpanProcessor):
             plain = span if size is not None and not truncated else _copy(span, cut=truncated)
             message = encode_spans([plain])
             protobuf = message.SerializeToString()
-        except Exception:
+        except Exception as error:
             self._exporter.drop("unencodable")
+            if is_of_signal_handler(error):
+                raise
             _log.warning("tracegrad could not encode a span", exc_info=True)
             return
         self._exporter.put_span(protobuf, truncated=truncated)
@@ -164,15 +167,19 @@ class SpanScope:
     the agent's that raises), the code inside runs all the same.
     """
 
-    def __init__(self, name: str, url: str) -> None:
+    def __init__(self, name: str, url: str, *, root: bool = False) -> None:
+        """`root`: the span that is current here is none of this one's."""
         self._name = name
         self._url = url
+        self._around = otel_context.Context() if root else None
         self._span: trace.Span | None = None
 
     def __enter__(self) -> None:
         try:
-            self._span = span = tracer(self._url).start_span(self._name)
-        except Exception:
+            self._span = span = tracer(self._url).start_span(self._name, self._around)
+        except Exception as error:
+            if is_of_signal_handler(error):
+                raise
             _lose_span(self._url)
             return
         self._token = otel_context.attach(trace.set_span_in_context(span))
@@ -191,8 +198,14 @@ class SpanScope:
             if isinstance(error, Exception):
                 _record_error(self._span, error)
             self._span.end()
-        except Exception:
+        except Exception as error:
+            if is_of_signal_handler(error):
+                self._detach()
+                raise
             _lose_span(self._url)
+        self._detach()
+
+    def _detach(self) -> None:
         # In another context than it was entered in (see context.inside) there is nothing to
         # detach, and OpenTelemetry would log a traceback about it.
         try:

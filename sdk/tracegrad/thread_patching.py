@@ -1,14 +1,16 @@
-"""A rollout follows its code into threads: `ThreadPoolExecutor` (also `run_in_executor`) and
-`threading.Thread`. Asyncio's tasks and `asyncio.to_thread` do so by themselves.
+"""A rollout follows its code into threads: `ThreadPoolExecutor` (also `run_in_executor`),
+multiprocessing's `ThreadPool` and `threading.Thread`. Asyncio's tasks and `asyncio.to_thread` do so
+by themselves.
 
-What an executor runs belongs to whoever submitted it. A thread belongs to the rollout that it was
-started in (as every thread does in Python 3.14 with `-X thread_inherit_context=1`), until that
-rollout is finished: what a worker of many rollouts does afterwards is nobody's.
+What an executor or a pool runs belongs to whoever submitted it. A thread belongs to the rollout
+that it was started in (as every thread does in Python 3.14 with `-X thread_inherit_context=1`),
+until that rollout is finished: what a worker of many rollouts does afterwards is nobody's.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from concurrent import futures
@@ -23,8 +25,14 @@ _log = logging.getLogger("tracegrad")
 
 def install() -> None:
     """Wrap both, once a process."""
-    replace_method(futures, "ThreadPoolExecutor", "submit", _submit)
     replace_method(threading, "Thread", "start", _start)
+    if (pools := sys.modules.get("multiprocessing.pool")) is not None:
+        for method in ("apply_async", "_map_async", "imap", "imap_unordered"):
+            replace_method(pools, "ThreadPool", method, _submit)
+    # Imported with its first mention, which a process that is about to end refuses; nobody makes
+    # an executor there either.
+    with suppress(RuntimeError):
+        replace_method(futures, "ThreadPoolExecutor", "submit", _submit)
 
 
 def _submit(submit: Callable[..., Any]) -> Callable[..., Any]:

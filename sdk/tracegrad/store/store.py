@@ -21,7 +21,7 @@ from tracegrad.store.databases import (
 from tracegrad.store.errors import StoreMissing
 from tracegrad.store.migrate import migrate, revision_of
 from tracegrad.store.models import REVISION, PolicyVersions, VersionEvents
-from tracegrad.store.read import reward_arrival, turns
+from tracegrad.store.read import call_counts, reward_arrival, turns
 from tracegrad.store.read import rollouts as queries
 from tracegrad.store.read.reward_arrival import LateRewards, RewardTarget
 from tracegrad.store.retry import retry_on_conflict
@@ -216,6 +216,7 @@ class Store:
             return reward_arrival.reward_targets(connection, rollout_ids, now)
 
     reward_arrivals = _method(reward_arrival.reward_arrivals)
+    count_calls = _method(call_counts.count_calls)
 
     def late_rewards(self, *, after: int = 0) -> LateRewards:
         """Rewards that arrived when their rollouts had been trained or skipped."""

@@ -82,6 +82,8 @@ class RolloutDetail:
     dispositions: dict[str, TurnDisposition]  # by turn id; a turn without one still waits
     # When training took its rewards: those that arrived later changed nothing. None: it may yet.
     rewards_closed_at: float | None = None
+    # Without turns: the calls that named no rollout and came while it was open.
+    unnamed_calls: int = 0
 
     def came_late(self, reward: Reward) -> bool:
         """Whether the reward arrived after training had taken the rollout's."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import copy_context
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -166,18 +169,69 @@ def test_one_inside_that_is_open_longer_puts_back_what_was_there_before_both(
 def test_a_generator_that_nobody_closes_keeps_the_environment_no_longer_than_it_lives(
     proxy: FakeProxy,
 ) -> None:
-    @trace(environ=True)
     def numbers() -> Iterator[int]:
-        yield from range(9)
+        with rollout(environ=True):
+            yield from range(9)
 
     left = numbers()
-    next(left)
+    copy_context().run(next, left)
     with pytest.raises(ValueError, match=BESIDE), rollout():
         pass
     del left
     assert os.environ["OPENAI_BASE_URL"] == "http://their-server/v1"
     with rollout(environ=True):
         pass
+
+
+def steps() -> Iterator[int]:
+    yield 1
+
+
+async def async_steps() -> AsyncIterator[int]:
+    yield 1
+
+
+class Steps:
+    def __call__(self) -> Iterator[int]:
+        yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (steps, "steps is a generator"),
+        (async_steps, "async_steps is a generator"),
+        (functools.partial(steps), "is a generator"),
+        (Steps(), "Steps is a generator"),
+        (contextmanager(steps), "steps is a context manager"),
+        (asynccontextmanager(async_steps), "async_steps is a context manager"),
+    ],
+)
+def test_what_others_run_between_the_steps_of_gets_no_environment(
+    function: Callable[..., Any], kind: str
+) -> None:
+    with pytest.raises(TypeError, match=kind) as refused:
+        trace(environ=True)(function)
+    for fix in ("on a function that runs it to its end", "base_url=rollout.base_url"):
+        assert fix in str(refused.value)
+
+
+def test_a_function_that_runs_a_generator_to_its_end_may_have_the_environment(
+    proxy: FakeProxy,
+) -> None:
+    @trace  # a span of the rollout around it
+    def calling() -> Iterator[int]:
+        raw_call()
+        yield 1
+
+    @trace(environ=True)
+    def solve() -> list[int]:
+        return list(calling())
+
+    assert solve() == [1]
+    [opened] = proxy.events("rollout_started")
+    assert proxy.chats[0].path.split("/")[2] == opened["rollout_id"]
+    assert os.environ["OPENAI_BASE_URL"] == "http://their-server/v1"
 
 
 def test_a_forked_child_is_in_its_own_rollout_alone(proxy: FakeProxy) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 import tracegrad
 from support.sdk.fake_proxy import FakeProxy, serve
 from support.sdk.hostile_values import ERRORS, USABLE_REWARD, VALUES
-from tracegrad import exporter, reward, rollout, telemetry, trace
+from tracegrad import context, exporter, reward, rollout, telemetry, thread_patching, trace
 
 # What the proxy does while the agent runs. Afterwards it works.
 MODES = ["ok", "hang", "reset", 503, 500, 401, 404]
@@ -361,6 +362,137 @@ def test_a_signal_handler_may_give_a_reward(tmp_path: Path) -> None:
             signal.signal(signal.SIGVTALRM, before)
         assert tracegrad.flush(60)
         assert once_each(fake)["reward"] == given_here + given_by_handler
+
+
+class Interrupted:
+    """The agent's alarm goes off while something of this is asked for."""
+
+    def __repr__(self) -> str:
+        interrupt()
+        return "asked for later"
+
+
+def interrupt(*_: object, **__: object) -> None:
+    if callable(signal.getsignal(signal.SIGUSR1)):
+        signal.raise_signal(signal.SIGUSR1)
+
+
+def in_an_argument(_: pytest.MonkeyPatch) -> None:
+    trace(task="t")(lambda asked: asked)(Interrupted())
+
+
+def in_a_task(_: pytest.MonkeyPatch) -> None:
+    trace(task=interrupt)(lambda: None)()
+
+
+def in_a_score(_: pytest.MonkeyPatch) -> None:
+    trace(task="t", reward=interrupt)(lambda: 1.0)()  # type: ignore[arg-type]
+
+
+def in_a_reward(patched: pytest.MonkeyPatch) -> None:
+    with rollout(task="t") as r:
+        patched.setattr(exporter, "encode", interrupt)
+        r.reward(1.0)
+
+
+def in_a_write(patched: pytest.MonkeyPatch) -> None:
+    with rollout(task="t") as r:
+        patched.setattr(os, "write", interrupt)
+        r.reward(1.0)
+
+
+def in_a_span(patched: pytest.MonkeyPatch) -> None:
+    with rollout(task="t"):
+        patched.setattr(telemetry, "encode_spans", interrupt)
+        trace(lambda: None)()
+
+
+def at_the_beginning(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(thread_patching, "install", interrupt)
+    trace(task="t")(lambda: None)()
+
+
+def before_a_span(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(telemetry.SpanScope, "__init__", interrupt)
+    trace(task="t")(lambda: None)()
+
+
+def in_a_call(patched: pytest.MonkeyPatch) -> None:
+    with rollout(task="t") as r:
+        patched.setattr(context, "attribution_headers", interrupt)
+        httpx.get(r.url)
+
+
+@pytest.mark.parametrize(
+    "interrupted",
+    [
+        in_an_argument,
+        in_a_task,
+        in_a_score,
+        in_a_reward,
+        in_a_write,
+        in_a_span,
+        at_the_beginning,
+        before_a_span,
+        in_a_call,
+    ],
+)
+def test_a_time_out_of_the_agents_signal_handler_is_not_swallowed(
+    interrupted: Callable[[pytest.MonkeyPatch], None], proxy: FakeProxy
+) -> None:
+    """It would wait for it in vain."""
+    patched = pytest.MonkeyPatch()
+
+    class Alarm(TimeoutError):
+        pass
+
+    def handler(*_: object) -> None:
+        patched.undo()
+        raise Alarm
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(Alarm):
+            interrupted(patched)
+    finally:
+        patched.undo()
+        signal.signal(signal.SIGUSR1, before)
+    assert context.current() is None
+    with rollout(task="after") as r:
+        r.reward(0.5)
+    assert proxy.rewards()[-1] == (0.5, "reward", None)
+    assert len(proxy.ends()) == len(proxy.events("rollout_started"))
+
+
+# Its interpreter refuses to import what registers itself for the end.
+LATE = """
+import sys, threading
+from tracegrad import rollout
+def late():
+    threading.main_thread().join()
+    with rollout(task="late") as r:
+        r.reward(1)
+    print("done")
+threading.Thread(target=late).start()
+"""
+
+
+def test_a_rollout_that_begins_while_the_process_ends_is_recorded(tmp_path: Path) -> None:
+    fake, server = serve()
+    env = {"TRACEGRAD_URL": fake.url, "TRACEGRAD_JOURNAL": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", LATE],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
+    assert "ResourceWarning" not in ran.stderr
+    assert fake.ends() == [("completed", None)]
+    server.shutdown()
+    server.server_close()
 
 
 def test_a_slow_exit_is_bounded_and_says_what_stays(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import opentelemetry.trace
 import pytest
 
 from support.sdk.fake_proxy import FakeProxy
-from tracegrad import context, decorators, rollout, tags, trace, turn
+from tracegrad import context, rollout, tags, turn
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "2 + 2?"}]}
 
@@ -193,38 +193,3 @@ def test_threads_stay_the_agents_own(proxy: FakeProxy) -> None:
         assert "run" not in vars(worker)
         with pytest.raises(RuntimeError, match="only be started once"):
             worker.start()
-
-
-@pytest.fixture
-def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decorators, "_warned_without_calls", False)
-
-
-@pytest.mark.usefixtures("unwarned")
-def test_a_reward_without_any_call_is_warned_of_once(
-    proxy: FakeProxy, caplog: pytest.LogCaptureFixture
-) -> None:
-    @trace(reward=True)
-    def solve() -> float:
-        return 1.0
-
-    solve()
-    solve()
-    [warned] = [r for r in caplog.records if "no LLM call" in r.message]
-    assert f"base URL {proxy.url}/v1" in warned.message
-    assert "solve" in warned.message
-
-
-@pytest.mark.usefixtures("unwarned")
-def test_a_rollout_that_may_have_calls_is_not_warned_of(
-    proxy: FakeProxy, caplog: pytest.LogCaptureFixture
-) -> None:
-    with rollout() as called:
-        ask(called.url)
-        called.reward(1.0)
-    with rollout() as elsewhere:
-        assert elsewhere.base_url
-        elsewhere.reward(1.0)
-    with rollout():
-        pass  # nothing was scored
-    assert "no LLM call" not in caplog.text

@@ -48,7 +48,7 @@ def render_explanation(detail: RolloutDetail, width: int | None) -> Iterator[Tex
     if not detail.turns:
         yield Text("no turns")
         if detail.summary.state == "no_turns":
-            yield from _advice(untrained_text("no_turns"), margin=_MARGIN, width=width)
+            yield from _advice(_no_turns(detail), margin=_MARGIN, width=width)
         return
     transcript = Transcript(detail.turns)
     found = find_forks(transcript)
@@ -76,6 +76,7 @@ def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
             for (reason, final), turns in _by_reason(detail).items()
         ],
         "tokens": asdict(token_totals(transcript, found)),
+        "unnamed_calls": detail.unnamed_calls,
     }
 
 
@@ -303,6 +304,18 @@ def _rewards_given(detail: RolloutDetail) -> str:
     return ", ".join(
         f"{one_line(name)!r}{'' if turn is None else f' of turn {turn}'} ({format_number(value)})"
         for (name, turn), value in last.items()
+    )
+
+
+def _no_turns(detail: RolloutDetail) -> ReasonText:
+    words = untrained_text("no_turns")
+    if not detail.unnamed_calls:
+        return words
+    calls = format_count(detail.unnamed_calls, "call")
+    return ReasonText(
+        f"{words.meaning} {calls} that named no rollout came to the proxy while it was open.",
+        "If they were its own, its client has the proxy's plain address: give it the rollout's "
+        "base URL or key; see docs/agents.md.",
     )
 
 

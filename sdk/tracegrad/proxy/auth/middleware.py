@@ -109,7 +109,7 @@ def restrict_to_rollout(events: Sequence[F], caller: Caller) -> Sequence[F]:
         if isinstance(event, Span) and event.rollout_id is None:
             event = replace(event, rollout_id=caller.rollout_id)
         if caller.bound:
-            _check_rollout(caller, event.rollout_id)
+            check_rollout(caller, event.rollout_id)
         mine.append(event)
     return mine
 
@@ -317,10 +317,10 @@ def _check_place(
     if own := _own_path.fullmatch(path):
         rest = own[2]
         if caller.bound:
-            _check_rollout(caller, own[1])
+            check_rollout(caller, own[1])
     for name, value in headers:
         if name == _ROLLOUT_HEADER and caller.bound:
-            _check_rollout(caller, value.decode("latin-1"))
+            check_rollout(caller, value.decode("latin-1"))
     if not caller.scopes & _scopes_of(method, path, rest):
         raise _out_of_scope(caller, method, path)
 
@@ -350,7 +350,8 @@ def _out_of_scope(caller: Caller, method: str, path: str) -> ApiError:
     return ApiError(403, message, kind="permission_error", code=code)
 
 
-def _check_rollout(caller: Caller, rollout_id: str | None) -> None:
+def check_rollout(caller: Caller, rollout_id: str | None) -> None:
+    """Raises ApiError (403) for another rollout than the caller's; its key is bound to that."""
     if rollout_id != caller.rollout_id:
         raise ApiError(
             403,

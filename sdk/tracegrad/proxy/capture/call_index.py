@@ -35,6 +35,7 @@ class CallIndex:
             others.subscribe("span", self._add_span)
             others.subscribe("span's turn", self._add_turn)
             others.subscribe("answer", self._add_answer)
+            others.subscribe("rollout called", self._add_called)
         # By trace and span: the span around it, and whether a call was made inside it.
         self._outer: FIFOCache[tuple[str, str], str] = FIFOCache(limit)
         self._around: FIFOCache[tuple[str, str], bool] = FIFOCache(limit)
@@ -42,6 +43,20 @@ class CallIndex:
         self._turn_answers: FIFOCache[tuple[str, str], str] = FIFOCache(limit)
         self._answers: FIFOCache[str, str] = FIFOCache(limit)
         self._inferred: FIFOCache[str, bool] = FIFOCache(limit)
+        self._called: FIFOCache[str, bool] = FIFOCache(limit)
+
+    def rollout_called(self, rollout_id: str | None) -> None:
+        """A call of the rollout came in: it may be long until it is recorded."""
+        if rollout_id is not None and not self.was_called(rollout_id):
+            self._add_called(rollout_id)
+            self._tell("rollout called", rollout_id)
+
+    def _add_called(self, rollout_id: str) -> None:
+        self._called[rollout_id] = True
+
+    def was_called(self, rollout_id: str) -> bool:
+        """Whether a call came in that named the rollout, whatever became of it."""
+        return self._called.get(rollout_id) is not None
 
     def call_started(self, trace_id: str | None, span_id: str | None) -> None:
         """A call was made from inside a span.

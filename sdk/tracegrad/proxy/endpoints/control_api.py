@@ -24,12 +24,20 @@ from tracegrad.events import (
 )
 from tracegrad.key_derivation import CALLS, KeyScope
 from tracegrad.protocol import ROLLOUT_ID_PATTERN
-from tracegrad.proxy.auth.middleware import Authenticator, Caller, caller_of, restrict_to_rollout
+from tracegrad.proxy.auth.middleware import (
+    Authenticator,
+    Caller,
+    caller_of,
+    check_rollout,
+    restrict_to_rollout,
+)
+from tracegrad.proxy.capture.call_index import CallIndex
 from tracegrad.proxy.capture.recorder import Recorder
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
-from tracegrad.proxy.http.errors import ApiError, BadRequest
+from tracegrad.proxy.http.errors import ApiError, BadRequest, Unavailable
 from tracegrad.proxy.store_async import run_in_thread
 from tracegrad.store.errors import EventRejected, StoreError
+from tracegrad.store.read.call_counts import CallCount
 from tracegrad.store.read.reward_arrival import RewardTarget
 
 # Events wait for a proxy that is away, and clocks differ. One that claims to be older than this
@@ -127,7 +135,10 @@ EventBody = Annotated[
 
 
 class EventsRequest(BaseModel):
+    """`calls_of`: rollouts whose calls the answer counts, beside those that the events end."""
+
     events: list[EventBody]
+    calls_of: Annotated[list[RolloutId], Field(max_length=1000)] = []
 
 
 class LateReward(BaseModel):
@@ -138,15 +149,25 @@ class LateReward(BaseModel):
     step: int | None = None
 
 
+class RolloutCalls(BaseModel):
+    """`calls` of a rollout: the recorded turns; at least 1 where a call came, of which nothing is
+    recorded yet. Without any, and asked for: `unnamed_calls` that came while it was open."""
+
+    rollout_id: str
+    calls: int
+    unnamed_calls: int = 0
+
+
 class EventsAccepted(BaseModel):
     """All were stored. `unknown_rollouts` were given rewards, and nobody opened them and no call
     belongs to them so far: look at the id, unless its events are still on their way.
     `after_training` were given rewards when training had taken those it had: these are kept, and
-    change no step."""
+    change no step. `calls`: of each rollout that was ended or asked for."""
 
     accepted: int
     unknown_rollouts: list[str] = []
     after_training: list[LateReward] = []
+    calls: list[RolloutCalls] = []
 
 
 class HoldRequest(BaseModel):
@@ -197,16 +218,18 @@ class OwnGate:
         return self._gate.state()
 
 
-class RewardTargets(Protocol):
+class EventReader(Protocol):
     """What `tracegrad.store.Store` does of it."""
 
     def reward_targets(self, rollout_ids: Collection[str]) -> list[RewardTarget]: ...
 
     def reward_arrivals(self, reward_ids: Collection[str]) -> dict[str, float]: ...
 
+    def count_calls(self, rollout_ids: Collection[str]) -> list[CallCount]: ...
 
-async def accepted(events: Sequence[Event], store: RewardTargets) -> EventsAccepted:
-    """The answer to events that were committed."""
+
+async def accepted(events: Sequence[Event], store: EventReader) -> EventsAccepted:
+    """The answer to events that were committed, but for `calls`."""
     rewards = {e.reward_id: e.rollout_id for e in events if isinstance(e, Reward)}
     rewarded = list(dict.fromkeys(rewards.values()))
     answer = EventsAccepted(accepted=len(events))
@@ -232,7 +255,22 @@ async def accepted(events: Sequence[Event], store: RewardTargets) -> EventsAccep
     return answer
 
 
-def make_control_router(recorder: Recorder, gate: WeightPushes, store: RewardTargets) -> APIRouter:
+async def count_calls(
+    wanted: Collection[str], store: EventReader, index: CallIndex
+) -> list[RolloutCalls]:
+    """One for each. Raises StoreError."""
+    counts = await run_in_thread(store.count_calls, wanted) if wanted else []
+    by_id = {count.rollout_id: count for count in counts}
+    found = []
+    for rollout_id in wanted:
+        count = by_id.get(rollout_id) or CallCount(rollout_id=rollout_id, turns=0)
+        calls = count.turns or int(index.was_called(rollout_id))
+        unnamed = 0 if calls else count.unnamed_calls
+        found.append(RolloutCalls(rollout_id=rollout_id, calls=calls, unnamed_calls=unnamed))
+    return found
+
+
+def make_control_router(recorder: Recorder, gate: WeightPushes, store: EventReader) -> APIRouter:
     router = APIRouter(prefix="/api")
 
     @router.post(
@@ -244,12 +282,25 @@ def make_control_router(recorder: Recorder, gate: WeightPushes, store: RewardTar
         """Stored all together or not at all; the answer comes after the commit. Of several rewards
         of one name and turn the one that arrives last counts, whatever `given_at` says."""
         caller, now = caller_of(request.scope), time.time()
+        if caller.bound:
+            for rollout_id in body.calls_of:
+                check_rollout(caller, rollout_id)
+        received = [event.to_event(caller, now) for event in body.events]
         try:
-            received = [event.to_event(caller, now) for event in body.events]
-            await recorder.commit(restrict_to_rollout(received, caller))
+            if received or not body.calls_of:  # a question alone writes nothing
+                await recorder.commit(restrict_to_rollout(received, caller))
         except EventRejected as error:
             raise BadRequest(str(error), status=422) from None
-        return await accepted(received, store)
+        answer = await accepted(received, store)
+        ended = [event.rollout_id for event in received if isinstance(event, RolloutFinished)]
+        wanted = dict.fromkeys([*ended, *body.calls_of])
+        try:
+            answer.calls = await count_calls(wanted, store, recorder.call_index)
+        except StoreError as error:
+            if not received:  # else they are stored: that much is known
+                why = f"the store cannot be read: {error}"
+                raise Unavailable(why, code="store_unavailable") from error
+        return answer
 
     @router.get("/push", summary="Policy version and gate")
     async def push() -> GateState:

@@ -117,6 +117,7 @@ class LlmCallEndpoint:
         owner = attribute_call(
             headers, path.get("rollout"), caller.rollout_id, self._services.trace_index
         )
+        self._services.recorder.call_index.rollout_called(owner.rollout_id)
         call, known = await self._parse(scope, await read_body(receive), owner)
         if call.previous is not None:
             sent = call.size

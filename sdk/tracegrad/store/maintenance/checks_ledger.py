@@ -25,8 +25,9 @@ from tracegrad.store.models import (
     Turns,
     VersionEvents,
 )
+from tracegrad.store.read.call_counts import count_calls
 from tracegrad.store.rows import count_rows
-from tracegrad.text_format import format_elapsed
+from tracegrad.text_format import format_count, format_elapsed
 
 DAY_S = 86_400.0
 # A rollout without an end and without a turn for so long is taken for left behind, and a key of a
@@ -126,10 +127,14 @@ def _without_turns(connection: Connection) -> Iterator[Finding]:
     if count := count_rows(connection, Rollouts, *empty):
         newest = select(Rollouts.rollout_id).where(*empty)
         newest = newest.order_by(Rollouts.opened_at.desc()).limit(1)
+        [example] = count_calls(connection, connection.scalars(newest).all())
+        unnamed = format_count(example.unnamed_calls, "call")
+        meanwhile = f"; {unnamed} that named no rollout came while the newest of them was open"
         yield Finding(
             check="no_turns",
-            subject=f"rollout {connection.scalar(newest)}",
-            message=f"{count} rollouts have a reward and not a single call: no group counts them",
+            subject=f"rollout {example.rollout_id}",
+            message=f"{count} rollouts have a reward and not a single call: no group counts them"
+            f"{meanwhile if example.unnamed_calls else ''}",
             fix="their agents called past the proxy, or named another rollout: give their clients "
             "the rollout's base URL or key (docs/agents.md)",
             broken=False,

@@ -34,6 +34,7 @@ from tracegrad.store.models import (
     Turns,
     VersionEvents,
 )
+from tracegrad.store.read.call_counts import count_calls
 from tracegrad.store.read.reward_arrival import reward_targets
 from tracegrad.store.read.turns import load_turns
 from tracegrad.store.rows import count_rows, load, rows_of_keys, select_fields
@@ -245,6 +246,7 @@ def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
         spans=load_spans(connection, [rollout_id])[rollout_id],
         dispositions=load_dispositions(connection, [rollout_id])[rollout_id],
         rewards_closed_at=target.closed_at,
+        unnamed_calls=count_calls(connection, [rollout_id])[0].unnamed_calls,
     )
 
 

@@ -239,6 +239,13 @@ def test_a_key_for_events_scores_and_calls_no_models(closed: httpx.Client, store
     assert given(store, "theirs") == []
 
 
+def test_a_key_for_events_asks_for_its_own_calls_alone(closed: httpx.Client) -> None:
+    key = minted(closed, "events")
+    for wanted, status in (["mine"], 200), (["mine", "theirs"], 403):
+        body = {"events": [], "calls_of": wanted}
+        assert closed.post("/api/events", json=body, headers=key).status_code == status
+
+
 def test_a_key_may_be_for_both(closed: httpx.Client, store: Store) -> None:
     key = minted(closed, "calls", "events")
     closed.post("/v1/chat/completions", json=ASK, headers=key).raise_for_status()

@@ -53,7 +53,8 @@ def test_posted_events_are_stored(rig: ProxyWithEngine) -> None:
             },
         ],
     )
-    assert (answer.status_code, answer.json()) == (200, {"accepted": 4})
+    accepted = {"accepted": 4, "calls": [{"rollout_id": "r1", "calls": 0}]}
+    assert (answer.status_code, answer.json()) == (200, accepted)
     [row] = rig.store.rollouts()
     assert (row.rollout_id, row.task_id, row.agent) == ("r1", "t1", "shop")
     assert row.outcome == Outcome.AGENT_ERROR

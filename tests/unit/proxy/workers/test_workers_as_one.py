@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -60,6 +61,27 @@ def test_a_conversation_goes_on_in_another_worker_token_for_token(workers: Worke
     conversation(workers, None, 4, "a question without a name")
     [untitled] = {row.rollout_id for row in workers.store.rollouts(limit=None)} - {"named"}
     assert_one_line(workers.store.rollout_turns(untitled), 4)
+
+
+def test_a_call_that_runs_in_one_worker_is_counted_by_the_other(lasting: Workers) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "slowly"}]}
+    gate, asked = lasting.engine.wait_before(0), len(lasting.engine.requests)
+
+    def call() -> None:
+        lasting.clients[0].post("/rollouts/running/v1/chat/completions", json=body)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        while len(lasting.engine.requests) == asked:
+            thread.join(0.005)
+        question = {"events": [], "calls_of": ["running", "none"]}
+        answer = lasting.clients[1].post("/api/events", json=question).json()
+    finally:
+        gate.set()
+        thread.join()
+        lasting.engine._gates.clear()
+    assert [each["calls"] for each in answer["calls"]] == [1, 0]
 
 
 def test_a_retry_that_meets_another_worker_gets_the_recorded_answer(lasting: Workers) -> None:
