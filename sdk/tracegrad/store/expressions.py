@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sqlalchemy import ColumnElement, and_, case, exists, literal, select, true
+from sqlalchemy import ColumnElement, and_, case, exists, func, literal, select, true
 from sqlalchemy.orm import InstrumentedAttribute
 
 from tracegrad.events import MAX_REWARD, Outcome
@@ -55,6 +55,20 @@ def latest_reward() -> ColumnElement[float | None]:
         )
         .order_by(Rewards.seq.desc())
         .limit(1)
+        .correlate(Rollouts)
+        .scalar_subquery()
+    )
+
+
+def newest_reward() -> ColumnElement[int | None]:
+    """The number of the rollout's reward that arrived last, whatever its name; NULL: it has none.
+
+    Of this rollout alone: PostgreSQL numbers rewards before their transactions commit, so that
+    the newest of all may have a higher number than one that nobody sees yet.
+    """
+    return (
+        select(func.max(Rewards.seq))
+        .where(Rewards.rollout_id == Rollouts.rollout_id)
         .correlate(Rollouts)
         .scalar_subquery()
     )

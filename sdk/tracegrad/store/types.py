@@ -80,13 +80,13 @@ class RolloutDetail:
     rewards: list[Reward]  # in order of arrival
     spans: list[Span]  # by start
     dispositions: dict[str, TurnDisposition]  # by turn id; a turn without one still waits
-    # When training took its rewards: those that arrived later changed nothing. None: it may yet.
-    rewards_closed_at: float | None = None
+    # Whether training took its rewards; those that arrived later, by id, changed nothing.
+    rewards_taken: bool = False
+    late_rewards: frozenset[str] = frozenset()
 
     def came_late(self, reward: Reward) -> bool:
         """Whether the reward arrived after training had taken the rollout's."""
-        closed = self.rewards_closed_at
-        return closed is not None and reward.source != JUDGE_SOURCE and reward.created_at > closed
+        return reward.reward_id in self.late_rewards
 
 
 @dataclass(frozen=True, slots=True)

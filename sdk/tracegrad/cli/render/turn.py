@@ -211,7 +211,7 @@ def is_latest_reward(reward: Reward, detail: RolloutDetail, *, in_time: bool = F
     same = [each for each in detail.rewards if given_for(each) == given_for(reward)]
     if in_time:
         same = [each for each in same if not detail.came_late(each)]
-        return detail.rewards_closed_at is not None and same[-1:] == [reward]
+        return detail.rewards_taken and same[-1:] == [reward]
     return same[-1] is reward
 
 
