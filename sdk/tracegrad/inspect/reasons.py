@@ -301,6 +301,4 @@ def untrained_reason(turn: Turn, detail: RolloutDetail) -> UntrainedReason | Non
         return UntrainedReason(turn.untrainable, True)
     # The ledger closes a rollout with every turn it has: this one came after that.
     reason = LATE if row.state == "consumed" else row.state
-    if reason == "waiting" and row.task_id is None:
-        reason = "no_task"
     return UntrainedReason(reason, reason not in WAITING_TEXTS)

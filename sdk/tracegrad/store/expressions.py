@@ -82,11 +82,12 @@ def _without_main_reward() -> ColumnElement[str]:
 
 
 def training_state(
-    tags: Mapping[str, str], now: float, *, compared: bool = False
+    tags: Mapping[str, str], now: float, *, compared: bool = True
 ) -> ColumnElement[str]:
     """The state of a rollout on its way to training (`RolloutSummary.state`, or `not_selected`).
 
-    `compared`: training compares rollouts of a task, so that those without one are `no_task`.
+    `compared`: training compares rollouts of a task, as by default, so that those without one are
+    `no_task`; else they are `waiting`.
     """
     states = [
         (Rollouts.consumed_at.is_not(None), literal("consumed")),

@@ -11,12 +11,14 @@ from sqlalchemy import ColumnElement, and_, exists, true
 
 from tracegrad.events import Outcome
 from tracegrad.store.expressions import has_tags, latest_reward, training_state
-from tracegrad.store.models import Rollouts, Turns
+from tracegrad.store.models import Rollouts, TurnLedger, Turns
 
 OPEN = "open"
 OUTCOMES = (OPEN, *(outcome.value for outcome in Outcome))
+# As `training_state` has them, and of those that are `consumed` the `trained` and the `skipped`.
 STATES = (
-    *(OPEN, "no_turns", "no_reward", "named_reward", "waiting", "leased", "consumed"),
+    *(OPEN, "no_turns", "no_reward", "named_reward", "no_task", "waiting", "leased"),
+    *("trained", "skipped", "consumed"),
     *(outcome.value for outcome in Outcome if not outcome.scored),
 )
 
@@ -72,7 +74,7 @@ class RolloutFilter:
                 else Rollouts.outcome == self.outcome
             )
         if self.state is not None:
-            wanted.append(training_state({}, time.time()) == self.state)
+            wanted.append(_stands_so(self.state))
         if self.since is not None:
             wanted.append(Rollouts.opened_at >= self.since)
         if self.until is not None:
@@ -93,6 +95,18 @@ class RolloutFilter:
         if not bounds:
             return []
         return [exists().where(Turns.rollout_id == Rollouts.rollout_id, *bounds)]
+
+
+def _stands_so(state: str) -> ColumnElement[bool]:
+    if state not in ("trained", "skipped"):
+        return training_state({}, time.time()) == state
+    trained = exists().where(
+        Turns.rollout_id == Rollouts.rollout_id,
+        TurnLedger.turn_id == Turns.turn_id,
+        TurnLedger.step.is_not(None),
+    )
+    consumed = Rollouts.consumed_at.is_not(None)
+    return and_(consumed, trained if state == "trained" else ~trained)
 
 
 ALL = RolloutFilter()

@@ -44,7 +44,8 @@ class RolloutSummary:
     """One rollout in a list.
 
     `state` on the way to training: `open`, an unscored outcome's name, `no_turns`, `no_reward`,
-    `named_reward`, `waiting`, `leased` or `consumed` (trained or skipped: `consumed_step`).
+    `named_reward`, `leased`, `no_task`, `waiting` or `consumed` (trained or skipped:
+    `consumed_step`).
     """
 
     rollout_id: str

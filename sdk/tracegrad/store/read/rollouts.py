@@ -331,12 +331,12 @@ def version_events(connection: Connection, version: int) -> list[PolicyVersion]:
 
 
 def turn_counts(
-    connection: Connection, tags: Mapping[str, str] | None = None, *, compared: bool = False
+    connection: Connection, tags: Mapping[str, str] | None = None, *, compared: bool = True
 ) -> TurnCounts:
     """How many turns were trained, skipped and why, and what the others wait for.
 
-    With `tags`, turns of rollouts that do not carry them all wait as `not_selected`; if training
-    compares rollouts of a task (`compared`), those of rollouts without one as `no_task`.
+    With `tags`, turns of rollouts that do not carry them all wait as `not_selected`. `compared` as
+    `training_state` has it.
     """
     trained = connection.scalar(select(func.count(TurnLedger.step))) or 0
     reasons = (

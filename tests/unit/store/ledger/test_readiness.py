@@ -39,9 +39,10 @@ def test_groups_attempts_and_states_are_counted(store: Store, ledger: Ledger) ->
     )
     lease(ledger, groups=1)
     found = ledger.readiness(group_size=2)
-    assert (found.groups, found.attempts, found.without_task) == (2, {1: 1}, 1)
+    assert (found.groups, found.attempts) == (2, {1: 1})
     assert found.states == {
-        "waiting": 6,
+        "waiting": 5,
+        "no_task": 1,
         "leased": 2,
         "no_reward": 1,
         "named_reward": 1,
@@ -50,6 +51,8 @@ def test_groups_attempts_and_states_are_counted(store: Store, ledger: Ledger) ->
     assert sum(found.leased.values()) == 2
     assert found.newest == now - 49
     assert ledger.readiness(group_size=2, tags={"split": "x"}).states["not_selected"] >= 10
+    alone = ledger.readiness(group_size=1)
+    assert (alone.groups, alone.states["waiting"]) == (6, 6), "one without a task is a group"
 
 
 def test_a_reward_that_arrives_after_the_lease_is_late_but_a_judges_is_not(
