@@ -15,7 +15,9 @@ SCORED_OUTCOMES = [outcome.value for outcome in Outcome if outcome.scored]
 MAIN_REWARD_NAME = "reward"
 
 
-def begins_with(column: InstrumentedAttribute[str], prefix: str) -> ColumnElement[bool]:
+def begins_with(
+    column: InstrumentedAttribute[str] | InstrumentedAttribute[str | None], prefix: str
+) -> ColumnElement[bool]:
     """As a range, which every database finds in an index; the last code point is no character."""
     return and_(column >= prefix, column < prefix + "\U0010ffff")
 

@@ -300,3 +300,58 @@ def test_a_long_input_is_cut_and_a_redacted_one_stays_so(url: str) -> None:
 )
 def test_the_beginning_of_an_input(task: object, text: str | None) -> None:
     assert input_text(task) == text
+
+
+def alike(url: str, prefix: str, *questions: str) -> list[str]:
+    """Rollouts under `@trace` whose inputs begin alike, three a task. The tasks' ids."""
+    ids = []
+    for number, question in enumerate(questions):
+        task_id, plain = task_and_input(asked, {"question": prefix + question})
+        ids.append(task_id)
+        for n in range(3):
+            opened, *rest = rollout_events(f"r{number}{n}", task=task_id, at=100.0 + n)
+            assert isinstance(opened, RolloutStarted)
+            with Store.open(url) as store:
+                store.append([replace(opened, task=plain.value), *rest])
+    return ids
+
+
+CITIES = ("Which river runs through Vienna?", "Which river runs through Prague?", "And Rome?")
+
+
+@pytest.mark.databases("sqlite")
+@pytest.mark.parametrize("by_task", [[], ["--by-task"]])
+@pytest.mark.parametrize("repeated", [1, 8, 40], ids=["a line", "beyond a title", "long"])
+def test_titles_that_begin_alike_show_where_they_part(
+    url: str, by_task: list[str], repeated: int
+) -> None:
+    ids = alike(url, "You answer with the name of a river and nothing else. " * repeated, *CITIES)
+    for columns in (80, 120, None):
+        head, *lines = printed(url, "ls", *by_task, columns=columns).splitlines()
+        end = head.index("task id") if "task id" in head else head.index("outcome")
+        titles = {line[head.index("task") : end].rstrip() for line in lines}
+        assert len(titles) == len(ids), "each task has one of its own, the same in each row"
+        assert all(title.startswith("You") for title in titles)
+        assert sum("Vienna" in title or "Vi…" in title for title in titles) == 1
+        if by_task or columns != 80:
+            assert {line[end:].split()[0][:8] for line in lines} == {each[:8] for each in ids}
+    for task_id in ids:
+        found = printed_json(url, "ls", *by_task, "--task", task_id[:8])
+        assert {row["task_id"] for row in found} == {task_id}
+
+
+@pytest.mark.databases("sqlite")
+def test_equal_titles_of_different_tasks_have_their_ids(url: str) -> None:
+    """Two functions with one input: other tasks."""
+    ids = []
+    for n, function in enumerate([asked, alike]):
+        task_id, plain = task_and_input(function, {"question": "Which river runs through Vienna?"})
+        ids.append(task_id)
+        opened, *rest = rollout_events(f"r{n}", task=task_id)
+        assert isinstance(opened, RolloutStarted)
+        with Store.open(url) as store:
+            store.append([replace(opened, task=plain.value), *rest])
+    for columns in (60, 80, 120):
+        for by_task in ([], ["--by-task"]):
+            text = printed(url, "ls", *by_task, columns=columns)
+            assert all(task_id[:8] in text for task_id in ids), text
