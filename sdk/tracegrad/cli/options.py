@@ -69,7 +69,12 @@ def with_options(
 
 def rollout_filter(
     *,
-    task: Annotated[str | None, typer.Option(help="Only of this task.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="Only of this task; of a hash that `rollouts ls` shows, its beginning is enough."
+        ),
+    ] = None,
     agent: Annotated[str | None, typer.Option(help="Only of this agent.")] = None,
     outcome: Annotated[
         str | None, typer.Option(help=f"Only with this outcome: {OPEN}, {', '.join(Outcome)}.")

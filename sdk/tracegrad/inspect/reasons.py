@@ -5,6 +5,7 @@ A test reads the code for reasons and holds them against these tables.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from tracegrad.events import Turn
@@ -270,6 +271,12 @@ WAITING_TEXTS = {
     ),
 }
 
+# Reasons that all turns of a rollout have together, but for those that have one of their own.
+_OF_WHOLE_ROLLOUTS = {
+    *WAITING_TEXTS,
+    *("equal_reward", "long_negative", "unpaired", "non_finite_step"),
+}
+
 _UNKNOWN = ReasonText(
     "This version of tracegrad has no words for it.",
     "Ask whoever gave it: another version, or a filter of your own (batches.predicate).",
@@ -292,6 +299,25 @@ class UntrainedReason(NamedTuple):
     final: bool
 
 
+def is_of_rollout(reason: str, detail: RolloutDetail) -> bool:
+    """Whether it says something of the rollout, and not of the one turn: how it ended, how its
+    group came out, what it waits for."""
+    return reason in _OF_WHOLE_ROLLOUTS or reason == detail.summary.outcome
+
+
+def rollout_reason(detail: RolloutDetail) -> str | None:
+    """The reason that most turns have which are not trained because of their rollout, or what the
+    rollout waits for if it has no turns; None: there is none."""
+    if not detail.turns:
+        return detail.summary.state if detail.summary.state in WAITING_TEXTS else None
+    reasons = Counter(
+        missing.reason
+        for turn in detail.turns
+        if (missing := untrained_reason(turn, detail)) and is_of_rollout(missing.reason, detail)
+    )
+    return reasons.most_common(1)[0][0] if reasons else None
+
+
 def untrained_reason(turn: Turn, detail: RolloutDetail) -> UntrainedReason | None:
     """Why the rollout's turn is not trained; None: it is."""
     row, fate = detail.summary, detail.dispositions.get(turn.turn_id)
@@ -301,6 +327,4 @@ def untrained_reason(turn: Turn, detail: RolloutDetail) -> UntrainedReason | Non
         return UntrainedReason(turn.untrainable, True)
     # The ledger closes a rollout with every turn it has: this one came after that.
     reason = LATE if row.state == "consumed" else row.state
-    if reason == "waiting" and row.task_id is None:
-        reason = "no_task"
     return UntrainedReason(reason, reason not in WAITING_TEXTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sqlalchemy import ColumnElement, and_, case, exists, literal, select, true
+from sqlalchemy import ColumnElement, and_, case, exists, func, literal, select, true
 from sqlalchemy.orm import InstrumentedAttribute
 
 from tracegrad.events import MAX_REWARD, Outcome
@@ -15,7 +15,9 @@ SCORED_OUTCOMES = [outcome.value for outcome in Outcome if outcome.scored]
 MAIN_REWARD_NAME = "reward"
 
 
-def begins_with(column: InstrumentedAttribute[str], prefix: str) -> ColumnElement[bool]:
+def begins_with(
+    column: InstrumentedAttribute[str] | InstrumentedAttribute[str | None], prefix: str
+) -> ColumnElement[bool]:
     """As a range, which every database finds in an index; the last code point is no character."""
     return and_(column >= prefix, column < prefix + "\U0010ffff")
 
@@ -60,6 +62,20 @@ def latest_reward() -> ColumnElement[float | None]:
     )
 
 
+def newest_reward() -> ColumnElement[int | None]:
+    """The number of the rollout's reward that arrived last, whatever its name; NULL: it has none.
+
+    Of this rollout alone: PostgreSQL numbers rewards before their transactions commit, so that
+    the newest of all may have a higher number than one that nobody sees yet.
+    """
+    return (
+        select(func.max(Rewards.seq))
+        .where(Rewards.rollout_id == Rollouts.rollout_id)
+        .correlate(Rollouts)
+        .scalar_subquery()
+    )
+
+
 def _without_main_reward() -> ColumnElement[str]:
     """Of a rollout that nobody scored, and of one that has rewards of other names, or of turns
     alone, which training does not compare rollouts by."""
@@ -68,11 +84,12 @@ def _without_main_reward() -> ColumnElement[str]:
 
 
 def training_state(
-    tags: Mapping[str, str], now: float, *, compared: bool = False
+    tags: Mapping[str, str], now: float, *, compared: bool = True
 ) -> ColumnElement[str]:
     """The state of a rollout on its way to training (`RolloutSummary.state`, or `not_selected`).
 
-    `compared`: training compares rollouts of a task, so that those without one are `no_task`.
+    `compared`: training compares rollouts of a task, as by default, so that those without one are
+    `no_task`; else they are `waiting`.
     """
     states = [
         (Rollouts.consumed_at.is_not(None), literal("consumed")),

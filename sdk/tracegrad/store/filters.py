@@ -7,16 +7,22 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sqlalchemy import ColumnElement, and_, exists, true
+from sqlalchemy import ColumnElement, and_, exists, func, or_, true
 
 from tracegrad.events import Outcome
-from tracegrad.store.expressions import has_tags, latest_reward, training_state
-from tracegrad.store.models import Rollouts, Turns
+from tracegrad.store.expressions import begins_with, has_tags, latest_reward, training_state
+from tracegrad.store.models import Rollouts, TurnLedger, Turns
+
+# Characters of a task's hash, and how many of them name it.
+TASK_HASH_LENGTH, MIN_TASK_PREFIX = 16, 8
+_HEX = "0123456789abcdef"
 
 OPEN = "open"
 OUTCOMES = (OPEN, *(outcome.value for outcome in Outcome))
+# As `training_state` has them, and of those that are `consumed` the `trained` and the `skipped`.
 STATES = (
-    *(OPEN, "no_turns", "no_reward", "named_reward", "waiting", "leased", "consumed"),
+    *(OPEN, "no_turns", "no_reward", "named_reward", "no_task", "waiting", "leased"),
+    *("trained", "skipped", "consumed"),
     *(outcome.value for outcome in Outcome if not outcome.scored),
 )
 
@@ -25,10 +31,11 @@ STATES = (
 class RolloutFilter:
     """Rollouts for which all that is given holds.
 
-    `outcome` is an `Outcome` or "open", `state` one of `STATES` (`RolloutSummary.state`, as it is
-    now). `since` and `until` are seconds since the epoch, of the opening:
-    `since <= opened_at < until`. Rewards and versions are inclusive bounds; a version is in them
-    if it sampled the last token of any of the rollout's turns. ValueError names the field.
+    `task` is an id, or of a hash its first 8 characters or more. `outcome` is an `Outcome` or
+    "open", `state` one of `STATES` (`RolloutSummary.state`, as it is now).
+    `since` and `until` are seconds since the epoch, of the opening: `since <= opened_at < until`.
+    Rewards and versions are inclusive bounds; a version is in them if it sampled the last token of
+    any of the rollout's turns. ValueError names the field.
     """
 
     task: str | None = None
@@ -62,7 +69,7 @@ class RolloutFilter:
         """Of `Rollouts`."""
         wanted: list[ColumnElement[bool]] = [true(), has_tags(self.tags)]
         if self.task is not None:
-            wanted.append(Rollouts.task_id == self.task)
+            wanted.append(_is_task(self.task))
         if self.agent is not None:
             wanted.append(Rollouts.agent == self.agent)
         if self.outcome is not None:
@@ -72,7 +79,7 @@ class RolloutFilter:
                 else Rollouts.outcome == self.outcome
             )
         if self.state is not None:
-            wanted.append(training_state({}, time.time()) == self.state)
+            wanted.append(_stands_so(self.state))
         if self.since is not None:
             wanted.append(Rollouts.opened_at >= self.since)
         if self.until is not None:
@@ -93,6 +100,29 @@ class RolloutFilter:
         if not bounds:
             return []
         return [exists().where(Turns.rollout_id == Rollouts.rollout_id, *bounds)]
+
+
+def _is_task(task: str) -> ColumnElement[bool]:
+    """Of a hash, which `tracegrad.task_ids` makes, its beginning is enough."""
+    named = Rollouts.task_id == task
+    if not (MIN_TASK_PREFIX <= len(task) < TASK_HASH_LENGTH and set(task) <= {*_HEX}):
+        return named
+    is_hash = and_(
+        func.length(Rollouts.task_id) == TASK_HASH_LENGTH, func.ltrim(Rollouts.task_id, _HEX) == ""
+    )
+    return or_(named, and_(begins_with(Rollouts.task_id, task), is_hash))
+
+
+def _stands_so(state: str) -> ColumnElement[bool]:
+    if state not in ("trained", "skipped"):
+        return training_state({}, time.time()) == state
+    trained = exists().where(
+        Turns.rollout_id == Rollouts.rollout_id,
+        TurnLedger.turn_id == Turns.turn_id,
+        TurnLedger.step.is_not(None),
+    )
+    consumed = Rollouts.consumed_at.is_not(None)
+    return and_(consumed, trained if state == "trained" else ~trained)
 
 
 ALL = RolloutFilter()

@@ -28,7 +28,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0009"
+REVISION = "0010"
 
 
 class Text(TypeDecorator[str]):
@@ -283,6 +283,8 @@ class Leases(Base):
     leased_at: Mapped[float]
     leased_until: Mapped[float]
     released_at: Mapped[float | None]
+    # `Rewards.seq` of the rollout's newest reward that the lease saw; null before revision 0010.
+    newest_reward: Mapped[int | None]
 
 
 class TurnLedger(Base):

@@ -20,7 +20,7 @@ from tracegrad.store.databases import (
 )
 from tracegrad.store.errors import StoreMissing
 from tracegrad.store.migrate import migrate, revision_of
-from tracegrad.store.models import REVISION, PolicyVersions, VersionEvents
+from tracegrad.store.models import REVISION, PolicyVersions, Rewards, VersionEvents
 from tracegrad.store.read import call_counts, reward_arrival, turns
 from tracegrad.store.read import rollouts as queries
 from tracegrad.store.read.reward_arrival import LateRewards, RewardTarget
@@ -215,8 +215,14 @@ class Store:
             now = statements.server_time(connection)
             return reward_arrival.reward_targets(connection, rollout_ids, now)
 
-    reward_arrivals = _method(reward_arrival.reward_arrivals)
     count_calls = _method(call_counts.count_calls)
+
+    def late_reward_ids(self, reward_ids: Collection[str]) -> frozenset[str]:
+        """Those of them that arrived when training had taken their rollouts'."""
+        with self.reading() as connection:
+            now = statements.server_time(connection)
+            column = Rewards.reward_id
+            return reward_arrival.late_reward_ids(connection, column, reward_ids, now)
 
     def late_rewards(self, *, after: int = 0) -> LateRewards:
         """Rewards that arrived when their rollouts had been trained or skipped."""

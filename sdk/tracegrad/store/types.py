@@ -44,7 +44,8 @@ class RolloutSummary:
     """One rollout in a list.
 
     `state` on the way to training: `open`, an unscored outcome's name, `no_turns`, `no_reward`,
-    `named_reward`, `waiting`, `leased` or `consumed` (trained or skipped: `consumed_step`).
+    `named_reward`, `leased`, `no_task`, `waiting` or `consumed` (trained or skipped:
+    `consumed_step`).
     """
 
     rollout_id: str
@@ -80,15 +81,15 @@ class RolloutDetail:
     rewards: list[Reward]  # in order of arrival
     spans: list[Span]  # by start
     dispositions: dict[str, TurnDisposition]  # by turn id; a turn without one still waits
-    # When training took its rewards: those that arrived later changed nothing. None: it may yet.
-    rewards_closed_at: float | None = None
     # Without turns: the calls that named no rollout and came while it was open.
     unnamed_calls: int = 0
+    # Whether training took its rewards; those that arrived later, by id, changed nothing.
+    rewards_taken: bool = False
+    late_rewards: frozenset[str] = frozenset()
 
     def came_late(self, reward: Reward) -> bool:
         """Whether the reward arrived after training had taken the rollout's."""
-        closed = self.rewards_closed_at
-        return closed is not None and reward.source != JUDGE_SOURCE and reward.created_at > closed
+        return reward.reward_id in self.late_rewards
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,14 +34,21 @@ def standing(store: Store) -> Store:
             ("leased", Outcome.COMPLETED, 1.0),
             ("consumed", Outcome.COMPLETED, 0.25),
             ("env_error", Outcome.ENV_ERROR, None),
+            ("no_task", Outcome.COMPLETED, 0.125),
+            ("named_reward", Outcome.COMPLETED, None),
+            ("skipped", Outcome.COMPLETED, 0.0625),
         ]
     ):
+        task = None if name == "no_task" else name
         store.append(
             rollout_events(
-                name, task=name, reward=reward, outcome=outcome, at=1000.0 + at, turns=at
+                name, task=task, reward=reward, outcome=outcome, at=1000.0 + at, turns=at
             )
         )
+    store.append([Reward(rollout_id="named_reward", value=1.0, name="score")])
     ledger = Ledger(store)
+    stale = {turn.turn_id: "stale" for turn in store.rollout_turns("skipped")}
+    ledger.commit_skipped(stale, ["skipped"])
     trained = [turn.turn_id for turn in store.rollout_turns("consumed")]
     ledger.commit_step(
         StepRecord(step=1, version=1), trained=trained, skipped={}, rollouts=["consumed"]
@@ -95,19 +102,43 @@ def test_filters(store: Store, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "state", ["no_reward", "waiting", "leased", "consumed", "env_error", "open"]
+    "state",
+    ["no_reward", "waiting", "leased", "env_error", "open", "no_task", "named_reward", "skipped"],
 )
 def test_each_state_finds_those_that_stand_so(standing: Store, url: str, state: str) -> None:
-    found = {row["state"]: row["rollout_id"] for row in printed_json(url, "ls", "--state", state)}
-    assert list(found) == [state]
-    assert found[state] in (state, "leased-too")
+    found = ids(url, "--state", state)
+    assert [name for name in found if name != "leased-too"] == [state]
+    shown = [line.split()[-1] for line in printed(url, "ls", "--state", state).splitlines()[1:]]
+    assert shown == [state] * len(found), "the screen has the word that the option takes"
+
+
+@pytest.mark.parametrize(
+    "state", ["no_reward", "waiting", "leased", "env_error", "no_task", "named_reward"]
+)
+def test_every_command_calls_a_state_the_same(standing: Store, url: str, state: str) -> None:
+    [reason] = printed_json(url, "explain", state)["not_trained"]
+    assert reason["reason"] == state
+    [row] = printed_json(url, "ls", "--state", state)
+    assert row["state"] == printed_json(url, "show", state)["state"] == state
+    counted = [
+        each["reason"] for each in printed_json(url, "explain", "--state", state)["not_trained"]
+    ]
+    assert counted == [state]
+    assert standing.turn_counts().pending.get(state) == row["turns"]
+
+
+def test_those_that_training_is_done_with_were_trained_or_skipped(
+    standing: Store, url: str
+) -> None:
+    assert ids(url, "--state", "consumed") == ["skipped", "consumed"]
+    assert ids(url, "--state", "trained") == ["consumed"]
 
 
 def test_sorted_by_reward_those_without_one_come_last(standing: Store, url: str) -> None:
     found = ids(url, "--sort", "reward")
-    assert found[:3] == ["leased", "waiting", "consumed"]
+    assert found[:5] == ["leased", "waiting", "consumed", "no_task", "skipped"]
     # The rest has none, and is sorted by age.
-    assert found[3:] == ["env_error", "no_reward", "open", "leased-too"]
+    assert found[5:] == ["named_reward", "env_error", "no_reward", "open", "leased-too"]
     assert ids(url, "--sort", "reward", "--limit", "1") == ["leased"]
 
 
@@ -269,3 +300,58 @@ def test_a_long_input_is_cut_and_a_redacted_one_stays_so(url: str) -> None:
 )
 def test_the_beginning_of_an_input(task: object, text: str | None) -> None:
     assert input_text(task) == text
+
+
+def alike(url: str, prefix: str, *questions: str) -> list[str]:
+    """Rollouts under `@trace` whose inputs begin alike, three a task. The tasks' ids."""
+    ids = []
+    for number, question in enumerate(questions):
+        task_id, plain = task_and_input(asked, {"question": prefix + question})
+        ids.append(task_id)
+        for n in range(3):
+            opened, *rest = rollout_events(f"r{number}{n}", task=task_id, at=100.0 + n)
+            assert isinstance(opened, RolloutStarted)
+            with Store.open(url) as store:
+                store.append([replace(opened, task=plain.value), *rest])
+    return ids
+
+
+CITIES = ("Which river runs through Vienna?", "Which river runs through Prague?", "And Rome?")
+
+
+@pytest.mark.databases("sqlite")
+@pytest.mark.parametrize("by_task", [[], ["--by-task"]])
+@pytest.mark.parametrize("repeated", [1, 8, 40], ids=["a line", "beyond a title", "long"])
+def test_titles_that_begin_alike_show_where_they_part(
+    url: str, by_task: list[str], repeated: int
+) -> None:
+    ids = alike(url, "You answer with the name of a river and nothing else. " * repeated, *CITIES)
+    for columns in (80, 120, None):
+        head, *lines = printed(url, "ls", *by_task, columns=columns).splitlines()
+        end = head.index("task id") if "task id" in head else head.index("outcome")
+        titles = {line[head.index("task") : end].rstrip() for line in lines}
+        assert len(titles) == len(ids), "each task has one of its own, the same in each row"
+        assert all(title.startswith("You") for title in titles)
+        assert sum("Vienna" in title or "Vi…" in title for title in titles) == 1
+        if by_task or columns != 80:
+            assert {line[end:].split()[0][:8] for line in lines} == {each[:8] for each in ids}
+    for task_id in ids:
+        found = printed_json(url, "ls", *by_task, "--task", task_id[:8])
+        assert {row["task_id"] for row in found} == {task_id}
+
+
+@pytest.mark.databases("sqlite")
+def test_equal_titles_of_different_tasks_have_their_ids(url: str) -> None:
+    """Two functions with one input: other tasks."""
+    ids = []
+    for n, function in enumerate([asked, alike]):
+        task_id, plain = task_and_input(function, {"question": "Which river runs through Vienna?"})
+        ids.append(task_id)
+        opened, *rest = rollout_events(f"r{n}", task=task_id)
+        assert isinstance(opened, RolloutStarted)
+        with Store.open(url) as store:
+            store.append([replace(opened, task=plain.value), *rest])
+    for columns in (60, 80, 120):
+        for by_task in ([], ["--by-task"]):
+            text = printed(url, "ls", *by_task, columns=columns)
+            assert all(task_id[:8] in text for task_id in ids), text

@@ -115,3 +115,22 @@ def test_a_wrong_option_is_named(asked: dict[str, Any], option: str, reason: str
         rollout_filter(**asked)
     assert caught.value.param_hint == option
     assert reason in caught.value.message
+
+
+def test_of_a_hash_the_beginning_is_enough_and_of_no_other_name(store: Store) -> None:
+    tasks = {
+        "hash": "20240101abcdef00",
+        "other": "20240101abcdef01",
+        "named": "20240101-monday!",  # as long as a hash
+        "short": "20240101",
+    }
+    for name, task in tasks.items():
+        store.append(rollout_events(name, task=task))
+
+    def found(task: str) -> set[str]:
+        return {row.rollout_id for row in store.rollouts(RolloutFilter(task=task))}
+
+    assert found("20240101") == {"hash", "other", "short"}
+    assert found("20240101abcdef0") == {"hash", "other"}
+    assert found(tasks["hash"]) == {"hash"}
+    assert found("2024010") == found("20240101-") == found("20240101ABC") == set()

@@ -13,7 +13,8 @@ from rich.text import Text
 from tracegrad.cli.render.format import one_line
 from tracegrad.inspect.reasons import untrained_text
 from tracegrad.store import IncompleteGroup, Store, StoreError
-from tracegrad.text_format import format_age, format_count
+from tracegrad.store.read.task_titles import short_task_ids
+from tracegrad.text_format import format_age, format_count, shorten_apart
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.rl.dry_run import GroupPlan, MicroBatchLoad, StepPlan, plan_step
 from tracegrad_trainer.utils.console import PlainTable, plain_table, print_json, print_report
@@ -41,13 +42,14 @@ def show_dry_run(settings: TrainerSettings, console: Console, as_json: bool) -> 
 
 
 def render_plan(plan: StepPlan) -> RenderableType:
+    titles = _titles(plan.titles | {group.group_id: group.title for group in plan.groups})
     parts: list[RenderableType] = [_headline(plan)]
     if plan.note is not None:
         parts.append(Text(f"note: {plan.note}", style="yellow"))
     if plan.trained and plan.share < 1:
         parts.append(Text(_share(plan), style="yellow"))
     if plan.groups:
-        parts += [Text(), _groups(plan.groups)]
+        parts += [Text(), _groups(plan.groups, titles)]
     if plan.loads:
         parts += [Text(), _loads(plan.loads, plan.budget)]
     if (share := plan.stats.get("expert_routing_known_share")) is not None and plan.trained:
@@ -57,7 +59,7 @@ def render_plan(plan: StepPlan) -> RenderableType:
     if plan.skipped or plan.passed:
         parts += [Text(), _reasons(plan.skipped, plan.passed)]
     if plan.waiting:
-        parts += [Text(), _waiting(plan.waiting, plan.titles)]
+        parts += [Text(), _waiting(plan.waiting, titles)]
     elsewhere = {state: n for state, n in plan.pending.items() if state != "waiting"}
     if elsewhere:
         states = ", ".join(f"{n} {state}" for state, n in sorted(elsewhere.items()))
@@ -92,13 +94,13 @@ def _share(plan: StepPlan) -> str:
     )
 
 
-def _groups(groups: Sequence[GroupPlan]) -> PlainTable:
+def _groups(groups: Sequence[GroupPlan], titles: Mapping[str, str]) -> PlainTable:
     columns = ("group", "rewards", "advantage", "turns", "rows", "tokens", "not trained")
     shown = plain_table(*columns, words=("rewards", "not trained"))
     for group in groups[:MAX_GROUPS_SHOWN]:
         least_greatest = group.advantages
         shown.add_row(
-            _title(group.title, group.group_id),
+            titles[group.group_id],
             _rewards(group.rewards),
             f"{least_greatest[0]:+.2f} … {least_greatest[1]:+.2f}" if least_greatest else "–",
             str(group.trained),
@@ -110,14 +112,18 @@ def _groups(groups: Sequence[GroupPlan]) -> PlainTable:
     return _with_rest(shown, len(groups))
 
 
-def _title(title: str, task_id: str) -> str:
-    """Of what was asked the beginning is enough; an id stays whole."""
-    line = one_line(title)
-    return (
-        line
-        if title == task_id or len(line) <= MAX_TITLE_SHOWN
-        else f"{line[: MAX_TITLE_SHOWN - 1]}…"
-    )
+def _titles(titles: Mapping[str, str]) -> dict[str, str]:
+    """By id what tells the tasks apart: the id that somebody chose, whole; or of what was asked the
+    beginning, where it parts from others', and of the hash as much as `--task` takes."""
+    asked = {task_id: one_line(title) for task_id, title in titles.items() if title != task_id}
+    shown = shorten_apart(asked.values(), MAX_TITLE_SHOWN)
+    short = short_task_ids(asked)
+    return {
+        task_id: f"{shown[asked[task_id]]} · {short[task_id]}"
+        if task_id in asked
+        else one_line(task_id)
+        for task_id in titles
+    }
 
 
 def _rewards(rewards: Sequence[float]) -> str:
@@ -170,9 +176,7 @@ def _waiting(waiting: Sequence[IncompleteGroup], titles: Mapping[str, str]) -> P
     shown = plain_table("task that lacks rollouts", "ready", "open", "no reward", "no turns", "for")
     for task in waiting[:MAX_GROUPS_SHOWN]:
         cells = (len(task.ready), task.open, task.no_reward, task.no_turns)
-        shown.add_row(
-            _title(titles[task.task_id], task.task_id), *map(str, cells), format_age(task.since)
-        )
+        shown.add_row(titles[task.task_id], *map(str, cells), format_age(task.since))
     return _with_rest(shown, len(waiting))
 
 

@@ -101,7 +101,7 @@ def _parts(
     parts += [
         (name, count, words(format_count(count, "rollout")))
         for name, count, words in (
-            ("no_task", found.without_task, _no_task),
+            ("no_task", states.get("no_task", 0), _no_task),
             ("not_selected", states.get("not_selected", 0), lambda n: _not_selected(n, needs.tags)),
             *((name, states.get(name, 0), words) for name, words in _STATES.items()),
         )

@@ -107,7 +107,7 @@ def _unfit(copy: RolloutRecord, *, compared: bool) -> str | None:
     if not copy.turns:
         return "no_turns"
     if compared and copy.reward is None:
-        return "no_reward"
+        return "named_reward" if copy.rewards else "no_reward"
     return "no_task" if compared and copy.task_id is None else None
 
 

@@ -12,7 +12,7 @@ from tracegrad.cli.render.console import hanging, indented, rule
 from tracegrad.cli.render.format import format_number, format_ranges, one_line
 from tracegrad.cli.render.rollout import rollout_title
 from tracegrad.cli.render.rollout_list import short_id_width
-from tracegrad.inspect.asked_settings import FREE_SAMPLING, AskedSettings, asked_settings
+from tracegrad.inspect.asked_settings import SETTINGS_REASONS, AskedSettings, asked_settings
 from tracegrad.inspect.forks import (
     ForkFinding,
     FrameDifference,
@@ -81,8 +81,7 @@ def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
 
 
 def _asked_json(asked: AskedSettings | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"asked_for": [] if asked is None else asked.fields}
-    return found | {"fix": FREE_SAMPLING} if asked is not None and asked.freed else found
+    return {"asked_for": []} if asked is None else {"asked_for": asked.fields, "fix": asked.fix}
 
 
 def _with_text(found: dict[str, Any], words: Any, reason: str | None) -> dict[str, Any]:
@@ -326,7 +325,7 @@ def _advice(
     if asked is not None:
         fields = one_line(", ".join(asked.fields))
         yield from indented(Text(f"The agent asked for: {fields}"), margin=margin, width=width)
-    fix = FREE_SAMPLING if asked is not None and asked.freed else words.fix
+    fix = words.fix if asked is None else asked.fix
     if fix:
         yield from indented(Text(f"→ {fix}", style="dim"), margin=margin, width=width)
 
@@ -383,6 +382,9 @@ def _reason_count(
     head.append(example, style="dim")
     yield from indented(head, margin=_MARGIN, width=width)
     yield from _advice(words, margin=_MARGIN + 3, width=width)
+    if each.reason in SETTINGS_REASONS:
+        one = f"`explain {one_line(each.example[:shown])}` says what was asked for, and what helps."
+        yield from indented(Text(one, style="dim"), margin=_MARGIN + 3, width=width)
 
 
 def reason_counts_json(found: ReasonCounts) -> dict[str, Any]:

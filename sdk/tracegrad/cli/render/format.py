@@ -61,9 +61,8 @@ def tag_text(tags: Mapping[str, str]) -> str:
 
 
 def training_text(row: RolloutSummary) -> str:
-    """The state of the rollout on its way to training."""
+    """The state of the rollout on its way to training, in the words of `--state` and `explain`; of
+    a trained one the step."""
     if row.state == "consumed":
         return f"step {row.consumed_step}" if row.trained_turns else "skipped"
-    if row.state == row.outcome:
-        return "not scored"
-    return row.state.replace("_", " ")
+    return row.state

@@ -19,6 +19,7 @@ from tracegrad.cli.render.format import (
 from tracegrad.cli.render.rollout_list import outcome_text, task_text
 from tracegrad.cli.render.spans import render_spans
 from tracegrad.cli.render.turn import TurnView, render_full_turn, render_turn, reward_text
+from tracegrad.inspect.reasons import rollout_reason, untrained_reason, untrained_text
 from tracegrad.inspect.transcript import Transcript
 from tracegrad.inspect.tree_layout import children_of
 from tracegrad.jsonutil import text_or_json
@@ -33,7 +34,14 @@ _COLUMN = 10
 def render_rollout(
     detail: RolloutDetail, width: int | None, *, tokens: bool, full: bool
 ) -> Iterator[Text]:
-    how = TurnView(detail, Transcript(detail.turns), width, full=full, tokens=tokens)
+    how = TurnView(
+        detail,
+        Transcript(detail.turns),
+        width,
+        full=full,
+        tokens=tokens,
+        of_rollout=rollout_reason(detail),
+    )
     yield from _header(detail, width)
     for index in range(len(detail.turns)):
         yield Text()
@@ -91,7 +99,7 @@ def _rows(detail: RolloutDetail) -> Iterator[tuple[str, Text]]:
         yield "error", Text(printable(row.error), style="red")
     yield from _rewards(detail)
     yield "turns", Text(_shape(detail))
-    yield "training", Text(_training(detail))
+    yield from _training(detail)
 
 
 def _outcome(detail: RolloutDetail) -> Text:
@@ -136,12 +144,24 @@ def _shape(detail: RolloutDetail) -> str:
     return f"{len(turns):,}{paths}, {tokens}{forked}"
 
 
-def _training(detail: RolloutDetail) -> str:
-    row = detail.summary
-    reasons = Counter(fate.skip_reason for fate in detail.dispositions.values() if fate.skip_reason)
+def _training(detail: RolloutDetail) -> Iterator[tuple[str, Text]]:
+    """How many turns were trained, and how many not, by reason. What is the whole rollout's is said
+    here with its meaning, and not of each turn."""
+    row, of_rollout = detail.summary, rollout_reason(detail)
+    meaning = untrained_text(of_rollout).meaning if of_rollout is not None else ""
+    missing = (untrained_reason(turn, detail) for turn in detail.turns)
+    reasons = Counter(each.reason for each in missing if each is not None)
     each = ", ".join(f"{amount} {one_line(reason)}" for reason, amount in reasons.most_common())
-    why = f", {reasons.total()} not: {each}" if each else ""
+    state = training_text(row)
     if row.trained_turns:
         turns = f"{row.trained_turns} of {format_count(row.turns, 'turn')}"
-        return f"{turns} trained in step {row.consumed_step}{why}"
-    return training_text(row) + (f" ({', '.join(map(one_line, reasons))})" if reasons else "")
+        why = f", {reasons.total()} not: {each}" if each else ""
+        state = f"{turns} trained in step {row.consumed_step}{why}"
+    elif reasons.keys() <= {of_rollout} and of_rollout == state:
+        yield "training", Text.assemble(state, (f": {meaning}", "dim"))
+        return
+    elif reasons:
+        state = each if state in reasons else f"{state}: {each}"
+    yield "training", Text(state)
+    if of_rollout is not None:
+        yield "", Text(f"{one_line(of_rollout)}: {meaning}", style="dim")

@@ -17,8 +17,8 @@ from tracegrad.cli.render.format import (
 from tracegrad.cli.render.table import TableColumn, render_table
 from tracegrad.store import RolloutSummary
 from tracegrad.store.read.rollouts import TaskSummary
-from tracegrad.store.read.task_titles import title_of_task
-from tracegrad.text_format import format_age
+from tracegrad.store.read.task_titles import is_hash, short_task_ids, title_of_task
+from tracegrad.text_format import format_age, shorten_apart
 
 Row = TypeVar("Row", RolloutSummary, TaskSummary)
 
@@ -71,21 +71,55 @@ def _columns(
 
 
 def task_columns(
-    rows: Sequence[Row], asked: Callable[[Row], str | None]
+    rows: Sequence[Row], asked: Callable[[Row], str | None], *, id_drop_order: int = 6
 ) -> Iterator[TableColumn[Row]]:
     """What each is about; where that is not the task's id, the id too, if there is room: options
-    take that."""
+    take that, or its beginning."""
+    hashes = [row.task_id for row in rows if row.task_id is not None and is_hash(row.task_id)]
+    short = short_task_ids(hashes)
+    shown_ids = [short.get(row.task_id or "") for row in rows]
 
     def title(row: Row) -> Text:
         return task_text(row.task_id, asked(row))
 
     def task_id(row: Row) -> Text:
-        return Text(one_line(row.task_id or ""), style="dim")
+        return Text(row.task_id if row.task_id and row.task_id in short else "", style="dim")
+
+    def fit_titles(cells: Sequence[Text], width: int) -> list[Text]:
+        return fit_apart(cells, shown_ids, width)
 
     prose = any(row.task_id != title_of_task(row.task_id, asked(row)) for row in rows)
-    yield TableColumn("task", title, min_width=24 if prose else 8)
-    if prose and any(row.task_id for row in rows):
-        yield TableColumn("task id", task_id, drop_order=6)
+    yield TableColumn("task", title, min_width=24 if prose else 8, fit=fit_titles)
+    if prose and hashes:
+        yield TableColumn(
+            "task id",
+            task_id,
+            min_width=max(map(len, short.values())),
+            fit=lambda cells, width: [cell[:width] for cell in cells],  # a beginning, to be copied
+            drop_order=id_drop_order,
+        )
+
+
+def fit_apart(titles: Sequence[Text], ids: Sequence[str | None], width: int) -> list[Text]:
+    """Titles in so many cells, those of different tasks (`ids`: their short ids) different: by
+    where they part, or by their ids."""
+    shown = shorten_apart([title.plain for title in titles], width, cut=_cut_cells)
+    tasks: dict[str, set[str | None]] = {}
+    for title, task_id in zip(titles, ids, strict=True):
+        tasks.setdefault(shown[title.plain], set()).add(task_id)
+    fitted = []
+    for title, task_id in zip(titles, ids, strict=True):
+        text = shown[title.plain]
+        if task_id is not None and len(tasks[text]) > 1:
+            text = f"{_cut_cells(title.plain, width - len(task_id) - 1)} {task_id}"
+        fitted.append(Text(text, style=title.style))
+    return fitted
+
+
+def _cut_cells(text: str, width: int) -> str:
+    cell = Text(text)
+    cell.truncate(width, overflow="ellipsis")
+    return cell.plain
 
 
 def task_text(task_id: str | None, asked: str | None) -> Text:

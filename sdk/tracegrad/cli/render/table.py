@@ -20,6 +20,8 @@ class TableColumn(Generic[R]):
     justify: Literal["left", "right"] = "left"
     min_width: int | None = None  # may be cut to so many characters
     max_width: int | None = None  # never wider, even in a pipe
+    # Cells in at most so many terminal cells, in the rows' order; without it their ends are cut.
+    fit: Callable[[Sequence[Text], int], Sequence[Text]] | None = None
     drop_order: int = 0  # columns with a higher number leave a narrow terminal first; 0 stays
 
 
@@ -30,6 +32,9 @@ def render_table(
     cells = {column.title: [column.cell(row) for row in rows] for column in columns}
     widths = _column_widths(columns, cells, width)
     shown = [column for column in columns if column.title in widths]
+    for column in shown:
+        if column.fit is not None:
+            cells[column.title] = [*column.fit(cells[column.title], widths[column.title])]
     heads = [Text(column.title, style="bold") for column in shown]
     lines = [_line(shown, heads, widths)]
     for number in range(len(rows)):

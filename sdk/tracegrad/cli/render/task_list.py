@@ -21,7 +21,7 @@ def render_tasks(
 ) -> list[Text]:
     """`asked`: the beginning of a rollout's input, by rollout."""
     columns: list[TableColumn[TaskSummary]] = [
-        *task_columns(rows, lambda task: _asked(task, asked)),
+        *task_columns(rows, lambda task: _asked(task, asked), id_drop_order=0),
         TableColumn(
             "age",
             lambda task: Text(format_age(task.last_opened_at, compact=True), style="dim"),

@@ -36,8 +36,9 @@ _DEFAULT_LIMITS = (16, 1200)
 
 @dataclass(frozen=True, slots=True)
 class TurnView:
-    """How much: whole messages (`full`), token ids (`tokens`). `explained`: reasons that a turn
-    shown above has said the meaning of."""
+    """How much: whole messages (`full`), token ids (`tokens`). `explained`: reasons that are said
+    above with their meaning. `of_rollout`: the one that is said above of the whole rollout; a turn
+    that has it says nothing."""
 
     detail: RolloutDetail
     transcript: Transcript
@@ -45,6 +46,7 @@ class TurnView:
     full: bool = False
     tokens: bool = False
     explained: set[str] = field(default_factory=set)
+    of_rollout: str | None = None
 
     def meaning_once(self, reason: str, meaning: str) -> str:
         """`: meaning` where the reason comes first, nothing below."""
@@ -106,7 +108,7 @@ def _about(index: int, how: TurnView) -> Iterator[Text]:
         why = f"{one_line(turn.fork_reason)}{instead}{meaning}"
         yield from _row("fork", Text(why, style="yellow"), how)
     missing = untrained_reason(turn, how.detail)
-    if missing is not None and missing.final:
+    if missing is not None and missing.final and missing.reason != how.of_rollout:
         meaning = how.meaning_once(missing.reason, untrained_text(missing.reason).meaning)
         if meaning:  # the turn's title has the reason itself
             why = f"{one_line(missing.reason)}{meaning}"
@@ -122,6 +124,9 @@ def turn_title(index: int, how: TurnView) -> Text:
         title.append("  starts afresh" if index > 0 else "", style="not bold")
     elif parent is None or parent != index - 1:
         title.append(f"  continues turn {'?' if parent is None else parent}", style="not bold")
+    missing = untrained_reason(turn, how.detail)
+    if missing is not None and missing.reason == how.of_rollout:
+        return title
     fate, style = disposition_text(turn, how.detail)
     return title.append("  ").append(fate, style=f"not bold {style}")
 
@@ -211,7 +216,7 @@ def is_latest_reward(reward: Reward, detail: RolloutDetail, *, in_time: bool = F
     same = [each for each in detail.rewards if given_for(each) == given_for(reward)]
     if in_time:
         same = [each for each in same if not detail.came_late(each)]
-        return detail.rewards_closed_at is not None and same[-1:] == [reward]
+        return detail.rewards_taken and same[-1:] == [reward]
     return same[-1] is reward
 
 

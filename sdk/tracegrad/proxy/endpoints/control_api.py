@@ -223,7 +223,7 @@ class EventReader(Protocol):
 
     def reward_targets(self, rollout_ids: Collection[str]) -> list[RewardTarget]: ...
 
-    def reward_arrivals(self, reward_ids: Collection[str]) -> dict[str, float]: ...
+    def late_reward_ids(self, reward_ids: Collection[str]) -> Collection[str]: ...
 
     def count_calls(self, rollout_ids: Collection[str]) -> list[CallCount]: ...
 
@@ -237,19 +237,16 @@ async def accepted(events: Sequence[Event], store: EventReader) -> EventsAccepte
         return answer
     try:
         targets = await run_in_thread(store.reward_targets, rewarded)
-        arrivals = await run_in_thread(store.reward_arrivals, list(rewards))
+        late_ids = await run_in_thread(store.late_reward_ids, list(rewards))
     except StoreError:  # they are stored: that much is known
         return answer
-    last: dict[str, float] = {}
-    for reward_id, arrived in arrivals.items():
-        rollout_id = rewards[reward_id]
-        last[rollout_id] = max(arrived, last.get(rollout_id, arrived))
+    late_for = {rewards[reward_id] for reward_id in late_ids}
     by_id = {target.rollout_id: target for target in targets}
     for target in (by_id[name] for name in rewarded if name in by_id):
         if not target.is_known:
             answer.unknown_rollouts.append(target.rollout_id)
-        closed_at, arrived = target.closed_at, last.get(target.rollout_id, 0.0)
-        if target.state != "open" and closed_at is not None and closed_at < arrived:
+        # A lease may have ended between both questions.
+        if target.rollout_id in late_for and target.state != "open":
             late = LateReward(rollout_id=target.rollout_id, state=target.state, step=target.step)
             answer.after_training.append(late)
     return answer

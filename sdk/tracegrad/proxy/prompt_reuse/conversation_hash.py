@@ -301,7 +301,13 @@ def fork_reason_of_miss(
         return ForkReason.TOOLS_CHANGED
     if any(_is_reordered(known, incoming) for known in recorded):
         return ForkReason.MOVED_MESSAGE
-    asked = (*recorded, *refused)
+    refused = list(refused)
+    # A refused prompt that is sent again, or with more behind it, was not changed: the first one
+    # of them has the reason. Without a reply in it there was none.
+    first_reply = incoming.replies[0]
+    again = [known for known in refused if len(known) > first_reply and _begins(incoming, known)]
+    incoming = min(again, key=len, default=incoming)
+    asked = (*recorded, *(known for known in refused if not _begins(incoming, known)))
     closest = max(asked, key=lambda known: (_shared(incoming, known), len(known)))
     shorter = len(incoming) < len(closest)
     return ForkReason.COMPACTION if shorter else ForkReason.EDITED_HISTORY
@@ -314,6 +320,10 @@ def _is_reordered(recorded: HashedConversation, incoming: HashedConversation) ->
     once = {content for content, count in Counter(before).items() if count == 1}
     once &= {content for content, count in Counter(now).items() if count == 1}
     return before[-1] in once and [c for c in before if c in once] != [c for c in now if c in once]
+
+
+def _begins(whole: HashedConversation, beginning: HashedConversation) -> bool:
+    return _shared(whole, beginning) == len(beginning)
 
 
 def _shared(a: HashedConversation, b: HashedConversation) -> int:

@@ -16,6 +16,7 @@ from tracegrad.store.expressions import (
     has_tags,
     has_turns,
     latest_reward,
+    newest_reward,
     training_state,
 )
 from tracegrad.store.models import Leases, Rollouts
@@ -32,6 +33,7 @@ class ReadyRollout:
     task_id: str | None
     finished_at: float
     reward: float
+    newest_reward: int  # of the rewards that `reward` was chosen from (`Rewards.seq`)
 
 
 def ready_rollouts(
@@ -40,7 +42,14 @@ def ready_rollouts(
     """The oldest first; rollouts without a task only if they may be a group `alone`."""
     reward = latest_reward()
     query = (
-        select(Rollouts.rollout_id, Rollouts.task_id, Rollouts.finished_at, reward.label("reward"))
+        select(
+            Rollouts.rollout_id,
+            Rollouts.task_id,
+            Rollouts.finished_at,
+            # In one statement: PostgreSQL shows the next one what was committed meanwhile.
+            reward.label("reward"),
+            newest_reward().label("newest_reward"),
+        )
         .where(
             Rollouts.consumed_at.is_(None),
             Rollouts.finished_at.is_not(None),
@@ -65,8 +74,13 @@ def load_groups(
     *,
     expert_routing: bool,
 ) -> list[Group]:
-    rewards = {rollout.rollout_id: rollout.reward for group in chosen for rollout in group}
-    samples = load_samples(connection, rewards, expert_routing=expert_routing)
+    rollouts = [rollout for group in chosen for rollout in group]
+    samples = load_samples(
+        connection,
+        {rollout.rollout_id: rollout.reward for rollout in rollouts},
+        newest={rollout.rollout_id: rollout.newest_reward for rollout in rollouts},
+        expert_routing=expert_routing,
+    )
     return [
         Group(
             group_id=group[0].task_id or group[0].rollout_id,
@@ -115,13 +129,14 @@ def grant(
     now: float,
     until: float,
 ) -> None:
-    ids = [rollout.rollout_id for group in groups for rollout in group]
-    if not ids:
+    newest = {each.rollout_id: each.newest_reward for group in groups for each in group}
+    if not newest:
         return
     values = {"lease_id": lease_id, "lease_owner": owner, "leased_until": until}
-    update_rollouts(connection, ids, values)
+    update_rollouts(connection, [*newest], values)
     given = {"lease_id": lease_id, "owner": owner, "leased_at": now, "leased_until": until}
-    connection.execute(insert(Leases), [{**given, "rollout_id": name} for name in ids])
+    rows = [{**given, "rollout_id": name, "newest_reward": seq} for name, seq in newest.items()]
+    connection.execute(insert(Leases), rows)
 
 
 def extend(connection: Connection, leases: Mapping[str, str], until: float) -> None:

@@ -25,8 +25,8 @@ class BatchReadiness:
     is_empty: bool  # nothing was ever captured
     groups: int  # that could be leased now
     attempts: dict[int, int]  # ready rollouts -> tasks that have so many and lack others
-    states: dict[str, int]  # as `RolloutSummary.state`, and `not_selected`
-    without_task: int  # of those that are ready: no group has them
+    # As `RolloutSummary.state`, and `not_selected`; `no_task` where groups have several rollouts.
+    states: dict[str, int]
     leased: dict[str, int]  # by the lease's owner
     unscored: dict[str, int]  # by outcome, since the last step
     passed: dict[str, int]  # reason -> turns that were looked at since the last step, not trained
@@ -38,12 +38,11 @@ def batch_readiness(
 ) -> BatchReadiness:
     """`incomplete_after_s` as `Ledger.lease` has it."""
     now = statements.server_time(connection)
-    ready = ready_rollouts(connection, tags, now, alone=True)
-    grouped = [each for each in ready if group_size == 1 or each.task_id is not None]
-    formed = form_groups(grouped, group_size, now - incomplete_after_s)
+    ready = ready_rollouts(connection, tags, now, alone=group_size == 1)
+    formed = form_groups(ready, group_size, now - incomplete_after_s)
     taken = {rollout.rollout_id for group in formed for rollout in group}
-    left = Counter(each.task_id for each in grouped if each.rollout_id not in taken)
-    states = _states(connection, tags, now)
+    left = Counter(each.task_id for each in ready if each.rollout_id not in taken)
+    states = _states(connection, tags, now, compared=group_size > 1)
     unscored, passed = _consumed_since_the_last_step(connection, tags)
     unscored.update({name: states[name] for name in _UNSCORED & states.keys()})
     return BatchReadiness(
@@ -51,7 +50,6 @@ def batch_readiness(
         groups=len(formed),
         attempts=dict(Counter(left.values())),
         states=states,
-        without_task=len(ready) - len(grouped),
         leased=_leased(connection, tags, now),
         unscored=dict(unscored),
         passed=dict(passed),
@@ -59,8 +57,10 @@ def batch_readiness(
     )
 
 
-def _states(connection: Connection, tags: Mapping[str, str], now: float) -> dict[str, int]:
-    state = training_state(tags, now).label("state")
+def _states(
+    connection: Connection, tags: Mapping[str, str], now: float, *, compared: bool
+) -> dict[str, int]:
+    state = training_state(tags, now, compared=compared).label("state")
     found = select(state).where(Rollouts.consumed_at.is_(None)).subquery()
     query = select(found.c.state, func.count()).group_by(found.c.state)
     return {str(name): count for name, count in connection.execute(query)}

@@ -74,7 +74,7 @@ def _not_trained_query(wanted: RolloutFilter) -> Select[Any]:
     trained."""
     # Once for each rollout: a turn only looks up the state of its rollout.
     states = (
-        select(Rollouts.rollout_id, training_state({}, time.time(), compared=True).label("state"))
+        select(Rollouts.rollout_id, training_state({}, time.time()).label("state"))
         .where(wanted.where())
         .cte("states")
     )

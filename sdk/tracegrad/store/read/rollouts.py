@@ -35,7 +35,7 @@ from tracegrad.store.models import (
     VersionEvents,
 )
 from tracegrad.store.read.call_counts import count_calls
-from tracegrad.store.read.reward_arrival import reward_targets
+from tracegrad.store.read.reward_arrival import late_reward_ids, reward_targets
 from tracegrad.store.read.turns import load_turns
 from tracegrad.store.rows import count_rows, load, rows_of_keys, select_fields
 from tracegrad.store.types import (
@@ -237,7 +237,8 @@ def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
     rollout_id = resolve_rollout(connection, prefix)
     query = _summary_query().where(Rollouts.rollout_id == rollout_id)
     [summary] = _summaries(connection, connection.execute(query))
-    [target] = reward_targets(connection, [rollout_id], statements.server_time(connection))
+    now = statements.server_time(connection)
+    [target] = reward_targets(connection, [rollout_id], now)
     return RolloutDetail(
         summary=summary,
         task=connection.scalar(select(Rollouts.task).where(Rollouts.rollout_id == rollout_id)),
@@ -245,8 +246,9 @@ def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
         rewards=load_rewards(connection, [rollout_id])[rollout_id],
         spans=load_spans(connection, [rollout_id])[rollout_id],
         dispositions=load_dispositions(connection, [rollout_id])[rollout_id],
-        rewards_closed_at=target.closed_at,
         unnamed_calls=count_calls(connection, [rollout_id])[0].unnamed_calls,
+        rewards_taken=target.state != "open",
+        late_rewards=late_reward_ids(connection, Rewards.rollout_id, [rollout_id], now),
     )
 
 
@@ -268,9 +270,21 @@ def load_dispositions(
     return found
 
 
-def load_rewards(connection: Connection, rollout_ids: Sequence[str]) -> dict[str, list[Reward]]:
-    """Every reward event in order of arrival."""
-    return _of_rollouts(connection, rollout_ids, Reward, Rewards, Rewards.seq)
+def load_rewards(
+    connection: Connection,
+    rollout_ids: Sequence[str],
+    *,
+    newest: Mapping[str, int] | None = None,
+) -> dict[str, list[Reward]]:
+    """Every reward event in order of arrival; of rollouts in `newest` those up to this number."""
+    found: dict[str, list[Reward]] = {rollout_id: [] for rollout_id in rollout_ids}
+    query = select_fields(Reward, Rewards).add_columns(Rewards.seq).order_by(Rewards.seq)
+    for row in rows_of_keys(connection, query, Rewards.rollout_id, rollout_ids):
+        values = dict(row._mapping)
+        seq, rollout_id = values.pop("seq"), row.rollout_id
+        if newest is None or seq <= newest.get(rollout_id, seq):
+            found[rollout_id].append(Reward(**values))
+    return found
 
 
 def load_outcomes(
@@ -301,7 +315,7 @@ def _of_rollouts(
     connection: Connection,
     rollout_ids: Sequence[str],
     kind: type[T],
-    table: type[Rewards | Outcomes | Spans],
+    table: type[Outcomes | Spans],
     *order: InstrumentedAttribute[Any],
 ) -> dict[str, list[T]]:
     """A `kind` made of each of the table's rows, by rollout."""
@@ -319,12 +333,12 @@ def version_events(connection: Connection, version: int) -> list[PolicyVersion]:
 
 
 def turn_counts(
-    connection: Connection, tags: Mapping[str, str] | None = None, *, compared: bool = False
+    connection: Connection, tags: Mapping[str, str] | None = None, *, compared: bool = True
 ) -> TurnCounts:
     """How many turns were trained, skipped and why, and what the others wait for.
 
-    With `tags`, turns of rollouts that do not carry them all wait as `not_selected`; if training
-    compares rollouts of a task (`compared`), those of rollouts without one as `no_task`.
+    With `tags`, turns of rollouts that do not carry them all wait as `not_selected`. `compared` as
+    `training_state` has it.
     """
     trained = connection.scalar(select(func.count(TurnLedger.step))) or 0
     reasons = (

@@ -19,16 +19,21 @@ DECIDING_LABEL = "deciding"
 
 
 def load_samples(
-    connection: Connection, rewards: Mapping[str, float], *, expert_routing: bool = True
+    connection: Connection,
+    rewards: Mapping[str, float],
+    *,
+    newest: Mapping[str, int] | None = None,
+    expert_routing: bool = True,
 ) -> dict[str, RolloutSample]:
     """Finished rollouts, by id, with the rewards given here; those that are gone are left out.
 
+    `newest`: the number of each one's newest reward that counts (`Rewards.seq`); None: all do.
     `expert_routing` asks for the turns' routed experts.
     """
     ids = list(rewards)
     samples = {}
     turns = load_turns(connection, ids, raw=False, expert_routing=expert_routing)
-    events = load_rewards(connection, ids)
+    events = load_rewards(connection, ids, newest=newest)
     tags = load_tags(connection, ids)
     query = select(Rollouts.rollout_id, Rollouts.task_id, Rollouts.agent, Rollouts.outcome)
     for rollout_id, task_id, agent, outcome in rows_of_keys(

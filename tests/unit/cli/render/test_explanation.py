@@ -18,7 +18,6 @@ from support.cli.sample_rollouts import (
 )
 from support.store.events import make_turn, rollout_events
 from tracegrad.events import Reward
-from tracegrad.inspect.reasons import untrained_text
 from tracegrad.store import Ledger, StepRecord, Store
 
 
@@ -158,7 +157,7 @@ def test_what_an_agent_asked_for_is_named_with_the_line_that_mends_it(
     assert "TRACEGRAD_PROXY_SAMPLING=free" in found["fix"]
 
 
-def test_a_setting_that_the_proxy_does_not_overrule_keeps_its_own_advice(
+def test_a_setting_that_the_proxy_does_not_overrule_must_be_left_out(
     store: Store, url: str
 ) -> None:
     forced = {"messages": [user("hi")], "tools": [STRICT], "tool_choice": "required"}
@@ -169,7 +168,11 @@ def test_a_setting_that_the_proxy_does_not_overrule_keeps_its_own_advice(
     ])  # fmt: skip
     constrained, aborted = printed_json(url, "explain", "r")["not_trained"]
     assert constrained["asked_for"] == ['tool_choice = "required"', "strict tools"]
-    assert constrained["fix"] == untrained_text("constrained").fix
+    assert constrained["fix"] == (
+        'Leave tool_choice = "required" out of the agent\'s requests:'
+        " TRACEGRAD_PROXY_SAMPLING=free does not overrule that. Start the proxy with that setting"
+        " against strict tools, or change it in the requests too."
+    )
     assert aborted["asked_for"] == [], "no setting gave this reason"
 
 

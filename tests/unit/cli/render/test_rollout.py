@@ -265,7 +265,9 @@ def test_an_open_rollout_without_texts(store: Store, url: str) -> None:
     text = printed(url, "show", "r")
     assert "open since" in text
     assert "untitled" in text
-    assert "not trained yet: open" in text
+    assert "training open: Its rollout has not ended." in " ".join(text.split())
+    assert "not trained" not in text, "once is enough"
+    assert "not trained yet: open" in printed(url, "show", "r", "--turn", "0")
     assert "the request was not kept" in printed(url, "show", "r", "--turn", "0")
 
 
@@ -374,3 +376,42 @@ def test_what_a_reason_means_is_said_once(store: Store, url: str) -> None:
     alone = printed(url, "show", "r", "--turn", "3", columns=160)
     assert re.search("untrained +greedy: ", alone)
     assert "An earlier message was changed" in alone
+
+
+def heads(text: str) -> list[str]:
+    return [line.rstrip(" ─") for line in text.splitlines() if line.startswith("turn ")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "training waiting: It is ready, and waits until"),
+        ({"task": None}, "training no_task: It is ready, but its rollout has no task"),
+        ({"reward": None}, "training no_reward: Its rollout ended and has no reward."),
+        ({"outcome": Outcome.ENV_ERROR}, "training env_error: The environment failed"),
+        ({"turns": 0}, "training no_turns: Its rollout ended without any recorded call"),
+    ],
+)
+def test_a_reason_of_the_whole_rollout_is_said_once(
+    store: Store, url: str, changes: dict[str, Any], said: str
+) -> None:
+    facts = {"task": "t", "turns": 3} | changes
+    store.append(rollout_events("r", **facts))
+    for columns in (80, 120):
+        text = printed(url, "show", "r", columns=columns)
+        assert said in " ".join(text.split())
+        assert heads(text) == [f"turn {n}" for n in range(facts["turns"])]
+
+
+def test_beside_the_reason_of_the_rollout_a_turn_has_its_own(store: Store, url: str) -> None:
+    store.append(rollout_events("r", turns=3))
+    first, *others = [turn.turn_id for turn in store.rollout_turns("r")]
+    skipped = {first: "greedy", **dict.fromkeys(others, "equal_reward")}
+    Ledger(store).commit_skipped(skipped, ["r"])
+    text = printed(url, "show", "r")
+    in_order(text, [
+        "training skipped: 2 equal_reward, 1 greedy",
+        "equal_reward: All rollouts of its group had the same reward: nothing",
+    ])  # fmt: skip
+    assert heads(text) == ["turn 0  not trained: greedy", "turn 1", "turn 2"]
+    assert text.count("equal_reward") == 2

@@ -198,7 +198,7 @@ def test_any_tree_is_drawn_with_every_turn_once(
                        if n and "samples of one prompt" not in line]  # fmt: skip
         assert sorted(drawn_turns) == every
     assert sorted(turns_in(tree_json(detail))) == every
-    titles = [re.match(r"turn (\d+)  ", line.plain) for line in story]
+    titles = [re.match(r"turn (\d+)(?:  | ─|$)", line.plain) for line in story]
     assert [int(title[1]) for title in titles if title] == every
     assert explanation_json(detail)["tokens"]["turns"] == len(every)
     for line in (*tree, *story, *why):

@@ -11,6 +11,7 @@ from support.chat.bent_sampling import BENT
 from support.engines.mock_engine import MODEL, MockEngine
 from support.proxy.proxy_with_engine import ServeProxy
 from tracegrad.events import Turn
+from tracegrad.inspect.asked_settings import asked_settings
 
 PATH = "/rollouts/r1/v1/chat/completions"
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **BENT}
@@ -68,3 +69,66 @@ def test_samples_of_plug_ins_and_beams_are_not_the_policys(
         body = {"model": MODEL, "messages": ASK["messages"], **replaced}
         assert http.post(PATH, json=body).status_code == 200
     assert turns("r1")[0].untrainable == "sampling_replaced"
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
+JSON_ANSWER = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+# What is asked for, what of it the agent must leave out itself, and what the proxy then overrules.
+KEPT_AND_FREED: dict[str, tuple[dict[str, Any], list[str], str | None]] = {
+    "response format": ({"response_format": JSON_ANSWER}, ["response_format"], None),
+    "beside greedy": (
+        {"response_format": JSON_ANSWER, "temperature": 0},
+        ["response_format"],
+        "temperature = 0",
+    ),
+    "forced tool": (
+        {"tools": [STRICT], "tool_choice": "required", "top_p": 0.9},
+        ["tool_choice"],
+        "top_p = 0.9 and strict tools",
+    ),
+    "named tool and tokens": (
+        {
+            "tools": [TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "look"}},
+            "allowed_token_ids": [5, 6],
+        },
+        ["tool_choice", "allowed_token_ids"],
+        None,
+    ),
+    "greedy": ({"temperature": 0, "min_tokens": 3}, [], "temperature = 0 and min_tokens"),
+}
+
+
+@pytest.mark.parametrize("case", KEPT_AND_FREED)
+def test_who_follows_the_advice_of_explain_is_trained(
+    sampling: Callable[[str], Any], turns: Callable[..., list[Turn]], case: str
+) -> None:
+    asked, kept, freed = KEPT_AND_FREED[case]
+    body = {"model": MODEL, "messages": ASK["messages"], **asked}
+
+    def reason(kind: str, rollout: str, body: dict[str, Any]) -> str | None:
+        with sampling(kind) as http:
+            path = PATH.replace("r1", rollout)
+            http.post(path, json=body).raise_for_status()
+        return turns(rollout)[-1].untrainable
+
+    untrainable = reason("as_asked", "r1", body)
+    assert untrainable is not None
+    advice = asked_settings(untrainable, turns("r1"))
+    assert advice is not None
+    named = [field.partition(" ")[0] for field in advice.kept]
+    assert named == kept
+    for field in kept:
+        assert field in advice.fix
+    assert (freed is None) or freed in advice.fix or not kept
+    assert ("tart the proxy" in advice.fix) == (freed is not None)
+
+    followed = {name: value for name, value in body.items() if name not in kept}
+    proxy = "free" if "tart the proxy" in advice.fix else "as_asked"
+    assert reason(proxy, "followed", followed) is None
+    if kept:
+        assert reason("free", "freed", body) == "constrained", "free alone does not help"
+    if kept and freed:
+        assert reason("as_asked", "left-out", followed) is not None

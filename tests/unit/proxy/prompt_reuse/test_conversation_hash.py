@@ -350,6 +350,9 @@ def test_a_conversation_that_continues_nothing_says_why() -> None:
     for reason, incoming in cases.items():
         assert fork_reason_of_miss(incoming, recorded) == reason
     assert fork_reason_of_miss(cases[ForkReason.COMPACTION], []) is None
+    for reason, incoming in cases.items():
+        again = fork_reason_of_miss(incoming, recorded, refused=[incoming])
+        assert again == reason, "refused, and sent again as it was"
 
 
 @pytest.mark.parametrize(

@@ -210,13 +210,15 @@ def test_what_is_shorter_than_a_refused_prompt_is_a_compaction_of_it(
         # Longer than all that was answered, shorter than what was not; the third one fits.
         ask(http, system, summary, *more, failure=refusal)
         ask(http, system, summary, *more[1:], failure=refusal)
+        # Sent again unchanged, and with more behind it: edited in neither.
+        ask(http, system, summary, *more[1:], failure=refusal)
+        ask(http, system, summary, *more[1:], user("more"), failure=refusal)
         ask(http, system, summary, *more[2:])
         ask(http, system, user("gone"), said, *more)
     assert [(turn.finish_reason, turn.fork_reason) for turn in store.rollout_turns("r1")] == [
         ("stop", None),
         ("refused", None),
-        ("refused", "compaction"),
-        ("refused", "compaction"),
+        *[("refused", "compaction")] * 4,
         ("stop", "compaction"),
         ("stop", "edited_history"),
     ]

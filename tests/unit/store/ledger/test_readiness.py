@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
+from typing import Any
+
+import pytest
+from sqlalchemy import insert, update
 
 from support.store.events import rollout_events
 from support.store.ledger_fixtures import commit, fill, lease
 from support.store.ledger_fixtures import ledger as ledger
 from tracegrad.events import Outcome, Reward
 from tracegrad.store import Ledger, Store, lease_by_rollout
+from tracegrad.store.ledger import ledger as ledger_module
+from tracegrad.store.models import Leases, Rewards
+from tracegrad.store.rows import column_values
 from tracegrad.store.types import JUDGE_SOURCE
 
 
@@ -32,9 +39,10 @@ def test_groups_attempts_and_states_are_counted(store: Store, ledger: Ledger) ->
     )
     lease(ledger, groups=1)
     found = ledger.readiness(group_size=2)
-    assert (found.groups, found.attempts, found.without_task) == (2, {1: 1}, 1)
+    assert (found.groups, found.attempts) == (2, {1: 1})
     assert found.states == {
-        "waiting": 6,
+        "waiting": 5,
+        "no_task": 1,
         "leased": 2,
         "no_reward": 1,
         "named_reward": 1,
@@ -43,6 +51,8 @@ def test_groups_attempts_and_states_are_counted(store: Store, ledger: Ledger) ->
     assert sum(found.leased.values()) == 2
     assert found.newest == now - 49
     assert ledger.readiness(group_size=2, tags={"split": "x"}).states["not_selected"] >= 10
+    alone = ledger.readiness(group_size=1)
+    assert (alone.groups, alone.states["waiting"]) == (6, 6), "one without a task is a group"
 
 
 def test_a_reward_that_arrives_after_the_lease_is_late_but_a_judges_is_not(
@@ -71,3 +81,115 @@ def test_a_reward_that_arrives_after_the_lease_is_late_but_a_judges_is_not(
     assert (target.state, target.step) == ("trained", 1)
     assert store.late_rewards().rewards == 1
     assert store.late_rewards(after=found.last).rewards == 0
+
+
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize("skew", [-HOUR, 0.0, HOUR])
+def test_no_clock_says_whether_a_reward_came_late(
+    store: Store, ledger: Ledger, skew: float
+) -> None:
+    """The proxy's clock, of `created_at`, is that far from the database's, of leases."""
+    fill(store, tasks=1, size=1)
+    early, late = (
+        Reward(rollout_id="t0.0", value=value, created_at=time.time() + skew)
+        for value in (0.25, 0.5)
+    )
+    store.append([early])
+    [group] = lease(ledger, groups=1, size=1)
+    assert group.rollouts[0].reward == 0.25
+    assert store.late_rewards().rewards == 0
+    store.append([late])
+    for _ in range(2):
+        detail = store.rollout("t0.0")
+        assert [detail.came_late(each) for each in detail.rewards] == [False, False, True]
+        assert store.late_rewards().rewards == 1
+        assert store.late_reward_ids([early.reward_id, late.reward_id]) == {late.reward_id}
+        if detail.summary.state == "leased":
+            turns = [turn.turn_id for turn in group.rollouts[0].turns]
+            leases = lease_by_rollout([group])
+            commit(ledger, step=1, trained=turns, rollouts=["t0.0"], leases=leases)
+
+
+def test_after_a_lease_that_was_given_back_the_next_one_counts(
+    store: Store, ledger: Ledger
+) -> None:
+    fill(store, tasks=1, size=1)
+    groups = lease(ledger, groups=1, size=1)
+    store.append([revised := Reward(rollout_id="t0.0", value=0.5)])
+    assert store.late_reward_ids([revised.reward_id])
+    ledger.release(groups)
+    assert not store.late_reward_ids([revised.reward_id])
+    [group] = lease(ledger, groups=1, size=1)
+    assert group.rollouts[0].reward == 0.5
+    assert not store.late_reward_ids([revised.reward_id])
+
+
+def test_a_lease_without_a_number_has_only_its_time(store: Store, ledger: Ledger) -> None:
+    """Of before revision 0010."""
+    fill(store, tasks=1, size=1)
+    lease(ledger, groups=1, size=1)
+    times = {"before": -HOUR, "after": HOUR}
+    store.append(
+        [
+            Reward(rollout_id="t0.0", reward_id=name, value=1.0, created_at=time.time() + skew)
+            for name, skew in times.items()
+        ]
+    )
+    assert store.late_reward_ids([*times]) == {"before", "after"}
+    with store.exclusive() as connection:
+        connection.execute(update(Leases).values(newest_reward=None))
+    assert store.late_reward_ids([*times]) == {"after"}
+
+
+def test_training_takes_no_reward_of_a_turn_that_came_after_the_lease(
+    store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups are read in a transaction of their own, after the lease is committed."""
+    fill(store, tasks=1, size=1)
+    store.append([Reward(rollout_id="t0.0", value=0.25, turn=0)])
+    load = ledger_module.load_groups
+
+    def load_later(*args: Any, **kwargs: Any) -> Any:
+        store.append([Reward(rollout_id="t0.0", value=0.75, turn=0)])
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(ledger_module, "load_groups", load_later)
+    [group] = lease(ledger, groups=1, size=1)
+    assert group.rollouts[0].turn_rewards == {0: 0.25}
+    assert store.late_rewards().rewards == 1
+
+
+@pytest.mark.databases("postgres")
+def test_a_reward_that_was_numbered_early_and_committed_late_is_late(
+    store: Store, ledger: Ledger
+) -> None:
+    """Its transaction began before the lease, and one of another rollout's reward overtook it."""
+    fill(store, tasks=2, size=1)
+    slow = Reward(rollout_id="t0.0", value=0.75, created_at=time.time() - HOUR)
+    with store.appending() as connection:
+        connection.execute(insert(Rewards), column_values(slow, Rewards))
+        store.append([Reward(rollout_id="t1.0", value=0.5)])  # has a higher number
+        groups = lease(ledger, groups=2, size=1)
+    rewards = {each.rollout_id: each.reward for group in groups for each in group.rollouts}
+    assert rewards["t0.0"] != slow.value
+    assert rewards["t1.0"] == 0.5
+    assert store.late_reward_ids([slow.reward_id]) == {slow.reward_id}
+    assert (store.late_rewards().rewards, store.late_rewards().rollouts) == (1, 1)
+
+
+@pytest.mark.databases("postgres")
+def test_of_two_rewards_at_once_the_one_with_the_higher_number_counts(
+    store: Store, ledger: Ledger
+) -> None:
+    """Both of one rollout, committed the other way round: the order of numbers is the order of
+    arrival everywhere, so that the one that training lacks was revised, and is not late."""
+    fill(store, tasks=1, size=1)
+    slow = Reward(rollout_id="t0.0", value=0.75)
+    with store.appending() as connection:
+        connection.execute(insert(Rewards), column_values(slow, Rewards))
+        store.append([Reward(rollout_id="t0.0", value=0.5)])
+        [group] = lease(ledger, groups=1, size=1)
+    assert group.rollouts[0].reward == 0.5 == store.rollout("t0.0").summary.reward
+    assert store.late_rewards().rewards == 0

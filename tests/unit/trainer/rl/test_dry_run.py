@@ -75,7 +75,39 @@ def test_tasks_that_nobody_named_are_shown_by_what_was_asked(
     assert (group.group_id, group.title) == ("0123456789abcdef", question)
     assert plan.titles == {"fedcba9876543210": question}
     assert dry_run.show_dry_run(settings, Console(file=sys.stdout), False) == 0
-    assert capsys.readouterr().out.count("Which river runs through Vienna, and th…") == 2
+    printed = capsys.readouterr().out
+    for task_id in ("01234567", "fedcba98"):  # what --task takes
+        assert f"Which river runs through Vienna, and th… · {task_id} " in printed
+
+
+@pytest.mark.parametrize("columns", ["80", "120", None])
+def test_tasks_that_begin_alike_are_told_apart(
+    settings: TrainerSettings,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    columns: str | None,
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    prefix = "You answer with the name of a river and nothing else. " * 6
+    asked = {"0123456789abcdef": "Vienna?", "fedcba9876543210": "Prague?", "00aa": "named"}
+    with Store.open(settings.proxy.store) as store:
+        for at, (task, question) in enumerate(asked.items()):
+            for n in range(1 if question == "Prague?" else 2):
+                name = f"{task}{n}"
+                opened, *rest = rollout(name, task, reward=float(n), seed=n, at=10.0 + at)
+                assert isinstance(opened, RolloutStarted)
+                store.append([replace(opened, task={"question": prefix + question}), *rest])
+    assert dry_run.show_dry_run(settings, Console(file=sys.stdout), False) == 0
+    printed = capsys.readouterr().out
+    shown = ("You answer w…Vienna? · 01234567", "You answer w…Prague? · fedcba98")
+    for title in shown if columns is None else ():
+        assert title in printed
+    # In a terminal cells are broken, words and ids stay whole.
+    assert all(word in printed for title in shown for word in title.split("…")[1].split())
+    assert "00aa" in printed, "the id that somebody chose"
+    assert prefix[:20] not in printed
 
 
 def test_every_rank_has_its_micro_batches(settings: TrainerSettings) -> None:

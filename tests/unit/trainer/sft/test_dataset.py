@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import text
 
 from support.trainer.sft_samples import char_model, rollout, said, store_at, teach
-from tracegrad.events import Outcome, Span, Turn
+from tracegrad.events import Outcome, Reward, Span, Turn
 from tracegrad.store import ALL, RolloutFilter, Store
 from tracegrad_trainer.batches import BatchSettings, Row, select, unit_advantages
 from tracegrad_trainer.sft.dataset import ChosenExamples, choose_examples
@@ -43,6 +43,8 @@ def test_the_stores_filter_chooses_and_the_rest_is_counted(tmp_path: Path) -> No
         store.append(rollout("unscored", TWO, task=None, reward=None))
         everything = chosen(store)
         good = chosen(store, RolloutFilter(min_reward=1, task="a"))
+        store.append(rollout("named", TWO, reward=None))
+        store.append([Reward(rollout_id="named", value=1.0, name="score")])
         compared = chosen(store, compared=True)
     assert [[r.rollout_id for r in task.rollouts] for task in everything.groups] == [
         ["bad", "good"],
@@ -54,6 +56,7 @@ def test_the_stores_filter_chooses_and_the_rest_is_counted(tmp_path: Path) -> No
     )
     assert [r.rollout_id for task in good.groups for r in task.rollouts] == ["good"]
     assert compared.reasons["rollouts: no_reward"] == 1
+    assert compared.reasons["rollouts: named_reward"] == 1, "as explain calls it"
 
 
 def test_what_is_imitated_may_have_been_sampled_in_any_way(tmp_path: Path) -> None:
