@@ -36,7 +36,9 @@ from tracegrad.store.models import SharedTexts, TurnTexts
 from tracegrad.store.rows import chunks
 
 MIN_CHARACTERS = 1024  # bytes of JSON below which a value is not worth a row
-_VALUES = 2_000  # looked at in one reply or item: replies may hold many log-probabilities
+# Texts, lists and dicts looked at in one reply or item: replies may hold many log-probabilities.
+_VALUES = 2_000
+_HOLDS_TEXT = (str, list, dict)
 _MAX_DIGESTS = 50_000  # digests in memory, about 150 bytes each
 
 Path = tuple[str | int, ...]  # begins with "request" or "response"
@@ -153,10 +155,15 @@ class TextExtraction:
         if self._left < 0:
             return value
         if isinstance(value, list):
-            return [self._strings(item, (*path, index)) for index, item in enumerate(value)]
+            return [
+                self._strings(item, (*path, index)) if isinstance(item, _HOLDS_TEXT) else item
+                for index, item in enumerate(value)
+            ]
         if isinstance(value, dict):
             return {
-                key: self._strings(item, (*path, key)) if _is_plain(key) else item
+                key: self._strings(item, (*path, key))
+                if isinstance(item, _HOLDS_TEXT) and _is_plain(key)
+                else item
                 for key, item in value.items()
             }
         return value

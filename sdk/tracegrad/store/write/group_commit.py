@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields
 from enum import Enum, auto
 from functools import partial
+from types import NoneType
 from typing import Any, NamedTuple, Protocol, Self
 
 from sqlalchemy import Connection
@@ -49,6 +50,8 @@ _MOST_VALUES = 20_000
 _LARGE = 16 << 20
 # Made once; what is a dict is so found before it is asked whether it is any other mapping.
 _TEXTS, _SEQUENCES, _MAPPINGS = (str, bytes), (list, tuple), (dict, Mapping)
+# Most values of an answer; asking whether one is a Mapping costs ten times as much as this.
+_SCALARS = frozenset({int, float, bool, NoneType})
 _TOO_LATE = "its caller had given up before it was stored"
 
 
@@ -357,6 +360,8 @@ def estimate_bytes(event: Event) -> int:
             size += len(value) * value.itemsize
         elif looked_at + len(todo) > _MOST_VALUES:
             return size + _LARGE
+        elif type(value) in _SCALARS:
+            continue
         elif isinstance(value, _SEQUENCES):
             todo += value
         elif isinstance(value, _MAPPINGS):

@@ -105,7 +105,7 @@ def _row(
 ) -> tuple[ColumnValues, TextExtraction]:
     known = parent.tokens if parent else 0
     prompt = turn.prompt_token_ids
-    digest = ContextDigest().add(prompt[:known])
+    digest = ContextDigest().add(memoryview(prompt)[:known])
     if parent and (len(prompt) < known or digest.value() != parent.digest):
         raise EventRejected(
             f"parent_id: the prompt of turn {turn.turn_id} does not begin with the "

@@ -112,7 +112,8 @@ def test_another_process_learns_by_itself_and_writes_the_same_text_once(
 
 
 def test_a_long_reply_that_comes_again_is_stored_once(store: Store) -> None:
-    reply = {"choices": [{"message": {"content": prose(9, 2_000)}}], "logprobs": [[0.5] * 9] * 999}
+    # Numbers before the text do not count against the bound on what is looked at.
+    reply = {"logprobs": [[0.5] * 9] * 999, "choices": [{"message": {"content": prose(9, 2_000)}}]}
     turns = [make_turn(f"t{n}", f"r{n}", response={**reply, "id": n}) for n in range(3)]
     for turn in turns:
         store.append([turn])
