@@ -43,12 +43,21 @@ def fingerprint(rollout_id: str | None, path: str, raw: bytes) -> Fingerprint:
 
 @dataclass(slots=True)
 class _Outcomes:
-    """What equal calls came to: answers, as the ids of their turns, and failures that nobody has
-    asked again about."""
+    """What equal calls came to: answers, as the ids of their turns, and failures.
+
+    Workers may read of a failure after they read that somebody asked again about it: both only
+    count up.
+    """
 
     answers: list[tuple[str, ...]] = field(default_factory=list)
     failed: int = 0
+    asked_again: int = 0
     at: float = 0.0
+
+    @property
+    def open_failures(self) -> int:
+        """Failures that nobody has asked again about."""
+        return max(self.failed - self.asked_again, 0)
 
     @property
     def size(self) -> int:
@@ -70,7 +79,7 @@ class RetryCache:
         if others is not None:
             others.subscribe("answered", self._add_answer)
             others.subscribe("failed", self._add_failure)
-            others.subscribe("asked again", self._take_failure)
+            others.subscribe("asked again", self._add_repeat)
             # Sampled again: a failure that is not known of would give its retry another's turn.
             others.when_lost(self._forget_all)
         self._given: LRUCache[Fingerprint, _Outcomes] = LRUCache(
@@ -91,8 +100,7 @@ class RetryCache:
             self._others.publish("answered", call, tuple(turn_ids))
 
     def _add_answer(self, call: Fingerprint, turn_ids: Sequence[str]) -> None:
-        given = self._given.get(call) or _Outcomes()
-        given.at = time.monotonic()
+        given = self._recent(call)
         if len(given.answers) < _MOST_ANSWERS:
             # The second one's ids are never asked for.
             given.answers.append(tuple(turn_ids) if not given.answers else ())
@@ -105,8 +113,7 @@ class RetryCache:
             self._others.publish("failed", call)
 
     def _add_failure(self, call: Fingerprint) -> None:
-        given = self._given.get(call) or _Outcomes()
-        given.at = time.monotonic()
+        given = self._recent(call)
         given.failed += 1
         self._given[call] = given
 
@@ -117,16 +124,26 @@ class RetryCache:
         given = self._given.get(call)
         if given is None or time.monotonic() - given.at > KEPT_S:
             return ()
-        if given.failed:
-            self._take_failure(call)
+        if given.open_failures:
+            self._add_repeat(call)
             if self._others is not None:
                 self._others.publish("asked again", call)
             return ()
         return given.answers[0] if len(given.answers) == 1 else ()
 
-    def _take_failure(self, call: Fingerprint) -> None:
-        if (given := self._given.get(call)) is not None and given.failed:
-            given.failed -= 1
+    def _add_repeat(self, call: Fingerprint) -> None:
+        given = self._recent(call)
+        given.asked_again += 1
+        self._given[call] = given
+
+    def _recent(self, call: Fingerprint) -> _Outcomes:
+        """What is known of it, as of now; nothing of what is too old to be asked about."""
+        now = time.monotonic()
+        given = self._given.get(call)
+        if given is None or now - given.at > KEPT_S:
+            given = _Outcomes()
+        given.at = now
+        return given
 
 
 def recorded_answer(turns: Sequence[Turn], call: Call) -> Json:

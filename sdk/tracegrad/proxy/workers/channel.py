@@ -20,10 +20,12 @@ _CONNECTION = b"connection"
 
 
 class Received(NamedTuple):
-    """A message, or a connection that a client opened."""
+    """A message, or a connection that a client opened. `lost`: a connection came, and this process
+    has no file left for it; the system has closed it."""
 
     message: Json | None = None
     connection: socket.socket | None = None
+    lost: bool = False
 
 
 class ChannelClosed(Exception):
@@ -92,4 +94,6 @@ class Channel:
             return Received(connection=socket.socket(fileno=files[0]))
         if not data:
             raise ChannelClosed
+        if data == _CONNECTION:
+            return Received(lost=True)
         return Received(message=orjson.loads(data))

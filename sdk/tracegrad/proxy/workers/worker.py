@@ -159,6 +159,9 @@ class WorkerServer(uvicorn.Server):
                     task = asyncio.get_running_loop().create_task(self._adopt(found.connection))
                     self._adopting.add(task)
                     task.add_done_callback(self._adopting.discard)
+                elif found.lost:
+                    log.error("a connection is dropped: this worker has no file left for it")
+                    self._closed.add(1)
                 elif found.message is not None:
                     self._group.received(found.message)
         except ChannelClosed:

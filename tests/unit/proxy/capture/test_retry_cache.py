@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import httpx
 import httpx2
 import openai
@@ -154,3 +157,59 @@ def test_a_call_that_was_answered_once_is_remembered_behind_many_others() -> Non
     for number in range(10_000):
         repeats.record_answer(fingerprint("r", "/", str(number).encode()), [str(number)])
     assert repeats.lookup(fingerprint("r", "/", b"0")) == ("0",)
+
+
+class _Ring:
+    """What one worker told; others read it whenever."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, Callable[..., object]] = {}
+        self.said: list[tuple[str, tuple[object, ...]]] = []
+
+    def subscribe(self, kind: str, handler: Callable[..., object]) -> None:
+        self.handlers[kind] = handler
+
+    def when_lost(self, forget: Callable[[], None]) -> None:
+        pass
+
+    def catch_up(self) -> None:
+        pass
+
+    def publish(self, kind: str, *args: object) -> None:
+        self.said.append((kind, args))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=10), st.randoms())
+def test_workers_agree_on_failures_in_whatever_order_they_hear_of_them(
+    happened: list[tuple[int, bool]], order: random.Random
+) -> None:
+    """A failure of one worker, and a repeat that another one samples, may be read the other way
+    round by a third."""
+    call = fingerprint("r1", "/v1", b"x")
+    rings = [_Ring() for _ in range(3)]
+    workers = [RetryCache(ring) for ring in rings]  # type: ignore[arg-type]
+    read = {(reader, writer): 0 for reader in range(3) for writer in range(3) if reader != writer}
+
+    def catch_up(reader: int, writer: int) -> None:
+        for kind, args in rings[writer].said[read[reader, writer] :]:
+            rings[reader].handlers[kind](*args)
+        read[reader, writer] = len(rings[writer].said)
+
+    open_failures = 0
+    for worker, fails in happened:
+        if fails:
+            workers[worker].record_failure(call)
+            open_failures += 1
+            continue
+        others = [other for other in range(3) if other != worker]
+        order.shuffle(others)
+        for other in others:  # a worker catches up before it decides
+            catch_up(worker, other)
+        assert workers[worker].lookup(call) == ()
+        open_failures = max(open_failures - 1, 0)
+    pairs = list(read)
+    order.shuffle(pairs)
+    for reader, writer in pairs:
+        catch_up(reader, writer)
+    known = [worker._given.get(call) for worker in workers]
+    assert {0 if one is None else one.open_failures for one in known} == {open_failures}

@@ -12,8 +12,9 @@ become far busier than another, which is how load comes back to a server that wa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from cachetools import LRUCache
 
@@ -37,6 +38,17 @@ class RoutedServer(Protocol):
 ServerT = TypeVar("ServerT", bound=RoutedServer)
 
 
+class _Home(NamedTuple):
+    """The later one holds, of two at once the one that comes first: workers that place a rollout
+    at the same time agree, in whatever order they hear of each other."""
+
+    since: float  # of the machine's monotonic clock, which all workers share
+    server: int
+
+    def replaces(self, other: _Home | None) -> bool:
+        return other is None or (self.since, -self.server) > (other.since, -other.server)
+
+
 class UpstreamRouter(Generic[ServerT]):
     def __init__(
         self,
@@ -49,7 +61,7 @@ class UpstreamRouter(Generic[ServerT]):
         if others is not None:
             others.subscribe("home", self._moved)
         self._servers = servers
-        self._homes: LRUCache[str, int] = LRUCache(remembered)
+        self._homes: LRUCache[str, _Home] = LRUCache(remembered)
         self._rollouts = [0] * len(servers)  # at home on each
 
     def choose(self, rollout: str | None) -> ServerT | None:
@@ -61,12 +73,12 @@ class UpstreamRouter(Generic[ServerT]):
         if best is None or rollout is None:
             return None if best is None else self._servers[best]
         home = self._homes.get(rollout)
-        if home is None or not self._keeps(home, best):
-            self._move(rollout, home, best)
-            home = best
+        if home is None or not self._keeps(home.server, best):
+            home = _Home(time.monotonic(), best)
+            self._move(rollout, home)
             if self._others is not None:
-                self._others.publish("home", rollout, home)
-        return self._servers[home]
+                self._others.publish("home", rollout, *home)
+        return self._servers[home.server]
 
     def _least_busy(self) -> int | None:
         up = [number for number, server in enumerate(self._servers) if server.up]
@@ -80,14 +92,16 @@ class UpstreamRouter(Generic[ServerT]):
         busy = self._servers[home].in_flight
         return self._servers[home].up and busy <= 2 * self._servers[best].in_flight + MARGIN
 
-    def _moved(self, rollout: str, new: int) -> None:
-        self._move(rollout, self._homes.get(rollout), new)
+    def _moved(self, rollout: str, since: float, server: int) -> None:
+        home = _Home(since, server)
+        if home.replaces(self._homes.get(rollout)):
+            self._move(rollout, home)
 
-    def _move(self, rollout: str, old: int | None, new: int) -> None:
+    def _move(self, rollout: str, home: _Home) -> None:
+        old = self._homes.get(rollout)
+        if old is None and len(self._homes) >= self._homes.maxsize:
+            _, old = self._homes.popitem()
         if old is not None:
-            self._rollouts[old] -= 1
-        elif len(self._homes) >= self._homes.maxsize:
-            _, forgotten = self._homes.popitem()
-            self._rollouts[forgotten] -= 1
-        self._homes[rollout] = new
-        self._rollouts[new] += 1
+            self._rollouts[old.server] -= 1
+        self._homes[rollout] = home
+        self._rollouts[home.server] += 1

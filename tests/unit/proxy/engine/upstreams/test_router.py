@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 from collections import Counter
 from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracegrad.proxy.engine.upstreams.router import MARGIN, UpstreamRouter
+from tracegrad.proxy.engine.upstreams.router import MARGIN, UpstreamRouter, _Home
 from tracegrad.proxy.shared_counts import SharedCounts
 from tracegrad.proxy.shared_log import SharedLog
 
@@ -123,7 +124,7 @@ def test_the_counts_of_rollouts_are_those_of_the_homes(
         chosen = placement.choose(f"r{rollout}")
         assert (chosen is None) == (not any(server.up for server in servers))
         assert chosen is None or chosen.up
-    homes = Counter(placement._homes.values())
+    homes = Counter(home.server for home in placement._homes.values())
     assert placement._rollouts == [homes[number] for number in range(count)]
     assert len(placement._homes) <= 6
 
@@ -150,3 +151,34 @@ def test_workers_send_a_rollout_to_one_server_and_count_each_others_calls() -> N
     assert calls.total() == 4
     counts.reset(1)
     assert calls.total() == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=12), st.randoms())
+def test_workers_agree_in_whatever_order_they_hear_of_each_other(
+    moves: list[tuple[int, int]], order: random.Random
+) -> None:
+    """`moves`: which worker moves the rollout, one after another, and where to."""
+    workers = [UpstreamRouter(some(2)) for _ in range(3)]
+    for since, (worker, server) in enumerate(moves):
+        workers[worker]._move("r1", _Home(since, server))
+    for number, worker in enumerate(workers):
+        rings = [
+            [(since, server) for since, (by, server) in enumerate(moves) if by == other]
+            for other in range(3)
+            if other != number
+        ]
+        while any(rings):  # each worker's words in their order, among them any
+            since, server = order.choice([ring for ring in rings if ring]).pop(0)
+            worker._moved("r1", since, server)
+        assert sum(worker._rollouts) == len(worker._homes)
+    last = _Home(len(moves) - 1, moves[-1][1]) if moves else None
+    assert {worker._homes.get("r1") for worker in workers} == {last}
+
+
+def test_two_workers_that_place_a_rollout_at_once_agree() -> None:
+    mine, theirs = UpstreamRouter(some(2)), UpstreamRouter(some(2))
+    mine._move("r1", _Home(5.0, 1))
+    theirs._move("r1", _Home(5.0, 0))
+    mine._moved("r1", 5.0, 0)
+    theirs._moved("r1", 5.0, 1)
+    assert mine._homes["r1"] == theirs._homes["r1"] == _Home(5.0, 0)
