@@ -19,6 +19,7 @@ from tracegrad_trainer.engine import (
     full_tensors,
 )
 from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
+from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation
 from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.reference import build_reference
 from tracegrad_trainer.engine.model.sharded_load import local_index
@@ -33,6 +34,7 @@ def build(
     value_std: float = 0.0,
     reference: Path | nn.Module | None = None,
     elements: int | None = None,
+    adamw: AdamwImplementation = ADAMW,
     **optim: Any,
 ) -> Learner:
     """With a value head (its weights of this deviation) and a reference where they are needed."""
@@ -56,6 +58,7 @@ def build(
         reshard=settings.reshard,
         reference=reference,
         head_elements=elements,
+        adamw=adamw,
     )
 
 
