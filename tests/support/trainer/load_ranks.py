@@ -20,8 +20,9 @@ from support.trainer.tiny_models import logprobs
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings
 from tracegrad_trainer.engine.model import memory as memory_checks
-from tracegrad_trainer.engine.model.lora import base_name, is_adapter_parameter
+from tracegrad_trainer.engine.model.lora import base_name, is_adapter_parameter, merged_tensors
 from tracegrad_trainer.engine.model.parallelize import build_model, build_sharded
+from tracegrad_trainer.engine.model.reference import build_reference
 from tracegrad_trainer.engine.model.sharded_load import local_index
 
 CPU = FsdpSettings(device="cpu")
@@ -29,7 +30,8 @@ LORA = CPU.model_copy(update={"lora": LoraSettings(rank=2)})
 HALF = LORA.model_copy(update={"frozen_dtype": "bfloat16"})
 
 
-def main(folder: Path, names: list[str], large: str) -> None:
+def main(folder: Path, names: list[str], large: str, rounded: str) -> None:
+    """`rounded`: a model whose files are in bfloat16."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -37,6 +39,7 @@ def main(folder: Path, names: list[str], large: str) -> None:
     seen["differ"] = {name: differing(folder / name, mesh) for name in names}
     seen["adapted"] = differing(folder / names[0], mesh, LORA, values=True)
     seen["half"] = half(folder / names[0], mesh)
+    seen["reference"] = reference(folder / rounded, mesh)
     (folder / f"{mesh.size()}-{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
@@ -77,6 +80,7 @@ def half(folder: Path, mesh: DeviceMesh) -> dict[str, list[str]]:
         "frozen": sorted({str(p.dtype) for p in named.values() if not p.requires_grad}),
         "trained": sorted({str(p.dtype) for p in named.values() if p.requires_grad}),
         "without gradient": [n for n, p in named.items() if p.requires_grad and p.grad is None],
+        "served": sorted({str(tensor.dtype) for _, tensor in merged_tensors(model)}),
         "differ": [
             name
             for name, tensor in named.items()
@@ -84,6 +88,21 @@ def half(folder: Path, mesh: DeviceMesh) -> dict[str, list[str]]:
             and not torch.equal(_part(tensor), whole[base_name(name)][local_index(tensor)])
         ],
     }
+
+
+def reference(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
+    """How a reference policy is kept, and how far it is from one in float32."""
+    batch = micro_batch(rows(2), range(2))
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        settings = CPU.model_copy(update={"frozen_dtype": dtype})
+        model = build_reference(folder, mesh, settings)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        kept = {str(parameter.dtype) for parameter in model.parameters()}
+        with torch.no_grad():
+            found[dtype] = logprobs(model, batch)
+    apart = (found["float32"] - found["bfloat16"]).abs().max()
+    return {"kept": sorted(kept), "apart": float(apart)}
 
 
 def memory(folder: Path, mesh: DeviceMesh, small: Path) -> dict[str, float]:

@@ -151,14 +151,16 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in the model without adapters, whole tensor with its adapter added).
 
-    Every rank must run through all of them; a value head does not come. Sums are in the
-    parameters' own precision.
+    Every rank must run through all of them; a value head does not come. In float32 if no `dtype`
+    is given, also where frozen weights are kept in bfloat16.
     """
     layers = dict(_layers(model))
     for name, parameter in model.named_parameters():
         if is_adapter_parameter(name) or value_head.is_value_parameter(name):
             continue
         tensor = _whole(parameter)
+        if tensor.is_floating_point():
+            tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         owner, _, leaf = name.rpartition("." + _BASE)
         if leaf == "weight" and owner in layers:
             tensor = tensor + _delta(layers[owner])

@@ -30,6 +30,7 @@ from tracegrad_trainer.engine.model.hf_config import (
     query_heads,
     transformer_blocks,
 )
+from tracegrad_trainer.engine.model.hf_weights import HfWeights, readable_by_parts
 
 _GIB = 1024**3
 _ASK = "import torch; print(torch.cuda.mem_get_info()[0])"
@@ -169,7 +170,7 @@ def check_fits_memory(
     free_host: int | None = None,
     reference: bool = False,
 ) -> MemoryEstimate:
-    """Whether a model can be trained here; reads its config only.
+    """Whether a model can be trained here; reads its config, and the headers of its files.
 
     Args:
         ranks: of all machines; `local_ranks` of this one.
@@ -180,10 +181,12 @@ def check_fits_memory(
         reference: a frozen model of the same shape is held beside it.
 
     Raises:
-        ValueError: there is no such model, its vocabulary is too small, it does not fit, or it
-            has no routes that could be replayed.
+        ValueError: there is no such model, its files are another's, its vocabulary is too small,
+            it does not fit, or it has no routes that could be replayed.
     """
     model = meta_model(folder)
+    if readable_by_parts(Path(folder), model.config):
+        HfWeights(Path(folder), model)
     embedded: int = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if vocabulary is not None and vocabulary > embedded:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from support.trainer.forward_checks import agree
 from support.trainer.row_samples import rows
-from support.trainer.tiny_models import logprobs, make
+from support.trainer.tiny_models import logprobs, make, plain
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.distributed import (
@@ -23,7 +24,7 @@ from tracegrad_trainer.engine.distributed import (
     init_process_group,
 )
 from tracegrad_trainer.engine.model.hf_config import transformer_blocks
-from tracegrad_trainer.engine.model.parallelize import shard
+from tracegrad_trainer.engine.model.parallelize import build_sharded, shard
 
 MADE = rows(5)
 BATCH = micro_batch(MADE, range(len(MADE)))
@@ -88,6 +89,23 @@ def test_bfloat16_is_of_the_computation_only(mesh: DeviceMesh) -> None:
     for name, grad in found.items():
         apart = (grad - exact[name]).norm() / exact[name].norm()
         assert 1e-4 < apart < 0.1, name
+
+
+def test_a_model_without_safetensors_is_loaded_whole(
+    mesh: DeviceMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = plain("qwen3")
+    whole.config.save_pretrained(tmp_path)  # type: ignore[union-attr,operator]
+    torch.save(whole.state_dict(), tmp_path / "pytorch_model.bin")
+    settings = FsdpSettings(device="cpu")
+    model = build_sharded(tmp_path, mesh, settings)
+    assert "is not in plain safetensors" in caplog.text
+    with torch.no_grad():
+        assert torch.equal(logprobs(model, BATCH), logprobs(make("qwen3"), BATCH))
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"its files lack \d+ of the tensors") as error:
+        build_sharded(tmp_path, mesh, settings)
+    assert str(error.value).startswith(f"model = '{tmp_path}': ")
 
 
 def test_ranks_compute_where_their_mesh_is(mesh: DeviceMesh) -> None:

@@ -13,13 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config
+from transformers.core_model_loading import Chunk, Concatenate, WeightConverter
 
 from support.trainer import load_ranks
 from support.trainer.ranks import run_on_ranks
 from support.trainer.tiny_model import tiny_sizes
 from support.trainer.tiny_models import CONFIGS, plain
+from tracegrad_trainer.engine.config import FsdpSettings
+from tracegrad_trainer.engine.model import hf_weights
 from tracegrad_trainer.engine.model.hf_weights import HfWeights
-from tracegrad_trainer.engine.model.memory import loading_bytes, meta_model
+from tracegrad_trainer.engine.model.memory import check_fits_memory, loading_bytes, meta_model
 from tracegrad_trainer.engine.model.sharded_load import empty_model
 
 NAMES = ["qwen3", *(name for name in CONFIGS if name != "qwen3")]
@@ -33,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loads")
     for name in NAMES:
         plain(name).save_pretrained(folder / name, max_shard_size="40KB")
+    plain("qwen3").bfloat16().save_pretrained(folder / "rounded")
     config = Qwen3Config(**tiny_sizes(8000, head_dim=64, **LARGE), tie_word_embeddings=False)
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(folder / "large")
@@ -47,7 +51,9 @@ def seen(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
     """What each rank saw. With four, one of them has none of six experts; all kinds of models
     are loaded by these alone."""
     ranks: int = request.param
-    run_on_ranks(load_ranks.main, ranks, folder, NAMES if ranks == 4 else NAMES[:1], "large")
+    run_on_ranks(
+        load_ranks.main, ranks, folder, NAMES if ranks == 4 else NAMES[:1], "large", "rounded"
+    )
     return [json.loads((folder / f"{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -68,8 +74,15 @@ def test_what_is_frozen_can_be_kept_in_half_the_memory(seen: list[dict[str, Any]
             "frozen": ["torch.bfloat16"],
             "trained": ["torch.float32"],
             "without gradient": [],
+            "served": ["torch.float32"],
             "differ": [],
         }
+
+
+def test_a_reference_in_half_the_memory_is_the_one_in_the_files(seen: list[dict[str, Any]]) -> None:
+    """Bit by bit, where the files are in bfloat16: it is computed with in float32 either way."""
+    for one in seen:
+        assert one["reference"] == {"kept": ["torch.bfloat16"], "apart": 0.0}
 
 
 def test_no_rank_holds_more_than_its_shards_and_a_bucket(
@@ -142,7 +155,7 @@ def test_files_of_another_model_are_refused_before_they_are_read(
 ) -> None:
     other = changed(folder / name, tmp_path / "other", change, **config)
     with pytest.raises(ValueError, match=message) as error:
-        HfWeights(other, empty_model(other))
+        check_fits_memory(other, FsdpSettings(device="cpu"), ranks=2, local_ranks=2, tokens=9)
     assert str(error.value).startswith(f"model = '{other}'")
     assert len(str(error.value).splitlines()) == 1
 
@@ -178,6 +191,43 @@ def test_tied_weights_are_found_under_either_name(folder: Path, tmp_path: Path, 
     weights = HfWeights(other, empty_model(other))
     part = (slice(3, 9), slice(0, 32))
     assert torch.equal(weights.read(EMBEDDED, part), weights.read(HEAD, part))
+
+
+HALVES, FUSED = ["mlp.gate_proj.weight", "mlp.up_proj.weight"], "mlp.gate_up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("llama", WeightConverter(FUSED, HALVES, operations=[Chunk(dim=0)])),
+        ("phi3", WeightConverter(HALVES, FUSED, operations=[Concatenate(dim=0)])),
+    ],
+    ids=["split", "joined"],
+)
+def test_a_part_of_what_a_rule_splits_or_joins_is_that_part_of_the_whole(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rule: WeightConverter
+) -> None:
+    """Along the rows that ranks have parts of: a part of the file's tensor would be another."""
+    whole: Files = {}
+
+    def change(files: Files) -> None:
+        whole.update(files)
+        for layer in ("model.layers.0.", "model.layers.1."):
+            if name == "llama":
+                halves = [files.pop(layer + half) for half in HALVES]
+                files[layer + FUSED] = torch.cat(halves)
+            else:
+                halves = list(files.pop(layer + FUSED).chunk(2))
+                files |= {
+                    layer + key: half.clone() for key, half in zip(HALVES, halves, strict=True)
+                }
+
+    other = changed(folder / name, tmp_path / "other", change)
+    monkeypatch.setattr(hf_weights, "get_model_conversion_mapping", lambda model: [rule])
+    weights = HfWeights(other, empty_model(other))
+    for key, tensor in whole.items():
+        part = (slice(5, 27), *(slice(0, size) for size in tensor.shape[1:]))
+        assert torch.equal(weights.read(key, part), tensor[part]), key
 
 
 def test_tensors_that_are_no_part_of_the_model_are_counted(
