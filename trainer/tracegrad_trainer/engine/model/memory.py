@@ -185,14 +185,14 @@ def check_fits_memory(
             it does not fit, or it has no routes that could be replayed.
     """
     model = meta_model(folder)
-    if readable_by_parts(Path(folder), model.config):
-        HfWeights(Path(folder), model)
     embedded: int = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if vocabulary is not None and vocabulary > embedded:
         raise ValueError(
             f"model = {str(folder)!r}: its tokenizer has {vocabulary} tokens, the model embeds"
             f" {embedded}: they do not belong together"
         )
+    if readable_by_parts(Path(folder), model.config):
+        HfWeights(Path(folder), model)
     if settings.routing != "own":
         router_replay.check_replay(model, settings.routing)
     found = estimate_memory(model, settings, ranks=ranks, tokens=tokens, reference=reference)
