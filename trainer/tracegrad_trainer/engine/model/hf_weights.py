@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ class HfWeights:
         self._expected: dict[str, Tensor] = model.state_dict()  # with all names of tied ones
         self._parts: dict[str, _FileTensor | _Converted] = {}
         try:
-            self._assign(_open(folder))
+            self._assign(_read_headers(folder))
         except (OSError, ValueError) as error:
             raise ValueError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
         self._check()
@@ -182,7 +182,7 @@ def missing_tensors(missing: Sequence[str]) -> str:
 class _FileTensor:
     """A tensor in a file."""
 
-    file: IO[bytes]  # unbuffered
+    path: Path
     dtype: torch.dtype
     shape: list[int]
     begins: int  # bytes
@@ -197,11 +197,12 @@ class _FileTensor:
         return found[(slice(None), *index[1:])] if self.shape else found[0]
 
     def _fill(self, left: memoryview, begins: int) -> None:
-        while left:
-            count = os.preadv(self.file.fileno(), [left], begins)
-            if count == 0:
-                raise OSError(f"{self.file.name} ends early")
-            left, begins = left[count:], begins + count
+        with self.path.open("rb", buffering=0) as file:
+            while left:
+                count = os.preadv(file.fileno(), [left], begins)
+                if count == 0:
+                    raise OSError(f"{self.path} ends early")
+                left, begins = left[count:], begins + count
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,13 +276,14 @@ class _Converted:
         return made
 
 
-def _open(folder: Path) -> dict[str, _FileTensor]:
-    """Name in the files -> tensor; files stay open as long as these."""
+def _read_headers(folder: Path) -> dict[str, _FileTensor]:
+    """Name in the files -> tensor."""
     found: dict[str, _FileTensor] = {}
     for path in weight_files(folder):
-        file = path.open("rb", buffering=0)
-        for name, (dtype, shape, begins, _) in read_header(file).items():
+        with path.open("rb") as file:
+            header = read_header(file)
+        for name, (dtype, shape, begins, _) in header.items():
             if dtype not in _DTYPES:
                 raise ValueError(f"{path} has a tensor of the type {dtype}: {name}")
-            found[name] = _FileTensor(file, _DTYPES[dtype], shape, begins)
+            found[name] = _FileTensor(path, _DTYPES[dtype], shape, begins)
     return found

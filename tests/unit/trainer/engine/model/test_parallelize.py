@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -17,6 +18,7 @@ from support.trainer.forward_checks import agree
 from support.trainer.row_samples import rows
 from support.trainer.tiny_models import logprobs, make, plain
 from tracegrad_trainer.batches import micro_batch
+from tracegrad_trainer.engine.checkpoint.hf_export import as_hf_tensors, full_tensors
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.distributed import (
     compute_device,
@@ -106,6 +108,18 @@ def test_a_model_without_safetensors_is_loaded_whole(
     with pytest.raises(ValueError, match=r"its files lack \d+ of the tensors") as error:
         build_sharded(tmp_path, mesh, settings)
     assert str(error.value).startswith(f"model = '{tmp_path}': ")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "granite_moe", "gpt_neox", "gpt_oss"])
+def test_what_was_loaded_by_parts_leaves_under_the_names_it_came_by(
+    name: str, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    plain(name).save_pretrained(tmp_path)  # type: ignore[operator]
+    model = build_sharded(tmp_path, mesh, FsdpSettings(device="cpu"))
+    found = dict(as_hf_tensors(model, full_tensors(model)))
+    files = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == files.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in files.items())
 
 
 def test_ranks_compute_where_their_mesh_is(mesh: DeviceMesh) -> None:

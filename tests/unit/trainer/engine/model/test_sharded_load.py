@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -158,6 +159,36 @@ def test_files_of_another_model_are_refused_before_they_are_read(
         check_fits_memory(other, FsdpSettings(device="cpu"), ranks=2, local_ranks=2, tokens=9)
     assert str(error.value).startswith(f"model = '{other}'")
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "own"),
+    [
+        ("llama", "model.layers.0.mlp.down_proj.weight", (8, 32)),
+        # Gate and up of two experts.
+        ("qwen3_moe", "model.layers.0.mlp.experts.gate_up_proj", (2, 6)),
+    ],
+)
+def test_of_a_tensor_nothing_but_the_part_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, tensor: str, own: tuple[int, int]
+) -> None:
+    model = empty_model(folder / name)
+    weights = HfWeights(folder / name, model)
+    counts: list[int] = []
+
+    def counted(file: int, buffers: Any, at: int) -> int:
+        counts.append(preadv(file, buffers, at))
+        return counts[-1]
+
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", counted)
+    rows, of = own
+    expected = model.get_parameter(tensor)
+    assert expected.shape[0] == of
+    part = (slice(of - rows, of), *(slice(0, size) for size in expected.shape[1:]))
+    found = weights.read(tensor, part)
+    assert found.shape == (rows, *expected.shape[1:])
+    assert sum(counts) == found.nbytes
 
 
 def test_a_file_that_ends_early_is_named(folder: Path, tmp_path: Path) -> None:
