@@ -40,7 +40,8 @@ def make_optimizer(
 def set_implementation(optimizer: torch.optim.AdamW, implementation: AdamwImplementation) -> None:
     """After a state was loaded, which brings along what it was made with."""
     for group in optimizer.param_groups:
-        group["fused"], group["foreach"] = implementation == "fused", implementation == "foreach"
+        for one in ("fused", "foreach"):  # the other is None, as the optimizer itself has it
+            group[one] = one == implementation or None
     for parameter, state in optimizer.state.items():
         if "step" in state and implementation == "fused":  # its kernels read it on the device
             state["step"] = state["step"].to(parameter.device)

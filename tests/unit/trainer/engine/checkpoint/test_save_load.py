@@ -77,7 +77,7 @@ def test_a_checkpoint_does_not_say_how_adamw_is_computed(
         two = build(folder / "other", "ppo", adamw=second)
         load_checkpoint(two, tmp_path / first / "step-00000001")
         assert {(g["fused"], g["foreach"]) for g in two.optimizer.param_groups} == {
-            (now == "fused", now == "foreach")
+            (now == "fused" or None, now == "foreach" or None)
         }
         step(two, 2)
         kept[first] = weights(two)
