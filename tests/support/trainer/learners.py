@@ -9,18 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tracegrad_trainer.engine import (
     FsdpSettings,
     Learner,
     OptimSettings,
-    build_model,
+    build_sharded,
     full_tensors,
-    shard,
 )
 from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
+from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation
 from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.reference import build_reference
+from tracegrad_trainer.engine.model.sharded_load import local_index
 from tracegrad_trainer.losses import ObjectiveSettings, preset
 
 
@@ -32,29 +34,31 @@ def build(
     value_std: float = 0.0,
     reference: Path | nn.Module | None = None,
     elements: int | None = None,
+    adamw: AdamwImplementation = ADAMW,
     **optim: Any,
 ) -> Learner:
     """With a value head (its weights of this deviation) and a reference where they are needed."""
     objective = preset(objective) if isinstance(objective, str) else objective
     settings = FsdpSettings(device="cpu", **(fsdp or {}))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model: Any = build_model(folder, settings)
-    if "value" in objective.needs:
-        value_head.attach_value_head(model)
-        if value_std:
-            torch.manual_seed(5)
-            nn.init.normal_(model.value_head.weight, std=value_std)
+    model: Any = build_sharded(folder, mesh, settings, values="value" in objective.needs)
+    if value_std and value_head.has_value_head(model):
+        torch.manual_seed(5)
+        weight: DTensor = model.value_head.weight
+        drawn = nn.init.normal_(torch.empty(weight.shape), std=value_std)
+        weight.detach().to_local().copy_(drawn[local_index(weight)])
     if isinstance(reference, Path):
         needed = "reference" in objective.needs
         reference = build_reference(reference, mesh, settings) if needed else None
     return Learner(
-        shard(model, mesh, settings),
+        model,
         mesh,
         objective,
         OptimSettings(**({"lr": 1e-2} | optim)),
         reshard=settings.reshard,
         reference=reference,
         head_elements=elements,
+        adamw=adamw,
     )
 
 

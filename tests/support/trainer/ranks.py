@@ -21,7 +21,11 @@ from typing import Any
 from support.system.module_environment import environment
 from tracegrad_trainer.utils.network import find_free_port
 
-_PRELOADED = ("support.trainer.layout_ranks", "support.trainer.lora_ranks")
+_PRELOADED = (
+    "support.trainer.layout_ranks",
+    "support.trainer.lora_ranks",
+    "support.trainer.load_ranks",
+)
 _TIMEOUT_S = 240
 _LAST_WORDS_S = 5  # for the other ranks, once one has failed
 

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from tracegrad_trainer.engine.checkpoint.hf_export import as_hf_tensors, full_tensors
     from tracegrad_trainer.engine.checkpoint.save_load import load_checkpoint
     from tracegrad_trainer.engine.distributed import destroy_process_group, init_process_group
-    from tracegrad_trainer.engine.model.parallelize import build_model, shard
+    from tracegrad_trainer.engine.model.parallelize import (
+        build_model,
+        build_sharded,
+        shard,
+    )
     from tracegrad_trainer.engine.step.learner import Learner
     from tracegrad_trainer.engine.step.train_batch import train_batch
 else:
@@ -25,7 +29,7 @@ else:
             "distributed": ("destroy_process_group", "init_process_group"),
             "step.train_batch": ("train_batch",),
             "step.learner": ("Learner",),
-            "model.parallelize": ("build_model", "shard"),
+            "model.parallelize": ("build_model", "build_sharded", "shard"),
         },
     )
 
@@ -37,6 +41,7 @@ __all__ = [
     "OptimSettings",
     "as_hf_tensors",
     "build_model",
+    "build_sharded",
     "destroy_process_group",
     "full_tensors",
     "init_process_group",

@@ -6,6 +6,11 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# torch's ways to compute AdamW, which round differently: one kernel for a whole update, or one for
+# each product of many tensors. Steps record which one they took.
+AdamwImplementation = Literal["fused", "foreach"]
+ADAMW: AdamwImplementation = "fused"
+
 
 class LoraSettings(BaseModel):
     """Adapters by peft instead of full fine-tuning (LoRA, arXiv 2106.09685)."""
@@ -31,6 +36,11 @@ class FsdpSettings(BaseModel):
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of forward and backward; weights and optimizer stay float32"
+    )
+    frozen_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="in which weights that are not trained are kept: those beneath adapters, a"
+        " reference policy's; auto: bfloat16 on CUDA, else float32",
     )
     attention: Literal[
         "auto", "packed", "varlen", "sdpa", "eager", "flash_attention_2", "flash_attention_3"

@@ -23,6 +23,14 @@ def pick_device(settings: FsdpSettings) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def frozen_dtype(settings: FsdpSettings) -> torch.dtype:
+    """In which weights that are never trained are kept."""
+    if settings.frozen_dtype == "auto":
+        return torch.float32 if pick_device(settings).type == "cpu" else torch.bfloat16
+    found: torch.dtype = getattr(torch, settings.frozen_dtype)
+    return found
+
+
 def compute_device(mesh: DeviceMesh) -> torch.device:
     """Where this rank computes; with `cpu_offload` its parameters are elsewhere between steps."""
     if mesh.device_type == "cpu":

@@ -146,6 +146,8 @@ def recorded_settings(recorded: RecordedStep, *, model: Path | None = None) -> J
     stored["proxy"] = {"host": "127.0.0.1", "port": stored.get("proxy", {}).get("port", 4141)}
     # The judge has spoken: the rewards that it gave are in the record.
     stored["objective"] = {**stored.get("objective", {}), "judge": None}
+    # Steps that do not say it were taken before there was a choice.
+    stored["fsdp"] = {"frozen_dtype": "float32", **(stored.get("fsdp") or {})}
     if model is not None:
         stored["model"] = str(model)
         stored["vllm"] = {**stored.get("vllm", {}), "model": str(model)}

@@ -84,7 +84,7 @@ def _run(
 ) -> ReplayRun | None:
     began = monotonic()
     seed_all(settings.seed + mesh.get_local_rank())  # as a trainer that starts
-    learner = build_learner(settings, mesh)
+    learner = build_learner(settings, mesh, adamw=recorded.batch.adamw)
     if recorded.checkpoint is not None:
         load_checkpoint(learner, recorded.checkpoint, digest=recorded.digest)
     # On every rank, though rank 0's rows are those that are trained: so all of them fail, or none.

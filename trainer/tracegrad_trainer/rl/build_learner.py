@@ -12,32 +12,37 @@ from torch.distributed.device_mesh import DeviceMesh
 from tracegrad.events import Json
 from tracegrad_trainer.batches import RoutingLayout
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.engine import Learner, OptimSettings, build_model, shard
-from tracegrad_trainer.engine.model import memory, router_replay, value_head
+from tracegrad_trainer.engine import Learner, OptimSettings, build_sharded
+from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation
+from tracegrad_trainer.engine.model import memory, router_replay
 from tracegrad_trainer.engine.model.reference import build_reference
 
 
 def build_learner(
-    settings: TrainerSettings, mesh: DeviceMesh, optim: OptimSettings | None = None
+    settings: TrainerSettings,
+    mesh: DeviceMesh,
+    optim: OptimSettings | None = None,
+    *,
+    adamw: AdamwImplementation = ADAMW,
 ) -> Learner:
     """On all ranks; as it is before its first step. `optim` instead of the settings' own.
 
     Raises:
         ValueError: there is no such model, or it cannot be trained with these settings.
     """
-    model = build_model(settings.model, settings.fsdp)
-    if "value" in settings.objective.needs:
-        value_head.attach_value_head(model)
+    values = "value" in settings.objective.needs
+    model = build_sharded(settings.model, mesh, settings.fsdp, values=values)
     reference = None
     if settings.needs_reference_model:
         reference = build_reference(settings.reference_folder, mesh, settings.fsdp)
     return Learner(
-        shard(model, mesh, settings.fsdp),
+        model,
         mesh,
         settings.objective,
         optim or settings.optim,
         reshard=settings.fsdp.reshard,
         reference=reference,
+        adamw=adamw,
     )
 
 

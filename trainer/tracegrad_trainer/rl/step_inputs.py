@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from tracegrad.store import Group
+from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation
 
 
 class RolloutInputs(BaseModel):
@@ -43,10 +44,12 @@ class StepInputs(BaseModel):
     dropped_rows: list[int]  # rows that were not finite, as numbers among the batch's
     weights: int | None = None  # whose step's checkpoint it began with; 0: the model folder's
     torch: str | None = None  # version: another one may round otherwise
+    adamw: AdamwImplementation = "foreach"  # as of all steps that do not say it
 
     @classmethod
     def of(cls, groups: Sequence[Group], **others: Any) -> StepInputs:
-        """Of these groups; `others` are the other fields, less the version of torch."""
+        """Of these groups; `others` are the other fields, less torch's version and
+        AdamW."""
         names = [rollout.rollout_id for group in groups for rollout in group.rollouts]
         assert len(names) == len(set(names)), "a rollout is in a batch once"
         found = [
@@ -64,4 +67,4 @@ class StepInputs(BaseModel):
             )
             for group in groups
         ]
-        return cls(groups=found, torch=version_of("torch"), **others)
+        return cls(groups=found, torch=version_of("torch"), adamw=ADAMW, **others)

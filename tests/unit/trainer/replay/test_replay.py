@@ -17,7 +17,16 @@ from tracegrad.events import Reward, Turn, logprob_array, token_id_array
 from tracegrad.store import Store
 from tracegrad_trainer.cli.replay import show_candidates, show_replay
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.replay.load import ReplayError, list_candidates
+from tracegrad_trainer.engine.config import AdamwImplementation
+from tracegrad_trainer.replay import replay as replay_module
+from tracegrad_trainer.replay import run as replay_run
+from tracegrad_trainer.replay.load import (
+    RecordedStep,
+    ReplayError,
+    list_candidates,
+    load_recorded_step,
+    recorded_settings,
+)
 from tracegrad_trainer.replay.replay import (
     ReplayRequest,
     ReplayResult,
@@ -25,6 +34,7 @@ from tracegrad_trainer.replay.replay import (
     replay,
     with_other_objective,
 )
+from tracegrad_trainer.rl.step_inputs import StepInputs
 
 STEPS = 3
 
@@ -67,6 +77,37 @@ def test_every_number_is_reproduced_and_nothing_is_written(run: Run) -> None:
     assert {"loss", "grad_norm", "k3", "ess", "reward_mean", "lr"} <= found.compared.keys()
     assert found.compared["loss"][0] == found.compared["loss"][1] != 0
     assert contents(run) == before
+
+
+def test_a_step_is_replayed_by_the_adamw_that_it_was_taken_with(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps recorded before there was a choice do not say it."""
+    asked: list[str] = []
+    make, load = replay_run.build_learner, replay_module.load_recorded_step
+
+    def spy(*args: Any, adamw: AdamwImplementation) -> Any:
+        asked.append(adamw)
+        return make(*args, adamw=adamw)
+
+    def without(*args: Any, **kwargs: Any) -> RecordedStep:
+        found = load(*args, **kwargs)
+        kept = found.batch.model_dump(exclude={"adamw"})
+        return replace(found, batch=StepInputs.model_validate(kept))
+
+    monkeypatch.setattr(replay_run, "build_learner", spy)
+    assert run.replay(step=3).equal
+    monkeypatch.setattr(replay_module, "load_recorded_step", without)
+    run.replay(step=3)
+    assert asked == ["fused", "foreach"]
+
+
+def test_weights_that_were_frozen_in_float32_are_so_again(run: Run) -> None:
+    with Store.open(run.url, create=False) as store:
+        found = load_recorded_step(store, 3, run.state_dir)
+    assert recorded_settings(found)["fsdp"]["frozen_dtype"] == "auto"
+    del found.step.settings["fsdp"]["frozen_dtype"]
+    assert recorded_settings(found)["fsdp"]["frozen_dtype"] == "float32"
 
 
 def test_the_last_step_is_the_one_meant_and_steps_differ(run: Run) -> None:

@@ -81,7 +81,8 @@ def test_a_model_that_does_not_fit_with_its_reference_is_refused(
     one_model = memory.estimate_memory(
         memory.meta_model(model), alone.trainer.fsdp, ranks=1, tokens=256, reference=False
     )
-    monkeypatch.setattr(memory, "free_host_memory", lambda: one_model.on_device)
+    needed = one_model.on_device + one_model.on_host
+    monkeypatch.setattr(memory, "free_host_memory", lambda: needed)
     with ExitStack() as stack:
         SftTrainer(alone, stack, lambda: False)
     asked = settings(model, tmp_path, preset="dpo")

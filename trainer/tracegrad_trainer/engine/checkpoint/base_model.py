@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from pathlib import Path
 from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict
 
 from tracegrad_trainer.engine.config import LoraSettings
+from tracegrad_trainer.engine.model.safetensors_files import read_header, weight_files
 
 # Of each tensor so many bytes are read, from its middle: all of one that differs by training do.
 _SAMPLE = 512
-_NO_HEADER = 1 << 30  # bytes that no header has
 
 
 class BaseModelRecord(BaseModel):
@@ -41,10 +40,10 @@ def weights_digest(folder: Path) -> str | None:
     are divided into files; reads some hundred bytes a tensor. None: there are none to read."""
     found: dict[str, bytes] = {}
     try:
-        for path in _weight_files(folder):
+        for path in weight_files(folder):
             with path.open("rb") as file:
                 found |= _tensors(file)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     if not found:
         return None
@@ -54,32 +53,13 @@ def weights_digest(folder: Path) -> str | None:
     return digest.hexdigest()
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Those that transformers loads: other files beside them (`consolidated.safetensors`, variants
-    of another precision) are no part of the model."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [folder / name for name in sorted(set(names))]
-    whole = folder / "model.safetensors"
-    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
-
-
 def _tensors(file: IO[bytes]) -> dict[str, bytes]:
-    """Name -> type, shape and sample. Format: 8 bytes of length, a JSON header, the tensors'
-    bytes (https://huggingface.co/docs/safetensors)."""
-    [length] = struct.unpack("<Q", file.read(8))
-    if length > _NO_HEADER:
-        raise ValueError("no safetensors file")
-    header: dict[str, Any] = json.loads(file.read(length))
+    """Name -> type, shape and sample."""
     found: dict[str, bytes] = {}
-    for name, tensor in header.items():
-        if name == "__metadata__":
-            continue
-        start, end = tensor["data_offsets"]
+    for name, (dtype, shape, start, end) in read_header(file).items():
         size = min(_SAMPLE, end - start)
-        file.seek(8 + length + (start + end - size) // 2)
-        what = json.dumps([tensor["dtype"], tensor["shape"]]).encode()
+        file.seek((start + end - size) // 2)
+        what = json.dumps([dtype, shape]).encode()
         found[name] = what + hashlib.sha256(file.read(size)).digest()
     return found
 

@@ -39,6 +39,7 @@ from tracegrad_trainer.engine.checkpoint.manifest import (
     write_manifest,
 )
 from tracegrad_trainer.engine.step.learner import Learner
+from tracegrad_trainer.engine.step.optimizer import set_implementation
 
 # Weights that are never trained (a LoRA's base) stay in the model folder.
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -203,6 +204,7 @@ def load_checkpoint(
         optim_state_dict=template["optimizer"],
         options=_OPTIONS,
     )
+    set_implementation(learner.optimizer, learner.adamw)
     if template[key]:
         random_state.restore_rng_state(template[key])
     learner.steps = own["optimizer_steps"]

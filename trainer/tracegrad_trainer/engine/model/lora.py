@@ -7,6 +7,7 @@ everything else knows. They go in before sharding, and a block's adapters are sh
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,12 +29,14 @@ from tracegrad_trainer.utils.scratch_folder import replacing_folder
 
 _ADAPTER = "default"
 _BASE = "base_layer."
+_SEED = 0
 
 
 def attach_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
     """Put an adapter beside each targeted layer, and freeze all else. In place.
 
-    As they start, adapters change nothing. They are the same on every rank.
+    As they start, adapters change nothing. They are the same on every rank. On a model without
+    storage they have none: `fresh_adapters` is what they would hold.
 
     Raises:
         ValueError: no layer has such a name, or one that has it cannot have an adapter.
@@ -49,7 +52,7 @@ def attach_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
         base_model_name_or_path=getattr(model, "name_or_path", None),
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(_SEED)
         try:
             inject_adapter_in_model(config, model, _ADAPTER)
         except ValueError as error:
@@ -60,6 +63,30 @@ def attach_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
                 f"fsdp.lora.targets = {targets!r}: {unfit}: name layers of the attention, as q_proj"
             )
     return model
+
+
+def fresh_adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(parameter's name, whole tensor) of adapters as `attach_adapters` leaves them, bit for bit;
+    one at a time, for a model that was sharded before it had storage."""
+    generator = torch.Generator().manual_seed(_SEED)
+    for name, layer in _layers(model):
+        pairs: Any = (layer.lora_A, layer.lora_B)
+        a, b = (torch.empty(pair[_ADAPTER].weight.shape) for pair in pairs)
+        # peft makes two nn.Linear, which draw their weights, and then draws the first once more.
+        for drawn in (a, b, a):
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+        yield f"{name}.lora_A.{_ADAPTER}.weight", a
+        yield f"{name}.lora_B.{_ADAPTER}.weight", b.zero_()
+
+
+def is_adapter_parameter(parameter: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return ".lora_" in parameter
+
+
+def base_name(parameter: str) -> str:
+    """The name of a parameter in the model without adapters."""
+    return parameter.replace(_BASE, "")
 
 
 def _unfit(model: Any, layer: Any) -> str | None:
@@ -115,7 +142,7 @@ def adapter_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name as in peft's files, whole tensor); every rank must run through all of them."""
     for name, parameter in model.named_parameters():
-        if f".{_ADAPTER}." in name and ".lora_" in name:
+        if f".{_ADAPTER}." in name and is_adapter_parameter(name):
             yield "base_model.model." + name.replace(f".{_ADAPTER}.", "."), _whole(parameter, dtype)
 
 
@@ -124,18 +151,20 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in the model without adapters, whole tensor with its adapter added).
 
-    Every rank must run through all of them; a value head does not come. Sums are in the
-    parameters' own precision.
+    Every rank must run through all of them; a value head does not come. In float32 if no `dtype`
+    is given, also where frozen weights are kept in bfloat16.
     """
     layers = dict(_layers(model))
     for name, parameter in model.named_parameters():
-        if ".lora_" in name or value_head.is_value_parameter(name):
+        if is_adapter_parameter(name) or value_head.is_value_parameter(name):
             continue
         tensor = _whole(parameter)
+        if tensor.is_floating_point():
+            tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         owner, _, leaf = name.rpartition("." + _BASE)
         if leaf == "weight" and owner in layers:
             tensor = tensor + _delta(layers[owner])
-        yield name.replace(_BASE, ""), tensor if dtype is None else tensor.to(dtype)
+        yield base_name(name), tensor if dtype is None else tensor.to(dtype)
 
 
 def save_adapter(model: nn.Module, folder: Path | str, dtype: torch.dtype | None = None) -> None:

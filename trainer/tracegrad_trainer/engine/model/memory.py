@@ -15,28 +15,34 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 from tracegrad_trainer.engine.config import FsdpSettings
+from tracegrad_trainer.engine.distributed import frozen_dtype
 from tracegrad_trainer.engine.model import router_replay
+from tracegrad_trainer.engine.model.forward import run_inside_forward
 from tracegrad_trainer.engine.model.hf_config import (
     experts_per_token,
     layer_configs,
     query_heads,
     transformer_blocks,
 )
+from tracegrad_trainer.engine.model.hf_weights import HfWeights, readable_by_parts
 
 _GIB = 1024**3
 _ASK = "import torch; print(torch.cuda.mem_get_info()[0])"
 # Layers of these kinds see their rows apart by masks; others (recurrent, convolutional) do not.
 _MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _OURS_PREFIX = "tracegrad_"
+_COARSE = 0.03  # of hidden states in bfloat16, as a share of the largest
 
 
 def check_supported(model: nn.Module) -> None:
-    """Raises ValueError: rows packed for this model would see each other, or would see wrongly."""
+    """By the config. Raises ValueError: rows packed for this model would see each other, or would
+    see wrongly."""
     config: Any = model.config
     name: str = config._attn_implementation
     kinds = set(getattr(config, "layer_types", None) or ()) - _MASKED_LAYERS
@@ -58,7 +64,21 @@ def check_supported(model: nn.Module) -> None:
             f"{type(model).__name__} caps attention scores, which 'sdpa' leaves out:"
             " set fsdp.attention = 'packed' or 'eager'"
         )
-    if not name.startswith("flash") and _rows_see_each_other(model):
+
+
+def check_rows_apart(model: nn.Module, device: torch.device) -> None:
+    """By trial, on all ranks at once. Raises ValueError: rows of a pack see each other."""
+    config: Any = model.config
+    name: str = config._attn_implementation
+    if name.startswith("flash"):
+        return
+    seen = run_inside_forward(model, lambda whole: _rows_see_each_other(whole, device))
+    # Blocks too, which stay whole behind a forward without `fsdp.reshard`: whoever asks for the
+    # model's parameters next must get the shards.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    if seen:
         other = "'eager'" if name.startswith(_OURS_PREFIX) else "'packed'"
         raise ValueError(
             f"{type(model).__name__} lets the rows of a pack see each other with this attention:"
@@ -67,13 +87,12 @@ def check_supported(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _rows_see_each_other(model: nn.Module) -> bool:
-    """By trial: a row of three tokens behind another, and alone.
+def _rows_see_each_other(model: nn.Module, device: torch.device) -> bool:
+    """A row of three tokens behind another, and alone.
 
     transformers finds rows by their position ids, but not every model hands those to its masks.
     """
     backbone: Any = model.base_model
-    device = next(model.parameters()).device
     config: Any = model.config
     name = config._attn_implementation
     if name == dispatch.VARLEN:  # of its kernel nothing is asked here, and it may have no device
@@ -94,28 +113,48 @@ def _rows_see_each_other(model: nn.Module) -> bool:
         behind = hidden([0, 1, 2, 3, 4, 5], [3, 3])
     finally:
         config._attn_implementation = name
-    return bool((alone - behind).abs().max() > 1e-3 * alone.abs().max())
+    tolerance = 1e-3 if alone.dtype == torch.float32 else _COARSE
+    return bool((alone - behind).abs().max() > tolerance * alone.abs().max())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
     """Bytes of one rank. `state`: weights (a reference's too), gradients and optimizer; in the
-    host's memory if they are offloaded. Activations are an estimate, good to a factor of two."""
+    host's memory if they are offloaded. Activations are an estimate, good to a factor of two.
+
+    Of the host's memory besides: `loading`, beyond its shards, while the model is loaded, and
+    `copied`, what of the state a checkpoint copies before it is written."""
 
     parameters: int  # of the whole model, not bytes
     state: int
     whole: int  # parameters that are gathered while they are computed with
     activations: int
+    loading: int
+    copied: int
     offloaded: bool
 
     @property
     def on_device(self) -> int:
         return self.whole + self.activations + (0 if self.offloaded else self.state)
 
+    @property
+    def on_host(self) -> int:
+        """Beside a GPU; without one all of `on_device` is there too."""
+        return max(self.loading, self.copied) + (self.state if self.offloaded else 0)
+
     def __str__(self) -> str:
         return (
             f"weights, gradients and optimizer {_gib(self.state)}, gathered parameters"
-            f" {_gib(self.whole)}, activations {_gib(self.activations)}"
+            f" {_gib(self.whole)}, activations {_gib(self.activations)}, a checkpoint's copy"
+            f" {_gib(self.copied)}"
+        )
+
+    @property
+    def of_host(self) -> str:
+        state = f"offloaded weights, gradients and optimizer {_gib(self.state)}, "
+        return (
+            f"a rank: {state if self.offloaded else ''}a checkpoint's copy {_gib(self.copied)},"
+            f" loading {_gib(self.loading)}"
         )
 
 
@@ -128,20 +167,22 @@ def check_fits_memory(
     tokens: int,
     vocabulary: int | None = None,
     free: int | None = None,
+    free_host: int | None = None,
     reference: bool = False,
 ) -> MemoryEstimate:
-    """Whether a model can be trained here; reads its config only.
+    """Whether a model can be trained here; reads its config, and the headers of its files.
 
     Args:
         ranks: of all machines; `local_ranks` of this one.
         tokens: of one micro-batch.
         vocabulary: how many tokens the tokenizer has.
         free: bytes that a rank may have on its device; default: what is free there now.
+        free_host: bytes that this machine has beside its GPUs; default: what is free now.
         reference: a frozen model of the same shape is held beside it.
 
     Raises:
-        ValueError: there is no such model, its vocabulary is too small, it does not fit, or it
-            has no routes that could be replayed.
+        ValueError: there is no such model, its files are another's, its vocabulary is too small,
+            it does not fit, or it has no routes that could be replayed.
     """
     model = meta_model(folder)
     embedded: int = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
@@ -150,6 +191,8 @@ def check_fits_memory(
             f"model = {str(folder)!r}: its tokenizer has {vocabulary} tokens, the model embeds"
             f" {embedded}: they do not belong together"
         )
+    if readable_by_parts(Path(folder), model.config):
+        HfWeights(Path(folder), model)
     if settings.routing != "own":
         router_replay.check_replay(model, settings.routing)
     found = estimate_memory(model, settings, ranks=ranks, tokens=tokens, reference=reference)
@@ -157,8 +200,17 @@ def check_fits_memory(
     if free is None:
         free = free_gpu_memory() if device == "cuda" else free_host_memory() // local_ranks
     wanted = found.on_device
-    if device == "cpu" and found.offloaded:  # its memory is the host's: nothing is moved
-        wanted += found.state
+    if device == "cpu":  # its memory is the host's
+        wanted += found.on_host
+    elif free_host is None:
+        free_host = free_host_memory()
+    if device == "cuda" and free_host is not None and local_ranks * found.on_host > free_host:
+        raise ValueError(
+            f"model = {str(folder)!r} ({found.parameters / 1e9:.2f}e9 parameters) does not fit: its"
+            f" {local_ranks} ranks on this machine need about"
+            f" {_gib(local_ranks * found.on_host)} of the host's memory ({found.of_host}), and"
+            f" {_gib(free_host)} are free: try {_host_advice(settings)}"
+        )
     if wanted > free:
         raise ValueError(
             f"model = {str(folder)!r} ({found.parameters / 1e9:.2f}e9 parameters) does not fit: a"
@@ -168,17 +220,21 @@ def check_fits_memory(
     return found
 
 
-def meta_model(folder: Path | str) -> nn.Module:
-    """The model without storage for its weights.
+def meta_model(folder: Path | str, attention: str | None = None) -> nn.Module:
+    """The model in float32 without storage, with an attention of transformers' by name.
 
     Raises:
         ValueError: there is no such model.
     """
+    given = {} if attention is None else {"attn_implementation": attention}
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config.name_or_path = str(folder)
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError) as error:
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, **given
+            )
+    except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
     return model
 
@@ -193,13 +249,16 @@ def estimate_memory(
     if settings.lora is not None:
         trained = _adapter_parameters(model, settings.lora.rank)
     computed = 4 if settings.compute_dtype == "float32" else 2
-    state = (4 * count * (2 if reference else 1) + 12 * trained) // ranks
+    kept = frozen_dtype(settings).itemsize
+    frozen = (0 if settings.lora is None else count) + (count if reference else 0)
+    state = (kept * frozen + 16 * trained) // ranks
     largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
     root = count - sum(p.numel() for block in blocks for p in block.parameters())
     # The next block is gathered early. One rank's shards are the whole in fp32 already, if they
     # are where it computes.
     gathered = root + 2 * largest if settings.reshard else count
     there = ranks == 1 and computed == 4 and not settings.cpu_offload
+    there = there and (settings.lora is None or kept == 4)
     whole = 0 if there else gathered * computed
     if not settings.reshard:
         whole += 4 * trained
@@ -208,8 +267,21 @@ def estimate_memory(
         state=state,
         whole=whole,
         activations=_activations(model.config, settings, tokens),
+        loading=loading_bytes(model, ranks),
+        copied=12 * trained // ranks,  # weights and two moments
         offloaded=settings.cpu_offload,
     )
+
+
+def loading_bytes(model: nn.Module, ranks: int) -> int:
+    """Of the host's memory, beyond its shards, that a rank needs at most while a model is loaded.
+
+    One tensor's part, twice in float32: as it is read and as it is kept, or what a mixture's
+    experts are stacked of and what they are stacked into. Quantized models are loaded whole.
+    """
+    if getattr(model.config, "quantization_config", None):
+        return 4 * sum(p.numel() for p in model.parameters())
+    return 2 * 4 * max(p.numel() for p in model.parameters()) // ranks
 
 
 def _activations(config: Any, settings: FsdpSettings, tokens: int) -> int:
@@ -301,6 +373,15 @@ def _advice(settings: FsdpSettings, device: str) -> str:
         ways.append("[fsdp.lora]")
     ways.append("a smaller batches.tokens_per_micro_batch")
     return "try " + ", ".join(ways)
+
+
+def _host_advice(settings: FsdpSettings) -> str:
+    ways = ["ranks on more machines"]
+    if settings.cpu_offload:
+        ways.append("fsdp.cpu_offload = false")
+    if settings.lora is None:
+        ways.append("[fsdp.lora]")
+    return ", ".join(ways)
 
 
 def _gib(count: int) -> str:

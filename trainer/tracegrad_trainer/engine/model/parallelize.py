@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -21,31 +22,90 @@ from transformers import AutoModelForCausalLM
 
 from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.config import FsdpSettings
-from tracegrad_trainer.engine.distributed import pick_device
-from tracegrad_trainer.engine.model import lora, memory, router_replay
+from tracegrad_trainer.engine.distributed import compute_device, frozen_dtype, pick_device
+from tracegrad_trainer.engine.model import lora, memory, router_replay, value_head
 from tracegrad_trainer.engine.model.hf_config import transformer_blocks
+from tracegrad_trainer.engine.model.hf_weights import (
+    HfWeights,
+    missing_tensors,
+    readable_by_parts,
+)
+from tracegrad_trainer.engine.model.sharded_load import empty_model, load_shards
+
+_log = logging.getLogger(__name__)
+
+
+def build_sharded(
+    folder: Path | str,
+    mesh: DeviceMesh,
+    settings: FsdpSettings,
+    *,
+    values: bool = False,
+    frozen: bool = False,
+) -> nn.Module:
+    """A transformers causal LM without dropout, sharded over all ranks; each reads its own part.
+
+    What has no safetensors, or quantized ones, is loaded whole by every rank before it is sharded.
+
+    Args:
+        values: with a value head.
+        frozen: nothing of it is trained.
+
+    Raises:
+        ValueError: there is no such model, or the settings are not for it.
+    """
+    model = empty_model(folder, dispatch.choose_attention(settings, pick_device(settings)))
+    weights = None
+    if readable_by_parts(Path(folder), model.config):
+        weights = HfWeights(Path(folder), model)
+        prepare_model(model, settings)
+    else:
+        _log.warning(
+            "model = %r is not in plain safetensors: every rank loads it whole, into the host's"
+            " memory, before it is sharded",
+            str(folder),
+        )
+        model = build_model(folder, settings)
+    if values:
+        value_head.attach_value_head(model)
+    if frozen:
+        model.requires_grad_(False)
+    shard(model, mesh, settings)
+    if weights is not None:
+        here = torch.device("cpu") if settings.cpu_offload else compute_device(mesh)
+        load_shards(model, weights, here)
+        memory.check_rows_apart(model, compute_device(mesh))
+    return model
 
 
 def build_model(folder: Path | str, settings: FsdpSettings) -> nn.Module:
     """Load a transformers causal LM in float32 into the host's memory, without dropout.
 
-    `shard` takes it to this rank's device, a block at a time.
+    For one process; `build_sharded` is for many.
 
     Raises:
         ValueError: there is no such model, or the settings are not for it.
     """
     name = dispatch.choose_attention(settings, pick_device(settings))
+    where = f"model = {str(folder)!r}"
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=name, local_files_only=True
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=name,
+            local_files_only=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ValueError(f"{where} cannot be loaded: {error}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"{where}: {missing_tensors(missing)}")
     return prepare_model(model, settings)
 
 
 def prepare_model(model: nn.Module, settings: FsdpSettings) -> nn.Module:
-    """Make a causal LM as the settings want it, in place; see `build_model`."""
+    """Make a causal LM as the settings want it, in place; see `build_model`. It may be without
+    storage."""
     # Dropout would make the three log-probability sets differ for no reason, and so would a
     # router's noise: the model never leaves evaluation mode, and cannot drop if one puts it there.
     model.eval()
@@ -55,6 +115,8 @@ def prepare_model(model: nn.Module, settings: FsdpSettings) -> nn.Module:
         if hasattr(module, "attention_dropout"):
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 - a number, not a module
     memory.check_supported(model)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        memory.check_rows_apart(model, next(model.parameters()).device)
     if settings.routing != "own":
         router_replay.install_replay(model)
     if settings.lora is not None:
@@ -74,14 +136,19 @@ def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, settings: FsdpSettings) -> nn.Module:
-    """FSDP2: each transformer block is a unit, the root holds the rest. In place.
+    """FSDP2: each transformer block is a unit, the root holds the rest; what is frozen is kept in
+    `fsdp.frozen_dtype`. In place.
 
     Raises:
         ValueError: the model names no blocks.
     """
     compute = getattr(torch, settings.compute_dtype)
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(frozen_dtype(settings))
+    kept = {parameter.dtype for parameter in model.parameters()}
     policy = MixedPrecisionPolicy(
-        param_dtype=None if compute is torch.float32 else compute,
+        param_dtype=None if kept == {compute} else compute,
         reduce_dtype=torch.float32,
         output_dtype=None,
     )

@@ -14,7 +14,7 @@ from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.model import lora
 from tracegrad_trainer.engine.model.forward import LmHead
 from tracegrad_trainer.engine.model.lm_head import choose_lm_head
-from tracegrad_trainer.engine.model.parallelize import build_model, shard
+from tracegrad_trainer.engine.model.parallelize import build_sharded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,8 +38,7 @@ def build_reference(folder: Path | str, mesh: DeviceMesh, settings: FsdpSettings
     own = settings.model_copy(
         update={"lora": None, "gradient_checkpointing": False, "reshard": True, "routing": "own"}
     )
-    model = build_model(folder, own).requires_grad_(False)
-    return shard(model, mesh, own)
+    return build_sharded(folder, mesh, own, frozen=True)
 
 
 def reference_of(

@@ -22,10 +22,11 @@ def attach_value_head(model: nn.Module) -> nn.Module:
     """
     assert not has_value_head(model)
     last: Any = model.get_output_embeddings()  # type: ignore[operator]
-    head = nn.Linear(last.weight.shape[1], 1)
+    weight: Tensor = last.weight
+    head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    model.add_module(VALUE_HEAD, head.to(last.weight))
+    model.add_module(VALUE_HEAD, head)
     return model
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tracegrad_trainer.batches import MicroBatch
-from tracegrad_trainer.engine.config import OptimSettings
+from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation, OptimSettings
 from tracegrad_trainer.engine.distributed import compute_device
 from tracegrad_trainer.engine.flops import flops
 from tracegrad_trainer.engine.model import value_head
@@ -53,9 +53,11 @@ class Learner:
         reshard: bool = True,
         reference: nn.Module | None = None,
         head_elements: int | None = None,
+        adamw: AdamwImplementation = ADAMW,
     ) -> None:
         """`model` is what `shard` returned; `reshard` as in `FsdpSettings`. `reference` is
-        frozen and sharded too (`build_reference`); adapters need none.
+        frozen and sharded too (`build_reference`); adapters need none. `adamw` other than the
+        default is for steps that were taken with it.
 
         Raises:
             ValueError: the objective needs a reference or a value head that is not there.
@@ -68,7 +70,8 @@ class Learner:
         self.steps = 0  # optimizer steps applied
         self.entropy_coef = objective.entropy_coef  # adapted where the entropy has a target
         self.device = compute_device(mesh)
-        self.optimizer = make_optimizer(model, optim)
+        self.adamw = adamw
+        self.optimizer = make_optimizer(model, optim, adamw)
         self.policy, self.critic = trained_parameters(model)
         if "value" in objective.needs and not value_head.has_value_head(model):
             raise ValueError("this objective learns values: put a value head on before `shard`")

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tracegrad_trainer.engine.config import OptimSettings
+from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation, OptimSettings
 from tracegrad_trainer.engine.model import value_head
 
 
-def make_optimizer(model: nn.Module, optim: OptimSettings) -> torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module, optim: OptimSettings, implementation: AdamwImplementation = ADAMW
+) -> torch.optim.AdamW:
     """For what is trained of a sharded model; a value head has groups of its own. Only matrices
     decay: a norm's gain or a bias has no scale of its own that decay could undo (as in GPT-3,
     arXiv 2005.14165)."""
@@ -31,8 +33,18 @@ def make_optimizer(model: nn.Module, optim: OptimSettings) -> torch.optim.AdamW:
         lr=optim.lr,
         betas=optim.betas,
         eps=optim.eps,
-        foreach=True,
+        **{implementation: True},
     )
+
+
+def set_implementation(optimizer: torch.optim.AdamW, implementation: AdamwImplementation) -> None:
+    """After a state was loaded, which brings along what it was made with."""
+    for group in optimizer.param_groups:
+        for one in ("fused", "foreach"):  # the other is None, as the optimizer itself has it
+            group[one] = one == implementation or None
+    for parameter, state in optimizer.state.items():
+        if "step" in state and implementation == "fused":  # its kernels read it on the device
+            state["step"] = state["step"].to(parameter.device)
 
 
 def trained_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from support.trainer import checkpoint_ranks
 from support.trainer.checkpoint_ranks import drawn, learner, saved, step
-from support.trainer.learners import save_checkpoint, weights
+from support.trainer.learners import apart, build, save_checkpoint, weights
 from support.trainer.ranks import run_on_ranks
 from tracegrad_trainer.engine import (
     CheckpointError,
@@ -29,7 +29,7 @@ from tracegrad_trainer.engine import (
 )
 from tracegrad_trainer.engine.checkpoint import save_load as module
 from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
-from tracegrad_trainer.engine.config import LoraSettings
+from tracegrad_trainer.engine.config import AdamwImplementation, LoraSettings
 from tracegrad_trainer.engine.random_state import capture_rng_state, restore_rng_state, seed_all
 
 
@@ -62,6 +62,26 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_run_that_was_saved(
     assert drawn() == numbers
     assert step(other, 2) == metrics
     assert equal(weights(other), weights(one))
+
+
+@pytest.mark.parametrize(("then", "now"), [("foreach", "fused"), ("fused", "foreach")])
+def test_a_checkpoint_does_not_say_how_adamw_is_computed(
+    folder: Path, tmp_path: Path, then: AdamwImplementation, now: AdamwImplementation
+) -> None:
+    """A run takes the fast one, whatever its checkpoint was made with; a replay the recorded."""
+    kept = {}
+    for first, second in ((then, now), (now, now)):
+        one = build(folder / "model", "ppo", adamw=first)
+        step(one, 1)
+        saved(one, tmp_path / first, 1)
+        two = build(folder / "other", "ppo", adamw=second)
+        load_checkpoint(two, tmp_path / first / "step-00000001")
+        assert {(g["fused"], g["foreach"]) for g in two.optimizer.param_groups} == {
+            (now == "fused" or None, now == "foreach" or None)
+        }
+        step(two, 2)
+        kept[first] = weights(two)
+    assert apart(kept[then], kept[now]) < 1e-5
 
 
 def test_training_goes_on_while_what_was_copied_is_written(

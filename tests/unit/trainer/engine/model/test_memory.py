@@ -62,8 +62,9 @@ def test_a_model_that_does_not_fit_is_refused_with_its_figures(large: Path) -> N
 
 
 def test_what_fits_is_said_with_its_figures(large: Path) -> None:
-    found = asked(large, FsdpSettings(device="cpu", gradient_checkpointing=True), free=200 * GIB)
+    found = asked(large, FsdpSettings(device="cpu", gradient_checkpointing=True), free=250 * GIB)
     assert found.state == 16 * found.parameters
+    assert found.copied == 12 * found.parameters
     assert found.whole == 0
     assert 0 < found.activations < 10 * GIB
 
@@ -145,7 +146,8 @@ def test_a_model_that_is_not_there_is_named() -> None:
 def test_memory_is_shared_by_the_ranks_of_a_machine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needed = asked(folder).on_device
+    found = asked(folder)
+    needed = found.on_device + found.on_host
     monkeypatch.setattr(memory, "free_host_memory", lambda: 2 * needed)
     asked(folder, local_ranks=2)
     with pytest.raises(ValueError, match="does not fit"):
@@ -202,6 +204,50 @@ def test_a_reference_is_a_second_model_s_weights(large: Path) -> None:
 def test_an_offloaded_model_still_needs_the_host_s_memory_on_a_cpu(large: Path) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         asked(large, FsdpSettings(device="cpu", cpu_offload=True), free=64 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gib", "message"),
+    [
+        # Twelve bytes a parameter, for eight ranks' copies of an eighth each.
+        ({}, 92, r"a rank: a checkpoint's copy 11\.4 GiB, loading 0\.6 GiB"),
+        # And sixteen that are never on the GPU.
+        (
+            {"cpu_offload": True},
+            214,
+            r"a rank: offloaded weights, .* 15\.3 GiB, a checkpoint's copy",
+        ),
+    ],
+    ids=["plain", "offloaded"],
+)
+def test_the_host_has_to_have_room_beside_the_gpus(
+    large: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, bool], gib: int, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    settings = FsdpSettings(device="cuda", compute_dtype="bfloat16").model_copy(update=changes)
+    given: dict[str, int] = {"ranks": 8, "local_ranks": 8, "free": 80 * GIB}
+    asked(large, settings, **given, free_host=gib * GIB)
+    with pytest.raises(ValueError, match=message) as error:
+        asked(large, settings, **given, free_host=(gib - 2) * GIB)
+    assert "8 ranks on this machine need about" in str(error.value)
+    assert ("fsdp.cpu_offload = false" in str(error.value)) is settings.cpu_offload
+    # As many GPUs on twice as many machines.
+    asked(large, settings, **(given | {"local_ranks": 4}), free_host=(gib // 2 + 1) * GIB)
+
+
+def test_adapters_leave_the_base_in_half_the_memory_on_a_gpu(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given: dict[str, int] = {"free": 2**60, "free_host": 2**60}
+    for settings, size in (
+        (FsdpSettings(device="cuda", lora=LoraSettings()), 2),
+        (FsdpSettings(device="cuda", lora=LoraSettings(), frozen_dtype="float32"), 4),
+        (FsdpSettings(device="cpu", lora=LoraSettings()), 4),
+    ):
+        found = asked(large, settings, **given)
+        adapters = (found.state - size * found.parameters) / found.parameters
+        assert 0 < adapters < 16 * 0.01
 
 
 def test_a_model_without_named_blocks_is_refused() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -14,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from support.trainer.forward_checks import agree
 from support.trainer.row_samples import rows
-from support.trainer.tiny_models import logprobs, make
+from support.trainer.tiny_models import logprobs, make, plain
 from tracegrad_trainer.batches import micro_batch
+from tracegrad_trainer.engine.checkpoint.hf_export import as_hf_tensors, full_tensors
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.distributed import (
     compute_device,
@@ -23,7 +26,7 @@ from tracegrad_trainer.engine.distributed import (
     init_process_group,
 )
 from tracegrad_trainer.engine.model.hf_config import transformer_blocks
-from tracegrad_trainer.engine.model.parallelize import shard
+from tracegrad_trainer.engine.model.parallelize import build_sharded, shard
 
 MADE = rows(5)
 BATCH = micro_batch(MADE, range(len(MADE)))
@@ -88,6 +91,35 @@ def test_bfloat16_is_of_the_computation_only(mesh: DeviceMesh) -> None:
     for name, grad in found.items():
         apart = (grad - exact[name]).norm() / exact[name].norm()
         assert 1e-4 < apart < 0.1, name
+
+
+def test_a_model_without_safetensors_is_loaded_whole(
+    mesh: DeviceMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = plain("qwen3")
+    whole.config.save_pretrained(tmp_path)  # type: ignore[union-attr,operator]
+    torch.save(whole.state_dict(), tmp_path / "pytorch_model.bin")
+    settings = FsdpSettings(device="cpu")
+    model = build_sharded(tmp_path, mesh, settings)
+    assert "is not in plain safetensors" in caplog.text
+    with torch.no_grad():
+        assert torch.equal(logprobs(model, BATCH), logprobs(make("qwen3"), BATCH))
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"its files lack \d+ of the tensors") as error:
+        build_sharded(tmp_path, mesh, settings)
+    assert str(error.value).startswith(f"model = '{tmp_path}': ")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "granite_moe", "gpt_neox", "gpt_oss"])
+def test_what_was_loaded_by_parts_leaves_under_the_names_it_came_by(
+    name: str, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    plain(name).save_pretrained(tmp_path)  # type: ignore[operator]
+    model = build_sharded(tmp_path, mesh, FsdpSettings(device="cpu"))
+    found = dict(as_hf_tensors(model, full_tensors(model)))
+    files = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == files.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in files.items())
 
 
 def test_ranks_compute_where_their_mesh_is(mesh: DeviceMesh) -> None:

@@ -89,6 +89,27 @@ def test_what_is_frozen_is_not_the_optimizers() -> None:
     assert held[0] is model[1].weight
 
 
+def test_one_kernel_for_a_whole_update_is_as_exact_as_one_for_each_product() -> None:
+    """Ten updates of both against float64; torch's fused kernel takes a fourth of the time."""
+    ends: dict[str, torch.Tensor] = {}
+    for how, dtype in (("fused", torch.float32), ("foreach", torch.float32), ("exact", None)):
+        model = nn.Linear(40, 30, bias=False, dtype=dtype or torch.float64)
+        with torch.no_grad():
+            model.weight.copy_(torch.linspace(-1, 1, 1200).view(30, 40))
+        implementation: Any = "foreach" if how == "exact" else how
+        optimizer = make_optimizer(model, OptimSettings(lr=RATE, weight_decay=0.1), implementation)
+        assert optimizer.defaults[implementation]
+        for number in range(10):
+            gradient = torch.randn(30, 40, generator=torch.Generator().manual_seed(number))
+            model.weight.grad = gradient.to(model.weight.dtype)
+            apply_share_of_step(optimizer, 0.5 if number == 3 else 1.0)
+        ends[how] = model.weight.detach().double()
+    for how in ("fused", "foreach"):
+        error = (ends[how] - ends["exact"]).abs().max()
+        assert error < 10 * torch.finfo(torch.float32).eps, how
+    assert make_optimizer(nn.Linear(2, 2), OptimSettings()).defaults["fused"]
+
+
 def test_the_norm_is_over_all_gradients_together() -> None:
     model = nn.Linear(2, 1)
     cpu = torch.device("cpu")
