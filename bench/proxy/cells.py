@@ -113,7 +113,7 @@ def with_tokens() -> list[Cell]:
         Cell(True, 8192, 32, tokens=True),
         # As many callers as a small run has: held against the pass-through alone.
         Cell(False, 8192, FEW, rate=100, servers=WITHOUT_LITELLM, tokens=True),
-        Cell(False, 8192, FEW, rate=650, servers=WITHOUT_LITELLM, tokens=True),
+        Cell(False, 8192, FEW, rate=650, servers=(*WITHOUT_LITELLM, OURS_TWO), tokens=True),
         Cell(True, 8192, FEW, rate=50, servers=WITHOUT_LITELLM, tokens=True),
     ]
 

@@ -60,7 +60,9 @@ def _unnamed_calls(connection: Connection, since: float, until: float | None) ->
         select(Turns.turn_id)
         .join(Rollouts, Rollouts.rollout_id == Turns.rollout_id)
         .where(
-            Rollouts.rollout_id.between(_first_id(since), _first_id(until + 1e-3)),
+            # Not BETWEEN: PostgreSQL takes no collation in it.
+            Rollouts.rollout_id >= _first_id(since),
+            Rollouts.rollout_id <= _first_id(until + 1e-3),
             Rollouts.opened.is_(False),
             Rollouts.finished_at.is_(None),
         )

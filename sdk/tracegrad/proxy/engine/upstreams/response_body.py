@@ -97,9 +97,11 @@ class _Tap(asyncio.Protocol):
         """Hand on what has come."""
         if self.done.done():
             return
+        behind = False
         try:
-            data = self._content.read_nowait()
-            behind = bool(data) and self._consume(data)
+            # To read may let a paused parser go on, which finds more at once.
+            while not behind and (data := self._content.read_nowait()):
+                behind = self._consume(data)
         except Exception as error:
             self.leave()
             self.done.set_exception(error)
