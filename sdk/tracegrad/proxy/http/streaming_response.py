@@ -67,9 +67,9 @@ class StreamedResponse:
 
     async def drain(self) -> None:
         """Until the client has taken what was written, or most of it."""
-        unsent, self._unsent = b"".join(self._unsent), []
-        if unsent or self.begun:
-            await self.send(unsent)
+        unsent, self._unsent = self._unsent, []
+        if unsent or self.begun:  # what was written may be empty: the stream begins all the same
+            await self.send(b"".join(unsent))
 
     async def send(self, data: bytes, *, last: bool = False) -> None:
         """Send `data` now; `last` ends the response."""
