@@ -7,6 +7,7 @@ knew of; it gets the recorded one instead.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ _ID_BYTES = 100
 _MOST_ANSWERS = 2
 
 Fingerprint = tuple[int, int, int]
+FailureId = bytes  # random: forks share their state of `random`
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
@@ -45,24 +47,25 @@ def fingerprint(rollout_id: str | None, path: str, raw: bytes) -> Fingerprint:
 class _Outcomes:
     """What equal calls came to: answers, as the ids of their turns, and failures.
 
-    Workers may read of a failure after they read that somebody asked again about it: both only
-    count up.
+    Workers may read of a failure after they read that somebody asked again about it, and two of
+    them may be asked about one: failures have ids, and both sets only grow.
     """
 
     answers: list[tuple[str, ...]] = field(default_factory=list)
-    failed: int = 0
-    asked_again: int = 0
+    failed: set[FailureId] = field(default_factory=set)
+    asked_again: set[FailureId] = field(default_factory=set)
     at: float = 0.0
 
     @property
-    def open_failures(self) -> int:
+    def open_failures(self) -> set[FailureId]:
         """Failures that nobody has asked again about."""
-        return max(self.failed - self.asked_again, 0)
+        return self.failed - self.asked_again
 
     @property
     def size(self) -> int:
         """One alone may be larger than all are to be together."""
-        return min(_CALL_BYTES + _ID_BYTES * sum(map(len, self.answers)), MOST_BYTES)
+        ids = sum(map(len, (*self.answers, self.failed, self.asked_again)))
+        return min(_CALL_BYTES + _ID_BYTES * ids, MOST_BYTES)
 
 
 class RetryCache:
@@ -108,13 +111,14 @@ class RetryCache:
 
     def record_failure(self, call: Fingerprint) -> None:
         """It was refused, or broke off, or its client left."""
-        self._add_failure(call)
+        failure = os.urandom(16)
+        self._add_failure(call, failure)
         if self._others is not None:
-            self._others.publish("failed", call)
+            self._others.publish("failed", call, failure)
 
-    def _add_failure(self, call: Fingerprint) -> None:
+    def _add_failure(self, call: Fingerprint, failure: FailureId) -> None:
         given = self._recent(call)
-        given.failed += 1
+        given.failed.add(failure)
         self._given[call] = given
 
     def lookup(self, call: Fingerprint) -> tuple[str, ...]:
@@ -125,15 +129,16 @@ class RetryCache:
         if given is None or time.monotonic() - given.at > KEPT_S:
             return ()
         if given.open_failures:
-            self._add_repeat(call)
+            failure = min(given.open_failures)
+            self._add_repeat(call, failure)
             if self._others is not None:
-                self._others.publish("asked again", call)
+                self._others.publish("asked again", call, failure)
             return ()
         return given.answers[0] if len(given.answers) == 1 else ()
 
-    def _add_repeat(self, call: Fingerprint) -> None:
+    def _add_repeat(self, call: Fingerprint, failure: FailureId) -> None:
         given = self._recent(call)
-        given.asked_again += 1
+        given.asked_again.add(failure)
         self._given[call] = given
 
     def _recent(self, call: Fingerprint) -> _Outcomes:

@@ -212,4 +212,22 @@ def test_workers_agree_on_failures_in_whatever_order_they_hear_of_them(
     for reader, writer in pairs:
         catch_up(reader, writer)
     known = [worker._given.get(call) for worker in workers]
-    assert {0 if one is None else one.open_failures for one in known} == {open_failures}
+    left = {0 if one is None else len(one.open_failures) for one in known}
+    assert left == {open_failures}
+
+
+def test_a_failure_that_two_workers_repeat_at_once_hides_no_later_one() -> None:
+    """They would hand an agent the answer of another one's call."""
+    call = fingerprint("r1", "/v1", b"x")
+    rings = [_Ring() for _ in range(2)]
+    one, two = [RetryCache(ring) for ring in rings]  # type: ignore[arg-type]
+    one.record_failure(call)
+    for kind, args in rings[0].said:
+        rings[1].handlers[kind](*args)
+    assert one.lookup(call) == two.lookup(call) == ()
+    one.record_answer(call, ["answered"])
+    two.record_failure(call)
+    for mine, theirs in (rings, rings[::-1]):
+        for kind, args in theirs.said:
+            mine.handlers[kind](*args)
+    assert two.lookup(call) == (), "its own is sampled again"
