@@ -92,7 +92,7 @@ def read_runs(state_dir: Path) -> list[RunRecord]:
             (starts if "command" in found else ends)[found.pop("run")] = found
     found = []
     for run, start in starts.items():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
             found.append(_record(start, ends.get(run)))
     return found
 
@@ -107,8 +107,12 @@ def _record(start: Json, end: Json | None) -> RunRecord:
     )
     if end is None:
         return began
+    try:
+        ended_at = float(end["at"])
+    except (ValueError, KeyError, TypeError):
+        return began  # an end that cannot be read is as good as none
     fields = {name: end.get(name) for name in ("ending", "detail", "at_step")}
-    return RunRecord(**{**asdict(began), **fields, "ended_at": end.get("at")})
+    return RunRecord(**{**asdict(began), **fields, "ended_at": ended_at})
 
 
 def _last_lines(file: IO[bytes]) -> list[bytes]:

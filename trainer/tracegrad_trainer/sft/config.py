@@ -124,6 +124,8 @@ class SftSettings(BaseModel):
 _UNUSED_TABLES = ("data", "push", "vllm")
 _UNUSED = {
     "max_steps": "set --epochs",
+    "batches.drop_equal_reward": "there are no groups; leave it out",
+    "batches.max_staleness": "stored traces are learnt whatever their version; leave it out",
     "batches.groups": "there are no groups; set --tokens-per-step",
     "batches.group_size": "there are no groups; set --tokens-per-step",
     "optim.scale_by_groups": "there are no groups; leave it out",

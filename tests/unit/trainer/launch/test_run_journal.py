@@ -61,8 +61,12 @@ def test_a_line_that_lacks_something_is_passed_over(tmp_path: Path) -> None:
     damaged = ['{"run": "x", "command": "trainer step"}', '{"run": "y", "command": "s", "at": "?"}']
     with file.open("a") as journal:
         journal.write("\n".join([*damaged, "[1]", '{"run": {}, "command": 1, "at": 2}', ""]))
-    RunJournal(tmp_path, "trainer step", step=2, version=2)
+        journal.write('{"run": "z", "command": "s", "at": 1, "from_step": Infinity}\n')
+    later = RunJournal(tmp_path, "trainer step", step=2, version=2)
+    with file.open("a") as journal:
+        journal.write(json.dumps({"run": later._run, "ending": "error"}) + "\n")
     assert [run.from_step for run in read_runs(tmp_path)] == [1, 2]
+    assert [run.ended_at for run in read_runs(tmp_path)] == [None, None]
 
 
 def test_another_process_with_the_pid_is_another() -> None:
