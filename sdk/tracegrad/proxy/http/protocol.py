@@ -100,6 +100,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._forget_writer()
         self._unset_keepalive_if_required()
         self._deaf = True
         for alarm in (self._alarm, self._send_alarm):
@@ -236,6 +237,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     # What goes out
 
+    def _forget_writer(self) -> None:
+        """What a request leaves is freed at once, without Python's search for cycles."""
+        if self.cycle is not None:
+            cast(dict[str, Any], self.cycle.scope).pop(WRITE_CHUNK, None)
+
     def _write_chunk(self, cycle: RequestResponseCycle, data: bytes) -> bool | None:
         if not cycle.chunked_encoding or cycle.response_complete or self.flow.write_paused:
             return None
@@ -255,6 +261,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.cycle.transport.flush()  # type: ignore[attr-defined]
+        self._forget_writer()
         super().on_response_complete()
         self._watch_closing()
 

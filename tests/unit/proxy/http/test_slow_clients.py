@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable
+from http.client import HTTPResponse
 from typing import Any
 
 import pytest
@@ -92,6 +95,39 @@ def test_an_answer_that_is_not_fetched_keeps_no_connection(server: str) -> None:
         client.sendall(GET)
         time.sleep(3 * SHORT)
         assert len(rest_of(client)) < size
+
+
+def test_who_writes_at_once_is_told_that_its_client_is_behind() -> None:
+    """And what it then sends the ordinary way waits; nothing is lost or out of order."""
+    piece, scopes, behind = b"x" * 10_000, list[Scope](), threading.Event()
+    written = [0]
+
+    async def pushes(scope: Scope, receive: Receive, send: Send) -> None:
+        scopes.append(scope)
+        write = scope[protocol.WRITE_CHUNK]
+        assert write(b"too early") is None
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while (is_behind := write(piece)) is False:
+            written[0] += 1
+            assert written[0] < 10_000
+            await asyncio.sleep(0)
+        assert is_behind is None, "nothing more until it has taken some"
+        behind.set()
+        await send({"type": "http.response.body", "body": b"drained", "more_body": True})
+        assert write(b"end") is False
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        assert write(b"too late") is None
+
+    with (
+        bounded(with_lifespan(pushes), LIMITS, send_buffer=4096) as url,
+        connect(url, receive_buffer=4096) as client,
+    ):
+        client.sendall(GET)
+        assert behind.wait(60)
+        answer = HTTPResponse(client)
+        answer.begin()
+        assert answer.read() == piece * written[0] + b"drained" + b"end"
+        eventually(lambda: protocol.WRITE_CHUNK not in scopes[0])
 
 
 def test_a_whole_answer_may_be_fetched_slowly() -> None:
