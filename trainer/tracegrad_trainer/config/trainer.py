@@ -33,6 +33,7 @@ from tracegrad.settings_sources import (
 )
 from tracegrad.urls import masked
 from tracegrad_trainer.batches import BatchSettings
+from tracegrad_trainer.config.gpus import GpuSettings
 from tracegrad_trainer.config.vllm import VllmSettings
 from tracegrad_trainer.engine import CheckpointSettings, FsdpSettings, OptimSettings
 from tracegrad_trainer.losses import ObjectiveSettings
@@ -133,6 +134,7 @@ class TrainerSettings(FileSettings):
     max_steps: int | None = Field(None, ge=1, description="end after this step")
     proxy: ProxySettings = Field(default_factory=lambda: ProxySettings())
     vllm: VllmSettings
+    gpus: GpuSettings = GpuSettings()
     data: DataSettings = DataSettings()
     batches: BatchSettings = BatchSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
