@@ -50,6 +50,14 @@ def query_heads(layer: Any) -> tuple[int, int]:
     return heads, getattr(layer, "head_dim", None) or layer.hidden_size // heads
 
 
+def layer_windows(config: Any) -> list[int | None]:
+    """Of each layer, how many tokens a token sees, itself among them; None: all before it."""
+    text = config.get_text_config()
+    window: int | None = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
 def experts_per_token(layer: Any) -> int | None:
     """How many experts of a mixture a token is routed to; None: the model has none, or names
     them in a way not known here."""
