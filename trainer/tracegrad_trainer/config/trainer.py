@@ -274,6 +274,12 @@ class TrainerSettings(FileSettings):
         return self
 
     @model_validator(mode="after")
+    def _engine_can_sleep(self) -> Self:
+        if self.gpus.share:
+            self.vllm = self.vllm.model_copy(update={"sleep_mode": True})
+        return self
+
+    @model_validator(mode="after")
     def _store_in_our_folder(self) -> Self:
         changes: dict[str, Any] = {"upstream": self.vllm.url}
         if "store" not in self.proxy.model_fields_set:
