@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from support.trainer.sleeping_engine import MODEL_FOLDER, SleepingEngine
+from support.trainer.sleeping_engine import MODEL_FOLDER, Refused, SleepingEngine
 from tracegrad_trainer.config.gpus import GpuSettings
 from tracegrad_trainer.config.vllm import VllmSettings
 from tracegrad_trainer.inference import publish
@@ -149,6 +149,24 @@ def test_a_step_is_made_while_the_engine_sleeps_and_its_push_wakes_it(
     assert len(engine.calls) == 2 + len(expected)
 
 
+def test_nothing_is_renewed_after_the_release(
+    engine: SleepingEngine, pusher: WeightPusher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hold that came then would keep calls waiting for nothing."""
+    pusher.stop_engine()
+    assert isinstance(pusher._engine, EngineSleep)
+    guard = pusher._engine._guard
+    disarm = guard.disarm
+
+    def disarm_late() -> None:
+        pusher._proxy.hold(drain_s=0)
+        disarm()
+
+    monkeypatch.setattr(guard, "disarm", disarm_late)
+    pusher.wake_engine()
+    assert engine.serves
+
+
 def test_the_seconds_of_a_sleep_are_those_of_its_own_push(
     engine: SleepingEngine, pusher: WeightPusher
 ) -> None:
@@ -198,16 +216,21 @@ def refuse_once(engine: SleepingEngine, call: str) -> None:
     engine.refuse = refuse
 
 
-def test_a_sleep_that_is_refused_leaves_it_awake_and_says_why(
-    engine: SleepingEngine, pusher: WeightPusher, level: SleepLevel
+def test_a_sleep_that_fails_half_way_leaves_it_awake_and_says_why(
+    engine: SleepingEngine, pusher: WeightPusher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse_once(engine, f"/sleep {level} keep")
+    def fail(query: dict[str, str], body: dict[str, Any]) -> None:
+        engine.state.paused, engine.state.weight = True, None
+        raise Refused("Memory usage increased after sleeping.")
+
+    monkeypatch.setattr(engine, "sleep", fail)
     why = r"gpus\.share: vLLM does not sleep \(.*--enable-sleep-mode\?\): vLLM refused /sleep"
     with pytest.raises(PushError, match=why) as caught:
         pusher.stop_engine()
     assert not isinstance(caught.value, EngineLostError)
     assert engine.serves
     assert engine.state.weight == MODEL_FOLDER
+    monkeypatch.undo()
     push(engine, pusher, 1)
 
 
