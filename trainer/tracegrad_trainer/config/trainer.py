@@ -73,6 +73,10 @@ _SYNONYMS = {
 }
 
 
+# Silence of an engine on GPUs that the ranks share, where proxy.read_timeout_s is not set.
+LONGEST_SHARED_STEP_S = 3600.0
+
+
 class DataSettings(BaseModel):
     """Which rollouts are trained on, and when."""
 
@@ -275,8 +279,12 @@ class TrainerSettings(FileSettings):
 
     @model_validator(mode="after")
     def _engine_can_sleep(self) -> Self:
+        """An engine that sleeps is silent for a whole step, to streams that are under way too."""
         if self.gpus.share:
             self.vllm = self.vllm.model_copy(update={"sleep_mode": True})
+            if "read_timeout_s" not in self.proxy.model_fields_set:
+                longer = {"read_timeout_s": LONGEST_SHARED_STEP_S}
+                self.proxy = self.proxy.model_copy(update=longer)
         return self
 
     @model_validator(mode="after")

@@ -50,12 +50,16 @@ class ServeWorker:
         self._publish()  # a broken path to the engine fails here, before anything is trained
         while (task := training.next_action()) != "stop":
             if task == "train":
-                with self.publisher.engine_stopped():
-                    if training.train_batch() and training.policy_moved:
-                        self._publish()
+                self._train()
             elif task == "settle":
                 training.commit_pending()
         training.commit_pending()
+
+    def _train(self) -> None:
+        """The batch at hand, and the push of what came of it."""
+        with self.publisher.engine_stopped():
+            if self.training.train_batch() and self.training.policy_moved:
+                self._publish()
 
     def _await_endpoints(self) -> None:
         """Until vLLM and the proxy answer; `trainer serve` ends us if one of them cannot."""

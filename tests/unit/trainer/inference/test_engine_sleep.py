@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from support.trainer.sleeping_engine import MODEL_FOLDER, Refused, SleepingEngine
+from support.trainer.step_samples import trainer_settings
 from tracegrad_trainer.config.gpus import GpuSettings
+from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.config.vllm import VllmSettings
 from tracegrad_trainer.inference import publish
 from tracegrad_trainer.inference.control_routes import (
@@ -490,6 +492,20 @@ def test_a_sleep_that_frees_nothing_is_said(
             caplog.messages[0] == f"vLLM sleeps: {after >> 20} MiB of the GPU are free, 10 before"
         )
         assert ("--enable-sleep-mode" in caplog.text) == warned
+
+
+def test_a_shared_gpu_sets_what_a_sleep_needs(tmp_path: Path) -> None:
+    """vLLM's option, and a limit for the engine's silence that a step does not reach."""
+    given = trainer_settings(tmp_path).model_dump(exclude_unset=True)
+    for proxy, limit in (({}, 3600), ({"read_timeout_s": 30}, 30)):
+        shared = TrainerSettings.model_validate(
+            given | {"gpus": {"share": True}, "proxy": given.get("proxy", {}) | proxy}
+        )
+        assert shared.vllm.sleep_mode
+        assert shared.proxy.read_timeout_s == limit
+    alone = TrainerSettings.model_validate(given)
+    assert not alone.vllm.sleep_mode
+    assert alone.proxy.read_timeout_s == 600
 
 
 def test_vllm_is_started_for_it(checkpoint: Path) -> None:
