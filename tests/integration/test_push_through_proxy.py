@@ -82,14 +82,15 @@ def test_a_streamed_turn_records_which_weights_sampled_each_token(
         sleep=SleepSettings(2, tmp_path) if sleeps else None,
     ) as pusher:
         try:
+            pusher.stop_engine()
+            pusher.wake_engine()  # as after a step that was skipped; a guard has started by now
             reader.start()
             deadline = time.monotonic() + 30
             while len(lines) < 20 and time.monotonic() < deadline:
                 time.sleep(0.005)
-            if sleeps:
-                pusher.stop_engine()
-                with http_client(vllm_server.url, timeout_s=10) as client:
-                    assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+            pusher.stop_engine()  # before files are written, which may take longer than the stream
+            with http_client(vllm_server.url, timeout_s=60) as client:
+                assert client.get("/is_sleeping").json() == {"is_sleeping": True}
             pusher.push(1, new.named_parameters())
             reader.join(60)
         finally:

@@ -148,6 +148,7 @@ def test_a_stream_in_flight_goes_on_with_the_new_weights(
     deadline = time.monotonic() + 30
     while len(stream.tokens) < 20 and time.monotonic() < deadline:
         time.sleep(0.001)
+    pusher.stop_engine()  # before files are written, which may take longer than the stream
     pusher.push(1, perturb(model, seed=4).named_parameters())
     reader.join(60)
 
