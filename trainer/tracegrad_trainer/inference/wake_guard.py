@@ -36,6 +36,8 @@ logger = logging.getLogger("tracegrad_trainer.inference.wake_guard")
 # A hold is renewed when a third of it is over; an answer to that takes milliseconds.
 RENEWALS = 3
 RENEW_TIMEOUT_S = 10.0
+# What a trainer that is started meanwhile says: it need but be started again.
+HOLDER = "the guard that wakes vLLM after a trainer that ended, and is soon done"
 # Other ranks may hold their GPUs' memory for a moment longer than rank 0 lives.
 ATTEMPTS, PAUSE_S = 6, 5.0
 
@@ -223,7 +225,7 @@ def main() -> int:
         return 0
     version = plan.served.version
     try:
-        with lock_for_ranks(Path(engine.state_dir)):
+        with lock_for_ranks(Path(engine.state_dir), HOLDER):
             wake(plan, engine)
     except FolderLockedError:
         logger.info("the trainer ended while vLLM slept; another one has begun, and wakes it")

@@ -303,9 +303,7 @@ async def test_a_call_that_waits_too_long_is_told_what_for_and_which_limit() -> 
     while not waiting.done():
         await gate.hold(ttl_s=60, drain_s=0)
         await asyncio.sleep(0.01)
-    said = (
-        r"while new weights are trained or pushed, and .* 0\.05 s \(proxy\.max_wait_s\)"
-    )
+    said = r"while new weights are trained or pushed, and .* 0\.05 s \(proxy\.max_wait_s\)"
     with pytest.raises(Unavailable, match=said):
         await waiting
     assert gate.state() == {"version": 0, "held": True, "in_flight": 0, "waiting": 0}
