@@ -279,12 +279,8 @@ class TrainerSettings(FileSettings):
 
     @model_validator(mode="after")
     def _engine_can_sleep(self) -> Self:
-        """An engine that sleeps is silent for a whole step, to streams that are under way too."""
         if self.gpus.share:
-            self.vllm = self.vllm.model_copy(update={"sleep_mode": True})
-            if "read_timeout_s" not in self.proxy.model_fields_set:
-                longer = {"read_timeout_s": LONGEST_SHARED_STEP_S}
-                self.proxy = self.proxy.model_copy(update=longer)
+            self.vllm, self.proxy = with_sleep(self.vllm, self.proxy)
         return self
 
     @model_validator(mode="after")
@@ -337,6 +333,14 @@ class TrainerSettings(FileSettings):
         """The resolved settings as JSON, secrets masked: what a step is recorded with."""
         resolved: dict[str, Any] = self.model_dump(mode="json")
         return resolved
+
+
+def with_sleep(vllm: VllmSettings, proxy: ProxySettings) -> tuple[VllmSettings, ProxySettings]:
+    """Both as `gpus.share` needs them, also where it is chosen after these settings were read: an
+    engine that sleeps is silent for a whole step, to streams that are under way too."""
+    if "read_timeout_s" not in proxy.model_fields_set:
+        proxy = proxy.model_copy(update={"read_timeout_s": LONGEST_SHARED_STEP_S})
+    return vllm.model_copy(update={"sleep_mode": True}), proxy
 
 
 def load_settings(

@@ -94,6 +94,8 @@ class WeightPublisher:
         A body that fails leaves it asleep, for the guard of its sleep, which wakes it when the
         ranks have ended: until then their memory is not free.
         """
+        # All ranks wait for the sleep, which would find less memory free than before if they
+        # allocated meanwhile; vLLM takes that for an error.
         if not self.settings.gpus.share:
             yield
             return

@@ -598,6 +598,12 @@ def test_a_trainer_that_ends_leaves_an_engine_that_wakes(
     assert b"the trainer ended while vLLM slept: it is awake" in trainer.stderr.read()
 
 
+def test_the_guard_holds_no_more_memory_than_it_must() -> None:
+    """It lives as long as the trainer does."""
+    check = "import sys, tracegrad_trainer.inference.wake_guard; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
 def test_a_guard_waits_where_another_trainer_has_begun(
     engine: SleepingEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
