@@ -15,7 +15,7 @@ from tracegrad.private_files import set_private_umask
 from tracegrad.store import StoreError
 from tracegrad_trainer.config.trainer import TrainerSettings, load_settings, parse_resolved
 from tracegrad_trainer.engine import CheckpointError
-from tracegrad_trainer.inference.weight_push import PushError
+from tracegrad_trainer.inference.control_routes import PushError
 from tracegrad_trainer.launch.folder_lock import lock_for_ranks
 from tracegrad_trainer.launch.run_state import RunState
 from tracegrad_trainer.utils.distributed import RankZeroError, configure_logging, launch_rank
