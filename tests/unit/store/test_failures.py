@@ -94,7 +94,7 @@ def test_nothing_is_written_to_a_file_that_nobody_finds(sqlite_url: str, tmp_pat
         for each in beside:
             each.rename(away / each.name)
         for _ in range(2):  # by the connection that was open, and by a new one
-            with pytest.raises(StoreUnavailable, match="store.db: ") as caught:
+            with pytest.raises(StoreUnavailable, match=r"store\.db: ") as caught:
                 store.append([make_turn("lost")])
             assert "\n" not in str(caught.value)
             with pytest.raises(StoreUnavailable):

@@ -116,15 +116,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         head_goes_on = self._stage == _HEAD
         self._wordless += len(data)
         super().data_received(data if self._stage == _BODY else _without_upgrade(data))
+        self._check_size(len(data) if head_goes_on else 0)
+        self._wait()
+
+    def _check_size(self, of_head: int) -> None:
+        """`of_head`: bytes by which a head that is not complete has grown."""
         if self._deaf:  # refused by now
             return
         if self._stage == _HEAD:
-            self._head_size += len(data) if head_goes_on else 0
+            self._head_size += of_head
             if self._head_size > self.limits.head_bytes:
                 self._refuse(431, self._too_large())
         elif self._stage == _BODY and self._wordless > self.limits.head_bytes:
             self._refuse(400, "the body consists of chunk extensions or trailers")
-        self._wait()
 
     def _wait(self) -> None:
         """Say when the next bytes are due."""
