@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.call_check import CallCheck, question
+from tracegrad.environment import unread_variables
 from tracegrad.events import Event, Reward, RolloutFinished
 from tracegrad.journal import (
     Journal,
@@ -503,6 +504,9 @@ def exporter(url: str) -> EventExporter:
     """This process's exporter to the proxy at `url`."""
     with _exporters_lock:
         if url not in _exporters:
+            if not _exporters:
+                for line in unread_variables():
+                    _log.warning("%s", line)
             _exporters[url] = EventExporter(url)
         return _exporters[url]
 

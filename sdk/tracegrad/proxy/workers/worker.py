@@ -131,6 +131,7 @@ class WorkerServer(uvicorn.Server):
         self._closed = seat.counts.count(CLOSED, seat.number)
         self._heartbeats = seat.counts.count(HEARTBEATS, seat.number)
         self._adopting: set[asyncio.Task[None]] = set()
+        self._out_of_files = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
@@ -160,11 +161,14 @@ class WorkerServer(uvicorn.Server):
         try:
             while (found := self._seat.channel.receive()) is not None:
                 if found.connection is not None:
+                    self._out_of_files = False
                     task = asyncio.get_running_loop().create_task(self._adopt(found.connection))
                     self._adopting.add(task)
                     task.add_done_callback(self._adopting.discard)
                 elif found.lost:
-                    log.error("a connection is dropped: this worker has no file left for it")
+                    if not self._out_of_files:  # once, and not for each of a thousand
+                        log.error("connections are dropped: this worker has no file left for them")
+                    self._out_of_files = True
                     self._closed.add(1)
                 elif found.message is not None:
                     self._group.received(found.message)

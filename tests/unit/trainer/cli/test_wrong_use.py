@@ -72,14 +72,16 @@ def test_a_misspelt_variable_is_named(
 ) -> None:
     monkeypatch.setenv("TRACEGRAD_TRAINER_OPTIMS__LR", "1")
     monkeypatch.setenv("TRACEGRAD_PROXY_HELDD", "1")
+    monkeypatch.setenv("TRACEGRAD_STOER", "sqlite:///x.db")
     with pytest.raises(SystemExit):
         app(["serve", "--dry-run", "--model", str(tmp_path / "none")])
     lines = capsys.readouterr().err.splitlines()
-    assert [line.partition("; did")[2] for line in lines[:2]] == [
+    assert [line.partition("; did")[2] for line in lines[:3]] == [
+        " you mean TRACEGRAD_STORE?",
         " you mean TRACEGRAD_TRAINER_OPTIM?",
         " you mean TRACEGRAD_PROXY_HELD?",
     ]
-    assert "there is no such folder" in lines[2]
+    assert "there is no such folder" in lines[3]
 
 
 def test_a_state_folder_that_is_a_file_names_the_setting(tmp_path: Path) -> None:
