@@ -42,8 +42,8 @@ log = logging.getLogger("tracegrad.proxy")
 STABLE_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
 _MOST_DOUBLINGS = 20  # beyond that the pause is the longest
-# A worker whose event loop does not turn is killed after so many looks, half a minute: clients
-# wait for it, and so do all writers where it has their turn. Looks and not time: a supervisor that was
+# A worker whose event loop does not turn is killed after so many looks, half a minute: clients wait
+# for it, and so do all writers where it has their turn. Looks and not time: a supervisor that was
 # stopped itself (Ctrl-Z) blames nobody.
 LOOK_EVERY_S = 5.0
 MISSED_LOOKS = 6
