@@ -48,8 +48,17 @@ _CONTINUE = b"HTTP/1.1 100"
 _IDLE, _HEAD, _BODY = range(3)
 
 
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """uvicorn logs the stack of every call that the proxy's end cuts off, as if it were a fault;
+    Starlette says it in a text."""
+    if record.exc_info is not None:
+        return not isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not record.getMessage().rstrip().endswith("asyncio.exceptions.CancelledError")
+
+
 def server_config(app: ASGIApp, limits: ConnectionLimits) -> uvicorn.Config:
     """How uvicorn serves the proxy."""
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
     return uvicorn.Config(
         app,
         loop="uvloop",

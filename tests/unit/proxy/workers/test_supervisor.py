@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from support.engines.mock_engine import Answer
 from support.proxy.servers import eventually
 from support.proxy.workers import Workers, exists, two_workers
 from tracegrad.proxy.config import ProxySettings
@@ -205,6 +207,28 @@ def test_a_signal_ends_all_in_order(workers: Workers, number: int) -> None:
     eventually(lambda: not any(map(exists, [*pids, workers.proxy.pid])), 60)
     assert "Traceback" not in workers.proxy.log.read_text()
     assert len(workers.store.rollout_turns("r")) == 1
+
+
+def test_a_second_signal_cuts_calls_off_and_what_they_had_is_recorded(workers: Workers) -> None:
+    everyone = [*workers.pids(), workers.proxy.pid]
+    workers.engine.replies.append(Answer("0123456789"))
+    workers.engine.wait_before(2)
+    body = {"messages": [{"role": "user", "content": "Tell."}], "stream": True}
+    path = "/rollouts/r/v1/chat/completions"
+    with workers.clients[0].stream("POST", path, json=body) as answer:
+        lines = answer.iter_lines()
+        while "4567" not in next(lines):
+            pass
+        os.kill(workers.proxy.pid, signal.SIGTERM)
+        eventually(lambda: not workers.answers(), 60)
+        with suppress(ProcessLookupError):  # a busy machine may have taken the call's 5 s by now
+            os.kill(workers.proxy.pid, signal.SIGTERM)
+        with pytest.raises(httpx.TransportError):
+            list(lines)
+    eventually(lambda: not any(map(exists, everyone)), 60)
+    assert "Traceback" not in workers.proxy.log.read_text()
+    [turn] = workers.store.rollout_turns("r")
+    assert (turn.untrainable, len(turn.completion_token_ids)) == ("aborted", 8)
 
 
 def test_a_worker_that_cannot_start_ends_the_proxy(tmp_path: Path) -> None:
