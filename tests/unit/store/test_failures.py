@@ -121,6 +121,16 @@ def test_a_file_that_was_replaced_is_the_store_from_then_on(
         assert [turn.turn_id for turn in store.rollout_turns("r")] == ["another"]
 
 
+def test_a_file_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "a b#ü%20" / "100%"
+    with Store.open("sqlite:///a b#ü%2520/100%25/s&=.db") as store:  # as a URL has it
+        monkeypatch.chdir("/")  # as an agent may
+        store.append([make_turn("t")])
+        assert [path.name for path in folder.iterdir() if path.suffix == ".db"] == ["s&=.db"]
+        assert len(store.rollout_turns("r")) == 1
+
+
 def test_a_file_that_is_no_store(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("shopping list " * 1000)

@@ -98,7 +98,6 @@ class _FileConnection(sqlite3.Connection):
 
 
 def _open_file(path: Path, timeout_s: float) -> _FileConnection:
-    file = _file_at(path)
     opened = sqlite3.connect(
         f"{path.as_uri()}?mode=rw",  # never a new one
         uri=True,
@@ -106,7 +105,8 @@ def _open_file(path: Path, timeout_s: float) -> _FileConnection:
         check_same_thread=False,
         factory=_FileConnection,
     )
-    opened.path, opened.file = path, file
+    # Now: a file of a container's image is another one once it is open for writing.
+    opened.path, opened.file = path, _file_at(path)
     return opened
 
 
