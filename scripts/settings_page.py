@@ -52,7 +52,12 @@ Of an agent's process, which `import tracegrad` reads:
 SDK
 Of the programs:
 
-PROGRAMS"""
+PROGRAMS
+A variable whose name begins with `TRACEGRAD_` and that nothing reads is named in a warning, with
+the one that was probably meant: by every command, and with the first rollout of an agent's process;
+those of settings (`TRACEGRAD_PROXY_`, `TRACEGRAD_TRAINER_`) by the commands that read these
+settings. It keeps nothing from starting.
+"""
 
 # Options of `tracegrad proxy`.
 PROXY_OPTIONS = (

@@ -37,6 +37,7 @@ from tracegrad.protocol import (
     STATE_HEADER,
 )
 from tracegrad.serializer import bounded_repr, bounded_str
+from tracegrad.signal_errors import is_of_signal_handler
 
 _log = logging.getLogger("tracegrad")
 
@@ -240,7 +241,9 @@ def _number(value: SupportsFloat) -> float | None:
         return None
     try:
         number = float(value)
-    except Exception:  # an agent's own types may raise whatever they like
+    except Exception as error:  # an agent's own types may raise whatever they like
+        if is_of_signal_handler(error):  # it may have waited for a GPU
+            raise
         return None
     return number if is_reward(number) else None
 

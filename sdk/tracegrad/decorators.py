@@ -264,7 +264,8 @@ def trace(
 
     Raises:
         ValueError: what is decorated is not a function, or an argument is not what it must be.
-        TypeError: `environ`, and a generator or a context manager.
+        TypeError: `environ`, and a generator or a context manager; `reward`, and an async
+            generator, which returns nothing.
     """
     if not callable(task):
         _check_names(task=task)
@@ -284,6 +285,11 @@ def trace(
             )
         if environ and (kind := _suspended_kind(function)):
             raise _no_environ(task_ids.qualified_name(function), kind)
+        if reward and _is(inspect.isasyncgenfunction, function):
+            raise TypeError(
+                f"@trace(reward=...): {task_ids.qualified_name(function)} is an async generator, "
+                "which returns nothing that could be its reward: call tracegrad.reward(...) inside"
+            )
         exporter.send_orphaned_at_exit(context.proxy_url)
         span = name or task_ids.qualified_name(function)
         return _wrap(

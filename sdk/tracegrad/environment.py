@@ -6,6 +6,8 @@ docs/settings.md has them; a test holds them against the code that reads them.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 
@@ -51,3 +53,34 @@ PROGRAM_VARIABLES = {
 
 # That one program of ours sets for another; nobody else need.
 INTERNAL_VARIABLES = frozenset({"TRACEGRAD_DIE_WITH_PARENT", "TRACEGRAD_FORK_ENGINE"})
+
+_PREFIX = "TRACEGRAD_"
+# Of settings: `settings_sources.unknown_variables` knows their names.
+_SETTINGS = ("TRACEGRAD_PROXY_", "TRACEGRAD_TRAINER_")
+_TESTS = "TRACEGRAD_TEST_"  # this project's own
+
+
+def unread_variables(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """A line for each variable that looks like one of ours, no setting's, and that nothing reads.
+    It is passed over, and not refused: it may be another version's."""
+    known = {*SDK_VARIABLES, *PROGRAM_VARIABLES, *INTERNAL_VARIABLES}
+    for name in sorted(environ):
+        if name.upper().startswith(_PREFIX) and name not in known:
+            if name.upper().startswith((*_SETTINGS, _TESTS)):
+                continue
+            meant = _meant(name.upper())
+            yield f"{name}: nothing reads this variable{f'; did you mean {meant}?' * bool(meant)}"
+
+
+def _meant(name: str) -> str | None:
+    from difflib import get_close_matches  # of agents' processes few have one
+
+    rest = name.removeprefix(_PREFIX)
+    rests = {each.removeprefix(_PREFIX): each for each in (*SDK_VARIABLES, *PROGRAM_VARIABLES)}
+    if close := get_close_matches(rest, rests, n=1):
+        return rests[close[0]]
+    table, _, setting = rest.partition("_")
+    tables = {each.removeprefix(_PREFIX).rstrip("_"): each for each in _SETTINGS}
+    if setting and (close := get_close_matches(table, tables, n=1)):
+        return f"{tables[close[0]]}{setting}"
+    return None

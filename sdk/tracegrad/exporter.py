@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.call_check import CallCheck, question
+from tracegrad.environment import unread_variables
 from tracegrad.events import Event, Reward, RolloutFinished
 from tracegrad.journal import (
     Journal,
@@ -502,9 +503,14 @@ _exporters_lock = threading.RLock()
 def exporter(url: str) -> EventExporter:
     """This process's exporter to the proxy at `url`."""
     with _exporters_lock:
+        first = not _exporters
         if url not in _exporters:
             _exporters[url] = EventExporter(url)
-        return _exporters[url]
+        found = _exporters[url]
+    if first:
+        for line in unread_variables():
+            _log.warning("%s", line)
+    return found
 
 
 def flush(timeout: float = EXIT_PATIENCE_S) -> bool:

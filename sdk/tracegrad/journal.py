@@ -404,7 +404,9 @@ def _lock(fd: int, folder: Path) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.fstat(fd).st_ino == os.stat(folder / _LOCK).st_ino
-    except OSError:  # held; or removed by who held it before
+    except OSError as error:  # held; or removed by who held it before
+        if is_of_signal_handler(error):
+            raise
         return False
 
 

@@ -330,7 +330,9 @@ def _part(budget: int, left: int) -> int:
 def _length(value: Any) -> int | None:
     try:
         return len(value)
-    except Exception:
+    except Exception as error:
+        if is_of_signal_handler(error):
+            raise
         return None
 
 

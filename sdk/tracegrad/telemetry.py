@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
@@ -26,9 +26,13 @@ from weakref import WeakKeyDictionary
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue, KeyValueList
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace import Span as SdkSpan
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Status, StatusCode
 
 from tracegrad import context
@@ -44,6 +48,8 @@ _TRACER = "tracegrad"
 MAX_SPAN_BYTES = 1_000_000
 CUT_TEXT_CHARS = 10_000
 STACK_FRAMES, CAUSES = 32, 4
+_INT64 = 1 << 63
+MAX_DEPTH = 20  # of an attribute's lists and mappings
 
 
 class RolloutSpanProcessor(SpanProcessor):
@@ -67,8 +73,7 @@ class RolloutSpanProcessor(SpanProcessor):
             size = _size(span)
             truncated = size is not None and size > MAX_SPAN_BYTES
             plain = span if size is not None and not truncated else _copy(span, cut=truncated)
-            message = encode_spans([plain])
-            protobuf = message.SerializeToString()
+            protobuf = _encode(plain).SerializeToString()
         except Exception as error:
             self._exporter.drop("unencodable")
             if is_of_signal_handler(error):
@@ -79,6 +84,78 @@ class RolloutSpanProcessor(SpanProcessor):
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         return self._exporter.flush(timeout_millis / 1e3)
+
+
+def _encode(span: ReadableSpan) -> ExportTraceServiceRequest:
+    """What `encode_spans` makes of it. That one logs whatever is raised while it encodes an
+    attribute, and goes on: a time-out of the agent's signal handler too. So it gets none of them.
+    """
+    scope = span.instrumentation_scope
+    bare = ReadableSpan(
+        name=span.name,
+        context=span.context,
+        parent=span.parent,
+        resource=Resource({}, span.resource.schema_url),
+        events=[Event(each.name, None, each.timestamp) for each in span.events],
+        links=[trace.Link(each.context) for each in span.links],
+        kind=span.kind,
+        status=span.status,
+        start_time=span.start_time,
+        end_time=span.end_time,
+        instrumentation_scope=scope
+        and InstrumentationScope(scope.name, scope.version, scope.schema_url),
+    )
+    message = encode_spans([bare])
+    [of_resource] = message.resource_spans
+    [of_scope] = of_resource.scope_spans
+    [encoded] = of_scope.spans
+    of_resource.resource.attributes.extend(_key_values(span.resource.attributes))
+    if scope is not None:
+        of_scope.scope.attributes.extend(_key_values(scope.attributes))
+    encoded.attributes.extend(_key_values(span.attributes))
+    encoded.dropped_attributes_count = span.dropped_attributes
+    encoded.dropped_events_count = span.dropped_events
+    encoded.dropped_links_count = span.dropped_links
+    for event, now in zip(span.events, encoded.events, strict=True):
+        now.attributes.extend(_key_values(event.attributes))
+        now.dropped_attributes_count = event.dropped_attributes
+    for link, now in zip(span.links, encoded.links, strict=True):
+        now.attributes.extend(_key_values(link.attributes))
+        now.dropped_attributes_count = link.dropped_attributes
+    return message
+
+
+def _key_values(attributes: Mapping[str, Any] | None, depth: int = 0) -> Iterator[KeyValue]:
+    for key, value in (attributes or {}).items():
+        yield KeyValue(key=_utf8(str(key)), value=_any_value(value, depth))
+
+
+def _any_value(value: Any, depth: int) -> AnyValue:
+    """What OTLP has no form for is text."""
+    if value is None:
+        return AnyValue()
+    if isinstance(value, bool):
+        return AnyValue(bool_value=value)
+    if isinstance(value, str):
+        return AnyValue(string_value=_utf8(value))
+    if isinstance(value, int):
+        if -_INT64 <= value < _INT64:
+            return AnyValue(int_value=value)
+        return AnyValue(string_value=_utf8(bounded_str(value, CUT_TEXT_CHARS)))
+    if isinstance(value, float):
+        return AnyValue(double_value=value)
+    if isinstance(value, bytes):
+        return AnyValue(bytes_value=value)
+    if isinstance(value, Mapping) and depth < MAX_DEPTH:
+        return AnyValue(kvlist_value=KeyValueList(values=_key_values(value, depth + 1)))
+    if isinstance(value, Sequence) and depth < MAX_DEPTH:
+        values = [_any_value(each, depth + 1) for each in value]
+        return AnyValue(array_value=ArrayValue(values=values))
+    return AnyValue(string_value=_utf8(bounded_str(value, CUT_TEXT_CHARS)))
+
+
+def _utf8(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _size(span: ReadableSpan) -> int | None:

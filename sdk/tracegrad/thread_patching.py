@@ -19,6 +19,7 @@ from typing import Any
 
 from tracegrad import context
 from tracegrad.http_patching import replace_method
+from tracegrad.signal_errors import is_of_signal_handler
 
 _log = logging.getLogger("tracegrad")
 
@@ -39,8 +40,11 @@ def _submit(submit: Callable[..., Any]) -> Callable[..., Any]:
     # Outside of a rollout too: the executor's thread may have been started inside one.
     def wrapped(self: Any, *call: Any, **kwargs: Any) -> Any:
         if call:
-            with suppress(Exception):  # OpenTelemetry half imported by another thread
+            try:
                 call = (context.carried(call[0]), *call[1:])
+            except Exception as error:  # OpenTelemetry half imported by another thread
+                if is_of_signal_handler(error):
+                    raise
         return submit(self, *call, **kwargs)
 
     return wrapped
@@ -51,7 +55,9 @@ def _start(start: Callable[..., None]) -> Callable[..., None]:
         if context.current() is not None:
             try:
                 _carry_into(self)
-            except Exception:  # a thread of the agent's own class; it runs all the same
+            except Exception as error:  # a thread of the agent's own class; it runs all the same
+                if is_of_signal_handler(error):
+                    raise
                 _log.warning("a thread does not belong to its rollout", exc_info=True)
         start(self)
 

@@ -6,6 +6,7 @@ import typer
 
 from tracegrad.cli.commands import doctor, export, import_, prune, redact, rollouts
 from tracegrad.cli.options import VersionOption
+from tracegrad.environment import unread_variables
 from tracegrad.proxy.cli import proxy_command
 
 app = typer.Typer(
@@ -20,6 +21,8 @@ app = typer.Typer(
 @app.callback()
 def _callback(version: VersionOption = False) -> None:
     """Traces in, gradients out: look at what was captured, and serve the proxy."""
+    for line in unread_variables():
+        typer.echo(f"tracegrad: {line}", err=True)
 
 
 app.add_typer(rollouts.app, name="rollouts")

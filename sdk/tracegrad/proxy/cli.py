@@ -96,6 +96,8 @@ def serve(settings: ProxySettings) -> None:
     from tracegrad.proxy.http.protocol import server_config, tune_gc
     from tracegrad.store import GroupCommitWriter, Store, StoreError
 
+    if settings.workers > 1 and sys.platform != "linux":
+        _fail("workers: more than one runs on Linux only; leave it out here")
     _check_hooks(settings.redact)
     settings = _with_tokenizer_folder(settings)
     listener = _listen(settings.host, settings.port)
@@ -109,8 +111,7 @@ def serve(settings: ProxySettings) -> None:
         return
     limits = ConnectionLimits.of(settings)
     connections = raise_file_limit(limits.connections)
-    if connections < limits.connections:
-        log.warning("max_connections: the system gives files for %d only", connections)
+    _warn_of_few_files(connections, settings)
     with store, GroupCommitWriter(store) as writer:
         app = create_app(settings, store=store, writer=writer)
         config = server_config(app, replace(limits, connections=connections))
@@ -122,12 +123,14 @@ def serve(settings: ProxySettings) -> None:
 
 
 def _serve_with_workers(settings: ProxySettings, listener: socket.socket, store: Store) -> None:
+    from tracegrad.proxy.http.limits import raise_file_limit
     from tracegrad.proxy.http.protocol import tune_gc
     from tracegrad.proxy.workers.supervisor import Supervisor
+    from tracegrad.proxy.workers.worker import worker_settings
     from tracegrad.store import StoreError
 
-    if sys.platform != "linux":
-        _fail("workers: more than one runs on Linux only; leave it out here")
+    each = raise_file_limit(worker_settings(settings).max_connections)  # of what it will start
+    _warn_of_few_files(each * settings.workers, settings)
     try:
         version = store.current_version() or 0
     except StoreError as error:
@@ -143,6 +146,11 @@ def _serve_with_workers(settings: ProxySettings, listener: socket.socket, store:
         signal.signal(-code, signal.SIG_DFL)
         signal.raise_signal(-code)
     raise typer.Exit(code)
+
+
+def _warn_of_few_files(connections: int, settings: ProxySettings) -> None:
+    if connections < settings.max_connections:
+        log.warning("max_connections: the system gives files for %d only", connections)
 
 
 def _first_line(settings: ProxySettings, listener: socket.socket, store: Store) -> str:

@@ -103,6 +103,13 @@ class Store:
             raise
         return store
 
+    @classmethod
+    def attach(cls, url: str | SecretValue) -> Store:
+        """One that this program has opened before, in another process of its own: it is neither
+        made nor migrated, and may be away just now. ValueError: the URL is no use."""
+        database = database_at(url if isinstance(url, str) else url.get_secret_value())
+        return cls(database, database.engine(busy_timeout_s=BUSY_TIMEOUT_S))
+
     def _bring_up_to_date(self, *, create: bool) -> None:
         with self.reading() as connection:
             revision = revision_of(connection)

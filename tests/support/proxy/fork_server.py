@@ -1,7 +1,7 @@
 """`tracegrad ...` in forks of a process that has loaded all of it: a start takes no second.
 
-Each line on standard input is a command (JSON: its `arguments`, `environment` and `log`, a file for
-all that it says); its process id comes back.
+Each line on standard input is a command (JSON: its `arguments`, `environment`, `constants` of
+modules that are others there, and `log`, a file for all that it says); its process id comes back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ def main() -> None:
         print(child, flush=True)
 
 
-def _run(arguments: list[str], environment: dict[str, str], log: str) -> None:
+def _run(
+    arguments: list[str], environment: dict[str, str], constants: dict[str, float], log: str
+) -> None:
+    for name, value in constants.items():
+        module, _, constant = name.rpartition(".")
+        assert hasattr(sys.modules[module], constant), name
+        setattr(sys.modules[module], constant, value)
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -23,14 +24,23 @@ _START_S = 60.0
 class ProxyProcess:
     """On the same port each time; forked from a process that has loaded the command already."""
 
-    def __init__(self, upstream: str, store_url: str, log: Path, **settings: object) -> None:
-        """`settings` are the proxy's, by their names."""
+    def __init__(
+        self,
+        upstream: str,
+        store_url: str,
+        log: Path,
+        constants: Mapping[str, float] | None = None,
+        **settings: object,
+    ) -> None:
+        """`settings` are the proxy's, by their names. `constants`: those of its modules
+        (`package.module.NAME`) that are others in this process."""
         self.port = find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self._command = ["proxy", f"--port={self.port}", f"--upstream={upstream}"]
         self._command += [f"--store={store_url}"]
         self._pid: int | None = None
+        self._constants = dict(constants or {})
         variables = {f"TRACEGRAD_PROXY_{name.upper()}": str(v) for name, v in settings.items()}
         self._environment = {**environment(), **variables}
 
@@ -39,8 +49,12 @@ class ProxyProcess:
         nursery = _nursery()
         assert nursery.stdin is not None
         assert nursery.stdout is not None
-        wanted = {"arguments": self._command, "environment": self._environment}
-        nursery.stdin.write(json.dumps({**wanted, "log": str(self.log)}) + "\n")
+        wanted: dict[str, object] = {
+            "arguments": self._command,
+            "environment": self._environment,
+        }
+        wanted |= {"constants": self._constants, "log": str(self.log)}
+        nursery.stdin.write(json.dumps(wanted) + "\n")
         nursery.stdin.flush()
         self._pid = int(nursery.stdout.readline())
         deadline = time.monotonic() + _START_S

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,13 @@ class Workers:
         """Asked over a connection of its own."""
         found: Json = httpx.get(f"{self.proxy.url}/healthz", timeout=20).json()
         return found
+
+    def answers(self) -> bool:
+        """Whether any worker serves."""
+        try:
+            return bool(self.pids())
+        except httpx.TransportError:
+            return False
 
     def pids(self) -> list[int]:
         found: list[int] = self.health()["workers"]
@@ -99,7 +106,12 @@ def exists(pid: int) -> bool:
 
 
 @contextmanager
-def two_workers(store_url: str, folder: Path, **settings: object) -> Iterator[Workers]:
+def two_workers(
+    store_url: str,
+    folder: Path,
+    constants: Mapping[str, float] | None = None,
+    **settings: object,
+) -> Iterator[Workers]:
     engine = MockEngine()
     model = folder / "model"
     model.mkdir()
@@ -107,7 +119,8 @@ def two_workers(store_url: str, folder: Path, **settings: object) -> Iterator[Wo
     with ExitStack() as stack:
         upstream = stack.enter_context(serving(engine.app(), lifespan="off"))
         settings = {"workers": 2, "tokenizer": model, "control_key": CONTROL_KEY, **settings}
-        proxy = ProxyProcess(upstream, store_url, folder / "proxy.log", **settings)
+        log = folder / "proxy.log"
+        proxy = ProxyProcess(upstream, store_url, log, constants, **settings)
         stack.callback(proxy.close)
         proxy.start()
         first, second = (

@@ -141,3 +141,17 @@ def test_a_missing_module_of_the_users_is_not_ours_to_install() -> None:
     assert is_ours_to_install("pydantic_settings")
     assert is_ours_to_install("opentelemetry.proto.trace.v1")
     assert not is_ours_to_install("my_agent.rewards")
+
+
+def test_a_variable_that_nothing_reads_is_named_by_every_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRACEGRAD_STOER", "sqlite:///x.db")
+    for name, app, words in (
+        ("tracegrad", tracegrad_app, ["rollouts", "ls", "--store", f"sqlite:///{tmp_path}/s.db"]),
+        ("trainer", trainer_app, ["status", "--state-dir", str(tmp_path)]),
+    ):
+        with pytest.raises(SystemExit):
+            app(words)
+        said = "TRACEGRAD_STOER: nothing reads this variable; did you mean TRACEGRAD_STORE?"
+        assert capsys.readouterr().err.splitlines()[0] == f"{name}: {said}"

@@ -85,3 +85,15 @@ def test_counts_are_filtered(store: Store, url: str) -> None:
 def test_an_empty_store_says_so(store: Store, url: str) -> None:
     assert printed(url, "explain") == "no rollouts yet\n"
     assert printed_json(url, "explain")["not_trained"] == []
+
+
+def test_a_rollout_without_turns_says_why_in_json_too(store: Store, url: str) -> None:
+    store.append(
+        [*rollout_events("empty", turns=0), *rollout_events("open", turns=0, outcome=None)]
+    )
+    [why] = printed_json(url, "explain", "empty")["not_trained"]
+    assert (why["reason"], why["final"], why["turns"]) == ("no_turns", False, [])
+    text = " ".join(printed(url, "explain", "empty").split())
+    assert why["meaning"] in text
+    assert why["fix"] in text
+    assert printed_json(url, "explain", "open")["not_trained"] == []

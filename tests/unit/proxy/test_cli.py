@@ -12,8 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+import typer
 from pydantic import SecretStr, ValidationError
 
+from tracegrad.proxy.cli import serve
 from tracegrad.proxy.config import DEFAULT_STORE, ProxySettings
 from tracegrad.store import DEFAULT_URL, Store
 
@@ -103,6 +105,19 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
         f"tracegrad proxy: port {port} of 127.0.0.1 is in use; choose another with --port\n"
     )
     assert not (tmp_path / ".tracegrad").exists()
+
+
+def test_several_workers_are_refused_where_the_system_lacks_what_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(typer.Exit) as end:
+        serve(ProxySettings(workers=2))
+    assert end.value.exit_code == 2
+    said = "tracegrad proxy: workers: more than one runs on Linux only; leave it out here\n"
+    assert capsys.readouterr() == ("", said)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_an_open_address_is_refused(tmp_path: Path) -> None:

@@ -459,3 +459,23 @@ def test_the_workers_of_a_pool_lose_nothing(proxy: FakeProxy, method: str, tmp_p
     rewards = {event["reward_id"]: event["value"] for event in proxy.events("reward")}
     assert sorted(rewards.values()) == list(range(18))
     assert len({span.span_id for span in proxy.spans()}) == 18
+
+
+def test_a_variable_that_nothing_reads_is_named_once(
+    proxy: FakeProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("STOER", "PORXY_PORT", "traner_optim__lr", "NOTHING_LIKE_IT"):
+        monkeypatch.setenv(f"TRACEGRAD_{name}", "x")
+    read = ("PROXY_PORT", "TRAINER_OPTIM__LR", "JOURNAL_BYTES", "STORE", "TEST_SEED")
+    for name in (*read, "FORK_ENGINE"):
+        monkeypatch.setenv(f"TRACEGRAD_{name}", "1000000")
+    for _ in range(2):
+        with tracegrad.rollout():
+            pass
+    said = "TRACEGRAD_{}: nothing reads this variable"
+    assert caplog.messages == [
+        said.format("NOTHING_LIKE_IT"),
+        said.format("PORXY_PORT") + "; did you mean TRACEGRAD_PROXY_PORT?",
+        said.format("STOER") + "; did you mean TRACEGRAD_STORE?",
+        said.format("traner_optim__lr") + "; did you mean TRACEGRAD_TRAINER_OPTIM__LR?",
+    ]

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +408,43 @@ def in_a_span(patched: pytest.MonkeyPatch) -> None:
         trace(lambda: None)()
 
 
+def in_an_attribute(patched: pytest.MonkeyPatch) -> None:
+    with rollout(task="t"):
+        patched.setattr(telemetry, "KeyValue", interrupt)
+        trace(lambda: None)()
+
+
+def in_the_number_of_a_reward(_: pytest.MonkeyPatch) -> None:
+    class OfADevice:
+        def __float__(self) -> float:  # waits for it
+            interrupt()
+            return 1.0
+
+    with rollout(task="t") as r:
+        r.reward(OfADevice())
+
+
+def in_the_length_of_an_argument(_: pytest.MonkeyPatch) -> None:
+    class Lazy(list[int]):
+        def __len__(self) -> int:
+            interrupt()
+            return 0
+
+    trace(task="t")(lambda asked: asked)(Lazy())
+
+
+def in_a_thread_that_starts(patched: pytest.MonkeyPatch) -> None:
+    with rollout(task="t"):
+        patched.setattr(context, "carried", interrupt)
+        threading.Thread(target=lambda: None).start()
+
+
+def in_a_job(patched: pytest.MonkeyPatch) -> None:
+    with rollout(task="t"), ThreadPoolExecutor(1) as pool:
+        patched.setattr(context, "carried", interrupt)
+        pool.submit(lambda: None)
+
+
 def at_the_beginning(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(thread_patching, "install", interrupt)
     trace(task="t")(lambda: None)()
@@ -432,6 +470,11 @@ def in_a_call(patched: pytest.MonkeyPatch) -> None:
         in_a_reward,
         in_a_write,
         in_a_span,
+        in_an_attribute,
+        in_the_number_of_a_reward,
+        in_the_length_of_an_argument,
+        in_a_thread_that_starts,
+        in_a_job,
         at_the_beginning,
         before_a_span,
         in_a_call,

@@ -11,7 +11,8 @@ import sys
 import pytest
 from opentelemetry import context as otel_context
 from opentelemetry import trace as otel
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 
 import tracegrad
 from support.sdk.fake_proxy import FakeProxy
@@ -187,7 +188,8 @@ def test_an_error_without_a_text_is_the_agents_all_the_same(proxy: FakeProxy) ->
 WITH_A_PROVIDER = """
 import json
 from opentelemetry import trace as otel
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 import tracegrad
@@ -240,3 +242,42 @@ def test_flush_returns_whether_everything_left(
     with rollout():
         pass
     assert not tracegrad.flush(0.2)
+
+
+def test_a_span_is_encoded_as_opentelemetry_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=a,stage=b")
+    limits = SpanLimits(max_attributes=8, max_events=2, max_links=2, max_event_attributes=1)
+    provider = TracerProvider(span_limits=limits)
+    tracer = provider.get_tracer("theirs", "1.2", "https://schema", {"of": "the scope"})
+    state = otel.TraceState([("vendor", "x")])
+    far = otel.SpanContext(5, 6, True, otel.TraceFlags(1), state)
+    attributes = {"text": "ä", "on": True, "many": [1, 2], "real": 0.5, "none": [], "x": "", "y": 1}
+    links = [otel.Link(far, {"a": "b"}), otel.Link(far), otel.Link(far)]
+    around = otel.set_span_in_context(otel.NonRecordingSpan(far))
+    span = tracer.start_span("s", around, otel.SpanKind.CLIENT, {**attributes, "z": 3}, links)
+    span.set_attribute("too many", 1)
+    for name in ("first", "second", "third"):
+        span.add_event(name, {"one": 1, "two": 2})
+    span.set_status(otel.StatusCode.ERROR, "broke")
+    span.end()
+    assert isinstance(span, ReadableSpan)
+    assert (span.dropped_attributes, span.dropped_events, span.dropped_links) == (1, 1, 1)
+    assert telemetry._encode(span) == encode_spans([span])
+    bare = ReadableSpan("bare", otel.SpanContext(1, 2, is_remote=False))
+    assert telemetry._encode(bare) == encode_spans([bare])
+
+
+def test_a_value_that_otlp_has_no_form_for_costs_no_span() -> None:
+    deep: list[object] = []
+    for _ in range(500):
+        deep = [deep]
+    odd = {"large": 2**70, "deep": deep, "lone \ud800": "\ud800", "own": {1: object()}, "b": b"x"}
+    span = ReadableSpan("odd", otel.SpanContext(1, 2, is_remote=False), attributes=odd)
+    message = telemetry._encode(span)
+    [encoded] = message.resource_spans[0].scope_spans[0].spans
+    found = {each.key: each.value for each in encoded.attributes}
+    assert found["large"].string_value == str(2**70)
+    assert found["lone ?"].string_value == "?"
+    assert found["own"].kvlist_value.values[0].key == "1"
+    assert found["b"].bytes_value == b"x"
+    assert len(message.SerializeToString()) < 10_000

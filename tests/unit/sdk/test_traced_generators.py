@@ -132,3 +132,15 @@ def test_a_generator_inside_a_rollout_is_a_span(proxy: FakeProxy) -> None:
         assert list(counting(2)) == [0, 1]
     assert [e["rollout_id"] for e in proxy.events("rollout_started")] == [r.id]
     assert sorted(span.name for span in proxy.spans()) == ["counting", "rollout"]
+
+
+@pytest.mark.parametrize("declared", [True, float])
+def test_an_async_generator_has_nothing_that_could_be_its_reward(declared: Any) -> None:
+    async def steps() -> AsyncIterator[int]:
+        yield 1
+
+    with pytest.raises(
+        TypeError, match=r"reward=.*: steps is an async generator.*reward\(\.\.\.\)"
+    ):
+        trace(reward=declared)(steps)
+    trace(reward=False)(steps)

@@ -83,6 +83,54 @@ def test_two_that_want_to_be_alone_wait_for_each_other_and_not_for_ever(url: str
         Ledger(store).release([])
 
 
+def test_nothing_is_written_to_a_file_that_nobody_finds(sqlite_url: str, tmp_path: Path) -> None:
+    """SQLite would go on in the removed one, and a new connection make an empty one."""
+    file = Path(sqlite_url.removeprefix("sqlite:///"))
+    away = tmp_path / "away"
+    away.mkdir()
+    with Store.open(sqlite_url) as store:
+        store.append([make_turn("before")])
+        beside = [file.with_name(f"{file.name}{end}") for end in ("", "-wal", "-shm")]
+        for each in beside:
+            each.rename(away / each.name)
+        for _ in range(2):  # by the connection that was open, and by a new one
+            with pytest.raises(StoreUnavailable, match=r"store\.db: ") as caught:
+                store.append([make_turn("lost")])
+            assert "\n" not in str(caught.value)
+            with pytest.raises(StoreUnavailable):
+                store.rollout_turns("r")
+            assert not file.exists()
+        for each in beside:
+            (away / each.name).rename(each)
+        store.append([make_turn("after")])
+        assert [turn.turn_id for turn in store.rollout_turns("r")] == ["before", "after"]
+
+
+def test_a_file_that_was_replaced_is_the_store_from_then_on(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    file = Path(sqlite_url.removeprefix("sqlite:///"))
+    with Store.open(f"sqlite:///{tmp_path}/other.db") as other:
+        other.append([make_turn("another")])
+    with Store.open(sqlite_url) as store:
+        store.append([make_turn("t")])
+        file.with_name(f"{file.name}-wal").unlink()
+        (tmp_path / "other.db").replace(file)
+        with pytest.raises(StoreUnavailable, match="was removed or replaced while it was open"):
+            store.append([make_turn("t2")])
+        assert [turn.turn_id for turn in store.rollout_turns("r")] == ["another"]
+
+
+def test_a_file_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "a b#ü%20" / "100%"
+    with Store.open("sqlite:///a b#ü%2520/100%25/s&=.db") as store:  # as a URL has it
+        monkeypatch.chdir("/")  # as an agent may
+        store.append([make_turn("t")])
+        assert [path.name for path in folder.iterdir() if path.suffix == ".db"] == ["s&=.db"]
+        assert len(store.rollout_turns("r")) == 1
+
+
 def test_a_file_that_is_no_store(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("shopping list " * 1000)

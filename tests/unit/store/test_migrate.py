@@ -110,7 +110,9 @@ def test_texts_are_compared_by_their_bytes_in_every_database(store: Store) -> No
 
 
 def test_tables_of_another_program_are_left_alone(empty_url: str) -> None:
-    engine = database_at(empty_url).engine(busy_timeout_s=5)
+    database = database_at(empty_url)
+    database.prepare(create=True)
+    engine = database.engine(busy_timeout_s=5)
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32))"))
         connection.execute(text("INSERT INTO alembic_version VALUES ('abc')"))

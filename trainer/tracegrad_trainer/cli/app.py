@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from tracegrad.cli.options import VersionOption, with_rollout_filter
+from tracegrad.environment import unread_variables
 from tracegrad.private_files import set_private_umask
 from tracegrad.store import ALL, RolloutFilter
 
@@ -42,6 +43,8 @@ BAD_USAGE = 2
 @app.callback()
 def _callback(version: VersionOption = False) -> None:
     """Trains the model behind your agents on the turns that the proxy captured."""
+    for line in unread_variables():
+        print(f"trainer: {line}", file=sys.stderr)
 
 
 @app.command()

@@ -127,6 +127,9 @@ def _overview(status: RunStatus) -> PlainTable:
     if status.seconds:
         steps = f"the last {status.seconds_steps} steps" if status.seconds_steps > 1 else "a step"
         shown.add_row("time", f"{format_time_shares(status.seconds)}  over {steps}")
+    if status.damaged_records:
+        lines = format_count(status.damaged_records, "line")
+        shown.add_row("damaged", f"{lines} of run/journal.jsonl: passed over")
     return shown
 
 

@@ -29,6 +29,7 @@ class RunStatus:
     doing_since: float | None
     begins: str | None  # with what the run began, or resumed
     last_run: Json | None  # `RunRecord`: the one that runs, or how the last one ended
+    damaged_records: int  # lines of the journal of runs that cannot be read
     last_seen: float | None  # of a run that ended without a word: its last sign
     waiting_for: str | None  # why nothing trains; None: something does, or nothing is known
     url: str | None
@@ -62,7 +63,8 @@ def collect_status(
     tags = resolved.get("data", {}).get("tags", {})
     serve = read_state(state_dir, "serve") or {}
     ranks = read_state(state_dir, "ranks") or {}
-    last = next(iter(read_runs(state_dir)[::-1]), None)
+    journal = read_runs(state_dir)
+    last = journal.runs[-1] if journal.runs else None
     serving = bool(serve.get("alive")) and serve.get("stage") != "stopped"
     # The journal has it from its first moment on, run/serve.json a little later.
     begun = last if last is not None and last.alive and last.ended_at is None else None
@@ -86,6 +88,7 @@ def collect_status(
         doing_since=ranks.get("stage_since") if running else None,
         begins=ranks.get("begins") if running else None,
         last_run=None if last is None else last.as_json(),
+        damaged_records=journal.damaged,
         last_seen=_last_seen(last, serve, ranks),
         waiting_for=_waiting_for(store, state_dir, resolved, url=serve.get("url"), running=running)
         if not running or doing == "waiting"

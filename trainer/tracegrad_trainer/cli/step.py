@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 
@@ -14,10 +15,11 @@ from tracegrad.store import StepRecord, Store, StoreError
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.run_journal import RunJournal
-from tracegrad_trainer.launch.run_state import delete_state, read_state
+from tracegrad_trainer.launch.run_state import delete_state, read_state, restore_state
 from tracegrad_trainer.launch.session import (
     NOTHING,
     RANKS_GRACE_S,
+    RefusedError,
     StartError,
     StepFeed,
     StopRequested,
@@ -72,16 +74,21 @@ def _run(
         lock_state_folder(settings.state_dir),
         open_store(settings.proxy.store) as store,
         _journalled(settings, store) as journal,
+        _unchecked_settings(settings) as unchecked,
     ):
-        delete_state(settings.state_dir, "ranks")
+        before = delete_state(settings.state_dir, "ranks")
         ranks = RankProcesses(
             settings,
-            write_resolved_settings(settings, UNCHECKED),
+            unchecked,
             program="tracegrad_trainer.rl.offline_worker",
             arguments=["--steps", str(steps)],
         )
         ranks.log.unlink(missing_ok=True)
-        _watch(ranks, settings, store, show, say)
+        try:
+            _watch(ranks, settings, store, show, say)
+        except RefusedError:
+            restore_state(settings.state_dir, "ranks", before)
+            raise
         state = read_state(settings.state_dir, "ranks") or {}
         said = str(state.get("said", ""))
         journal.end(state.get("ending", "done"), said, step=committed_point(store)[0])
@@ -89,14 +96,27 @@ def _run(
 
 
 @contextmanager
+def _unchecked_settings(settings: TrainerSettings) -> Iterator[Path]:
+    """The file that the ranks read: rank 0 may refuse what is in it."""
+    path = write_resolved_settings(settings, UNCHECKED)
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
 def _journalled(settings: TrainerSettings, store: Store) -> Iterator[RunJournal]:
-    """Its end is written, whatever it is that ends it."""
+    """Its end is written, whatever it is that ends it; nothing, where it did not begin."""
     step, version = committed_point(store)
     journal = RunJournal(settings.state_dir, "trainer step", step=step, version=version)
     try:
         yield journal
     except StopRequested as stop:
         journal.end("signal", f"stopped by {stop}", step=committed_point(store)[0])
+        raise
+    except RefusedError:
+        journal.withdraw()
         raise
     except BaseException as error:
         journal.end("error", str(error) or type(error).__name__, step=None)
@@ -110,7 +130,8 @@ def _watch(
     show: Callable[[StepRecord], None],
     say: Callable[[str], None],
 ) -> None:
-    """Says with what they begin, shows their steps, until they end. Raises StartError."""
+    """Says with what they begin, shows their steps, until they end. Raises StartError, and
+    RefusedError where they did not begin."""
     begun = False
 
     def begins() -> None:
@@ -135,6 +156,7 @@ def _watch(
         begins()
     except ChildError as error:
         said = (read_state(settings.state_dir, "ranks") or {}).get("error")  # by rank 0
-        raise StartError(str(said or error)) from None
+        refused = said is not None and not begun
+        raise (RefusedError if refused else StartError)(str(said or error)) from None
     finally:
         ranks.stop(grace_s=RANKS_GRACE_S)

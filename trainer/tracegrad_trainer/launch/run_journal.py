@@ -13,7 +13,7 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, NamedTuple
 
 from tracegrad.events import Json, new_id
 from tracegrad.private_files import open_private, private_folder
@@ -50,6 +50,7 @@ class RunJournal:
     def __init__(self, state_dir: Path, command: str, *, step: int, version: int) -> None:
         self._path = _path(state_dir)
         self._run = new_id()
+        self._before = self._path.stat().st_size if self._path.exists() else None  # bytes
         self._append(
             command=command,
             from_step=step,
@@ -62,6 +63,14 @@ class RunJournal:
         """Of several the last counts: a command says why it ends before it stops its children,
         which may take long and be killed, and again behind that."""
         self._append(ending=ending, detail=detail, at_step=step, at=time.time())
+
+    def withdraw(self) -> None:
+        """Of a run that was refused before it began: the file is as it was."""
+        with contextlib.suppress(OSError):
+            if self._before is None:
+                self._path.unlink()
+            else:
+                os.truncate(self._path, self._before)
 
     def _append(self, **fields: object) -> None:
         with contextlib.suppress(OSError):
@@ -76,41 +85,56 @@ class RunJournal:
                 os.fsync(file.fileno())
 
 
-def read_runs(state_dir: Path) -> list[RunRecord]:
-    """The last runs in the folder, the newest last; a line that is not whole, or not one of
-    ours, is passed over."""
+class RecordedRuns(NamedTuple):
+    """The last runs in a folder, the newest last. `damaged`: lines that are not whole, or not ours;
+    they are passed over."""
+
+    runs: list[RunRecord]
+    damaged: int
+
+
+def read_runs(state_dir: Path) -> RecordedRuns:
     starts: dict[str, Json] = {}
     ends: dict[str, Json] = {}
+    damaged = 0
     try:
         with _path(state_dir).open("rb") as file:
             lines = _last_lines(file)
     except OSError:
-        return []
+        return RecordedRuns([], 0)
     for line in lines:
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            found = json.loads(line)
-            (starts if "command" in found else ends)[found.pop("run")] = found
+        try:
+            read = json.loads(line)
+            (starts if "command" in read else ends)[read.pop("run")] = read
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            damaged += 1
     found = []
     for run, start in starts.items():
-        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
-            found.append(_record(start, ends.get(run)))
-    return found
+        try:
+            began = _start(start)
+        except (ValueError, KeyError, TypeError, OverflowError):
+            damaged += 1
+            continue
+        try:
+            found.append(_ended(began, ends[run]) if run in ends else began)
+        except (ValueError, KeyError, TypeError):
+            found.append(began)  # an end that cannot be read is as good as none
+            damaged += 1
+    return RecordedRuns(found, damaged)
 
 
-def _record(start: Json, end: Json | None) -> RunRecord:
-    began = RunRecord(
+def _start(start: Json) -> RunRecord:
+    return RunRecord(
         command=str(start["command"]),
         started_at=float(start["at"]),
         from_step=int(start.get("from_step", 0)),
         from_version=int(start.get("from_version", 0)),
         alive=process_is_alive(start),
     )
-    if end is None:
-        return began
-    try:
-        ended_at = float(end["at"])
-    except (ValueError, KeyError, TypeError):
-        return began  # an end that cannot be read is as good as none
+
+
+def _ended(began: RunRecord, end: Json) -> RunRecord:
+    ended_at = float(end["at"])
     fields = {name: end.get(name) for name in ("ending", "detail", "at_step")}
     return RunRecord(**{**asdict(began), **fields, "ended_at": ended_at})
 

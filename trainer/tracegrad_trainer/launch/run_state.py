@@ -67,9 +67,25 @@ def read_state(state_dir: Path, name: str) -> Json | None:
     return {**state, "alive": process_is_alive(state)}
 
 
-def delete_state(state_dir: Path, name: str) -> None:
-    """Removes the state of a process that was killed."""
-    (state_dir / "run" / f"{name}.json").unlink(missing_ok=True)
+def delete_state(state_dir: Path, name: str) -> bytes | None:
+    """Removes the state of a process that has ended -> what it was, for `restore_state`."""
+    path = state_dir / "run" / f"{name}.json"
+    before = path.read_bytes() if path.exists() else None
+    path.unlink(missing_ok=True)
+    return before
+
+
+def restore_state(state_dir: Path, name: str, before: bytes | None) -> None:
+    """As it was before `delete_state`. A full disk costs this note alone."""
+    path = state_dir / "run" / f"{name}.json"
+    with contextlib.suppress(OSError):
+        if before is None:
+            path.unlink(missing_ok=True)
+            return
+        new = path.with_suffix(".new")
+        private_file(new)
+        new.write_bytes(before)
+        new.replace(path)
 
 
 def process_identity() -> Json:

@@ -37,6 +37,10 @@ class StartError(RuntimeError):
     """Why nothing was started, in one line."""
 
 
+class RefusedError(StartError):
+    """By rank 0, before the run began: the folder is to be as it was."""
+
+
 @contextmanager
 def raising_on_stop_signals() -> Iterator[None]:
     """SIGINT and SIGTERM raise StopRequested, until the stack begins to stop."""

@@ -121,7 +121,7 @@ class SftSettings(BaseModel):
 
 
 # Of a settings file these are another command's; named for this one they are a mistake.
-_UNUSED_TABLES = ("data", "push", "vllm")
+_UNUSED_TABLES = ("data", "gpus", "push", "vllm")
 _UNUSED = {
     "max_steps": "set --epochs",
     "batches.drop_equal_reward": "there are no groups; leave it out",
@@ -129,14 +129,18 @@ _UNUSED = {
     "batches.groups": "there are no groups; set --tokens-per-step",
     "batches.group_size": "there are no groups; set --tokens-per-step",
     "optim.scale_by_groups": "there are no groups; leave it out",
+    "checkpoint.keep_every": "set --save-every, and checkpoint.keep: so many stay",
+    "checkpoint.resume_from": "the same command goes on from its last checkpoint; leave it out",
 }
+_STORE = "proxy.store"  # all that is used of the proxy's
 
 
 def check_settings_used(sets: Sequence[str]) -> None:
     """`sets`: name=value, as they were given. Raises ValueError: `trainer sft` does not use one."""
     for given in sets:
         name = given.partition("=")[0].strip()
-        if name.partition(".")[0] in _UNUSED_TABLES:
+        table = name.partition(".")[0]
+        if table in _UNUSED_TABLES or (table == "proxy" and name != _STORE):
             raise ValueError(f"{name}: trainer sft does not use it; leave it out")
         if name in _UNUSED:
             raise ValueError(f"{name}: trainer sft does not use it: {_UNUSED[name]}")

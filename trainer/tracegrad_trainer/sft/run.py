@@ -59,22 +59,27 @@ def _run(settings: SftSettings, console: Console, *, as_json: bool) -> int:
     private_folder(settings.progress_file.parent)
     private_file(settings.progress_file)
     settings.progress_file.write_text("")
-    written = settings.trainer.state_dir / "run" / "sft.json"
-    private_file(written)
+    run = settings.trainer.state_dir / "run"
+    unchecked = run / "sft.unchecked.json"  # the ranks may refuse what is in it
+    private_file(unchecked)
     # Less what is secret: see `RankProcesses`.
-    written.write_text(settings.model_dump_json(indent=2))
-    ranks = RankProcesses(settings.trainer, written, program="tracegrad_trainer.sft.train")
+    unchecked.write_text(settings.model_dump_json(indent=2))
+    ranks = RankProcesses(settings.trainer, unchecked, program="tracegrad_trainer.sft.train")
     ranks.log = settings.trainer.logs / "sft.log"
-    ranks.start()
     failed = False
     try:
+        ranks.start()
         for record in _records(ranks, settings.progress_file):
             failed = failed or record["event"] == "failed"
+            # By the first of these every rank has its model.
+            if record["event"] not in ("data", "failed") and unchecked.exists():
+                unchecked.replace(run / "sft.json")
             _show(record, console, as_json=as_json)
         if not failed and ranks.exit_code() != 0:
             ranks.check()
     finally:
         ranks.stop(grace_s=RANKS_GRACE_S)
+        unchecked.unlink(missing_ok=True)
     return FAILED if failed else 0
 
 

@@ -74,10 +74,20 @@ def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
             _with_text({"reason": reason, "final": final, "turns": turns}, untrained_text, reason)
             | _asked_json(asked_settings(reason, [detail.turns[index] for index in turns]))
             for (reason, final), turns in _by_reason(detail).items()
-        ],
+        ]
+        or _no_turns_json(detail),
         "tokens": asdict(token_totals(transcript, found)),
         "unnamed_calls": detail.unnamed_calls,
     }
+
+
+def _no_turns_json(detail: RolloutDetail) -> list[dict[str, Any]]:
+    """Why a rollout that ended without a turn is not trained."""
+    if detail.turns or detail.summary.state != "no_turns":
+        return []
+    words = _no_turns(detail)
+    found = {"reason": "no_turns", "final": False, "turns": []}
+    return [found | {"meaning": words.meaning, "fix": words.fix} | _asked_json(None)]
 
 
 def _asked_json(asked: AskedSettings | None) -> dict[str, Any]:

@@ -48,8 +48,17 @@ _CONTINUE = b"HTTP/1.1 100"
 _IDLE, _HEAD, _BODY = range(3)
 
 
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """uvicorn logs the stack of every call that the proxy's end cuts off, as if it were a fault;
+    Starlette says it in a text."""
+    if record.exc_info is not None:
+        return not isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not record.getMessage().rstrip().endswith("asyncio.exceptions.CancelledError")
+
+
 def server_config(app: ASGIApp, limits: ConnectionLimits) -> uvicorn.Config:
     """How uvicorn serves the proxy."""
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
     return uvicorn.Config(
         app,
         loop="uvloop",
@@ -88,6 +97,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._stage = _IDLE
         self._deaf = False  # nothing more is read from this client
+        self._refused = False
         self._head_size = 0  # bytes of a head that is not complete
         self._wordless = 0  # bytes since the last that were a body's own
         self._due: float | None = self.loop.time() + self.limits.head_s
@@ -115,13 +125,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         head_goes_on = self._stage == _HEAD
         self._wordless += len(data)
         super().data_received(data if self._stage == _BODY else _without_upgrade(data))
+        self._check_size(len(data) if head_goes_on else 0)
+        self._wait()
+
+    def _check_size(self, of_head: int) -> None:
+        """`of_head`: bytes by which a head that is not complete has grown."""
+        if self._deaf:  # refused by now
+            return
         if self._stage == _HEAD:
-            self._head_size += len(data) if head_goes_on else 0
+            self._head_size += of_head
             if self._head_size > self.limits.head_bytes:
                 self._refuse(431, self._too_large())
         elif self._stage == _BODY and self._wordless > self.limits.head_bytes:
             self._refuse(400, "the body consists of chunk extensions or trailers")
-        self._wait()
 
     def _wait(self) -> None:
         """Say when the next bytes are due."""
@@ -164,13 +180,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._due = self.loop.time() + self.limits.body_s
 
     def on_body(self, body: bytes) -> None:
+        if self._deaf:  # refused by its head, perhaps before there was any cycle
+            return
         self._wordless = 0
         if self._due is not None and not self.cycle.response_complete:
             # Each byte buys the time that it may take; no more than `body_s` is ever in store.
             latest = self.loop.time() + self.limits.body_s
             self._due = min(latest, self._due + len(body) / self.limits.body_rate)
-        if not self._deaf:
-            super().on_body(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._stage = _IDLE
@@ -224,8 +241,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._stage != _BODY and self._answering():
             self.cycle.keep_alive = False  # what is wrong comes after a request in progress
             return
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
+        self._refused = True
         if self._stage != _BODY or not self.cycle.response_started:
             self.transport.write(_answer(status, message))
         if self._answering():

@@ -30,6 +30,7 @@ class GroupGate:
         self._numbers = count(1)
         self._asked: dict[int, asyncio.Future[list[Any]]] = {}
         self._doing: set[asyncio.Task[None]] = set()
+        self._marking: asyncio.Task[None] | None = None  # the last change of the version
 
     # Asked for
 
@@ -44,7 +45,8 @@ class GroupGate:
         await self._of_all(RELEASE)
 
     async def state(self) -> dict[str, int | bool]:
-        states = await self._of_all(STATE)
+        # Where nobody answered in time, this one all the same.
+        states = await self._of_all(STATE) or [self._gate.state()]
         return {
             "version": self._gate.version,
             "held": any(state["held"] for state in states),
@@ -54,7 +56,7 @@ class GroupGate:
 
     async def health(self) -> Json:
         """For `/healthz`. `workers` are those that answered, by their process ids."""
-        states = await self._of_all(HEALTH)
+        states = await self._of_all(HEALTH) or [self._health()]
         loads = [state["writer"] for state in states]
         return {
             "status": "ok",
@@ -80,6 +82,8 @@ class GroupGate:
             task = asyncio.get_running_loop().create_task(self._do(message))
             self._doing.add(task)
             task.add_done_callback(self._doing.discard)
+            if message["do"] == SET_VERSION:
+                self._marking = task
         elif (answer := self._asked.get(message["answer"])) is not None and not answer.done():
             answer.set_result(message["results"])
 
@@ -99,7 +103,13 @@ class GroupGate:
         if asked == SET_VERSION:
             return await self._gate.set_version(**args)
         if asked == RELEASE:
+            # A worker that starts meets both at once: no call may come in between.
+            if self._marking is not None:
+                await asyncio.wait([self._marking])
             return self._gate.release()
         if asked == STATE:
             return self._gate.state()
+        return self._health()
+
+    def _health(self) -> Json:
         return {"pid": os.getpid(), "writer": self._writer.load()._asdict()}

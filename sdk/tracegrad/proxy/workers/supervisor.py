@@ -28,17 +28,43 @@ from tracegrad.proxy.shared_counts import SharedCounts
 from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.proxy.workers.channel import Channel, ChannelClosed
 from tracegrad.proxy.workers.group_requests import GateNow, GroupRequests
-from tracegrad.proxy.workers.worker import CLOSED, Seat, run_worker, upstream_rows
+from tracegrad.proxy.workers.worker import (
+    CLOSED,
+    HEARTBEATS,
+    Seat,
+    run_worker,
+    upstream_rows,
+)
 
 log = logging.getLogger("tracegrad.proxy")
 
 # Before a worker that ended is started again: at once after it served so long, else doubling.
 STABLE_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
+_MOST_DOUBLINGS = 20  # beyond that the pause is the longest
+# A worker whose event loop does not turn is killed after so many looks, half a minute: clients wait
+# for it, and so do all writers where it has their turn. Looks and not time: a supervisor that was
+# stopped itself (Ctrl-Z) blames nobody.
+LOOK_EVERY_S = 5.0
+MISSED_LOOKS = 6
 # After the time that calls in flight get at the end, until a worker is killed.
 _KILL_S = SHUTDOWN_S + 10.0
 _PLACE_AGAIN_S = 0.02
 _ACCEPTS = 64  # connections at a time
+
+
+def pause_before_start(failures: int) -> float:
+    """Seconds, after so many ends in a row without STABLE_S of service between them."""
+    if failures < 2:
+        return 0.0
+    return min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), LONGEST_PAUSE_S)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most of the real-time ones have none
+        return f"signal {number}"
 
 
 @dataclass(slots=True)
@@ -50,6 +76,8 @@ class _Worker:
     accepts: bool = False
     given: int = 0  # connections
     failures: int = 0
+    heartbeats: int = 0  # as seen last
+    missed: int = 0  # looks since they changed
     start_at: float = field(default=0.0)  # where it has no process
 
 
@@ -75,7 +103,8 @@ class Supervisor:
         self._requests = GroupRequests(self._send, GateNow(version, settings.held))
         self._unplaced: deque[socket.socket] = deque()
         self._selector = selectors.DefaultSelector()
-        self._listening = False
+        self._listening = self._out_of_files = False
+        self._look_at = 0.0
         self._signals: list[int] = []
         self._stop_at: float | None = None
         self._code: int | None = None
@@ -100,6 +129,7 @@ class Supervisor:
             self._obey()
             self._reap()
             self._end_late()
+            self._end_silent()
             self._place()
         return self._code
 
@@ -111,12 +141,23 @@ class Supervisor:
                 self._start(worker)
 
     def _start(self, worker: _Worker) -> None:
-        ours, theirs = Channel.pair()
+        try:
+            ours, theirs = Channel.pair()
+        except OSError as error:
+            self._start_later(worker, f"worker {worker.number} has no channel ({error})")
+            return
         self._counts.reset(worker.number)
         worker.given, worker.ready_at, worker.accepts = 0, None, False
+        worker.heartbeats = worker.missed = 0
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            ours.close()
+            theirs.close()
+            self._start_later(worker, f"worker {worker.number} has no process ({error})")
+            return
         if pid == 0:
             ours.close()
             self._become(worker.number, theirs)
@@ -172,18 +213,24 @@ class Supervisor:
         self._cut_off(worker)
         worker.pid = None
         self._counts.reset(worker.number)
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        how = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited with {code}"
+        if worker.ready_at is not None and now - worker.ready_at >= STABLE_S:
+            worker.failures = -1
+        who = f"worker {worker.number} (process {pid})"
+        said = f"{who} {how}" if self._announced else f"{who} did not start: it {how}"
+        self._start_later(worker, said, code=code if code > 0 else 1)
+
+    def _start_later(self, worker: _Worker, said: str, code: int = 1) -> None:
         if self._code is not None:
             return
         if not self._announced:
-            log.error("worker %d (process %d) did not start: it %s", worker.number, pid, how)
-            self._stop(code if code > 0 else 1)
+            log.error("%s", said)
+            self._stop(code)
             return
-        stable = worker.ready_at is not None and now - worker.ready_at >= STABLE_S
-        worker.failures = 0 if stable else worker.failures + 1
-        pause_s = min(FIRST_PAUSE_S * 2 ** (worker.failures - 1), LONGEST_PAUSE_S)
-        worker.start_at = now + (pause_s if worker.failures > 1 else 0)
-        log.error("worker %d (process %d) %s; it is started again", worker.number, pid, how)
+        worker.failures += 1
+        pause_s = pause_before_start(worker.failures)
+        worker.start_at = time.monotonic() + pause_s
+        log.error("%s; it is started again%s", said, f" in {pause_s:g} s" if pause_s else "")
 
     def _cut_off(self, worker: _Worker) -> None:
         if worker.channel is not None:
@@ -255,9 +302,12 @@ class Supervisor:
                 return
             except OSError as error:
                 # No files left: those who wait are served when others have gone.
-                log.error("a connection cannot be accepted: %s", error)
+                if not self._out_of_files:
+                    self._out_of_files = True
+                    log.error("a connection cannot be accepted: %s; it waits", error)
                 time.sleep(_PLACE_AGAIN_S)
                 return
+            self._out_of_files = False
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._unplaced.append(connection)
             self._place()
@@ -271,7 +321,11 @@ class Supervisor:
     def _given(self, connection: socket.socket) -> bool:
         able = [worker for worker in self._workers if worker.accepts]
         closed = self._counts.count(CLOSED, 0)
-        for worker in sorted(able, key=lambda each: each.given - closed.of(each.number)):
+
+        def last_resort(each: _Worker) -> tuple[bool, int]:
+            return each.missed > 1, each.given - closed.of(each.number)
+
+        for worker in sorted(able, key=last_resort):
             if worker.channel is not None and worker.channel.send_connection(connection):
                 worker.given += 1
                 return True
@@ -306,6 +360,27 @@ class Supervisor:
         if self._stop_at is not None and now > self._stop_at:
             self._signal_all(signal.SIGKILL)
 
+    def _end_silent(self) -> None:
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        heartbeats = self._counts.count(HEARTBEATS, 0)
+        for worker in self._workers:
+            if worker.channel is None or worker.ready_at is None:
+                continue
+            seen = heartbeats.of(worker.number)
+            worker.missed = worker.missed + 1 if seen == worker.heartbeats else 0
+            worker.heartbeats = seen
+            if worker.missed >= MISSED_LOOKS:
+                log.error(
+                    "worker %d (process %d) does nothing any more, and is killed",
+                    worker.number,
+                    worker.pid,
+                )
+                self._cut_off(worker)
+                self._signal(worker, signal.SIGKILL)
+
     def _signal_all(self, number: int) -> None:
         for worker in self._workers:
             self._signal(worker, number)
@@ -316,7 +391,7 @@ class Supervisor:
 
     def _pause(self) -> float | None:
         """Seconds until something is due."""
-        due = [self._requests.next_deadline(), self._stop_at]
+        due = [self._requests.next_deadline(), self._stop_at, self._look_at]
         if self._code is None:
             due += [worker.start_at for worker in self._workers if worker.pid is None]
         times = [each - time.monotonic() for each in due if each is not None]

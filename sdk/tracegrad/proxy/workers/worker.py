@@ -28,12 +28,14 @@ from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.proxy.workers.channel import Channel, ChannelClosed
 from tracegrad.proxy.workers.group_gate import GroupGate
 from tracegrad.proxy.workers.group_requests import GateNow
-from tracegrad.store import GroupCommitWriter, Store, StoreError
+from tracegrad.store import GroupCommitWriter, Store
 
 log = logging.getLogger("tracegrad.proxy")
 
-# Rows of the shared counts: connections that a worker has closed, then calls at each upstream.
-CLOSED = 0
+# Rows of the shared counts: connections that a worker has closed, turns of its event loop, then
+# calls at each upstream.
+CLOSED, HEARTBEATS = 0, 1
+_FIRST_UPSTREAM = 2
 # Between two looks at what others did, where no request comes: their rings must not overtake us.
 _TICKS = 5
 
@@ -53,7 +55,10 @@ class Seat:
 
 class WriteTurn:
     """Of workers that write one file, one at a time: SQLite would let the others look again and
-    again whether it is free. The system frees what a worker that is killed holds."""
+    again whether it is free. The system frees what a worker that is killed holds; one that is
+    stopped keeps it until the supervisor kills it.
+
+    Raises OSError."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -75,14 +80,11 @@ def worker_settings(settings: ProxySettings) -> ProxySettings:
 
 
 def run_worker(seat: Seat) -> None:
-    """Until SIGTERM, or the supervisor's end. Raises SystemExit where it cannot start."""
+    """Until SIGTERM, or the supervisor's end."""
     _on_signals(lambda *_: sys.exit(0))
     settings = worker_settings(seat.settings)
-    try:
-        store = Store.open(settings.store)
-    except (StoreError, ValueError) as error:
-        print(f"tracegrad proxy: store {settings.store}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    # One that is away just now is answered with 503, as by workers that were there before.
+    store = Store.attach(settings.store)
     limits = ConnectionLimits.of(settings)
     limits = replace(limits, connections=raise_file_limit(limits.connections))
     turn = WriteTurn(seat.writing) if store.database.url.get_backend_name() == "sqlite" else None
@@ -95,7 +97,7 @@ def run_worker(seat: Seat) -> None:
         )
         gate.pushes = gate.pushes or seat.gate.pushes
         group = GroupGate(seat.channel.send, gate, writer)
-        rows = range(1, 1 + len(settings.upstreams))
+        rows = range(_FIRST_UPSTREAM, upstream_rows(settings.upstreams))
         links = WorkerLinks(
             log=seat.shared,
             in_flight=[seat.counts.count(row, seat.number) for row in rows],
@@ -127,7 +129,9 @@ class WorkerServer(uvicorn.Server):
         self._gate = gate
         self._group = group
         self._closed = seat.counts.count(CLOSED, seat.number)
+        self._heartbeats = seat.counts.count(HEARTBEATS, seat.number)
         self._adopting: set[asyncio.Task[None]] = set()
+        self._out_of_files = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
@@ -140,6 +144,7 @@ class WorkerServer(uvicorn.Server):
         self._say({"ready": os.getpid()})
 
     async def on_tick(self, counter: int) -> bool:
+        self._heartbeats.add(1)
         self._seat.channel.flush()
         if counter % _TICKS == 0:
             self._seat.shared.catch_up()
@@ -156,11 +161,14 @@ class WorkerServer(uvicorn.Server):
         try:
             while (found := self._seat.channel.receive()) is not None:
                 if found.connection is not None:
+                    self._out_of_files = False
                     task = asyncio.get_running_loop().create_task(self._adopt(found.connection))
                     self._adopting.add(task)
                     task.add_done_callback(self._adopting.discard)
                 elif found.lost:
-                    log.error("a connection is dropped: this worker has no file left for it")
+                    if not self._out_of_files:  # once, and not for each of a thousand
+                        log.error("connections are dropped: this worker has no file left for them")
+                    self._out_of_files = True
                     self._closed.add(1)
                 elif found.message is not None:
                     self._group.received(found.message)
@@ -204,4 +212,4 @@ def _counted(protocol: type[Any], closed: SharedCount) -> type[Any]:
 
 def upstream_rows(urls: Sequence[str]) -> int:
     """How many rows of shared counts the workers need."""
-    return 1 + len(urls)
+    return _FIRST_UPSTREAM + len(urls)

@@ -2,16 +2,21 @@
 
 Appending and exclusive transactions take the file's write lock when they begin (`BEGIN
 IMMEDIATE`), so that both are the only writer until they commit. Readers never wait.
+
+A file that was removed stays open, and SQLite would go on writing into what nobody finds any more;
+a new connection would make an empty one in its place. Here neither happens: a transaction begins
+only in the file that has the name now, and only `prepare` makes one.
 """
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 
@@ -58,9 +63,10 @@ class SQLite(Database):
             raise StoreUnavailable(f"store {path}: {error}") from error
 
     def engine(self, *, busy_timeout_s: float) -> Engine:
+        path = Path(self.describe()).absolute()  # the process may change its directory
         engine = create_engine(
             self.url,
-            connect_args={"timeout": busy_timeout_s, "check_same_thread": False},
+            creator=lambda: _open_file(path, busy_timeout_s),
             json_serializer=json_text,
             pool_size=4,
             max_overflow=60,
@@ -76,6 +82,40 @@ class SQLite(Database):
         return _transaction(engine, "BEGIN IMMEDIATE")
 
     exclusive = appending
+
+
+class _FileConnection(sqlite3.Connection):
+    path: Path
+    file: tuple[int, int] | None  # which one had the name when it was opened
+
+    def check_file(self) -> None:
+        """Raises StoreUnavailable."""
+        if self.file is None or self.file != _file_at(self.path):
+            raise StoreUnavailable(
+                f"store {self.path}: the file was removed or replaced while it was open; put it"
+                " back, or end the programs that use it"
+            )
+
+
+def _open_file(path: Path, timeout_s: float) -> _FileConnection:
+    opened = sqlite3.connect(
+        f"{path.as_uri()}?mode=rw",  # never a new one
+        uri=True,
+        timeout=timeout_s,
+        check_same_thread=False,
+        factory=_FileConnection,
+    )
+    # Now: a file of a container's image is another one once it is open for writing.
+    opened.path, opened.file = path, _file_at(path)
+    return opened
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _on_connect(connection: Any, _record: object) -> None:
@@ -108,5 +148,10 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
 def _transaction(engine: Engine, begin: str) -> Iterator[Connection]:
     # SQLAlchemy's own event for it would slow down every statement.
     with engine.begin() as connection:
+        try:
+            cast(_FileConnection, connection.connection.driver_connection).check_file()
+        except StoreUnavailable:
+            connection.invalidate()  # what has the name by then is opened next time
+            raise
         connection.exec_driver_sql(begin)
         yield connection

@@ -181,7 +181,16 @@ def test_an_absolute_url_is_a_path(client: socket.socket, reader: Reader) -> Non
     assert answer.body == b"GET /pause 0 host"
 
 
-def test_connections_are_bounded() -> None:
+_POST = b"POST /a HTTP/1.1\r\ncontent-length: 300000\r\n"
+# Of calls that are refused by their heads: bodies that come with them or behind them, and no body.
+BODIES = [
+    [_POST + b"\r\n" + b"b" * 1000],
+    [_POST, b"\r\n" + b"b" * 100_000],
+    [_POST.replace(b"300000", b"4") + b"\r\nabcd\x16\x03\x01"],
+]
+
+
+def test_connections_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     limits = ConnectionLimits(connections=3, head_s=30)
     with bounded(Echo(), limits) as url:
         first = [connect(url) for _ in range(3)]
@@ -195,6 +204,16 @@ def test_connections_are_bounded() -> None:
             assert answer is not None
             assert answer.headers["retry-after"] == "1"
         spare = [connect(url) for _ in range(SPARE_CONNECTIONS)]
+        for client in spare[:2]:
+            client.close()
+        for pieces in BODIES:
+            with connect(url) as fourth:
+                for piece in pieces:
+                    fourth.sendall(piece)
+                    time.sleep(0.05)
+                assert "too many connections" in refused(Reader(fourth).answer(), 503)
+        assert not caplog.records
+        spare += [connect(url) for _ in range(2)]
         with connect(url) as too_many:
             assert Reader(too_many).ended()
         for client in [*spare, *first]:

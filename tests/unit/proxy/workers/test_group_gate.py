@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import pytest
@@ -15,6 +16,9 @@ import pytest
 from support.engines.mock_engine import Answer
 from support.proxy.servers import CONTROL, eventually
 from support.proxy.workers import Workers, exists, two_workers
+from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
+from tracegrad.proxy.workers.group_gate import GroupGate
+from tracegrad.store import WriterLoad
 
 Json = dict[str, Any]
 
@@ -138,3 +142,49 @@ def test_a_worker_that_hangs_is_not_waited_for_by_a_look_at_the_state(workers: W
         os.kill(hanging, signal.SIGCONT)
     assert found["workers"] == [workers.pid_of(workers.clients[1])]
     assert exists(hanging)
+
+
+class Alone:
+    """A worker's gate, whose supervisor answers for nobody: all were too slow."""
+
+    def __init__(self) -> None:
+        self.sent: list[Json] = []
+        self.gate = WeightUpdateGate(4)
+        self.group = GroupGate(self.send, self.gate, Writer())
+
+    def send(self, message: Json) -> None:
+        self.sent.append(message)
+        if "ask" in message:
+            self.group.received({"answer": message["number"], "results": []})
+
+
+class Writer:
+    def submit(self, events: object) -> NoReturn:
+        raise AssertionError
+
+    def load(self) -> WriterLoad:
+        return WriterLoad(1, 2, 3, 4)
+
+
+def test_a_worker_on_a_busy_machine_speaks_at_least_for_itself() -> None:
+    async def look() -> tuple[Json, Json]:
+        worker = Alone()
+        await worker.gate.hold(ttl_s=60, drain_s=0)
+        return await worker.group.health(), dict(await worker.group.state())
+
+    health, state = asyncio.run(look())
+    assert health["workers"] == [os.getpid()]
+    assert health["writer"]["bytes"] == 2
+    assert state == {"version": 4, "held": True, "in_flight": 0, "waiting": 0}
+
+
+def test_calls_enter_after_the_version_of_a_push_that_a_worker_meets_whole() -> None:
+    async def push() -> list[int]:
+        worker = Alone()
+        await worker.gate.hold(ttl_s=60, drain_s=0)
+        for number, (what, args) in enumerate([("set_version", {"version": 5}), ("release", {})]):
+            worker.group.received({"do": what, "args": args, "number": number})
+        async with worker.gate.admission(streaming=True) as call:
+            return [call.version, worker.gate.version]
+
+    assert asyncio.run(push()) == [5, 5]

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import selectors
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from support.engines.mock_engine import Answer
 from support.proxy.servers import eventually
 from support.proxy.workers import Workers, exists, two_workers
+from tracegrad.proxy.config import ProxySettings
+from tracegrad.proxy.workers.channel import Channel
+from tracegrad.proxy.workers.supervisor import (
+    LONGEST_PAUSE_S,
+    MISSED_LOOKS,
+    Supervisor,
+    pause_before_start,
+)
+from tracegrad.proxy.workers.worker import HEARTBEATS
 
 # `tracegrad proxy` whose second worker fails as this says.
 _FAILING = """
@@ -39,6 +53,12 @@ def workers(sqlite_url: str, tmp_path: Path) -> Iterator[Workers]:
         yield found
 
 
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
 def test_a_killed_worker_is_started_again_and_the_other_goes_on(workers: Workers) -> None:
     first, second = workers.clients
     killed, kept = workers.pid_of(first), workers.pid_of(second)
@@ -59,6 +79,118 @@ def test_a_killed_worker_is_started_again_and_the_other_goes_on(workers: Workers
     assert len(workers.store.rollout_turns("r")) == 2
 
 
+# Looks at the workers that come often, and enough of them for a busy machine.
+OFTEN = {
+    "tracegrad.proxy.workers.supervisor.LOOK_EVERY_S": 0.1,
+    "tracegrad.proxy.workers.supervisor.MISSED_LOOKS": 50,
+}
+
+
+def test_a_worker_that_is_stopped_is_killed_and_holds_nobody_for_good(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    with two_workers(sqlite_url, tmp_path, OFTEN) as workers:
+        first, second = workers.clients
+        stopped = workers.pid_of(first)
+        os.kill(stopped, signal.SIGSTOP)
+        with pytest.raises(httpx.TransportError):  # its client sees its end
+            first.get("/healthz")
+        workers.chat(second, [{"role": "user", "content": "hi"}], "r")
+        eventually(lambda: stopped not in (found := workers.pids()) and len(found) == 2, 60)
+        assert not exists(stopped)
+        said = workers.proxy.log.read_text()
+        assert f"worker 0 (process {stopped}) does nothing any more, and is killed" in said or (
+            f"worker 1 (process {stopped}) does nothing any more, and is killed" in said
+        )
+
+
+def test_a_supervisor_that_was_stopped_itself_blames_no_worker(
+    listener: socket.socket,
+) -> None:
+    supervisor = Supervisor(ProxySettings(workers=2), listener, version=0, announce=lambda: None)
+    worker = supervisor._workers[1]
+    channel, other = Channel.pair()
+    supervisor._selector.register(channel, selectors.EVENT_READ)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        worker.pid, worker.channel, worker.ready_at = process.pid, channel, 0.0
+        heartbeats = supervisor._counts.count(HEARTBEATS, 1)
+        for _ in range(2):
+            heartbeats.add(1)
+            for missed in range(MISSED_LOOKS):
+                supervisor._look_at = 0.0  # however late it is
+                supervisor._end_silent()
+                supervisor._end_silent()  # not a look
+                assert (worker.missed, process.poll()) == (missed, None)
+        supervisor._look_at = 0.0
+        supervisor._end_silent()
+        assert process.wait(30) == -signal.SIGKILL
+    other.close()
+
+
+def test_a_worker_starts_while_the_store_is_away(sqlite_url: str, tmp_path: Path) -> None:
+    file = Path(sqlite_url.removeprefix("sqlite:///"))
+    away = tmp_path / "away"
+    away.mkdir()
+    hello = {"messages": [{"role": "user", "content": "hi"}]}
+    with two_workers(sqlite_url, tmp_path) as workers:
+        workers.chat(workers.clients[0], [*hello["messages"]], "r")
+        moved = list(file.parent.glob(f"{file.name}*"))
+        for path in moved:
+            path.rename(away / path.name)
+        killed = workers.pids()
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        eventually(lambda: workers.answers() and not {*killed} & {*workers.pids()}, 60)
+        url = f"{workers.proxy.url}/rollouts/r/v1/chat/completions"
+        answer = httpx.post(url, json=hello, timeout=60)
+        assert answer.status_code == 503
+        assert "the store cannot be written" in answer.json()["error"]["message"]
+        assert not file.exists(), "none is made in its place"
+        for path in moved:
+            (away / path.name).rename(path)
+        assert httpx.post(url, json=hello, timeout=60).status_code == 200
+        assert len(workers.store.rollout_turns("r")) == 2
+
+
+def test_a_worker_may_be_ended_by_any_signal(workers: Workers) -> None:
+    killed = workers.pids()[0]
+    os.kill(killed, 40)  # one of those that have no name
+    eventually(lambda: killed not in (found := workers.pids()) and len(found) == 2, 60)
+    assert "was ended by signal 40; it is started again" in workers.proxy.log.read_text()
+
+
+def test_pauses_before_a_start_grow_and_end() -> None:
+    assert [pause_before_start(failures) for failures in range(5)] == [0, 0, 0.4, 0.8, 1.6]
+    assert pause_before_start(5000) == LONGEST_PAUSE_S  # of half a day without a store
+
+
+@pytest.mark.parametrize("missing", ["fork", "socketpair"])
+def test_where_no_worker_can_be_started_others_go_on_and_it_is_tried_again(
+    missing: str,
+    listener: socket.socket,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    supervisor = Supervisor(ProxySettings(workers=2), listener, version=0, announce=lambda: None)
+    monkeypatch.setattr(os if missing == "fork" else socket, missing, refuse)
+    worker = supervisor._workers[1]
+    supervisor._announced = True
+    for pause_s in (0, 0.4):
+        now = time.monotonic()
+        supervisor._start(worker)
+        assert worker.start_at >= now + pause_s
+    assert worker.pid is worker.channel is supervisor._code is None
+    supervisor._announced = False  # nobody serves yet: the proxy does not start
+    supervisor._start(worker)
+    assert supervisor._code == 1
+    said = caplog.messages[:2]
+    assert said[0].endswith("; it is started again")
+    assert said[1].endswith("; it is started again in 0.4 s")
+
+
 def test_no_worker_outlives_its_supervisor(workers: Workers) -> None:
     pids = workers.pids()
     os.kill(workers.proxy.pid, signal.SIGKILL)
@@ -75,6 +207,28 @@ def test_a_signal_ends_all_in_order(workers: Workers, number: int) -> None:
     eventually(lambda: not any(map(exists, [*pids, workers.proxy.pid])), 60)
     assert "Traceback" not in workers.proxy.log.read_text()
     assert len(workers.store.rollout_turns("r")) == 1
+
+
+def test_a_second_signal_cuts_calls_off_and_what_they_had_is_recorded(workers: Workers) -> None:
+    everyone = [*workers.pids(), workers.proxy.pid]
+    workers.engine.replies.append(Answer("0123456789"))
+    workers.engine.wait_before(2)
+    body = {"messages": [{"role": "user", "content": "Tell."}], "stream": True}
+    path = "/rollouts/r/v1/chat/completions"
+    with workers.clients[0].stream("POST", path, json=body) as answer:
+        lines = answer.iter_lines()
+        while "4567" not in next(lines):
+            pass
+        os.kill(workers.proxy.pid, signal.SIGTERM)
+        eventually(lambda: not workers.answers(), 60)
+        with suppress(ProcessLookupError):  # a busy machine may have taken the call's 5 s by now
+            os.kill(workers.proxy.pid, signal.SIGTERM)
+        with pytest.raises(httpx.TransportError):
+            list(lines)
+    eventually(lambda: not any(map(exists, everyone)), 60)
+    assert "Traceback" not in workers.proxy.log.read_text()
+    [turn] = workers.store.rollout_turns("r")
+    assert (turn.untrainable, len(turn.completion_token_ids)) == ("aborted", 8)
 
 
 def test_a_worker_that_cannot_start_ends_the_proxy(tmp_path: Path) -> None:

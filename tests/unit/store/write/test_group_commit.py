@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import sqlite3
 import subprocess
@@ -101,6 +103,29 @@ def test_what_comes_while_a_writer_waits_for_its_turn_goes_along(
             submission.result(timeout=30)
     assert batches == [(4, True)]
     assert not turn.locked()
+
+
+@pytest.mark.parametrize("when", ["begin", "end"])
+def test_a_turn_that_the_system_refuses_stops_no_writer(
+    store: Store, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refused:
+        def __enter__(self) -> None:
+            self.fail("begin")
+
+        def __exit__(self, *_: object) -> None:
+            self.fail("end")
+
+        def fail(self, now: str) -> None:
+            if now == when:
+                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with GroupCommitWriter(store, turn=Refused()) as writer:
+        for number in range(3):
+            writer.submit([make_turn(f"t{number}")]).result(timeout=30)
+    assert len(store.rollout_turns("r")) == 3
+    [said] = caplog.messages
+    assert "cannot take turns" in said, "once"
 
 
 @pytest.mark.databases("sqlite", "postgres")

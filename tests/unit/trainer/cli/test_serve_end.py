@@ -50,7 +50,7 @@ def served(settings: TrainerSettings) -> tuple[int, list[str], RunRecord]:
     """The exit code, the lines, and what the journal says of it."""
     file = io.StringIO()
     code = serve(settings, Console(file=file, width=100))
-    [run] = read_runs(settings.state_dir)
+    [run] = read_runs(settings.state_dir).runs
     return code, file.getvalue().splitlines(), run
 
 

@@ -217,6 +217,17 @@ def test_a_process_that_is_gone_does_not_run(store: Store, tmp_path: Path) -> No
     assert read_state(tmp_path, "serve") is None
 
 
+def test_lines_of_the_journal_that_cannot_be_read_are_counted(store: Store, tmp_path: Path) -> None:
+    RunJournal(tmp_path, "trainer serve", step=3, version=3).end("done", "", step=3)
+    assert "damaged" not in printed(collect_status(store, tmp_path), 200)
+    with (tmp_path / "run" / "journal.jsonl").open("a") as journal:
+        journal.write('{"run": "x", "comm\n[1]\n')
+    found = collect_status(store, tmp_path)
+    assert found.as_json()["damaged_records"] == 2
+    shown = " ".join(printed(found, 200).split())
+    assert "damaged 2 lines of run/journal.jsonl: passed over" in shown
+
+
 @pytest.mark.parametrize(
     ("ending", "detail", "step", "words"),
     [

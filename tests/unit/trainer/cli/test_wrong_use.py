@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from support.trainer.prepared_run import save_smallest_model
-from tracegrad.settings_sources import SettingsError
+from tracegrad.settings_sources import SettingsError, setting_names
 from tracegrad_trainer.cli.app import app
-from tracegrad_trainer.config.trainer import load_settings
+from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
 from tracegrad_trainer.launch.session import StartError, lock_state_folder
+from tracegrad_trainer.sft.config import check_settings_used
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,10 @@ def test_a_value_where_a_table_belongs_says_how_to_write_it(tmp_path: Path) -> N
         ("max_steps=3", "set --epochs"),
         ("data.tags=split=x", "leave it out"),
         ("vllm.max_model_len=512", "leave it out"),
+        ("gpus.share=false", "leave it out"),
+        ("proxy.port=4242", "leave it out"),
+        ("checkpoint.keep_every=10", "set --save-every"),
+        ("checkpoint.resume_from=3", "goes on from its last checkpoint"),
     ],
 )
 def test_sft_refuses_what_it_does_not_use(
@@ -67,19 +72,35 @@ def test_sft_refuses_what_it_does_not_use(
     assert not (tmp_path / "s").exists()
 
 
+def test_every_setting_is_used_by_sft_or_refused(tmp_path: Path) -> None:
+    """Of a table that it uses, all but those that are another command's."""
+    used = {"model", "reference", "state_dir", "ranks", "seed", "proxy.store"}
+    tables = {"batches", "objective", "optim", "fsdp", "checkpoint", "metrics"}
+    for name in setting_names(TrainerSettings):
+        table, _, leaf = name.partition(".")
+        try:
+            check_settings_used([f"{name}=1"])
+        except ValueError:
+            assert name not in used
+        else:
+            assert name in used or table in tables or not leaf, name
+
+
 def test_a_misspelt_variable_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRACEGRAD_TRAINER_OPTIMS__LR", "1")
     monkeypatch.setenv("TRACEGRAD_PROXY_HELDD", "1")
+    monkeypatch.setenv("TRACEGRAD_STOER", "sqlite:///x.db")
     with pytest.raises(SystemExit):
         app(["serve", "--dry-run", "--model", str(tmp_path / "none")])
     lines = capsys.readouterr().err.splitlines()
-    assert [line.partition("; did")[2] for line in lines[:2]] == [
+    assert [line.partition("; did")[2] for line in lines[:3]] == [
+        " you mean TRACEGRAD_STORE?",
         " you mean TRACEGRAD_TRAINER_OPTIM?",
         " you mean TRACEGRAD_PROXY_HELD?",
     ]
-    assert "there is no such folder" in lines[2]
+    assert "there is no such folder" in lines[3]
 
 
 def test_a_state_folder_that_is_a_file_names_the_setting(tmp_path: Path) -> None:
