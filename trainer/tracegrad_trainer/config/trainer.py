@@ -330,7 +330,7 @@ class TrainerSettings(FileSettings):
         made = self.model_copy(update=changes)
         for rule in TrainerSettings.__pydantic_decorators__.model_validators.values():
             if rule.info.mode == "after":
-                rule.func(made)  # type: ignore[call-arg]
+                rule.func(made)
         return made
 
     def stored(self) -> dict[str, Any]:

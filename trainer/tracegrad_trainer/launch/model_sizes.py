@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from tracegrad_trainer.config.vllm import CPU_KV_BYTES
 from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings
 from tracegrad_trainer.engine.model.hf_config import layer_configs, query_heads
 from tracegrad_trainer.engine.model.memory import estimate_memory, meta_model
-from tracegrad_trainer.launch.placement import ModelSizes, PlacementRequest, RankMemory
+from tracegrad_trainer.launch.placement import AND, ModelSizes, PlacementRequest, RankMemory
 
 # The served version of a push's files and the one under way, in float32 (`WeightFiles`).
 _PUSH_VERSIONS, _PUSH_ITEMSIZE = 2, 4
@@ -120,12 +121,9 @@ def _lighter(fsdp: FsdpSettings) -> dict[str, FsdpSettings]:
         found["[fsdp.lora]"] = {"lora": LoraSettings()}
     if not fsdp.cpu_offload:
         found["fsdp.cpu_offload = true"] = {"cpu_offload": True}
-    if len(found) > 1:
-        names = list(found)
-        every = {name: value for change in found.values() for name, value in change.items()}
-        for one in names[1:]:
-            if not fsdp.gradient_checkpointing:
-                both = found[names[0]] | found[one]
-                found[f"{names[0]} and {one}"] = both
-        found["all of these"] = every
-    return {name: fsdp.model_copy(update=change) for name, change in found.items()}
+    lighter = {}
+    for number in range(1, len(found) + 1):
+        for names in itertools.combinations(found, number):
+            update = {key: value for name in names for key, value in found[name].items()}
+            lighter[AND.join(names)] = fsdp.model_copy(update=update)
+    return lighter

@@ -25,6 +25,10 @@ PROCESS = 2 * GIB
 USEFUL_SEQUENCES, USEFUL_TOKENS = 16, 4096
 # At most every so manieth GPU trains, where that is enough: decoding takes most of a step's time.
 TRAIN_SHARE = 4
+# What is advised where longer sequences do not fit.
+SHORT = 8192
+# Between the names of settings that are changed together.
+AND = " and "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,13 +171,14 @@ def place(machine: Machine, sizes: ModelSizes, request: PlacementRequest) -> Pla
     check_request(machine, request)
     if not machine.gpus or not (request.engine_on_gpu or request.train_on_gpu):
         return _on_cpu(machine, sizes, request)
-    refused: dict[str, None] = {}
+    refused: dict[bool, str] = {}
     for split in _splits(machine, request):
         found = _try(machine, sizes, request, split)
         if isinstance(found, Placement):
             return found
-        refused[found] = None
-    raise DoesNotFitError(_why_not(machine, sizes, request, list(refused)))
+        if not split.shared or True not in refused:  # of both kinds that of the most GPUs
+            refused[split.shared] = found
+    raise DoesNotFitError(_why_not(machine, sizes, request, refused))
 
 
 def place_training(machine: Machine, request: PlacementRequest) -> tuple[int, ...]:
@@ -196,8 +201,8 @@ def check_request(machine: Machine, request: PlacementRequest) -> None:
     given += ["share"] if request.share else []
     if given and not there:
         raise ValueError(
-            f"gpus.{given[0]}: this machine has no GPU that could be used, vLLM and the ranks are on"
-            " its CPU: leave [gpus] out"
+            f"gpus.{given[0]}: this machine has no GPU that could be used, vLLM and the ranks are"
+            " on its CPU: leave [gpus] out"
         )
     for name, on_gpu in (("vllm", request.engine_on_gpu), ("train", request.train_on_gpu)):
         if lists[name] is not None and not on_gpu:
@@ -389,7 +394,7 @@ def _assemble(
         else:
             serving = training = serving | training
         users = ["vLLM"] * (gpu.index in gpus)
-        users += [f"rank {train.index(gpu.index)}"] * (gpu.index in train)
+        users += [f"rank {i}" for i, index in enumerate(train) if index == gpu.index]
         plans.append(GpuPlan(gpu=gpu, users=tuple(users), serving=serving, training=training))
     copies = (engine.tensor_parallel, engine.data_parallel) if engine else (1, 1)
     total = min((machine.gpus[n].total for n in gpus), default=0)
@@ -494,7 +499,8 @@ def _reasons(
     elif gpus and train:
         fewest = "ranks says how many" if request.ranks else "the fewest that hold it, for"
         fewest += "" if request.ranks else " decoding takes most of a step"
-        yield f"apart, so that both work at once: {len(train)} of {len(machine.gpus)} GPUs train ({fewest})"
+        count = f"{len(train)} of {len(machine.gpus)} GPUs train"
+        yield f"apart, so that both work at once: {count} ({fewest})"
     if engine is not None:
         size = engine.tensor_parallel
         reason = (
@@ -514,36 +520,36 @@ def _reasons(
 
 
 def _why_not(
-    machine: Machine, sizes: ModelSizes, request: PlacementRequest, refused: Sequence[str]
+    machine: Machine, sizes: ModelSizes, request: PlacementRequest, refused: Mapping[bool, str]
 ) -> str:
     gpus = f"{len(machine.gpus)} GPU{'s' * (len(machine.gpus) > 1)}"
     each = _gib(min(gpu.free for gpu in machine.gpus))
+    kinds = ("apart", "shared")
+    said = "; ".join(f"{kinds[shared]}, {line}" for shared, line in refused.items())
     line = (
         f"model: {sizes.parameters / 1e9:.2f}e9 parameters do not fit on {gpus} with {each} free"
-        f" each: {'; '.join(_telling(refused)) or 'no way to lay it out is left by [gpus]'}"
+        f" each: {said or '[gpus] leaves no way to lay it out'}"
     )
-    would = list(_would_fit(machine, sizes, request))
+    would = _would_fit(machine, sizes, request)
     if would:
-        return f"{line}. It would fit with {', or '.join(would)}"
-    ways = ", ".join(sizes.ways)
-    return f"{line}. None of {ways or 'our settings'} is enough: it takes more or larger GPUs"
+        return f"{line}. It would fit with {', or with '.join(would)}"
+    single = [name for name in sizes.ways if AND not in name]
+    return f"{line}. Not enough: {', '.join(single) or 'our settings'}; take more or larger GPUs"
 
 
-def _telling(refused: Sequence[str]) -> list[str]:
-    """The last word of each kind: that of the most GPUs."""
-    kinds = {line.split(" ", 2)[0]: line for line in refused}
-    return list(kinds.values())
-
-
-def _would_fit(machine: Machine, sizes: ModelSizes, request: PlacementRequest) -> Iterator[str]:
+def _would_fit(machine: Machine, sizes: ModelSizes, request: PlacementRequest) -> list[str]:
+    """Of the settings that would do those that change least."""
     ways = {name: replace(sizes, ranks=ranks) for name, ranks in sizes.ways.items()}
-    shorter = [n for n in (32_768, 16_384, 8_192, 4_096) if n < sizes.max_model_len]
-    ways |= {f"vllm.max_model_len = {n}": replace(sizes, max_model_len=n) for n in shorter[-1:]}
-    for name, changed in ways.items():
-        for split in _splits(machine, request):
-            if isinstance(_try(machine, changed, request, split), Placement):
-                yield name
-                break
+    if sizes.max_model_len > SHORT:
+        ways[f"vllm.max_model_len = {SHORT}"] = replace(sizes, max_model_len=SHORT)
+
+    def fits(changed: ModelSizes) -> bool:
+        splits = _splits(machine, request)
+        return any(isinstance(_try(machine, changed, request, one), Placement) for one in splits)
+
+    found = [name for name, changed in ways.items() if fits(changed)]
+    least = min((name.count(AND) for name in found), default=0)
+    return [name for name in found if name.count(AND) == least]
 
 
 def _useful_tokens(sizes: ModelSizes) -> int:
