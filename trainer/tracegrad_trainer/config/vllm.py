@@ -22,14 +22,6 @@ WEIGHT_TRANSFER_BACKEND = "tracegrad_shm"
 DIE_WITH_PARENT_VARIABLE = "TRACEGRAD_DIE_WITH_PARENT"
 FORK_ENGINE_VARIABLE = "TRACEGRAD_FORK_ENGINE"
 CPU_KV_BYTES = 256 << 20
-# Options that have a setting of their own, which the placement must know.
-_SETTINGS_OF = {
-    "--tensor-parallel-size": "tensor_parallel",
-    "-tp": "tensor_parallel",
-    "--data-parallel-size": "data_parallel",
-    "-dp": "data_parallel",
-    "--gpu-memory-utilization": "gpu_memory_utilization",
-}
 
 
 class VllmSettings(BaseModel):
@@ -120,16 +112,6 @@ class VllmSettings(BaseModel):
     @classmethod
     def _short_enough(cls, path: Path) -> Path:
         return short_socket_path(path)
-
-    @field_validator("extra_args")
-    @classmethod
-    def _has_no_setting_of_its_own(cls, options: list[str]) -> list[str]:
-        for option in options:
-            if setting := _SETTINGS_OF.get(option.partition("=")[0]):
-                raise ValueError(
-                    f"{option}: set vllm.{setting} instead, which memory is planned by"
-                )
-        return options
 
     @field_validator("host")
     @classmethod

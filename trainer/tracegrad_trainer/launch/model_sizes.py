@@ -16,6 +16,15 @@ from tracegrad_trainer.launch.placement import AND, ModelSizes, PlacementRequest
 
 # The served version of a push's files and the one under way, in float32 (`WeightFiles`).
 _PUSH_VERSIONS, _PUSH_ITEMSIZE = 2, 4
+# vLLM's options that have a setting of their own, which memory is planned by.
+_SETTINGS_OF = {
+    "--tensor-parallel-size": "tensor_parallel",
+    "-tp": "tensor_parallel",
+    "--data-parallel-size": "data_parallel",
+    "-dp": "data_parallel",
+    "--gpu-memory-utilization": "gpu_memory_utilization",
+    "--kv-cache-memory-bytes": "kv_cache_memory_bytes",
+}
 
 
 def read_sizes(settings: TrainerSettings, *, gpus: int) -> ModelSizes:
@@ -64,8 +73,18 @@ def model_sizes(model: nn.Module, settings: TrainerSettings, *, gpus: int) -> Mo
 
 
 def placement_request(settings: TrainerSettings, *, gpus: int) -> PlacementRequest:
-    """What the settings fix, on a machine with so many GPUs."""
+    """What the settings fix, on a machine with so many GPUs.
+
+    Raises:
+        ValueError: vllm.extra_args has what memory is planned by.
+    """
     vllm, asked = settings.vllm, settings.gpus
+    for option in vllm.extra_args:
+        if name := _SETTINGS_OF.get(option.partition("=")[0]):
+            raise ValueError(
+                f"vllm.extra_args: {option} is planned with GPU memory: set vllm.{name} instead, or"
+                " leave it out"
+            )
     on_gpu = gpus > 0 and not vllm.on_cpu
     kv = vllm.kv_cache_memory_bytes or (None if on_gpu else CPU_KV_BYTES)
     return PlacementRequest(

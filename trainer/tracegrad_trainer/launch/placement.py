@@ -324,7 +324,7 @@ def _fit_engine(
     said = f"vLLM cannot be divided over {count} GPU{'s' * (count > 1)}"
     for size in _tensor_sizes(sizes, request, count):
         copies = request.data_parallel or count // size
-        if size * copies > count:
+        if not size <= size * copies <= count:
             continue
         weights = -(-sizes.served // size)
         workspace = CONTEXT + WORKSPACE + 12 * request.max_num_seqs * sizes.vocabulary // size
