@@ -49,14 +49,6 @@ class GpuSettings(BaseModel):
         " default: where there is one GPU, or the model does not fit otherwise",
     )
 
-    @property
-    def vllm_gpus(self) -> tuple[int, ...] | None:
-        return None if self.vllm is None else parse_gpus(self.vllm)
-
-    @property
-    def train_gpus(self) -> tuple[int, ...] | None:
-        return None if self.train is None else parse_gpus(self.train)
-
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.vllm is None or self.train is None:
@@ -73,3 +65,11 @@ class GpuSettings(BaseModel):
                 f" {min(serving & training)}: name each once, or set gpus.share = true"
             )
         return self
+
+    @property
+    def vllm_gpus(self) -> tuple[int, ...] | None:
+        return None if self.vllm is None else parse_gpus(self.vllm)
+
+    @property
+    def train_gpus(self) -> tuple[int, ...] | None:
+        return None if self.train is None else parse_gpus(self.train)
