@@ -54,13 +54,32 @@ def serve(
     state_dir: StateDir = None,
     sets: Sets = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the resolved settings and end")
+        bool,
+        typer.Option("--dry-run", help="print which GPUs and memory would be used, and end"),
+    ] = False,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="8x80GiB",
+            help="--dry-run: plan for a machine with these GPUs; 8x80GiB,1024GiB: and this memory",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="--dry-run: one JSON object, the resolved settings too")
     ] = False,
 ) -> None:
     """Serve and train: vLLM, the proxy and FSDP ranks, until stopped."""
+    if not dry_run and (gpus is not None or as_json):
+        option = "--json" if gpus is None else "--gpus"
+        _fail(f"trainer serve: {option} goes with --dry-run; [gpus] names the GPUs to use")
     settings = _settings(config, _flags(sets, model=model, state_dir=state_dir))
     if dry_run:
-        print(settings.model_dump_json(indent=2))
+        from tracegrad_trainer.cli import placement
+
+        try:
+            placement.show_plan(settings, Console(), described=gpus, as_json=as_json)
+        except ValueError as error:
+            _fail(f"trainer serve --dry-run: {error}")
         return
     from tracegrad_trainer.cli import serve as serving
 
@@ -112,6 +131,7 @@ def step(
         raise typer.Exit(dry_run.show_dry_run(settings, Console(), as_json))
     from tracegrad_trainer.cli import step as stepping
 
+    settings = _on_training_gpus(settings, "step")
     raise typer.Exit(stepping.step(settings, steps, Console(stderr=as_json), as_json=as_json))
 
 
@@ -253,6 +273,7 @@ def sft(
     named = {"optim.lr": lr, "proxy.store": store, "objective.preset": preset}
     flags = _flags(sets, model=model, state_dir=state_dir, ranks=ranks, seed=seed, **named)
     trainer = _settings(config, flags, "sft")
+    trainer = trainer if dry_run else _on_training_gpus(trainer, "sft")
     try:
         check_settings_used(sets or [])
         settings = load_sft_settings(
@@ -290,6 +311,15 @@ def _settings(config: Path | None, sets: list[str], command: str = "serve") -> T
         print(f"trainer {command}: {line}", file=sys.stderr)
     try:
         return load_settings(config, sets)
+    except ValueError as error:
+        _fail(f"trainer {command}: {error}")
+
+
+def _on_training_gpus(settings: TrainerSettings, command: str) -> TrainerSettings:
+    from tracegrad_trainer.launch.resolve_gpus import with_training_gpus
+
+    try:
+        return with_training_gpus(settings)
     except ValueError as error:
         _fail(f"trainer {command}: {error}")
 

@@ -102,6 +102,8 @@ def _overview(status: RunStatus) -> PlainTable:
     if status.waiting_for is not None:
         running = status.stage != "stopped"
         shown.add_row("waiting" if running else "next batch", status.waiting_for)
+    if status.placement is not None:
+        shown.add_row("placement", status.placement.removeprefix("placement: "))
     version = "none served yet" if status.version is None else str(status.version)
     if status.failed_versions:
         version += f"  (failed pushes: {', '.join(map(str, status.failed_versions))})"

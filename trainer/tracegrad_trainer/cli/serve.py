@@ -21,11 +21,14 @@ from pydantic import SecretStr
 from rich.console import Console
 
 from tracegrad.store import StepRecord, Store, StoreError
+from tracegrad_trainer.cli.placement import placement_line
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.cli.wait_notice import WaitNotice
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.inference.vllm_process import VllmProcess
+from tracegrad_trainer.launch.placement import Placement
+from tracegrad_trainer.launch.resolve_gpus import plan_serve, with_placement
 from tracegrad_trainer.launch.run_journal import Ending, RunJournal
 from tracegrad_trainer.launch.run_state import RunState, delete_state, read_state, run_id
 from tracegrad_trainer.launch.session import (
@@ -141,19 +144,23 @@ class ServeStack:
         self.journal = RunJournal(settings.state_dir, "trainer serve", step=step, version=version)
         if reached := max_steps_reached(settings, step):
             raise NothingToDo(f"nothing to do: step {step} is the last one, and {reached}")
-        check_startup(settings, self.store)
+        placement = plan_placement(settings)
+        settings = self.settings = with_placement(settings, placement)
+        self.console.print(placement_line(placement), highlight=False, soft_wrap=True)
+        check_startup(settings, self.store, free=placement.train_free)
         point = resume_point(settings, self.store)
         self.console.print(describe_resume(point, settings), highlight=False, soft_wrap=True)
         resolved = write_resolved_settings(settings)
         self.report_stage(
             "starting",
+            placement=placement_line(placement),
             url=settings.url,
             engine=settings.vllm.url,
             store=str(settings.proxy.store),
         )
         delete_state(settings.state_dir, "ranks")
 
-        vllm = VllmProcess(settings.vllm)
+        vllm = VllmProcess(settings.vllm, settings.gpus.vllm_gpus)
         proxy = proxy_process(settings)
         ranks = RankProcesses(settings, resolved)
         self.children = [vllm, proxy, ranks]
@@ -240,7 +247,15 @@ def proxy_process(settings: TrainerSettings) -> ChildProcess:
     return ChildProcess("proxy", command, log=settings.logs / "proxy.log", env=env)
 
 
-def check_startup(settings: TrainerSettings, store: Store) -> None:
+def plan_placement(settings: TrainerSettings) -> Placement:
+    """Raises StartError: the model does not fit, or [gpus] is wrong."""
+    try:
+        return plan_serve(settings)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+
+
+def check_startup(settings: TrainerSettings, store: Store, free: int | None = None) -> None:
     """Raises StartError: what is wrong with model, tokenizer or checkpoint, or for vLLM."""
     if settings.vllm.routed_experts and settings.vllm.on_cpu:
         raise StartError(
@@ -248,7 +263,7 @@ def check_startup(settings: TrainerSettings, store: Store) -> None:
             " is served on a CPU (vllm.device); set fsdp.routing = 'r2'"
         )
     try:
-        check_before_training(settings, store)
+        check_before_training(settings, store, free)
     except (ValueError, CheckpointError) as error:
         raise StartError(str(error)) from None
 

@@ -33,6 +33,7 @@ class RunStatus:
     last_seen: float | None  # of a run that ended without a word: its last sign
     waiting_for: str | None  # why nothing trains; None: something does, or nothing is known
     url: str | None
+    placement: str | None  # of `trainer serve`: who is on which GPUs
     processes: dict[str, int]  # name -> pid, of those that are alive
     version: int | None
     failed_versions: list[int]
@@ -94,6 +95,7 @@ def collect_status(
         if not running or doing == "waiting"
         else None,
         url=serve.get("url") if serving else None,
+        placement=serve.get("placement") if serving else None,
         processes=pids if running else {},
         version=version,
         failed_versions=store.failed_versions(),

@@ -72,3 +72,11 @@ class GpuSettings(BaseModel):
                 f" {min(serving & training)}: name each once, or set gpus.share = true"
             )
         return self
+
+    @property
+    def vllm_gpus(self) -> tuple[int, ...] | None:
+        return None if self.vllm is None else parse_gpus(self.vllm)
+
+    @property
+    def train_gpus(self) -> tuple[int, ...] | None:
+        return None if self.train is None else parse_gpus(self.train)

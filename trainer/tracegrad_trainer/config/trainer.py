@@ -67,6 +67,8 @@ _SYNONYMS = {
     "model_name_or_path": "model",
     "output_dir": "state_dir",
     "num_gpus": "ranks",
+    "tensor_parallel_size": "vllm.tensor_parallel",
+    "data_parallel_size": "vllm.data_parallel",
     "max_model_length": "vllm.max_model_len",
     "lora_rank": "fsdp.lora.rank",
     "lora_alpha": "fsdp.lora.alpha",
@@ -133,7 +135,11 @@ class TrainerSettings(FileSettings):
         " model's",
     )
     state_dir: Path = Field(Path(".tracegrad"), description="store, checkpoints, logs")
-    ranks: int = Field(1, ge=1, description="FSDP ranks: one a GPU; on a CPU one or two")
+    ranks: int = Field(
+        1,
+        ge=1,
+        description="FSDP ranks, on a CPU one or two; default where GPUs train: one on each",
+    )
     seed: int = Field(0, description="of everything random in the trainer")
     max_steps: int | None = Field(None, ge=1, description="end after this step")
     proxy: ProxySettings = Field(default_factory=lambda: ProxySettings())
@@ -328,6 +334,14 @@ class TrainerSettings(FileSettings):
         if not self.optim.scale_by_groups:
             return 1.0
         return min(1.0, groups_trained / self.batches.groups)
+
+    def with_changes(self, **changes: object) -> TrainerSettings:
+        """A copy with other values for some fields, and what follows from them elsewhere."""
+        made = self.model_copy(update=changes)
+        for rule in TrainerSettings.__pydantic_decorators__.model_validators.values():
+            if rule.info.mode == "after":
+                rule.func(made)
+        return made
 
     def stored(self) -> dict[str, Any]:
         """The resolved settings as JSON, secrets masked: what a step is recorded with."""

@@ -21,6 +21,7 @@ WEIGHT_TRANSFER_BACKEND = "tracegrad_shm"
 # Read by the plugin in vLLM's processes.
 DIE_WITH_PARENT_VARIABLE = "TRACEGRAD_DIE_WITH_PARENT"
 FORK_ENGINE_VARIABLE = "TRACEGRAD_FORK_ENGINE"
+CPU_KV_BYTES = 256 << 20
 
 
 class VllmSettings(BaseModel):
@@ -56,12 +57,35 @@ class VllmSettings(BaseModel):
     max_model_len: int | None = Field(
         None, ge=1, description="longest prompt and reply together, in tokens; default: the model's"
     )
-    max_num_seqs: int = Field(64, ge=1, description="calls that are decoded side by side")
+    max_num_seqs: int | None = Field(
+        None,
+        ge=1,
+        description="calls that are decoded side by side; default: 256 on a GPU, whose decoding"
+        " reads all weights for each token, however many calls share it, and 64 on a CPU",
+    )
+    tensor_parallel: int | None = Field(
+        None,
+        ge=1,
+        description="GPUs that one copy of the model is divided over; default: the fewest that hold"
+        " it",
+    )
+    data_parallel: int | None = Field(
+        None,
+        ge=1,
+        description="copies of the model that vLLM shares calls out to; default: as many as there"
+        " are GPUs for",
+    )
     kv_cache_memory_bytes: int | None = Field(
         None,
         ge=1 << 20,
-        description="memory of the KV cache; default: 256 MiB on a CPU, on a GPU what vLLM finds"
-        " free (its --gpu-memory-utilization, by extra_args)",
+        description="memory of the KV cache, on each GPU; default: 256 MiB on a CPU, on a GPU what"
+        " the placement leaves it",
+    )
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of each GPU's memory that is vLLM's, cache and all; default: worked out",
     )
     routed_experts: bool = Field(
         default=False,
@@ -113,6 +137,11 @@ class VllmSettings(BaseModel):
     def on_cpu(self) -> bool:
         return self.device == "cpu" or (self.device == "auto" and _is_cpu_build())
 
+    @property
+    def sequences(self) -> int:
+        """`max_num_seqs`, or its default where it serves."""
+        return self.max_num_seqs or (64 if self.on_cpu else 256)
+
     def arguments(self) -> list[str]:
         """The server's command line, after `python -m vllm.entrypoints.openai.api_server`."""
         options: dict[str, object | None] = {
@@ -126,10 +155,13 @@ class VllmSettings(BaseModel):
             "seed": self.seed,
             "dtype": self.dtype or ("float32" if self.on_cpu else "auto"),
             "max-model-len": self.max_model_len,
-            "max-num-seqs": self.max_num_seqs,
+            "max-num-seqs": self.sequences,
+            "tensor-parallel-size": self.tensor_parallel,
+            "data-parallel-size": self.data_parallel,
+            "gpu-memory-utilization": None if self.on_cpu else self.gpu_memory_utilization,
             # With an explicit size, eager CPU serving skips profiling and warm-up.
             "kv-cache-memory-bytes": self.kv_cache_memory_bytes
-            or (256 << 20 if self.on_cpu else None),
+            or (CPU_KV_BYTES if self.on_cpu else None),
             # The log-probabilities of the distribution that was sampled from, not of raw logits.
             "logprobs-mode": "processed_logprobs",
             # Sampling defaults are the caller's, never the checkpoint's.
@@ -184,7 +216,8 @@ class VllmSettings(BaseModel):
         """Engine and worker in one process that is a fork of the server's: starts in less than
         half the time and spends about half the CPU time a token, because nothing spins between
         the two. vLLM's own reason against it, OpenMP settings of the worker's own, is void."""
-        return self.on_cpu and self.threads == 1
+        alone = (self.tensor_parallel or 1) * (self.data_parallel or 1) == 1
+        return self.on_cpu and self.threads == 1 and alone
 
 
 def _is_cpu_build() -> bool:

@@ -11,9 +11,10 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tracegrad_trainer.config.vllm import VllmSettings
+from tracegrad_trainer.launch.machine import device_environment
 from tracegrad_trainer.utils.network import is_port_closed, prepare_socket_folder
 from tracegrad_trainer.utils.scratch_folder import ScratchFolder
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding
@@ -39,14 +40,15 @@ class VllmProcess(ChildProcess):
     Whatever is wrong is a ChildError of one line.
     """
 
-    def __init__(self, settings: VllmSettings) -> None:
+    def __init__(self, settings: VllmSettings, gpus: Sequence[int] | None = None) -> None:
+        """`gpus`: those that it sees; None: all."""
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += settings.arguments()
         super().__init__(
             "vllm",
             command,
             log=settings.log,
-            env=settings.environment(),
+            env=settings.environment() | ({} if gpus is None else device_environment(gpus)),
             # Asked to stop in the middle of a push, it ends its engine and then waits for the
             # pusher to hang up, who waits for the engine. It has nothing to save.
             orphaned=signal.SIGKILL,

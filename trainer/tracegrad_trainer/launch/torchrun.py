@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tracegrad.urls import STORE_VARIABLE
 from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.launch.machine import device_environment
 from tracegrad_trainer.utils.subprocesses import (
     ENGINE_KEY_VARIABLE,
     ChildError,
@@ -58,6 +59,8 @@ class RankProcesses(ChildProcess):
             command = torchrun_command(settings.ranks, program, str(resolved), *arguments)
         # Behind vLLM in the scheduler: agents wait for it.
         log, env = settings.logs / "ranks.log", secret_variables(settings)
+        if settings.gpus.train_gpus is not None:
+            env |= device_environment(settings.gpus.train_gpus)
         super().__init__("ranks", command, log=log, env=env, nice=5)
 
     def check(self) -> None:

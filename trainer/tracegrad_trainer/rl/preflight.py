@@ -22,8 +22,10 @@ TIMEOUT_S = 30.0
 STORED = ("sft", "dpo", "kto")
 
 
-def check_before_training(settings: TrainerSettings, store: Store) -> None:
+def check_before_training(settings: TrainerSettings, store: Store, free: int | None = None) -> None:
     """The model fits and has its own tokenizer, and the last step's checkpoint is there.
+
+    `free`: bytes that a rank may have on its GPU; default: what is free there now.
 
     Raises:
         ValueError: the objective, the model or its tokenizer.
@@ -35,11 +37,13 @@ def check_before_training(settings: TrainerSettings, store: Store) -> None:
             f"objective.preset = {preset!r} learns from stored traces: use trainer sft --preset"
             f" {preset}"
         )
-    check_memory(settings, vocabulary=len(tokenizer_of(settings)))
+    check_memory(settings, vocabulary=len(tokenizer_of(settings)), free=free)
     resume_checkpoint(store, settings)
 
 
-def check_memory(settings: TrainerSettings, vocabulary: int | None = None) -> None:
+def check_memory(
+    settings: TrainerSettings, vocabulary: int | None = None, free: int | None = None
+) -> None:
     """Whether the model, and a reference model beside it, fit into this machine's memory.
 
     Raises:
@@ -53,6 +57,7 @@ def check_memory(settings: TrainerSettings, vocabulary: int | None = None) -> No
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
         tokens=settings.batches.tokens_per_micro_batch,
         vocabulary=vocabulary,
+        free=free,
         reference=settings.needs_reference_model,
     )
 

@@ -274,13 +274,16 @@ def test_what_runs_says_where_it_began_and_what_it_waits_for(store: Store, tmp_p
     stopped = collect_status(store, tmp_path, resolved=resolved)
     assert stopped.waiting_for == waits
     assert f"next batch      {waits}" in printed(stopped, 120)
-    RunState(tmp_path, "serve").update(stage="serving", url="http://127.0.0.1:4141")
+    RunState(tmp_path, "serve").update(
+        stage="serving", url="http://127.0.0.1:4141", placement="placement: vLLM on GPU 0"
+    )
     ranks = RunState(tmp_path, "ranks")
     ranks.update(stage="waiting", begins="resumes from step 39, version 39")
     found = collect_status(store, tmp_path, resolved=resolved)
     text = printed(found, 120)
     assert re.match(r"serving at http://127.0.0.1:4141  \(for \d+ s; waiting for \d+ s\)", text)
     assert "this run        resumes from step 39, version 39" in text
+    assert "placement       vLLM on GPU 0" in text
     assert f"waiting         {waits}" in text
     ranks.update(stage="training")
     assert collect_status(store, tmp_path, resolved=resolved).waiting_for is None

@@ -13,6 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from support.system.shadowing_modules import modules_run, write_modules
+from support.trainer.prepared_run import save_smallest_model
 from tracegrad.cli.app import app as tracegrad
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.settings_sources import SettingsError
@@ -83,7 +84,8 @@ def test_what_is_stored_shown_and_written_has_none_of_them(
     stack.state = run_state.RunState(settings.state_dir, "serve")
     stack.report_stage("starting", store=str(settings.proxy.store))
     sets = [f"--set={name}={tmp_path / name}" for name in ("model", "state_dir")]
-    dry = CliRunner().invoke(app.app, ["serve", "--dry-run", *sets])
+    save_smallest_model(tmp_path / "model")  # a plan reads its shapes
+    dry = CliRunner().invoke(app.app, ["serve", "--dry-run", "--json", *sets])
     assert dry.exit_code == 0, dry.output
     written = write_resolved_settings(settings).read_text()
     files = "".join(p.read_text() for p in (settings.state_dir / "run").iterdir() if p.is_file())

@@ -35,7 +35,10 @@ from tracegrad_trainer.engine.model.hf_config import (
 from tracegrad_trainer.engine.model.hf_weights import HfWeights, readable_by_parts
 
 _GIB = 1024**3
-_ASK = "import torch; print(torch.cuda.mem_get_info()[0])"
+_ASK = """
+import torch
+print(min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())))
+"""
 # Layers of these kinds see their rows apart by masks; others (recurrent, convolutional) do not.
 _MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _OURS_PREFIX = "tracegrad_"
@@ -342,7 +345,7 @@ def _adapter_parameters(model: nn.Module, rank: int) -> int:
 
 
 def free_gpu_memory() -> int:
-    """Bytes that the GPU has left.
+    """Bytes that each GPU has left: ours, or where none is yet, the fullest that can be seen.
 
     Where this process does not use it, another one asks: a context would hold hundreds of MB of
     it for as long as its process lives, and `trainer serve` lives as long as the run.

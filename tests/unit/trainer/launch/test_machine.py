@@ -1,0 +1,119 @@
+"""What machine there is, or is described, and what its children see of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from support.trainer.prepared_run import save_smallest_model
+from tracegrad.private_files import private_folder
+from tracegrad_trainer.cli.app import app
+from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
+from tracegrad_trainer.inference.vllm_process import VllmProcess
+from tracegrad_trainer.launch import resolve_gpus
+from tracegrad_trainer.launch.machine import (
+    GIB,
+    Gpu,
+    Machine,
+    describe_machine,
+    device_environment,
+)
+from tracegrad_trainer.launch.resolve_gpus import plan_serve, with_placement, with_training_gpus
+from tracegrad_trainer.launch.session import write_resolved_settings
+from tracegrad_trainer.launch.torchrun import RankProcesses
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerSettings:
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    save_smallest_model(tmp_path / "model")
+    sets = [f"model={tmp_path / 'model'}", f"state_dir={tmp_path / 's'}", "vllm.device=cuda"]
+    return load_settings(None, sets)
+
+
+def test_a_machine_is_described_by_its_gpus() -> None:
+    found = describe_machine("8x80GiB")
+    assert len(found.gpus) == 8
+    assert {gpu.free for gpu in found.gpus} == {80 * GIB}
+    assert describe_machine("2 x 23.5gib, 64GiB").host == 64 * GIB
+
+
+@pytest.mark.parametrize("text", ["", "80GiB", "8x80", "8x80GB", "0x80GiB", "8x0GiB", "8x80GiB,"])
+def test_nonsense_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"8x80GiB|can be planned"):
+        describe_machine(text)
+
+
+def test_children_see_their_gpus_within_those_that_we_were_given() -> None:
+    seen = device_environment([1, 2], {})
+    assert seen == {"CUDA_VISIBLE_DEVICES": "1,2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    given = {"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b,7", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    assert device_environment([0, 2], given) == {
+        "CUDA_VISIBLE_DEVICES": "GPU-a,7",
+        "CUDA_DEVICE_ORDER": "FASTEST_FIRST",
+    }
+    with pytest.raises(ValueError, match="GPU 3 is not among the 3 of CUDA_VISIBLE_DEVICES"):
+        device_environment([3], given)
+
+
+def test_a_plan_reaches_vllm_the_ranks_and_the_file(settings: TrainerSettings) -> None:
+    placement = plan_serve(settings, describe_machine("4x24GiB"))
+    placed = with_placement(settings, placement)
+    assert (placed.gpus.vllm, placed.gpus.train, placed.gpus.share) == ("0-2", "3", False)
+    vllm = VllmProcess(placed.vllm, placed.gpus.vllm_gpus)
+    assert vllm.env["CUDA_VISIBLE_DEVICES"] == "0,1,2"
+    words = " ".join(vllm.command)
+    assert "--tensor-parallel-size 1 --data-parallel-size 3 --gpu-memory-utilization 0." in words
+    assert f"--kv-cache-memory-bytes {placement.kv_cache_bytes}" in words
+    assert "--max-num-seqs 256" in words
+    private_folder(placed.state_dir / "run")
+    file = write_resolved_settings(placed)
+    ranks = RankProcesses(placed, file)
+    assert ranks.env["CUDA_VISIBLE_DEVICES"] == "3"
+    read = json.loads(file.read_text())
+    assert read["gpus"] | {"vllm": "0-2", "train": "3", "share": False} == read["gpus"]
+    assert read["vllm"]["data_parallel"] == 3
+    # Planned again, what was chosen is what is given.
+    assert with_placement(placed, plan_serve(placed, describe_machine("4x24GiB"))).ranks == 1
+
+
+def test_ranks_follow_from_the_gpus(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert with_training_gpus(settings) == settings  # no GPU here, and none is named
+    four = tuple(Gpu(i, "fake", 24 * GIB, 24 * GIB) for i in range(4))
+    monkeypatch.setattr(resolve_gpus, "read_gpus", lambda: four)
+    found = with_training_gpus(settings)
+    assert (found.ranks, found.gpus.train) == (4, "0-3")
+    shared = with_placement(settings, plan_serve(settings, Machine(four[:1], 64 * GIB)))
+    assert (shared.ranks, shared.gpus.share, shared.gpus.vllm) == (1, True, "0")
+
+
+def dry_run(settings: TrainerSettings, *words: str) -> tuple[int, str]:
+    sets = [f"--set=model={settings.model}", f"--set=state_dir={settings.state_dir}"]
+    ended = CliRunner().invoke(app, ["serve", *sets, *words], env={"COLUMNS": "400"})
+    return ended.exit_code, ended.output
+
+
+def test_a_dry_run_says_who_is_where_and_why(settings: TrainerSettings) -> None:
+    code, text = dry_run(settings, "--dry-run", "--gpus", "2x24GiB")
+    assert code == 0, text
+    assert "placement: vLLM on GPU 0, 1 rank on GPU 1" in text
+    for words in ("served weights", "KV cache", "gathered", "files of a weight push", "- apart"):
+        assert words in text
+    code, text = dry_run(settings, "--dry-run", "--gpus", "1x24GiB", "--json")
+    found = json.loads(text)
+    assert found["placement"]["shared"] is found["settings"]["gpus"]["share"] is True
+    assert dry_run(settings, "--dry-run", "--gpus", "many")[0] == 2
+    assert dry_run(settings, "--gpus", "2x24GiB")[0] == 2
+
+
+def test_a_machine_without_gpus_is_planned_too(settings: TrainerSettings) -> None:
+    code, text = dry_run(settings, "--dry-run", "--set=vllm.device=cpu", "--set=fsdp.device=cpu")
+    assert code == 0, text
+    assert "placement: vLLM on the CPU, 1 rank on the CPU" in text
+    assert "served weights" in text

@@ -1,0 +1,286 @@
+"""Where vLLM and the ranks are placed: a table of models and machines, and what always holds."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
+from tracegrad_trainer.launch import placement
+from tracegrad_trainer.launch.machine import GIB, Gpu, Machine
+from tracegrad_trainer.launch.model_sizes import model_sizes
+from tracegrad_trainer.launch.placement import (
+    DoesNotFitError,
+    ModelSizes,
+    PlacementRequest,
+    RankMemory,
+    place,
+    place_training,
+)
+
+CONFIGS: dict[str, Any] = {
+    "0.6B": (Qwen3Config, (1024, 3072, 28, 16, 8, 151_936, True)),
+    "1.7B": (Qwen3Config, (2048, 6144, 28, 16, 8, 151_936, True)),
+    "8B": (Qwen3Config, (4096, 12_288, 36, 32, 8, 151_936, False)),
+    "32B": (Qwen3Config, (5120, 25_600, 64, 64, 8, 151_936, False)),
+    "70B": (LlamaConfig, (8192, 28_672, 80, 64, 8, 128_256, False)),
+    "235B-A22B": (Qwen3MoeConfig, (4096, 12_288, 94, 64, 4, 151_936, False)),
+}
+# What is open while they train: half precision, blocks recomputed, 16k tokens a call.
+SETS = (
+    "vllm.device=cuda",
+    "vllm.max_model_len=16384",
+    "fsdp.compute_dtype=bfloat16",
+    "fsdp.gradient_checkpointing=true",
+)
+
+
+def meta(name: str) -> torch.nn.Module:
+    kind, (hidden, inner, layers, heads, kv_heads, vocabulary, tied) = CONFIGS[name]
+    changes: dict[str, Any] = {}
+    if name == "235B-A22B":
+        changes = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
+    config = kind(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        max_position_embeddings=40_960,
+        **changes,
+    )
+    with torch.device("meta"):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        (made / name).write_text("{}")
+    return made
+
+
+def settings_of(folder: Path, *sets: str) -> TrainerSettings:
+    return load_settings(None, [f"model={folder}", f"state_dir={folder}/state", *SETS, *sets])
+
+
+@cache
+def sizes_of(folder: Path, name: str, lora: bool) -> ModelSizes:
+    settings = settings_of(folder, *(["fsdp.lora.rank=32"] if lora else []))
+    return model_sizes(meta(name), settings, gpus=8)
+
+
+def machine(count: int, gib: float, host: int = 4096) -> Machine:
+    total = int(gib * GIB)
+    return Machine(tuple(Gpu(i, "fake", total, total) for i in range(count)), host * GIB)
+
+
+def plan(sizes: ModelSizes, of: Machine, **request: Any) -> placement.Placement:
+    return place(of, sizes, PlacementRequest(**request))
+
+
+def words(sizes: ModelSizes, of: Machine) -> str:
+    """`6+2 tp1`: six GPUs serve and two train; `8 shared tp8`; `no`."""
+    try:
+        found = plan(sizes, of)
+    except DoesNotFitError:
+        return "no"
+    serving, training = len(found.engine_gpus), len(found.train_gpus)
+    if found.shared:
+        return f"{training} shared tp{found.tensor_parallel}"
+    return f"{serving}+{training} tp{found.tensor_parallel}"
+
+
+# By (model, LoRA, GiB of a GPU): on 1, 2, 4, 8 GPUs.
+ALIKE = "1 shared tp1", "1+1 tp1", "3+1 tp1", "6+2 tp1"
+NOWHERE = "no", "no", "no", "no"
+TABLE = {
+    ("0.6B", False, 24): ALIKE,
+    ("0.6B", False, 80): ALIKE,
+    ("0.6B", True, 141): ALIKE,
+    ("1.7B", False, 24): ("no", "2 shared tp2", "2+2 tp1", "6+2 tp1"),
+    ("1.7B", False, 80): ALIKE,
+    ("1.7B", True, 24): ALIKE,
+    ("8B", False, 24): NOWHERE,
+    ("8B", False, 80): ("no", "no", "2+2 tp1", "6+2 tp1"),
+    ("8B", False, 141): ("no", "1+1 tp1", "3+1 tp1", "6+2 tp1"),
+    ("8B", True, 24): ("no", "no", "2+2 tp2", "6+2 tp2"),
+    ("8B", True, 80): ALIKE,
+    ("32B", False, 80): ("no", "no", "no", "8 shared tp8"),
+    ("32B", False, 141): ("no", "no", "no", "4+4 tp1"),
+    ("32B", True, 80): ("no", "2 shared tp2", "2+2 tp2", "6+2 tp2"),
+    ("70B", False, 141): NOWHERE,
+    ("70B", True, 80): ("no", "no", "no", "4+4 tp4"),
+    ("70B", True, 141): ("no", "no", "2+2 tp2", "6+2 tp2"),
+    ("235B-A22B", False, 141): NOWHERE,
+    ("235B-A22B", True, 80): NOWHERE,
+    ("235B-A22B", True, 141): ("no", "no", "no", "4+4 tp4"),
+}
+
+
+@pytest.mark.parametrize(("case", "expected"), TABLE.items(), ids=str)
+def test_models_on_machines(
+    folder: Path, case: tuple[str, bool, int], expected: tuple[str, ...]
+) -> None:
+    name, lora, gib = case
+    sizes = sizes_of(folder, name, lora)
+    assert tuple(words(sizes, machine(count, gib)) for count in (1, 2, 4, 8)) == expected
+
+
+def test_sizes_are_those_of_the_shapes(folder: Path) -> None:
+    sizes = sizes_of(folder, "8B", False)
+    assert sizes.served == 2 * sizes.parameters
+    assert sizes.kv_bytes == 2 * 2 * 36 * 8 * 128  # keys and values, two bytes, layers, heads
+    assert (sizes.heads, sizes.kv_heads, sizes.max_model_len) == (32, 8, 16_384)
+    # Weight, gradient and two moments in float32.
+    assert sizes.ranks[4].state == 16 * sizes.parameters // 4
+    assert sizes_of(folder, "8B", True).ranks[4].state < sizes.ranks[4].state / 6
+
+
+def test_a_model_that_does_not_fit_is_refused_with_figures_and_what_would(folder: Path) -> None:
+    with pytest.raises(DoesNotFitError) as error:
+        plan(sizes_of(folder, "70B", False), machine(8, 80))
+    line = str(error.value)
+    assert line.startswith("model: 70.55e9 parameters do not fit on 8 GPUs with 80.0 GiB free each")
+    assert "beside 132.4 GiB of training state, and has 76.0 GiB" in line
+    assert line.endswith("It would fit with [fsdp.lora], or with fsdp.cpu_offload = true")
+    with pytest.raises(DoesNotFitError, match=r"with \[fsdp.lora\] and fsdp.cpu_offload = true$"):
+        plan(sizes_of(folder, "235B-A22B", False), machine(8, 80))
+    with pytest.raises(DoesNotFitError, match="of the host's memory"):
+        plan(sizes_of(folder, "8B", False), machine(8, 80, host=64))
+
+
+def test_what_the_settings_name_is_kept(folder: Path) -> None:
+    sizes, eight = sizes_of(folder, "1.7B", False), machine(8, 80)
+    found = plan(sizes, eight, vllm=(0, 1, 2, 3, 4, 5), train=(6, 7), tensor_parallel=2)
+    assert found.engines == ((0, 1), (2, 3), (4, 5))
+    assert (found.train_gpus, found.ranks, found.data_parallel) == ((6, 7), 2, 3)
+    found = plan(sizes, eight, train=(0, 1))
+    assert found.engine_gpus == (2, 3, 4, 5, 6, 7)
+    found = plan(sizes, eight, ranks=4)
+    assert (found.engine_gpus, found.train_gpus) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    found = plan(sizes, eight, share=True, vllm=(2, 3))
+    assert (found.shared, found.engine_gpus, found.train_gpus) == (True, (2, 3), (2, 3))
+    found = plan(sizes, eight, kv_cache_bytes=20 * GIB)
+    assert found.kv_cache_bytes == 20 * GIB
+    found = plan(sizes, eight, gpu_memory_utilization=0.5)
+    assert found.gpu_memory_utilization == pytest.approx(0.5, abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "request_", "line"),
+    [
+        (2, {"ranks": 4}, "ranks = 4: this machine has 2 GPUs"),
+        (8, {"ranks": 4, "train": (6, 7)}, "ranks = 4, but gpus.train = '6-7' names 2"),
+        (4, {"vllm": (0, 5)}, "gpus.vllm: GPU 5 is not there: this machine has 4"),
+        (0, {"vllm": (0,)}, "gpus.vllm: this machine has no GPU"),
+        (0, {"share": True}, "gpus.share: this machine has no GPU"),
+        (2, {"train": (0,), "train_on_gpu": False}, "gpus.train: fsdp.device puts it on the CPU"),
+        (1, {"share": False}, r"\[gpus\] leaves no way to lay it out"),
+    ],
+)
+def test_contradictions_are_one_line(
+    folder: Path, gpus: int, request_: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ValueError, match=line) as error:
+        plan(sizes_of(folder, "0.6B", False), machine(gpus, 80), **request_)
+    assert "\n" not in str(error.value)
+
+
+def test_training_alone_takes_all_gpus_or_those_that_are_named() -> None:
+    eight = machine(8, 80)
+    assert place_training(eight, PlacementRequest()) == tuple(range(8))
+    assert place_training(eight, PlacementRequest(ranks=2)) == (0, 1)
+    assert place_training(eight, PlacementRequest(train=(6, 7))) == (6, 7)
+    assert place_training(machine(0, 1), PlacementRequest(ranks=2)) == ()
+    with pytest.raises(ValueError, match="names 2"):
+        place_training(eight, PlacementRequest(train=(6, 7), ranks=4))
+
+
+def test_without_gpus_nothing_is_chosen(folder: Path) -> None:
+    settings = settings_of(folder, "vllm.device=cpu", "ranks=2")
+    sizes = model_sizes(meta("0.6B"), settings, gpus=0)
+    assert sizes.served == 4 * sizes.parameters
+    found = plan(sizes, machine(0, 1, host=1), ranks=2, kv_cache_bytes=1 << 28)
+    assert (found.engine_gpus, found.train_gpus, found.ranks) == ((), (), 2)
+    assert found.host["served weights"] == sizes.served
+
+
+ranks_memory = st.builds(
+    lambda state, gathered, activations, offloaded: {
+        n: RankMemory(
+            state=state // n,
+            gathered=gathered,
+            activations=activations,
+            host=state // n,
+            offloaded=offloaded,
+        )
+        for n in range(1, 9)
+    },
+    st.integers(1, 1200 * GIB),
+    st.integers(1, 10 * GIB),
+    st.integers(1, 20 * GIB),
+    st.booleans(),
+)
+any_sizes = st.builds(
+    lambda served, kv, heads, longest, ranks: ModelSizes(
+        parameters=served // 2,
+        served=served,
+        kv_bytes=kv,
+        kv_heads=min(8, heads),
+        heads=heads,
+        vocabulary=32_000,
+        max_model_len=longest,
+        pushed=served,
+        ranks=ranks,
+        ways={},
+    ),
+    st.integers(1, 500 * GIB),
+    st.integers(1_000, 400_000),
+    st.sampled_from([8, 14, 16, 28, 32, 64]),
+    st.sampled_from([2048, 16_384, 131_072]),
+    ranks_memory,
+)
+any_request = st.builds(
+    PlacementRequest,
+    share=st.sampled_from([None, True, False]),
+    ranks=st.sampled_from([None, 1, 2]),
+    tensor_parallel=st.sampled_from([None, 1, 2]),
+)
+
+
+@given(any_sizes, any_request, st.integers(2, 8), st.integers(8, 192), st.integers(0, 100))
+def test_what_always_holds(
+    sizes: ModelSizes, request_: PlacementRequest, count: int, gib: int, more: int
+) -> None:
+    of = machine(count, gib)
+    try:
+        found = place(of, sizes, request_)
+    except DoesNotFitError:
+        return
+    assert not set(found.engine_gpus) & set(found.train_gpus) or found.shared
+    assert len(set(found.engine_gpus)) == len(found.engine_gpus)
+    assert found.ranks == len(found.train_gpus)
+    assert found.tensor_parallel * found.data_parallel == len(found.engine_gpus)
+    assert sizes.heads % found.tensor_parallel == 0 or request_.tensor_parallel
+    for each in found.gpus:
+        assert each.used <= each.gpu.free - placement.RESERVE * each.gpu.total + 1
+    assert found.gpu_memory_utilization is not None
+    assert 0 < found.gpu_memory_utilization < 1
+    # What fits, fits on larger GPUs, and serves no fewer copies there.
+    larger = place(machine(count, gib + more), sizes, request_)
+    if not found.shared:
+        assert not larger.shared
+        assert larger.data_parallel >= found.data_parallel

@@ -1,0 +1,124 @@
+"""`trainer serve --dry-run`: who would be on which GPU, with how much memory, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from tracegrad.events import Json
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.launch.machine import GIB, describe_machine
+from tracegrad_trainer.launch.placement import GpuPlan, Placement, gpu_words
+from tracegrad_trainer.launch.resolve_gpus import plan_serve, with_placement
+from tracegrad_trainer.utils.console import plain_table, print_json, print_report
+
+
+def show_plan(
+    settings: TrainerSettings, console: Console, *, described: str | None, as_json: bool
+) -> None:
+    """`described`: GPUs of a machine that is not this one (`8x80GiB`).
+
+    Raises:
+        ValueError: it does not fit, [gpus] is wrong, or no machine is described.
+    """
+    machine = None if described is None else describe_machine(described)
+    if machine is not None:
+        settings = _for_gpus(settings)
+    placement = plan_serve(settings, machine)
+    resolved = with_placement(settings, placement)
+    if as_json:
+        print_json({"settings": resolved.stored(), "placement": placement_as_json(placement)})
+    else:
+        print_report(render_placement(placement), console)
+
+
+def _for_gpus(settings: TrainerSettings) -> TrainerSettings:
+    """As they would be on another machine: what `auto` means here says nothing there."""
+    if settings.vllm.device != "auto":
+        return settings
+    return settings.with_changes(vllm=settings.vllm.model_copy(update={"device": "cuda"}))
+
+
+def placement_line(placement: Placement) -> str:
+    """The plan in one line."""
+    trained = f"{placement.ranks} rank{'s' * (placement.ranks > 1)}"
+    size, copies = placement.tensor_parallel, placement.data_parallel
+    engines = "" if size * copies == 1 else f" (tensor_parallel {size}, data_parallel {copies})"
+    if placement.shared:
+        where = _on(placement.engine_gpus)
+        return f"placement: vLLM{engines} and {trained} share {where}; vLLM sleeps during steps"
+    serves, trains = _on(placement.engine_gpus), _on(placement.train_gpus)
+    return f"placement: vLLM{engines} on {serves}, {trained} on {trains}"
+
+
+def _on(gpus: tuple[int, ...]) -> str:
+    return f"GPU{'s' * (len(gpus) > 1)} {gpu_words(gpus)}" if gpus else "the CPU"
+
+
+def render_placement(placement: Placement) -> RenderableType:
+    parts: list[RenderableType] = [Text(placement_line(placement), style="bold")]
+    if placement.gpus:
+        parts += [Text(), _gpus(placement)]
+    table = plain_table("host memory", "GiB")
+    for name, count in placement.host.items():
+        table.add_row(name, _gib(count))
+    used = sum(placement.host.values())
+    table.add_row("all", _gib(used))
+    table.add_row("free now", _gib(placement.host_free))
+    parts += [Text(), table, Text()]
+    parts += [Text(f"- {reason}") for reason in placement.reasons]
+    note = "activations are good to a factor of two; `trainer settings` prints all settings"
+    return Group(*parts, Text(), Text(note, style="dim"))
+
+
+def _gpus(placement: Placement) -> RenderableType:
+    """A row a GPU, and where vLLM sleeps one for each of the two states."""
+    table = plain_table("GPU", "who", "memory, GiB", "used", "free", words=("who", "memory, GiB"))
+    for plan in placement.gpus:
+        rows = [(" + ".join(plan.users) or "idle", plan.serving)]
+        if plan.serving != plan.training:
+            rows = [("vLLM serves", plan.serving), (f"{plan.users[-1]} trains", plan.training)]
+        for who, parts in rows:
+            used = sum(parts.values())
+            listed = " + ".join(f"{name} {_gib(count)}" for name, count in parts.items())
+            name = f"{plan.gpu.index} ({plan.gpu.name}, {_gib(plan.gpu.total)} GiB)"
+            table.add_row(name, who, listed, _gib(used), _gib(plan.gpu.free - used))
+    return table
+
+
+def placement_as_json(placement: Placement) -> Json:
+    """Bytes throughout."""
+    return {
+        "engines": placement.engines,
+        "train_gpus": placement.train_gpus,
+        "shared": placement.shared,
+        "ranks": placement.ranks,
+        "tensor_parallel": placement.tensor_parallel,
+        "data_parallel": placement.data_parallel,
+        "kv_cache_bytes": placement.kv_cache_bytes,
+        "gpu_memory_utilization": placement.gpu_memory_utilization,
+        "kv_tokens": placement.kv_tokens,
+        "gpus": [_gpu_as_json(plan) for plan in placement.gpus],
+        "host": {"parts": dict(placement.host), "free": placement.host_free},
+        "reasons": placement.reasons,
+    }
+
+
+def _gpu_as_json(plan: GpuPlan) -> Mapping[str, object]:
+    gpu = plan.gpu
+    return {
+        "index": gpu.index,
+        "name": gpu.name,
+        "total": gpu.total,
+        "free": gpu.free,
+        "users": plan.users,
+        "serving": dict(plan.serving),
+        "training": dict(plan.training),
+        "left": plan.left,
+    }
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f}"

@@ -1,0 +1,148 @@
+"""What a model takes to serve and to train, from its config alone (no weights are read)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch import nn
+
+from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.config.vllm import CPU_KV_BYTES
+from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings
+from tracegrad_trainer.engine.model.hf_config import layer_configs, query_heads
+from tracegrad_trainer.engine.model.memory import estimate_memory, meta_model
+from tracegrad_trainer.launch.placement import AND, ModelSizes, PlacementRequest, RankMemory
+
+# The served version of a push's files and the one under way, in float32 (`WeightFiles`).
+_PUSH_VERSIONS, _PUSH_ITEMSIZE = 2, 4
+# vLLM's options that have a setting of their own, which memory is planned by.
+_SETTINGS_OF = {
+    "--tensor-parallel-size": "tensor_parallel",
+    "-tp": "tensor_parallel",
+    "--data-parallel-size": "data_parallel",
+    "-dp": "data_parallel",
+    "--gpu-memory-utilization": "gpu_memory_utilization",
+    "--kv-cache-memory-bytes": "kv_cache_memory_bytes",
+}
+
+
+def read_sizes(settings: TrainerSettings, *, gpus: int) -> ModelSizes:
+    """Of the model in its folder, for up to so many ranks (0: on a CPU).
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    return model_sizes(meta_model(settings.model), settings, gpus=gpus)
+
+
+def model_sizes(model: nn.Module, settings: TrainerSettings, *, gpus: int) -> ModelSizes:
+    """`model` may be on the meta device."""
+    config: Any = model.config
+    layers = layer_configs(config)
+    text = config.get_text_config()
+    count = sum(p.numel() for p in model.parameters())
+    on_gpu = gpus > 0 and not settings.vllm.on_cpu
+    itemsize = _served_itemsize(settings.vllm.dtype, on_gpu)
+    cached = [_kv_values(layer) for layer in layers]
+    longest = settings.vllm.max_model_len or getattr(text, "max_position_embeddings", None) or 4096
+    tokens = settings.batches.tokens_per_micro_batch
+    most = max(gpus, settings.ranks)
+
+    def ranks(fsdp: FsdpSettings) -> dict[int, RankMemory]:
+        kind = "cuda" if gpus and fsdp.device != "cpu" else "cpu"
+        placed = fsdp.model_copy(update={"device": kind})
+        reference = settings.needs_reference_model
+        return {
+            n: _rank_memory(model, placed, ranks=n, tokens=tokens, reference=reference)
+            for n in range(1, most + 1)
+        }
+
+    return ModelSizes(
+        parameters=count,
+        served=count * itemsize,
+        kv_bytes=itemsize * sum(values for values, _ in cached),
+        kv_heads=min(heads for _, heads in cached),
+        heads=min(query_heads(layer)[0] for layer in layers),
+        vocabulary=text.vocab_size,
+        max_model_len=longest,
+        pushed=_PUSH_VERSIONS * _PUSH_ITEMSIZE * count,
+        ranks=ranks(settings.fsdp),
+        ways={name: ranks(fsdp) for name, fsdp in _lighter(settings.fsdp).items()} if gpus else {},
+    )
+
+
+def placement_request(settings: TrainerSettings, *, gpus: int) -> PlacementRequest:
+    """What the settings fix, on a machine with so many GPUs.
+
+    Raises:
+        ValueError: vllm.extra_args has what memory is planned by.
+    """
+    vllm, asked = settings.vllm, settings.gpus
+    for option in vllm.extra_args:
+        if name := _SETTINGS_OF.get(option.partition("=")[0]):
+            raise ValueError(
+                f"vllm.extra_args: {option} is planned with GPU memory: set vllm.{name} instead, or"
+                " leave it out"
+            )
+    on_gpu = gpus > 0 and not vllm.on_cpu
+    kv = vllm.kv_cache_memory_bytes or (None if on_gpu else CPU_KV_BYTES)
+    return PlacementRequest(
+        vllm=asked.vllm_gpus,
+        train=asked.train_gpus,
+        share=asked.share,
+        ranks=settings.ranks if "ranks" in settings.model_fields_set else None,
+        tensor_parallel=vllm.tensor_parallel,
+        data_parallel=vllm.data_parallel,
+        kv_cache_bytes=kv,
+        gpu_memory_utilization=vllm.gpu_memory_utilization,
+        max_num_seqs=vllm.sequences,
+        engine_on_gpu=gpus > 0 and not vllm.on_cpu,
+        train_on_gpu=gpus > 0 and settings.fsdp.device != "cpu",
+    )
+
+
+def _rank_memory(
+    model: nn.Module, fsdp: FsdpSettings, *, ranks: int, tokens: int, reference: bool
+) -> RankMemory:
+    found = estimate_memory(model, fsdp, ranks=ranks, tokens=tokens, reference=reference)
+    return RankMemory(
+        state=found.state,
+        gathered=found.whole,
+        activations=found.activations,
+        host=max(found.loading, found.copied),
+        offloaded=found.offloaded,
+    )
+
+
+def _kv_values(layer: Any) -> tuple[int, int]:
+    """(values a token in the cache, heads that they can be divided by) of a layer. Sliding windows
+    count as long as their sequence: vLLM keeps one size of block for layers of both kinds."""
+    latent = getattr(layer, "kv_lora_rank", None)
+    if latent:  # one for all heads, on every GPU (DeepSeek's MLA)
+        return latent + (getattr(layer, "qk_rope_head_dim", None) or 0), 1
+    number, width = query_heads(layer)
+    heads = getattr(layer, "num_key_value_heads", None) or number
+    return 2 * heads * width, heads
+
+
+def _served_itemsize(dtype: str | None, on_gpu: bool) -> int:
+    """vLLM's auto makes two bytes of float32."""
+    return 4 if dtype in ("float32", "float") or (dtype is None and not on_gpu) else 2
+
+
+def _lighter(fsdp: FsdpSettings) -> dict[str, FsdpSettings]:
+    """Settings that take less memory, the cheapest in time first."""
+    found: dict[str, dict[str, object]] = {}
+    if not fsdp.gradient_checkpointing:
+        found["fsdp.gradient_checkpointing = true"] = {"gradient_checkpointing": True}
+    if fsdp.lora is None:
+        found["[fsdp.lora]"] = {"lora": LoraSettings()}
+    if not fsdp.cpu_offload:
+        found["fsdp.cpu_offload = true"] = {"cpu_offload": True}
+    lighter = {}
+    for number in range(1, len(found) + 1):
+        for names in itertools.combinations(found, number):
+            update = {key: value for name in names for key, value in found[name].items()}
+            lighter[AND.join(names)] = fsdp.model_copy(update=update)
+    return lighter
