@@ -233,7 +233,7 @@ async def test_bytes_that_are_no_http_break_an_answer_off(
 
     engines[0].behave = behave
     async with asyncio.timeout(60):  # the longest silence is ten minutes
-        with pytest.raises(ApiError, match="framing is no HTTP") as caught:
+        with pytest.raises(ApiError, match=r"broke off its answer|gave no answer") as caught:
             await read(pool())
     assert caught.value.status == 502
     assert seen == ([b"one"] if after == "piece" else [])
