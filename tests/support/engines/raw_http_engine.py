@@ -45,6 +45,10 @@ class ServerConnection:
         self._writer.write(b"%x\r\n%b\r\n" % (len(data), data))
         await self._writer.drain()
 
+    async def raw(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
     async def end(self) -> None:
         await self.piece(b"")
 

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cachetools import LRUCache
 
@@ -23,7 +23,7 @@ from tracegrad.proxy.shared_log import SharedLog
 KEPT_S = 600.0
 # Bytes of memory for all of it, and what a fingerprint and the id of a turn take of them.
 MOST_BYTES = 16 << 20
-_CALL_BYTES = 400
+_CALL_BYTES = 500
 _ID_BYTES = 100
 # With two answers nobody can tell which is asked for again: more are not worth keeping.
 _MOST_ANSWERS = 2
@@ -51,13 +51,14 @@ class _Outcomes:
     them may be asked about one: failures have ids, and both sets only grow.
     """
 
-    answers: list[tuple[str, ...]] = field(default_factory=list)
-    failed: set[FailureId] = field(default_factory=set)
-    asked_again: set[FailureId] = field(default_factory=set)
+    # Most calls have one answer and no failure: empty tuples and frozen sets take no memory.
+    answers: tuple[tuple[str, ...], ...] = ()
+    failed: frozenset[FailureId] = frozenset()
+    asked_again: frozenset[FailureId] = frozenset()
     at: float = 0.0
 
     @property
-    def open_failures(self) -> set[FailureId]:
+    def open_failures(self) -> frozenset[FailureId]:
         """Failures that nobody has asked again about."""
         return self.failed - self.asked_again
 
@@ -106,7 +107,7 @@ class RetryCache:
         given = self._recent(call)
         if len(given.answers) < _MOST_ANSWERS:
             # The second one's ids are never asked for.
-            given.answers.append(tuple(turn_ids) if not given.answers else ())
+            given.answers += (tuple(turn_ids) if not given.answers else (),)
         self._given[call] = given  # with its size of now
 
     def record_failure(self, call: Fingerprint) -> None:
@@ -118,7 +119,7 @@ class RetryCache:
 
     def _add_failure(self, call: Fingerprint, failure: FailureId) -> None:
         given = self._recent(call)
-        given.failed.add(failure)
+        given.failed |= {failure}
         self._given[call] = given
 
     def lookup(self, call: Fingerprint) -> tuple[str, ...]:
@@ -138,7 +139,7 @@ class RetryCache:
 
     def _add_repeat(self, call: Fingerprint, failure: FailureId) -> None:
         given = self._recent(call)
-        given.asked_again.add(failure)
+        given.asked_again |= {failure}
         self._given[call] = given
 
     def _recent(self, call: Fingerprint) -> _Outcomes:

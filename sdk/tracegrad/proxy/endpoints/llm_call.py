@@ -8,7 +8,6 @@ Endpoints are bare ASGI applications: nothing here runs once a token that does n
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -206,12 +205,12 @@ class LlmCallEndpoint:
                     answer = read_response(await engine.read(), call, admission.version)
                 else:
                     answer = await _collect(engine, stream)
-        except (ClientDisconnected, asyncio.CancelledError):
-            await self._record_partial(context, stream.completions() if stream else [])
-            raise
         except ApiError:
             if stream is not None and (completions := stream.completions()):
                 await self._record_partial(context, completions)
+            raise
+        except BaseException:  # a client that left, a server that ends, or a fault of ours
+            await self._record_partial(context, stream.completions() if stream else [])
             raise
         await self._record(context, answer.completions)
         return answer.body
@@ -234,15 +233,15 @@ class LlmCallEndpoint:
                 ):
                     relay = _Relay(stream, context.admission, writer, response)
                     broken = await relay.run(engine)
-            except (ClientDisconnected, asyncio.CancelledError):
-                await self._record_partial(context, stream.completions())
-                raise
             except ApiError as refusal:
                 if not response.begun:
                     raise
                 self._services.retry_cache.record_failure(context.fingerprint)
                 await response.send(writer.error(refusal), last=True)
                 return
+            except BaseException:  # a client that left, a server that ends, or a fault of ours
+                await self._record_partial(context, stream.completions())
+                raise
             await self._finish(context, stream, writer, response, broken)
 
     async def _finish(
@@ -326,7 +325,11 @@ async def _collect(engine: UpstreamResponse, stream: EngineStream) -> EngineResp
     async def drained() -> None:
         raise AssertionError("nobody is behind")
 
-    await engine.deliver(consume, drained)
+    try:
+        await engine.deliver(consume, drained)
+    except ApiError:
+        if not stream.done:  # what breaks off behind its end was whole
+            raise
     if (broken := _broken_end(stream)) is not None:
         raise broken
     return EngineResponse(stream.assemble(), stream.completions())
@@ -354,7 +357,7 @@ class _Relay:
         try:
             await engine.deliver(self._consume, self._drained)
         except ApiError as error:
-            if error is not self._stream.error:
+            if error is not self._stream.error and not self._stream.done:
                 return error
         if not self._begun:
             await self._response.send(self._writer.begin(self._stream.prompt_tokens))
@@ -381,10 +384,10 @@ class _Relay:
     async def _drained(self) -> None:
         self._admission.blocked = True
         await self._response.drain()
-        self._admission.blocked = False
         while self._first:
             if self._pass(self._first.pop(0)):
                 await self._response.drain()
+        self._admission.blocked = False
 
 
 def _broken_end(stream: EngineStream) -> ApiError | None:

@@ -8,7 +8,7 @@ after the commit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -25,6 +25,8 @@ from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS
 from tracegrad.proxy.engine.token_chunk import MOST_PENDING, TokenChunkReader, TokenRun
 from tracegrad.proxy.http import sse
 from tracegrad.proxy.http.errors import ApiError, UpstreamError
+
+T = TypeVar("T")
 
 
 class EngineStream:
@@ -54,9 +56,13 @@ class EngineStream:
         """The chunks that the client may see now, or whole events where these are as the engine
         wrote them; nothing more once there is an `error`."""
         out: list[Json | bytes] = []
+        if self.done:  # nothing that follows is of the answer
+            return out
         if self._token_chunks is not None and not (data := self._pass(data, out)):
             return out
         for event in self._events.feed(data):
+            if self.done:
+                break
             payload = sse.event_data(event)
             if payload == sse.DONE:
                 self.done = True
@@ -156,6 +162,8 @@ class EngineStream:
             self._record(chunk, choice, version)
             ends = ends or choice.get("finish_reason") is not None
         if usage := chunk.get("usage"):
+            for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+                _typed(int, usage.get(count))
             self._usage = usage
         if self._shown_prompt is not None:
             chunk["prompt_token_ids"], self._shown_prompt = self._shown_prompt, None
@@ -167,7 +175,9 @@ class EngineStream:
             out.append(chunk)
 
     def _record(self, chunk: Json, choice: Json, version: int) -> None:
-        index = choice["index"]
+        index = _typed(int, choice["index"])
+        if index is None:
+            raise TypeError("a choice without an index")
         state = self._choices.get(index)
         if state is None:
             state = self._choices[index] = _Choice(index)
@@ -209,10 +219,10 @@ class _Choice:
         if call.visible.logprobs and choice.get("logprobs"):
             self._logprobs.append(choice["logprobs"])
         if (text := choice.get("text")) is not None:
-            self._content.append(text)
+            self._content.append(_typed(str, text) or "")
         else:
             self._say(choice["delta"], call.tool_call_prefix)
-        if (finish := choice.get("finish_reason")) is not None:
+        if (finish := _typed(str, choice.get("finish_reason"))) is not None:
             self.reply.finish_reason = finish
             self.reply.stop_reason = choice.get("stop_reason")
             choice.pop(ROUTED_EXPERTS, None)  # no stream of vLLM's has them yet; no client may
@@ -269,11 +279,11 @@ class _Choice:
         return message
 
     def _say(self, delta: Json, tool_call_prefix: str) -> None:
-        if role := delta.get("role"):
+        if role := _typed(str, delta.get("role")):
             self._role = role
-        if content := delta.get("content"):
+        if content := _typed(str, delta.get("content")):
             self._content.append(content)
-        if thought := delta.get("reasoning"):
+        if thought := _typed(str, delta.get("reasoning")):
             self._reasoning.append(thought)
         for tool in delta.get("tool_calls") or ():
             self._tool(tool, tool_call_prefix)
@@ -292,6 +302,14 @@ class _Choice:
             known["id"] = delta["id"] = tool_call_id(engine_id, prefix)
         known["function"]["name"] += function.get("name") or ""
         known["function"]["arguments"] += function.get("arguments") or ""
+
+
+def _typed(kind: type[T], value: Any) -> T | None:
+    """A chunk's field. Raises TypeError while the chunk is read: found when the answer is put
+    together, a wrong one would cost the whole turn."""
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{kind.__name__} expected, not {type(value).__name__}")
+    return value
 
 
 def _joined(parts: list[Json]) -> Json:

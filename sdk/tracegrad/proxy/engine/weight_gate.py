@@ -22,8 +22,10 @@ from tracegrad.proxy.http.errors import Unavailable
 log = logging.getLogger("tracegrad.proxy")
 
 # Tokens sent before the engine paused may sit in a socket when a mark comes. The mark waits
-# until nothing has arrived for one tick; the engine is silent, so the first tick mostly does.
+# until nothing has arrived for so many ticks in a row. A busy engine's streams rest up to 10 ms
+# between two reads (`ReadModeration`), and each tick gives the loop a turn to read, however late.
 SETTLE_TICK_S = 0.01
+SETTLE_TICKS = 3
 SETTLE_LIMIT_S = 1.0
 
 
@@ -160,10 +162,12 @@ class WeightUpdateGate:
         self._waiting.release()
 
     async def _settle(self) -> None:
+        quiet = 0
         for _ in range(int(SETTLE_LIMIT_S / SETTLE_TICK_S)):
             seen = self.arrivals
             await asyncio.sleep(SETTLE_TICK_S)
-            if self.arrivals == seen:
+            quiet = quiet + 1 if self.arrivals == seen else 0
+            if quiet == SETTLE_TICKS:
                 return
 
     def _restart_timer(self, ttl_s: float) -> None:

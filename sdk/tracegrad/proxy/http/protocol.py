@@ -344,8 +344,11 @@ class CoalescingTransport:
         self._soon.append(data)
 
     def flush(self) -> None:
-        if self._head or self._soon:
-            self._transport.write(b"".join((self._head or b"", *self._take())))
+        if not self._head and not self._soon:
+            return
+        data = b"".join((self._head or b"", *self._take()))
+        if not self._transport.is_closing():  # the client may have left since; uvloop raises then
+            self._transport.write(data)
 
     def _take(self) -> list[bytes]:
         if self._head:

@@ -12,17 +12,22 @@ class EventBuffer:
     """Splits bytes, however they were cut, into whole events."""
 
     def __init__(self) -> None:
-        self.rest = b""  # the beginning of an event, which waits for its end
+        self.rest: list[bytes] = []  # the beginning of an event, which waits for its end
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that `data` completes, each without the empty line that ends it."""
         if not self.rest and data.find(b"\n") == len(data) - 2 and data.endswith(b"\n"):
             return [data[:-2]]  # one, as most come: the search for two line ends is slow
-        whole = self.rest + data if self.rest else data
+        if b"\n" not in data:  # a large event comes in many pieces: they are joined once
+            if data:
+                self.rest.append(data)
+            return []
+        whole = b"".join((*self.rest, data)) if self.rest else data
         if b"\r" in whole:  # some servers end their lines so; JSON has no raw line ends
             whole = whole.replace(b"\r\n", b"\n")
         events = whole.split(b"\n\n")
-        self.rest = events.pop()
+        last = events.pop()
+        self.rest = [last] if last else []
         return events
 
 

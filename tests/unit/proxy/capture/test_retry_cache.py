@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
+import uuid
 from collections.abc import Callable
 
 import httpx
@@ -150,6 +152,23 @@ def test_what_is_kept_of_calls_is_bounded_in_bytes(deeds: list[tuple[int, int, b
                 repeats.record_answer(known, ["t"] * choices)
             kept = repeats._given.values()
             assert repeats.size == sum(given.size for given in kept) <= 12_000
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_call_takes_the_memory_that_is_counted(failed: bool) -> None:
+    calls = 2000
+    repeats = RetryCache()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for number in range(calls):
+        known = fingerprint(f"rollout {number}", CHAT, b"%d" % number)
+        if failed:
+            repeats.record_failure(known)
+        else:
+            repeats.record_answer(known, [str(uuid.uuid4())])
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert taken / calls < 1.25 * repeats.size / calls
 
 
 def test_a_call_that_was_answered_once_is_remembered_behind_many_others() -> None:

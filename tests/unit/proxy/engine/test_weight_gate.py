@@ -6,15 +6,26 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import cast
 
 import httpx
+import orjson
 import pytest
 
 from support.engines.mock_engine import MODEL, Answer, logprobs_of, render
 from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
 from support.proxy.servers import CONTROL, CONTROL_KEY, eventually
+from tracegrad.proxy.dialects.openai_chat import ChatStreamWriter, OpenAIChatDialect
+from tracegrad.proxy.endpoints.llm_call import _Relay
+from tracegrad.proxy.engine.stream import EngineStream
+from tracegrad.proxy.engine.upstreams.base import Consume, Drained, UpstreamResponse
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.errors import Unavailable
+
+
+from tracegrad.proxy.http import sse
+from tracegrad.proxy.http.streaming_response import StreamedResponse
 from tracegrad.store import PolicyVersion, Store
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -330,3 +341,32 @@ def test_the_proxy_begins_held_where_its_settings_say_so(serve_proxy: ServeProxy
         assert state(http)["held"]
         push(http, "release")
         assert not state(http)["held"]
+
+
+async def test_a_client_that_blocks_twice_at_the_start_is_seen_both_times() -> None:
+    """What waits unread behind the first words gets no version of a mark that it precedes."""
+    gate = WeightUpdateGate()
+    call = OpenAIChatDialect().parse(b'{"messages":[{"role":"user","content":"go"}]}', {}, {})
+    async with gate.admission(streaming=True) as admission:
+        blocked: list[bool] = []
+
+        class Client:
+            def write(self, data: bytes) -> bool:
+                return True
+
+            async def drain(self) -> None:
+                blocked.append(admission.blocked)
+
+        class Engine:
+            async def deliver(self, consume: Consume, drained: Drained) -> None:
+                delta = {"choices": [{"index": 0, "delta": {"content": "a"}}]}
+                said = sse.encode_event(orjson.dumps(delta)) * 4
+                assert consume(said + sse.DONE_EVENT)
+                await drained()
+
+        stream = EngineStream(replace(call, stream=True), admission.arrival_version)
+        relay = _Relay(stream, admission, ChatStreamWriter(), cast(StreamedResponse, Client()))
+        assert await relay.run(cast(UpstreamResponse, Engine())) is None
+        assert len(blocked) == 3
+        assert all(blocked)
+        assert not admission.blocked

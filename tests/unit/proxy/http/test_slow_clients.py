@@ -166,6 +166,9 @@ class Transport:
     def close(self) -> None:
         self.closed = True
 
+    def is_closing(self) -> bool:
+        return self.closed
+
 
 class Loop:
     def __init__(self) -> None:
@@ -200,6 +203,18 @@ def test_pieces_of_one_turn_of_the_loop_leave_together_and_in_order() -> None:
     together.close()
     loop.turn()
     assert transport.written == [b"head one two ", b"three at once ", b"last"]
+
+
+def test_what_a_client_that_left_was_to_get_soon_is_dropped() -> None:
+    """To write to a connection that is gone is an error in uvloop."""
+    transport, loop = Transport(), Loop()
+    together = a_transport(transport, loop)
+    together.write(b"head ")
+    together.write_soon(b"one ")
+    transport.closed = True
+    loop.turn()
+    assert transport.written == []
+    assert not together._soon
 
 
 def test_an_answers_head_leaves_with_its_body() -> None:

@@ -122,8 +122,14 @@ class Replica:
         response = await self._session.request(
             method, _join(self._base, path), data=body, headers=headers, allow_redirects=False
         )
+        coming = ResponseBody(
+            response,
+            silence_s=self._session.timeout.sock_read,
+            broken_off=self._broken_off,
+            moderation=self._moderation,
+        )
         try:
-            first = await response.content.readany()
+            first = await coming.begin()
         except BaseException:
             response.close()
             raise
@@ -131,14 +137,6 @@ class Replica:
             response.close()
             self.mark_down("its engine process died")
             raise ReplicaDropped("its engine process died")
-        silence_s = self._session.timeout.sock_read
-        coming = ResponseBody(
-            response,
-            first,
-            silence_s=silence_s,
-            broken_off=self._broken_off,
-            moderation=self._moderation,
-        )
         return response, UpstreamResponse(response.status, response.headers, coming)
 
     def _meaning(self, error: Exception) -> Exception:

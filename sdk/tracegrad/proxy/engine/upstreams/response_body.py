@@ -14,39 +14,45 @@ from tracegrad.proxy.engine.upstreams.read_moderation import ReadModeration
 
 
 class ResponseBody:
-    """To be read once: pulled, as an iterator, or pushed, by `deliver`.
+    """To be read once, after `begin`: pulled, as an iterator, or pushed, by `deliver`.
 
-    `first`: its first bytes, which are here already; empty for a body that is. `silence_s`: the
-    longest time in which nothing comes, seconds; None: any. `broken_off` gives what is raised for
-    an error of aiohttp's.
+    `silence_s`: the longest time in which nothing comes, seconds; None: any. `broken_off` gives
+    what is raised for an error of aiohttp's.
     """
 
     def __init__(
         self,
         response: aiohttp.ClientResponse,
-        first: bytes,
         *,
         silence_s: float | None,
         broken_off: Callable[[Exception], Exception],
         moderation: ReadModeration,
     ) -> None:
         self._response = response
-        self._first = first
+        self._content = response.content
+        self._first = b""
         self._silence_s = silence_s
         self._broken_off = broken_off
         self._moderation = moderation
 
+    async def begin(self) -> bytes:
+        """Waits for the first bytes and returns them; empty where there are none. Raises aiohttp's
+        own errors."""
+        self._first = self._content.read_nowait()
+        if not self._first and not self._content.at_eof():
+            with _SilenceTimer(self._response, self._silence_s) as silence:
+                self._first = await self._next_piece(silence)
+        return self._first
+
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        chunk, read = self._first, self._response.content.readany
+        piece = self._first
         with _SilenceTimer(self._response, self._silence_s) as silence:
-            while chunk:
-                yield chunk
-                silence.begin()
+            while piece:
+                yield piece
                 try:
-                    chunk = await read()
+                    piece = await self._next_piece(silence)
                 except (aiohttp.ClientError, TimeoutError) as error:
                     raise self._broken_off(error) from error
-                silence.end()
 
     async def deliver(self, consume: Consume, drained: Drained) -> None:
         """As `UpstreamResponse.deliver`."""
@@ -55,24 +61,38 @@ class ResponseBody:
         if consume(self._first):
             await drained()
         with _SilenceTimer(self._response, self._silence_s) as silence:
-            while not self._response.content.at_eof():
-                silence.begin()
+            while not self._content.at_eof():
                 try:
-                    behind = await self._pushed(consume, silence)
+                    behind = await self._pushed(consume, silence, self._moderation)
                 except (aiohttp.ClientError, TimeoutError) as error:
                     raise self._broken_off(error) from error
-                silence.end()
                 if behind:
                     await drained()
 
-    async def _pushed(self, consume: Consume, silence: _SilenceTimer) -> bool:
+    async def _next_piece(self, silence: _SilenceTimer) -> bytes:
+        """What has come, or comes next; empty at the end."""
+        pieces: list[bytes] = []
+
+        def keep(data: bytes) -> bool:
+            pieces.append(data)
+            return True  # one read is enough
+
+        if not self._content.at_eof():
+            await self._pushed(keep, silence, None)
+        return b"".join(pieces)
+
+    async def _pushed(
+        self, consume: Consume, silence: _SilenceTimer, moderation: ReadModeration | None
+    ) -> bool:
         """Until the end (False), or until `consume` is behind (True)."""
-        tap = _Tap(self._response, consume, silence, self._moderation)
+        silence.begin()
+        tap = _Tap(self._response, consume, silence, moderation)
         try:
             tap.take()
             return await tap.done
         finally:
             tap.leave()
+            silence.end()
 
 
 class _Tap(asyncio.Protocol):
@@ -88,20 +108,24 @@ class _Tap(asyncio.Protocol):
         response: aiohttp.ClientResponse,
         consume: Consume,
         silence: _SilenceTimer,
-        moderation: ReadModeration,
+        moderation: ReadModeration | None,
     ) -> None:
+        """`moderation`: of streams; None where one read is waited for."""
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._content = response.content
         self._consume = consume
         self._silence = silence
         self._moderation = moderation
         silence.on_limit = self.take
-        # None where all of the answer has come.
+        # None where all of the answer has come, or where the connection is lost.
         self._transport = response.connection.transport if response.connection else None
-        if self._transport is not None:
-            self._protocol = cast(asyncio.Protocol, self._transport.get_protocol())
-            self._reader = cast(ResponseHandler, self._protocol)
-            self._transport.set_protocol(self)
+        if self._transport is None:
+            self._end_without_connection()
+            return
+        self._protocol = cast(asyncio.Protocol, self._transport.get_protocol())
+        self._reader = cast(ResponseHandler, self._protocol)
+        self._transport.set_protocol(self)
+        if moderation is not None:
             moderation.join()
 
     def take(self) -> None:
@@ -125,14 +149,15 @@ class _Tap(asyncio.Protocol):
         if self._transport is not None:
             self._transport.set_protocol(self._protocol)
             self._transport = None
-            self._moderation.leave(self._reader)
+            if self._moderation is not None:
+                self._moderation.leave(self._reader)
         self._silence.on_limit = None
 
     def data_received(self, data: bytes) -> None:
         self._silence.begin()
         self._protocol.data_received(data)
         self.take()
-        if self._transport is not None:  # still ours to read
+        if self._transport is not None and self._moderation is not None:  # still ours to read
             self._moderation.rest(self._reader)
 
     def eof_received(self) -> bool | None:
@@ -142,7 +167,14 @@ class _Tap(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._protocol.connection_lost(exc)
+        self._end_without_connection()
         self.take()
+
+    def _end_without_connection(self) -> None:
+        """aiohttp hangs up over bytes that are no HTTP, and does not tell who reads the body."""
+        if not self._content.is_eof() and self._content.exception() is None:
+            what = "its end is missing, or its framing is no HTTP"
+            self._content.set_exception(aiohttp.ClientPayloadError(what))
 
     def pause_writing(self) -> None:
         self._protocol.pause_writing()

@@ -203,6 +203,42 @@ async def test_a_delivery_that_breaks_off_is_a_502(
     assert b"".join(seen) == b"012"
 
 
+@pytest.mark.parametrize("after", ["head", "piece"])
+@pytest.mark.parametrize("how", ["pushed", "pulled"])
+async def test_bytes_that_are_no_http_break_an_answer_off(
+    engines: list[RawHttpEngine], pool: Pool, how: str, after: str
+) -> None:
+    """At once: aiohttp hangs up over them, and leaves who reads the body waiting."""
+    seen: list[bytes] = []
+
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
+        await line.begin()
+        await asyncio.sleep(0.02)  # the head is read alone
+        if after == "piece":
+            await line.piece(b"one")
+            await until(lambda: seen)
+        await line.raw(b"no length\r\nof a chunk")
+        await asyncio.Event().wait()
+
+    async def read(mine: UpstreamPool) -> None:
+        async with mine.request("POST", CHAT, body=b"{}", headers=JSON) as answer:
+            if how == "pushed":
+                await answer.deliver(lambda data: seen.append(data) is not None, never)  # type: ignore[func-returns-value]
+            else:
+                async for data in answer.iter_any():
+                    seen.append(data)
+
+    async def never() -> None:
+        raise AssertionError("nobody is behind")
+
+    engines[0].behave = behave
+    async with asyncio.timeout(60):  # the longest silence is ten minutes
+        with pytest.raises(ApiError, match=r"broke off its answer|gave no answer") as caught:
+            await read(pool())
+    assert caught.value.status == 502
+    assert seen == ([b"one"] if after == "piece" else [])
+
+
 async def test_who_leaves_early_hangs_up(engines: list[RawHttpEngine], pool: Pool) -> None:
     async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
         await line.begin()

@@ -8,6 +8,7 @@ from support.engines.raw_http_engine import RawHttpEngine, ReceivedRequest, Serv
 from support.proxy.upstream_pool import CHAT, JSON, Pool, until
 from tracegrad.proxy.engine.upstreams import UpstreamPool
 from tracegrad.proxy.engine.upstreams.read_moderation import ReadModeration
+from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 
 STREAMS = 8
 
@@ -124,3 +125,57 @@ async def test_a_piece_that_others_wait_for_comes_before_the_next(
 
     await asyncio.gather(*(one(b"%d" % number) for number in range(STREAMS)))
     assert len(taken) == 10 * STREAMS
+
+
+async def test_a_mark_waits_for_tokens_that_rest_unread(
+    engines: list[RawHttpEngine], pool: Pool
+) -> None:
+    """What the engine sent before a push is not of the weights that came with it."""
+    for _ in range(6):
+        await _push_behind_two_pieces(engines[0], pool())
+
+
+async def _push_behind_two_pieces(engine: RawHttpEngine, pool: UpstreamPool) -> None:
+    gate = WeightUpdateGate()
+    lines: list[ServerConnection] = []
+    seen: list[tuple[bytes, int]] = []
+    over = asyncio.Event()
+
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
+        await line.begin()
+        await line.piece(b"begins ")
+        lines.append(line)
+        await over.wait()
+        await line.end()
+
+    async def never() -> None:
+        raise AssertionError("nobody is behind")
+
+    async def one() -> None:
+        async with (
+            gate.admission(streaming=True) as admission,
+            pool.request("POST", CHAT, body=b"{}", headers=JSON) as answer,
+        ):
+
+            def consume(data: bytes) -> bool:
+                seen.append((data, admission.arrival_version()))
+                return False
+
+            await answer.deliver(consume, never)
+
+    engine.behave = behave
+    many = 2 * STREAMS
+    streams = [asyncio.create_task(one()) for _ in range(many)]
+    await until(lambda: len(seen) == many)
+    await asyncio.sleep(0.02)  # none rests
+    for line in lines:
+        await line.piece(b"first ")
+    while len(seen) < 2 * many:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    for line in lines:  # into the sockets of streams that rest
+        await line.piece(b"second")
+    await gate.set_version(7)
+    over.set()
+    await asyncio.gather(*streams)
+    assert b"".join(data for data, _ in seen).count(b"second") == many
+    assert {version for data, version in seen if b"second" in data} == {0}
