@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,10 +21,10 @@ from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, rows_of
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import Learner, as_hf_tensors, full_tensors
 from tracegrad_trainer.inference.logprob_probe import (
-    LogprobGap,
+    ProbeMismatchError,
     ProbeSample,
     compare_logprobs,
-    sample_probe,
+    sample_probes,
 )
 from tracegrad_trainer.inference.weight_push import (
     EngineLostError,
@@ -31,15 +32,13 @@ from tracegrad_trainer.inference.weight_push import (
     PushReport,
     WeightPusher,
 )
+from tracegrad_trainer.losses.logprob_gap import LogprobGap, Precision
 from tracegrad_trainer.utils.distributed import is_rank_zero
 
-PROBE_PROMPTS = 4
+# With `push.probe_tokens` each: enough tokens for a 99 % quantile.
+PROBE_PROMPTS = 8
 MAX_PROMPT_TOKENS = 256
 NOTHING_SERVED = -1  # the version before the first push
-
-# Largest |log-probability gap| (nats) of a right push: float32 engines agree to 1e-5, bfloat16
-# ones were seen 0.07 apart; one stale layer is off by 1 or more.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +48,14 @@ class PublishResult:
     version: int
     report: PushReport | None
     gap: LogprobGap | None
+    allowed: float | Precision  # what the gap was held against: as in `compare_logprobs`
     error: str | None = None
     lost: bool = False  # nothing is served any more
 
     def detail(self) -> Json:
         return {
             "seconds": self.report.seconds if self.report else {},
-            "gap": asdict(self.gap) if self.gap else None,
+            "gap": asdict(self.gap) | {"allowed": self.allowed} if self.gap else None,
             "error": self.error,
         }
 
@@ -66,7 +66,7 @@ class WeightPublisher:
     def __init__(self, settings: TrainerSettings, learner: Learner, stack: ExitStack) -> None:
         self.settings = settings
         self.learner = learner
-        self.tolerance = settings.push.probe_tolerance or TOLERANCE[_coarsest(settings)]
+        self.allowed = settings.push.probe_tolerance or learner.precision
         self.pusher: WeightPusher | None = None
         key = settings.proxy.control_key or settings.proxy.admin_key
         if is_rank_zero():
@@ -96,14 +96,14 @@ class WeightPublisher:
         if self.pusher is None:
             self._join_probe()
             return None
-        probing = _Probing(self, _prompts(rows))
+        probing = _Probing(self, probe_prompts(rows, self.settings.push.probe_tokens))
         try:
             named = as_hf_tensors(self.learner.model, weights)
             report = self.pusher.push(version, named, verify=probing)
-            return PublishResult(version, report, probing.gap)
+            return PublishResult(version, report, probing.gap, self.allowed)
         except PushError as error:
             lost = isinstance(error, EngineLostError)
-            return PublishResult(version, None, probing.gap, str(error), lost)
+            return PublishResult(version, None, probing.gap, self.allowed, str(error), lost)
         finally:
             if not probing.shared:
                 _share(None)
@@ -132,21 +132,22 @@ class _Probing:
     def __call__(self) -> None:
         settings = self.publisher.settings
         engine_key = settings.vllm.api_key
-        samples = [
-            sample_probe(
-                settings.vllm.url,
-                prompt,
-                tokens=settings.push.probe_tokens,
-                model=settings.vllm.served_model_name,
-                key=engine_key.get_secret_value() if engine_key else None,
-            )
-            for prompt in self.prompts
-        ]
+        samples = sample_probes(
+            settings.vllm.url,
+            self.prompts,
+            tokens=settings.push.probe_tokens,
+            model=settings.vllm.served_model_name,
+            key=engine_key.get_secret_value() if engine_key else None,
+        )
         self.shared = True
         _share(samples)
         trained = self.publisher.trained_logprobs(samples)
         served = [value for sample in samples for value in sample.logprobs]
-        self.gap = compare_logprobs(served, trained, self.publisher.tolerance)
+        try:
+            self.gap = compare_logprobs(served, trained, self.publisher.allowed)
+        except ProbeMismatchError as error:
+            self.gap = error.gap
+            raise
 
 
 def _share(samples: list[ProbeSample] | None) -> list[ProbeSample] | None:
@@ -156,10 +157,15 @@ def _share(samples: list[ProbeSample] | None) -> list[ProbeSample] | None:
     return message[0]
 
 
-def _prompts(rows: Sequence[Row]) -> list[list[int]]:
-    """The beginnings of the longest rows; any ids will do where there are none yet."""
+def probe_prompts(rows: Sequence[Row], tokens: int) -> list[list[int]]:
+    """The beginnings of the longest rows, over again where these are few; any ids will do where
+    there are none yet. `tokens` more fit wherever the row did."""
     longest = sorted(rows, key=len, reverse=True)[:PROBE_PROMPTS]
-    return [row.input_ids[:MAX_PROMPT_TOKENS].tolist() for row in longest] or [[1, 2, 3, 4]]
+    begun = [
+        row.input_ids[: max(1, min(MAX_PROMPT_TOKENS, len(row) - tokens))].tolist()
+        for row in longest
+    ]
+    return list(islice(cycle(begun or [[1, 2, 3, 4]]), PROBE_PROMPTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +190,3 @@ def _as_micro_batch(samples: Sequence[ProbeSample]) -> MicroBatch:
         rollout = _ProbeRollout(turn.rollout_id, [turn])
         rows += rows_of(rollout, group_id=turn.rollout_id, advantages=[0.0])
     return micro_batch(rows, range(len(rows)))
-
-
-def _coarsest(settings: TrainerSettings) -> str:
-    served = settings.vllm.dtype or ("float32" if settings.vllm.on_cpu else "bfloat16")
-    both = {served, settings.fsdp.compute_dtype}
-    return "float32" if both == {"float32"} else "bfloat16"

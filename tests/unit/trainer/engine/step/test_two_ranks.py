@@ -82,6 +82,29 @@ def test_one_and_two_ranks_and_plain_autograd_give_the_same_gradient(
     assert result.metrics["turns_trained"] == 22
 
 
+def test_gradients_of_half_precision_are_summed_in_float32(
+    folder: Path, two: list[dict[str, Any]], one_rank: None
+) -> None:
+    """A row a rank: the sum of what each of them computes in bfloat16 has none of its rounding."""
+
+    def alone(row: Row) -> dict[str, Tensor]:
+        one = fsdp_ranks.learner(
+            folder / "model", dtype="bfloat16", max_grad_norm=float("inf"), reshard=False
+        )
+        _, gradients = fsdp_ranks.step(one, fsdp_ranks.share([row], 80))
+        return {name: gradient * int(row.keep.sum()) for name, gradient in gradients.items()}
+
+    first, second = (alone(row) for row in rows(2))
+    targets = sum(int(row.keep.sum()) for row in rows(2))
+    exact = {name: (first[name] + second[name]) / targets for name in first}
+    rounded = {name: value.bfloat16().float() for name, value in exact.items()}
+    for rank in two:
+        _, gradients = rank["half"]
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+        assert apart(gradients, exact) < 1e-5 < apart(rounded, exact)
+        assert rank["half_dtypes"] == {torch.float32}
+
+
 @pytest.mark.parametrize("budget", [40, 60, 120])
 def test_packing_and_splitting_change_nothing(folder: Path, one_rank: None, budget: int) -> None:
     whole = fsdp_ranks.step(fsdp_ranks.learner(folder / "model"), fsdp_ranks.share(rows(11), 1000))
