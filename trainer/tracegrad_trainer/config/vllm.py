@@ -67,8 +67,8 @@ class VllmSettings(BaseModel):
     quantization: Literal["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] | None = (
         Field(
             None,
-            description="vLLM rounds the weights that it is given to 8 bits, with a scale a tensor"
-            " (fp8), a channel or a block; needs objective.correction; default: none",
+            description="vLLM rounds the weights that it is given to 8 bits, with a scale a channel"
+            " (fp8), a tensor or a block; needs objective.correction; default: none",
         )
     )
     max_model_len: int | None = Field(
@@ -152,7 +152,7 @@ class VllmSettings(BaseModel):
             "seed": self.seed,
             "dtype": self.dtype or ("float32" if self.on_cpu else "auto"),
             # Plain "fp8" is vLLM's name of checkpoints that are quantized already.
-            "quantization": "fp8_per_tensor" if self.quantization == "fp8" else self.quantization,
+            "quantization": "fp8_per_channel" if self.quantization == "fp8" else self.quantization,
             "max-model-len": self.max_model_len,
             "max-num-seqs": self.max_num_seqs,
             # With an explicit size, eager CPU serving skips profiling and warm-up.

@@ -96,7 +96,7 @@ def test_what_vllm_computes_in_is_known(
 
 @pytest.mark.parametrize(
     ("asked", "option"),
-    [(None, None), ("fp8", "fp8_per_tensor"), ("fp8_per_block", "fp8_per_block")],
+    [(None, None), ("fp8", "fp8_per_channel"), ("fp8_per_block", "fp8_per_block")],
 )
 def test_vllm_is_asked_to_quantize_what_it_is_given(
     tmp_path: Path, asked: str | None, option: str | None
