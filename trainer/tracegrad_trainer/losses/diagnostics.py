@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from tracegrad_trainer.losses.logprob_gap import BINS, BINS_PER_OCTAVE, LOWEST_GAP
+from tracegrad_trainer.losses.logprob_gap import BINS, BINS_PER_OCTAVE, HIGHEST_GAP, LOWEST_GAP
 from tracegrad_trainer.losses.loss import LossOutput
 from tracegrad_trainer.losses.tokens import (
     LOG_RATIO_LIMIT,
@@ -163,7 +163,8 @@ def gap_histogram(tokens: Tokens, version: int) -> Float64[Tensor, " bins"]:
     """How many tokens of the current version lie in which bin of |log old - log mu|: counts add
     up, quantiles do not (`binned_quantile`)."""
     gap = (tokens.old_logprobs - tokens.rollout_logprobs).abs().double().nan_to_num()
-    octaves = (gap.clamp(min=LOWEST_GAP) / LOWEST_GAP).log2()
+    # Rows that are not finite leave the step later; their place must be one of the bins as well.
+    octaves = (gap.clamp(LOWEST_GAP, HIGHEST_GAP) / LOWEST_GAP).log2()
     place = (octaves * BINS_PER_OCTAVE).ceil().long().clamp(max=BINS - 1)
     here = tokens.sampled & (tokens.version == version)
     return gap.new_zeros(BINS).index_add(0, place, here.double())

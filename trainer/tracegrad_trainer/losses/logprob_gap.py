@@ -91,7 +91,7 @@ class LogprobGap:
 _LOWEST, _HIGHEST = -24, 6  # powers of two, nats
 BINS_PER_OCTAVE = 8
 BINS = (_HIGHEST - _LOWEST) * BINS_PER_OCTAVE + 1
-LOWEST_GAP = 2.0**_LOWEST
+LOWEST_GAP, HIGHEST_GAP = 2.0**_LOWEST, 2.0**_HIGHEST
 
 
 def binned_quantile(counts: Iterable[float], share: float) -> float:

@@ -99,3 +99,9 @@ def test_only_what_the_current_version_sampled_is_counted() -> None:
     assert binned_quantile(counts.tolist(), 0.5) == pytest.approx(0.25)
     assert binned_quantile(counts.tolist(), 1.0) == pytest.approx(0.5)
     assert binned_quantile(gap_histogram(given, 9).tolist(), 0.5) == 0
+
+
+def test_what_is_not_finite_has_a_bin_too() -> None:
+    """Rows with such a number leave the step only after it was counted."""
+    given = tokens([0.0, math.nan, 0.0, -math.inf], mu=[-1e30, 0.0, math.inf, 0.0], version=[4] * 4)
+    assert gap_histogram(given, 4).sum() == 4
