@@ -96,7 +96,9 @@ class WeightPublisher:
         if self.pusher is None:
             self._join_probe()
             return None
-        probing = _Probing(self, probe_prompts(rows, self.settings.push.probe_tokens))
+        most = self.settings.vllm.max_model_len
+        longest = None if most is None else most - self.settings.push.probe_tokens
+        probing = _Probing(self, probe_prompts(rows, longest))
         try:
             named = as_hf_tensors(self.learner.model, weights)
             report = self.pusher.push(version, named, verify=probing)
@@ -157,15 +159,14 @@ def _share(samples: list[ProbeSample] | None) -> list[ProbeSample] | None:
     return message[0]
 
 
-def probe_prompts(rows: Sequence[Row], tokens: int) -> list[list[int]]:
+def probe_prompts(rows: Sequence[Row], longest: int | None) -> list[list[int]]:
     """The beginnings of the longest rows, over again where these are few; any ids will do where
-    there are none yet. `tokens` more fit wherever the row did."""
-    longest = sorted(rows, key=len, reverse=True)[:PROBE_PROMPTS]
-    begun = [
-        row.input_ids[: max(1, min(MAX_PROMPT_TOKENS, len(row) - tokens))].tolist()
-        for row in longest
-    ]
-    return list(islice(cycle(begun or [[1, 2, 3, 4]]), PROBE_PROMPTS))
+    there are none yet. `longest`: tokens that the engine takes beside those that it samples."""
+    tokens = max(1, min(MAX_PROMPT_TOKENS, longest or MAX_PROMPT_TOKENS))
+    first = sorted(rows, key=len, reverse=True)[:PROBE_PROMPTS]
+    # Not fewer ids: vLLM 0.32 on a CPU was seen to die of four in bfloat16.
+    begun = [row.input_ids[:tokens].tolist() for row in first] or [list(range(1, 25))[:tokens]]
+    return list(islice(cycle(begun), PROBE_PROMPTS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,14 +71,13 @@ def test_all_prompts_are_sampled_in_one_call() -> None:
 
 
 def test_prompts_are_beginnings_that_leave_room_for_what_is_sampled() -> None:
-    """So that a prompt and its tokens fit wherever the row that it begins did."""
     made = rows(3)
-    shortest = min(map(len, made))
-    assert shortest < MAX_PROMPT_TOKENS
-    found = probe_prompts(made, 4)
+    order = sorted(made, key=len, reverse=True)
+    found = probe_prompts(made, None)
     assert len(found) == PROBE_PROMPTS
-    longest = max(made, key=len)
-    assert found[0] == longest.input_ids[: len(longest) - 4].tolist()
+    assert found[:3] == [row.input_ids[:MAX_PROMPT_TOKENS].tolist() for row in order]
     assert found[0] == found[3]  # over again
-    assert all(len(prompt) == 1 for prompt in probe_prompts(made, 10_000))
-    assert [len(prompt) for prompt in probe_prompts([], 4)] == [4] * PROBE_PROMPTS
+    assert {len(prompt) for prompt in probe_prompts(made, 7)} == {7}
+    assert {len(prompt) for prompt in probe_prompts(made, -5)} == {1}
+    assert {len(prompt) for prompt in probe_prompts([], None)} == {24}
+    assert {len(prompt) for prompt in probe_prompts([], 7)} == {7}
