@@ -13,8 +13,9 @@ from support.trainer.step_samples import trainer_settings
 from tracegrad.store import ALL, Store
 from tracegrad_trainer.config.trainer import TrainerSettings, parse_resolved
 from tracegrad_trainer.config.vllm import VllmSettings
-from tracegrad_trainer.engine import FsdpSettings
+from tracegrad_trainer.engine import FsdpSettings, destroy_process_group, init_process_group
 from tracegrad_trainer.engine.distributed import compute_dtype, frozen_dtype
+from tracegrad_trainer.rl.build_learner import build_learner
 from tracegrad_trainer.rl.preflight import (
     check_before_training,
     check_precision,
@@ -58,6 +59,36 @@ def test_a_step_is_recorded_with_the_dtypes_that_were_taken(
     learned = trainer_settings(tmp_path, objective={"preset": "sft"}, fsdp={"device": device})
     asked = load_sft_settings(learned, ALL, preset="sft")
     assert asked.fingerprint()["fsdp"] == {"compute_dtype": dtype, "lora": None}
+
+
+@pytest.mark.parametrize(
+    ("compute", "served", "precision"),
+    [
+        ("auto", {"device": "cpu"}, "float32"),
+        ("auto", {"device": "cuda"}, "bfloat16"),
+        ("bfloat16", {"device": "cpu"}, "bfloat16"),
+        ("bfloat16", {"device": "cuda", "quantization": "fp8"}, "fp8"),
+    ],
+)
+def test_a_gap_is_held_against_the_coarser_of_trainer_and_engine(
+    tmp_path: Path, compute: str, served: dict[str, Any], precision: str
+) -> None:
+    fsdp = {"device": "cpu", "threads": 1, "compute_dtype": compute}
+    given = trainer_settings(tmp_path, fsdp=fsdp, vllm=served)
+    mesh = init_process_group(given.fsdp)
+    try:
+        assert build_learner(given, mesh).precision == precision
+    finally:
+        destroy_process_group()
+
+
+def test_products_in_tf32_are_asked_of_torch() -> None:
+    try:
+        init_process_group(FsdpSettings(device="cpu", float32_matmul="high"))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        destroy_process_group()
+        torch.set_float32_matmul_precision("highest")
 
 
 def vllm(folder: Path, **given: Any) -> VllmSettings:
