@@ -15,6 +15,8 @@ PATH = "/v1/chat/completions"
 ALL = (DIRECT, PLAIN, OURS, LITELLM)
 WITHOUT_LITELLM = (DIRECT, PLAIN, OURS)
 FEW = 16
+# Of the time between two calls of a caller: tools run, people read.
+PAUSED = 0.25
 # Calls of one rollout, one after another: short, as agents' episodes are.
 _CALLS_A_ROLLOUT = 8
 
@@ -39,6 +41,17 @@ class Cell:
     @property
     def answer_s(self) -> float:
         """How long the engine takes for one answer."""
+        return self._call_s - self.pause_s
+
+    @property
+    def pause_s(self) -> float:
+        """How long a caller waits, on average, before its next call. Without pauses all callers
+        of an engine that takes equally long for every answer would end up in step: they call at
+        once, wait at once, and a server that is busy half of the time looks slow."""
+        return 0.0 if self.stream else PAUSED * self._call_s
+
+    @property
+    def _call_s(self) -> float:
         return self.concurrency / self.rate if self.rate else 0.0
 
     @property
@@ -65,8 +78,9 @@ class Cell:
             self.concurrency,
             issue_s=self.answer_s * 1.5 + self.issue_s,
             limit_s=self.answer_s * 3 + self.limit_s,
-            ramp_s=self.answer_s,
+            ramp_s=self._call_s,
             expected_events=events,
+            pause_s=self.pause_s,
         )
 
 

@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from random import Random
 from time import perf_counter
 from typing import cast
 
@@ -33,6 +34,7 @@ class Sample:
     events: int = 0
     error: str | None = None
     share: float = 1.0
+    pause_s: float = 0.0  # before the caller's next call
 
 
 @dataclass(slots=True)
@@ -61,7 +63,7 @@ class Measured:
         over the whole time there were fewer, so count by how long their calls took."""
         good = self.good
         if ramped and good:
-            return ramped * len(good) / sum(sample.total_s for sample in good)
+            return ramped * len(good) / sum(sample.total_s + sample.pause_s for sample in good)
         return self.calls / self.wall_s if self.wall_s else 0.0
 
 
@@ -197,6 +199,7 @@ class Load:
     limit_s: float
     ramp_s: float = 0.0
     expected_events: int = 0  # of a whole stream; 0: answers come in one piece
+    pause_s: float = 0.0  # a caller's mean pause between two calls, of even distribution
 
 
 async def measure(port: int, load: Load) -> Measured:
@@ -209,9 +212,7 @@ async def measure(port: int, load: Load) -> Measured:
     measured = Measured()
     start = perf_counter()
     tasks = [
-        asyncio.create_task(
-            _calls(caller, port, load, measured, load.ramp_s * at / load.concurrency, start)
-        )
+        asyncio.create_task(_calls(caller, port, load, measured, at, start))
         for at, caller in enumerate(callers)
     ]
     _, pending = await asyncio.wait(tasks, timeout=load.limit_s)
@@ -229,10 +230,11 @@ async def measure(port: int, load: Load) -> Measured:
 
 
 async def _calls(
-    caller: Caller, port: int, load: Load, measured: Measured, delay_s: float, start: float
+    caller: Caller, port: int, load: Load, measured: Measured, number: int, start: float
 ) -> None:
+    pauses = Random(number)  # the same for every server
     if load.ramp_s:
-        await asyncio.sleep(delay_s)
+        await asyncio.sleep(load.ramp_s * number / load.concurrency)
         await caller.connect(port)
     first = True
     while first or perf_counter() - start < load.issue_s:
@@ -240,6 +242,10 @@ async def _calls(
         data = next(load.requests, None)
         if data is None:
             return
-        measured.samples.append(await caller.call(data))
+        sample = await caller.call(data)
+        measured.samples.append(sample)
         if caller.lost:
             return
+        if load.pause_s:
+            sample.pause_s = pauses.uniform(0, 2 * load.pause_s)
+            await asyncio.sleep(sample.pause_s)

@@ -48,7 +48,9 @@ def page(
         goal_table(goals),
         "## An engine that is the limit\n",
         "The engine gives so many calls a second, whatever the concurrency: with 512 tokens a call,"
-        " 100 calls/s are 51,200 tokens/s. A stream's tokens come one at a time.\n",
+        " 100 calls/s are 51,200 tokens/s. A stream's tokens come one at a time. Callers of whole"
+        " answers pause for a quarter of their time, unevenly, as agents do whose tools run:"
+        " without pauses they end up in step, and all wait for all.\n",
         _table(at_a_rate),
         "## An engine that answers at once\n",
         "What each can do at most; with more than one caller the time added is mostly the queue.\n",

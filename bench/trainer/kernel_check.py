@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,12 @@ from tracegrad_trainer.engine.attention.varlen import VarlenRowAttention
 BOUND = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
 _LENGTHS = (130, 7, 64, 300, 1, 33)
 _HEADS, _GROUPS, _WIDTH = 4, 2, 64
+_FORMS = {
+    "": ScoreTransform(),
+    "window": ScoreTransform(window=20),
+    "soft cap": ScoreTransform(softcap=5.0),
+    "sinks, window": ScoreTransform(sinks=torch.linspace(-1, 1, _HEADS), window=20),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +42,17 @@ def kernels(device: torch.device, dtype: torch.dtype) -> list[Kernel]:
     """Those that run there; varlen and flex need CUDA."""
     lengths = list(_LENGTHS)
     plain = TreeRowAttention(_row_ends(), _depths(), lengths, "cpu")
-    tree = TreeRowAttention(_forked_ends(), _depths(), lengths, "cpu")
-    tried: list[tuple[str, RowAttention, TreeRowAttention, ScoreTransform]] = [
-        ("packed", PackedRowAttention(lengths, device), plain, ScoreTransform()),
-        ("packed, window", PackedRowAttention(lengths, device), plain, ScoreTransform(window=20)),
-        (
-            "tree",
-            TreeRowAttention(_forked_ends(), _depths(), lengths, device),
-            tree,
-            ScoreTransform(),
-        ),
+    branches = TreeRowAttention(_forked_ends(), _depths(), lengths, "cpu")
+    tried: list[tuple[str, RowAttention, TreeRowAttention]] = [
+        ("packed", PackedRowAttention(lengths, device), plain),
+        ("tree", TreeRowAttention(_forked_ends(), _depths(), lengths, device), branches),
     ]
     if device.type == "cuda":
-        tried += [
-            ("varlen", VarlenRowAttention(lengths, device), plain, ScoreTransform()),
-            (
-                "varlen, window",
-                VarlenRowAttention(lengths, device),
-                plain,
-                ScoreTransform(window=20),
-            ),
-        ]
+        tried.append(("varlen", VarlenRowAttention(lengths, device), plain))
     return [
-        _compare(name, rows, exact, scores, device, dtype) for name, rows, exact, scores in tried
+        _compare(", ".join(filter(None, (name, form))), rows, exact, scores, device, dtype)
+        for name, rows, exact in tried
+        for form, scores in _FORMS.items()
     ]
 
 
@@ -79,7 +73,8 @@ def _compare(
 
     def run(how: object, to: torch.device, kind: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         inputs = [x.to(to, kind).requires_grad_() for x in given]
-        out: Tensor = how(*inputs, scores)  # type: ignore[operator]
+        sinks = None if scores.sinks is None else scores.sinks.to(to, kind)
+        out: Tensor = how(*inputs, replace(scores, sinks=sinks))  # type: ignore[operator]
         gradients = torch.autograd.grad((out * weights.to(to, out.dtype)).sum(), inputs)
         return out.detach(), list(gradients)
 

@@ -158,6 +158,29 @@ def test_what_agents_sampled_meanwhile_is_trained_once(
             compare_logprobs(list(turn.completion_logprobs), reference_logprobs(weights, *ids), GAP)
 
 
+def test_calls_go_on_when_the_trainer_is_killed_while_vllm_sleeps(
+    runs: Runs, engine: VllmProcess, model: Path, tmp_path: Path
+) -> None:
+    """Nobody starts it again: its guard wakes vLLM, with the weights of the version that it had."""
+    changes = {"checkpoint__keep": 9, "gpus__share": "true"}
+    with pushing_ranks(runs, engine, model, tmp_path / "state", **changes) as pushing:
+        fill(pushing.store_url, groups=6)
+        assert not pushing.run(until=3, at="leased, not trained", nth=2)
+        agents = Agents(pushing.settings, groups=1)
+        agents.start()
+        agents.join(60)
+        assert agents.failures == []
+        assert pushing.run(until=2)
+        pushing.agree()
+        late = [turn for _, rollout in agents.rollouts for turn in turns_of(pushing, rollout)]
+        assert len(late) == 3
+        for turn in late:
+            assert {version for version, _ in turn.policy_versions} == {1}
+            ids = turn.prompt_token_ids.tolist(), turn.completion_token_ids.tolist()
+            of_step_1 = reference_logprobs(pushing.trained(1), *ids)
+            compare_logprobs(list(turn.completion_logprobs), of_step_1, GAP)
+
+
 def turns_of(pushing: PushingRanks, rollout: str) -> list[Turn]:
     with Store.open(pushing.store_url, create=False) as store:
         return store.rollout_turns(rollout)

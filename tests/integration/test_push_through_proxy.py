@@ -15,9 +15,10 @@ from support.engines.vllm_server import VllmServer
 from support.proxy.servers import CONTROL_KEY
 from support.trainer.tiny_model import load_model, perturb, reference_logprobs
 from tracegrad.store import Store
+from tracegrad_trainer.inference.engine_sleep import SleepSettings
 from tracegrad_trainer.inference.logprob_probe import compare_logprobs
 from tracegrad_trainer.inference.weight_push import WeightPusher
-from tracegrad_trainer.utils.network import find_free_port
+from tracegrad_trainer.utils.network import find_free_port, http_client
 from tracegrad_trainer.utils.subprocesses import ChildProcess
 
 pytestmark = pytest.mark.vllm
@@ -51,9 +52,11 @@ def _is_up(url: str) -> bool:
         return False
 
 
+@pytest.mark.parametrize("sleeps", [False, True])
 def test_a_streamed_turn_records_which_weights_sampled_each_token(
-    vllm_server: VllmServer, proxy_url: str, store_url: str
+    vllm_server: VllmServer, proxy_url: str, store_url: str, sleeps: bool, tmp_path: Path
 ) -> None:
+    """Also one that was frozen while vLLM slept. (Its CPU build gives no memory up.)"""
     lines: list[str] = []
 
     def stream() -> None:
@@ -72,13 +75,22 @@ def test_a_streamed_turn_records_which_weights_sampled_each_token(
     perturb(new, seed=11)
     reader = threading.Thread(target=stream)
     with WeightPusher(
-        vllm_server.url, proxy_url, proxy_key=CONTROL_KEY, checkpoint=vllm_server.model_dir
+        vllm_server.url,
+        proxy_url,
+        proxy_key=CONTROL_KEY,
+        checkpoint=vllm_server.model_dir,
+        sleep=SleepSettings(2, tmp_path) if sleeps else None,
     ) as pusher:
         try:
+            pusher.stop_engine()
+            pusher.wake_engine()  # as after a step that was skipped; a guard has started by now
             reader.start()
             deadline = time.monotonic() + 30
             while len(lines) < 20 and time.monotonic() < deadline:
                 time.sleep(0.005)
+            pusher.stop_engine()  # before files are written, which may take longer than the stream
+            with http_client(vllm_server.url, timeout_s=60) as client:
+                assert client.get("/is_sleeping").json() == {"is_sleeping": True}
             pusher.push(1, new.named_parameters())
             reader.join(60)
         finally:

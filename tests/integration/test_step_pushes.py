@@ -116,12 +116,16 @@ def proven(pushing: PushingRanks, *, steps: int) -> None:
 def test_two_ranks_push_the_steps_of_a_mixture(
     mixture: Mixture, engine: VllmProcess, runs: Runs, tmp_path: Path
 ) -> None:
-    """With experts replayed within the step, which the probe must know nothing of."""
-    changes = {"ranks": 2, "fsdp__routing": "r2"}
+    """With experts replayed within the step, which the probe must know nothing of, and with vLLM
+    asleep while they work (of its CPU build the scheduler alone)."""
+    changes = {"ranks": 2, "fsdp__routing": "r2", "gpus__share": "true"}
     with pushing_ranks(runs, engine, mixture.model, tmp_path / "state", **changes) as pushing:
         fill(pushing.store_url, groups=8)
         assert pushing.run(until=2)
         proven(pushing, steps=2)
+        with Store.open(pushing.store_url, create=False) as store:
+            stages = [set(version.detail["seconds"]) for version in store.versions()]
+        assert all({"sleep", "wake_weights", "wake_cache"} <= found for found in stages)
         sample = sample_probe(engine.url, PROMPT, tokens=24)
     untrained = reference_logprobs(load_model(mixture.model), PROMPT, sample.token_ids)
     assert moved(sample.logprobs, untrained) > 100 * GAP

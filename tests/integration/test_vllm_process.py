@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from support.engines.vllm_server import tiny_settings
+from tracegrad_trainer.inference.control_routes import EngineLostError
 from tracegrad_trainer.inference.vllm_process import VllmProcess
-from tracegrad_trainer.inference.weight_push import EngineLostError, WeightPusher
+from tracegrad_trainer.inference.weight_push import WeightPusher
 from tracegrad_trainer.utils.subprocesses import ChildError
 
 pytestmark = pytest.mark.vllm

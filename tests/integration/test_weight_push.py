@@ -27,13 +27,14 @@ from support.trainer.tiny_model import (
     tiny_tokenizer,
 )
 from tracegrad_trainer.engine import as_hf_tensors
+from tracegrad_trainer.inference.control_routes import PushError, ServedWeights
 from tracegrad_trainer.inference.logprob_probe import (
     ProbeMismatchError,
     compare_logprobs,
     sample_probe,
 )
 from tracegrad_trainer.inference.vllm_process import VllmProcess
-from tracegrad_trainer.inference.weight_push import PushError, WeightPusher
+from tracegrad_trainer.inference.weight_push import WeightPusher
 from tracegrad_trainer.utils.network import http_client
 
 pytestmark = pytest.mark.vllm
@@ -139,12 +140,15 @@ def test_a_stream_in_flight_goes_on_with_the_new_weights(
 ) -> None:
     stream = Stream()
     at_mark: list[int] = []
-    monkeypatch.setattr(pusher, "_set_version", lambda version: at_mark.append(len(stream.tokens)))
+    monkeypatch.setattr(
+        pusher._proxy, "set_version", lambda version: at_mark.append(len(stream.tokens))
+    )
     reader = threading.Thread(target=stream.read, args=(vllm_server, 500))
     reader.start()
     deadline = time.monotonic() + 30
     while len(stream.tokens) < 20 and time.monotonic() < deadline:
         time.sleep(0.001)
+    pusher.stop_engine()  # before files are written, which may take longer than the stream
     pusher.push(1, perturb(model, seed=4).named_parameters())
     reader.join(60)
 
@@ -175,16 +179,16 @@ def test_a_call_that_arrives_during_the_push_waits_and_gets_the_new_weights(
         yield from model.named_parameters()
 
     with pytest.MonkeyPatch.context() as patch:
-        load = pusher._load
+        load = pusher._vllm.load
 
-        def call_then_load(version: int, paths: list[Path]) -> None:
+        def call_then_load(served: ServedWeights) -> None:
             nonlocal caller
             caller = threading.Thread(target=call)
             caller.start()
             time.sleep(0.1)
-            load(version, paths)
+            load(served)
 
-        patch.setattr(pusher, "_load", call_then_load)
+        patch.setattr(pusher._vllm, "load", call_then_load)
         pusher.push(1, call_half_way())
     caller.join(60)
     assert not failed

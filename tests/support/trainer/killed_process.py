@@ -23,7 +23,7 @@ from typing import Any
 
 from tracegrad.store import Ledger
 from tracegrad_trainer.engine.checkpoint import save_load
-from tracegrad_trainer.inference import weight_files, weight_push
+from tracegrad_trainer.inference import control_routes, weight_files, weight_push
 from tracegrad_trainer.inference.publish import WeightPublisher
 from tracegrad_trainer.rl import offline_worker, serve_worker
 from tracegrad_trainer.rl.train_loop import TrainLoop
@@ -48,12 +48,12 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
 PUSH_POINTS: dict[str, tuple[Any, ...]] = {
     "nothing sent": (WeightPublisher, "publish", True),
     "files written": (weight_files.WeightFiles, "write", False),
-    "engine paused": (weight_push.WeightPusher, "_load", True),
-    "engine without weights": (weight_push._Peer, "post", True, "/finish_weight_update"),
-    "loaded, version not set": (weight_push.WeightPusher, "_set_version", True),
-    "version set, not resumed": (weight_push._Peer, "post", True, "/resume"),
+    "engine paused": (control_routes.VllmControl, "load", True),
+    "engine without weights": (control_routes.Peer, "post", True, "/finish_weight_update"),
+    "loaded, version not set": (control_routes.ProxyControl, "set_version", True),
+    "version set, not resumed": (control_routes.Peer, "post", True, "/resume"),
     "served, not proven": (weight_push.WeightPusher, "_verify", True),
-    "proven, calls still wait": (weight_push._Peer, "try_post", True),
+    "proven, calls still wait": (control_routes.ProxyControl, "release", True),
     "pushed, not recorded": (WeightPublisher, "publish", False),
 }
 EXPECTED = 120.0

@@ -179,7 +179,9 @@ def test_requests_change_their_prompt_each_time_and_their_rollout_now_and_then()
 
 
 def test_an_engine_with_a_rate_takes_longer_for_more_callers() -> None:
-    assert Cell(False, 200, 32, rate=100).pace == Pace(answer_s=0.32)
+    whole = Cell(False, 200, 32, rate=100)
+    assert whole.pace == Pace(answer_s=0.24)
+    assert whole.pause_s == pytest.approx(0.08)  # a call each 0.32 s
     assert Cell(True, 200, 256, rate=50).pace == Pace(step_s=0.01)
     assert Cell(True, 200, 256, rate=50, chunk_tokens=8).pace == Pace(step_s=0.08, chunk_tokens=8)
     assert Cell(True, 200, 32).pace == Pace()

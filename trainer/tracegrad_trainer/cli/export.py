@@ -135,7 +135,10 @@ def load_checkpoint_model(
 ) -> nn.Module:
     """The model of a checkpoint in the host's memory; a value head is left out. `digest`: what
     its manifest's must be."""
-    here = settings.fsdp.model_copy(update={"device": "cpu", "attention": "sdpa"})
+    # Only what a GPU has is not taken as it was: models that one attention suits refuse others.
+    wanted = settings.fsdp.attention
+    kept = wanted if wanted in ("packed", "sdpa", "eager") else "auto"
+    here = settings.fsdp.model_copy(update={"device": "cpu", "attention": kept})
     model = build_model(settings.model, here)
     named = dict(model.named_parameters())
     trained = {name: p.detach() for name, p in named.items() if p.requires_grad}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -47,6 +47,13 @@ class GpuSettings(BaseModel):
         None,
         description="both on the same GPUs: vLLM sleeps, and calls wait, while the ranks work;"
         " default: where there is one GPU, or the model does not fit otherwise",
+    )
+
+    sleep_level: Literal[1, 2] = Field(
+        2,
+        description="of vLLM's sleep with gpus.share. 2: its weights are thrown away, since a push"
+        " brings new ones, and loaded from files where none comes; 1: they wait in host memory,"
+        " once more than the files of a push, and are back sooner after a step without a push",
     )
 
     @model_validator(mode="after")

@@ -73,6 +73,10 @@ _SYNONYMS = {
 }
 
 
+# Silence of an engine on GPUs that the ranks share, where proxy.read_timeout_s is not set.
+LONGEST_SHARED_STEP_S = 3600.0
+
+
 class DataSettings(BaseModel):
     """Which rollouts are trained on, and when."""
 
@@ -277,6 +281,12 @@ class TrainerSettings(FileSettings):
         return self
 
     @model_validator(mode="after")
+    def _engine_can_sleep(self) -> Self:
+        if self.gpus.share:
+            self.vllm, self.proxy = with_sleep(self.vllm, self.proxy)
+        return self
+
+    @model_validator(mode="after")
     def _store_in_our_folder(self) -> Self:
         changes: dict[str, Any] = {"upstream": self.vllm.url}
         if "store" not in self.proxy.model_fields_set:
@@ -330,6 +340,14 @@ class TrainerSettings(FileSettings):
         resolved: dict[str, Any] = self.model_dump(mode="json")
         resolved["fsdp"] |= resolved_dtypes(self.fsdp)
         return resolved
+
+
+def with_sleep(vllm: VllmSettings, proxy: ProxySettings) -> tuple[VllmSettings, ProxySettings]:
+    """Both as `gpus.share` needs them, also where it is chosen after these settings were read: an
+    engine that sleeps is silent for a whole step, to streams that are under way too."""
+    if "read_timeout_s" not in proxy.model_fields_set:
+        proxy = proxy.model_copy(update={"read_timeout_s": LONGEST_SHARED_STEP_S})
+    return vllm.model_copy(update={"sleep_mode": True}), proxy
 
 
 def load_settings(

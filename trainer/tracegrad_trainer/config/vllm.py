@@ -86,6 +86,10 @@ class VllmSettings(BaseModel):
         description="return which experts of a mixture each token went to, on GPUs only; set where"
         " fsdp.routing = 'r3'",
     )
+    sleep_mode: bool = Field(
+        False,
+        description="vLLM can give up its GPU memory and take it back; set where gpus.share is on",
+    )
     tool_call_parser: str | None = Field(
         "hermes",
         description="vLLM's parser of the model's tool calls; null (by --set): calls stay text",
@@ -171,6 +175,8 @@ class VllmSettings(BaseModel):
         flags = ["--disable-uvicorn-access-log", "--disable-log-stats"]
         flags += ["--enforce-eager"] if self.on_cpu else []
         flags += ["--distributed-executor-backend", "uni"] if self._lean else []
+        # The CPU build refuses the option; its routes are there without, and only pause.
+        flags += ["--enable-sleep-mode"] if self.sleep_mode and not self.on_cpu else []
         flags += ["--enable-return-routed-experts"] if self.routed_experts else []
         flags += ["--enable-auto-tool-choice"] if self.tool_call_parser else []
         pairs = [(f"--{name}", str(value)) for name, value in options.items() if value is not None]

@@ -54,6 +54,15 @@ def compute_device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
+def take_peak_memory(device: torch.device) -> int | None:
+    """The most bytes that tensors took on a GPU since the last call; None: it is no GPU."""
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
 def init_process_group(settings: FsdpSettings) -> DeviceMesh:
     """Join the process group (torchrun's environment; alone without it) -> mesh of one axis."""
     device = pick_device(settings)

@@ -7,7 +7,12 @@ from typing import Any
 from torch import nn
 
 from tracegrad_trainer.batches import MicroBatch
-from tracegrad_trainer.engine.model.hf_config import experts_per_token, layer_configs, query_heads
+from tracegrad_trainer.engine.model.hf_config import (
+    experts_per_token,
+    layer_configs,
+    layer_windows,
+    query_heads,
+)
 
 
 def flops(model: nn.Module, batch: MicroBatch) -> float:
@@ -16,7 +21,8 @@ def flops(model: nn.Module, batch: MicroBatch) -> float:
 
     What a step recomputes, pads or only looks at is no part of it. Embeddings are look-ups, the
     head works on targets alone, a mixture's experts on the tokens routed to them; causal
-    attention of a row of L tokens is half of L x L, and a tree's branches pay for what they see.
+    attention of a row of L tokens is half of L x L, or L windows, and a tree's branches pay for
+    what they see.
     """
     tokens, targets = batch.tokens, len(batch.target)
     body, head = _weights(model)
@@ -45,7 +51,10 @@ def _each(parameter: nn.Parameter) -> float:
 
 def _attention(model: Any, batch: MicroBatch) -> float:
     """Of the forward: scores and their weighted sums over what each token attends to."""
-    # A token at position p attends to p + 1 tokens, in a row or on its branch.
-    seen = float((batch.position_ids + 1).sum())
+    # A token at position p attends to p + 1 tokens, in a row or on its branch, or to its window.
+    before = batch.position_ids + 1
+    windows = layer_windows(model.config)
+    seen = {w: float((before if w is None else before.clip(max=w)).sum()) for w in set(windows)}
     shapes = [query_heads(layer) for layer in layer_configs(model.config)]
-    return 4.0 * seen * sum(heads * width for heads, width in shapes)
+    each = zip(shapes, windows, strict=True)
+    return 4.0 * sum(seen[window] * heads * width for (heads, width), window in each)

@@ -8,11 +8,14 @@ that outlived them, a push that went to another model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,20 +23,19 @@ from tracegrad.events import Json, Turn, logprob_array, token_id_array
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, rows_of
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import Learner, as_hf_tensors, full_tensors
+from tracegrad_trainer.inference.control_routes import EngineLostError, PushError
+from tracegrad_trainer.inference.engine_sleep import SleepSettings
 from tracegrad_trainer.inference.logprob_probe import (
     ProbeMismatchError,
     ProbeSample,
     compare_logprobs,
     sample_probes,
 )
-from tracegrad_trainer.inference.weight_push import (
-    EngineLostError,
-    PushError,
-    PushReport,
-    WeightPusher,
-)
+from tracegrad_trainer.inference.weight_push import PushReport, WeightPusher
 from tracegrad_trainer.losses.logprob_gap import LogprobGap, Precision
-from tracegrad_trainer.utils.distributed import is_rank_zero
+from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
+
+logger = logging.getLogger(__name__)
 
 # With `push.probe_tokens` each: enough tokens for a 99 % quantile.
 PROBE_PROMPTS = 8
@@ -78,7 +80,58 @@ class WeightPublisher:
                     version=NOTHING_SERVED,
                     checkpoint=settings.model,
                     drain_s=settings.push.drain_s,
+                    sleep=SleepSettings(settings.gpus.sleep_level, settings.state_dir)
+                    if settings.gpus.share
+                    else None,
                 )
+            )
+
+    @contextmanager
+    def engine_stopped(self) -> Iterator[None]:
+        """Where ranks and vLLM share GPUs: vLLM sleeps while the body trains and publishes. Where
+        nothing was published, it wakes with the weights that it had. A collective.
+
+        A body that fails leaves it asleep, for the guard of its sleep, which wakes it when the
+        ranks have ended: until then their memory is not free.
+        """
+        # All ranks wait for the sleep, which would find less memory free than before if they
+        # allocated meanwhile; vLLM takes that for an error.
+        if not self.settings.gpus.share:
+            yield
+            return
+        free = _free_bytes(self.learner.device)
+        run_on_rank_zero(lambda: self._rank_zeros.stop_engine())
+        self._report_sleep(free)
+        yield
+        self._free_memory()
+        run_on_rank_zero(lambda: self._rank_zeros.wake_engine())
+
+    @property
+    def _rank_zeros(self) -> WeightPusher:
+        assert self.pusher is not None
+        return self.pusher
+
+    def _free_memory(self) -> None:
+        """Of this rank's GPU all but weights, optimizer and what a probe needs; when this returns,
+        every rank has. vLLM takes the memory back that they used for activations and gradients."""
+        if not self.settings.gpus.share:
+            return
+        self.learner.engine.reshard()
+        gc.collect()
+        if self.learner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        dist.barrier()
+
+    def _report_sleep(self, free_before: int | None) -> None:
+        free = _free_bytes(self.learner.device)
+        if free is None or free_before is None:
+            return
+        said = f"vLLM sleeps: {free >> 20} MiB of the GPU are free, {free_before >> 20} before"
+        logger.info(said)
+        if free <= free_before:
+            logger.warning(
+                "vLLM's sleep has freed nothing of this rank's GPU: is it another one than vLLM's"
+                " (gpus.share), or was vLLM started without --enable-sleep-mode?"
             )
 
     def publish(self, version: int, rows: Sequence[Row]) -> PublishResult | None:
@@ -93,6 +146,7 @@ class WeightPublisher:
         for name, tensor in full_tensors(self.learner.model):
             if self.pusher is not None:
                 weights.append((name, tensor.cpu()))
+        self._free_memory()
         if self.pusher is None:
             self._join_probe()
             return None
@@ -150,6 +204,11 @@ class _Probing:
         except ProbeMismatchError as error:
             self.gap = error.gap
             raise
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Of the GPU, whoever uses the rest; None on a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def _share(samples: list[ProbeSample] | None) -> list[ProbeSample] | None:

@@ -2,38 +2,41 @@
 
 Calls wait at the proxy; the engine is frozen with its running requests, takes the weights, drops
 the cache that the old weights made, and goes on. If anything fails, the weights that were served
-before are put back, under their old version.
+before are put back, under their old version. How the engine stands still meanwhile, paused or
+asleep, is `engine_sleep`'s.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import httpx
 import torch
 
+from tracegrad_trainer.inference.control_routes import (
+    EngineLostError,
+    ProxyControl,
+    PushError,
+    ServedWeights,
+    VllmControl,
+)
+from tracegrad_trainer.inference.engine_sleep import (
+    EnginePause,
+    EngineSleep,
+    EngineStop,
+    SleepSettings,
+)
+from tracegrad_trainer.inference.wake_guard import GuardedEngine, WakeGuard
 from tracegrad_trainer.inference.weight_files import WeightFiles
-from tracegrad_trainer.utils.network import http_client
 from tracegrad_trainer.utils.stopwatch import Stopwatch
-
-
-class PushError(RuntimeError):
-    """The new weights are not served; those from before are. One clear line."""
-
-
-class EngineLostError(PushError):
-    """vLLM does not serve any more, or was left paused with unusable weights: restart it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
     """Seconds by stage, in order: write, hold, pause, load, set_version, resume, verify,
-    release."""
+    release. Of an engine that slept: hold, sleep, write, wake_weights, load, set_version,
+    wake_cache, resume, verify, release; the step that was made meanwhile is in none of them."""
 
     version: int
     seconds: dict[str, float]
@@ -45,6 +48,7 @@ class WeightPusher:
     `version` and `checkpoint` are what is served now: what a failed first push returns to.
     `directory` is where the weight files go (see `WeightFiles`). Without `proxy_url`, only the
     engine's own queue holds calls; `proxy_key` is the proxy's control key, or its admin key.
+    With `sleep` the engine does not only pause, it sleeps.
     """
 
     def __init__(
@@ -59,15 +63,70 @@ class WeightPusher:
         drain_s: float = 2.0,
         hold_ttl_s: float = 120.0,
         timeout_s: float = 300.0,
+        sleep: SleepSettings | None = None,
     ) -> None:
-        self.version = version
-        self._served = sorted(checkpoint.glob("*.safetensors")) if checkpoint else []
-        if checkpoint and not self._served:
+        files = sorted(checkpoint.glob("*.safetensors")) if checkpoint else []
+        if checkpoint and not files:
             raise ValueError(f"checkpoint: no *.safetensors in {checkpoint}")
+        if sleep and sleep.level == 2 and not files:
+            raise ValueError("checkpoint: sleep level 2 keeps no weights; give files to return to")
+        self._served = _served(version, files)
         self._files = WeightFiles(directory)
-        self._vllm = _Peer("vLLM", vllm_url, timeout_s)
-        self._proxy = _Peer("the proxy", proxy_url, timeout_s, proxy_key) if proxy_url else None
-        self._hold = {"ttl_s": hold_ttl_s, "drain_s": drain_s}
+        self._vllm = VllmControl(vllm_url, timeout_s)
+        self._proxy = ProxyControl(proxy_url, timeout_s, key=proxy_key, hold_ttl_s=hold_ttl_s)
+        self._engine: EngineStop = EnginePause(self._vllm, self._proxy, drain_s)
+        if sleep:
+            state_dir = str(sleep.state_dir)
+            guarded = GuardedEngine(
+                vllm_url, proxy_url, proxy_key, hold_ttl_s, timeout_s, state_dir
+            )
+            self._engine = EngineSleep(
+                self._vllm,
+                self._proxy,
+                drain_s,
+                level=sleep.level,
+                guard=WakeGuard(guarded),
+                folder=self._files.folder,
+            )
+        self._stopped = False
+        self._watch = Stopwatch()
+
+    @property
+    def version(self) -> int:
+        return self._served.version
+
+    def stop_engine(self) -> None:
+        """Calls wait, and the engine stands still, until `push` or `wake_engine`.
+
+        Raises PushError (the engine goes on as before), EngineLostError.
+        """
+        if self._stopped:
+            return
+        self._stopped = True
+        try:
+            self._engine.stop(self._served, self._watch)
+        except BaseException as error:
+            self._end_of_failure(error)
+            raise
+
+    def wake_engine(self) -> None:
+        """The engine goes on with the weights that it had, unless a push has woken it.
+
+        Raises EngineLostError.
+        """
+        if not self._stopped:
+            return
+        watch = self._take_watch()
+        try:
+            self._engine.take_weights(self._served, watch)
+            if not self._engine.keeps_weights:
+                self._vllm.load(self._served)
+            self._engine.go_on(self._served, watch)
+        except PushError as error:
+            raise EngineLostError(
+                f"vLLM sleeps and does not wake with version {self.version}, restart it: {error}"
+            ) from error
+        self._open_gate(watch)
 
     def push(
         self,
@@ -78,29 +137,36 @@ class WeightPusher:
         """Serves `tensors`, (checkpoint name, whole tensor) pairs, as policy `version`.
 
         `verify` runs on the new weights while other calls still wait; if it raises, the old
-        weights return. Raises PushError (then `self.version` is still served) or
-        EngineLostError.
+        weights return. Raises PushError (then `self.version` is still served, or, where the
+        tensors could not be written, the engine stands still as before) or EngineLostError.
         """
         if version == self.version:
             raise ValueError(f"version: {version} is served already; give new weights a new number")
-        watch = Stopwatch()
         try:
-            paths = self._write(version, tensors, watch)
-            with self._held(watch):
-                self._swap(version, paths, watch)
+            new = self._write(version, tensors)
+            self.stop_engine()
+            watch = self._take_watch()
+            try:
+                self._swap(new, watch)
                 if verify:
-                    self._verify(version, verify, watch)
-            self.version, self._served = version, paths
+                    self._verify(new, verify, watch)
+            except BaseException as error:
+                self._end_of_failure(error, watch)
+                raise
+            self._open_gate(watch)
+            self._served = new
         finally:
             self._files.keep_only(self.version)
         return PushReport(version, watch.seconds)
 
     def close(self) -> None:
-        """Removes the weight files. Nothing can be put back afterwards."""
-        self._files.close()
+        """Removes the weight files: nothing can be put back afterwards. An engine that still
+        stands still is left to the guard, with the files, if it has one."""
+        if not (self._stopped and self._engine.guarded):
+            self._files.close()
+            self._engine.close()
         self._vllm.close()
-        if self._proxy:
-            self._proxy.close()
+        self._proxy.close()
 
     def __enter__(self) -> WeightPusher:
         return self
@@ -108,140 +174,84 @@ class WeightPusher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(
-        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], watch: Stopwatch
-    ) -> list[Path]:
+    def _write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> ServedWeights:
         try:
-            with watch.stage("write"):
-                return self._files.write(version, tensors)
+            with self._watch.stage("write"):
+                return _served(version, self._files.write(version, tensors))
         except (OSError, ValueError) as error:
+            if not self._stopped:
+                self._take_watch()
             raise PushError(f"version {version} is not pushed: {error}") from error
 
-    @contextmanager
-    def _held(self, watch: Stopwatch) -> Iterator[None]:
-        if self._proxy is None:
-            yield
-            return
-        try:
-            with watch.stage("hold"):
-                self._proxy.post("/api/push/hold", json=self._hold)
-            yield
-        finally:
-            # Also after a hold that failed half way: releasing twice does no harm.
-            with watch.stage("release"):
-                self._proxy.try_post("/api/push/release")
+    def _take_watch(self) -> Stopwatch:
+        """With what was measured since the last push."""
+        watch, self._watch = self._watch, Stopwatch()
+        return watch
 
-    def _swap(self, version: int, paths: list[Path], watch: Stopwatch) -> None:
-        """Pause, load, set the version, resume; after a failure with the previous weights."""
-        with watch.stage("pause"):
-            # keep: running requests are frozen, not aborted; with the cache cleared they are
-            # computed again under the new weights when they go on.
-            self._vllm.post("/pause", params={"mode": "keep", "clear_cache": "true"})
-        intact = True  # between start and finish the engine has no weights and must not run
+    def _open_gate(self, watch: Stopwatch) -> None:
+        self._stopped = False
+        self._engine.open_gate(watch)
+
+    def _end_of_failure(self, error: BaseException, watch: Stopwatch | None = None) -> None:
+        """Calls go on, unless the engine does not, and somebody else will see to that."""
+        goes_on = isinstance(error, PushError) and not isinstance(error, EngineLostError)
+        if goes_on or not self._engine.guarded:
+            self._open_gate(watch or self._take_watch())
+
+    def _swap(self, new: ServedWeights, watch: Stopwatch) -> None:
+        """Load, set the version, go on; after a failure with the previous weights."""
         try:
+            self._engine.take_weights(self._served, watch)
             with watch.stage("load"):
-                intact = False
-                self._load(version, paths)
-                intact = True
+                self._vllm.load(new)
             with watch.stage("set_version"):
-                self._set_version(version)
+                self._proxy.set_version(new.version)
         except Exception as error:
-            intact = False
-            self._put_back(error)
-            intact = True
+            self._put_back(error, watch, self._engine.take_weights)  # these may be what failed
             raise PushError(
-                f"version {version} is not served, version {self.version} still is: {error}"
+                f"version {new.version} is not served, version {self.version} still is: {error}"
             ) from error
-        finally:
-            if intact:
-                with watch.stage("resume"):
-                    self._vllm.post("/resume")
+        self._go_on(watch)
 
-    def _load(self, version: int, paths: list[Path]) -> None:
-        try:
-            self._vllm.post("/start_weight_update")
-        except PushError:
-            # A pusher that was killed, or a finish that failed, leaves the update open, and vLLM
-            # takes no second one. An update of nothing fails, which ends it.
-            with contextlib.suppress(PushError):
-                self._update([])
-            self._vllm.post("/start_weight_update")
-        self._update(paths)
-        self._vllm.post("/finish_weight_update", json={"weight_version": str(version)})
-
-    def _update(self, paths: list[Path]) -> None:
-        files = {"paths": [str(path) for path in paths]}
-        self._vllm.post("/update_weights", json={"update_info": files})
-
-    def _set_version(self, version: int) -> None:
-        if self._proxy:
-            self._proxy.post("/api/push/version", json={"version": version})
-
-    def _put_back(self, cause: Exception) -> None:
-        """Loads what was served before. The engine is paused."""
+    def _put_back(
+        self, cause: Exception, watch: Stopwatch, ready: Callable[[ServedWeights, Stopwatch], None]
+    ) -> None:
+        """Loads what was served before, once the engine is `ready`, and goes on with it."""
         if isinstance(cause, EngineLostError):
             raise cause
-        if not self._served:
+        if not self._served.paths:
             raise EngineLostError(
                 f"vLLM is paused without usable weights, restart it (no checkpoint to return to): "
                 f"{cause}"
             ) from cause
         try:
-            self._load(self.version, self._served)
-            self._set_version(self.version)
+            ready(self._served, watch)
+            self._vllm.load(self._served)
+            self._proxy.set_version(self.version)
         except PushError as error:
             raise EngineLostError(
                 f"vLLM is paused without usable weights, restart it: {error} (after: {cause})"
             ) from error
+        self._go_on(watch)
 
-    def _verify(self, version: int, verify: Callable[[], object], watch: Stopwatch) -> None:
+    def _go_on(self, watch: Stopwatch) -> None:
+        try:
+            self._engine.go_on(self._served, watch)
+        except PushError as error:
+            raise EngineLostError(
+                f"vLLM has its weights, but does not go on, restart it: {error}"
+            ) from error
+
+    def _verify(self, new: ServedWeights, verify: Callable[[], object], watch: Stopwatch) -> None:
         try:
             with watch.stage("verify"):
                 verify()
         except Exception as error:
-            self._vllm.post("/pause", params={"mode": "keep", "clear_cache": "true"})
-            self._put_back(error)
-            self._vllm.post("/resume")
+            self._put_back(error, watch, self._engine.pause_again)
             raise PushError(
-                f"version {version} was served wrongly, version {self.version} is back: {error}"
+                f"version {new.version} was served wrongly, version {self.version} is back: {error}"
             ) from error
 
 
-class _Peer:
-    """A server that we drive. One client is kept, because making one takes longer than most
-    calls."""
-
-    def __init__(self, name: str, url: str, timeout_s: float, key: str | None = None) -> None:
-        self._name = name
-        self._url = url
-        self._client = http_client(url, timeout_s=timeout_s, key=key)
-
-    def post(self, path: str, **request: Any) -> None:
-        """EngineLostError if nobody answers, PushError with the server's words if it refuses."""
-        try:
-            response = self._client.post(path, **request)
-        except httpx.TransportError as error:
-            words = f"{self._name} at {self._url} does not answer {path}: {error!r}"
-            raise (EngineLostError if self._name == "vLLM" else PushError)(words) from error
-        if response.is_error:
-            raise PushError(f"{self._name} refused {path}: {_reason(response)}")
-
-    def close(self) -> None:
-        self._client.close()
-
-    def try_post(self, path: str) -> None:
-        # Without effect? A hold opens by itself after its ttl.
-        with contextlib.suppress(PushError):
-            self.post(path)
-
-
-def _reason(response: httpx.Response) -> str:
-    try:
-        body = response.json()
-    except ValueError:
-        body = response.text
-    if isinstance(body, dict):
-        body = body.get("error", body.get("detail", body))
-    if isinstance(body, dict):
-        body = body.get("message", body)
-    return f"{response.status_code} {' '.join(str(body).split())[:300]}"
+def _served(version: int, files: Iterable[Path]) -> ServedWeights:
+    return ServedWeights(version, tuple(str(path) for path in files))

@@ -36,12 +36,15 @@ def lock_for_command(state_dir: Path) -> IO[bytes]:
     return file
 
 
-def lock_for_ranks(state_dir: Path) -> IO[bytes]:
-    """The same for rank 0: it may be started without a command, by torch's launcher."""
-    return _claim(state_dir, RANKS, patience_s=PATIENCE_S)
+def lock_for_ranks(state_dir: Path, holder: str | None = None) -> IO[bytes]:
+    """The same for rank 0: it may be started without a command, by torch's launcher. `holder` is
+    what others are told who has it; default: the program's name."""
+    return _claim(state_dir, RANKS, patience_s=PATIENCE_S, holder=holder)
 
 
-def _claim(state_dir: Path, name: str, *, patience_s: float) -> IO[bytes]:
+def _claim(
+    state_dir: Path, name: str, *, patience_s: float, holder: str | None = None
+) -> IO[bytes]:
     folder = private_folder(private_folder(state_dir) / "run")
     file = open_private(folder / name, "a+b")
     deadline = time.monotonic() + patience_s
@@ -53,13 +56,13 @@ def _claim(state_dir: Path, name: str, *, patience_s: float) -> IO[bytes]:
                 time.sleep(0.1)
                 continue
             file.seek(0)
-            holder = file.read().decode(errors="replace") or "another trainer"
+            found = file.read().decode(errors="replace") or "another trainer"
             file.close()
             raise FolderLockedError(
-                f"state_dir: {state_dir} is in use by {holder}; stop it or take another folder"
+                f"state_dir: {state_dir} is in use by {found}; stop it or take another folder"
                 " (--state-dir ...)"
             ) from None
         file.truncate(0)
-        file.write(f"{Path(sys.argv[0]).name} (pid {os.getpid()})".encode())
+        file.write(f"{holder or Path(sys.argv[0]).name} (pid {os.getpid()})".encode())
         file.flush()
         return file

@@ -138,6 +138,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "flops": Metric("flop", "of the step, forward and backward"),
         "tokens_per_second": Metric("tokens/s", "`tokens` over the time of training", clock=True),
         "mfu": Metric("share", "of the hardware's peak, where it is known", clock=True),
+        "memory_peak": Metric("bytes", "that rank 0 took at most on its GPU", clock=True),
     },
 }
 

@@ -9,15 +9,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 from tracegrad.private_files import set_private_umask
 from tracegrad.store import StoreError
 from tracegrad_trainer.config.trainer import TrainerSettings, load_settings, parse_resolved
 from tracegrad_trainer.engine import CheckpointError
-from tracegrad_trainer.inference.weight_push import PushError
+from tracegrad_trainer.inference.control_routes import PushError
 from tracegrad_trainer.launch.folder_lock import lock_for_ranks
 from tracegrad_trainer.launch.run_state import RunState
 from tracegrad_trainer.utils.distributed import RankZeroError, configure_logging, launch_rank
 from tracegrad_trainer.utils.subprocesses import die_with_parent
+
+_MORE_ROOM = (
+    "try fsdp.gradient_checkpointing = true, a smaller batches.tokens_per_micro_batch, [fsdp.lora],"
+    " fsdp.cpu_offload = true, or more GPUs"
+)
 
 
 class StopFlag:
@@ -84,13 +91,19 @@ def run_as_rank(
             work(stack, stop)
     except RankZeroError:
         return 1  # rank 0 says why
+    except torch.OutOfMemoryError as error:
+        return _end(f"{str(error).split('.')[0]}; {_MORE_ROOM}", "OutOfMemoryError", failed)
     except (CheckpointError, PushError, StoreError, ValueError, OSError) as error:
-        # As a traceback ends: `utils.subprocesses` finds it in the log.
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        if launch_rank() == 0:
-            failed(str(error))
-        return 1
+        return _end(str(error), type(error).__name__, failed)
     return 0
+
+
+def _end(line: str, kind: str, failed: Callable[[str], None]) -> int:
+    # As a traceback ends: `utils.subprocesses` finds it in the log.
+    print(f"{kind}: {line}", file=sys.stderr, flush=True)
+    if launch_rank() == 0:
+        failed(line)
+    return 1
 
 
 def read_settings(path: Path) -> TrainerSettings:

@@ -16,8 +16,8 @@ from typing import Literal
 from tracegrad.events import Json
 from tracegrad.store import PolicyVersion
 from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.inference.control_routes import PushError
 from tracegrad_trainer.inference.publish import PublishResult, WeightPublisher
-from tracegrad_trainer.inference.weight_push import PushError
 from tracegrad_trainer.rl.preflight import check_served_tokenizer
 from tracegrad_trainer.rl.rank_main import StopFlag, run_rank
 from tracegrad_trainer.rl.train_loop import TrainLoop
@@ -49,11 +49,17 @@ class ServeWorker:
         training.watch.lap("start")
         self._publish()  # a broken path to the engine fails here, before anything is trained
         while (task := training.next_action()) != "stop":
-            if task == "train" and training.train_batch() and training.policy_moved:
-                self._publish()
+            if task == "train":
+                self._train()
             elif task == "settle":
                 training.commit_pending()
         training.commit_pending()
+
+    def _train(self) -> None:
+        """The batch at hand, and the push of what came of it."""
+        with self.publisher.engine_stopped():
+            if self.training.train_batch() and self.training.policy_moved:
+                self._publish()
 
     def _await_endpoints(self) -> None:
         """Until vLLM and the proxy answer; `trainer serve` ends us if one of them cannot."""

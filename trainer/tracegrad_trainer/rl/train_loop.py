@@ -30,7 +30,7 @@ from tracegrad_trainer.engine import (
 )
 from tracegrad_trainer.engine.checkpoint.manifest import discard_checkpoint
 from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
-from tracegrad_trainer.engine.distributed import compute_dtype
+from tracegrad_trainer.engine.distributed import compute_dtype, take_peak_memory
 from tracegrad_trainer.engine.peak_flops import peak_flops, throughput_metrics
 from tracegrad_trainer.engine.random_state import seed_all
 from tracegrad_trainer.engine.step.result import StepResult
@@ -222,9 +222,11 @@ class TrainLoop:
         seconds = self.watch.seconds.get("train", 0.0)
         peak = peak_flops(self.learner.device, compute_dtype(self.settings.fsdp))
         every = None if peak is None else peak * self.learner.mesh.size()
-        return throughput_metrics(
+        speed = throughput_metrics(
             done.metrics["tokens"], seconds, flops=done.metrics["flops"], peak=every
         )
+        memory = take_peak_memory(self.learner.device)
+        return speed if memory is None else speed | {"memory_peak": float(memory)}
 
     def commit_pending(self) -> None:
         """Commits the step that is pending, if one is, when its checkpoint is whole.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: dlopen afte
 # What settings are read from, keys and passwords among them: a child gets its part resolved.
 _SETTINGS = ("TRACEGRAD_PROXY_", "TRACEGRAD_TRAINER_", "TRACEGRAD_API_KEY", "TRACEGRAD_STORE")
 ENGINE_KEY_VARIABLE = "VLLM_API_KEY"
+# In logs: what torch puts before a rank's lines, and an error's class.
+_RANK = re.compile(r"^\[rank\d+\]: ?")
+_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
 class ChildError(RuntimeError):
@@ -182,6 +186,8 @@ def _inherited() -> dict[str, str]:
 
 def traceback_errors(lines: Sequence[str]) -> list[str]:
     """The last lines of Python's tracebacks; a traceback's other lines are none."""
-    heads = ((line, line.split(":", 1)[0]) for line in lines)
+    # torch puts its rank before each line of what a process of many dies of.
+    plain = (_RANK.sub("", line) for line in lines)
+    heads = ((line, line.split(":", 1)[0]) for line in plain)
     ends = ("Error", "Exception", "Failed", "Exit")
-    return [line for line, head in heads if head.isidentifier() and head.endswith(ends)]
+    return [line for line, head in heads if _NAME.fullmatch(head) and head.endswith(ends)]

@@ -2,7 +2,7 @@
 
 The engine says nothing of versions in a chat completion, so the proxy stamps them. A weight
 push goes: `hold` (new calls wait, short ones finish) -> the engine is paused and loads the
-weights -> `mark` (what arrives from now on is the new version) -> the engine resumes ->
+weights -> `set_version` (what arrives from now on is the new version) -> the engine resumes ->
 `release`. A stream that is open all along gets one span of tokens a version. A call whose body
 comes in one piece cannot be split: when a mark falls into it, its version is unknown.
 
@@ -25,6 +25,10 @@ log = logging.getLogger("tracegrad.proxy")
 # until nothing has arrived for one tick; the engine is silent, so the first tick mostly does.
 SETTLE_TICK_S = 0.01
 SETTLE_LIMIT_S = 1.0
+
+
+# Where the trainer shares the engine's GPUs, a hold lasts for all of a step.
+_HELD = "calls are held while new weights are trained or pushed"
 
 
 class Admission:
@@ -114,10 +118,10 @@ class WeightUpdateGate:
             await self._waiting.wait(admission.key, seconds)
         except QueueFull:
             waiting = f"{len(self._waiting)} calls wait already"
-            raise Unavailable(f"weights are being pushed, and {waiting}", code="busy") from None
+            raise Unavailable(f"{_HELD}, and {waiting}", code="busy") from None
         except TimeoutError:
-            waited = f"this call has waited {self._max_wait_s:g} s"
-            raise Unavailable(f"weights are being pushed, and {waited}", code="busy") from None
+            waited = f"this call has waited {self._max_wait_s:g} s (proxy.max_wait_s)"
+            raise Unavailable(f"{_HELD}, and {waited}", code="busy") from None
 
     def leave(self, admission: Admission) -> None:
         self._inside.discard(admission)

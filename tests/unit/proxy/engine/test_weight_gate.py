@@ -14,6 +14,7 @@ from support.engines.mock_engine import MODEL, Answer, logprobs_of, render
 from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
 from support.proxy.servers import CONTROL, CONTROL_KEY, eventually
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
+from tracegrad.proxy.http.errors import Unavailable
 from tracegrad.store import PolicyVersion, Store
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -287,6 +288,25 @@ async def test_calls_after_a_mark_are_certain() -> None:
     async with gate.admission(streaming=False) as passage:
         assert passage.version == 1
     assert not passage.version_unknown
+
+
+async def test_a_call_that_waits_too_long_is_told_what_for_and_which_limit() -> None:
+    """However often the hold is renewed meanwhile: a step on shared GPUs may take long."""
+    gate = WeightUpdateGate(max_wait_s=0.05)
+    await gate.hold(ttl_s=60, drain_s=0)
+
+    async def call() -> None:
+        async with gate.admission(streaming=True):
+            pass
+
+    waiting = asyncio.create_task(call())
+    while not waiting.done():
+        await gate.hold(ttl_s=60, drain_s=0)
+        await asyncio.sleep(0.01)
+    said = r"while new weights are trained or pushed, and .* 0\.05 s \(proxy\.max_wait_s\)"
+    with pytest.raises(Unavailable, match=said):
+        await waiting
+    assert gate.state() == {"version": 0, "held": True, "in_flight": 0, "waiting": 0}
 
 
 async def test_a_gate_that_begins_held_opens_with_the_first_release() -> None:

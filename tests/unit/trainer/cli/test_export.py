@@ -18,9 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from support.trainer.prepared_run import save_smallest_model, settings_of
 from support.trainer.tiny_model import load_model
+from support.trainer.tiny_models import plain
 from tracegrad_trainer.cli.export import ExportRequest, export
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import full_tensors
+from tracegrad_trainer.engine.checkpoint.hf_export import copy_tokenizer_files
 from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.model.lora import merged_tensors
 from tracegrad_trainer.rl.build_learner import build_learner
@@ -28,6 +30,9 @@ from tracegrad_trainer.rl.build_learner import build_learner
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 IDS = torch.tensor([[5, 17, 200, 3, 99, 41]])
+# Of each kind one, of those whose layers are unlike others' all.
+EXPORTED = ["llama", "qwen2", "mistral", "gemma2", "gemma3", "gemma4"]
+EXPORTED += ["granite", "olmo2", "gpt_oss", "qwen3_moe", "olmoe", "mixtral"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +68,7 @@ def exported(settings: TrainerSettings, out: Path, **changes: object) -> Path:
 
 def logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(IDS).logits
+        found: Tensor = model(IDS % model.config.vocab_size).logits  # type: ignore[union-attr]
     return found
 
 
@@ -102,6 +107,29 @@ def test_precision_is_the_one_that_was_asked_for(model: Path, tmp_path: Path) ->
     assert half.dtype == torch.bfloat16
     for name, parameter in half.named_parameters():
         assert torch.equal(parameter, weights[name].bfloat16()), name
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_every_kind_of_model_that_trains_is_exported(
+    name: str, model: Path, tmp_path: Path
+) -> None:
+    """And transformers says the same with what was written as with the weights themselves."""
+    folder = tmp_path / "model"
+    trained = plain(name)
+    trained.save_pretrained(folder)  # type: ignore[operator]
+    copy_tokenizer_files(model, folder)
+    settings = settings_of(folder, tmp_path / "state")
+    weights = checkpointed(settings)
+    named = dict(trained.named_parameters())
+    with torch.no_grad():
+        for parameter, tensor in weights.items():
+            if parameter in named:
+                named[parameter].copy_(tensor)
+    written, before = load_model(exported(settings, tmp_path / "out")), load_model(folder)
+    for each in (written, before):
+        each.set_attn_implementation("eager")  # others leave out soft caps and sinks
+    assert torch.allclose(logits(written), logits(trained), atol=1e-5)
+    assert not torch.allclose(logits(before), logits(trained), atol=1e-2)
 
 
 def test_a_folder_that_holds_something_else_is_not_touched(model: Path, tmp_path: Path) -> None:

@@ -68,6 +68,16 @@ def test_layers_of_one_model_may_differ() -> None:
     assert found.activations == 4 * sum(kept)
 
 
+def test_a_window_is_all_that_its_layers_see() -> None:
+    """Of a layer with a window of four, four; of the full one beside it, all."""
+    (row,) = rows(1)
+    batch = micro_batch([row], [0])
+    before = batch.position_ids + 1
+    full, sliding = float(before.sum()), float(before.clip(max=4).sum())
+    found = flops(gemma4(sliding_window=10_000), batch) - flops(gemma4(sliding_window=4), batch)
+    assert found == pytest.approx(12 * 4 * 8 * (full - sliding))
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [

@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tracegrad_trainer.inference.weight_push import EngineLostError, PushError, WeightPusher
+from tracegrad_trainer.inference.control_routes import EngineLostError, PushError
+from tracegrad_trainer.inference.weight_push import WeightPusher
 from tracegrad_trainer.utils.network import find_free_port
 
 Refusal = Callable[[str, dict[str, Any]], bool]

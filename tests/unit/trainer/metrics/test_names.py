@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.trainer.step_samples import fill, train, trainer_settings
 from tracegrad.store import StepHistory, Store
 from tracegrad_trainer.cli.status import collect_status
+from tracegrad_trainer.engine.distributed import take_peak_memory
 from tracegrad_trainer.engine.peak_flops import throughput_metrics
 from tracegrad_trainer.metrics import METRICS, find_metric
 from tracegrad_trainer.metrics.names import SECTIONS
@@ -25,6 +27,7 @@ SOMETIMES = {
         "value_lr",
         "updates_value_only",
         "mfu",
+        "memory_peak",
         "expert_routing_known_share",
     ),
     *("push/gap_mean", "push/gap_p50", "push/gap_p99", "push/gap_max"),
@@ -113,3 +116,12 @@ def test_recorded_metrics_are_read_under_todays_names() -> None:
         "expert_routing_known_share": 0.5,
     }
     assert current_names(old) == current_names(new) == new
+
+
+def test_the_peak_of_memory_is_taken_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = [7 << 30]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peaks[-1])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: peaks.append(0))
+    assert take_peak_memory(torch.device("cpu")) is None
+    assert take_peak_memory(torch.device("cuda", 0)) == 7 << 30
+    assert take_peak_memory(torch.device("cuda", 0)) == 0

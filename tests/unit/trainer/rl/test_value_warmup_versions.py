@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -44,6 +46,7 @@ def test_what_did_not_change_is_not_pushed() -> None:
     worker = object.__new__(ServeWorker)
     pushes: list[bool] = []
     worker.training = Training()  # type: ignore[assignment]
+    worker.publisher = SimpleNamespace(engine_stopped=nullcontext)  # type: ignore[assignment]
     worker._await_endpoints = lambda: None  # type: ignore[method-assign]
     worker._publish = lambda: pushes.append(worker.training.policy_moved)  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patched:

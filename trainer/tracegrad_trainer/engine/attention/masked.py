@@ -33,16 +33,16 @@ class ScoreTransform:
 
 
 def masked_attention(
-    query: Float[Tensor, "rows heads length width"],
-    key: Float[Tensor, "rows kv_heads length width"],
-    value: Float[Tensor, "rows kv_heads length value_width"],
+    query: Float[Tensor, "rows heads queries width"],
+    key: Float[Tensor, "rows kv_heads keys width"],
+    value: Float[Tensor, "rows kv_heads keys value_width"],
     scores: ScoreTransform,
-    mask: Bool[Tensor, "length length"] | None,
-) -> Float[Tensor, "rows heads length value_width"]:
-    """`mask` is true where token i sees token j.
+    mask: Bool[Tensor, "queries keys"] | None,
+) -> Float[Tensor, "rows heads queries value_width"]:
+    """`mask` is true where a query sees a key.
 
-    Without a mask: causal. The window is the caller's, in the mask. Key and value may have
-    fewer heads than the query; each query must see some key.
+    Without a mask: causal, of plain scores alone. The window is the caller's, in the mask. Key
+    and value may have fewer heads than the query; each query must see some key.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and not (scores.plain and _groups_fused(query, value, mask)):
@@ -57,8 +57,7 @@ def masked_attention(
             scale=scores.scale,
             enable_gqa=groups > 1,
         )
-    if mask is None:
-        mask = causal_mask(query.shape[2], None, query.device)
+    assert mask is not None
     scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     logits = query @ key.transpose(-1, -2) * scale
     if scores.softcap is not None:
@@ -81,11 +80,3 @@ def _groups_fused(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         return True
     half = query.dtype in (torch.bfloat16, torch.float16)
     return mask is None and half and query.shape[-1] == value.shape[-1] <= 256
-
-
-def causal_mask(
-    length: int, window: int | None, device: torch.device
-) -> Bool[Tensor, "length length"]:
-    """True where row i may see column j."""
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return mask if window is None else mask.triu(1 - window)

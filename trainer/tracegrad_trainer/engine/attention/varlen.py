@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from tracegrad_trainer.engine.attention.flex import FlexRowAttention, takes_heads
 from tracegrad_trainer.engine.attention.masked import (
     Attended,
     Keys,
@@ -20,6 +21,7 @@ from tracegrad_trainer.engine.attention.masked import (
     Values,
 )
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
+from tracegrad_trainer.engine.attention.visibility import TokenVisibility
 
 # The flash kernels' widest head; they also want a multiple of 8.
 _WIDEST_HEAD = 256
@@ -35,9 +37,12 @@ class VarlenRowAttention:
         self.starts = lengths.cumsum(0, dtype=torch.int32).to(device)  # [rows + 1]
 
     def attend(self, query: Queries, key: Keys, value: Values, scores: ScoreTransform) -> Attended:
-        """Layers that the kernel has not (soft caps, sinks, odd heads) go in padded blocks."""
+        """Layers that the kernel has not (soft caps, sinks) are FlexAttention's; odd heads go in
+        padded blocks."""
         width = query.shape[-1]
         fits = width == value.shape[-1] and width <= _WIDEST_HEAD and width % 8 == 0
+        if not scores.plain and takes_heads(query, value):
+            return self._flex.attend(query, key, value, scores)
         if not scores.plain or not fits:
             return self._blocks.attend(query, key, value, scores)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -52,6 +57,10 @@ class VarlenRowAttention:
         )
         assert isinstance(out, Tensor)
         return out[None]
+
+    @cached_property
+    def _flex(self) -> FlexRowAttention:
+        return FlexRowAttention(TokenVisibility.of_rows(self.row_lengths, self.starts.device))
 
     @cached_property
     def _blocks(self) -> PackedRowAttention:

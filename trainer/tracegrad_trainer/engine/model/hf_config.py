@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
+
+from tracegrad_trainer.engine.attention.masked import ScoreTransform
 
 # Most configs; Gemma 4; Aria.
 _EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk")
@@ -47,8 +50,26 @@ def query_heads(layer: Any) -> tuple[int, int]:
     return heads, getattr(layer, "head_dim", None) or layer.hidden_size // heads
 
 
+def layer_windows(config: Any) -> list[int | None]:
+    """Of each layer, how many tokens a token sees, itself among them; None: all before it."""
+    text = config.get_text_config()
+    window: int | None = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
 def experts_per_token(layer: Any) -> int | None:
     """How many experts of a mixture a token is routed to; None: the model has none, or names
     them in a way not known here."""
     found = (getattr(layer, name, None) for name in _EXPERTS)
     return next((count for count in found if isinstance(count, int)), None)
+
+
+def score_transforms(layer: Any) -> list[ScoreTransform]:
+    """The forms of attention scores that a layer with this config may have: with its window and
+    without, as models alternate, and as a tree of one row asks for them."""
+    cap: float | None = getattr(layer, "attn_logit_softcapping", None)
+    # Which kinds of models have sinks only their classes know.
+    sinks = torch.zeros(1) if layer.model_type.startswith("gpt_oss") else None
+    windows = {None, getattr(layer, "sliding_window", None)}
+    return [ScoreTransform(window=window, softcap=cap, sinks=sinks) for window in windows]

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tracegrad_trainer.engine.attention import dispatch
+from tracegrad_trainer.engine.attention.blocked import working_bytes
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.distributed import compute_dtype, frozen_dtype
@@ -28,6 +29,7 @@ from tracegrad_trainer.engine.model.hf_config import (
     experts_per_token,
     layer_configs,
     query_heads,
+    score_transforms,
     transformer_blocks,
 )
 from tracegrad_trainer.engine.model.hf_weights import HfWeights, readable_by_parts
@@ -129,13 +131,14 @@ class MemoryEstimate:
     state: int
     whole: int  # parameters that are gathered while they are computed with
     activations: int
+    scores: int  # of attention, where they are written out; of ours a few blocks at a time
     loading: int
     copied: int
     offloaded: bool
 
     @property
     def on_device(self) -> int:
-        return self.whole + self.activations + (0 if self.offloaded else self.state)
+        return self.whole + self.activations + self.scores + (0 if self.offloaded else self.state)
 
     @property
     def on_host(self) -> int:
@@ -145,8 +148,8 @@ class MemoryEstimate:
     def __str__(self) -> str:
         return (
             f"weights, gradients and optimizer {_gib(self.state)}, gathered parameters"
-            f" {_gib(self.whole)}, activations {_gib(self.activations)}, a checkpoint's copy"
-            f" {_gib(self.copied)}"
+            f" {_gib(self.whole)}, activations {_gib(self.activations)}, attention scores"
+            f" {_gib(self.scores)}, a checkpoint's copy {_gib(self.copied)}"
         )
 
     @property
@@ -267,6 +270,7 @@ def estimate_memory(
         state=state,
         whole=whole,
         activations=_activations(model.config, settings, tokens),
+        scores=_attention_scores(model.config, settings, tokens),
         loading=loading_bytes(model, ranks),
         copied=12 * trained // ranks,  # weights and two moments
         offloaded=settings.cpu_offload,
@@ -291,6 +295,27 @@ def _activations(config: Any, settings: FsdpSettings, tokens: int) -> int:
     inputs = sum(layer.hidden_size for layer in layers)
     values = inputs + max(each) if settings.gradient_checkpointing else sum(each)
     return tokens * values * compute_dtype(settings).itemsize
+
+
+def _attention_scores(config: Any, settings: FsdpSettings, tokens: int) -> int:
+    """Bytes for what is as large as the square of a pack, in transformers' own attentions, or of
+    what ours holds of it at a time. `tokens`: of a pack; a row may be as long."""
+    layers = layer_configs(config)
+    itemsize = compute_dtype(settings).itemsize
+    mask = tokens**2 * (1 + itemsize)  # as it is made, and as it is added to the scores
+    if settings.attention == "sdpa":
+        return mask
+    if settings.attention == "eager":
+        # A layer keeps its weights, and the softmax in float32 that they are cast from.
+        each = [query_heads(layer)[0] * tokens**2 * (4 + itemsize) for layer in layers]
+        return mask + (max(each) if settings.gradient_checkpointing else sum(each))
+    if settings.attention.startswith("flash"):
+        return 0
+    return max(
+        working_bytes(tokens, query_heads(layer)[0], scores)
+        for layer in layers
+        for scores in score_transforms(layer)
+    )
 
 
 def _kept(layer: Any) -> int:
@@ -369,6 +394,8 @@ def _advice(settings: FsdpSettings, device: str) -> str:
         ways.append("fsdp.cpu_offload = true")
     if not settings.reshard:
         ways.append("fsdp.reshard = true")
+    if settings.attention in ("sdpa", "eager"):
+        ways.append("fsdp.attention = 'auto', which writes out no scores")
     if settings.lora is None:
         ways.append("[fsdp.lora]")
     ways.append("a smaller batches.tokens_per_micro_batch")

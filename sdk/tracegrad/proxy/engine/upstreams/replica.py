@@ -12,6 +12,7 @@ import orjson
 from yarl import URL
 
 from tracegrad.proxy.engine.upstreams.base import UpstreamResponse
+from tracegrad.proxy.engine.upstreams.read_moderation import ReadModeration
 from tracegrad.proxy.engine.upstreams.response_body import ResponseBody
 from tracegrad.proxy.http.errors import ApiError, UpstreamError
 from tracegrad.proxy.shared_counts import SharedCount
@@ -53,11 +54,13 @@ class Replica:
         headers: Mapping[str, str],
         admit: Admit | None,
         on_return: Callable[[], None],
+        moderation: ReadModeration,
         calls: SharedCount | None = None,
     ) -> None:
         """`session` is its own, and closed with it. `headers` go with looks at `health` (a path),
         not with calls. `admit` is asked whether a server that is healthy again may have calls.
-        `calls` counts those in flight, where other processes have some there too."""
+        `moderation` is that of all streams. `calls` counts those in flight, where other processes
+        have some there too."""
         self.url = url
         self._base = http_base(url)
         self._calls = calls or SharedCount()
@@ -68,6 +71,7 @@ class Replica:
         self._headers = {**headers, "connection": "close"}
         self._admit = admit
         self._on_return = on_return
+        self._moderation = moderation
         self._looking: asyncio.Task[None] | None = None
 
     @property
@@ -128,7 +132,13 @@ class Replica:
             self.mark_down("its engine process died")
             raise ReplicaDropped("its engine process died")
         silence_s = self._session.timeout.sock_read
-        coming = ResponseBody(response, first, silence_s=silence_s, broken_off=self._broken_off)
+        coming = ResponseBody(
+            response,
+            first,
+            silence_s=silence_s,
+            broken_off=self._broken_off,
+            moderation=self._moderation,
+        )
         return response, UpstreamResponse(response.status, response.headers, coming)
 
     def _meaning(self, error: Exception) -> Exception:

@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Self, cast
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
 
 from tracegrad.proxy.engine.upstreams.base import Consume, Drained
+from tracegrad.proxy.engine.upstreams.read_moderation import ReadModeration
 
 
 class ResponseBody:
@@ -26,11 +28,13 @@ class ResponseBody:
         *,
         silence_s: float | None,
         broken_off: Callable[[Exception], Exception],
+        moderation: ReadModeration,
     ) -> None:
         self._response = response
         self._first = first
         self._silence_s = silence_s
         self._broken_off = broken_off
+        self._moderation = moderation
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         chunk, read = self._first, self._response.content.readany
@@ -63,7 +67,7 @@ class ResponseBody:
 
     async def _pushed(self, consume: Consume, silence: _SilenceTimer) -> bool:
         """Until the end (False), or until `consume` is behind (True)."""
-        tap = _Tap(self._response, consume, silence)
+        tap = _Tap(self._response, consume, silence, self._moderation)
         try:
             tap.take()
             return await tap.done
@@ -80,18 +84,25 @@ class _Tap(asyncio.Protocol):
     """
 
     def __init__(
-        self, response: aiohttp.ClientResponse, consume: Consume, silence: _SilenceTimer
+        self,
+        response: aiohttp.ClientResponse,
+        consume: Consume,
+        silence: _SilenceTimer,
+        moderation: ReadModeration,
     ) -> None:
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._content = response.content
         self._consume = consume
         self._silence = silence
+        self._moderation = moderation
         silence.on_limit = self.take
         # None where all of the answer has come.
         self._transport = response.connection.transport if response.connection else None
         if self._transport is not None:
             self._protocol = cast(asyncio.Protocol, self._transport.get_protocol())
+            self._reader = cast(ResponseHandler, self._protocol)
             self._transport.set_protocol(self)
+            moderation.join()
 
     def take(self) -> None:
         """Hand on what has come."""
@@ -114,12 +125,15 @@ class _Tap(asyncio.Protocol):
         if self._transport is not None:
             self._transport.set_protocol(self._protocol)
             self._transport = None
+            self._moderation.leave(self._reader)
         self._silence.on_limit = None
 
     def data_received(self, data: bytes) -> None:
         self._silence.begin()
         self._protocol.data_received(data)
         self.take()
+        if self._transport is not None:  # still ours to read
+            self._moderation.rest(self._reader)
 
     def eof_received(self) -> bool | None:
         stays_open = self._protocol.eof_received()

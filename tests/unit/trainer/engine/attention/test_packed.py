@@ -17,7 +17,7 @@ from support.trainer.tiny_models import logprobs
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine import FsdpSettings, build_model
 from tracegrad_trainer.engine.attention.dispatch import attention_of_rows, choose_attention
-from tracegrad_trainer.engine.attention.masked import ScoreTransform, causal_mask, masked_attention
+from tracegrad_trainer.engine.attention.masked import ScoreTransform, masked_attention
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 
 
@@ -142,7 +142,7 @@ def test_repeated_keys_are_the_same_attention(
     made = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 8, 16, generator=made)
     key, value = torch.randn(2, 2, 2, 8, 16, generator=made)
-    mask = None if window is None else causal_mask(8, window, query.device)
+    mask = None if window is None else torch.ones(8, 8).tril().triu(1 - window).bool()
     shared = masked_attention(query, key, value, ScoreTransform(), mask)
     monkeypatch.setattr("tracegrad_trainer.engine.attention.masked._groups_fused", lambda *_: False)
     repeated = masked_attention(query, key, value, ScoreTransform(), mask)

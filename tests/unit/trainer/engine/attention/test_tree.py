@@ -21,7 +21,8 @@ from support.trainer.tiny_models import VOCABULARY, logprobs, make
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch
 from tracegrad_trainer.batches.rows import path_rows
 from tracegrad_trainer.batches.tree_rows import tree_rows
-from tracegrad_trainer.engine.attention import tree as tree_attention
+from tracegrad_trainer.engine.attention import flex
+from tracegrad_trainer.engine.attention.flex import FlexRowAttention
 from tracegrad_trainer.engine.attention.masked import ScoreTransform
 from tracegrad_trainer.engine.attention.tree import TreeRowAttention
 from tracegrad_trainer.engine.model.forward import to_inputs
@@ -168,34 +169,15 @@ def test_trees_within_a_window_are_refused_where_there_is_one_mask_for_all() -> 
         to_inputs(batches()[0], model, CPU)
 
 
-@pytest.mark.parametrize(
-    "scores", [ScoreTransform(), ScoreTransform(window=4), ScoreTransform(softcap=2.0, scale=0.7)]
-)
-def test_flex_attention_is_masked_attention(scores: ScoreTransform) -> None:
-    """Its forward: on a CPU it has no backward."""
-    batch = batches()[0]
-    assert batch.subtree_end is not None
-    tree_rows = TreeRowAttention(
-        batch.subtree_end, batch.position_ids[0], batch.row_lengths.tolist()
-    )
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, 4, batch.tokens, 16, generator=generator)
-    k, v = (torch.randn(1, 2, batch.tokens, 16, generator=generator) for _ in range(2))
-    exact = tree_rows.exact(q, k, v, scores)
-    torch.testing.assert_close(
-        tree_rows.flex(q, k, v, scores, compiled=False), exact, rtol=1e-4, atol=1e-5
-    )
-
-
 @pytest.fixture
 def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiled as far as the graph: on a CPU the rest is not all there."""
     compiled = functools.partial(torch.compile, backend="eager")
-    monkeypatch.setattr(tree_attention.torch, "compile", compiled)
-    tree_attention._compiled_flex.cache_clear()
+    monkeypatch.setattr(flex.torch, "compile", compiled)
+    flex._compiled.cache_clear()
     torch._dynamo.reset()
     yield
-    tree_attention._compiled_flex.cache_clear()
+    flex._compiled.cache_clear()
     torch._dynamo.reset()
 
 
@@ -210,7 +192,7 @@ def test_every_form_of_scores_is_compiled_and_packs_of_any_size_share_it() -> No
         tree = TreeRowAttention(ends, depth, [tokens])
         q, k, v = torch.randn(3, 1, 2, tokens, 16, generator=torch.Generator().manual_seed(0))
         for scores in forms:
-            found = tree.flex(q, k, v, scores, compiled=True)
+            found = tree.flex.attend(q, k, v, scores)
             torch.testing.assert_close(found, tree.exact(q, k, v, scores), rtol=1e-4, atol=1e-5)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs == [8, 16, 16, 16]
@@ -226,13 +208,14 @@ def test_a_gpu_takes_flex_attention_where_heads_are_wide_enough(
 ) -> None:
     """Its kernel wants 16 numbers a head."""
     called = []
-    for name in ("flex", "exact"):
-        monkeypatch.setattr(
-            TreeRowAttention, name, lambda *_, _name=name, **__: called.append(_name)
-        )
+    for kind, name, said in (
+        (FlexRowAttention, "attend", "flex"),
+        (TreeRowAttention, "exact", "exact"),
+    ):
+        monkeypatch.setattr(kind, name, lambda *_, _said=said, **__: called.append(_said))
     tree = TreeRowAttention(np.full(4, 4), np.arange(4), [4])
     with FakeTensorMode():
         q = torch.empty(1, 2, 4, width, device="cuda")
         tree.attend(q, q, q, ScoreTransform())
         tree.attend(q, q, q, ScoreTransform(sinks=q))
-    assert called == [kernel, "exact"]
+    assert called == [kernel, kernel]

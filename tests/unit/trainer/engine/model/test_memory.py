@@ -94,6 +94,34 @@ def test_what_is_advised_helps(
     assert smaller(helped) < 0.6 * smaller(plain)
 
 
+@pytest.mark.parametrize(
+    ("attention", "checkpointing", "scores"),
+    [
+        # Of 36 layers with 32 heads: weights, and the softmax they come from.
+        ("eager", False, 36 * 32 * 16384**2 * 8),
+        ("eager", True, 32 * 16384**2 * 8),
+        ("sdpa", False, 0),
+    ],
+)
+def test_scores_that_are_written_out_are_refused_with_their_size(
+    large: Path, attention: str, checkpointing: bool, scores: int
+) -> None:
+    settings = FsdpSettings(device="cpu", attention=attention, gradient_checkpointing=checkpointing)
+    mask = 5 * 16384**2
+    found = asked(large, settings, tokens=16384, free=2**60)
+    assert found.scores == scores + mask
+    said = rf"attention scores {(scores + mask) / GIB:.1f} GiB.*try .*fsdp.attention = 'auto'"
+    with pytest.raises(ValueError, match=said):
+        asked(large, settings, tokens=16384, free=128 * GIB)
+
+
+@pytest.mark.parametrize("tokens", [8192, 131_072])
+def test_ours_holds_a_few_blocks_of_scores_at_a_time(large: Path, tokens: int) -> None:
+    for attention in ("packed", "varlen", "auto"):
+        settings = CPU.model_copy(update={"attention": attention})
+        assert asked(large, settings, tokens=tokens, free=2**60).scores < GIB
+
+
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gpt_neox", "gemma3", "olmoe", "phi3"])
 def test_activations_are_estimated_within_a_factor_of_two(name: str) -> None:
     """Against what autograd keeps, less what a chunked head would not."""

@@ -1,0 +1,170 @@
+"""vLLM's push and sleep routes and the proxy's gate on one port, with the states behind them.
+
+The states move as vLLM 0.32's do (`v1/engine/core.py`, `v1/executor/abstract.py`): an engine that
+takes back its last memory resumes by itself, one that is only paused resumes on any wake, and a
+level-2 sleep leaves nothing in the weights' memory. What must never happen is noted in `wrong`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock, Thread
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from safetensors.torch import load_file
+
+TAGS = frozenset({"weights", "kv_cache"})
+MODEL_FOLDER = 0.5  # the one weight of version 0, or of none
+
+
+class Refused(Exception):
+    """What a handler answers with 500."""
+
+
+@dataclass
+class EngineState:
+    """`weight`: the value of the one weight, None where its memory holds nothing of use."""
+
+    weight: float | None = MODEL_FOLDER
+    host_copy: float | None = None
+    asleep: set[str] = field(default_factory=set)
+    paused: bool = False
+    updating: bool = False
+    incoming: list[float] = field(default_factory=list)
+    version: int = 0  # the proxy's
+    held: bool = False
+
+
+class SleepingEngine:
+    """`refuse(number, path)`: whether the call of this number (from 0) is answered with 500; it
+    has no effect then."""
+
+    def __init__(self) -> None:
+        self.reset()
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length") or 0))
+                status, answer = engine.answer(self.path, json.loads(body or "{}"))
+                self.send_response(status)
+                self.send_header("content-length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def reset(self) -> None:
+        self.state = EngineState()
+        self.calls: list[str] = []
+        self.at: list[float] = []  # when each came
+        self.bodies: list[dict[str, Any]] = []
+        self.refuse: Callable[[int, str], bool] = lambda number, path: False
+        self.wrong: list[str] = []
+        self.weights = {0: MODEL_FOLDER, -1: MODEL_FOLDER}  # of each version
+        self.lock = Lock()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def answer(self, target: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        path, query = urlsplit(target).path, dict(parse_qsl(urlsplit(target).query))
+        shown = path + "".join(f" {value}" for value in query.values())
+        with self.lock:
+            self.calls.append(shown)
+            self.at.append(time.monotonic())
+            self.bodies.append(body)
+            try:
+                if self.refuse(len(self.calls) - 1, shown):
+                    raise Refused("not today")
+                getattr(self, path.removeprefix("/").replace("/", "_"))(query, body)
+            except Refused as error:
+                return 500, json.dumps({"error": {"message": str(error)}}).encode()
+            finally:
+                self.check(shown)
+        return 200, b"{}"
+
+    def check(self, call: str) -> None:
+        state = self.state
+        if state.paused:
+            return
+        if state.asleep:
+            self.wrong.append(f"{call}: computes without {state.asleep}")
+        elif state.weight != self.weights[state.version]:
+            self.wrong.append(f"{call}: computes version {state.version} with {state.weight}")
+
+    @property
+    def serves(self) -> bool:
+        """Whether calls come, and are answered."""
+        state = self.state
+        return not (state.paused or state.held or state.asleep or state.updating or self.wrong)
+
+    # vLLM
+
+    def pause(self, query: dict[str, str], body: dict[str, Any]) -> None:
+        assert query == {"mode": "keep", "clear_cache": "true"}
+        self.state.paused = True
+
+    def resume(self, query: dict[str, str], body: dict[str, Any]) -> None:
+        self.state.paused = False
+
+    def sleep(self, query: dict[str, str], body: dict[str, Any]) -> None:
+        state = self.state
+        assert query["mode"] == "keep", "abort would end running requests"
+        state.paused = True
+        if "weights" in state.asleep:
+            return
+        state.host_copy = state.weight if query["level"] == "1" else None
+        state.weight = None
+        state.asleep = set(TAGS)
+
+    def wake_up(self, query: dict[str, str], body: dict[str, Any]) -> None:
+        state, tag = self.state, query["tags"]
+        if tag in state.asleep:
+            state.asleep.remove(tag)
+            if tag == "weights":
+                state.weight, state.host_copy = state.host_copy, None
+        if not state.asleep:
+            state.paused = False
+
+    def start_weight_update(self, query: dict[str, str], body: dict[str, Any]) -> None:
+        if self.state.updating:
+            raise Refused("a weight update is already active")
+        if "weights" in self.state.asleep:
+            self.wrong.append("weights are loaded into memory that is not there")
+        self.state.updating, self.state.weight, self.state.incoming = True, None, []
+
+    def update_weights(self, query: dict[str, str], body: dict[str, Any]) -> None:
+        paths = body["update_info"]["paths"]
+        if not self.state.updating or not paths:
+            self.state.updating = False
+            raise Refused("paths: the update names no files")
+        self.state.incoming += [load_file(path)["w"].item() for path in paths]
+
+    def finish_weight_update(self, query: dict[str, str], body: dict[str, Any]) -> None:
+        self.state.updating = False
+        [self.state.weight] = self.state.incoming
+
+    # The proxy
+
+    def api_push_hold(self, query: dict[str, str], body: dict[str, Any]) -> None:
+        self.state.held = True
+
+    def api_push_version(self, query: dict[str, str], body: dict[str, Any]) -> None:
+        if not self.state.paused:
+            self.wrong.append("the version is set while the engine computes")
+        self.state.version = body["version"]
+
+    def api_push_release(self, query: dict[str, str], body: dict[str, Any]) -> None:
+        self.state.held = False

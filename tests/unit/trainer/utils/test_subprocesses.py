@@ -1,0 +1,62 @@
+"""What a child's log says of its end, in one line."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from tracegrad_trainer.rl.rank_main import StopFlag, run_as_rank
+from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, traceback_errors
+
+LAUNCHERS_LAST_WORDS = """
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "forward.py", line 1, in forward
+[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total
+E1122 10:00:00 torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: 1)
+============================================================
+tracegrad_trainer.rl.serve_worker FAILED
+============================================================
+"""
+
+
+def test_a_ranks_error_is_found_before_the_launchers_frame(tmp_path: Path) -> None:
+    [found] = traceback_errors(LAUNCHERS_LAST_WORDS.splitlines())
+    assert found.startswith("torch.OutOfMemoryError: CUDA out of memory")
+    said = tmp_path / "said"
+    said.write_text(LAUNCHERS_LAST_WORDS)
+    child = ChildProcess(
+        "ranks", ["sh", "-c", f"cat {said}; exit 1"], log=tmp_path / "ranks.log", env={}
+    )
+    child.start()
+    try:
+        with pytest.raises(ChildError, match=r"exited with 1: torch.OutOfMemoryError: CUDA out"):
+            child.wait_until_ready(lambda: False, timeout_s=30)
+    finally:
+        child.stop()
+
+
+def test_lines_that_only_look_like_an_error_are_none() -> None:
+    assert traceback_errors(["no Error: here", "1Error: x", "a b.Error: x", "=====Error"]) == []
+
+
+@pytest.mark.usefixtures("_rank_without_a_parent")
+def test_a_rank_without_memory_says_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(stack: ExitStack, stop: StopFlag) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    said: list[str] = []
+    assert run_as_rank(work, failed=said.append) == 1
+    assert said[0].startswith("CUDA out of memory; try fsdp.gradient_checkpointing = true")
+    [line] = traceback_errors(capsys.readouterr().err.splitlines())
+    assert line == f"OutOfMemoryError: {said[0]}"
+
+
+@pytest.fixture
+def _rank_without_a_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process must neither end with whoever started the tests nor change its signals."""
+    for name in ("die_with_parent", "configure_logging", "set_private_umask"):
+        monkeypatch.setattr(f"tracegrad_trainer.rl.rank_main.{name}", lambda *_: None)
+    monkeypatch.setattr(StopFlag, "listen", lambda _: None)

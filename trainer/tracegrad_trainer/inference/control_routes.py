@@ -1,0 +1,154 @@
+"""The routes that a weight push and a sleep drive: vLLM's own, and the gate of our proxy.
+
+No torch here: the process that wakes vLLM when the trainer is gone (`wake_guard`) needs them too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import httpx
+
+from tracegrad_trainer.utils.network import http_client
+
+SleepLevel = Literal[1, 2]
+MemoryTag = Literal["weights", "kv_cache"]
+
+
+class PushError(RuntimeError):
+    """The new weights are not served; those from before are. One clear line."""
+
+
+class EngineLostError(PushError):
+    """vLLM does not serve any more, or was left paused with unusable weights: restart it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """`version`: what the engine serves; `paths`: the files that it can be loaded from again."""
+
+    version: int
+    paths: tuple[str, ...]
+
+
+class Peer:
+    """A server that we drive. One client is kept, because making one takes longer than most
+    calls."""
+
+    def __init__(self, name: str, url: str, timeout_s: float, key: str | None = None) -> None:
+        self._name = name
+        self._url = url
+        self._client = http_client(url, timeout_s=timeout_s, key=key)
+
+    def post(self, path: str, **request: Any) -> None:
+        """EngineLostError if nobody answers, PushError with the server's words if it refuses."""
+        try:
+            response = self._client.post(path, **request)
+        except httpx.TransportError as error:
+            words = f"{self._name} at {self._url} does not answer {path}: {error!r}"
+            raise (EngineLostError if self._name == "vLLM" else PushError)(words) from error
+        if response.is_error:
+            raise PushError(f"{self._name} refused {path}: {_reason(response)}")
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class VllmControl:
+    """vLLM 0.32's development routes. Each raises PushError, EngineLostError."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._peer = Peer("vLLM", url, timeout_s)
+
+    def pause(self) -> None:
+        # keep: running requests are frozen, not aborted; with the cache cleared they are
+        # computed again under the new weights when they go on.
+        self._peer.post("/pause", params={"mode": "keep", "clear_cache": "true"})
+
+    def resume(self) -> None:
+        self._peer.post("/resume")
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Pauses as `pause` does, and gives up the memory of weights and cache: level 1 keeps the
+        weights in host memory, 2 nowhere. An engine that sleeps already goes on sleeping, with
+        what it had kept."""
+        # The default, abort, would end every running request.
+        self._peer.post("/sleep", params={"level": level, "mode": "keep"})
+
+    def wake(self, tag: MemoryTag) -> None:
+        """Takes one kind of memory back. With the last of them vLLM runs again, by itself: also
+        one that was only paused, so that this must not be asked of an engine that is awake and
+        has no usable weights."""
+        self._peer.post("/wake_up", params={"tags": tag})
+
+    def load(self, served: ServedWeights) -> None:
+        """Of an engine that is paused. If it fails, the engine has no usable weights."""
+        try:
+            self._peer.post("/start_weight_update")
+        except PushError:
+            # A pusher that was killed, or a finish that failed, leaves the update open, and vLLM
+            # takes no second one. An update of nothing fails, which ends it.
+            with contextlib.suppress(PushError):
+                self._update([])
+            self._peer.post("/start_weight_update")
+        self._update(served.paths)
+        version = {"weight_version": str(served.version)}
+        self._peer.post("/finish_weight_update", json=version)
+
+    def close(self) -> None:
+        self._peer.close()
+
+    def _update(self, paths: Sequence[str]) -> None:
+        self._peer.post("/update_weights", json={"update_info": {"paths": list(paths)}})
+
+
+class ProxyControl:
+    """The proxy's gate. Without a `url` there is none, and nothing is done."""
+
+    def __init__(
+        self,
+        url: str | None,
+        timeout_s: float,
+        *,
+        key: str | None,
+        hold_ttl_s: float,
+    ) -> None:
+        """`key` is its control key, or its admin key; a hold that nobody renews opens by itself
+        after `hold_ttl_s`."""
+        self._peer = Peer("the proxy", url, timeout_s, key) if url else None
+        self._hold_ttl_s = hold_ttl_s
+
+    def hold(self, *, drain_s: float) -> None:
+        """New calls wait; those that come in one piece have `drain_s` to finish. Again: renewed."""
+        self._post("/api/push/hold", json={"ttl_s": self._hold_ttl_s, "drain_s": drain_s})
+
+    def set_version(self, version: int) -> None:
+        self._post("/api/push/version", json={"version": version})
+
+    def release(self) -> None:
+        # Without effect? A hold opens by itself after its ttl.
+        with contextlib.suppress(PushError):
+            self._post("/api/push/release")
+
+    def close(self) -> None:
+        if self._peer:
+            self._peer.close()
+
+    def _post(self, path: str, **request: Any) -> None:
+        if self._peer:
+            self._peer.post(path, **request)
+
+
+def _reason(response: httpx.Response) -> str:
+    try:
+        body = response.json()
+    except ValueError:
+        body = response.text
+    if isinstance(body, dict):
+        body = body.get("error", body.get("detail", body))
+    if isinstance(body, dict):
+        body = body.get("message", body)
+    return f"{response.status_code} {' '.join(str(body).split())[:300]}"

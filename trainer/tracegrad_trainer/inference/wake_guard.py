@@ -1,0 +1,246 @@
+"""A process beside rank 0 that keeps calls waiting while vLLM sleeps, and wakes it if rank 0 ends.
+
+A step may take longer than a hold of the proxy's lasts, and its thread may be in one long call: so
+it is another process that renews the hold. A trainer that fails, is killed, or is stopped with
+Ctrl-C leaves vLLM asleep: this process notices by the end of its input, and brings back what was
+served before. It does so only then, whatever rank 0 ended of, for the GPUs' memory is free when
+the ranks are gone, and not while one of them handles its error.
+
+What it must do it is told before each thing that could go wrong, one JSON line, which it answers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import select
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from tracegrad_trainer.inference.control_routes import (
+    EngineLostError,
+    ProxyControl,
+    PushError,
+    ServedWeights,
+    VllmControl,
+)
+from tracegrad_trainer.launch.folder_lock import FolderLockedError, lock_for_ranks
+
+logger = logging.getLogger("tracegrad_trainer.inference.wake_guard")
+
+# A hold is renewed when a third of it is over; an answer to that takes milliseconds.
+RENEWALS = 3
+RENEW_TIMEOUT_S = 10.0
+# What a trainer that is started meanwhile says: it need but be started again.
+HOLDER = "the guard that wakes vLLM after a trainer that ended, and is soon done"
+# Other ranks may hold their GPUs' memory for a moment longer than rank 0 lives.
+ATTEMPTS, PAUSE_S = 6, 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedEngine:
+    """Whom it calls. `state_dir`: while it wakes vLLM, no other trainer begins there."""
+
+    vllm_url: str
+    proxy_url: str | None
+    proxy_key: str | None
+    hold_ttl_s: float
+    timeout_s: float
+    state_dir: str
+
+
+@dataclass(frozen=True, slots=True)
+class WakePlan:
+    """What to do if rank 0 ends now.
+
+    Attributes:
+        served: what was served before, with which calls go on.
+        load: the engine has not kept these weights.
+        open_gate: calls may go on with them; not before a first push, when nobody has said that
+            these weights are those of the proxy's version.
+        folder: of the weight files, removed at the end.
+    """
+
+    served: ServedWeights
+    load: bool
+    open_gate: bool
+    folder: str
+
+    @classmethod
+    def parse(cls, fields: dict[str, Any]) -> WakePlan:
+        served = ServedWeights(fields["served"]["version"], tuple(fields["served"]["paths"]))
+        return cls(served, fields["load"], fields["open_gate"], fields["folder"])
+
+
+class WakeGuard:
+    """Rank 0's end of it: the process, started with the first plan and again if it has ended."""
+
+    def __init__(self, engine: GuardedEngine) -> None:
+        self._engine = engine
+        self._process: subprocess.Popen[str] | None = None
+
+    def arm(self, plan: WakePlan) -> None:
+        """From now on calls are kept waiting, and `plan` is carried out if this process ends.
+
+        Raises:
+            PushError: the guard does not start.
+        """
+        if self._process is not None and self._told(asdict(plan)):
+            return
+        if self._process is not None:
+            logger.warning("the process that guards vLLM's sleep has ended; it is started again")
+        self._start()
+        if not self._told(asdict(self._engine)) or not self._told(asdict(plan)):
+            raise PushError("the process that guards vLLM's sleep does not start; see the log")
+
+    def disarm(self) -> None:
+        """vLLM is awake. When this returns, nothing is renewed any more."""
+        if self._process is not None:
+            self._told(None)
+
+    def close(self) -> None:
+        """Not while it is armed: then it must outlive this process."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> None:
+        # A session of its own: neither a terminal's Ctrl-C nor a launcher that ends a rank's
+        # process group may end it with the rank.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tracegrad_trainer.inference.wake_guard"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _told(self, order: dict[str, Any] | None) -> bool:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            return False
+        return bool(self._process.stdout.readline())
+
+
+def watch(orders: IO[str], answers: IO[str], engine: GuardedEngine) -> WakePlan | None:
+    """Renews the hold while there is a plan, until the orders end; the plan at that time."""
+    proxy = ProxyControl(
+        engine.proxy_url,
+        RENEW_TIMEOUT_S,
+        key=engine.proxy_key,
+        hold_ttl_s=engine.hold_ttl_s,
+    )
+    every_s = engine.hold_ttl_s / RENEWALS
+    plan: WakePlan | None = None
+    due = time.monotonic()
+    while True:
+        left_s = None if plan is None else max(0.0, due - time.monotonic())
+        # Each line is answered before the next is written: none can be hidden in a buffer.
+        if not select.select([orders], [], [], left_s)[0]:
+            renew(proxy)
+            due = time.monotonic() + every_s
+            continue
+        line = orders.readline()
+        if not line:
+            return plan
+        if (fields := json.loads(line)) is None:
+            plan = None
+        else:
+            due = due if plan is not None else time.monotonic() + every_s
+            plan = WakePlan.parse(fields)
+        print("ok", file=answers, flush=True)
+
+
+def renew(proxy: ProxyControl) -> None:
+    try:
+        proxy.hold(drain_s=0)
+    except PushError as error:
+        logger.warning("calls may not wait for vLLM any more: %s", error)
+
+
+def bring_back(plan: WakePlan, vllm: VllmControl, proxy: ProxyControl) -> None:
+    """What was served before is served again, however far a push had come.
+
+    Raises:
+        PushError, EngineLostError: as `control_routes`. May be called again.
+    """
+    # Asleep, half awake, or paused with half of the new weights: now it sleeps, with its scheduler
+    # stopped. Weights that it has kept stay; others are not worth a copy in host memory.
+    vllm.sleep(2 if plan.load else 1)
+    vllm.wake("weights")
+    if plan.load:
+        vllm.load(plan.served)
+        if plan.open_gate:
+            proxy.set_version(plan.served.version)
+    vllm.wake("kv_cache")
+    vllm.resume()
+    if plan.open_gate:
+        proxy.release()
+
+
+def wake(plan: WakePlan, engine: GuardedEngine, *, pause_s: float = PAUSE_S) -> None:
+    """`bring_back`, again while vLLM refuses. Raises PushError, EngineLostError."""
+    vllm = VllmControl(engine.vllm_url, engine.timeout_s)
+    proxy = ProxyControl(
+        engine.proxy_url,
+        engine.timeout_s,
+        key=engine.proxy_key,
+        hold_ttl_s=engine.hold_ttl_s,
+    )
+    for attempt in range(ATTEMPTS):
+        renew(proxy)
+        try:
+            bring_back(plan, vllm, proxy)
+            return
+        except EngineLostError:
+            raise  # it is gone: nobody to wake
+        except PushError as error:
+            if attempt == ATTEMPTS - 1:
+                raise
+            logger.warning("vLLM does not wake yet: %s", error)
+            time.sleep(pause_s)
+
+
+def main() -> int:
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    engine = GuardedEngine(**json.loads(sys.stdin.readline()))
+    print("ok", flush=True)
+    plan = watch(sys.stdin, sys.stdout, engine)
+    if plan is None:
+        return 0
+    version = plan.served.version
+    try:
+        with lock_for_ranks(Path(engine.state_dir), HOLDER):
+            wake(plan, engine)
+    except FolderLockedError:
+        logger.info("the trainer ended while vLLM slept; another one has begun, and wakes it")
+        return 0
+    except PushError as error:
+        logger.error("the trainer ended while vLLM slept, and vLLM does not wake: %s", error)
+        return 1
+    else:
+        logger.warning(
+            "the trainer ended while vLLM slept: it is awake and serves version %s", version
+        )
+        return 0
+    finally:
+        shutil.rmtree(plan.folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
