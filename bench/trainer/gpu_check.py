@@ -150,7 +150,7 @@ def _measured(
         if cuda:
             torch.cuda.empty_cache()
     seconds = (time.perf_counter() - began) / steps
-    peak = peak_flops(device, "bfloat16")
+    peak = peak_flops(device, torch.bfloat16)
     return Run(
         name,
         tokens / seconds,

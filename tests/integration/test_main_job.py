@@ -202,7 +202,10 @@ def test_every_turn_is_trained_skipped_or_pending_for_a_reason(job: Job) -> None
 
 def test_the_two_engines_agree_on_what_is_on_policy(job: Job) -> None:
     steps = job.steps()
+    assert "precision: trains in float32" in job.ended[0].output
     assert all(step.metrics["gap_max"] < GAP for step in steps)
+    assert all(step.metrics["gap_p50"] < step.metrics["gap_p50_bound"] for step in steps)
+    assert all(step.metrics["mismatch"] == 0 for step in steps)
     # The batches that were sampled while the trainer was idle are on policy as a whole.
     for step in (steps[0], steps[2], steps[3]):
         assert step.metrics["gap_tokens"] == step.metrics["tokens_trained"] > 0

@@ -102,6 +102,13 @@ def main(folder: Path) -> None:
     out["whole"] = step(learner(model, reshard=False), share(made, 80))
     out["one_row"] = step(learner(model), share(made[:1], 80))
 
+    half = learner(model, dtype="bfloat16", max_grad_norm=float("inf"))
+    out["half"] = step(half, share(made[:2], 80))
+    out["half_dtypes"] = {
+        *(one.dtype for one in half.model.parameters()),
+        *(one.dtype for kept in half.optimizer.state.values() for one in kept.values()),
+    }
+
     out["without_four"] = step(learner(model), share(made[:4] + made[5:], 80))
     bad = learner(folder / "poisoned")
     out["poisoned"] = step(bad, share(poisoned(rows(11), 4), 80))

@@ -24,6 +24,7 @@ from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.reference import build_reference
 from tracegrad_trainer.engine.model.sharded_load import local_index
 from tracegrad_trainer.losses import ObjectiveSettings, preset
+from tracegrad_trainer.losses.logprob_gap import Precision
 
 
 def build(
@@ -35,6 +36,7 @@ def build(
     reference: Path | nn.Module | None = None,
     elements: int | None = None,
     adamw: AdamwImplementation = ADAMW,
+    serving: Precision = "float32",
     **optim: Any,
 ) -> Learner:
     """With a value head (its weights of this deviation) and a reference where they are needed."""
@@ -59,6 +61,7 @@ def build(
         reference=reference,
         head_elements=elements,
         adamw=adamw,
+        serving=serving,
     )
 
 

@@ -135,15 +135,16 @@ def load_checkpoint_model(
 ) -> nn.Module:
     """The model of a checkpoint in the host's memory; a value head is left out. `digest`: what
     its manifest's must be."""
-    # Only what a GPU has is not taken as it was: models that one attention suits refuse others.
+    # What a GPU alone has cannot be asked for; what suits no packed rows is refused for training.
     wanted = settings.fsdp.attention
     kept = wanted if wanted in ("packed", "sdpa", "eager") else "auto"
     here = settings.fsdp.model_copy(update={"device": "cpu", "attention": kept})
-    model = build_model(settings.model, here)
+    model: Any = build_model(settings.model, here)
+    model.set_attn_implementation("eager")  # ours takes packed rows alone
     named = dict(model.named_parameters())
     trained = {name: p.detach() for name, p in named.items() if p.requires_grad}
     load_weights(trained, folder, digest=digest)
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 def merge_adapters(model: nn.Module) -> None:

@@ -47,7 +47,7 @@ from tracegrad_trainer.launch.session import (
 )
 from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.rl.coordinator import describe_resume, resume_point
-from tracegrad_trainer.rl.preflight import check_before_training
+from tracegrad_trainer.rl.preflight import check_before_training, describe_precision
 from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
 from tracegrad_trainer.utils.console import print_error
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding
@@ -149,7 +149,8 @@ class ServeStack:
         self.console.print(placement_line(placement), highlight=False, soft_wrap=True)
         check_startup(settings, self.store, free=placement.train_free)
         point = resume_point(settings, self.store)
-        self.console.print(describe_resume(point, settings), highlight=False, soft_wrap=True)
+        for line in (describe_resume(point, settings), describe_precision(settings)):
+            self.console.print(line, highlight=False, soft_wrap=True)
         resolved = write_resolved_settings(settings)
         self.report_stage(
             "starting",

@@ -34,11 +34,11 @@ from tracegrad.settings_sources import (
 from tracegrad.urls import masked
 from tracegrad_trainer.batches import BatchSettings
 from tracegrad_trainer.config.gpus import GpuSettings
-from tracegrad_trainer.config.vllm import VllmSettings
+from tracegrad_trainer.config.vllm import VllmSettings, serves_fp8
 from tracegrad_trainer.engine import CheckpointSettings, FsdpSettings, OptimSettings
-from tracegrad_trainer.losses import ObjectiveSettings
+from tracegrad_trainer.losses import PRESETS, ObjectiveSettings
 from tracegrad_trainer.losses.config import drop_unused as objective_without_unused
-from tracegrad_trainer.losses.part_names import SUPERVISED
+from tracegrad_trainer.losses.part_names import SUPERVISED, WEIGHTS
 from tracegrad_trainer.metrics import MetricsSettings
 
 # What other trainers (TRL, verl, transformers) call a setting.
@@ -108,11 +108,14 @@ class PushSettings(BaseModel):
     drain_s: float = Field(
         2, ge=0, description="wait for calls in flight before weights change under them"
     )
-    probe_tokens: int = Field(16, ge=1, description="tokens sampled to compare log-probabilities")
+    probe_tokens: int = Field(
+        32, ge=1, description="sampled after each of eight prompts, to compare log-probabilities"
+    )
     probe_tolerance: float | None = Field(
         None,
         gt=0,
-        description="largest log-probability gap, nats, of a good push; default: by dtype",
+        description="largest log-probability gap of a token, nats, of a good push; default: bounds"
+        " on median, 99 % quantile and mean by the coarser dtype of trainer and engine",
     )
     failures_in_a_row: int = Field(3, ge=1, description="failed pushes before the trainer ends")
 
@@ -193,7 +196,7 @@ class TrainerSettings(FileSettings):
         data = data | _model_folders(data, _last_resolved(state_dir))
         ours = {"log": state_dir / "logs" / "vllm.log", "socket": state_dir / "run" / "vllm.sock"}
         vllm = {"model": str(data["model"])} | ours | data.get("vllm", {})
-        return data | {"vllm": vllm}
+        return _with_fp8_correction(data | {"vllm": vllm})
 
     @model_validator(mode="after")
     def _two_ports(self) -> Self:
@@ -345,7 +348,11 @@ class TrainerSettings(FileSettings):
 
     def stored(self) -> dict[str, Any]:
         """The resolved settings as JSON, secrets masked: what a step is recorded with."""
+        # Not at the top: commands that only read settings need no torch.
+        from tracegrad_trainer.engine.distributed import resolved_dtypes
+
         resolved: dict[str, Any] = self.model_dump(mode="json")
+        resolved["fsdp"] |= resolved_dtypes(self.fsdp)
         return resolved
 
 
@@ -393,6 +400,20 @@ def _with_paths_from_its_folder(file: dict[str, Any], config: Path | None) -> di
             if beside.exists() or not elsewhere:
                 table[name] = str(beside.resolve())
     return file
+
+
+def _with_fp8_correction(data: dict[str, Any]) -> dict[str, Any]:
+    """Settings in which the weights for what an engine in fp8 samples are of tokens, where the
+    preset has them of turns and nothing else was asked for: a turn's mean hides single tokens, and
+    8 bits move single tokens (FlashRL and verl correct fp8 by token, too)."""
+    objective = data.get("objective", {})
+    if not serves_fp8(data["vllm"]) or not isinstance(objective, dict):
+        return data
+    preset = PRESETS.get(objective.get("preset", "grpo"), {})
+    kind = objective.get("correction", preset.get("correction"))
+    if kind in WEIGHTS and preset.get("correction_level") == "turn":
+        objective = {"correction_level": "token"} | objective
+    return data | {"objective": objective}
 
 
 def _missing_shards(folder: Path) -> list[str]:

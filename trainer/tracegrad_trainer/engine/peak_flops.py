@@ -23,9 +23,9 @@ _BFLOAT16: dict[str, float | None] = {
 }
 
 
-def peak_flops(device: torch.device, compute_dtype: str) -> float | None:
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Operations a second; None where it is not known (CPUs, float32, other devices)."""
-    if device.type != "cuda" or compute_dtype != "bfloat16":
+    if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for known, peak in _BFLOAT16.items() if known in name), None)

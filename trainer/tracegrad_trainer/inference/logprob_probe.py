@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from tracegrad_trainer.losses.logprob_gap import BOUNDS, LogprobGap, Precision
 from tracegrad_trainer.utils.network import http_client
 
 
 class ProbeMismatchError(RuntimeError):
-    """What is served is not what was trained: log-probabilities disagree."""
+    """What is served is not what was trained: log-probabilities disagree, by `gap`."""
+
+    def __init__(self, message: str, gap: LogprobGap) -> None:
+        super().__init__(message)
+        self.gap = gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,30 +28,27 @@ class ProbeSample:
     logprobs: list[float]  # nats
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobGap:
-    """|served - trained| per token, in nats."""
-
-    tokens: int
-    mean: float
-    max: float
+def sample_probe(url: str, prompt_token_ids: Sequence[int], **options: Any) -> ProbeSample:
+    """Of one prompt; as `sample_probes`."""
+    [sample] = sample_probes(url, [prompt_token_ids], **options)
+    return sample
 
 
-def sample_probe(
+def sample_probes(
     url: str,
-    prompt_token_ids: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     *,
     tokens: int = 32,
     seed: int | None = None,
     model: str = "policy",
     key: str | None = None,
-    timeout: float = 60.0,
-) -> ProbeSample:
-    """Samples exactly `tokens` tokens after the prompt. `key`: of an engine that asks for one.
-    httpx.HTTPError if the server does not answer."""
+    timeout: float = 300.0,
+) -> list[ProbeSample]:
+    """Samples exactly `tokens` tokens after each of the prompts, all in one call, side by side.
+    `key`: of an engine that asks for one. httpx.HTTPError if the server does not answer."""
     request = {
         "model": model,
-        "prompt": list(prompt_token_ids),
+        "prompt": [list(prompt) for prompt in prompts],
         "max_tokens": tokens,
         "temperature": 1.0,
         "top_p": 1.0,
@@ -57,29 +60,41 @@ def sample_probe(
     with http_client(url, timeout_s=timeout, key=key) as client:
         response = client.post("/v1/completions", json=request)
     response.raise_for_status()
-    choice = response.json()["choices"][0]
+    choices = sorted(response.json()["choices"], key=lambda choice: choice["index"])
+    assert len(choices) == len(prompts), "one answer a prompt"
+    return [_sample(choice, prompt) for choice, prompt in zip(choices, prompts, strict=True)]
+
+
+def _sample(choice: dict[str, Any], prompt: Sequence[int]) -> ProbeSample:
     sample = ProbeSample(
         choice["prompt_token_ids"], choice["token_ids"], choice["logprobs"]["token_logprobs"]
     )
-    assert sample.prompt_token_ids == list(prompt_token_ids), "the engine took the ids as given"
+    assert sample.prompt_token_ids == list(prompt), "the engine took the ids as given"
     assert len(sample.token_ids) == len(sample.logprobs), "one log-probability a token"
     return sample
 
 
 def compare_logprobs(
-    served: Sequence[float], trained: Sequence[float], tolerance: float
+    served: Sequence[float], trained: Sequence[float], allowed: float | Precision
 ) -> LogprobGap:
     """The gap between two lists of log-probabilities (nats) of the same tokens.
 
-    Raises ProbeMismatchError if the largest difference is above `tolerance` (nats) or not a number.
+    `allowed`: the largest difference of a token, nats, or the coarser one's precision of the two,
+    whose bounds are held.
+
+    Raises:
+        ProbeMismatchError: it is more, or some difference is not a number.
     """
     if len(served) != len(trained) or not served:
         raise ValueError(f"served: {len(served)} log-probabilities, trained: {len(trained)}")
     gaps = [abs(a - b) for a, b in zip(served, trained, strict=True)]
-    gap = LogprobGap(len(gaps), math.fsum(gaps) / len(gaps), max(gaps))
-    if not all(value <= tolerance for value in gaps):
-        raise ProbeMismatchError(
-            f"served and trained log-probabilities differ by up to {gap.max:.2g} nats "
-            f"(mean {gap.mean:.2g}, allowed {tolerance:.2g})"
-        )
+    gap = LogprobGap.of(gaps)
+    if isinstance(allowed, str):
+        right, found = gap.within(BOUNDS[allowed]), gap.describe(BOUNDS[allowed])
+        found += f": more than {allowed} rounds"
+    else:
+        right = gap.max <= allowed
+        found = f"up to {gap.max:.2g} nats (mean {gap.mean:.2g}, allowed {allowed:.2g})"
+    if not (right and all(map(math.isfinite, gaps))):
+        raise ProbeMismatchError(f"served and trained log-probabilities differ by {found}", gap)
     return gap

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 
 import torch
 import torch.distributed as dist
@@ -25,23 +26,21 @@ from tracegrad_trainer.engine import Learner, as_hf_tensors, full_tensors
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError
 from tracegrad_trainer.inference.engine_sleep import SleepSettings
 from tracegrad_trainer.inference.logprob_probe import (
-    LogprobGap,
+    ProbeMismatchError,
     ProbeSample,
     compare_logprobs,
-    sample_probe,
+    sample_probes,
 )
 from tracegrad_trainer.inference.weight_push import PushReport, WeightPusher
+from tracegrad_trainer.losses.logprob_gap import LogprobGap, Precision
 from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
 
 logger = logging.getLogger(__name__)
 
-PROBE_PROMPTS = 4
+# With `push.probe_tokens` each: enough tokens for a 99 % quantile.
+PROBE_PROMPTS = 8
 MAX_PROMPT_TOKENS = 256
 NOTHING_SERVED = -1  # the version before the first push
-
-# Largest |log-probability gap| (nats) of a right push: float32 engines agree to 1e-5, bfloat16
-# ones were seen 0.07 apart; one stale layer is off by 1 or more.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +50,14 @@ class PublishResult:
     version: int
     report: PushReport | None
     gap: LogprobGap | None
+    allowed: float | Precision  # what the gap was held against: as in `compare_logprobs`
     error: str | None = None
     lost: bool = False  # nothing is served any more
 
     def detail(self) -> Json:
         return {
             "seconds": self.report.seconds if self.report else {},
-            "gap": asdict(self.gap) if self.gap else None,
+            "gap": asdict(self.gap) | {"allowed": self.allowed} if self.gap else None,
             "error": self.error,
         }
 
@@ -68,7 +68,7 @@ class WeightPublisher:
     def __init__(self, settings: TrainerSettings, learner: Learner, stack: ExitStack) -> None:
         self.settings = settings
         self.learner = learner
-        self.tolerance = settings.push.probe_tolerance or TOLERANCE[_coarsest(settings)]
+        self.allowed = settings.push.probe_tolerance or learner.precision
         self.pusher: WeightPusher | None = None
         key = settings.proxy.control_key or settings.proxy.admin_key
         if is_rank_zero():
@@ -150,14 +150,16 @@ class WeightPublisher:
         if self.pusher is None:
             self._join_probe()
             return None
-        probing = _Probing(self, _prompts(rows))
+        most = self.settings.vllm.max_model_len
+        longest = None if most is None else most - self.settings.push.probe_tokens
+        probing = _Probing(self, probe_prompts(rows, longest))
         try:
             named = as_hf_tensors(self.learner.model, weights)
             report = self.pusher.push(version, named, verify=probing)
-            return PublishResult(version, report, probing.gap)
+            return PublishResult(version, report, probing.gap, self.allowed)
         except PushError as error:
             lost = isinstance(error, EngineLostError)
-            return PublishResult(version, None, probing.gap, str(error), lost)
+            return PublishResult(version, None, probing.gap, self.allowed, str(error), lost)
         finally:
             if not probing.shared:
                 _share(None)
@@ -186,21 +188,22 @@ class _Probing:
     def __call__(self) -> None:
         settings = self.publisher.settings
         engine_key = settings.vllm.api_key
-        samples = [
-            sample_probe(
-                settings.vllm.url,
-                prompt,
-                tokens=settings.push.probe_tokens,
-                model=settings.vllm.served_model_name,
-                key=engine_key.get_secret_value() if engine_key else None,
-            )
-            for prompt in self.prompts
-        ]
+        samples = sample_probes(
+            settings.vllm.url,
+            self.prompts,
+            tokens=settings.push.probe_tokens,
+            model=settings.vllm.served_model_name,
+            key=engine_key.get_secret_value() if engine_key else None,
+        )
         self.shared = True
         _share(samples)
         trained = self.publisher.trained_logprobs(samples)
         served = [value for sample in samples for value in sample.logprobs]
-        self.gap = compare_logprobs(served, trained, self.publisher.tolerance)
+        try:
+            self.gap = compare_logprobs(served, trained, self.publisher.allowed)
+        except ProbeMismatchError as error:
+            self.gap = error.gap
+            raise
 
 
 def _free_bytes(device: torch.device) -> int | None:
@@ -215,10 +218,14 @@ def _share(samples: list[ProbeSample] | None) -> list[ProbeSample] | None:
     return message[0]
 
 
-def _prompts(rows: Sequence[Row]) -> list[list[int]]:
-    """The beginnings of the longest rows; any ids will do where there are none yet."""
-    longest = sorted(rows, key=len, reverse=True)[:PROBE_PROMPTS]
-    return [row.input_ids[:MAX_PROMPT_TOKENS].tolist() for row in longest] or [[1, 2, 3, 4]]
+def probe_prompts(rows: Sequence[Row], longest: int | None) -> list[list[int]]:
+    """The beginnings of the longest rows, over again where these are few; any ids will do where
+    there are none yet. `longest`: tokens that the engine takes beside those that it samples."""
+    tokens = max(1, min(MAX_PROMPT_TOKENS, longest or MAX_PROMPT_TOKENS))
+    first = sorted(rows, key=len, reverse=True)[:PROBE_PROMPTS]
+    # Not fewer ids: vLLM 0.32 on a CPU was seen to die of four in bfloat16.
+    begun = [row.input_ids[:tokens].tolist() for row in first] or [list(range(1, 25))[:tokens]]
+    return list(islice(cycle(begun), PROBE_PROMPTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +250,3 @@ def _as_micro_batch(samples: Sequence[ProbeSample]) -> MicroBatch:
         rollout = _ProbeRollout(turn.rollout_id, [turn])
         rows += rows_of(rollout, group_id=turn.rollout_id, advantages=[0.0])
     return micro_batch(rows, range(len(rows)))
-
-
-def _coarsest(settings: TrainerSettings) -> str:
-    served = settings.vllm.dtype or ("float32" if settings.vllm.on_cpu else "bfloat16")
-    both = {served, settings.fsdp.compute_dtype}
-    return "float32" if both == {"float32"} else "bfloat16"

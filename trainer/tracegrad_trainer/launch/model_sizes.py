@@ -109,7 +109,7 @@ def _rank_memory(
     return RankMemory(
         state=found.state,
         gathered=found.whole,
-        activations=found.activations,
+        activations=found.activations + found.scores,
         host=max(found.loading, found.copied),
         offloaded=found.offloaded,
     )

@@ -19,6 +19,8 @@ from tracegrad_trainer.losses.part_names import (
     GROUP_RELATIVE,
     LEARN_FROM_DEMONSTRATIONS,
     PARTS,
+    SUPERVISED,
+    USE_ROLLOUT_LOGPROBS,
     used_settings,
 )
 from tracegrad_trainer.losses.presets import PRESETS
@@ -169,6 +171,17 @@ class ObjectiveSettings(BaseModel):
         """Whether a rollout without others of its group, or whose rewards all are the same, has
         nothing to teach."""
         return self.advantage in GROUP_RELATIVE or (self.advantage == "ipa" and self.centre)
+
+    @property
+    def bounds_mismatch(self) -> bool:
+        """Whether what an engine samples from a coarser policy than the trained one has a bounded
+        weight: by a correction, or by a surrogate that has pi/mu in it. Of a surrogate of the
+        user's own nothing is known, and one that samples nothing needs none."""
+        return (
+            self.correction != "none"
+            or self.surrogate in (*USE_ROLLOUT_LOGPROBS, *SUPERVISED)
+            or is_import_path(self.surrogate)
+        )
 
     @property
     def weighs_turns(self) -> bool:

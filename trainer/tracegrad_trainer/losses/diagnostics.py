@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
+from tracegrad_trainer.losses.logprob_gap import BINS, BINS_PER_OCTAVE, HIGHEST_GAP, LOWEST_GAP
 from tracegrad_trainer.losses.loss import LossOutput
 from tracegrad_trainer.losses.tokens import (
     LOG_RATIO_LIMIT,
@@ -156,6 +157,17 @@ def diagnostic_maxima(tokens: Tokens, done: LossOutput, version: int) -> dict[st
         "ratio_max": _max(done.log_ratio.exp() * sampled),
         "staleness_max": _max(((version - tokens.version) * sampled).to(torch.float32)),
     }
+
+
+def gap_histogram(tokens: Tokens, version: int) -> Float64[Tensor, " bins"]:
+    """How many tokens of the current version lie in which bin of |log old - log mu|: counts add
+    up, quantiles do not (`binned_quantile`)."""
+    gap = (tokens.old_logprobs - tokens.rollout_logprobs).abs().double().nan_to_num()
+    # Rows that are not finite leave the step later; their place must be one of the bins as well.
+    octaves = (gap.clamp(LOWEST_GAP, HIGHEST_GAP) / LOWEST_GAP).log2()
+    place = (octaves * BINS_PER_OCTAVE).ceil().long().clamp(max=BINS - 1)
+    here = tokens.sampled & (tokens.version == version)
+    return gap.new_zeros(BINS).index_add(0, place, here.double())
 
 
 def _max(values: Tensor) -> Tensor:

@@ -107,10 +107,17 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "masked_share": Metric("share", "of tokens that the correction took out"),
         "masked_turn_share": Metric("share", "of turns with such a token"),
         "gap_mean": Metric("nats", "|log old - log mu|, tokens of the current version, mean"),
+        "gap_p50": Metric("nats", "of the same, median (to 9 %)"),
+        "gap_p99": Metric("nats", "of the same, 99 % quantile (to 9 %)"),
         "gap_max": Metric("nats", "|log old - log mu|, tokens of the current version, largest"),
         "gap_tokens": Metric("tokens", "that the current version sampled"),
-        "mismatch": Metric("0 or 1", "1: `gap_mean` is more than rounding"),
+        "gap_p50_bound": Metric(
+            "nats", "what `gap_p50` may be, by the coarser dtype of the two engines"
+        ),
+        "mismatch": Metric("0 or 1", "1: the gap is more than rounding"),
         "push/gap_mean": Metric("nats", "of the check after a push, mean"),
+        "push/gap_p50": Metric("nats", "of the check after a push, median"),
+        "push/gap_p99": Metric("nats", "of the check after a push, 99 % quantile"),
         "push/gap_max": Metric("nats", "of the check after a push, largest"),
         "push/failed": Metric("0 or 1", "1: the push failed, the version before is served"),
     },

@@ -41,6 +41,8 @@ def push_point(version: PolicyVersion) -> MetricPoint:
         "failed": float(version.state == "failed"),
         "seconds": sum(version.detail.get("seconds", {}).values()),
         "gap_mean": gap.get("mean"),
+        "gap_p50": gap.get("p50"),
+        "gap_p99": gap.get("p99"),
         "gap_max": gap.get("max"),
     }
     values = {f"{PUSH}/{name}": value for name, value in found.items() if value is not None}

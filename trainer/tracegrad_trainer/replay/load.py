@@ -147,7 +147,8 @@ def recorded_settings(recorded: RecordedStep, *, model: Path | None = None) -> J
     # The judge has spoken: the rewards that it gave are in the record.
     stored["objective"] = {**stored.get("objective", {}), "judge": None}
     # Steps that do not say it were taken before there was a choice.
-    stored["fsdp"] = {"frozen_dtype": "float32", **(stored.get("fsdp") or {})}
+    before = {"compute_dtype": "float32", "frozen_dtype": "float32"}
+    stored["fsdp"] = {**before, **(stored.get("fsdp") or {})}
     if model is not None:
         stored["model"] = str(model)
         stored["vllm"] = {**stored.get("vllm", {}), "model": str(model)}

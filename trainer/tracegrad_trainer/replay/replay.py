@@ -88,7 +88,7 @@ class ReplayResult:
         return {
             name: (before[name], value)
             for name, value in self.replayed.metrics.items()
-            if name in before and not _by_the_clock(name)
+            if name in before and not _by_the_clock(name) and not _by_other_bounds(name, before)
         }
 
     @property
@@ -284,6 +284,11 @@ def bitwise_equal(a: float, b: float) -> bool:
 def _by_the_clock(name: str) -> bool:
     known = find_metric(name)
     return known is not None and known.clock
+
+
+def _by_other_bounds(name: str, before: Json) -> bool:
+    """Steps recorded before there were quantiles had a verdict by the trainer's dtype alone."""
+    return name == "mismatch" and "gap_p50" not in before
 
 
 def _resolved(stored: Json, whose: str, *, own: bool = False) -> TrainerSettings:

@@ -16,6 +16,7 @@ from tracegrad_trainer.engine import Learner, OptimSettings, build_sharded
 from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation
 from tracegrad_trainer.engine.model import memory, router_replay
 from tracegrad_trainer.engine.model.reference import build_reference
+from tracegrad_trainer.losses.logprob_gap import precision_of
 
 
 def build_learner(
@@ -43,6 +44,7 @@ def build_learner(
         reshard=settings.fsdp.reshard,
         reference=reference,
         adamw=adamw,
+        serving=precision_of(settings.vllm.serving_dtype),
     )
 
 

@@ -11,6 +11,9 @@ from tracegrad.store import Store
 from tracegrad.store.read.rollouts import count_untrained
 from tracegrad.turn_tree import common_prefix
 from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.config.vllm import asked_quantization
+from tracegrad_trainer.engine.attention.dispatch import choose_attention
+from tracegrad_trainer.engine.distributed import compute_dtype, pick_device
 from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
 from tracegrad_trainer.utils.network import http_client
@@ -28,7 +31,7 @@ def check_before_training(settings: TrainerSettings, store: Store, free: int | N
     `free`: bytes that a rank may have on its GPU; default: what is free there now.
 
     Raises:
-        ValueError: the objective, the model or its tokenizer.
+        ValueError: the objective, the attention, the model or its tokenizer.
         CheckpointError: the checkpoint; names the part.
     """
     preset = settings.objective.preset
@@ -37,6 +40,8 @@ def check_before_training(settings: TrainerSettings, store: Store, free: int | N
             f"objective.preset = {preset!r} learns from stored traces: use trainer sft --preset"
             f" {preset}"
         )
+    choose_attention(settings.fsdp, pick_device(settings.fsdp))
+    check_precision(settings)
     check_memory(settings, vocabulary=len(tokenizer_of(settings)), free=free)
     resume_checkpoint(store, settings)
 
@@ -79,6 +84,47 @@ def check_store_has_groups(settings: TrainerSettings, store: Store) -> None:
             " a rollout is opened, or set objective.advantage = 'running' and"
             " batches.group_size = 1"
         )
+
+
+def check_precision(settings: TrainerSettings) -> None:
+    """Whether what is served in fewer bits than it is trained in can be checked and is corrected.
+
+    Raises:
+        ValueError: names the setting that is wrong.
+    """
+    quantization = asked_quantization(vars(settings.vllm))
+    if quantization is not None and "fp8" not in quantization:
+        raise ValueError(
+            f"vllm.extra_args: --quantization {quantization}: how far it rounds is not known here,"
+            " so no push could be checked; set vllm.quantization = 'fp8', or leave it out"
+        )
+    if settings.vllm.serving_dtype == "fp8" and not settings.objective.bounds_mismatch:
+        raise ValueError(
+            "vllm serves in fp8 (vllm.quantization, or vllm.extra_args), and objective.correction ="
+            " 'none' takes what it samples for the trained policy's own: set objective.correction ="
+            " 'tis', or serve without fp8"
+        )
+
+
+def describe_precision(settings: TrainerSettings) -> str:
+    """In which numbers the policy is trained and served, and what is done about the difference."""
+    fsdp, objective = settings.fsdp, settings.objective
+    dtype = str(compute_dtype(fsdp)).removeprefix("torch.")
+    products = {"high": "TF32", "medium": "bfloat16"}.get(fsdp.float32_matmul)
+    if dtype == "float32" and products:
+        dtype += f" with products in {products}"
+    attention = choose_attention(fsdp, pick_device(fsdp)).removeprefix("tracegrad_")
+    if objective.correction != "none":
+        level, cap = objective.correction_level, objective.correction_cap
+        corrected = f"correction {objective.correction} by {level}, at most {cap:g}"
+    elif objective.bounds_mismatch:
+        corrected = f"surrogate {objective.surrogate} bounds the ratio itself"
+    else:
+        corrected = "no correction of the difference"
+    return (
+        f"precision: trains in {dtype} (weights and sums of gradients in float32), attention"
+        f" {attention}; vLLM serves {settings.vllm.serving_dtype}; {corrected}"
+    )
 
 
 def check_served_tokenizer(settings: TrainerSettings) -> None:

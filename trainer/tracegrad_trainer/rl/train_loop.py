@@ -30,7 +30,7 @@ from tracegrad_trainer.engine import (
 )
 from tracegrad_trainer.engine.checkpoint.manifest import discard_checkpoint
 from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
-from tracegrad_trainer.engine.distributed import take_peak_memory
+from tracegrad_trainer.engine.distributed import compute_dtype, take_peak_memory
 from tracegrad_trainer.engine.peak_flops import peak_flops, throughput_metrics
 from tracegrad_trainer.engine.random_state import seed_all
 from tracegrad_trainer.engine.step.result import StepResult
@@ -220,7 +220,7 @@ class TrainLoop:
 
     def _speed(self, done: StepResult) -> dict[str, float]:
         seconds = self.watch.seconds.get("train", 0.0)
-        peak = peak_flops(self.learner.device, self.settings.fsdp.compute_dtype)
+        peak = peak_flops(self.learner.device, compute_dtype(self.settings.fsdp))
         every = None if peak is None else peak * self.learner.mesh.size()
         speed = throughput_metrics(
             done.metrics["tokens"], seconds, flops=done.metrics["flops"], peak=every

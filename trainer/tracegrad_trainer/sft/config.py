@@ -114,8 +114,14 @@ class SftSettings(BaseModel):
         for name in ("objective", "optim", "batches"):
             trainer[name] = getattr(self.trainer, name).model_dump(mode="json")
         trainer["optim"].pop("scale_by_groups")  # of batches of groups: it decides nothing here
+        # Not at the top: the command that only checks its settings needs no torch.
+        from tracegrad_trainer.engine.distributed import resolved_dtypes
+
         fsdp = self.trainer.fsdp
-        trainer["fsdp"] = fsdp.model_dump(mode="json", include={"compute_dtype", "lora"})
+        trainer["fsdp"] = {
+            "compute_dtype": resolved_dtypes(fsdp)["compute_dtype"],
+            **fsdp.model_dump(mode="json", include={"lora"}),
+        }
         own = {"preset", "epochs", "tokens_per_step", "held_out", "decay"}
         return trainer | self.model_dump(mode="json", include=own)
 

@@ -21,10 +21,8 @@ from tracegrad.proxy.endpoints.llm_call import _Relay
 from tracegrad.proxy.engine.stream import EngineStream
 from tracegrad.proxy.engine.upstreams.base import Consume, Drained, UpstreamResponse
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
-from tracegrad.proxy.http.errors import Unavailable
-
-
 from tracegrad.proxy.http import sse
+from tracegrad.proxy.http.errors import Unavailable
 from tracegrad.proxy.http.streaming_response import StreamedResponse
 from tracegrad.store import PolicyVersion, Store
 

@@ -45,6 +45,7 @@ METRICS: dict[str, Any] = {
     "clipped_turn_share": 0.5,
     "staleness_mean": 1.5,
     "gap_max": 1e-6,
+    "gap_mean": 1e-7,
     "tokens_per_second": 12345.0,
 }
 
@@ -126,7 +127,7 @@ def test_removed_turns_are_counted_apart_from_those_that_are_there(
 
 
 def test_the_gap_of_the_last_push_that_serves_is_shown(store: Store, tmp_path: Path) -> None:
-    gap = {"tokens": 64, "mean": 1e-6, "max": 4e-6}
+    gap = {"tokens": 64, "mean": 1e-6, "max": 4e-6, "allowed": "float32"}
     store.record_version(PolicyVersion(1, 1, "serving", detail={"gap": gap}))
     store.record_version(PolicyVersion(2, 2, "failed", detail={"gap": None, "error": "x"}))
     found = collect_status(store, tmp_path)
@@ -199,7 +200,8 @@ def test_ranks_that_end_well_while_steps_are_shown_are_no_fault(
 
 
 def test_a_mismatch_after_a_push_is_loud() -> None:
-    step = StepRecord(step=7, version=8, metrics={"gap_max": 4.6, "mismatch": 1.0})
+    metrics = {"gap_max": 9.1, "gap_mean": 4.6, "mismatch": 1.0}
+    step = StepRecord(step=7, version=8, metrics=metrics)
     assert "gap 4.6e+00 TOO LARGE: serving and training engine disagree" in format_step_line(step)
     quiet = StepRecord(step=7, version=8, metrics={"gap_max": 3e-6, "mismatch": 0.0})
     assert "TOO LARGE" not in format_step_line(quiet)

@@ -104,10 +104,10 @@ def test_a_device_s_peak_is_its_own(
     name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    assert peak_flops(CUDA, "bfloat16") == peak
+    assert peak_flops(CUDA, torch.bfloat16) == peak
 
 
 def test_nothing_is_said_of_what_a_maker_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
-    assert peak_flops(CUDA, "float32") is None
-    assert peak_flops(torch.device("cpu"), "bfloat16") is None
+    assert peak_flops(CUDA, torch.float32) is None
+    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None

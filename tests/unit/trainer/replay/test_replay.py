@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from support.trainer.step_samples import rollout, trained
 from tracegrad.events import Reward, Turn, logprob_array, token_id_array
 from tracegrad.store import Store
 from tracegrad_trainer.cli.replay import show_candidates, show_replay
-from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.config.trainer import TrainerSettings, without_unused
 from tracegrad_trainer.engine.config import AdamwImplementation
+from tracegrad_trainer.engine.distributed import compute_dtype
 from tracegrad_trainer.replay import replay as replay_module
 from tracegrad_trainer.replay import run as replay_run
 from tracegrad_trainer.replay.load import (
@@ -105,9 +107,47 @@ def test_a_step_is_replayed_by_the_adamw_that_it_was_taken_with(
 def test_weights_that_were_frozen_in_float32_are_so_again(run: Run) -> None:
     with Store.open(run.url, create=False) as store:
         found = load_recorded_step(store, 3, run.state_dir)
-    assert recorded_settings(found)["fsdp"]["frozen_dtype"] == "auto"
+    found.step.settings["fsdp"]["frozen_dtype"] = "bfloat16"
+    assert recorded_settings(found)["fsdp"]["frozen_dtype"] == "bfloat16"
     del found.step.settings["fsdp"]["frozen_dtype"]
     assert recorded_settings(found)["fsdp"]["frozen_dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "replayed"),
+    [("bfloat16", torch.bfloat16), ("float32", torch.float32), (None, torch.float32)],
+)
+def test_a_step_is_replayed_in_the_dtype_that_it_was_made_in(
+    run: Run, recorded: str | None, replayed: torch.dtype
+) -> None:
+    """Whatever "auto" is on this machine, and also where a step says nothing of it."""
+    with Store.open(run.url, create=False) as store:
+        found = load_recorded_step(store, 3, run.state_dir)
+    assert found.step.settings["fsdp"]["compute_dtype"] == "float32"
+    changed = found.step.settings["fsdp"] | {"compute_dtype": recorded, "device": "cuda"}
+    settings = found.step.settings | {
+        "fsdp": {name: value for name, value in changed.items() if value is not None}
+    }
+    found = replace(found, step=replace(found.step, settings=settings))
+    resolved = TrainerSettings.model_validate(without_unused(recorded_settings(found)))
+    assert compute_dtype(resolved.fsdp) == replayed
+
+
+def test_a_verdict_by_other_bounds_is_no_difference(run: Run) -> None:
+    """Steps recorded before there were quantiles."""
+    found = run.replay(step=3)
+    assert {"mismatch", "gap_p50", "gap_p99"} <= found.compared.keys()
+    before = dict(found.recorded.step.metrics)
+    before["mismatch"] = 1 - before["mismatch"]
+    assert with_metrics(found, before).differing == ["mismatch"]
+    for name in ("gap_p50", "gap_p99", "gap_p50_bound"):
+        del before[name]
+    assert with_metrics(found, before).equal
+
+
+def with_metrics(found: ReplayResult, metrics: dict[str, Any]) -> ReplayResult:
+    step = replace(found.recorded.step, metrics=metrics)
+    return replace(found, recorded=replace(found.recorded, step=step))
 
 
 def test_the_last_step_is_the_one_meant_and_steps_differ(run: Run) -> None:

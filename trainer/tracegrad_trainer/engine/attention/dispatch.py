@@ -29,6 +29,7 @@ from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 from tracegrad_trainer.engine.attention.tree import TreeRowAttention
 from tracegrad_trainer.engine.attention.varlen import VarlenRowAttention
 from tracegrad_trainer.engine.config import FsdpSettings
+from tracegrad_trainer.engine.distributed import compute_dtype
 
 PACKED = "tracegrad_packed"
 VARLEN = "tracegrad_varlen"
@@ -89,7 +90,7 @@ def choose_attention(settings: FsdpSettings, device: torch.device) -> str:
     Raises:
         ValueError: there is no such attention on this device.
     """
-    half = settings.compute_dtype != "float32"
+    half = compute_dtype(settings, device) != torch.float32
     name = settings.attention
     if name == "auto":
         name = "varlen" if device.type == "cuda" and half else "packed"

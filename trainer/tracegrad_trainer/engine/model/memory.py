@@ -22,7 +22,7 @@ from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.attention.blocked import working_bytes
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 from tracegrad_trainer.engine.config import FsdpSettings
-from tracegrad_trainer.engine.distributed import frozen_dtype
+from tracegrad_trainer.engine.distributed import compute_dtype, frozen_dtype
 from tracegrad_trainer.engine.model import router_replay
 from tracegrad_trainer.engine.model.forward import run_inside_forward
 from tracegrad_trainer.engine.model.hf_config import (
@@ -254,7 +254,7 @@ def estimate_memory(
     trained = count
     if settings.lora is not None:
         trained = _adapter_parameters(model, settings.lora.rank)
-    computed = 4 if settings.compute_dtype == "float32" else 2
+    computed = compute_dtype(settings).itemsize
     kept = frozen_dtype(settings).itemsize
     frozen = (0 if settings.lora is None else count) + (count if reference else 0)
     state = (kept * frozen + 16 * trained) // ranks
@@ -297,14 +297,14 @@ def _activations(config: Any, settings: FsdpSettings, tokens: int) -> int:
     each = [_kept(layer) for layer in layers]
     inputs = sum(layer.hidden_size for layer in layers)
     values = inputs + max(each) if settings.gradient_checkpointing else sum(each)
-    return tokens * values * (4 if settings.compute_dtype == "float32" else 2)
+    return tokens * values * compute_dtype(settings).itemsize
 
 
 def _attention_scores(config: Any, settings: FsdpSettings, tokens: int) -> int:
     """Bytes for what is as large as the square of a pack, in transformers' own attentions, or of
     what ours holds of it at a time. `tokens`: of a pack; a row may be as long."""
     layers = layer_configs(config)
-    itemsize = 4 if settings.compute_dtype == "float32" else 2
+    itemsize = compute_dtype(settings).itemsize
     mask = tokens**2 * (1 + itemsize)  # as it is made, and as it is added to the scores
     if settings.attention == "sdpa":
         return mask
@@ -391,7 +391,7 @@ def _advice(settings: FsdpSettings, device: str) -> str:
     ways = ["more ranks on more devices"]
     if not settings.gradient_checkpointing:
         ways.append("fsdp.gradient_checkpointing = true")
-    if device == "cuda" and settings.compute_dtype == "float32":
+    if device == "cuda" and compute_dtype(settings) == torch.float32:
         ways.append("fsdp.compute_dtype = 'bfloat16'")
     if device == "cuda" and not settings.cpu_offload:
         ways.append("fsdp.cpu_offload = true")

@@ -22,7 +22,12 @@ from transformers import AutoModelForCausalLM
 
 from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.config import FsdpSettings
-from tracegrad_trainer.engine.distributed import compute_device, frozen_dtype, pick_device
+from tracegrad_trainer.engine.distributed import (
+    compute_device,
+    compute_dtype,
+    frozen_dtype,
+    pick_device,
+)
 from tracegrad_trainer.engine.model import lora, memory, router_replay, value_head
 from tracegrad_trainer.engine.model.hf_config import transformer_blocks
 from tracegrad_trainer.engine.model.hf_weights import (
@@ -142,7 +147,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, settings: FsdpSettings) -> nn.Modu
     Raises:
         ValueError: the model names no blocks.
     """
-    compute = getattr(torch, settings.compute_dtype)
+    compute = compute_dtype(settings)
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(frozen_dtype(settings))

@@ -3,7 +3,7 @@ the sums and maxima of the step's metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,12 +22,19 @@ from tracegrad_trainer.engine.model.forward import (
 from tracegrad_trainer.engine.model.parallelize import set_gradient_sync
 from tracegrad_trainer.engine.step.rank_context import RankContext
 from tracegrad_trainer.losses import ObjectiveSettings, Tokens, compute_loss
-from tracegrad_trainer.losses.diagnostics import diagnostic_maxima, diagnostic_sums
+from tracegrad_trainer.losses.diagnostics import (
+    diagnostic_maxima,
+    diagnostic_sums,
+    gap_histogram,
+)
+
+GAP_HISTOGRAM = "gap_histogram"
 
 
 @dataclass(slots=True)
 class LossTotals:
-    """In double precision: what is added must not depend on how rows were packed."""
+    """In double precision: what is added must not depend on how rows were packed. Of a sum that is
+    a vector the entries come back as `name_0`, `name_1`, …"""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
@@ -43,12 +50,17 @@ class LossTotals:
 
     def all_reduced(self, engine: RankContext) -> tuple[dict[str, float], dict[str, float]]:
         """Over all ranks. A step whose rows all are finite reads nothing else off its device."""
-        added = engine.all_reduce_sum(torch.stack(list(self.sums.values())))
+        added = engine.all_reduce_sum(torch.cat([each.flatten() for each in self.sums.values()]))
         highest = engine.all_reduce_sum(torch.stack(list(self.maxima.values())), dist.ReduceOp.MAX)
         return (
-            dict(zip(self.sums, added.tolist(), strict=True)),
+            dict(zip(_entries(self.sums), added.tolist(), strict=True)),
             dict(zip(self.maxima, highest.tolist(), strict=True)),
         )
+
+
+def _entries(sums: Mapping[str, Tensor]) -> Iterator[str]:
+    for name, value in sums.items():
+        yield from [name] if value.dim() == 0 else [f"{name}_{i}" for i in range(value.numel())]
 
 
 @dataclass(slots=True)
@@ -111,7 +123,8 @@ def accumulate(
         with torch.no_grad():
             wrong = not_finite(_given(tokens))
             more = diagnostic_sums(tokens, loss, now.entropy.detach(), version) | {
-                "wrong": wrong.sum()
+                "wrong": wrong.sum(),
+                GAP_HISTOGRAM: gap_histogram(tokens, version),
             }
             done.totals.add(more, diagnostic_maxima(tokens, loss, version))
             done.non_finite.append(wrong)

@@ -61,7 +61,7 @@ def train_epochs(
                 trained |= _keys(micro_batches) - set(update.dropped)
     every = _keys([batch for part in parts for batch in part])
     lost = learner.engine.gather_unique(sorted(every - trained))
-    return result_of(updates, dtype=learner.engine.head.dtype, dropped=lost)
+    return result_of(updates, precision=learner.precision, dropped=lost)
 
 
 def prepare_batch(learner: Learner, micro_batches: Sequence[MicroBatch]) -> BatchStart:

@@ -37,6 +37,7 @@ from tracegrad_trainer.engine.step.rank_context import RankContext
 from tracegrad_trainer.engine.step.result import StepResult, UpdateResult, result_of
 from tracegrad_trainer.engine.step.rollout_sums import with_rollout_sums
 from tracegrad_trainer.losses import ObjectiveSettings
+from tracegrad_trainer.losses.logprob_gap import Precision, coarser, precision_of
 from tracegrad_trainer.utils.stopwatch import Stopwatch
 
 
@@ -54,10 +55,11 @@ class Learner:
         reference: nn.Module | None = None,
         head_elements: int | None = None,
         adamw: AdamwImplementation = ADAMW,
+        serving: Precision = "float32",
     ) -> None:
         """`model` is what `shard` returned; `reshard` as in `FsdpSettings`. `reference` is
         frozen and sharded too (`build_reference`); adapters need none. `adamw` other than the
-        default is for steps that were taken with it.
+        default is for steps that were taken with it. `serving`: the engine's that samples.
 
         Raises:
             ValueError: the objective needs a reference or a value head that is not there.
@@ -84,6 +86,8 @@ class Learner:
             self.device,
             reference_of(model, head, reference, self.device) if needs_reference else None,
         )
+        # What rounding may put between the log-probabilities of the two engines.
+        self.precision = coarser(_precision(head.dtype), serving)
         self.engine.reshard()
 
     @torch.no_grad()
@@ -107,7 +111,7 @@ class Learner:
         update = self.update(
             micro_batches, version=version, before=before, mismatched=mismatched, share=share
         )
-        return result_of([update], dtype=self.engine.head.dtype, dropped=update.dropped)
+        return result_of([update], precision=self.precision, dropped=update.dropped)
 
     def update(
         self,
@@ -238,6 +242,12 @@ class Learner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         watch.lap(stage)
+
+
+def _precision(dtype: torch.dtype) -> Precision:
+    # TF32 has about as many bits as bfloat16.
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return precision_of(dtype) if exact else "bfloat16"
 
 
 def without_rows(

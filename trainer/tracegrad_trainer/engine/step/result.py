@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
+from tracegrad_trainer.engine.step.accumulate import GAP_HISTOGRAM
 from tracegrad_trainer.losses.diagnostics import summarise_diagnostics
-
-# Mean |log old - log mu| (nats a token) from which the two engines do not agree on the weights
-# that were just pushed. In float32 they are 1e-5 apart, in bfloat16 some hundredths.
-MISMATCH = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+from tracegrad_trainer.losses.logprob_gap import (
+    BINS,
+    BOUNDS,
+    LogprobGap,
+    Precision,
+    binned_quantile,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +55,10 @@ class StepResult:
 
 
 def result_of(
-    updates: Sequence[UpdateResult], *, dtype: torch.dtype, dropped: Sequence[int]
+    updates: Sequence[UpdateResult], *, precision: Precision, dropped: Sequence[int]
 ) -> StepResult:
-    """Of all optimizer steps on one batch, at least one; `dtype` is the engine's.
+    """Of all optimizer steps on one batch, at least one; `precision` is the coarser engine's, of
+    serving and training.
 
     Shares and means are over the tokens of all of them: with several passes over a batch its
     tokens count in each.
@@ -63,7 +66,8 @@ def result_of(
     sums = _together([update.sums for update in updates], sum)
     maxima = _together([update.maxima for update in updates], max)
     metrics = summarise_diagnostics(sums, maxima)
-    mismatch = _mismatch(metrics, MISMATCH.get(dtype, MISMATCH[torch.float32]))
+    gap = _gap(metrics, sums)
+    mismatch = _mismatch(gap, precision) if gap.tokens else None
     applied = [update for update in updates if update.applied]
     norms = [update.grad_norm for update in applied or updates]
     metrics |= {
@@ -73,6 +77,9 @@ def result_of(
         "updates_skipped": float(len(updates) - len(applied)),
         "step_skipped": float(not applied),
         "rows_dropped": float(len(dropped)),
+        "gap_p50": gap.p50,
+        "gap_p99": gap.p99,
+        "gap_p50_bound": BOUNDS[precision].p50,
         "mismatch": float(mismatch is not None),
         "tokens": sums["tokens_in"],
         "flops": sums["flops"],
@@ -98,12 +105,23 @@ def _together(each: Sequence[Mapping[str, float]], how: Callable[..., float]) ->
     return {name: how(one[name] for one in each) for name in each[0]}
 
 
-def _mismatch(metrics: Mapping[str, float], bound: float) -> str | None:
-    if not metrics["gap_tokens"] or metrics["gap_mean"] <= bound:
+def _gap(metrics: Mapping[str, float], sums: Mapping[str, float]) -> LogprobGap:
+    counts = [sums[f"{GAP_HISTOGRAM}_{number}"] for number in range(BINS)]
+    return LogprobGap(
+        tokens=int(metrics["gap_tokens"]),
+        mean=metrics["gap_mean"],
+        p50=binned_quantile(counts, 0.5),
+        p99=min(binned_quantile(counts, 0.99), metrics["gap_max"]),
+        max=metrics["gap_max"],
+    )
+
+
+def _mismatch(gap: LogprobGap, precision: Precision) -> str | None:
+    bounds = BOUNDS[precision]
+    if gap.within(bounds):
         return None
     return (
-        f"serving and training engine differ by {metrics['gap_mean']:.2g} nats a token"
-        f" (at most {metrics['gap_max']:.2g}) over {metrics['gap_tokens']:.0f} tokens of the"
-        f" current version, {bound:g} would be rounding: are the served weights, the"
+        f"serving and training engine differ by {gap.describe(bounds)} over {gap.tokens} tokens of"
+        f" the current version, more than {precision} rounds: are the served weights, the"
         " tokenizer and the sampling parameters (temperature, top-p) the trainer's?"
     )

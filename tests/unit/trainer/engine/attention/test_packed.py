@@ -70,7 +70,8 @@ def test_models_that_need_more_of_attention_are_refused(
     [
         ({}, "cpu", "tracegrad_packed"),
         ({"compute_dtype": "bfloat16"}, "cpu", "tracegrad_packed"),
-        ({}, "cuda", "tracegrad_packed"),
+        ({}, "cuda", "tracegrad_varlen"),
+        ({"compute_dtype": "float32"}, "cuda", "tracegrad_packed"),
         ({"compute_dtype": "bfloat16"}, "cuda", "tracegrad_varlen"),
         ({"attention": "packed", "compute_dtype": "bfloat16"}, "cuda", "tracegrad_packed"),
         ({"attention": "sdpa"}, "cuda", "sdpa"),
@@ -86,7 +87,11 @@ def test_the_attention_is_chosen_by_device_and_precision(
     ("settings", "device", "reason"),
     [
         ({"attention": "varlen"}, "cpu", "needs a CUDA device"),
-        ({"attention": "varlen"}, "cuda", "set fsdp.compute_dtype = 'bfloat16'"),
+        (
+            {"attention": "varlen", "compute_dtype": "float32"},
+            "cuda",
+            "set fsdp.compute_dtype = 'bfloat16'",
+        ),
         ({"attention": "flahs"}, "cpu", "'auto', 'packed', 'varlen', 'sdpa'"),
     ],
 )

@@ -82,6 +82,36 @@ def test_one_and_two_ranks_and_plain_autograd_give_the_same_gradient(
     assert result.metrics["turns_trained"] == 22
 
 
+def test_gradients_of_half_precision_are_summed_in_float32(
+    folder: Path, two: list[dict[str, Any]], one_rank: None
+) -> None:
+    """A row a rank: the sum of what each of them computes in bfloat16 has none of its rounding."""
+
+    def together(some: list[Row], *, reshard: bool = True) -> dict[str, Tensor]:
+        one = fsdp_ranks.learner(
+            folder / "model", dtype="bfloat16", max_grad_norm=float("inf"), reshard=reshard
+        )
+        batches = fsdp_ranks.share(some, max(map(len, some)))
+        assert len(batches) == len(some)
+        return fsdp_ranks.step(one, batches)[1]
+
+    def alone(row: Row) -> dict[str, Tensor]:
+        count = int(row.keep.sum())
+        return {name: gradient * count for name, gradient in together([row]).items()}
+
+    first, second = (alone(row) for row in rows(2))
+    targets = sum(int(row.keep.sum()) for row in rows(2))
+    exact = {name: (first[name] + second[name]) / targets for name in first}
+    rounded = {name: value.bfloat16().float() for name, value in exact.items()}
+    for reshard in (True, False):  # over micro-batches of one rank, too
+        assert apart(together(rows(2), reshard=reshard), exact) < 1e-5
+    for rank in two:
+        _, gradients = rank["half"]
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+        assert apart(gradients, exact) < 1e-5 < apart(rounded, exact)
+        assert rank["half_dtypes"] == {torch.float32}
+
+
 @pytest.mark.parametrize("budget", [40, 60, 120])
 def test_packing_and_splitting_change_nothing(folder: Path, one_rank: None, budget: int) -> None:
     whole = fsdp_ranks.step(fsdp_ranks.learner(folder / "model"), fsdp_ranks.share(rows(11), 1000))
