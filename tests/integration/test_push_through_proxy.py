@@ -106,5 +106,5 @@ def test_a_streamed_turn_records_which_weights_sampled_each_token(
     assert turn.untrainable is None
     ids = turn.prompt_token_ids, turn.completion_token_ids
     served = list(turn.completion_logprobs)
-    compare_logprobs(served[:switch], reference_logprobs(old, *ids)[:switch], tolerance=1e-4)
-    compare_logprobs(served[switch:], reference_logprobs(new, *ids)[switch:], tolerance=1e-4)
+    compare_logprobs(served[:switch], reference_logprobs(old, *ids)[:switch], 1e-4)
+    compare_logprobs(served[switch:], reference_logprobs(new, *ids)[switch:], 1e-4)

@@ -27,6 +27,7 @@ from tracegrad_trainer.cli.wait_notice import WaitNotice
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.inference.vllm_process import VllmProcess
+from tracegrad_trainer.inference.weight_directory import VERSIONS, choose_directory
 from tracegrad_trainer.launch.placement import Placement
 from tracegrad_trainer.launch.resolve_gpus import plan_serve, with_placement
 from tracegrad_trainer.launch.run_journal import Ending, RunJournal
@@ -148,6 +149,7 @@ class ServeStack:
         settings = self.settings = with_placement(settings, placement)
         self.console.print(placement_line(placement), highlight=False, soft_wrap=True)
         check_startup(settings, self.store, free=placement.train_free)
+        check_push_room(settings, placement)
         point = resume_point(settings, self.store)
         for line in (describe_resume(point, settings), describe_precision(settings)):
             self.console.print(line, highlight=False, soft_wrap=True)
@@ -266,6 +268,14 @@ def check_startup(settings: TrainerSettings, store: Store, free: int | None = No
     try:
         check_before_training(settings, store, free)
     except (ValueError, CheckpointError) as error:
+        raise StartError(str(error)) from None
+
+
+def check_push_room(settings: TrainerSettings, placement: Placement) -> None:
+    """Raises StartError: nowhere is room for the files of two weight pushes."""
+    try:
+        choose_directory(settings.push.folder, placement.pushed // VERSIONS)
+    except ValueError as error:
         raise StartError(str(error)) from None
 
 

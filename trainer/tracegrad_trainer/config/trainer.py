@@ -108,6 +108,14 @@ class PushSettings(BaseModel):
     drain_s: float = Field(
         2, ge=0, description="wait for calls in flight before weights change under them"
     )
+    folder: Path | None = Field(
+        None,
+        description="where weights go as files, two versions of them, in the dtype that is served;"
+        " vLLM must see it too; default: /dev/shm if they have room there, else TMPDIR or /tmp",
+    )
+    timeout_s: float = Field(
+        300, gt=0, description="vLLM, or the proxy, has failed that takes longer for one request"
+    )
     probe_tokens: int = Field(
         32, ge=1, description="sampled after each of eight prompts, to compare log-probabilities"
     )

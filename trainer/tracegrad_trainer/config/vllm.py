@@ -25,8 +25,9 @@ DIE_WITH_PARENT_VARIABLE = "TRACEGRAD_DIE_WITH_PARENT"
 FORK_ENGINE_VARIABLE = "TRACEGRAD_FORK_ENGINE"
 CPU_KV_BYTES = 256 << 20
 
+WeightsDtype = Literal["float32", "float16", "bfloat16"]
 ServingDtype = Literal["float32", "float16", "bfloat16", "fp8"]
-_DTYPES: dict[str, ServingDtype] = {
+_DTYPES: dict[str, WeightsDtype] = {
     "half": "float16",
     "float16": "float16",
     "bfloat16": "bfloat16",
@@ -161,16 +162,20 @@ class VllmSettings(BaseModel):
         return self.max_num_seqs or (64 if self.on_cpu else 256)
 
     @property
-    def serving_dtype(self) -> ServingDtype:
-        """In which numbers vLLM computes; `fp8` also where only the weights, or only the KV cache,
-        are of 8 bits. Options in `extra_args` go before the settings, as in vLLM."""
-        if serves_fp8(vars(self)):
-            return "fp8"
+    def weights_dtype(self) -> WeightsDtype:
+        """In which numbers vLLM takes its weights; where it serves in 8 bits it rounds them itself.
+        Options in `extra_args` go before the settings, as in vLLM."""
         named = _option(self.extra_args, "--dtype") or self.dtype
         named = named or ("float32" if self.on_cpu else "auto")
         if named == "auto":  # models in float32 are served in bfloat16
             named = "float16" if _model_dtype(self.model) == "float16" else "bfloat16"
         return _DTYPES.get(named, "bfloat16")
+
+    @property
+    def serving_dtype(self) -> ServingDtype:
+        """In which numbers vLLM computes; `fp8` also where only the weights, or only the KV cache,
+        are of 8 bits."""
+        return "fp8" if serves_fp8(vars(self)) else self.weights_dtype
 
     def arguments(self) -> list[str]:
         """The server's command line, after `python -m vllm.entrypoints.openai.api_server`."""

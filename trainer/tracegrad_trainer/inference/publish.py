@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from tracegrad.events import Json, Turn, logprob_array, token_id_array
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, rows_of
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import Learner, as_hf_tensors, full_tensors
-from tracegrad_trainer.inference.control_routes import EngineLostError, PushError
+from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
 from tracegrad_trainer.inference.engine_sleep import SleepSettings
 from tracegrad_trainer.inference.logprob_probe import (
     ProbeMismatchError,
@@ -31,6 +32,7 @@ from tracegrad_trainer.inference.logprob_probe import (
     compare_logprobs,
     sample_probes,
 )
+from tracegrad_trainer.inference.weight_directory import choose_directory
 from tracegrad_trainer.inference.weight_push import PushReport, WeightPusher
 from tracegrad_trainer.losses.logprob_gap import LogprobGap, Precision
 from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
@@ -57,6 +59,7 @@ class PublishResult:
     def detail(self) -> Json:
         return {
             "seconds": self.report.seconds if self.report else {},
+            "bytes": self.report.bytes if self.report else None,
             "gap": asdict(self.gap) | {"allowed": self.allowed} if self.gap else None,
             "error": self.error,
         }
@@ -79,7 +82,9 @@ class WeightPublisher:
                     proxy_key=key.get_secret_value() if key else None,
                     version=NOTHING_SERVED,
                     checkpoint=settings.model,
+                    directory=choose_directory(settings.push.folder, self._pushed_bytes()),
                     drain_s=settings.push.drain_s,
+                    timeout_s=settings.push.timeout_s,
                     sleep=SleepSettings(settings.gpus.sleep_level, settings.state_dir)
                     if settings.gpus.share
                     else None,
@@ -140,22 +145,21 @@ class WeightPublisher:
         `rows` (rank 0) are recent: their beginnings are the probes' prompts, which the engine
         may have cached, so that a cache kept over the push would show.
         """
-        # Whole before anything is sent: a gather that rank 0 leaves half-way hangs the others.
-        # Rank 0 alone keeps what comes: ranks of one host would have it in memory many times.
-        weights: list[tuple[str, Tensor]] = []
-        for name, tensor in full_tensors(self.learner.model):
-            if self.pusher is not None:
-                weights.append((name, tensor.cpu()))
-        self._free_memory()
+        gathered = self._gathered()
         if self.pusher is None:
+            deque(gathered, maxlen=0)
+            self._free_memory()
             self._join_probe()
             return None
+        new = self._written(version, gathered)
+        self._free_memory()
         most = self.settings.vllm.max_model_len
         longest = None if most is None else most - self.settings.push.probe_tokens
         probing = _Probing(self, probe_prompts(rows, longest))
         try:
-            named = as_hf_tensors(self.learner.model, weights)
-            report = self.pusher.push(version, named, verify=probing)
+            if isinstance(new, PushError):
+                raise new
+            report = self.pusher.serve(new, verify=probing)
             return PublishResult(version, report, probing.gap, self.allowed)
         except PushError as error:
             lost = isinstance(error, EngineLostError)
@@ -163,6 +167,32 @@ class WeightPublisher:
         finally:
             if not probing.shared:
                 _share(None)
+
+    def _pushed_bytes(self) -> int:
+        """Of one version's files, about."""
+        itemsize = getattr(torch, self.settings.vllm.weights_dtype).itemsize
+        return int(itemsize * sum(p.numel() for p in self.learner.model.parameters()))
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors in the dtype that vLLM takes them in, one at a time; a collective to its
+        end. Vectors (norms, biases) stay as they are: some are of float32 in vLLM too."""
+        dtype = getattr(torch, self.settings.vllm.weights_dtype)
+        for name, tensor in full_tensors(self.learner.model):
+            matrix = tensor.ndim >= 2 and tensor.is_floating_point()
+            yield name, tensor.to(dtype) if matrix else tensor
+
+    def _written(
+        self, version: int, gathered: Iterator[tuple[str, Tensor]]
+    ) -> ServedWeights | PushError:
+        """Rank 0: the files, or why there are none. No more than a bucket of them is in memory."""
+        here = ((name, tensor.cpu()) for name, tensor in gathered)
+        try:
+            named = as_hf_tensors(self.learner.model, here)
+            return self._rank_zeros.write(version, named)
+        except PushError as error:
+            return error
+        finally:
+            deque(gathered, maxlen=0)  # a gather that rank 0 leaves half-way hangs the others
 
     def _join_probe(self) -> None:
         samples = _share(None)

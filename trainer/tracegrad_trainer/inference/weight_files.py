@@ -5,7 +5,6 @@ Two versions are kept: the one that is served, to return to, and the one under w
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,13 +19,11 @@ _SHARD_BYTES = 1 << 30
 
 
 class WeightFiles:
-    """A folder of ours under `directory` (default: /dev/shm, else the folder for temporary
-    files). vLLM must see it under the same path."""
+    """A folder of ours under `directory` (see `weight_directory`). vLLM must see it under the same
+    path."""
 
-    def __init__(self, directory: Path | None = None) -> None:
-        shared = Path("/dev/shm")
-        base = directory or (shared if os.access(shared, os.W_OK) else None)
-        self._scratch = ScratchFolder("tracegrad-weights", base)
+    def __init__(self, directory: Path) -> None:
+        self._scratch = ScratchFolder("tracegrad-weights", directory)
         self.folder = self._scratch.path
 
     def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Path]:

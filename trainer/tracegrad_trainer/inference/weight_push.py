@@ -28,6 +28,7 @@ from tracegrad_trainer.inference.engine_sleep import (
     SleepSettings,
 )
 from tracegrad_trainer.inference.wake_guard import GuardedEngine, WakeGuard
+from tracegrad_trainer.inference.weight_directory import choose_directory
 from tracegrad_trainer.inference.weight_files import WeightFiles
 from tracegrad_trainer.utils.stopwatch import Stopwatch
 
@@ -40,15 +41,16 @@ class PushReport:
 
     version: int
     seconds: dict[str, float]
+    bytes: int  # of the files
 
 
 class WeightPusher:
     """Pushes from the one process that holds whole tensors (the trainer's rank 0).
 
     `version` and `checkpoint` are what is served now: what a failed first push returns to.
-    `directory` is where the weight files go (see `WeightFiles`). Without `proxy_url`, only the
-    engine's own queue holds calls; `proxy_key` is the proxy's control key, or its admin key.
-    With `sleep` the engine does not only pause, it sleeps.
+    `directory` is where the weight files go (default: see `weight_directory`). Without
+    `proxy_url`, only the engine's own queue holds calls; `proxy_key` is the proxy's control key,
+    or its admin key. With `sleep` the engine does not only pause, it sleeps.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class WeightPusher:
         if sleep and sleep.level == 2 and not files:
             raise ValueError("checkpoint: sleep level 2 keeps no weights; give files to return to")
         self._served = _served(version, files)
-        self._files = WeightFiles(directory)
+        self._files = WeightFiles(directory or choose_directory(None, 0))
         self._vllm = VllmControl(vllm_url, timeout_s)
         self._proxy = ProxyControl(proxy_url, timeout_s, key=proxy_key, hold_ttl_s=hold_ttl_s)
         self._engine: EngineStop = EnginePause(self._vllm, self._proxy, drain_s)
@@ -134,16 +136,34 @@ class WeightPusher:
         tensors: Iterable[tuple[str, torch.Tensor]],
         verify: Callable[[], object] | None = None,
     ) -> PushReport:
-        """Serves `tensors`, (checkpoint name, whole tensor) pairs, as policy `version`.
+        """Serves `tensors`, (checkpoint name, whole tensor) pairs, as policy `version`: `write`,
+        then `serve`."""
+        return self.serve(self.write(version, tensors), verify)
 
-        `verify` runs on the new weights while other calls still wait; if it raises, the old
-        weights return. Raises PushError (then `self.version` is still served, or, where the
-        tensors could not be written, the engine stands still as before) or EngineLostError.
+    def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> ServedWeights:
+        """The tensors as files, one bucket of them in memory at a time; the engine goes on, or
+        stands still, as before.
+
+        Raises PushError; then what is left of the tensors was not asked for.
         """
         if version == self.version:
             raise ValueError(f"version: {version} is served already; give new weights a new number")
         try:
-            new = self._write(version, tensors)
+            with self._watch.stage("write"):
+                return _served(version, self._files.write(version, tensors))
+        except (OSError, ValueError) as error:
+            if not self._stopped:
+                self._take_watch()
+            self._files.keep_only(self.version)
+            raise PushError(f"version {version} is not pushed: {error}") from error
+
+    def serve(self, new: ServedWeights, verify: Callable[[], object] | None = None) -> PushReport:
+        """Serves what was written.
+
+        `verify` runs on the new weights while other calls still wait; if it raises, the old
+        weights return. Raises PushError (then `self.version` is still served) or EngineLostError.
+        """
+        try:
             self.stop_engine()
             watch = self._take_watch()
             try:
@@ -157,7 +177,8 @@ class WeightPusher:
             self._served = new
         finally:
             self._files.keep_only(self.version)
-        return PushReport(version, watch.seconds)
+        size = sum(Path(path).stat().st_size for path in new.paths)
+        return PushReport(new.version, watch.seconds, size)
 
     def close(self) -> None:
         """Removes the weight files: nothing can be put back afterwards. An engine that still
@@ -173,15 +194,6 @@ class WeightPusher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> ServedWeights:
-        try:
-            with self._watch.stage("write"):
-                return _served(version, self._files.write(version, tensors))
-        except (OSError, ValueError) as error:
-            if not self._stopped:
-                self._take_watch()
-            raise PushError(f"version {version} is not pushed: {error}") from error
 
     def _take_watch(self) -> Stopwatch:
         """With what was measured since the last push."""

@@ -14,8 +14,8 @@ from tracegrad_trainer.engine.model.hf_config import layer_configs, query_heads
 from tracegrad_trainer.engine.model.memory import estimate_memory, meta_model
 from tracegrad_trainer.launch.placement import AND, ModelSizes, PlacementRequest, RankMemory
 
-# The served version of a push's files and the one under way, in float32 (`WeightFiles`).
-_PUSH_VERSIONS, _PUSH_ITEMSIZE = 2, 4
+# The served version of a push's files and the one under way (`WeightFiles`).
+_PUSH_VERSIONS = 2
 # vLLM's options that have a setting of their own, which memory is planned by.
 _SETTINGS_OF = {
     "--tensor-parallel-size": "tensor_parallel",
@@ -66,7 +66,7 @@ def model_sizes(model: nn.Module, settings: TrainerSettings, *, gpus: int) -> Mo
         heads=min(query_heads(layer)[0] for layer in layers),
         vocabulary=text.vocab_size,
         max_model_len=longest,
-        pushed=_PUSH_VERSIONS * _PUSH_ITEMSIZE * count,
+        pushed=_PUSH_VERSIONS * itemsize * count,
         ranks=ranks(settings.fsdp),
         ways={name: ranks(fsdp) for name, fsdp in _lighter(settings.fsdp).items()} if gpus else {},
     )

@@ -27,6 +27,8 @@ USEFUL_SEQUENCES, USEFUL_TOKENS = 16, 4096
 TRAIN_SHARE = 4
 # What is advised where longer sequences do not fit.
 SHORT = 8192
+# A part of the host's memory: two versions, as a push keeps them.
+PUSH_FILES = "files of a weight push"
 # Between the names of settings that are changed together.
 AND = " and "
 
@@ -130,6 +132,11 @@ class Placement:
         """GPUs of each copy of the model that serves."""
         size = self.tensor_parallel
         return tuple(self.engine_gpus[i : i + size] for i in range(0, len(self.engine_gpus), size))
+
+    @property
+    def pushed(self) -> int:
+        """Bytes of the files of a weight push, of two versions."""
+        return self.host[PUSH_FILES]
 
     @property
     def train_free(self) -> int | None:
@@ -438,7 +445,7 @@ def _host_parts(sizes: ModelSizes, rank: RankMemory, ranks: int, workers: int) -
     parts = {
         "processes": PROCESS * (ranks + workers),
         "loading or a checkpoint's copy": ranks * rank.host,
-        "files of a weight push": sizes.pushed,
+        PUSH_FILES: sizes.pushed,
     }
     return parts | ({"offloaded state": ranks * rank.state} if rank.offloaded else {})
 

@@ -40,6 +40,7 @@ def push_point(version: PolicyVersion) -> MetricPoint:
     found = {
         "failed": float(version.state == "failed"),
         "seconds": sum(version.detail.get("seconds", {}).values()),
+        "bytes": version.detail.get("bytes"),
         "gap_mean": gap.get("mean"),
         "gap_p50": gap.get("p50"),
         "gap_p99": gap.get("p99"),

@@ -30,7 +30,7 @@ SOMETIMES = {
         "memory_peak",
         "expert_routing_known_share",
     ),
-    *("push/gap_mean", "push/gap_p50", "push/gap_p99", "push/gap_max"),
+    *("push/bytes", "push/gap_mean", "push/gap_p50", "push/gap_p99", "push/gap_max"),
     *("push/failed", "push/seconds"),
 }
 

@@ -1,0 +1,103 @@
+"""What rank 0 writes of the tensors that all ranks gather."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tracegrad_trainer.inference import publish, weight_files
+from tracegrad_trainer.inference.control_routes import PushError, ServedWeights
+from tracegrad_trainer.inference.publish import WeightPublisher
+from tracegrad_trainer.inference.weight_push import WeightPusher
+
+
+class Gather:
+    """A collective: every tensor of it must be asked for, whatever becomes of them."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.asked = 0
+
+    def __call__(self, model: object) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors.items():
+            self.asked += 1
+            yield name, tensor
+
+
+@pytest.fixture
+def publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightPublisher]:
+    monkeypatch.setattr(publish, "as_hf_tensors", lambda _, tensors: tensors)
+    made = object.__new__(WeightPublisher)
+    vllm = SimpleNamespace(weights_dtype="bfloat16")
+    made.settings = SimpleNamespace(vllm=vllm)  # type: ignore[assignment]
+    made.learner = SimpleNamespace(model=None)  # type: ignore[assignment]
+    with WeightPusher("http://127.0.0.1:1", directory=tmp_path) as pusher:
+        made.pusher = pusher
+        yield made
+
+
+def write(
+    publisher: WeightPublisher, gather: Gather, monkeypatch: pytest.MonkeyPatch
+) -> ServedWeights | PushError:
+    monkeypatch.setattr(publish, "full_tensors", gather)
+    return publisher._written(1, publisher._gathered())
+
+
+def test_matrices_are_written_in_the_dtype_that_is_served(
+    publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {
+        "matrix": torch.tensor([[1.0, 1.001]]),
+        "norm": torch.tensor([1.001]),
+        "places": torch.tensor([[1, 2]]),
+    }
+    new = write(publisher, Gather(given), monkeypatch)
+    assert isinstance(new, ServedWeights)
+    [path] = new.paths
+    found = load_file(path)
+    assert torch.equal(found["matrix"], given["matrix"].bfloat16())
+    assert torch.equal(found["norm"], given["norm"])
+    assert torch.equal(found["places"], given["places"])
+
+
+def test_a_write_that_fails_leaves_nobody_waiting_in_a_gather(
+    publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = {"a": torch.tensor([[1.0, torch.nan]])}
+    gather = Gather(broken | {str(number): torch.ones(2, 2) for number in range(5)})
+    refused = write(publisher, gather, monkeypatch)
+    assert isinstance(refused, PushError)
+    assert "a holds values that are not finite" in str(refused)
+    assert gather.asked == 6
+    assert publisher.pusher is not None
+    assert list(tmp_path.glob("*/1")) == []
+
+
+def test_a_bucket_of_tensors_is_in_memory_at_a_time(
+    publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of forty matrices of 4 KiB each, four fill a bucket."""
+    monkeypatch.setattr(weight_files, "_SHARD_BYTES", 4 * 2048)
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most = 0
+
+    def gather(model: object) -> Iterator[tuple[str, Tensor]]:
+        nonlocal most
+        for number in range(40):
+            tensor = torch.full((32, 32), float(number), dtype=torch.bfloat16)
+            alive.add(tensor)
+            most = max(most, len(alive))
+            yield str(number), tensor
+
+    monkeypatch.setattr(publish, "full_tensors", gather)
+    new = publisher._written(1, publisher._gathered())
+    assert isinstance(new, ServedWeights)
+    assert len(new.paths) == 10
+    assert most <= 6
