@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from tracegrad_trainer.utils.scratch_folder import ScratchFolder
 
-_SHARD_BYTES = 1 << 30
+_SHARD_BYTES = 256 << 20
 
 
 class WeightFiles:
@@ -27,7 +27,7 @@ class WeightFiles:
         self.folder = self._scratch.path
 
     def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Path]:
-        """Writes (checkpoint name, whole tensor) pairs; the files, none above 1 GiB or one tensor.
+        """Writes (checkpoint name, whole tensor) pairs; the files, none much above 256 MiB, or one tensor.
 
         ValueError naming the tensor if it holds NaN or infinity; OSError if there is no room.
         """
