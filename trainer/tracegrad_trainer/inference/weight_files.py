@@ -27,7 +27,8 @@ class WeightFiles:
         self.folder = self._scratch.path
 
     def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Path]:
-        """Writes (checkpoint name, whole tensor) pairs; the files, none much above 256 MiB, or one tensor.
+        """Writes (checkpoint name, whole tensor) pairs; the files, each of 256 MiB or one tensor
+        more.
 
         ValueError naming the tensor if it holds NaN or infinity; OSError if there is no room.
         """
